@@ -1,0 +1,1 @@
+"""Train, sample and measure character-level GPT models."""

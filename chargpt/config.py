@@ -1,0 +1,388 @@
+"""Every setting of a run: one frozen `Config`, read from YAML, checked once.
+
+A YAML file says only what differs from the defaults here. `load_config` reads it (a shipped name
+such as `gpt`, or a path), lays `section.key=value` overrides on top, and reports every mistake at
+once with its line and the likely right key. Values may be lists in YAML; a `Config` holds tuples.
+"""
+
+import difflib
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from chargpt.errors import ConfigError
+
+MAX_CONFIG_BYTES = 1_000_000
+MAX_DEPTH = 20
+
+
+class Section(BaseModel):
+    """A group of settings: immutable, no unknown keys, no silent conversions of text."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class TextConfig(Section):
+    """Which text, how to read it, and how to cut it."""
+
+    path: str | None = None
+    """A file, folder or glob, `-` for standard input; null is the embedded text."""
+    encoding: str = "auto"
+    """`auto` is UTF-8, or whatever a byte order mark says."""
+    suffixes: tuple[str, ...] = (".txt", ".md", ".gz")
+    """Which files of a folder are read."""
+    val_fraction: float = Field(0.1, gt=0, lt=1)
+    test_fraction: float = Field(0.0, ge=0, lt=1)
+    min_count: int = Field(1, ge=1)
+    """Rarer characters share one unknown token."""
+    unknown: Literal["error", "skip", "replace"] = "error"
+    """What to do with characters outside the vocabulary, in prompts and in other texts."""
+
+    @model_validator(mode="after")
+    def leaves_a_training_part(self) -> Self:
+        if self.val_fraction + self.test_fraction >= 1:
+            raise ValueError("val_fraction and test_fraction leave nothing to train on")
+        return self
+
+
+class ModelConfig(Section):
+    """What is trained. All but `kind` and `block_size` concern the GPT."""
+
+    kind: Literal["gpt", "bigram"] = "gpt"
+    n_layer: int = Field(4, ge=1, le=256)
+    n_head: int = Field(2, ge=1, le=256)
+    n_embd: int = Field(128, ge=2, le=65536)
+    n_mlp: int | None = Field(None, ge=1, le=262144)
+    """Hidden width of the MLP; null is 8/3 of n_embd, rounded up to a multiple of 64."""
+    block_size: int = Field(128, ge=1, le=65536)
+    dropout: float = Field(0.0, ge=0, lt=1)
+    rope_theta: float = Field(10_000.0, gt=0)
+    attention: Literal["full", "average", "none"] = "full"
+    scaled: bool = True
+    """Divide attention scores by sqrt(head size)."""
+    qk_norm: bool = True
+    mlp: Literal["swiglu", "none"] = "swiglu"
+
+    @property
+    def mlp_width(self) -> int:
+        """Hidden width of the MLP in numbers."""
+        return self.n_mlp or 64 * math.ceil(self.n_embd * 8 / 3 / 64)
+
+    @model_validator(mode="after")
+    def heads_fit(self) -> Self:
+        if self.kind == "gpt" and self.n_embd % (2 * self.n_head):
+            raise ValueError(
+                f"n_embd {self.n_embd} does not divide into {self.n_head} heads of an even size"
+            )
+        return self
+
+
+class TrainConfig(Section):
+    """How long, how much at a time, and what happens in between. Intervals are in steps."""
+
+    max_steps: int = Field(900, ge=1)
+    batch_size: int = Field(32, ge=1)
+    """Sequences per update, over all ranks and micro-batches."""
+    accumulate: int = Field(1, ge=1)
+    """Micro-batches that one update is computed in."""
+    evaluate_every: int = Field(100, ge=1)
+    evaluate_characters: int = Field(50_000, ge=1)
+    """At most so many characters of the split, spread evenly, in evaluations along the way."""
+    save_every: int = Field(100, ge=1)
+    sample_every: int = Field(300, ge=0)
+    """0: no samples along the way."""
+    keep_last: int = Field(2, ge=1)
+    """Checkpoints kept besides the best."""
+    patience: int | None = Field(None, ge=1)
+    """Stop after so many evaluations without a new best; null: never."""
+    clip_norm: float | None = Field(1.0, gt=0)
+    ema: float = Field(0.0, ge=0, lt=1)
+    """Decay of the moving average of weights that is evaluated and kept; 0: none."""
+
+
+class OptimConfig(Section):
+    """The rule of the updates."""
+
+    name: Literal["adamw", "muon"] = "muon"
+    """`muon`: Muon for the matrices of the blocks, AdamW for all else."""
+    lr: float = Field(0.008, gt=0)
+    matrix_lr: float = Field(0.02, gt=0)
+    """Muon's learning rate."""
+    weight_decay: float = Field(0.1, ge=0)
+
+
+class ScheduleConfig(Section):
+    """The learning rate over the steps."""
+
+    kind: Literal["trapezoid", "cosine"] = "trapezoid"
+    warmup: int = Field(20, ge=0)
+    """Steps of linear rise."""
+    cooldown: float = Field(0.6, ge=0, le=1)
+    """Share of all steps in which the trapezoid falls to zero; 0 keeps the rate constant."""
+
+
+class SampleConfig(Section):
+    """How text is drawn from the model."""
+
+    prompt: str = ""
+    length: int = Field(500, ge=1)
+    temperature: float = Field(0.8, ge=0)
+    """0 takes the likeliest character every time."""
+    top_k: int | None = Field(None, ge=1)
+    top_p: float | None = Field(None, gt=0, le=1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    num_samples: int = Field(1, ge=1, le=4096)
+    seed: int | None = Field(None, ge=0, lt=2**63)
+    """null: a new one each time."""
+    stop: tuple[str, ...] = ()
+
+
+class Config(Section):
+    """Everything that decides a run."""
+
+    seed: int = Field(1337, ge=0, lt=2**63)
+    device: str = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    deterministic: bool = False
+    """On CUDA: the same bits every time, at some cost in speed."""
+    text: TextConfig = TextConfig()
+    model: ModelConfig = ModelConfig()
+    train: TrainConfig = TrainConfig()
+    optim: OptimConfig = OptimConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    sample: SampleConfig = SampleConfig()
+
+    @model_validator(mode="after")
+    def batches_divide(self) -> Self:
+        if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device):
+            raise ValueError(f"device {self.device!r} is none of auto, cpu, cuda, cuda:N, mps")
+        if self.train.batch_size % self.train.accumulate:
+            raise ValueError(
+                f"train.batch_size {self.train.batch_size} does not divide into "
+                f"train.accumulate {self.train.accumulate} equal micro-batches"
+            )
+        return self
+
+    def with_values(self, values: Mapping[str, object]) -> "Config":
+        """Return a copy with dotted keys replaced, checked anew.
+
+        Raises:
+            ConfigError: a key is unknown or a value does not fit.
+        """
+        tree = self.model_dump()
+        for key, value in values.items():
+            set_dotted(tree, key, value)
+        return validate(tree, origin="these settings")
+
+    def to_yaml(self) -> str:
+        """Return every setting as YAML, which `load_config` reads back to an equal Config."""
+        return yaml.safe_dump(
+            self.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=100
+        )
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as people mean it: `1e-4` is a number, aliases are refused."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise ConfigError(
+                f"line {mark.line + 1}: an alias (*name) is not allowed; write the value out"
+            )
+        return super().compose_node(parent, index)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)
+
+
+def parse_yaml(source: str, origin: str) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return a YAML mapping as a dict, and the line of each dotted key.
+
+    Raises:
+        ConfigError: the text is not a YAML mapping, or repeats a key.
+    """
+    try:
+        loader = _Loader(source)
+        try:
+            node = loader.get_single_node()
+            lines: dict[str, int] = {}
+            value = {} if node is None else _plain(loader, node, "", lines, origin, 0)
+        finally:
+            loader.dispose()
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise ConfigError(f"{origin}{where} is not valid YAML ({problem}); correct it") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{origin} holds no `key: value` lines; see `configs/gpt.yaml` for one")
+    return value, lines
+
+
+def _plain(
+    loader: _Loader, node: yaml.Node, path: str, lines: dict[str, int], origin: str, depth: int
+) -> Any:
+    """Turn a node into dicts, lists and scalars, noting lines and refusing repeated keys."""
+    if depth > MAX_DEPTH:
+        raise ConfigError(f"{origin} nests more than {MAX_DEPTH} levels deep; flatten it")
+    if isinstance(node, yaml.MappingNode):
+        result: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            key, line = str(getattr(key_node, "value", "")), key_node.start_mark.line + 1
+            dotted = f"{path}.{key}" if path else key
+            if key in result:
+                raise ConfigError(
+                    f"{origin}, line {line}: {dotted} is set twice "
+                    f"(first on line {lines[dotted]}); keep one"
+                )
+            lines[dotted] = line
+            result[key] = _plain(loader, value_node, dotted, lines, origin, depth + 1)
+        return result
+    if isinstance(node, yaml.SequenceNode):
+        return [_plain(loader, child, path, lines, origin, depth + 1) for child in node.value]
+    return loader.construct_object(node)  # type: ignore[no-untyped-call]
+
+
+def set_dotted(tree: dict[str, Any], key: str, value: object) -> None:
+    """Set tree["a"]["b"] for key "a.b"."""
+    *sections, last = key.split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(f"{key} is not a setting: {section} has no keys of its own")
+    tree[last] = value
+
+
+def _known_keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
+    keys = []
+    for name, field in model.model_fields.items():
+        kind = field.annotation
+        keys.append(prefix + name)
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            keys += _known_keys(kind, f"{prefix}{name}.")
+    return keys
+
+
+def _suggestion(key: str) -> str:
+    """Return '; did you mean ...?' for an unknown dotted key, or how to see them all."""
+    known = _known_keys()
+    for other in known:  # the right name in the wrong section, or with none
+        if "." in other and other.split(".")[-1] == key.split(".")[-1]:
+            return f"; did you mean {other}?"
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    if not near:
+        by_name = {name.split(".")[-1]: name for name in known}
+        last = difflib.get_close_matches(key.split(".")[-1], by_name, n=1, cutoff=0.6)
+        near = [by_name[last[0]]] if last else []
+    if near:
+        return f"; did you mean {near[0]}?"
+    section = key.split(".")[0]
+    inside = [name for name in known if name.startswith(section + ".")]
+    return "; the keys are " + ", ".join(inside or [name for name in known if "." not in name])
+
+
+def validate(
+    tree: dict[str, Any], origin: str, lines: Mapping[str, int] | None = None
+) -> Config:
+    """Return the Config that a plain dict describes.
+
+    Raises:
+        ConfigError: naming every mistake with its place.
+    """
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        lines = lines or {}
+        problems = []
+        for detail in error.errors():
+            key = ".".join(str(part) for part in detail["loc"])
+            line = lines.get(key) or lines.get(key.rsplit(".", 1)[0])
+            where = f"line {line}: " if line else ""
+            if detail["type"] == "extra_forbidden":
+                problems.append(f"{where}{key} is not a setting{_suggestion(key)}")
+                continue
+            message = detail["msg"].removeprefix("Value error, ")
+            message = message[0].lower() + message[1:]
+            value = detail["input"]
+            shown = "" if isinstance(value, dict | BaseModel) else f" (it is {value!r:.60})"
+            problems.append(f"{where}{key}{': ' if key else ''}{message}{shown}")
+        raise ConfigError(f"{origin}: " + "; ".join(problems)) from None
+
+
+def shipped_configs() -> dict[str, Path]:
+    """Return the configs that come with the package, by name."""
+    package = Path(__file__).parent
+    for folder in (package / "configs", package.parent / "configs"):  # wheel, source tree
+        if folder.is_dir():
+            return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    return {}
+
+
+def read_config_tree(source: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, int]]:
+    """Read a shipped config by name, or a YAML file by path, as a plain dict with lines.
+
+    Raises:
+        ConfigError: there is no such config, or it cannot be read.
+    """
+    shipped = shipped_configs()
+    path = shipped.get(str(source), Path(source))
+    if not path.is_file():
+        near = difflib.get_close_matches(str(source), shipped, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"shipped ones are {', '.join(shipped)}"
+        raise ConfigError(f"there is no config {str(source)!r}; {hint}")
+    if path.stat().st_size > MAX_CONFIG_BYTES:
+        raise ConfigError(f"{path} is over {MAX_CONFIG_BYTES:,} bytes: not a config; name another")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as UTF-8 text ({error}); correct it") from None
+    return parse_yaml(text, str(path))
+
+
+def load_config(
+    source: str | os.PathLike[str] = "gpt",
+    overrides: Iterable[str] = (),
+    defaults: Mapping[str, object] | None = None,
+) -> Config:
+    """Return the Config of a shipped name or a YAML file, with `section.key=value` overrides.
+
+    Args:
+        source: a shipped config's name (`gpt`) or a path.
+        overrides: texts like `train.max_steps=100`; the value is read as YAML.
+        defaults: dotted keys that hold where the file says nothing.
+
+    Raises:
+        ConfigError: naming every mistake with its place.
+    """
+    tree: dict[str, Any] = {}
+    for key, value in (defaults or {}).items():
+        set_dotted(tree, key, value)
+    file_tree, lines = read_config_tree(source)
+    _merge(tree, file_tree)
+    for override in overrides:
+        key, equals, written = override.partition("=")
+        if not equals or not key.strip():
+            raise ConfigError(f"-s {override!r} is not of the form section.key=value")
+        parsed, _ = parse_yaml(f"value: {written}", f"-s {override}")
+        set_dotted(tree, key.strip(), parsed["value"])
+        lines.pop(key.strip(), None)
+    return validate(tree, str(source), lines)
+
+
+def _merge(tree: dict[str, Any], other: dict[str, Any]) -> None:
+    for key, value in other.items():
+        if isinstance(value, dict) and isinstance(tree.get(key), dict):
+            _merge(tree[key], value)
+        else:
+            tree[key] = value

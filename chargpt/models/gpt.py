@@ -1,0 +1,191 @@
+"""The transformer: a pre-norm decoder in the shape of the Qwen3 family.
+
+RMSNorm with learned gains (Zhang and Sennrich 2019), rotary positions in the half-split layout
+(Su et al. 2021), QK-norm over the head size before the rotation (Dehghani et al. 2023), SwiGLU
+(Shazeer 2020), no biases, an output head of its own. Renaming the tensors gives a
+`Qwen3ForCausalLM`, which is how other tools open a run.
+
+The rungs between averaging and a full transformer are settings of this one class: `attention`
+(`full`, `average`, `none`), `scaled`, `qk_norm`, `mlp`, and the sizes.
+
+Shapes in this file: B = batch, T = characters given, S = characters seen with the cache,
+C = n_embd, H = n_head, D = C / H, V = vocabulary.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from chargpt.config import ModelConfig
+from chargpt.models.attention import average_weights, fused_attention
+from chargpt.models.base import LanguageModel
+from chargpt.models.cache import KVCache
+
+NORM_EPS = 1e-6
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * gain, over the last dimension."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.size(-1),), self.weight.to(x.dtype), NORM_EPS)
+
+
+def rotary_tables(positions: int, head_size: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Return cos and sin, (T, D), of position times theta^(-2i/D), the D/2 angles twice over."""
+    frequencies = theta ** -(torch.arange(0, head_size, 2, dtype=torch.float64) / head_size)
+    angles = torch.outer(torch.arange(positions, dtype=torch.float64), frequencies)
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos().float(), angles.sin().float()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (i, i + D/2) of x (B, H, T, D) by its position's angle."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class Attention(nn.Module):
+    """Causal self-attention of one layer, or the plain average of the past."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        width = config.n_embd
+        self.n_head = config.n_head
+        self.head_size = width // config.n_head
+        self.scaled = config.scaled
+        self.averages = config.attention == "average"
+        if not self.averages:
+            self.query = nn.Linear(width, width, bias=False)
+            self.key = nn.Linear(width, width, bias=False)
+            normed = config.qk_norm
+            self.query_norm: nn.Module = RMSNorm(self.head_size) if normed else nn.Identity()
+            self.key_norm: nn.Module = RMSNorm(self.head_size) if normed else nn.Identity()
+        self.value = nn.Linear(width, width, bias=False)
+        self.output = nn.Linear(width, width, bias=False)
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None, layer: int
+    ) -> Tensor:
+        batch, steps, width = x.shape
+        by_head = (batch, steps, self.n_head, self.head_size)
+        v = self.value(x).view(by_head).transpose(1, 2)  # (B, H, T, D)
+        if self.averages:
+            if cache is not None:
+                _, v = cache.extend(layer, v, v)  # (B, H, S, D)
+            mixed = average_weights(steps, v.size(2), x.device).to(v.dtype) @ v  # (B, H, T, D)
+        else:
+            q = self.query_norm(self.query(x).view(by_head)).transpose(1, 2)  # (B, H, T, D)
+            k = self.key_norm(self.key(x).view(by_head)).transpose(1, 2)  # (B, H, T, D)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            if cache is not None:
+                k, v = cache.extend(layer, k, v)  # (B, H, S, D)
+            mixed = fused_attention(q, k, v, scaled=self.scaled)  # (B, H, T, D)
+        return self.output(mixed.transpose(1, 2).reshape(batch, steps, width))  # (B, T, C)
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, hidden, bias=False)
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """One layer: look back, then think; each adds to the stream that it reads."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention: Attention | None = None
+        self.mlp: SwiGLU | None = None
+        if config.attention != "none":
+            self.attention_norm = RMSNorm(config.n_embd)
+            self.attention = Attention(config)
+        if config.mlp != "none":
+            self.mlp_norm = RMSNorm(config.n_embd)
+            self.mlp = SwiGLU(config.n_embd, config.mlp_width)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None, layer: int
+    ) -> Tensor:
+        if self.attention is not None:
+            mixed = self.attention(self.attention_norm(x), cos, sin, cache, layer)
+            x = x + self.dropout(mixed)
+        if self.mlp is not None:
+            x = x + self.dropout(self.mlp(self.mlp_norm(x)))
+        return x
+
+
+class GPT(LanguageModel):
+    """The transformer. A fresh one predicts every character alike: its loss is ln V."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, config: ModelConfig, vocab_size: int) -> None:
+        super().__init__(vocab_size, config.block_size)
+        self.config = config
+        self.embedding = nn.Embedding(vocab_size, config.n_embd)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.norm = RMSNorm(config.n_embd)
+        self.head = nn.Linear(config.n_embd, vocab_size, bias=False)
+        head_size = config.n_embd // config.n_head
+        cos, sin = rotary_tables(config.block_size, head_size, config.rope_theta)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+        self.initialise()
+
+    def initialise(self) -> None:
+        """Matrices uniform with deviation 1/sqrt(inputs); what ends a branch, and the head, zero.
+
+        Zero ends make every layer start as the identity, and the first loss exactly ln V.
+        """
+        for name, parameter in self.named_parameters():
+            if name.endswith(("output.weight", "down.weight", "head.weight")):
+                nn.init.zeros_(parameter)
+            elif name == "embedding.weight":
+                nn.init.normal_(parameter)
+            elif parameter.dim() == 2:
+                bound = (3 / parameter.size(1)) ** 0.5
+                nn.init.uniform_(parameter, -bound, bound)
+
+    def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
+        start = 0 if cache is None else cache.length
+        steps = tokens.size(1)
+        assert start + steps <= self.block_size, "more characters than the block holds"
+        cos, sin = self.cos[start : start + steps], self.sin[start : start + steps]  # (T, D)
+        x = self.dropout(self.embedding(tokens))  # (B, T, C)
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x, cos, sin = x.to(dtype), cos.to(dtype), sin.to(dtype)
+        for layer, block in enumerate(self.blocks):
+            x = block(x, cos, sin, cache, layer)
+        if cache is not None:
+            cache.advance(steps)
+        logits: Tensor = self.head(self.norm(x))  # (B, T, V)
+        return logits
+
+    def new_cache(self, batch_size: int) -> KVCache:
+        """Return an empty cache in the weights' own dtype, on their device."""
+        weight = self.embedding.weight
+        return KVCache(
+            layers=self.config.n_layer,
+            batch_size=batch_size,
+            heads=self.config.n_head,
+            capacity=self.block_size,
+            head_size=self.config.n_embd // self.config.n_head,
+            device=weight.device,
+            dtype=weight.dtype,
+        )

@@ -1,0 +1,1 @@
+"""Text in, token arrays out. Knows nothing of models."""
