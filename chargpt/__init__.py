@@ -1,1 +1,67 @@
-"""Train, sample and measure character-level GPT models."""
+"""Train, sample and measure character-level GPT models.
+
+    from chargpt import Corpus, Trainer, load_config, prepare
+    trainer = Trainer(load_config("gpt"), prepare(load_config("gpt").text))
+    for report in trainer.steps():
+        ...
+
+Names are imported when they are first used, so `import chargpt` costs nothing.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from chargpt.analysis.compare import compare
+    from chargpt.config import Config, load_config
+    from chargpt.errors import ChargptError
+    from chargpt.inference.evaluation import evaluate
+    from chargpt.inference.sampling import sample
+    from chargpt.models.bigram import BigramLM
+    from chargpt.models.gpt import GPT
+    from chargpt.store.run import load_run
+    from chargpt.text.corpus import Corpus, prepare
+    from chargpt.text.tokenizer import CharTokenizer
+    from chargpt.training.trainer import Trainer
+
+__all__ = [
+    "GPT",
+    "BigramLM",
+    "CharTokenizer",
+    "ChargptError",
+    "Config",
+    "Corpus",
+    "Trainer",
+    "compare",
+    "evaluate",
+    "load_config",
+    "load_run",
+    "prepare",
+    "sample",
+]
+
+_HOMES = {
+    "GPT": "chargpt.models.gpt",
+    "BigramLM": "chargpt.models.bigram",
+    "CharTokenizer": "chargpt.text.tokenizer",
+    "ChargptError": "chargpt.errors",
+    "Config": "chargpt.config",
+    "Corpus": "chargpt.text.corpus",
+    "Trainer": "chargpt.training.trainer",
+    "compare": "chargpt.analysis.compare",
+    "evaluate": "chargpt.inference.evaluation",
+    "load_config": "chargpt.config",
+    "load_run": "chargpt.store.run",
+    "prepare": "chargpt.text.corpus",
+    "sample": "chargpt.inference.sampling",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'chargpt' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -371,13 +371,23 @@ def load_config(
     file_tree, lines = read_config_tree(source)
     _merge(tree, file_tree)
     for override in overrides:
-        key, equals, written = override.partition("=")
-        if not equals or not key.strip():
-            raise ConfigError(f"-s {override!r} is not of the form section.key=value")
-        parsed, _ = parse_yaml(f"value: {written}", f"-s {override}")
-        set_dotted(tree, key.strip(), parsed["value"])
-        lines.pop(key.strip(), None)
+        key, parsed = parse_override(override)
+        set_dotted(tree, key, parsed)
+        lines.pop(key, None)
     return validate(tree, str(source), lines)
+
+
+def parse_override(written: str) -> tuple[str, object]:
+    """Return the dotted key and the value, read as YAML, of `section.key=value`.
+
+    Raises:
+        ConfigError: it is not of that form.
+    """
+    key, equals, value = written.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"-s {written!r} is not of the form section.key=value")
+    parsed, _ = parse_yaml(f"value: {value}", f"-s {written}")
+    return key.strip(), parsed["value"]
 
 
 def _merge(tree: dict[str, Any], other: dict[str, Any]) -> None:

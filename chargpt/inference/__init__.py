@@ -1,0 +1,1 @@
+"""A model and text in; text and numbers out."""

@@ -85,7 +85,8 @@ class Attention(nn.Module):
             if cache is not None:
                 k, v = cache.extend(layer, k, v)  # (B, H, S, D)
             mixed = fused_attention(q, k, v, scaled=self.scaled)  # (B, H, T, D)
-        return self.output(mixed.transpose(1, 2).reshape(batch, steps, width))  # (B, T, C)
+        joined: Tensor = self.output(mixed.transpose(1, 2).reshape(batch, steps, width))
+        return joined  # (B, T, C)
 
 
 class SwiGLU(nn.Module):
@@ -98,7 +99,8 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        result: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return result
 
 
 class Block(nn.Module):

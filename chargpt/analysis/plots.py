@@ -1,0 +1,80 @@
+"""Every picture, as SVG or PNG by the file's ending, drawn off screen."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from chargpt.errors import ChargptError
+
+# Okabe and Ito's colours, told apart by most colour-blind readers
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+GREY = "#6b7280"
+
+
+def loss_curves(
+    path: Path,
+    curves: Mapping[str, Sequence[tuple[int, float]]],
+    lines: Mapping[str, float],
+    title: str,
+) -> Path:
+    """Draw validation loss (nats per character) against steps, with level lines to compare with.
+
+    Args:
+        path: ends in .svg or .png.
+        curves: for each model, its (step, nats) points.
+        lines: for each baseline, its nats.
+        title: what was trained on.
+
+    Raises:
+        ChargptError: another ending, or the file cannot be written.
+    """
+    if path.suffix not in (".svg", ".png"):
+        raise ChargptError(f"{path} must end in .svg or .png; name it so")
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for (name, points), colour in zip(curves.items(), _cycle(len(curves)), strict=True):
+        steps, nats = zip(*points, strict=True) if points else ((), ())
+        axes.plot(steps, nats, color=colour, linewidth=2, label=name)
+        if points:
+            axes.annotate(
+                f"{nats[-1]:.3f}",
+                (steps[-1], nats[-1]),
+                (4, 0),
+                textcoords="offset points",
+                color=colour,
+                va="center",
+            )
+    for name, level in lines.items():
+        axes.axhline(level, color=GREY, linewidth=1, linestyle="--")
+        axes.annotate(
+            f"{name} {level:.3f}",
+            (1, level),
+            (-4, 3),
+            color=GREY,
+            ha="right",
+            xycoords=("axes fraction", "data"),
+            textcoords="offset points",
+            fontsize=9,
+        )
+    axes.set(xlabel="step", ylabel="validation loss (nats per character)", title=title)
+    axes.margins(x=0.02)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+    if curves:
+        axes.legend(frameon=False, loc="upper right", bbox_to_anchor=(1, 0.9))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with rc_context({"svg.hashsalt": "chargpt", "svg.fonttype": "none"}):
+            metadata = {"Date": None} if path.suffix == ".svg" else None
+            figure.savefig(path, dpi=130, metadata=metadata)
+    except OSError as error:
+        raise ChargptError(f"{path} cannot be written ({error.strerror}); name another") from None
+    return path
+
+
+def _cycle(count: int) -> list[str]:
+    return [COLOURS[index % len(COLOURS)] for index in range(count)]

@@ -1,0 +1,113 @@
+"""`chargpt compare`: what attention gains over a bigram, on your text."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from chargpt.cli import console, options
+
+
+def compare(
+    texts: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[TEXT | RUN...]", help="A text to train on, or runs to set side by side."
+        ),
+    ] = None,
+    models: Annotated[
+        str, typer.Option("--models", help="Models to train, with commas between.")
+    ] = "bigram,gpt",
+    config: options.ConfigName = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FOLDER", help="Where the runs go.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="The picture: .svg or .png.")
+    ] = None,
+    json_: options.Json = False,
+    device: options.Device = None,
+    encoding: options.Encoding = None,
+    set_: options.Set = None,
+) -> None:
+    """Set a bigram and a GPT side by side on one text.
+
+    Examples: `chargpt compare novel.txt`, `chargpt compare runs/a runs/b --plot curves.png`.
+    """
+    from chargpt.analysis.plots import loss_curves
+    from chargpt.errors import ConfigError
+    from chargpt.store.run import is_run
+
+    paths = [Path(text) for text in texts or []]
+    if paths and all(is_run(path) for path in paths):
+        from chargpt.analysis.compare import compare_runs
+
+        folder = paths[0].parent
+        found = compare_runs(paths, device or "auto")
+    elif len(paths) > 1:
+        odd = next(path for path in paths if not is_run(path))
+        raise ConfigError(f"{odd} is not a run; give one text, or runs only")
+    else:
+        from chargpt.cli.train import _free_name
+
+        settings = options.build_config(
+            texts[0] if texts else None, config, set_, device=device, encoding=encoding
+        )
+        folder = out or _free_name(Path("runs"), f"compare-{_stem(settings.text.path)}")
+        found = _train(settings, folder, models)
+    picture = loss_curves(plot or folder / "curves.svg", found.curves, found.lines, found.title)
+    if json_:
+        rows = [row.as_dict() for row in found.rows]
+        console.out(json.dumps({"rows": rows, "picture": str(picture)}, ensure_ascii=False))
+        return
+    _show(found)
+    console.out(f"loss curves: {picture}")
+
+
+def _stem(path: str | None) -> str:
+    return Path(path).stem if path and path != "-" else ("stdin" if path else "python-docs")
+
+
+def _train(settings: Any, folder: Path, models: str) -> Any:
+    from chargpt.analysis.compare import compare
+    from chargpt.cli.train import show_plan, train_to_end
+    from chargpt.text.corpus import prepare
+
+    corpus = prepare(settings.text, progress=options.PrepareProgress())
+
+    def watch(name: str, trainer: Any) -> None:
+        console.say(f"== {name} ==")
+        show_plan(trainer)
+        train_to_end(trainer, trainer.folder)
+
+    names = [name.strip() for name in models.split(",") if name.strip()]
+    return compare(settings, folder, models=names, watch=watch, corpus=corpus)
+
+
+def _show(found: Any) -> None:
+    def cell(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    console.table(
+        ["model", "parameters", "seconds", "nats/char", "bits/char", "perplexity"],
+        [
+            [
+                row.model,
+                cell(row.parameters, ","),
+                cell(row.seconds, ",.1f"),
+                *console.loss_cells(row.nats_per_char),
+            ]
+            for row in found.rows
+        ],
+        title=f"{found.title}: validation loss, protocol full",
+    )
+    trained = {row.model: row.nats_per_char for row in found.rows}
+    bigram, gpt = trained.get("bigram (trained)"), trained.get("gpt (trained)")
+    if bigram is not None and gpt is not None:
+        console.out(f"attention gains {bigram - gpt:.3f} nats per character over the bigram")
+    for name, points in found.curves.items():
+        line = console.sparkline([nats for _, nats in points])
+        if line:
+            console.out(f"{name:18} {line} {points[0][1]:.3f} -> {points[-1][1]:.3f}")
+    console.side_by_side(list(found.samples), list(found.samples.values()))

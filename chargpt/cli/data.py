@@ -1,0 +1,103 @@
+"""`chargpt data`: texts with a name, and what is in a text."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from chargpt.cli import console, options
+
+app = typer.Typer(
+    help="List, describe and fetch texts.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+
+@app.command("list")
+def list_() -> None:
+    """List the texts that have a name. Example: `chargpt data list`."""
+    from chargpt.text.catalog import CATALOG
+
+    for entry in CATALOG.values():
+        console.out(f"{entry.name:16} {entry.description}")
+    console.out("fetch one with `chargpt data get NAME`, then train with `chargpt train NAME`")
+
+
+@app.command()
+def get(
+    name: Annotated[str, typer.Argument(help="A name from `chargpt data list`.")],
+    to: Annotated[Path, typer.Option("--to", metavar="FOLDER", help="Where to put it.")] = Path(
+        "data"
+    ),
+) -> None:
+    """Fetch a text and check its sum. Example: `chargpt data get tinyshakespeare`."""
+    import difflib
+
+    from chargpt.errors import TextError
+    from chargpt.text.catalog import CATALOG, fetch
+
+    if name not in CATALOG:
+        near = difflib.get_close_matches(name, CATALOG, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(CATALOG)}"
+        raise TextError(f"there is no text named {name!r}; {hint}")
+    path = fetch(CATALOG[name], to, options.PrepareProgress())
+    console.out(f"{path} ({console.size(path.stat().st_size)})")
+    argument = name if to == Path("data") else str(path)
+    console.say(f"train on it with `chargpt train {argument}`")
+
+
+@app.command()
+def info(
+    text: Annotated[
+        str | None, typer.Argument(help="A file, folder, glob or name; - for standard input.")
+    ] = None,
+    json_: options.Json = False,
+    encoding: options.Encoding = None,
+    set_: options.Set = None,
+) -> None:
+    """Show a text's size, characters and entropy, and what will hurt when training on it.
+
+    Example: `chargpt data info novel.txt`.
+    """
+    import json
+
+    from chargpt.text.corpus import prepare
+    from chargpt.text.description import describe
+
+    settings = options.build_config(text, None, set_, encoding=encoding)
+    corpus = prepare(settings.text, progress=options.PrepareProgress())
+    facts = describe(corpus)
+    if json_:
+        console.out(json.dumps(asdict(facts), ensure_ascii=False))
+        return
+    _show(corpus.name, facts)
+
+
+def _show(name: str, facts: Any) -> None:
+    def listed(pairs: Any) -> str:
+        return "  ".join(f"{_visible(c)} {count:,}" for c, count in pairs)
+
+    console.table(
+        ["text", name],
+        [
+            ["characters", f"{facts.characters:,}"],
+            ["vocabulary", f"{facts.vocabulary:,}"],
+            ["lines", f"{facts.lines:,} (longest {facts.longest_line:,} characters)"],
+            ["most frequent", listed(facts.most_frequent)],
+            ["least frequent", listed(facts.least_frequent)],
+            ["unknown", f"{facts.unknown_share:.4%}"],
+            ["unigram entropy", f"{facts.unigram_bits:.4f} bits/character"],
+            ["bigram entropy", f"{facts.bigram_bits:.4f} bits/character"],
+        ],
+    )
+    for warning in facts.warnings:
+        console.out(f"note: {warning}")
+
+
+def _visible(character: str) -> str:
+    names = {" ": "space", "\n": "\\n", "\r": "\\r", "\t": "\\t"}
+    if character in names:
+        return names[character]
+    return character if character.isprintable() else f"U+{ord(character):04X}"

@@ -1,0 +1,103 @@
+"""`chargpt evaluate`: how well a run predicts a text."""
+
+import json
+import time
+from dataclasses import replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from chargpt.cli import console, options
+
+
+class Split(StrEnum):
+    """Part of the run's own text."""
+
+    train = "train"
+    val = "val"
+    test = "test"
+
+
+class Protocol(StrEnum):
+    """How the loss is measured."""
+
+    full = "full"
+    sliding = "sliding"
+    nanogpt = "nanogpt"
+
+
+def evaluate(
+    run: Annotated[
+        Path | None, typer.Argument(help="The run's folder. Without it: the newest run.")
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option("--text", metavar="FILE", help="Another text to measure on.")
+    ] = None,
+    split: Annotated[Split, typer.Option("--split", help="Part of the run's text.")] = Split.val,
+    protocol: Annotated[
+        Protocol, typer.Option("--protocol", help="How the loss is measured.")
+    ] = Protocol.full,
+    stride: Annotated[
+        int | None,
+        typer.Option("--stride", min=1, help="Step of the sliding window; default half a block."),
+    ] = None,
+    checkpoint: options.Checkpoint = "best",
+    unknown: options.Unknown = None,
+    json_: options.Json = False,
+    device: options.Device = None,
+    encoding: options.Encoding = None,
+) -> None:
+    """Measure a run's loss on its own text or another.
+
+    Examples: `chargpt evaluate`, `chargpt evaluate runs/novel --protocol sliding --json`,
+    `chargpt evaluate runs/novel --text other.txt --unknown skip`.
+    """
+    from chargpt.errors import ConfigError
+    from chargpt.inference.evaluation import evaluate as measure
+    from chargpt.store.run import load_run, newest_run
+
+    path = run or newest_run()
+    loaded = load_run(path, checkpoint, device or "auto")
+    for note in loaded.state["skipped"]:
+        console.say(note)
+    changes = {"text.encoding": encoding, "text.unknown": options.unknown_policy(unknown)}
+    wanted = {key: value for key, value in changes.items() if value is not None}
+    if wanted and text is None:
+        raise ConfigError("--encoding and --unknown concern another text; name it with --text")
+    loaded = replace(loaded, config=loaded.config.with_values(wanted))
+    start = time.perf_counter()
+    result = measure(loaded, split.value, protocol.value, text, stride=stride)
+    seconds = time.perf_counter() - start
+    name = str(text) if text else loaded.state.get("text", "")
+    if json_:
+        facts = {
+            **result.as_dict(),
+            "parameters": loaded.model.parameter_count(),
+            "steps": loaded.step,
+            "seconds": round(seconds, 3),
+            "chars_per_second": round(result.characters / seconds),
+            "text": name,
+            "run": str(path),
+        }
+        console.out(json.dumps(facts, ensure_ascii=False))
+        return
+    part = "all of it" if text else f"{split.value} split"
+    console.table(
+        ["model", "nats/char", "bits/char", "perplexity", "accuracy", "standard error"],
+        [
+            [
+                f"{loaded.config.model.kind}, step {loaded.step:,}",
+                *console.loss_cells(result.nats_per_char),
+                f"{result.accuracy:.2%}",
+                f"{result.standard_error:.4f}",
+            ]
+        ],
+        title=f"{name}, {part}: protocol {result.protocol}, T = {result.block_size}",
+    )
+    console.out(
+        f"{console.characters(result.characters)} scored in {console.duration(seconds)} "
+        f"({console.short(result.characters / seconds)} characters/s) on "
+        f"{next(loaded.model.parameters()).device.type}"
+    )

@@ -1,0 +1,81 @@
+"""The command line: commands by name, errors as one sentence.
+
+Nothing heavy is imported here: `chargpt --help` has to answer at once, so each command imports
+torch and the rest when it runs.
+"""
+
+import os
+import sys
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from chargpt.cli import compare, console, data, evaluate, sample, train
+from chargpt.errors import ChargptError
+
+# Typer carries its own copy of click in some versions and uses click itself in others; the
+# bases of its public exception are right in both.
+ClickException: Any = typer.BadParameter.__mro__[2]
+
+app = typer.Typer(
+    name="chargpt",
+    help="Train, sample and measure character-level GPT models.",
+    epilog="Start with `chargpt train` (an embedded text) or `chargpt train my.txt`.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+app.command("train")(train.train)
+app.command("sample")(sample.sample)
+app.command("evaluate")(evaluate.evaluate)
+app.command("compare")(compare.compare)
+app.add_typer(data.app, name="data")
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        from importlib.metadata import version
+
+        console.out(f"chargpt {version('chargpt')}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Train, sample and measure character-level GPT models."""
+
+
+def _explain(error: Any) -> int:
+    """Print what was wrong with the words on the line, or the help if there were none."""
+    if type(error).__name__ == "NoArgsIsHelpError":
+        console.out(error.format_message())
+        return 0
+    context = getattr(error, "ctx", None)
+    hint = f"; see `{context.command_path} --help`" if context else ""
+    console.fail(str(error.format_message()).rstrip(".").replace("\n", " ") + hint)
+    return 2
+
+
+def run() -> NoReturn:
+    """Run the command line and leave with its exit code."""
+    command = typer.main.get_command(app)
+    try:
+        code = command.main(prog_name="chargpt", standalone_mode=False)
+    except ChargptError as error:
+        console.fail(str(error))
+        code = error.exit_code
+    except ClickException as error:
+        code = _explain(error)
+    except (typer.Abort, KeyboardInterrupt):
+        console.say("stopped")
+        code = 130
+    except BrokenPipeError:  # `chargpt sample | head` is no failure
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    sys.exit(code if isinstance(code, int) else 0)

@@ -1,0 +1,96 @@
+"""Options that several commands share, and the step from words on the line to a `Config`."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+Set = Annotated[
+    list[str] | None,
+    typer.Option("-s", "--set", metavar="KEY=VALUE", help="Change a setting: train.max_steps=500."),
+]
+ConfigName = Annotated[
+    str | None,
+    typer.Option("-c", "--config", metavar="NAME|FILE", help="A shipped config or a YAML file."),
+]
+Device = Annotated[
+    str | None, typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda, cuda:N or mps.")
+]
+Encoding = Annotated[
+    str | None,
+    typer.Option("--encoding", help="How the text's bytes are written, if not UTF-8 or UTF-16."),
+]
+Checkpoint = Annotated[
+    str, typer.Option("--checkpoint", metavar="best|latest|STEP", help="Which checkpoint.")
+]
+Unknown = Annotated[
+    str | None,
+    typer.Option("--unknown", help="Characters outside the vocabulary: error, skip or replace."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def build_config(
+    text: str | None,
+    config: str | None,
+    overrides: list[str] | None,
+    *,
+    device: str | None = None,
+    encoding: str | None = None,
+) -> Any:
+    """Return the Config that a command line describes: text, file, then overrides."""
+    from chargpt.config import load_config
+    from chargpt.text.catalog import settings_for
+
+    defaults: dict[str, object] = {}
+    if text is not None and text != "-" and not Path(text).exists():
+        defaults |= settings_for(text) or {}
+    written = list(overrides or [])
+    if text is not None and "text.path" not in defaults:
+        path = text if text == "-" else str(Path(text).absolute())
+        written = [f"text.path={quoted(path)}", *written]
+    if device is not None:
+        written.append(f"device={quoted(device)}")
+    if encoding is not None:
+        written.append(f"text.encoding={quoted(encoding)}")
+    return load_config(config or "gpt", written, defaults)
+
+
+def unknown_policy(word: str | None) -> Any:
+    """Return --unknown's word, checked; None leaves it to the run.
+
+    Raises:
+        ConfigError: it is not one of the three.
+    """
+    from chargpt.errors import ConfigError
+
+    if word not in (None, "error", "skip", "replace"):
+        raise ConfigError(f"--unknown {word} is none of error, skip, replace")
+    return word
+
+
+def quoted(value: str) -> str:
+    """Return a text as a YAML scalar that reads back as that text."""
+    import json
+
+    return json.dumps(value)
+
+
+class PrepareProgress:
+    """Shows how a long text is being read; says nothing of a short one."""
+
+    def __init__(self) -> None:
+        self.bar: Any = None
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        from chargpt.cli.console import Progress, size
+
+        if total < 50_000_000:
+            return
+        if self.bar is None:
+            self.bar = Progress(total, stage)
+        detail = f"{stage} {size(done)} of {size(total)}"
+        self.bar.move_to(done, detail if self.bar.wants_detail() else None)
+        if done >= total:
+            self.bar.close()
+            self.bar = None

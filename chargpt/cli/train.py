@@ -1,0 +1,318 @@
+"""`chargpt train`: a text in, a trained model out."""
+
+import math
+import shlex
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from chargpt.cli import console, options
+
+if TYPE_CHECKING:
+    from chargpt.store.run import RunFolder
+    from chargpt.training.trainer import Plan, Report, Trainer
+
+CLOSING_CHARACTERS = 1_000_000  # scored at most for each line of the closing table
+
+
+def train(
+    text: Annotated[
+        str | None,
+        typer.Argument(
+            help="A file, folder, glob, name from `chargpt data list`, or - for standard input; "
+            "with --resume, a run. Without it: an embedded text, or the newest run.",
+            show_default=False,
+        ),
+    ] = None,
+    config: options.ConfigName = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="RUN", help="The run's folder.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with a run.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace the run in --out.")] = False,
+    device: options.Device = None,
+    encoding: options.Encoding = None,
+    set_: options.Set = None,
+) -> None:
+    """Train a model on a text. Without a text: on one that comes with Python.
+
+    Examples: `chargpt train`, `chargpt train novel.txt --out runs/novel`,
+    `chargpt train novel.txt -c bigram -s train.max_steps=500`, `chargpt train --resume`.
+    """
+    from chargpt.device import leave_world
+
+    try:
+        if resume:
+            trainer, folder = _resumed(text, out, config, force, encoding, device, set_)
+        else:
+            trainer, folder = _started(text, out, config, force, encoding, device, set_)
+        show_plan(trainer)
+        train_to_end(trainer, folder)
+        if trainer.world.is_main:
+            show_result(trainer, folder)
+    finally:
+        leave_world()
+
+
+def _started(
+    text: str | None,
+    out: Path | None,
+    config: str | None,
+    force: bool,
+    encoding: str | None,
+    device: str | None,
+    set_: list[str] | None,
+) -> "tuple[Trainer, RunFolder]":
+    settings = options.build_config(text, config, set_, device=device, encoding=encoding)
+    return start_run(settings, out, force=force)
+
+
+def start_run(
+    settings: Any, out: Path | None, *, force: bool = False
+) -> "tuple[Trainer, RunFolder]":
+    """Prepare the text, make the run's folder, and return the trainer at step 0.
+
+    Raises:
+        ChargptError: the text, the settings or the folder will not do.
+    """
+    from chargpt.device import choose_device, join_world
+    from chargpt.store.run import RunFolder
+    from chargpt.text.corpus import prepare
+    from chargpt.training.trainer import Trainer
+
+    world = join_world(choose_device(settings.device)[0])
+    if out is not None and world.is_main and not force:
+        RunFolder.check_free(out)
+    corpus = prepare(settings.text, progress=options.PrepareProgress())
+    path = out or _free_name(Path("runs"), f"{Path(corpus.name).stem}-{settings.model.kind}")
+    folder = RunFolder(path)
+    trainer = Trainer(settings, corpus, folder=folder, world=world)
+    if world.is_main:
+        RunFolder.create(path, trainer.config, corpus.tokenizer, force=force)
+    for note in corpus.notes:
+        console.say(note)
+    return trainer, folder
+
+
+def _resumed(
+    text: str | None,
+    out: Path | None,
+    config: str | None,
+    force: bool,
+    encoding: str | None,
+    device: str | None,
+    set_: list[str] | None,
+) -> "tuple[Trainer, RunFolder]":
+    from chargpt.config import parse_override
+    from chargpt.device import choose_device, join_world
+    from chargpt.errors import ConfigError
+    from chargpt.store.run import newest_run, open_run
+    from chargpt.text.corpus import prepare
+    from chargpt.training.trainer import Trainer, resume
+
+    if config is not None or force or encoding is not None:
+        raise ConfigError("--resume takes its settings from the run; drop -c, --force, --encoding")
+    folder = open_run(out or text or newest_run())
+    overrides = dict(parse_override(written) for written in set_ or [])
+    if device is not None:
+        overrides["device"] = device
+    saved, settings, notes = resume(folder, overrides)
+    world = join_world(choose_device(settings.device)[0])
+    corpus = prepare(
+        settings.text, key=saved.state.get("corpus"), progress=options.PrepareProgress()
+    )
+    trainer = Trainer(settings, corpus, folder=folder, saved=saved, world=world)
+    if world.is_main:
+        folder.write_config(trainer.config)
+    for note in (*notes, *corpus.notes):
+        console.say(note)
+    console.say(f"going on with {folder.path} from step {trainer.progress.step:,}")
+    return trainer, folder
+
+
+def _free_name(parent: Path, name: str) -> Path:
+    """Return parent/name, or with the first number that is free."""
+    path, number = parent / name, 2
+    while path.exists():
+        path, number = parent / f"{name}-{number}", number + 1
+    return path
+
+
+def show_plan(trainer: "Trainer") -> None:
+    """Say in a few lines what is about to happen. Measures a few steps; call on every rank."""
+    config, corpus = trainer.config, trainer.corpus
+    plan: Plan = trainer.plan()
+    unknown = f", {corpus.unknown_share:.2%} of them unknown" if corpus.unknown_share else ""
+    lengths = ", ".join(
+        f"{len(corpus.split(name)):,} {name}"
+        for name in ("train", "val", "test")
+        if len(corpus.split(name))
+    )
+    threads = ""
+    if trainer.device.type == "cpu":
+        import torch
+
+        threads = f", {torch.get_num_threads()} threads"
+    ranks = f" x {trainer.world.size} processes" if trainer.world.size > 1 else ""
+    console.say(
+        f"text    {corpus.name}: {console.characters(len(corpus.tokens))} ({lengths}){unknown}\n"
+        f"vocab   {corpus.tokenizer.vocab_size:,} characters\n"
+        f"model   {describe_model(config.model)}, {plan.parameters:,} parameters\n"
+        f"device  {trainer.device.type}{ranks} ({trainer.device_reason}{threads}), "
+        f"{config.dtype} ({trainer.dtype_reason})\n"
+        f"plan    {plan.steps:,} steps x {config.train.batch_size} blocks x "
+        f"{config.model.block_size} = {console.short(plan.characters)} characters "
+        f"({plan.epochs:.1f} epochs)\n"
+        f"needs   about {console.size(plan.memory_bytes)} of memory and "
+        f"{console.duration(plan.seconds)}"
+    )
+
+
+def describe_model(model: Any) -> str:
+    """Return a model's settings in a few words."""
+    if model.kind == "bigram":
+        return "bigram table"
+    attention = {"full": f"{model.n_head} heads", "average": "average", "none": "no attention"}
+    return (
+        f"gpt {model.n_layer} layers x {model.n_embd} wide, {attention[model.attention]}, "
+        f"block {model.block_size}"
+    )
+
+
+def train_to_end(trainer: "Trainer", folder: "RunFolder | None") -> None:
+    """Run all steps with a progress bar; a signal saves the run and ends the process."""
+    from chargpt.inference.evaluation import baselines
+
+    bigram = baselines(trainer.corpus)["bigram"] if trainer.world.is_main else math.nan
+    validation: list[float] = []
+    total = trainer.config.train.max_steps
+    bar = console.Progress(total, "step", initial=trainer.progress.step)
+    characters = trainer.config.train.batch_size * trainer.config.model.block_size
+    started, first = time.perf_counter(), trainer.progress.step
+    with catch_signals() as caught:
+        try:
+            for report in trainer.steps():
+                if report.validation is not None:
+                    validation.append(report.validation.nats_per_char)
+                detail = None
+                if bar.wants_detail() and report.loss is not None:
+                    speed = (report.step - first) * characters / (time.perf_counter() - started)
+                    detail = _detail(report, validation, bigram, speed)
+                bar.move_to(report.step, detail)
+                if report.sample is not None:
+                    bar.write(f"-- sample at step {report.step:,} --")
+                    bar.write(console.printable(report.sample).strip("\n"))
+                if trainer.world.any(bool(caught)) and not trainer.finished:
+                    trainer.save()
+                    break
+        finally:
+            bar.close()
+    if caught and not trainer.finished:
+        if folder is not None:
+            console.say(
+                f"stopped at step {trainer.progress.step:,} and saved; go on with\n"
+                f"  chargpt train --resume {shlex.quote(str(folder.path))}"
+            )
+        raise typer.Exit(128 + caught[0])
+
+
+def _detail(report: "Report", validation: list[float], bigram: float, speed: float) -> str:
+    assert report.loss is not None
+    words = [f"loss {float(report.loss):.3f}"]
+    if validation:
+        trend = console.sparkline(validation, 12)
+        words.append(f"val {validation[-1]:.3f}{' ' + trend if trend else ''}")
+    words.append(f"bigram {bigram:.3f}")
+    words.append(f"{console.short(speed)} chars/s")
+    return "  ".join(words)
+
+
+@contextmanager
+def catch_signals() -> Iterator[list[int]]:
+    """Collect INT, TERM and HUP instead of dying; a second INT ends the process at once."""
+    caught: list[int] = []
+
+    def note(number: int, _frame: object) -> None:
+        if caught and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        caught.append(number)
+        console.say("stopping after this step (again to stop at once)")
+
+    names = ("SIGINT", "SIGTERM", "SIGHUP")
+    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
+    before = {number: signal.signal(number, note) for number in numbers}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def show_result(trainer: "Trainer", folder: "RunFolder") -> None:
+    """Print the closing table, a word on over-fitting, and the commands to go on with."""
+    from chargpt.inference.evaluation import baselines, evaluate_tokens
+    from chargpt.store.run import load_run
+
+    best = load_run(folder.path, "best", trainer.device.type)
+    corpus = trainer.corpus
+    rows = [[name, "val", *console.loss_cells(nats)] for name, nats in baselines(corpus).items()]
+    losses = {}
+    for split in ("train", "val"):
+        result = evaluate_tokens(
+            best.model,
+            corpus.split(split),
+            split=split,
+            max_characters=CLOSING_CHARACTERS,
+            dtype=trainer.dtype,
+        )
+        losses[split] = result.nats_per_char
+        name = trainer.config.model.kind
+        rows.append([f"{name} (trained)", split, *console.loss_cells(result.nats_per_char)])
+    console.table(["model", "split", "nats/char", "bits/char", "perplexity"], rows)
+    for sentence in verdict(trainer, losses["train"], losses["val"]):
+        console.out(sentence)
+    path = shlex.quote(str(folder.path))
+    step = trainer.progress.step
+    console.out(
+        f"trained {step:,} steps in {console.duration(trainer.progress.seconds)}; "
+        f"the best checkpoint is step {best.step:,}; the run is in {path}\n"
+        f"  chargpt sample {path}\n"
+        f"  chargpt evaluate {path}\n"
+        f"  chargpt train --resume {path} -s train.max_steps={2 * step}"
+    )
+
+
+def verdict(trainer: "Trainer", train_loss: float, val_loss: float) -> list[str]:
+    """Return in plain words whether the model beat the bigram, and whether it over-fitted."""
+    from chargpt.inference.evaluation import baselines
+
+    sentences = []
+    progress = trainer.progress
+    records = trainer.folder.metrics() if trainer.folder else []
+    seen = [(r["step"], r["val_nats_per_char"]) for r in records if "val_nats_per_char" in r]
+    last = seen[-1][1] if seen else val_loss
+    if trainer.config.model.kind == "gpt":
+        gain = baselines(trainer.corpus)["bigram"] - val_loss
+        word = f"{gain:.3f} nats better than" if gain > 0 else f"{-gain:.3f} nats worse than"
+        sentences.append(f"Attention is {word} the bigram on text it has not seen.")
+    if progress.best_step is not None and last > progress.best_loss + 0.005:
+        sentences.append(
+            f"It over-fitted: validation was best at step {progress.best_step:,} "
+            f"({progress.best_loss:.3f} nats) and has risen since (to {last:.3f}), so that "
+            "checkpoint is the one used; more text, model.dropout or fewer steps would help."
+        )
+    elif val_loss - train_loss > 0.3:
+        sentences.append(
+            f"It does {val_loss - train_loss:.2f} nats better on the text it trained on: it has "
+            "begun to memorise; more text or model.dropout would help."
+        )
+    if progress.stopped_early:
+        sentences.append(
+            f"It stopped early: {progress.evaluations_since_best} evaluations brought nothing new."
+        )
+    return sentences

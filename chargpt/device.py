@@ -1,0 +1,160 @@
+"""Where the work runs: CUDA, MPS or CPU, in which number format, alone or among ranks."""
+
+import os
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from chargpt.errors import DeviceError
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among those that train together. Alone, it is rank 0 of 1."""
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the one process that prints and writes."""
+        return self.rank == 0
+
+    def mean(self, value: Tensor) -> Tensor:
+        """Return the mean of a tensor over all ranks."""
+        if self.size > 1:
+            value = value.clone()
+            dist.all_reduce(value)
+            value /= self.size
+        return value
+
+    def any(self, flag: bool) -> bool:
+        """Return whether the flag is set on any rank."""
+        if self.size == 1:
+            return flag
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        return bool(self.mean(torch.tensor(float(flag), device=device)) > 0)
+
+    def from_main(self, value: object) -> object:
+        """Return rank 0's value on every rank; the others' values are not looked at."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+
+def join_world(device: torch.device) -> World:
+    """Join the processes that `torchrun` started, if it did.
+
+    Raises:
+        DeviceError: the other processes could not be met.
+    """
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        return World()
+    try:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    except (RuntimeError, ValueError) as error:
+        raise DeviceError(
+            f"the {size} processes could not meet ({str(error).splitlines()[0]}); "
+            "start them with `torchrun`"
+        ) from None
+    return World(dist.get_rank(), dist.get_world_size())
+
+
+def leave_world() -> None:
+    """Leave the process group, if one was joined."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def choose_device(name: str) -> tuple[torch.device, str]:
+    """Return the device that `auto`, `cpu`, `cuda`, `cuda:N` or `mps` means, and why.
+
+    Raises:
+        DeviceError: that device is not on this machine.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    if name == "auto":
+        if cuda:
+            device = torch.device("cuda", local_rank % torch.cuda.device_count())
+            return device, f"found {torch.cuda.get_device_name(device)}"
+        if mps:
+            return torch.device("mps"), "found an Apple GPU"
+        return torch.device("cpu"), "no GPU found"
+    if name.startswith("cuda"):
+        if not cuda:
+            raise DeviceError("no CUDA GPU can be used here; leave device at auto, or set cpu")
+        count = torch.cuda.device_count()
+        index = int(name[5:]) if ":" in name else local_rank % count
+        if index >= count:
+            raise DeviceError(f"{name} is not here; this machine has cuda:0 to cuda:{count - 1}")
+        return torch.device("cuda", index), "as asked"
+    if name == "mps" and not mps:
+        raise DeviceError("no Apple GPU can be used here; leave device at auto, or set cpu")
+    return torch.device(name), "as asked"
+
+
+def choose_dtype(device: torch.device, name: str) -> tuple[torch.dtype, str]:
+    """Return the format that matrix products run in, and why; weights are always float32.
+
+    `auto` takes bfloat16 only where the hardware has it and it is measurably faster.
+    """
+    if name != "auto":
+        return (torch.bfloat16 if name == "bfloat16" else torch.float32), "as asked"
+    if device.type == "cuda":
+        if torch.cuda.get_device_capability(device) >= (8, 0):
+            return torch.bfloat16, "this GPU computes in it natively"
+        return torch.float32, "this GPU has no native bfloat16"
+    if device.type == "cpu" and _cpu_has_bfloat16():
+        gain = _matmul_seconds(torch.float32) / _matmul_seconds(torch.bfloat16)
+        if gain > 1.5:
+            return torch.bfloat16, f"measured {gain:.1f} times as fast here"
+        return torch.float32, "bfloat16 is no faster here"
+    return torch.float32, "this device has no faster format"
+
+
+def _cpu_has_bfloat16() -> bool:
+    flags = ""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            flags = next((line for line in file if line.startswith("flags")), "")
+    except OSError:
+        pass
+    return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def _matmul_seconds(dtype: torch.dtype) -> float:
+    """Return the best of a few timings of a product of the size that a small GPT makes."""
+    left, right = torch.ones(4096, 128, dtype=dtype), torch.ones(128, 384, dtype=dtype)
+    timings = []
+    for _ in range(5):
+        start = time.perf_counter()
+        left @ right
+        timings.append(time.perf_counter() - start)
+    return min(timings)
+
+
+def make_deterministic(device: torch.device) -> None:
+    """Make every operation give the same bits each time, or fail saying that it cannot."""
+    if device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all it was told, for the sake of timing."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return `float32` for torch.float32, and so on."""
+    return str(dtype).removeprefix("torch.")

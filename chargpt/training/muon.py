@@ -1,0 +1,79 @@
+"""Muon: momentum whose every update is made orthogonal (Jordan et al. 2024).
+
+Matrices of one shape are stacked and treated in one batched product, which is what makes it cheap
+for many small ones. Shapes in this file: N = matrices of a shape, R x C = that shape.
+"""
+
+import torch
+from torch import Tensor, nn
+
+# Polar Express (Amsel et al. 2025): the best odd polynomial for each iteration in turn.
+COEFFICIENTS = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
+
+
+def orthogonalise(matrices: Tensor) -> Tensor:
+    """Return the nearest matrices with singular values about 1, (N, R, C)."""
+    tall = matrices.size(-2) > matrices.size(-1)
+    x = matrices.mT if tall else matrices
+    if x.is_cuda:
+        x = x.bfloat16()
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-7)
+    for a, b, c in COEFFICIENTS:
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return (x.mT if tall else x).to(matrices.dtype)
+
+
+def momentum_at(step: int) -> float:
+    """Return the momentum of update `step`: 0.85 rising to 0.95 over 300 steps."""
+    return 0.85 + 0.1 * min(1.0, step / 300)
+
+
+class Muon:
+    """The optimizer of a model's hidden matrices."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter], lr: float, weight_decay: float) -> None:
+        self.parameters = parameters
+        self.lr = lr
+        self.weight_decay = weight_decay
+        shapes: dict[torch.Size, list[str]] = {}
+        for name, parameter in parameters.items():
+            shapes.setdefault(parameter.shape, []).append(name)
+        self.groups = [
+            (names, torch.stack([torch.zeros_like(parameters[name]) for name in names]))
+            for names in shapes.values()
+        ]
+
+    @torch.no_grad()
+    def step(self, step: int, factor: float) -> None:
+        """Do update `step` at `factor` times the learning rate."""
+        momentum = momentum_at(step)
+        for names, buffer in self.groups:
+            weights = [self.parameters[name] for name in names]
+            gradient = torch.stack([w.grad for w in weights if w.grad is not None])  # (N, R, C)
+            buffer.lerp_(gradient, 1 - momentum)
+            update = orthogonalise(gradient.lerp_(buffer, momentum))  # Nesterov
+            rows, columns = update.shape[1:]
+            rate = self.lr * factor
+            torch._foreach_mul_(weights, 1 - rate * self.weight_decay)
+            scale = max(1, rows / columns) ** 0.5
+            torch._foreach_add_(weights, list(update.unbind()), alpha=-rate * scale)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Return every buffer under its parameter's name."""
+        return {
+            f"muon.momentum.{name}": row
+            for names, buffer in self.groups
+            for name, row in zip(names, buffer.unbind(), strict=True)
+        }
+
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Take back what `state_tensors` gave."""
+        for name, row in self.state_tensors().items():
+            row.copy_(tensors[name])

@@ -1,0 +1,484 @@
+"""The training loop. It yields a report a step; callers print, plot and stop.
+
+    for report in trainer.steps():
+        ...
+
+A step's samples, dropout and learning rate are pure functions of (seed, step), so a resumed run
+equals the uninterrupted one bit for bit and no generator's state is stored.
+Shapes in this file: B = sequences of a micro-batch, T = block size, V = vocabulary.
+"""
+
+import contextlib
+import hashlib
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from chargpt.config import Config
+from chargpt.device import (
+    World,
+    choose_device,
+    choose_dtype,
+    dtype_name,
+    make_deterministic,
+    synchronize,
+)
+from chargpt.errors import ConfigError, RunError, WorkError
+from chargpt.inference.evaluation import Evaluation, evaluate_tokens
+from chargpt.inference.sampling import stream
+from chargpt.models import LanguageModel, build_model
+from chargpt.store.run import RunFolder, Saved, fill
+from chargpt.text.batches import Batches
+from chargpt.text.corpus import Corpus, Split
+from chargpt.training.optim import Optimizer
+from chargpt.training.schedule import rate_at
+
+METRICS_EVERY = 10  # steps between writes of metrics, each of which waits for the device
+SAMPLE_LENGTH = 200  # characters of a sample along the way
+
+
+@dataclass
+class Report:
+    """What one step did. `loss` and `grad_norm` stay on the device until someone looks."""
+
+    step: int
+    rate: float = 0.0
+    loss: Tensor | None = None
+    grad_norm: Tensor | None = None
+    validation: Evaluation | None = None
+    is_best: bool = False
+    sample: str | None = None
+    saved: Path | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run is about to cost."""
+
+    parameters: int
+    steps: int
+    characters: int
+    epochs: float
+    memory_bytes: int
+    seconds: float
+
+
+@dataclass
+class Progress:
+    """How far a run is: what a checkpoint's state keeps beside the tensors."""
+
+    step: int = 0
+    seconds: float = 0.0
+    best_step: int | None = None
+    best_loss: float = math.inf
+    evaluations_since_best: int = 0
+    stopped_early: bool = False
+    pending: list[tuple[int, float, Tensor, Tensor]] = field(default_factory=list)
+
+
+class Trainer:
+    """One training run of one model on one corpus.
+
+    Args:
+        config: resolved or not; `device` and `dtype` are resolved here and kept in `self.config`.
+        corpus: the text; its splits must hold a block each.
+        folder: where checkpoints and metrics go; None keeps nothing.
+        saved: a checkpoint to go on from.
+        world: the ranks that train together.
+
+    Raises:
+        ConfigError: the batch does not divide over ranks and micro-batches.
+        TextError: a split is shorter than a block.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        corpus: Corpus,
+        *,
+        folder: RunFolder | None = None,
+        saved: Saved | None = None,
+        world: World | None = None,
+    ) -> None:
+        self.world = world or World()
+        self.device, self.device_reason = choose_device(config.device)
+        dtype, self.dtype_reason = choose_dtype(self.device, config.dtype)
+        resolved = config.with_values({"device": self.device.type, "dtype": dtype_name(dtype)})
+        # ranks may measure different speeds: rank 0's choice is everyone's
+        shared = self.world.from_main(resolved)
+        assert isinstance(shared, Config)
+        self.config = shared
+        self.dtype, _ = choose_dtype(self.device, self.config.dtype)
+        self.corpus = corpus
+        self.folder = folder if self.world.is_main else None
+        self.progress = Progress()
+        self.micro_batch = self._micro_batch_size()
+        corpus.require_blocks(self.config.model.block_size)
+        if self.config.deterministic:
+            make_deterministic(self.device)
+
+        torch.manual_seed(self.config.seed)
+        model = build_model(self.config.model, corpus.tokenizer.vocab_size)
+        if saved is not None:
+            fill(model, raw_weights(saved), saved.folder)
+        self.model: LanguageModel = model.to(self.device)
+        self.optimizer = Optimizer(self.model, self.config.optim)
+        self.average = self._start_average(saved)
+        if saved is not None:
+            self.optimizer.load_tensors(saved.optimizer)
+            self._restore_progress(saved.state)
+        self.replica = self._replicate()
+        train = self.config.train
+        self.batches = Batches(
+            corpus.split("train"), self.model.block_size, train.batch_size, self.config.seed
+        )
+        self.started = time.perf_counter() - self.progress.seconds
+
+    # -- the loop ---------------------------------------------------------------------------
+
+    def steps(self) -> Iterator[Report]:
+        """Yield a report after each step, the first (of a new run) before any update."""
+        self.started = time.perf_counter() - self.progress.seconds
+        if self.progress.step == 0:
+            report = Report(0)
+            self.evaluate(report)
+            yield report
+        while not self.finished:
+            yield self.advance()
+
+    @property
+    def finished(self) -> bool:
+        """Whether all steps are done, or patience ran out."""
+        return self.progress.stopped_early or self.progress.step >= self.config.train.max_steps
+
+    def advance(self) -> Report:
+        """Do one step and what falls due after it."""
+        train, step = self.config.train, self.progress.step
+        report = Report(step + 1, rate_at(step, self.config.schedule, train.max_steps))
+        report.loss = self.accumulate_gradients(step)
+        report.grad_norm = self.apply_update(step, report.rate)
+        self.progress.step += 1
+        self.progress.pending.append((step + 1, report.rate, report.loss, report.grad_norm))
+        if self.due(METRICS_EVERY):
+            self.write_metrics()
+        if self.due(train.evaluate_every):
+            self.evaluate(report)
+        if train.sample_every and self.due(train.sample_every):
+            report.sample = self.sample()
+        if report.is_best or self.due(train.save_every):
+            report.saved = self.save(is_best=report.is_best)
+        return report
+
+    def due(self, every: int) -> bool:
+        """Return whether something done every so many steps is due now; the last step always."""
+        return self.progress.step % every == 0 or self.finished
+
+    def accumulate_gradients(self, step: int) -> Tensor:
+        """Run the step's micro-batches forward and backward; return this rank's mean loss."""
+        accumulate = self.config.train.accumulate
+        first = self.world.rank * accumulate * self.micro_batch
+        rows = slice(first, first + accumulate * self.micro_batch)
+        blocks = self.batches.at(step, rows).to(self.device, non_blocking=True)
+        total = torch.zeros((), device=self.device)
+        for micro, block in enumerate(torch.split(blocks, self.micro_batch)):  # (B, T + 1)
+            self.seed_dropout(step, micro)
+            last = micro == accumulate - 1
+            with contextlib.nullcontext() if last else self.without_sync():
+                loss = self.loss(block) / accumulate
+                loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        return total
+
+    def loss(self, block: Tensor) -> Tensor:
+        """Return the mean loss in nats of predicting each of a block's (B, T + 1) characters."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
+            logits = self.replica(block[:, :-1])  # (B, T, V)
+        return F.cross_entropy(logits.flatten(0, 1).float(), block[:, 1:].flatten())
+
+    def apply_update(self, step: int, rate: float) -> Tensor:
+        """Clip, update, move the average; return the gradient's norm before clipping."""
+        clip = self.config.train.clip_norm or math.inf
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip)
+        self.optimizer.step(step, rate)
+        self.model.zero_grad(set_to_none=True)
+        if self.average is not None:
+            # a short memory at first, lest the random start stay in it
+            decay = min(self.config.train.ema, (1 + step) / (10 + step))
+            torch._foreach_lerp_(
+                list(self.average.values()), list(self.model.parameters()), 1 - decay
+            )
+        return norm
+
+    def seed_dropout(self, step: int, micro: int) -> None:
+        """Make this micro-batch's dropout a function of its place alone."""
+        if self.config.model.dropout:
+            place = f"{self.config.seed}/{step}/{self.world.rank}/{micro}"
+            digest = hashlib.blake2b(place.encode(), digest_size=8).digest()
+            torch.manual_seed(int.from_bytes(digest) >> 1)
+
+    def without_sync(self) -> contextlib.AbstractContextManager[Any]:
+        """Leave gradients on their rank until the step's last micro-batch."""
+        if isinstance(self.replica, DistributedDataParallel):
+            return self.replica.no_sync()
+        return contextlib.nullcontext()
+
+    # -- what falls due ---------------------------------------------------------------------
+
+    def evaluate(self, report: Report) -> None:
+        """Measure the validation loss and note whether it is the best, or patience ran out."""
+        self.write_metrics()
+        if self.world.is_main:
+            report.validation = self.measure("val", self.config.train.evaluate_characters)
+            self._record(
+                {"step": report.step, "val_nats_per_char": report.validation.nats_per_char}
+            )
+        shared = self.world.from_main(report.validation and report.validation.nats_per_char)
+        assert isinstance(shared, float)
+        progress = self.progress
+        if shared < progress.best_loss:
+            progress.best_loss, progress.best_step = shared, report.step
+            progress.evaluations_since_best = 0
+            report.is_best = report.step > 0
+        else:
+            progress.evaluations_since_best += 1
+            patience = self.config.train.patience
+            progress.stopped_early = (
+                patience is not None and progress.evaluations_since_best >= patience
+            )
+
+    def measure(self, split: Split, max_characters: int | None) -> Evaluation:
+        """Return the loss on a split, of the averaged weights if there is an average."""
+        with self.averaged_weights():
+            return evaluate_tokens(
+                self.model,
+                self.corpus.split(split),
+                split=split,
+                max_characters=max_characters,
+                dtype=self.dtype,
+            )
+
+    def sample(self) -> str | None:
+        """Return a short text drawn with the run's sampling settings."""
+        if not self.world.is_main:
+            return None
+        options = self.config.sample.model_copy(
+            update={
+                "length": min(SAMPLE_LENGTH, self.config.sample.length),
+                "num_samples": 1,
+                "seed": self.config.seed,
+            }
+        )
+        tokenizer = self.corpus.tokenizer
+        prompt = tokenizer.encode(options.prompt, unknown="replace")
+        with self.averaged_weights():
+            return options.prompt + "".join(
+                pieces[0] for pieces in stream(self.model, tokenizer, prompt, options)
+            )
+
+    def write_metrics(self) -> None:
+        """Write a line for each step since the last time.
+
+        Raises:
+            WorkError: a loss is not a finite number.
+        """
+        pending = self.progress.pending
+        if not pending:
+            return
+        values = torch.stack([torch.stack((loss, norm)) for _, _, loss, norm in pending])
+        rows = self.world.mean(values).tolist()
+        for (step, rate, _, _), (loss, norm) in zip(pending, rows, strict=True):
+            if not math.isfinite(loss) or not math.isfinite(norm):
+                raise WorkError(
+                    f"the loss is no longer a finite number at step {step} (learning rate factor "
+                    f"{rate:.3g}); lower optim.lr and optim.matrix_lr, then --resume from the "
+                    "last checkpoint"
+                )
+            self._record({"step": step, "loss": loss, "grad_norm": norm, "rate": rate})
+        pending.clear()
+
+    def save(self, *, is_best: bool = False) -> Path | None:
+        """Commit a checkpoint of this moment; None if nothing is kept."""
+        self.write_metrics()
+        if self.folder is None:
+            return None
+        self.progress.seconds = time.perf_counter() - self.started
+        raw = dict(self.model.state_dict())
+        optimizer = self.optimizer.state_tensors()
+        weights = raw
+        if self.average is not None:
+            optimizer |= {f"raw.{name}": tensor for name, tensor in raw.items()}
+            weights = self.average
+        return self.folder.save(
+            config=self.config,
+            tokenizer=self.corpus.tokenizer,
+            state=self.state(),
+            model=weights,
+            optimizer=optimizer,
+            is_best=is_best,
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Return the plain facts that a checkpoint keeps."""
+        progress = self.progress
+        return {
+            "step": progress.step,
+            "seconds": round(progress.seconds, 3),
+            "best_step": progress.best_step,
+            "best_nats_per_char": progress.best_loss if progress.best_step is not None else None,
+            "evaluations_since_best": progress.evaluations_since_best,
+            "stopped_early": progress.stopped_early,
+            "corpus": self.corpus.key,
+            "text": self.corpus.name,
+            "threads": torch.get_num_threads(),
+            "world_size": self.world.size,
+            "torch": str(torch.__version__),
+        }
+
+    @contextlib.contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Put the moving average in the model's place for a while."""
+        if self.average is None:
+            yield
+            return
+        raw = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        self._set_weights(self.average)
+        try:
+            yield
+        finally:
+            self._set_weights(raw)
+
+    # -- before the loop --------------------------------------------------------------------
+
+    def plan(self) -> Plan:
+        """Measure a few steps without updating, and return what the whole run will cost."""
+        train, model = self.config.train, self.config.model
+        left = train.max_steps - self.progress.step
+        step_seconds = self._seconds_a_step()
+        scored = min(train.evaluate_characters, len(self.corpus.split("val")))
+        batch_characters = train.batch_size * model.block_size
+        # a forward pass is about a third of a training step on as many characters
+        evaluation_seconds = step_seconds * scored / batch_characters / 3 * self.world.size
+        evaluations = left // train.evaluate_every + 2
+        parameters = self.model.parameter_count()
+        vocab = self.corpus.tokenizer.vocab_size
+        # roughly what a layer keeps for its backward pass, in numbers a character
+        kept = model.n_layer * (14 * model.n_embd + 5 * model.mlp_width)
+        per_character = (kept if model.kind == "gpt" else 0) + 3 * vocab
+        activations = self.micro_batch * model.block_size * per_character * 4
+        return Plan(
+            parameters=parameters,
+            steps=left,
+            characters=left * batch_characters,
+            epochs=left * batch_characters / len(self.corpus.split("train")),
+            memory_bytes=parameters * 16 + activations,
+            seconds=left * step_seconds + evaluations * evaluation_seconds,
+        )
+
+    def _seconds_a_step(self) -> float:
+        """Return the median time of a few trial steps; the model and its state stay as they are."""
+        timings = []
+        for _ in range(4):
+            synchronize(self.device)
+            start = time.perf_counter()
+            self.accumulate_gradients(0)
+            synchronize(self.device)
+            timings.append(time.perf_counter() - start)
+        self.model.zero_grad(set_to_none=True)
+        update = 1.1  # clipping and the optimizer, measured on small models
+        return sorted(timings[1:])[1] * update
+
+    def _micro_batch_size(self) -> int:
+        train = self.config.train
+        parts = train.accumulate * self.world.size
+        if train.batch_size % parts:
+            raise ConfigError(
+                f"train.batch_size {train.batch_size} does not divide over {self.world.size} "
+                f"processes x {train.accumulate} micro-batches; make it a multiple of {parts}"
+            )
+        return train.batch_size // parts
+
+    def _start_average(self, saved: Saved | None) -> dict[str, Tensor] | None:
+        if not self.config.train.ema:
+            return None
+        source = saved.model if saved is not None else dict(self.model.named_parameters())
+        return {name: t.detach().clone().to(self.device) for name, t in source.items()}
+
+    def _restore_progress(self, state: dict[str, Any]) -> None:
+        best = state.get("best_nats_per_char")
+        self.progress = Progress(
+            step=int(state["step"]),
+            seconds=float(state.get("seconds", 0)),
+            best_step=state.get("best_step"),
+            best_loss=math.inf if best is None else float(best),
+            evaluations_since_best=int(state.get("evaluations_since_best", 0)),
+        )
+        if self.folder is not None:
+            self.folder.forget_metrics_after(self.progress.step)
+
+    def _replicate(self) -> torch.nn.Module:
+        if self.world.size == 1:
+            return self.model
+        devices = [self.device] if self.device.type == "cuda" else None
+        return DistributedDataParallel(self.model, device_ids=devices, broadcast_buffers=False)
+
+    @torch.no_grad()
+    def _set_weights(self, tensors: dict[str, Tensor]) -> None:
+        for name, parameter in self.model.named_parameters():
+            parameter.copy_(tensors[name])
+
+    def _record(self, record: dict[str, object]) -> None:
+        if self.folder is not None:
+            elapsed = round(time.perf_counter() - self.started, 3)
+            self.folder.append_metrics({**record, "seconds": elapsed})
+
+
+def raw_weights(saved: Saved) -> dict[str, Tensor]:
+    """Return the weights that training goes on from; with an average they stand apart."""
+    raw = {n[4:]: t for n, t in saved.optimizer.items() if n.startswith("raw.")}
+    return raw or saved.model
+
+
+def resume(run: RunFolder, overrides: dict[str, object]) -> tuple[Saved, Config, list[str]]:
+    """Return a run's newest whole checkpoint, the config to go on with, and what to tell the user.
+
+    Raises:
+        RunError: there is nothing to go on from, or all its steps are done.
+        ConfigError: an override would make it another run.
+    """
+    saved, notes = run.load("latest")
+    allowed = ("train.max_steps", "train.patience", "train.keep_last", "device", "dtype")
+    for key in overrides:
+        if key not in allowed and not key.endswith("_every"):
+            raise ConfigError(
+                f"{key} cannot change when a run goes on; leave it, or start a new run with --out"
+            )
+    config = saved.config.with_values(overrides)
+    device, _ = choose_device("auto")
+    if config.device not in ("cpu", device.type) and "device" not in overrides:
+        notes.append(f"{config.device} is not here, so the run goes on on {device.type}")
+        config = config.with_values({"device": device.type, "dtype": "auto"})
+    threads = saved.state.get("threads")
+    if threads != torch.get_num_threads() and config.device == "cpu":
+        notes.append(
+            f"{threads} threads before, {torch.get_num_threads()} now: results may differ in the "
+            f"last digits (set OMP_NUM_THREADS={threads} for the same bits)"
+        )
+    if saved.state.get("stopped_early") and "train.patience" not in overrides:
+        raise RunError(
+            f"{run.path} stopped early at step {saved.state['step']}, as its validation loss no "
+            "longer fell; let it go on with -s train.patience=null"
+        )
+    if int(saved.state["step"]) >= config.train.max_steps:
+        raise RunError(
+            f"{run.path} has done all its {config.train.max_steps} steps; "
+            "give it more with -s train.max_steps=N"
+        )
+    return saved, config, notes
