@@ -11,21 +11,43 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from chargpt.errors import ConfigError
 
-MAX_CONFIG_BYTES = 1_000_000
+MAX_CONFIG_BYTES = 200_000
 MAX_DEPTH = 20
+MAX_NUMBER_CHARACTERS = 100
+MAX_PROBLEMS = 20
 
 
 class Section(BaseModel):
     """A group of settings: immutable, no unknown keys, no silent conversions of text."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def keeps_its_kind(cls, value: object, info: ValidationInfo) -> object:
+        """Refuse `"5"` or `true` for a number, and `"yes"` or 1 for true or false."""
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        kinds = get_args(annotation) or (annotation,)
+        if bool in kinds and not isinstance(value, bool):
+            raise ValueError("it should be true or false")
+        if (int in kinds or float in kinds) and isinstance(value, bool | str):
+            raise ValueError("it should be a number")
+        return value
 
 
 class TextConfig(Section):
@@ -86,16 +108,16 @@ class ModelConfig(Section):
 class TrainConfig(Section):
     """How long, how much at a time, and what happens in between. Intervals are in steps."""
 
-    max_steps: int = Field(900, ge=1)
+    max_steps: int = Field(450, ge=1)
     batch_size: int = Field(32, ge=1)
     """Sequences per update, over all ranks and micro-batches."""
     accumulate: int = Field(1, ge=1)
     """Micro-batches that one update is computed in."""
-    evaluate_every: int = Field(100, ge=1)
+    evaluate_every: int = Field(50, ge=1)
     evaluate_characters: int = Field(50_000, ge=1)
     """At most so many characters of the split, spread evenly, in evaluations along the way."""
-    save_every: int = Field(100, ge=1)
-    sample_every: int = Field(300, ge=0)
+    save_every: int = Field(50, ge=1)
+    sample_every: int = Field(150, ge=0)
     """0: no samples along the way."""
     keep_last: int = Field(2, ge=1)
     """Checkpoints kept besides the best."""
@@ -182,8 +204,12 @@ class Config(Section):
 
     def to_yaml(self) -> str:
         """Return every setting as YAML, which `load_config` reads back to an equal Config."""
-        return yaml.safe_dump(
-            self.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=100
+        return yaml.dump(
+            self.model_dump(mode="json"),
+            Dumper=_Dumper,
+            sort_keys=False,
+            allow_unicode=True,
+            width=100,
         )
 
 
@@ -194,16 +220,22 @@ class _Loader(yaml.SafeLoader):
         if self.check_event(yaml.AliasEvent):
             mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
             raise ConfigError(
-                f"line {mark.line + 1}: an alias (*name) is not allowed; write the value out"
+                f"{self.name}, line {mark.line + 1}: an alias (*name) is not allowed; "
+                "write the value out, or put it in quotes if it is text"
             )
         return super().compose_node(parent, index)
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9]*)?[eE][-+]?[0-9]+$"),
-    list("-+0123456789"),
-)
+class _Dumper(yaml.SafeDumper):
+    """Writes what `_Loader` reads: a text such as `1e5` in quotes."""
+
+
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9]*)?[eE][-+]?[0-9]+$"),
+        list("-+0123456789"),
+    )
 
 
 def parse_yaml(source: str, origin: str) -> tuple[dict[str, Any], dict[str, int]]:
@@ -214,16 +246,18 @@ def parse_yaml(source: str, origin: str) -> tuple[dict[str, Any], dict[str, int]
     """
     try:
         loader = _Loader(source)
+        loader.name = origin
         try:
             node = loader.get_single_node()
             lines: dict[str, int] = {}
             value = {} if node is None else _plain(loader, node, "", lines, origin, 0)
         finally:
             loader.dispose()
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
+        # the last four: numbers, dates and so on that are not what their tag says
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        problem = getattr(error, "problem", None) or (str(error) or "empty").splitlines()[0]
         raise ConfigError(f"{origin}{where} is not valid YAML ({problem}); correct it") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{origin} holds no `key: value` lines; see `configs/gpt.yaml` for one")
@@ -239,7 +273,10 @@ def _plain(
     if isinstance(node, yaml.MappingNode):
         result: dict[str, Any] = {}
         for key_node, value_node in node.value:
-            key, line = str(getattr(key_node, "value", "")), key_node.start_mark.line + 1
+            line = key_node.start_mark.line + 1
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise ConfigError(f"{origin}, line {line}: a key must be a single word; correct it")
+            key = str(key_node.value)
             dotted = f"{path}.{key}" if path else key
             if key in result:
                 raise ConfigError(
@@ -251,7 +288,12 @@ def _plain(
         return result
     if isinstance(node, yaml.SequenceNode):
         return [_plain(loader, child, path, lines, origin, depth + 1) for child in node.value]
-    return loader.construct_object(node)  # type: ignore[no-untyped-call]
+    if node.tag.endswith((":int", ":float", ":timestamp")) and (
+        # base 60, dates and endless digits are not settings: left as text, and refused as such
+        ":" in node.value or len(node.value) > MAX_NUMBER_CHARACTERS or node.tag.endswith("stamp")
+    ):
+        return node.value
+    return loader.construct_object(node)
 
 
 def set_dotted(tree: dict[str, Any], key: str, value: object) -> None:
@@ -277,6 +319,9 @@ def _known_keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
 def _suggestion(key: str) -> str:
     """Return '; did you mean ...?' for an unknown dotted key, or how to see them all."""
     known = _known_keys()
+    if key in known:
+        section, _, name = key.partition(".")
+        return f"; write {name} on a line of its own, indented under `{section}:`"
     for other in known:  # the right name in the wrong section, or with none
         if "." in other and other.split(".")[-1] == key.split(".")[-1]:
             return f"; did you mean {other}?"
@@ -292,9 +337,7 @@ def _suggestion(key: str) -> str:
     return "; the keys are " + ", ".join(inside or [name for name in known if "." not in name])
 
 
-def validate(
-    tree: dict[str, Any], origin: str, lines: Mapping[str, int] | None = None
-) -> Config:
+def validate(tree: dict[str, Any], origin: str, lines: Mapping[str, int] | None = None) -> Config:
     """Return the Config that a plain dict describes.
 
     Raises:
@@ -303,21 +346,28 @@ def validate(
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        lines = lines or {}
-        problems = []
-        for detail in error.errors():
-            key = ".".join(str(part) for part in detail["loc"])
-            line = lines.get(key) or lines.get(key.rsplit(".", 1)[0])
-            where = f"line {line}: " if line else ""
-            if detail["type"] == "extra_forbidden":
-                problems.append(f"{where}{key} is not a setting{_suggestion(key)}")
-                continue
-            message = detail["msg"].removeprefix("Value error, ")
-            message = message[0].lower() + message[1:]
-            value = detail["input"]
-            shown = "" if isinstance(value, dict | BaseModel) else f" (it is {value!r:.60})"
-            problems.append(f"{where}{key}{': ' if key else ''}{message}{shown}")
+        details = error.errors(include_url=False, include_context=False)
+        problems = [_problem(detail, lines or {}) for detail in details[:MAX_PROBLEMS]]
+        if len(details) > MAX_PROBLEMS:
+            problems.append(f"and {len(details) - MAX_PROBLEMS} more")
         raise ConfigError(f"{origin}: " + "; ".join(problems)) from None
+
+
+def _problem(detail: Mapping[str, Any], lines: Mapping[str, int]) -> str:
+    """Return one mistake in words, with its line where it has one."""
+    place = [str(part) for part in detail["loc"] if not isinstance(part, int)]
+    dotted = ".".join(place)
+    where = f"line {lines[dotted]}: " if dotted in lines else ""
+    key = dotted if dotted.isprintable() else ascii(dotted)
+    if detail["type"] == "extra_forbidden":
+        return f"{where}{key:.100} is not a setting{_suggestion(dotted[:100])}"
+    message = detail["msg"].removeprefix("Value error, ")
+    message = message[0].lower() + message[1:]
+    if detail["type"] == "model_type":
+        message = "it should hold settings of its own, `key: value`"
+    value = detail["input"]
+    shown = "" if isinstance(value, dict | BaseModel) else f" (it is {value!r:.60})"
+    return f"{where}{key}{': ' if key else ''}{message}{shown}"
 
 
 def shipped_configs() -> dict[str, Path]:
@@ -337,10 +387,10 @@ def read_config_tree(source: str | os.PathLike[str]) -> tuple[dict[str, Any], di
     """
     shipped = shipped_configs()
     path = shipped.get(str(source), Path(source))
-    if not path.is_file():
+    if not os.path.isfile(path):  # unlike Path.is_file, false for names that cannot be
         near = difflib.get_close_matches(str(source), shipped, n=1)
         hint = f"did you mean {near[0]}?" if near else f"shipped ones are {', '.join(shipped)}"
-        raise ConfigError(f"there is no config {str(source)!r}; {hint}")
+        raise ConfigError(f"there is no config {str(source)!r:.200}; {hint}")
     if path.stat().st_size > MAX_CONFIG_BYTES:
         raise ConfigError(f"{path} is over {MAX_CONFIG_BYTES:,} bytes: not a config; name another")
     try:
@@ -369,11 +419,12 @@ def load_config(
     for key, value in (defaults or {}).items():
         set_dotted(tree, key, value)
     file_tree, lines = read_config_tree(source)
-    _merge(tree, file_tree)
+    _merge(tree, {key: _or_empty_section(key, value) for key, value in file_tree.items()})
     for override in overrides:
         key, parsed = parse_override(override)
         set_dotted(tree, key, parsed)
-        lines.pop(key, None)
+        # what an override says is not to be looked for in the file
+        lines = {k: n for k, n in lines.items() if k != key and not k.startswith(key + ".")}
     return validate(tree, str(source), lines)
 
 
@@ -387,7 +438,16 @@ def parse_override(written: str) -> tuple[str, object]:
     if not equals or not key.strip():
         raise ConfigError(f"-s {written!r} is not of the form section.key=value")
     parsed, _ = parse_yaml(f"value: {value}", f"-s {written}")
+    if set(parsed) != {"value"}:
+        raise ConfigError(f"-s {written!r} sets more than one key; give each a -s of its own")
     return key.strip(), parsed["value"]
+
+
+def _or_empty_section(key: str, value: object) -> object:
+    """Return {} for a section whose every line is a comment."""
+    kind = Config.model_fields[key].annotation if key in Config.model_fields else None
+    empty = value is None and isinstance(kind, type) and issubclass(kind, Section)
+    return {} if empty else value
 
 
 def _merge(tree: dict[str, Any], other: dict[str, Any]) -> None:

@@ -1,6 +1,11 @@
 """What every test shares: a cache of its own, small texts, and the command line as a process."""
 
 import os
+
+# Tiny models are no faster on two threads, and two threads that wait for each other on a busy
+# machine are far slower; processes that the tests start inherit this.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 import subprocess
 import sys
 from pathlib import Path
@@ -47,3 +52,30 @@ def refusal(done: subprocess.CompletedProcess[str]) -> str:
     lines = [line for line in done.stderr.splitlines() if line.startswith("chargpt: ")]
     assert len(lines) == 1, done.stderr
     return lines[0]
+
+
+class Cli:
+    """The command line within this process: quick, and with the same exit codes and words."""
+
+    def __init__(self, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.capfd = capfd
+        self.monkeypatch = monkeypatch
+
+    def __call__(self, *words: object) -> subprocess.CompletedProcess[str]:
+        from chargpt.cli.main import run
+
+        self.capfd.readouterr()
+        self.monkeypatch.setattr(sys, "argv", ["chargpt", *map(str, words)])
+        with pytest.raises(SystemExit) as left:
+            run()
+        printed = self.capfd.readouterr()
+        code = left.value.code
+        assert isinstance(code, int)
+        return subprocess.CompletedProcess(list(map(str, words)), code, printed.out, printed.err)
+
+
+@pytest.fixture
+def cli(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Cli:
+    """Commands, run in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    return Cli(capfd, monkeypatch)

@@ -131,7 +131,7 @@ def test_dropout_differs_between_micro_batches_and_is_off_in_evaluation(corpus: 
     seen = []
     for micro in (0, 1, 0):
         trainer.seed_dropout(0, micro)
-        seen.append(float(trainer.loss(block)))
+        seen.append(trainer.loss(block).item())
     assert seen[0] == seen[2] != seen[1]
     first, second = (trainer.measure("val", None).nats_per_char for _ in range(2))
     assert first == second
@@ -152,7 +152,9 @@ def test_the_average_of_weights_is_what_is_evaluated_and_kept(
 def test_patience_stops_a_run_that_no_longer_learns(corpus: Corpus, tmp_path: Path) -> None:
     hopeless = {"optim.lr": 1e-12, "optim.matrix_lr": 1e-12, "train.patience": 2}
     reports = train(
-        tiny(**hopeless, **{"train.evaluate_every": 1, "train.max_steps": 40, "model.qk_norm": False}),
+        tiny(
+            **hopeless, **{"train.evaluate_every": 1, "train.max_steps": 40, "model.qk_norm": False}
+        ),
         corpus,
         tmp_path / "run",
     )

@@ -49,13 +49,10 @@ def compare(
         odd = next(path for path in paths if not is_run(path))
         raise ConfigError(f"{odd} is not a run; give one text, or runs only")
     else:
-        from chargpt.cli.train import _free_name
-
         settings = options.build_config(
             texts[0] if texts else None, config, set_, device=device, encoding=encoding
         )
-        folder = out or _free_name(Path("runs"), f"compare-{_stem(settings.text.path)}")
-        found = _train(settings, folder, models)
+        found, folder = _train(settings, out, models)
     picture = loss_curves(plot or folder / "curves.svg", found.curves, found.lines, found.title)
     if json_:
         rows = [row.as_dict() for row in found.rows]
@@ -65,16 +62,13 @@ def compare(
     console.out(f"loss curves: {picture}")
 
 
-def _stem(path: str | None) -> str:
-    return Path(path).stem if path and path != "-" else ("stdin" if path else "python-docs")
-
-
-def _train(settings: Any, folder: Path, models: str) -> Any:
+def _train(settings: Any, out: Path | None, models: str) -> tuple[Any, Path]:
     from chargpt.analysis.compare import compare
     from chargpt.cli.train import show_plan, train_to_end
     from chargpt.text.corpus import prepare
 
     corpus = prepare(settings.text, progress=options.PrepareProgress())
+    folder = out or options.free_folder(f"compare-{options.slug(corpus.name)}")
 
     def watch(name: str, trainer: Any) -> None:
         console.say(f"== {name} ==")
@@ -82,7 +76,7 @@ def _train(settings: Any, folder: Path, models: str) -> Any:
         train_to_end(trainer, trainer.folder)
 
     names = [name.strip() for name in models.split(",") if name.strip()]
-    return compare(settings, folder, models=names, watch=watch, corpus=corpus)
+    return compare(settings, folder, models=names, watch=watch, corpus=corpus), folder
 
 
 def _show(found: Any) -> None:
@@ -105,7 +99,8 @@ def _show(found: Any) -> None:
     trained = {row.model: row.nats_per_char for row in found.rows}
     bigram, gpt = trained.get("bigram (trained)"), trained.get("gpt (trained)")
     if bigram is not None and gpt is not None:
-        console.out(f"attention gains {bigram - gpt:.3f} nats per character over the bigram")
+        verb = "gains" if gpt <= bigram else "loses"
+        console.out(f"attention {verb} {abs(bigram - gpt):.3f} nats per character over the bigram")
     for name, points in found.curves.items():
         line = console.sparkline([nats for _, nats in points])
         if line:

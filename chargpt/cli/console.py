@@ -101,9 +101,15 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str =
     from rich.table import Table
     from rich.text import Text
 
-    grid = Table(title=title or None, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
+    grid = Table(
+        title=title or None,
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        title_justify="left",
+        title_style="bold",
+    )
     for index, column in enumerate(columns):
-        grid.add_column(column, justify="left" if index == 0 else "right")
+        grid.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
     for row in rows:
         grid.add_row(*(Text(cell) for cell in row))
     Console(file=sys.stdout, highlight=False, no_color="NO_COLOR" in os.environ).print(grid)

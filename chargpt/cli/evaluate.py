@@ -85,7 +85,7 @@ def evaluate(
         return
     part = "all of it" if text else f"{split.value} split"
     console.table(
-        ["model", "nats/char", "bits/char", "perplexity", "accuracy", "standard error"],
+        ["model", "nats/char", "bits/char", "perplexity", "accuracy", "std error"],
         [
             [
                 f"{loaded.config.model.kind}, step {loaded.step:,}",

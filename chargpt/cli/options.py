@@ -1,5 +1,7 @@
 """Options that several commands share, and the step from words on the line to a `Config`."""
 
+import json
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -71,9 +73,20 @@ def unknown_policy(word: str | None) -> Any:
 
 def quoted(value: str) -> str:
     """Return a text as a YAML scalar that reads back as that text."""
-    import json
-
     return json.dumps(value)
+
+
+def slug(name: str) -> str:
+    """Return a text's name as part of a folder's name: `novel.txt` gives `novel`."""
+    return re.sub(r"[^\w.-]+", "-", Path(name).stem).strip("-.") or "text"
+
+
+def free_folder(name: str) -> Path:
+    """Return runs/name, or with the first number that is free."""
+    path, number = Path("runs", name), 2
+    while path.exists():
+        path, number = Path("runs", f"{name}-{number}"), number + 1
+    return path
 
 
 class PrepareProgress:

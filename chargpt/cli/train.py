@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from chargpt.store.run import RunFolder
     from chargpt.training.trainer import Plan, Report, Trainer
 
-CLOSING_CHARACTERS = 1_000_000  # scored at most for each line of the closing table
+CLOSING_CHARACTERS = {"train": 100_000, "val": 1_000_000}  # scored at most, for the closing table
 
 
 def train(
@@ -89,7 +89,7 @@ def start_run(
     if out is not None and world.is_main and not force:
         RunFolder.check_free(out)
     corpus = prepare(settings.text, progress=options.PrepareProgress())
-    path = out or _free_name(Path("runs"), f"{Path(corpus.name).stem}-{settings.model.kind}")
+    path = out or options.free_folder(f"{options.slug(corpus.name)}-{settings.model.kind}")
     folder = RunFolder(path)
     trainer = Trainer(settings, corpus, folder=folder, world=world)
     if world.is_main:
@@ -133,14 +133,6 @@ def _resumed(
         console.say(note)
     console.say(f"going on with {folder.path} from step {trainer.progress.step:,}")
     return trainer, folder
-
-
-def _free_name(parent: Path, name: str) -> Path:
-    """Return parent/name, or with the first number that is free."""
-    path, number = parent / name, 2
-    while path.exists():
-        path, number = parent / f"{name}-{number}", number + 1
-    return path
 
 
 def show_plan(trainer: "Trainer") -> None:
@@ -262,12 +254,12 @@ def show_result(trainer: "Trainer", folder: "RunFolder") -> None:
     corpus = trainer.corpus
     rows = [[name, "val", *console.loss_cells(nats)] for name, nats in baselines(corpus).items()]
     losses = {}
-    for split in ("train", "val"):
+    for split in CLOSING_CHARACTERS:
         result = evaluate_tokens(
             best.model,
             corpus.split(split),
             split=split,
-            max_characters=CLOSING_CHARACTERS,
+            max_characters=CLOSING_CHARACTERS[split],
             dtype=trainer.dtype,
         )
         losses[split] = result.nats_per_char

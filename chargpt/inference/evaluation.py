@@ -277,7 +277,7 @@ def _losses(
         logits, targets = logits[:, context:].float(), part[:, 1 + context :]
         losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
         right = logits.argmax(dim=-1) == targets
-        yield torch.stack((losses.view_as(targets), right)).cpu().double().numpy()
+        yield torch.stack((losses.view_as(targets), right.float())).cpu().double().numpy()
 
 
 def _precision(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[object]:

@@ -159,7 +159,8 @@ class _Window:
             logits = self.model(self.tokens)  # (N, T, V)
         else:
             logits = self.model(self.tokens[:, self.cache.length :], self.cache)
-        return logits[:, -1].cpu().double()
+        latest: Tensor = logits[:, -1]
+        return latest.cpu().double()
 
     def append(self, drawn: Tensor) -> None:
         """Take in one character of each stream, (N,); start anew where the window is full."""

@@ -19,6 +19,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,11 +122,12 @@ def store(
         folder.mkdir(exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=folder, prefix=".tokens.", suffix=".tmp")
         count = checksum = 0
-        with os.fdopen(handle, "wb", buffering=0) as file:
+        with os.fdopen(handle, "wb") as file, ThreadPoolExecutor(1) as summer:
             for portion in portions:
+                summing = summer.submit(zlib.crc32, portion.data, checksum)
                 file.write(portion.data)
-                checksum = zlib.crc32(portion.data, checksum)
                 count += portion.size
+                checksum = summing.result()
         os.replace(temporary, folder / "tokens.bin")
         vocabulary = tokenizer.to_json().encode("ascii")
         write_atomically(folder / "tokenizer.json", vocabulary)

@@ -56,7 +56,7 @@ def ingest(
 
     try:
         with tempfile.TemporaryFile(dir=folder) as file, Hasher() as hasher:
-            spool = Spool(file, folder)
+            spool = Spool(file, folder, counting=settings.min_count > 1)
             for piece in pieces(source, settings.encoding, hasher.update, read):
                 spool.add(piece)
             key = text_key(hasher.digests(), settings)
@@ -100,7 +100,7 @@ def text_key(digests: list[str], settings: TextConfig) -> str:
 class Hasher:
     """sha256 of each file, computed beside the encoding (hashlib leaves other threads running)."""
 
-    DEPTH = 16  # chunks that may wait: bounds memory, evens out the two threads
+    DEPTH = 64  # chunks that may wait: bounds memory, evens out the two threads
 
     def __init__(self) -> None:
         self.sums: dict[int, Any] = {}
@@ -133,8 +133,12 @@ class Hasher:
 class Spool:
     """Provisional ids of a growing text, in a file."""
 
-    def __init__(self, file: IO[bytes], folder: Path) -> None:
-        self.file, self.folder = file, folder
+    def __init__(self, file: IO[bytes], folder: Path, counting: bool) -> None:
+        """Take an empty file, the folder it is in, and whether counts are wanted, not just kinds.
+
+        Counting takes as long as all the rest.
+        """
+        self.file, self.folder, self.counting = file, folder, counting
         self.dtype: np.dtype[Any] = np.dtype(np.uint8)
         # Provisional id of each code point; 0 has none yet.
         self.table: npt.NDArray[Any] = np.zeros(CODE_POINTS, dtype=self.dtype)
@@ -155,8 +159,8 @@ class Spool:
             cache.require_room(self.folder, ROOM_EVERY)
             self.room_looked_at = self.count
         self.file.write(ids.data)
-        counts = count_tokens(ids, self.id_counts.size)
-        self.id_counts += counts
+        if self.counting:
+            self.id_counts += count_tokens(ids, self.id_counts.size)
         self.count += ids.size
         if self.segments and self.segments[-1][0] == self.dtype:
             self.segments[-1] = (self.dtype, self.segments[-1][1] + ids.size)
@@ -189,11 +193,13 @@ class Spool:
         self.kinds = last
         room = 1 << 8 * self.dtype.itemsize if self.dtype.itemsize < 4 else CODE_POINTS + 1
         self.id_counts = np.pad(self.id_counts, (0, room - self.id_counts.size))
+        if not self.counting:
+            self.id_counts[1 : last + 1] = 1
         if self.dtype == np.uint8:
             self.ascii_table = self.table[:256].tobytes()
 
     def counts(self) -> npt.NDArray[np.int64]:
-        """Return how often each code point occurs, shape (CODE_POINTS,)."""
+        """Return how often each code point occurs (not counting: 1 or 0), shape (CODE_POINTS,)."""
         counts = np.zeros(CODE_POINTS, dtype=np.int64)
         counts[np.concatenate(self.known)] = self.id_counts[1 : self.kinds + 1]
         return counts
@@ -210,6 +216,8 @@ class Spool:
 
     def unknown_count(self, tokenizer: CharTokenizer) -> int:
         """Return how many characters share the unknown token."""
+        if not tokenizer.has_unknown:
+            return 0
         known = self.id_counts[self.table[code_points(tokenizer.characters)]]
         return self.count - int(known.sum())
 

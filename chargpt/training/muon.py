@@ -4,6 +4,8 @@ Matrices of one shape are stacked and treated in one batched product, which is w
 for many small ones. Shapes in this file: N = matrices of a shape, R x C = that shape.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -27,7 +29,8 @@ def orthogonalise(matrices: Tensor) -> Tensor:
     for a, b, c in COEFFICIENTS:
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return (x.mT if tall else x).to(matrices.dtype)
+    result: Tensor = (x.mT if tall else x).to(matrices.dtype)
+    return result
 
 
 def momentum_at(step: int) -> float:
@@ -55,7 +58,7 @@ class Muon:
         """Do update `step` at `factor` times the learning rate."""
         momentum = momentum_at(step)
         for names, buffer in self.groups:
-            weights = [self.parameters[name] for name in names]
+            weights: list[Tensor] = [self.parameters[name] for name in names]
             gradient = torch.stack([w.grad for w in weights if w.grad is not None])  # (N, R, C)
             buffer.lerp_(gradient, 1 - momentum)
             update = orthogonalise(gradient.lerp_(buffer, momentum))  # Nesterov
@@ -73,7 +76,9 @@ class Muon:
             for name, row in zip(names, buffer.unbind(), strict=True)
         }
 
-    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Take back what `state_tensors` gave."""
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take back what `state_tensors` gave; KeyError or ValueError if it does not fit."""
         for name, row in self.state_tensors().items():
+            if tensors[name].shape != row.shape:  # copy_ would stretch it to fit
+                raise ValueError(f"{name} has shape {tuple(tensors[name].shape)}")
             row.copy_(tensors[name])

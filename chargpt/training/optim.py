@@ -38,7 +38,7 @@ class Optimizer:
         )
 
     def step(self, step: int, factor: float) -> None:
-        """Do update `step` with every learning rate multiplied by `factor`, then drop gradients."""
+        """Do update `step` with every learning rate multiplied by `factor`."""
         for group in self.adamw.param_groups:
             group["lr"] = self.config.lr * factor
         self.adamw.step()
@@ -60,21 +60,30 @@ class Optimizer:
         Raises:
             RunError: a tensor is missing or of another shape.
         """
+        fused = self.adamw.defaults["fused"]
         try:
             for name, parameter in self.adamw_names.items():
-                keys = ("exp_avg", "exp_avg_sq", "step")
-                state = {key: tensors[f"adamw.{key}.{name}"].clone() for key in keys}
-                if state["exp_avg"].shape != parameter.shape:
-                    raise KeyError(name)
-                fused = self.adamw.defaults["fused"]
-                self.adamw.state[parameter] = {
-                    key: value.to(parameter.device) if key != "step" or fused else value
-                    for key, value in state.items()
-                }
+                state = {}
+                for key, shape in self._state_shapes(parameter).items():
+                    value = tensors[f"adamw.{key}.{name}"]
+                    if value.shape != shape:
+                        raise ValueError(f"adamw.{key}.{name} has shape {tuple(value.shape)}")
+                    device = parameter.device if key != "step" or fused else "cpu"
+                    state[key] = value.to(device, torch.float32, copy=True)
+                self.adamw.state[parameter] = state
             if self.muon:
-                self.muon.load_tensors(dict(tensors))
-        except (KeyError, RuntimeError) as error:
+                self.muon.load_tensors(tensors)
+        except (KeyError, ValueError) as error:
+            cause = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
             raise RunError(
-                f"the saved optimizer does not fit this model ({error}); "
+                f"the saved optimizer does not fit this model ({cause}); "
                 "resume from another checkpoint"
             ) from None
+
+    @staticmethod
+    def _state_shapes(parameter: Tensor) -> dict[str, torch.Size]:
+        return {
+            "step": torch.Size(()),
+            "exp_avg": parameter.shape,
+            "exp_avg_sq": parameter.shape,
+        }

@@ -243,10 +243,12 @@ class Trainer:
         shared = self.world.from_main(report.validation and report.validation.nats_per_char)
         assert isinstance(shared, float)
         progress = self.progress
+        if report.step == 0:
+            return  # what has learnt nothing is no candidate
         if shared < progress.best_loss:
             progress.best_loss, progress.best_step = shared, report.step
             progress.evaluations_since_best = 0
-            report.is_best = report.step > 0
+            report.is_best = True
         else:
             progress.evaluations_since_best += 1
             patience = self.config.train.patience
@@ -408,8 +410,10 @@ class Trainer:
     def _start_average(self, saved: Saved | None) -> dict[str, Tensor] | None:
         if not self.config.train.ema:
             return None
-        source = saved.model if saved is not None else dict(self.model.named_parameters())
-        return {name: t.detach().clone().to(self.device) for name, t in source.items()}
+        own = dict(self.model.named_parameters())
+        source = saved.model if saved is not None else own
+        # in the model's own order: the update walks both side by side
+        return {name: source[name].detach().clone().to(self.device) for name in own}
 
     def _restore_progress(self, state: dict[str, Any]) -> None:
         best = state.get("best_nats_per_char")

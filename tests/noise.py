@@ -1,0 +1,28 @@
+"""Weights for tests. A fresh model predicts every character alike, and so would pass any test."""
+
+import torch
+
+from chargpt.config import ModelConfig
+from chargpt.models import LanguageModel, build_model
+
+
+def fill_with_noise(model: LanguageModel, seed: int = 0) -> LanguageModel:
+    """Fill every parameter so that each layer's output has unit scale; check that logits vary."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() == 1:
+                noise = 1 + noise / 2  # a gain
+            elif name not in ("embedding.weight", "table.weight"):
+                noise /= parameter.size(1) ** 0.5
+            parameter.copy_(noise)
+    tokens = torch.arange(model.vocab_size)[: model.block_size][None]
+    assert model.vocab_size == 1 or model.eval()(tokens).std().item() > 0.3
+    return model
+
+
+def noisy_model(vocab_size: int = 11, seed: int = 0, **settings: object) -> LanguageModel:
+    """Return a small model full of noise."""
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 12}
+    return fill_with_noise(build_model(ModelConfig(**(sizes | settings)), vocab_size), seed).eval()

@@ -1,0 +1,114 @@
+"""The bigram: a table, trained or counted."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from noise import fill_with_noise
+
+from chargpt.config import ModelConfig
+from chargpt.errors import ConfigError
+from chargpt.models import build_model, count_parameters
+from chargpt.models.bigram import BigramLM
+from chargpt.text.statistics import PairCounts, count_pairs
+from chargpt.text.tokenizer import CharTokenizer
+
+VERSE = """\
+The tide came in, the tide went out,
+and turned the pebbles round about;
+the gulls that stood along the pier
+complained that it was like this here
+each day, and had been, every year.
+"""
+
+
+def counted(text=VERSE, alpha=1.0, block_size=8):
+    tokens = CharTokenizer.fit(text).encode(text)
+    pairs = count_pairs(tokens, int(tokens.max()) + 1)
+    return BigramLM.from_counts(pairs, block_size, alpha), tokens, pairs
+
+
+def test_logits_are_the_last_characters_row_of_the_table():
+    model = fill_with_noise(BigramLM(5, block_size=4))
+    logits = model(torch.tensor([[3, 0, 3]]))
+    assert logits.shape == (1, 3, 5)
+    assert torch.equal(logits[0], model.table.weight[torch.tensor([3, 0, 3])])
+
+
+def test_the_counted_table_holds_the_smoothed_frequencies():
+    pairs = PairCounts(np.array([0, 0, 2]), np.array([1, 2, 0]), np.array([3, 1, 5]), 3)
+    shares = BigramLM.from_counts(pairs, 4, alpha=0.5).table.weight.exp()
+    expected = [[0.5 / 5.5, 3.5 / 5.5, 1.5 / 5.5], [1 / 3] * 3, [5.5 / 6.5, 0.5 / 6.5, 0.5 / 6.5]]
+    torch.testing.assert_close(shares, torch.tensor(expected))
+
+
+@pytest.mark.parametrize("alpha", [1e-3, 1.0, 100.0])
+def test_counted_probabilities_sum_to_one_in_every_row(alpha):
+    model, _, pairs = counted(alpha=alpha)
+    sums = model.table.weight.exp().sum(dim=1)
+    torch.testing.assert_close(sums, torch.ones(pairs.vocab_size))
+
+
+def test_counting_needs_no_gradient_and_leaves_a_model_that_can_be_trained():
+    model, _, _ = counted()
+    assert model.table.weight.requires_grad
+    assert model.table.weight.grad_fn is None
+
+
+def test_a_trained_bigram_comes_to_the_counted_one():
+    counted_model, tokens, _ = counted(alpha=1e-6)
+    inputs = torch.from_numpy(tokens[:-1].astype(np.int64))[None]
+    targets = torch.from_numpy(tokens[1:].astype(np.int64))
+    model = BigramLM(counted_model.vocab_size, block_size=8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.3, weight_decay=0.0)
+
+    def loss_of(candidate):
+        return F.cross_entropy(candidate(inputs)[0], targets)
+
+    first = loss_of(model).item()
+    for _ in range(150):
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        optimizer.step()
+    best = loss_of(counted_model).item()
+    assert first == pytest.approx(math.log(model.vocab_size), rel=1e-5)
+    assert best <= loss_of(model).item() < best + 0.01
+    assert best < first / 2
+
+
+def test_nothing_beats_the_counted_table_on_its_own_text():
+    model, tokens, _ = counted(alpha=1e-9)
+    inputs = torch.from_numpy(tokens[:-1].astype(np.int64))[None]
+    loss = F.cross_entropy(model(inputs)[0], torch.from_numpy(tokens[1:].astype(np.int64)))
+    loss.backward()
+    assert model.table.weight.grad.abs().max() < 1e-6
+
+
+def test_a_cached_bigram_gives_the_same_logits_and_counts_what_it_holds():
+    model = fill_with_noise(BigramLM(7, block_size=6))
+    tokens = torch.randint(7, (2, 6), generator=torch.Generator().manual_seed(0))
+    cache = model.new_cache(2)
+    assert (cache.length, cache.capacity) == (0, 6)
+    parts = [model(tokens[:, :3], cache), model(tokens[:, 3:5], cache), model(tokens[:, 5:], cache)]
+    assert torch.equal(torch.cat(parts, dim=1), model(tokens))
+    assert cache.length == 6
+    with pytest.raises(AssertionError):
+        model(tokens[:, :1], cache)
+    cache.clear()
+    assert torch.equal(model(tokens, cache), model(tokens))
+
+
+def test_a_vocabulary_too_large_for_a_table_is_refused_before_it_is_made():
+    with pytest.raises(ConfigError, match=r"40,000,000,000 bytes; raise text\.min_count"):
+        BigramLM(100_000, block_size=8)
+
+
+def test_the_config_builds_a_bigram_of_zeros():
+    model = build_model(ModelConfig(kind="bigram", block_size=8), vocab_size=9)
+    assert isinstance(model, BigramLM)
+    assert model.block_size == 8
+    assert model.vocab_size == 9
+    assert not model.table.weight.any()
+    assert model.parameter_count() == count_parameters(ModelConfig(kind="bigram"), 9) == 81

@@ -1,0 +1,445 @@
+"""What a user sees: every command on real texts, every mistake as one sentence."""
+
+import gzip
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY, Cli, refusal, run_cli
+
+from chargpt.store.run import RunFolder, load_run
+
+QUICK = (
+    "-s train.max_steps=6 -s train.batch_size=4 -s train.evaluate_every=3 -s train.save_every=3 "
+    "-s train.evaluate_characters=300 -s train.sample_every=6 -s model.n_layer=1 "
+    "-s model.n_embd=16 -s model.block_size=16 -s sample.length=40 --device cpu -s dtype=float32"
+).split()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small run, trained once for all the tests that only read it."""
+    folder = tmp_path_factory.mktemp("trained")
+    shutil.copy(REPOSITORY / "data" / "lighthouse.txt", folder / "novel.txt")
+    words = [word.replace("max_steps=6", "max_steps=40") for word in QUICK]
+    done = run_cli(
+        "train", "novel.txt", *words, "--out", "run", cwd=folder, CHARGPT_CACHE=str(folder / "c")
+    )
+    assert done.returncode == 0, done.stderr
+    return folder / "run"
+
+
+# -- help -------------------------------------------------------------------------------------
+
+
+def test_help_names_every_command_and_imports_nothing_heavy(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.argv = ['chargpt', '--help']\n"
+        "from chargpt.cli.main import run\n"
+        "try: run()\n"
+        "except SystemExit: pass\n"
+        "print(sorted({'torch', 'numpy', 'pydantic', 'yaml', 'matplotlib'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )
+    assert done.stdout.rstrip().endswith("[]")
+    for command in ("train", "sample", "evaluate", "compare", "data"):
+        assert f"  {command} " in done.stdout
+    assert "..." not in done.stdout.split("Commands:")[1]
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["train", "sample", "evaluate", "compare", "data list", "data get", "data info"],
+)
+def test_every_command_has_an_example_in_its_help(command: str, cli: Cli) -> None:
+    done = cli(*command.split(), "--help")
+    assert done.returncode == 0
+    assert f"chargpt {command}" in done.stdout.split("Example")[1]
+
+
+def test_no_words_show_the_help_and_version_is_known(cli: Cli) -> None:
+    assert "Commands:" in cli().stdout
+    assert cli("--version").stdout.startswith("chargpt 0.")
+
+
+# -- train ------------------------------------------------------------------------------------
+
+
+def test_train_says_what_it_will_do_and_ends_with_a_table(verse: Path, cli: Cli) -> None:
+    done = cli("train", verse, *QUICK)
+    assert done.returncode == 0, done.stderr
+    for word in ("text ", "vocab ", "model ", "device ", "plan ", "needs ", "epochs", "cpu"):
+        assert word in done.stderr, word
+    for row in ("uniform", "unigram", "bigram", "gpt (trained)", "nats/char", "perplexity"):
+        assert row in done.stdout, row
+    assert "chargpt sample runs/lighthouse-gpt" in done.stdout
+    assert "-- sample at step 6 --" in done.stderr
+    assert load_run("runs/lighthouse-gpt").step in (3, 6)
+
+
+def test_the_printed_commands_work(verse: Path, cli: Cli) -> None:
+    done = cli("train", verse, *QUICK)
+    commands = [line.split() for line in done.stdout.splitlines() if line.startswith("  chargpt")]
+    assert len(commands) == 3
+    for _, *words in commands:
+        assert cli(*words).returncode == 0
+    assert RunFolder(Path("runs/lighthouse-gpt")).load("latest")[0].state["step"] == 12
+
+
+def test_a_second_run_never_overwrites_the_first(verse: Path, cli: Cli) -> None:
+    assert cli("train", verse, *QUICK, "--out", "mine").returncode == 0
+    before = Path("mine/checkpoints/latest.json").read_bytes()
+    refused = refusal(cli("train", verse, *QUICK, "--out", "mine"))
+    assert "--resume" in refused
+    assert "--force" in refused
+    assert Path("mine/checkpoints/latest.json").read_bytes() == before
+    assert cli("train", verse, *QUICK, "-s", "seed=9", "--out", "mine", "--force").returncode == 0
+    assert Path("mine/checkpoints/latest.json").read_bytes() != before
+    for name in ("runs/lighthouse-gpt", "runs/lighthouse-gpt-2"):
+        assert cli("train", verse, *QUICK).returncode == 0
+        assert Path(name).is_dir()
+
+
+def test_resume_goes_on_where_a_run_stopped_and_ends_as_if_it_had_not(
+    verse: Path, cli: Cli
+) -> None:
+    cli("train", verse, *QUICK, "--out", "whole")
+    shorter = [w.replace("max_steps=6", "max_steps=3") for w in QUICK]
+    shorter += ["-s", "schedule.cooldown=0"]
+    whole = [*QUICK, "-s", "schedule.cooldown=0"]
+    cli("train", verse, *whole, "--out", "whole", "--force")
+    cli("train", verse, *shorter, "--out", "parts")
+    done = cli("train", "--resume", "parts", "-s", "train.max_steps=6")
+    assert done.returncode == 0, done.stderr
+    assert "going on with parts from step 3" in done.stderr
+    model = "checkpoints/step-00000006/model.safetensors"
+    assert Path("whole", model).read_bytes() == Path("parts", model).read_bytes()
+
+
+def test_resume_takes_the_newest_run_and_refuses_what_it_cannot_change(
+    verse: Path, cli: Cli
+) -> None:
+    assert "no run under runs" in refusal(cli("train", "--resume"))
+    cli("train", verse, *QUICK)
+    assert "has done all its 6 steps" in refusal(cli("train", "--resume"))
+    assert "drop -c" in refusal(cli("train", "--resume", "-c", "gpt"))
+    assert "seed cannot change" in refusal(cli("train", "--resume", "-s", "seed=3"))
+
+
+def test_training_goes_on_from_cached_tokens_when_the_text_has_gone(verse: Path, cli: Cli) -> None:
+    shutil.copy(verse, "gone.txt")
+    cli("train", "gone.txt", *QUICK)
+    Path("gone.txt").unlink()
+    done = cli("train", "--resume", "-s", "train.max_steps=8")
+    assert done.returncode == 0, done.stderr
+    assert "gone" in done.stderr
+    assert cli("evaluate").returncode == 0
+
+
+def test_a_text_that_changed_is_not_taken_for_the_one_trained_on(verse: Path, cli: Cli) -> None:
+    shutil.copy(verse, "novel.txt")
+    cli("train", "novel.txt", *QUICK)
+    before = json.loads(cli("evaluate", "--json").stdout)["nats_per_char"]
+    Path("novel.txt").write_text("Quite another text, xyz. " * 400)
+    done = cli("evaluate", "--json")
+    assert json.loads(done.stdout)["nats_per_char"] == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_saves_the_run_and_says_how_to_go_on(
+    number: signal.Signals, verse: Path, tmp_path: Path
+) -> None:
+    words = [word.replace("max_steps=6", "max_steps=100000") for word in QUICK]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "chargpt", "train", str(verse), *words, "--out", "run"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not (metrics.exists() and metrics.read_text().count("\n") > 20):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 128 + number
+    assert "chargpt train --resume run" in said
+    assert "Traceback" not in said
+    step = RunFolder(tmp_path / "run").load("latest")[0].state["step"]
+    assert f"stopped at step {step:,}" in said
+
+
+def test_the_embedded_text_needs_no_network_and_no_name(cli: Cli) -> None:
+    done = cli("train", *QUICK)
+    assert done.returncode == 0, done.stderr
+    assert "python-docs" in done.stderr
+    assert Path("runs/python-docs-gpt").is_dir()
+
+
+def test_over_fitting_is_said_in_plain_words(cli: Cli) -> None:
+    import random
+
+    source = random.Random(0)
+    Path("noise.txt").write_text("".join(source.choice("abcdefgh ") for _ in range(2500)))
+    words = [w.replace("max_steps=6", "max_steps=120") for w in QUICK]
+    words += ["-s", "model.n_embd=64", "-s", "model.n_layer=2", "-s", "train.batch_size=16"]
+    words += ["-s", "train.evaluate_every=10", "-s", "schedule.cooldown=0"]
+    done = cli("train", "noise.txt", *words)
+    assert "It over-fitted: validation was best at step" in done.stdout
+    step = int(done.stdout.split("best at step ")[1].split(" ")[0])
+    assert load_run("runs/noise-gpt").step == step
+
+
+# -- texts that people have -------------------------------------------------------------------
+
+TEXTS: dict[str, bytes] = {
+    "windows line ends": "Zeile eins\r\nZeile zwei\r\n".encode() * 100,
+    "a byte order mark": b"\xef\xbb\xbf" + b"It was a dark and stormy night. " * 50,
+    "utf-16": ("Der Fluß war breit und kühl.\n" * 60).encode("utf-16"),
+    "cyrillic": ("Все счастливые семьи похожи друг на друга.\n" * 60).encode(),
+    "chinese": ("天地玄黄宇宙洪荒日月盈昃辰宿列张寒来暑往秋收冬藏\n" * 60).encode(),
+    "emoji with joiners": ("a 👩‍👩‍👧 family 👨🏽‍🚀 and a flag 🏳️‍🌈\n" * 60).encode(),
+    "one line": b"no line end at all, " * 5000,
+    "gzip": gzip.compress(b"To be, or not to be, that is the question. " * 60),
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_texts_that_people_have_train(name: str, cli: Cli) -> None:
+    path = Path("text.txt.gz" if name == "gzip" else "text.txt")
+    path.write_bytes(TEXTS[name])
+    done = cli("train", path, *QUICK)
+    assert done.returncode == 0, done.stderr
+    tokens = load_run(next(Path("runs").iterdir())).tokenizer.characters
+    assert "\ufeff" not in tokens
+    assert ("\r" in tokens) == (name == "windows line ends")
+
+
+BAD_TEXTS: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "empty"),
+    "forty characters": (b"It is only forty characters, and no more", "40"),
+    "binary": (bytes(range(256)) * 40, "byte"),
+    "nul bytes": (b"text\x00" * 500, "--encoding"),
+    "a windows byte": (b"caf\xe9 and \x92quotes\x92 " * 200, "offset 3"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_TEXTS)
+def test_texts_that_cannot_be_trained_on_get_one_sentence(name: str, cli: Cli) -> None:
+    content, word = BAD_TEXTS[name]
+    Path("bad.txt").write_bytes(content)
+    assert word in refusal(cli("train", "bad.txt", "--device", "cpu"))
+    assert not Path("runs").exists()
+
+
+def test_an_encoding_can_be_named(cli: Cli) -> None:
+    Path("old.txt").write_bytes("“Café” – naïve\n".encode("cp1252") * 100)
+    assert cli("train", "old.txt", "--encoding", "cp1252", *QUICK).returncode == 0
+    assert "é" in load_run("runs/old-gpt").tokenizer.characters
+
+
+def test_a_missing_text_suggests_its_neighbour(cli: Cli) -> None:
+    Path("novel.txt").write_text("x")
+    assert "novel.txt" in refusal(cli("train", "novle.txt"))
+    assert "data get tinyshakespeare" in refusal(cli("train", "tinyshakespeare"))
+
+
+def test_standard_input_is_a_text(verse: Path, tmp_path: Path) -> None:
+    done = run_cli("train", "-", *QUICK, cwd=tmp_path, stdin=verse.read_text())
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "runs" / "standard-input-gpt").is_dir()
+
+
+# -- settings ---------------------------------------------------------------------------------
+
+
+def test_mistakes_in_settings_get_one_sentence_with_the_right_key(verse: Path, cli: Cli) -> None:
+    for words, right in (
+        (["-s", "train.max_step=5"], "train.max_steps"),
+        (["-s", "max_steps=5"], "train.max_steps"),
+        (["-s", "nonsense"], "section.key=value"),
+        (["-s", "train.batch_size=0"], "train.batch_size"),
+        (["-c", "gtp"], "gpt"),
+        (["--device", "tpu"], "auto, cpu, cuda"),
+        (["--frobnicate"], "--help"),
+    ):
+        assert right in refusal(cli("train", verse, *words)), words
+    assert not Path("runs").exists()
+
+
+def test_a_yaml_file_configures_a_run(verse: Path, cli: Cli) -> None:
+    Path("mine.yaml").write_text("model: {kind: bigram}\noptim: {name: adamw, lr: 1e-1}\n")
+    assert cli("train", verse, "-c", "mine.yaml", *QUICK).returncode == 0
+    config = load_run("runs/lighthouse-bigram").config
+    assert config.optim.lr == 0.1
+    assert config.text.path == str(verse)
+    assert config.device == "cpu"
+
+
+# -- sample -----------------------------------------------------------------------------------
+
+
+def test_sample_writes_the_prompt_and_what_follows(trained: Path, cli: Cli) -> None:
+    done = cli("sample", trained, "--prompt", "The ", "--length", "50", "--seed", "1")
+    assert done.returncode == 0
+    assert done.stdout.startswith("The ")
+    assert len(done.stdout) == 4 + 50 + 1
+    again = cli("sample", trained, "--prompt", "The ", "--length", "50", "--seed", "1")
+    assert again.stdout == done.stdout
+
+
+def test_many_samples_and_one_are_the_same_text(trained: Path, cli: Cli) -> None:
+    words = ["sample", trained, "--length", "40", "--seed", "5", "--json"]
+    many = json.loads(cli(*words, "--num-samples", "3").stdout)
+    one = json.loads(cli(*words).stdout)
+    assert many["samples"][0] == one["samples"][0]
+    assert len(set(many["samples"])) == 3
+    assert cli("sample", trained, "--num-samples", "2").stdout.count("-- sample") == 2
+
+
+def test_a_prompt_comes_from_a_file_or_standard_input(trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_text("The keeper")
+    from_file = run_cli(
+        "sample", trained, "--prompt-file", "prompt.txt", "--seed", 1, "--length", 9, cwd=tmp_path
+    )
+    from_stdin = run_cli(
+        "sample",
+        trained,
+        "--prompt-file",
+        "-",
+        "--seed",
+        1,
+        "--length",
+        9,
+        cwd=tmp_path,
+        stdin="The keeper",
+    )
+    assert from_file.stdout == from_stdin.stdout
+    assert from_file.stdout.startswith("The keeper")
+
+
+def test_unknown_prompt_characters_follow_the_policy(trained: Path, cli: Cli) -> None:
+    words = ["sample", trained, "--prompt", "The ж", "--length", "5", "--device", "cpu"]
+    assert "U+0436" in refusal(cli(*words))
+    assert cli(*words, "--unknown", "skip").returncode == 0
+    assert cli(*words, "--unknown", "replace").returncode == 0
+    assert "none of error, skip" in refusal(cli(*words, "--unknown", "guess"))
+
+
+def test_settings_of_sampling_are_checked(trained: Path, cli: Cli) -> None:
+    assert "sample.top_p" in refusal(cli("sample", trained, "--top-p", "1.5"))
+    assert "give one" in refusal(cli("sample", trained, "--prompt", "a", "--prompt-file", "b"))
+    assert "no run under" in refusal(cli("sample"))
+    assert "there is no folder" in refusal(cli("sample", "nowhere"))
+
+
+def test_a_reader_that_leaves_early_is_no_error(trained: Path, tmp_path: Path) -> None:
+    command = f"{sys.executable} -m chargpt sample {trained} --length 5000 | head -c 20"
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command}"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        timeout=60,
+    )
+    assert done.stderr == ""
+    assert len(done.stdout) == 20
+
+
+# -- evaluate ---------------------------------------------------------------------------------
+
+KEYS = {
+    "nats_per_char", "bits_per_char", "perplexity", "accuracy", "characters", "standard_error",
+    "protocol", "split", "block_size", "parameters", "steps", "seconds", "chars_per_second",
+    "text", "run",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("protocol", ["full", "sliding", "nanogpt"])
+def test_evaluate_prints_one_json_object_with_the_promised_keys(
+    protocol: str, trained: Path, cli: Cli
+) -> None:
+    shutil.copytree(trained.parent / "c", os.environ["CHARGPT_CACHE"], dirs_exist_ok=True)
+    facts = json.loads(cli("evaluate", trained, "--protocol", protocol, "--json").stdout)
+    assert set(facts) == KEYS
+    assert facts["protocol"] == protocol
+    assert facts["bits_per_char"] == pytest.approx(facts["nats_per_char"] / math.log(2))
+    assert 1 < facts["nats_per_char"] < 4.5
+
+
+def test_evaluate_says_protocol_split_and_block(trained: Path, cli: Cli) -> None:
+    shown = cli("evaluate", trained, "--split", "train").stdout
+    assert "train split: protocol full, T = 16" in shown
+    assert "characters scored" in shown
+    assert "text.test_fraction" in refusal(cli("evaluate", trained, "--split", "test"))
+
+
+def test_any_other_text_can_be_evaluated(trained: Path, cli: Cli) -> None:
+    Path("other.txt").write_text("The light, the sea, the night. Ж" * 20)
+    assert "U+0416" in refusal(cli("evaluate", trained, "--text", "other.txt"))
+    done = cli("evaluate", trained, "--text", "other.txt", "--unknown", "skip", "--json")
+    assert json.loads(done.stdout)["characters"] == 31 * 20 - 1
+    assert "name it with --text" in refusal(cli("evaluate", trained, "--unknown", "skip"))
+
+
+# -- compare ----------------------------------------------------------------------------------
+
+
+def test_compare_sets_bigram_and_gpt_side_by_side(verse: Path, cli: Cli) -> None:
+    done = cli("compare", verse, *QUICK, "--out", "both")
+    assert done.returncode == 0, done.stderr
+    for word in (
+        "uniform", "unigram (counted)", "bigram (counted)", "bigram (trained)", "gpt (trained)",
+        "parameters", "nats per character over the bigram", "loss curves: both/curves.svg",
+    ):  # fmt: skip
+        assert word in done.stdout, word
+    picture = Path("both/curves.svg").read_text()
+    assert "gpt (trained)" in picture
+    assert "bigram (trained)" in picture
+    again = cli("compare", "both/bigram", "both/gpt", "--json", "--plot", "two.png")
+    rows = json.loads(again.stdout)["rows"]
+    assert [row["model"] for row in rows] == ["bigram", "gpt"]
+    assert KEYS - {"chars_per_second", "text"} <= set(rows[0])
+    assert Path("two.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_compare_refuses_what_it_cannot_compare(verse: Path, trained: Path, cli: Cli) -> None:
+    assert "bigram, gpt" in refusal(cli("compare", verse, "--models", "bigram,lstm", *QUICK))
+    assert "is not a run" in refusal(cli("compare", trained, verse))
+    assert ".svg or .png" in refusal(cli("compare", trained, "--plot", "x.jpg"))
+
+
+# -- data -------------------------------------------------------------------------------------
+
+
+def test_data_info_shows_what_is_in_a_text_and_what_will_hurt(verse: Path, cli: Cli) -> None:
+    shown = cli("data", "info", verse).stdout
+    for word in ("characters", "vocabulary", "most frequent", "bigram entropy", "bits/character"):
+        assert word in shown
+    Path("tiny.txt").write_text("too little text\n" * 3)
+    assert "note: " in cli("data", "info", "tiny.txt").stdout
+    facts = json.loads(cli("data", "info", "tiny.txt", "--json").stdout)
+    assert facts["characters"] == 48
+
+
+def test_data_list_and_get_know_the_names(cli: Cli) -> None:
+    assert "tinyshakespeare" in cli("data", "list").stdout
+    assert "did you mean tinyshakespeare" in refusal(cli("data", "get", "tinyshakespere"))
+    assert "embedded" in refusal(cli("data", "get", "python-docs"))

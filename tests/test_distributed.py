@@ -1,0 +1,63 @@
+"""Two processes train as one: the same samples, the same losses, one voice."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY, run_cli
+
+SETTINGS = (
+    "-s train.max_steps=8 -s train.batch_size=8 -s train.accumulate=2 -s train.evaluate_every=4 "
+    "-s model.n_layer=1 -s model.n_embd=32 -s model.block_size=16 -s dtype=float32 "
+    "-s train.sample_every=0 --device cpu"
+).split()
+
+
+def torchrun(*words: object, cwd: Path, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={ranks}",
+            "-m",
+            "chargpt",
+            *map(str, words),
+        ],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+    )
+
+
+def losses(run: Path) -> list[float]:
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [r["loss"] for r in records if "loss" in r] + [
+        r["val_nats_per_char"] for r in records if "val_nats_per_char" in r
+    ]
+
+
+def test_two_ranks_train_as_one_process_does(verse: Path, tmp_path: Path) -> None:
+    alone = run_cli("train", verse, *SETTINGS, "--out", "alone", cwd=tmp_path)
+    assert alone.returncode == 0, alone.stderr
+    together = torchrun("train", verse, *SETTINGS, "--out", "together", cwd=tmp_path)
+    assert together.returncode == 0, together.stderr
+    one, two = losses(tmp_path / "alone"), losses(tmp_path / "together")
+    assert len(one) == len(two) == 8 + 3
+    assert two == pytest.approx(one, abs=1e-5)
+    assert together.stderr.count("vocab ") == 1  # rank 0 alone speaks
+    assert "x 2 processes" in together.stderr
+    assert together.stdout.count("perplexity") == 1
+
+
+def test_a_batch_that_does_not_share_out_is_refused(verse: Path, tmp_path: Path) -> None:
+    words = [*SETTINGS, "-s", "train.batch_size=7", "-s", "train.accumulate=1"]
+    done = torchrun("train", verse, *words, cwd=tmp_path)
+    assert done.returncode != 0
+    assert "does not divide over 2 processes" in done.stderr

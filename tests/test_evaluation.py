@@ -1,0 +1,381 @@
+"""Losses are exact, and say what they are losses of."""
+
+import gzip
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from noise import fill_with_noise, noisy_model
+
+from chargpt.config import Config
+from chargpt.errors import ConfigError, TextError, UnknownCharacterError
+from chargpt.inference import evaluation
+from chargpt.inference.evaluation import (
+    BIGRAM_ALPHA,
+    Evaluation,
+    baselines,
+    bigram_nats,
+    evaluate,
+    evaluate_tokens,
+)
+from chargpt.models.bigram import BigramLM
+from chargpt.store.run import Run
+from chargpt.text.batches import Batches
+from chargpt.text.corpus import Corpus, prepare
+from chargpt.text.statistics import count_pairs
+from chargpt.text.tokenizer import CharTokenizer
+
+T = 12  # the noisy model's block size
+
+
+def random_tokens(count, vocab_size=11, seed=0, dtype=np.uint8):
+    return np.random.default_rng(seed).integers(vocab_size, size=count).astype(dtype)
+
+
+@torch.no_grad()
+def one_by_one(model, tokens, context_of):
+    """Return each character's loss and guess, from as many characters before as given."""
+    losses, right = [], []
+    for place in range(1, len(tokens)):
+        seen = tokens[place - context_of(place) : place].astype(np.int64)
+        shares = model(torch.from_numpy(seen)[None])[0, -1].double().log_softmax(0)
+        losses.append(-float(shares[int(tokens[place])]))
+        right.append(int(shares.argmax()) == int(tokens[place]))
+    return np.array(losses), np.array(right)
+
+
+@pytest.mark.parametrize("count", [2, 5, T, T + 1, T + 2, 2 * T + 1, 5 * T + 4])
+def test_full_scores_every_character_but_the_first_once(count):
+    model, tokens = noisy_model(), random_tokens(count)
+    result = evaluate_tokens(model, tokens)
+    losses, right = one_by_one(model, tokens, lambda place: (place - 1) % T + 1)
+    assert result.characters == count - 1
+    assert result.nats_per_char == pytest.approx(losses.mean(), abs=1e-5)
+    assert result.accuracy == pytest.approx(right.mean())
+    assert (result.protocol, result.split, result.block_size) == ("full", "val", T)
+
+
+@given(count=st.integers(2, 50), stride=st.none() | st.integers(1, T))
+@settings(max_examples=20, deadline=None)
+def test_sliding_scores_every_character_but_the_first_once_with_enough_context(count, stride):
+    model, tokens = noisy_model(n_layer=1), random_tokens(count)
+    result = evaluate_tokens(model, tokens, protocol="sliding", stride=stride)
+    step = stride or T // 2
+
+    def context(place):
+        if place <= T:
+            return place
+        if place > T + (count - 1 - T) // step * step:  # what is left: the last whole window
+            return T - (count - 1 - place)
+        return T - step + (place - T - 1) % step + 1
+
+    assert all(context(place) > T - step for place in range(T - step + 1, count))
+    losses, right = one_by_one(model, tokens, context)
+    assert result.characters == count - 1
+    assert result.nats_per_char == pytest.approx(losses.mean(), abs=1e-5)
+    assert result.accuracy == pytest.approx(right.mean())
+
+
+def test_nanogpt_is_the_mean_of_200_random_batches(monkeypatch):
+    monkeypatch.setattr(evaluation, "NANOGPT_BLOCK", 5)
+    model, tokens = fill_with_noise(BigramLM(11, block_size=8)), random_tokens(300)
+    result = evaluate_tokens(model, tokens, protocol="nanogpt", seed=7)
+    batches, means = Batches(tokens, 5, 64, 7), []
+    for index in range(200):
+        rows = batches.at(index)
+        with torch.no_grad():
+            logits = model(rows[:, :-1]).flatten(0, 1)
+        means.append(torch.nn.functional.cross_entropy(logits, rows[:, 1:].flatten()).item())
+    assert result.nats_per_char == pytest.approx(np.mean(means), abs=1e-5)
+    assert result.characters == 200 * 64 * 5
+    assert result.block_size == 5
+    assert result != evaluate_tokens(model, tokens, protocol="nanogpt", seed=8)
+
+
+def test_nanogpt_looks_at_no_more_than_256_characters():
+    model = BigramLM(11, block_size=1000)
+    result = evaluate_tokens(model, random_tokens(300), protocol="nanogpt")
+    assert (result.block_size, result.characters) == (256, 200 * 64 * 256)
+    assert result.nats_per_char == pytest.approx(math.log(11), abs=1e-6)
+
+
+@pytest.mark.parametrize("most", [1, 5, T, T + 1, 3 * T, 10 * T + 5])
+def test_a_limit_scores_no_more_than_it_says_in_whole_blocks(most):
+    model, tokens = noisy_model(n_layer=1), random_tokens(20 * T + 7)
+    result = evaluate_tokens(model, tokens, max_characters=most)
+    assert result.characters == (most // T * T or most)
+
+
+def test_a_limit_takes_its_blocks_from_all_over_the_split():
+    class Places(BigramLM):
+        """Remembers which characters it has seen."""
+
+        def forward(self, tokens, cache=None):
+            seen.extend(tokens[:, 0].tolist())
+            return super().forward(tokens, cache)
+
+    seen: list[int] = []
+    model, tokens = Places(1000, block_size=10), np.arange(1000, dtype=np.uint16)
+    evaluate_tokens(model, tokens, max_characters=40)
+    assert seen == [120, 370, 610, 860]  # the 99 whole blocks' four middles
+
+
+def test_a_limit_that_is_no_limit_changes_nothing():
+    model, tokens = noisy_model(n_layer=1), random_tokens(3 * T + 5)
+    whole = evaluate_tokens(model, tokens)
+    assert evaluate_tokens(model, tokens, max_characters=3 * T + 4) == whole
+    assert evaluate_tokens(model, tokens, max_characters=10**9) == whole
+
+
+@pytest.mark.parametrize("protocol", ["full", "sliding", "nanogpt"])
+def test_the_size_of_a_call_does_not_matter(protocol, monkeypatch):
+    monkeypatch.setattr(evaluation, "NANOGPT_BATCHES", 2)
+    model, tokens = noisy_model(n_layer=1), random_tokens(10 * T + 3)
+    large = evaluate_tokens(model, tokens, protocol=protocol)
+    monkeypatch.setattr(evaluation, "LOGITS_BYTES", 4 * 11 * T * 3)
+    small = evaluate_tokens(model, tokens, protocol=protocol)
+    assert small.nats_per_char == pytest.approx(large.nats_per_char, abs=1e-6)
+    assert small.standard_error == pytest.approx(large.standard_error, abs=1e-6)
+    assert (small.accuracy, small.characters) == (large.accuracy, large.characters)
+
+
+@pytest.mark.parametrize(("vocab_size", "rows"), [(2, 1024), (5000, 200), (10_000, 100)])
+def test_a_call_stays_small_whatever_the_vocabulary(vocab_size, rows, monkeypatch):
+    calls: list[int] = []
+
+    class Counter(BigramLM):
+        def forward(self, tokens, cache=None):
+            calls.append(len(tokens))
+            return torch.zeros(1, 1, 1).expand(*tokens.shape, vocab_size)
+
+    monkeypatch.setattr(BigramLM, "__init__", lambda self, v, t: None)
+    model = Counter.__new__(Counter)
+    torch.nn.Module.__init__(model)
+    model.vocab_size, model.block_size = vocab_size, 16
+    model.anything = torch.nn.Parameter(torch.zeros(1))
+    evaluate_tokens(model, np.zeros(16 * 1100 + 1, dtype=np.uint8))
+    assert max(calls) == rows
+    assert rows * 16 * vocab_size * 4 <= 64_000_000
+
+
+def test_the_standard_error_is_robust_to_characters_that_come_in_clusters():
+    """Runs of one character within a block: the blocks count, not their characters."""
+    table = torch.tensor([[0.9, 0.1], [0.1, 0.9]]).log()
+    model = BigramLM(2, block_size=4)
+    model.table.weight.data = table
+    tokens = np.array([0, 0, 0, 0, 0, 1, 0, 1, 0, 0, 0], dtype=np.uint8)
+    low, high = -math.log(0.9), -math.log(0.1)
+    sums, sizes = np.array([4 * low, 4 * high, 2 * low]), np.array([4, 4, 2])
+    mean = sums.sum() / 10
+    expected = math.sqrt(((sums - sizes * mean) ** 2).sum()) / 10
+    result = evaluate_tokens(model, tokens)
+    assert result.nats_per_char == pytest.approx(mean, rel=1e-6)
+    assert result.standard_error == pytest.approx(expected, rel=1e-5)
+    one_block = evaluate_tokens(model, tokens[4:9])  # low to no avail: four high ones
+    assert one_block.standard_error == pytest.approx(0, abs=1e-6)
+    mixed = evaluate_tokens(model, tokens[2:7])  # low, low, high, high in a single block
+    assert mixed.standard_error == pytest.approx((high - low) / 2 / math.sqrt(4), rel=1e-5)
+
+
+def test_the_standard_error_tells_how_far_samples_of_the_text_differ():
+    model = fill_with_noise(BigramLM(11, block_size=8))
+    results = [evaluate_tokens(model, random_tokens(801, seed=seed)) for seed in range(200)]
+    spread = np.std([result.nats_per_char for result in results])
+    stated = np.mean([result.standard_error for result in results])
+    assert stated == pytest.approx(spread, rel=0.2)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_evaluation_is_without_dropout_and_leaves_the_mode_as_it_was(training):
+    model, tokens = noisy_model(dropout=0.5).train(training), random_tokens(100)
+    result = evaluate_tokens(model, tokens)
+    assert model.training is training
+    assert model.blocks[0].dropout.training is training
+    assert result == evaluate_tokens(noisy_model(), tokens)
+
+
+def test_the_mode_comes_back_after_an_error_too():
+    model = noisy_model().train()
+    with pytest.raises(IndexError):
+        evaluate_tokens(model, np.full(20, 200, dtype=np.uint8))
+    assert model.training
+
+
+def test_a_model_can_be_trained_on_after_its_evaluation():
+    model = noisy_model().train()
+    evaluate_tokens(model, random_tokens(50))
+    model(torch.zeros(1, 3, dtype=torch.int64)).sum().backward()
+    assert model.embedding.weight.grad is not None
+
+
+def test_mixed_precision_only_when_asked_for():
+    model, tokens = noisy_model(), random_tokens(300)
+    exact = evaluate_tokens(model, tokens)
+    assert evaluate_tokens(model, tokens, dtype=torch.float32) == exact
+    rough = evaluate_tokens(model, tokens, dtype=torch.bfloat16)
+    assert rough.nats_per_char != exact.nats_per_char
+    assert rough.nats_per_char == pytest.approx(exact.nats_per_char, rel=0.02)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32, np.int64])
+def test_tokens_of_every_integer_type_give_the_same(dtype):
+    model, tokens = noisy_model(n_layer=1), random_tokens(100)
+    assert evaluate_tokens(model, tokens.astype(dtype)) == evaluate_tokens(model, tokens)
+
+
+def test_nothing_to_score_is_said_in_a_sentence():
+    model = noisy_model(n_layer=1)
+    for count in (0, 1):
+        with pytest.raises(TextError, match=f"val split holds {count} of the 2 characters"):
+            evaluate_tokens(model, random_tokens(count))
+    with pytest.raises(TextError, match=r"set text\.test_fraction"):
+        evaluate_tokens(model, random_tokens(0), split="test")
+    with pytest.raises(TextError, match="use the protocol full"):
+        evaluate_tokens(model, random_tokens(T), protocol="nanogpt")
+    for stride in (0, T + 1):
+        with pytest.raises(ConfigError, match="choose 1 to 12"):
+            evaluate_tokens(model, random_tokens(50), protocol="sliding", stride=stride)
+
+
+def test_the_figures_are_one_loss_in_three_units():
+    result = Evaluation(math.log(8), 0.5, 10, 0.1, "full", "val", 16)
+    assert result.bits_per_char == pytest.approx(3)
+    assert result.perplexity == pytest.approx(8)
+    assert Evaluation(1e4, 0, 10, 0.1, "full", "val", 16).perplexity == math.inf
+    assert result.as_dict() == {
+        "nats_per_char": math.log(8),
+        "bits_per_char": result.bits_per_char,
+        "perplexity": result.perplexity,
+        "accuracy": 0.5,
+        "characters": 10,
+        "standard_error": 0.1,
+        "protocol": "full",
+        "split": "val",
+        "block_size": 16,
+    }
+
+
+TEXT = "the sea, the sea; and all the ships upon it.\nno wind, no cloud, no bird.\n" * 12
+
+
+def corpus_of(text=TEXT, val_fraction=0.2):
+    tokenizer = CharTokenizer.fit(text)
+    return Corpus("verse", "0" * 64, tokenizer, tokenizer.encode(text), val_fraction, 0.0)
+
+
+def test_the_sparse_bigram_scores_what_the_dense_one_scores():
+    corpus = corpus_of(TEXT[:300] + "a few quite different words, judged by nobody")
+    fitted = corpus.pair_counts("train")
+    for alpha in (BIGRAM_ALPHA, 1.0):
+        dense = evaluate_tokens(
+            BigramLM.from_counts(fitted, 16, alpha), corpus.split("val")
+        ).nats_per_char
+        assert bigram_nats(fitted, corpus.pair_counts("val"), alpha) == pytest.approx(
+            dense, abs=1e-6
+        )
+    assert baselines(corpus)["bigram"] == bigram_nats(
+        fitted, corpus.pair_counts("val"), BIGRAM_ALPHA
+    )
+
+
+def test_the_baselines_are_what_counting_by_hand_gives():
+    corpus = corpus_of("ab" * 8 + "abba", val_fraction=0.2)  # train (ab) x 8, val abba
+    result = baselines(corpus)
+    assert result["uniform"] == pytest.approx(math.log(2))
+    assert result["unigram"] == pytest.approx(math.log(2))
+    pairs = {"ab": 8.1 / 8.2, "bb": 0.1 / 7.2, "ba": 7.1 / 7.2}
+    assert result["bigram"] == pytest.approx(-sum(map(math.log, pairs.values())) / 3)
+    lopsided = corpus_of("aaaaaaab" + "bb", val_fraction=0.2)
+    assert baselines(lopsided)["unigram"] == pytest.approx(-math.log(2 / 10))
+
+
+def test_the_baselines_stand_in_their_order():
+    result = baselines(corpus_of())
+    assert list(result) == ["uniform", "unigram", "bigram"]
+    assert result["uniform"] > result["unigram"] > result["bigram"]
+
+
+def test_a_vast_vocabulary_needs_no_table():
+    text = "".join(map(chr, range(0x4E00, 0x4E00 + 20_000))) * 2
+    result = baselines(corpus_of(text, val_fraction=0.5))
+    assert result["uniform"] == pytest.approx(math.log(20_000))
+    assert result["bigram"] == pytest.approx(-math.log(1.1 / 2001), rel=1e-4)
+
+
+def test_baselines_of_an_empty_split_are_refused():
+    with pytest.raises(TextError, match=r"the test split holds fewer than 2.*text\.test_fraction"):
+        baselines(corpus_of(), "test")
+
+
+@pytest.fixture
+def make_run(tmp_path):
+    def make(unknown="error", text=TEXT):
+        path = tmp_path / "sea.txt"
+        path.write_text(text, newline="")
+        config = Config().with_values({"text.path": str(path), "text.unknown": unknown})
+        corpus = prepare(config.text)
+        model = noisy_model(vocab_size=corpus.tokenizer.vocab_size)
+        return Run(tmp_path, config, corpus.tokenizer, model, 5, {"corpus": corpus.key})
+
+    return make
+
+
+def test_a_run_is_evaluated_on_its_own_text(make_run):
+    run = make_run()
+    corpus = prepare(run.config.text)
+    for split in ("train", "val"):
+        expected = evaluate_tokens(run.model, corpus.split(split), split=split)
+        assert evaluate(run, split) == expected
+    with pytest.raises(TextError, match="test split"):
+        evaluate(run, "test")
+    sliding = evaluate(run, protocol="sliding", stride=3)
+    assert sliding.protocol == "sliding"
+    assert sliding == evaluate_tokens(run.model, corpus.split("val"), protocol="sliding", stride=3)
+
+
+def test_a_run_is_evaluated_after_its_text_has_gone(make_run, tmp_path):
+    run = make_run()
+    before = evaluate(run)
+    (tmp_path / "sea.txt").unlink()
+    assert evaluate(run) == before
+
+
+def test_a_run_is_not_evaluated_on_a_text_that_has_changed(make_run, tmp_path):
+    run = make_run()
+    before = evaluate(run)
+    (tmp_path / "sea.txt").write_text(TEXT.replace("sea", "ash") + "!?")
+    assert evaluate(run) == before
+    run.state.clear()
+    with pytest.raises(TextError, match=r"not the one that .* was trained on; restore"):
+        evaluate(run)
+
+
+@pytest.mark.parametrize("name", ["other.txt", "other.txt.gz"])
+def test_another_text_is_scored_whole(name, make_run, tmp_path):
+    run, path = make_run(), tmp_path / name
+    content = "no ship, no sea, no bird" * 3
+    path.write_bytes(gzip.compress(content.encode()) if name.endswith("gz") else content.encode())
+    result = evaluate(run, text=path)
+    tokens = run.tokenizer.encode(content)
+    assert result == evaluate_tokens(run.model, tokens, split="all")
+    assert result.characters == len(content) - 1
+
+
+def test_unknown_characters_of_another_text_follow_the_policy(make_run, tmp_path):
+    path = tmp_path / "other.txt"
+    path.write_text("no sea ÉÉÉ", encoding="utf-8")
+    with pytest.raises(UnknownCharacterError, match=r"U\+00C9"):
+        evaluate(make_run(), text=path)
+    assert evaluate(make_run("skip"), text=path).characters == 6
+    assert evaluate(make_run("replace"), text=path).characters == 9
+    path.write_text("ÉÉ", encoding="utf-8")
+    with pytest.raises(TextError, match="all split holds 0"):
+        evaluate(make_run("skip"), text=path)
+
+
+def test_pairs_of_a_split_are_its_scored_characters():
+    tokens = random_tokens(100)
+    assert count_pairs(tokens, 11).total == evaluate_tokens(noisy_model(), tokens).characters
