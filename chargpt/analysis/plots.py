@@ -52,10 +52,9 @@ def loss_curves(
         axes.axhline(level, color=GREY, linewidth=1, linestyle="--")
         axes.annotate(
             f"{name} {level:.3f}",
-            (1, level),
-            (-4, 3),
+            (0, level),
+            (4, -11),
             color=GREY,
-            ha="right",
             xycoords=("axes fraction", "data"),
             textcoords="offset points",
             fontsize=9,

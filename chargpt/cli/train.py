@@ -15,9 +15,11 @@ from chargpt.cli import console, options
 
 if TYPE_CHECKING:
     from chargpt.store.run import RunFolder
+    from chargpt.text.corpus import Split
     from chargpt.training.trainer import Plan, Report, Trainer
 
-CLOSING_CHARACTERS = {"train": 100_000, "val": 1_000_000}  # scored at most, for the closing table
+# scored at most, for the closing table
+CLOSING_CHARACTERS: "dict[Split, int]" = {"train": 100_000, "val": 1_000_000}
 
 
 def train(
