@@ -230,6 +230,13 @@ class _Dumper(yaml.SafeDumper):
     """Writes what `_Loader` reads: a text such as `1e5` in quotes."""
 
 
+def _quoted_if_odd(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    # the other styles lose line breaks such as U+0085
+    style = None if text.isprintable() else '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _quoted_if_odd)
 for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver(
         "tag:yaml.org,2002:float",
@@ -325,15 +332,14 @@ def _suggestion(key: str) -> str:
     for other in known:  # the right name in the wrong section, or with none
         if "." in other and other.split(".")[-1] == key.split(".")[-1]:
             return f"; did you mean {other}?"
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    if not near:
-        by_name = {name.split(".")[-1]: name for name in known}
-        last = difflib.get_close_matches(key.split(".")[-1], by_name, n=1, cutoff=0.6)
-        near = [by_name[last[0]]] if last else []
+    section, _, last = key.rpartition(".")
+    near: list[str] = []
+    for pool in ([name for name in known if name.startswith(f"{section}.")], known):
+        by_name = {name.split(".")[-1]: name for name in pool}
+        near = near or [by_name[n] for n in difflib.get_close_matches(last, by_name, n=1)]
     if near:
         return f"; did you mean {near[0]}?"
-    section = key.split(".")[0]
-    inside = [name for name in known if name.startswith(section + ".")]
+    inside = [name for name in known if name.startswith(f"{section}.")]
     return "; the keys are " + ", ".join(inside or [name for name in known if "." not in name])
 
 
@@ -366,6 +372,8 @@ def _problem(detail: Mapping[str, Any], lines: Mapping[str, int]) -> str:
     if detail["type"] == "model_type":
         message = "it should hold settings of its own, `key: value`"
     value = detail["input"]
+    if isinstance(value, dict) and detail["type"] != "value_error":
+        message += ", and has no keys of its own"
     shown = "" if isinstance(value, dict | BaseModel) else f" (it is {value!r:.60})"
     return f"{where}{key}{': ' if key else ''}{message}{shown}"
 

@@ -35,16 +35,19 @@ class World:
         """Return whether the flag is set on any rank."""
         if self.size == 1:
             return flag
-        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        return bool(self.mean(torch.tensor(float(flag), device=device)) > 0)
+        return bool(self.mean(self._number(flag)) > 0)
 
-    def from_main(self, value: object) -> object:
-        """Return rank 0's value on every rank; the others' values are not looked at."""
+    def from_main(self, number: float) -> float:
+        """Return rank 0's number on every rank; the others' are not looked at."""
         if self.size == 1:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]
+            return number
+        tensor = self._number(number)
+        dist.broadcast(tensor, src=0)
+        return float(tensor)
+
+    def _number(self, number: float) -> Tensor:
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        return torch.tensor(float(number), dtype=torch.float64, device=device)
 
 
 def join_world(device: torch.device) -> World:
@@ -56,6 +59,8 @@ def join_world(device: torch.device) -> World:
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         return World()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     try:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     except (RuntimeError, ValueError) as error:

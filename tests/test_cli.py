@@ -209,7 +209,7 @@ def test_over_fitting_is_said_in_plain_words(cli: Cli) -> None:
 # -- texts that people have -------------------------------------------------------------------
 
 TEXTS: dict[str, bytes] = {
-    "windows line ends": "Zeile eins\r\nZeile zwei\r\n".encode() * 100,
+    "windows line ends": b"Zeile eins\r\nZeile zwei\r\n" * 100,
     "a byte order mark": b"\xef\xbb\xbf" + b"It was a dark and stormy night. " * 50,
     "utf-16": ("Der Fluß war breit und kühl.\n" * 60).encode("utf-16"),
     "cyrillic": ("Все счастливые семьи похожи друг на друга.\n" * 60).encode(),

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from noise import fill_with_noise, noisy_model
 
@@ -182,6 +182,7 @@ def test_top_p_keeps_the_fewest_likeliest_that_hold_the_share():
     assert filtered(SHARES, top_p=0.69) == pytest.approx([0, 4 / 7, 0, 3 / 7, 0])
     assert filtered(SHARES, top_p=0.71) == pytest.approx([0, 8 / 17, 0, 6 / 17, 3 / 17])
     assert filtered(SHARES, top_p=1e-9) == [0, 1, 0, 0, 0]
+    assert filtered([0.5, 0.5], top_p=0.5) == [1, 0]
     assert filtered(SHARES, top_p=1.0) == pytest.approx(SHARES)
 
 
@@ -217,6 +218,9 @@ def test_the_unknown_token_is_never_drawn():
     weights=st.lists(st.sampled_from([0.0, 1e-300, 1e-9, 0.1, 1.0, 7.0]), min_size=1, max_size=9),
     uniform=st.floats(0, 1, exclude_max=True) | st.just(1 - 2**-53),
 )
+@example(weights=[0.0, 1.0], uniform=0.0)
+@example(weights=[1.0, 0.0, 1.0], uniform=0.5)
+@example(weights=[1.0, 0.0], uniform=1 - 2**-53)
 def test_a_draw_is_the_inverse_of_the_cumulated_shares(weights, uniform):
     if not any(weights):
         return
@@ -244,6 +248,12 @@ def test_the_numbers_of_streams_are_uniform_and_unlike_each_other():
     assert torch.corrcoef(torch.stack((rows[1:, 0], rows[:-1, 0])))[0, 1].abs() < 0.06
 
 
+def test_a_seed_means_the_same_numbers_in_every_version():
+    first, second = itertools.islice(sampling._uniforms(1337, [0, 1]), 2)
+    assert first.tolist() == pytest.approx([0.32430768661483333, 0.2558335419272051], abs=1e-15)
+    assert second.tolist() == pytest.approx([0.9429179866882604, 0.18302434176703442], abs=1e-15)
+
+
 @pytest.mark.parametrize("stop", ["c", "bc", "abc", "cab"])
 def test_text_ends_before_the_first_stop_string(stop):
     cycle = BigramLM(3, block_size=4)  # a -> b -> c -> a
@@ -251,6 +261,13 @@ def test_text_ends_before_the_first_stop_string(stop):
     whole = "bcabcabca"
     text = written(cycle, "a", CharTokenizer("abc"), length=9, stop=(stop,), temperature=0)[0]
     assert text == whole[: whole.index(stop)]
+
+
+def test_a_text_that_ends_within_a_stop_string_is_whole():
+    cycle = BigramLM(3, block_size=4)
+    cycle.table.weight.data = torch.eye(3).roll(1, dims=1) * 50
+    text = written(cycle, "a", CharTokenizer("abc"), length=7, stop=("bcb",), temperature=0)[0]
+    assert text == "bcabcab"
 
 
 def test_the_stop_string_that_begins_first_counts():

@@ -64,7 +64,7 @@ def info(
     import json
 
     from chargpt.text.corpus import prepare
-    from chargpt.text.description import describe
+    from chargpt.text.describe import describe
 
     settings = options.build_config(text, None, set_, encoding=encoding)
     corpus = prepare(settings.text, progress=options.PrepareProgress())
@@ -83,7 +83,7 @@ def _show(name: str, facts: Any) -> None:
         ["text", name],
         [
             ["characters", f"{facts.characters:,}"],
-            ["vocabulary", f"{facts.vocabulary:,}"],
+            ["vocabulary", f"{facts.vocab_size:,}"],
             ["lines", f"{facts.lines:,} (longest {facts.longest_line:,} characters)"],
             ["most frequent", listed(facts.most_frequent)],
             ["least frequent", listed(facts.least_frequent)],

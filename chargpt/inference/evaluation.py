@@ -169,10 +169,11 @@ def evaluate_tokens(
     """
     block = model.block_size
     if len(tokens) < 2:
+        what = "text" if split == "all" else f"{split} split"
         remedy = "set text.test_fraction" if split == "test" else "give a longer text"
         raise TextError(
-            f"the {split} split holds {len(tokens)} of the 2 characters that scoring takes at "
-            f"least; {remedy}"
+            f"the {what} holds {len(tokens)} of the 2 characters that scoring takes at least; "
+            f"{remedy}"
         )
     if protocol == "full":
         parts = _full(tokens, block, max_characters)

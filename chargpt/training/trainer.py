@@ -111,12 +111,11 @@ class Trainer:
         self.world = world or World()
         self.device, self.device_reason = choose_device(config.device)
         dtype, self.dtype_reason = choose_dtype(self.device, config.dtype)
-        resolved = config.with_values({"device": self.device.type, "dtype": dtype_name(dtype)})
         # ranks may measure different speeds: rank 0's choice is everyone's
-        shared = self.world.from_main(resolved)
-        assert isinstance(shared, Config)
-        self.config = shared
-        self.dtype, _ = choose_dtype(self.device, self.config.dtype)
+        bfloat16 = self.world.from_main(float(dtype == torch.bfloat16))
+        self.dtype = torch.bfloat16 if bfloat16 else torch.float32
+        device_name = self.device.type if config.device == "auto" else config.device
+        self.config = config.with_values({"device": device_name, "dtype": dtype_name(self.dtype)})
         self.corpus = corpus
         self.folder = folder if self.world.is_main else None
         self.progress = Progress()
@@ -240,8 +239,8 @@ class Trainer:
             self._record(
                 {"step": report.step, "val_nats_per_char": report.validation.nats_per_char}
             )
-        shared = self.world.from_main(report.validation and report.validation.nats_per_char)
-        assert isinstance(shared, float)
+        loss = report.validation.nats_per_char if report.validation else math.nan
+        shared = self.world.from_main(loss)
         progress = self.progress
         if report.step == 0:
             return  # what has learnt nothing is no candidate
@@ -466,7 +465,7 @@ def resume(run: RunFolder, overrides: dict[str, object]) -> tuple[Saved, Config,
             )
     config = saved.config.with_values(overrides)
     device, _ = choose_device("auto")
-    if config.device not in ("cpu", device.type) and "device" not in overrides:
+    if config.device.split(":")[0] not in ("cpu", device.type) and "device" not in overrides:
         notes.append(f"{config.device} is not here, so the run goes on on {device.type}")
         config = config.with_values({"device": device.type, "dtype": "auto"})
     threads = saved.state.get("threads")

@@ -1,0 +1,155 @@
+"""Where the work runs."""
+
+import pytest
+import torch
+
+from chargpt import device as device_module
+from chargpt.device import (
+    World,
+    choose_device,
+    choose_dtype,
+    dtype_name,
+    join_world,
+    leave_world,
+    make_deterministic,
+    synchronize,
+)
+from chargpt.errors import DeviceError
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_auto_falls_back_to_the_cpu_and_says_why() -> None:
+    assert choose_device("auto") == (CPU, "no GPU found")
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("name", ["cuda", "cuda:0", "mps"])
+def test_a_device_that_is_not_here_is_refused_in_one_sentence(name: str) -> None:
+    with pytest.raises(DeviceError, match="can be used here; leave device at auto, or set cpu"):
+        choose_device(name)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_auto_takes_a_gpu_and_each_local_rank_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose_device("auto") == (torch.device("cuda", 0), "found a GPU")
+    for rank, index in (("1", 1), ("2", 0)):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        assert choose_device("auto")[0] == choose_device("cuda")[0] == torch.device("cuda", index)
+        assert choose_device("cuda:1")[0] == torch.device("cuda", 1)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_gpu_beyond_the_last_is_refused_with_those_that_are_here() -> None:
+    with pytest.raises(DeviceError, match="cuda:2 is not here; this machine has cuda:0 to cuda:1"):
+        choose_device("cuda:2")
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_auto_takes_an_apple_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert choose_device("auto")[0] == choose_device("mps")[0] == torch.device("mps")
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_the_cpu_is_taken_where_asked_for_even_beside_a_gpu() -> None:
+    assert choose_device("cpu") == (CPU, "as asked")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "mps"])
+def test_a_format_asked_for_by_name_is_taken(device: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        assert choose_dtype(torch.device(device), dtype_name(dtype)) == (dtype, "as asked")
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype"), [((9, 0), torch.bfloat16), ((8, 0), torch.bfloat16), ((7, 5), None)]
+)
+def test_auto_takes_bfloat16_only_on_gpus_that_have_it(
+    capability: tuple[int, int], dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert choose_dtype(torch.device("cuda"), "auto")[0] == (dtype or torch.float32)
+
+
+def test_auto_takes_float32_on_an_apple_gpu() -> None:
+    assert choose_dtype(torch.device("mps"), "auto")[0] == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("native", "seconds", "dtype"),
+    [(True, 0.1, torch.bfloat16), (True, 0.9, torch.float32), (False, 0.1, torch.float32)],
+)
+def test_auto_takes_bfloat16_on_a_cpu_only_if_native_and_measured_faster(
+    native: bool, seconds: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timings = {torch.float32: 1.0, torch.bfloat16: seconds}
+    monkeypatch.setattr(device_module, "_cpu_has_bfloat16", lambda: native)
+    monkeypatch.setattr(device_module, "_matmul_seconds", timings.__getitem__)
+    assert choose_dtype(CPU, "auto")[0] == dtype
+
+
+def test_the_real_measurement_gives_a_format_that_this_cpu_computes_in() -> None:
+    dtype, why = choose_dtype(CPU, "auto")
+    assert dtype in (torch.float32, torch.bfloat16)
+    assert why
+    assert device_module._matmul_seconds(dtype) > 0
+    assert isinstance(device_module._cpu_has_bfloat16(), bool)
+
+
+def test_a_world_of_one_changes_nothing() -> None:
+    world = World()
+    assert world.is_main
+    assert (world.rank, world.size) == (0, 1)
+    value = torch.tensor([1.0, 2.0])
+    assert world.mean(value) is value
+    assert world.any(True) is True
+    assert world.any(False) is False
+    assert world.from_main("x") == "x"
+
+
+def test_only_rank_zero_is_main() -> None:
+    assert [World(rank, 3).is_main for rank in range(3)] == [True, False, False]
+
+
+def test_without_torchrun_there_is_a_world_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert join_world(CPU) == World()
+    leave_world()  # nothing to leave
+
+
+def test_a_world_without_an_address_is_refused_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(DeviceError, match=r"the 2 processes could not meet .*torchrun") as caught:
+        join_world(CPU)
+    assert "\n" not in str(caught.value)
+
+
+def test_deterministic_makes_torch_refuse_what_is_not() -> None:
+    make_deterministic(CPU)
+    try:
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_waiting_for_the_cpu_returns_at_once() -> None:
+    assert synchronize(CPU) is None  # type: ignore[func-returns-value]

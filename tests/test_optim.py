@@ -1,0 +1,291 @@
+"""Muon and AdamW: each fast form against a slow twin, and state that goes on to the bit."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from chargpt.config import ModelConfig, OptimConfig
+from chargpt.errors import RunError
+from chargpt.models import build_model
+from chargpt.training.muon import COEFFICIENTS, Muon, momentum_at, orthogonalise
+from chargpt.training.optim import Optimizer
+
+SHAPES = {"tall": (3, 48, 16), "wide": (3, 16, 48), "square": (3, 24, 24), "row": (2, 1, 7)}
+VOCAB = 11
+
+
+def conditioned(count: int, rows: int, columns: int, seed: int = 0) -> Tensor:
+    """Random matrices with singular values from 0.05 to 1."""
+    generator = torch.Generator().manual_seed(seed)
+    raw = torch.randn(count, rows, columns, generator=generator)
+    left, values, right = torch.linalg.svd(raw, full_matrices=False)
+    return left * torch.linspace(1, 0.05, values.size(-1)) @ right
+
+
+def slow_orthogonalise(matrix: Tensor) -> Tensor:
+    """The same polynomials, one matrix at a time, on its singular values themselves."""
+    left, values, right = torch.linalg.svd(matrix.double(), full_matrices=False)
+    values = values / (values.square().sum().sqrt() * 1.02 + 1e-7)
+    for a, b, c in COEFFICIENTS:
+        values = a * values + b * values**3 + c * values**5
+    return (left * values @ right).float()
+
+
+class SlowMuon:
+    """Muon as its formula is written: one matrix, one line at a time."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter], lr: float, weight_decay: float) -> None:
+        self.parameters, self.lr, self.weight_decay = parameters, lr, weight_decay
+        self.buffers = {name: torch.zeros_like(p) for name, p in parameters.items()}
+
+    @torch.no_grad()
+    def step(self, step: int, factor: float) -> None:
+        beta = 0.85 + 0.1 * min(step, 300) / 300
+        for name, weight in self.parameters.items():
+            assert weight.grad is not None
+            buffer = beta * self.buffers[name] + (1 - beta) * weight.grad
+            self.buffers[name] = buffer
+            nesterov = (1 - beta) * weight.grad + beta * buffer
+            update = slow_orthogonalise(nesterov)
+            rows, columns = weight.shape
+            rate = self.lr * factor
+            weight -= rate * self.weight_decay * weight
+            weight -= rate * max(1, rows / columns) ** 0.5 * update
+
+
+def small_model(seed: int = 0, **values: object) -> nn.Module:
+    torch.manual_seed(seed)
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 8, **values}
+    model = build_model(ModelConfig(**sizes), VOCAB)  # type: ignore[arg-type]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    return model
+
+
+def descend(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(VOCAB, (4, 9), generator=generator)
+        logits = model(tokens[:, :-1])
+        nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        optimizer.step(step, 1 / (1 + step))
+        model.zero_grad(set_to_none=True)
+
+
+# -- orthogonalise ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_orthogonalised_matrices_have_singular_values_near_one(shape: tuple[int, ...]) -> None:
+    result = orthogonalise(conditioned(*shape))
+    values = torch.linalg.svdvals(result)
+    assert result.shape == shape
+    assert values.min() > 0.8
+    assert values.max() < 1.2
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_orthogonalising_a_stack_equals_one_by_one(shape: tuple[int, ...]) -> None:
+    stack = conditioned(*shape)
+    stack[0] *= 1e3  # a neighbour's size must not matter
+    alone = torch.cat([orthogonalise(matrix[None]) for matrix in stack])
+    torch.testing.assert_close(orthogonalise(stack), alone, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_orthogonalising_acts_on_singular_values_alone(shape: tuple[int, ...]) -> None:
+    stack = conditioned(*shape)
+    slow = torch.stack([slow_orthogonalise(matrix) for matrix in stack])
+    torch.testing.assert_close(orthogonalise(stack), slow, rtol=1e-3, atol=1e-3)
+
+
+def test_the_scale_of_a_gradient_does_not_matter() -> None:
+    stack = conditioned(2, 8, 12)
+    torch.testing.assert_close(orthogonalise(stack * 64), orthogonalise(stack), atol=1e-4, rtol=0)
+
+
+def test_a_gradient_of_zeros_gives_an_update_of_zeros() -> None:
+    assert orthogonalise(torch.zeros(2, 4, 3)).equal(torch.zeros(2, 4, 3))
+
+
+def test_orthogonalising_leaves_its_argument_alone() -> None:
+    stack = conditioned(2, 6, 6)
+    before = stack.clone()
+    orthogonalise(stack)
+    assert stack.equal(before)
+
+
+# -- Muon ------------------------------------------------------------------------------------
+
+
+def test_momentum_rises_from_085_to_095_in_300_steps() -> None:
+    assert momentum_at(0) == 0.85
+    assert momentum_at(150) == pytest.approx(0.9)
+    assert momentum_at(300) == momentum_at(10_000) == pytest.approx(0.95)
+
+
+def test_the_batched_step_equals_the_plain_loop() -> None:
+    shapes = {"a": (12, 8), "b": (8, 12), "c": (12, 8), "d": (8, 8), "e": (8, 12)}
+    fast = {
+        n: nn.Parameter(conditioned(1, *s, seed=i)[0]) for i, (n, s) in enumerate(shapes.items())
+    }
+    slow = copy.deepcopy(fast)
+    muon, twin = Muon(fast, 0.05, 0.1), SlowMuon(slow, 0.05, 0.1)
+    assert sorted(len(names) for names, _ in muon.groups) == [1, 2, 2]
+    for step in range(4):
+        for i, name in enumerate(shapes):
+            gradient = conditioned(1, *shapes[name], seed=100 * step + i)[0]
+            fast[name].grad, slow[name].grad = gradient.clone(), gradient.clone()
+        muon.step(step, 1 - step / 10)
+        twin.step(step, 1 - step / 10)
+    for name in shapes:
+        torch.testing.assert_close(fast[name], slow[name], rtol=1e-3, atol=1e-3)
+        saved = muon.state_tensors()[f"muon.momentum.{name}"]
+        torch.testing.assert_close(saved, twin.buffers[name], rtol=1e-5, atol=1e-6)
+
+
+def test_a_muon_step_leaves_gradients_as_they_are() -> None:
+    parameter = nn.Parameter(torch.ones(4, 4))
+    gradient = conditioned(1, 4, 4)[0]
+    parameter.grad = gradient.clone()
+    Muon({"a": parameter}, 0.1, 0.0).step(0, 1.0)
+    assert parameter.grad.equal(gradient)
+    assert not parameter.equal(torch.ones(4, 4))
+
+
+# -- which rule for which parameter ----------------------------------------------------------
+
+
+def test_muon_takes_just_the_matrices_of_the_blocks() -> None:
+    model = small_model()
+    optimizer = Optimizer(model, OptimConfig(name="muon"))
+    assert optimizer.muon is not None
+    hidden = set(optimizer.muon.parameters)
+    assert {name.split(".")[-2] for name in hidden} == {
+        "query", "key", "value", "output", "gate", "up", "down"
+    }  # fmt: skip
+    assert hidden | set(optimizer.adamw_names) == {name for name, _ in model.named_parameters()}
+    assert not hidden & set(optimizer.adamw_names)
+    assert {"embedding.weight", "head.weight", "norm.weight"} <= set(optimizer.adamw_names)
+
+
+@pytest.mark.parametrize("kind", ["gpt", "bigram"])
+def test_adamw_takes_all_where_it_is_asked_for_or_there_are_no_blocks(kind: str) -> None:
+    model = small_model(kind=kind)
+    optimizer = Optimizer(model, OptimConfig(name="adamw" if kind == "gpt" else "muon"))
+    assert optimizer.muon is None
+    assert set(optimizer.adamw_names) == {name for name, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_decay_shrinks_matrices_and_leaves_gains(name: str) -> None:
+    model = small_model()
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    config = OptimConfig(name=name, lr=0.01, matrix_lr=0.02, weight_decay=0.5)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer = Optimizer(model, config)
+    optimizer.step(0, 0.5)
+    for n, parameter in model.named_parameters():
+        by_muon = optimizer.muon is not None and n in optimizer.muon.parameters
+        rate = config.matrix_lr if by_muon else config.lr
+        kept = 1 - rate * 0.5 * 0.5 if parameter.dim() == 2 else 1.0
+        torch.testing.assert_close(parameter.detach(), before[n] * kept, rtol=1e-6, atol=1e-7)
+
+
+def test_the_factor_scales_both_rules() -> None:
+    moved = []
+    for factor in (1.0, 0.25):
+        model = small_model()
+        before = {n: p.detach().clone() for n, p in model.named_parameters()}
+        optimizer = Optimizer(model, OptimConfig(weight_decay=0.0))
+        for parameter in model.parameters():
+            parameter.grad = torch.linspace(-1, 1, parameter.numel()).view_as(parameter)
+        optimizer.step(0, factor)
+        moved.append({n: p.detach() - before[n] for n, p in model.named_parameters()})
+    for name, whole in moved[0].items():
+        torch.testing.assert_close(moved[1][name], whole * 0.25, rtol=1e-2, atol=1e-6)
+
+
+def test_both_rules_learn() -> None:
+    for name in ("adamw", "muon"):
+        model = build_model(ModelConfig(n_layer=1, n_embd=16, block_size=8), VOCAB)
+        optimizer = Optimizer(model, OptimConfig(name=name))
+        tokens = torch.arange(36).remainder(VOCAB).view(4, 9)
+        losses = []
+        for step in range(30):
+            logits = model(tokens[:, :-1])
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+            loss.backward()
+            optimizer.step(step, 1.0)
+            model.zero_grad(set_to_none=True)
+            losses.append(float(loss.detach()))
+        assert losses[-1] < losses[0] / 4, name
+
+
+# -- state -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_restored_optimizer_goes_on_bit_for_bit(name: str) -> None:
+    config = OptimConfig(name=name)
+    model = small_model()
+    optimizer = Optimizer(model, config)
+    descend(model, optimizer, range(4))
+    weights = copy.deepcopy(model.state_dict())
+    tensors = {n: t.clone() for n, t in optimizer.state_tensors().items()}
+    descend(model, optimizer, range(4, 8))
+
+    other = small_model(seed=1)
+    other.load_state_dict(weights)
+    restored = Optimizer(other, config)
+    restored.load_tensors(tensors)
+    descend(other, restored, range(4, 8))
+    for (n, one), two in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert one.equal(two), n
+    again = restored.state_tensors()
+    assert set(again) == set(tensors)
+    assert all(again[n].equal(t) for n, t in optimizer.state_tensors().items())
+
+
+def test_loading_takes_copies() -> None:
+    model = small_model()
+    optimizer = Optimizer(model, OptimConfig())
+    descend(model, optimizer, range(2))
+    tensors = {n: t.clone() for n, t in optimizer.state_tensors().items()}
+    kept = {n: t.clone() for n, t in tensors.items()}
+    optimizer.load_tensors(tensors)
+    descend(model, optimizer, range(2, 4))
+    assert all(tensors[n].equal(t) for n, t in kept.items())
+
+
+@pytest.mark.parametrize("prefix", ["adamw.exp_avg.", "adamw.exp_avg_sq.", "muon.momentum."])
+@pytest.mark.parametrize("damage", ["missing", "another shape", "a shape that would stretch"])
+def test_a_state_that_does_not_fit_is_refused(prefix: str, damage: str) -> None:
+    model = small_model()
+    optimizer = Optimizer(model, OptimConfig())
+    descend(model, optimizer, range(1))
+    tensors = dict(optimizer.state_tensors())
+    name = next(n for n in tensors if n.startswith(prefix))
+    if damage == "missing":
+        del tensors[name]
+    elif damage == "another shape":
+        tensors[name] = torch.zeros(3, 5)
+    else:
+        tensors[name] = torch.zeros(1)
+    with pytest.raises(RunError, match="does not fit this model") as caught:
+        Optimizer(small_model(), OptimConfig()).load_tensors(tensors)
+    assert name in str(caught.value)
+
+
+def test_a_step_count_of_another_shape_is_refused() -> None:
+    model = small_model()
+    optimizer = Optimizer(model, OptimConfig())
+    descend(model, optimizer, range(1))
+    tensors = dict(optimizer.state_tensors())
+    tensors["adamw.step.head.weight"] = torch.zeros(2)
+    with pytest.raises(RunError, match=r"adamw.step.head.weight has shape \(2,\)"):
+        optimizer.load_tensors(tensors)

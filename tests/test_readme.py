@@ -1,0 +1,97 @@
+"""Every command of the README does what it is there for."""
+
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY, Cli, run_cli
+
+import chargpt
+from chargpt.text import catalog
+
+README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```sh\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+COMMANDS = [line for block in BLOCKS for line in block.splitlines() if line.strip()]
+SHORT = shlex.split(
+    "-s train.max_steps=4 -s train.batch_size=4 -s train.accumulate=1 -s train.evaluate_every=2 "
+    "-s model.n_layer=1 -s model.n_head=1 -s model.n_embd=16 -s model.block_size=16 "
+    "-s train.sample_every=0 -s train.evaluate_characters=300"
+)
+
+
+def test_the_readme_begins_with_its_two_commands() -> None:
+    assert BLOCKS[0].strip() == "pip install . && chargpt train"
+    assert BLOCKS[1].strip() == "pip install '.[dev]' && pytest"
+
+
+def test_every_command_of_the_readme_runs(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In order, in one folder, as a reader would; training is cut short."""
+    shutil.copy(REPOSITORY / "data" / "lighthouse.txt", "novel.txt")
+    Path("books").mkdir()
+    shutil.copy("novel.txt", "books/one.txt")
+    Path("prompt.txt").write_text("ORLA:")
+    Path("data").mkdir()
+    shutil.copy("novel.txt", "data/tinyshakespeare.txt")
+    monkeypatch.setattr(catalog, "fetch", lambda entry, to, progress: to / f"{entry.name}.txt")
+    ran = 0
+    for command in COMMANDS:
+        words = shlex.split(command, comments=True)
+        if words[0] == "torchrun":
+            continue  # run with two processes in test_distributed.py
+        if words[0] != "chargpt":
+            assert words[0] in ("pip", "cat", "OMP_NUM_THREADS=1"), command
+            continue
+        if words[1] in ("train", "compare") and "--resume" not in words:
+            words += [*SHORT, "--device", "cpu"]
+        if words[1] == "train" and "--resume" in words:
+            words += ["-s", "train.max_steps=6"]
+        if words[1] == "sample":
+            words += ["--length", "20"]
+        done = cli(*words[1:])
+        assert done.returncode == 0, f"{command}\n{done.stderr}"
+        ran += 1
+    assert ran >= 15
+
+
+def test_every_setting_that_the_readme_names_exists() -> None:
+    from chargpt.config import _known_keys
+
+    names = set(re.findall(r"`((?:text|model|train|optim|schedule|sample)\.\w+)", README))
+    assert len(names) > 5
+    assert names <= set(_known_keys())
+
+
+def test_the_python_of_the_readme_runs(verse: Path, tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    (block,) = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+    shutil.copy(verse, tmp_path / "novel.txt")
+    done = subprocess.run(
+        [sys.executable, "-c", block],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={"PYTHONPATH": str(REPOSITORY), "CHARGPT_CACHE": str(tmp_path / "c"), "PATH": ""},
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_links_of_the_readme_and_docs_lead_somewhere() -> None:
+    for page in (REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")):
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
+            if not target.startswith("http"):
+                assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_public_names_are_there_and_cost_nothing_until_used(tmp_path: Path) -> None:
+    for name in chargpt.__all__:
+        assert getattr(chargpt, name).__doc__
+    assert set(chargpt.__all__) <= set(dir(chargpt))
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        chargpt.nonsense  # noqa: B018
+    done = run_cli("--version", cwd=tmp_path)
+    assert done.stdout.startswith("chargpt ")

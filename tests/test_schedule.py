@@ -1,0 +1,86 @@
+"""The learning rate over the steps."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chargpt.config import ScheduleConfig
+from chargpt.training.schedule import rate_at
+
+schedules = st.builds(
+    ScheduleConfig,
+    kind=st.sampled_from(["trapezoid", "cosine"]),
+    warmup=st.integers(0, 500),
+    cooldown=st.floats(0, 1),
+)
+
+
+def rates(max_steps: int, **values: object) -> list[float]:
+    schedule = ScheduleConfig(**values)  # type: ignore[arg-type]
+    return [rate_at(step, schedule, max_steps) for step in range(max_steps)]
+
+
+@given(schedules, st.integers(1, 400))
+def test_the_rate_is_always_above_zero_and_at_most_one(
+    schedule: ScheduleConfig, max_steps: int
+) -> None:
+    assert all(0 < rate_at(step, schedule, max_steps) <= 1 for step in range(max_steps))
+
+
+@given(schedules, st.lists(st.integers(0, 299), min_size=1))
+def test_the_rate_depends_on_the_step_alone(schedule: ScheduleConfig, visits: list[int]) -> None:
+    in_order = [rate_at(step, schedule, 300) for step in range(300)]
+    assert [rate_at(step, schedule, 300) for step in visits] == [in_order[s] for s in visits]
+
+
+@given(schedules, st.integers(1, 300))
+def test_the_rate_rises_to_one_peak_and_never_rises_again(
+    schedule: ScheduleConfig, max_steps: int
+) -> None:
+    values = [rate_at(step, schedule, max_steps) for step in range(max_steps)]
+    peak = values.index(max(values))
+    assert all(a <= b + 1e-12 for a, b in pairwise(values[: peak + 1]))
+    assert all(a >= b - 1e-12 for a, b in pairwise(values[peak:]))
+
+
+@pytest.mark.parametrize("kind", ["trapezoid", "cosine"])
+def test_warm_up_is_linear_and_ends_at_the_full_rate(kind: str) -> None:
+    values = rates(1000, kind=kind, warmup=9, cooldown=0.5)
+    assert values[9] == 1.0
+    if kind == "trapezoid":
+        assert values[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
+        assert values[9:500] == [1.0] * 491
+    else:
+        assert values[:9] == pytest.approx([(step + 1) / 10 for step in range(9)])
+
+
+def test_without_warm_up_the_first_step_has_the_full_rate() -> None:
+    assert rates(10, warmup=0, cooldown=0)[0] == 1.0
+    assert rates(10, kind="cosine", warmup=0)[0] == 1.0
+
+
+def test_the_cooldown_falls_in_a_straight_line_to_nearly_zero() -> None:
+    values = rates(1000, warmup=0, cooldown=0.4)
+    assert values[599] == 1.0
+    falls = [a - b for a, b in pairwise(values[600:])]
+    assert falls == pytest.approx([1 / 401] * 399)
+    assert values[-1] == pytest.approx(1 / 401)
+
+
+def test_no_cooldown_keeps_the_rate() -> None:
+    assert rates(50, warmup=0, cooldown=0.0) == [1.0] * 50
+
+
+def test_the_cosine_falls_to_a_tenth_by_way_of_the_middle() -> None:
+    values = rates(1001, kind="cosine", warmup=0)
+    assert values[500] == pytest.approx(0.55, abs=1e-3)
+    assert values[-1] == pytest.approx(0.1, abs=1e-4)
+
+
+def test_a_warm_up_longer_than_the_run_only_rises() -> None:
+    for kind in ("trapezoid", "cosine"):
+        values = rates(5, kind=kind, warmup=20, cooldown=0.0)
+        assert values == sorted(values)
+        assert values[-1] == pytest.approx(5 / 21)
