@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chargpt.config import ScheduleConfig
@@ -22,6 +22,7 @@ def rates(max_steps: int, **values: object) -> list[float]:
     return [rate_at(step, schedule, max_steps) for step in range(max_steps)]
 
 
+@settings(deadline=None)
 @given(schedules, st.integers(1, 400))
 def test_the_rate_is_always_above_zero_and_at_most_one(
     schedule: ScheduleConfig, max_steps: int
@@ -29,12 +30,14 @@ def test_the_rate_is_always_above_zero_and_at_most_one(
     assert all(0 < rate_at(step, schedule, max_steps) <= 1 for step in range(max_steps))
 
 
+@settings(deadline=None)
 @given(schedules, st.lists(st.integers(0, 299), min_size=1))
 def test_the_rate_depends_on_the_step_alone(schedule: ScheduleConfig, visits: list[int]) -> None:
     in_order = [rate_at(step, schedule, 300) for step in range(300)]
     assert [rate_at(step, schedule, 300) for step in visits] == [in_order[s] for s in visits]
 
 
+@settings(deadline=None)
 @given(schedules, st.integers(1, 300))
 def test_the_rate_rises_to_one_peak_and_never_rises_again(
     schedule: ScheduleConfig, max_steps: int

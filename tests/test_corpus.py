@@ -1,0 +1,655 @@
+"""Any text there is -> tokens and splits; what cannot be read says why in one sentence."""
+
+import codecs
+import gzip
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from chargpt.config import TextConfig
+from chargpt.errors import TextError, UnknownCharacterError
+from chargpt.text import cache, ingest, source
+from chargpt.text.corpus import Corpus, prepare, read_text
+from chargpt.text.statistics import count_pairs, count_tokens
+from chargpt.text.tokenizer import CharTokenizer
+
+Write = Callable[..., Path]
+MIXED = "Ein Bär, ёжик, 漢字, 👩‍👩‍👧 and e\u0301.\r\n"
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Write bytes or UTF-8 text to a file of this test's folder."""
+
+    def write(content: str | bytes, name: str = "text.txt") -> Path:
+        path = tmp_path / "texts" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return path
+
+    return write
+
+
+def prepared(path: Path | str | None, **values: object) -> Corpus:
+    text = None if path is None else str(path)
+    return prepare(TextConfig.model_validate({"path": text, **values}))
+
+
+def text_of(corpus: Corpus) -> str:
+    return corpus.tokenizer.decode(corpus.tokens)
+
+
+def refusal(path: Path | str, **values: object) -> str:
+    with pytest.raises(TextError) as caught:
+        prepared(path, **values)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def bare_corpus(size: int, val: float = 0.1, test: float = 0.0) -> Corpus:
+    tokens = np.broadcast_to(np.uint8(0), (size,))
+    return Corpus("text.txt", "key", CharTokenizer("a"), tokens, val, test)
+
+
+# Splits
+
+
+@pytest.mark.parametrize(
+    ("size", "val", "test", "sizes"),
+    [
+        (1_115_394, 0.1, 0.0, (1_003_854, 111_540, 0)),
+        (100_000_000, 0.05, 0.05, (90_000_000, 5_000_000, 5_000_000)),
+        (10, 0.1, 0.0, (9, 1, 0)),
+        (1000, 0.29, 0.57, (140, 290, 570)),
+        (1, 0.5, 0.4, (0, 1, 0)),
+    ],
+)
+def test_split_sizes(size: int, val: float, test: float, sizes: tuple[int, int, int]) -> None:
+    corpus = bare_corpus(size, val, test)
+    assert tuple(corpus.split(name).size for name in ("train", "val", "test")) == sizes
+
+
+@given(st.integers(1, 10**6), st.floats(0.001, 0.6), st.floats(0, 0.39))
+def test_splits_are_consecutive_and_lose_nothing(size: int, val: float, test: float) -> None:
+    corpus = bare_corpus(size, val, test)
+    train, validation, last = (corpus._bounds(name) for name in ("train", "val", "test"))
+    assert (train[0], train[1], validation[1], last[1]) == (0, validation[0], last[0], size)
+
+
+def test_splits_are_views_in_the_order_of_the_text(write: Write) -> None:
+    corpus = prepared(write("abcdefghij" * 10), val_fraction=0.2, test_fraction=0.1)
+    parts = [corpus.tokenizer.decode(corpus.split(name)) for name in ("train", "val", "test")]
+    assert "".join(parts) == "abcdefghij" * 10
+    assert [len(part) for part in parts] == [70, 20, 10]
+    assert isinstance(corpus.tokens, np.memmap)
+    assert not corpus.split("train").flags.writeable
+
+
+def test_a_text_too_short_for_a_block_says_what_to_set() -> None:
+    bare_corpus(1290).require_blocks(128)
+    with pytest.raises(TextError) as caught:
+        bare_corpus(1280).require_blocks(128)
+    message = str(caught.value)
+    assert "holds 1,280 characters, 1,152 to train on and 128 to validate on" in message
+    assert "set model.block_size to 127 or less" in message
+    assert "set text.val_fraction to 0.101 or more" in message
+    bare_corpus(1280, 0.101).require_blocks(128)
+    bare_corpus(1280).require_blocks(127)
+    with pytest.raises(TextError, match="1 character, 0 to train on.*; give a longer text$"):
+        bare_corpus(1).require_blocks(8)
+
+
+# Decoding
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@given(
+    text=st.text(st.characters(codec="utf-8", exclude_characters="\0\ufeff"), min_size=1),
+    chunk=st.integers(1, 7),
+)
+def test_every_text_comes_back_exactly_whatever_the_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, chunk: int
+) -> None:
+    monkeypatch.setattr(source, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(ingest, "MAP_CHUNK", chunk)
+    path = tmp_path / "text.txt"
+    path.write_bytes(text.encode("utf-8"))
+    corpus = prepared(path)
+    assert text_of(corpus) == text
+    assert corpus.tokenizer == CharTokenizer.fit(text)
+
+
+@pytest.mark.parametrize("codec", ["utf-8-sig", "utf-16", "utf-32"])
+@pytest.mark.parametrize("chunk", [1, 5, 1 << 20])
+def test_a_byte_order_mark_decides_the_encoding_and_is_left_out(
+    write: Write, monkeypatch: pytest.MonkeyPatch, codec: str, chunk: int
+) -> None:
+    monkeypatch.setattr(source, "CHUNK_BYTES", max(chunk, 4))
+    assert text_of(prepared(write(MIXED.encode(codec)))) == MIXED
+
+
+@pytest.mark.parametrize(
+    ("mark", "codec"), [(codecs.BOM_UTF16_BE, "utf-16-be"), (codecs.BOM_UTF32_BE, "utf-32-be")]
+)
+def test_big_endian_marks_are_known(write: Write, mark: bytes, codec: str) -> None:
+    assert text_of(prepared(write(mark + MIXED.encode(codec)))) == MIXED
+
+
+@pytest.mark.parametrize("codec", ["cp1251", "koi8-r", "UTF-16LE", "latin_1", "shift_jis", "utf8"])
+def test_an_encoding_can_be_named(write: Write, codec: str) -> None:
+    text = "Wörld\r\n" if codec == "latin_1" else "Привет\r\n"
+    assert text_of(prepared(write(text.encode(codec)), encoding=codec)) == text
+
+
+def test_one_byte_encodings_read_every_byte(write: Write) -> None:
+    everything = bytes(range(256))
+    corpus = prepared(write(everything), encoding="latin-1")
+    assert corpus.tokens.tolist() == list(range(256))
+    assert corpus.tokens.dtype == np.uint8
+
+
+@pytest.mark.parametrize("chunk", [3, 16, 1 << 20])
+@pytest.mark.parametrize(
+    ("content", "encoding", "where"),
+    [
+        (b"plain\n" * 5 + b"don\x92t", "auto", "byte 0x92 at offset 33"),
+        ("жжж".encode() + b"\xd0a", "auto", "byte 0xD0 at offset 6"),
+        (b"abc" + "ж".encode()[:1], "auto", "byte 0xD0 at offset 3"),
+        (codecs.BOM_UTF16_LE + b"a\0b", "auto", "byte 0x62 at offset 4"),
+        (b"abc\x81", "cp1252", "byte 0x81 at offset 3"),
+        (codecs.BOM_UTF8 + b"ab\xff", "auto", "byte 0xFF at offset 5"),
+    ],
+)
+def test_undecodable_bytes_are_named_with_their_offset(
+    write: Write,
+    monkeypatch: pytest.MonkeyPatch,
+    chunk: int,
+    content: bytes,
+    encoding: str,
+    where: str,
+) -> None:
+    monkeypatch.setattr(source, "CHUNK_BYTES", chunk)
+    path = write(content)
+    message = refusal(path, encoding=encoding)
+    assert where in message
+    assert str(path) in message
+    assert "--encoding cp1252" in message
+
+
+def test_binaries_are_refused_with_the_offset_of_the_first_nul(write: Write) -> None:
+    assert "NUL byte at offset 7," in refusal(write(b"\x7fELF...\0\0"))
+    assert "--encoding utf-16-le" in refusal(write("hello".encode("utf-16-le")))
+    assert "NUL byte" in refusal(write(b"a\0"), encoding="UTF8")
+
+
+@pytest.mark.parametrize(
+    ("encoding", "words"),
+    [
+        ("utf-9", "there is no encoding 'utf-9'; did you mean utf"),
+        ("qqqqqqqqq", "common ones are"),
+        ("base64", "base64 turns bytes into other bytes"),
+        ("rot13", "not into text"),
+        ("a\0b", "there is no encoding"),
+        ("undefined", "does not decode"),
+    ],
+)
+def test_a_wrong_encoding_name_is_explained(write: Write, encoding: str, words: str) -> None:
+    assert words in refusal(write("abc"), encoding=encoding)
+
+
+# Sources
+
+
+def test_an_empty_text_is_refused(write: Write) -> None:
+    assert "is empty" in refusal(write(""))
+    assert "is empty" in refusal(write(codecs.BOM_UTF8, "mark.txt"))
+
+
+def test_a_gzip_file_is_read_by_its_content(write: Write) -> None:
+    packed = gzip.compress(MIXED.encode() * 1000)
+    assert text_of(prepared(write(packed, "a.gz"))) == MIXED * 1000
+    assert text_of(prepared(write(packed, "b.txt"))) == MIXED * 1000
+    assert "not a whole gzip file" in refusal(write(packed[:-20], "cut.gz"))
+    assert "not a whole gzip file" in refusal(write(b"plain", "misnamed.gz"))
+    damaged = packed[:30] + b"\xff\xff\xff\xff" + packed[34:]
+    assert "not a whole gzip file" in refusal(write(damaged, "damaged.gz"))
+
+
+def test_what_an_archive_can_cost_is_bounded(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    bomb = write(gzip.compress(b"a" * 50_000_000), "bomb.gz")
+    monkeypatch.setattr(source, "MAX_TEXT_BYTES", 3_000_000)
+    assert "unpacks to over 3,000,000 bytes" in refusal(bomb)
+
+
+def test_a_full_disk_is_noticed_before_it_is_full(
+    write: Write, monkeypatch: pytest.MonkeyPatch, own_cache: Path
+) -> None:
+    archive = write(gzip.compress(b"ab" * 3_000_000), "a.gz")
+    usage = shutil.disk_usage(own_cache)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=cache.ROOM + 100_000))
+    monkeypatch.setattr(ingest, "ROOM_EVERY", 1_000_000)
+    assert "CHARGPT_CACHE" in refusal(archive)
+    assert "MB free" in refusal(write("abc" * 100_000))
+    assert not list((own_cache / "tokens").glob("*"))
+
+
+def test_a_folder_is_read_recursively_sorted_and_by_suffix(write: Write) -> None:
+    write("b1", "b/1.txt")
+    write(codecs.BOM_UTF8 + b"a2", "a/2.md")
+    write(gzip.compress(b"z3"), "z.gz")
+    write("no", "a/code.py")
+    write("no", ".hidden.txt")
+    folder = write("no", ".git/x.txt").parent.parent
+    corpus = prepared(folder)
+    assert text_of(corpus) == "a2b1z3"
+    assert corpus.name == "texts/"
+    assert text_of(prepared(folder, suffixes=("py",))) == "no"
+    message = refusal(folder, suffixes=(".rst", ".tex"))
+    assert ".rst, .tex" in message
+    assert "text.suffixes" in message
+
+
+def test_links_in_a_circle_do_not_hang(write: Write) -> None:
+    folder = write("abc", "in/a.txt").parent
+    (folder / "up").symlink_to(folder)
+    (folder / "broken.txt").symlink_to(folder / "none")
+    assert text_of(prepared(folder)) == "abc"
+
+
+def test_a_glob_is_read_in_sorted_order(write: Write) -> None:
+    folder = write("2", "p/2.log").parent
+    write("1", "p/1.log")
+    write("no", "p/3.txt")
+    assert text_of(prepared(f"{folder}/*.log")) == "12"
+    assert text_of(prepared(f"{folder.parent}/**/*.log")) == "12"
+    assert "no file matches" in refusal(f"{folder}/*.csv")
+
+
+def test_brackets_in_a_file_name_are_no_pattern(write: Write) -> None:
+    assert text_of(prepared(write("abc", "novel [1].txt"))) == "abc"
+
+
+def test_standard_input_is_read_once_and_found_again_by_its_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def pipe(content: bytes) -> None:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+
+    pipe(MIXED.encode())
+    first = prepared("-")
+    assert text_of(first) == MIXED
+    assert first.name == "standard input"
+    pipe(b"")
+    again = prepare(TextConfig(path="-"), key=first.key)
+    assert text_of(again) == MIXED
+    pipe(gzip.compress(b"packed"))
+    assert text_of(prepared("-")) == "packed"
+    pipe(b"")
+    assert "standard input is empty" in refusal("-")
+
+
+def test_a_real_pipe_is_read(tmp_path: Path) -> None:
+    script = (
+        "from chargpt.config import TextConfig; from chargpt.text.corpus import prepare;"
+        "print(prepare(TextConfig(path='-')).tokens.size)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        input=("ж" * 3_000_000).encode(),
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
+        check=True,
+    )
+    assert done.stdout.strip() == b"3000000"
+
+
+def test_a_pipe_by_name_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.txt")
+    assert "name it `-`" in refusal(tmp_path / "pipe.txt")
+    assert "name it `-`" in refusal("/dev/null")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("novell.txt", "novel.txt?"),
+        ("tinyshakespear", "did you mean `chargpt data get tinyshakespeare`"),
+        ("zzz", "chargpt data list"),
+        ("none/novel.txt", "nor its folder"),
+        ("x" * 5000, "cannot be read"),
+        ("a\0b", "cannot be read"),
+    ],
+)
+def test_a_missing_file_is_explained(write: Write, name: str, words: str) -> None:
+    folder = write("abc", "novel.txt").parent
+    assert words in refusal(f"{folder}/{name}")
+
+
+def test_a_text_of_the_catalog_that_is_not_here_names_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "`chargpt data get text8`" in refusal("text8")
+
+
+def test_a_text_that_may_not_be_read_is_explained(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write("abc")
+    path.chmod(0)
+    if os.access(path, os.R_OK):  # the superuser may read everything: let the system refuse
+        real = open
+
+        def refuse(name: object, *args: object, **options: object) -> object:
+            if str(name) == str(path):
+                raise PermissionError(13, "Permission denied", str(path))
+            return real(name, *args, **options)  # type: ignore[call-overload]
+
+        monkeypatch.setattr("builtins.open", refuse)
+    assert "may not be read (permission denied)" in refusal(path)
+
+
+def test_the_embedded_text_needs_no_file() -> None:
+    corpus = prepared(None)
+    assert corpus.name == "python-docs"
+    assert corpus.tokens.size > 300_000
+    assert "assert" in text_of(corpus)
+    assert prepared(None).key == corpus.key
+
+
+@pytest.mark.parametrize(("kinds", "dtype"), [(200, "uint8"), (3000, "uint16"), (70_000, "uint32")])
+def test_large_vocabularies_are_encoded_whatever_comes_first(
+    write: Write, monkeypatch: pytest.MonkeyPatch, kinds: int, dtype: str
+) -> None:
+    monkeypatch.setattr(source, "CHUNK_BYTES", 1000)
+    characters = [chr(0x20000 - code) for code in range(kinds)]
+    text = "plain ascii first " * 100 + "".join(characters) + "and last " * 100
+    corpus = prepared(write(text))
+    assert corpus.tokens.dtype == np.dtype(dtype)
+    assert text_of(corpus) == text
+
+
+def test_rare_characters_become_the_unknown_token(write: Write) -> None:
+    corpus = prepared(write("abab" * 20 + "жx" + "ж"), min_count=2)
+    assert corpus.tokenizer.characters == "abж"
+    assert corpus.unknown_share == pytest.approx(1 / 83)
+    assert text_of(corpus) == "abab" * 20 + "ж\ufffdж"
+    wide = "".join(chr(0x4E00 + index) for index in range(400))
+    corpus = prepared(write(wide + "ab" * 9, "wide.txt"), min_count=2)
+    assert corpus.tokens.dtype == np.uint8
+    assert text_of(corpus) == "\ufffd" * 400 + "ab" * 9
+    assert "lower text.min_count" in refusal(write("abc", "rare.txt"), min_count=2)
+
+
+def test_progress_counts_up_to_the_whole(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(ingest, "MAP_CHUNK", 1000)
+    path = write("ab" * 2500)
+    told: list[tuple[str, int, int]] = []
+    prepare(TextConfig(path=str(path)), progress=lambda *facts: told.append(facts))
+    assert [facts for facts in told if facts[0] == "reading"][-1] == ("reading", 5000, 5000)
+    assert told[-1] == ("encoding", 5000, 5000)
+    assert len(told) == 10
+
+
+# The cache
+
+
+def forbid_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise AssertionError("the text was read again")
+
+    monkeypatch.setattr("chargpt.text.corpus.ingest", fail)
+
+
+def test_an_unchanged_text_is_not_read_again_and_a_changed_one_is(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write("abc" * 10)
+    first = prepared(path)
+    changed = write("abd" * 10)
+    assert prepared(changed).key != first.key
+    with monkeypatch.context() as patch:
+        forbid_reading(patch)
+        assert text_of(prepared(path)) == "abd" * 10
+    os.utime(path, ns=(1, 1))
+    assert text_of(prepared(path)) == "abd" * 10
+
+
+def test_settings_that_decide_the_tokens_decide_the_key(write: Write) -> None:
+    path = write("Привет".encode("cp1251") * 3)
+    keys = {
+        prepared(path, encoding="cp1251").key,
+        prepared(path, encoding="latin-1").key,
+        prepared(path, encoding="latin-1", min_count=2).key,
+    }
+    assert len(keys) == 3
+    spelt = prepared(path, encoding="windows-1251").key
+    assert spelt == prepared(path, encoding="cp1251", val_fraction=0.3).key
+
+
+def damage_flip(folder: Path) -> None:
+    content = bytearray((folder / "tokens.bin").read_bytes())
+    content[5] ^= 1
+    (folder / "tokens.bin").write_bytes(content)
+
+
+def damage_meta(folder: Path, **changes: object) -> None:
+    meta = json.loads((folder / "meta.json").read_text())
+    (folder / "meta.json").write_text(json.dumps({**meta, **changes}))
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "a flipped bit": damage_flip,
+    "tokens cut short": lambda folder: os.truncate(folder / "tokens.bin", 7),
+    "no tokens": lambda folder: (folder / "tokens.bin").unlink(),
+    "no tokenizer": lambda folder: (folder / "tokenizer.json").unlink(),
+    "another tokenizer": lambda folder: CharTokenizer("xyz").save(folder / "tokenizer.json"),
+    "meta not JSON": lambda folder: (folder / "meta.json").write_text("{"),
+    "meta not an object": lambda folder: (folder / "meta.json").write_text("[]"),
+    "meta nested": lambda folder: (folder / "meta.json").write_text("[" * 90_000),
+    "meta huge": lambda folder: (folder / "meta.json").write_text(" " * 200_000),
+    "meta empty": lambda folder: (folder / "meta.json").write_text("{}"),
+    "another version": lambda folder: damage_meta(folder, version=99),
+    "another count": lambda folder: damage_meta(folder, count=10**15),
+    "count no number": lambda folder: damage_meta(folder, count=None),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+def test_a_damaged_cache_is_noticed_and_made_anew(
+    write: Write, damage: Callable[[Path], object]
+) -> None:
+    path = write("abc" * 10)
+    folder = prepared(path).folder
+    assert folder is not None
+    damage(folder)
+    again = prepared(path)
+    assert text_of(again) == "abc" * 10
+    assert again.notes == ("the cached tokens were damaged and have been made anew from the text",)
+    assert prepared(path).notes == ()
+
+
+def test_large_token_files_are_summed_only_when_they_look_touched(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "CHECKED_BYTES", 10)
+    path = write("abc" * 10)
+    folder = prepared(path).folder
+    assert folder is not None
+    sums: list[int] = []
+    real = cache.zlib.crc32
+    monkeypatch.setattr(cache.zlib, "crc32", lambda *data: sums.append(1) or real(*data))
+    assert prepared(path).notes == ()
+    assert not sums
+    os.utime(folder / "tokens.bin", ns=(1, 1))
+    assert prepared(path).notes == ()
+    assert sums
+    sums.clear()
+    assert prepared(path).notes == ()
+    assert not sums
+    damage_flip(folder)
+    assert prepared(path).notes != ()
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"key": 7, "files": []}', b"\xff"])
+def test_a_damaged_index_is_passed_over(write: Write, own_cache: Path, content: bytes) -> None:
+    path = write("abc" * 10)
+    prepared(path)
+    for file in (own_cache / "index").iterdir():
+        file.write_bytes(content)
+    assert text_of(prepared(path)) == "abc" * 10
+
+
+def test_a_cleared_cache_is_filled_again(write: Write, own_cache: Path) -> None:
+    path = write("abc" * 10)
+    prepared(path)
+    shutil.rmtree(own_cache / "tokens")
+    again = prepared(path)
+    assert (text_of(again), again.notes) == ("abc" * 10, ())
+
+
+def test_a_text_that_has_gone_is_used_from_the_cache_with_a_note(write: Write) -> None:
+    path = write("abc" * 10)
+    first = prepared(path)
+    path.unlink()
+    for again in (prepared(path), prepare(TextConfig(path=str(path)), key=first.key)):
+        assert text_of(again) == "abc" * 10
+        assert again.notes == ("the text text.txt has gone, and its cached tokens are used",)
+    assert first.folder is not None
+    damage_flip(first.folder)
+    assert "are damaged" in refusal(path)
+    shutil.rmtree(first.folder)
+    assert "there is no file" in refusal(path)
+
+
+def test_a_run_keeps_its_text_when_the_file_changes(write: Write) -> None:
+    path = write("abc" * 10)
+    settings = TextConfig(path=str(path))
+    first = prepare(settings)
+    assert prepare(settings, key=first.key).notes == ()
+    write("xyz" * 10)
+    for _ in range(2):  # the second time, the new text is in the index
+        again = prepare(settings, key=first.key)
+        assert text_of(again) == "abc" * 10
+        assert "has changed" in again.notes[0]
+    assert first.folder is not None
+    shutil.rmtree(first.folder)
+    with pytest.raises(TextError, match="has changed since the run was trained on it"):
+        prepare(settings, key=first.key)
+
+
+def test_a_cache_that_cannot_be_written_is_explained(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CHARGPT_CACHE", str(write("a file", "in-the-way")))
+    message = refusal(write("abc"))
+    assert "cannot be written" in message
+    assert "set CHARGPT_CACHE" in message
+
+
+def test_processes_that_prepare_one_text_at_once_do_not_disturb_each_other(write: Write) -> None:
+    path = write(MIXED * 2000)
+    with ThreadPoolExecutor(8) as pool:
+        corpora = list(pool.map(lambda _: prepared(path), range(16)))
+    assert {text_of(corpus) for corpus in corpora} == {MIXED * 2000}
+    folder = corpora[0].folder
+    assert folder is not None
+    names = sorted(file.name for file in folder.iterdir())
+    assert names == ["meta.json", "tokenizer.json", "tokens.bin"]
+
+
+def test_what_killed_processes_left_is_cleared_away(write: Write) -> None:
+    folder = prepared(write("abc")).folder
+    assert folder is not None
+    old, new = folder / ".tokens.old.tmp", folder / ".tokens.new.tmp"
+    old.write_bytes(b"x")
+    new.write_bytes(b"x")
+    os.utime(old, (1, 1))
+    prepared(write("abd"))
+    assert not old.exists()
+    assert new.exists()
+
+
+def test_counts_are_kept_on_disk_and_damage_to_them_is_noticed(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus = prepared(write("the cat sat " * 50))
+    train = corpus.split("train")
+    tokens = count_tokens(train, corpus.tokenizer.vocab_size)
+    pairs = count_pairs(train, corpus.tokenizer.vocab_size)
+    kept = []
+    for _ in range(2):
+        assert corpus.token_counts("train").tolist() == tokens.tolist()
+        found = corpus.pair_counts("train")
+        assert found.counts.tolist() == pairs.counts.tolist()
+        assert found.first.tolist() == pairs.first.tolist()
+        assert found.second.tolist() == pairs.second.tolist()
+        assert corpus.folder is not None
+        kept = sorted(corpus.folder.glob("*.npy"))
+        assert len(kept) == 2
+    for file in kept:
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    assert corpus.token_counts("train").tolist() == tokens.tolist()
+    assert corpus.pair_counts("train").counts.tolist() == pairs.counts.tolist()
+    for file in kept:
+        file.write_bytes(b"")
+    assert corpus.token_counts("train").tolist() == tokens.tolist()
+    assert corpus.pair_counts("train").counts.tolist() == pairs.counts.tolist()
+    monkeypatch.setattr("chargpt.text.corpus.count_pairs", None)
+    assert corpus.pair_counts("train").total == train.size - 1  # from the disk
+
+
+# read_text
+
+
+def test_read_text_follows_the_same_rules(write: Write) -> None:
+    assert read_text(write(MIXED.encode("utf-16"))) == MIXED
+    assert read_text(write(gzip.compress(b"abc"), "a.gz")) == "abc"
+    assert read_text(write("", "empty.txt")) == ""
+    with pytest.raises(TextError, match="0x92 at offset 3"):
+        read_text(write(b"don\x92t"))
+    with pytest.raises(TextError, match="over 10 characters"):
+        read_text(write("abc" * 10), max_bytes=10)
+
+
+def test_another_text_is_encoded_by_the_corpus_tokenizer(write: Write) -> None:
+    tokenizer = prepared(write("abc" * 10)).tokenizer
+    with pytest.raises(UnknownCharacterError, match="U\\+0436"):
+        tokenizer.encode(read_text(write("aж", "other.txt")))
+
+
+@pytest.mark.slow
+def test_memory_stays_bounded_for_a_large_text(tmp_path: Path) -> None:
+    path = tmp_path / "large.txt"
+    with open(path, "wb") as file:
+        for number in range(300):
+            file.write(b"%d " % number + b"the quick brown fox jumps over it\n" * 30_000)
+    script = (
+        "import resource, sys; from chargpt.config import TextConfig;"
+        "from chargpt.text.corpus import prepare;"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1000;"
+        "before = peak(); prepare(TextConfig(path=sys.argv[1])); print(peak() - before)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(path)],
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
+        check=True,
+    )
+    assert path.stat().st_size > 300_000_000
+    assert int(done.stdout) < 200  # MB

@@ -1,0 +1,136 @@
+"""Counts and entropies, against their plain definitions."""
+
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chargpt.config import TextConfig
+from chargpt.text import describe as describe_module
+from chargpt.text import statistics
+from chargpt.text.corpus import prepare
+from chargpt.text.describe import Description, describe
+from chargpt.text.statistics import (
+    conditional_entropy_bits,
+    count_pairs,
+    count_tokens,
+    entropy_bits,
+)
+
+DTYPES = ("uint8", "uint16", "uint32", "int64")
+
+
+@pytest.fixture(params=["usual", "tiny chunks", "sparse"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Which way of counting is taken."""
+    if request.param != "usual":
+        monkeypatch.setattr(statistics, "CHUNK", 3)
+        monkeypatch.setattr(statistics, "SPARSE_CHUNK", 4)
+    if request.param == "sparse":
+        monkeypatch.setattr(statistics, "DENSE_PAIRS", 0)
+    return str(request.param)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [0, 1, 2, 3, 7, 8, 100])
+def test_counts_equal_their_definition(way: str, dtype: str, size: int) -> None:
+    generator = np.random.default_rng(size)
+    tokens = generator.integers(0, 11, size).astype(dtype)
+    listed = tokens.tolist()
+    counted = Counter(listed)
+    assert count_tokens(tokens, 11).tolist() == [counted[token] for token in range(11)]
+    pairs = count_pairs(tokens, 11)
+    expected = sorted(Counter(pairwise(listed)).items())
+    found = zip(pairs.first, pairs.second, pairs.counts, strict=True)
+    assert [((int(a), int(b)), int(n)) for a, b, n in found] == expected
+    assert pairs.total == max(0, size - 1)
+    assert {array.dtype for array in (pairs.first, pairs.second, pairs.counts)} == {
+        np.dtype(np.int64)
+    }
+
+
+@given(st.lists(st.integers(0, 255), max_size=50))
+def test_byte_tokens_count_as_wide_ones_do(listed: list[int]) -> None:
+    narrow, wide = np.array(listed, np.uint8), np.array(listed, np.uint16)
+    assert count_tokens(narrow, 256).tolist() == count_tokens(wide, 256).tolist()
+    ours, theirs = count_pairs(narrow, 256), count_pairs(wide, 256)
+    assert ours.first.tolist() == theirs.first.tolist()
+    assert ours.second.tolist() == theirs.second.tolist()
+    assert ours.counts.tolist() == theirs.counts.tolist()
+
+
+def test_a_vocabulary_too_large_for_a_table_is_counted_all_the_same() -> None:
+    tokens = np.array([99_999, 0, 99_999, 0, 50_000], dtype=np.uint32)
+    pairs = count_pairs(tokens, 100_000)
+    assert pairs.first.tolist() == [0, 0, 99_999]
+    assert pairs.second.tolist() == [50_000, 99_999, 0]
+    assert pairs.counts.tolist() == [1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("counts", "bits"), [([1, 1], 1.0), ([5], 0.0), ([], 0.0), ([2, 0, 1, 1], 1.5), ([3] * 8, 3.0)]
+)
+def test_entropies_known_by_heart(counts: list[int], bits: float) -> None:
+    assert entropy_bits(np.array(counts, dtype=np.int64)) == pytest.approx(bits)
+
+
+def test_the_next_token_of_a_cycle_is_certain_and_of_noise_is_not() -> None:
+    cycle = np.tile(np.arange(4, dtype=np.uint8), 100)
+    assert conditional_entropy_bits(count_pairs(cycle, 4)) == pytest.approx(0.0, abs=1e-9)
+    noise = np.random.default_rng(0).integers(0, 4, 200_000).astype(np.uint8)
+    assert conditional_entropy_bits(count_pairs(noise, 4)) == pytest.approx(2.0, abs=1e-3)
+
+
+def described(folder: Path, text: str, min_count: int = 1) -> Description:
+    path = folder / "text.txt"
+    path.write_bytes(text.encode())
+    return describe(prepare(TextConfig(path=str(path), min_count=min_count)))
+
+
+def test_a_description_states_the_facts(tmp_path: Path) -> None:
+    facts = described(tmp_path, "aaab\n" * 4000 + "cc")
+    assert (facts.characters, facts.vocab_size) == (20_002, 4)
+    assert facts.most_frequent[0] == ("a", 12_000)
+    assert facts.least_frequent[0] == ("c", 2)
+    assert (facts.lines, facts.longest_line) == (4001, 4)
+    assert facts.unigram_bits == pytest.approx(1.372, abs=2e-3)
+    assert facts.bigram_bits == pytest.approx(0.551, abs=2e-3)
+    assert facts.warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "lines", "longest"),
+    [("abc", 1, 3), ("abc\n", 1, 3), ("\n\n", 2, 0), ("a\nbcd\ne", 3, 3), ("a\nbcdefgh", 2, 7)],
+)
+def test_lines_are_measured_across_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, lines: int, longest: int
+) -> None:
+    monkeypatch.setattr(describe_module, "CHUNK", 2)
+    facts = described(tmp_path, text)
+    assert (facts.lines, facts.longest_line) == (lines, longest)
+
+
+@pytest.mark.parametrize(
+    ("text", "warning"),
+    [
+        ("abab" * 10, "almost no text"),
+        ("one\r\ntwo\r\n" * 5000, "10,000 lines end in CR LF"),
+        ("".join(map(chr, range(0x4E00, 0x4E00 + 6000))) * 2, "vocabulary of 6,000"),
+        ("".join(map(chr, range(0x4E00, 0x4E00 + 50))) + "a" * 20_000, "50 of the 51 characters"),
+        ("x" * 1_000_001, "longest line has 1,000,001"),
+    ],
+)
+def test_what_will_hurt_is_said(tmp_path: Path, text: str, warning: str) -> None:
+    warnings = described(tmp_path, text).warnings
+    assert len(warnings) == 1
+    assert warning in warnings[0]
+
+
+def test_the_unknown_share_is_stated(tmp_path: Path) -> None:
+    facts = described(tmp_path, "ab" * 4999 + "xy", min_count=2)
+    assert facts.unknown_share == pytest.approx(2 / 10_000)
+    assert [character for character, _ in facts.most_frequent] == ["a", "b"]

@@ -1,0 +1,163 @@
+"""Characters to ids and back, for any text there is."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chargpt.errors import RunError, TextError, UnknownCharacterError
+from chargpt.text.tokenizer import REPLACEMENT, CharTokenizer
+
+RING = "But they were all of them deceived."
+RING_IDS = [2, 15, 14, 0, 14, 8, 6, 18, 0, 17, 6, 13, 6, 0, 3, 10, 10, 0, 12, 7, 0, 14, 8, 6, 11]
+RING_IDS += [0, 5, 6, 4, 6, 9, 16, 6, 5, 1]
+
+
+def test_a_known_sentence_has_the_published_ids() -> None:
+    tokenizer = CharTokenizer.fit(RING)
+    assert tokenizer.vocab_size == 19
+    assert tokenizer.encode(RING).tolist() == RING_IDS
+    assert tokenizer.decode(RING_IDS) == RING
+
+
+@given(st.text(min_size=1))
+def test_every_text_comes_back_exactly_from_its_own_tokenizer(text: str) -> None:
+    tokenizer = CharTokenizer.fit(text)
+    assert list(tokenizer.characters) == sorted(set(text))
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert CharTokenizer.from_json(tokenizer.to_json()) == tokenizer
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a\r\nb\rc\n",
+        "\ufeffmark",
+        "👩‍👩‍👧‍👦 and 🏳️‍🌈",
+        "e\u0301 is not é",
+        "\0\x1b\u2028",
+        "文字と字",
+    ],
+)
+def test_nothing_is_normalised(text: str) -> None:
+    tokenizer = CharTokenizer.fit(text)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@given(st.text(min_size=1), st.text())
+def test_unknown_characters_are_skipped_or_replaced_and_nothing_else_is(
+    text: str, other: str
+) -> None:
+    tokenizer = CharTokenizer.fit(text)
+    known = set(text)
+    kept = "".join(character for character in other if character in known)
+    assert tokenizer.decode(tokenizer.encode(other, "skip")) == kept
+    stand_in = tokenizer.characters[tokenizer.replacement_id]
+    replaced = "".join(character if character in known else stand_in for character in other)
+    assert tokenizer.decode(tokenizer.encode(other, "replace")) == replaced
+
+
+@pytest.mark.parametrize(
+    ("text", "stand_in"), [("a? \ufffd", REPLACEMENT), ("a? ", "?"), ("a b", " "), ("ba", "a")]
+)
+def test_the_stand_in_is_the_first_fitting_one_of_the_vocabulary(text: str, stand_in: str) -> None:
+    tokenizer = CharTokenizer.fit(text)
+    assert tokenizer.decode(tokenizer.encode("ж", "replace")) == stand_in
+
+
+def test_rare_characters_share_one_unknown_token() -> None:
+    tokenizer = CharTokenizer.fit("aaabbbxy", min_count=2)
+    assert (tokenizer.characters, tokenizer.vocab_size, tokenizer.unknown_id) == ("ab", 3, 2)
+    assert tokenizer.encode("axby", "replace").tolist() == [0, 2, 1, 2]
+    assert tokenizer.decode([0, 2, 1]) == "a\ufffdb"
+    assert "has_unknown=True" in repr(tokenizer)
+    assert not CharTokenizer.fit("aabb", min_count=2).has_unknown
+
+
+def test_the_error_names_the_unknown_characters_and_the_remedy() -> None:
+    with pytest.raises(UnknownCharacterError) as caught:
+        CharTokenizer.fit("abc").encode("жaжxyz\n!\u0301")
+    message = str(caught.value)
+    assert message.startswith("8 characters are not in the vocabulary: 'ж' U+0436, U+000A, '!'")
+    assert "and 2 more kinds" in message
+    assert "text.unknown" in message
+    with pytest.raises(UnknownCharacterError, match=r"^1 character is .*U\+DC80; set"):
+        CharTokenizer.fit("abc").encode("\udc80")
+
+
+@pytest.mark.parametrize(("kinds", "dtype"), [(256, "uint8"), (257, "uint16"), (65537, "uint32")])
+def test_ids_take_the_smallest_integers_that_hold_them(kinds: int, dtype: str) -> None:
+    codes = [code for code in range(kinds + 0x800) if not 0xD800 <= code < 0xE000][:kinds]
+    text = "".join(map(chr, codes))
+    tokenizer = CharTokenizer.fit(text)
+    assert tokenizer.dtype == np.dtype(dtype)
+    assert tokenizer.encode(text).dtype == np.dtype(dtype)
+    assert tokenizer.encode(text).tolist() == list(range(kinds))
+
+
+def test_texts_without_a_vocabulary_are_refused() -> None:
+    with pytest.raises(TextError, match="empty"):
+        CharTokenizer.fit("")
+    with pytest.raises(TextError, match=r"fewer than 3 times; lower text\.min_count"):
+        CharTokenizer.fit("aabb", min_count=3)
+    with pytest.raises(TextError, match="surrogates"):
+        CharTokenizer.fit("a\ud800")
+
+
+def test_a_tokenizer_survives_the_disk(tmp_path: Path) -> None:
+    tokenizer = CharTokenizer.fit('aab\U0001f600\r\n"\\жж', min_count=2)
+    tokenizer.save(tmp_path / "tokenizer.json")
+    assert CharTokenizer.load(tmp_path / "tokenizer.json") == tokenizer
+    assert hash(CharTokenizer.load(tmp_path / "tokenizer.json")) == hash(tokenizer)
+    assert [path.name for path in tmp_path.iterdir()] == ["tokenizer.json"]
+
+
+def test_a_failed_save_leaves_no_litter(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json" / "taken").mkdir(parents=True)
+    with pytest.raises(OSError, match="tokenizer"):
+        CharTokenizer.fit("ab").save(tmp_path / "tokenizer.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["tokenizer.json"]
+
+
+GOOD = {"format": "chargpt-tokenizer", "version": 1, "characters": "ab", "unknown": False}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"format": "other"}, "not a chargpt tokenizer"),
+        ({"version": 2}, "update chargpt"),
+        ({"characters": "ba"}, "not sorted and distinct"),
+        ({"characters": "aa"}, "not sorted and distinct"),
+        ({"characters": ""}, "not sorted and distinct"),
+        ({"characters": "a\ud800"}, "surrogates"),
+        ({"characters": ["a"]}, "missing"),
+        ({"characters": None}, "missing"),
+        ({"unknown": 1}, "missing"),
+    ],
+)
+def test_a_tampered_tokenizer_is_refused(change: dict[str, object], reason: str) -> None:
+    with pytest.raises(RunError, match=reason):
+        CharTokenizer.from_json(json.dumps({**GOOD, **change}), origin="run/tokenizer.json")
+    assert CharTokenizer.from_json(json.dumps(GOOD)).characters == "ab"
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "7", "[" * 100_000])
+def test_what_is_not_a_tokenizer_at_all_is_refused(text: str) -> None:
+    with pytest.raises(RunError, match=r"^here cannot be used as a tokenizer"):
+        CharTokenizer.from_json(text, origin="here")
+
+
+def test_unreadable_tokenizer_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="No such file"):
+        CharTokenizer.load(tmp_path / "none.json")
+    (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(RunError, match="not UTF-8"):
+        CharTokenizer.load(tmp_path / "bytes.json")
+    with open(tmp_path / "huge.json", "wb") as file:
+        file.truncate(1 << 40)  # sparse: reading it would take all memory
+    with pytest.raises(RunError, match="over"):
+        CharTokenizer.load(tmp_path / "huge.json")
