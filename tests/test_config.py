@@ -10,15 +10,14 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from chargpt.config import (
-    MAX_CONFIG_BYTES,
     Config,
     ModelConfig,
     load_config,
     parse_override,
-    parse_yaml,
     shipped_configs,
 )
 from chargpt.errors import ConfigError
+from chargpt.yaml_reader import MAX_YAML_BYTES, parse_yaml
 
 SHIPPED = ("bigram", "gpt", "gpt-baby", "head", "notebook")
 
@@ -312,8 +311,8 @@ def test_a_thousand_mistakes_are_reported_in_a_readable_length(write) -> None:
 def test_a_huge_file_is_refused_unread(write) -> None:
     path = write("")
     with path.open("wb") as file:
-        file.truncate(MAX_CONFIG_BYTES + 1)
-    assert f"over {MAX_CONFIG_BYTES:,} bytes" in message_of(path)
+        file.truncate(MAX_YAML_BYTES + 1)
+    assert f"over {MAX_YAML_BYTES:,} bytes" in message_of(path)
 
 
 @pytest.mark.parametrize("key", ['"a\\nb"', '"\\e[31m"'])

@@ -202,6 +202,16 @@ def test_dropout_changes_training_and_not_evaluation():
     assert not torch.allclose(model(tokens), model(tokens))
 
 
+def test_dropout_acts_on_the_embedding_and_on_both_branches_of_a_layer():
+    model = noisy_model(dropout=0.5).train()
+    shapes = []
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.register_forward_hook(lambda _, given, __: shapes.append(given[0].shape))
+    model(random_tokens())
+    assert shapes == [(2, 12, 16)] * (1 + 2 * 2)
+
+
 @pytest.mark.parametrize("rung", RUNGS)
 def test_mixed_precision_stays_near_float32_with_and_without_a_cache(rung):
     model, tokens = noisy_model(**rung), random_tokens()

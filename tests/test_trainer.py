@@ -14,7 +14,9 @@ from chargpt.inference.evaluation import baselines
 from chargpt.store.run import RunFolder, load_run
 from chargpt.text.batches import Batches
 from chargpt.text.corpus import Corpus, prepare
-from chargpt.training.trainer import Report, Trainer, resume
+from chargpt.training.estimate import estimate
+from chargpt.training.resume import resume
+from chargpt.training.trainer import Report, Trainer
 
 TINY = {
     "device": "cpu",
@@ -87,7 +89,7 @@ def test_the_same_config_twice_gives_the_same_bytes_and_so_does_stopping_anywher
     config = tiny(**VARIANTS[variant])
     train(config, corpus, tmp_path / "a")
     train(config, corpus, tmp_path / "b")
-    stops = (1, 5, 11)
+    stops = (0, 1, 5, 11)
     for stop in stops:
         train(config, corpus, tmp_path / f"stop{stop}", stop_at=stop)
         go_on(tmp_path / f"stop{stop}", corpus)
@@ -235,7 +237,7 @@ def test_metrics_hold_a_line_for_every_step_and_evaluation(corpus: Corpus, tmp_p
 
 def test_the_plan_leaves_the_run_as_it_was(corpus: Corpus) -> None:
     trainer = Trainer(tiny(**{"model.dropout": 0.2}), corpus)
-    plan = trainer.plan()
+    plan = estimate(trainer)
     assert plan.parameters == trainer.model.parameter_count()
     assert plan.characters == 12 * 4 * 16
     assert plan.seconds > 0

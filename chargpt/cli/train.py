@@ -16,7 +16,7 @@ from chargpt.cli import console, options
 if TYPE_CHECKING:
     from chargpt.store.run import RunFolder
     from chargpt.text.corpus import Split
-    from chargpt.training.trainer import Plan, Report, Trainer
+    from chargpt.training.trainer import Report, Trainer
 
 # scored at most, for the closing table
 CLOSING_CHARACTERS: "dict[Split, int]" = {"train": 100_000, "val": 1_000_000}
@@ -115,7 +115,8 @@ def _resumed(
     from chargpt.errors import ConfigError
     from chargpt.store.run import newest_run, open_run
     from chargpt.text.corpus import prepare
-    from chargpt.training.trainer import Trainer, resume
+    from chargpt.training.resume import resume
+    from chargpt.training.trainer import Trainer
 
     if config is not None or force or encoding is not None:
         raise ConfigError("--resume takes its settings from the run; drop -c, --force, --encoding")
@@ -139,8 +140,10 @@ def _resumed(
 
 def show_plan(trainer: "Trainer") -> None:
     """Say in a few lines what is about to happen. Measures a few steps; call on every rank."""
+    from chargpt.training.estimate import estimate
+
     config, corpus = trainer.config, trainer.corpus
-    plan: Plan = trainer.plan()
+    plan = estimate(trainer)
     unknown = f", {corpus.unknown_share:.2%} of them unknown" if corpus.unknown_share else ""
     lengths = ", ".join(
         f"{len(corpus.split(name)):,} {name}"

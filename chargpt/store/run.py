@@ -15,12 +15,13 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
-from chargpt.config import Config, parse_yaml, validate
+from chargpt.config import Config, validate
 from chargpt.device import choose_device
 from chargpt.errors import RunError
 from chargpt.models import LanguageModel, build_model
 from chargpt.store import checkpoint
 from chargpt.text.tokenizer import CharTokenizer
+from chargpt.yaml_reader import parse_yaml
 
 CONFIG, TOKENIZER, METRICS, CHECKPOINTS = (
     "config.yaml",

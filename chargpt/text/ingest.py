@@ -92,19 +92,23 @@ def load_or_note(key: str, notes: list[str]) -> CachedText | None:
 
 
 def text_key(digests: list[str], settings: TextConfig) -> str:
-    """Return the key of a text: sha256 over its files' sha256 and what else decides its tokens."""
+    """Return the key of a text: sha256 over its files' sums and what else decides its tokens."""
     facts = [cache.VERSION, codec_name(settings.encoding), settings.min_count, digests]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 class Hasher:
-    """sha256 of each file, computed beside the encoding (hashlib leaves other threads running)."""
+    """The sum of each file, computed beside the encoding (hashlib leaves other threads running).
+
+    It is BLAKE2b, which is as strong as SHA-256 and nearly twice as fast on processors without
+    SHA instructions, where SHA-256 would take longer than all the rest.
+    """
 
     DEPTH = 64  # chunks that may wait: bounds memory, evens out the two threads
 
     def __init__(self) -> None:
         self.sums: dict[int, Any] = {}
-        self.worker = ThreadPoolExecutor(1, "sha256")
+        self.worker = ThreadPoolExecutor(1, "sums")
         self.waiting: list[Future[None]] = []
 
     def __enter__(self) -> "Hasher":
@@ -117,7 +121,7 @@ class Hasher:
         """Take the next chunk of file `number`."""
         digest = self.sums.get(number)
         if digest is None:
-            digest = self.sums[number] = hashlib.sha256()
+            digest = self.sums[number] = hashlib.blake2b(digest_size=32)
         self.waiting.append(self.worker.submit(digest.update, chunk))
         if len(self.waiting) > self.DEPTH:
             self.waiting.pop(0).result()

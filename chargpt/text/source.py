@@ -260,13 +260,17 @@ def pieces(
 def _chunks(name: str, raw: IO[bytes]) -> Iterator[tuple[bytes, int]]:
     """Yield chunks of a stream, decompressed, with the bytes of the stream read so far."""
     head = raw.read(CHUNK_BYTES)
-    zipped = head.startswith(GZIP_MAGIC) or name.lower().endswith(".gz")
+    if not head.startswith(GZIP_MAGIC) and not name.lower().endswith(".gz"):
+        position = 0
+        while head:
+            position += len(head)
+            yield head, position
+            head = raw.read(CHUNK_BYTES)
+        return
     counted = _Counted(head, raw)
-    reader: IO[bytes] = io.BufferedReader(counted, CHUNK_BYTES)
-    if zipped:
-        reader = gzip.GzipFile(fileobj=reader)  # type: ignore[assignment]
+    unpacked = gzip.GzipFile(fileobj=io.BufferedReader(counted, CHUNK_BYTES))
     try:
-        while chunk := reader.read(CHUNK_BYTES):
+        while chunk := unpacked.read(CHUNK_BYTES):
             yield chunk, counted.position
     except (gzip.BadGzipFile, EOFError, zlib.error):
         raise TextError(

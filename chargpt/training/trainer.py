@@ -29,9 +29,8 @@ from chargpt.device import (
     choose_dtype,
     dtype_name,
     make_deterministic,
-    synchronize,
 )
-from chargpt.errors import ConfigError, RunError, WorkError
+from chargpt.errors import ConfigError, WorkError
 from chargpt.inference.evaluation import Evaluation, evaluate_tokens
 from chargpt.inference.sampling import stream
 from chargpt.models import LanguageModel, build_model
@@ -57,18 +56,6 @@ class Report:
     is_best: bool = False
     sample: str | None = None
     saved: Path | None = None
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a run is about to cost."""
-
-    parameters: int
-    steps: int
-    characters: int
-    epochs: float
-    memory_bytes: int
-    seconds: float
 
 
 @dataclass
@@ -132,8 +119,9 @@ class Trainer:
         self.optimizer = Optimizer(self.model, self.config.optim)
         self.average = self._start_average(saved)
         if saved is not None:
-            self.optimizer.load_tensors(saved.optimizer)
             self._restore_progress(saved.state)
+        if saved is not None and self.progress.step:  # before the first update there is no state
+            self.optimizer.load_tensors(saved.optimizer)
         self.replica = self._replicate()
         train = self.config.train
         self.batches = Batches(
@@ -358,44 +346,6 @@ class Trainer:
 
     # -- before the loop --------------------------------------------------------------------
 
-    def plan(self) -> Plan:
-        """Measure a few steps without updating, and return what the whole run will cost."""
-        train, model = self.config.train, self.config.model
-        left = train.max_steps - self.progress.step
-        step_seconds = self._seconds_a_step()
-        scored = min(train.evaluate_characters, len(self.corpus.split("val")))
-        batch_characters = train.batch_size * model.block_size
-        # a forward pass is about a third of a training step on as many characters
-        evaluation_seconds = step_seconds * scored / batch_characters / 3 * self.world.size
-        evaluations = left // train.evaluate_every + 2
-        parameters = self.model.parameter_count()
-        vocab = self.corpus.tokenizer.vocab_size
-        # roughly what a layer keeps for its backward pass, in numbers a character
-        kept = model.n_layer * (14 * model.n_embd + 5 * model.mlp_width)
-        per_character = (kept if model.kind == "gpt" else 0) + 3 * vocab
-        activations = self.micro_batch * model.block_size * per_character * 4
-        return Plan(
-            parameters=parameters,
-            steps=left,
-            characters=left * batch_characters,
-            epochs=left * batch_characters / len(self.corpus.split("train")),
-            memory_bytes=parameters * 16 + activations,
-            seconds=left * step_seconds + evaluations * evaluation_seconds,
-        )
-
-    def _seconds_a_step(self) -> float:
-        """Return the median time of a few trial steps; the model and its state stay as they are."""
-        timings = []
-        for _ in range(4):
-            synchronize(self.device)
-            start = time.perf_counter()
-            self.accumulate_gradients(0)
-            synchronize(self.device)
-            timings.append(time.perf_counter() - start)
-        self.model.zero_grad(set_to_none=True)
-        update = 1.1  # clipping and the optimizer, measured on small models
-        return sorted(timings[1:])[1] * update
-
     def _micro_batch_size(self) -> int:
         train = self.config.train
         parts = train.accumulate * self.world.size
@@ -447,41 +397,3 @@ def raw_weights(saved: Saved) -> dict[str, Tensor]:
     """Return the weights that training goes on from; with an average they stand apart."""
     raw = {n[4:]: t for n, t in saved.optimizer.items() if n.startswith("raw.")}
     return raw or saved.model
-
-
-def resume(run: RunFolder, overrides: dict[str, object]) -> tuple[Saved, Config, list[str]]:
-    """Return a run's newest whole checkpoint, the config to go on with, and what to tell the user.
-
-    Raises:
-        RunError: there is nothing to go on from, or all its steps are done.
-        ConfigError: an override would make it another run.
-    """
-    saved, notes = run.load("latest")
-    allowed = ("train.max_steps", "train.patience", "train.keep_last", "device", "dtype")
-    for key in overrides:
-        if key not in allowed and not key.endswith("_every"):
-            raise ConfigError(
-                f"{key} cannot change when a run goes on; leave it, or start a new run with --out"
-            )
-    config = saved.config.with_values(overrides)
-    device, _ = choose_device("auto")
-    if config.device.split(":")[0] not in ("cpu", device.type) and "device" not in overrides:
-        notes.append(f"{config.device} is not here, so the run goes on on {device.type}")
-        config = config.with_values({"device": device.type, "dtype": "auto"})
-    threads = saved.state.get("threads")
-    if threads != torch.get_num_threads() and config.device == "cpu":
-        notes.append(
-            f"{threads} threads before, {torch.get_num_threads()} now: results may differ in the "
-            f"last digits (set OMP_NUM_THREADS={threads} for the same bits)"
-        )
-    if saved.state.get("stopped_early") and "train.patience" not in overrides:
-        raise RunError(
-            f"{run.path} stopped early at step {saved.state['step']}, as its validation loss no "
-            "longer fell; let it go on with -s train.patience=null"
-        )
-    if int(saved.state["step"]) >= config.train.max_steps:
-        raise RunError(
-            f"{run.path} has done all its {config.train.max_steps} steps; "
-            "give it more with -s train.max_steps=N"
-        )
-    return saved, config, notes

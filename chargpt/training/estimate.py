@@ -1,0 +1,59 @@
+"""What a run is about to cost, from a few steps measured on this machine."""
+
+import time
+from dataclasses import dataclass
+
+from chargpt.device import synchronize
+from chargpt.training.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run is about to cost."""
+
+    parameters: int
+    steps: int
+    characters: int
+    epochs: float
+    memory_bytes: int
+    seconds: float
+
+
+def estimate(trainer: Trainer) -> Plan:
+    """Measure a few steps without updating, and return what the whole run will cost."""
+    train, model = trainer.config.train, trainer.config.model
+    left = train.max_steps - trainer.progress.step
+    step_seconds = _seconds_a_step(trainer)
+    scored = min(train.evaluate_characters, len(trainer.corpus.split("val")))
+    batch_characters = train.batch_size * model.block_size
+    # a forward pass is about a third of a training step on as many characters
+    evaluation_seconds = step_seconds * scored / batch_characters / 3 * trainer.world.size
+    evaluations = left // train.evaluate_every + 2
+    parameters = trainer.model.parameter_count()
+    vocab = trainer.corpus.tokenizer.vocab_size
+    # roughly what a layer keeps for its backward pass, in numbers a character
+    kept = model.n_layer * (14 * model.n_embd + 5 * model.mlp_width)
+    per_character = (kept if model.kind == "gpt" else 0) + 3 * vocab
+    activations = trainer.micro_batch * model.block_size * per_character * 4
+    return Plan(
+        parameters=parameters,
+        steps=left,
+        characters=left * batch_characters,
+        epochs=left * batch_characters / len(trainer.corpus.split("train")),
+        memory_bytes=parameters * 16 + activations,
+        seconds=left * step_seconds + evaluations * evaluation_seconds,
+    )
+
+
+def _seconds_a_step(trainer: Trainer) -> float:
+    """Return the median time of a few trial steps; the model and its state stay as they are."""
+    timings = []
+    for _ in range(4):
+        synchronize(trainer.device)
+        start = time.perf_counter()
+        trainer.accumulate_gradients(0)
+        synchronize(trainer.device)
+        timings.append(time.perf_counter() - start)
+    trainer.model.zero_grad(set_to_none=True)
+    update = 1.1  # clipping and the optimizer, measured on small models
+    return sorted(timings[1:])[1] * update
