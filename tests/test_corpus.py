@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from chargpt.config import TextConfig
 from chargpt.errors import TextError, UnknownCharacterError
-from chargpt.text import cache, ingest, source
+from chargpt.text import cache, source, spool
 from chargpt.text.corpus import Corpus, prepare, read_text
 from chargpt.text.statistics import count_pairs, count_tokens
 from chargpt.text.tokenizer import CharTokenizer
@@ -118,12 +118,14 @@ def test_a_text_too_short_for_a_block_says_what_to_set() -> None:
 @given(
     text=st.text(st.characters(codec="utf-8", exclude_characters="\0\ufeff"), min_size=1),
     chunk=st.integers(1, 7),
+    held=st.integers(1, 30),
 )
 def test_every_text_comes_back_exactly_whatever_the_chunks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, chunk: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, chunk: int, held: int
 ) -> None:
     monkeypatch.setattr(source, "CHUNK_BYTES", chunk)
-    monkeypatch.setattr(ingest, "MAP_CHUNK", chunk)
+    monkeypatch.setattr(spool, "MAP_CHUNK", chunk)
+    monkeypatch.setattr(spool, "HELD_BACK", held)
     path = tmp_path / "text.txt"
     path.write_bytes(text.encode("utf-8"))
     corpus = prepared(path)
@@ -239,7 +241,7 @@ def test_a_full_disk_is_noticed_before_it_is_full(
     archive = write(gzip.compress(b"ab" * 3_000_000), "a.gz")
     usage = shutil.disk_usage(own_cache)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=cache.ROOM + 100_000))
-    monkeypatch.setattr(ingest, "ROOM_EVERY", 1_000_000)
+    monkeypatch.setattr(cache, "ROOM_EVERY", 1_000_000)
     assert "CHARGPT_CACHE" in refusal(archive)
     assert "MB free" in refusal(write("abc" * 100_000))
     assert not list((own_cache / "tokens").glob("*"))
@@ -369,11 +371,15 @@ def test_the_embedded_text_needs_no_file() -> None:
     assert prepared(None).key == corpus.key
 
 
-@pytest.mark.parametrize(("kinds", "dtype"), [(200, "uint8"), (3000, "uint16"), (70_000, "uint32")])
+@pytest.mark.parametrize(
+    ("kinds", "dtype"), [(200, "uint8"), (239, "uint8"), (3000, "uint16"), (70_000, "uint32")]
+)
+@pytest.mark.parametrize("held", [1, 5000, 1 << 30])
 def test_large_vocabularies_are_encoded_whatever_comes_first(
-    write: Write, monkeypatch: pytest.MonkeyPatch, kinds: int, dtype: str
+    write: Write, monkeypatch: pytest.MonkeyPatch, kinds: int, dtype: str, held: int
 ) -> None:
     monkeypatch.setattr(source, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(spool, "HELD_BACK", held)
     characters = [chr(0x20000 - code) for code in range(kinds)]
     text = "plain ascii first " * 100 + "".join(characters) + "and last " * 100
     corpus = prepared(write(text))
@@ -393,15 +399,21 @@ def test_rare_characters_become_the_unknown_token(write: Write) -> None:
     assert "lower text.min_count" in refusal(write("abc", "rare.txt"), min_count=2)
 
 
-def test_progress_counts_up_to_the_whole(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_progress_counts_up_to_the_whole(
+    write: Write, monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
     monkeypatch.setattr(source, "CHUNK_BYTES", 1000)
-    monkeypatch.setattr(ingest, "MAP_CHUNK", 1000)
-    path = write("ab" * 2500)
+    monkeypatch.setattr(spool, "MAP_CHUNK", 1000)
+    monkeypatch.setattr(spool, "HELD_BACK", 2000)
+    path = write("ab" * 2499 + ("Aa" if late else "ab"))
     told: list[tuple[str, int, int]] = []
-    prepare(TextConfig(path=str(path)), progress=lambda *facts: told.append(facts))
-    assert [facts for facts in told if facts[0] == "reading"][-1] == ("reading", 5000, 5000)
-    assert told[-1] == ("encoding", 5000, 5000)
-    assert len(told) == 10
+    corpus = prepare(TextConfig(path=str(path)), progress=lambda *facts: told.append(facts))
+    assert text_of(corpus) == path.read_text()
+    whole = [("reading", 1000 * number, 5000) for number in range(1, 6)]
+    if late:  # a character that was not at the start takes a second pass
+        whole += [("encoding", 1000 * number, 5000) for number in range(1, 6)]
+    assert told == whole
 
 
 # The cache
@@ -574,7 +586,7 @@ def test_processes_that_prepare_one_text_at_once_do_not_disturb_each_other(write
 def test_what_killed_processes_left_is_cleared_away(write: Write) -> None:
     folder = prepared(write("abc")).folder
     assert folder is not None
-    old, new = folder / ".tokens.old.tmp", folder / ".tokens.new.tmp"
+    old, new = folder.parent / ".tokens.old.tmp", folder / ".tokens.new.tmp"
     old.write_bytes(b"x")
     new.write_bytes(b"x")
     os.utime(old, (1, 1))

@@ -148,8 +148,7 @@ class Progress:
         self.done = initial
         self.quiet = not is_main()
         self.bar: Any = None
-        self.last_line = time.monotonic()
-        self.started, self.initial = self.last_line, initial
+        self.last_line, self.last_done = time.monotonic(), initial
         if not self.quiet and sys.stderr.isatty():
             from tqdm import tqdm
 
@@ -180,11 +179,11 @@ class Progress:
             self.bar.update(step)
         elif detail is not None and not self.quiet:
             now = time.monotonic()
-            rate = (done - self.initial) / max(now - self.started, 1e-9)
+            rate = (done - self.last_done) / max(now - self.last_line, 1e-9)
             left = (self.total - done) / rate if rate else math.inf
             ahead = f", {duration(left)} left" if math.isfinite(left) else ""
             say(f"{self.unit} {done:,}/{self.total:,}  {detail}{ahead}")
-            self.last_line = now
+            self.last_line, self.last_done = now, done
 
     def write(self, text: str) -> None:
         """Print lines without breaking the bar."""

@@ -190,7 +190,7 @@ def train_to_end(trainer: "Trainer", folder: "RunFolder | None") -> None:
     total = trainer.config.train.max_steps
     bar = console.Progress(total, "step", initial=trainer.progress.step)
     characters = trainer.config.train.batch_size * trainer.config.model.block_size
-    started, first = time.perf_counter(), trainer.progress.step
+    clock, counted = time.perf_counter(), trainer.progress.step
     with catch_signals() as caught:
         try:
             for report in trainer.steps():
@@ -198,7 +198,9 @@ def train_to_end(trainer: "Trainer", folder: "RunFolder | None") -> None:
                     validation.append(report.validation.nats_per_char)
                 detail = None
                 if bar.wants_detail() and report.loss is not None:
-                    speed = (report.step - first) * characters / (time.perf_counter() - started)
+                    now = time.perf_counter()
+                    speed = (report.step - counted) * characters / (now - clock)
+                    clock, counted = now, report.step
                     detail = _detail(report, validation, bigram, speed)
                 bar.move_to(report.step, detail)
                 if report.sample is not None:

@@ -18,11 +18,10 @@ import shutil
 import tempfile
 import time
 import zlib
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +36,7 @@ MAX_META_BYTES = 100_000
 MAX_INDEX_BYTES = 500_000_000
 CHECKED_BYTES = 100_000_000  # token files up to here are summed at every start: 0.06 s
 ROOM = 64_000_000  # bytes to leave free on the disk
+ROOM_EVERY = 64 << 20  # bytes written between looks at the free disk
 STALE = 24 * 3600  # seconds after which a temporary file belongs to nobody
 CHUNK_BYTES = 1 << 20
 
@@ -71,7 +71,7 @@ def tokens_folder() -> Path:
     folder = cache_folder() / "tokens"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for leftover in folder.glob("*/.*.tmp"):
+        for leftover in (*folder.glob(".*.tmp"), *folder.glob("*/.*.tmp")):
             if time.time() - leftover.stat().st_mtime > STALE:
                 leftover.unlink(missing_ok=True)
     except FileNotFoundError:  # another process was quicker
@@ -102,49 +102,88 @@ def require_room(folder: Path, size: int) -> None:
         )
 
 
-def store(
-    key: str, tokenizer: CharTokenizer, portions: Iterable[Tokens], unknown_count: int
-) -> None:
-    """Write an encoded text under its key.
+class TokenFile:
+    """Ids on their way into the cache: a temporary file, and its checksum while that is wanted."""
+
+    def __init__(self, folder: Path) -> None:
+        handle, name = tempfile.mkstemp(dir=folder, prefix=".tokens.", suffix=".tmp")
+        self.folder, self.path = folder, Path(name)
+        self.file = os.fdopen(handle, "w+b")
+        self.worker = ThreadPoolExecutor(1, "crc32")
+        self.sum: Future[int] | None = None
+        self.summing = True
+        self.size = self.room_until = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.worker.shutdown()
+        self.file.close()
+        self.path.unlink(missing_ok=True)
+
+    def write(self, ids: Tokens) -> None:
+        """Append ids.
+
+        Raises:
+            TextError: the disk is nearly full.
+        """
+        if self.size + ids.nbytes > self.room_until:
+            require_room(self.folder, max(ROOM_EVERY, ids.nbytes))
+            self.room_until = self.size + max(ROOM_EVERY, ids.nbytes)
+        if self.summing:
+            self.sum = self.worker.submit(zlib.crc32, ids.data, self.crc32)
+        self.file.write(ids.data)
+        self.size += ids.nbytes
+
+    @property
+    def crc32(self) -> int:
+        """Checksum of what was written."""
+        return self.sum.result() if self.sum else 0
+
+    def rewind(self) -> None:
+        """Go to the start, to read."""
+        self.file.seek(0)
+
+    def read(self, size: int) -> bytes:
+        """Return the next bytes."""
+        return self.file.read(size)
+
+
+def store(key: str, tokenizer: CharTokenizer, tokens: TokenFile, unknown_count: int) -> CachedText:
+    """Move an encoded text into the cache under its key, and return it.
 
     Args:
         key: names the folder.
         tokenizer: what the ids mean.
-        portions: the ids in order, each portion in `tokenizer.dtype`.
+        tokens: the ids, in `tokenizer.dtype`.
         unknown_count: how many of the ids are the unknown token.
 
     Raises:
         TextError: the disk is full or the cache cannot be written.
     """
     folder = tokens_folder() / key
-    temporary = ""
     try:
         folder.mkdir(exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=folder, prefix=".tokens.", suffix=".tmp")
-        count = checksum = 0
-        with os.fdopen(handle, "wb") as file, ThreadPoolExecutor(1) as summer:
-            for portion in portions:
-                summing = summer.submit(zlib.crc32, portion.data, checksum)
-                file.write(portion.data)
-                count += portion.size
-                checksum = summing.result()
-        os.replace(temporary, folder / "tokens.bin")
+        tokens.file.close()
+        os.replace(tokens.path, folder / "tokens.bin")
         vocabulary = tokenizer.to_json().encode("ascii")
         write_atomically(folder / "tokenizer.json", vocabulary)
         meta = {
             "format": FORMAT,
             "version": VERSION,
-            "count": count,
-            "crc32": checksum,
+            "count": tokens.size // tokenizer.dtype.itemsize,
+            "crc32": tokens.crc32,
             "unknown_count": unknown_count,
             "tokenizer_sha256": hashlib.sha256(vocabulary).hexdigest(),
             "unchanged_since": _stamp(folder / "tokens.bin"),
         }
         write_atomically(folder / "meta.json", json.dumps(meta, indent=1).encode("ascii"))
     except OSError as error:
-        if temporary:
-            Path(temporary).unlink(missing_ok=True)
         raise _unwritable(folder, error) from None
+    stored = load(key)
+    assert stored is not None
+    return stored
 
 
 def _stamp(path: Path) -> list[int]:

@@ -209,9 +209,12 @@ def _download(entry: Entry, folder: Path, progress: Progress | None) -> Path:
         cause = f"the transfer from {entry.url} broke off"
     except requests.exceptions.Timeout:
         cause = f"{entry.url} did not answer within {TIMEOUT} seconds"
-    except requests.exceptions.ConnectionError:
-        cause = f"{entry.url} cannot be reached"
-        again = "check the network, or bring the file by hand and name it as TEXT"
+    except requests.exceptions.ConnectionError as error:
+        if "timed out" in str(error):  # in the middle of the text, requests calls it this
+            cause = f"{entry.url} fell silent for {TIMEOUT} seconds"
+        else:
+            cause = f"{entry.url} cannot be reached"
+            again = "check the network, or bring the file by hand and name it as TEXT"
     except requests.exceptions.RequestException as error:
         cause = f"{entry.url} could not be fetched ({type(error).__name__})"
     except ValueError:

@@ -1,32 +1,18 @@
-"""One pass over a text of any size: its checksum, its characters' counts, its tokens.
-
-The vocabulary is known only at the end, so ids are given out as characters appear (provisional
-ids, from 1) and written to a nameless temporary file; then that file, far quicker to read than the
-text, is mapped to the final ids. A text is thus read once, be it a pipe or an archive.
-"""
+"""One pass over a text of any size, be it a pipe or an archive: its key and its tokens."""
 
 import hashlib
 import json
-import os
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
-from typing import IO, Any
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any
 
 from chargpt.config import TextConfig
 from chargpt.errors import TextError
 from chargpt.text import cache
-from chargpt.text.cache import CachedText, DamagedCacheError
-from chargpt.text.source import Piece, Source, codec_name, pieces
-from chargpt.text.statistics import count_tokens
-from chargpt.text.tokenizer import CODE_POINTS, CharTokenizer, Tokens, code_points
-
-ROOM_EVERY = 64 << 20  # bytes written between looks at the free disk
-MAP_CHUNK = 1 << 20  # tokens
+from chargpt.text.cache import CachedText, DamagedCacheError, TokenFile
+from chargpt.text.source import Source, codec_name, pieces
+from chargpt.text.spool import Spool
+from chargpt.text.tokenizer import CharTokenizer
 
 Progress = Callable[[str, int, int], None]
 
@@ -40,7 +26,7 @@ def ingest(
         source: the text.
         settings: its encoding and `min_count`.
         progress: called with ("reading", bytes done, bytes in all or 0), then with
-            ("encoding", characters done, characters in all).
+            ("encoding", characters done, characters in all) if a second pass is needed.
         notes: takes sentences that the user should see.
 
     Raises:
@@ -55,29 +41,31 @@ def ingest(
             progress("reading", done, size)
 
     try:
-        with tempfile.TemporaryFile(dir=folder) as file, Hasher() as hasher:
-            spool = Spool(file, folder, counting=settings.min_count > 1)
+        with TokenFile(folder) as file, Hasher() as hasher:
+            spool = Spool(file, counting=settings.min_count > 1)
             for piece in pieces(source, settings.encoding, hasher.update, read):
                 spool.add(piece)
+            spool.settle()
             key = text_key(hasher.digests(), settings)
             if (cached := load_or_note(key, notes)) is not None:
                 return cached
             if not spool.count:
                 raise TextError(f"{source.name} is empty; give a text that holds characters")
             tokenizer = CharTokenizer.from_counts(spool.counts(), settings.min_count)
+            unknown_count = spool.unknown_count(tokenizer)
+            if spool.is_final(tokenizer):
+                return cache.store(key, tokenizer, file, unknown_count)
             cache.require_room(folder, spool.count * tokenizer.dtype.itemsize)
-            cache.store(
-                key, tokenizer, spool.tokens(tokenizer, progress), spool.unknown_count(tokenizer)
-            )
+            with TokenFile(folder) as final:
+                for ids in spool.tokens(tokenizer, progress):
+                    final.write(ids)
+                return cache.store(key, tokenizer, final, unknown_count)
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise TextError(
             f"{source.name} cannot be read or encoded ({reason}); "
             "check the disk of the text and of the cache (CHARGPT_CACHE)"
         ) from None
-    stored = cache.load(key)
-    assert stored is not None
-    return stored
 
 
 def load_or_note(key: str, notes: list[str]) -> CachedText | None:
@@ -104,7 +92,7 @@ class Hasher:
     SHA instructions, where SHA-256 would take longer than all the rest.
     """
 
-    DEPTH = 64  # chunks that may wait: bounds memory, evens out the two threads
+    DEPTH = 128  # chunks that may wait: bounds memory, evens out the two threads
 
     def __init__(self) -> None:
         self.sums: dict[int, Any] = {}
@@ -132,113 +120,3 @@ class Hasher:
             future.result()
         self.waiting.clear()
         return [self.sums[number].hexdigest() for number in sorted(self.sums)]
-
-
-class Spool:
-    """Provisional ids of a growing text, in a file."""
-
-    def __init__(self, file: IO[bytes], folder: Path, counting: bool) -> None:
-        """Take an empty file, the folder it is in, and whether counts are wanted, not just kinds.
-
-        Counting takes as long as all the rest.
-        """
-        self.file, self.folder, self.counting = file, folder, counting
-        self.dtype: np.dtype[Any] = np.dtype(np.uint8)
-        # Provisional id of each code point; 0 has none yet.
-        self.table: npt.NDArray[Any] = np.zeros(CODE_POINTS, dtype=self.dtype)
-        self.ascii_table = bytes(256)
-        self.known = [np.zeros(0, dtype=np.int64)]  # code points in order of appearance
-        self.kinds = 0
-        self.id_counts = np.zeros(256, dtype=np.int64)
-        self.segments: list[tuple[np.dtype[Any], int]] = []
-        self.count = 0
-        self.room_looked_at = 0
-
-    def add(self, piece: Piece) -> None:
-        """Append a piece of the text."""
-        if not piece:
-            return
-        ids = self._ids(piece)
-        if self.dtype.itemsize * (self.count - self.room_looked_at) > ROOM_EVERY:
-            cache.require_room(self.folder, ROOM_EVERY)
-            self.room_looked_at = self.count
-        self.file.write(ids.data)
-        if self.counting:
-            self.id_counts += count_tokens(ids, self.id_counts.size)
-        self.count += ids.size
-        if self.segments and self.segments[-1][0] == self.dtype:
-            self.segments[-1] = (self.dtype, self.segments[-1][1] + ids.size)
-        else:
-            self.segments.append((self.dtype, ids.size))
-
-    def _ids(self, piece: Piece) -> Tokens:
-        """Return the provisional ids of a piece, giving out new ones where needed."""
-        if isinstance(piece, bytes) and self.dtype == np.uint8:
-            translated = piece.translate(self.ascii_table)
-            if b"\0" not in translated:
-                return np.frombuffer(translated, dtype=np.uint8)
-        codes: npt.NDArray[Any]
-        codes = np.frombuffer(piece, np.uint8) if isinstance(piece, bytes) else code_points(piece)
-        ids = np.take(self.table, codes)
-        if not ids.all():
-            self._admit(np.unique(codes[ids == 0]))
-            ids = np.take(self.table, codes)
-        return ids
-
-    def _admit(self, codes: npt.NDArray[Any]) -> None:
-        """Give provisional ids to new code points, widening the ids if they run out."""
-        last = self.kinds + codes.size
-        needed = np.min_scalar_type(last)
-        if needed.itemsize > self.dtype.itemsize:
-            self.dtype = np.dtype(needed)
-            self.table = self.table.astype(self.dtype)
-        self.table[codes] = np.arange(self.kinds + 1, last + 1)
-        self.known.append(codes.astype(np.int64))
-        self.kinds = last
-        room = 1 << 8 * self.dtype.itemsize if self.dtype.itemsize < 4 else CODE_POINTS + 1
-        self.id_counts = np.pad(self.id_counts, (0, room - self.id_counts.size))
-        if not self.counting:
-            self.id_counts[1 : last + 1] = 1
-        if self.dtype == np.uint8:
-            self.ascii_table = self.table[:256].tobytes()
-
-    def counts(self) -> npt.NDArray[np.int64]:
-        """Return how often each code point occurs (not counting: 1 or 0), shape (CODE_POINTS,)."""
-        counts = np.zeros(CODE_POINTS, dtype=np.int64)
-        counts[np.concatenate(self.known)] = self.id_counts[1 : self.kinds + 1]
-        return counts
-
-    def _final_ids(self, tokenizer: CharTokenizer) -> Tokens:
-        """Return the final id of each provisional id."""
-        final = np.zeros(max(256, self.kinds + 1), dtype=tokenizer.dtype)
-        known = code_points(tokenizer.characters)
-        provisional = self.table[known]
-        if tokenizer.unknown_id is not None:
-            final[:] = tokenizer.unknown_id
-        final[provisional] = np.arange(known.size)
-        return final
-
-    def unknown_count(self, tokenizer: CharTokenizer) -> int:
-        """Return how many characters share the unknown token."""
-        if not tokenizer.has_unknown:
-            return 0
-        known = self.id_counts[self.table[code_points(tokenizer.characters)]]
-        return self.count - int(known.sum())
-
-    def tokens(self, tokenizer: CharTokenizer, progress: Progress | None) -> Iterator[Tokens]:
-        """Yield the final ids of the whole text, a portion at a time."""
-        final = self._final_ids(tokenizer)
-        bytewise = final.tobytes() if final.dtype == np.uint8 and final.size == 256 else None
-        done = 0
-        self.file.seek(0, os.SEEK_SET)
-        for dtype, left in self.segments:
-            while left > 0:
-                chunk = self.file.read(min(left, MAP_CHUNK) * dtype.itemsize)
-                if dtype == np.uint8 and bytewise is not None:
-                    yield np.frombuffer(chunk.translate(bytewise), dtype=np.uint8)
-                else:
-                    yield np.take(final, np.frombuffer(chunk, dtype=dtype))
-                done += len(chunk) // dtype.itemsize
-                left -= len(chunk) // dtype.itemsize
-                if progress:
-                    progress("encoding", done, self.count)

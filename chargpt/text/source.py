@@ -23,7 +23,7 @@ from chargpt.config import TextConfig
 from chargpt.errors import TextError
 from chargpt.text.catalog import CATALOG, EMBEDDED, embedded_text
 
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 19  # with what is made of it, stays in a processor's cache
 MAX_TEXT_BYTES = 100 * 10**9  # decompressed; what an archive can cost at most
 MAX_FILES = 1_000_000
 STDIN = "-"
@@ -92,7 +92,10 @@ def find_source(settings: TextConfig) -> Source:
     """
     path = settings.path
     if path is None:
-        return Source(EMBEDDED, embedded=embedded_text().encode())
+        try:
+            return Source(EMBEDDED, embedded=embedded_text().encode())
+        except TextError as error:
+            raise MissingTextError(str(error)) from None
     if path == STDIN:
         return Source("standard input")
     expanded = os.path.expanduser(path)

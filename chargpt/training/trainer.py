@@ -267,10 +267,10 @@ class Trainer:
         )
         tokenizer = self.corpus.tokenizer
         prompt = tokenizer.encode(options.prompt, unknown="replace")
+        unigram = self.corpus.token_counts("train")
         with self.averaged_weights():
-            return options.prompt + "".join(
-                pieces[0] for pieces in stream(self.model, tokenizer, prompt, options)
-            )
+            pieces = stream(self.model, tokenizer, prompt, options, unigram=unigram)
+            return options.prompt + "".join(piece for (piece,) in pieces)
 
     def write_metrics(self) -> None:
         """Write a line for each step since the last time.

@@ -1,0 +1,105 @@
+"""How fast a long text is prepared, in how much memory, and how fast a second start is.
+
+    python scripts/bench_text.py SEED_TEXT [--gigabytes 1] [--json benchmarks/text.json]
+
+Makes a text by repeating SEED_TEXT with changes (a counter in each repetition, so that no two are
+alike), then runs `prepare` in fresh processes: three times cold, three times warm.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from datetime import UTC, datetime
+from pathlib import Path
+
+PROBE = """
+import json, resource, sys, time
+start = time.perf_counter()
+from chargpt.config import TextConfig
+from chargpt.text.corpus import prepare
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+began = time.perf_counter()
+corpus = prepare(TextConfig(path=sys.argv[1]))
+ended = time.perf_counter()
+# a mapped file's pages count as resident, so the peak is read before anything looks at the tokens
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(json.dumps({"seconds": ended - began, "process": ended - start,
+                  "growth_mb": (after - before) / 1000, "characters": len(corpus.tokens)}))
+"""
+
+
+def make_text(seed: Path, target: Path, size: int) -> None:
+    """Write about `size` bytes."""
+    content = seed.read_bytes()
+    with open(target, "wb") as file:
+        number = 0
+        while file.tell() < size:
+            file.write(b"Part %d.\n" % number + content)
+            number += 1
+
+
+def probe(text: Path, cache: Path) -> dict[str, float]:
+    """Prepare the text in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, str(text)],
+        env={**os.environ, "CHARGPT_CACHE": str(cache)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    result: dict[str, float] = json.loads(done.stdout)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("seed", type=Path)
+    parser.add_argument("--gigabytes", type=float, default=1.0)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        text, cache = Path(folder, "long.txt"), Path(folder, "cache")
+        make_text(arguments.seed, text, int(arguments.gigabytes * 1e9))
+        size = text.stat().st_size
+        cold = []
+        for _ in range(3):
+            shutil.rmtree(cache, ignore_errors=True)
+            cold.append(probe(text, cache))
+        warm = [probe(text, cache) for _ in range(3)]
+    seconds = statistics.median(run["seconds"] for run in cold)
+    result = {
+        "command": " ".join(sys.argv),
+        "date": datetime.now(UTC).date().isoformat(),
+        "commit": subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+        ).stdout.strip(),
+        "hardware": f"{_cpu()}, {os.cpu_count()} cores",
+        "python": platform.python_version(),
+        "text_bytes": size,
+        "cold_mb_per_second": round(size / 1e6 / seconds, 1),
+        "cold_seconds": [round(run["seconds"], 2) for run in cold],
+        "memory_growth_mb": round(max(run["growth_mb"] for run in cold), 1),
+        "warm_seconds": [round(run["seconds"], 3) for run in warm],
+        "warm_process_seconds": [round(run["process"], 2) for run in warm],
+    }
+    print(json.dumps(result, indent=2))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(": ")[1] for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""Named texts, fetched over real sockets from a server of this test's own."""
+
+import hashlib
+import io
+import logging
+import os
+import socket
+import sys
+import threading
+import zipfile
+from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from chargpt.config import load_config
+from chargpt.errors import DownloadError, TextError
+from chargpt.text import catalog
+from chargpt.text.catalog import CATALOG, Entry, embedded_text, fetch, settings_for
+
+TEXT = b"First Citizen:\nBefore we proceed any further, hear me speak.\n" * 5000
+
+
+def packed(content: bytes, member: str = "text8") -> bytes:
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr(member, content)
+    return archive.getvalue()
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        server = self.server
+        assert isinstance(server, Server)
+        server.asked.append(self.path)
+        if self.path == "/none":
+            self.send_error(404)
+            return
+        body = server.bodies[self.path.removesuffix("-broken").removesuffix("-slow")]
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.path.endswith("-slow"):
+            server.stopped.wait(10)
+        elif self.path.endswith("-broken"):
+            self.wfile.write(body[: len(body) // 2])
+            self.wfile.flush()
+            self.connection.shutdown(socket.SHUT_RDWR)
+        else:
+            self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class Server(ThreadingHTTPServer):
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.asked: list[str] = []
+        self.bodies = {"/text": TEXT, "/zip": packed(TEXT)}
+        self.stopped = threading.Event()
+
+    def entry(self, path: str = "/text") -> Entry:
+        """A catalog entry for one of the server's files, its sums right."""
+        body = self.bodies.get(path.removesuffix("-broken").removesuffix("-slow"), b"")
+        return Entry(
+            "sample",
+            "a text",
+            f"http://127.0.0.1:{self.server_port}{path}",
+            f"sha256:{hashlib.sha256(body).hexdigest()}",
+            content_hash=f"md5:{hashlib.md5(TEXT).hexdigest()}",
+            size=len(TEXT),
+            member="text8" if path.startswith("/zip") else None,
+        )
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with Server() as running:
+        thread = threading.Thread(target=running.serve_forever, args=(0.01,))
+        thread.start()
+        yield running
+        running.stopped.set()
+        running.shutdown()
+        thread.join()
+
+
+def refusal(entry: Entry, folder: Path) -> str:
+    """Fail to fetch, and return the one sentence; nothing may be left behind."""
+    before = sorted(folder.rglob("*"))
+    with pytest.raises(DownloadError) as caught:
+        fetch(entry, folder)
+    assert sorted(folder.rglob("*")) == before
+    message = str(caught.value)
+    assert "\n" not in message
+    assert caught.value.exit_code == 1
+    return message
+
+
+@pytest.mark.parametrize("path", ["/text", "/zip"])
+def test_a_text_is_fetched_once_and_checked(server: Server, tmp_path: Path, path: str) -> None:
+    told: list[tuple[str, int, int]] = []
+    folder = tmp_path / "new" / "data"
+    found = fetch(server.entry(path), folder, lambda *facts: told.append(facts))
+    assert found == folder / "sample.txt"
+    assert found.read_bytes() == TEXT
+    assert [file.name for file in folder.iterdir()] == ["sample.txt"]
+    size = len(server.bodies[path])
+    assert told[-1] == ("fetching", size, size)
+    assert all(name == "fetching" and done <= total for name, done, total in told)
+    assert fetch(server.entry(path), folder) == found
+    assert server.asked == [path]
+
+
+def test_a_file_that_is_not_the_text_is_fetched_anew(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "sample.txt").write_bytes(b"x" * len(TEXT))
+    assert fetch(server.entry(), tmp_path).read_bytes() == TEXT
+    (tmp_path / "sample.txt").write_bytes(TEXT[:-1])
+    assert fetch(server.entry(), tmp_path).read_bytes() == TEXT
+
+
+def test_a_wrong_sum_is_one_sentence_and_keeps_what_was_there(
+    server: Server, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "sample.txt").write_bytes(b"older")
+    entry = replace(server.entry(), known_hash="sha256:" + "0" * 64)
+    assert "checksum is not the one that its publisher states" in refusal(entry, tmp_path)
+    assert (tmp_path / "sample.txt").read_bytes() == b"older"
+    assert capfd.readouterr() == ("", "")
+    assert logging.getLogger("pooch").level in (logging.NOTSET, logging.CRITICAL)
+
+
+def test_a_broken_transfer_is_one_sentence(server: Server, tmp_path: Path) -> None:
+    assert "broke off" in refusal(server.entry("/text-broken"), tmp_path)
+
+
+def test_a_server_that_falls_silent_is_one_sentence(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalog, "TIMEOUT", 0.2)
+    assert "fell silent for 0.2 seconds" in refusal(server.entry("/text-slow"), tmp_path)
+
+
+def test_no_server_is_one_sentence(tmp_path: Path) -> None:
+    with socket.socket() as taken:  # bound and not listening: every connection is refused
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        entry = Entry("sample", "", f"http://127.0.0.1:{port}/", "md5:0", size=1)
+        message = refusal(entry, tmp_path)
+    assert "cannot be reached" in message
+    assert "check the network" in message
+
+
+def test_an_answer_that_is_an_error_is_one_sentence(server: Server, tmp_path: Path) -> None:
+    assert "/none answered 404" in refusal(server.entry("/none"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"no archive",
+        packed(TEXT, member="other"),
+        packed(TEXT[:-1]),
+        packed(TEXT + b"more"),
+        packed(b"x" * len(TEXT)),
+        packed(b"\0" * 50_000_000),
+        packed(TEXT)[:200] + b"\xff\xff\xff" + packed(TEXT)[203:],
+    ],
+    ids=["no archive", "no member", "shorter", "longer", "another text", "a bomb", "damaged"],
+)
+def test_an_archive_that_does_not_hold_the_text_is_one_sentence(
+    server: Server, tmp_path: Path, body: bytes
+) -> None:
+    server.bodies["/zip"] = body
+    assert "does not hold the text" in refusal(server.entry("/zip"), tmp_path)
+
+
+def test_a_folder_that_cannot_be_made_is_one_sentence(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "data").write_text("a file in the way")
+    assert "cannot be written to" in refusal(server.entry(), tmp_path / "data" / "texts")
+
+
+def test_the_embedded_text_is_prose_of_some_size_and_the_same_each_time() -> None:
+    text = embedded_text()
+    assert len(text) > 300_000
+    assert "expression" in text
+    assert embedded_text() == text
+
+
+@pytest.mark.parametrize("topics", [None, {}])
+def test_a_python_without_its_documentation_names_another_text(
+    monkeypatch: pytest.MonkeyPatch, topics: dict[str, str] | None
+) -> None:
+    empty = ModuleType("pydoc_data.topics")
+    if topics is not None:
+        empty.topics = topics  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pydoc_data.topics", empty)
+    monkeypatch.setattr("pydoc_data.topics", empty, raising=False)
+    with pytest.raises(TextError, match="chargpt data get tinyshakespeare"):
+        embedded_text()
+
+
+def test_the_embedded_text_is_not_to_be_fetched(tmp_path: Path) -> None:
+    with pytest.raises(TextError, match="embedded"):
+        fetch(CATALOG["python-docs"], tmp_path)
+
+
+def test_named_texts_come_with_their_customary_settings(tmp_path: Path) -> None:
+    assert settings_for("novel.txt", tmp_path) is None
+    assert settings_for("python-docs", tmp_path) == {"text.path": None}
+    for name in ("tinyshakespeare", "text8", "enwik8"):
+        with pytest.raises(TextError, match=f"`chargpt data get {name}`"):
+            settings_for(name, tmp_path)
+        (tmp_path / f"{name}.txt").write_text("abc")
+        found = settings_for(name, tmp_path)
+        assert found is not None
+        assert found["text.path"] == str(tmp_path / f"{name}.txt")
+        config = load_config(defaults=found)  # every one of them is a setting
+        assert config.text.val_fraction == (0.1 if name == "tinyshakespeare" else 0.05)
+
+
+@pytest.mark.parametrize("entry", CATALOG.values(), ids=CATALOG.keys())
+def test_every_entry_states_sums_of_the_right_length(entry: Entry) -> None:
+    assert entry.description
+    if entry.url is None:
+        return
+    for stated in (entry.known_hash, entry.content_hash):
+        algorithm, _, digits = stated.partition(":")
+        assert len(bytes.fromhex(digits)) == hashlib.new(algorithm).digest_size
+    assert entry.size > 1_000_000
+
+
+@pytest.mark.skipif(
+    "CHARGPT_TINYSHAKESPEARE" not in os.environ,
+    reason="needs CHARGPT_TINYSHAKESPEARE, the path of that text",
+)
+def test_the_sums_of_tiny_shakespeare_are_its_own(tmp_path: Path) -> None:
+    content = Path(os.environ["CHARGPT_TINYSHAKESPEARE"]).read_bytes()
+    (tmp_path / "tinyshakespeare.txt").write_bytes(content)
+    assert fetch(CATALOG["tinyshakespeare"], tmp_path).read_bytes() == content
