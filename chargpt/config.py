@@ -105,16 +105,16 @@ class ModelConfig(Section):
 class TrainConfig(Section):
     """How long, how much at a time, and what happens in between. Intervals are in steps."""
 
-    max_steps: int = Field(450, ge=1)
-    batch_size: int = Field(32, ge=1)
+    max_steps: int = Field(750, ge=1)
+    batch_size: int = Field(16, ge=1)
     """Sequences per update, over all ranks and micro-batches."""
     accumulate: int = Field(1, ge=1)
     """Micro-batches that one update is computed in."""
-    evaluate_every: int = Field(50, ge=1)
-    evaluate_characters: int = Field(50_000, ge=1)
+    evaluate_every: int = Field(75, ge=1)
+    evaluate_characters: int = Field(30_000, ge=1)
     """At most so many characters of the split, spread evenly, in evaluations along the way."""
-    save_every: int = Field(50, ge=1)
-    sample_every: int = Field(150, ge=0)
+    save_every: int = Field(75, ge=1)
+    sample_every: int = Field(250, ge=0)
     """0: no samples along the way."""
     keep_last: int = Field(2, ge=1)
     """Checkpoints kept besides the best."""
