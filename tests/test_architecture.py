@@ -9,6 +9,7 @@ import chargpt
 PACKAGE = Path(chargpt.__file__).parent
 ROOMS = (
     "errors",
+    "files",
     "yaml_reader",
     "config",
     "device",

@@ -90,7 +90,7 @@ def free_folder(name: str) -> Path:
 
 
 class PrepareProgress:
-    """Shows how a long text is being read; says nothing of a short one."""
+    """Shows how a text is fetched, or a long one read; says nothing of a short one."""
 
     def __init__(self) -> None:
         self.bar: Any = None
@@ -98,7 +98,7 @@ class PrepareProgress:
     def __call__(self, stage: str, done: int, total: int) -> None:
         from chargpt.cli.console import Progress, size
 
-        if total < 50_000_000:
+        if total < 50_000_000 and stage != "fetching":
             return
         if self.bar is None:
             self.bar = Progress(total, stage)

@@ -47,31 +47,24 @@ def train(
     `chargpt train novel.txt -c bigram -s train.max_steps=500`, `chargpt train --resume`.
     """
     from chargpt.device import leave_world
+    from chargpt.errors import ConfigError
 
     try:
         if resume:
-            trainer, folder = _resumed(text, out, config, force, encoding, device, set_)
+            if config is not None or force or encoding is not None:
+                raise ConfigError(
+                    "--resume takes its settings from the run; drop -c, --force and --encoding"
+                )
+            trainer, folder = resume_run(out or text, set_ or [], device)
         else:
-            trainer, folder = _started(text, out, config, force, encoding, device, set_)
+            settings = options.build_config(text, config, set_, device=device, encoding=encoding)
+            trainer, folder = start_run(settings, out, force=force)
         show_plan(trainer)
         train_to_end(trainer, folder)
         if trainer.world.is_main:
             show_result(trainer, folder)
     finally:
         leave_world()
-
-
-def _started(
-    text: str | None,
-    out: Path | None,
-    config: str | None,
-    force: bool,
-    encoding: str | None,
-    device: str | None,
-    set_: list[str] | None,
-) -> "tuple[Trainer, RunFolder]":
-    settings = options.build_config(text, config, set_, device=device, encoding=encoding)
-    return start_run(settings, out, force=force)
 
 
 def start_run(
@@ -101,27 +94,23 @@ def start_run(
     return trainer, folder
 
 
-def _resumed(
-    text: str | None,
-    out: Path | None,
-    config: str | None,
-    force: bool,
-    encoding: str | None,
-    device: str | None,
-    set_: list[str] | None,
+def resume_run(
+    path: str | Path | None, changes: list[str], device: str | None
 ) -> "tuple[Trainer, RunFolder]":
+    """Return the trainer of a run, or of the newest one, where it stopped.
+
+    Raises:
+        ChargptError: there is no run to go on with, or a change would make it another one.
+    """
     from chargpt.config import parse_override
     from chargpt.device import choose_device, join_world
-    from chargpt.errors import ConfigError
     from chargpt.store.run import newest_run, open_run
     from chargpt.text.corpus import prepare
     from chargpt.training.resume import resume
     from chargpt.training.trainer import Trainer
 
-    if config is not None or force or encoding is not None:
-        raise ConfigError("--resume takes its settings from the run; drop -c, --force, --encoding")
-    folder = open_run(out or text or newest_run())
-    overrides = dict(parse_override(written) for written in set_ or [])
+    folder = open_run(path or newest_run())
+    overrides = dict(parse_override(written) for written in changes)
     if device is not None:
         overrides["device"] = device
     saved, settings, notes = resume(folder, overrides)

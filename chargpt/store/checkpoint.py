@@ -14,37 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from chargpt.errors import RunError
+from chargpt.files import flush_folder, write_atomically, write_flushed
 
 MANIFEST = "manifest.json"
 MAX_JSON_BYTES = 64_000_000
-
-
-def _flush_folder(folder: Path) -> None:
-    if os.name != "posix":
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _write_flushed(path: Path, content: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Replace a file: readers see the old content or the new, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        _write_flushed(temporary, content)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    _flush_folder(path.parent)
 
 
 def to_json(value: object) -> bytes:
@@ -84,14 +57,14 @@ def commit(parent: Path, step: int, files: Mapping[str, bytes]) -> Path:
     temporary.mkdir(parents=True)
     manifest = {}
     for name, content in files.items():
-        _write_flushed(temporary / name, content)
+        write_flushed(temporary / name, content)
         manifest[name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    _write_flushed(temporary / MANIFEST, to_json({"step": step, "files": manifest}))
-    _flush_folder(temporary)
+    write_flushed(temporary / MANIFEST, to_json({"step": step, "files": manifest}))
+    flush_folder(temporary)
     if final.exists():  # the same step, saved again
         shutil.rmtree(final)
     os.rename(temporary, final)
-    _flush_folder(parent)
+    flush_folder(parent)
     return final
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from chargpt.config import Config, validate
 from chargpt.device import choose_device
 from chargpt.errors import RunError
+from chargpt.files import write_atomically
 from chargpt.models import LanguageModel, build_model
 from chargpt.store import checkpoint
 from chargpt.text.tokenizer import CharTokenizer
@@ -93,7 +94,7 @@ class RunFolder:
         run = cls(path)
         try:
             run.checkpoints.mkdir(parents=True, exist_ok=True)
-            checkpoint.write_atomically(path / TOKENIZER, tokenizer.to_json().encode())
+            write_atomically(path / TOKENIZER, tokenizer.to_json().encode())
             run.write_config(config)
         except OSError as error:
             raise RunError(
@@ -103,7 +104,7 @@ class RunFolder:
 
     def write_config(self, config: Config) -> None:
         """Record the resolved settings."""
-        checkpoint.write_atomically(self.path / CONFIG, config.to_yaml().encode())
+        write_atomically(self.path / CONFIG, config.to_yaml().encode())
 
     def append_metrics(self, record: Mapping[str, object]) -> None:
         """Add one line to `metrics.jsonl`."""
@@ -130,7 +131,7 @@ class RunFolder:
         """Drop lines of steps that a resumed run will do again."""
         kept = [record for record in self.metrics() if record["step"] <= step]
         text = "".join(json.dumps(record) + "\n" for record in kept)
-        checkpoint.write_atomically(self.path / METRICS, text.encode())
+        write_atomically(self.path / METRICS, text.encode())
 
     def save(
         self,

@@ -28,7 +28,8 @@ import numpy.typing as npt
 import platformdirs
 
 from chargpt.errors import RunError, TextError
-from chargpt.text.tokenizer import CharTokenizer, Tokens, write_atomically
+from chargpt.files import write_atomically
+from chargpt.text.tokenizer import CharTokenizer, Tokens
 
 FORMAT = "chargpt-tokens"
 VERSION = 1

@@ -7,7 +7,6 @@ characters like any other. With `min_count` above 1 the rare characters share on
 
 import json
 import os
-import tempfile
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -16,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from chargpt.errors import RunError, TextError, UnknownCharacterError
+from chargpt.files import write_atomically
 
 CODE_POINTS = 0x110000
 MAX_JSON_BYTES = 16_000_000  # every code point there is, escaped, takes less
@@ -223,18 +223,6 @@ class CharTokenizer:
 def code_points(text: str) -> npt.NDArray[np.uint32]:
     """Return the code points of a text, shape (characters,)."""
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a small file so that a reader sees the old one or the new one, never a part."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 def _broken(origin: str, reason: str) -> str:

@@ -1,0 +1,35 @@
+"""Writing files so that nobody ever sees half of one, even after a power cut."""
+
+import os
+import secrets
+from pathlib import Path
+
+
+def write_flushed(path: Path, content: bytes) -> None:
+    """Write a file and wait until the disk has it."""
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def flush_folder(folder: Path) -> None:
+    """Wait until the disk has a folder's entries: files made, renamed and deleted in it."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace a file: readers see the old content or the new, never a part."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+    try:
+        write_flushed(temporary, content)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    flush_folder(path.parent)
