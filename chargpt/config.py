@@ -105,16 +105,16 @@ class ModelConfig(Section):
 class TrainConfig(Section):
     """How long, how much at a time, and what happens in between. Intervals are in steps."""
 
-    max_steps: int = Field(750, ge=1)
+    max_steps: int = Field(650, ge=1)
     batch_size: int = Field(16, ge=1)
     """Sequences per update, over all ranks and micro-batches."""
     accumulate: int = Field(1, ge=1)
     """Micro-batches that one update is computed in."""
-    evaluate_every: int = Field(75, ge=1)
+    evaluate_every: int = Field(65, ge=1)
     evaluate_characters: int = Field(30_000, ge=1)
     """At most so many characters of the split, spread evenly, in evaluations along the way."""
-    save_every: int = Field(75, ge=1)
-    sample_every: int = Field(250, ge=0)
+    save_every: int = Field(65, ge=1)
+    sample_every: int = Field(325, ge=0)
     """0: no samples along the way."""
     keep_last: int = Field(2, ge=1)
     """Checkpoints kept besides the best."""
@@ -130,8 +130,8 @@ class OptimConfig(Section):
 
     name: Literal["adamw", "muon"] = "muon"
     """`muon`: Muon for the matrices of the blocks, AdamW for all else."""
-    lr: float = Field(0.008, gt=0)
-    matrix_lr: float = Field(0.02, gt=0)
+    lr: float = Field(0.004, gt=0)
+    matrix_lr: float = Field(0.025, gt=0)
     """Muon's learning rate."""
     weight_decay: float = Field(0.1, ge=0)
 
@@ -142,7 +142,7 @@ class ScheduleConfig(Section):
     kind: Literal["trapezoid", "cosine"] = "trapezoid"
     warmup: int = Field(20, ge=0)
     """Steps of linear rise."""
-    cooldown: float = Field(0.6, ge=0, le=1)
+    cooldown: float = Field(0.9, ge=0, le=1)
     """Share of all steps in which the trapezoid falls to zero; 0 keeps the rate constant."""
 
 
