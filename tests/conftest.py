@@ -11,6 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# a busy machine is no failure
+settings.register_profile("chargpt", deadline=None)
+settings.load_profile("chargpt")
 
 REPOSITORY = Path(__file__).parent.parent
 

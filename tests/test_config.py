@@ -396,7 +396,7 @@ def test_an_overrides_mistake_is_not_blamed_on_a_line_of_the_file(write) -> None
     [
         (["model.n_head=3"], "n_embd 128 does not divide into 3 heads"),
         (["model.n_embd=6", "model.n_head=2"], "of an even size"),
-        (["train.accumulate=3"], "train.batch_size 32 does not divide into train.accumulate 3"),
+        (["train.accumulate=3"], "train.batch_size 16 does not divide into train.accumulate 3"),
         (["text.val_fraction=0.5", "text.test_fraction=0.5"], "leave nothing to train on"),
         (["device=tpu"], "'tpu' is none of auto, cpu, cuda, cuda:N, mps"),
         (["device=cuda:x"], "is none of"),

@@ -213,7 +213,7 @@ def test_the_factor_scales_both_rules() -> None:
 def test_both_rules_learn() -> None:
     for name in ("adamw", "muon"):
         model = build_model(ModelConfig(n_layer=1, n_embd=16, block_size=8), VOCAB)
-        optimizer = Optimizer(model, OptimConfig(name=name))
+        optimizer = Optimizer(model, OptimConfig(name=name, lr=0.01, matrix_lr=0.02))
         tokens = torch.arange(36).remainder(VOCAB).view(4, 9)
         losses = []
         for step in range(30):
