@@ -3,7 +3,6 @@
 import hashlib
 import io
 import logging
-import os
 import socket
 import sys
 import threading
@@ -232,13 +231,3 @@ def test_every_entry_states_sums_of_the_right_length(entry: Entry) -> None:
         algorithm, _, digits = stated.partition(":")
         assert len(bytes.fromhex(digits)) == hashlib.new(algorithm).digest_size
     assert entry.size > 1_000_000
-
-
-@pytest.mark.skipif(
-    "CHARGPT_TINYSHAKESPEARE" not in os.environ,
-    reason="needs CHARGPT_TINYSHAKESPEARE, the path of that text",
-)
-def test_the_sums_of_tiny_shakespeare_are_its_own(tmp_path: Path) -> None:
-    content = Path(os.environ["CHARGPT_TINYSHAKESPEARE"]).read_bytes()
-    (tmp_path / "tinyshakespeare.txt").write_bytes(content)
-    assert fetch(CATALOG["tinyshakespeare"], tmp_path).read_bytes() == content

@@ -185,6 +185,33 @@ def test_a_signal_saves_the_run_and_says_how_to_go_on(
     assert f"stopped at step {step:,}" in said
 
 
+def test_a_disk_that_refuses_a_save_gets_one_sentence(verse: Path, tmp_path: Path) -> None:
+    words = " ".join(QUICK)
+    command = (
+        f"ulimit -f 100; exec {sys.executable} -m chargpt train {verse} {words} "
+        "-s model.n_embd=64 -s model.n_layer=2 --out run"
+    )
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "File too large; free the space" in done.stderr
+
+
+def test_a_terminal_without_the_characters_still_gets_text(trained: Path, tmp_path: Path) -> None:
+    done = run_cli(
+        "evaluate", trained, cwd=tmp_path, PYTHONUTF8="0", PYTHONIOENCODING="ascii", LC_ALL="C"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "nats/char" in done.stdout
+
+
 def test_the_embedded_text_needs_no_network_and_no_name(cli: Cli) -> None:
     done = cli("train", *QUICK)
     assert done.returncode == 0, done.stderr

@@ -170,7 +170,7 @@ def compare_runs(paths: Sequence[Path], device: str = "auto") -> Comparison:
     Raises:
         ChargptError: a folder is not a run, or its text is not to be had.
     """
-    comparison = Comparison("validation loss")
+    comparison = Comparison("")
     corpora = {}
     for path in paths:
         run = load_run(path, "best", device)
@@ -179,6 +179,7 @@ def compare_runs(paths: Sequence[Path], device: str = "auto") -> Comparison:
         evaluation = evaluate_tokens(run.model, corpus.split("val"), max_characters=MAX_CHARACTERS)
         name = path.name if path.name not in comparison.curves else str(path)
         comparison.add_run(name, path, evaluation, device)
+    comparison.title = ", ".join(sorted({corpus.name for corpus in corpora.values()}))
     if len(corpora) == 1:
         comparison.lines = baselines(corpora.popitem()[1])
     return comparison

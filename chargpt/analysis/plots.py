@@ -52,9 +52,10 @@ def loss_curves(
         axes.axhline(level, color=GREY, linewidth=1, linestyle="--")
         axes.annotate(
             f"{name} {level:.3f}",
-            (0, level),
-            (4, -11),
+            (0.5, level),
+            (0, -11),
             color=GREY,
+            ha="center",
             xycoords=("axes fraction", "data"),
             textcoords="offset points",
             fontsize=9,

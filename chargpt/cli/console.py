@@ -159,7 +159,7 @@ class Progress:
                 dynamic_ncols=True,
                 file=sys.stderr,
                 leave=False,
-                bar_format="{n_fmt}/{total_fmt} |{bar:12}| {elapsed}<{remaining}{postfix}",
+                bar_format="{n_fmt}/{total_fmt} |{bar:6}| {elapsed}<{remaining}{postfix}",
             )
 
     def wants_detail(self) -> bool:

@@ -4,6 +4,7 @@ Nothing heavy is imported here: `chargpt --help` has to answer at once, so each 
 torch and the rest when it runs.
 """
 
+import io
 import os
 import sys
 from typing import Annotated, Any, NoReturn
@@ -64,6 +65,9 @@ def _explain(error: Any) -> int:
 
 def run() -> NoReturn:
     """Run the command line and leave with its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that lacks a character shows ?
     command = typer.main.get_command(app)
     try:
         code = command.main(prog_name="chargpt", standalone_mode=False)
@@ -78,4 +82,11 @@ def run() -> NoReturn:
     except BrokenPipeError:  # `chargpt sample | head` is no failure
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        console.fail(
+            f"{where}{error.strerror or error}; free the space or set the permission it needs, "
+            "then go on (training: with --resume)"
+        )
+        code = 1
     sys.exit(code if isinstance(code, int) else 0)

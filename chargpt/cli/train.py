@@ -211,13 +211,13 @@ def train_to_end(trainer: "Trainer", folder: "RunFolder | None") -> None:
 
 def _detail(report: "Report", validation: list[float], bigram: float, speed: float) -> str:
     assert report.loss is not None
-    words = [f"loss {float(report.loss):.3f}"]
+    # short enough for a terminal of 80 columns, the bar included
+    words = [f"loss {float(report.loss):.2f}"]
     if validation:
-        trend = console.sparkline(validation, 12)
-        words.append(f"val {validation[-1]:.3f}{' ' + trend if trend else ''}")
+        words.append(f"val {validation[-1]:.3f}{console.sparkline(validation, 5)}")
     words.append(f"bigram {bigram:.3f}")
     words.append(f"{console.short(speed)} chars/s")
-    return "  ".join(words)
+    return " ".join(words)
 
 
 @contextmanager
@@ -268,7 +268,8 @@ def show_result(trainer: "Trainer", folder: "RunFolder") -> None:
     step = trainer.progress.step
     console.out(
         f"trained {step:,} steps in {console.duration(trainer.progress.seconds)}; "
-        f"the best checkpoint is step {best.step:,}; the run is in {path}\n"
+        f"the best checkpoint is step {best.step:,}\n"
+        f"the run is in {path}; go on with any of\n"
         f"  chargpt sample {path}\n"
         f"  chargpt evaluate {path}\n"
         f"  chargpt train --resume {path} -s train.max_steps={2 * step}"
