@@ -18,7 +18,7 @@ from chargpt.training.trainer import Trainer
 
 MODELS = ("bigram", "gpt")
 ALPHA = 0.1  # counts added in the closed-form bigram, as in `baselines`
-MAX_CHARACTERS = 1_000_000
+MAX_CHARACTERS = 300_000
 DENSE_VOCABULARY = 4096  # beyond it the closed-form table is not built; its loss is the same
 SAMPLE = {"length": 300, "temperature": 0.8, "seed": 1337, "num_samples": 1}
 
