@@ -74,7 +74,7 @@ def main() -> None:
         warm = [probe(text, cache) for _ in range(3)]
     seconds = statistics.median(run["seconds"] for run in cold)
     result = {
-        "command": " ".join(sys.argv),
+        "command": f"python scripts/bench_text.py {arguments.seed.name}",
         "date": datetime.now(UTC).date().isoformat(),
         "commit": subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
