@@ -9,6 +9,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from chargpt.training.adamw import copy_state
+
 # Polar Express (Amsel et al. 2025): the best odd polynomial for each iteration in turn.
 COEFFICIENTS = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
@@ -78,7 +80,4 @@ class Muon:
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Take back what `state_tensors` gave; KeyError or ValueError if it does not fit."""
-        for name, row in self.state_tensors().items():
-            if tensors[name].shape != row.shape:  # copy_ would stretch it to fit
-                raise ValueError(f"{name} has shape {tuple(tensors[name].shape)}")
-            row.copy_(tensors[name])
+        copy_state(self.state_tensors(), tensors)

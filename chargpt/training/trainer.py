@@ -120,7 +120,6 @@ class Trainer:
         self.average = self._start_average(saved)
         if saved is not None:
             self._restore_progress(saved.state)
-        if saved is not None and self.progress.step:  # before the first update there is no state
             self.optimizer.load_tensors(saved.optimizer)
         self.replica = self._replicate()
         train = self.config.train
