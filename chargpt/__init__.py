@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from chargpt.inference.sampling import sample
     from chargpt.models.bigram import BigramLM
     from chargpt.models.gpt import GPT
+    from chargpt.models.ngram import NGramLM
     from chargpt.store.run import load_run
     from chargpt.text.corpus import Corpus, prepare
     from chargpt.text.tokenizer import CharTokenizer
@@ -31,6 +32,7 @@ __all__ = [
     "ChargptError",
     "Config",
     "Corpus",
+    "NGramLM",
     "Trainer",
     "compare",
     "evaluate",
@@ -47,6 +49,7 @@ _HOMES = {
     "ChargptError": "chargpt.errors",
     "Config": "chargpt.config",
     "Corpus": "chargpt.text.corpus",
+    "NGramLM": "chargpt.models.ngram",
     "Trainer": "chargpt.training.trainer",
     "compare": "chargpt.analysis.compare",
     "evaluate": "chargpt.inference.evaluation",

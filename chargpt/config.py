@@ -123,6 +123,8 @@ class TrainConfig(Section):
     clip_norm: float | None = Field(1.0, gt=0)
     ema: float = Field(0.0, ge=0, lt=1)
     """Decay of the moving average of weights that is evaluated and kept; 0: none."""
+    ngram_targets: float = Field(0.0, ge=0, le=1)
+    """Share of a counted 5-gram in the targets of the first step; it falls to 0 at the last."""
 
 
 class OptimConfig(Section):

@@ -1,5 +1,6 @@
 """Where the work runs: CUDA, MPS or CPU, in which number format, alone or among ranks."""
 
+import ctypes
 import os
 import time
 from dataclasses import dataclass
@@ -9,6 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from chargpt.errors import DeviceError
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+MOST_MMAP_THRESHOLD = 32 * 2**20  # it takes no larger one
 
 
 @dataclass(frozen=True)
@@ -150,6 +154,19 @@ def make_deterministic(device: torch.device) -> None:
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
+
+
+def keep_freed_memory() -> bool:
+    """Make the C library keep freed memory for the next tensor; return whether it does.
+
+    By default it hands large blocks back to the system, and gets them again page by page, cleared:
+    thousands of page faults in every training step on a CPU. Only glibc can be told.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
+    if mallopt is None:
+        return False
+    settings = ((M_MMAP_THRESHOLD, MOST_MMAP_THRESHOLD), (M_TRIM_THRESHOLD, 2**31 - 1))
+    return all([mallopt(name, value) == 1 for name, value in settings])
 
 
 def synchronize(device: torch.device) -> None:

@@ -9,14 +9,14 @@ alike), then runs `prepare` in fresh processes: three times cold, three times wa
 import argparse
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-from datetime import UTC, datetime
 from pathlib import Path
+
+from record import facts, write_record
 
 PROBE = """
 import json, resource, sys, time
@@ -74,13 +74,7 @@ def main() -> None:
         warm = [probe(text, cache) for _ in range(3)]
     seconds = statistics.median(run["seconds"] for run in cold)
     result = {
-        "command": f"python scripts/bench_text.py {arguments.seed.name}",
-        "date": datetime.now(UTC).date().isoformat(),
-        "commit": subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip(),
-        "hardware": f"{_cpu()}, {os.cpu_count()} cores",
-        "python": platform.python_version(),
+        **facts(),
         "text_bytes": size,
         "cold_mb_per_second": round(size / 1e6 / seconds, 1),
         "cold_seconds": [round(run["seconds"], 2) for run in cold],
@@ -88,17 +82,7 @@ def main() -> None:
         "warm_seconds": [round(run["seconds"], 3) for run in warm],
         "warm_process_seconds": [round(run["process"], 2) for run in warm],
     }
-    print(json.dumps(result, indent=2))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(": ")[1] for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+    write_record(result, arguments.json)
 
 
 if __name__ == "__main__":

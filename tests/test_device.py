@@ -1,5 +1,7 @@
 """Where the work runs."""
 
+import platform
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from chargpt.device import (
     choose_dtype,
     dtype_name,
     join_world,
+    keep_freed_memory,
     leave_world,
     make_deterministic,
     synchronize,
@@ -153,3 +156,7 @@ def test_deterministic_makes_torch_refuse_what_is_not() -> None:
 
 def test_waiting_for_the_cpu_returns_at_once() -> None:
     assert synchronize(CPU) is None  # type: ignore[func-returns-value]
+
+
+def test_glibc_is_told_to_keep_freed_memory():
+    assert keep_freed_memory() is (platform.libc_ver()[0] == "glibc")

@@ -14,6 +14,7 @@ from chargpt.config import ModelConfig
 from chargpt.errors import ConfigError
 from chargpt.models import GPT, build_model, count_parameters, gpt
 from chargpt.models.attention import average_weights, explicit_attention
+from chargpt.models.kernels import NORM_EPS
 
 RUNGS = [
     {},
@@ -136,8 +137,14 @@ def test_the_average_rung_mixes_values_by_a_normalised_triangle():
     x = model.embedding(tokens)
     triangle = torch.ones(12, 12).tril() / torch.arange(1, 13)[:, None]
     torch.testing.assert_close(average_weights(12, 12), triangle)
-    x = x + layer.attention.output(triangle @ layer.attention.value(layer.attention_norm(x)))
-    torch.testing.assert_close(model(tokens), model.head(model.norm(x)), atol=1e-5, rtol=1e-5)
+
+    def norm(x, gain):
+        return torch.nn.functional.rms_norm(x, (x.size(-1),), gain.weight, NORM_EPS)
+
+    seen = layer.attention.value(norm(x, layer.attention_norm))
+    x = x + layer.attention.output(triangle @ seen)
+    logits = model.head(norm(x, model.norm))
+    torch.testing.assert_close(model(tokens), logits, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("rung", RUNGS)

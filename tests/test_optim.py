@@ -137,7 +137,7 @@ def test_the_batched_step_equals_the_plain_loop() -> None:
     }
     slow = copy.deepcopy(fast)
     muon, twin = Muon(fast, 0.05, 0.1), SlowMuon(slow, 0.05, 0.1)
-    assert sorted(len(names) for names, _ in muon.groups) == [1, 2, 2]
+    assert sorted(len(names) for names, _ in muon.groups) == [1, 4]
     for step in range(4):
         for i, name in enumerate(shapes):
             gradient = conditioned(1, *shapes[name], seed=100 * step + i)[0]

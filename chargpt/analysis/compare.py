@@ -133,6 +133,7 @@ def compare(
         Row("uniform", levels["uniform"], 0),
         Row("unigram (counted)", levels["unigram"], vocab),
         counted_bigram(corpus, settings, levels["bigram"]),
+        Row("5-gram (counted)", levels["5-gram"]),
     ]
     for name in models:
         wanted = contender(settings, name)

@@ -60,9 +60,9 @@ def train(
             settings = options.build_config(text, config, set_, device=device, encoding=encoding)
             trainer, folder = start_run(settings, out, force=force)
         show_plan(trainer)
-        train_to_end(trainer, folder)
+        levels = train_to_end(trainer, folder)
         if trainer.world.is_main:
-            show_result(trainer, folder)
+            show_result(trainer, folder, levels)
     finally:
         leave_world()
 
@@ -170,11 +170,15 @@ def describe_model(model: Any) -> str:
     )
 
 
-def train_to_end(trainer: "Trainer", folder: "RunFolder | None") -> None:
-    """Run all steps with a progress bar; a signal saves the run and ends the process."""
+def train_to_end(trainer: "Trainer", folder: "RunFolder | None") -> dict[str, float]:
+    """Run all steps with a progress bar; a signal saves the run and ends the process.
+
+    Returns:
+        What counting reaches on the validation split: the lines to beat.
+    """
     from chargpt.inference.evaluation import baselines
 
-    bigram = baselines(trainer.corpus)["bigram"] if trainer.world.is_main else math.nan
+    levels = baselines(trainer.corpus) if trainer.world.is_main else {}
     validation: list[float] = []
     total = trainer.config.train.max_steps
     bar = console.Progress(total, "step", initial=trainer.progress.step)
@@ -190,7 +194,7 @@ def train_to_end(trainer: "Trainer", folder: "RunFolder | None") -> None:
                     now = time.perf_counter()
                     speed = (report.step - counted) * characters / (now - clock)
                     clock, counted = now, report.step
-                    detail = _detail(report, validation, bigram, speed)
+                    detail = _detail(report, validation, levels, speed)
                 bar.move_to(report.step, detail)
                 if report.sample is not None:
                     bar.write(f"-- sample at step {report.step:,} --")
@@ -207,15 +211,21 @@ def train_to_end(trainer: "Trainer", folder: "RunFolder | None") -> None:
                 f"  chargpt train --resume {shlex.quote(str(folder.path))}"
             )
         raise typer.Exit(128 + caught[0])
+    return levels
 
 
-def _detail(report: "Report", validation: list[float], bigram: float, speed: float) -> str:
+def _detail(
+    report: "Report", validation: list[float], levels: dict[str, float], speed: float
+) -> str:
     assert report.loss is not None
     # short enough for a terminal of 80 columns, the bar included
     words = [f"loss {float(report.loss):.2f}"]
     if validation:
         words.append(f"val {validation[-1]:.3f}{console.sparkline(validation, 5)}")
-    words.append(f"bigram {bigram:.3f}")
+    # the next line to beat
+    beaten = validation[-1] if validation else math.inf
+    name = next((name for name in ("bigram", "5-gram") if levels[name] < beaten), "5-gram")
+    words.append(f"{name} {levels[name]:.3f}")
     words.append(f"{console.short(speed)} chars/s")
     return " ".join(words)
 
@@ -241,14 +251,14 @@ def catch_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def show_result(trainer: "Trainer", folder: "RunFolder") -> None:
+def show_result(trainer: "Trainer", folder: "RunFolder", levels: dict[str, float]) -> None:
     """Print the closing table, a word on over-fitting, and the commands to go on with."""
-    from chargpt.inference.evaluation import baselines, evaluate_tokens
+    from chargpt.inference.evaluation import evaluate_tokens
     from chargpt.store.run import load_run
 
     best = load_run(folder.path, "best", trainer.device.type)
     corpus = trainer.corpus
-    rows = [[name, "val", *console.loss_cells(nats)] for name, nats in baselines(corpus).items()]
+    rows = [[name, "val", *console.loss_cells(nats)] for name, nats in levels.items()]
     losses = {}
     for split in CLOSING_CHARACTERS:
         result = evaluate_tokens(
@@ -262,7 +272,7 @@ def show_result(trainer: "Trainer", folder: "RunFolder") -> None:
         name = trainer.config.model.kind
         rows.append([f"{name} (trained)", split, *console.loss_cells(result.nats_per_char)])
     console.table(["model", "split", "nats/char", "bits/char", "perplexity"], rows)
-    for sentence in verdict(trainer, losses["train"], losses["val"]):
+    for sentence in verdict(trainer, levels, losses["train"], losses["val"]):
         console.out(sentence)
     path = shlex.quote(str(folder.path))
     step = trainer.progress.step
@@ -276,19 +286,21 @@ def show_result(trainer: "Trainer", folder: "RunFolder") -> None:
     )
 
 
-def verdict(trainer: "Trainer", train_loss: float, val_loss: float) -> list[str]:
-    """Return in plain words whether the model beat the bigram, and whether it over-fitted."""
-    from chargpt.inference.evaluation import baselines
-
+def verdict(
+    trainer: "Trainer", levels: dict[str, float], train_loss: float, val_loss: float
+) -> list[str]:
+    """Return in plain words whether the model beat counting, and whether it over-fitted."""
     sentences = []
     progress = trainer.progress
     records = trainer.folder.metrics() if trainer.folder else []
     seen = [(r["step"], r["val_nats_per_char"]) for r in records if "val_nats_per_char" in r]
     last = seen[-1][1] if seen else val_loss
     if trainer.config.model.kind == "gpt":
-        gain = baselines(trainer.corpus)["bigram"] - val_loss
-        word = f"{gain:.3f} nats better than" if gain > 0 else f"{-gain:.3f} nats worse than"
-        sentences.append(f"Attention is {word} the bigram on text it has not seen.")
+        gains = [
+            f"{abs(gain):.3f} nats {'better' if gain > 0 else 'worse'} than the {name}"
+            for name, gain in ((n, levels[n] - val_loss) for n in ("bigram", "5-gram"))
+        ]
+        sentences.append(f"Attention is {' and '.join(gains)} on text it has not seen.")
     if progress.best_step is not None and last > progress.best_loss + 0.005:
         sentences.append(
             f"It over-fitted: validation was best at step {progress.best_step:,} "

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 
 from chargpt.errors import ConfigError, TextError
 from chargpt.models import LanguageModel
+from chargpt.models.ngram import ORDER, NGramLM
 from chargpt.store.run import Run
 from chargpt.text.batches import Batches
 from chargpt.text.corpus import Corpus, Split, prepare, read_text
@@ -38,6 +39,7 @@ LOGITS_BYTES = 64_000_000  # what one call's logits may take
 CALL_CHARACTERS = 16_384  # what one call may hold, however small the vocabulary
 UNIGRAM_ALPHA = 1.0
 BIGRAM_ALPHA = 0.1
+NGRAM_CHARACTERS = 1_000_000
 NANOGPT_BATCHES, NANOGPT_ROWS, NANOGPT_BLOCK = 200, 64, 256
 
 
@@ -267,7 +269,7 @@ def _losses(
     model: LanguageModel, rows: Tokens, context: int, dtype: torch.dtype | None
 ) -> Iterator[npt.NDArray[np.float64]]:
     """Yield, a call at a time, losses and ones where the guess was right: (2, B, L - context)."""
-    device = next(model.parameters()).device
+    device = model.device
     length = rows.shape[1] - 1
     fitting = min(LOGITS_BYTES // (4 * length * model.vocab_size), CALL_CHARACTERS // length)
     step = max(1, fitting)
@@ -292,7 +294,9 @@ def baselines(corpus: Corpus, split: Split = "val") -> dict[str, float]:
 
     Returns:
         `uniform`: ln V. `unigram` and `bigram`: the training split's frequencies, with 1 added to
-        each character's count and 0.1 to each pair's. They score what `full` scores.
+        each character's count and 0.1 to each pair's. `5-gram`: `NGramLM`, counted in the last
+        4,000,000 characters of a longer training split. They score what `full` scores, each
+        character with all of its context; of a longer split, `5-gram` the first 1,000,000.
 
     Raises:
         TextError: the split holds too few characters.
@@ -306,10 +310,13 @@ def baselines(corpus: Corpus, split: Split = "val") -> dict[str, float]:
         )
     counts = corpus.token_counts("train") + UNIGRAM_ALPHA
     unigram = np.log(counts / counts.sum())
+    ngram = NGramLM.fit(corpus.split("train"), size, block_size=1)
+    scored_by_ngram = corpus.split(split)[None, :NGRAM_CHARACTERS]
     return {
         "uniform": math.log(size),
         "unigram": float(-(unigram[scored.second] * scored.counts).sum()) / scored.total,
         "bigram": bigram_nats(corpus.pair_counts("train"), scored, BIGRAM_ALPHA),
+        f"{ORDER}-gram": float(ngram.losses(scored_by_ngram).mean(dtype=np.float64)),
     }
 
 

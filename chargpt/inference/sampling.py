@@ -27,6 +27,7 @@ from torch import Tensor
 
 from chargpt.config import SampleConfig
 from chargpt.errors import ChargptError, ConfigError, WorkError
+from chargpt.inference.decoder import Decoder
 from chargpt.models import LanguageModel
 from chargpt.store.run import Run
 from chargpt.text.corpus import prepare
@@ -141,7 +142,10 @@ class _Window:
     ) -> None:
         self.model = model
         self.cache = model.new_cache(count) if use_cache else None
-        self.device = next(model.parameters()).device
+        self.decoder: Decoder | None = None
+        if self.cache is not None and Decoder.fits(model):
+            self.decoder = Decoder(model, self.cache)
+        self.device = model.device
         self.tokens = torch.from_numpy(context).to(self.device).repeat(count, 1)  # (N, T)
         self.assumed = torch.zeros(0)
 
@@ -157,10 +161,12 @@ class _Window:
             return self.assumed
         if self.cache is None:
             logits = self.model(self.tokens)  # (N, T, V)
+        elif self.decoder is not None and self.tokens.size(1) == self.cache.length + 1:
+            latest = self.decoder.step(self.tokens[:, -1].numpy())  # (N, V)
+            return torch.from_numpy(latest).double()
         else:
             logits = self.model(self.tokens[:, self.cache.length :], self.cache)
-        latest: Tensor = logits[:, -1]
-        return latest.cpu().double()
+        return logits[:, -1].cpu().double()  # type: ignore[no-any-return]
 
     def append(self, drawn: Tensor) -> None:
         """Take in one character of each stream, (N,); start anew where the window is full."""

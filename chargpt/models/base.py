@@ -4,7 +4,9 @@ Shapes in this file: B = batch, T = characters given, V = vocabulary.
 """
 
 from abc import ABC, abstractmethod
+from itertools import chain
 
+import torch
 from torch import Tensor, nn
 
 from chargpt.models.cache import KVCache
@@ -33,6 +35,11 @@ class LanguageModel(nn.Module, ABC):
     @abstractmethod
     def new_cache(self, batch_size: int) -> KVCache:
         """Return an empty cache for `batch_size` texts of up to `block_size` characters."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next(chain(self.parameters(), self.buffers())).device
 
     def parameter_count(self) -> int:
         """Return the number of trained numbers."""

@@ -5,6 +5,9 @@ RMSNorm with learned gains (Zhang and Sennrich 2019), rotary positions in the ha
 (Shazeer 2020), no biases, an output head of its own. Renaming the tensors gives a
 `Qwen3ForCausalLM`, which is how other tools open a run.
 
+A norm's gains are multiplied into the matrix after it, and matrices that read the same input are
+joined, at each call: small work on weights that saves passes over activations.
+
 The rungs between averaging and a full transformer are settings of this one class: `attention`
 (`full`, `average`, `none`), `scaled`, `qk_norm`, `mlp`, and the sizes.
 
@@ -20,19 +23,15 @@ from chargpt.config import ModelConfig
 from chargpt.models.attention import average_weights, fused_attention
 from chargpt.models.base import LanguageModel
 from chargpt.models.cache import KVCache
+from chargpt.models.kernels import heads, swiglu, unit_rms
 
-NORM_EPS = 1e-6
 
-
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * gain, over the last dimension."""
+class Gain(nn.Module):
+    """The learned part of an RMSNorm: what each of its outputs is multiplied by."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.size(-1),), self.weight.to(x.dtype), NORM_EPS)
 
 
 def rotary_tables(positions: int, head_size: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -43,12 +42,6 @@ def rotary_tables(positions: int, head_size: int, theta: float) -> tuple[Tensor,
     return angles.cos().float(), angles.sin().float()
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (i, i + D/2) of x (B, H, T, D) by its position's angle."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
-
-
 class Attention(nn.Module):
     """Causal self-attention of one layer, or the plain average of the past."""
 
@@ -57,36 +50,50 @@ class Attention(nn.Module):
         width = config.n_embd
         self.n_head = config.n_head
         self.head_size = width // config.n_head
-        self.scaled = config.scaled
+        self.scaled, self.qk_norm = config.scaled, config.qk_norm
         self.averages = config.attention == "average"
         if not self.averages:
             self.query = nn.Linear(width, width, bias=False)
             self.key = nn.Linear(width, width, bias=False)
-            normed = config.qk_norm
-            self.query_norm: nn.Module = RMSNorm(self.head_size) if normed else nn.Identity()
-            self.key_norm: nn.Module = RMSNorm(self.head_size) if normed else nn.Identity()
+            if config.qk_norm:
+                self.query_norm = Gain(self.head_size)
+                self.key_norm = Gain(self.head_size)
         self.value = nn.Linear(width, width, bias=False)
         self.output = nn.Linear(width, width, bias=False)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None, layer: int
+        self,
+        x: Tensor,
+        gain: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: KVCache | None,
+        layer: int,
     ) -> Tensor:
-        batch, steps, width = x.shape
-        by_head = (batch, steps, self.n_head, self.head_size)
-        v = self.value(x).view(by_head).transpose(1, 2)  # (B, H, T, D)
+        """Mix what x (B, T, C), whose RMS is 1 and whose gains are (C,), has seen so far."""
+        steps = x.size(1)
         if self.averages:
+            v = F.linear(x, self.value.weight * gain)  # (B, T, C)
+            v = v.view(*v.shape[:2], self.n_head, -1).transpose(1, 2)  # (B, H, T, D)
             if cache is not None:
                 _, v = cache.extend(layer, v, v)  # (B, H, S, D)
             mixed = average_weights(steps, v.size(2), x.device).to(v.dtype) @ v  # (B, H, T, D)
         else:
-            q = self.query_norm(self.query(x).view(by_head)).transpose(1, 2)  # (B, H, T, D)
-            k = self.key_norm(self.key(x).view(by_head)).transpose(1, 2)  # (B, H, T, D)
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            joint = torch.cat((self.query.weight, self.key.weight, self.value.weight))  # (3C, C)
+            q, k, v = heads(
+                F.linear(x, joint * gain), self.head_gains(), cos, sin, self.n_head
+            )  # (B, H, T, D)
             if cache is not None:
                 k, v = cache.extend(layer, k, v)  # (B, H, S, D)
             mixed = fused_attention(q, k, v, scaled=self.scaled)  # (B, H, T, D)
-        joined: Tensor = self.output(mixed.transpose(1, 2).reshape(batch, steps, width))
+        joined: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return joined  # (B, T, C)
+
+    def head_gains(self) -> Tensor | None:
+        """Return the gains of the QK-norm, (2, D), if there is one."""
+        if not self.qk_norm:
+            return None
+        return torch.stack((self.query_norm.weight, self.key_norm.weight))
 
 
 class SwiGLU(nn.Module):
@@ -98,8 +105,10 @@ class SwiGLU(nn.Module):
         self.up = nn.Linear(width, hidden, bias=False)
         self.down = nn.Linear(hidden, width, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+    def forward(self, x: Tensor, gain: Tensor) -> Tensor:
+        """Return what x (B, T, C), whose RMS is 1 and whose gains are (C,), gives rise to."""
+        joint = torch.cat((self.gate.weight, self.up.weight)) * gain  # (2F, C)
+        result: Tensor = self.down(swiglu(F.linear(x, joint)))
         return result
 
 
@@ -111,10 +120,10 @@ class Block(nn.Module):
         self.attention: Attention | None = None
         self.mlp: SwiGLU | None = None
         if config.attention != "none":
-            self.attention_norm = RMSNorm(config.n_embd)
+            self.attention_norm = Gain(config.n_embd)
             self.attention = Attention(config)
         if config.mlp != "none":
-            self.mlp_norm = RMSNorm(config.n_embd)
+            self.mlp_norm = Gain(config.n_embd)
             self.mlp = SwiGLU(config.n_embd, config.mlp_width)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -122,10 +131,11 @@ class Block(nn.Module):
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None, layer: int
     ) -> Tensor:
         if self.attention is not None:
-            mixed = self.attention(self.attention_norm(x), cos, sin, cache, layer)
+            gain = self.attention_norm.weight
+            mixed = self.attention(unit_rms(x), gain, cos, sin, cache, layer)
             x = x + self.dropout(mixed)
         if self.mlp is not None:
-            x = x + self.dropout(self.mlp(self.mlp_norm(x)))
+            x = x + self.dropout(self.mlp(unit_rms(x), self.mlp_norm.weight))
         return x
 
 
@@ -141,7 +151,7 @@ class GPT(LanguageModel):
         self.embedding = nn.Embedding(vocab_size, config.n_embd)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        self.norm = RMSNorm(config.n_embd)
+        self.norm = Gain(config.n_embd)
         self.head = nn.Linear(config.n_embd, vocab_size, bias=False)
         head_size = config.n_embd // config.n_head
         cos, sin = rotary_tables(config.block_size, head_size, config.rope_theta)
@@ -176,8 +186,7 @@ class GPT(LanguageModel):
             x = block(x, cos, sin, cache, layer)
         if cache is not None:
             cache.advance(steps)
-        logits: Tensor = self.head(self.norm(x))  # (B, T, V)
-        return logits
+        return F.linear(unit_rms(x), self.head.weight * self.norm.weight)  # (B, T, V)
 
     def new_cache(self, batch_size: int) -> KVCache:
         """Return an empty cache in the weights' own dtype, on their device."""

@@ -1,7 +1,8 @@
 """Muon: momentum whose every update is made orthogonal (Jordan et al. 2024).
 
-Matrices of one shape are stacked and treated in one batched product, which is what makes it cheap
-for many small ones. Shapes in this file: N = matrices of a shape, R x C = that shape.
+Matrices of one shape, turned to lie wide, are stacked and treated in one batched product, which is
+what makes it cheap for many small ones. Shapes in this file: N = matrices stacked, R x C = their
+shape, R <= C.
 """
 
 from collections.abc import Mapping
@@ -30,9 +31,14 @@ def orthogonalise(matrices: Tensor) -> Tensor:
     x = x / (x.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-7)
     for a, b, c in COEFFICIENTS:
         gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     result: Tensor = (x.mT if tall else x).to(matrices.dtype)
     return result
+
+
+def lying(matrix: Tensor) -> Tensor:
+    """Return the matrix or its transpose, whichever is no taller than wide. Nothing is copied."""
+    return matrix.mT if matrix.size(0) > matrix.size(1) else matrix
 
 
 def momentum_at(step: int) -> float:
@@ -49,9 +55,9 @@ class Muon:
         self.weight_decay = weight_decay
         shapes: dict[torch.Size, list[str]] = {}
         for name, parameter in parameters.items():
-            shapes.setdefault(parameter.shape, []).append(name)
+            shapes.setdefault(lying(parameter).shape, []).append(name)
         self.groups = [
-            (names, torch.stack([torch.zeros_like(parameters[name]) for name in names]))
+            (names, torch.stack([torch.zeros_like(lying(parameters[name])) for name in names]))
             for names in shapes.values()
         ]
 
@@ -61,19 +67,19 @@ class Muon:
         momentum = momentum_at(step)
         for names, buffer in self.groups:
             weights: list[Tensor] = [self.parameters[name] for name in names]
-            gradient = torch.stack([w.grad for w in weights if w.grad is not None])  # (N, R, C)
+            gradient = torch.stack([lying(w.grad) for w in weights if w.grad is not None])
             buffer.lerp_(gradient, 1 - momentum)
-            update = orthogonalise(gradient.lerp_(buffer, momentum))  # Nesterov
-            rows, columns = update.shape[1:]
+            update = orthogonalise(gradient.lerp_(buffer, momentum))  # (N, R, C), Nesterov
             rate = self.lr * factor
             torch._foreach_mul_(weights, 1 - rate * self.weight_decay)
-            scale = max(1, rows / columns) ** 0.5
-            torch._foreach_add_(weights, list(update.unbind()), alpha=-rate * scale)
+            for weight, change in zip(weights, update.unbind(), strict=True):
+                scale = max(1, weight.size(0) / weight.size(1)) ** 0.5
+                lying(weight).add_(change, alpha=-rate * scale)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Return every buffer under its parameter's name."""
         return {
-            f"muon.momentum.{name}": row
+            f"muon.momentum.{name}": row if row.shape == self.parameters[name].shape else row.mT
             for names, buffer in self.groups
             for name, row in zip(names, buffer.unbind(), strict=True)
         }

@@ -28,17 +28,19 @@ from chargpt.device import (
     choose_device,
     choose_dtype,
     dtype_name,
+    keep_freed_memory,
     make_deterministic,
 )
 from chargpt.errors import ConfigError, WorkError
 from chargpt.inference.evaluation import Evaluation, evaluate_tokens
 from chargpt.inference.sampling import stream
 from chargpt.models import LanguageModel, build_model
+from chargpt.models.ngram import NGramLM
 from chargpt.store.run import RunFolder, Saved, fill
 from chargpt.text.batches import Batches
 from chargpt.text.corpus import Corpus, Split
 from chargpt.training.optim import Optimizer
-from chargpt.training.schedule import rate_at
+from chargpt.training.schedule import ngram_share_at, rate_at
 
 METRICS_EVERY = 10  # steps between writes of metrics, each of which waits for the device
 SAMPLE_LENGTH = 200  # characters of a sample along the way
@@ -110,6 +112,8 @@ class Trainer:
         corpus.require_blocks(self.config.model.block_size)
         if self.config.deterministic:
             make_deterministic(self.device)
+        if self.device.type == "cpu":
+            keep_freed_memory()
 
         torch.manual_seed(self.config.seed)
         model = build_model(self.config.model, corpus.tokenizer.vocab_size)
@@ -121,6 +125,7 @@ class Trainer:
         if saved is not None:
             self._restore_progress(saved.state)
             self.optimizer.load_tensors(saved.optimizer)
+        self.counted = self._count()
         self.replica = self._replicate()
         train = self.config.train
         self.batches = Batches(
@@ -178,16 +183,28 @@ class Trainer:
             self.seed_dropout(step, micro)
             last = micro == accumulate - 1
             with contextlib.nullcontext() if last else self.without_sync():
-                loss = self.loss(block) / accumulate
-                loss.backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
+                objective, nats = self.objective(step, block)
+                (objective / accumulate).backward()  # type: ignore[no-untyped-call]
+            total += nats.detach() / accumulate
         return total
 
-    def loss(self, block: Tensor) -> Tensor:
-        """Return the mean loss in nats of predicting each of a block's (B, T + 1) characters."""
+    def objective(self, step: int, block: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what is minimised, and the mean loss in nats, of a (B, T + 1) block.
+
+        The two differ while the counted n-gram has a share in the targets (Hinton et al. 2015,
+        section 2): all that might have followed teaches more than the one character that did.
+        """
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
             logits = self.replica(block[:, :-1])  # (B, T, V)
-        return F.cross_entropy(logits.flatten(0, 1).float(), block[:, 1:].flatten())
+        guesses = logits.float().log_softmax(dim=-1)
+        nats = F.nll_loss(guesses.flatten(0, 1), block[:, 1:].flatten())
+        share = ngram_share_at(step, self.config.train)
+        if self.counted is None or not share:
+            return nats, nats
+        with torch.no_grad():
+            expected = self.counted(block[:, :-1]).exp()  # (B, T, V)
+        counted = -(expected * guesses).sum(dim=-1).mean()
+        return (1 - share) * nats + share * counted, nats
 
     def apply_update(self, step: int, rate: float) -> Tensor:
         """Clip, update, move the average; return the gradient's norm before clipping."""
@@ -362,6 +379,12 @@ class Trainer:
         source = saved.model if saved is not None else own
         # in the model's own order: the update walks both side by side
         return {name: source[name].detach().clone().to(self.device) for name in own}
+
+    def _count(self) -> NGramLM | None:
+        if not self.config.train.ngram_targets:
+            return None
+        tokens, vocab_size = self.corpus.split("train"), self.corpus.tokenizer.vocab_size
+        return NGramLM.fit(tokens, vocab_size, self.model.block_size).to(self.device)
 
     def _restore_progress(self, state: dict[str, Any]) -> None:
         best = state.get("best_nats_per_char")

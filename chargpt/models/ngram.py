@@ -1,0 +1,167 @@
+"""Counted n-grams, interpolated: the yardstick that a GPT must beat.
+
+    p_k(w | h) = (c(h w) + t(h) p_{k-1}(w | h')) / (c(h) + t(h))
+
+(Witten and Bell 1991, method C, interpolated as in Chen and Goodman 1999, section 2.4.) h is the
+last k - 1 characters, h' is h without its first, c counts, t(h) is how many different characters
+were seen after h, and p_0 is 1/V. A context never seen adds nothing to the shorter one.
+
+Grams are numbered order by order: a gram of k characters is the pair (number of its first k - 1
+characters, its last one), so that finding it is one binary search, whatever the vocabulary.
+Shapes in this file: N = characters, V = vocabulary, G = distinct grams of k characters,
+P = distinct grams of k - 1, B = rows, T = characters of a row.
+"""
+
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from chargpt.models.base import LanguageModel
+from chargpt.models.cache import KVCache
+
+ORDER = 5  # beyond it, texts of a few million characters gain nothing
+MOST = 4_000_000  # characters that are counted: two seconds' worth
+UNSEEN = -1  # the number of a gram that the text did not hold
+
+
+class NGramLM(LanguageModel):
+    """An interpolated n-gram model. `fit` makes one from a text at once; nothing is trained."""
+
+    def __init__(self, vocab_size: int, block_size: int, orders: "list[Order]") -> None:
+        super().__init__(vocab_size, block_size)
+        self.orders = nn.ModuleList(orders)
+
+    @classmethod
+    def fit(
+        cls, tokens: npt.NDArray[Any], vocab_size: int, block_size: int, order: int = ORDER
+    ) -> "NGramLM":
+        """Return the model that a text's (N,) ids give, in time and memory of `order` sorts of N.
+
+        Args:
+            tokens: ids below `vocab_size`, of any integer type; of more than 4,000,000, the last
+                are counted.
+            vocab_size: V.
+            block_size: the most characters that one call will look at.
+            order: the longest gram counted: so many characters, the predicted one included.
+        """
+        assert order >= 1, "an n-gram counts at least single characters"
+        assert len(tokens), "there must be something to count"
+        token = tokens[-MOST:].astype(np.int64)
+        gram = np.zeros(len(token) + 1, dtype=np.int64)  # at first the empty one, everywhere
+        parents, orders = 1, []
+        for k in range(1, min(order, len(token)) + 1):
+            # the last gram is followed by nothing
+            codes, gram, counts = np.unique(
+                gram[:-1] * vocab_size + token[k - 1 :], return_inverse=True, return_counts=True
+            )
+            orders.append(Order(codes, counts, parents, vocab_size))
+            parents = len(codes)
+        return cls(vocab_size, block_size, orders)
+
+    def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
+        steps = tokens.size(1)
+        if cache is not None:
+            as_keys = tokens[:, None, :, None]  # (B, 1, T, 1)
+            tokens = cache.extend(0, as_keys, as_keys)[0][:, 0, :, 0]
+            cache.advance(steps)
+            tokens = tokens[:, -(steps + len(self.orders) - 1) :]  # what the contexts reach back to
+        orders = cast("list[Order]", self.orders)
+        unigram = orders[0].kept.expand(self.vocab_size) / self.vocab_size
+        unigram = unigram.index_add(0, orders[0].last, orders[0].added)
+        shares = unigram.repeat(*tokens.shape, 1)  # (B, T, V)
+        gram = torch.zeros_like(tokens)  # (B, T)
+        for k, order in enumerate(orders[1:]):
+            gram = orders[k].find(self._before(gram, k), tokens)
+            order.mix(shares.flatten(0, 1), gram.flatten())
+        return shares[:, -steps:].log()  # (B, T, V)
+
+    def losses(self, rows: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+        """Return -ln p of each character but the first of each row: (B, T + 1) to (B, T).
+
+        It is what `forward` says, without working out the other V - 1 characters' shares.
+        """
+        tokens = torch.from_numpy(rows.astype(np.int64)).to(self.device)
+        share = torch.full(tokens.shape, 1 / self.vocab_size, device=tokens.device)
+        gram = torch.zeros_like(tokens)
+        for k, order in enumerate(cast("list[Order]", self.orders)):
+            before = self._before(gram, k)
+            gram = order.find(before, tokens)
+            share = order.mixed(share, before, gram)
+        return -share[:, 1:].log().cpu().numpy()
+
+    @staticmethod
+    def _before(gram: Tensor, k: int) -> Tensor:
+        """Return, for each place, the number of the gram of k characters that ends before it."""
+        first = gram.new_full((gram.size(0), 1), 0 if k == 0 else UNSEEN)
+        return torch.cat((first, gram[:, :-1]), dim=1)
+
+    def new_cache(self, batch_size: int) -> KVCache:
+        """Return a cache that holds the characters themselves."""
+        return KVCache(
+            layers=1,
+            batch_size=batch_size,
+            heads=1,
+            capacity=self.block_size,
+            head_size=1,
+            device=self.device,
+            dtype=torch.int64,
+        )
+
+
+class Order(nn.Module):
+    """All grams of k characters: what each adds to its last one's share, after which k - 1."""
+
+    codes: Tensor  # (G,) int64, rising: number of the first k - 1 characters x V + the last
+    last: Tensor  # (G,): the last character
+    added: Tensor  # (G,): c(h w) / (c(h) + t(h))
+    starts: Tensor  # (P + 1,): those that begin with gram p are codes[starts[p] : starts[p + 1]]
+    kept: Tensor  # (P,): t(h) / (c(h) + t(h)), or 1 if nothing followed
+
+    def __init__(
+        self,
+        codes: npt.NDArray[np.int64],
+        counts: npt.NDArray[np.int64],
+        parents: int,
+        vocab_size: int,
+    ) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+        starts = np.searchsorted(codes, np.arange(parents + 1) * vocab_size)
+        kinds = np.diff(starts)
+        whole = np.diff(np.concatenate(([0], np.cumsum(counts)))[starts]) + kinds
+        kept = np.divide(kinds, whole, out=np.ones(parents), where=kinds > 0)
+        for name, values in {
+            "codes": codes,
+            "last": codes % vocab_size,
+            "added": (counts / whole[codes // vocab_size]).astype(np.float32),
+            "starts": starts,
+            "kept": kept.astype(np.float32),
+        }.items():
+            self.register_buffer(name, torch.from_numpy(values))
+
+    def find(self, before: Tensor, tokens: Tensor) -> Tensor:
+        """Return the numbers of the grams (before, token), UNSEEN where there is none."""
+        wanted = before * self.vocab_size + tokens
+        place = torch.searchsorted(self.codes, wanted).clamp_(max=len(self.codes) - 1)
+        known = (self.codes[place] == wanted) & (before != UNSEEN)
+        return place.where(known, UNSEEN)
+
+    def mixed(self, share: Tensor, before: Tensor, gram: Tensor) -> Tensor:
+        """Return the share of the characters that end `gram`, from the shorter context's share."""
+        kept = self.kept[before.clamp(min=0)].where(before != UNSEEN, 1.0)
+        return kept * share + self.added[gram.clamp(min=0)] * (gram != UNSEEN)
+
+    def mix(self, shares: Tensor, contexts: Tensor) -> None:
+        """Mix what followed each context, (N,), into the shares of a shorter one, (N, V)."""
+        context = contexts.clamp(min=0)
+        first = self.starts[context]
+        kinds = (self.starts[context + 1] - first) * (contexts != UNSEEN)
+        shares *= self.kept[context].where(kinds > 0, 1.0)[:, None]
+        # one entry for each character that followed each context
+        row = torch.repeat_interleave(kinds)
+        entry = torch.arange(len(row), device=row.device) + (first - kinds.cumsum(0) + kinds)[row]
+        place = row * self.vocab_size + self.last[entry]
+        shares.view(-1).index_add_(0, place, self.added[entry])

@@ -1,0 +1,147 @@
+"""How soon a loss is reached, beside nanoGPT: whole processes in turn, same text, same measure.
+
+    python scripts/bench_train.py TEXT --nanogpt DIR [--pairs 3] [--ours "--budget 10s"]...
+        [--json benchmarks/train.json]
+
+TEXT is a file. DIR is a checkout of nanoGPT; its README's recipe for a CPU runs in a copy of it.
+Each of --ours is what follows `chargpt train TEXT`. A time is that of a whole process, from a cold
+start to its end with the checkpoint saved; scoring comes after. Both are scored by chargpt's
+`full` protocol on the same last tenth, nanoGPT at its own block size.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from record import facts, write_record
+
+RECIPE = (
+    "config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20 "
+    "--log_interval=1 --block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 "
+    "--max_iters=2000 --lr_decay_iters=2000 --dropout=0.0"
+)
+BLOCK = 64
+
+# run with nanoGPT's folder on the path; prints the loss that our own code measures
+SCORE = f"""
+import json, sys, torch
+from model import GPT, GPTConfig
+from chargpt.config import TextConfig
+from chargpt.inference.evaluation import evaluate_tokens
+from chargpt.models import LanguageModel
+from chargpt.text.corpus import prepare
+
+class Peer(LanguageModel):
+    def __init__(self, checkpoint):
+        super().__init__(checkpoint["model_args"]["vocab_size"], {BLOCK})
+        self.gpt = GPT(GPTConfig(**checkpoint["model_args"]))
+        self.gpt.load_state_dict(checkpoint["model"])
+    def forward(self, tokens, cache=None):
+        return self.gpt(tokens, tokens)[0]
+    def new_cache(self, batch_size):
+        raise NotImplementedError
+
+model = Peer(torch.load(sys.argv[1], weights_only=True))
+tokens = prepare(TextConfig(path=sys.argv[2])).split("val")
+print(json.dumps(evaluate_tokens(model, tokens).as_dict()))
+"""
+
+
+def timed(words: list[str], cwd: Path, log: Path) -> float:
+    """Run a command to its end and return its seconds."""
+    with open(log, "w", encoding="utf-8") as file:
+        start = time.perf_counter()
+        subprocess.run(words, cwd=cwd, stdout=file, stderr=subprocess.STDOUT, check=True)
+        return time.perf_counter() - start
+
+
+def printed(words: list[str], cwd: Path, **environment: str) -> dict[str, Any]:
+    """Run a command that prints one JSON object on its last line."""
+    done = subprocess.run(
+        words,
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, **environment},
+    )
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def run_ours(text: Path, words: str, folder: Path) -> dict[str, Any]:
+    """Train once and score the run."""
+    run = folder / "run"
+    chargpt = [sys.executable, "-m", "chargpt"]
+    train = [*chargpt, "train", str(text), "--out", str(run), "--force", *shlex.split(words)]
+    seconds = timed(train, folder, folder / "log.txt")
+    losses = {}
+    for protocol in ("full", "sliding", "nanogpt"):
+        found = printed([*chargpt, "evaluate", str(run), "--json", "--protocol", protocol], folder)
+        losses[protocol] = found["nats_per_char"]
+    result = {"seconds": seconds, **losses, "parameters": found["parameters"]}
+    return result | {"block_size": found["block_size"], "steps": found["steps"]}
+
+
+def run_nanogpt(text: Path, checkout: Path, folder: Path) -> dict[str, Any]:
+    """Prepare and train once, as its README says, and score the checkpoint."""
+    copy = folder / "nanogpt"
+    shutil.copytree(checkout, copy, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".git"))
+    data = copy / "data" / "shakespeare_char"
+    shutil.copy(text, data / "input.txt")
+    preparing = timed([sys.executable, "prepare.py"], data, folder / "prepare.txt")
+    training = timed([sys.executable, "train.py", *RECIPE.split()], copy, folder / "log.txt")
+    checkpoint = copy / "out-shakespeare-char" / "ckpt.pt"
+    score = [sys.executable, "-c", SCORE, str(checkpoint), str(text)]
+    found = printed(score, copy, PYTHONPATH=os.pathsep.join([str(copy), *sys.path[1:]]))
+    return {"seconds": training, "prepare_seconds": preparing, "full": found["nats_per_char"]}
+
+
+def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the medians, with every run's figures beside them."""
+    keys = [key for key in runs[0] if isinstance(runs[0][key], int | float)]
+    medians = {key: round(statistics.median(run[key] for run in runs), 4) for key in keys}
+    return {**medians, "runs": [{key: round(run[key], 4) for key in keys} for run in runs]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("text", type=Path)
+    parser.add_argument("--nanogpt", type=Path)
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--ours", action="append", default=[])
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    text = arguments.text.absolute()
+    results: dict[str, list[dict[str, Any]]] = {}
+    for number in range(arguments.pairs):
+        if arguments.nanogpt:
+            with tempfile.TemporaryDirectory() as folder:
+                run = run_nanogpt(text, arguments.nanogpt.absolute(), Path(folder))
+            results.setdefault("nanoGPT", []).append(run)
+            print(f"pair {number + 1}: nanoGPT {run}", file=sys.stderr)
+        for words in arguments.ours:
+            with tempfile.TemporaryDirectory() as folder:
+                run = run_ours(text, words, Path(folder))
+            results.setdefault(f"chargpt train {words}", []).append(run)
+            print(f"pair {number + 1}: {words}: {run}", file=sys.stderr)
+    record = {**facts(), "text": text.name, "results": {n: summary(r) for n, r in results.items()}}
+    peer = record["results"].get("nanoGPT")
+    for name, result in record["results"].items():
+        if peer and name != "nanoGPT":
+            result["time_against_nanogpt"] = round(peer["seconds"] / result["seconds"], 2)
+            result["nats_below_nanogpt"] = round(peer["full"] - result["full"], 4)
+    write_record(record, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

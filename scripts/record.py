@@ -1,0 +1,49 @@
+"""What every benchmark's record says about itself: command, commit, hardware, date, versions."""
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+
+def facts() -> dict[str, Any]:
+    """Return where and when a benchmark ran, without the machine's own folders."""
+    words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return {
+        "command": shlex.join(["python", f"scripts/{Path(sys.argv[0]).name}", *words]),
+        "date": datetime.now(UTC).date().isoformat(),
+        "commit": commit.stdout.strip(),
+        "hardware": f"{cpu()}, {os.cpu_count()} cores",
+        "python": platform.python_version(),
+        "torch": version("torch"),
+    }
+
+
+def cpu() -> str:
+    """Return the processor's name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.split(": ")[1] for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def write_record(record: dict[str, Any], path: Path | None) -> None:
+    """Print a record, and keep it in a file if there is one."""
+    content = json.dumps(record, indent=2) + "\n"
+    print(content, end="")
+    if path is not None:
+        path.write_text(content, encoding="utf-8")

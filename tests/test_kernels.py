@@ -1,0 +1,76 @@
+"""Forms with derivatives written by hand against the plain formulas, values and gradients."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from chargpt.models import kernels
+from chargpt.models.gpt import rotary_tables
+from chargpt.models.kernels import heads, swiglu, unit_rms
+
+BATCH, STEPS, HEADS, SIZE = 2, 5, 3, 8
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def joint_heads(qkv: Tensor, gains: Tensor) -> Tensor:
+    cos, sin = rotary_tables(STEPS, SIZE, 100.0)
+    return torch.stack(heads(qkv, gains, cos.to(qkv.dtype), sin.to(qkv.dtype), HEADS))
+
+
+CASES: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
+    "unit_rms": (unit_rms, [(BATCH, STEPS, 6)]),
+    "heads": (joint_heads, [(BATCH, STEPS, 3 * HEADS * SIZE), (2, SIZE)]),
+    "swiglu": (swiglu, [(BATCH, STEPS, 8)]),
+}
+
+
+def results(name: str, dtype: torch.dtype) -> list[Tensor]:
+    """The output, then the gradient of every input for some gradient of the output."""
+    function, shapes = CASES[name]
+    inputs = [drawn(*shape, dtype=dtype, seed=i) for i, shape in enumerate(shapes)]
+    for x in inputs:
+        x.requires_grad_()
+    output = function(*inputs)
+    output.backward(drawn(*output.shape, dtype=dtype, seed=9))
+    return [output.detach(), *(x.grad for x in inputs if x.grad is not None)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CASES)
+def test_derivatives_by_hand_are_those_of_the_formula(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast = results(name, dtype)
+    monkeypatch.setattr(kernels, "by_hand", lambda x: False)
+    plain = results(name, dtype)
+    tolerance = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 0.05}[dtype]
+    for one, two in zip(fast, plain, strict=True):
+        assert one.dtype == dtype
+        torch.testing.assert_close(one, two, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_derivatives_by_hand_are_those_of_small_differences(name: str) -> None:
+    function, shapes = CASES[name]
+    inputs = [drawn(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
+    assert torch.autograd.gradcheck(function, inputs)
+
+
+def test_the_forms_by_hand_are_what_a_cpu_runs() -> None:
+    assert kernels.by_hand(torch.zeros(1))
+    assert not kernels.by_hand(torch.zeros(1, device="meta"))
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_a_row_of_zeros_stays_finite(by_hand: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "by_hand", lambda x: by_hand)
+    x = torch.zeros(1, 4, requires_grad=True)
+    unit_rms(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.isfinite().all()
