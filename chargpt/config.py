@@ -124,7 +124,7 @@ class TrainConfig(Section):
     ema: float = Field(0.0, ge=0, lt=1)
     """Decay of the moving average of weights that is evaluated and kept; 0: none."""
     ngram_targets: float = Field(0.0, ge=0, le=1)
-    """Share of a counted 5-gram in the targets of the first step; it falls to 0 at the last."""
+    """Share of the training targets that is what a counted 5-gram expects, not what came."""
 
 
 class OptimConfig(Section):
@@ -132,8 +132,8 @@ class OptimConfig(Section):
 
     name: Literal["adamw", "muon"] = "muon"
     """`muon`: Muon for the matrices of the blocks, AdamW for all else."""
-    lr: float = Field(0.004, gt=0)
-    matrix_lr: float = Field(0.025, gt=0)
+    lr: float = Field(0.012, gt=0)
+    matrix_lr: float = Field(0.05, gt=0)
     """Muon's learning rate."""
     weight_decay: float = Field(0.1, ge=0)
 
@@ -142,7 +142,7 @@ class ScheduleConfig(Section):
     """The learning rate over the steps."""
 
     kind: Literal["trapezoid", "cosine"] = "trapezoid"
-    warmup: int = Field(20, ge=0)
+    warmup: int = Field(5, ge=0)
     """Steps of linear rise."""
     cooldown: float = Field(0.9, ge=0, le=1)
     """Share of all steps in which the trapezoid falls to zero; 0 keeps the rate constant."""

@@ -54,13 +54,18 @@ class World:
         return torch.tensor(float(number), dtype=torch.float64, device=device)
 
 
+def world_size() -> int:
+    """Return how many processes `torchrun` has started to train together."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def join_world(device: torch.device) -> World:
     """Join the processes that `torchrun` started, if it did.
 
     Raises:
         DeviceError: the other processes could not be met.
     """
-    size = int(os.environ.get("WORLD_SIZE", "1"))
+    size = world_size()
     if size == 1:
         return World()
     if device.type == "cuda":
@@ -166,7 +171,8 @@ def keep_freed_memory() -> bool:
     if mallopt is None:
         return False
     settings = ((M_MMAP_THRESHOLD, MOST_MMAP_THRESHOLD), (M_TRIM_THRESHOLD, 2**31 - 1))
-    return all([mallopt(name, value) == 1 for name, value in settings])
+    taken = [mallopt(name, value) for name, value in settings]  # both, whatever the first says
+    return taken == [1, 1]
 
 
 def synchronize(device: torch.device) -> None:

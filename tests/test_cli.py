@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from conftest import REPOSITORY, Cli, refusal, run_cli
 
+from chargpt.config import load_config
 from chargpt.store.run import RunFolder, load_run
 
 QUICK = (
@@ -137,6 +138,39 @@ def test_resume_takes_the_newest_run_and_refuses_what_it_cannot_change(
     assert "has done all its 6 steps" in refusal(cli("train", "--resume"))
     assert "drop -c" in refusal(cli("train", "--resume", "-c", "gpt"))
     assert "seed cannot change" in refusal(cli("train", "--resume", "-s", "seed=3"))
+
+
+@pytest.mark.slow
+def test_a_budgets_run_can_be_repeated_from_its_config_without_the_clock(
+    verse: Path, cli: Cli
+) -> None:
+    small = ["-s", "model.n_layer=1", "-s", "model.n_embd=16", "-s", "model.block_size=16"]
+    done = cli("train", verse, "--budget", "10s", "--out", "timed", "--device", "cpu", *small)
+    assert done.returncode == 0, done.stderr
+    assert "budget  10 s: " in done.stderr
+    config = load_config("timed/config.yaml")
+    assert config.train.max_steps > 20
+    assert 0.3 < config.schedule.cooldown < 1
+    again = cli("train", verse, "-c", "timed/config.yaml", "--out", "again")
+    assert again.returncode == 0, again.stderr
+    model = f"checkpoints/step-{config.train.max_steps:08}/model.safetensors"
+    assert Path("timed", model).read_bytes() == Path("again", model).read_bytes()
+
+
+def test_a_budget_contradicts_steps_processes_and_resuming(
+    verse: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = cli("train", verse, "--budget", "30s", "-s", "train.max_steps=5")
+    assert "--budget and train.max_steps" in refusal(steps)
+    Path("mine.yaml").write_text("train: {max_steps: 5}")
+    assert "--budget and train.max_steps" in refusal(
+        cli("train", verse, "--budget", "30s", "-c", "mine.yaml")
+    )
+    assert "write it so" in refusal(cli("train", verse, "--budget", "soon"))
+    assert "drop -c, --budget" in refusal(cli("train", "--resume", "--budget", "30s"))
+    assert not Path("runs").exists()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "plans for one process" in refusal(cli("train", verse, "--budget", "30s"))
 
 
 def test_training_goes_on_from_cached_tokens_when_the_text_has_gone(verse: Path, cli: Cli) -> None:

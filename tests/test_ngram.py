@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from chargpt.config import SampleConfig
 from chargpt.inference.evaluation import evaluate_tokens
 from chargpt.inference.sampling import stream
+from chargpt.models import ngram
 from chargpt.models.ngram import NGramLM
 from chargpt.text.tokenizer import CharTokenizer
 
@@ -78,6 +79,19 @@ def test_losses_are_what_the_logits_say(text: list[int], rows: list[list[int]]) 
     torch.testing.assert_close(
         torch.from_numpy(model.losses(np.array(rows))), expected, rtol=1e-5, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("order", [1, 2, 5])
+def test_a_table_of_all_contexts_says_what_mixing_says(
+    order: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = torch.from_numpy(np.stack([ids(VERSE)[:60], ids(VERSE)[60:120][::-1].copy()]))
+    tabulated = NGramLM.fit(ids(VERSE), 40, block_size=64, order=order)
+    monkeypatch.setattr(ngram, "MOST_TABULATED", 0)
+    mixed = NGramLM.fit(ids(VERSE), 40, block_size=64, order=order)
+    assert tabulated.table is not None
+    assert mixed.table is None
+    torch.testing.assert_close(tabulated.shares(tokens), mixed.shares(tokens))
 
 
 def test_shares_sum_to_one_after_any_context() -> None:

@@ -91,7 +91,7 @@ def exhaust(trainer: Trainer) -> None:
 
 
 def contender(settings: Config, model: str) -> Config:
-    """Return the settings for one model: same text, steps and batch, its own update rule.
+    """Return the settings for one model: same text, steps and batch, its own update and targets.
 
     Raises:
         ConfigError: there is no such model.
@@ -103,7 +103,9 @@ def contender(settings: Config, model: str) -> Config:
     own = load_config(model)
     sections = ("optim", "schedule")
     values = {name: getattr(own, name).model_dump() for name in sections}
-    return settings.with_values({"model.kind": model, **values})
+    return settings.with_values(
+        {"model.kind": model, "train.ngram_targets": own.train.ngram_targets, **values}
+    )
 
 
 def compare(

@@ -13,6 +13,14 @@ from typing import Any
 SPARKS = "▁▂▃▄▅▆▇█"
 PLAIN_LINE_SECONDS = 5.0
 
+started = time.perf_counter()  # when the command began
+
+
+def note_start() -> None:
+    """Count a command's time from now."""
+    global started
+    started = time.perf_counter()
+
 
 def is_main() -> bool:
     """Return whether this process is the one that speaks, among those that `torchrun` started."""
@@ -184,6 +192,12 @@ class Progress:
             ahead = f", {duration(left)} left" if math.isfinite(left) else ""
             say(f"{self.unit} {done:,}/{self.total:,}  {detail}{ahead}")
             self.last_line, self.last_done = now, done
+
+    def change_total(self, total: int) -> None:
+        """Show another total from now on."""
+        self.total = total
+        if self.bar is not None:
+            self.bar.total = total
 
     def write(self, text: str) -> None:
         """Print lines without breaking the bar."""

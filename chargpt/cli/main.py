@@ -66,6 +66,7 @@ def _explain(error: Any) -> int:
 
 def run() -> NoReturn:
     """Run the command line and leave with its exit code."""
+    console.note_start()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that lacks a character shows ?

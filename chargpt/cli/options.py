@@ -58,6 +58,17 @@ def build_config(
     return load_config(config or "gpt", written, defaults)
 
 
+def given_keys(config: str | None, overrides: list[str] | None) -> set[str]:
+    """Return the dotted keys that a config file and -s options set."""
+    from chargpt.config import parse_override, read_config_tree
+
+    keys = {parse_override(written)[0] for written in overrides or []}
+    for section, values in read_config_tree(config)[0].items() if config else ():
+        names = values if isinstance(values, dict) else {}
+        keys |= {f"{section}.{name}" for name in names} or {section}
+    return keys
+
+
 def unknown_policy(word: str | None) -> Any:
     """Return --unknown's word, checked; None leaves it to the run.
 

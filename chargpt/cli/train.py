@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,8 +19,10 @@ if TYPE_CHECKING:
     from chargpt.text.corpus import Split
     from chargpt.training.trainer import Report, Trainer
 
-# scored at most, for the closing table
-CLOSING_CHARACTERS: "dict[Split, int]" = {"train": 100_000, "val": 300_000}
+DEFAULT_BUDGET = "150s"  # what a bare `chargpt train` takes
+SPLITS: "tuple[Split, ...]" = ("train", "val")
+# characters scored for the closing table: of those trained on, but so many at least and at most
+CLOSING_SHARE, CLOSING_LEAST, CLOSING_MOST = 1 / 20, 20_000, 300_000
 
 
 def train(
@@ -35,6 +38,15 @@ def train(
     out: Annotated[
         Path | None, typer.Option("--out", metavar="RUN", help="The run's folder.")
     ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            "--budget",
+            metavar="TIME",
+            help="Take so long, as in 30s, 3m or 1h: sizes and steps are chosen to fit. "
+            f"Without -c and -s: {DEFAULT_BUDGET}.",
+        ),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a run.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace the run in --out.")] = False,
     device: options.Device = None,
@@ -43,34 +55,70 @@ def train(
 ) -> None:
     """Train a model on a text. Without a text: on one that comes with Python.
 
-    Examples: `chargpt train`, `chargpt train novel.txt --out runs/novel`,
+    Examples: `chargpt train`, `chargpt train novel.txt --budget 10m`,
     `chargpt train novel.txt -c bigram -s train.max_steps=500`, `chargpt train --resume`.
     """
-    from chargpt.device import leave_world
+    from chargpt.device import leave_world, world_size
     from chargpt.errors import ConfigError
 
     try:
         if resume:
-            if config is not None or force or encoding is not None:
+            if config is not None or force or encoding is not None or budget is not None:
                 raise ConfigError(
-                    "--resume takes its settings from the run; drop -c, --force and --encoding"
+                    "--resume takes its settings from the run; drop -c, --budget, --force and "
+                    "--encoding"
                 )
+            clock = None
             trainer, folder = resume_run(out or text, set_ or [], device)
         else:
             settings = options.build_config(text, config, set_, device=device, encoding=encoding)
-            trainer, folder = start_run(settings, out, force=force)
-        show_plan(trainer)
-        levels = train_to_end(trainer, folder)
+            if budget is None and config is None and not set_ and world_size() == 1:
+                budget = DEFAULT_BUDGET
+            clock = Clock.of(budget, options.given_keys(config, set_))
+            trainer, folder = start_run(settings, out, force=force, clock=clock)
+        show_plan(trainer, clock)
+        levels = train_to_end(trainer, folder, clock)
         if trainer.world.is_main:
             show_result(trainer, folder, levels)
     finally:
         leave_world()
 
 
+@dataclass(frozen=True)
+class Clock:
+    """A time budget, from the start of the process, and what the user has fixed besides."""
+
+    seconds: float
+    given: frozenset[str]
+
+    @classmethod
+    def of(cls, written: str | None, given: set[str]) -> "Clock | None":
+        """Return the budget that was written, if one was.
+
+        Raises:
+            ConfigError: it is not a time, or several processes would have to agree on it.
+        """
+        from chargpt.device import world_size
+        from chargpt.errors import ConfigError
+        from chargpt.training.planner import seconds_of
+
+        if written is None:
+            return None
+        if world_size() > 1:
+            raise ConfigError("--budget plans for one process; give train.max_steps instead")
+        return cls(seconds_of(written), frozenset(given))
+
+    @property
+    def left(self) -> float:
+        """Seconds until the last training step has to be done."""
+        closing = 0.8 + 0.03 * self.seconds
+        return self.seconds - closing - (time.perf_counter() - console.started)
+
+
 def start_run(
-    settings: Any, out: Path | None, *, force: bool = False
+    settings: Any, out: Path | None, *, force: bool = False, clock: Clock | None = None
 ) -> "tuple[Trainer, RunFolder]":
-    """Prepare the text, make the run's folder, and return the trainer at step 0.
+    """Prepare the text, plan, make the run's folder, and return the trainer at step 0.
 
     Raises:
         ChargptError: the text, the settings or the folder will not do.
@@ -84,6 +132,11 @@ def start_run(
     if out is not None and world.is_main and not force:
         RunFolder.check_free(out)
     corpus = prepare(settings.text, progress=options.PrepareProgress())
+    if clock is not None:
+        from chargpt.training.planner import plan
+
+        settings, why = plan(settings, clock.given, corpus, clock.left)
+        console.say(f"budget  {console.duration(clock.seconds)}: {why}")
     path = out or options.free_folder(f"{options.slug(corpus.name)}-{settings.model.kind}")
     folder = RunFolder(path)
     trainer = Trainer(settings, corpus, folder=folder, world=world)
@@ -127,12 +180,15 @@ def resume_run(
     return trainer, folder
 
 
-def show_plan(trainer: "Trainer") -> None:
-    """Say in a few lines what is about to happen. Measures a few steps; call on every rank."""
+def show_plan(trainer: "Trainer", clock: Clock | None = None) -> None:
+    """Say in a few lines what is about to happen. Without a budget, it measures a few steps.
+
+    To be called on every rank.
+    """
     from chargpt.training.estimate import estimate
 
     config, corpus = trainer.config, trainer.corpus
-    plan = estimate(trainer)
+    plan = estimate(trainer, clock.left if clock else None)
     unknown = f", {corpus.unknown_share:.2%} of them unknown" if corpus.unknown_share else ""
     lengths = ", ".join(
         f"{len(corpus.split(name)):,} {name}"
@@ -170,7 +226,9 @@ def describe_model(model: Any) -> str:
     )
 
 
-def train_to_end(trainer: "Trainer", folder: "RunFolder | None") -> dict[str, float]:
+def train_to_end(
+    trainer: "Trainer", folder: "RunFolder | None", clock: Clock | None = None
+) -> dict[str, float]:
     """Run all steps with a progress bar; a signal saves the run and ends the process.
 
     Returns:
@@ -182,8 +240,9 @@ def train_to_end(trainer: "Trainer", folder: "RunFolder | None") -> dict[str, fl
     validation: list[float] = []
     total = trainer.config.train.max_steps
     bar = console.Progress(total, "step", initial=trainer.progress.step)
+    began, falling_from = time.perf_counter(), cooldown_start(trainer)
     characters = trainer.config.train.batch_size * trainer.config.model.block_size
-    clock, counted = time.perf_counter(), trainer.progress.step
+    looked, counted = time.perf_counter(), trainer.progress.step
     with catch_signals() as caught:
         try:
             for report in trainer.steps():
@@ -192,13 +251,22 @@ def train_to_end(trainer: "Trainer", folder: "RunFolder | None") -> dict[str, fl
                 detail = None
                 if bar.wants_detail() and report.loss is not None:
                     now = time.perf_counter()
-                    speed = (report.step - counted) * characters / (now - clock)
-                    clock, counted = now, report.step
+                    speed = (report.step - counted) * characters / (now - looked)
+                    looked, counted = now, report.step
                     detail = _detail(report, validation, levels, speed)
                 bar.move_to(report.step, detail)
                 if report.sample is not None:
                     bar.write(f"-- sample at step {report.step:,} --")
                     bar.write(console.printable(report.sample).strip("\n"))
+                if clock is not None and report.step == falling_from < bar.total:
+                    keep_to(clock, trainer, (time.perf_counter() - began) / report.step)
+                    bar.change_total(trainer.config.train.max_steps)
+                elif clock is not None and clock.left < 0 and not trainer.finished:
+                    trainer.conclude()
+                    bar.write(
+                        f"the machine slowed down: stopped at step {report.step:,} of {bar.total:,}"
+                    )
+                    break
                 if trainer.world.any(bool(caught)) and not trainer.finished:
                     trainer.save()
                     break
@@ -212,6 +280,19 @@ def train_to_end(trainer: "Trainer", folder: "RunFolder | None") -> dict[str, fl
             )
         raise typer.Exit(128 + caught[0])
     return levels
+
+
+def cooldown_start(trainer: "Trainer") -> int:
+    """Return the step after which the learning rate begins to fall."""
+    steps = trainer.config.train.max_steps
+    return max(1, steps - round(trainer.config.schedule.cooldown * steps))
+
+
+def keep_to(clock: Clock, trainer: "Trainer", step_seconds: float) -> None:
+    """Fit the run's length to the time left, at so many seconds a step."""
+    from chargpt.training.planner import refit
+
+    trainer.change_length(refit(trainer.config, trainer.progress.step, step_seconds, clock.left))
 
 
 def _detail(
@@ -260,12 +341,15 @@ def show_result(trainer: "Trainer", folder: "RunFolder", levels: dict[str, float
     corpus = trainer.corpus
     rows = [[name, "val", *console.loss_cells(nats)] for name, nats in levels.items()]
     losses = {}
-    for split in CLOSING_CHARACTERS:
+    train = trainer.config.train
+    trained = train.max_steps * train.batch_size * trainer.config.model.block_size
+    scored = min(CLOSING_MOST, max(CLOSING_LEAST, int(CLOSING_SHARE * trained)))
+    for split in SPLITS:
         result = evaluate_tokens(
             best.model,
             corpus.split(split),
             split=split,
-            max_characters=CLOSING_CHARACTERS[split],
+            max_characters=scored,
             dtype=trainer.dtype,
         )
         losses[split] = result.nats_per_char

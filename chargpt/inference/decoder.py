@@ -12,6 +12,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from chargpt.models.cache import KVCache
@@ -79,12 +80,12 @@ class Decoder:
         x = self.embedding[tokens]  # (N, C)
         for layer, weights in enumerate(self.layers):
             qkv, own, partner, output, gate_up, down = weights
-            x += self._attend(_norm(x) @ qkv, own, partner, layer) @ output
-            gate, up = np.split(_norm(x) @ gate_up, 2, axis=1)  # (N, F) each
-            x += (gate * up / (1 + np.exp(-gate))) @ down
+            x += _product(self._attend(_product(_norm(x), qkv), own, partner, layer), output)
+            joint = _product(_norm(x), gate_up)  # (N, 2F)
+            gate, up = joint[:, : len(down)], joint[:, len(down) :]
+            x += _product(gate * up / (1 + np.exp(-gate)), down)
         self.cache.advance(1)
-        logits: Array = _norm(x) @ self.head
-        return logits
+        return _product(_norm(x), self.head)
 
     def _attend(self, qkv: Array, own: Array, partner: Array, layer: int) -> Array:
         """Return the mixed values, (N, C), of q, k and v, (N, 3C); k and v go into the cache."""
@@ -102,6 +103,14 @@ class Decoder:
         scores /= scores.sum(axis=2, keepdims=True)
         mixed: Array = scores.swapaxes(2, 3) @ self.values[layer, :, :, : place + 1]
         return mixed.reshape(len(qkv), -1)  # (N, H, 1, D) to (N, C)
+
+
+def _product(x: Array, matrix: Array) -> Array:
+    """Return x @ matrix; of many rows by torch, whose threads numpy's would only wait for."""
+    if len(x) == 1:
+        single: Array = x @ matrix
+        return single
+    return _array(torch.from_numpy(x) @ torch.from_numpy(matrix))
 
 
 def _norm(x: Array) -> Array:

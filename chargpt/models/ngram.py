@@ -24,15 +24,19 @@ from chargpt.models.cache import KVCache
 
 ORDER = 5  # beyond it, texts of a few million characters gain nothing
 MOST = 4_000_000  # characters that are counted: two seconds' worth
+MOST_TABULATED = 50_000_000  # numbers in a table of all contexts: 200 MB
 UNSEEN = -1  # the number of a gram that the text did not hold
 
 
 class NGramLM(LanguageModel):
     """An interpolated n-gram model. `fit` makes one from a text at once; nothing is trained."""
 
+    table: Tensor | None
+
     def __init__(self, vocab_size: int, block_size: int, orders: "list[Order]") -> None:
         super().__init__(vocab_size, block_size)
         self.orders = nn.ModuleList(orders)
+        self.register_buffer("table", self._tabulate())
 
     @classmethod
     def fit(
@@ -68,15 +72,50 @@ class NGramLM(LanguageModel):
             tokens = cache.extend(0, as_keys, as_keys)[0][:, 0, :, 0]
             cache.advance(steps)
             tokens = tokens[:, -(steps + len(self.orders) - 1) :]  # what the contexts reach back to
+        return self.shares(tokens)[:, -steps:].log()  # (B, T, V)
+
+    def shares(self, tokens: Tensor) -> Tensor:
+        """Return what is expected after each of (B, T) ids given all before it: (B, T, V)."""
         orders = cast("list[Order]", self.orders)
-        unigram = orders[0].kept.expand(self.vocab_size) / self.vocab_size
-        unigram = unigram.index_add(0, orders[0].last, orders[0].added)
-        shares = unigram.repeat(*tokens.shape, 1)  # (B, T, V)
-        gram = torch.zeros_like(tokens)  # (B, T)
+        gram = row = torch.zeros_like(tokens)  # (B, T)
+        unigram = orders[0].added.new_full((1, self.vocab_size), 1 / self.vocab_size)
+        orders[0].mix(unigram, gram[:1, 0])
+        shares = unigram.repeat(tokens.numel(), 1) if self.table is None else None
+        first_row = 1
         for k, order in enumerate(orders[1:]):
             gram = orders[k].find(self._before(gram, k), tokens)
-            order.mix(shares.flatten(0, 1), gram.flatten())
-        return shares[:, -steps:].log()  # (B, T, V)
+            if shares is not None:
+                order.mix(shares, gram.flatten())
+            row = torch.where(gram == UNSEEN, row, gram + first_row)
+            first_row += len(orders[k].codes)
+        if shares is None:
+            assert self.table is not None
+            shares = self.table[row.flatten()]
+        return shares.view(*tokens.shape, self.vocab_size)
+
+    def _tabulate(self) -> Tensor | None:
+        """Return what is expected after each known context, (contexts, V), if that is not much.
+
+        The empty context comes first, then those of one character, of two, and so on.
+        """
+        orders = cast("list[Order]", self.orders)
+        contexts = 1 + sum(len(order.codes) for order in orders[:-1])
+        if contexts * self.vocab_size > MOST_TABULATED:
+            return None
+        unigram = orders[0].added.new_full((1, self.vocab_size), 1 / self.vocab_size)
+        orders[0].mix(unigram, torch.zeros(1, dtype=torch.int64))
+        table, shorter = [unigram], torch.zeros(1, dtype=torch.int64)
+        for k, order in enumerate(orders[1:]):
+            # a context without its first character: that of its own start, and its last character
+            parent, last = orders[k].codes // self.vocab_size, orders[k].last
+            if k == 0:
+                shorter = torch.zeros_like(last)
+            else:
+                shorter = orders[k - 1].find(shorter[parent], last)
+            shares = table[-1][shorter]
+            order.mix(shares, torch.arange(len(last)))
+            table.append(shares)
+        return torch.cat(table)
 
     def losses(self, rows: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
         """Return -ln p of each character but the first of each row: (B, T + 1) to (B, T).

@@ -19,11 +19,11 @@ class Plan:
     seconds: float
 
 
-def estimate(trainer: Trainer) -> Plan:
-    """Measure a few steps without updating, and return what the whole run will cost."""
+def estimate(trainer: Trainer, seconds: float | None = None) -> Plan:
+    """Return what the whole run will cost, from `seconds` or a few steps without updating."""
     train, model = trainer.config.train, trainer.config.model
     left = train.max_steps - trainer.progress.step
-    step_seconds = _seconds_a_step(trainer)
+    step_seconds = _seconds_a_step(trainer) if seconds is None else 0.0
     scored = min(train.evaluate_characters, len(trainer.corpus.split("val")))
     batch_characters = train.batch_size * model.block_size
     # a forward pass is about a third of a training step on as many characters
@@ -41,7 +41,7 @@ def estimate(trainer: Trainer) -> Plan:
         characters=left * batch_characters,
         epochs=left * batch_characters / len(trainer.corpus.split("train")),
         memory_bytes=parameters * 16 + activations,
-        seconds=left * step_seconds + evaluations * evaluation_seconds,
+        seconds=seconds or left * step_seconds + evaluations * evaluation_seconds,
     )
 
 

@@ -1,8 +1,8 @@
-"""What changes as a run goes on, as pure functions of the step."""
+"""The learning rate as a pure function of the step."""
 
 import math
 
-from chargpt.config import ScheduleConfig, TrainConfig
+from chargpt.config import ScheduleConfig
 
 
 def rate_at(step: int, schedule: ScheduleConfig, max_steps: int) -> float:
@@ -20,8 +20,3 @@ def rate_at(step: int, schedule: ScheduleConfig, max_steps: int) -> float:
     cooldown_steps = round(schedule.cooldown * max_steps)
     fall = (max_steps - step) / (cooldown_steps + 1) if cooldown_steps else 1.0
     return min(rise, fall, 1.0)
-
-
-def ngram_share_at(step: int, train: TrainConfig) -> float:
-    """Return the counted n-gram's share of the targets in update `step`, falling towards 0."""
-    return train.ngram_targets * max(0.0, 1 - step / train.max_steps)

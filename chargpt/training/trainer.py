@@ -32,7 +32,7 @@ from chargpt.device import (
     make_deterministic,
 )
 from chargpt.errors import ConfigError, WorkError
-from chargpt.inference.evaluation import Evaluation, evaluate_tokens
+from chargpt.inference.evaluation import Evaluation, counted_ngram, evaluate_tokens
 from chargpt.inference.sampling import stream
 from chargpt.models import LanguageModel, build_model
 from chargpt.models.ngram import NGramLM
@@ -40,7 +40,7 @@ from chargpt.store.run import RunFolder, Saved, fill
 from chargpt.text.batches import Batches
 from chargpt.text.corpus import Corpus, Split
 from chargpt.training.optim import Optimizer
-from chargpt.training.schedule import ngram_share_at, rate_at
+from chargpt.training.schedule import rate_at
 
 METRICS_EVERY = 10  # steps between writes of metrics, each of which waits for the device
 SAMPLE_LENGTH = 200  # characters of a sample along the way
@@ -125,7 +125,9 @@ class Trainer:
         if saved is not None:
             self._restore_progress(saved.state)
             self.optimizer.load_tensors(saved.optimizer)
-        self.counted = self._count()
+        self.counted: NGramLM | None = None
+        if self.config.train.ngram_targets:
+            self.counted = counted_ngram(corpus).to(self.device)
         self.replica = self._replicate()
         train = self.config.train
         self.batches = Batches(
@@ -168,6 +170,18 @@ class Trainer:
             report.saved = self.save(is_best=report.is_best)
         return report
 
+    def change_length(self, config: Config) -> None:
+        """Go on with other `max_steps` and cooldown, which the run's folder is told."""
+        self.config = config
+        if self.folder is not None:
+            self.folder.write_config(config)
+
+    def conclude(self) -> None:
+        """Evaluate and save now, as the last step does, though steps are left."""
+        report = Report(self.progress.step)
+        self.evaluate(report)
+        self.save(is_best=report.is_best)
+
     def due(self, every: int) -> bool:
         """Return whether something done every so many steps is due now; the last step always."""
         return self.progress.step % every == 0 or self.finished
@@ -183,27 +197,27 @@ class Trainer:
             self.seed_dropout(step, micro)
             last = micro == accumulate - 1
             with contextlib.nullcontext() if last else self.without_sync():
-                objective, nats = self.objective(step, block)
+                objective, nats = self.objective(block)
                 (objective / accumulate).backward()  # type: ignore[no-untyped-call]
             total += nats.detach() / accumulate
         return total
 
-    def objective(self, step: int, block: Tensor) -> tuple[Tensor, Tensor]:
+    def objective(self, block: Tensor) -> tuple[Tensor, Tensor]:
         """Return what is minimised, and the mean loss in nats, of a (B, T + 1) block.
 
-        The two differ while the counted n-gram has a share in the targets (Hinton et al. 2015,
+        The two differ if the counted n-gram has a share in the targets (Hinton et al. 2015,
         section 2): all that might have followed teaches more than the one character that did.
         """
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
             logits = self.replica(block[:, :-1])  # (B, T, V)
         guesses = logits.float().log_softmax(dim=-1)
         nats = F.nll_loss(guesses.flatten(0, 1), block[:, 1:].flatten())
-        share = ngram_share_at(step, self.config.train)
-        if self.counted is None or not share:
+        if self.counted is None:
             return nats, nats
         with torch.no_grad():
-            expected = self.counted(block[:, :-1]).exp()  # (B, T, V)
+            expected = self.counted.shares(block[:, :-1])  # (B, T, V)
         counted = -(expected * guesses).sum(dim=-1).mean()
+        share = self.config.train.ngram_targets
         return (1 - share) * nats + share * counted, nats
 
     def apply_update(self, step: int, rate: float) -> Tensor:
@@ -379,12 +393,6 @@ class Trainer:
         source = saved.model if saved is not None else own
         # in the model's own order: the update walks both side by side
         return {name: source[name].detach().clone().to(self.device) for name in own}
-
-    def _count(self) -> NGramLM | None:
-        if not self.config.train.ngram_targets:
-            return None
-        tokens, vocab_size = self.corpus.split("train"), self.corpus.tokenizer.vocab_size
-        return NGramLM.fit(tokens, vocab_size, self.model.block_size).to(self.device)
 
     def _restore_progress(self, state: dict[str, Any]) -> None:
         best = state.get("best_nats_per_char")

@@ -1,0 +1,213 @@
+"""A text, a device and a time: the size and the steps that promise the lowest loss.
+
+The promise is the law of `plan.json`, which `scripts/fit_plan.py` fits to runs that it records:
+
+    loss = floor + a * parameters^-p + b * characters^-q        (Hoffmann et al. 2022, eq. 2)
+
+where characters read again count for less and less (Muennighoff et al. 2023, eq. 5). How many
+characters a size gets through is measured on the spot. All that is chosen goes into the config, so
+that the run can be repeated without a clock.
+"""
+
+import json
+import math
+import re
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from chargpt.config import Config
+from chargpt.device import synchronize
+from chargpt.errors import ConfigError
+from chargpt.models import count_parameters
+from chargpt.text.corpus import Corpus
+from chargpt.training.trainer import Trainer
+
+LEAST_SECONDS = 10
+USABLE = 0.93  # share of the time that is planned for training steps
+TRIAL_STEPS = 4
+TRIAL_SHARE = 0.05  # of the time: once measuring has taken it, no larger size is tried
+REPEATS_WORTH = 15.4  # R* of Muennighoff et al.
+MOST_EPOCHS = 40
+LEAST_STEPS = 20
+EVALUATIONS = 8
+COOLDOWN = 0.8  # what comes before it is when the steps are fitted to the machine's real speed
+
+
+@dataclass(frozen=True)
+class Size:
+    """One of the shapes to choose from; its heads are 64 wide or more."""
+
+    n_layer: int
+    n_embd: int
+    block_size: int = 128
+
+    @property
+    def n_head(self) -> int:
+        """One head for each whole 64 channels."""
+        return self.n_embd // 64
+
+
+SIZES = (
+    Size(4, 64),
+    Size(4, 96),
+    Size(4, 128),
+    Size(5, 192),
+    Size(6, 256, 256),
+    Size(6, 384, 256),
+)
+
+
+def seconds_of(written: str) -> float:
+    """Return the seconds of a time such as `90`, `30s`, `3m`, `1m30s` or `2h`.
+
+    Raises:
+        ConfigError: it is not a time, or too short to train anything in.
+    """
+    match = re.fullmatch(r"(?:(\d{1,4})h)?(?:(\d{1,6})m)?(?:(\d{1,8})s?)?", written.strip())
+    if not match or not any(match.groups()):
+        raise ConfigError(f"the time {written!r:.40} is not like 30s, 3m, 1m30s or 2h; write it so")
+    hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    total = 3600 * hours + 60 * minutes + seconds
+    if total < LEAST_SECONDS:
+        raise ConfigError(f"{written} is too short to train in; give it {LEAST_SECONDS}s or more")
+    return total
+
+
+def expected_loss(parameters: int, characters: float, text_characters: int) -> float:
+    """Return what the law promises on a text like the one that it was fitted to, in nats.
+
+    Args:
+        parameters: of the model.
+        characters: that it reads in training, repeats included.
+        text_characters: in the training split.
+    """
+    law = _law()
+    repeats = max(0.0, characters / text_characters - 1)
+    worth = REPEATS_WORTH * (1 - math.exp(-repeats / REPEATS_WORTH))
+    read = max(1.0, min(characters, text_characters) * (1 + worth))
+    by_size, by_text = law["a"] * parameters ** -law["p"], law["b"] * read ** -law["q"]
+    return float(law["floor"] + by_size + by_text)
+
+
+@cache
+def _law() -> dict[str, float]:
+    content = (Path(__file__).parent / "plan.json").read_text(encoding="utf-8")
+    law: dict[str, float] = json.loads(content)["law"]
+    return law
+
+
+def settings_for(size: Size, characters: float) -> dict[str, object]:
+    """Return the settings that make a run of this size, over about so many characters."""
+    batch_size = 8 if characters < 250_000 else 16 if characters < 4_000_000 else 32
+    return {
+        "model.n_layer": size.n_layer,
+        "model.n_head": size.n_head,
+        "model.n_embd": size.n_embd,
+        "model.block_size": size.block_size,
+        "train.batch_size": batch_size * 128 // size.block_size,
+    }
+
+
+def length_of(config: Config, characters: float, text_characters: int) -> dict[str, object]:
+    """Return the settings that make a run of this config read about so many characters."""
+    steps = int(characters / (config.train.batch_size * config.model.block_size))
+    steps = max(LEAST_STEPS, steps)
+    every = math.ceil(steps / EVALUATIONS)
+    epochs = characters / text_characters
+    return {
+        "train.max_steps": steps,
+        "train.evaluate_every": every,
+        "train.evaluate_characters": max(4_000, min(30_000, int(characters / 100))),
+        "train.save_every": every,
+        "train.sample_every": 4 * every if steps >= 500 else 0,  # a sample takes a step's time
+        "schedule.cooldown": COOLDOWN,
+        "model.dropout": 0.0 if epochs < 4 else 0.1 if epochs < 12 else 0.2,
+    }
+
+
+def plan(
+    config: Config, given: Collection[str], corpus: Corpus, seconds: float
+) -> tuple[Config, str]:
+    """Return the config of a run that takes so many seconds from now, and why it is so.
+
+    Args:
+        config: what is known so far.
+        given: the dotted keys that the user has set, which stay as they are.
+        corpus: the text.
+        seconds: until the last step is to be done; measuring is part of it.
+
+    Raises:
+        ConfigError: the user has also said how many steps to train.
+    """
+    if "train.max_steps" in given:
+        raise ConfigError(
+            "--budget and train.max_steps both say how long to train; drop one of them"
+        )
+    start = time.perf_counter()
+    text_characters = len(corpus.split("train"))
+
+    def filled(base: Config, values: dict[str, object]) -> Config:
+        return base.with_values({key: v for key, v in values.items() if key not in given})
+
+    def reachable(speed: float) -> float:
+        left = USABLE * (seconds - (time.perf_counter() - start))
+        return min(left * speed, MOST_EPOCHS * text_characters)
+
+    own = config.model.kind != "gpt" or any(key.startswith("model.") for key in given)
+    best: tuple[float, Config, float] | None = None
+    for size in SIZES:
+        candidate = config
+        if not own:  # twice, since the batch depends on how much can be read
+            candidate = filled(config, settings_for(size, reachable(best[2]) if best else 1e6))
+        parameters = count_parameters(candidate.model, corpus.tokenizer.vocab_size)
+        if best is not None:  # what is larger is slower, at least in proportion
+            known = count_parameters(best[1].model, corpus.tokenizer.vocab_size)
+            hoped = reachable(best[2] * known / parameters)
+            if expected_loss(parameters, hoped, text_characters) > best[0]:
+                break
+        speed = characters_a_second(candidate, corpus)
+        loss = expected_loss(parameters, reachable(speed), text_characters)
+        if best is not None and loss > best[0]:
+            break
+        best = loss, candidate, speed
+        if own or time.perf_counter() - start > TRIAL_SHARE * seconds:
+            break
+    assert best is not None
+    _, chosen, speed = best
+    chosen = filled(chosen, length_of(chosen, reachable(speed), text_characters))
+    why = "the model is as you set it" if own else "the largest that pays in this time"
+    return chosen, f"{speed:,.0f} characters a second measured; {why}"
+
+
+def characters_a_second(config: Config, corpus: Corpus) -> float:
+    """Return how fast a few real training steps are, the first left out."""
+    trainer = Trainer(config, corpus)
+    seconds = []
+    for step in range(TRIAL_STEPS):
+        synchronize(trainer.device)
+        start = time.perf_counter()
+        trainer.accumulate_gradients(step)
+        trainer.apply_update(step, 1e-6)
+        synchronize(trainer.device)
+        seconds.append(time.perf_counter() - start)
+    typical = sorted(seconds[1:])[(TRIAL_STEPS - 1) // 2]
+    return config.train.batch_size * config.model.block_size / typical
+
+
+def refit(config: Config, step: int, step_seconds: float, seconds: float) -> Config:
+    """Return the config with as many steps as the time left allows, from `step` on.
+
+    To be called once, when the cooldown is about to begin: the rate of the steps done stays what it
+    was, so the whole run is a function of the new config.
+
+    Args:
+        step: steps done.
+        step_seconds: what a step has taken so far, all around it included.
+        seconds: until the last step is to be done.
+    """
+    left = max(1, int(USABLE * seconds / step_seconds))
+    steps = step + left
+    return config.with_values({"train.max_steps": steps, "schedule.cooldown": left / steps})

@@ -1,0 +1,111 @@
+"""Characters a second when sampling: one stream and many, beside nanoGPT's `generate`.
+
+    python scripts/bench_sample.py [--nanogpt DIR] [--repeats 3] [--json benchmarks/sample.json]
+
+The model is the default's: 4 layers, 128 wide, 65 characters, block 128 (nanoGPT's of the same size
+with its README's block of 64), filled with noise, since speed does not depend on what was learnt.
+Each measurement is a process of its own, in turn, on this machine's best device for chargpt and on
+the CPU for nanoGPT; the first characters, which warm everything up, do not count.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+from record import facts, write_record
+
+OURS = """
+import json, sys, time
+import torch
+from chargpt.config import ModelConfig, SampleConfig
+from chargpt.device import choose_device
+from chargpt.inference.sampling import stream
+from chargpt.models import build_model
+from chargpt.text.tokenizer import CharTokenizer
+
+streams, length = int(sys.argv[1]), int(sys.argv[2])
+torch.manual_seed(0)
+model = build_model(ModelConfig(n_layer=4, n_head=2, n_embd=128, block_size=128), 65)
+torch.nn.init.normal_(model.head.weight, std=0.02)
+model.to(choose_device("auto")[0])
+tokenizer = CharTokenizer("".join(map(chr, range(40, 105))))
+options = SampleConfig(length=length, num_samples=streams, seed=1)
+pieces = stream(model, tokenizer, tokenizer.encode("0"), options)
+for _ in range(20):
+    next(pieces)
+start = time.perf_counter()
+count = sum(1 for _ in pieces)
+print(json.dumps(count * streams / (time.perf_counter() - start)))
+"""
+PEER = """
+import json, sys, time
+import torch
+from model import GPT, GPTConfig
+
+streams, length = int(sys.argv[1]), int(sys.argv[2])
+torch.manual_seed(0)
+config = GPTConfig(block_size=64, vocab_size=65, n_layer=4, n_head=4, n_embd=128, dropout=0.0,
+                   bias=False)
+model = GPT(config).eval()
+start = torch.zeros(streams, 1, dtype=torch.long)
+with torch.no_grad():
+    model.generate(start, 20, temperature=0.8, top_k=200)
+    begin = time.perf_counter()
+    model.generate(start, length, temperature=0.8, top_k=200)
+print(json.dumps(streams * length / (time.perf_counter() - begin)))
+"""
+
+
+def speed(program: str, streams: int, length: int, folder: Path | None = None) -> float:
+    """Return the characters a second of one process."""
+    paths = [str(folder), *sys.path[1:]] if folder else sys.path[1:]
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(streams), str(length)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+    )
+    result: float = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--nanogpt", type=Path)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    cases = {
+        "1 stream": (OURS, 1, 1000),
+        "16 streams": (OURS, 16, 500),
+        "64 streams": (OURS, 64, 300),
+    }
+    folder = arguments.nanogpt.absolute() if arguments.nanogpt else None
+    if folder:
+        cases["nanoGPT, 1 stream"] = (PEER, 1, 500)
+        cases["nanoGPT, 64 streams"] = (PEER, 64, 100)
+    found: dict[str, list[float]] = {name: [] for name in cases}
+    for _ in range(arguments.repeats):
+        for name, (program, streams, length) in cases.items():
+            found[name].append(speed(program, streams, length, folder))
+    medians = {name: round(statistics.median(speeds)) for name, speeds in found.items()}
+    record = {
+        **facts(),
+        "characters_per_second": medians,
+        "all": {name: [round(value) for value in speeds] for name, speeds in found.items()},
+    }
+    if folder:
+        record["times_nanogpt"] = {
+            name: round(medians[name] / medians[f"nanoGPT, {name}"], 1)
+            for name in ("1 stream", "64 streams")
+        }
+    write_record(record, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

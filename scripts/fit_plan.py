@@ -1,0 +1,112 @@
+"""Fit the law by which `chargpt train --budget` chooses a model's size.
+
+    python scripts/fit_plan.py TEXT [--workers 2]
+
+Trains every size in `chargpt.training.planner.SIZES` up to --largest on several amounts of TEXT's
+training part, measures each on the tail of that part (the validation part is never read), fits
+
+    loss = floor + a * parameters^-p + b * characters^-q        (Hoffmann et al. 2022, eq. 2)
+
+and writes data and law to `chargpt/training/plan.json`. Takes about 40 minutes on two cores.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from record import facts, write_record
+
+from chargpt.config import ModelConfig
+from chargpt.models import count_parameters
+from chargpt.training.planner import SIZES
+
+TARGET = Path(__file__).parent.parent / "chargpt" / "training" / "plan.json"
+CHARACTERS = (150_000, 300_000, 600_000, 1_200_000)
+MOST_WORK = 1.1e12  # parameters x characters of one run
+
+TRAIN = """
+import json, sys
+from chargpt.config import load_config
+from chargpt.text.corpus import prepare
+from chargpt.training.planner import SIZES, length_of, settings_for
+from chargpt.training.trainer import Trainer
+
+text, size, characters = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+config = load_config("gpt").with_values({"text.path": text, "device": "cpu", "dtype": "float32"})
+config = config.with_values(settings_for(SIZES[size], characters))
+corpus = prepare(config.text)
+config = config.with_values(length_of(config, characters, len(corpus.split("train"))))
+trainer = Trainer(config, corpus)
+for report in trainer.steps():
+    pass
+found = trainer.measure("val", None)
+print(json.dumps({"size": size, "parameters": trainer.model.parameter_count(),
+                  "characters": config.train.max_steps * config.train.batch_size
+                  * config.model.block_size, "nats_per_char": found.nats_per_char}))
+"""
+
+
+def train_all(text: Path, jobs: list[tuple[int, int]], workers: int) -> list[dict[str, Any]]:
+    """Run every (size, characters), some at a time, each on one thread."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    waiting, running, results = list(jobs), [], []
+    while waiting or running:
+        while waiting and len(running) < workers:
+            words = [sys.executable, "-c", TRAIN, str(text), *map(str, waiting.pop(0))]
+            running.append(
+                subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment)
+            )
+        done = next((process for process in running if process.poll() is not None), None)
+        if done is None:
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+            continue
+        running.remove(done)
+        assert done.stdout is not None
+        results.append(json.loads(done.stdout.read().splitlines()[-1]))
+        print(results[-1], file=sys.stderr, flush=True)
+    return sorted(results, key=lambda result: (result["size"], result["characters"]))
+
+
+def fit(results: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the law with the least squared error: exponents by search, the rest linear."""
+    sizes = np.array([result["parameters"] for result in results], dtype=float)
+    amounts = np.array([result["characters"] for result in results], dtype=float)
+    losses = np.array([result["nats_per_char"] for result in results])
+    best: tuple[float, dict[str, float]] = (np.inf, {})
+    for p in np.arange(0.1, 1.01, 0.05):
+        for q in np.arange(0.1, 1.01, 0.05):
+            columns = np.stack((np.ones_like(sizes), sizes**-p, amounts**-q), axis=1)
+            (floor, a, b), *_ = np.linalg.lstsq(columns, losses, rcond=None)
+            error = float(np.sqrt(((columns @ (floor, a, b) - losses) ** 2).mean()))
+            if error < best[0] and min(floor, a, b) > 0:
+                law = {"floor": floor, "a": a, "p": p, "b": b, "q": q, "rms_error": error}
+                best = error, {name: round(float(value), 5) for name, value in law.items()}
+    return best[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("text", type=Path)
+    parser.add_argument("--workers", type=int, default=2)
+    arguments = parser.parse_args()
+    jobs = []
+    for number, size in enumerate(SIZES):
+        config = ModelConfig(n_layer=size.n_layer, n_head=size.n_head, n_embd=size.n_embd)
+        work = [count_parameters(config, 65) * characters for characters in CHARACTERS]
+        jobs += [(number, c) for c, w in zip(CHARACTERS, work, strict=True) if w <= MOST_WORK]
+    with tempfile.TemporaryDirectory() as folder:
+        content = arguments.text.read_text(encoding="utf-8")
+        tuning = Path(folder, "training-part.txt")
+        tuning.write_text(content[: int(0.9 * len(content))], encoding="utf-8")
+        results = train_all(tuning, jobs, arguments.workers)
+    write_record({**facts(), "law": fit(results), "runs": results}, TARGET)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""What a budget chooses: sizes by the law, steps by the clock, and nothing that is set already."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chargpt.config import Config, TextConfig, load_config
+from chargpt.errors import ConfigError
+from chargpt.models import count_parameters
+from chargpt.text.corpus import Corpus, prepare
+from chargpt.training import planner
+from chargpt.training.planner import SIZES, expected_loss, plan, refit, seconds_of
+from chargpt.training.schedule import rate_at
+
+
+@pytest.fixture
+def corpus(verse: Path) -> Corpus:
+    return prepare(TextConfig(path=str(verse)))
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
+    """A machine whose speed is known; what it was asked to measure."""
+    asked: list[Config] = []
+
+    def speed(config: Config, corpus: Corpus) -> float:
+        asked.append(config)
+        return 1e10 / count_parameters(config.model, corpus.tokenizer.vocab_size)
+
+    monkeypatch.setattr(planner, "characters_a_second", speed)
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("written", "seconds"),
+    [("30", 30), ("30s", 30), ("3m", 180), ("1m30s", 90), ("2h", 7200), ("1h1m1s", 3661)],
+)
+def test_times_are_read_as_people_write_them(written: str, seconds: float) -> None:
+    assert seconds_of(written) == seconds
+
+
+@pytest.mark.parametrize("written", ["", "soon", "3 m", "-5s", "m", "1.5h", "9s", "0", "1m1h"])
+def test_what_is_no_time_is_refused(written: str) -> None:
+    with pytest.raises(ConfigError, match=r"write it so|is too short"):
+        seconds_of(written)
+
+
+@given(st.integers(10_000, 10**8), st.integers(10_000, 10**8))
+def test_the_law_promises_more_for_more(parameters: int, characters: int) -> None:
+    text = 10**6
+    loss = expected_loss(parameters, characters, text)
+    assert expected_loss(2 * parameters, characters, text) < loss
+    if characters < 20 * text:
+        assert expected_loss(parameters, 2 * characters, text) < loss
+    assert expected_loss(parameters, characters, 10**9) <= loss  # reading anew is never better
+
+
+def test_a_longer_time_never_takes_a_smaller_model(corpus: Corpus, machine: list[Config]) -> None:
+    sizes = []
+    for seconds in (15, 60, 600, 6000, 60000):
+        config, _ = plan(Config(), (), corpus, seconds)
+        sizes.append(count_parameters(config.model, corpus.tokenizer.vocab_size))
+    assert sizes == sorted(sizes)
+
+
+@pytest.mark.parametrize("seconds", [20, 60])
+def test_the_steps_fill_the_time(seconds: float, corpus: Corpus, machine: list[Config]) -> None:
+    config, why = plan(Config(), (), corpus, seconds)
+    parameters = count_parameters(config.model, corpus.tokenizer.vocab_size)
+    a_step = config.train.batch_size * config.model.block_size * parameters / 1e10
+    assert 0.85 * seconds < config.train.max_steps * a_step < seconds
+    assert "characters a second measured" in why
+
+
+def test_a_small_text_is_not_read_for_ever(corpus: Corpus, machine: list[Config]) -> None:
+    config, _ = plan(Config(), (), corpus, 10**6)
+    read = config.train.max_steps * config.train.batch_size * config.model.block_size
+    assert read <= planner.MOST_EPOCHS * len(corpus.split("train"))
+    assert config.model.dropout > 0
+
+
+def test_what_the_user_has_set_stays(corpus: Corpus, machine: list[Config]) -> None:
+    values = {
+        "train.batch_size": 4,
+        "train.evaluate_every": 7,
+        "model.n_embd": 32,
+        "schedule.cooldown": 0.3,
+    }
+    config, why = plan(Config().with_values(values), values, corpus, 30)
+    assert (config.train.batch_size, config.train.evaluate_every) == (4, 7)
+    assert (config.model.n_embd, config.model.n_layer) == (32, Config().model.n_layer)
+    assert config.schedule.cooldown == 0.3
+    assert len(machine) == 1
+    assert "as you set it" in why
+
+
+def test_a_bigram_gets_steps_and_no_size(corpus: Corpus, machine: list[Config]) -> None:
+    bigram = load_config("bigram")
+    config, _ = plan(bigram, {"model.kind"}, corpus, 30)
+    assert config.model.model_copy(update={"dropout": 0.0}) == bigram.model
+    assert config.train.batch_size == bigram.train.batch_size
+    assert config.train.max_steps > planner.LEAST_STEPS
+
+
+def test_a_time_and_a_number_of_steps_are_a_contradiction(corpus: Corpus) -> None:
+    with pytest.raises(ConfigError, match=r"--budget and train\.max_steps"):
+        plan(Config(), {"train.max_steps"}, corpus, 30)
+
+
+def test_a_size_is_measured_by_real_steps_that_leave_nothing_behind(corpus: Corpus) -> None:
+    tiny = {"model.n_layer": 1, "model.n_embd": 16, "model.block_size": 16, "train.batch_size": 2}
+    assert planner.characters_a_second(Config().with_values(tiny), corpus) > 0
+
+
+@given(st.integers(20, 5000), st.floats(0.05, 0.95), st.floats(0.001, 10), st.floats(1, 10**5))
+def test_fitting_the_steps_leaves_the_past_as_it_was(
+    steps: int, cooldown: float, step_seconds: float, seconds: float
+) -> None:
+    values = {"train.max_steps": steps, "schedule.cooldown": cooldown}
+    config = Config().with_values(values)
+    done = steps - round(cooldown * steps)
+    new = refit(config, done, step_seconds, seconds)
+    for step in range(done):
+        before = rate_at(step, config.schedule, steps)
+        assert rate_at(step, new.schedule, new.train.max_steps) == before
+    left = new.train.max_steps - done
+    assert left == 1 or left * step_seconds <= seconds
+    assert rate_at(new.train.max_steps - 1, new.schedule, new.train.max_steps) < 1
+
+
+def test_every_size_has_heads_of_64_or_more() -> None:
+    for size in SIZES:
+        assert 64 <= size.n_embd / size.n_head < 128
