@@ -46,7 +46,7 @@ class Peer(LanguageModel):
         self.gpt = GPT(GPTConfig(**checkpoint["model_args"]))
         self.gpt.load_state_dict(checkpoint["model"])
     def forward(self, tokens, cache=None):
-        return self.gpt(tokens, tokens)[0]
+        return self.gpt(tokens, tokens.contiguous())[0]
     def new_cache(self, batch_size):
         raise NotImplementedError
 

@@ -2,12 +2,13 @@
 
     python scripts/fit_plan.py TEXT [--workers 2]
 
-Trains every size in `chargpt.training.planner.SIZES` up to --largest on several amounts of TEXT's
-training part, measures each on the tail of that part (the validation part is never read), fits
+Trains the sizes of `chargpt.training.planner.SIZES` on several amounts of TEXT's training part, as
+far as MOST_WORK goes, measures each on the tail of that part (the validation part is never read),
+fits
 
     loss = floor + a * parameters^-p + b * characters^-q        (Hoffmann et al. 2022, eq. 2)
 
-and writes data and law to `chargpt/training/plan.json`. Takes about 40 minutes on two cores.
+and writes data and law to `chargpt/training/plan.json`. Takes about 15 minutes on two cores.
 """
 
 import argparse
@@ -46,9 +47,11 @@ trainer = Trainer(config, corpus)
 for report in trainer.steps():
     pass
 found = trainer.measure("val", None)
-print(json.dumps({"size": size, "parameters": trainer.model.parameter_count(),
-                  "characters": config.train.max_steps * config.train.batch_size
-                  * config.model.block_size, "nats_per_char": found.nats_per_char}))
+train, model = config.train, config.model
+print(json.dumps({"n_layer": model.n_layer, "n_embd": model.n_embd, "block_size": model.block_size,
+                  "parameters": trainer.model.parameter_count(),
+                  "characters": train.max_steps * train.batch_size * model.block_size,
+                  "nats_per_char": found.nats_per_char}))
 """
 
 
@@ -70,7 +73,7 @@ def train_all(text: Path, jobs: list[tuple[int, int]], workers: int) -> list[dic
         assert done.stdout is not None
         results.append(json.loads(done.stdout.read().splitlines()[-1]))
         print(results[-1], file=sys.stderr, flush=True)
-    return sorted(results, key=lambda result: (result["size"], result["characters"]))
+    return sorted(results, key=lambda result: (result["parameters"], result["characters"]))
 
 
 def fit(results: list[dict[str, Any]]) -> dict[str, float]:

@@ -157,6 +157,32 @@ def test_a_budgets_run_can_be_repeated_from_its_config_without_the_clock(
     assert Path("timed", model).read_bytes() == Path("again", model).read_bytes()
 
 
+def test_a_machine_that_slows_down_ends_the_run_in_time_with_a_checkpoint(
+    verse: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from chargpt.cli.train import Clock, start_run, train_to_end
+
+    class Slowing(Clock):
+        """There is time for ten steps when the rate is about to fall, and then there is none."""
+
+        looks = 0
+
+        @property
+        def left(self) -> float:
+            type(self).looks += 1
+            return 1e6 if self.looks < 4 else -1.0
+
+    quick = [word for word in QUICK if "=" in word]
+    config = load_config("gpt", [f"text.path={verse}", "schedule.cooldown=0.5", *quick])
+    trainer, folder = start_run(config, tmp_path / "run")
+    train_to_end(trainer, folder, Slowing(10.0, frozenset()))
+    assert "the machine slowed down: stopped at step" in capfd.readouterr().err
+    step = trainer.progress.step
+    assert 3 < step < trainer.config.train.max_steps
+    assert load_run(tmp_path / "run", "latest").step == step
+    assert load_config(tmp_path / "run" / "config.yaml") == trainer.config
+
+
 def test_a_budget_contradicts_steps_processes_and_resuming(
     verse: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:

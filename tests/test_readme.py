@@ -1,5 +1,6 @@
 """Every command of the README does what it is there for."""
 
+import importlib.util
 import re
 import shlex
 import shutil
@@ -100,3 +101,15 @@ def test_the_public_names_are_there_and_cost_nothing_until_used(tmp_path: Path) 
         chargpt.nonsense  # noqa: B018
     done = run_cli("--version", cwd=tmp_path)
     assert done.stdout.startswith("chargpt ")
+
+
+def test_no_figure_of_the_performance_section_was_typed_by_hand() -> None:
+    spec = importlib.util.spec_from_file_location(
+        "write_performance", REPOSITORY / "scripts" / "write_performance.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert script.replaced(README) == README
+    assert README.count(script.START) == README.count(script.END) == 1

@@ -12,7 +12,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from chargpt.cli import compare, console, data, evaluate, sample, train
+from chargpt.cli import compare, console, data, doctor, evaluate, sample, train
 from chargpt.errors import ChargptError
 
 # Typer carries its own copy of click in some versions and uses click itself in others; the
@@ -32,6 +32,7 @@ app.command("train")(train.train)
 app.command("sample")(sample.sample)
 app.command("evaluate")(evaluate.evaluate)
 app.command("compare")(compare.compare)
+app.command("doctor")(doctor.doctor)
 app.add_typer(data.app, name="data")
 
 

@@ -1,0 +1,26 @@
+"""`chargpt doctor`: what this machine is, and what would make it better."""
+
+import json
+from dataclasses import asdict
+
+from chargpt.cli import console, options
+
+
+def doctor(device: options.Device = None, json_: options.Json = False) -> None:
+    """Look at this machine: device, speed, correctness, disk; say what would help.
+
+    Examples: `chargpt doctor`, `chargpt doctor --device cpu`.
+    """
+    from chargpt.analysis.doctor import examine
+
+    findings = examine(device or "auto")
+    if json_:
+        console.out(json.dumps({"findings": [asdict(finding) for finding in findings]}))
+        return
+    for finding in findings:
+        console.out(f"{finding.name:20} {finding.value}")
+    advice = [finding.advice for finding in findings if finding.advice]
+    for sentence in advice:
+        console.out(f"advice: {sentence}")
+    if not advice:
+        console.out("nothing to improve that chargpt knows of")

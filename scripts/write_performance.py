@@ -1,0 +1,88 @@
+"""Write the README's performance section from the records in `benchmarks/`.
+
+    python scripts/write_performance.py
+
+A test holds the README to what this writes, so no figure there is typed by hand.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+START, END = "<!-- performance: written by scripts/write_performance.py -->", "<!-- end -->"
+
+
+def record(name: str) -> dict[str, Any]:
+    """Return one benchmark's record."""
+    content: dict[str, Any] = json.loads((ROOT / "benchmarks" / f"{name}.json").read_text())
+    return content
+
+
+def training(found: dict[str, Any]) -> list[str]:
+    """Return the lines on time and loss, whole processes side by side."""
+    lines = [
+        f"Tiny Shakespeare, {found['hardware']}, torch {found['torch']}, {found['date']}: whole "
+        "processes from a cold start to the saved checkpoint, in turn; medians of "
+        f"{len(found['results']['nanoGPT']['runs'])}. Loss in nats per character on the "
+        "validation part.",
+        "",
+        "| | seconds | `full` | `sliding` | against nanoGPT's recipe for a CPU |",
+        "|---|---|---|---|---|",
+    ]
+    for name, result in found["results"].items():
+        sliding, against = "", ""
+        if name != "nanoGPT":
+            sliding = f"{result['sliding']:.4f}"
+            faster, lower = result["time_against_nanogpt"], result["nats_below_nanogpt"]
+            against = f"{faster:.1f} times as fast, {lower:.3f} nats lower"
+            name = f"`{name}`"
+        lines.append(
+            f"| {name} | {result['seconds']:.1f} | {result['full']:.4f} | {sliding} | {against} |"
+        )
+    return [*lines, "", f"`{found['command']}`"]
+
+
+def sampling(found: dict[str, Any]) -> list[str]:
+    """Return the lines on characters a second."""
+    speeds = found["characters_per_second"]
+    parts = [f"{name}: {speed:,}" for name, speed in speeds.items()]
+    return [
+        f"Sampling from a model of `gpt`'s size, characters a second in all ({found['date']}): "
+        f"{'; '.join(parts)}.",
+        "",
+        f"`{found['command']}`",
+    ]
+
+
+def preparing(found: dict[str, Any]) -> list[str]:
+    """Return the lines on long texts."""
+    return [
+        f"A text of {found['text_bytes'] / 1e9:.1f} GB is prepared at "
+        f"{found['cold_mb_per_second']:.0f} MB/s with {found['memory_growth_mb']:.0f} MB of memory "
+        f"({found['date']}), and opened again in {max(found['warm_seconds']):.3f} s.",
+        "",
+        f"`{found['command']}`",
+    ]
+
+
+def section() -> str:
+    """Return the whole section, its markers included."""
+    parts = [training(record("train")), sampling(record("sample")), preparing(record("text"))]
+    body = "\n\n".join("\n".join(lines) for lines in parts)
+    return f"{START}\n{body}\n{END}"
+
+
+def replaced(readme: str) -> str:
+    """Return the README with its section written anew."""
+    before, _, rest = readme.partition(START)
+    return before + section() + rest.partition(END)[2]
+
+
+def main() -> None:
+    path = ROOT / "README.md"
+    path.write_text(replaced(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
