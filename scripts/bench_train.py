@@ -1,9 +1,9 @@
 """How soon a loss is reached, beside nanoGPT: whole processes in turn, same text, same measure.
 
-    python scripts/bench_train.py TEXT --nanogpt DIR [--pairs 3] [--ours "--budget 10s"]...
-        [--json benchmarks/train.json]
+    python scripts/bench_train.py TEXT --nanogpt DIR [--recipe cpu|gpu] [--pairs 3]
+        [--ours "--budget 10s"]... [--json benchmarks/train.json]
 
-TEXT is a file. DIR is a checkout of nanoGPT; its README's recipe for a CPU runs in a copy of it.
+TEXT is a file. DIR is a checkout of nanoGPT; its README's recipe runs in a copy of it.
 Each of --ours is what follows `chargpt train TEXT`. A time is that of a whole process, from a cold
 start to its end with the checkpoint saved; scoring comes after. Both are scored by chargpt's
 `full` protocol on the same last tenth, nanoGPT at its own block size.
@@ -24,15 +24,15 @@ from typing import Any
 
 from record import facts, write_record
 
-RECIPE = (
-    "config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20 "
-    "--log_interval=1 --block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 "
-    "--max_iters=2000 --lr_decay_iters=2000 --dropout=0.0"
+SMALL = (
+    "--device=cpu --compile=False --eval_iters=20 --log_interval=1 --block_size=64 "
+    "--batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 --lr_decay_iters=2000 "
+    "--dropout=0.0"
 )
-BLOCK = 64
+RECIPES = {"cpu": SMALL.split(), "gpu": []}  # for a GPU, its config as it stands
 
 # run with nanoGPT's folder on the path; prints the loss that our own code measures
-SCORE = f"""
+SCORE = """
 import json, sys, torch
 from model import GPT, GPTConfig
 from chargpt.config import TextConfig
@@ -42,7 +42,8 @@ from chargpt.text.corpus import prepare
 
 class Peer(LanguageModel):
     def __init__(self, checkpoint):
-        super().__init__(checkpoint["model_args"]["vocab_size"], {BLOCK})
+        super().__init__(checkpoint["model_args"]["vocab_size"],
+                         checkpoint["model_args"]["block_size"])
         self.gpt = GPT(GPTConfig(**checkpoint["model_args"]))
         self.gpt.load_state_dict(checkpoint["model"])
     def forward(self, tokens, cache=None):
@@ -92,14 +93,15 @@ def run_ours(text: Path, words: str, folder: Path) -> dict[str, Any]:
     return result | {"block_size": found["block_size"], "steps": found["steps"]}
 
 
-def run_nanogpt(text: Path, checkout: Path, folder: Path) -> dict[str, Any]:
+def run_nanogpt(text: Path, checkout: Path, folder: Path, recipe: str) -> dict[str, Any]:
     """Prepare and train once, as its README says, and score the checkpoint."""
     copy = folder / "nanogpt"
     shutil.copytree(checkout, copy, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".git"))
     data = copy / "data" / "shakespeare_char"
     shutil.copy(text, data / "input.txt")
     preparing = timed([sys.executable, "prepare.py"], data, folder / "prepare.txt")
-    training = timed([sys.executable, "train.py", *RECIPE.split()], copy, folder / "log.txt")
+    words = ["train.py", "config/train_shakespeare_char.py", *RECIPES[recipe]]
+    training = timed([sys.executable, *words], copy, folder / "log.txt")
     checkpoint = copy / "out-shakespeare-char" / "ckpt.pt"
     score = [sys.executable, "-c", SCORE, str(checkpoint), str(text)]
     found = printed(score, copy, PYTHONPATH=os.pathsep.join([str(copy), *sys.path[1:]]))
@@ -117,6 +119,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("text", type=Path)
     parser.add_argument("--nanogpt", type=Path)
+    parser.add_argument("--recipe", choices=RECIPES, default="cpu")
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--ours", action="append", default=[])
     parser.add_argument("--json", type=Path)
@@ -126,7 +129,9 @@ def main() -> None:
     for number in range(arguments.pairs):
         if arguments.nanogpt:
             with tempfile.TemporaryDirectory() as folder:
-                run = run_nanogpt(text, arguments.nanogpt.absolute(), Path(folder))
+                run = run_nanogpt(
+                    text, arguments.nanogpt.absolute(), Path(folder), arguments.recipe
+                )
             results.setdefault("nanoGPT", []).append(run)
             print(f"pair {number + 1}: nanoGPT {run}", file=sys.stderr)
         for words in arguments.ours:

@@ -92,7 +92,8 @@ def _gradients(device: torch.device, dtype: torch.dtype) -> Tensor:
         logits = model(tokens[:, :-1])
     if dtype != torch.float64:
         logits = logits.float()
-    F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    loss.backward()  # type: ignore[no-untyped-call]
     gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
     return torch.cat(gradients).cpu().double()
 

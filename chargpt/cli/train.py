@@ -111,7 +111,7 @@ class Clock:
     @property
     def left(self) -> float:
         """Seconds until the last training step has to be done."""
-        closing = 0.8 + 0.03 * self.seconds
+        closing = min(0.8 + 0.03 * self.seconds, 20.0)  # scoring, the table, leaving
         return self.seconds - closing - (time.perf_counter() - console.started)
 
 
@@ -240,7 +240,7 @@ def train_to_end(
     validation: list[float] = []
     total = trainer.config.train.max_steps
     bar = console.Progress(total, "step", initial=trainer.progress.step)
-    began, falling_from = time.perf_counter(), cooldown_start(trainer)
+    began, falling_from = math.nan, cooldown_start(trainer)
     characters = trainer.config.train.batch_size * trainer.config.model.block_size
     looked, counted = time.perf_counter(), trainer.progress.step
     with catch_signals() as caught:
@@ -258,8 +258,10 @@ def train_to_end(
                 if report.sample is not None:
                     bar.write(f"-- sample at step {report.step:,} --")
                     bar.write(console.printable(report.sample).strip("\n"))
+                if report.step == 1:  # the first is slower than any other
+                    began = time.perf_counter()
                 if clock is not None and report.step == falling_from < bar.total:
-                    keep_to(clock, trainer, (time.perf_counter() - began) / report.step)
+                    keep_to(clock, trainer, (time.perf_counter() - began) / (report.step - 1))
                     bar.change_total(trainer.config.train.max_steps)
                 elif clock is not None and clock.left < 0 and not trainer.finished:
                     trainer.conclude()
@@ -285,7 +287,7 @@ def train_to_end(
 def cooldown_start(trainer: "Trainer") -> int:
     """Return the step after which the learning rate begins to fall."""
     steps = trainer.config.train.max_steps
-    return max(1, steps - round(trainer.config.schedule.cooldown * steps))
+    return max(2, steps - round(trainer.config.schedule.cooldown * steps))
 
 
 def keep_to(clock: Clock, trainer: "Trainer", step_seconds: float) -> None:

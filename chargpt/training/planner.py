@@ -26,12 +26,14 @@ from chargpt.text.corpus import Corpus
 from chargpt.training.trainer import Trainer
 
 LEAST_SECONDS = 10
-USABLE = 0.93  # share of the time that is planned for training steps
+USABLE = 0.93  # share of the time that is planned for training steps at first
+REFIT_USABLE = 0.97  # and once a fifth of them has shown the real speed
 TRIAL_STEPS = 4
 TRIAL_SHARE = 0.05  # of the time: once measuring has taken it, no larger size is tried
 REPEATS_WORTH = 15.4  # R* of Muennighoff et al.
 MOST_EPOCHS = 40
 LEAST_STEPS = 20
+SHORT_RUN, SHORT_BLOCK = 250_000, 64  # characters
 EVALUATIONS = 8
 COOLDOWN = 0.8  # what comes before it is when the steps are fitted to the machine's real speed
 
@@ -100,14 +102,18 @@ def _law() -> dict[str, float]:
 
 
 def settings_for(size: Size, characters: float) -> dict[str, object]:
-    """Return the settings that make a run of this size, over about so many characters."""
-    batch_size = 8 if characters < 250_000 else 16 if characters < 4_000_000 else 32
+    """Return the settings that make a run of this size, over about so many characters.
+
+    Short runs gain more from many small updates than they lose by short blocks.
+    """
+    block_size = SHORT_BLOCK if characters < SHORT_RUN else size.block_size
+    per_step = 1024 if characters < SHORT_RUN else 2048
     return {
         "model.n_layer": size.n_layer,
         "model.n_head": size.n_head,
         "model.n_embd": size.n_embd,
-        "model.block_size": size.block_size,
-        "train.batch_size": batch_size * 128 // size.block_size,
+        "model.block_size": block_size,
+        "train.batch_size": per_step // block_size,
     }
 
 
@@ -157,11 +163,9 @@ def plan(
         return min(left * speed, MOST_EPOCHS * text_characters)
 
     own = config.model.kind != "gpt" or any(key.startswith("model.") for key in given)
-    best: tuple[float, Config, float] | None = None
+    best: tuple[float, Config, float, Size] | None = None
     for size in SIZES:
-        candidate = config
-        if not own:  # twice, since the batch depends on how much can be read
-            candidate = filled(config, settings_for(size, reachable(best[2]) if best else 1e6))
+        candidate = config if own else filled(config, settings_for(size, math.inf))
         parameters = count_parameters(candidate.model, corpus.tokenizer.vocab_size)
         if best is not None:  # what is larger is slower, at least in proportion
             known = count_parameters(best[1].model, corpus.tokenizer.vocab_size)
@@ -172,11 +176,13 @@ def plan(
         loss = expected_loss(parameters, reachable(speed), text_characters)
         if best is not None and loss > best[0]:
             break
-        best = loss, candidate, speed
+        best = loss, candidate, speed, size
         if own or time.perf_counter() - start > TRIAL_SHARE * seconds:
             break
     assert best is not None
-    _, chosen, speed = best
+    _, chosen, speed, size = best
+    if not own:  # now that it is known how much can be read
+        chosen = filled(config, settings_for(size, reachable(speed)))
     chosen = filled(chosen, length_of(chosen, reachable(speed), text_characters))
     why = "the model is as you set it" if own else "the largest that pays in this time"
     return chosen, f"{speed:,.0f} characters a second measured; {why}"
@@ -208,6 +214,6 @@ def refit(config: Config, step: int, step_seconds: float, seconds: float) -> Con
         step_seconds: what a step has taken so far, all around it included.
         seconds: until the last step is to be done.
     """
-    left = max(1, int(USABLE * seconds / step_seconds))
+    left = max(1, int(REFIT_USABLE * seconds / step_seconds))
     steps = step + left
     return config.with_values({"train.max_steps": steps, "schedule.cooldown": left / steps})

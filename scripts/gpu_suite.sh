@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# All that needs a GPU, in one call of under ten minutes: the CUDA tests, the doctor, training and
+# sampling beside nanoGPT. Leaves OUT/gpu.json and OUT/gpu.txt.
+#
+#   scripts/gpu_suite.sh OUT TEXT [NANOGPT]
+#
+# TEXT is a file, NANOGPT a checkout. On a machine without a network, put the wheels of what is
+# missing beside torch into wheels/ first (`pip download -d wheels ...`).
+# CHARGPT_SUITE_SECONDS (150) is our training budget; a small one tries the script on a CPU.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+out=$(mkdir -p "$1" && cd "$1" && pwd) text=$(realpath "$2") peer=${3:+$(realpath "$3")}
+seconds=${CHARGPT_SUITE_SECONDS:-150}
+exec > >(tee "$out/gpu.txt") 2>&1
+export PYTHONPATH=$PWD CHARGPT_CACHE="$out/cache" PYTHONUNBUFFERED=1
+[ -d wheels ] && python -m pip install --quiet --no-index --find-links wheels --no-deps wheels/*.whl
+step() { printf '\n== %s (%ss) ==\n' "$*" "$SECONDS"; }
+
+step "doctor"
+python -m chargpt doctor --json | tee "$out/doctor.json"
+step "tests that need CUDA"
+python -m pytest -q -m cuda -rs tests/test_cuda.py -p no:cacheprovider; tests=$?
+step "training"
+timeout 400 python scripts/bench_train.py "$text" ${peer:+--nanogpt "$peer"} --recipe gpu --pairs 1 \
+  --ours "--budget 30s" --ours "--budget ${seconds}s" --json "$out/train.json"; training=$?
+step "sampling"
+timeout 100 python scripts/bench_sample.py --repeats 1 ${peer:+--nanogpt "$peer"} \
+  --json "$out/sample.json"; sampling=$?
+step "done"
+rm -rf "$out/cache"
+python - "$out" "$tests" "$training" "$sampling" <<'PYTHON'
+import json, sys
+from pathlib import Path
+
+out = Path(sys.argv[1])
+result = dict(zip(("tests", "training", "sampling"), map(int, sys.argv[2:]), strict=True))
+result = {"exit_codes": result}
+for name in ("doctor", "train", "sample"):
+    path = out / f"{name}.json"
+    text = path.read_text() if path.exists() else ""
+    result[name] = json.loads(text) if text.strip() else None
+(out / "gpu.json").write_text(json.dumps(result, indent=2) + "\n")
+PYTHON
+exit $((tests + training + sampling > 0))

@@ -1,0 +1,76 @@
+"""What the doctor finds out, and what it advises."""
+
+import json
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Cli
+
+from chargpt.analysis import doctor
+from chargpt.analysis.doctor import examine, gradient_error, matrix_speed
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "MEASURED_SECONDS", 0.0)
+    monkeypatch.setattr(doctor, "SIDE", 64)
+
+
+def advice(name: str) -> str:
+    return next(finding.advice for finding in examine("cpu") if finding.name == name)
+
+
+def test_gradients_are_as_exact_as_their_format_allows() -> None:
+    assert gradient_error(CPU, torch.float64) == 0
+    assert 1e-9 < gradient_error(CPU, torch.float32) < 1e-5
+    assert 1e-4 < gradient_error(CPU, torch.bfloat16) < 0.1
+
+
+def test_a_device_that_computes_wrongly_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert advice("one training step") == ""
+    exact = doctor._gradients
+
+    def wrong(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        gradients = exact(device, dtype)
+        return gradients if dtype == torch.float64 else gradients * 1.01
+
+    monkeypatch.setattr(doctor, "_gradients", wrong)
+    assert "computes wrongly" in advice("one training step")
+
+
+def test_speed_is_counted_in_operations_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 1.0, 1.5, 2.0])  # the deadline, then one product from 1.0 to 1.5
+    monkeypatch.setattr(doctor.time, "perf_counter", lambda: next(clock))
+    assert matrix_speed(CPU, torch.float32) == 2 * 64**3 / 0.5
+
+
+def test_too_many_and_too_few_threads_are_advised_against(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(doctor.os, "cpu_count", lambda: 8)
+    for threads, words in ((16, "unset OMP_NUM_THREADS"), (1, "set OMP_NUM_THREADS"), (8, "")):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert advice("threads").startswith(words)
+        assert bool(advice("threads")) == bool(words)
+
+
+def test_a_full_disk_is_advised_against(monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10, 10, 1000))
+    assert "free some space" in advice("disk for runs")
+
+
+def test_the_command_says_all_in_words_and_in_json(cli: Cli) -> None:
+    done = cli("doctor", "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    for word in ("device", "format", "threads", "float32 products", "one training step", "disk"):
+        assert word in done.stdout
+    assert "GFLOP/s" in done.stdout
+    found = json.loads(cli("doctor", "--device", "cpu", "--json").stdout)["findings"]
+    assert [finding["name"] for finding in found][:2] == ["device", "format"]
+    assert str(Path.cwd()) in next(f["value"] for f in found if f["name"] == "disk for runs")
