@@ -35,7 +35,8 @@ def training(found: dict[str, Any]) -> list[str]:
         if name != "nanoGPT":
             sliding = f"{result['sliding']:.4f}"
             faster, lower = result["time_against_nanogpt"], result["nats_below_nanogpt"]
-            against = f"{faster:.1f} times as fast, {lower:.3f} nats lower"
+            word = "lower" if lower > 0 else "higher"
+            against = f"{faster:.1f} times as fast, {abs(lower):.3f} nats {word}"
             name = f"`{name}`"
         lines.append(
             f"| {name} | {result['seconds']:.1f} | {result['full']:.4f} | {sliding} | {against} |"

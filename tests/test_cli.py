@@ -163,14 +163,14 @@ def test_a_machine_that_slows_down_ends_the_run_in_time_with_a_checkpoint(
     from chargpt.cli.train import Clock, start_run, train_to_end
 
     class Slowing(Clock):
-        """There is time for ten steps when the rate is about to fall, and then there is none."""
+        """There is much time until the rate is about to fall, and then there is none."""
 
         looks = 0
 
         @property
         def left(self) -> float:
             type(self).looks += 1
-            return 1e6 if self.looks < 4 else -1.0
+            return 1e3 if self.looks < 5 else -1.0
 
     quick = [word for word in QUICK if "=" in word]
     config = load_config("gpt", [f"text.path={verse}", "schedule.cooldown=0.5", *quick])

@@ -7,7 +7,9 @@ from chargpt.cli import console, options
 
 
 def doctor(device: options.Device = None, json_: options.Json = False) -> None:
-    """Look at this machine: device, speed, correctness, disk; say what would help.
+    """Look at this machine, and say what would help.
+
+    Device, number format, threads, speed, correctness, disk.
 
     Examples: `chargpt doctor`, `chargpt doctor --device cpu`.
     """

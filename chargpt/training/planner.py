@@ -27,7 +27,7 @@ from chargpt.training.trainer import Trainer
 
 LEAST_SECONDS = 10
 USABLE = 0.93  # share of the time that is planned for training steps at first
-REFIT_USABLE = 0.97  # and once a fifth of them has shown the real speed
+REFIT_USABLE = 0.97  # and of what is left, once the real speed is known
 TRIAL_STEPS = 4
 TRIAL_SHARE = 0.05  # of the time: once measuring has taken it, no larger size is tried
 REPEATS_WORTH = 15.4  # R* of Muennighoff et al.
@@ -35,7 +35,7 @@ MOST_EPOCHS = 40
 LEAST_STEPS = 20
 SHORT_RUN, SHORT_BLOCK = 250_000, 64  # characters
 EVALUATIONS = 8
-COOLDOWN = 0.8  # what comes before it is when the steps are fitted to the machine's real speed
+COOLDOWN = 0.6  # what comes before it shows the machine's real speed
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def length_of(config: Config, characters: float, text_characters: int) -> dict[s
         "train.save_every": every,
         "train.sample_every": 4 * every if steps >= 500 else 0,  # a sample takes a step's time
         "schedule.cooldown": COOLDOWN,
-        "model.dropout": 0.0 if epochs < 4 else 0.1 if epochs < 12 else 0.2,
+        "model.dropout": 0.0 if epochs < 12 else 0.1 if epochs < 25 else 0.2,
     }
 
 
