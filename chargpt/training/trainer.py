@@ -125,9 +125,7 @@ class Trainer:
         if saved is not None:
             self._restore_progress(saved.state)
             self.optimizer.load_tensors(saved.optimizer)
-        self.counted: NGramLM | None = None
-        if self.config.train.ngram_targets:
-            self.counted = counted_ngram(corpus).to(self.device)
+        self.counted: NGramLM | None = None  # until the steps begin: counting takes a moment
         self.replica = self._replicate()
         train = self.config.train
         self.batches = Batches(
@@ -140,6 +138,8 @@ class Trainer:
     def steps(self) -> Iterator[Report]:
         """Yield a report after each step, the first (of a new run) before any update."""
         self.started = time.perf_counter() - self.progress.seconds
+        if self.config.train.ngram_targets:
+            self.counted = counted_ngram(self.corpus).to(self.device)
         if self.progress.step == 0:
             report = Report(0)
             self.evaluate(report)
