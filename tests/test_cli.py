@@ -150,11 +150,16 @@ def test_a_budgets_run_can_be_repeated_from_its_config_without_the_clock(
     assert "budget  10 s: " in done.stderr
     config = load_config("timed/config.yaml")
     assert config.train.max_steps > 20
-    assert 0.3 < config.schedule.cooldown < 1
+    assert 0 < config.schedule.cooldown < 1
     again = cli("train", verse, "-c", "timed/config.yaml", "--out", "again")
     assert again.returncode == 0, again.stderr
-    model = f"checkpoints/step-{config.train.max_steps:08}/model.safetensors"
-    assert Path("timed", model).read_bytes() == Path("again", model).read_bytes()
+    # a machine that slowed down has cut the first short, but what it did is the same
+    timed, repeated = (
+        {record["step"]: record["loss"] for record in folder.metrics() if "loss" in record}
+        for folder in (RunFolder(Path("timed")), RunFolder(Path("again")))
+    )
+    assert len(timed) > 20
+    assert {step: repeated[step] for step in timed} == timed
 
 
 def test_a_machine_that_slows_down_ends_the_run_in_time_with_a_checkpoint(

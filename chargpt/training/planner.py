@@ -27,8 +27,8 @@ from chargpt.training.trainer import Trainer
 
 LEAST_SECONDS = 10
 USABLE = 0.93  # share of the time that is planned for training steps at first
-REFIT_USABLE = 0.97  # and of what is left, once the real speed is known
-TRIAL_STEPS = 4
+REFIT_USABLE = 0.95  # and of what is left, once the real speed is known
+TRIAL_STEPS = 3
 TRIAL_SHARE = 0.05  # of the time: once measuring has taken it, no larger size is tried
 REPEATS_WORTH = 15.4  # R* of Muennighoff et al.
 MOST_EPOCHS = 40
@@ -202,8 +202,7 @@ def characters_a_second(config: Config, corpus: Corpus) -> float:
         trainer.apply_update(step, 1e-6)
         synchronize(trainer.device)
         seconds.append(time.perf_counter() - start)
-    typical = sorted(seconds[1:])[(TRIAL_STEPS - 1) // 2]
-    return config.train.batch_size * config.model.block_size / typical
+    return config.train.batch_size * config.model.block_size / min(seconds[1:])
 
 
 def refit(config: Config, step: int, step_seconds: float, seconds: float) -> Config:
