@@ -23,6 +23,7 @@ DEFAULT_BUDGET = "150s"  # what a bare `chargpt train` takes
 SPLITS: "tuple[Split, ...]" = ("train", "val")
 # characters scored for the closing table: of those trained on, but so many at least and at most
 CLOSING_SHARE, CLOSING_LEAST, CLOSING_MOST = 1 / 20, 20_000, 300_000
+WAVERING = 0.02  # nats by which evaluations differ without any over-fitting
 
 
 def train(
@@ -387,7 +388,7 @@ def verdict(
             for name, gain in ((n, levels[n] - val_loss) for n in ("bigram", "5-gram"))
         ]
         sentences.append(f"Attention is {' and '.join(gains)} on text it has not seen.")
-    if progress.best_step is not None and last > progress.best_loss + 0.005:
+    if progress.best_step is not None and last > progress.best_loss + WAVERING:
         sentences.append(
             f"It over-fitted: validation was best at step {progress.best_step:,} "
             f"({progress.best_loss:.3f} nats) and has risen since (to {last:.3f}), so that "
