@@ -12,33 +12,32 @@ from chargpt.models.bigram import BigramLM
 
 @pytest.mark.parametrize("scaled", [True, False])
 @pytest.mark.parametrize("streams", [1, 3])
+@pytest.mark.parametrize("prompt", [1, 4, 12])
 @torch.inference_mode()
-def test_every_step_gives_the_models_logits(scaled, streams):
+def test_a_prompt_and_every_step_after_it_give_the_models_logits(scaled, streams, prompt):
     model = noisy_model(block_size=12, n_layer=3, scaled=scaled)
     tokens = torch.randint(11, (streams, 12), generator=torch.Generator().manual_seed(1))
     expected = model(tokens)
-    cache = model.new_cache(streams)
-    model(tokens[:, :4], cache)
-    decoder = Decoder(model, cache)
-    for place in range(4, 12):
-        logits = torch.from_numpy(decoder.step(tokens[:, place].numpy()))
-        assert logits.dtype == torch.float32
-        torch.testing.assert_close(logits, expected[:, place], rtol=1e-4, atol=1e-4)
-    assert cache.length == 12
     assert float(expected.std()) > 0.1
+    decoder = Decoder(model, streams)
+    for _ in range(2):  # what was held before does not matter
+        decoder.clear()
+        first = 0
+        for last in range(prompt - 1, 12):
+            logits = torch.from_numpy(decoder.step(tokens[:, first : last + 1].numpy()))
+            assert logits.dtype == torch.float32
+            torch.testing.assert_close(logits, expected[:, last], rtol=1e-4, atol=1e-4)
+            first = last + 1
+        assert decoder.length == 12
 
 
-@torch.inference_mode()
-def test_the_model_goes_on_from_what_a_step_has_stored():
-    model = noisy_model(block_size=8)
-    tokens = torch.arange(6)[None]
-    expected = model(tokens)[:, -1]
-    cache = model.new_cache(1)
-    decoder = Decoder(model, cache)
-    for token in range(5):
-        decoder.step(np.array([token]))
-    logits = model(tokens[:, 5:], cache)[:, -1]
-    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+def test_the_models_weights_stay_as_they_are():
+    model = noisy_model()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    decoder = Decoder(model, 1)
+    for _ in range(3):
+        decoder.step(np.array([[1]]))
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
 def test_only_the_shape_it_is_written_for_takes_the_fast_path():
@@ -52,10 +51,14 @@ def test_only_the_shape_it_is_written_for_takes_the_fast_path():
 def test_sampling_takes_the_fast_path(monkeypatch):
     taken = []
     monkeypatch.setattr(
-        Decoder, "step", lambda self, tokens: taken.append(1) or np.zeros((1, 11), np.float32)
+        Decoder,
+        "step",
+        lambda self, tokens: taken.append(tokens.tolist()) or np.zeros((1, 11), np.float32),
     )
+    monkeypatch.setattr(Decoder, "length", property(lambda self: 2 * len(taken)), raising=False)
+    monkeypatch.setattr(Decoder, "__init__", lambda *_: None)
     window = sampling._Window(noisy_model(), np.array([1, 2]), 1, use_cache=True)
     window.logits()
-    window.append(torch.tensor([3]))
+    window.append(np.array([3]))
     window.logits()
-    assert len(taken) == 1
+    assert taken == [[[1, 2]], [[3]]]

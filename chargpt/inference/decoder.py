@@ -1,42 +1,68 @@
-"""One more character of every stream, in as little Python as it takes: the CPU's fast path.
+"""The next character of every stream, in as little Python as it takes: the CPU's fast path.
 
-At a few hundred thousand multiplications a character, torch's own work around each operation is
-most of the time. Here the same arithmetic runs in numpy, on weights that were laid out once: q, k
-and v in one matrix, gate and up in another, each norm's gain multiplied into the matrix after it,
-and the gains of the QK-norm and the attention scale into the rotary tables.
-Shapes in this file: N = streams, S = characters held, C = n_embd, H = n_head, D = C / H,
-F = mlp_width, V = vocabulary, K = block size.
+At a few hundred thousand multiplications a character, the work around each operation is most of the
+time. So the weights are laid out once: q, k and v in one matrix, gate and up in another, each
+norm's gain multiplied into the matrix after it, the attention scale into the gains of q. The two
+numbers of a rotary pair, which the model keeps D / 2 apart, lie side by side in q and k here: a
+rotation is then one product of complex numbers. A single stream is computed in numpy, whose
+operations take the least time to begin with; many streams in torch, which uses every core.
+Shapes in this file: N = streams, T = characters taken in, S = characters held, C = n_embd,
+H = n_head, D = C / H, F = mlp_width, V = vocabulary, K = block size.
 """
 
-from typing import Any, TypeGuard
+from dataclasses import dataclass
+from typing import TypeGuard
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from chargpt.models.cache import KVCache
+from chargpt.models.attention import fused_attention
 from chargpt.models.gpt import GPT
 from chargpt.models.kernels import NORM_EPS
 
 Array = npt.NDArray[np.float32]
+EPS, ONE, MINUS_HALF = np.float32(NORM_EPS), np.float32(1), np.float32(-0.5)
+
+
+@dataclass
+class Layer:
+    """One block's weights as the decoder wants them, and what it remembers of the characters."""
+
+    qkv: Tensor  # (C, 3C)
+    gains: Tensor  # (2, 1, D), of q and k
+    output: Tensor  # (C, C)
+    gate_up: Tensor  # (C, 2F)
+    down: Tensor  # (F, C)
+    memory: Tensor  # (2, N, H, K, D): keys and values
 
 
 class Decoder:
-    """Goes on from what a cache holds, which it shares with the model."""
+    """A model's weights, and what `streams` streams of characters have left in its memory.
 
-    def __init__(self, model: GPT, cache: KVCache) -> None:
+    Attributes:
+        length: how many characters of each stream are held, at most the model's block size.
+    """
+
+    def __init__(self, model: GPT, streams: int) -> None:
         config = model.config
-        self.cache = cache
+        self.length = 0
         self.n_head = config.n_head
-        self.keys, self.values = cache.keys.numpy(), cache.values.numpy()
-        weights = {name: _array(tensor) for name, tensor in model.state_dict().items()}
+        weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
         self.embedding = weights["embedding.weight"]  # (V, C)
-        self.head = _transposed(weights["head.weight"] * weights["norm.weight"])  # (C, V)
-        self.layers = [
-            self._layer(config, weights, f"blocks.{n}.", _array(model.cos), _array(model.sin))
-            for n in range(config.n_layer)
-        ]
+        self.head = _turned(weights["head.weight"] * weights["norm.weight"])  # (C, V)
+        half = model.cos.size(-1) // 2
+        self.turns = torch.complex(model.cos, model.sin)[:, None, None, :half]  # (K, 1, 1, D/2)
+        self.layers = [self._layer(model, weights, n, streams) for n in range(config.n_layer)]
+        self.single = streams == 1
+        if self.single:
+            self.rows, self.head_rows = self.embedding.numpy(), self.head.numpy()
+            self.single_turns = self.turns.numpy()
+            self.arrays = [
+                tuple(tensor.numpy() for tensor in vars(layer).values()) for layer in self.layers
+            ]
 
     @staticmethod
     def fits(model: object) -> TypeGuard[GPT]:
@@ -49,81 +75,112 @@ class Decoder:
             and model.config.mlp != "none"
         )
 
-    @staticmethod
-    def _layer(
-        config: Any, weights: dict[str, Array], place: str, cos: Array, sin: Array
-    ) -> tuple[Array, ...]:
-        def of(name: str) -> Array:
-            return weights[f"{place}{name}.weight"]
+    def _layer(self, model: GPT, weights: dict[str, Tensor], n: int, streams: int) -> Layer:
+        def of(name: str) -> Tensor:
+            return weights[f"blocks.{n}.{name}.weight"]
 
-        projections = ("attention.query", "attention.key", "attention.value")
-        qkv = np.concatenate([of(name) for name in projections]) * of("attention_norm")
-        gate_up = np.concatenate((of("mlp.gate"), of("mlp.up"))) * of("mlp_norm")
-        # (K, 2, 1, D) for q and k: what multiplies a number, and what multiplies its partner
-        scale = (config.n_embd // config.n_head) ** -0.5 if config.scaled else 1.0
-        gains = np.stack((of("attention.query_norm") * scale, of("attention.key_norm")))[:, None]
-        own = cos[:, None, None] * gains
-        half = gains.shape[-1] // 2
-        partner = sin[:, None, None] * np.roll(gains, half, axis=-1)
-        partner[..., :half] *= -1
-        return (
-            _transposed(qkv),  # (C, 3C)
-            own,
-            partner,
-            _transposed(of("attention.output")),  # (C, C)
-            _transposed(gate_up),  # (C, 2F)
-            _transposed(of("mlp.down")),  # (F, C)
+        size = model.config.n_embd // model.config.n_head
+        paired = torch.arange(size).view(2, -1).mT.flatten()  # 0, D / 2, 1, D / 2 + 1, ...
+        qkv = torch.stack([of(f"attention.{name}") for name in ("query", "key", "value")])
+        qkv = (qkv * of("attention_norm")).view(3, self.n_head, size, -1)
+        qkv[:2] = qkv[:2, :, paired]
+        gains = torch.stack((of("attention.query_norm"), of("attention.key_norm")))
+        if model.config.scaled:
+            gains[0] *= size**-0.5
+        return Layer(
+            qkv=_turned(qkv.flatten(0, 2)),
+            gains=gains[:, None, paired],
+            output=_turned(of("attention.output")),
+            gate_up=_turned(torch.cat((of("mlp.gate"), of("mlp.up"))) * of("mlp_norm")),
+            down=_turned(of("mlp.down")),
+            memory=torch.zeros(2, streams, self.n_head, model.block_size, size),
         )
 
+    def clear(self) -> None:
+        """Forget all characters."""
+        self.length = 0
+
     def step(self, tokens: npt.NDArray[np.int64]) -> Array:
-        """Take in one token of each stream, (N,); return the next one's logits, (N, V)."""
-        x = self.embedding[tokens]  # (N, C)
-        for layer, weights in enumerate(self.layers):
-            qkv, own, partner, output, gate_up, down = weights
-            x += _product(self._attend(_product(_norm(x), qkv), own, partner, layer), output)
-            joint = _product(_norm(x), gate_up)  # (N, 2F)
-            gate, up = joint[:, : len(down)], joint[:, len(down) :]
-            x += _product(gate * up / (1 + np.exp(-gate)), down)
-        self.cache.advance(1)
-        return _product(_norm(x), self.head)
+        """Take in (N, T) tokens, several only at the start; return the next logits, (N, V)."""
+        steps = tokens.shape[1]
+        assert steps == 1 or self.length == 0, "a prompt comes first"
+        if self.single and steps == 1:
+            logits = self._one(int(tokens[0, 0]))[None]
+        else:
+            with torch.inference_mode():
+                logits = self._many(torch.from_numpy(tokens)).numpy()
+        self.length += steps
+        return logits
 
-    def _attend(self, qkv: Array, own: Array, partner: Array, layer: int) -> Array:
-        """Return the mixed values, (N, C), of q, k and v, (N, 3C); k and v go into the cache."""
-        place = self.cache.length
-        heads = qkv.reshape(len(qkv), 3, self.n_head, -1)  # (N, 3, H, D)
-        qk = _norm(heads[:, :2])
-        half = qk.shape[-1] // 2
-        swapped = np.concatenate((qk[..., half:], qk[..., :half]), axis=-1)
-        qk = qk * own[place] + swapped * partner[place]  # (N, 2, H, D)
-        self.keys[layer, :, :, place] = qk[:, 1]
-        self.values[layer, :, :, place] = heads[:, 2]
-        scores = self.keys[layer, :, :, : place + 1] @ qk[:, 0, :, :, None]  # (N, H, S, 1)
-        scores -= scores.max(axis=2, keepdims=True)
-        np.exp(scores, out=scores)
-        scores /= scores.sum(axis=2, keepdims=True)
-        mixed: Array = scores.swapaxes(2, 3) @ self.values[layer, :, :, : place + 1]
-        return mixed.reshape(len(qkv), -1)  # (N, H, 1, D) to (N, C)
+    def _one(self, token: int) -> Array:
+        """Return the logits, (V,), of the only stream."""
+        place = self.length
+        turns = self.single_turns[place]  # (1, 1, D / 2)
+        x = self.rows[token].copy()  # (C,)
+        for qkv, gains, output, gate_up, down, memory in self.arrays:
+            heads = _unit(x).dot(qkv).reshape(3, self.n_head, -1)  # (3, H, D)
+            qk = heads[:2]
+            inverse = (np.vecdot(qk, qk) * np.float32(1 / qk.shape[2]) + EPS) ** MINUS_HALF
+            qk *= inverse[..., None]
+            qk *= gains
+            pairs = qk.view(np.complex64)
+            pairs *= turns
+            memory[:, 0, :, place] = heads[1:]
+            keys, values = memory[:, 0, :, : place + 1]  # (H, S, D)
+            scores = np.matvec(keys, heads[0])  # (H, S)
+            scores -= np.maximum.reduce(scores, axis=1, keepdims=True)
+            np.exp(scores, out=scores)
+            mixed = np.vecmat(scores, values)  # (H, D)
+            mixed /= np.add.reduce(scores, axis=1, keepdims=True)
+            x += mixed.reshape(-1).dot(output)
+            joint = _unit(x).dot(gate_up)  # (2F,)
+            gate, up = joint[: len(down)], joint[len(down) :]
+            up *= gate
+            np.negative(gate, out=gate)
+            np.exp(gate, out=gate)
+            gate += ONE
+            up /= gate
+            x += up.dot(down)
+        logits: Array = _unit(x).dot(self.head_rows)
+        return logits
+
+    def _many(self, tokens: Tensor) -> Tensor:
+        """Return the logits, (N, V), after (N, T) tokens."""
+        start, steps = self.length, tokens.size(1)
+        end = start + steps
+        x = self.embedding[tokens]  # (N, T, C)
+        for layer in self.layers:
+            heads = (_unit_rows(x) @ layer.qkv).view(*tokens.shape, 3, self.n_head, -1)
+            qk = _unit_rows(heads[:, :, :2]).mul_(layer.gains)  # (N, T, 2, H, D)
+            pairs = torch.view_as_complex(qk.view(*qk.shape[:-1], -1, 2))  # (N, T, 2, H, D / 2)
+            qk = torch.view_as_real(pairs.mul_(self.turns[start:end])).flatten(-2)
+            q, k = qk.permute(2, 0, 3, 1, 4)  # (N, H, T, D) each
+            v = heads[:, :, 2].transpose(1, 2)  # (N, H, T, D)
+            keys, values = layer.memory
+            keys[:, :, start:end], values[:, :, start:end] = k, v
+            if steps > 1:
+                mixed = fused_attention(q, k, v, scaled=False)  # (N, H, T, D)
+            else:
+                scores = keys[:, :, :end] @ q.mT  # (N, H, S, 1)
+                mixed = scores.softmax(dim=2).mT @ values[:, :, :end]
+            x += mixed.transpose(1, 2).reshape(x.shape) @ layer.output
+            gate, up = (_unit_rows(x) @ layer.gate_up).chunk(2, dim=-1)  # (N, T, F)
+            x += F.silu(gate).mul_(up) @ layer.down
+        return _unit_rows(x[:, -1]) @ self.head
 
 
-def _product(x: Array, matrix: Array) -> Array:
-    """Return x @ matrix; of many rows by torch, whose threads numpy's would only wait for."""
-    if len(x) == 1:
-        single: Array = x @ matrix
-        return single
-    return _array(torch.from_numpy(x) @ torch.from_numpy(matrix))
+def _turned(matrix: Tensor) -> Tensor:
+    """Return the transpose, laid out so that rows of activations times it is quick."""
+    return matrix.mT.contiguous()
 
 
-def _norm(x: Array) -> Array:
+def _unit(x: Array) -> Array:
+    """Return x (C,) over its root mean square."""
+    unit: Array = x * np.float32((float(x.dot(x)) / len(x) + NORM_EPS) ** -0.5)
+    return unit
+
+
+def _unit_rows(x: Tensor) -> Tensor:
     """Return x over its root mean square, over the last dimension."""
-    squares = np.einsum("...i,...i->...", x, x)[..., None]
-    normed: Array = x / np.sqrt(squares / x.shape[-1] + NORM_EPS)
-    return normed
-
-
-def _array(tensor: Tensor) -> Array:
-    array: Array = tensor.detach().numpy()
-    return array
-
-
-def _transposed(matrix: Array) -> Array:
-    return np.ascontiguousarray(matrix.T)
+    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x * norm.square_().div_(x.size(-1)).add_(NORM_EPS).rsqrt_()

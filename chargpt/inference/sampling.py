@@ -29,12 +29,17 @@ from chargpt.config import SampleConfig
 from chargpt.errors import ChargptError, ConfigError, WorkError
 from chargpt.inference.decoder import Decoder
 from chargpt.models import LanguageModel
+from chargpt.models.cache import KVCache
 from chargpt.store.run import Run
 from chargpt.text.corpus import prepare
 from chargpt.text.tokenizer import CharTokenizer, Tokens, Unknown
 
 DRAWN_AT_ONCE = 256  # uniform numbers per stream
+LEAST_TEMPERATURE = 1e-100  # over which no difference of logits grows infinite
 GROUP_BYTES = 256_000_000  # what the streams of one group may take
+
+Floats = npt.NDArray[np.float64]
+Ids = npt.NDArray[np.int64]
 
 
 def sample(
@@ -137,44 +142,48 @@ def stream(
 class _Window:
     """The characters that the model looks at, and what it expects next."""
 
-    def __init__(
-        self, model: LanguageModel, context: npt.NDArray[np.int64], count: int, use_cache: bool
-    ) -> None:
+    def __init__(self, model: LanguageModel, context: Ids, count: int, use_cache: bool) -> None:
         self.model = model
-        self.cache = model.new_cache(count) if use_cache else None
-        self.decoder: Decoder | None = None
-        if self.cache is not None and Decoder.fits(model):
-            self.decoder = Decoder(model, self.cache)
-        self.device = model.device
-        self.tokens = torch.from_numpy(context).to(self.device).repeat(count, 1)  # (N, T)
-        self.assumed = torch.zeros(0)
+        # what has been computed of the characters so far, if that is to be kept
+        self.memory: Decoder | KVCache | None = None
+        if use_cache:
+            self.memory = Decoder(model, count) if Decoder.fits(model) else model.new_cache(count)
+        self.tokens = np.zeros((count, model.block_size), dtype=np.int64)  # the first are held
+        self.length = context.size
+        self.tokens[:, : self.length] = context
+        self.assumed = np.zeros((count, 0))
 
     def assume(self, counts: npt.NDArray[np.number[Any]]) -> None:
         """Take these counts, (V,), for what is expected while there is no character yet."""
-        logits = torch.from_numpy(np.asarray(counts, dtype=np.float64)).log()
-        self.assumed = logits.expand(self.tokens.size(0), -1)  # (N, V)
+        with np.errstate(divide="ignore"):
+            logits = np.log(np.asarray(counts, dtype=np.float64))
+        self.assumed = np.tile(logits, (len(self.tokens), 1))  # (N, V)
 
-    @torch.inference_mode()
-    def logits(self) -> Tensor:
-        """Return the next characters' logits, (N, V), in float64 on the CPU."""
-        if not self.tokens.size(1):
+    def logits(self) -> Floats:
+        """Return the next characters' logits, (N, V)."""
+        if not self.length:
             return self.assumed
-        if self.cache is None:
-            logits = self.model(self.tokens)  # (N, T, V)
-        elif self.decoder is not None and self.tokens.size(1) == self.cache.length + 1:
-            latest = self.decoder.step(self.tokens[:, -1].numpy())  # (N, V)
-            return torch.from_numpy(latest).double()
-        else:
-            logits = self.model(self.tokens[:, self.cache.length :], self.cache)
-        return logits[:, -1].cpu().double()  # type: ignore[no-any-return]
+        known = 0 if self.memory is None else self.memory.length
+        new = self.tokens[:, known : self.length]  # (N, T)
+        if isinstance(self.memory, Decoder):
+            return self.memory.step(new).astype(np.float64)
+        with torch.inference_mode():
+            tokens = torch.from_numpy(new).to(self.model.device)
+            logits: Tensor = self.model(tokens, self.memory)  # (N, T, V)
+            # a device may lack float64
+            last: Floats = logits[:, -1].float().cpu().numpy().astype(np.float64)
+            return last
 
-    def append(self, drawn: Tensor) -> None:
+    def append(self, drawn: Ids) -> None:
         """Take in one character of each stream, (N,); start anew where the window is full."""
-        self.tokens = torch.cat((self.tokens, drawn.to(self.device)[:, None]), dim=1)
-        if self.tokens.size(1) > self.model.block_size:
-            self.tokens = self.tokens[:, -max(1, self.model.block_size // 2) :]
-            if self.cache is not None:
-                self.cache.clear()
+        if self.length == self.model.block_size:
+            kept = max(1, self.model.block_size // 2) - 1
+            self.tokens[:, :kept] = self.tokens[:, self.length - kept :].copy()
+            self.length = kept
+            if self.memory is not None:
+                self.memory.clear()
+        self.tokens[:, self.length] = drawn
+        self.length += 1
 
 
 class _Tail:
@@ -187,6 +196,8 @@ class _Tail:
 
     def push(self, character: str, is_last: bool) -> str:
         """Take in a character; return what is now sure to belong to the text."""
+        if not self.stops:
+            return character
         if self.ended:
             return ""
         self.held += character
@@ -206,10 +217,10 @@ class _Tail:
 
 
 def _write(
-    tokenizer: CharTokenizer, options: SampleConfig, window: _Window, uniforms: Iterator[Tensor]
+    tokenizer: CharTokenizer, options: SampleConfig, window: _Window, uniforms: Iterator[Floats]
 ) -> Iterator[list[str]]:
     """Draw a character of each stream, look out for stop strings, and so on."""
-    tails = [_Tail(options.stop) for _ in range(window.tokens.size(0))]
+    tails = [_Tail(options.stop) for _ in window.tokens]
     was_training = window.model.training
     window.model.eval()
     try:
@@ -217,10 +228,9 @@ def _write(
             shares = probabilities(window.logits(), options, tokenizer.unknown_id)
             drawn = draw(shares, next(uniforms))
             is_last = position == options.length - 1
-            characters = tokenizer.decode(drawn.numpy())
             yield [
-                tail.push(character, is_last)
-                for tail, character in zip(tails, characters, strict=True)
+                tail.push(tokenizer.characters[token], is_last)
+                for tail, token in zip(tails, drawn.tolist(), strict=True)
             ]
             if all(tail.ended for tail in tails):
                 return
@@ -229,11 +239,11 @@ def _write(
         window.model.train(was_training)
 
 
-def probabilities(logits: Tensor, options: SampleConfig, unknown_id: int | None = None) -> Tensor:
+def probabilities(logits: Floats, options: SampleConfig, unknown_id: int | None = None) -> Floats:
     """Return what each token's chance is in proportion to, (N, V), after all filters.
 
     Args:
-        logits: (N, V), float64.
+        logits: (N, V).
         options: of which the temperature, top_k, top_p and min_p count.
         unknown_id: the token that is never drawn.
 
@@ -241,50 +251,57 @@ def probabilities(logits: Tensor, options: SampleConfig, unknown_id: int | None 
         WorkError: the logits are not finite numbers.
     """
     if unknown_id is not None:
-        logits = logits.index_fill(1, torch.tensor(unknown_id), -math.inf)
-    peak, likeliest = logits.max(dim=-1, keepdim=True)  # (N, 1)
-    if not bool(peak.isfinite().all()):
+        logits = logits.copy()
+        logits[:, unknown_id] = -math.inf
+    peak = np.maximum.reduce(logits, axis=1, keepdims=True)  # (N, 1); the method is slower
+    if not np.isfinite(peak).all():
         raise WorkError(
             "the model's predictions are not finite numbers, so its training diverged; "
             "use an earlier checkpoint, or train anew with a lower optim.lr"
         )
     if options.temperature == 0:
-        return torch.zeros_like(logits).scatter(1, likeliest, 1.0)
-    shares = ((logits - peak) / options.temperature).softmax(dim=-1)
+        likeliest = np.zeros_like(logits)
+        likeliest[np.arange(len(logits)), logits.argmax(axis=1)] = 1
+        return likeliest
+    shares: Floats = np.exp((logits - peak) / max(options.temperature, LEAST_TEMPERATURE))
     if options.top_k is not None or options.top_p is not None:
-        shares = shares * _among_likeliest(shares, options.top_k, options.top_p)
+        shares *= _among_likeliest(shares, options.top_k, options.top_p)
     if options.min_p is not None:
-        shares = shares * (shares >= options.min_p * shares.amax(dim=-1, keepdim=True))
+        shares *= shares >= options.min_p  # the likeliest has 1
     return shares
 
 
-def _among_likeliest(shares: Tensor, top_k: int | None, top_p: float | None) -> Tensor:
+def _among_likeliest(shares: Floats, top_k: int | None, top_p: float | None) -> npt.NDArray[Any]:
     """Return bool (N, V), true for what top-k and then top-p keep."""
-    ranked, order = shares.sort(dim=-1, descending=True, stable=True)
+    order = np.argsort(-shares, axis=1, kind="stable")
+    ranked = np.take_along_axis(shares, order, axis=1)
     if top_k is not None:
         ranked[:, top_k:] = 0
     keep = ranked > 0
     if top_p is not None and top_p < 1:
-        before = ranked.cumsum(dim=-1) - ranked  # the share of all that are likelier
-        keep &= before < top_p * ranked.sum(dim=-1, keepdim=True)
-    return torch.zeros_like(keep).scatter(1, order, keep)
+        before = ranked.cumsum(axis=1) - ranked  # the share of all that are likelier
+        keep &= before < top_p * ranked.sum(axis=1, keepdims=True)
+    among = np.zeros_like(keep)
+    np.put_along_axis(among, order, keep, axis=1)
+    return among
 
 
-def draw(shares: Tensor, uniforms: Tensor) -> Tensor:
-    """Return token ids, int64 (N,), by the inverse of the cumulated shares.
+def draw(shares: Floats, uniforms: Floats) -> Ids:
+    """Return token ids, (N,), by the inverse of the cumulated shares.
 
     Args:
-        shares: (N, V), float64, at least one above 0 in each row; they need not sum to 1.
-        uniforms: (N,), float64, from 0 up to but without 1.
+        shares: (N, V), at least one above 0 in each row; they need not sum to 1.
+        uniforms: (N,), from 0 up to but without 1.
     """
-    cumulated = shares.cumsum(dim=-1)  # (N, V)
-    aims = uniforms[:, None] * cumulated[:, -1:]  # (N, 1)
-    # From the right: a token without any share has no width to fall into.
-    return torch.searchsorted(cumulated, aims, right=True).squeeze(1)
+    cumulated = np.add.accumulate(shares, axis=1)  # (N, V)
+    aims = uniforms * cumulated[:, -1]  # (N,)
+    # As many as end at or before the aim: a token without any share has no width to fall into.
+    ids: Ids = np.add.reduce(cumulated <= aims[:, None], axis=1)
+    return ids
 
 
-def _uniforms(seed: int, streams: Sequence[int]) -> Iterator[Tensor]:
-    """Yield position after position one number in [0, 1) for each stream, float64 (N,).
+def _uniforms(seed: int, streams: Sequence[int]) -> Iterator[Floats]:
+    """Yield position after position one number in [0, 1) for each stream, (N,).
 
     The bits are those of Philox keyed by (seed, stream), raw, since these are the same in every
     version of numpy; the counter's start sets them apart from those of training batches.
@@ -298,7 +315,7 @@ def _uniforms(seed: int, streams: Sequence[int]) -> Iterator[Tensor]:
     ]
     while True:
         bits = np.stack([source.random_raw(DRAWN_AT_ONCE) for source in generators], axis=1)
-        yield from torch.from_numpy((bits >> np.uint64(11)) * 2.0**-53)  # (positions, N)
+        yield from (bits >> np.uint64(11)) * 2.0**-53  # (positions, N)
 
 
 def _seed(options: SampleConfig) -> int:
