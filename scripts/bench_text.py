@@ -4,6 +4,9 @@
 
 Makes a text by repeating SEED_TEXT with changes (a counter in each repetition, so that no two are
 alike), then runs `prepare` in fresh processes: three times cold, three times warm.
+
+Beside it: how fast `CharTokenizer.encode` turns a text in memory into ids on one thread, for ASCII,
+for an alphabet beyond it and for one beyond 16 bits; nanoGPT looks each character up in a dict.
 """
 
 import argparse
@@ -14,9 +17,15 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+
 from record import facts, write_record
+
+from chargpt.text.tokenizer import CharTokenizer
 
 PROBE = """
 import json, resource, sys, time
@@ -57,6 +66,35 @@ def probe(text: Path, cache: Path) -> dict[str, float]:
     return result
 
 
+def encoding_speeds(seed: str) -> dict[str, float]:
+    """Return the characters a second of `encode`, the best of seven, and of nanoGPT's way."""
+    ascii_text = seed.encode("ascii", "replace").decode() * (20_000_000 // len(seed) + 1)
+    texts = {
+        "ascii": ascii_text,
+        "cyrillic": ascii_text.translate({c: c + 0x3B0 for c in range(65, 123)}),
+        "beyond 16 bits": ascii_text.translate({c: c + 0x1D400 - 65 for c in range(65, 123)}),
+    }
+    speeds = {}
+    for name, text in texts.items():
+        tokenizer = CharTokenizer.fit(text)
+        speeds[name] = len(text) / fastest(lambda t=tokenizer, x=text: t.encode(x), 7)
+    table = {character: index for index, character in enumerate(sorted(set(ascii_text)))}
+    some = ascii_text[:2_000_000]
+    looked_up = fastest(lambda: np.array([table[c] for c in some], dtype=np.uint16), 3)
+    speeds["nanoGPT's way"] = len(some) / looked_up
+    return {name: round(speed / 1e9, 3) for name, speed in speeds.items()}
+
+
+def fastest(work: Callable[[], object], times: int) -> float:
+    """Return the seconds of the fastest of some calls."""
+    seconds = []
+    for _ in range(times):
+        start = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("seed", type=Path)
@@ -80,6 +118,7 @@ def main() -> None:
         "cold_seconds": [round(run["seconds"], 2) for run in cold],
         "memory_growth_mb": round(max(run["growth_mb"] for run in cold), 1),
         "warm_seconds": [round(run["seconds"], 3) for run in warm],
+        "encode_gigacharacters_per_second": encoding_speeds(arguments.seed.read_text("utf-8")),
         "warm_process_seconds": [round(run["process"], 2) for run in warm],
     }
     write_record(result, arguments.json)

@@ -56,6 +56,34 @@ tokens = prepare(TextConfig(path=sys.argv[2])).split("val")
 print(json.dumps(evaluate_tokens(model, tokens).as_dict()))
 """
 
+# Share of the matrix peak that a run's training steps reach, just after it, evaluations left out.
+# Operations of a step: 6 a parameter (the embedding is looked up, not multiplied) and 12 L C T for
+# attention, each a character (Chowdhery et al. 2022, appendix B).
+SHARE = """
+import json, statistics, sys, time
+from chargpt.analysis.doctor import matrix_speed
+from chargpt.device import synchronize
+from chargpt.store.run import load_run
+from chargpt.text.corpus import prepare
+from chargpt.training.trainer import Trainer
+
+config = load_run(sys.argv[1]).config
+trainer = Trainer(config.with_values({"train.ngram_targets": 0.0}), prepare(config.text))
+model, train = config.model, config.train
+seconds = []
+for step in range(13):
+    start = time.perf_counter()
+    trainer.accumulate_gradients(step)
+    trainer.apply_update(step, 1.0)
+    synchronize(trainer.device)
+    seconds.append(time.perf_counter() - start)
+multiplied = trainer.model.parameter_count() - trainer.corpus.tokenizer.vocab_size * model.n_embd
+each = 6 * multiplied + 12 * model.n_layer * model.n_embd * model.block_size
+done = each * train.batch_size * model.block_size / statistics.median(seconds[3:])
+peak = matrix_speed(trainer.device, trainer.dtype)
+print(json.dumps({"matrix_gflops": peak / 1e9, "share_of_matrix_peak": done / peak}))
+"""
+
 
 def timed(words: list[str], cwd: Path, log: Path) -> float:
     """Run a command to its end and return its seconds."""
@@ -89,8 +117,9 @@ def run_ours(text: Path, words: str, folder: Path) -> dict[str, Any]:
     for protocol in ("full", "sliding", "nanogpt"):
         found = printed([*chargpt, "evaluate", str(run), "--json", "--protocol", protocol], folder)
         losses[protocol] = found["nats_per_char"]
-    result = {"seconds": seconds, **losses, "parameters": found["parameters"]}
-    return result | {"block_size": found["block_size"], "steps": found["steps"]}
+    share = printed([sys.executable, "-c", SHARE, str(run)], folder)
+    facts = {name: found[name] for name in ("parameters", "block_size", "steps")}
+    return {"seconds": seconds, **losses, **facts, **share}
 
 
 def run_nanogpt(text: Path, checkout: Path, folder: Path, recipe: str) -> dict[str, Any]:

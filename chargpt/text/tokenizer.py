@@ -20,6 +20,7 @@ from chargpt.files import write_atomically
 CODE_POINTS = 0x110000
 MAX_JSON_BYTES = 16_000_000  # every code point there is, escaped, takes less
 REPLACEMENT = "\ufffd"
+PART = 1 << 16  # characters that are encoded at once
 NAMED = 5  # unknown characters that an error lists one by one
 
 Unknown = Literal["error", "skip", "replace"]
@@ -101,12 +102,25 @@ class CharTokenizer:
         return cls(known.astype("<u4").tobytes().decode("utf-32-le"), has_unknown=rare)
 
     @cached_property
-    def _ids(self) -> npt.NDArray[np.int32]:
-        """Id of each code point up to one past the last known; -1 where there is none."""
+    def _ids(self) -> Tokens:
+        """Id of each code point up to one past the last known; `_no_id` where there is none."""
         known = code_points(self.characters)
-        table = np.full(int(known[-1]) + 2, -1, dtype=np.int32)
-        table[known] = np.arange(known.size, dtype=np.int32)
+        no_id = self._no_id
+        table = np.full(int(known[-1]) + 2, no_id, dtype=np.min_scalar_type(no_id))
+        table[known] = np.arange(known.size)
         return table
+
+    @property
+    def _no_id(self) -> int:
+        """The largest number of the smallest integers that hold one more than all ids."""
+        return int(np.iinfo(np.min_scalar_type(self.vocab_size)).max)
+
+    @cached_property
+    def _ascii_ids(self) -> bytes:
+        """`_ids` of the first 256 code points, if ids are single bytes."""
+        if self._ids.dtype != np.uint8:
+            return b""
+        return self._ids[np.minimum(np.arange(256), self._ids.size - 1)].tobytes()
 
     @cached_property
     def _code_points(self) -> npt.NDArray[np.uint32]:
@@ -126,17 +140,24 @@ class CharTokenizer:
         Raises:
             UnknownCharacterError: naming the characters, if `unknown` is "error".
         """
-        codes = code_points(text)
-        ids = self._ids[np.minimum(codes, self._ids.size - 1)]
-        missing = ids < 0
-        if missing.any():
+        ids = np.empty(len(text), dtype=self._ids.dtype)
+        bytewise = self._ascii_ids if text.isascii() else b""
+        for first in range(0, len(text), PART):  # a part fits into the processor's cache
+            part, place = text[first : first + PART], ids[first : first + PART]
+            if bytewise:
+                place[:] = np.frombuffer(part.encode("ascii").translate(bytewise), dtype=np.uint8)
+            else:
+                # what lies beyond the last known code point has no id, as the table's end says
+                np.take(self._ids, code_points(part), out=place, mode="clip")
+        if ids.size and ids.max() == self._no_id:
+            missing = ids == self._no_id
             if unknown == "error":
-                raise UnknownCharacterError(_describe_unknown(codes[missing]))
+                raise UnknownCharacterError(_describe_unknown(code_points(text)[missing]))
             if unknown == "skip":
                 ids = ids[~missing]
             else:
                 ids[missing] = self.replacement_id
-        return ids.astype(self.dtype)
+        return ids.astype(self.dtype, copy=False)
 
     def decode(self, ids: npt.ArrayLike) -> str:
         """Return the text of token ids; the unknown token becomes U+FFFD."""
