@@ -22,7 +22,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-
 from record import facts, write_record
 
 from chargpt.text.tokenizer import CharTokenizer

@@ -1,17 +1,19 @@
 """How soon a loss is reached, beside nanoGPT: whole processes in turn, same text, same measure.
 
     python scripts/bench_train.py TEXT --nanogpt DIR [--recipe cpu|gpu] [--pairs 3]
-        [--ours "--budget 10s"]... [--json benchmarks/train.json]
+        [--ours "--budget 10s"]... [--json benchmarks/train.json] [--plot benchmarks/train.svg]
 
 TEXT is a file. DIR is a checkout of nanoGPT; its README's recipe runs in a copy of it.
 Each of --ours is what follows `chargpt train TEXT`. A time is that of a whole process, from a cold
 start to its end with the checkpoint saved; scoring comes after. Both are scored by chargpt's
-`full` protocol on the same last tenth, nanoGPT at its own block size.
+`full` protocol on the same last tenth, nanoGPT at its own block size. The picture has nanoGPT's own
+estimates along the way beside them.
 """
 
 import argparse
 import json
 import os
+import re
 import shlex
 import shutil
 import statistics
@@ -107,14 +109,14 @@ def printed(words: list[str], cwd: Path, **environment: str) -> dict[str, Any]:
     return result
 
 
-def run_ours(text: Path, words: str, folder: Path) -> dict[str, Any]:
+def run_ours(text: Path, words: str, folder: Path, protocols: list[str]) -> dict[str, Any]:
     """Train once and score the run."""
     run = folder / "run"
     chargpt = [sys.executable, "-m", "chargpt"]
     train = [*chargpt, "train", str(text), "--out", str(run), "--force", *shlex.split(words)]
     seconds = timed(train, folder, folder / "log.txt")
     losses = {}
-    for protocol in ("full", "sliding", "nanogpt"):
+    for protocol in protocols:
         found = printed([*chargpt, "evaluate", str(run), "--json", "--protocol", protocol], folder)
         losses[protocol] = found["nats_per_char"]
     share = printed([sys.executable, "-c", SHARE, str(run)], folder)
@@ -134,7 +136,44 @@ def run_nanogpt(text: Path, checkout: Path, folder: Path, recipe: str) -> dict[s
     checkpoint = copy / "out-shakespeare-char" / "ckpt.pt"
     score = [sys.executable, "-c", SCORE, str(checkpoint), str(text)]
     found = printed(score, copy, PYTHONPATH=os.pathsep.join([str(copy), *sys.path[1:]]))
-    return {"seconds": training, "prepare_seconds": preparing, "full": found["nats_per_char"]}
+    result = {"seconds": training, "prepare_seconds": preparing, "full": found["nats_per_char"]}
+    return result | {"curve": curve_of((folder / "log.txt").read_text(), training)}
+
+
+def curve_of(log: str, seconds: float) -> list[tuple[float, float]]:
+    """Return (seconds since the start, validation loss) from nanoGPT's log of a whole process.
+
+    An iteration's time holds the evaluation before it; what no iteration took is the start.
+    """
+    taken = [float(ms) / 1000 for ms in re.findall(r"^iter \d+: .* time ([\d.]+)ms", log, re.M)]
+    curve, passed = [], seconds - sum(taken)
+    iterations = iter(taken)
+    for line in log.splitlines():
+        if found := re.match(r"step \d+: .* val loss ([\d.]+)", line):
+            curve.append((round(passed, 1), float(found[1])))
+        elif line.startswith("iter "):
+            passed += next(iterations)
+    return curve
+
+
+def draw(results: dict[str, dict[str, Any]], curve: list[tuple[float, float]], path: Path) -> None:
+    """Draw loss against seconds: ours, a point for each whole process, and nanoGPT's."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    if curve:
+        axes.plot(*zip(*curve[1:], strict=True), "o-", color="#D55E00", label="nanoGPT")
+    ours = [result for name, result in results.items() if name != "nanoGPT"]
+    medians = sorted((result["seconds"], result["full"]) for result in ours)
+    axes.plot(*zip(*medians, strict=True), "o-", color="#0072B2", label="chargpt --budget")
+    for result in ours:
+        points = [(run["seconds"], run["full"]) for run in result["runs"]]
+        axes.plot(*zip(*points, strict=True), ".", color="#0072B2", alpha=0.4)
+    axes.set(xscale="log", xlabel="seconds, whole process", ylabel="validation loss (nats/char)")
+    axes.grid(alpha=0.25, which="both")
+    axes.legend(frameon=False)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -151,21 +190,25 @@ def main() -> None:
     parser.add_argument("--recipe", choices=RECIPES, default="cpu")
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--ours", action="append", default=[])
+    parser.add_argument("--protocols", nargs="+", default=["full", "sliding", "nanogpt"])
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
     text = arguments.text.absolute()
     results: dict[str, list[dict[str, Any]]] = {}
+    curve: list[tuple[float, float]] = []
     for number in range(arguments.pairs):
         if arguments.nanogpt:
             with tempfile.TemporaryDirectory() as folder:
                 run = run_nanogpt(
                     text, arguments.nanogpt.absolute(), Path(folder), arguments.recipe
                 )
+            curve = curve or run.pop("curve")
             results.setdefault("nanoGPT", []).append(run)
             print(f"pair {number + 1}: nanoGPT {run}", file=sys.stderr)
         for words in arguments.ours:
             with tempfile.TemporaryDirectory() as folder:
-                run = run_ours(text, words, Path(folder))
+                run = run_ours(text, words, Path(folder), arguments.protocols)
             results.setdefault(f"chargpt train {words}", []).append(run)
             print(f"pair {number + 1}: {words}: {run}", file=sys.stderr)
     record = {**facts(), "text": text.name, "results": {n: summary(r) for n, r in results.items()}}
@@ -174,6 +217,9 @@ def main() -> None:
         if peer and name != "nanoGPT":
             result["time_against_nanogpt"] = round(peer["seconds"] / result["seconds"], 2)
             result["nats_below_nanogpt"] = round(peer["full"] - result["full"], 4)
+    record["nanogpt_curve"] = curve
+    if arguments.plot:
+        draw(record["results"], curve, arguments.plot)
     write_record(record, arguments.json)
 
 

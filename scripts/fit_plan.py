@@ -28,8 +28,8 @@ from chargpt.models import count_parameters
 from chargpt.training.planner import SIZES
 
 TARGET = Path(__file__).parent.parent / "chargpt" / "training" / "plan.json"
-CHARACTERS = (150_000, 300_000, 600_000, 1_200_000)
-MOST_WORK = 1.1e12  # parameters x characters of one run
+CHARACTERS = (150_000, 300_000, 600_000, 1_200_000, 2_400_000)
+MOST_WORK = 1.2e12  # parameters x characters of one run
 
 TRAIN = """
 import json, sys

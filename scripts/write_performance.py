@@ -6,6 +6,7 @@ A test holds the README to what this writes, so no figure there is typed by hand
 """
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,28 @@ def training(found: dict[str, Any]) -> list[str]:
         lines.append(
             f"| {name} | {result['seconds']:.1f} | {result['full']:.4f} | {sliding} | {against} |"
         )
+    shares = [
+        f"{result['share_of_matrix_peak']:.0%} of the {result['matrix_gflops']:,.0f} GFLOP/s"
+        for name, result in found["results"].items()
+        if name != "nanoGPT"
+    ]
+    lines += ["", f"The training steps of these runs reach {' and '.join(shares)} that"]
+    lines += ["large matrix products reach on the same machine."]
     return [*lines, "", f"`{found['command']}`"]
+
+
+def three_minutes(found: dict[str, Any]) -> list[str]:
+    """Return the lines on other times, a row for each."""
+    lines = ["| | seconds | `full` | `sliding` | `nanogpt` | runs |", "|---|---|---|---|---|---|"]
+    for name, result in found["results"].items():
+        losses = []
+        for protocol in ("full", "sliding", "nanogpt"):
+            values = [run[protocol] for run in result["runs"]]
+            spread = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
+            losses.append(f"{statistics.mean(values):.4f}{spread}")
+        runs = len(result["runs"])
+        lines.append(f"| `{name}` | {result['seconds']:.1f} | {' | '.join(losses)} | {runs} |")
+    return ["Other times, alone; means and standard deviations:", "", *lines]
 
 
 def sampling(found: dict[str, Any]) -> list[str]:
@@ -61,7 +83,13 @@ def preparing(found: dict[str, Any]) -> list[str]:
     return [
         f"A text of {found['text_bytes'] / 1e9:.1f} GB is prepared at "
         f"{found['cold_mb_per_second']:.0f} MB/s with {found['memory_growth_mb']:.0f} MB of memory "
-        f"({found['date']}), and opened again in {max(found['warm_seconds']):.3f} s.",
+        f"({found['date']}), and opened again in {max(found['warm_seconds']):.3f} s. In memory, on",
+        "one thread, characters become ids at "
+        + ", ".join(
+            f"{speed:.2f} ({name})"
+            for name, speed in found["encode_gigacharacters_per_second"].items()
+        )
+        + " billion a second.",
         "",
         f"`{found['command']}`",
     ]
@@ -69,7 +97,18 @@ def preparing(found: dict[str, Any]) -> list[str]:
 
 def section() -> str:
     """Return the whole section, its markers included."""
-    parts = [training(record("train")), sampling(record("sample")), preparing(record("text"))]
+    parts = [
+        training(record("train")),
+        three_minutes(record("budgets")),
+        sampling(record("sample")),
+        preparing(record("text")),
+        [
+            "How time and memory grow with text, parameters, block and batch: "
+            "[picture](benchmarks/scale.png).",
+            "",
+            f"`{record('scale')['command']}`",
+        ],
+    ]
     body = "\n\n".join("\n".join(lines) for lines in parts)
     return f"{START}\n{body}\n{END}"
 

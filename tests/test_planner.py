@@ -11,7 +11,15 @@ from chargpt.errors import ConfigError
 from chargpt.models import count_parameters
 from chargpt.text.corpus import Corpus, prepare
 from chargpt.training import planner
-from chargpt.training.planner import SIZES, expected_loss, plan, refit, seconds_of
+from chargpt.training.planner import (
+    LITTLE_DECAY,
+    SIZES,
+    expected_loss,
+    length_of,
+    plan,
+    refit,
+    seconds_of,
+)
 from chargpt.training.schedule import rate_at
 
 
@@ -81,6 +89,21 @@ def test_a_small_text_is_not_read_for_ever(corpus: Corpus, machine: list[Config]
     assert config.model.dropout > 0
 
 
+def test_a_longer_run_learns_less_from_counts_and_one_of_many_epochs_keeps_its_decay(
+    corpus: Corpus,
+) -> None:
+    base = load_config("gpt")
+
+    def chosen(characters: float, text_characters: int) -> tuple[object, object]:
+        values = length_of(base, characters, text_characters)
+        return values["train.ngram_targets"], values["optim.weight_decay"]
+
+    assert chosen(500_000, 10**6) == (base.train.ngram_targets, LITTLE_DECAY)
+    assert chosen(1_200_000, 10**6) == (pytest.approx(base.train.ngram_targets / 2), LITTLE_DECAY)
+    assert chosen(30_000_000, 10**6) == (0.0, base.optim.weight_decay)
+    assert chosen(30_000_000, 10**8) == (0.0, LITTLE_DECAY)
+
+
 def test_what_the_user_has_set_stays(corpus: Corpus, machine: list[Config]) -> None:
     values = {
         "train.batch_size": 4,
@@ -101,6 +124,8 @@ def test_a_bigram_gets_steps_and_no_size(corpus: Corpus, machine: list[Config]) 
     config, _ = plan(bigram, {"model.kind"}, corpus, 30)
     assert config.model.model_copy(update={"dropout": 0.0}) == bigram.model
     assert config.train.batch_size == bigram.train.batch_size
+    assert config.train.ngram_targets == 0
+    assert config.optim.weight_decay == bigram.optim.weight_decay
     assert config.train.max_steps > planner.LEAST_STEPS
 
 

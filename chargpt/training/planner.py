@@ -32,10 +32,14 @@ TRIAL_STEPS = 3
 TRIAL_SHARE = 0.05  # of the time: once measuring has taken it, no larger size is tried
 REPEATS_WORTH = 15.4  # R* of Muennighoff et al.
 MOST_EPOCHS = 40
+FEW_EPOCHS, LITTLE_DECAY = 8, 0.02  # too few to over-fit in
 LEAST_STEPS = 20
 SHORT_RUN, SHORT_BLOCK = 250_000, 64  # characters
+LONG_RUN, VERY_LONG_RUN = 1_000_000, 3_000_000  # characters
+COUNTED_UNTIL = 600_000  # characters; from there on the share of counted targets falls
+LEAST_COUNTED = 0.05
 EVALUATIONS = 8
-COOLDOWN = 0.6  # what comes before it shows the machine's real speed
+COOLDOWN, LONG_COOLDOWN = 0.6, 0.9  # what comes before it shows the machine's real speed
 
 
 @dataclass(frozen=True)
@@ -104,10 +108,11 @@ def _law() -> dict[str, float]:
 def settings_for(size: Size, characters: float) -> dict[str, object]:
     """Return the settings that make a run of this size, over about so many characters.
 
-    Short runs gain more from many small updates than they lose by short blocks.
+    Short runs gain more from many small updates than they lose by short blocks; long ones lose
+    nothing by fewer and larger ones, which take less time.
     """
     block_size = SHORT_BLOCK if characters < SHORT_RUN else size.block_size
-    per_step = 1024 if characters < SHORT_RUN else 2048
+    per_step = 1024 if characters < SHORT_RUN else 2048 if characters < VERY_LONG_RUN else 4096
     return {
         "model.n_layer": size.n_layer,
         "model.n_head": size.n_head,
@@ -122,14 +127,18 @@ def length_of(config: Config, characters: float, text_characters: int) -> dict[s
     steps = int(characters / (config.train.batch_size * config.model.block_size))
     steps = max(LEAST_STEPS, steps)
     every = math.ceil(steps / EVALUATIONS)
-    epochs = characters / text_characters
+    epochs, decay = characters / text_characters, config.optim.weight_decay
+    # what counting teaches is soon learnt
+    counted = config.train.ngram_targets * min(1.0, COUNTED_UNTIL / characters)
     return {
         "train.max_steps": steps,
         "train.evaluate_every": every,
         "train.evaluate_characters": max(4_000, min(30_000, int(characters / 100))),
         "train.save_every": every,
         "train.sample_every": 4 * every if steps >= 500 else 0,  # a sample takes a step's time
-        "schedule.cooldown": COOLDOWN,
+        "schedule.cooldown": COOLDOWN if characters < LONG_RUN else LONG_COOLDOWN,
+        "train.ngram_targets": round(counted, 3) if counted >= LEAST_COUNTED else 0.0,
+        "optim.weight_decay": min(decay, LITTLE_DECAY) if epochs < FEW_EPOCHS else decay,
         "model.dropout": 0.0 if epochs < 12 else 0.1 if epochs < 25 else 0.2,
     }
 
@@ -182,7 +191,9 @@ def plan(
     assert best is not None
     _, chosen, speed, size = best
     if not own:  # now that it is known how much can be read
-        chosen = filled(config, settings_for(size, reachable(speed)))
+        measured, chosen = chosen, filled(config, settings_for(size, reachable(speed)))
+        if chosen != measured:
+            speed = characters_a_second(chosen, corpus)
     chosen = filled(chosen, length_of(chosen, reachable(speed), text_characters))
     why = "the model is as you set it" if own else "the largest that pays in this time"
     return chosen, f"{speed:,.0f} characters a second measured; {why}"
