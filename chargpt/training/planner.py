@@ -38,7 +38,7 @@ SHORT_RUN, SHORT_BLOCK = 400_000, 64  # characters
 LONG_RUN, VERY_LONG_RUN = 1_000_000, 3_000_000  # characters
 COUNTED_UNTIL = 600_000  # characters; from there on the share of counted targets falls
 LEAST_COUNTED = 0.05
-EVALUATIONS = 8
+EVALUATIONS, FEW_EVALUATIONS = 8, 4  # few in short runs, where each takes the time of two steps
 COOLDOWN, LONG_COOLDOWN = 0.6, 0.9  # what comes before it shows the machine's real speed
 
 
@@ -126,7 +126,7 @@ def length_of(config: Config, characters: float, text_characters: int) -> dict[s
     """Return the settings that make a run of this config read about so many characters."""
     steps = int(characters / (config.train.batch_size * config.model.block_size))
     steps = max(LEAST_STEPS, steps)
-    every = math.ceil(steps / EVALUATIONS)
+    every = math.ceil(steps / (EVALUATIONS if characters >= SHORT_RUN else FEW_EVALUATIONS))
     epochs, decay = characters / text_characters, config.optim.weight_decay
     # what counting teaches is soon learnt
     counted = config.train.ngram_targets * min(1.0, COUNTED_UNTIL / characters)
@@ -176,9 +176,9 @@ def plan(
     for size in SIZES:
         candidate = config if own else filled(config, settings_for(size, math.inf))
         parameters = count_parameters(candidate.model, corpus.tokenizer.vocab_size)
-        if best is not None:  # what is larger is slower, at least in proportion
+        if best is not None:  # what is larger is slower, if less than in proportion
             known = count_parameters(best[1].model, corpus.tokenizer.vocab_size)
-            hoped = reachable(best[2] * known / parameters)
+            hoped = reachable(best[2] * (known / parameters) ** 0.5)
             if expected_loss(parameters, hoped, text_characters) > best[0]:
                 break
         speed = characters_a_second(candidate, corpus)
