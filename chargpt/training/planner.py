@@ -39,7 +39,7 @@ LONG_RUN, VERY_LONG_RUN = 1_000_000, 3_000_000  # characters
 COUNTED_UNTIL = 600_000  # characters; from there on the share of counted targets falls
 LEAST_COUNTED = 0.05
 EVALUATIONS, FEW_EVALUATIONS = 8, 4  # few in short runs, where each takes the time of two steps
-COOLDOWN, LONG_COOLDOWN = 0.6, 0.9  # what comes before it shows the machine's real speed
+COOLDOWN, LONG_COOLDOWN = 0.6, 0.7  # what comes before it shows the machine's real speed
 
 
 @dataclass(frozen=True)
