@@ -56,6 +56,15 @@ print(json.dumps({
 SIZES = ((4, 64), (4, 128), (4, 256), (6, 384), (6, 512))  # layers, width
 BLOCKS = (32, 64, 128, 256, 512, 1024)
 BATCHES = (4, 8, 16, 32, 64, 128)
+LABELS = {
+    "text_mb": "text (MB)",
+    "prepare_seconds": "preparing the text (s)",
+    "prepare_mb": "preparing the text (MB)",
+    "block_size": "block (characters), 2,048 a step",
+    "batch_size": "batch (blocks of 128)",
+    "step_ms": "a training step (ms)",
+    "step_mb": "training (MB)",
+}
 # axis -> what its rows vary, what is drawn of them
 PANELS = {
     "text": ("text_mb", "prepare_seconds", "prepare_mb"),
@@ -110,7 +119,7 @@ def draw(axes_rows: dict[str, list[dict[str, Any]]], path: Path) -> None:
             panel = figure.add_subplot(2, len(PANELS), 1 + row * len(PANELS) + column)
             xs, ys = [r[across] for r in rows], [r[name] for r in rows]
             panel.loglog(xs, ys, "o-", color="#0072B2")
-            panel.set(xlabel=across.replace("_", " "), ylabel=name.replace("_", " "))
+            panel.set(xlabel=LABELS.get(across, across), ylabel=LABELS[name])
             panel.set_ylim(min(ys) / 2, max(ys) * 2)
             panel.grid(alpha=0.25)
     figure.savefig(path, dpi=100)

@@ -49,10 +49,11 @@ def training(found: dict[str, Any]) -> list[str]:
     ]
     lines += ["", f"The training steps of these runs reach {' and '.join(shares)} that"]
     lines += ["large matrix products reach on the same machine."]
+    lines += ["", "[Loss against time](benchmarks/train.svg), nanoGPT's own estimates beside ours."]
     return [*lines, "", f"`{found['command']}`"]
 
 
-def three_minutes(found: dict[str, Any]) -> list[str]:
+def other_times(found: dict[str, Any]) -> list[str]:
     """Return the lines on other times, a row for each."""
     lines = ["| | seconds | `full` | `sliding` | `nanogpt` | runs |", "|---|---|---|---|---|---|"]
     for name, result in found["results"].items():
@@ -63,7 +64,8 @@ def three_minutes(found: dict[str, Any]) -> list[str]:
             losses.append(f"{statistics.mean(values):.4f}{spread}")
         runs = len(result["runs"])
         lines.append(f"| `{name}` | {result['seconds']:.1f} | {' | '.join(losses)} | {runs} |")
-    return ["Other times, alone; means and standard deviations:", "", *lines]
+    head = "Other times, with nothing beside them; means, and standard deviations of several runs:"
+    return [head, "", *lines, "", f"`{found['command']}`"]
 
 
 def sampling(found: dict[str, Any]) -> list[str]:
@@ -99,7 +101,7 @@ def section() -> str:
     """Return the whole section, its markers included."""
     parts = [
         training(record("train")),
-        three_minutes(record("budgets")),
+        other_times(record("budgets")),
         sampling(record("sample")),
         preparing(record("text")),
         [
