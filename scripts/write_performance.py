@@ -53,10 +53,10 @@ def training(found: dict[str, Any]) -> list[str]:
     return [*lines, "", f"`{found['command']}`"]
 
 
-def other_times(found: dict[str, Any]) -> list[str]:
+def other_times(*records: dict[str, Any]) -> list[str]:
     """Return the lines on other times, a row for each."""
     lines = ["| | seconds | `full` | `sliding` | `nanogpt` | runs |", "|---|---|---|---|---|---|"]
-    for name, result in found["results"].items():
+    for name, result in (item for found in records for item in found["results"].items()):
         losses = []
         for protocol in ("full", "sliding", "nanogpt"):
             values = [run[protocol] for run in result["runs"]]
@@ -65,7 +65,7 @@ def other_times(found: dict[str, Any]) -> list[str]:
         runs = len(result["runs"])
         lines.append(f"| `{name}` | {result['seconds']:.1f} | {' | '.join(losses)} | {runs} |")
     head = "Other times, with nothing beside them; means, and standard deviations of several runs:"
-    return [head, "", *lines, "", f"`{found['command']}`"]
+    return [head, "", *lines, *(f"\n`{found['command']}`" for found in records)]
 
 
 def sampling(found: dict[str, Any]) -> list[str]:
@@ -101,7 +101,7 @@ def section() -> str:
     """Return the whole section, its markers included."""
     parts = [
         training(record("train")),
-        other_times(record("budgets")),
+        other_times(record("budgets"), record("ten-minutes")),
         sampling(record("sample")),
         preparing(record("text")),
         [
