@@ -132,7 +132,8 @@ class OptimConfig(Section):
 
     name: Literal["adamw", "muon"] = "muon"
     """`muon`: Muon for the matrices of the blocks, AdamW for all else."""
-    lr: float = Field(0.012, gt=0)
+    lr: float = Field(0.02, gt=0)
+    """AdamW's learning rate; beside Muon, the embedding's is four times that."""
     matrix_lr: float = Field(0.05, gt=0)
     """Muon's learning rate."""
     weight_decay: float = Field(0.1, ge=0)

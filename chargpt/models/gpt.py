@@ -15,6 +15,8 @@ Shapes in this file: B = batch, T = characters given, S = characters seen with t
 C = n_embd, H = n_head, D = C / H, V = vocabulary.
 """
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -24,6 +26,12 @@ from chargpt.models.attention import average_weights, fused_attention
 from chargpt.models.base import LanguageModel
 from chargpt.models.cache import KVCache
 from chargpt.models.kernels import heads, swiglu, unit_rms
+
+# Of `GPT.look_back`, found by trial; none is delicate.
+LOOKING = 3  # layers
+SHARED = 0.25  # value of channel 0, as a share of sqrt(C)
+FASTEST = 8  # pairs of channels that are turned fastest
+REST = 0.3  # of what random start is left to query and key
 
 
 class Gain(nn.Module):
@@ -163,6 +171,7 @@ class GPT(LanguageModel):
         """Matrices uniform with deviation 1/sqrt(inputs); what ends a branch, and the head, zero.
 
         Zero ends make every layer start as the identity, and the first loss exactly ln V.
+        Heads that can do it start by looking at one of the last few characters.
         """
         for name, parameter in self.named_parameters():
             if name.endswith(("output.weight", "down.weight", "head.weight")):
@@ -172,6 +181,33 @@ class GPT(LanguageModel):
             elif parameter.dim() == 2:
                 bound = (3 / parameter.size(1)) ** 0.5
                 nn.init.uniform_(parameter, -bound, bound)
+        if self.config.attention == "full" and self.config.qk_norm:
+            self.look_back()
+
+    @torch.no_grad()
+    def look_back(self) -> None:
+        """Make head h of layer l attend, at first, to the character l + h + 1 places before.
+
+        Left to itself a model needs its first hundreds of steps to find out how. Channel 0 of the
+        embedding is given one value for all characters. What query and key take from it outweighs
+        the rest, and is the same but for an angle: that by which rotation sets those two places
+        apart, so that there, and only there, query and key agree.
+        """
+        config = self.config
+        self.embedding.weight[:, 0] = SHARED * config.n_embd**0.5
+        size = config.n_embd // config.n_head
+        half, farthest = size // 2, LOOKING + config.n_head
+        cos, sin = rotary_tables(farthest, size, config.rope_theta)  # (places, D)
+        fast = torch.arange(half) < FASTEST  # the slow pairs hardly tell places apart
+        for layer, block in enumerate(cast("list[Block]", self.blocks)[:LOOKING]):
+            assert block.attention is not None
+            query, key = block.attention.query.weight, block.attention.key.weight
+            query *= REST
+            key *= REST
+            for head in range(config.n_head):
+                rows, back = slice(head * size, (head + 1) * size), layer + head + 1
+                query[rows, 0] = torch.cat((fast, torch.zeros(half)))
+                key[rows, 0] = torch.cat((cos[back, :half] * fast, sin[back, :half] * fast))
 
     def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
         start = 0 if cache is None else cache.length

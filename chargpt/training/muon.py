@@ -21,6 +21,8 @@ COEFFICIENTS = (
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
 
+MOMENTUM = 0.8  # short memory: 0.95, which runs of far larger batches use, was worse in every run
+
 
 def orthogonalise(matrices: Tensor) -> Tensor:
     """Return the nearest matrices with singular values about 1, (N, R, C)."""
@@ -41,11 +43,6 @@ def lying(matrix: Tensor) -> Tensor:
     return matrix.mT if matrix.size(0) > matrix.size(1) else matrix
 
 
-def momentum_at(step: int) -> float:
-    """Return the momentum of update `step`: 0.85 rising to 0.95 over 300 steps."""
-    return 0.85 + 0.1 * min(1.0, step / 300)
-
-
 class Muon:
     """The optimizer of a model's hidden matrices."""
 
@@ -64,12 +61,11 @@ class Muon:
     @torch.no_grad()
     def step(self, step: int, factor: float) -> None:
         """Do update `step` at `factor` times the learning rate."""
-        momentum = momentum_at(step)
         for names, buffer in self.groups:
             weights: list[Tensor] = [self.parameters[name] for name in names]
             gradient = torch.stack([lying(w.grad) for w in weights if w.grad is not None])
-            buffer.lerp_(gradient, 1 - momentum)
-            update = orthogonalise(gradient.lerp_(buffer, momentum))  # (N, R, C), Nesterov
+            buffer.lerp_(gradient, 1 - MOMENTUM)
+            update = orthogonalise(gradient.lerp_(buffer, MOMENTUM))  # (N, R, C), Nesterov
             rate = self.lr * factor
             torch._foreach_mul_(weights, 1 - rate * self.weight_decay)
             for weight, change in zip(weights, update.unbind(), strict=True):

@@ -9,6 +9,8 @@ from chargpt.errors import RunError
 from chargpt.training.adamw import AdamW
 from chargpt.training.muon import Muon
 
+EMBEDDING_RATE = 4  # beside Muon: few rows of the embedding have a gradient that says much
+
 
 class Optimizer:
     """AdamW for all, or Muon for the blocks' matrices and AdamW for the rest."""
@@ -19,9 +21,13 @@ class Optimizer:
         if config.name == "muon":
             hidden = {n: p for n, p in named.items() if n.startswith("blocks.") and p.dim() == 2}
         others = {name: p for name, p in named.items() if name not in hidden}
-        self.rules: list[AdamW | Muon] = [AdamW(others, config.lr, config.weight_decay)]
+        self.rules: list[AdamW | Muon] = []
         if hidden:
+            embedding = {"embedding.weight": others.pop("embedding.weight")}
+            rate = EMBEDDING_RATE * config.lr
+            self.rules.append(AdamW(embedding, rate, config.weight_decay))
             self.rules.append(Muon(hidden, config.matrix_lr, config.weight_decay))
+        self.rules.append(AdamW(others, config.lr, config.weight_decay))
 
     def step(self, step: int, factor: float) -> None:
         """Do update `step` with every learning rate multiplied by `factor`."""
