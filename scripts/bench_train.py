@@ -4,10 +4,10 @@
         [--ours "--budget 10s"]... [--json benchmarks/train.json] [--plot benchmarks/train.svg]
 
 TEXT is a file. DIR is a checkout of nanoGPT; its README's recipe runs in a copy of it.
-Each of --ours is what follows `chargpt train TEXT`. A time is that of a whole process, from a cold
-start to its end with the checkpoint saved; scoring comes after. Both are scored by chargpt's
-`full` protocol on the same last tenth, nanoGPT at its own block size. The picture has nanoGPT's own
-estimates along the way beside them.
+Each of --ours is what follows `chargpt train TEXT -s seed=N`, N being the pair's number. A time is
+that of a whole process, from a cold start to its end with the checkpoint saved; scoring comes after.
+Both are scored by chargpt's `full` protocol on the same last tenth, nanoGPT at its own block size.
+The picture has nanoGPT's own estimates along the way beside them.
 """
 
 import argparse
@@ -109,11 +109,14 @@ def printed(words: list[str], cwd: Path, **environment: str) -> dict[str, Any]:
     return result
 
 
-def run_ours(text: Path, words: str, folder: Path, protocols: list[str]) -> dict[str, Any]:
+def run_ours(
+    text: Path, words: str, seed: int, folder: Path, protocols: list[str]
+) -> dict[str, Any]:
     """Train once and score the run."""
     run = folder / "run"
     chargpt = [sys.executable, "-m", "chargpt"]
-    train = [*chargpt, "train", str(text), "--out", str(run), "--force", *shlex.split(words)]
+    train = [*chargpt, "train", str(text), "--out", str(run), "--force", "-s", f"seed={seed}"]
+    train += shlex.split(words)
     seconds = timed(train, folder, folder / "log.txt")
     losses = {}
     for protocol in protocols:
@@ -208,7 +211,7 @@ def main() -> None:
             print(f"pair {number + 1}: nanoGPT {run}", file=sys.stderr)
         for words in arguments.ours:
             with tempfile.TemporaryDirectory() as folder:
-                run = run_ours(text, words, Path(folder), arguments.protocols)
+                run = run_ours(text, words, number + 1, Path(folder), arguments.protocols)
             results.setdefault(f"chargpt train {words}", []).append(run)
             print(f"pair {number + 1}: {words}: {run}", file=sys.stderr)
     record = {**facts(), "text": text.name, "results": {n: summary(r) for n, r in results.items()}}

@@ -56,6 +56,51 @@ def test_every_past_character_changes_the_last_logits(rung):
         assert (model(changed)[0, -1] - last).abs().max() > 1e-4
 
 
+def weights_of_attention(model, tokens, monkeypatch):
+    """Return each layer's attention weights, (B, H, T, T)."""
+    seen = []
+
+    def noted(q, k, v, **how):
+        mixed, weights = explicit_attention(q, k, v, **how)
+        seen.append(weights)
+        return mixed
+
+    monkeypatch.setattr(gpt, "fused_attention", noted)
+    with torch.no_grad():
+        model(tokens)
+    return seen
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"n_layer": 4, "n_head": 2, "n_embd": 128},
+        {"n_layer": 2, "n_head": 1, "n_embd": 64},
+        {"n_layer": 4, "n_head": 2, "n_embd": 128, "rope_theta": 500_000.0},
+        {"n_layer": 3, "n_head": 4, "n_embd": 48},
+    ],
+)
+def test_fresh_heads_look_at_one_of_the_last_characters(sizes, monkeypatch):
+    torch.manual_seed(2)
+    model = GPT(ModelConfig(block_size=40, **sizes), vocab_size=11)
+    tokens = random_tokens(batch=8, steps=40)
+    for layer, weights in enumerate(weights_of_attention(model, tokens, monkeypatch)):
+        for head in range(sizes["n_head"]):
+            back = [
+                weights[:, head].diagonal(-n, -2, -1)[:, -20:].mean().item() for n in range(15)
+            ]
+            looked_at = max(range(15), key=back.__getitem__)
+            if layer < 3:
+                assert looked_at == layer + head + 1
+            else:
+                assert max(back) < 0.1  # later layers start without a place of their own
+
+
+def test_the_first_loss_is_ln_v_though_heads_look_back():
+    model = GPT(ModelConfig(block_size=12), vocab_size=11)
+    assert torch.equal(model(random_tokens()), torch.zeros(2, 12, 11))
+
+
 def test_without_attention_only_the_last_character_counts():
     model = noisy_model(attention="none")
     tokens = random_tokens(batch=1)

@@ -2,7 +2,8 @@
 
 At a few hundred thousand multiplications a character, the work around each operation is most of the
 time. So the weights are laid out once: q, k and v in one matrix, gate and up in another, each
-norm's gain multiplied into the matrix after it, the attention scale into the gains of q. The two
+norm's gain multiplied into the matrix after it, the attention scale into the gains of q; what the
+first layer's q, k and v are depends on the character alone, so it stands in a table. The two
 numbers of a rotary pair, which the model keeps D / 2 apart, lie side by side in q and k here: a
 rotation is then one product of complex numbers. A single stream is computed in numpy, whose
 operations take the least time to begin with; many streams in torch, which uses every core.
@@ -24,7 +25,7 @@ from chargpt.models.gpt import GPT
 from chargpt.models.kernels import NORM_EPS
 
 Array = npt.NDArray[np.float32]
-EPS, ONE, MINUS_HALF = np.float32(NORM_EPS), np.float32(1), np.float32(-0.5)
+EPS, ONE = np.float32(NORM_EPS), np.float32(1)
 
 
 @dataclass
@@ -63,6 +64,7 @@ class Decoder:
             self.arrays = [
                 tuple(tensor.numpy() for tensor in vars(layer).values()) for layer in self.layers
             ]
+            self.first_heads = (_unit_rows(self.embedding) @ self.layers[0].qkv).numpy()  # (V, 3C)
 
     @staticmethod
     def fits(model: object) -> TypeGuard[GPT]:
@@ -117,11 +119,14 @@ class Decoder:
         place = self.length
         turns = self.single_turns[place]  # (1, 1, D / 2)
         x = self.rows[token].copy()  # (C,)
-        for qkv, gains, output, gate_up, down, memory in self.arrays:
-            heads = _unit(x).dot(qkv).reshape(3, self.n_head, -1)  # (3, H, D)
+        for layer, (qkv, gains, output, gate_up, down, memory) in enumerate(self.arrays):
+            heads = _unit(x).dot(qkv) if layer else self.first_heads[token].copy()
+            heads = heads.reshape(3, self.n_head, -1)  # (3, H, D)
             qk = heads[:2]
-            inverse = (np.vecdot(qk, qk) * np.float32(1 / qk.shape[2]) + EPS) ** MINUS_HALF
-            qk *= inverse[..., None]
+            squares = np.vecdot(qk, qk)
+            squares *= np.float32(1 / qk.shape[2])
+            squares += EPS
+            qk /= np.sqrt(squares)[..., None]
             qk *= gains
             pairs = qk.view(np.complex64)
             pairs *= turns
