@@ -4,10 +4,10 @@
         [--ours "--budget 10s"]... [--json benchmarks/train.json] [--plot benchmarks/train.svg]
 
 TEXT is a file. DIR is a checkout of nanoGPT; its README's recipe runs in a copy of it.
-Each of --ours is what follows `chargpt train TEXT -s seed=N`, N being the pair's number. A time is
-that of a whole process, from a cold start to its end with the checkpoint saved; scoring comes after.
-Both are scored by chargpt's `full` protocol on the same last tenth, nanoGPT at its own block size.
-The picture has nanoGPT's own estimates along the way beside them.
+Each of --ours is what follows `chargpt train TEXT -s seed=N`, N being the pair's number. A time
+is that of a whole process, from a cold start to its end with the checkpoint saved; scoring comes
+after. Both are scored by chargpt's `full` protocol on the same last tenth, nanoGPT at its own block
+size. The picture has nanoGPT's own estimates along the way beside them.
 """
 
 import argparse

@@ -86,9 +86,7 @@ def test_fresh_heads_look_at_one_of_the_last_characters(sizes, monkeypatch):
     tokens = random_tokens(batch=8, steps=40)
     for layer, weights in enumerate(weights_of_attention(model, tokens, monkeypatch)):
         for head in range(sizes["n_head"]):
-            back = [
-                weights[:, head].diagonal(-n, -2, -1)[:, -20:].mean().item() for n in range(15)
-            ]
+            back = [weights[:, head].diagonal(-n, -2, -1)[:, -20:].mean().item() for n in range(15)]
             looked_at = max(range(15), key=back.__getitem__)
             if layer < 3:
                 assert looked_at == layer + head + 1
