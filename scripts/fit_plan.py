@@ -40,8 +40,8 @@ from chargpt.training.trainer import Trainer
 
 text, size, characters = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 config = load_config("gpt").with_values({"text.path": text, "device": "cpu", "dtype": "float32"})
-config = config.with_values(settings_for(SIZES[size], characters))
 corpus = prepare(config.text)
+config = config.with_values(settings_for(SIZES[size], characters, corpus))
 config = config.with_values(length_of(config, characters, len(corpus.split("train"))))
 trainer = Trainer(config, corpus)
 for report in trainer.steps():

@@ -22,9 +22,10 @@ from chargpt.config import Config
 from chargpt.device import synchronize
 from chargpt.errors import ConfigError
 from chargpt.models import count_parameters
-from chargpt.text.corpus import Corpus
+from chargpt.text.corpus import Corpus, Split
 from chargpt.training.trainer import Trainer
 
+SPLITS: tuple[Split, ...] = ("train", "val")
 LEAST_SECONDS = 10
 USABLE = 0.93  # share of the time that is planned for training steps at first
 REFIT_USABLE = 0.95  # and of what is left, once the real speed is known
@@ -34,7 +35,8 @@ REPEATS_WORTH = 15.4  # R* of Muennighoff et al.
 MOST_EPOCHS = 40
 FEW_EPOCHS, LITTLE_DECAY = 8, 0.02  # too few to over-fit in
 LEAST_STEPS = 20
-SHORT_RUN, SHORT_BLOCK = 400_000, 64  # characters
+SHORT_RUN = 350_000  # characters
+BLOCK, SHORT_BLOCK, LEAST_BLOCK = 256, 128, 8
 LONG_RUN, VERY_LONG_RUN = 1_000_000, 3_000_000  # characters
 COUNTED_UNTIL = 600_000  # characters; from there on the share of counted targets falls
 LEAST_COUNTED = 0.05
@@ -48,7 +50,6 @@ class Size:
 
     n_layer: int
     n_embd: int
-    block_size: int = 128
 
     @property
     def n_head(self) -> int:
@@ -61,8 +62,8 @@ SIZES = (
     Size(4, 96),
     Size(4, 128),
     Size(5, 192),
-    Size(6, 256, 256),
-    Size(6, 384, 256),
+    Size(6, 256),
+    Size(6, 384),
 )
 
 
@@ -105,13 +106,16 @@ def _law() -> dict[str, float]:
     return law
 
 
-def settings_for(size: Size, characters: float) -> dict[str, object]:
-    """Return the settings that make a run of this size, over about so many characters.
+def settings_for(size: Size, characters: float, corpus: Corpus) -> dict[str, object]:
+    """Return the settings that make a run of this size, over about so many characters of a text.
 
     Short runs gain more from many small updates than they lose by short blocks; long ones lose
-    nothing by fewer and larger ones, which take less time.
+    nothing by fewer and larger ones, which take less time. A split holds at least a block and a
+    character.
     """
-    block_size = SHORT_BLOCK if characters < SHORT_RUN else size.block_size
+    block_size = SHORT_BLOCK if characters < SHORT_RUN else BLOCK
+    while block_size > LEAST_BLOCK and block_size >= min(map(len, map(corpus.split, SPLITS))):
+        block_size //= 2
     per_step = 1024 if characters < SHORT_RUN else 2048 if characters < VERY_LONG_RUN else 4096
     return {
         "model.n_layer": size.n_layer,
@@ -174,7 +178,7 @@ def plan(
     own = config.model.kind != "gpt" or any(key.startswith("model.") for key in given)
     best: tuple[float, Config, float, Size] | None = None
     for size in SIZES:
-        candidate = config if own else filled(config, settings_for(size, math.inf))
+        candidate = config if own else filled(config, settings_for(size, math.inf, corpus))
         parameters = count_parameters(candidate.model, corpus.tokenizer.vocab_size)
         if best is not None:  # what is larger is slower, if less than in proportion
             known = count_parameters(best[1].model, corpus.tokenizer.vocab_size)
@@ -191,7 +195,7 @@ def plan(
     assert best is not None
     _, chosen, speed, size = best
     if not own:  # now that it is known how much can be read
-        measured, chosen = chosen, filled(config, settings_for(size, reachable(speed)))
+        measured, chosen = chosen, filled(config, settings_for(size, reachable(speed), corpus))
         if chosen != measured:
             speed = characters_a_second(chosen, corpus)
     chosen = filled(chosen, length_of(chosen, reachable(speed), text_characters))
@@ -210,6 +214,7 @@ def characters_a_second(config: Config, corpus: Corpus) -> float:
         synchronize(trainer.device)
         start = time.perf_counter()
         trainer.accumulate_gradients(step)
+        trainer.clip_gradients()
         trainer.apply_update(step, 1e-6)
         synchronize(trainer.device)
         seconds.append(time.perf_counter() - start)
