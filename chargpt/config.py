@@ -121,6 +121,8 @@ class TrainConfig(Section):
     patience: int | None = Field(None, ge=1)
     """Stop after so many evaluations without a new best; null: never."""
     clip_norm: float | None = Field(1.0, gt=0)
+    rollbacks: int = Field(0, ge=0, le=20)
+    """How often to return to the last checkpoint, at half the rates, when numbers go bad."""
     ema: float = Field(0.0, ge=0, lt=1)
     """Decay of the moving average of weights that is evaluated and kept; 0: none."""
     ngram_targets: float = Field(0.0, ge=0, le=1)

@@ -4,6 +4,7 @@ import ctypes
 import os
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,10 @@ from chargpt.errors import DeviceError
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 MOST_MMAP_THRESHOLD = 32 * 2**20  # it takes no larger one
+CGROUP_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
 
 
 @dataclass(frozen=True)
@@ -173,6 +178,37 @@ def keep_freed_memory() -> bool:
     settings = ((M_MMAP_THRESHOLD, MOST_MMAP_THRESHOLD), (M_TRIM_THRESHOLD, 2**31 - 1))
     taken = [mallopt(name, value) for name, value in settings]  # both, whatever the first says
     return taken == [1, 1]
+
+
+def memory_of(device: torch.device | None = None) -> int:
+    """Return how many bytes of memory this process can have at most, on a device or beside it."""
+    if device is not None and device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    if not hasattr(os, "sysconf"):
+        return 2**63  # Windows does not say without help
+    most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for limit in CGROUP_LIMITS:
+        try:
+            written = limit.read_text(encoding="ascii").strip()
+        except OSError:
+            continue
+        if written.isdigit():
+            most = min(most, int(written))
+    return most
+
+
+def require_memory(wanted: int, what: str, device: torch.device | None = None) -> None:
+    """Check that so many bytes can be had, before anything asks for them.
+
+    Raises:
+        DeviceError: they cannot; `what` names what wants them.
+    """
+    most = memory_of(device)
+    if wanted > most:
+        raise DeviceError(
+            f"{what} would take about {wanted / 1e9:,.1f} GB of memory, and this machine has "
+            f"{most / 1e9:,.1f} GB; make it smaller"
+        )
 
 
 def synchronize(device: torch.device) -> None:

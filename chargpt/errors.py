@@ -38,5 +38,9 @@ class WorkError(ChargptError):
     exit_code = 1
 
 
+class DivergedError(WorkError):
+    """A loss, a gradient or a weight is no longer a finite number."""
+
+
 class DownloadError(WorkError):
     """A named corpus could not be fetched, or is not what its publisher stated."""

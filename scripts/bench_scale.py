@@ -41,6 +41,7 @@ for step in range(4):
     synchronize(trainer.device)
     start = time.perf_counter()
     trainer.accumulate_gradients(step)
+    trainer.clip_gradients()
     trainer.apply_update(step, 1.0)
     synchronize(trainer.device)
     seconds.append(time.perf_counter() - start)

@@ -76,6 +76,7 @@ seconds = []
 for step in range(13):
     start = time.perf_counter()
     trainer.accumulate_gradients(step)
+    trainer.clip_gradients()
     trainer.apply_update(step, 1.0)
     synchronize(trainer.device)
     seconds.append(time.perf_counter() - start)

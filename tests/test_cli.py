@@ -4,12 +4,15 @@ import gzip
 import json
 import math
 import os
+import pty
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import REPOSITORY, Cli, refusal, run_cli
@@ -165,6 +168,7 @@ def test_a_budgets_run_can_be_repeated_from_its_config_without_the_clock(
 def test_a_machine_that_slows_down_ends_the_run_in_time_with_a_checkpoint(
     verse: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    from chargpt.cli.signals import Signals
     from chargpt.cli.train import Clock, start_run, train_to_end
 
     class Slowing(Clock):
@@ -180,7 +184,7 @@ def test_a_machine_that_slows_down_ends_the_run_in_time_with_a_checkpoint(
     quick = [word for word in QUICK if "=" in word]
     config = load_config("gpt", [f"text.path={verse}", "schedule.cooldown=0.5", *quick])
     trainer, folder = start_run(config, tmp_path / "run")
-    train_to_end(trainer, folder, Slowing(10.0, frozenset()))
+    train_to_end(trainer, folder, Signals(), Slowing(10.0, frozenset()))
     assert "the machine slowed down: stopped at step" in capfd.readouterr().err
     step = trainer.progress.step
     assert 3 < step < trainer.config.train.max_steps
@@ -250,7 +254,111 @@ def test_a_signal_saves_the_run_and_says_how_to_go_on(
     assert f"stopped at step {step:,}" in said
 
 
-def test_a_disk_that_refuses_a_save_gets_one_sentence(verse: Path, tmp_path: Path) -> None:
+def start(*words: object, cwd: Path, **streams: Any) -> subprocess.Popen[str]:
+    """Start a training that goes on for long, and wait until it has saved something."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "chargpt", "train", *map(str, words)],
+        cwd=cwd,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams},
+    )
+    deadline = time.monotonic() + 60
+    while not (cwd / "run" / "checkpoints" / "latest.json").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return process
+
+
+LONG = [word.replace("max_steps=6", "max_steps=100000") for word in QUICK]
+
+
+def test_a_second_interrupt_stops_at_once_and_the_last_checkpoint_is_whole(
+    verse: Path, tmp_path: Path
+) -> None:
+    slow = ["model.n_embd=256", "model.block_size=128", "train.batch_size=64", "train.save_every=1"]
+    changes = [word for setting in slow for word in ("-s", setting)]
+    process = start(verse, *LONG, *changes, "--out", "run", cwd=tmp_path)
+    assert process.stderr is not None
+    process.send_signal(signal.SIGTERM)
+    while "stopping after this step" not in process.stderr.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    said = process.stderr.read()
+    assert process.wait(timeout=30) == 130
+    assert "the last checkpoint is step" in said
+    assert "Traceback" not in said
+    assert not RunFolder(tmp_path / "run").load("latest")[1]
+
+
+def test_a_closed_terminal_does_not_end_a_run_that_was_told_to_ignore_it(
+    verse: Path, tmp_path: Path
+) -> None:
+    process = start(
+        verse,
+        *LONG,
+        "--out",
+        "run",
+        cwd=tmp_path,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+    )
+    process.send_signal(signal.SIGHUP)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM
+
+
+def test_a_terminal_that_goes_away_leaves_a_saved_run(verse: Path, tmp_path: Path) -> None:
+    terminal, other_end = pty.openpty()
+    process = start(
+        verse,
+        *LONG,
+        "--out",
+        "run",
+        cwd=tmp_path,
+        stdin=other_end,
+        stdout=other_end,
+        stderr=other_end,
+        start_new_session=True,
+    )
+    os.close(other_end)
+    os.close(terminal)  # every write fails from now on
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(timeout=30) == 128 + signal.SIGHUP
+    _, skipped = RunFolder(tmp_path / "run").load("latest")
+    assert not skipped
+
+
+def test_training_goes_on_when_nobody_listens_any_more(verse: Path, tmp_path: Path) -> None:
+    process = start(verse, *LONG, "--out", "run", cwd=tmp_path)
+    assert process.stderr is not None
+    process.stderr.close()
+    time.sleep(6)  # a plain line every five seconds
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == 128 + signal.SIGTERM
+
+
+def test_a_second_process_is_refused_the_run_of_a_first(verse: Path, tmp_path: Path) -> None:
+    first = start(verse, *LONG, "-s", "train.save_every=5", "--out", "run", cwd=tmp_path)
+    try:
+        for words in (["--resume", "run"], [verse, *QUICK, "--out", "run", "--force"]):
+            said = refusal(run_cli("train", *words, cwd=tmp_path))
+            assert "another process is training into run" in said
+    finally:
+        first.kill()
+        first.communicate()
+    assert (
+        run_cli("train", "--resume", "run", "-s", "train.max_steps=1000", cwd=tmp_path).returncode
+        == 0
+    )
+
+
+def test_a_disk_that_refuses_a_save_gets_one_sentence_while_training_goes_on(
+    verse: Path, tmp_path: Path
+) -> None:
     words = " ".join(QUICK)
     command = (
         f"ulimit -f 100; exec {sys.executable} -m chargpt train {verse} {words} "
@@ -266,7 +374,59 @@ def test_a_disk_that_refuses_a_save_gets_one_sentence(verse: Path, tmp_path: Pat
     )
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
-    assert "File too large; free the space" in done.stderr
+    told = [line for line in done.stderr.splitlines() if "File too large" in line]
+    assert len(told) == 2  # once on the way, once at the end
+    assert "training goes on" in told[0]
+    assert told[1].startswith("chargpt: the disk refuses what step 6 is to save")
+    assert len(RunFolder(tmp_path / "run").metrics()) > 6
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_a_run_that_cannot_fit_on_the_disk_is_refused_before_it_starts(
+    verse: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli("data", "info", verse).returncode == 0  # its tokens are cached
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 10))
+    said = refusal(cli("train", verse, *QUICK, "--out", "run"))
+    assert "of disk for 4 checkpoints" in said
+    assert not Path("run").exists()
+
+
+def test_settings_that_ask_for_terabytes_are_refused_before_memory_is_taken(
+    verse: Path, cli: Cli
+) -> None:
+    for words in (
+        ["model.n_embd=65536", "model.n_head=2"],
+        ["train.batch_size=1000000000"],
+        ["model.attention=average", "model.n_layer=200", "model.n_embd=20000"],
+    ):
+        changes = [word for setting in words for word in ("-s", setting)]
+        said = refusal(cli("train", verse, *QUICK, *changes))
+        assert re.search("GB of memory|parameters", said)
+
+
+def test_verify_says_whole_or_names_the_damage_and_what_is_used_instead(
+    verse: Path, cli: Cli
+) -> None:
+    assert cli("train", verse, *QUICK, "-s", "train.save_every=2", "--out", "run").returncode == 0
+    whole = cli("verify", "run")
+    assert whole.returncode == 0
+    assert "every byte is what was saved" in whole.stdout
+    path = Path("run/checkpoints/step-00000006/model.safetensors")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+    damaged = cli("verify", "run")
+    assert damaged.returncode == 1
+    shown = " ".join(damaged.stdout.split())
+    assert "model.safetensors has changed since it was saved" in shown
+    assert "instead of latest, step-00000004 is used" in shown
+    report = json.loads(cli("verify", "run", "--json").stdout)
+    assert report["whole"] is False
+    assert report["uses"]["latest"] == "step-00000004"
+    states = {row["checkpoint"]: row["problem"] is None for row in report["checkpoints"]}
+    assert states["step-00000004"]
+    assert not states["step-00000006"]
 
 
 def test_a_terminal_without_the_characters_still_gets_text(trained: Path, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def losses(corpus: Corpus, folder: Path | None = None, **values: object) -> list
     run = None if folder is None else RunFolder(folder)
     trainer = Trainer(config, corpus, folder=run)
     if run is not None:
-        RunFolder.create(run.path, trainer.config, corpus.tokenizer)
+        RunFolder(run.path).create(trainer.config, corpus.tokenizer, force=False)
     return [float(report.loss) for report in trainer.steps() if report.loss is not None]
 
 

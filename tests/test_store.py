@@ -1,16 +1,24 @@
 """What a run leaves on disk is whole, checked, and safe to read."""
 
+import errno
+import hashlib
 import json
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import REPOSITORY
 
 from chargpt.config import Config
-from chargpt.errors import RunError
+from chargpt.errors import ChargptError, RunError
 from chargpt.models import build_model
 from chargpt.store import checkpoint
 from chargpt.store.run import RunFolder, load_run, newest_run
+from chargpt.store.verify import verify
 from chargpt.text.tokenizer import CharTokenizer
 
 TOKENIZER = CharTokenizer.fit("hello world")
@@ -25,7 +33,7 @@ def save(run: RunFolder, step: int, *, best: bool = False, fill: float = 0.5) ->
     return run.save(
         config=CONFIG,
         tokenizer=TOKENIZER,
-        state={"step": step},
+        state={"step": step, "best_step": 1},
         model=weights,
         optimizer={"adamw.step": torch.tensor(float(step))},
         is_best=best,
@@ -34,7 +42,7 @@ def save(run: RunFolder, step: int, *, best: bool = False, fill: float = 0.5) ->
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunFolder:
-    return RunFolder.create(tmp_path / "run", CONFIG, TOKENIZER, force=False)
+    return RunFolder(tmp_path / "run").create(CONFIG, TOKENIZER, force=False)
 
 
 def test_a_checkpoint_holds_the_files_that_the_format_names(run: RunFolder) -> None:
@@ -90,10 +98,10 @@ def test_every_flipped_bit_is_noticed(run: RunFolder, name: str) -> None:
         damaged[place] ^= 1
         path.write_bytes(damaged)
         with pytest.raises(RunError, match="changed since it was saved"):
-            checkpoint.read(path.parent)
-    loaded = load_run(run.path, "best", "cpu")
-    assert loaded.step == 1
-    assert name in loaded.state["skipped"][0]
+            checkpoint.read(path.parent, {name: len(content)})
+    saved, skipped = run.load("best")
+    assert saved.state["step"] == 1
+    assert name in skipped[0]
 
 
 def test_truncated_missing_and_swapped_files_are_refused(run: RunFolder) -> None:
@@ -124,20 +132,81 @@ def test_a_manifest_cannot_reach_outside_its_folder(run: RunFolder, tmp_path: Pa
     manifest["files"]["../../../secret"] = manifest["files"].pop("state.json")
     (folder / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(RunError, match="malformed"):
-        checkpoint.read(folder)
+        checkpoint.read(folder, {"model.safetensors": 10**6})
 
 
 def test_weights_of_another_shape_or_not_finite_are_refused(run: RunFolder) -> None:
     save(run, 1, best=True, fill=float("nan"))
     with pytest.raises(RunError, match="not finite"):
         load_run(run.path, device="cpu")
-    files = checkpoint.read(run.checkpoints / "step-00000001")
-    wider = CONFIG.with_values({"model.n_embd": 32})
-    files["config.yaml"] = wider.to_yaml().encode()
-    folder = checkpoint.commit(run.checkpoints, 2, files)
-    checkpoint.point(run.checkpoints, "best", folder)
-    with pytest.raises(RunError, match="are not those of its config"):
+    save(run, 2)
+    narrow = CONFIG.with_values({"model.n_embd": 8})
+    rewrite(run.checkpoints / "step-00000002", "config.yaml", narrow.to_yaml().encode())
+    with pytest.raises(RunError, match=r"are not those of its config|larger than"):
         load_run(run.path, "2", "cpu")
+
+
+def rewrite(folder: Path, name: str, content: bytes) -> None:
+    """Change a file of a checkpoint as an enemy would: the manifest agrees."""
+    (folder / name).write_bytes(content)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    digest = hashlib.sha256(content).hexdigest()
+    manifest["files"][name] = {"size": len(content), "sha256": digest}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_a_config_of_terabytes_is_refused_before_its_weights_are_read(run: RunFolder) -> None:
+    folder = save(run, 1)
+    huge = CONFIG.with_values({"model.n_embd": 65536, "model.n_layer": 256})
+    rewrite(folder, "config.yaml", huge.to_yaml().encode())
+    os.truncate(folder / "model.safetensors", 10**13)  # sparse: it takes no disk
+    with pytest.raises(ChargptError, match="GB of memory"):
+        load_run(run.path, "1", "cpu")
+
+
+def test_weights_larger_than_their_config_says_are_not_read(run: RunFolder) -> None:
+    folder = save(run, 1)
+    weights = (folder / "model.safetensors").read_bytes()
+    rewrite(folder, "model.safetensors", weights + bytes(10**6))
+    with pytest.raises(RunError, match="larger than what its config says"):
+        load_run(run.path, "1", "cpu")
+
+
+@pytest.mark.parametrize("kind", ["link to a file", "link to a folder", "pipe"])
+def test_what_is_no_plain_file_is_refused_and_not_waited_for(
+    kind: str, run: RunFolder, tmp_path: Path
+) -> None:
+    folder = save(run, 1)
+    victim = folder if "folder" in kind else folder / "model.safetensors"
+    shutil.move(victim, tmp_path / "away")
+    if kind == "pipe":
+        os.mkfifo(victim)
+    else:
+        victim.symlink_to(tmp_path / "away")
+    with pytest.raises(RunError, match=r"not a plain file|symbolic link"):
+        load_run(run.path, device="cpu")
+
+
+def test_another_runs_checkpoint_in_the_place_of_this_ones_is_not_taken_for_it(
+    run: RunFolder, tmp_path: Path
+) -> None:
+    ours = save(run, 1)
+    theirs = save(RunFolder(tmp_path / "other").create(CONFIG, TOKENIZER, force=False), 1, fill=0.7)
+    shutil.rmtree(ours)
+    shutil.copytree(theirs, ours)
+    with pytest.raises(RunError, match=r"is not the checkpoint that latest\.json names"):
+        load_run(run.path, "latest", "cpu")
+    ours.rename(ours.with_name("step-00000005"))
+    with pytest.raises(RunError, match="another step's"):
+        load_run(run.path, "5", "cpu")
+
+
+def test_a_state_that_is_none_is_refused(run: RunFolder) -> None:
+    folder = save(run, 1)
+    for content in (b"[]", b"{}", b'{"step": 2}', b'{"step": "1"}', b'{"step": 1, "seconds": "x"}'):
+        rewrite(folder, "state.json", content)
+        with pytest.raises(RunError, match="is not the state of that step"):
+            load_run(run.path, "1", "cpu")
 
 
 def test_an_unfinished_save_is_never_read(run: RunFolder) -> None:
@@ -159,11 +228,139 @@ def test_a_write_that_fails_leaves_the_checkpoint_before(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
+    for operation in ("rename", "fsync", "mkdir"):
+        with monkeypatch.context() as patched:
+            patched.setattr(f"os.{operation}", full)
+            with pytest.raises(OSError, match="No space"):
+                save(run, 2)
+        assert load_run(run.path, "latest", "cpu").step == 1
+        assert not list(run.path.rglob("*.tmp"))
+
+
+def test_a_save_is_refused_while_the_disk_has_no_room_for_it(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save(run, 1)
+    taken = sum(path.stat().st_size for path in folder.iterdir() if path.name != "manifest.json")
+    room = [taken - 1]
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, room[0])
+    )
+    with pytest.raises(OSError, match="No space") as refused:
+        save(run, 2)
+    assert refused.value.errno == errno.ENOSPC
+    room[0] = taken + 10
+    save(run, 2)
+
+
+def test_metrics_that_the_disk_refused_are_written_with_the_next(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.append_metrics({"step": 1})
+    path = run.path / "metrics.jsonl"
+    aside = path.rename(run.path / "aside")
+    path.mkdir()
+    for step in (2, 3):
+        with pytest.raises(IsADirectoryError):
+            run.append_metrics({"step": step})
+    path.rmdir()
+    aside.rename(path)
+    with open(path, "a") as file:
+        file.write('{"step": 2')  # what a full disk leaves of a line
+    run.append_metrics({"step": 4})
+    assert [record["step"] for record in run.metrics()] == [1, 2, 3, 4]
+
+
+def test_a_run_is_one_processes_alone_until_it_ends(run: RunFolder) -> None:
+    with pytest.raises(RunError, match="another process is training"):
+        RunFolder(run.path).lock()
+    with pytest.raises(RunError, match="another process is training"):
+        RunFolder(run.path).create(CONFIG, TOKENIZER, force=True)
+    run.unlock()
+    RunFolder(run.path).lock()
+
+
+def test_a_process_that_was_killed_leaves_no_lock(tmp_path: Path) -> None:
+    other = RunFolder(tmp_path / "other").create(CONFIG, TOKENIZER, force=False)
+    path = other.path
+    other.unlock()
+    script = (
+        "import sys, time; from pathlib import Path; from chargpt.store.run import RunFolder;"
+        "run = RunFolder(Path(sys.argv[1])); run.lock(); print('locked', flush=True);"
+        "time.sleep(60)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(path)],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"locked\n"
+    with pytest.raises(RunError, match="another process"):
+        RunFolder(path).lock()
+    process.kill()
+    process.wait()
+    RunFolder(path).lock()
+
+
+def test_pruning_leaves_alone_what_is_newer_than_the_checkpoint_gone_on_from(
+    run: RunFolder,
+) -> None:
+    for step in (10, 20, 30):
+        save(run, step)
+    for step in (12, 14, 16):  # 20 and 30 were found damaged
+        save(run, step)
+    steps = [checkpoint.step_of(path) for path in checkpoint.committed(run.checkpoints)]
+    assert steps == [14, 16, 20, 30]
+    assert load_run(run.path, "latest", "cpu").step == 16
+
+
+def test_before_anything_was_measured_the_best_is_the_newest(run: RunFolder) -> None:
+    for step in (1, 2):
+        model = build_model(CONFIG.model, TOKENIZER.vocab_size)
+        run.save(
+            config=CONFIG,
+            tokenizer=TOKENIZER,
+            state={"step": step, "best_step": None},
+            model=model.state_dict(),
+            optimizer={},
+            is_best=False,
+        )
+    assert load_run(run.path, "best", "cpu").step == 2
+    assert not verify(run).problems
+
+
+def test_verify_finds_each_damaged_checkpoint_and_where_the_pointers_lead_now(
+    run: RunFolder,
+) -> None:
+    save(run, 1, best=True)
+    save(run, 2)
+    assert verify(run).problems == []
+    newest = save(run, 3)
+    unfinished = run.checkpoints / "step-00000004.tmp"
+    unfinished.mkdir()
+    (newest / "optimizer.safetensors").unlink()
+    verdict = verify(run)
+    assert [each.problem is None for each in verdict.checkpoints] == [True, True, False]
+    assert any("optimizer.safetensors" in problem for problem in verdict.problems)
+    assert "instead of latest, step-00000002 is used" in verdict.problems
+    assert verdict.uses["best"] == run.checkpoints / "step-00000001"
+    assert verdict.uses["latest"] == run.checkpoints / "step-00000002"
+    assert str(unfinished) in verdict.notes[0]
+
+
+def test_a_folder_that_cannot_be_made_a_run_is_left_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
     with monkeypatch.context() as patched:
-        patched.setattr("os.rename", full)
-        with pytest.raises(OSError, match="No space"):
-            save(run, 2)
-    assert load_run(run.path, "latest", "cpu").step == 1
+        patched.setattr("os.replace", full)
+        with pytest.raises(RunError, match="No space left"):
+            RunFolder(tmp_path / "run").create(CONFIG, TOKENIZER, force=False)
+    assert not (tmp_path / "run").exists()
+    RunFolder(tmp_path / "run").create(CONFIG, TOKENIZER, force=False)
 
 
 def test_a_pointer_that_disagrees_falls_back_and_says_so(run: RunFolder) -> None:
@@ -184,15 +381,17 @@ def test_the_same_weights_give_the_same_bytes(run: RunFolder) -> None:
 def test_a_run_is_never_overwritten_without_force(run: RunFolder, tmp_path: Path) -> None:
     save(run, 1)
     with pytest.raises(RunError, match="--force"):
-        RunFolder.create(run.path, CONFIG, TOKENIZER, force=False)
+        RunFolder(run.path).create(CONFIG, TOKENIZER, force=False)
     assert checkpoint.committed(run.checkpoints)
-    RunFolder.create(run.path, CONFIG, TOKENIZER, force=True)
-    assert not checkpoint.committed(run.checkpoints)
+    path, checkpoints = run.path, run.checkpoints
+    run.unlock()
+    RunFolder(path).create(CONFIG, TOKENIZER, force=True)
+    assert not checkpoint.committed(checkpoints)
     precious = tmp_path / "thesis"
     precious.mkdir()
     (precious / "thesis.tex").write_text("x")
     with pytest.raises(RunError, match="not a run"):
-        RunFolder.create(precious, CONFIG, TOKENIZER, force=True)
+        RunFolder(precious).create(CONFIG, TOKENIZER, force=True)
     assert (precious / "thesis.tex").exists()
 
 
@@ -210,7 +409,7 @@ def test_the_newest_run_is_the_one_saved_last(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="chargpt train"):
         newest_run(tmp_path)
     for name in ("b", "a"):
-        save(RunFolder.create(tmp_path / name, CONFIG, TOKENIZER, force=False), 1)
+        save(RunFolder(tmp_path / name).create(CONFIG, TOKENIZER, force=False), 1)
     assert newest_run(tmp_path) == tmp_path / "a"
 
 
@@ -219,6 +418,6 @@ def test_no_run_is_one_sentence(tmp_path: Path) -> None:
         load_run(tmp_path / "nothing")
     with pytest.raises(RunError, match="there is no run in"):
         load_run(tmp_path)
-    empty = RunFolder.create(tmp_path / "new", CONFIG, TOKENIZER, force=False)
+    empty = RunFolder(tmp_path / "new").create(CONFIG, TOKENIZER, force=False)
     with pytest.raises(RunError, match="no checkpoint yet"):
         load_run(empty.path)

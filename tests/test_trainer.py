@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from chargpt.config import Config, TextConfig, load_config
-from chargpt.errors import ConfigError, RunError, TextError, WorkError
+from chargpt.errors import ConfigError, DivergedError, RunError, TextError
 from chargpt.inference.evaluation import baselines
 from chargpt.store.run import RunFolder, load_run
 from chargpt.text.batches import Batches
@@ -54,7 +55,7 @@ def tiny(**changes: object) -> Config:
 
 def train(config: Config, corpus: Corpus, path: Path, stop_at: int | None = None) -> list[Report]:
     trainer = Trainer(config, corpus, folder=RunFolder(path))
-    RunFolder.create(path, trainer.config, corpus.tokenizer, force=False)
+    RunFolder(path).create(trainer.config, corpus.tokenizer, force=False)
     return run_steps(trainer, stop_at)
 
 
@@ -177,19 +178,111 @@ def test_the_best_checkpoint_is_never_replaced_by_a_worse_one(
     assert loaded.step == best
 
 
-def test_a_loss_that_is_no_number_stops_the_run_before_it_is_saved(
+def spoil(trainer: Trainer, step: int, times: int = 1) -> None:
+    """Make the gradient of one step (counted from 0) infinite, the first so many times."""
+    real = trainer.accumulate_gradients
+    left = [times]
+
+    def accumulate_gradients(number: int) -> torch.Tensor:
+        loss = real(number)
+        if number == step and left[0]:
+            left[0] -= 1
+            gradient = next(trainer.model.parameters()).grad
+            assert gradient is not None
+            gradient[0] = math.inf
+        return loss
+
+    trainer.accumulate_gradients = accumulate_gradients  # type: ignore[method-assign]
+
+
+def started(config: Config, corpus: Corpus, path: Path) -> Trainer:
+    trainer = Trainer(config, corpus, folder=RunFolder(path))
+    RunFolder(path).create(trainer.config, corpus.tokenizer, force=False)
+    return trainer
+
+
+def test_bad_numbers_stop_a_run_before_the_update_and_say_how_to_go_on(
     corpus: Corpus, tmp_path: Path
 ) -> None:
-    trainer = Trainer(tiny(), corpus, folder=RunFolder(tmp_path / "run"))
-    RunFolder.create(tmp_path / "run", trainer.config, corpus.tokenizer, force=False)
-    steps = trainer.steps()
-    next(steps)
+    trainer = started(tiny(), corpus, tmp_path / "run")
+    spoil(trainer, 7)
+    reports = trainer.steps()
+    for _ in range(8):  # the first is before any update
+        next(reports)
+    before = {name: p.clone() for name, p in trainer.model.state_dict().items()}
+    with pytest.raises(
+        DivergedError, match=r"gradient is .* step 8 .* checkpoint is step 6"
+    ) as said:
+        next(reports)
+    assert "-s optim.lr=" in str(said.value)
+    assert all(torch.equal(p, before[n]) for n, p in trainer.model.state_dict().items())
+    go_on(tmp_path / "run", corpus)
+    train(tiny(), corpus, tmp_path / "untouched")
+    assert weights(tmp_path / "run") == weights(tmp_path / "untouched")
+
+
+def test_bad_weights_are_never_saved(corpus: Corpus, tmp_path: Path) -> None:
+    trainer = started(tiny(), corpus, tmp_path / "run")
+    next(trainer.steps())
     with torch.no_grad():
-        next(trainer.model.parameters())[:] = math.nan
-    with pytest.raises(WorkError, match="no longer a finite number at step 1"):
-        list(steps)
-    with pytest.raises(RunError):
+        next(trainer.model.parameters())[0] = math.nan
+    with pytest.raises(DivergedError, match="weights are no longer finite"):
+        trainer.save()
+    with pytest.raises(RunError, match="no checkpoint yet"):
         load_run(tmp_path / "run")
+
+
+def test_a_run_can_return_by_itself_to_its_last_checkpoint_at_half_the_rates(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    trainer = started(tiny(**{"train.rollbacks": 2}), corpus, tmp_path / "run")
+    rate = trainer.config.optim.lr
+    spoil(trainer, 7, times=2)
+    reports = run_steps(trainer)
+    notes = [report.note for report in reports if report.note]
+    assert len(notes) == 2
+    assert "back to step 6" in notes[0]
+    returns = [r for r in RunFolder(tmp_path / "run").metrics() if "rolled_back_from" in r]
+    assert [(r["step"], r["rolled_back_from"]) for r in returns] == [(6, 8), (6, 8)]
+    assert [r["optim.lr"] for r in returns] == [rate / 2, rate / 4]
+    saved, _ = RunFolder(tmp_path / "run").load("latest")
+    assert saved.state["step"] == 12
+    assert saved.state["rollbacks"] == 2
+    assert saved.config.optim.lr == rate / 4
+    assert load_config(tmp_path / "run" / "config.yaml").optim.lr == rate / 4
+    once = started(tiny(**{"train.rollbacks": 1}), corpus, tmp_path / "once")
+    spoil(once, 7, times=2)
+    with pytest.raises(DivergedError):
+        run_steps(once)
+
+
+FULL = shutil._ntuple_diskusage(10**9, 10**9, 0)
+
+
+def test_training_goes_on_through_a_disk_that_refuses_for_a_while(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = started(tiny(), corpus, tmp_path / "run")
+    troubles = []
+    for report in trainer.steps():
+        troubles.append(trainer.trouble)
+        if report.step == 4:
+            monkeypatch.setattr(shutil, "disk_usage", lambda _: FULL)
+        if report.step == 7:
+            assert trainer.saved_step == 4  # saved there as the best
+            monkeypatch.undo()
+    assert [trouble is not None for trouble in troubles] == [False] * 6 + [True] * 2 + [False] * 5
+    train(tiny(), corpus, tmp_path / "untouched")
+    assert weights(tmp_path / "run") == weights(tmp_path / "untouched")
+
+
+def test_lower_rates_for_the_rest_of_a_run_are_taken_and_told(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    train(tiny(), corpus, tmp_path / "run", stop_at=5)
+    _, config, notes = resume(RunFolder(tmp_path / "run"), {"optim.lr": 0.001})
+    assert config.optim.lr == 0.001
+    assert any("rates change at step 5" in note for note in notes)
 
 
 def test_resume_refuses_what_would_make_it_another_run(corpus: Corpus, tmp_path: Path) -> None:

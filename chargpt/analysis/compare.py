@@ -141,7 +141,7 @@ def compare(
         wanted = contender(settings, name)
         run = RunFolder(folder / name)
         trainer = Trainer(wanted, corpus, folder=run)
-        RunFolder.create(run.path, trainer.config, corpus.tokenizer, force=False)
+        run.create(trainer.config, corpus.tokenizer, force=False)
         watch(name, trainer)
         best = load_run(run.path, "best", trainer.device.type)
         evaluation = evaluate_tokens(

@@ -64,6 +64,7 @@ def compare(
 
 def _train(settings: Any, out: Path | None, models: str) -> tuple[Any, Path]:
     from chargpt.analysis.compare import compare
+    from chargpt.cli.signals import catch_signals
     from chargpt.cli.train import show_plan, train_to_end
     from chargpt.text.corpus import prepare
 
@@ -73,10 +74,11 @@ def _train(settings: Any, out: Path | None, models: str) -> tuple[Any, Path]:
     def watch(name: str, trainer: Any) -> None:
         console.say(f"== {name} ==")
         show_plan(trainer)
-        train_to_end(trainer, trainer.folder)
+        train_to_end(trainer, trainer.folder, signals)
 
     names = [name.strip() for name in models.split(",") if name.strip()]
-    return compare(settings, folder, models=names, watch=watch, corpus=corpus), folder
+    with catch_signals() as signals:
+        return compare(settings, folder, models=names, watch=watch, corpus=corpus), folder
 
 
 def _show(found: Any) -> None:

@@ -28,9 +28,12 @@ def is_main() -> bool:
 
 
 def say(text: str) -> None:
-    """Tell the user something, on stderr."""
+    """Tell the user something, on stderr; that nobody listens any more stops no work."""
     if is_main():
-        print(text, file=sys.stderr, flush=True)
+        try:
+            print(text, file=sys.stderr, flush=True)
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 def out(text: str, end: str = "\n") -> None:

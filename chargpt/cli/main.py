@@ -12,7 +12,8 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from chargpt.cli import compare, console, data, doctor, evaluate, sample, train
+from chargpt.cli import compare, console, data, doctor, evaluate, sample, train, verify
+from chargpt.cli.signals import Stopped
 from chargpt.errors import ChargptError
 
 # Typer carries its own copy of click in some versions and uses click itself in others; the
@@ -32,6 +33,7 @@ app.command("train")(train.train)
 app.command("sample")(sample.sample)
 app.command("evaluate")(evaluate.evaluate)
 app.command("compare")(compare.compare)
+app.command("verify")(verify.verify)
 app.command("doctor")(doctor.doctor)
 app.add_typer(data.app, name="data")
 
@@ -85,6 +87,9 @@ def run() -> NoReturn:
     except (typer.Abort, KeyboardInterrupt):
         console.say("stopped")
         code = 130
+    except Stopped as stop:
+        console.say("stopped")
+        code = 128 + stop.number
     except BrokenPipeError:  # `chargpt sample | head` is no failure
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0

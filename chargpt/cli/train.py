@@ -2,10 +2,7 @@
 
 import math
 import shlex
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from chargpt.cli import console, options
+from chargpt.cli.signals import Signals, Stopped, catch_signals
+from chargpt.errors import ConfigError, RunError, WorkError
 
 if TYPE_CHECKING:
     from chargpt.store.run import RunFolder
@@ -59,28 +58,28 @@ def train(
     Examples: `chargpt train`, `chargpt train novel.txt --budget 10m`,
     `chargpt train novel.txt -c bigram -s train.max_steps=500`, `chargpt train --resume`.
     """
-    from chargpt.device import leave_world, world_size
-    from chargpt.errors import ConfigError
+    from chargpt.device import leave_world
 
     try:
-        if resume:
-            if config is not None or force or encoding is not None or budget is not None:
-                raise ConfigError(
-                    "--resume takes its settings from the run; drop -c, --budget, --force and "
-                    "--encoding"
+        with catch_signals() as signals:
+            if resume:
+                if config is not None or force or encoding is not None or budget is not None:
+                    raise ConfigError(
+                        "--resume takes its settings from the run; drop -c, --budget, --force and "
+                        "--encoding"
+                    )
+                clock = None
+                trainer, folder = resume_run(out or text, set_ or [], device)
+            else:
+                settings = options.build_config(
+                    text, config, set_, device=device, encoding=encoding
                 )
-            clock = None
-            trainer, folder = resume_run(out or text, set_ or [], device)
-        else:
-            settings = options.build_config(text, config, set_, device=device, encoding=encoding)
-            if budget is None and config is None and not set_ and world_size() == 1:
-                budget = DEFAULT_BUDGET
-            clock = Clock.of(budget, options.given_keys(config, set_))
-            trainer, folder = start_run(settings, out, force=force, clock=clock)
-        show_plan(trainer, clock)
-        levels = train_to_end(trainer, folder, clock)
-        if trainer.world.is_main:
-            show_result(trainer, folder, levels)
+                clock = Clock.of(budget, config, set_)
+                trainer, folder = start_run(settings, out, force=force, clock=clock)
+            show_plan(trainer, clock)
+            levels = train_to_end(trainer, folder, signals, clock)
+            if trainer.world.is_main:
+                show_result(trainer, folder, levels)
     finally:
         leave_world()
 
@@ -93,21 +92,24 @@ class Clock:
     given: frozenset[str]
 
     @classmethod
-    def of(cls, written: str | None, given: set[str]) -> "Clock | None":
-        """Return the budget that was written, if one was.
+    def of(
+        cls, written: str | None, config: str | None, changes: list[str] | None
+    ) -> "Clock | None":
+        """Return the budget that was written, or the default one where nothing else was.
 
         Raises:
             ConfigError: it is not a time, or several processes would have to agree on it.
         """
         from chargpt.device import world_size
-        from chargpt.errors import ConfigError
         from chargpt.training.planner import seconds_of
 
+        if written is None and config is None and not changes and world_size() == 1:
+            written = DEFAULT_BUDGET
         if written is None:
             return None
         if world_size() > 1:
             raise ConfigError("--budget plans for one process; give train.max_steps instead")
-        return cls(seconds_of(written), frozenset(given))
+        return cls(seconds_of(written), frozenset(options.given_keys(config, changes)))
 
     @property
     def left(self) -> float:
@@ -142,7 +144,8 @@ def start_run(
     folder = RunFolder(path)
     trainer = Trainer(settings, corpus, folder=folder, world=world)
     if world.is_main:
-        RunFolder.create(path, trainer.config, corpus.tokenizer, force=force)
+        require_room(trainer, path, trainer.config.train.keep_last + 2)  # the best; one unfinished
+        folder.create(trainer.config, corpus.tokenizer, force=force)
     for note in corpus.notes:
         console.say(note)
     return trainer, folder
@@ -172,13 +175,32 @@ def resume_run(
     corpus = prepare(
         settings.text, key=saved.state.get("corpus"), progress=options.PrepareProgress()
     )
+    if world.is_main:
+        folder.lock()
     trainer = Trainer(settings, corpus, folder=folder, saved=saved, world=world)
     if world.is_main:
+        require_room(trainer, folder.path, 1)
         folder.write_config(trainer.config)
     for note in (*notes, *corpus.notes):
         console.say(note)
     console.say(f"going on with {folder.path} from step {trainer.progress.step:,}")
     return trainer, folder
+
+
+def require_room(trainer: "Trainer", path: Path, checkpoints: int) -> None:
+    """Check that the disk holds so many checkpoints more.
+
+    Raises:
+        RunError: it does not.
+    """
+    wanted = checkpoints * trainer.checkpoint_bytes()
+    try:
+        trainer.folder.require_space(wanted) if trainer.folder else None
+    except OSError:
+        raise RunError(
+            f"{path} would need {console.size(wanted)} of disk for {checkpoints} checkpoints, and "
+            "less is free; free some space, lower train.keep_last, or name another place with --out"
+        ) from None
 
 
 def show_plan(trainer: "Trainer", clock: Clock | None = None) -> None:
@@ -220,7 +242,8 @@ def describe_model(model: Any) -> str:
     """Return a model's settings in a few words."""
     if model.kind == "bigram":
         return "bigram table"
-    attention = {"full": f"{model.n_head} heads", "average": "average", "none": "no attention"}
+    heads = "1 head" if model.n_head == 1 else f"{model.n_head} heads"
+    attention = {"full": heads, "average": "average", "none": "no attention"}
     return (
         f"gpt {model.n_layer} layers x {model.n_embd} wide, {attention[model.attention]}, "
         f"block {model.block_size}"
@@ -228,61 +251,97 @@ def describe_model(model: Any) -> str:
 
 
 def train_to_end(
-    trainer: "Trainer", folder: "RunFolder | None", clock: Clock | None = None
+    trainer: "Trainer",
+    folder: "RunFolder",
+    signals: Signals,
+    clock: Clock | None = None,
 ) -> dict[str, float]:
     """Run all steps with a progress bar; a signal saves the run and ends the process.
 
     Returns:
         What counting reaches on the validation split: the lines to beat.
+
+    Raises:
+        WorkError: the last thing to be saved could not be.
     """
     from chargpt.inference.evaluation import baselines
 
     levels = baselines(trainer.corpus) if trainer.world.is_main else {}
+    bar = console.Progress(trainer.config.train.max_steps, "step", initial=trainer.progress.step)
+    go_on = f"go on with\n  chargpt train --resume {shlex.quote(str(folder.path))}"
+    signals.patient = True
+    try:
+        do_steps(trainer, bar, signals, levels, clock)
+    except Stopped:
+        step = trainer.saved_step
+        if step is not None:
+            console.say(f"the last checkpoint is step {step:,}; {go_on}")
+        raise
+    finally:
+        bar.close()
+        signals.patient = False
+    if trainer.trouble:
+        raise WorkError(f"{unsaved(trainer)}; free some space, then {go_on}")
+    if signals.caught:
+        if trainer.finished:
+            console.say(f"all steps are done and saved in {folder.path}")
+        else:
+            console.say(f"stopped at step {trainer.progress.step:,} and saved; {go_on}")
+        raise Stopped(signals.caught[0])
+    return levels
+
+
+def do_steps(
+    trainer: "Trainer",
+    bar: console.Progress,
+    signals: Signals,
+    levels: dict[str, float],
+    clock: Clock | None,
+) -> None:
+    """Go through the steps, showing each, until all are done, time is up or a signal came."""
     validation: list[float] = []
-    total = trainer.config.train.max_steps
-    bar = console.Progress(total, "step", initial=trainer.progress.step)
-    began, falling_from = math.nan, cooldown_start(trainer)
+    began, falling_from, told = math.nan, cooldown_start(trainer), False
     characters = trainer.config.train.batch_size * trainer.config.model.block_size
     looked, counted = time.perf_counter(), trainer.progress.step
-    with catch_signals() as caught:
-        try:
-            for report in trainer.steps():
-                if report.validation is not None:
-                    validation.append(report.validation.nats_per_char)
-                detail = None
-                if bar.wants_detail() and report.loss is not None:
-                    now = time.perf_counter()
-                    speed = (report.step - counted) * characters / (now - looked)
-                    looked, counted = now, report.step
-                    detail = _detail(report, validation, levels, speed)
-                bar.move_to(report.step, detail)
-                if report.sample is not None:
-                    bar.write(f"-- sample at step {report.step:,} --")
-                    bar.write(console.printable(report.sample).strip("\n"))
-                if report.step == 1:  # the first is slower than any other
-                    began = time.perf_counter()
-                if clock is not None and report.step == falling_from < bar.total:
-                    keep_to(clock, trainer, (time.perf_counter() - began) / (report.step - 1))
-                    bar.change_total(trainer.config.train.max_steps)
-                elif clock is not None and clock.left < 0 and not trainer.finished:
-                    trainer.conclude()
-                    bar.write(
-                        f"the machine slowed down: stopped at step {report.step:,} of {bar.total:,}"
-                    )
-                    break
-                if trainer.world.any(bool(caught)) and not trainer.finished:
-                    trainer.save()
-                    break
-        finally:
-            bar.close()
-    if caught and not trainer.finished:
-        if folder is not None:
-            console.say(
-                f"stopped at step {trainer.progress.step:,} and saved; go on with\n"
-                f"  chargpt train --resume {shlex.quote(str(folder.path))}"
-            )
-        raise typer.Exit(128 + caught[0])
-    return levels
+    for report in trainer.steps():
+        if report.validation is not None:
+            validation.append(report.validation.nats_per_char)
+        detail = None
+        if bar.wants_detail() and report.loss is not None:
+            now = time.perf_counter()
+            speed = (report.step - counted) * characters / (now - looked)
+            looked, counted = now, report.step
+            detail = _detail(report, validation, levels, speed)
+        bar.move_to(report.step, detail)
+        if report.sample is not None:
+            bar.write(f"-- sample at step {report.step:,} --")
+            bar.write(console.printable(report.sample).strip("\n"))
+        if report.note is not None:
+            bar.write(report.note)
+        if trainer.trouble and not told:
+            bar.write(f"{unsaved(trainer)}; training goes on: free some space")
+            told = True
+        if report.step == 1:  # the first is slower than any other
+            began = time.perf_counter()
+        if clock is not None and report.step == falling_from < bar.total:
+            keep_to(clock, trainer, (time.perf_counter() - began) / (report.step - 1))
+            bar.change_total(trainer.config.train.max_steps)
+        elif clock is not None and clock.left < 0 and not trainer.finished:
+            trainer.conclude()
+            bar.write(f"the machine slowed down: stopped at step {report.step:,} of {bar.total:,}")
+            return
+        if trainer.world.any(bool(signals.caught)) and not trainer.finished:
+            trainer.save()
+            return
+
+
+def unsaved(trainer: "Trainer") -> str:
+    """Return what the disk refused, and what there is instead, in words."""
+    last = "there is no checkpoint yet"
+    if trainer.saved_step is not None:
+        last = f"the last checkpoint is step {trainer.saved_step:,}"
+    step = trainer.progress.step
+    return f"the disk refuses what step {step:,} is to save ({trainer.trouble}); {last}"
 
 
 def cooldown_start(trainer: "Trainer") -> int:
@@ -295,7 +354,7 @@ def keep_to(clock: Clock, trainer: "Trainer", step_seconds: float) -> None:
     """Fit the run's length to the time left, at so many seconds a step."""
     from chargpt.training.planner import refit
 
-    trainer.change_length(refit(trainer.config, trainer.progress.step, step_seconds, clock.left))
+    trainer.change_config(refit(trainer.config, trainer.progress.step, step_seconds, clock.left))
 
 
 def _detail(
@@ -312,27 +371,6 @@ def _detail(
     words.append(f"{name} {levels[name]:.3f}")
     words.append(f"{console.short(speed)} chars/s")
     return " ".join(words)
-
-
-@contextmanager
-def catch_signals() -> Iterator[list[int]]:
-    """Collect INT, TERM and HUP instead of dying; a second INT ends the process at once."""
-    caught: list[int] = []
-
-    def note(number: int, _frame: object) -> None:
-        if caught and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        caught.append(number)
-        console.say("stopping after this step (again to stop at once)")
-
-    names = ("SIGINT", "SIGTERM", "SIGHUP")
-    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
-    before = {number: signal.signal(number, note) for number in numbers}
-    try:
-        yield caught
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def show_result(trainer: "Trainer", folder: "RunFolder", levels: dict[str, float]) -> None:

@@ -2,13 +2,16 @@
 
 It is written into `step-N.tmp/`, each file flushed to disk, the manifest (size and sha256 of all
 the others) last; the folder is flushed and renamed, its parent flushed; then the pointer file is
-replaced. Old checkpoints go only after that. A reader believes nothing without its manifest.
+replaced. Old checkpoints go only after that. A reader believes nothing without its manifest, and
+reads nothing that is larger than it can be.
 """
 
 import hashlib
 import json
 import os
+import re
 import shutil
+import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ from chargpt.files import flush_folder, write_atomically, write_flushed
 
 MANIFEST = "manifest.json"
 MAX_JSON_BYTES = 64_000_000
+NAME = re.compile(r"step-[0-9]{8,18}")
 
 
 def to_json(value: object) -> bytes:
@@ -29,10 +33,13 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return a JSON object from a file.
 
     Raises:
-        RunError: the file is missing, too large, or not a JSON object.
+        RunError: the file is missing, not a plain file, too large, or not a JSON object.
     """
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
+        facts = path.lstat()
+        if not stat.S_ISREG(facts.st_mode):
+            raise RunError(f"{path} is not a plain file, as all of a run are; restore it")
+        if facts.st_size > MAX_JSON_BYTES:
             raise RunError(f"{path} is far too large for what it should be; restore it")
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -49,23 +56,49 @@ def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def step_of(folder: Path) -> int:
+    """Return the step that a checkpoint's folder is named after."""
+    return int(folder.name.removeprefix("step-"))
+
+
 def commit(parent: Path, step: int, files: Mapping[str, bytes]) -> Path:
-    """Write one checkpoint under `parent` and return its folder."""
+    """Write one checkpoint under `parent` and return its folder; if that fails, leave no part.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    clear_unfinished(parent)
     final = parent / folder_name(step)
     temporary = parent / f"{final.name}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    manifest = {}
-    for name, content in files.items():
-        write_flushed(temporary / name, content)
-        manifest[name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    write_flushed(temporary / MANIFEST, to_json({"step": step, "files": manifest}))
-    flush_folder(temporary)
-    if final.exists():  # the same step, saved again
-        shutil.rmtree(final)
-    os.rename(temporary, final)
+    try:
+        temporary.mkdir(parents=True)
+        manifest = {}
+        for name, content in files.items():
+            write_flushed(temporary / name, content)
+            manifest[name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        write_flushed(temporary / MANIFEST, to_json({"step": step, "files": manifest}))
+        flush_folder(temporary)
+        discard(final)  # a run that went on from an older checkpoint has come here again
+        os.rename(temporary, final)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
     flush_folder(parent)
     return final
+
+
+def discard(folder: Path) -> None:
+    """Delete a checkpoint so that, whenever the process dies, no part of it passes for one."""
+    if folder.exists():
+        going = folder.with_name(f"{folder.name}.old.tmp")
+        os.rename(folder, going)
+        shutil.rmtree(going, ignore_errors=True)
+
+
+def clear_unfinished(parent: Path) -> None:
+    """Delete what a process that died in the middle of a save, or of a deletion, has left."""
+    for left in parent.glob("step-*.tmp"):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def point(parent: Path, pointer: str, folder: Path) -> None:
@@ -75,49 +108,88 @@ def point(parent: Path, pointer: str, folder: Path) -> None:
     write_atomically(parent / f"{pointer}.json", to_json(content))
 
 
+def pointed(parent: Path, pointer: str) -> tuple[Path, str]:
+    """Return the checkpoint folder that a pointer names, and its manifest's sha256.
+
+    Raises:
+        RunError: the pointer is missing or malformed.
+    """
+    content = read_json(parent / f"{pointer}.json")
+    name, digest = str(content.get("checkpoint")), str(content.get("manifest_sha256"))
+    if not NAME.fullmatch(name):
+        raise RunError(f"{parent / pointer}.json names no checkpoint; delete it")
+    return parent / name, digest
+
+
 def follow(parent: Path, pointer: str) -> Path:
     """Return the checkpoint folder that a pointer names, after checking its manifest's sum.
 
     Raises:
         RunError: the pointer is missing or does not agree with the folder.
     """
-    content = read_json(parent / f"{pointer}.json")
-    name, digest = str(content.get("checkpoint")), content.get("manifest_sha256")
-    folder = parent / name
-    if not name.startswith("step-") or not name[5:].isdigit():
-        raise RunError(f"{parent / pointer}.json names no checkpoint; delete it")
-    try:
-        found = hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
-    except OSError:
-        raise RunError(f"{folder} has no readable manifest; use another checkpoint") from None
+    folder, digest = pointed(parent, pointer)
+    _listed(folder)
+    found = hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
     if found != digest:
         raise RunError(f"{folder} is not the checkpoint that {pointer}.json names; use another")
     return folder
 
 
-def read(folder: Path) -> dict[str, bytes]:
-    """Return a checkpoint's files, every one checked against the manifest.
+def _listed(folder: Path) -> dict[str, tuple[int, str]]:
+    """Return size and sha256 of each file that a checkpoint's manifest lists.
 
     Raises:
-        RunError: a file is missing, changed, or not named as it should be.
+        RunError: the folder or its manifest is missing, malformed, or of another step.
     """
-    listed = read_json(folder / MANIFEST).get("files")
-    if not isinstance(listed, dict):
+    if folder.is_symlink():
+        raise RunError(f"{folder} is a symbolic link, not a checkpoint; restore it")
+    content = read_json(folder / MANIFEST)
+    if content.get("step") != step_of(folder):
+        raise RunError(f"{folder / MANIFEST} is another step's; use another checkpoint")
+    files = content.get("files")
+    if not isinstance(files, dict):
         raise RunError(f"{folder / MANIFEST} lists no files; use another checkpoint")
+    listed = {}
+    for name, facts in files.items():
+        facts = facts if isinstance(facts, dict) else {}
+        size, digest = facts.get("size"), facts.get("sha256")
+        if name != Path(name).name or not isinstance(size, int) or not isinstance(digest, str):
+            raise RunError(f"{folder / MANIFEST} is malformed at {name!r:.80}; use another")
+        listed[name] = (size, digest)
+    return listed
+
+
+def read(folder: Path, most: Mapping[str, int]) -> dict[str, bytes]:
+    """Return some of a checkpoint's files, every byte checked against the manifest.
+
+    Args:
+        folder: of the checkpoint.
+        most: the files wanted, and how many bytes each can have at most.
+
+    Raises:
+        RunError: a file is missing, too large, changed, or not a plain file.
+    """
+    listed = _listed(folder)
     files = {}
-    for name, facts in listed.items():
+    for name, limit in most.items():
         path = folder / name
-        if name != Path(name).name or path.is_symlink() or not isinstance(facts, dict):
-            raise RunError(f"{folder / MANIFEST} is malformed at {name!r}; use another checkpoint")
+        if name not in listed:
+            raise RunError(f"{folder} lacks {name}; use another checkpoint")
+        size, digest = listed[name]
         try:
-            if path.stat().st_size != facts.get("size"):
+            facts = path.lstat()
+            if not stat.S_ISREG(facts.st_mode):
+                raise RunError(f"{path} is not a plain file, as all of a run are; use another")
+            if facts.st_size != size:
                 raise RunError(f"{path} is not of the size it was saved with; use another")
+            if size > limit:
+                raise RunError(f"{path} is larger than what its config says; use another")
             content = path.read_bytes()
         except OSError as error:
             raise RunError(
                 f"{path} cannot be read ({error.strerror}); use another checkpoint"
             ) from None
-        if hashlib.sha256(content).hexdigest() != facts.get("sha256"):
+        if hashlib.sha256(content).hexdigest() != digest:
             raise RunError(f"{path} has changed since it was saved; use another checkpoint")
         files[name] = content
     return files
@@ -125,16 +197,21 @@ def read(folder: Path) -> dict[str, bytes]:
 
 def committed(parent: Path) -> list[Path]:
     """Return the committed checkpoint folders, oldest first."""
-    return sorted(
+    found = [
         path
         for path in parent.glob("step-*")
-        if path.name[5:].isdigit() and (path / MANIFEST).is_file()
-    )
+        if NAME.fullmatch(path.name) and (path / MANIFEST).is_file()
+    ]
+    return sorted(found, key=step_of)
 
 
-def prune(parent: Path, keep: Iterable[Path], keep_last: int) -> None:
-    """Delete all but the newest `keep_last` checkpoints and those named in `keep`."""
+def prune(parent: Path, keep: Iterable[Path], keep_last: int, newest: Path) -> None:
+    """Delete old checkpoints, but for the last `keep_last` up to `newest` and those in `keep`.
+
+    What is newer than `newest` was passed over as damaged, and is not ours to delete.
+    """
     kept = {path.name for path in keep}
-    for folder in committed(parent)[:-keep_last]:
+    older = [path for path in committed(parent) if step_of(path) <= step_of(newest)]
+    for folder in older[:-keep_last]:
         if folder.name not in kept:
-            shutil.rmtree(folder, ignore_errors=True)
+            discard(folder)

@@ -3,8 +3,10 @@
 runs/<name>/config.yaml  tokenizer.json  metrics.jsonl  checkpoints/
 """
 
+import errno
 import json
 import math
+import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,13 +15,14 @@ from typing import Any
 
 import safetensors
 import safetensors.torch
+from filelock import FileLock, Timeout
 from torch import Tensor
 
 from chargpt.config import Config, validate
-from chargpt.device import choose_device
-from chargpt.errors import RunError
+from chargpt.device import choose_device, require_memory
+from chargpt.errors import ChargptError, RunError
 from chargpt.files import write_atomically
-from chargpt.models import LanguageModel, build_model
+from chargpt.models import LanguageModel, build_model, count_parameters
 from chargpt.store import checkpoint
 from chargpt.text.tokenizer import CharTokenizer
 from chargpt.yaml_reader import parse_yaml
@@ -31,6 +34,10 @@ CONFIG, TOKENIZER, METRICS, CHECKPOINTS = (
     "checkpoints",
 )
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+LOCK = ".lock"
+MAX_TEXT_BYTES = 64_000_000  # of a config, a vocabulary, a state
+OPTIMIZER_COPIES = 4  # numbers that it keeps for each parameter, with some to spare
+MAX_TENSOR_HEADER = 400  # bytes that name, kind, shape and place of one tensor take
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,7 @@ class Saved:
     tokenizer: CharTokenizer
     state: dict[str, Any]
     model: dict[str, Tensor]
-    optimizer: dict[str, Tensor]
+    optimizer: dict[str, Tensor]  # empty where it was not asked for
 
 
 @dataclass(frozen=True)
@@ -66,50 +73,97 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checkpoints = path / CHECKPOINTS
+        self._lock = FileLock(path / LOCK)
+        self._unwritten: list[str] = []  # metrics that the disk has refused so far
 
     @staticmethod
     def check_free(path: Path) -> None:
         """Raise RunError if a new run at `path` would overwrite something."""
-        if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        if path.exists() and not (path.is_dir() and all(p.name == LOCK for p in path.iterdir())):
             raise RunError(
                 f"{path} exists; continue it with --resume, replace it with --force, "
                 "or name another folder with --out"
             )
 
-    @classmethod
-    def create(
-        cls, path: Path, config: Config, tokenizer: CharTokenizer, *, force: bool
-    ) -> "RunFolder":
-        """Make a new run folder.
+    def create(self, config: Config, tokenizer: CharTokenizer, *, force: bool) -> "RunFolder":
+        """Make this a new run's folder, locked; return it.
 
         Raises:
             RunError: something stands there already and `force` is false, or it cannot be made.
         """
+        path = self.path
         if not force:
-            cls.check_free(path)
-        elif path.exists():
-            if not is_run(path):
-                raise RunError(f"{path} is not a run, so --force leaves it alone; name another")
-            shutil.rmtree(path)
-        run = cls(path)
+            self.check_free(path)
+        elif path.exists() and not is_run(path):
+            raise RunError(f"{path} is not a run, so --force leaves it alone; name another")
         try:
-            run.checkpoints.mkdir(parents=True, exist_ok=True)
-            write_atomically(path / TOKENIZER, tokenizer.to_json().encode())
-            run.write_config(config)
+            path.mkdir(parents=True, exist_ok=True)
+            self.lock()
         except OSError as error:
+            raise self._unwritable(error) from None
+        try:
+            for old in path.iterdir():
+                if old.name != LOCK:
+                    shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
+            self.checkpoints.mkdir()
+            write_atomically(path / TOKENIZER, tokenizer.to_json().encode())
+            self.write_config(config)
+        except OSError as error:
+            shutil.rmtree(path, ignore_errors=True)  # half a run would only be in the way
+            raise self._unwritable(error) from None
+        return self
+
+    def _unwritable(self, error: OSError) -> RunError:
+        return RunError(
+            f"{self.path} cannot be written ({error.strerror}); name another folder with --out"
+        )
+
+    def lock(self) -> None:
+        """Keep others from training into this folder, until `unlock` or this process's end.
+
+        Raises:
+            RunError: another one is training into it.
+            OSError: the folder cannot be written.
+        """
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout:
             raise RunError(
-                f"{path} cannot be written ({error.strerror}); name another folder with --out"
+                f"another process is training into {self.path}; wait for it or stop it, or name "
+                "another folder with --out"
             ) from None
-        return run
+
+    def unlock(self) -> None:
+        """Let other processes train into this folder again."""
+        self._lock.release()
+
+    def require_space(self, wanted: int) -> None:
+        """Check that so many bytes fit on the disk.
+
+        Raises:
+            OSError: they do not (ENOSPC).
+        """
+        folder = next(p for p in (self.path, *self.path.absolute().parents) if p.exists())
+        free = shutil.disk_usage(folder).free
+        if free < wanted:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
     def write_config(self, config: Config) -> None:
         """Record the resolved settings."""
         write_atomically(self.path / CONFIG, config.to_yaml().encode())
 
     def append_metrics(self, record: Mapping[str, object]) -> None:
-        """Add one line to `metrics.jsonl`."""
+        """Add one line to `metrics.jsonl`; lines that the disk refuses are kept for the next time.
+
+        Raises:
+            OSError: the disk refused.
+        """
+        # a line that was refused may stand there in part: it ends here
+        fresh = "" if not self._unwritten else "\n"
+        self._unwritten.append(json.dumps(record) + "\n")
         with open(self.path / METRICS, "a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+            file.write(fresh + "".join(self._unwritten))
+        self._unwritten.clear()
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the recorded lines in order, skipping any that a crash cut short."""
@@ -143,57 +197,36 @@ class RunFolder:
         optimizer: Mapping[str, Tensor],
         is_best: bool,
     ) -> Path:
-        """Commit a checkpoint of `state["step"]`, move the pointers, then prune."""
-        folder = checkpoint.commit(
-            self.checkpoints,
-            state["step"],
-            {
-                MODEL: _pack(model),
-                OPTIMIZER: _pack(optimizer),
-                CONFIG: config.to_yaml().encode(),
-                TOKENIZER: tokenizer.to_json().encode(),
-                STATE: checkpoint.to_json(state),
-            },
-        )
+        """Commit a checkpoint of `state["step"]`, move the pointers, then prune.
+
+        Raises:
+            OSError: the disk refused; the checkpoints before are as they were.
+        """
+        files = {
+            MODEL: _pack(model),
+            OPTIMIZER: _pack(optimizer),
+            CONFIG: config.to_yaml().encode(),
+            TOKENIZER: tokenizer.to_json().encode(),
+            STATE: checkpoint.to_json(state),
+        }
+        self.require_space(sum(map(len, files.values())))
+        folder = checkpoint.commit(self.checkpoints, state["step"], files)
         checkpoint.point(self.checkpoints, "latest", folder)
-        if is_best:
+        if is_best or state.get("best_step") is None:  # before anything was measured: the newest
             checkpoint.point(self.checkpoints, "best", folder)
         try:
             best = [checkpoint.follow(self.checkpoints, "best")]
         except RunError:
             best = []
-        checkpoint.prune(self.checkpoints, best, config.train.keep_last)
+        checkpoint.prune(self.checkpoints, best, config.train.keep_last, folder)
         return folder
 
-    def find(self, which: str) -> tuple[Path, list[str]]:
-        """Return the folder of `best`, `latest` or a step, and what was passed over on the way.
-
-        Raises:
-            RunError: there is no such checkpoint, or none at all.
-        """
-        if which not in ("best", "latest"):
-            steps = {path.name: path for path in checkpoint.committed(self.checkpoints)}
-            name = checkpoint.folder_name(int(which)) if which.isdigit() else which
-            if name not in steps:
-                have = ", ".join(str(int(name[5:])) for name in steps) or "none"
-                raise RunError(
-                    f"{self.path} has no checkpoint {which!r}; it has best, latest and steps {have}"
-                )
-            return steps[name], []
-        skipped = []
-        try:
-            return checkpoint.follow(self.checkpoints, which), []
-        except RunError as error:
-            skipped.append(str(error))
-        candidates = checkpoint.committed(self.checkpoints)
-        if not candidates:
-            raise RunError(
-                f"{self.path} holds no checkpoint yet; train it first, or name another run"
-            )
-        return candidates[-1], skipped
-
-    def load(self, which: str) -> tuple[Saved, list[str]]:
+    def load(self, which: str, *, optimizer: bool = True) -> tuple[Saved, list[str]]:
         """Return a checkpoint, every byte checked; a damaged one gives way to the newest whole one.
+
+        Args:
+            which: `best`, `latest`, or a step's number, which nothing else stands in for.
+            optimizer: whether to read what only training needs.
 
         Returns:
             What was saved, and one sentence for each checkpoint that was skipped.
@@ -201,18 +234,40 @@ class RunFolder:
         Raises:
             RunError: no checkpoint can be trusted.
         """
-        folder, skipped = self.find(which)
-        others = [
-            path for path in reversed(checkpoint.committed(self.checkpoints)) if path != folder
-        ]
-        for candidate in [folder, *(others if which in ("best", "latest") else [])]:
+        candidates, skipped = self._candidates(which)
+        for folder in candidates:
             try:
-                return _unpack(candidate, checkpoint.read(candidate)), skipped
-            except RunError as error:
+                return read_checkpoint(folder, optimizer=optimizer), skipped
+            except ChargptError as error:
                 skipped.append(str(error))
         raise RunError(
             skipped[0] if len(skipped) == 1 else "no checkpoint is whole: " + "; ".join(skipped)
         )
+
+    def _candidates(self, which: str) -> tuple[list[Path], list[str]]:
+        """Return the checkpoints that may be read, the first choice first, and who is left out."""
+        folders = checkpoint.committed(self.checkpoints)[::-1]
+        if not folders:
+            raise RunError(
+                f"{self.path} holds no checkpoint yet; train it first, or name another run"
+            )
+        if which not in ("best", "latest"):
+            steps = {str(checkpoint.step_of(folder)): folder for folder in folders}
+            if which not in steps:
+                raise RunError(
+                    f"{self.path} has no checkpoint {which!r}; it has best, latest and steps "
+                    + ", ".join(reversed(steps))
+                )
+            return [steps[which]], []
+        try:
+            named, _ = checkpoint.pointed(self.checkpoints, which)
+        except RunError as error:
+            return folders, [str(error)]
+        others = [folder for folder in folders if folder != named]
+        try:
+            return [checkpoint.follow(self.checkpoints, which), *others], []
+        except RunError as error:
+            return others, [str(error)]
 
 
 def _pack(tensors: Mapping[str, Tensor]) -> bytes:
@@ -220,25 +275,72 @@ def _pack(tensors: Mapping[str, Tensor]) -> bytes:
     return safetensors.torch.save(plain)
 
 
-def _unpack(folder: Path, files: Mapping[str, bytes]) -> Saved:
-    missing = {MODEL, OPTIMIZER, CONFIG, TOKENIZER, STATE} - set(files)
-    if missing:
-        raise RunError(f"{folder} lacks {', '.join(sorted(missing))}; use another checkpoint")
+def read_checkpoint(folder: Path, *, optimizer: bool = True) -> Saved:
+    """Return what one checkpoint holds, after checking all of it.
+
+    The small files come first: they say how large the others can be.
+
+    Raises:
+        ChargptError: something in it is missing, damaged, or at odds with the rest.
+    """
+    texts = checkpoint.read(folder, dict.fromkeys((CONFIG, TOKENIZER, STATE), MAX_TEXT_BYTES))
     try:
-        tree, lines = parse_yaml(files[CONFIG].decode(), str(folder / CONFIG))
-        state = json.loads(files[STATE])
-        model = safetensors.torch.load(files[MODEL])
-        optimizer = safetensors.torch.load(files[OPTIMIZER])
-    except (ValueError, safetensors.SafetensorError) as error:
+        tree, lines = parse_yaml(texts[CONFIG].decode(), str(folder / CONFIG))
+        tokenizer = CharTokenizer.from_json(texts[TOKENIZER].decode(), str(folder / TOKENIZER))
+    except UnicodeDecodeError as error:
         raise RunError(f"{folder} does not hold a checkpoint ({error}); use another") from None
+    config = validate(tree, str(folder / CONFIG), lines)
+    weights = 4 * count_parameters(config.model, tokenizer.vocab_size)
+    header = MAX_TENSOR_HEADER * (12 * config.model.n_layer + 8)
+    most = {MODEL: weights + header}
+    if optimizer:
+        most[OPTIMIZER] = OPTIMIZER_COPIES * (weights + header)
+    require_memory(sum(most.values()), f"the checkpoint {folder}")
+    tensors = checkpoint.read(folder, most)
     return Saved(
         folder,
-        validate(tree, str(folder / CONFIG), lines),
-        CharTokenizer.from_json(files[TOKENIZER].decode(), str(folder / TOKENIZER)),
-        state,
-        model,
-        optimizer,
+        config,
+        tokenizer,
+        _checked_state(folder, texts[STATE]),
+        _tensors(folder / MODEL, tensors[MODEL]),
+        _tensors(folder / OPTIMIZER, tensors[OPTIMIZER]) if optimizer else {},
     )
+
+
+def _tensors(path: Path, content: bytes) -> dict[str, Tensor]:
+    try:
+        return safetensors.torch.load(content)
+    except (ValueError, KeyError, safetensors.SafetensorError) as error:
+        raise RunError(f"{path} does not hold tensors ({error}); use another checkpoint") from None
+
+
+def _checked_state(folder: Path, content: bytes) -> dict[str, Any]:
+    """Return the facts of `state.json`.
+
+    Raises:
+        RunError: they are not such facts, or another step's.
+    """
+    try:
+        state = json.loads(content)
+    except (ValueError, RecursionError):
+        state = None
+    kinds: dict[str, Any] = {
+        "seconds": int | float,
+        "best_step": int | None,
+        "best_nats_per_char": int | float | None,
+        "evaluations_since_best": int,
+        "rollbacks": int,
+        "threads": int,
+        "corpus": str,
+        "text": str,
+    }
+    if (
+        not isinstance(state, dict)
+        or state.get("step") != checkpoint.step_of(folder)
+        or not all(isinstance(state[key], kinds[key]) for key in kinds.keys() & state.keys())
+    ):
+        raise RunError(f"{folder / STATE} is not the state of that step; use another checkpoint")
+    return state
 
 
 def is_run(path: Path) -> bool:
@@ -295,6 +397,12 @@ def fill(model: LanguageModel, tensors: Mapping[str, Tensor], origin: Path) -> N
     model.load_state_dict(dict(tensors))
 
 
+def raw_weights(saved: Saved) -> dict[str, Tensor]:
+    """Return the weights that training goes on from; with an average they stand apart."""
+    raw = {n[4:]: t for n, t in saved.optimizer.items() if n.startswith("raw.")}
+    return raw or saved.model
+
+
 def load_run(path: str | Path, checkpoint: str = "best", device: str = "auto") -> Run:
     """Return a trained model from its run folder: the one way back from disk.
 
@@ -308,7 +416,7 @@ def load_run(path: str | Path, checkpoint: str = "best", device: str = "auto") -
         DeviceError: the device is not there.
     """
     run = open_run(path)
-    saved, skipped = run.load(checkpoint)
+    saved, skipped = run.load(checkpoint, optimizer=False)
     target, _ = choose_device(device)
     model = build_model(saved.config.model, saved.tokenizer.vocab_size)
     fill(model, saved.model, saved.folder)

@@ -1,10 +1,16 @@
-"""What a run is about to cost, from a few steps measured on this machine."""
+"""What a run is about to cost: in memory from its settings, in time from a few steps measured."""
 
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from chargpt.config import Config
 from chargpt.device import synchronize
-from chargpt.training.trainer import Trainer
+from chargpt.models import count_parameters
+from chargpt.models.attention import SHORT
+
+if TYPE_CHECKING:
+    from chargpt.training.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -19,7 +25,27 @@ class Plan:
     seconds: float
 
 
-def estimate(trainer: Trainer, seconds: float | None = None) -> Plan:
+def memory_bytes(config: Config, vocab_size: int, sequences: int) -> int:
+    """Return roughly how much memory training takes.
+
+    Args:
+        config: of the run.
+        vocab_size: of its tokenizer.
+        sequences: that go through the model at once, on one device.
+    """
+    model = config.model
+    kept = 3 * vocab_size  # numbers a character that the backward pass needs again
+    if model.kind == "gpt":
+        kept += model.n_layer * (14 * model.n_embd + 5 * model.mlp_width)
+        if model.attention == "full" and model.block_size <= SHORT:
+            kept += 2 * model.n_layer * model.n_head * model.block_size  # scores and weights
+    masks = model.block_size**2 if model.attention == "average" else 0
+    # weights, gradients, and two numbers of the optimizer's for each
+    parameters = (4 + bool(config.train.ema)) * count_parameters(model, vocab_size)
+    return 4 * (parameters + sequences * model.block_size * kept + masks)
+
+
+def estimate(trainer: "Trainer", seconds: float | None = None) -> Plan:
     """Return what the whole run will cost, from `seconds` or a few steps without updating."""
     train, model = trainer.config.train, trainer.config.model
     left = train.max_steps - trainer.progress.step
@@ -29,23 +55,19 @@ def estimate(trainer: Trainer, seconds: float | None = None) -> Plan:
     # a forward pass is about a third of a training step on as many characters
     evaluation_seconds = step_seconds * scored / batch_characters / 3 * trainer.world.size
     evaluations = left // train.evaluate_every + 2
-    parameters = trainer.model.parameter_count()
-    vocab = trainer.corpus.tokenizer.vocab_size
-    # roughly what a layer keeps for its backward pass, in numbers a character
-    kept = model.n_layer * (14 * model.n_embd + 5 * model.mlp_width)
-    per_character = (kept if model.kind == "gpt" else 0) + 3 * vocab
-    activations = trainer.micro_batch * model.block_size * per_character * 4
     return Plan(
-        parameters=parameters,
+        parameters=trainer.model.parameter_count(),
         steps=left,
         characters=left * batch_characters,
         epochs=left * batch_characters / len(trainer.corpus.split("train")),
-        memory_bytes=parameters * 16 + activations,
+        memory_bytes=memory_bytes(
+            trainer.config, trainer.corpus.tokenizer.vocab_size, trainer.micro_batch
+        ),
         seconds=seconds or left * step_seconds + evaluations * evaluation_seconds,
     )
 
 
-def _seconds_a_step(trainer: Trainer) -> float:
+def _seconds_a_step(trainer: "Trainer") -> float:
     """Return the time of a trial step, the first left out; model and state stay as they are."""
     seconds = 0.0
     for _ in range(2):

@@ -16,13 +16,21 @@ def resume(run: RunFolder, overrides: dict[str, object]) -> tuple[Saved, Config,
         ConfigError: an override would make it another run.
     """
     saved, notes = run.load("latest")
-    allowed = ("train.max_steps", "train.patience", "train.keep_last", "device", "dtype")
+    allowed = (
+        *("train.max_steps", "train.patience", "train.keep_last", "train.rollbacks"),
+        *("optim.lr", "optim.matrix_lr", "device", "dtype"),
+    )
     for key in overrides:
         if key not in allowed and not key.endswith("_every"):
             raise ConfigError(
                 f"{key} cannot change when a run goes on; leave it, or start a new run with --out"
             )
     config = saved.config.with_values(overrides)
+    if config.optim != saved.config.optim:
+        notes.append(
+            f"the learning rates change at step {saved.state['step']:,}: from here on the run is "
+            "not what its config alone would give"
+        )
     device, _ = choose_device("auto")
     if config.device.split(":")[0] not in ("cpu", device.type) and "device" not in overrides:
         notes.append(f"{config.device} is not here, so the run goes on on {device.type}")

@@ -30,15 +30,17 @@ from chargpt.device import (
     dtype_name,
     keep_freed_memory,
     make_deterministic,
+    require_memory,
 )
-from chargpt.errors import ConfigError, WorkError
+from chargpt.errors import ConfigError, DivergedError
 from chargpt.inference.evaluation import Evaluation, counted_ngram, evaluate_tokens
 from chargpt.inference.sampling import stream
 from chargpt.models import LanguageModel, build_model
 from chargpt.models.ngram import NGramLM
-from chargpt.store.run import RunFolder, Saved, fill
+from chargpt.store.run import RunFolder, Saved, fill, raw_weights
 from chargpt.text.batches import Batches
 from chargpt.text.corpus import Corpus, Split
+from chargpt.training.estimate import memory_bytes
 from chargpt.training.optim import Optimizer
 from chargpt.training.schedule import rate_at
 
@@ -58,6 +60,7 @@ class Report:
     is_best: bool = False
     sample: str | None = None
     saved: Path | None = None
+    note: str | None = None  # what the user should hear of
 
 
 @dataclass
@@ -70,6 +73,7 @@ class Progress:
     best_loss: float = math.inf
     evaluations_since_best: int = 0
     stopped_early: bool = False
+    rollbacks: int = 0
     pending: list[tuple[int, float, Tensor, Tensor]] = field(default_factory=list)
 
 
@@ -86,6 +90,12 @@ class Trainer:
     Raises:
         ConfigError: the batch does not divide over ranks and micro-batches.
         TextError: a split is shorter than a block.
+        DeviceError: the device asked for is not there, or has too little memory.
+
+    Attributes:
+        saved_step: of the newest checkpoint.
+        trouble: why the disk refused the last thing that was to be written, if it did. Training
+            goes on without, and tries again when the next save is due.
     """
 
     def __init__(
@@ -108,15 +118,20 @@ class Trainer:
         self.corpus = corpus
         self.folder = folder if self.world.is_main else None
         self.progress = Progress()
+        self.saved_step: int | None = None
+        self.trouble: str | None = None
         self.micro_batch = self._micro_batch_size()
         corpus.require_blocks(self.config.model.block_size)
+        vocab_size = corpus.tokenizer.vocab_size
+        wanted = memory_bytes(self.config, vocab_size, self.micro_batch)
+        require_memory(wanted, "a model and batches of these sizes", self.device)
         if self.config.deterministic:
             make_deterministic(self.device)
         if self.device.type == "cpu":
             keep_freed_memory()
 
         torch.manual_seed(self.config.seed)
-        model = build_model(self.config.model, corpus.tokenizer.vocab_size)
+        model = build_model(self.config.model, vocab_size)
         if saved is not None:
             fill(model, raw_weights(saved), saved.folder)
         self.model: LanguageModel = model.to(self.device)
@@ -145,7 +160,14 @@ class Trainer:
             self.evaluate(report)
             yield report
         while not self.finished:
-            yield self.advance()
+            try:
+                report = self.advance()
+            except DivergedError:
+                spent = self.progress.rollbacks >= self.config.train.rollbacks
+                if spent or self.folder is None or self.saved_step is None:
+                    raise
+                report = self.roll_back()
+            yield report
 
     @property
     def finished(self) -> bool:
@@ -157,7 +179,9 @@ class Trainer:
         train, step = self.config.train, self.progress.step
         report = Report(step + 1, rate_at(step, self.config.schedule, train.max_steps))
         report.loss = self.accumulate_gradients(step)
-        report.grad_norm = self.apply_update(step, report.rate)
+        report.grad_norm = self.clip_gradients()
+        self.require_finite(report)
+        self.apply_update(step, report.rate)
         self.progress.step += 1
         self.progress.pending.append((step + 1, report.rate, report.loss, report.grad_norm))
         if self.due(METRICS_EVERY):
@@ -170,17 +194,44 @@ class Trainer:
             report.saved = self.save(is_best=report.is_best)
         return report
 
-    def change_length(self, config: Config) -> None:
-        """Go on with other `max_steps` and cooldown, which the run's folder is told."""
+    def change_config(self, config: Config) -> None:
+        """Go on with another length or other rates, which the run's folder is told."""
         self.config = config
         if self.folder is not None:
-            self.folder.write_config(config)
+            with self.tolerating_a_full_disk():
+                self.folder.write_config(config)
 
     def conclude(self) -> None:
         """Evaluate and save now, as the last step does, though steps are left."""
-        report = Report(self.progress.step)
-        self.evaluate(report)
-        self.save(is_best=report.is_best)
+        if self.saved_step != self.progress.step:
+            report = Report(self.progress.step)
+            self.evaluate(report)
+            self.save(is_best=report.is_best)
+
+    def roll_back(self) -> Report:
+        """Return to the last checkpoint and go on from there at half the learning rates."""
+        assert self.folder is not None
+        failed, rollbacks = self.progress.step + 1, self.progress.rollbacks + 1
+        saved, _ = self.folder.load("latest")
+        rates = {
+            "optim.lr": self.config.optim.lr / 2,
+            "optim.matrix_lr": self.config.optim.matrix_lr / 2,
+        }
+        self.change_config(self.config.with_values(rates))
+        fill(self.model, raw_weights(saved), saved.folder)
+        self.model.zero_grad(set_to_none=True)
+        self.average = self._start_average(saved)
+        self.optimizer = Optimizer(self.model, self.config.optim)
+        self.optimizer.load_tensors(saved.optimizer)
+        self._restore_progress(saved.state)
+        self.progress.rollbacks = rollbacks
+        step = self.progress.step
+        self._record({"step": step, "rolled_back_from": failed, **rates})
+        return Report(
+            step,
+            note=f"numbers went bad at step {failed:,}: back to step {step:,}, at half the rates "
+            f"(optim.lr {self.config.optim.lr:.3g}, matrix_lr {self.config.optim.matrix_lr:.3g})",
+        )
 
     def due(self, every: int) -> bool:
         """Return whether something done every so many steps is due now; the last step always."""
@@ -220,10 +271,31 @@ class Trainer:
         share = self.config.train.ngram_targets
         return (1 - share) * nats + share * counted, nats
 
-    def apply_update(self, step: int, rate: float) -> Tensor:
-        """Clip, update, move the average; return the gradient's norm before clipping."""
+    def clip_gradients(self) -> Tensor:
+        """Bound the gradient's norm; return what it was."""
         clip = self.config.train.clip_norm or math.inf
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip)
+        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip)
+
+    def require_finite(self, report: Report) -> None:
+        """Stop before an update would carry what is no number into the weights.
+
+        Elsewhere than on a CPU a look would stall the device, so there it is `write_metrics` that
+        looks: a few steps later, yet before anything is saved.
+
+        Raises:
+            DivergedError: the loss or the gradient is not finite.
+        """
+        assert report.loss is not None
+        assert report.grad_norm is not None
+        if self.device.type == "cpu":
+            # among several ranks only the norm is everyone's, so that all stop or none does
+            loss = report.loss.item() if self.world.size == 1 else 0.0
+            if not math.isfinite(loss) or not math.isfinite(report.grad_norm.item()):
+                what = "gradient" if math.isfinite(loss) else "loss"
+                raise self._diverged(what, report.step, report.rate)
+
+    def apply_update(self, step: int, rate: float) -> None:
+        """Update the weights and move their average."""
         self.optimizer.step(step, rate)
         self.model.zero_grad(set_to_none=True)
         if self.average is not None:
@@ -232,7 +304,6 @@ class Trainer:
             torch._foreach_lerp_(
                 list(self.average.values()), list(self.model.parameters()), 1 - decay
             )
-        return norm
 
     def seed_dropout(self, step: int, micro: int) -> None:
         """Make this micro-batch's dropout a function of its place alone."""
@@ -306,7 +377,7 @@ class Trainer:
         """Write a line for each step since the last time.
 
         Raises:
-            WorkError: a loss is not a finite number.
+            DivergedError: a loss or a gradient is not finite.
         """
         pending = self.progress.pending
         if not pending:
@@ -315,34 +386,58 @@ class Trainer:
         rows = self.world.mean(values).tolist()
         for (step, rate, _, _), (loss, norm) in zip(pending, rows, strict=True):
             if not math.isfinite(loss) or not math.isfinite(norm):
-                raise WorkError(
-                    f"the loss is no longer a finite number at step {step} (learning rate factor "
-                    f"{rate:.3g}); lower optim.lr and optim.matrix_lr, then --resume from the "
-                    "last checkpoint"
-                )
+                what = "gradient" if math.isfinite(loss) else "loss"
+                raise self._diverged(what, step, rate)
             self._record({"step": step, "loss": loss, "grad_norm": norm, "rate": rate})
         pending.clear()
 
     def save(self, *, is_best: bool = False) -> Path | None:
-        """Commit a checkpoint of this moment; None if nothing is kept."""
+        """Commit a checkpoint of this moment; None if nothing is kept, or it is there already.
+
+        Raises:
+            DivergedError: a number in the weights is not finite: they are not saved.
+        """
         self.write_metrics()
-        if self.folder is None:
+        if self.folder is None or self.saved_step == self.progress.step:
             return None
         self.progress.seconds = time.perf_counter() - self.started
         raw = dict(self.model.state_dict())
+        norms = torch.stack(torch._foreach_norm(list(raw.values())))
+        if not math.isfinite(norms.sum().item()):
+            step = self.progress.step
+            rate = rate_at(step, self.config.schedule, self.config.train.max_steps)
+            raise self._diverged("weights", step, rate)
         optimizer = self.optimizer.state_tensors()
         weights = raw
         if self.average is not None:
             optimizer |= {f"raw.{name}": tensor for name, tensor in raw.items()}
             weights = self.average
-        return self.folder.save(
-            config=self.config,
-            tokenizer=self.corpus.tokenizer,
-            state=self.state(),
-            model=weights,
-            optimizer=optimizer,
-            is_best=is_best,
-        )
+        with self.tolerating_a_full_disk():
+            folder = self.folder.save(
+                config=self.config,
+                tokenizer=self.corpus.tokenizer,
+                state=self.state(),
+                model=weights,
+                optimizer=optimizer,
+                is_best=is_best,
+            )
+            self.saved_step, self.trouble = self.progress.step, None
+            return folder
+        return None
+
+    @contextlib.contextmanager
+    def tolerating_a_full_disk(self) -> Iterator[None]:
+        """Go on without what the disk refuses, but remember that it did."""
+        try:
+            yield
+        except OSError as error:
+            self.trouble = error.strerror or str(error)
+
+    def checkpoint_bytes(self) -> int:
+        """Return how much of the disk a checkpoint takes, nearly."""
+        kept = [*self.model.state_dict().values(), *self.optimizer.state_tensors().values()]
+        kept += (self.average or {}).values()
+        return sum(tensor.numel() * tensor.element_size() for tensor in kept)
 
     def state(self) -> dict[str, Any]:
         """Return the plain facts that a checkpoint keeps."""
@@ -354,6 +449,7 @@ class Trainer:
             "best_nats_per_char": progress.best_loss if progress.best_step is not None else None,
             "evaluations_since_best": progress.evaluations_since_best,
             "stopped_early": progress.stopped_early,
+            "rollbacks": progress.rollbacks,
             "corpus": self.corpus.key,
             "text": self.corpus.name,
             "threads": torch.get_num_threads(),
@@ -402,7 +498,9 @@ class Trainer:
             best_step=state.get("best_step"),
             best_loss=math.inf if best is None else float(best),
             evaluations_since_best=int(state.get("evaluations_since_best", 0)),
+            rollbacks=int(state.get("rollbacks", 0)),
         )
+        self.saved_step = self.progress.step
         if self.folder is not None:
             self.folder.forget_metrics_after(self.progress.step)
 
@@ -420,10 +518,21 @@ class Trainer:
     def _record(self, record: dict[str, object]) -> None:
         if self.folder is not None:
             elapsed = round(time.perf_counter() - self.started, 3)
-            self.folder.append_metrics({**record, "seconds": elapsed})
+            with self.tolerating_a_full_disk():
+                self.folder.append_metrics({**record, "seconds": elapsed})
 
-
-def raw_weights(saved: Saved) -> dict[str, Tensor]:
-    """Return the weights that training goes on from; with an average they stand apart."""
-    raw = {n[4:]: t for n, t in saved.optimizer.items() if n.startswith("raw.")}
-    return raw or saved.model
+    def _diverged(self, what: str, step: int, rate: float) -> DivergedError:
+        """Return the error that says where numbers went bad, and what to do."""
+        optim = self.config.optim
+        kept = (
+            "there is no checkpoint yet, so start again with"
+            if self.saved_step is None
+            else f"the last good checkpoint is step {self.saved_step:,}; --resume the run with"
+        )
+        are = "are" if what == "weights" else "is"
+        return DivergedError(
+            f"the {what} {are} no longer finite at step {step:,} (rates {optim.lr:g} and "
+            f"{optim.matrix_lr:g}, times {rate:.3g}), and nothing of that was saved: {kept} lower "
+            f"rates, such as -s optim.lr={optim.lr / 4:g} -s optim.matrix_lr="
+            f"{optim.matrix_lr / 4:g}, or with -s train.rollbacks=3 to have that done by itself"
+        )

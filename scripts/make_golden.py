@@ -1,0 +1,63 @@
+"""Keep a small run of this release, for later ones to load: `tests/golden/VERSION/`.
+
+    python scripts/make_golden.py
+
+Made once for each release and never again: a release that reads it otherwise is broken.
+"""
+
+import shutil
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from chargpt.config import Config
+from chargpt.store.run import LOCK, RunFolder, load_run
+from chargpt.text.corpus import prepare
+from chargpt.training.trainer import Trainer
+
+REPOSITORY = Path(__file__).parent.parent
+
+
+def main() -> None:
+    """Train the run, and note what its model answers to some tokens."""
+    release = REPOSITORY / "tests" / "golden" / version("chargpt")
+    if release.exists():
+        raise SystemExit(f"{release} is kept for ever; raise the version first")
+    config = Config().with_values(
+        {
+            "device": "cpu",
+            "dtype": "float32",
+            "text.path": str(REPOSITORY / "data" / "lighthouse.txt"),
+            "model.n_layer": 2,
+            "model.n_embd": 16,
+            "model.block_size": 32,
+            "train.max_steps": 20,
+            "train.ema": 0.9,
+            "train.keep_last": 1,
+            "train.evaluate_every": 20,
+            "train.save_every": 20,
+            "train.sample_every": 0,
+        }
+    )
+    corpus = prepare(config.text)
+    with tempfile.TemporaryDirectory() as folder:
+        run = RunFolder(Path(folder) / "run")
+        trainer = Trainer(config, corpus, folder=run)
+        portable = trainer.config.with_values({"text.path": "lighthouse.txt"})
+        run.create(portable, corpus.tokenizer, force=False)
+        trainer.config = portable
+        for _ in trainer.steps():
+            pass
+        run.unlock()
+        shutil.copytree(run.path, release / "run", ignore=shutil.ignore_patterns(LOCK))
+    tokens = torch.randint(corpus.tokenizer.vocab_size, (2, 32))
+    with torch.no_grad():
+        logits = load_run(release / "run", device="cpu").model(tokens)
+    save_file({"tokens": tokens, "logits": logits.contiguous()}, release / "logits.safetensors")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""A fiftieth of all harm that `scripts/torture.py` can do to a run."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from conftest import REPOSITORY
+
+
+def test_runs_survive_a_fiftieth_of_the_torture(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [
+            *(sys.executable, "scripts/torture.py", "--share", "0.02"),
+            *("--work", tmp_path / "work", "--json", tmp_path / "torture.json"),
+        ],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "torture.json").read_text())["rows"]
+    assert {row["row"]: row["cases"] for row in rows}["damage"] == 20
+    assert len(rows) == 13
