@@ -1,5 +1,6 @@
 """Where the work runs: CUDA, MPS or CPU, in which number format, alone or among ranks."""
 
+import contextlib
 import ctypes
 import os
 import time
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from chargpt.errors import DeviceError
 
@@ -209,6 +210,25 @@ def require_memory(wanted: int, what: str, device: torch.device | None = None) -
             f"{what} would take about {wanted / 1e9:,.1f} GB of memory, and this machine has "
             f"{most / 1e9:,.1f} GB; make it smaller"
         )
+
+
+def capture(model: nn.Module, tokens: Tensor, dtype: torch.dtype) -> None:
+    """Let a model on a CUDA GPU replay its training passes over tokens of this shape.
+
+    A pass of a small model is hundreds of short operations, and telling the GPU of each takes
+    longer than doing it: a CUDA graph tells it of all at once. Where that cannot be, all stays as
+    it was.
+
+    Args:
+        model: in training mode; in evaluation it runs as ever.
+        tokens: int64 (B, T), of the shape that every training pass will have.
+        dtype: of matrix products.
+    """
+    mixed = torch.autocast(
+        "cuda", torch.bfloat16, enabled=dtype == torch.bfloat16, cache_enabled=False
+    )
+    with mixed, contextlib.suppress(RuntimeError):
+        torch.cuda.make_graphed_callables(model, (tokens,))
 
 
 def synchronize(device: torch.device) -> None:

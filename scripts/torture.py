@@ -14,6 +14,7 @@ import os
 import sys
 import tempfile
 import time
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -94,7 +95,10 @@ def torture(row: Row, share: float, seed: int, work: Path) -> dict[str, Any]:
         if index in done:
             continue
         began = time.monotonic()
-        wrong = case(place, index, Random(f"{seed}/{row.name}/{index}"))
+        try:
+            wrong = case(place, index, Random(f"{seed}/{row.name}/{index}"))
+        except Exception:  # what nobody foresaw is what this is here to find
+            wrong = traceback.format_exc()
         done[index] = {"case": index, "wrong": wrong, "seconds": round(time.monotonic() - began, 3)}
         with open(notes, "a", encoding="utf-8") as file:
             file.write(json.dumps(done[index]) + "\n")

@@ -31,7 +31,7 @@ from chargpt.config import Config, load_config
 from chargpt.errors import ChargptError, DivergedError, UnknownCharacterError
 from chargpt.store import checkpoint
 from chargpt.store.run import RunFolder, Saved, load_run
-from chargpt.store.verify import verify
+from chargpt.store.verify import require_whole, verify
 from chargpt.text.corpus import Corpus, prepare
 from chargpt.text.tokenizer import CharTokenizer
 from chargpt.training.trainer import Trainer
@@ -288,12 +288,13 @@ def damage(work: Path, index: int, random: Random) -> str | None:
         stream = pickle.dumps(Canary(canary), protocol=random.randint(0, 5))
         what = f"{path.name} a pickle"
         path.write_bytes(stream + bytes(random.randrange(100)))
-        if random.random() < 0.5:
+        if random.random() < 0.5 and path.name not in ("manifest.json", "latest.json"):
             _forge(folder, run)
     else:
         what = _be_hostile(random, folder, run, work)
     try:
         saved, skipped = RunFolder(run).load("latest")
+        require_whole(saved)
         require_same(saved, RunFolder(whole).load("latest")[0])
         wrong = None if skipped else f"{what}: read without a word"
     except ChargptError:

@@ -371,6 +371,16 @@ def test_rows_are_runs_of_the_text_and_ranks_share_one_batch() -> None:
     assert torch.equal(torch.cat(parts), whole)
 
 
+@pytest.mark.parametrize("kind", [np.uint8, np.uint16, np.uint32])
+def test_a_batch_gathered_where_the_tokens_are_kept_is_the_same(kind: type) -> None:
+    tokens = np.random.default_rng(1).integers(0, 200, 1000).astype(kind)
+    plain, resident = Batches(tokens, 8, 16, seed=5), Batches(tokens, 8, 16, seed=5)
+    resident.keep_on(torch.device("cpu"))
+    assert resident.resident is not None
+    for step, rows in ((0, slice(None)), (7, slice(4, 12))):
+        assert torch.equal(plain.at(step, rows), resident.at(step, rows))
+
+
 def test_offsets_cover_every_valid_start_evenly_and_no_other() -> None:
     tokens = np.zeros(13, dtype=np.uint8)
     batches = Batches(tokens, 8, 1000, seed=0)

@@ -60,6 +60,7 @@ def train(
     """
     from chargpt.device import leave_world
 
+    folder = None
     try:
         with catch_signals() as signals:
             if resume:
@@ -81,6 +82,8 @@ def train(
             if trainer.world.is_main:
                 show_result(trainer, folder, levels)
     finally:
+        if folder is not None:
+            folder.unlock()
         leave_world()
 
 

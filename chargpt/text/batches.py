@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+MOST_RESIDENT = 2**31  # bytes of tokens that may lie on a GPU
+
 
 class Batches:
     """Blocks of T + 1 consecutive tokens, drawn uniformly from all places where one fits."""
@@ -19,6 +21,15 @@ class Batches:
         self.seed = seed
         self.starts = len(tokens) - block_size
         self.reach = np.arange(block_size + 1)
+        self.resident: tuple[Tensor, Tensor] | None = None  # tokens and reach, on a device
+
+    def keep_on(self, device: torch.device) -> None:
+        """Keep a copy of the tokens on a device, if it is small, and gather there from now on."""
+        if self.tokens.nbytes <= MOST_RESIDENT:
+            # torch indexes no wider unsigned integers than bytes
+            narrow = np.uint8 if self.tokens.dtype == np.uint8 else np.int32
+            tokens = torch.from_numpy(self.tokens.astype(narrow))
+            self.resident = tokens.to(device), torch.from_numpy(self.reach).to(device)
 
     def offsets_at(self, step: int) -> np.ndarray:
         """Return the B first positions of step `step`'s blocks, int64.
@@ -32,6 +43,14 @@ class Batches:
         return np.minimum((unit * self.starts).astype(np.int64), self.starts - 1)
 
     def at(self, step: int, rows: slice = slice(None)) -> Tensor:
-        """Return step `step`'s blocks, or some of its rows, as int64 (B, T + 1) on the CPU."""
-        positions = self.offsets_at(step)[rows, None] + self.reach  # (B, T + 1)
+        """Return step `step`'s blocks, or some of its rows, as int64 (B, T + 1).
+
+        They are on the CPU, or where `keep_on` has put the tokens.
+        """
+        offsets = self.offsets_at(step)[rows, None]  # (B, 1)
+        if self.resident is not None:
+            tokens, reach = self.resident
+            first = torch.from_numpy(offsets).to(tokens.device, non_blocking=True)
+            return tokens[first + reach].long()
+        positions = offsets + self.reach  # (B, T + 1)
         return torch.from_numpy(self.tokens[positions].astype(np.int64))

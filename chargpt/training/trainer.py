@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from chargpt.config import Config
 from chargpt.device import (
     World,
+    capture,
     choose_device,
     choose_dtype,
     dtype_name,
@@ -146,6 +147,10 @@ class Trainer:
         self.batches = Batches(
             corpus.split("train"), self.model.block_size, train.batch_size, self.config.seed
         )
+        if self.device.type != "cpu":
+            self.batches.keep_on(self.device)
+        if self.device.type == "cuda" and self.world.size == train.accumulate == 1:
+            capture(self.model, self.batches.at(0)[:, :-1], self.dtype)
         self.started = time.perf_counter() - self.progress.seconds
 
     # -- the loop ---------------------------------------------------------------------------

@@ -1,0 +1,190 @@
+"""Fuzz what reads strangers' files, guided by coverage: any exception that is no sentence is a bug.
+
+    python scripts/fuzz.py [checkpoint tokenizer config] [--runs 1000000]
+        [--json benchmarks/fuzz.json]
+
+Needs `pip install atheris` (libFuzzer for Python). Each target starts from real files and ends
+after its runs, or at the first crash, whose input it leaves in the work folder.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"
+REPOSITORY = Path(__file__).parent.parent
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "scripts")]
+TARGETS = ("checkpoint", "tokenizer", "config")
+MAX_LENGTH = 4096  # bytes of an input
+FILES = ("model.safetensors", "optimizer.safetensors", "config.yaml", "tokenizer.json")
+FILES += ("state.json", "manifest.json")
+
+
+def main() -> None:
+    """Fuzz the targets asked for, each in a process of its own."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("targets", nargs="*", default=TARGETS, choices=TARGETS)
+    parser.add_argument("--runs", type=int, default=1_000_000)
+    parser.add_argument("--json", type=Path, default=None)
+    given = parser.parse_args()
+    results = {}
+    for target in given.targets:
+        work = Path(tempfile.mkdtemp(prefix=f"fuzz-{target}-", dir=memory_disk()))
+        for number, seed in enumerate(seeds(target)):
+            (work / f"seed-{number}").write_bytes(seed)
+        start = time.monotonic()
+        words = [f"-runs={given.runs}", f"-max_len={MAX_LENGTH}", f"-artifact_prefix={work}/"]
+        done = subprocess.run(
+            [sys.executable, __file__, "--child", target, *words, str(work)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        ran = re.search(r"Done (\d+) runs", done.stderr)
+        covered = re.findall(r"cov: (\d+)", done.stderr)
+        results[target] = {
+            "runs": int(ran.group(1)) if ran else 0,
+            "seconds": round(time.monotonic() - start),
+            "branches_covered": int(covered[-1]) if covered else 0,
+            "crashes": 0 if done.returncode == 0 else 1,
+        }
+        print(f"{target}: {results[target]}", flush=True)
+        if done.returncode != 0:
+            print(done.stderr[-3000:])
+    if given.json is not None:
+        from record import facts
+
+        report = json.loads(given.json.read_text()) if given.json.exists() else {"targets": {}}
+        report = {**facts(), "targets": {**report["targets"], **results}}
+        given.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    sys.exit(1 if any(result["crashes"] for result in results.values()) else 0)
+
+
+def memory_disk() -> str | None:
+    """Return a folder in memory, where there is one: a million files wear out a disk."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+
+def seeds(target: str) -> list[bytes]:
+    """Return inputs to begin with."""
+    golden = sorted((REPOSITORY / "tests" / "golden").iterdir())[-1] / "run"
+    (folder,) = (golden / "checkpoints").glob("step-*")
+    if target == "config":
+        return [path.read_bytes() for path in (REPOSITORY / "configs").glob("*.yaml")]
+    if target == "tokenizer":
+        return [(folder / "tokenizer.json").read_bytes()]
+    return [
+        bytes([number]) + (folder / name).read_bytes()[: MAX_LENGTH - 1]
+        for number, name in enumerate(FILES)
+    ]
+
+
+def fuzz(target: str) -> None:
+    """Become the fuzzer of one target."""
+    import atheris
+
+    with atheris.instrument_imports(include=["chargpt", "yaml"]):
+        import chargpt.store.run
+        import chargpt.text.tokenizer
+        import chargpt.yaml_reader  # noqa: F401
+    reads: dict[str, Callable[[], Callable[[bytes], None]]] = {
+        "checkpoint": checkpoint_reader,
+        "tokenizer": tokenizer_reader,
+        "config": config_reader,
+    }
+    read = reads[target]()
+    from chargpt.errors import ChargptError
+
+    def one(content: bytes) -> None:
+        try:
+            read(content)
+        except ChargptError as refusal:
+            if not str(refusal):
+                raise AssertionError("an error without words") from refusal
+
+    atheris.Setup([sys.argv[0], *sys.argv[3:]], one)
+    atheris.Fuzz()
+
+
+def config_reader() -> Callable[[bytes], None]:
+    """Return what reads bytes as a config, and back what it wrote."""
+    from chargpt.config import validate
+    from chargpt.yaml_reader import parse_yaml
+
+    def read(content: bytes) -> None:
+        tree, lines = parse_yaml(content.decode(errors="replace"), "fuzz")
+        config = validate(tree, "fuzz", lines)
+        again, _ = parse_yaml(config.to_yaml(), "again")
+        assert validate(again, "again") == config
+
+    return read
+
+
+def tokenizer_reader() -> Callable[[bytes], None]:
+    """Return what reads bytes as a tokenizer, and uses it."""
+    from chargpt.text.tokenizer import CharTokenizer
+
+    def read(content: bytes) -> None:
+        tokenizer = CharTokenizer.from_json(content.decode(errors="replace"), "fuzz")
+        assert tokenizer.decode(tokenizer.encode(tokenizer.characters)) == tokenizer.characters
+
+    return read
+
+
+def checkpoint_reader() -> Callable[[bytes], None]:
+    """Return what reads a checkpoint one of whose files is the input, all sums being right.
+
+    Configs have a target of their own: here the whole one is read once, lest a run take hours.
+    """
+    import chargpt.store.run as store
+    from chargpt.store.run import RunFolder
+    from chargpt.store.verify import require_whole
+
+    run = Path(tempfile.mkdtemp(prefix="fuzz-run-", dir=memory_disk()))
+    golden = sorted((REPOSITORY / "tests" / "golden").iterdir())[-1] / "run" / "checkpoints"
+    (source,) = golden.glob("step-*")
+    folder = run / "checkpoints" / source.name
+    folder.mkdir(parents=True)
+    whole = {name: (source / name).read_bytes() for name in FILES}
+    manifest = json.loads(whole["manifest.json"])
+    for name, content in whole.items():
+        (folder / name).write_bytes(content)
+
+    parse, check = store.parse_yaml, store.validate
+    text = whole["config.yaml"].decode()
+    parsed = parse(text, "config.yaml")
+    checked = check(*parsed[:1], "config.yaml")
+    store.parse_yaml = lambda given, origin: parsed if given == text else parse(given, origin)
+    store.validate = lambda tree, *rest: checked if tree is parsed[0] else check(tree, *rest)
+
+    def read(content: bytes) -> None:
+        name = FILES[content[0] % len(FILES)] if content else FILES[0]
+        changed = content[1:]
+        (folder / name).write_bytes(changed)
+        if name != "manifest.json":
+            digest = hashlib.sha256(changed).hexdigest()
+            listed = {**manifest["files"], name: {"size": len(changed), "sha256": digest}}
+            (folder / "manifest.json").write_text(json.dumps({**manifest, "files": listed}))
+        try:
+            saved, _ = RunFolder(run).load(str(manifest["step"]))
+            require_whole(saved)
+        finally:
+            for changed_name in {name, "manifest.json"}:
+                (folder / changed_name).write_bytes(whole[changed_name])
+
+    return read
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        fuzz(sys.argv[2])
+    else:
+        main()
