@@ -39,7 +39,11 @@ class WorkError(ChargptError):
 
 
 class DivergedError(WorkError):
-    """A loss, a gradient or a weight is no longer a finite number."""
+    """A loss, a gradient or a weight is no longer a finite number, from `step` on."""
+
+    def __init__(self, words: str, step: int) -> None:
+        super().__init__(words)
+        self.step = step
 
 
 class DownloadError(WorkError):

@@ -405,6 +405,36 @@ def test_settings_that_ask_for_terabytes_are_refused_before_memory_is_taken(
         assert re.search("GB of memory|parameters", said)
 
 
+def test_a_mistake_of_our_own_prints_a_traceback_and_how_to_report_it(
+    verse: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("oops")
+
+    monkeypatch.setattr("chargpt.training.trainer.Trainer.clip_gradients", broken)
+    done = cli("train", verse, *QUICK)
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert "ZeroDivisionError: oops" in done.stderr
+    assert "please report it" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: 1 GB")]
+)
+def test_memory_that_runs_out_is_one_sentence(
+    error: Exception, verse: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("chargpt.training.trainer.Trainer.clip_gradients", full)
+    done = cli("train", verse, *QUICK)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "there is not enough memory" in done.stderr
+
+
 def test_verify_says_whole_or_names_the_damage_and_what_is_used_instead(
     verse: Path, cli: Cli
 ) -> None:
@@ -554,6 +584,26 @@ def test_sample_writes_the_prompt_and_what_follows(trained: Path, cli: Cli) -> N
     assert len(done.stdout) == 4 + 50 + 1
     again = cli("sample", trained, "--prompt", "The ", "--length", "50", "--seed", "1")
     assert again.stdout == done.stdout
+
+
+def test_a_sample_cannot_steer_a_terminal_but_is_written_as_it_is(tmp_path: Path, cli: Cli) -> None:
+    Path("odd.txt").write_text("red \x1b[31m and back \x1b[0m\r\n" * 200, newline="")
+    assert cli("train", "odd.txt", *QUICK, "--out", "run").returncode == 0
+    words = ["sample", "run", "--prompt", "\x1b[31m", "--length", "200", "--seed", "1"]
+    words += ["--temperature", "2"]
+    assert cli(*words).stdout.count("\x1b") > 1
+    terminal, other_end = pty.openpty()
+    subprocess.run(
+        [sys.executable, "-m", "chargpt", *words],
+        stdout=other_end,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONUTF8": "1"},
+        check=True,
+    )
+    shown = os.read(terminal, 10_000)
+    os.close(terminal)
+    os.close(other_end)
+    assert b"\x1b" not in shown
+    assert "\N{REPLACEMENT CHARACTER}[31m".encode() in shown
 
 
 def test_many_samples_and_one_are_the_same_text(trained: Path, cli: Cli) -> None:

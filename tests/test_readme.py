@@ -103,13 +103,16 @@ def test_the_public_names_are_there_and_cost_nothing_until_used(tmp_path: Path) 
     assert done.stdout.startswith("chargpt ")
 
 
-def test_no_figure_of_the_performance_section_was_typed_by_hand() -> None:
+def test_no_figure_between_the_markers_was_typed_by_hand() -> None:
     spec = importlib.util.spec_from_file_location(
-        "write_performance", REPOSITORY / "scripts" / "write_performance.py"
+        "write_figures", REPOSITORY / "scripts" / "write_figures.py"
     )
     assert spec is not None
     assert spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    assert script.replaced(README) == README
-    assert README.count(script.START) == README.count(script.END) == 1
+    pages = script.pages()
+    assert {path.name for path in pages} == {"README.md", "reliability.md"}
+    for path, content in pages.items():
+        assert path.read_text(encoding="utf-8") == content
+        assert content.count(script.START) == content.count(script.END) == 1

@@ -203,7 +203,15 @@ def test_another_runs_checkpoint_in_the_place_of_this_ones_is_not_taken_for_it(
 
 def test_a_state_that_is_none_is_refused(run: RunFolder) -> None:
     folder = save(run, 1)
-    for content in (b"[]", b"{}", b'{"step": 2}', b'{"step": "1"}', b'{"step": 1, "seconds": "x"}'):
+    for content in (
+        b"[]",
+        b"{}",
+        b'{"step": 2}',
+        b'{"step": "1"}',
+        b'{"step": 1, "seconds": "x"}',
+        b'{"step": 1, "seconds": 1%s}' % (b"0" * 400),
+        b'{"step": 1, "seconds": NaN}',
+    ):
         rewrite(folder, "state.json", content)
         with pytest.raises(RunError, match="is not the state of that step"):
             load_run(run.path, "1", "cpu")
@@ -393,6 +401,30 @@ def test_a_run_is_never_overwritten_without_force(run: RunFolder, tmp_path: Path
     with pytest.raises(RunError, match="not a run"):
         RunFolder(precious).create(CONFIG, TOKENIZER, force=True)
     assert (precious / "thesis.tex").exists()
+
+
+def test_metrics_that_no_run_writes_are_passed_over_or_refused(run: RunFolder) -> None:
+    path = run.path / "metrics.jsonl"
+    deep = b"[" * 100_000
+    path.write_bytes(
+        b'{"step": 1}\n\xff\xfe\n' + deep + b'\n{"step": 2, "loss": "x"}\n{"step": 3}\n'
+    )
+    assert [record["step"] for record in run.metrics()] == [1, 3]
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(RunError, match="not what a run writes"):
+        run.metrics()
+
+
+def test_half_a_run_that_a_killed_process_left_can_be_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    (path / "checkpoints").mkdir(parents=True)
+    (path / "tokenizer.json").write_text("{}")
+    with pytest.raises(RunError, match="--force"):
+        RunFolder(path).create(CONFIG, TOKENIZER, force=False)
+    RunFolder(path).create(CONFIG, TOKENIZER, force=True)
+    (tmp_path / "empty").mkdir()
+    RunFolder(tmp_path / "empty").create(CONFIG, TOKENIZER, force=True)
 
 
 def test_metrics_survive_a_line_cut_short_and_forget_what_is_done_again(run: RunFolder) -> None:

@@ -243,7 +243,8 @@ def test_a_run_can_return_by_itself_to_its_last_checkpoint_at_half_the_rates(
     assert len(notes) == 2
     assert "back to step 6" in notes[0]
     returns = [r for r in RunFolder(tmp_path / "run").metrics() if "rolled_back_from" in r]
-    assert [(r["step"], r["rolled_back_from"]) for r in returns] == [(6, 8), (6, 8)]
+    # the new rates are saved with the next step
+    assert [(r["step"], r["rolled_back_from"]) for r in returns] == [(6, 8), (7, 8)]
     assert [r["optim.lr"] for r in returns] == [rate / 2, rate / 4]
     saved, _ = RunFolder(tmp_path / "run").load("latest")
     assert saved.state["step"] == 12
@@ -274,6 +275,33 @@ def test_training_goes_on_through_a_disk_that_refuses_for_a_while(
     assert [trouble is not None for trouble in troubles] == [False] * 6 + [True] * 2 + [False] * 5
     train(tiny(), corpus, tmp_path / "untouched")
     assert weights(tmp_path / "run") == weights(tmp_path / "untouched")
+
+
+def test_a_best_checkpoint_that_the_disk_refused_is_not_the_best_that_there_is(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = started(tiny(**{"train.evaluate_every": 2}), corpus, tmp_path / "run")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: FULL)
+    seen = {}
+    for report in trainer.steps():
+        if report.validation:
+            seen[report.step] = report.validation.nats_per_char
+        if report.step == 11:
+            assert trainer.progress.best_step is None
+            monkeypatch.undo()
+    assert min(seen, key=lambda step: seen[step]) == 12  # it learns
+    assert load_run(tmp_path / "run", "best", "cpu").step == 12
+
+
+def test_a_changed_length_is_saved_with_the_next_step(corpus: Corpus, tmp_path: Path) -> None:
+    trainer = started(tiny(**{"train.save_every": 100}), corpus, tmp_path / "run")
+    for report in trainer.steps():
+        if report.step == 5:
+            trainer.change_config(trainer.config.with_values({"train.max_steps": 9}))
+        if report.step == 6:
+            break
+    saved, config, _ = resume(RunFolder(tmp_path / "run"), {})
+    assert (saved.state["step"], config.train.max_steps) == (6, 9)
 
 
 def test_lower_rates_for_the_rest_of_a_run_are_taken_and_told(

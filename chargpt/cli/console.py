@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -143,10 +144,14 @@ def side_by_side(titles: Sequence[str], texts: Sequence[str]) -> None:
 
 
 def printable(text: str) -> str:
-    """Return text that cannot steer a terminal: control characters become visible signs."""
+    """Return text that cannot steer a terminal: control characters become visible signs.
+
+    But for carriage returns, which end the lines of many texts: they are left out.
+    """
     return "".join(
         c if c in "\n\t" or (c.isprintable() or c == "\u200d") else "\N{REPLACEMENT CHARACTER}"
         for c in text
+        if c != "\r"
     )
 
 
@@ -207,7 +212,8 @@ class Progress:
         if self.quiet:
             return
         if self.bar is not None:
-            self.bar.write(text, file=sys.stderr)
+            with suppress(OSError):  # the terminal is gone
+                self.bar.write(text, file=sys.stderr)
         else:
             say(text)
 

@@ -83,6 +83,7 @@ def evaluate(
         }
         console.out(json.dumps(facts, ensure_ascii=False))
         return
+    name = console.printable(name)
     part = "all of it" if text else f"{split.value} split"
     console.table(
         ["model", "nats/char", "bits/char", "perplexity", "accuracy", "std error"],

@@ -8,6 +8,7 @@ import gc
 import io
 import os
 import sys
+import traceback
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -67,6 +68,12 @@ def _explain(error: Any) -> int:
     return 2
 
 
+def _is_out_of_memory(error: Exception) -> bool:
+    """Return whether Python, the CPU's allocator or the GPU's has run out of memory."""
+    words = ("can't allocate memory", "out of memory")
+    return isinstance(error, MemoryError) or any(word in str(error).lower() for word in words)
+
+
 def run() -> NoReturn:
     """Run the command line and leave with its exit code."""
     console.note_start()
@@ -100,5 +107,20 @@ def run() -> NoReturn:
             "then go on (training: with --resume)"
         )
         code = 1
+    except Exception as error:
+        code = 1
+        if _is_out_of_memory(error):
+            console.fail(
+                "there is not enough memory; lower train.batch_size or raise train.accumulate, or "
+                "make the model or its block smaller (training: a saved run goes on with --resume)"
+            )
+        else:
+            if console.is_main():
+                traceback.print_exc()
+            console.fail(
+                "this is a mistake in chargpt and not in what you did; please report it with all "
+                "of the above and what `chargpt doctor` prints (training: --resume goes on from "
+                "the last checkpoint)"
+            )
     gc.freeze()  # nor is there anything to find on the way out
     sys.exit(code if isinstance(code, int) else 0)

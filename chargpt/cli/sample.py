@@ -2,6 +2,7 @@
 
 import json
 import secrets
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -86,9 +87,11 @@ def sample(
         settings = settings.model_copy(update={"seed": secrets.randbits(32)})
     pieces = stream_run(loaded, settings, unknown=options.unknown_policy(unknown))
     if settings.num_samples == 1 and not json_:
-        console.out(settings.prompt, end="")
+        # a file gets what the model wrote; a terminal nothing that could steer it
+        shown = console.printable if sys.stdout.isatty() else str
+        console.out(shown(settings.prompt), end="")
         for (piece,) in pieces:
-            console.out(piece, end="")
+            console.out(shown(piece), end="")
         console.out("")
         return
     texts = [settings.prompt] * settings.num_samples
@@ -99,4 +102,5 @@ def sample(
         console.out(json.dumps(facts, ensure_ascii=False))
         return
     for number, text in enumerate(texts, 1):
-        console.out(f"-- sample {number} --\n{text}")
+        words = console.printable(text) if sys.stdout.isatty() else text
+        console.out(f"-- sample {number} --\n{words}")

@@ -3,7 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from chargpt.cli import console
 
@@ -38,7 +38,9 @@ class Signals:
         if not self.patient or (self.caught and number == signal.SIGINT):
             raise Stopped(number)
         self.caught.append(number)
-        console.say("stopping after this step (again to stop at once)")
+        if console.is_main():  # not by way of Python's streams, which the signal may have cut into
+            with suppress(OSError):
+                os.write(2, b"stopping after this step (again to stop at once)\n")
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import math
 import shlex
+import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,13 +174,13 @@ def resume_run(
     overrides = dict(parse_override(written) for written in changes)
     if device is not None:
         overrides["device"] = device
+    if console.is_main():
+        folder.lock()  # before it is read, lest another process write in between
     saved, settings, notes = resume(folder, overrides)
     world = join_world(choose_device(settings.device)[0])
     corpus = prepare(
         settings.text, key=saved.state.get("corpus"), progress=options.PrepareProgress()
     )
-    if world.is_main:
-        folder.lock()
     trainer = Trainer(settings, corpus, folder=folder, saved=saved, world=world)
     if world.is_main:
         require_room(trainer, folder.path, 1)
@@ -335,6 +336,7 @@ def do_steps(
             return
         if trainer.world.any(bool(signals.caught)) and not trainer.finished:
             trainer.save()
+            signals.caught = signals.caught or [signal.SIGTERM]  # it was another process's
             return
 
 

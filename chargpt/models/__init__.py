@@ -6,7 +6,14 @@ from chargpt.models.base import LanguageModel
 from chargpt.models.bigram import BigramLM
 from chargpt.models.gpt import GPT
 
-__all__ = ["GPT", "BigramLM", "LanguageModel", "build_model", "count_parameters"]
+__all__ = [
+    "GPT",
+    "BigramLM",
+    "LanguageModel",
+    "build_model",
+    "count_parameters",
+    "rotary_bytes",
+]
 
 MAX_PARAMETERS = 20_000_000_000
 
@@ -25,6 +32,11 @@ def count_parameters(config: ModelConfig, vocab_size: int) -> int:
     if config.mlp == "swiglu":
         layer += width + 3 * width * config.mlp_width  # norm; gate, up, down
     return config.n_layer * layer + width + 2 * vocab_size * width  # norm; embedding, head
+
+
+def rotary_bytes(config: ModelConfig) -> int:
+    """Return how much memory the making of a model's rotary tables takes."""
+    return 28 * config.block_size * (config.n_embd // config.n_head) * (config.kind == "gpt")
 
 
 def build_model(config: ModelConfig, vocab_size: int) -> LanguageModel:

@@ -13,6 +13,7 @@ import re
 import shutil
 import stat
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +73,14 @@ def commit(parent: Path, step: int, files: Mapping[str, bytes]) -> Path:
     temporary = parent / f"{final.name}.tmp"
     try:
         temporary.mkdir(parents=True)
-        manifest = {}
-        for name, content in files.items():
-            write_flushed(temporary / name, content)
-            manifest[name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        with ThreadPoolExecutor(1) as beside:  # summing takes as long as writing
+            sums = {name: beside.submit(hashlib.sha256, content) for name, content in files.items()}
+            for name, content in files.items():
+                write_flushed(temporary / name, content)
+        manifest = {
+            name: {"size": len(content), "sha256": sums[name].result().hexdigest()}
+            for name, content in files.items()
+        }
         write_flushed(temporary / MANIFEST, to_json({"step": step, "files": manifest}))
         flush_folder(temporary)
         discard(final)  # a run that went on from an older checkpoint has come here again

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import shutil
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from chargpt.config import Config, validate
 from chargpt.device import choose_device, require_memory
 from chargpt.errors import ChargptError, RunError
 from chargpt.files import write_atomically
-from chargpt.models import LanguageModel, build_model, count_parameters
+from chargpt.models import LanguageModel, build_model, count_parameters, rotary_bytes
 from chargpt.store import checkpoint
 from chargpt.text.tokenizer import CharTokenizer
 from chargpt.yaml_reader import parse_yaml
@@ -35,6 +36,8 @@ CONFIG, TOKENIZER, METRICS, CHECKPOINTS = (
 )
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 LOCK = ".lock"
+OWN = (CONFIG, TOKENIZER, METRICS, CHECKPOINTS, LOCK)  # all that a run makes in its folder
+MAX_METRICS_BYTES = 2_000_000_000  # a hundred bytes a step
 MAX_TEXT_BYTES = 64_000_000  # of a config, a vocabulary, a state
 OPTIMIZER_COPIES = 4  # numbers that it keeps for each parameter, with some to spare
 MAX_TENSOR_HEADER = 400  # bytes that name, kind, shape and place of one tensor take
@@ -94,8 +97,13 @@ class RunFolder:
         path = self.path
         if not force:
             self.check_free(path)
-        elif path.exists() and not is_run(path):
-            raise RunError(f"{path} is not a run, so --force leaves it alone; name another")
+        elif path.exists():
+            foreign = [old.name for old in path.iterdir() if old.name not in OWN]
+            if foreign:
+                raise RunError(
+                    f"{path} holds {foreign[0]!r}, which is not a run's, so --force leaves it "
+                    "alone; move that away, or name another folder"
+                )
         try:
             path.mkdir(parents=True, exist_ok=True)
             self.lock()
@@ -166,23 +174,36 @@ class RunFolder:
         self._unwritten.clear()
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return the recorded lines in order, skipping any that a crash cut short."""
+        """Return the recorded lines in order, skipping any that a crash cut short.
+
+        Raises:
+            RunError: `metrics.jsonl` is not a plain file, or far too large.
+        """
+        path = self.path / METRICS
         try:
-            lines = (self.path / METRICS).read_text(encoding="utf-8").splitlines()
+            facts = path.lstat()
+            if not stat.S_ISREG(facts.st_mode) or facts.st_size > MAX_METRICS_BYTES:
+                raise RunError(f"{path} is not what a run writes; restore or delete it")
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError:
             return []
         records = []
         for line in lines:
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
-            if isinstance(record, dict) and isinstance(record.get("step"), int):
+            if (
+                isinstance(record, dict)
+                and isinstance(record.get("step"), int)
+                and all(isinstance(value, int | float) for value in record.values())
+            ):
                 records.append(record)
         return records
 
     def forget_metrics_after(self, step: int) -> None:
         """Drop lines of steps that a resumed run will do again."""
+        self._unwritten.clear()
         kept = [record for record in self.metrics() if record["step"] <= step]
         text = "".join(json.dumps(record) + "\n" for record in kept)
         write_atomically(self.path / METRICS, text.encode())
@@ -211,9 +232,10 @@ class RunFolder:
         }
         self.require_space(sum(map(len, files.values())))
         folder = checkpoint.commit(self.checkpoints, state["step"], files)
-        checkpoint.point(self.checkpoints, "latest", folder)
+        # `latest` last: what dies before it is done again, the pointing to the best included
         if is_best or state.get("best_step") is None:  # before anything was measured: the newest
             checkpoint.point(self.checkpoints, "best", folder)
+        checkpoint.point(self.checkpoints, "latest", folder)
         try:
             best = [checkpoint.follow(self.checkpoints, "best")]
         except RunError:
@@ -295,7 +317,9 @@ def read_checkpoint(folder: Path, *, optimizer: bool = True) -> Saved:
     most = {MODEL: weights + header}
     if optimizer:
         most[OPTIMIZER] = OPTIMIZER_COPIES * (weights + header)
-    require_memory(sum(most.values()), f"the checkpoint {folder}")
+    # the files' bytes, and their tensors beside them
+    wanted = 2 * sum(most.values()) + rotary_bytes(config.model)
+    require_memory(wanted, f"the checkpoint {folder}")
     tensors = checkpoint.read(folder, most)
     return Saved(
         folder,
@@ -338,6 +362,7 @@ def _checked_state(folder: Path, content: bytes) -> dict[str, Any]:
         not isinstance(state, dict)
         or state.get("step") != checkpoint.step_of(folder)
         or not all(isinstance(state[key], kinds[key]) for key in kinds.keys() & state.keys())
+        or any(isinstance(v, int | float) and not abs(v) < 1e18 for v in state.values())
     ):
         raise RunError(f"{folder / STATE} is not the state of that step; use another checkpoint")
     return state

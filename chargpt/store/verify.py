@@ -38,6 +38,8 @@ class Verdict:
 def verify(run: RunFolder) -> Verdict:
     """Check every byte of a run's checkpoints, and where its pointers lead."""
     checked = [_check(folder) for folder in checkpoint.committed(run.checkpoints)]
+    # a run that is being trained deletes its old checkpoints
+    checked = [each for each in checked if each.folder.exists()]
     problems = [each.problem for each in checked if each.problem]
     uses = {}
     for pointer in ("best", "latest"):
@@ -51,10 +53,11 @@ def verify(run: RunFolder) -> Verdict:
 
 
 def _check(folder: Path) -> Checked:
-    size = sum(path.lstat().st_size for path in folder.iterdir())
+    size = 0
     try:
+        size = sum(path.lstat().st_size for path in folder.iterdir())
         require_whole(read_checkpoint(folder))
-    except ChargptError as error:
+    except (ChargptError, OSError) as error:
         return Checked(folder, size, str(error))
     return Checked(folder, size, None)
 

@@ -25,9 +25,9 @@ class Batches:
 
     def keep_on(self, device: torch.device) -> None:
         """Keep a copy of the tokens on a device, if it is small, and gather there from now on."""
-        if self.tokens.nbytes <= MOST_RESIDENT:
-            # torch indexes no wider unsigned integers than bytes
-            narrow = np.uint8 if self.tokens.dtype == np.uint8 else np.int32
+        # torch indexes no wider unsigned integers than bytes
+        narrow = np.dtype(np.uint8 if self.tokens.dtype == np.uint8 else np.int32)
+        if len(self.tokens) * narrow.itemsize <= MOST_RESIDENT:
             tokens = torch.from_numpy(self.tokens.astype(narrow))
             self.resident = tokens.to(device), torch.from_numpy(self.reach).to(device)
 
@@ -50,7 +50,11 @@ class Batches:
         offsets = self.offsets_at(step)[rows, None]  # (B, 1)
         if self.resident is not None:
             tokens, reach = self.resident
-            first = torch.from_numpy(offsets).to(tokens.device, non_blocking=True)
+            first = torch.from_numpy(offsets)
+            if tokens.is_cuda:  # a copy from pinned memory is not waited for
+                first = first.pin_memory().to(tokens.device, non_blocking=True)
+            else:
+                first = first.to(tokens.device)
             return tokens[first + reach].long()
         positions = offsets + self.reach  # (B, T + 1)
         return torch.from_numpy(self.tokens[positions].astype(np.int64))

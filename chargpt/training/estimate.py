@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from chargpt.config import Config
 from chargpt.device import synchronize
-from chargpt.models import count_parameters
+from chargpt.models import count_parameters, rotary_bytes
 from chargpt.models.attention import SHORT
 
 if TYPE_CHECKING:
@@ -42,7 +42,8 @@ def memory_bytes(config: Config, vocab_size: int, sequences: int) -> int:
     masks = model.block_size**2 if model.attention == "average" else 0
     # weights, gradients, and two numbers of the optimizer's for each
     parameters = (4 + bool(config.train.ema)) * count_parameters(model, vocab_size)
-    return 4 * (parameters + sequences * model.block_size * kept + masks)
+    numbers = parameters + sequences * model.block_size * kept + masks
+    return 4 * numbers + rotary_bytes(model)
 
 
 def estimate(trainer: "Trainer", seconds: float | None = None) -> Plan:

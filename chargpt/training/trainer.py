@@ -114,12 +114,16 @@ class Trainer:
         # ranks may measure different speeds: rank 0's choice is everyone's
         bfloat16 = self.world.from_main(float(dtype == torch.bfloat16))
         self.dtype = torch.bfloat16 if bfloat16 else torch.float32
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # graphs are captured on the current one
         device_name = self.device.type if config.device == "auto" else config.device
         self.config = config.with_values({"device": device_name, "dtype": dtype_name(self.dtype)})
         self.corpus = corpus
         self.folder = folder if self.world.is_main else None
         self.progress = Progress()
         self.saved_step: int | None = None
+        self.unsaved_config = False
+        self.best_before: tuple[float, int | None] = (math.inf, None)
         self.trouble: str | None = None
         self.micro_batch = self._micro_batch_size()
         corpus.require_blocks(self.config.model.block_size)
@@ -134,6 +138,7 @@ class Trainer:
         torch.manual_seed(self.config.seed)
         model = build_model(self.config.model, vocab_size)
         if saved is not None:
+            fill(model, saved.model, saved.folder)  # with an average, the raw ones stand apart
             fill(model, raw_weights(saved), saved.folder)
         self.model: LanguageModel = model.to(self.device)
         self.optimizer = Optimizer(self.model, self.config.optim)
@@ -150,7 +155,7 @@ class Trainer:
         if self.device.type != "cpu":
             self.batches.keep_on(self.device)
         if self.device.type == "cuda" and self.world.size == train.accumulate == 1:
-            capture(self.model, self.batches.at(0)[:, :-1], self.dtype)
+            capture(self.model, self.batches.at(0)[:, :-1].to(self.device), self.dtype)
         self.started = time.perf_counter() - self.progress.seconds
 
     # -- the loop ---------------------------------------------------------------------------
@@ -167,11 +172,12 @@ class Trainer:
         while not self.finished:
             try:
                 report = self.advance()
-            except DivergedError:
+            except DivergedError as error:
                 spent = self.progress.rollbacks >= self.config.train.rollbacks
-                if spent or self.folder is None or self.saved_step is None:
+                alone = self.folder is not None and self.world.size == 1
+                if spent or not alone or self.saved_step is None:
                     raise
-                report = self.roll_back()
+                report = self.roll_back(error.step)
             yield report
 
     @property
@@ -193,15 +199,17 @@ class Trainer:
             self.write_metrics()
         if self.due(train.evaluate_every):
             self.evaluate(report)
-        if train.sample_every and self.due(train.sample_every):
-            report.sample = self.sample()
-        if report.is_best or self.due(train.save_every):
+        if report.is_best or self.unsaved_config or self.due(train.save_every):
             report.saved = self.save(is_best=report.is_best)
+        if train.sample_every and self.due(train.sample_every):
+            self.require_finite_weights(report)
+            report.sample = self.sample()
         return report
 
     def change_config(self, config: Config) -> None:
         """Go on with another length or other rates, which the run's folder is told."""
         self.config = config
+        self.unsaved_config = True  # until the next step: resuming goes by the checkpoint's config
         if self.folder is not None:
             with self.tolerating_a_full_disk():
                 self.folder.write_config(config)
@@ -213,10 +221,14 @@ class Trainer:
             self.evaluate(report)
             self.save(is_best=report.is_best)
 
-    def roll_back(self) -> Report:
-        """Return to the last checkpoint and go on from there at half the learning rates."""
+    def roll_back(self, failed: int) -> Report:
+        """Return to the last checkpoint and go on from there at half the learning rates.
+
+        Args:
+            failed: the step whose numbers were bad.
+        """
         assert self.folder is not None
-        failed, rollbacks = self.progress.step + 1, self.progress.rollbacks + 1
+        rollbacks = self.progress.rollbacks + 1
         saved, _ = self.folder.load("latest")
         rates = {
             "optim.lr": self.config.optim.lr / 2,
@@ -247,7 +259,9 @@ class Trainer:
         accumulate = self.config.train.accumulate
         first = self.world.rank * accumulate * self.micro_batch
         rows = slice(first, first + accumulate * self.micro_batch)
-        blocks = self.batches.at(step, rows).to(self.device, non_blocking=True)
+        # elsewhere than on CUDA a copy that is not waited for may read what is gone already
+        cuda = self.device.type == "cuda"
+        blocks = self.batches.at(step, rows).to(self.device, non_blocking=cuda)
         total = torch.zeros((), device=self.device)
         for micro, block in enumerate(torch.split(blocks, self.micro_batch)):  # (B, T + 1)
             self.seed_dropout(step, micro)
@@ -299,6 +313,17 @@ class Trainer:
                 what = "gradient" if math.isfinite(loss) else "loss"
                 raise self._diverged(what, report.step, report.rate)
 
+    def require_finite_weights(self, report: Report) -> None:
+        """Check every weight, and every loss so far.
+
+        Raises:
+            DivergedError: one is not finite.
+        """
+        self.write_metrics()
+        norms = torch._foreach_norm(list(self.model.parameters()))
+        if not math.isfinite(torch.stack(norms).sum().item()):
+            raise self._diverged("weights", report.step, report.rate)
+
     def apply_update(self, step: int, rate: float) -> None:
         """Update the weights and move their average."""
         self.optimizer.step(step, rate)
@@ -338,7 +363,10 @@ class Trainer:
         progress = self.progress
         if report.step == 0:
             return  # what has learnt nothing is no candidate
+        if not math.isfinite(shared):
+            raise self._diverged("weights", report.step, report.rate)
         if shared < progress.best_loss:
+            self.best_before = progress.best_loss, progress.best_step
             progress.best_loss, progress.best_step = shared, report.step
             progress.evaluations_since_best = 0
             report.is_best = True
@@ -406,12 +434,8 @@ class Trainer:
         if self.folder is None or self.saved_step == self.progress.step:
             return None
         self.progress.seconds = time.perf_counter() - self.started
+        self.require_finite_weights(Report(self.progress.step))
         raw = dict(self.model.state_dict())
-        norms = torch.stack(torch._foreach_norm(list(raw.values())))
-        if not math.isfinite(norms.sum().item()):
-            step = self.progress.step
-            rate = rate_at(step, self.config.schedule, self.config.train.max_steps)
-            raise self._diverged("weights", step, rate)
         optimizer = self.optimizer.state_tensors()
         weights = raw
         if self.average is not None:
@@ -426,8 +450,10 @@ class Trainer:
                 optimizer=optimizer,
                 is_best=is_best,
             )
-            self.saved_step, self.trouble = self.progress.step, None
+            self.saved_step, self.trouble, self.unsaved_config = self.progress.step, None, False
             return folder
+        if is_best:  # it is lost, so the one before it is the best that there is
+            self.progress.best_loss, self.progress.best_step = self.best_before
         return None
 
     @contextlib.contextmanager
@@ -507,7 +533,8 @@ class Trainer:
         )
         self.saved_step = self.progress.step
         if self.folder is not None:
-            self.folder.forget_metrics_after(self.progress.step)
+            with self.tolerating_a_full_disk():
+                self.folder.forget_metrics_after(self.progress.step)
 
     def _replicate(self) -> torch.nn.Module:
         if self.world.size == 1:
@@ -535,9 +562,10 @@ class Trainer:
             else f"the last good checkpoint is step {self.saved_step:,}; --resume the run with"
         )
         are = "are" if what == "weights" else "is"
-        return DivergedError(
+        words = (
             f"the {what} {are} no longer finite at step {step:,} (rates {optim.lr:g} and "
             f"{optim.matrix_lr:g}, times {rate:.3g}), and nothing of that was saved: {kept} lower "
             f"rates, such as -s optim.lr={optim.lr / 4:g} -s optim.matrix_lr="
             f"{optim.matrix_lr / 4:g}, or with -s train.rollbacks=3 to have that done by itself"
         )
+        return DivergedError(words, step)

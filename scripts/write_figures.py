@@ -1,8 +1,8 @@
-"""Write the README's performance section from the records in `benchmarks/`.
+"""Write the figures of README and docs/reliability.md from the records in `benchmarks/`.
 
-    python scripts/write_performance.py
+    python scripts/write_figures.py
 
-A test holds the README to what this writes, so no figure there is typed by hand.
+A test holds both to what this writes, so no figure there is typed by hand.
 """
 
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-START, END = "<!-- performance: written by scripts/write_performance.py -->", "<!-- end -->"
+START, END = "<!-- figures: written by scripts/write_figures.py -->", "<!-- end -->"
 
 
 def record(name: str) -> dict[str, Any]:
@@ -97,8 +97,44 @@ def preparing(found: dict[str, Any]) -> list[str]:
     ]
 
 
+def torture(found: dict[str, Any]) -> list[str]:
+    """Return the table of all harm done, and of what came of it."""
+    lines = [
+        f"{found['date']}, commit {found['commit']}, {found['hardware']}:",
+        "",
+        "| what must hold | cases | failed | seconds |",
+        "|---|---|---|---|",
+    ]
+    for row in found["rows"]:
+        skipped = f", {row['skipped']} skipped" if row["skipped"] else ""
+        lines.append(
+            f"| {row['claim']} | {row['cases']:,} | {len(row['failed'])}{skipped} "
+            f"| {row['seconds']:,.0f} |"
+        )
+    return [*lines, "", f"`{found['command']}`"]
+
+
+def saving(found: dict[str, Any]) -> list[str]:
+    """Return the lines on what a save costs."""
+    seconds = found["seconds"]
+    return [
+        f"A save of {found['parameters'] / 1e6:.1f}M parameters ({found['bytes'] / 1e6:.0f} MB "
+        f"with the optimizer) takes {seconds['ours']:.2f} s, medians of "
+        f"{len(found['all']['ours'])} in turn ({found['date']}): the same tensors as plain "
+        f"safetensors files {seconds['plain']:.2f} s, and {seconds['plain, flushed']:.2f} s if "
+        "they are flushed to disk.",
+        "",
+        f"`{found['command']}`",
+    ]
+
+
+def reliability() -> str:
+    """Return the figures of docs/reliability.md."""
+    return framed(torture(record("torture")), saving(record("save")))
+
+
 def section() -> str:
-    """Return the whole section, its markers included."""
+    """Return the README's whole section, its markers included."""
     parts = [
         training(record("train")),
         other_times(record("budgets"), record("ten-minutes")),
@@ -111,19 +147,30 @@ def section() -> str:
             f"`{record('scale')['command']}`",
         ],
     ]
+    return framed(*parts)
+
+
+def framed(*parts: list[str]) -> str:
+    """Return paragraphs between the markers."""
     body = "\n\n".join("\n".join(lines) for lines in parts)
     return f"{START}\n{body}\n{END}"
 
 
-def replaced(readme: str) -> str:
-    """Return the README with its section written anew."""
-    before, _, rest = readme.partition(START)
-    return before + section() + rest.partition(END)[2]
+def replaced(page: str, figures: str) -> str:
+    """Return a page with its figures written anew."""
+    before, _, rest = page.partition(START)
+    return before + figures + rest.partition(END)[2]
+
+
+def pages() -> dict[Path, str]:
+    """Return each page that has figures, as it should be."""
+    figures = {ROOT / "README.md": section(), ROOT / "docs" / "reliability.md": reliability()}
+    return {path: replaced(path.read_text(encoding="utf-8"), f) for path, f in figures.items()}
 
 
 def main() -> None:
-    path = ROOT / "README.md"
-    path.write_text(replaced(path.read_text(encoding="utf-8")), encoding="utf-8")
+    for path, content in pages().items():
+        path.write_text(content, encoding="utf-8")
 
 
 if __name__ == "__main__":

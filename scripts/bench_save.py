@@ -1,0 +1,85 @@
+"""What the commit protocol costs: a checkpoint of ours beside plain files of the same tensors.
+
+    python scripts/bench_save.py TEXT [--config gpt-baby] [--repeats 9]
+        [--json benchmarks/save.json]
+
+Each way in turn, in one folder: `safetensors.save_file` of weights and optimizer; the same, then
+flushed to disk; and `RunFolder.save` with its sums, flushes, manifest and pointers.
+"""
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from record import facts, write_record
+from safetensors.torch import save_file
+
+from chargpt.config import load_config
+from chargpt.store.run import RunFolder
+from chargpt.text.corpus import prepare
+from chargpt.training.trainer import Trainer
+
+
+def main() -> None:
+    """Do what the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("text", type=Path)
+    parser.add_argument("--config", default="gpt-baby")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--json", type=Path, default=None)
+    given = parser.parse_args()
+    config = load_config(given.config, [f"text.path={given.text}", "device=cpu", "dtype=float32"])
+    corpus = prepare(config.text)
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        run = RunFolder(Path(folder) / "run")
+        trainer = Trainer(config, corpus, folder=run)
+        run.create(trainer.config, corpus.tokenizer, force=False)
+        model, optimizer = trainer.model.state_dict(), trainer.optimizer.state_tensors()
+        optimizer = {name: tensor.contiguous() for name, tensor in optimizer.items()}
+        plain = [Path(folder) / name for name in ("model.safetensors", "optimizer.safetensors")]
+
+        def save_plainly() -> None:
+            for path, tensors in zip(plain, (model, optimizer), strict=True):
+                save_file(tensors, path)
+
+        def save_and_flush() -> None:
+            save_plainly()
+            for path in plain:
+                descriptor = os.open(path, os.O_RDONLY)
+                os.fsync(descriptor)
+                os.close(descriptor)
+
+        def save_ours() -> None:
+            trainer.progress.step += 1
+            assert trainer.save() is not None, trainer.trouble
+
+        ways: dict[str, Callable[[], None]] = {
+            "plain": save_plainly,
+            "plain, flushed": save_and_flush,
+            "ours": save_ours,
+        }
+        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        for _ in range(given.repeats):
+            for name, save in ways.items():
+                start = time.perf_counter()
+                save()
+                seconds[name].append(round(time.perf_counter() - start, 4))
+        medians = {name: statistics.median(times) for name, times in seconds.items()}
+        record = {
+            **facts(),
+            "parameters": trainer.model.parameter_count(),
+            "bytes": trainer.checkpoint_bytes(),
+            "seconds": medians,
+            "ours_over_plain": round(medians["ours"] / medians["plain"], 3),
+            "ours_over_plain_flushed": round(medians["ours"] / medians["plain, flushed"], 3),
+            "all": seconds,
+        }
+    write_record(record, given.json)
+
+
+if __name__ == "__main__":
+    main()
