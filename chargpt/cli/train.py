@@ -118,7 +118,7 @@ class Clock:
     @property
     def left(self) -> float:
         """Seconds until the last training step has to be done."""
-        closing = min(0.8 + 0.03 * self.seconds, 20.0)  # scoring, the table, leaving
+        closing = min(0.8 + 0.04 * self.seconds, 20.0)  # scoring, the table, leaving
         return self.seconds - closing - (time.perf_counter() - console.started)
 
 

@@ -340,7 +340,12 @@ class Trainer:
         if self.config.model.dropout:
             place = f"{self.config.seed}/{step}/{self.world.rank}/{micro}"
             digest = hashlib.blake2b(place.encode(), digest_size=8).digest()
-            torch.manual_seed(int.from_bytes(digest) >> 1)
+            number = int.from_bytes(digest) >> 1
+            if self.device.type == "cpu":
+                # torch.manual_seed notes each call for GPUs that may yet turn up, and keeps it
+                torch.default_generator.manual_seed(number)
+            else:
+                torch.manual_seed(number)
 
     def without_sync(self) -> contextlib.AbstractContextManager[Any]:
         """Leave gradients on their rank until the step's last micro-batch."""
