@@ -11,6 +11,7 @@ so Linux or macOS. The exit code is 1 if any case failed.
 import argparse
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -63,6 +64,8 @@ def main() -> None:
     work = given.work or Path(tempfile.mkdtemp(prefix="torture-"))
     work.mkdir(parents=True, exist_ok=True)
     os.environ["CHARGPT_CACHE"] = str(work / "cache")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # even where we are to ignore them
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     rows = [row for row in ROWS if given.rows is None or row.name in given.rows]
     results = [torture(row, given.share, given.seed, work) for row in rows]
     failed = sum(len(result["failed"]) for result in results)

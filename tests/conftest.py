@@ -6,12 +6,19 @@ import os
 # machine are far slower; processes that the tests start inherit this.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+# A suite started with `nohup` or in a script's background is to ignore these, and so would be all
+# that it starts; chargpt heeds that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+if hasattr(signal, "SIGHUP"):
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # a busy machine is no failure
 settings.register_profile("chargpt", deadline=None)

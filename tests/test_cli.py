@@ -276,7 +276,9 @@ LONG = [word.replace("max_steps=6", "max_steps=100000") for word in QUICK]
 def test_a_second_interrupt_stops_at_once_and_the_last_checkpoint_is_whole(
     verse: Path, tmp_path: Path
 ) -> None:
-    slow = ["model.n_embd=256", "model.block_size=128", "train.batch_size=64", "train.save_every=1"]
+    # signals are noticed between micro-batches, so there are many of them in a step
+    slow = ["model.n_embd=256", "model.block_size=128", "train.batch_size=64"]
+    slow += ["train.accumulate=64", "train.save_every=1"]
     changes = [word for setting in slow for word in ("-s", setting)]
     process = start(verse, *LONG, *changes, "--out", "run", cwd=tmp_path)
     assert process.stderr is not None

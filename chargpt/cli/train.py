@@ -277,21 +277,21 @@ def train_to_end(
     try:
         do_steps(trainer, bar, signals, levels, clock)
     except Stopped:
-        step = trainer.saved_step
-        if step is not None:
-            console.say(f"the last checkpoint is step {step:,}; {go_on}")
+        if trainer.saved_step is not None:
+            console.say(f"the last checkpoint is step {trainer.saved_step:,}; {go_on}")
         raise
     finally:
         bar.close()
-        signals.patient = False
+    ended_by, signals.caught = signals.caught[:1], []  # another one now changes nothing
     if trainer.trouble:
         raise WorkError(f"{unsaved(trainer)}; free some space, then {go_on}")
-    if signals.caught:
+    if ended_by:
         if trainer.finished:
             console.say(f"all steps are done and saved in {folder.path}")
         else:
             console.say(f"stopped at step {trainer.progress.step:,} and saved; {go_on}")
-        raise Stopped(signals.caught[0])
+        raise Stopped(ended_by[0])
+    signals.patient = False
     return levels
 
 
