@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -254,6 +255,16 @@ def test_a_signal_saves_the_run_and_says_how_to_go_on(
     assert f"stopped at step {step:,}" in said
 
 
+STARTED: list[subprocess.Popen[str]] = []
+
+
+@pytest.fixture(autouse=True)
+def no_process_outlives_its_test() -> Iterator[None]:
+    yield
+    while STARTED:
+        STARTED.pop().kill()
+
+
 def start(*words: object, cwd: Path, **streams: Any) -> subprocess.Popen[str]:
     """Start a training that goes on for long, and wait until it has saved something."""
     process = subprocess.Popen(
@@ -263,6 +274,7 @@ def start(*words: object, cwd: Path, **streams: Any) -> subprocess.Popen[str]:
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams},
     )
+    STARTED.append(process)
     deadline = time.monotonic() + 60
     while not (cwd / "run" / "checkpoints" / "latest.json").exists():
         assert time.monotonic() < deadline
