@@ -304,6 +304,24 @@ def test_a_changed_length_is_saved_with_the_next_step(corpus: Corpus, tmp_path: 
     assert (saved.state["step"], config.train.max_steps) == (6, 9)
 
 
+def test_a_full_disk_is_not_asked_again_before_a_save_is_due(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quiet = {"train.save_every": 100, "train.evaluate_every": 100}
+    trainer = started(tiny(**quiet), corpus, tmp_path / "run")
+    asked = []
+    for report in trainer.steps():
+        if report.step == 4:
+            monkeypatch.setattr(RunFolder, "require_space", lambda run, _: full(asked, run))
+            trainer.change_config(trainer.config.with_values({"train.max_steps": 9}))
+    assert len(asked) == 2  # with the step after the change, and at the end
+
+
+def full(asked: list[RunFolder], run: RunFolder) -> None:
+    asked.append(run)
+    raise OSError(28, "No space left on device")
+
+
 def test_lower_rates_for_the_rest_of_a_run_are_taken_and_told(
     corpus: Corpus, tmp_path: Path
 ) -> None:

@@ -438,6 +438,7 @@ class Trainer:
         self.write_metrics()
         if self.folder is None or self.saved_step == self.progress.step:
             return None
+        self.unsaved_config = False  # if the disk refuses, the next save that is due will do
         self.progress.seconds = time.perf_counter() - self.started
         self.require_finite_weights(Report(self.progress.step))
         raw = dict(self.model.state_dict())
@@ -455,7 +456,7 @@ class Trainer:
                 optimizer=optimizer,
                 is_best=is_best,
             )
-            self.saved_step, self.trouble, self.unsaved_config = self.progress.step, None, False
+            self.saved_step, self.trouble = self.progress.step, None
             return folder
         if is_best:  # it is lost, so the one before it is the best that there is
             self.progress.best_loss, self.progress.best_step = self.best_before
