@@ -202,6 +202,7 @@ class Trainer:
         if report.is_best or self.unsaved_config or self.due(train.save_every):
             report.saved = self.save(is_best=report.is_best)
         if train.sample_every and self.due(train.sample_every):
+            self.write_metrics()  # which finds a loss that went bad
             self.require_finite_weights(report)
             report.sample = self.sample()
         return report
@@ -309,17 +310,14 @@ class Trainer:
         if self.device.type == "cpu":
             # among several ranks only the norm is everyone's, so that all stop or none does
             loss = report.loss.item() if self.world.size == 1 else 0.0
-            if not math.isfinite(loss) or not math.isfinite(report.grad_norm.item()):
-                what = "gradient" if math.isfinite(loss) else "loss"
-                raise self._diverged(what, report.step, report.rate)
+            self._require_numbers(loss, report.grad_norm.item(), report.step, report.rate)
 
     def require_finite_weights(self, report: Report) -> None:
-        """Check every weight, and every loss so far.
+        """Check every weight.
 
         Raises:
             DivergedError: one is not finite.
         """
-        self.write_metrics()
         norms = torch._foreach_norm(list(self.model.parameters()))
         if not math.isfinite(torch.stack(norms).sum().item()):
             raise self._diverged("weights", report.step, report.rate)
@@ -423,9 +421,7 @@ class Trainer:
         values = torch.stack([torch.stack((loss, norm)) for _, _, loss, norm in pending])
         rows = self.world.mean(values).tolist()
         for (step, rate, _, _), (loss, norm) in zip(pending, rows, strict=True):
-            if not math.isfinite(loss) or not math.isfinite(norm):
-                what = "gradient" if math.isfinite(loss) else "loss"
-                raise self._diverged(what, step, rate)
+            self._require_numbers(loss, norm, step, rate)
             self._record({"step": step, "loss": loss, "grad_norm": norm, "rate": rate})
         pending.clear()
 
@@ -558,6 +554,10 @@ class Trainer:
             elapsed = round(time.perf_counter() - self.started, 3)
             with self.tolerating_a_full_disk():
                 self.folder.append_metrics({**record, "seconds": elapsed})
+
+    def _require_numbers(self, loss: float, norm: float, step: int, rate: float) -> None:
+        if not math.isfinite(loss) or not math.isfinite(norm):
+            raise self._diverged("gradient" if math.isfinite(loss) else "loss", step, rate)
 
     def _diverged(self, what: str, step: int, rate: float) -> DivergedError:
         """Return the error that says where numbers went bad, and what to do."""
