@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -38,12 +39,18 @@ def main() -> None:
     results = {}
     for target in given.targets:
         work = Path(tempfile.mkdtemp(prefix=f"fuzz-{target}-", dir=memory_disk()))
+        corpus = work / "corpus"
+        corpus.mkdir()
         for number, seed in enumerate(seeds(target)):
-            (work / f"seed-{number}").write_bytes(seed)
+            (corpus / f"seed-{number}").write_bytes(seed)
+        words = dictionary(work / "words", seeds(target))
+        options = [f"-runs={given.runs}", f"-max_len={MAX_LENGTH}", f"-artifact_prefix={work}/"]
         start = time.monotonic()
-        words = [f"-runs={given.runs}", f"-max_len={MAX_LENGTH}", f"-artifact_prefix={work}/"]
         done = subprocess.run(
-            [sys.executable, __file__, "--child", target, *words, str(work)],
+            [
+                *(sys.executable, __file__, "--child", target, str(work)),
+                *(*options, f"-dict={words}", str(corpus)),
+            ],
             capture_output=True,
             text=True,
             check=False,
@@ -59,6 +66,8 @@ def main() -> None:
         print(f"{target}: {results[target]}", flush=True)
         if done.returncode != 0:
             print(done.stderr[-3000:])
+        else:
+            shutil.rmtree(work)
     if given.json is not None:
         from record import facts
 
@@ -78,7 +87,8 @@ def seeds(target: str) -> list[bytes]:
     golden = sorted((REPOSITORY / "tests" / "golden").iterdir())[-1] / "run"
     (folder,) = (golden / "checkpoints").glob("step-*")
     if target == "config":
-        return [path.read_bytes() for path in (REPOSITORY / "configs").glob("*.yaml")]
+        shipped = (REPOSITORY / "configs").glob("*.yaml")
+        return [path.read_bytes() for path in (*shipped, folder / "config.yaml")]
     if target == "tokenizer":
         return [(folder / "tokenizer.json").read_bytes()]
     return [
@@ -87,7 +97,14 @@ def seeds(target: str) -> list[bytes]:
     ]
 
 
-def fuzz(target: str) -> None:
+def dictionary(path: Path, texts: list[bytes]) -> Path:
+    """Write the words of some texts as libFuzzer's dictionary, which guesses none by itself."""
+    words = {word for text in texts for word in re.findall(rb"[A-Za-z_][A-Za-z0-9_.-]+", text)}
+    path.write_bytes(b"".join(b'"%s"\n' % word for word in sorted(words)))
+    return path
+
+
+def fuzz(target: str, work: Path) -> None:
     """Become the fuzzer of one target."""
     import atheris
 
@@ -95,12 +112,12 @@ def fuzz(target: str) -> None:
         import chargpt.store.run
         import chargpt.text.tokenizer
         import chargpt.yaml_reader  # noqa: F401
-    reads: dict[str, Callable[[], Callable[[bytes], None]]] = {
+    reads: dict[str, Callable[[Path], Callable[[bytes], None]]] = {
         "checkpoint": checkpoint_reader,
         "tokenizer": tokenizer_reader,
         "config": config_reader,
     }
-    read = reads[target]()
+    read = reads[target](work)
     from chargpt.errors import ChargptError
 
     def one(content: bytes) -> None:
@@ -110,11 +127,11 @@ def fuzz(target: str) -> None:
             if not str(refusal):
                 raise AssertionError("an error without words") from refusal
 
-    atheris.Setup([sys.argv[0], *sys.argv[3:]], one)
+    atheris.Setup([sys.argv[0], *sys.argv[4:]], one)
     atheris.Fuzz()
 
 
-def config_reader() -> Callable[[bytes], None]:
+def config_reader(_: Path) -> Callable[[bytes], None]:
     """Return what reads bytes as a config, and back what it wrote."""
     from chargpt.config import validate
     from chargpt.yaml_reader import parse_yaml
@@ -128,7 +145,7 @@ def config_reader() -> Callable[[bytes], None]:
     return read
 
 
-def tokenizer_reader() -> Callable[[bytes], None]:
+def tokenizer_reader(_: Path) -> Callable[[bytes], None]:
     """Return what reads bytes as a tokenizer, and uses it."""
     from chargpt.text.tokenizer import CharTokenizer
 
@@ -139,7 +156,7 @@ def tokenizer_reader() -> Callable[[bytes], None]:
     return read
 
 
-def checkpoint_reader() -> Callable[[bytes], None]:
+def checkpoint_reader(work: Path) -> Callable[[bytes], None]:
     """Return what reads a checkpoint one of whose files is the input, all sums being right.
 
     Configs have a target of their own: here the whole one is read once, lest a run take hours.
@@ -148,9 +165,9 @@ def checkpoint_reader() -> Callable[[bytes], None]:
     from chargpt.store.run import RunFolder
     from chargpt.store.verify import require_whole
 
-    run = Path(tempfile.mkdtemp(prefix="fuzz-run-", dir=memory_disk()))
     golden = sorted((REPOSITORY / "tests" / "golden").iterdir())[-1] / "run" / "checkpoints"
     (source,) = golden.glob("step-*")
+    run = work / "run"
     folder = run / "checkpoints" / source.name
     folder.mkdir(parents=True)
     whole = {name: (source / name).read_bytes() for name in FILES}
@@ -185,6 +202,6 @@ def checkpoint_reader() -> Callable[[bytes], None]:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
-        fuzz(sys.argv[2])
+        fuzz(sys.argv[2], Path(sys.argv[3]))
     else:
         main()
