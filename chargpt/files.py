@@ -2,13 +2,17 @@
 
 import os
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 
+Chunks = Sequence[bytes | memoryview]  # the content of a file, in parts
 
-def write_flushed(path: Path, content: bytes) -> None:
+
+def write_flushed(path: Path, chunks: Chunks) -> None:
     """Write a file and wait until the disk has it."""
     with open(path, "wb") as file:
-        file.write(content)
+        for chunk in chunks:
+            file.write(chunk)
         file.flush()
         os.fsync(file.fileno())
 
@@ -28,7 +32,7 @@ def write_atomically(path: Path, content: bytes) -> None:
     """Replace a file: readers see the old content or the new, never a part."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:
-        write_flushed(temporary, content)
+        write_flushed(temporary, [content])
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

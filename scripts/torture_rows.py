@@ -30,7 +30,8 @@ from torture_faults import Ended, Fault, run_forked
 from chargpt.config import Config, load_config
 from chargpt.errors import ChargptError, DivergedError, UnknownCharacterError
 from chargpt.store import checkpoint
-from chargpt.store.run import RunFolder, Saved, load_run
+from chargpt.store.run import RunFolder, load_run
+from chargpt.store.saved import Saved
 from chargpt.store.verify import require_whole, verify
 from chargpt.text.corpus import Corpus, prepare
 from chargpt.text.tokenizer import CharTokenizer
@@ -487,7 +488,7 @@ def resume_at(work: Path, index: int, _: Random) -> str | None:
         differing = [name for name in two if not torch.equal(one[name], two[name])]
         if differing or one.keys() != two.keys():
             return f"{KINDS[kind]} from step {step}: {differing[:3]} differ"
-    lines = [[{**r, "seconds": 0} for r in RunFolder(p).metrics()] for p in (copy, run)]
+    lines = [[{**r, "seconds": 0} for r in RunFolder(p).metrics.records()] for p in (copy, run)]
     if lines[0] != lines[1]:
         return f"{KINDS[kind]} from step {step}: the metrics differ"
     facts = ("best_step", "best_nats_per_char", "evaluations_since_best", "stopped_early")
@@ -549,7 +550,7 @@ def go_bad(work: Path, index: int, random: Random) -> str | None:
         return None
     if not config.train.rollbacks:
         return f"{bad} in a {place} at step {step + 1} was not noticed"
-    returns = [r for r in run.metrics() if "rolled_back_from" in r]
+    returns = [r for r in run.metrics.records() if "rolled_back_from" in r]
     if [r["rolled_back_from"] for r in returns] != [step + 1] or not trainer.finished:
         return f"{bad} in a {place} at step {step + 1}: the metrics say {returns}"
     return None

@@ -159,7 +159,7 @@ def test_a_budgets_run_can_be_repeated_from_its_config_without_the_clock(
     assert again.returncode == 0, again.stderr
     # a machine that slowed down has cut the first short, but what it did is the same
     timed, repeated = (
-        {record["step"]: record["loss"] for record in folder.metrics() if "loss" in record}
+        {record["step"]: record["loss"] for record in folder.metrics.records() if "loss" in record}
         for folder in (RunFolder(Path("timed")), RunFolder(Path("again")))
     )
     assert len(timed) > 20
@@ -392,7 +392,7 @@ def test_a_disk_that_refuses_a_save_gets_one_sentence_while_training_goes_on(
     assert len(told) == 2  # once on the way, once at the end
     assert "training goes on" in told[0]
     assert told[1].startswith("chargpt: the disk refuses what step 6 is to save")
-    assert len(RunFolder(tmp_path / "run").metrics()) > 6
+    assert len(RunFolder(tmp_path / "run").metrics.records()) > 6
     assert not list(tmp_path.rglob("*.tmp"))
 
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from conftest import REPOSITORY
 
@@ -18,6 +19,7 @@ from chargpt.errors import ChargptError, RunError
 from chargpt.models import build_model
 from chargpt.store import checkpoint
 from chargpt.store.run import RunFolder, load_run, newest_run
+from chargpt.store.tensors import pack
 from chargpt.store.verify import verify
 from chargpt.text.tokenizer import CharTokenizer
 
@@ -264,19 +266,19 @@ def test_a_save_is_refused_while_the_disk_has_no_room_for_it(
 def test_metrics_that_the_disk_refused_are_written_with_the_next(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run.append_metrics({"step": 1})
+    run.metrics.append({"step": 1})
     path = run.path / "metrics.jsonl"
     aside = path.rename(run.path / "aside")
     path.mkdir()
     for step in (2, 3):
         with pytest.raises(IsADirectoryError):
-            run.append_metrics({"step": step})
+            run.metrics.append({"step": step})
     path.rmdir()
     aside.rename(path)
     with open(path, "a") as file:
         file.write('{"step": 2')  # what a full disk leaves of a line
-    run.append_metrics({"step": 4})
-    assert [record["step"] for record in run.metrics()] == [1, 2, 3, 4]
+    run.metrics.append({"step": 4})
+    assert [record["step"] for record in run.metrics.records()] == [1, 2, 3, 4]
 
 
 def test_a_run_is_one_processes_alone_until_it_ends(run: RunFolder) -> None:
@@ -409,11 +411,11 @@ def test_metrics_that_no_run_writes_are_passed_over_or_refused(run: RunFolder) -
     path.write_bytes(
         b'{"step": 1}\n\xff\xfe\n' + deep + b'\n{"step": 2, "loss": "x"}\n{"step": 3}\n'
     )
-    assert [record["step"] for record in run.metrics()] == [1, 3]
+    assert [record["step"] for record in run.metrics.records()] == [1, 3]
     path.unlink()
     os.mkfifo(path)
     with pytest.raises(RunError, match="not what a run writes"):
-        run.metrics()
+        run.metrics.records()
 
 
 def test_half_a_run_that_a_killed_process_left_can_be_replaced(tmp_path: Path) -> None:
@@ -429,12 +431,12 @@ def test_half_a_run_that_a_killed_process_left_can_be_replaced(tmp_path: Path) -
 
 def test_metrics_survive_a_line_cut_short_and_forget_what_is_done_again(run: RunFolder) -> None:
     for step in (1, 2, 3):
-        run.append_metrics({"step": step, "loss": 1.0 / step})
+        run.metrics.append({"step": step, "loss": 1.0 / step})
     with open(run.path / "metrics.jsonl", "a") as file:
         file.write('{"step": 4, "lo')
-    assert [record["step"] for record in run.metrics()] == [1, 2, 3]
-    run.forget_metrics_after(2)
-    assert [record["step"] for record in run.metrics()] == [1, 2]
+    assert [record["step"] for record in run.metrics.records()] == [1, 2, 3]
+    run.metrics.forget_after(2)
+    assert [record["step"] for record in run.metrics.records()] == [1, 2]
 
 
 def test_the_newest_run_is_the_one_saved_last(tmp_path: Path) -> None:
@@ -453,3 +455,19 @@ def test_no_run_is_one_sentence(tmp_path: Path) -> None:
     empty = RunFolder(tmp_path / "new").create(CONFIG, TOKENIZER, force=False)
     with pytest.raises(RunError, match="no checkpoint yet"):
         load_run(empty.path)
+
+
+def test_weights_are_packed_as_the_library_packs_them_without_a_copy() -> None:
+    tensors = {
+        "wide": torch.randn(3, 5),
+        "turned": torch.randn(4, 2).mT,
+        "one number": torch.tensor(0.5),
+        "ärm": torch.randn(7),
+        "empty": torch.empty(0, 3),
+    }
+    chunks = pack(tensors)
+    assert b"".join(chunks) == safetensors.torch.save(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}
+    )
+    tensors["wide"].zero_()
+    assert bytes(chunks[-2]) == bytes(60)

@@ -79,7 +79,7 @@ def weights(path: Path, name: str = "model", step: int = 12) -> bytes:
 
 
 def losses(path: Path) -> list[tuple[int, float, float]]:
-    records = [r for r in RunFolder(path).metrics() if "loss" in r]
+    records = [r for r in RunFolder(path).metrics.records() if "loss" in r]
     return [(r["step"], r["loss"], r["grad_norm"]) for r in records]
 
 
@@ -242,7 +242,7 @@ def test_a_run_can_return_by_itself_to_its_last_checkpoint_at_half_the_rates(
     notes = [report.note for report in reports if report.note]
     assert len(notes) == 2
     assert "back to step 6" in notes[0]
-    returns = [r for r in RunFolder(tmp_path / "run").metrics() if "rolled_back_from" in r]
+    returns = [r for r in RunFolder(tmp_path / "run").metrics.records() if "rolled_back_from" in r]
     # the new rates are saved with the next step
     assert [(r["step"], r["rolled_back_from"]) for r in returns] == [(6, 8), (7, 8)]
     assert [r["optim.lr"] for r in returns] == [rate / 2, rate / 4]

@@ -78,7 +78,7 @@ class Comparison:
         )
         self.curves[name] = [
             (record["step"], record["val_nats_per_char"])
-            for record in RunFolder(path).metrics()
+            for record in RunFolder(path).metrics.records()
             if "val_nats_per_char" in record
         ]
         self.samples[name] = sample(run, run.config.sample.model_copy(update=SAMPLE))[0]

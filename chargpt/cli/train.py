@@ -422,7 +422,7 @@ def verdict(
     """Return in plain words whether the model beat counting, and whether it over-fitted."""
     sentences = []
     progress = trainer.progress
-    records = trainer.folder.metrics() if trainer.folder else []
+    records = trainer.folder.metrics.records() if trainer.folder else []
     seen = [(r["step"], r["val_nats_per_char"]) for r in records if "val_nats_per_char" in r]
     last = seen[-1][1] if seen else val_loss
     if trainer.config.model.kind == "gpt":

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from chargpt.errors import RunError
-from chargpt.files import flush_folder, write_atomically, write_flushed
+from chargpt.files import Chunks, flush_folder, write_atomically, write_flushed
 
 MANIFEST = "manifest.json"
 MAX_JSON_BYTES = 64_000_000
@@ -62,7 +62,7 @@ def step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
 
 
-def commit(parent: Path, step: int, files: Mapping[str, bytes]) -> Path:
+def commit(parent: Path, step: int, files: Mapping[str, Chunks]) -> Path:
     """Write one checkpoint under `parent` and return its folder; if that fails, leave no part.
 
     Raises:
@@ -73,15 +73,15 @@ def commit(parent: Path, step: int, files: Mapping[str, bytes]) -> Path:
     temporary = parent / f"{final.name}.tmp"
     try:
         temporary.mkdir(parents=True)
-        with ThreadPoolExecutor(1) as beside:  # summing takes as long as writing
-            sums = {name: beside.submit(hashlib.sha256, content) for name, content in files.items()}
-            for name, content in files.items():
-                write_flushed(temporary / name, content)
+        with ThreadPoolExecutor(len(files)) as beside:  # summing takes longer than writing
+            sums = {name: beside.submit(_sha256, chunks) for name, chunks in files.items()}
+            for name, chunks in files.items():
+                write_flushed(temporary / name, chunks)
         manifest = {
-            name: {"size": len(content), "sha256": sums[name].result().hexdigest()}
-            for name, content in files.items()
+            name: {"size": sum(map(len, chunks)), "sha256": sums[name].result()}
+            for name, chunks in files.items()
         }
-        write_flushed(temporary / MANIFEST, to_json({"step": step, "files": manifest}))
+        write_flushed(temporary / MANIFEST, [to_json({"step": step, "files": manifest})])
         flush_folder(temporary)
         discard(final)  # a run that went on from an older checkpoint has come here again
         os.rename(temporary, final)
@@ -90,6 +90,13 @@ def commit(parent: Path, step: int, files: Mapping[str, bytes]) -> Path:
         raise
     flush_folder(parent)
     return final
+
+
+def _sha256(chunks: Chunks) -> str:
+    digest = hashlib.sha256()
+    for chunk in chunks:
+        digest.update(chunk)
+    return digest.hexdigest()
 
 
 def discard(folder: Path) -> None:

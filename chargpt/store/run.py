@@ -4,58 +4,38 @@ runs/<name>/config.yaml  tokenizer.json  metrics.jsonl  checkpoints/
 """
 
 import errno
-import json
-import math
 import os
 import shutil
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors
-import safetensors.torch
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-from chargpt.config import Config, validate
-from chargpt.device import choose_device, require_memory
+from chargpt.config import Config
+from chargpt.device import choose_device
 from chargpt.errors import ChargptError, RunError
 from chargpt.files import write_atomically
-from chargpt.models import LanguageModel, build_model, count_parameters, rotary_bytes
+from chargpt.models import LanguageModel, build_model
 from chargpt.store import checkpoint
-from chargpt.text.tokenizer import CharTokenizer
-from chargpt.yaml_reader import parse_yaml
-
-CONFIG, TOKENIZER, METRICS, CHECKPOINTS = (
-    "config.yaml",
-    "tokenizer.json",
-    "metrics.jsonl",
-    "checkpoints",
+from chargpt.store.metrics import Metrics
+from chargpt.store.saved import (
+    CONFIG,
+    MODEL,
+    OPTIMIZER,
+    STATE,
+    TOKENIZER,
+    Saved,
+    read_checkpoint,
 )
-MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+from chargpt.store.tensors import fill, pack
+from chargpt.text.tokenizer import CharTokenizer
+
+METRICS, CHECKPOINTS = "metrics.jsonl", "checkpoints"
 LOCK = ".lock"
 OWN = (CONFIG, TOKENIZER, METRICS, CHECKPOINTS, LOCK)  # all that a run makes in its folder
-MAX_METRICS_BYTES = 2_000_000_000  # a hundred bytes a step
-MAX_TEXT_BYTES = 64_000_000  # of a config, a vocabulary, a state
-OPTIMIZER_COPIES = 4  # numbers that it keeps for each parameter, with some to spare
-MAX_TENSOR_HEADER = 400  # bytes that name, kind, shape and place of one tensor take
-
-
-@dataclass(frozen=True)
-class Saved:
-    """What one checkpoint holds.
-
-    `state` keeps the plain facts: step, best validation, corpus key, seconds of training.
-    """
-
-    folder: Path
-    config: Config
-    tokenizer: CharTokenizer
-    state: dict[str, Any]
-    model: dict[str, Tensor]
-    optimizer: dict[str, Tensor]  # empty where it was not asked for
 
 
 @dataclass(frozen=True)
@@ -76,8 +56,8 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checkpoints = path / CHECKPOINTS
+        self.metrics = Metrics(path / METRICS)
         self._lock = FileLock(path / LOCK)
-        self._unwritten: list[str] = []  # metrics that the disk has refused so far
 
     @staticmethod
     def check_free(path: Path) -> None:
@@ -160,54 +140,6 @@ class RunFolder:
         """Record the resolved settings."""
         write_atomically(self.path / CONFIG, config.to_yaml().encode())
 
-    def append_metrics(self, record: Mapping[str, object]) -> None:
-        """Add one line to `metrics.jsonl`; lines that the disk refuses are kept for the next time.
-
-        Raises:
-            OSError: the disk refused.
-        """
-        # a line that was refused may stand there in part: it ends here
-        fresh = "" if not self._unwritten else "\n"
-        self._unwritten.append(json.dumps(record) + "\n")
-        with open(self.path / METRICS, "a", encoding="utf-8") as file:
-            file.write(fresh + "".join(self._unwritten))
-        self._unwritten.clear()
-
-    def metrics(self) -> list[dict[str, Any]]:
-        """Return the recorded lines in order, skipping any that a crash cut short.
-
-        Raises:
-            RunError: `metrics.jsonl` is not a plain file, or far too large.
-        """
-        path = self.path / METRICS
-        try:
-            facts = path.lstat()
-            if not stat.S_ISREG(facts.st_mode) or facts.st_size > MAX_METRICS_BYTES:
-                raise RunError(f"{path} is not what a run writes; restore or delete it")
-            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        except OSError:
-            return []
-        records = []
-        for line in lines:
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if (
-                isinstance(record, dict)
-                and isinstance(record.get("step"), int)
-                and all(isinstance(value, int | float) for value in record.values())
-            ):
-                records.append(record)
-        return records
-
-    def forget_metrics_after(self, step: int) -> None:
-        """Drop lines of steps that a resumed run will do again."""
-        self._unwritten.clear()
-        kept = [record for record in self.metrics() if record["step"] <= step]
-        text = "".join(json.dumps(record) + "\n" for record in kept)
-        write_atomically(self.path / METRICS, text.encode())
-
     def save(
         self,
         *,
@@ -224,13 +156,13 @@ class RunFolder:
             OSError: the disk refused; the checkpoints before are as they were.
         """
         files = {
-            MODEL: _pack(model),
-            OPTIMIZER: _pack(optimizer),
-            CONFIG: config.to_yaml().encode(),
-            TOKENIZER: tokenizer.to_json().encode(),
-            STATE: checkpoint.to_json(state),
+            MODEL: pack(model),
+            OPTIMIZER: pack(optimizer),
+            CONFIG: [config.to_yaml().encode()],
+            TOKENIZER: [tokenizer.to_json().encode()],
+            STATE: [checkpoint.to_json(state)],
         }
-        self.require_space(sum(map(len, files.values())))
+        self.require_space(sum(len(chunk) for chunks in files.values() for chunk in chunks))
         folder = checkpoint.commit(self.checkpoints, state["step"], files)
         # `latest` last: what dies before it is done again, the pointing to the best included
         if is_best or state.get("best_step") is None:  # before anything was measured: the newest
@@ -292,82 +224,6 @@ class RunFolder:
             return others, [str(error)]
 
 
-def _pack(tensors: Mapping[str, Tensor]) -> bytes:
-    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    return safetensors.torch.save(plain)
-
-
-def read_checkpoint(folder: Path, *, optimizer: bool = True) -> Saved:
-    """Return what one checkpoint holds, after checking all of it.
-
-    The small files come first: they say how large the others can be.
-
-    Raises:
-        ChargptError: something in it is missing, damaged, or at odds with the rest.
-    """
-    texts = checkpoint.read(folder, dict.fromkeys((CONFIG, TOKENIZER, STATE), MAX_TEXT_BYTES))
-    try:
-        tree, lines = parse_yaml(texts[CONFIG].decode(), str(folder / CONFIG))
-        tokenizer = CharTokenizer.from_json(texts[TOKENIZER].decode(), str(folder / TOKENIZER))
-    except UnicodeDecodeError as error:
-        raise RunError(f"{folder} does not hold a checkpoint ({error}); use another") from None
-    config = validate(tree, str(folder / CONFIG), lines)
-    weights = 4 * count_parameters(config.model, tokenizer.vocab_size)
-    header = MAX_TENSOR_HEADER * (12 * config.model.n_layer + 8)
-    most = {MODEL: weights + header}
-    if optimizer:
-        most[OPTIMIZER] = OPTIMIZER_COPIES * (weights + header)
-    # the files' bytes, and their tensors beside them
-    wanted = 2 * sum(most.values()) + rotary_bytes(config.model)
-    require_memory(wanted, f"the checkpoint {folder}")
-    tensors = checkpoint.read(folder, most)
-    return Saved(
-        folder,
-        config,
-        tokenizer,
-        _checked_state(folder, texts[STATE]),
-        _tensors(folder / MODEL, tensors[MODEL]),
-        _tensors(folder / OPTIMIZER, tensors[OPTIMIZER]) if optimizer else {},
-    )
-
-
-def _tensors(path: Path, content: bytes) -> dict[str, Tensor]:
-    try:
-        return safetensors.torch.load(content)
-    except (ValueError, KeyError, safetensors.SafetensorError) as error:
-        raise RunError(f"{path} does not hold tensors ({error}); use another checkpoint") from None
-
-
-def _checked_state(folder: Path, content: bytes) -> dict[str, Any]:
-    """Return the facts of `state.json`.
-
-    Raises:
-        RunError: they are not such facts, or another step's.
-    """
-    try:
-        state = json.loads(content)
-    except (ValueError, RecursionError):
-        state = None
-    kinds: dict[str, Any] = {
-        "seconds": int | float,
-        "best_step": int | None,
-        "best_nats_per_char": int | float | None,
-        "evaluations_since_best": int,
-        "rollbacks": int,
-        "threads": int,
-        "corpus": str,
-        "text": str,
-    }
-    if (
-        not isinstance(state, dict)
-        or state.get("step") != checkpoint.step_of(folder)
-        or not all(isinstance(state[key], kinds[key]) for key in kinds.keys() & state.keys())
-        or any(isinstance(v, int | float) and not abs(v) < 1e18 for v in state.values())
-    ):
-        raise RunError(f"{folder / STATE} is not the state of that step; use another checkpoint")
-    return state
-
-
 def is_run(path: Path) -> bool:
     """Return whether a folder is a run."""
     return (path / CONFIG).is_file()
@@ -400,32 +256,6 @@ def open_run(path: str | Path) -> RunFolder:
         what = "there is no folder" if not path.exists() else "there is no run in"
         raise RunError(f"{what} {path}; train one with `chargpt train`, or name another")
     return RunFolder(path)
-
-
-def fill(model: LanguageModel, tensors: Mapping[str, Tensor], origin: Path) -> None:
-    """Copy saved weights into a model of the same shape.
-
-    Raises:
-        RunError: names or shapes differ, or a weight is not a finite number.
-    """
-    wanted = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    given = {name: tensor.shape for name, tensor in tensors.items()}
-    if wanted != given:
-        odd = sorted(n for n in wanted.keys() | given.keys() if wanted.get(n) != given.get(n))
-        raise RunError(
-            f"the weights in {origin} are not those of its config (first at {odd[0]}); "
-            "use another checkpoint"
-        )
-    for name, tensor in tensors.items():
-        if not math.isfinite(tensor.double().abs().sum().item()):
-            raise RunError(f"{name} in {origin} is not finite; use an earlier checkpoint")
-    model.load_state_dict(dict(tensors))
-
-
-def raw_weights(saved: Saved) -> dict[str, Tensor]:
-    """Return the weights that training goes on from; with an average they stand apart."""
-    raw = {n[4:]: t for n, t in saved.optimizer.items() if n.startswith("raw.")}
-    return raw or saved.model
 
 
 def load_run(path: str | Path, checkpoint: str = "best", device: str = "auto") -> Run:

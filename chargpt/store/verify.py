@@ -6,7 +6,9 @@ from pathlib import Path
 from chargpt.errors import ChargptError, RunError
 from chargpt.models import build_model
 from chargpt.store import checkpoint
-from chargpt.store.run import RunFolder, Saved, fill, raw_weights, read_checkpoint
+from chargpt.store.run import RunFolder
+from chargpt.store.saved import Saved, read_checkpoint
+from chargpt.store.tensors import fill
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ def require_whole(saved: Saved) -> None:
     """
     model = build_model(saved.config.model, saved.tokenizer.vocab_size)
     fill(model, saved.model, saved.folder)
-    fill(model, raw_weights(saved), saved.folder)
+    fill(model, saved.raw_model, saved.folder)
 
 
 def _lead(run: RunFolder, pointer: str) -> tuple[Path | None, list[str]]:

@@ -5,7 +5,8 @@ import torch
 from chargpt.config import Config
 from chargpt.device import choose_device
 from chargpt.errors import ConfigError, RunError
-from chargpt.store.run import RunFolder, Saved
+from chargpt.store.run import RunFolder
+from chargpt.store.saved import Saved
 
 
 def resume(run: RunFolder, overrides: dict[str, object]) -> tuple[Saved, Config, list[str]]:

@@ -38,7 +38,9 @@ from chargpt.inference.evaluation import Evaluation, counted_ngram, evaluate_tok
 from chargpt.inference.sampling import stream
 from chargpt.models import LanguageModel, build_model
 from chargpt.models.ngram import NGramLM
-from chargpt.store.run import RunFolder, Saved, fill, raw_weights
+from chargpt.store.run import RunFolder
+from chargpt.store.saved import Saved
+from chargpt.store.tensors import fill
 from chargpt.text.batches import Batches
 from chargpt.text.corpus import Corpus, Split
 from chargpt.training.estimate import memory_bytes
@@ -139,7 +141,7 @@ class Trainer:
         model = build_model(self.config.model, vocab_size)
         if saved is not None:
             fill(model, saved.model, saved.folder)  # with an average, the raw ones stand apart
-            fill(model, raw_weights(saved), saved.folder)
+            fill(model, saved.raw_model, saved.folder)
         self.model: LanguageModel = model.to(self.device)
         self.optimizer = Optimizer(self.model, self.config.optim)
         self.average = self._start_average(saved)
@@ -236,7 +238,7 @@ class Trainer:
             "optim.matrix_lr": self.config.optim.matrix_lr / 2,
         }
         self.change_config(self.config.with_values(rates))
-        fill(self.model, raw_weights(saved), saved.folder)
+        fill(self.model, saved.raw_model, saved.folder)
         self.model.zero_grad(set_to_none=True)
         self.average = self._start_average(saved)
         self.optimizer = Optimizer(self.model, self.config.optim)
@@ -536,7 +538,7 @@ class Trainer:
         self.saved_step = self.progress.step
         if self.folder is not None:
             with self.tolerating_a_full_disk():
-                self.folder.forget_metrics_after(self.progress.step)
+                self.folder.metrics.forget_after(self.progress.step)
 
     def _replicate(self) -> torch.nn.Module:
         if self.world.size == 1:
@@ -553,7 +555,7 @@ class Trainer:
         if self.folder is not None:
             elapsed = round(time.perf_counter() - self.started, 3)
             with self.tolerating_a_full_disk():
-                self.folder.append_metrics({**record, "seconds": elapsed})
+                self.folder.metrics.append({**record, "seconds": elapsed})
 
     def _require_numbers(self, loss: float, norm: float, step: int, rate: float) -> None:
         if not math.isfinite(loss) or not math.isfinite(norm):

@@ -1,0 +1,108 @@
+"""What one checkpoint holds, and the reading of it: no byte is believed that was not checked."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from chargpt.config import Config, validate
+from chargpt.device import require_memory
+from chargpt.errors import RunError
+from chargpt.models import count_parameters, rotary_bytes
+from chargpt.store import checkpoint
+from chargpt.store.tensors import unpack
+from chargpt.text.tokenizer import CharTokenizer
+from chargpt.yaml_reader import parse_yaml
+
+CONFIG, TOKENIZER, STATE = "config.yaml", "tokenizer.json", "state.json"
+MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
+MAX_TEXT_BYTES = 64_000_000  # of a config, a vocabulary, a state
+OPTIMIZER_COPIES = 4  # numbers that it keeps for each parameter, with some to spare
+MAX_TENSOR_HEADER = 400  # bytes that name, kind, shape and place of one tensor take
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What one checkpoint holds.
+
+    `state` keeps the plain facts: step, best validation, corpus key, seconds of training.
+    """
+
+    folder: Path
+    config: Config
+    tokenizer: CharTokenizer
+    state: dict[str, Any]
+    model: dict[str, Tensor]
+    optimizer: dict[str, Tensor]  # empty where it was not asked for
+
+    @property
+    def raw_model(self) -> dict[str, Tensor]:
+        """The weights that training goes on from; with a moving average they stand apart."""
+        raw = {n[4:]: t for n, t in self.optimizer.items() if n.startswith("raw.")}
+        return raw or self.model
+
+
+def read_checkpoint(folder: Path, *, optimizer: bool = True) -> Saved:
+    """Return what one checkpoint holds, after checking all of it.
+
+    The small files come first: they say how large the others can be.
+
+    Raises:
+        ChargptError: something in it is missing, damaged, or at odds with the rest.
+    """
+    texts = checkpoint.read(folder, dict.fromkeys((CONFIG, TOKENIZER, STATE), MAX_TEXT_BYTES))
+    try:
+        tree, lines = parse_yaml(texts[CONFIG].decode(), str(folder / CONFIG))
+        tokenizer = CharTokenizer.from_json(texts[TOKENIZER].decode(), str(folder / TOKENIZER))
+    except UnicodeDecodeError as error:
+        raise RunError(f"{folder} does not hold a checkpoint ({error}); use another") from None
+    config = validate(tree, str(folder / CONFIG), lines)
+    weights = 4 * count_parameters(config.model, tokenizer.vocab_size)
+    header = MAX_TENSOR_HEADER * (12 * config.model.n_layer + 8)
+    most = {MODEL: weights + header}
+    if optimizer:
+        most[OPTIMIZER] = OPTIMIZER_COPIES * (weights + header)
+    # the files' bytes, and their tensors beside them
+    wanted = 2 * sum(most.values()) + rotary_bytes(config.model)
+    require_memory(wanted, f"the checkpoint {folder}")
+    tensors = checkpoint.read(folder, most)
+    return Saved(
+        folder,
+        config,
+        tokenizer,
+        _checked_state(folder, texts[STATE]),
+        unpack(folder / MODEL, tensors[MODEL]),
+        unpack(folder / OPTIMIZER, tensors[OPTIMIZER]) if optimizer else {},
+    )
+
+
+def _checked_state(folder: Path, content: bytes) -> dict[str, Any]:
+    """Return the facts of `state.json`.
+
+    Raises:
+        RunError: they are not such facts, or another step's.
+    """
+    try:
+        state = json.loads(content)
+    except (ValueError, RecursionError):
+        state = None
+    kinds: dict[str, Any] = {
+        "seconds": int | float,
+        "best_step": int | None,
+        "best_nats_per_char": int | float | None,
+        "evaluations_since_best": int,
+        "rollbacks": int,
+        "threads": int,
+        "corpus": str,
+        "text": str,
+    }
+    if (
+        not isinstance(state, dict)
+        or state.get("step") != checkpoint.step_of(folder)
+        or not all(isinstance(state[key], kinds[key]) for key in kinds.keys() & state.keys())
+        or any(isinstance(v, int | float) and not abs(v) < 1e18 for v in state.values())
+    ):
+        raise RunError(f"{folder / STATE} is not the state of that step; use another checkpoint")
+    return state
