@@ -1,7 +1,7 @@
 """What a run leaves on disk is whole, checked, and safe to read."""
 
+import dataclasses
 import errno
-import hashlib
 import json
 import os
 import shutil
@@ -13,33 +13,16 @@ import pytest
 import safetensors.torch
 import torch
 from conftest import REPOSITORY
+from saving import CONFIG, TOKENIZER, save
 
-from chargpt.config import Config
-from chargpt.errors import ChargptError, RunError
+from chargpt.errors import RunError
 from chargpt.models import build_model
 from chargpt.store import checkpoint
 from chargpt.store.run import RunFolder, load_run, newest_run
 from chargpt.store.tensors import pack
 from chargpt.store.verify import verify
-from chargpt.text.tokenizer import CharTokenizer
-
-TOKENIZER = CharTokenizer.fit("hello world")
-CONFIG = Config().with_values(
-    {"model.n_layer": 1, "model.n_embd": 16, "model.block_size": 8, "train.keep_last": 2}
-)
-
-
-def save(run: RunFolder, step: int, *, best: bool = False, fill: float = 0.5) -> Path:
-    model = build_model(CONFIG.model, TOKENIZER.vocab_size)
-    weights = {name: torch.full_like(t, fill) for name, t in model.state_dict().items()}
-    return run.save(
-        config=CONFIG,
-        tokenizer=TOKENIZER,
-        state={"step": step, "best_step": 1},
-        model=weights,
-        optimizer={"adamw.step": torch.tensor(float(step))},
-        is_best=best,
-    )
+from chargpt.text.corpus import prepare
+from chargpt.training.trainer import Trainer
 
 
 @pytest.fixture
@@ -88,135 +71,6 @@ def test_pruning_keeps_the_best_and_the_last(run: RunFolder) -> None:
         save(run, step, best=step == 2)
     steps = [path.name for path in checkpoint.committed(run.checkpoints)]
     assert steps == ["step-00000002", "step-00000005", "step-00000006"]
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
-def test_every_flipped_bit_is_noticed(run: RunFolder, name: str) -> None:
-    save(run, 1, best=True)
-    path = save(run, 2, best=True) / name
-    content = bytearray(path.read_bytes())
-    for place in range(0, len(content), max(1, len(content) // 20)):
-        damaged = bytearray(content)
-        damaged[place] ^= 1
-        path.write_bytes(damaged)
-        with pytest.raises(RunError, match="changed since it was saved"):
-            checkpoint.read(path.parent, {name: len(content)})
-    saved, skipped = run.load("best")
-    assert saved.state["step"] == 1
-    assert name in skipped[0]
-
-
-def test_truncated_missing_and_swapped_files_are_refused(run: RunFolder) -> None:
-    folder = save(run, 1, best=True)
-    model, state = folder / "model.safetensors", folder / "state.json"
-    whole = model.read_bytes()
-    for size in (0, 1, 8, len(whole) // 2, len(whole) - 1):
-        model.write_bytes(whole[:size])
-        with pytest.raises(RunError, match="size"):
-            load_run(run.path, device="cpu")
-    model.write_bytes(whole)
-    kept = state.read_bytes()
-    state.unlink()
-    with pytest.raises(RunError, match=r"state\.json"):
-        load_run(run.path, device="cpu")
-    state.write_bytes(kept)
-    assert load_run(run.path, device="cpu").step == 1
-    (folder / "manifest.json").unlink()
-    with pytest.raises(RunError):
-        load_run(run.path, device="cpu")
-
-
-def test_a_manifest_cannot_reach_outside_its_folder(run: RunFolder, tmp_path: Path) -> None:
-    folder = save(run, 1)
-    secret = tmp_path / "secret"
-    secret.write_text("x")
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["files"]["../../../secret"] = manifest["files"].pop("state.json")
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(RunError, match="malformed"):
-        checkpoint.read(folder, {"model.safetensors": 10**6})
-
-
-def test_weights_of_another_shape_or_not_finite_are_refused(run: RunFolder) -> None:
-    save(run, 1, best=True, fill=float("nan"))
-    with pytest.raises(RunError, match="not finite"):
-        load_run(run.path, device="cpu")
-    save(run, 2)
-    narrow = CONFIG.with_values({"model.n_embd": 8})
-    rewrite(run.checkpoints / "step-00000002", "config.yaml", narrow.to_yaml().encode())
-    with pytest.raises(RunError, match=r"are not those of its config|larger than"):
-        load_run(run.path, "2", "cpu")
-
-
-def rewrite(folder: Path, name: str, content: bytes) -> None:
-    """Change a file of a checkpoint as an enemy would: the manifest agrees."""
-    (folder / name).write_bytes(content)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    digest = hashlib.sha256(content).hexdigest()
-    manifest["files"][name] = {"size": len(content), "sha256": digest}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-
-
-def test_a_config_of_terabytes_is_refused_before_its_weights_are_read(run: RunFolder) -> None:
-    folder = save(run, 1)
-    huge = CONFIG.with_values({"model.n_embd": 65536, "model.n_layer": 256})
-    rewrite(folder, "config.yaml", huge.to_yaml().encode())
-    os.truncate(folder / "model.safetensors", 10**13)  # sparse: it takes no disk
-    with pytest.raises(ChargptError, match="GB of memory"):
-        load_run(run.path, "1", "cpu")
-
-
-def test_weights_larger_than_their_config_says_are_not_read(run: RunFolder) -> None:
-    folder = save(run, 1)
-    weights = (folder / "model.safetensors").read_bytes()
-    rewrite(folder, "model.safetensors", weights + bytes(10**6))
-    with pytest.raises(RunError, match="larger than what its config says"):
-        load_run(run.path, "1", "cpu")
-
-
-@pytest.mark.parametrize("kind", ["link to a file", "link to a folder", "pipe"])
-def test_what_is_no_plain_file_is_refused_and_not_waited_for(
-    kind: str, run: RunFolder, tmp_path: Path
-) -> None:
-    folder = save(run, 1)
-    victim = folder if "folder" in kind else folder / "model.safetensors"
-    shutil.move(victim, tmp_path / "away")
-    if kind == "pipe":
-        os.mkfifo(victim)
-    else:
-        victim.symlink_to(tmp_path / "away")
-    with pytest.raises(RunError, match=r"not a plain file|symbolic link"):
-        load_run(run.path, device="cpu")
-
-
-def test_another_runs_checkpoint_in_the_place_of_this_ones_is_not_taken_for_it(
-    run: RunFolder, tmp_path: Path
-) -> None:
-    ours = save(run, 1)
-    theirs = save(RunFolder(tmp_path / "other").create(CONFIG, TOKENIZER, force=False), 1, fill=0.7)
-    shutil.rmtree(ours)
-    shutil.copytree(theirs, ours)
-    with pytest.raises(RunError, match=r"is not the checkpoint that latest\.json names"):
-        load_run(run.path, "latest", "cpu")
-    ours.rename(ours.with_name("step-00000005"))
-    with pytest.raises(RunError, match="another step's"):
-        load_run(run.path, "5", "cpu")
-
-
-def test_a_state_that_is_none_is_refused(run: RunFolder) -> None:
-    folder = save(run, 1)
-    for content in (
-        b"[]",
-        b"{}",
-        b'{"step": 2}',
-        b'{"step": "1"}',
-        b'{"step": 1, "seconds": "x"}',
-        b'{"step": 1, "seconds": 1%s}' % (b"0" * 400),
-        b'{"step": 1, "seconds": NaN}',
-    ):
-        rewrite(folder, "state.json", content)
-        with pytest.raises(RunError, match="is not the state of that step"):
-            load_run(run.path, "1", "cpu")
 
 
 def test_an_unfinished_save_is_never_read(run: RunFolder) -> None:
@@ -279,6 +133,10 @@ def test_metrics_that_the_disk_refused_are_written_with_the_next(
         file.write('{"step": 2')  # what a full disk leaves of a line
     run.metrics.append({"step": 4})
     assert [record["step"] for record in run.metrics.records()] == [1, 2, 3, 4]
+    assert path.read_text().splitlines() == [
+        *('{"step": 1}', '{"step": 2'),
+        *('{"step": 2}', '{"step": 3}', '{"step": 4}'),
+    ]
 
 
 def test_a_run_is_one_processes_alone_until_it_ends(run: RunFolder) -> None:
@@ -373,15 +231,6 @@ def test_a_folder_that_cannot_be_made_a_run_is_left_as_it_was(
     RunFolder(tmp_path / "run").create(CONFIG, TOKENIZER, force=False)
 
 
-def test_a_pointer_that_disagrees_falls_back_and_says_so(run: RunFolder) -> None:
-    save(run, 1)
-    save(run, 2, best=True)
-    (run.checkpoints / "best.json").write_text('{"checkpoint": "step-00000001"}')
-    loaded = load_run(run.path, "best", "cpu")
-    assert loaded.step == 2
-    assert "best.json" in loaded.state["skipped"][0]
-
-
 def test_the_same_weights_give_the_same_bytes(run: RunFolder) -> None:
     first = (save(run, 1) / "model.safetensors").read_bytes()
     second = (save(run, 2) / "model.safetensors").read_bytes()
@@ -471,3 +320,125 @@ def test_weights_are_packed_as_the_library_packs_them_without_a_copy() -> None:
     )
     tensors["wide"].zero_()
     assert bytes(chunks[-2]) == bytes(60)
+
+
+def test_optimizer_and_raw_weights_come_back(run: RunFolder) -> None:
+    save(run, 3)
+    saved, skipped = run.load("latest")
+    assert skipped == []
+    assert saved.optimizer == {"adamw.step": torch.tensor(3.0)}
+    assert saved.raw_model is saved.model
+    averaged = dataclasses.replace(saved, optimizer={"raw.head.weight": torch.ones(2)})
+    assert averaged.raw_model == {"head.weight": averaged.optimizer["raw.head.weight"]}
+
+
+def test_what_is_loaded_says_where_it_is_from(run: RunFolder) -> None:
+    save(run, 3, best=True)
+    loaded = load_run(run.path, device="cpu")
+    assert loaded.folder == run.path
+    assert loaded.state["checkpoint"] == "step-00000003"
+    assert loaded.state["skipped"] == []
+    assert not loaded.model.training
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model.kind": "bigram"},
+        {"model.n_layer": 40, "model.n_embd": 2, "model.n_head": 1, "model.n_mlp": 1},
+        {"train.ema": 0.9, "model.n_layer": 1, "model.n_embd": 16},
+        {"train.ema": 0.9, "optim.name": "adamw", "model.n_layer": 3, "model.n_embd": 32},
+    ],
+    ids=["bigram", "many narrow layers", "average", "average with AdamW"],
+)
+def test_whatever_can_be_trained_can_be_read_back(
+    changes: dict[str, object], tmp_path: Path
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("hello world, hello words. " * 20)
+    small = {"text.path": str(text), "device": "cpu", "model.block_size": 8}
+    config = CONFIG.with_values({"train.max_steps": 1, "train.batch_size": 2, **small, **changes})
+    corpus = prepare(config.text)
+    folder = RunFolder(tmp_path / "run")
+    trainer = Trainer(config, corpus, folder=folder)
+    folder.create(trainer.config, corpus.tokenizer, force=False)
+    for _ in trainer.steps():
+        pass
+    saved, skipped = folder.load("latest")
+    assert skipped == []
+    assert verify(folder).problems == []
+    for name, weight in trainer.model.state_dict().items():
+        assert torch.equal(saved.raw_model[name], weight), name
+    again = Trainer(saved.config, corpus, saved=saved)
+    for name, tensor in trainer.optimizer.state_tensors().items():
+        assert torch.equal(again.optimizer.state_tensors()[name], tensor), name
+
+
+def test_json_is_written_for_people_and_always_alike() -> None:
+    assert checkpoint.to_json({"b": "ж", "a": 1}) == '{\n  "a": 1,\n  "b": "ж"\n}\n'.encode()
+
+
+def test_checkpoints_are_in_order_of_their_steps_however_long(run: RunFolder) -> None:
+    for step in (99_999_999, 100_000_000):
+        save(run, step)
+    (run.checkpoints / "step-1").mkdir()
+    (run.checkpoints / "step-00000001").mkdir()  # without a manifest
+    shutil.copytree(run.checkpoints / "step-100000000", run.checkpoints / "step-copy")
+    steps = [checkpoint.step_of(path) for path in checkpoint.committed(run.checkpoints)]
+    assert steps == [99_999_999, 100_000_000]
+
+
+def test_a_checkpoint_is_saved_though_somebody_has_deleted_their_folder(run: RunFolder) -> None:
+    save(run, 1)
+    shutil.rmtree(run.checkpoints)
+    save(run, 2)
+    assert load_run(run.path, "latest", "cpu").step == 2
+
+
+def test_what_cannot_be_deleted_does_not_stop_a_save(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.rmdir", refuse)
+        for step in (1, 2, 3, 4):
+            save(run, step)
+    left = sorted(path.name for path in run.checkpoints.glob("*.tmp"))
+    assert left == ["step-00000001.old.tmp", "step-00000002.old.tmp"]
+    save(run, 5)
+    assert not list(run.checkpoints.glob("*.tmp"))
+
+
+def test_a_run_is_made_with_the_folders_above_it(tmp_path: Path) -> None:
+    path = tmp_path / "of" / "today" / "run"
+    save(RunFolder(path).create(CONFIG, TOKENIZER, force=False), 1)
+    assert newest_run(tmp_path / "of") == path
+
+
+def test_a_folder_that_cannot_be_written_is_told_with_its_cause(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(RunError) as refused:
+        RunFolder(tmp_path / "file" / "run").create(CONFIG, TOKENIZER, force=False)
+    assert str(refused.value) == (
+        f"{tmp_path}/file/run cannot be written (Not a directory); name another folder with --out"
+    )
+
+
+def test_verify_tells_sizes_and_every_problem_once(run: RunFolder) -> None:
+    folder = save(run, 1, best=True)
+    (whole,) = verify(run).checkpoints
+    assert whole.size == sum(path.stat().st_size for path in folder.iterdir())
+    (folder / "state.json").unlink()
+    verdict = verify(run)
+    gone = f"{folder}/state.json cannot be read (No such file or directory); use another checkpoint"
+    (checked,) = verdict.checkpoints
+    assert checked.problem == gone
+    assert checked.size == sum(path.stat().st_size for path in folder.iterdir())
+    assert verdict.problems == [
+        gone,
+        f"best leads to no whole checkpoint: {gone}",
+        f"latest leads to no whole checkpoint: {gone}",
+    ]
+    assert verdict.uses == {"best": None, "latest": None}

@@ -1,0 +1,39 @@
+"""Small checkpoints to save, and to change as an enemy would."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+
+from chargpt.config import Config
+from chargpt.models import build_model
+from chargpt.store.run import RunFolder
+from chargpt.text.tokenizer import CharTokenizer
+
+TOKENIZER = CharTokenizer.fit("hello world")
+CONFIG = Config().with_values(
+    {"model.n_layer": 1, "model.n_embd": 16, "model.block_size": 8, "train.keep_last": 2}
+)
+
+
+def save(run: RunFolder, step: int, *, best: bool = False, fill: float = 0.5) -> Path:
+    model = build_model(CONFIG.model, TOKENIZER.vocab_size)
+    weights = {name: torch.full_like(t, fill) for name, t in model.state_dict().items()}
+    return run.save(
+        config=CONFIG,
+        tokenizer=TOKENIZER,
+        state={"step": step, "best_step": 1},
+        model=weights,
+        optimizer={"adamw.step": torch.tensor(float(step))},
+        is_best=best,
+    )
+
+
+def rewrite(folder: Path, name: str, content: bytes) -> None:
+    """Change a file of a checkpoint as an enemy would: the manifest agrees."""
+    (folder / name).write_bytes(content)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    digest = hashlib.sha256(content).hexdigest()
+    manifest["files"][name] = {"size": len(content), "sha256": digest}
+    (folder / "manifest.json").write_text(json.dumps(manifest))

@@ -1,0 +1,331 @@
+"""What is damaged, hostile or at odds in a run is refused, in a sentence that names it."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from saving import CONFIG, TOKENIZER, rewrite, save
+
+from chargpt.errors import ChargptError, RunError
+from chargpt.models import count_parameters, rotary_bytes
+from chargpt.store import checkpoint
+from chargpt.store.run import RunFolder, load_run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    return RunFolder(tmp_path / "run").create(CONFIG, TOKENIZER, force=False)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
+def test_every_flipped_bit_is_noticed(run: RunFolder, name: str) -> None:
+    save(run, 1, best=True)
+    path = save(run, 2, best=True) / name
+    content = bytearray(path.read_bytes())
+    for place in range(0, len(content), max(1, len(content) // 20)):
+        damaged = bytearray(content)
+        damaged[place] ^= 1
+        path.write_bytes(damaged)
+        with pytest.raises(RunError, match="changed since it was saved"):
+            checkpoint.read(path.parent, {name: len(content)})
+    saved, skipped = run.load("best")
+    assert saved.state["step"] == 1
+    assert name in skipped[0]
+
+
+def test_truncated_missing_and_swapped_files_are_refused(run: RunFolder) -> None:
+    folder = save(run, 1, best=True)
+    model, state = folder / "model.safetensors", folder / "state.json"
+    whole = model.read_bytes()
+    for size in (0, 1, 8, len(whole) // 2, len(whole) - 1):
+        model.write_bytes(whole[:size])
+        with pytest.raises(RunError, match="size"):
+            load_run(run.path, device="cpu")
+    model.write_bytes(whole)
+    kept = state.read_bytes()
+    state.unlink()
+    with pytest.raises(RunError, match=r"state\.json"):
+        load_run(run.path, device="cpu")
+    state.write_bytes(kept)
+    assert load_run(run.path, device="cpu").step == 1
+    (folder / "manifest.json").unlink()
+    with pytest.raises(RunError):
+        load_run(run.path, device="cpu")
+
+
+def test_a_manifest_cannot_reach_outside_its_folder(run: RunFolder, tmp_path: Path) -> None:
+    folder = save(run, 1)
+    secret = tmp_path / "secret"
+    secret.write_text("x")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"]["../../../secret"] = manifest["files"].pop("state.json")
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(RunError, match="malformed"):
+        checkpoint.read(folder, {"model.safetensors": 10**6})
+
+
+def test_weights_of_another_shape_or_not_finite_are_refused(run: RunFolder) -> None:
+    save(run, 1, best=True, fill=float("nan"))
+    with pytest.raises(RunError, match="not finite"):
+        load_run(run.path, device="cpu")
+    save(run, 2)
+    narrow = CONFIG.with_values({"model.n_embd": 8})
+    rewrite(run.checkpoints / "step-00000002", "config.yaml", narrow.to_yaml().encode())
+    with pytest.raises(RunError, match=r"are not those of its config|larger than"):
+        load_run(run.path, "2", "cpu")
+
+
+def test_a_config_of_terabytes_is_refused_before_its_weights_are_read(run: RunFolder) -> None:
+    folder = save(run, 1)
+    huge = CONFIG.with_values({"model.n_embd": 65536, "model.n_layer": 256})
+    rewrite(folder, "config.yaml", huge.to_yaml().encode())
+    os.truncate(folder / "model.safetensors", 10**13)  # sparse: it takes no disk
+    with pytest.raises(ChargptError, match="GB of memory"):
+        load_run(run.path, "1", "cpu")
+
+
+def test_weights_larger_than_their_config_says_are_not_read(run: RunFolder) -> None:
+    folder = save(run, 1)
+    weights = (folder / "model.safetensors").read_bytes()
+    rewrite(folder, "model.safetensors", weights + bytes(10**6))
+    with pytest.raises(RunError, match="larger than what its config says"):
+        load_run(run.path, "1", "cpu")
+
+
+@pytest.mark.parametrize("kind", ["link to a file", "link to a folder", "pipe"])
+def test_what_is_no_plain_file_is_refused_and_not_waited_for(
+    kind: str, run: RunFolder, tmp_path: Path
+) -> None:
+    folder = save(run, 1)
+    victim = folder if "folder" in kind else folder / "model.safetensors"
+    shutil.move(victim, tmp_path / "away")
+    if kind == "pipe":
+        os.mkfifo(victim)
+    else:
+        victim.symlink_to(tmp_path / "away")
+    with pytest.raises(RunError, match=r"not a plain file|symbolic link"):
+        load_run(run.path, device="cpu")
+
+
+def test_another_runs_checkpoint_in_the_place_of_this_ones_is_not_taken_for_it(
+    run: RunFolder, tmp_path: Path
+) -> None:
+    ours = save(run, 1)
+    theirs = save(RunFolder(tmp_path / "other").create(CONFIG, TOKENIZER, force=False), 1, fill=0.7)
+    shutil.rmtree(ours)
+    shutil.copytree(theirs, ours)
+    with pytest.raises(RunError, match=r"is not the checkpoint that latest\.json names"):
+        load_run(run.path, "latest", "cpu")
+    ours.rename(ours.with_name("step-00000005"))
+    with pytest.raises(RunError, match="another step's"):
+        load_run(run.path, "5", "cpu")
+
+
+def test_a_state_that_is_none_is_refused(run: RunFolder) -> None:
+    folder = save(run, 1)
+    for content in (
+        b"[]",
+        b"{}",
+        b'{"step": 2}',
+        b'{"step": "1"}',
+        b'{"step": 1, "seconds": "x"}',
+        b'{"step": 1, "seconds": 1%s}' % (b"0" * 400),
+        b'{"step": 1, "seconds": NaN}',
+    ):
+        rewrite(folder, "state.json", content)
+        with pytest.raises(RunError, match="is not the state of that step"):
+            load_run(run.path, "1", "cpu")
+
+
+def test_a_pointer_that_disagrees_falls_back_and_says_so(run: RunFolder) -> None:
+    save(run, 1)
+    save(run, 2, best=True)
+    (run.checkpoints / "best.json").write_text('{"checkpoint": "step-00000001"}')
+    loaded = load_run(run.path, "best", "cpu")
+    assert loaded.step == 2
+    assert "best.json" in loaded.state["skipped"][0]
+
+
+def manifest_of(folder: Path, **changes: object) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps({**manifest, **changes}))
+
+
+SENTENCES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no manifest's object": (
+        lambda folder: (folder / "manifest.json").write_text("[1]"),
+        "FOLDER/manifest.json is not a JSON object; restore it",
+    ),
+    "no JSON": (
+        lambda folder: (folder / "manifest.json").write_text("{"),
+        "FOLDER/manifest.json cannot be read (Expecting property name enclosed in double quotes: "
+        "line 1 column 2 (char 1)); restore it",
+    ),
+    "a huge manifest": (
+        lambda folder: os.truncate(folder / "manifest.json", 10**12),
+        "FOLDER/manifest.json is far too large for what it should be; restore it",
+    ),
+    "a list of files that is none": (
+        lambda folder: manifest_of(folder, files=[]),
+        "FOLDER/manifest.json lists no files; use another checkpoint",
+    ),
+    "a file's facts that are none": (
+        lambda folder: manifest_of(folder, files={"config.yaml": "large"}),
+        "FOLDER/manifest.json is malformed at 'config.yaml'; use another",
+    ),
+    "a size without a sum": (
+        lambda folder: manifest_of(folder, files={"config.yaml": {"size": 5}}),
+        "FOLDER/manifest.json is malformed at 'config.yaml'; use another",
+    ),
+    "a file that is not listed": (
+        lambda folder: manifest_of(folder, files={}),
+        "FOLDER lacks config.yaml; use another checkpoint",
+    ),
+    "a file that is not there": (
+        lambda folder: (folder / "tokenizer.json").unlink(),
+        "FOLDER/tokenizer.json cannot be read (No such file or directory); use another checkpoint",
+    ),
+    "a config of other bytes": (
+        lambda folder: rewrite(folder, "config.yaml", b"\xff"),
+        "FOLDER does not hold a checkpoint ('utf-8' codec can't decode byte 0xff in position 0: "
+        "invalid start byte); use another",
+    ),
+    "a config that is none": (
+        lambda folder: rewrite(folder, "config.yaml", b"[1]"),
+        "FOLDER/config.yaml holds no `key: value` lines; see `configs/gpt.yaml` for one",
+    ),
+    "a config of another kind": (
+        lambda folder: rewrite(folder, "config.yaml", b"\nseed: x\n"),
+        "FOLDER/config.yaml: line 2: seed: it should be a number (it is 'x')",
+    ),
+    "a tokenizer that is none": (
+        lambda folder: rewrite(folder, "tokenizer.json", b"{}"),
+        "FOLDER/tokenizer.json cannot be used as a tokenizer (it is not a chargpt tokenizer); "
+        "restore it or train again",
+    ),
+    "weights that are none": (
+        lambda folder: rewrite(folder, "model.safetensors", b"x"),
+        "FOLDER/model.safetensors does not hold tensors (",
+    ),
+    "an optimizer that is none": (
+        lambda folder: rewrite(folder, "optimizer.safetensors", b"x"),
+        "FOLDER/optimizer.safetensors does not hold tensors (",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", SENTENCES)
+def test_each_damage_is_told_in_a_sentence_that_names_the_file(what: str, run: RunFolder) -> None:
+    harm, sentence = SENTENCES[what]
+    folder = save(run, 1)
+    harm(folder)
+    with pytest.raises(ChargptError) as refused:
+        run.load("1")
+    told = str(refused.value).replace(str(folder), "FOLDER")
+    assert told.startswith(sentence) if sentence.endswith("(") else told == sentence
+
+
+def test_weights_of_another_model_are_told_by_the_first_that_differs(run: RunFolder) -> None:
+    folder = save(run, 1)
+    deeper = CONFIG.with_values({"model.qk_norm": False})
+    rewrite(folder, "config.yaml", deeper.to_yaml().encode())
+    with pytest.raises(RunError) as refused:
+        load_run(run.path, "1", "cpu")
+    assert str(refused.value) == (
+        f"the weights in {folder} are not those of its config "
+        "(first at blocks.0.attention.key_norm.weight); use another checkpoint"
+    )
+
+
+def test_a_pointer_that_is_none_is_told_and_passed_over(run: RunFolder) -> None:
+    folder = save(run, 1)
+    pointer = run.checkpoints / "latest.json"
+    pointer.write_text('{"checkpoint": "../../elsewhere"}')
+    saved, told = run.load("latest")
+    assert saved.folder == folder
+    assert told == [f"{pointer} names no checkpoint; delete it"]
+    pointer.unlink()
+    assert run.load("latest")[1] == [f"{pointer} is missing; restore it or use another checkpoint"]
+    pointer.symlink_to(folder / "state.json")
+    assert run.load("latest")[1] == [
+        f"{pointer} is not a plain file, as all of a run are; restore it"
+    ]
+
+
+def test_where_no_checkpoint_is_whole_each_is_told(run: RunFolder) -> None:
+    folders = [save(run, 1), save(run, 2)]
+    for folder in folders:
+        (folder / "state.json").unlink()
+    with pytest.raises(RunError) as refused:
+        run.load("latest")
+    missing = [
+        f"{folder}/state.json cannot be read (No such file or directory); use another checkpoint"
+        for folder in (folders[1], folders[0])
+    ]
+    assert str(refused.value) == "no checkpoint is whole: " + "; ".join(missing)
+    with pytest.raises(RunError, match="has no checkpoint '9'; it has best, latest and steps 1, 2"):
+        run.load("9")
+    shutil.rmtree(folders[0])
+    with pytest.raises(RunError) as refused:
+        run.load("latest")
+    assert str(refused.value) == missing[0]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    {
+        "seconds": "1",
+        "best_step": "1",
+        "best_nats_per_char": "1",
+        "evaluations_since_best": 0.5,
+        "rollbacks": None,
+        "threads": "2",
+        "corpus": 1,
+        "text": None,
+        "anything": 10**18,
+    }.items(),
+)
+def test_every_fact_of_a_state_is_of_its_kind(key: str, value: object, run: RunFolder) -> None:
+    folder = save(run, 1)
+    rewrite(folder, "state.json", json.dumps({"step": 1, key: value}).encode())
+    with pytest.raises(RunError, match="is not the state of that step"):
+        run.load("1")
+
+
+def test_weights_may_be_as_large_as_their_config_says_and_not_a_byte_larger(
+    run: RunFolder,
+) -> None:
+    numbers = count_parameters(CONFIG.model, TOKENIZER.vocab_size)
+    most = 4 * numbers + 400 * (12 * CONFIG.model.n_layer + 8)
+    for name, limit in (("model.safetensors", most), ("optimizer.safetensors", 4 * most)):
+        folder = save(run, 1)
+        rewrite(folder, name, bytes(limit + 1))
+        with pytest.raises(RunError, match=f"{name} is larger than what its config says"):
+            run.load("1")
+        rewrite(folder, name, bytes(limit))
+        with pytest.raises(RunError, match=f"{name} does not hold tensors"):
+            run.load("1")
+
+
+def test_what_a_checkpoint_would_take_is_asked_for_before_it_is_read(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save(run, 1)
+    asked: list[tuple[int, str]] = []
+    monkeypatch.setattr("chargpt.store.saved.require_memory", lambda *words: asked.append(words))
+    run.load("1")
+    numbers = count_parameters(CONFIG.model, TOKENIZER.vocab_size)
+    files = 5 * (4 * numbers + 400 * (12 * CONFIG.model.n_layer + 8))
+    wanted = 2 * files + rotary_bytes(CONFIG.model)
+    assert asked == [(wanted, f"the checkpoint {folder}")]
+
+
+def test_a_damaged_optimizer_is_no_hindrance_to_who_only_reads_the_model(run: RunFolder) -> None:
+    folder = save(run, 1)
+    (folder / "optimizer.safetensors").unlink()
+    assert load_run(run.path, "1", "cpu").state["skipped"] == []
+    with pytest.raises(RunError, match=r"optimizer\.safetensors"):
+        run.load("1")
