@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.rendezvous import rendezvous
 
 from chargpt.errors import DeviceError
 
@@ -55,6 +56,13 @@ class World:
         dist.broadcast(tensor, src=0)
         return float(tensor)
 
+    def is_broken(self, error: BaseException) -> bool:
+        """Return whether an error says that another rank has gone."""
+        told = ("gloo", "NCCL", "Connection", "process group")
+        return self.size > 1 and (
+            isinstance(error, dist.DistError) or any(word in str(error) for word in told)
+        )
+
     def _number(self, number: float) -> Tensor:
         device = "cuda" if dist.get_backend() == "nccl" else "cpu"
         return torch.tensor(float(number), dtype=torch.float64, device=device)
@@ -77,7 +85,15 @@ def join_world(device: torch.device) -> World:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     try:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        store, rank, size = next(iter(rendezvous("env://")))
+        # processes that `--max-restarts` starts again find the same store (pytorch issue 135712):
+        # the addresses that those before have left in it must not be taken for theirs. Among
+        # several machines the count is not everyone's.
+        if os.environ.get("LOCAL_WORLD_SIZE") == str(size):
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            store = dist.PrefixStore(f"attempt {attempt}", store)  # type: ignore[attr-defined]
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     except (RuntimeError, ValueError) as error:
         raise DeviceError(
             f"the {size} processes could not meet ({str(error).splitlines()[0]}); "

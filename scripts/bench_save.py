@@ -4,10 +4,12 @@
         [--json benchmarks/save.json]
 
 Each way in turn, in one folder: `safetensors.save_file` of weights and optimizer; the same, then
-flushed to disk; and `RunFolder.save` with its sums, flushes, manifest and pointers.
+flushed to disk; and `RunFolder.save` with sums, flushes, manifest and pointers, which deletes an
+older checkpoint at the end (plain files replace the ones before).
 """
 
 import argparse
+import hashlib
 import os
 import statistics
 import tempfile
@@ -38,7 +40,7 @@ def main() -> None:
         run = RunFolder(Path(folder) / "run")
         trainer = Trainer(config, corpus, folder=run)
         run.create(trainer.config, corpus.tokenizer, force=False)
-        model, optimizer = trainer.model.state_dict(), trainer.optimizer.state_tensors()
+        model, optimizer = trainer.model.state_dict(), trainer.learner.optimizer.state_tensors()
         optimizer = {name: tensor.contiguous() for name, tensor in optimizer.items()}
         plain = [Path(folder) / name for name in ("model.safetensors", "optimizer.safetensors")]
 
@@ -68,12 +70,17 @@ def main() -> None:
                 start = time.perf_counter()
                 save()
                 seconds[name].append(round(time.perf_counter() - start, 4))
+        content = b"".join(path.read_bytes() for path in plain)
+        start = time.perf_counter()
+        hashlib.sha256(content)
+        summing = time.perf_counter() - start
         medians = {name: statistics.median(times) for name, times in seconds.items()}
         record = {
             **facts(),
             "parameters": trainer.model.parameter_count(),
             "bytes": trainer.checkpoint_bytes(),
             "seconds": medians,
+            "sha256_on_one_core": round(summing, 4),
             "ours_over_plain": round(medians["ours"] / medians["plain"], 3),
             "ours_over_plain_flushed": round(medians["ours"] / medians["plain, flushed"], 3),
             "all": seconds,

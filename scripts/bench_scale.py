@@ -40,9 +40,9 @@ seconds = []
 for step in range(4):
     synchronize(trainer.device)
     start = time.perf_counter()
-    trainer.accumulate_gradients(step)
-    trainer.clip_gradients()
-    trainer.apply_update(step, 1.0)
+    trainer.learner.accumulate_gradients(step)
+    trainer.learner.clip_gradients()
+    trainer.learner.apply_update(step, 1.0)
     synchronize(trainer.device)
     seconds.append(time.perf_counter() - start)
 print(json.dumps({

@@ -75,9 +75,9 @@ model, train = config.model, config.train
 seconds = []
 for step in range(13):
     start = time.perf_counter()
-    trainer.accumulate_gradients(step)
-    trainer.clip_gradients()
-    trainer.apply_update(step, 1.0)
+    trainer.learner.accumulate_gradients(step)
+    trainer.learner.clip_gradients()
+    trainer.learner.apply_update(step, 1.0)
     synchronize(trainer.device)
     seconds.append(time.perf_counter() - start)
 multiplied = trainer.model.parameter_count() - trainer.corpus.tokenizer.vocab_size * model.n_embd

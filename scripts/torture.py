@@ -1,7 +1,7 @@
 """Harm training runs in every way that a disk, a system, a user or an enemy can.
 
     python scripts/torture.py [--share 1.0] [--rows kill,damage] [--seed 0]
-        [--work DIR] [--json benchmarks/torture.json]
+        [--jobs 2] [--work DIR] [--json benchmarks/torture.json]
 
 Every case is decided by the seed and its number. What is done is noted in DIR, so that a torture
 that was stopped goes on where it was when it is started again with the same DIR. It needs `fork`,
@@ -9,13 +9,16 @@ so Linux or macOS. The exit code is 1 if any case failed.
 """
 
 import argparse
+import importlib
 import json
+import multiprocessing
 import os
 import signal
 import sys
 import tempfile
 import time
 import traceback
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -28,27 +31,37 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 @dataclass(frozen=True)
 class Row:
-    """One kind of harm, done so often, and what is claimed if all cases pass."""
+    """One kind of harm, in a module of `harm`, done so often, and what passing all claims."""
 
+    module: str
     name: str
     count: int
     claim: str
 
 
 ROWS = (
-    Row("kill", 200, "kill -9: no acknowledged save is lost, the resumed run has the same bits"),
-    Row("fail_files", 200, "a failing file operation: earlier saves intact, one sentence"),
-    Row("small_disk", 10, "a file system that fills up: told, kept, gone on with"),
-    Row("damage", 1000, "damaged and hostile checkpoints: refused aloud, no code run"),
-    Row("resume_at", 300, "resumed at every step of six kinds of run: the same bits"),
-    Row("go_bad", 60, "NaN and infinity: stopped before the update, or rolled back"),
-    Row("send_signal", 60, "INT, TERM and HUP: saved, exit 128 + n within 5 s"),
-    Row("bad_text", 150, "texts that are none: one sentence, exit 2"),
-    Row("any_config", 10_000, "any settings: taken or refused in words"),
-    Row("typo", 100, "misspelt settings: the right one suggested"),
-    Row("round_trip", 10_000, "fit, encode, decode, save, load: the text comes back"),
-    Row("unseen_prompt", 500, "prompts of unseen characters: refused or handled as asked"),
-    Row("golden", 1, "runs that earlier releases saved: the same logits"),
+    Row(
+        "stopping",
+        "kill",
+        200,
+        "kill -9: no acknowledged save is lost, the resumed run has the same bits",
+    ),
+    Row("disks", "fail_files", 200, "a failing file operation: earlier saves intact, one sentence"),
+    Row("disks", "small_disk", 10, "a file system that fills up: told, kept, gone on with"),
+    Row("damage", "damage", 1000, "damaged and hostile checkpoints: refused aloud, no code run"),
+    Row("training", "resume_at", 300, "resumed at every step of six kinds of run: the same bits"),
+    Row("training", "go_bad", 60, "NaN and infinity: stopped before the update, or rolled back"),
+    Row("stopping", "send_signal", 60, "INT, TERM and HUP: saved, exit 128 + n within 5 s"),
+    Row("ranks", "resume_ranks", 30, "two processes resumed at every step: the same bits"),
+    Row("ranks", "change_world", 12, "1, 2 and 4 processes in turn: losses within 1e-5"),
+    Row("ranks", "signal_ranks", 60, "signals to one or both of two processes: as to one alone"),
+    Row("ranks", "lose_rank", 30, "one of two killed under --max-restarts: completes, same bits"),
+    Row("inputs", "bad_text", 150, "texts that are none: one sentence, exit 2"),
+    Row("inputs", "any_config", 10_000, "any settings: taken or refused in words"),
+    Row("inputs", "typo", 100, "misspelt settings: the right one suggested"),
+    Row("inputs", "round_trip", 10_000, "fit, encode, decode, save, load: the text comes back"),
+    Row("inputs", "unseen_prompt", 500, "prompts of unseen characters: refused, or as asked"),
+    Row("damage", "golden", 1, "runs that earlier releases saved: the same logits"),
 )
 
 
@@ -58,16 +71,18 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=1.0, help="of the full counts")
     parser.add_argument("--rows", type=lambda names: names.split(","), default=None)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1, help="rows done at once")
     parser.add_argument("--work", type=Path, default=None)
     parser.add_argument("--json", type=Path, default=None)
     given = parser.parse_args()
     work = given.work or Path(tempfile.mkdtemp(prefix="torture-"))
     work.mkdir(parents=True, exist_ok=True)
     os.environ["CHARGPT_CACHE"] = str(work / "cache")
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # even where we are to ignore them
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     rows = [row for row in ROWS if given.rows is None or row.name in given.rows]
-    results = [torture(row, given.share, given.seed, work) for row in rows]
+    fresh = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(given.jobs, fresh, initializer=heed_signals) as pool:
+        done = [pool.submit(torture, row, given.share, given.seed, work) for row in rows]
+        results = [future.result() for future in done]
     failed = sum(len(result["failed"]) for result in results)
     if given.json is not None:
         from record import facts
@@ -77,11 +92,15 @@ def main() -> None:
     sys.exit(1 if failed else 0)
 
 
+def heed_signals() -> None:
+    """Take signals as a process does that was started by hand, even where ours are ignored."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def torture(row: Row, share: float, seed: int, work: Path) -> dict[str, Any]:
     """Do a share of a row's cases, but for those done already; return the summary."""
-    import torture_rows
-
-    case = getattr(torture_rows, row.name)
+    case = getattr(importlib.import_module(f"harm.{row.module}"), row.name)
     place = work / row.name
     place.mkdir(exist_ok=True)
     notes = place / "cases.jsonl"

@@ -141,7 +141,35 @@ def test_resume_takes_the_newest_run_and_refuses_what_it_cannot_change(
     cli("train", verse, *QUICK)
     assert "has done all its 6 steps" in refusal(cli("train", "--resume"))
     assert "drop -c" in refusal(cli("train", "--resume", "-c", "gpt"))
+    assert "give one" in refusal(cli("train", "--resume", "--force"))
     assert "seed cannot change" in refusal(cli("train", "--resume", "-s", "seed=3"))
+
+
+def test_the_same_command_with_resume_begins_a_run_and_goes_on_with_it(
+    verse: Path, cli: Cli
+) -> None:
+    words = ["train", verse, *QUICK, "-s", "schedule.cooldown=0", "--out", "mine", "--resume"]
+    begun = cli(*[str(word).replace("max_steps=6", "max_steps=3") for word in words])
+    assert begun.returncode == 0, begun.stderr
+    done = cli(*words, "-c", "gpt")
+    assert "going on with mine from step 3" in done.stderr
+    assert done.returncode == 0, done.stderr
+    assert cli("train", verse, *words[2:-3], "--out", "whole").returncode == 0
+    model = "checkpoints/step-00000006/model.safetensors"
+    assert Path("whole", model).read_bytes() == Path("mine", model).read_bytes()
+    assert "seed cannot change" in refusal(cli(*words, "-s", "train.max_steps=9", "-s", "seed=9"))
+
+
+def test_what_was_saved_is_never_begun_anew(verse: Path, cli: Cli) -> None:
+    words = ["train", verse, *QUICK, "--out", "mine", "--resume"]
+    assert cli(*words).returncode == 0
+    for manifest in Path("mine").rglob("manifest.json"):
+        manifest.unlink()
+    before = sorted(Path("mine").rglob("*"))
+    assert "holds no checkpoint" in refusal(cli(*words))
+    assert sorted(Path("mine").rglob("*")) == before
+    shutil.rmtree("mine/checkpoints")  # as a process leaves it that dies before its first save
+    assert cli(*words).returncode == 0
 
 
 @pytest.mark.slow
@@ -169,8 +197,9 @@ def test_a_budgets_run_can_be_repeated_from_its_config_without_the_clock(
 def test_a_machine_that_slows_down_ends_the_run_in_time_with_a_checkpoint(
     verse: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    from chargpt.cli.loop import Clock, train_to_end
     from chargpt.cli.signals import Signals
-    from chargpt.cli.train import Clock, start_run, train_to_end
+    from chargpt.cli.train import start_run
 
     class Slowing(Clock):
         """There is much time until the rate is about to fall, and then there is none."""
@@ -425,7 +454,7 @@ def test_a_mistake_of_our_own_prints_a_traceback_and_how_to_report_it(
     def broken(*_: object) -> None:
         raise ZeroDivisionError("oops")
 
-    monkeypatch.setattr("chargpt.training.trainer.Trainer.clip_gradients", broken)
+    monkeypatch.setattr("chargpt.training.learner.Learner.clip_gradients", broken)
     done = cli("train", verse, *QUICK)
     assert done.returncode == 1
     assert "Traceback" in done.stderr
@@ -442,7 +471,7 @@ def test_memory_that_runs_out_is_one_sentence(
     def full(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("chargpt.training.trainer.Trainer.clip_gradients", full)
+    monkeypatch.setattr("chargpt.training.learner.Learner.clip_gradients", full)
     done = cli("train", verse, *QUICK)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr

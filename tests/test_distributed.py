@@ -54,6 +54,7 @@ def test_two_ranks_train_as_one_process_does(verse: Path, tmp_path: Path) -> Non
     assert together.stderr.count("vocab ") == 1  # rank 0 alone speaks
     assert "x 2 processes" in together.stderr
     assert together.stdout.count("perplexity") == 1
+    assert "Warning" not in together.stderr
 
 
 def test_a_batch_that_does_not_share_out_is_refused(verse: Path, tmp_path: Path) -> None:

@@ -140,8 +140,12 @@ def test_metrics_that_the_disk_refused_are_written_with_the_next(
 
 
 def test_a_run_is_one_processes_alone_until_it_ends(run: RunFolder) -> None:
-    with pytest.raises(RunError, match="another process is training"):
+    with pytest.raises(RunError) as refused:
         RunFolder(run.path).lock()
+    assert str(refused.value) == (
+        f"another process is training into {run.path}; wait for it or stop it, or name "
+        "another folder with --out"
+    )
     with pytest.raises(RunError, match="another process is training"):
         RunFolder(run.path).create(CONFIG, TOKENIZER, force=True)
     run.unlock()
@@ -239,8 +243,12 @@ def test_the_same_weights_give_the_same_bytes(run: RunFolder) -> None:
 
 def test_a_run_is_never_overwritten_without_force(run: RunFolder, tmp_path: Path) -> None:
     save(run, 1)
-    with pytest.raises(RunError, match="--force"):
+    with pytest.raises(RunError) as refused:
         RunFolder(run.path).create(CONFIG, TOKENIZER, force=False)
+    assert str(refused.value) == (
+        f"{run.path} exists; continue it with --resume, replace it with --force, "
+        "or name another folder with --out"
+    )
     assert checkpoint.committed(run.checkpoints)
     path, checkpoints = run.path, run.checkpoints
     run.unlock()
@@ -249,8 +257,12 @@ def test_a_run_is_never_overwritten_without_force(run: RunFolder, tmp_path: Path
     precious = tmp_path / "thesis"
     precious.mkdir()
     (precious / "thesis.tex").write_text("x")
-    with pytest.raises(RunError, match="not a run"):
+    with pytest.raises(RunError) as refused:
         RunFolder(precious).create(CONFIG, TOKENIZER, force=True)
+    assert str(refused.value) == (
+        f"{precious} holds 'thesis.tex', which is not a run's, so --force leaves it "
+        "alone; move that away, or name another folder"
+    )
     assert (precious / "thesis.tex").exists()
 
 
@@ -297,10 +309,13 @@ def test_the_newest_run_is_the_one_saved_last(tmp_path: Path) -> None:
 
 
 def test_no_run_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="there is no folder"):
+    remedy = "; train one with `chargpt train`, or name another"
+    with pytest.raises(RunError) as refused:
         load_run(tmp_path / "nothing")
-    with pytest.raises(RunError, match="there is no run in"):
+    assert str(refused.value) == f"there is no folder {tmp_path}/nothing{remedy}"
+    with pytest.raises(RunError) as refused:
         load_run(tmp_path)
+    assert str(refused.value) == f"there is no run in {tmp_path}{remedy}"
     empty = RunFolder(tmp_path / "new").create(CONFIG, TOKENIZER, force=False)
     with pytest.raises(RunError, match="no checkpoint yet"):
         load_run(empty.path)
@@ -370,8 +385,8 @@ def test_whatever_can_be_trained_can_be_read_back(
     for name, weight in trainer.model.state_dict().items():
         assert torch.equal(saved.raw_model[name], weight), name
     again = Trainer(saved.config, corpus, saved=saved)
-    for name, tensor in trainer.optimizer.state_tensors().items():
-        assert torch.equal(again.optimizer.state_tensors()[name], tensor), name
+    for name, tensor in trainer.learner.optimizer.state_tensors().items():
+        assert torch.equal(again.learner.optimizer.state_tensors()[name], tensor), name
 
 
 def test_json_is_written_for_people_and_always_alike() -> None:

@@ -130,11 +130,11 @@ def test_accumulation_changes_nothing_but_memory(corpus: Corpus) -> None:
 def test_dropout_differs_between_micro_batches_and_is_off_in_evaluation(corpus: Corpus) -> None:
     trainer = Trainer(tiny(**{"model.dropout": 0.5, "train.max_steps": 4}), corpus)
     run_steps(trainer)
-    block = trainer.batches.at(0)
+    block = trainer.learner.batches.at(0)
     seen = []
     for micro in (0, 1, 0):
-        trainer.seed_dropout(0, micro)
-        seen.append(trainer.objective(block)[1].item())
+        trainer.learner.seed_dropout(0, micro)
+        seen.append(trainer.learner.objective(block)[1].item())
     assert seen[0] == seen[2] != seen[1]
     first, second = (trainer.measure("val", None).nats_per_char for _ in range(2))
     assert first == second
@@ -180,7 +180,7 @@ def test_the_best_checkpoint_is_never_replaced_by_a_worse_one(
 
 def spoil(trainer: Trainer, step: int, times: int = 1) -> None:
     """Make the gradient of one step (counted from 0) infinite, the first so many times."""
-    real = trainer.accumulate_gradients
+    real = trainer.learner.accumulate_gradients
     left = [times]
 
     def accumulate_gradients(number: int) -> torch.Tensor:
@@ -192,7 +192,7 @@ def spoil(trainer: Trainer, step: int, times: int = 1) -> None:
             gradient[0] = math.inf
         return loss
 
-    trainer.accumulate_gradients = accumulate_gradients  # type: ignore[method-assign]
+    trainer.learner.accumulate_gradients = accumulate_gradients  # type: ignore[method-assign]
 
 
 def started(config: Config, corpus: Corpus, path: Path) -> Trainer:

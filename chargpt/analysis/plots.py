@@ -2,8 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from chargpt.errors import ChargptError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 # Okabe and Ito's colours, told apart by most colour-blind readers
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -37,29 +41,9 @@ def loss_curves(
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for (name, points), colour in zip(curves.items(), _cycle(len(curves)), strict=True):
-        steps, nats = zip(*points, strict=True) if points else ((), ())
-        axes.plot(steps, nats, color=colour, linewidth=2, label=name)
-        if points:
-            axes.annotate(
-                f"{nats[-1]:.3f}",
-                (steps[-1], nats[-1]),
-                (4, 0),
-                textcoords="offset points",
-                color=colour,
-                va="center",
-            )
+        _curve(axes, name, points, colour)
     for name, level in lines.items():
-        axes.axhline(level, color=GREY, linewidth=1, linestyle="--")
-        axes.annotate(
-            f"{name} {level:.3f}",
-            (0.5, level),
-            (0, -11),
-            color=GREY,
-            ha="center",
-            xycoords=("axes fraction", "data"),
-            textcoords="offset points",
-            fontsize=9,
-        )
+        _level(axes, name, level)
     axes.set(xlabel="step", ylabel="validation loss (nats per character)", title=title)
     axes.margins(x=0.02)
     axes.spines[["top", "right"]].set_visible(False)
@@ -74,6 +58,36 @@ def loss_curves(
     except OSError as error:
         raise ChargptError(f"{path} cannot be written ({error.strerror}); name another") from None
     return path
+
+
+def _curve(axes: "Axes", name: str, points: Sequence[tuple[int, float]], colour: str) -> None:
+    """Draw one model's losses, with the last one in numbers."""
+    steps, nats = zip(*points, strict=True) if points else ((), ())
+    axes.plot(steps, nats, color=colour, linewidth=2, label=name)
+    if points:
+        axes.annotate(
+            f"{nats[-1]:.3f}",
+            (steps[-1], nats[-1]),
+            (4, 0),
+            textcoords="offset points",
+            color=colour,
+            va="center",
+        )
+
+
+def _level(axes: "Axes", name: str, level: float) -> None:
+    """Draw a level line, with its name and number below."""
+    axes.axhline(level, color=GREY, linewidth=1, linestyle="--")
+    axes.annotate(
+        f"{name} {level:.3f}",
+        (0.5, level),
+        (0, -11),
+        color=GREY,
+        ha="center",
+        xycoords=("axes fraction", "data"),
+        textcoords="offset points",
+        fontsize=9,
+    )
 
 
 def _cycle(count: int) -> list[str]:

@@ -64,8 +64,9 @@ def compare(
 
 def _train(settings: Any, out: Path | None, models: str) -> tuple[Any, Path]:
     from chargpt.analysis.compare import compare
+    from chargpt.cli.loop import train_to_end
     from chargpt.cli.signals import catch_signals
-    from chargpt.cli.train import show_plan, train_to_end
+    from chargpt.cli.summary import show_plan
     from chargpt.text.corpus import prepare
 
     corpus = prepare(settings.text, progress=options.PrepareProgress())

@@ -5,11 +5,15 @@ import time
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from chargpt.cli import console, options
+
+if TYPE_CHECKING:
+    from chargpt.inference.evaluation import Evaluation
+    from chargpt.store.run import Run
 
 
 class Split(StrEnum):
@@ -83,8 +87,12 @@ def evaluate(
         }
         console.out(json.dumps(facts, ensure_ascii=False))
         return
-    name = console.printable(name)
     part = "all of it" if text else f"{split.value} split"
+    show(loaded, result, f"{console.printable(name)}, {part}", seconds)
+
+
+def show(loaded: "Run", result: "Evaluation", title: str, seconds: float) -> None:
+    """Print what was measured as a table."""
     console.table(
         ["model", "nats/char", "bits/char", "perplexity", "accuracy", "std error"],
         [
@@ -95,7 +103,7 @@ def evaluate(
                 f"{result.standard_error:.4f}",
             ]
         ],
-        title=f"{name}, {part}: protocol {result.protocol}, T = {result.block_size}",
+        title=f"{title}: protocol {result.protocol}, T = {result.block_size}",
     )
     console.out(
         f"{console.characters(result.characters)} scored in {console.duration(seconds)} "

@@ -3,12 +3,16 @@
 import json
 import secrets
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from chargpt.cli import console, options
+
+if TYPE_CHECKING:
+    from chargpt.config import Config, SampleConfig
 
 
 def sample(
@@ -57,42 +61,28 @@ def sample(
     Examples: `chargpt sample`, `chargpt sample runs/novel --prompt "It was" --length 300`,
     `chargpt sample --temperature 0.5 --num-samples 3 --seed 1 --json`.
     """
-    from chargpt.errors import ConfigError
     from chargpt.inference.sampling import stream_run
     from chargpt.store.run import load_run, newest_run
-    from chargpt.text.corpus import read_text
 
-    if prompt is not None and prompt_file is not None:
-        raise ConfigError("--prompt and --prompt-file both name a prompt; give one")
-    if prompt_file is not None:
-        prompt = read_text(prompt_file)
     path = run or newest_run()
     loaded = load_run(path, checkpoint, device or "auto")
     for note in loaded.state["skipped"]:
         console.say(note)
-    wanted = {
-        "prompt": prompt,
-        "length": length,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "num_samples": num_samples,
-        "seed": seed,
-        "stop": tuple(stop) if stop else None,
-    }
-    changes = {f"sample.{key}": value for key, value in wanted.items() if value is not None}
-    settings = loaded.config.with_values(changes).sample
-    if settings.seed is None:
-        settings = settings.model_copy(update={"seed": secrets.randbits(32)})
+    settings = choose(
+        loaded.config,
+        prompt=given_prompt(prompt, prompt_file),
+        length=length,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        num_samples=num_samples,
+        seed=seed,
+        stop=tuple(stop) if stop else None,
+    )
     pieces = stream_run(loaded, settings, unknown=options.unknown_policy(unknown))
     if settings.num_samples == 1 and not json_:
-        # a file gets what the model wrote; a terminal nothing that could steer it
-        shown = console.printable if sys.stdout.isatty() else str
-        console.out(shown(settings.prompt), end="")
-        for (piece,) in pieces:
-            console.out(shown(piece), end="")
-        console.out("")
+        show_as_it_comes(settings.prompt, pieces)
         return
     texts = [settings.prompt] * settings.num_samples
     for step in pieces:
@@ -102,5 +92,46 @@ def sample(
         console.out(json.dumps(facts, ensure_ascii=False))
         return
     for number, text in enumerate(texts, 1):
-        words = console.printable(text) if sys.stdout.isatty() else text
-        console.out(f"-- sample {number} --\n{words}")
+        console.out(f"-- sample {number} --\n{for_reader()(text)}")
+
+
+def given_prompt(prompt: str | None, file: str | None) -> str | None:
+    """Return the prompt, from the command line or from a file.
+
+    Raises:
+        ConfigError: both were given.
+        TextError: the file cannot be read as text.
+    """
+    from chargpt.errors import ConfigError
+    from chargpt.text.corpus import read_text
+
+    if prompt is not None and file is not None:
+        raise ConfigError("--prompt and --prompt-file both name a prompt; give one")
+    return prompt if file is None else read_text(file)
+
+
+def choose(config: "Config", **wanted: object) -> "SampleConfig":
+    """Return the run's sampling settings with those that were asked for, and a seed in any case.
+
+    Raises:
+        ConfigError: a setting is out of its range.
+    """
+    changes = {f"sample.{key}": value for key, value in wanted.items() if value is not None}
+    settings = config.with_values(changes).sample
+    if settings.seed is not None:
+        return settings
+    return settings.model_copy(update={"seed": secrets.randbits(32)})
+
+
+def show_as_it_comes(prompt: str, pieces: Iterable[list[str]]) -> None:
+    """Print one text, piece by piece."""
+    shown = for_reader()
+    console.out(shown(prompt), end="")
+    for (piece,) in pieces:
+        console.out(shown(piece), end="")
+    console.out("")
+
+
+def for_reader() -> Callable[[str], str]:
+    """Return what makes a text fit to print: a file gets it as it is, a terminal nothing odd."""
+    return console.printable if sys.stdout.isatty() else str

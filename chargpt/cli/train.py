@@ -1,29 +1,19 @@
 """`chargpt train`: a text in, a trained model out."""
 
-import math
-import shlex
-import signal
-import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from chargpt.cli import console, options
-from chargpt.cli.signals import Signals, Stopped, catch_signals
-from chargpt.errors import ConfigError, RunError, WorkError
+from chargpt.cli.loop import DEFAULT_BUDGET, Clock, train_to_end
+from chargpt.cli.signals import catch_signals
+from chargpt.cli.summary import show_plan, show_result
+from chargpt.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
     from chargpt.store.run import RunFolder
-    from chargpt.text.corpus import Split
-    from chargpt.training.trainer import Report, Trainer
-
-DEFAULT_BUDGET = "150s"  # what a bare `chargpt train` takes
-SPLITS: "tuple[Split, ...]" = ("train", "val")
-# characters scored for the closing table: of those trained on, but so many at least and at most
-CLOSING_SHARE, CLOSING_LEAST, CLOSING_MOST = 1 / 20, 20_000, 300_000
-WAVERING = 0.02  # nats by which evaluations differ without any over-fitting
+    from chargpt.training.trainer import Trainer
 
 
 def train(
@@ -48,7 +38,13 @@ def train(
             f"Without -c and -s: {DEFAULT_BUDGET}.",
         ),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with a run.")] = False,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Go on with a run; with a text and --out, begin it if there is none yet.",
+        ),
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace the run in --out.")] = False,
     device: options.Device = None,
     encoding: options.Encoding = None,
@@ -61,23 +57,22 @@ def train(
     """
     from chargpt.device import leave_world
 
-    folder = None
+    folder = trainer = None
     try:
         with catch_signals() as signals:
-            if resume:
-                if config is not None or force or encoding is not None or budget is not None:
-                    raise ConfigError(
-                        "--resume takes its settings from the run; drop -c, --budget, --force and "
-                        "--encoding"
-                    )
-                clock = None
+            clock = None
+            if resume and force:
+                raise ConfigError("--resume goes on with a run and --force replaces it; give one")
+            if goes_on(text, out, resume=resume):
+                if text is None or out is None:
+                    require_nothing_new(config, budget, encoding)
                 trainer, folder = resume_run(out or text, set_ or [], device)
             else:
                 settings = options.build_config(
                     text, config, set_, device=device, encoding=encoding
                 )
                 clock = Clock.of(budget, config, set_)
-                trainer, folder = start_run(settings, out, force=force, clock=clock)
+                trainer, folder = start_run(settings, out, force=force or resume, clock=clock)
             show_plan(trainer, clock)
             levels = train_to_end(trainer, folder, signals, clock)
             if trainer.world.is_main:
@@ -85,41 +80,29 @@ def train(
     finally:
         if folder is not None:
             folder.unlock()
+        if trainer is not None:
+            trainer.learner.leave_others()
         leave_world()
 
 
-@dataclass(frozen=True)
-class Clock:
-    """A time budget, from the start of the process, and what the user has fixed besides."""
+def goes_on(text: str | None, out: Path | None, *, resume: bool) -> bool:
+    """Return whether a run goes on: with a text and a folder, `--resume` may also begin one."""
+    from chargpt.store.run import has_checkpoint
 
-    seconds: float
-    given: frozenset[str]
+    return resume and (text is None or out is None or has_checkpoint(out))
 
-    @classmethod
-    def of(
-        cls, written: str | None, config: str | None, changes: list[str] | None
-    ) -> "Clock | None":
-        """Return the budget that was written, or the default one where nothing else was.
 
-        Raises:
-            ConfigError: it is not a time, or several processes would have to agree on it.
-        """
-        from chargpt.device import world_size
-        from chargpt.training.planner import seconds_of
+def require_nothing_new(config: str | None, budget: str | None, encoding: str | None) -> None:
+    """Check that nothing was given that only a beginning run can heed.
 
-        if written is None and config is None and not changes and world_size() == 1:
-            written = DEFAULT_BUDGET
-        if written is None:
-            return None
-        if world_size() > 1:
-            raise ConfigError("--budget plans for one process; give train.max_steps instead")
-        return cls(seconds_of(written), frozenset(options.given_keys(config, changes)))
-
-    @property
-    def left(self) -> float:
-        """Seconds until the last training step has to be done."""
-        closing = min(0.8 + 0.04 * self.seconds, 20.0)  # scoring, the table, leaving
-        return self.seconds - closing - (time.perf_counter() - console.started)
+    Raises:
+        ConfigError: something was.
+    """
+    if config is not None or encoding is not None or budget is not None:
+        raise ConfigError(
+            "--resume takes its settings from the run; drop -c, --budget and --encoding, or give "
+            "both a text and --out to begin the run where there is none"
+        )
 
 
 def start_run(
@@ -205,245 +188,3 @@ def require_room(trainer: "Trainer", path: Path, checkpoints: int) -> None:
             f"{path} would need {console.size(wanted)} of disk for {checkpoints} checkpoints, and "
             "less is free; free some space, lower train.keep_last, or name another place with --out"
         ) from None
-
-
-def show_plan(trainer: "Trainer", clock: Clock | None = None) -> None:
-    """Say in a few lines what is about to happen. Without a budget, it measures a few steps.
-
-    To be called on every rank.
-    """
-    from chargpt.training.estimate import estimate
-
-    config, corpus = trainer.config, trainer.corpus
-    plan = estimate(trainer, clock.left if clock else None)
-    unknown = f", {corpus.unknown_share:.2%} of them unknown" if corpus.unknown_share else ""
-    lengths = ", ".join(
-        f"{len(corpus.split(name)):,} {name}"
-        for name in ("train", "val", "test")
-        if len(corpus.split(name))
-    )
-    threads = ""
-    if trainer.device.type == "cpu":
-        import torch
-
-        threads = f", {torch.get_num_threads()} threads"
-    ranks = f" x {trainer.world.size} processes" if trainer.world.size > 1 else ""
-    console.say(
-        f"text    {corpus.name}: {console.characters(len(corpus.tokens))} ({lengths}){unknown}\n"
-        f"vocab   {corpus.tokenizer.vocab_size:,} characters\n"
-        f"model   {describe_model(config.model)}, {plan.parameters:,} parameters\n"
-        f"device  {trainer.device.type}{ranks} ({trainer.device_reason}{threads}), "
-        f"{config.dtype} ({trainer.dtype_reason})\n"
-        f"plan    {plan.steps:,} steps x {config.train.batch_size} blocks x "
-        f"{config.model.block_size} = {console.short(plan.characters)} characters "
-        f"({plan.epochs:.1f} epochs)\n"
-        f"needs   about {console.size(plan.memory_bytes)} of memory and "
-        f"{console.duration(plan.seconds)}"
-    )
-
-
-def describe_model(model: Any) -> str:
-    """Return a model's settings in a few words."""
-    if model.kind == "bigram":
-        return "bigram table"
-    heads = "1 head" if model.n_head == 1 else f"{model.n_head} heads"
-    attention = {"full": heads, "average": "average", "none": "no attention"}
-    return (
-        f"gpt {model.n_layer} layers x {model.n_embd} wide, {attention[model.attention]}, "
-        f"block {model.block_size}"
-    )
-
-
-def train_to_end(
-    trainer: "Trainer",
-    folder: "RunFolder",
-    signals: Signals,
-    clock: Clock | None = None,
-) -> dict[str, float]:
-    """Run all steps with a progress bar; a signal saves the run and ends the process.
-
-    Returns:
-        What counting reaches on the validation split: the lines to beat.
-
-    Raises:
-        WorkError: the last thing to be saved could not be.
-    """
-    from chargpt.inference.evaluation import baselines
-
-    levels = baselines(trainer.corpus) if trainer.world.is_main else {}
-    bar = console.Progress(trainer.config.train.max_steps, "step", initial=trainer.progress.step)
-    go_on = f"go on with\n  chargpt train --resume {shlex.quote(str(folder.path))}"
-    signals.patient = True
-    try:
-        do_steps(trainer, bar, signals, levels, clock)
-    except Stopped:
-        if trainer.saved_step is not None:
-            console.say(f"the last checkpoint is step {trainer.saved_step:,}; {go_on}")
-        raise
-    finally:
-        bar.close()
-    ended_by, signals.caught = signals.caught[:1], []  # another one now changes nothing
-    if trainer.trouble:
-        raise WorkError(f"{unsaved(trainer)}; free some space, then {go_on}")
-    if ended_by:
-        if trainer.finished:
-            console.say(f"all steps are done and saved in {folder.path}")
-        else:
-            console.say(f"stopped at step {trainer.progress.step:,} and saved; {go_on}")
-        raise Stopped(ended_by[0])
-    signals.patient = False
-    return levels
-
-
-def do_steps(
-    trainer: "Trainer",
-    bar: console.Progress,
-    signals: Signals,
-    levels: dict[str, float],
-    clock: Clock | None,
-) -> None:
-    """Go through the steps, showing each, until all are done, time is up or a signal came."""
-    validation: list[float] = []
-    began, falling_from, told = math.nan, cooldown_start(trainer), False
-    characters = trainer.config.train.batch_size * trainer.config.model.block_size
-    looked, counted = time.perf_counter(), trainer.progress.step
-    for report in trainer.steps():
-        if report.validation is not None:
-            validation.append(report.validation.nats_per_char)
-        detail = None
-        if bar.wants_detail() and report.loss is not None:
-            now = time.perf_counter()
-            speed = (report.step - counted) * characters / (now - looked)
-            looked, counted = now, report.step
-            detail = _detail(report, validation, levels, speed)
-        bar.move_to(report.step, detail)
-        if report.sample is not None:
-            bar.write(f"-- sample at step {report.step:,} --")
-            bar.write(console.printable(report.sample).strip("\n"))
-        if report.note is not None:
-            bar.write(report.note)
-        if trainer.trouble and not told:
-            bar.write(f"{unsaved(trainer)}; training goes on: free some space")
-            told = True
-        if report.step == 1:  # the first is slower than any other
-            began = time.perf_counter()
-        if clock is not None and report.step == falling_from < bar.total:
-            keep_to(clock, trainer, (time.perf_counter() - began) / (report.step - 1))
-            bar.change_total(trainer.config.train.max_steps)
-        elif clock is not None and clock.left < 0 and not trainer.finished:
-            trainer.conclude()
-            bar.write(f"the machine slowed down: stopped at step {report.step:,} of {bar.total:,}")
-            return
-        if trainer.world.any(bool(signals.caught)) and not trainer.finished:
-            trainer.save()
-            signals.caught = signals.caught or [signal.SIGTERM]  # it was another process's
-            return
-
-
-def unsaved(trainer: "Trainer") -> str:
-    """Return what the disk refused, and what there is instead, in words."""
-    last = "there is no checkpoint yet"
-    if trainer.saved_step is not None:
-        last = f"the last checkpoint is step {trainer.saved_step:,}"
-    step = trainer.progress.step
-    return f"the disk refuses what step {step:,} is to save ({trainer.trouble}); {last}"
-
-
-def cooldown_start(trainer: "Trainer") -> int:
-    """Return the step after which the learning rate begins to fall."""
-    steps = trainer.config.train.max_steps
-    return max(2, steps - round(trainer.config.schedule.cooldown * steps))
-
-
-def keep_to(clock: Clock, trainer: "Trainer", step_seconds: float) -> None:
-    """Fit the run's length to the time left, at so many seconds a step."""
-    from chargpt.training.planner import refit
-
-    trainer.change_config(refit(trainer.config, trainer.progress.step, step_seconds, clock.left))
-
-
-def _detail(
-    report: "Report", validation: list[float], levels: dict[str, float], speed: float
-) -> str:
-    assert report.loss is not None
-    # short enough for a terminal of 80 columns, the bar included
-    words = [f"loss {float(report.loss):.2f}"]
-    if validation:
-        words.append(f"val {validation[-1]:.3f}{console.sparkline(validation, 5)}")
-    # the next line to beat
-    beaten = validation[-1] if validation else math.inf
-    name = next((name for name in ("bigram", "5-gram") if levels[name] < beaten), "5-gram")
-    words.append(f"{name} {levels[name]:.3f}")
-    words.append(f"{console.short(speed)} chars/s")
-    return " ".join(words)
-
-
-def show_result(trainer: "Trainer", folder: "RunFolder", levels: dict[str, float]) -> None:
-    """Print the closing table, a word on over-fitting, and the commands to go on with."""
-    from chargpt.inference.evaluation import evaluate_tokens
-    from chargpt.store.run import load_run
-
-    best = load_run(folder.path, "best", trainer.device.type)
-    corpus = trainer.corpus
-    rows = [[name, "val", *console.loss_cells(nats)] for name, nats in levels.items()]
-    losses = {}
-    train = trainer.config.train
-    trained = train.max_steps * train.batch_size * trainer.config.model.block_size
-    scored = min(CLOSING_MOST, max(CLOSING_LEAST, int(CLOSING_SHARE * trained)))
-    for split in SPLITS:
-        result = evaluate_tokens(
-            best.model,
-            corpus.split(split),
-            split=split,
-            max_characters=scored,
-            dtype=trainer.dtype,
-        )
-        losses[split] = result.nats_per_char
-        name = trainer.config.model.kind
-        rows.append([f"{name} (trained)", split, *console.loss_cells(result.nats_per_char)])
-    console.table(["model", "split", "nats/char", "bits/char", "perplexity"], rows)
-    for sentence in verdict(trainer, levels, losses["train"], losses["val"]):
-        console.out(sentence)
-    path = shlex.quote(str(folder.path))
-    step = trainer.progress.step
-    console.out(
-        f"trained {step:,} steps in {console.duration(trainer.progress.seconds)}; "
-        f"the best checkpoint is step {best.step:,}\n"
-        f"the run is in {path}; go on with any of\n"
-        f"  chargpt sample {path}\n"
-        f"  chargpt evaluate {path}\n"
-        f"  chargpt train --resume {path} -s train.max_steps={2 * step}"
-    )
-
-
-def verdict(
-    trainer: "Trainer", levels: dict[str, float], train_loss: float, val_loss: float
-) -> list[str]:
-    """Return in plain words whether the model beat counting, and whether it over-fitted."""
-    sentences = []
-    progress = trainer.progress
-    records = trainer.folder.metrics.records() if trainer.folder else []
-    seen = [(r["step"], r["val_nats_per_char"]) for r in records if "val_nats_per_char" in r]
-    last = seen[-1][1] if seen else val_loss
-    if trainer.config.model.kind == "gpt":
-        gains = [
-            f"{abs(gain):.3f} nats {'better' if gain > 0 else 'worse'} than the {name}"
-            for name, gain in ((n, levels[n] - val_loss) for n in ("bigram", "5-gram"))
-        ]
-        sentences.append(f"Attention is {' and '.join(gains)} on text it has not seen.")
-    if progress.best_step is not None and last > progress.best_loss + WAVERING:
-        sentences.append(
-            f"It over-fitted: validation was best at step {progress.best_step:,} "
-            f"({progress.best_loss:.3f} nats) and has risen since (to {last:.3f}), so that "
-            "checkpoint is the one used; more text, model.dropout or fewer steps would help."
-        )
-    elif val_loss - train_loss > 0.3:
-        sentences.append(
-            f"It does {val_loss - train_loss:.2f} nats better on the text it trained on: it has "
-            "begun to memorise; more text or model.dropout would help."
-        )
-    if progress.stopped_early:
-        sentences.append(
-            f"It stopped early: {progress.evaluations_since_best} evaluations brought nothing new."
-        )
-    return sentences

@@ -229,6 +229,12 @@ def is_run(path: Path) -> bool:
     return (path / CONFIG).is_file()
 
 
+def has_checkpoint(path: Path) -> bool:
+    """Return whether anything was saved of a run, be it damaged by now."""
+    folders = (path / CHECKPOINTS).glob("step-*")
+    return any(checkpoint.NAME.fullmatch(folder.name) for folder in folders)
+
+
 def newest_run(parent: Path = Path("runs")) -> Path:
     """Return the run under `parent` whose checkpoints changed last.
 
@@ -276,6 +282,5 @@ def load_run(path: str | Path, checkpoint: str = "best", device: str = "auto") -
     model = build_model(saved.config.model, saved.tokenizer.vocab_size)
     fill(model, saved.model, saved.folder)
     state = {**saved.state, "skipped": skipped, "checkpoint": saved.folder.name}
-    step = int(state.get("step", 0))
     model = model.to(target).eval()
-    return Run(run.path, saved.config, saved.tokenizer, model, step, state)
+    return Run(run.path, saved.config, saved.tokenizer, model, saved.state["step"], state)

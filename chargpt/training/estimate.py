@@ -62,7 +62,7 @@ def estimate(trainer: "Trainer", seconds: float | None = None) -> Plan:
         characters=left * batch_characters,
         epochs=left * batch_characters / len(trainer.corpus.split("train")),
         memory_bytes=memory_bytes(
-            trainer.config, trainer.corpus.tokenizer.vocab_size, trainer.micro_batch
+            trainer.config, trainer.corpus.tokenizer.vocab_size, trainer.learner.micro_batch
         ),
         seconds=seconds or left * step_seconds + evaluations * evaluation_seconds,
     )
@@ -74,7 +74,7 @@ def _seconds_a_step(trainer: "Trainer") -> float:
     for _ in range(2):
         synchronize(trainer.device)
         start = time.perf_counter()
-        trainer.accumulate_gradients(0)
+        trainer.learner.accumulate_gradients(0)
         synchronize(trainer.device)
         seconds = time.perf_counter() - start
     trainer.model.zero_grad(set_to_none=True)

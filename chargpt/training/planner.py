@@ -213,9 +213,9 @@ def characters_a_second(config: Config, corpus: Corpus) -> float:
     for step in range(TRIAL_STEPS):
         synchronize(trainer.device)
         start = time.perf_counter()
-        trainer.accumulate_gradients(step)
-        trainer.clip_gradients()
-        trainer.apply_update(step, 1e-6)
+        trainer.learner.accumulate_gradients(step)
+        trainer.learner.clip_gradients()
+        trainer.learner.apply_update(step, 1e-6)
         synchronize(trainer.device)
         seconds.append(time.perf_counter() - start)
     return config.train.batch_size * config.model.block_size / min(seconds[1:])

@@ -21,7 +21,9 @@ def resume(run: RunFolder, overrides: dict[str, object]) -> tuple[Saved, Config,
         *("train.max_steps", "train.patience", "train.keep_last", "train.rollbacks"),
         *("optim.lr", "optim.matrix_lr", "device", "dtype"),
     )
-    for key in overrides:
+    for key, value in overrides.items():
+        if saved.config.with_values({key: value}) == saved.config:
+            continue  # it says what holds already
         if key not in allowed and not key.endswith("_every"):
             raise ConfigError(
                 f"{key} cannot change when a run goes on; leave it, or start a new run with --out"

@@ -1,0 +1,187 @@
+"""Training steps as a user sees them: a progress bar, a time budget, and what a signal does."""
+
+import math
+import shlex
+import signal
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from chargpt.cli import console, options
+from chargpt.cli.signals import Signals, Stopped
+from chargpt.errors import ConfigError, WorkError
+
+if TYPE_CHECKING:
+    from chargpt.store.run import RunFolder
+    from chargpt.training.progress import Report
+    from chargpt.training.trainer import Trainer
+
+DEFAULT_BUDGET = "150s"  # what a bare `chargpt train` takes
+
+
+@dataclass(frozen=True)
+class Clock:
+    """A time budget, from the start of the process, and what the user has fixed besides."""
+
+    seconds: float
+    given: frozenset[str]
+
+    @classmethod
+    def of(
+        cls, written: str | None, config: str | None, changes: list[str] | None
+    ) -> "Clock | None":
+        """Return the budget that was written, or the default one where nothing else was.
+
+        Raises:
+            ConfigError: it is not a time, or several processes would have to agree on it.
+        """
+        from chargpt.device import world_size
+        from chargpt.training.planner import seconds_of
+
+        if written is None and config is None and not changes and world_size() == 1:
+            written = DEFAULT_BUDGET
+        if written is None:
+            return None
+        if world_size() > 1:
+            raise ConfigError("--budget plans for one process; give train.max_steps instead")
+        return cls(seconds_of(written), frozenset(options.given_keys(config, changes)))
+
+    @property
+    def left(self) -> float:
+        """Seconds until the last training step has to be done."""
+        closing = min(0.8 + 0.04 * self.seconds, 20.0)  # scoring, the table, leaving
+        return self.seconds - closing - (time.perf_counter() - console.started)
+
+
+def train_to_end(
+    trainer: "Trainer",
+    folder: "RunFolder",
+    signals: Signals,
+    clock: Clock | None = None,
+) -> dict[str, float]:
+    """Run all steps with a progress bar; a signal saves the run and ends the process.
+
+    Returns:
+        What counting reaches on the validation split: the lines to beat.
+
+    Raises:
+        WorkError: the last thing to be saved could not be.
+    """
+    from chargpt.inference.evaluation import baselines
+
+    levels = baselines(trainer.corpus) if trainer.world.is_main else {}
+    bar = console.Progress(trainer.config.train.max_steps, "step", initial=trainer.progress.step)
+    go_on = f"go on with\n  chargpt train --resume {shlex.quote(str(folder.path))}"
+    signals.patient = True
+    try:
+        do_steps(trainer, bar, signals, levels, clock)
+    except Stopped:
+        if trainer.saved_step is not None:
+            console.say(f"{last_save(trainer)}; {go_on}")
+        raise
+    except RuntimeError as error:
+        if not trainer.world.is_broken(error):
+            raise
+        raise WorkError(
+            f"another of the processes has gone; {last_save(trainer)}; {go_on}"
+        ) from None
+    finally:
+        bar.close()
+    ended_by, signals.caught = signals.caught[:1], []  # another one now changes nothing
+    if trainer.trouble:
+        raise WorkError(f"{unsaved(trainer)}; free some space, then {go_on}")
+    if ended_by:
+        if trainer.finished:
+            console.say(f"all steps are done and saved in {folder.path}")
+        else:
+            console.say(f"stopped at step {trainer.progress.step:,} and saved; {go_on}")
+        raise Stopped(ended_by[0])
+    signals.patient = False
+    return levels
+
+
+def do_steps(
+    trainer: "Trainer",
+    bar: console.Progress,
+    signals: Signals,
+    levels: dict[str, float],
+    clock: Clock | None,
+) -> None:
+    """Go through the steps, showing each, until all are done, time is up or a signal came."""
+    validation: list[float] = []
+    began, falling_from, told = math.nan, cooldown_start(trainer), False
+    characters = trainer.config.train.batch_size * trainer.config.model.block_size
+    looked, counted = time.perf_counter(), trainer.progress.step
+    for report in trainer.steps():
+        if report.validation is not None:
+            validation.append(report.validation.nats_per_char)
+        detail = None
+        if bar.wants_detail() and report.loss is not None:
+            now = time.perf_counter()
+            speed = (report.step - counted) * characters / (now - looked)
+            looked, counted = now, report.step
+            detail = _detail(report, validation, levels, speed)
+        bar.move_to(report.step, detail)
+        if report.sample is not None:
+            bar.write(f"-- sample at step {report.step:,} --")
+            bar.write(console.printable(report.sample).strip("\n"))
+        if report.note is not None:
+            bar.write(report.note)
+        if trainer.trouble and not told:
+            bar.write(f"{unsaved(trainer)}; training goes on: free some space")
+            told = True
+        if report.step == 1:  # the first is slower than any other
+            began = time.perf_counter()
+        if clock is not None and report.step == falling_from < bar.total:
+            keep_to(clock, trainer, (time.perf_counter() - began) / (report.step - 1))
+            bar.change_total(trainer.config.train.max_steps)
+        elif clock is not None and clock.left < 0 and not trainer.finished:
+            trainer.conclude()
+            bar.write(f"the machine slowed down: stopped at step {report.step:,} of {bar.total:,}")
+            return
+        if trainer.world.any(bool(signals.caught)) and not trainer.finished:
+            trainer.save()
+            signals.caught = signals.caught or [signal.SIGTERM]  # it was another process's
+            return
+
+
+def unsaved(trainer: "Trainer") -> str:
+    """Return what the disk refused, and what there is instead, in words."""
+    step, last = trainer.progress.step, last_save(trainer)
+    return f"the disk refuses what step {step:,} is to save ({trainer.trouble}); {last}"
+
+
+def last_save(trainer: "Trainer") -> str:
+    """Return which checkpoint there is, in words."""
+    if trainer.saved_step is None:
+        return "there is no checkpoint yet"
+    return f"the last checkpoint is step {trainer.saved_step:,}"
+
+
+def cooldown_start(trainer: "Trainer") -> int:
+    """Return the step after which the learning rate begins to fall."""
+    steps = trainer.config.train.max_steps
+    return max(2, steps - round(trainer.config.schedule.cooldown * steps))
+
+
+def keep_to(clock: Clock, trainer: "Trainer", step_seconds: float) -> None:
+    """Fit the run's length to the time left, at so many seconds a step."""
+    from chargpt.training.planner import refit
+
+    trainer.change_config(refit(trainer.config, trainer.progress.step, step_seconds, clock.left))
+
+
+def _detail(
+    report: "Report", validation: list[float], levels: dict[str, float], speed: float
+) -> str:
+    assert report.loss is not None
+    # short enough for a terminal of 80 columns, the bar included
+    words = [f"loss {float(report.loss):.2f}"]
+    if validation:
+        words.append(f"val {validation[-1]:.3f}{console.sparkline(validation, 5)}")
+    # the next line to beat
+    beaten = validation[-1] if validation else math.inf
+    name = next((name for name in ("bigram", "5-gram") if levels[name] < beaten), "5-gram")
+    words.append(f"{name} {levels[name]:.3f}")
+    words.append(f"{console.short(speed)} chars/s")
+    return " ".join(words)
