@@ -227,6 +227,8 @@ def _be_agent(words: list[str], folder: Path, ranks: int, acknowledged: Path) ->
 
 def _be_rank(words: list[str], folder: Path, acknowledged: Path) -> None:
     rank = int(os.environ["RANK"])
+    for number in (signal.SIGTERM, signal.SIGHUP):  # the agent's own handlers were forked too
+        signal.signal(number, signal.SIG_DFL)
     (folder / f"process-{rank}").write_text(str(os.getpid()))
     _redirect([folder / f".{name}{rank}" for name in ("stdin", "stdout", "stderr")])
     if rank == 0:

@@ -23,6 +23,7 @@ KINDS: tuple[dict[str, object], ...] = (
     {"train.patience": 60, "model.mlp": "none", "model.qk_norm": False, "model.scaled": False},
 )
 RESUMED_STEPS = 50
+BAD = (float("nan"), float("inf"))
 
 
 @functools.cache
@@ -86,32 +87,14 @@ def resume_at(work: Path, index: int, _: Random) -> str | None:
 
 def go_bad(work: Path, index: int, random: Random) -> str | None:
     """Put NaN or infinity into a loss, a gradient or a weight; nothing of it may be kept."""
-    place, value = ("loss", "gradient", "weight")[index % 3], (float("nan"), float("inf"))
-    bad, step = value[index // 3 % 2], random.randint(SAVE_EVERY + 1, 40)
+    place, bad = ("loss", "gradient", "weight")[index % 3], BAD[index // 3 % 2]
+    step = random.randint(SAVE_EVERY + 1, 40)
     config = Config().with_values({**TINY, "train.max_steps": 60, "train.rollbacks": index // 30})
     corpus = prepare(config.text)
     run = RunFolder(fresh(work / "bad") / "R")
     trainer = Trainer(config, corpus, folder=run)
     run.create(trainer.config, corpus.tokenizer, force=False)
-    real, struck = trainer.learner.accumulate_gradients, False
-
-    def struck_gradients(number: int) -> torch.Tensor:
-        nonlocal struck
-        first = list(trainer.model.parameters())[random.randrange(3)]
-        if number == step and not struck and place == "weight":
-            struck = True
-            with torch.no_grad():
-                first.view(-1)[0 if place != "weight" else slice(None)] = bad
-        loss = real(number)
-        if number == step and not struck:
-            struck = True
-            if place == "loss":
-                return loss + bad
-            assert first.grad is not None
-            first.grad.view(-1)[0] = bad
-        return loss
-
-    trainer.learner.accumulate_gradients = struck_gradients  # type: ignore[method-assign]
+    _strike(trainer, step, place, bad, random.randrange(3))
     before: dict[str, torch.Tensor] = {}
     saved_before = 0
     try:
@@ -119,22 +102,46 @@ def go_bad(work: Path, index: int, random: Random) -> str | None:
             if report.step <= step and trainer.progress.step <= step:
                 before = {n: p.clone() for n, p in trainer.model.state_dict().items()}
                 saved_before = trainer.saved_step or 0
+        wrong = _no_return(run, step + 1) if trainer.finished else "it did not finish"
+        if not config.train.rollbacks:
+            wrong = "it was not noticed"
     except DivergedError as error:
-        if config.train.rollbacks:
-            return f"{bad} in a {place} at step {step + 1}: no way back was taken: {error}"
-        if f"step {step + 1} " not in str(error) or "--resume" not in str(error):
-            return f"{bad} in a {place} at step {step + 1}: it says {error}"
-        if place != "weight" and any(
-            not torch.equal(p, before[n]) for n, p in trainer.model.state_dict().items()
-        ):
-            return f"{bad} in a {place} at step {step + 1}: the update was made"
+        wrong = None
+        after = trainer.model.state_dict()
+        if place != "weight" and any(not torch.equal(after[name], before[name]) for name in before):
+            wrong = "the update was made"
         saved, skipped = run.load("latest")
         if skipped or saved.state["step"] != saved_before:
-            return f"{bad} in a {place} at step {step + 1}: the last checkpoint suffered: {skipped}"
-        return None
-    if not config.train.rollbacks:
-        return f"{bad} in a {place} at step {step + 1} was not noticed"
+            wrong = f"the last checkpoint suffered: {skipped}"
+        if f"step {step + 1} " not in str(error) or "--resume" not in str(error):
+            wrong = f"it says {error}"
+        if config.train.rollbacks:
+            wrong = f"no way back was taken: {error}"
+    return f"{bad} in a {place} at step {step + 1}: {wrong}" if wrong else None
+
+
+def _strike(trainer: Trainer, step: int, place: str, bad: float, number: int) -> None:
+    """Let a loss, a gradient or a weight go bad at a step, once."""
+    real, struck = trainer.learner.accumulate_gradients, False
+
+    def accumulate_gradients(now: int) -> torch.Tensor:
+        nonlocal struck
+        strikes, struck = now == step and not struck, struck or now == step
+        victim = list(trainer.model.parameters())[number]
+        if strikes and place == "weight":
+            with torch.no_grad():
+                victim.fill_(bad)
+        loss = real(now)
+        if strikes and place == "gradient":
+            assert victim.grad is not None
+            victim.grad.view(-1)[0] = bad
+        return loss + bad if strikes and place == "loss" else loss
+
+    trainer.learner.accumulate_gradients = accumulate_gradients  # type: ignore[method-assign]
+
+
+def _no_return(run: RunFolder, step: int) -> str | None:
+    """Return what is wrong with the one return that the metrics should tell of."""
     returns = [r for r in run.metrics.records() if "rolled_back_from" in r]
-    if [r["rolled_back_from"] for r in returns] != [step + 1] or not trainer.finished:
-        return f"{bad} in a {place} at step {step + 1}: the metrics say {returns}"
-    return None
+    good = [r["rolled_back_from"] for r in returns] == [step]
+    return None if good else f"the metrics say {returns}"
