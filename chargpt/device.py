@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.rendezvous import rendezvous
 
 from chargpt.errors import DeviceError
 
@@ -56,13 +55,6 @@ class World:
         dist.broadcast(tensor, src=0)
         return float(tensor)
 
-    def is_broken(self, error: BaseException) -> bool:
-        """Return whether an error says that another rank has gone."""
-        told = ("gloo", "NCCL", "Connection", "process group")
-        return self.size > 1 and (
-            isinstance(error, dist.DistError) or any(word in str(error) for word in told)
-        )
-
     def _number(self, number: float) -> Tensor:
         device = "cuda" if dist.get_backend() == "nccl" else "cpu"
         return torch.tensor(float(number), dtype=torch.float64, device=device)
@@ -82,6 +74,8 @@ def join_world(device: torch.device) -> World:
     size = world_size()
     if size == 1:
         return World()
+    from torch.distributed.rendezvous import rendezvous
+
     if device.type == "cuda":
         torch.cuda.set_device(device)
     try:
@@ -100,6 +94,14 @@ def join_world(device: torch.device) -> World:
             "start them with `torchrun`"
         ) from None
     return World(dist.get_rank(), dist.get_world_size())
+
+
+def tells_of_lost_rank(error: Exception) -> bool:
+    """Return whether an error says that another rank has gone."""
+    told = isinstance(error, dist.DistNetworkError) or any(
+        words in str(error) for words in ("gloo", "remote process exited", "Connection closed by")
+    )
+    return world_size() > 1 and told and "out of memory" not in str(error)
 
 
 def leave_world() -> None:

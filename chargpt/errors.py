@@ -32,6 +32,10 @@ class RunError(ChargptError):
     """A run folder is missing, taken, unfinished or damaged."""
 
 
+class FinishedError(RunError):
+    """A run that was to go on has nothing left to do."""
+
+
 class WorkError(ChargptError):
     """The input was right, and the work failed all the same."""
 

@@ -71,8 +71,8 @@ def main() -> None:
     if given.json is not None:
         from record import facts
 
-        report = json.loads(given.json.read_text()) if given.json.exists() else {"targets": {}}
-        report = {**facts(), "targets": {**report["targets"], **results}}
+        report = json.loads(given.json.read_text()) if given.json.exists() else {}
+        report |= {target: {**facts(), **result} for target, result in results.items()}
         given.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     sys.exit(1 if any(result["crashes"] for result in results.values()) else 0)
 

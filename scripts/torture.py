@@ -108,10 +108,10 @@ def torture(row: Row, share: float, seed: int, work: Path) -> dict[str, Any]:
     if notes.exists():
         done = {n["case"]: n for n in map(json.loads, notes.read_text().splitlines())}
     count = max(1, round(row.count * share))
-    # a share is spread over all kinds of a row's cases
-    chosen = [round(i * row.count / count) for i in range(count)] if share < 1 else range(count)
+    # a share is a random one, so that it holds cases of all kinds
+    chosen = sorted(Random(f"{seed}/{row.name}").sample(range(row.count), count))
     if row.name == "kill":
-        chosen = range(count)  # one after another: each goes on with what the one before has left
+        chosen = list(range(count))  # each goes on with what the one before has left
     start = time.monotonic()
     for index in chosen:
         if index in done:

@@ -141,7 +141,7 @@ def test_resume_takes_the_newest_run_and_refuses_what_it_cannot_change(
     cli("train", verse, *QUICK)
     assert "has done all its 6 steps" in refusal(cli("train", "--resume"))
     assert "drop -c" in refusal(cli("train", "--resume", "-c", "gpt"))
-    assert "give one" in refusal(cli("train", "--resume", "--force"))
+    assert "--force" in refusal(cli("train", "--resume", "--force"))
     assert "seed cannot change" in refusal(cli("train", "--resume", "-s", "seed=3"))
 
 
@@ -151,24 +151,61 @@ def test_the_same_command_with_resume_begins_a_run_and_goes_on_with_it(
     words = ["train", verse, *QUICK, "-s", "schedule.cooldown=0", "--out", "mine", "--resume"]
     begun = cli(*[str(word).replace("max_steps=6", "max_steps=3") for word in words])
     assert begun.returncode == 0, begun.stderr
-    done = cli(*words, "-c", "gpt")
+    done = cli(*words, "--device", "auto")
     assert "going on with mine from step 3" in done.stderr
     assert done.returncode == 0, done.stderr
     assert cli("train", verse, *words[2:-3], "--out", "whole").returncode == 0
     model = "checkpoints/step-00000006/model.safetensors"
     assert Path("whole", model).read_bytes() == Path("mine", model).read_bytes()
-    assert "seed cannot change" in refusal(cli(*words, "-s", "train.max_steps=9", "-s", "seed=9"))
+    again = cli(*words)
+    assert again.returncode == 0
+    assert "has done all its 6 steps" in again.stderr
 
 
-def test_what_was_saved_is_never_begun_anew(verse: Path, cli: Cli) -> None:
+def test_another_text_or_setting_is_not_taken_for_the_run_that_is_there(
+    verse: Path, cli: Cli
+) -> None:
     words = ["train", verse, *QUICK, "--out", "mine", "--resume"]
     assert cli(*words).returncode == 0
-    for manifest in Path("mine").rglob("manifest.json"):
-        manifest.unlink()
+    Path("other.txt").write_text(verse.read_text())
+    assert "text.path cannot change" in refusal(cli("train", "other.txt", *words[2:]))
+    for more, key in (
+        (("-s", "seed=9"), "seed"),
+        (("-c", "bigram"), "model.kind"),
+        (("--encoding", "latin-1"), "text.encoding"),
+    ):
+        assert f"{key} cannot change" in refusal(cli(*words, *more))
+
+
+@pytest.mark.parametrize("kind", ["no manifests", "other files", "a link"])
+def test_what_may_be_worth_something_is_never_begun_anew(
+    kind: str, verse: Path, cli: Cli, tmp_path: Path
+) -> None:
+    words = ["train", verse, *QUICK, "--out", "mine", "--resume"]
+    checkpoints = Path("mine/checkpoints")
+    if kind == "no manifests":
+        assert cli(*words).returncode == 0
+        for manifest in Path("mine").rglob("manifest.json"):
+            manifest.unlink()
+    elif kind == "other files":
+        checkpoints.mkdir(parents=True)
+        Path("mine/config.yaml").write_text("theirs: true")
+        (checkpoints / "epoch10.pt").write_bytes(b"precious")
+    else:
+        assert cli(*words).returncode == 0
+        checkpoints.rename("scratch")
+        checkpoints.symlink_to(tmp_path / "not-mounted")
     before = sorted(Path("mine").rglob("*"))
-    assert "holds no checkpoint" in refusal(cli(*words))
+    refusal(cli(*words))
     assert sorted(Path("mine").rglob("*")) == before
-    shutil.rmtree("mine/checkpoints")  # as a process leaves it that dies before its first save
+
+
+def test_a_run_that_died_before_its_first_save_is_begun_anew(verse: Path, cli: Cli) -> None:
+    words = ["train", verse, *QUICK, "--out", "mine", "--resume"]
+    assert cli(*words).returncode == 0
+    for left in Path("mine/checkpoints").iterdir():
+        shutil.rmtree(left) if left.is_dir() else left.unlink()
+    Path("mine/checkpoints/step-00000003.tmp").mkdir()
     assert cli(*words).returncode == 0
 
 

@@ -266,6 +266,34 @@ def test_a_run_is_never_overwritten_without_force(run: RunFolder, tmp_path: Path
     assert (precious / "thesis.tex").exists()
 
 
+def test_a_run_that_another_process_has_begun_meanwhile_is_not_begun_anew(run: RunFolder) -> None:
+    folder = save(run, 1)
+    run.unlock()
+    RunFolder.check_free(run.path.with_name("none"), begun=True)
+    with pytest.raises(RunError, match="continue it with --resume"):
+        RunFolder(run.path).create(CONFIG, TOKENIZER, begun=True)
+    assert folder.exists()
+    shutil.rmtree(folder)
+    RunFolder(run.path).create(CONFIG, TOKENIZER, begun=True)
+    assert (run.path / "config.yaml").exists()
+
+
+def test_force_leaves_what_no_run_has_made(run: RunFolder, tmp_path: Path) -> None:
+    run.unlock()
+    precious = run.checkpoints / "epoch10.pt"
+    precious.write_bytes(b"x")
+    with pytest.raises(RunError, match=r"holds 'checkpoints/epoch10\.pt', which is not a run's"):
+        RunFolder(run.path).create(CONFIG, TOKENIZER, force=True)
+    precious.unlink()
+    run.checkpoints.rename(tmp_path / "away")
+    run.checkpoints.symlink_to(tmp_path / "away")
+    with pytest.raises(RunError, match="holds 'checkpoints'"):
+        RunFolder(run.path).create(CONFIG, TOKENIZER, force=True)
+    (tmp_path / "plain").write_text("x")
+    with pytest.raises(RunError, match="is a file"):
+        RunFolder(tmp_path / "plain").create(CONFIG, TOKENIZER, force=False)
+
+
 def test_metrics_that_no_run_writes_are_passed_over_or_refused(run: RunFolder) -> None:
     path = run.path / "metrics.jsonl"
     deep = b"[" * 100_000

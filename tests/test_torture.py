@@ -7,11 +7,25 @@ from pathlib import Path
 
 from conftest import REPOSITORY
 
+ROWS = (
+    "kill,fail_files,small_disk,damage,resume_at,go_bad,send_signal,"
+    "bad_text,any_config,typo,round_trip,unseen_prompt,golden"
+)  # what several processes suffer takes minutes
+
 
 def test_runs_survive_a_fiftieth_of_the_torture(tmp_path: Path) -> None:
     done = subprocess.run(
         [
-            *(sys.executable, "scripts/torture.py", "--share", "0.02", "--jobs", "2"),
+            *(
+                sys.executable,
+                "scripts/torture.py",
+                "--share",
+                "0.02",
+                "--jobs",
+                "2",
+                "--rows",
+                ROWS,
+            ),
             *("--work", tmp_path / "work", "--json", tmp_path / "torture.json"),
         ],
         cwd=REPOSITORY,
@@ -22,4 +36,4 @@ def test_runs_survive_a_fiftieth_of_the_torture(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "torture.json").read_text())["rows"]
     assert {row["row"]: row["cases"] for row in rows}["damage"] == 20
-    assert len(rows) == 17
+    assert len(rows) == 13

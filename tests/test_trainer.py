@@ -457,3 +457,22 @@ def test_the_shipped_bigram_comes_within_001_of_its_closed_form(corpus: Corpus) 
         pass
     trained = trainer.measure("train", None).nats_per_char
     assert trained == pytest.approx(baselines(corpus, "train")["bigram"], abs=0.01)
+
+
+def test_a_command_given_again_does_not_undo_what_the_run_has_made_of_it(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    trainer = Trainer(tiny(**{"train.max_steps": 4}), corpus, folder=folder)
+    folder.create(trainer.config, corpus.tokenizer, force=False)
+    for _ in trainer.steps():
+        pass
+    trainer.change_config(trainer.config.with_values({"optim.lr": 0.001}))
+    trainer.progress.rollbacks, trainer.saved_step = 1, None
+    trainer.save()
+    wanted = {"optim.lr": 0.002, "device": "auto", "dtype": "auto", "train.max_steps": 9}
+    _, config, notes = resume(folder, wanted, again=True)
+    assert (config.optim.lr, config.device, config.dtype) == (0.001, "cpu", "float32")
+    assert config.train.max_steps == 9
+    assert notes == []
+    assert resume(folder, {"optim.lr": 0.002, "train.max_steps": 9})[1].optim.lr == 0.002

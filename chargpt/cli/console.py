@@ -44,8 +44,13 @@ def out(text: str, end: str = "\n") -> None:
 
 
 def fail(text: str) -> None:
-    """Print an error's one sentence."""
-    say(f"chargpt: {text}")
+    """Print an error's one sentence: rank 0's, or another's that has already met the others."""
+    together = sys.modules.get("torch.distributed")
+    if is_main():
+        say(f"chargpt: {text}")
+    elif together is not None and together.is_initialized():
+        with suppress(OSError):
+            print(f"chargpt: process {os.environ['RANK']}: {text}", file=sys.stderr, flush=True)
 
 
 def characters(count: int) -> str:

@@ -79,12 +79,6 @@ def train_to_end(
         if trainer.saved_step is not None:
             console.say(f"{last_save(trainer)}; {go_on}")
         raise
-    except RuntimeError as error:
-        if not trainer.world.is_broken(error):
-            raise
-        raise WorkError(
-            f"another of the processes has gone; {last_save(trainer)}; {go_on}"
-        ) from None
     finally:
         bar.close()
     ended_by, signals.caught = signals.caught[:1], []  # another one now changes nothing

@@ -13,7 +13,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from chargpt.cli import compare, console, data, doctor, evaluate, sample, train, verify
+from chargpt.cli import compare, compress, console, data, doctor, evaluate, sample, train, verify
 from chargpt.cli.signals import Stopped
 from chargpt.errors import ChargptError
 
@@ -34,6 +34,8 @@ app.command("train")(train.train)
 app.command("sample")(sample.sample)
 app.command("evaluate")(evaluate.evaluate)
 app.command("compare")(compare.compare)
+app.command("compress")(compress.compress)
+app.command("decompress")(compress.decompress)
 app.command("verify")(verify.verify)
 app.command("doctor")(doctor.doctor)
 app.add_typer(data.app, name="data")
@@ -122,5 +124,11 @@ def run() -> NoReturn:
                 "of the above and what `chargpt doctor` prints (training: --resume goes on from "
                 "the last checkpoint)"
             )
+    together = sys.modules.get("torch.distributed")
+    if together is not None and together.is_initialized():
+        # it failed among others: taking apart what ties it to them may wait for them for ever
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code if isinstance(code, int) else 0)
     gc.freeze()  # nor is there anything to find on the way out
     sys.exit(code if isinstance(code, int) else 0)

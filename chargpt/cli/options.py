@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -67,6 +68,28 @@ def given_keys(config: str | None, overrides: list[str] | None) -> set[str]:
         names = values if isinstance(values, dict) else {}
         keys |= {f"{section}.{name}" for name in names} or {section}
     return keys
+
+
+def given_values(
+    settings: Any,
+    config: str | None,
+    overrides: list[str] | None,
+    text: str | None,
+    device: str | None,
+    encoding: str | None,
+) -> dict[str, object]:
+    """Return the settings that a command line fixes, by their dotted keys."""
+    fixed = {"text.path": text, "device": device, "text.encoding": encoding}
+    keys = given_keys(config, overrides) | {key for key, word in fixed.items() if word is not None}
+    return {key: reduce(getattr, key.split("."), settings) for key in sorted(keys)}
+
+
+def parsed(overrides: list[str] | None, device: str | None) -> dict[str, object]:
+    """Return what -s and --device say, by dotted keys."""
+    from chargpt.config import parse_override
+
+    values = dict(parse_override(written) for written in overrides or [])
+    return values if device is None else {**values, "device": device}
 
 
 def unknown_policy(word: str | None) -> Any:

@@ -1,5 +1,7 @@
 """`chargpt train`: a text in, a trained model out."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,7 +11,7 @@ from chargpt.cli import console, options
 from chargpt.cli.loop import DEFAULT_BUDGET, Clock, train_to_end
 from chargpt.cli.signals import catch_signals
 from chargpt.cli.summary import show_plan, show_result
-from chargpt.errors import ConfigError, RunError
+from chargpt.errors import ConfigError, FinishedError, RunError, WorkError
 
 if TYPE_CHECKING:
     from chargpt.store.run import RunFolder
@@ -55,60 +57,90 @@ def train(
     Examples: `chargpt train`, `chargpt train novel.txt --budget 10m`,
     `chargpt train novel.txt -c bigram -s train.max_steps=500`, `chargpt train --resume`.
     """
-    from chargpt.device import leave_world
+    from chargpt.store.run import has_checkpoint
 
-    folder = trainer = None
-    try:
-        with catch_signals() as signals:
-            clock = None
-            if resume and force:
-                raise ConfigError("--resume goes on with a run and --force replaces it; give one")
-            if goes_on(text, out, resume=resume):
-                if text is None or out is None:
-                    require_nothing_new(config, budget, encoding)
-                trainer, folder = resume_run(out or text, set_ or [], device)
+    again = resume and text is not None and out is not None
+    clock = None
+    with catch_signals() as signals, among_processes():
+        if resume and not again:
+            require_nothing_new(config, budget, encoding, force=force)
+            wanted = options.parsed(set_, device)
+            trainer, folder = resume_run(out or text, wanted)
+        else:
+            settings = options.build_config(text, config, set_, device=device, encoding=encoding)
+            if again and out is not None and has_checkpoint(out):
+                wanted = options.given_values(settings, config, set_, text, device, encoding)
+                try:
+                    trainer, folder = resume_run(out, wanted, again=True)
+                except FinishedError as error:
+                    console.say(str(error))
+                    return
             else:
-                settings = options.build_config(
-                    text, config, set_, device=device, encoding=encoding
-                )
                 clock = Clock.of(budget, config, set_)
-                trainer, folder = start_run(settings, out, force=force or resume, clock=clock)
+                trainer, folder = start_run(settings, out, force=force, begun=again, clock=clock)
+        try:
             show_plan(trainer, clock)
             levels = train_to_end(trainer, folder, signals, clock)
             if trainer.world.is_main:
                 show_result(trainer, folder, levels)
-    finally:
-        if folder is not None:
+        finally:
             folder.unlock()
-        if trainer is not None:
-            trainer.learner.leave_others()
-        leave_world()
+        trainer.learner.leave_others()
 
 
-def goes_on(text: str | None, out: Path | None, *, resume: bool) -> bool:
-    """Return whether a run goes on: with a text and a folder, `--resume` may also begin one."""
-    from chargpt.store.run import has_checkpoint
+@contextmanager
+def among_processes() -> Iterator[None]:
+    """Leave the processes that train together at the end; tell of one that has gone.
 
-    return resume and (text is None or out is None or has_checkpoint(out))
+    Raises:
+        WorkError: another one has gone.
+    """
+    from chargpt.device import leave_world, tells_of_lost_rank
+
+    try:
+        yield
+    except RuntimeError as error:
+        if not tells_of_lost_rank(error):
+            raise
+        cause = str(error).splitlines()[0].split("] ")[-1].split(". ")[0]
+        raise WorkError(
+            f"another of the processes has gone ({cause:.100}); go on from the last checkpoint "
+            "with --resume, among as many processes as you like"
+        ) from None
+    leave_world()
 
 
-def require_nothing_new(config: str | None, budget: str | None, encoding: str | None) -> None:
+def require_nothing_new(
+    config: str | None, budget: str | None, encoding: str | None, *, force: bool
+) -> None:
     """Check that nothing was given that only a beginning run can heed.
 
     Raises:
         ConfigError: something was.
     """
-    if config is not None or encoding is not None or budget is not None:
+    if config is not None or encoding is not None or budget is not None or force:
         raise ConfigError(
-            "--resume takes its settings from the run; drop -c, --budget and --encoding, or give "
-            "both a text and --out to begin the run where there is none"
+            "--resume takes its settings from the run; drop -c, --budget, --force and --encoding, "
+            "or give both a text and --out to begin the run where there is none"
         )
 
 
 def start_run(
-    settings: Any, out: Path | None, *, force: bool = False, clock: Clock | None = None
+    settings: Any,
+    out: Path | None,
+    *,
+    force: bool = False,
+    begun: bool = False,
+    clock: Clock | None = None,
 ) -> "tuple[Trainer, RunFolder]":
     """Prepare the text, plan, make the run's folder, and return the trainer at step 0.
+
+    Args:
+        settings: of the run.
+        out: its folder; by default a new one under runs/.
+        force: whether a run that is there is replaced.
+        begun: whether what a run leaves there before its first save is replaced.
+        clock: the time that it may take.
 
     Raises:
         ChargptError: the text, the settings or the folder will not do.
@@ -120,7 +152,7 @@ def start_run(
 
     world = join_world(choose_device(settings.device)[0])
     if out is not None and world.is_main and not force:
-        RunFolder.check_free(out)
+        RunFolder.check_free(out, begun=begun)
     corpus = prepare(settings.text, progress=options.PrepareProgress())
     if clock is not None:
         from chargpt.training.planner import plan
@@ -132,21 +164,26 @@ def start_run(
     trainer = Trainer(settings, corpus, folder=folder, world=world)
     if world.is_main:
         require_room(trainer, path, trainer.config.train.keep_last + 2)  # the best; one unfinished
-        folder.create(trainer.config, corpus.tokenizer, force=force)
+        folder.create(trainer.config, corpus.tokenizer, force=force, begun=begun)
     for note in corpus.notes:
         console.say(note)
     return trainer, folder
 
 
 def resume_run(
-    path: str | Path | None, changes: list[str], device: str | None
+    path: str | Path | None, wanted: dict[str, object], *, again: bool = False
 ) -> "tuple[Trainer, RunFolder]":
     """Return the trainer of a run, or of the newest one, where it stopped.
 
+    Args:
+        path: of the run.
+        wanted: settings by their dotted keys.
+        again: whether they are those that the run was begun with.
+
     Raises:
+        FinishedError: the run is done.
         ChargptError: there is no run to go on with, or a change would make it another one.
     """
-    from chargpt.config import parse_override
     from chargpt.device import choose_device, join_world
     from chargpt.store.run import newest_run, open_run
     from chargpt.text.corpus import prepare
@@ -154,12 +191,9 @@ def resume_run(
     from chargpt.training.trainer import Trainer
 
     folder = open_run(path or newest_run())
-    overrides = dict(parse_override(written) for written in changes)
-    if device is not None:
-        overrides["device"] = device
     if console.is_main():
         folder.lock()  # before it is read, lest another process write in between
-    saved, settings, notes = resume(folder, overrides)
+    saved, settings, notes = resume(folder, wanted, again=again)
     world = join_world(choose_device(settings.device)[0])
     corpus = prepare(
         settings.text, key=saved.state.get("corpus"), progress=options.PrepareProgress()

@@ -5,6 +5,7 @@ runs/<name>/config.yaml  tokenizer.json  metrics.jsonl  checkpoints/
 
 import errno
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ from chargpt.text.tokenizer import CharTokenizer
 METRICS, CHECKPOINTS = "metrics.jsonl", "checkpoints"
 LOCK = ".lock"
 OWN = (CONFIG, TOKENIZER, METRICS, CHECKPOINTS, LOCK)  # all that a run makes in its folder
+OWN_CHECKPOINTS = re.compile(r"step-[0-9]{8,18}(\.old)?(\.tmp)?|(latest|best)\.json|\..*\.tmp")
 
 
 @dataclass(frozen=True)
@@ -60,36 +62,59 @@ class RunFolder:
         self._lock = FileLock(path / LOCK)
 
     @staticmethod
-    def check_free(path: Path) -> None:
-        """Raise RunError if a new run at `path` would overwrite something."""
-        if path.exists() and not (path.is_dir() and all(p.name == LOCK for p in path.iterdir())):
-            raise RunError(
-                f"{path} exists; continue it with --resume, replace it with --force, "
-                "or name another folder with --out"
-            )
+    def check_free(path: Path, *, begun: bool = False) -> None:
+        """Check that a new run at `path` would overwrite nothing.
 
-    def create(self, config: Config, tokenizer: CharTokenizer, *, force: bool) -> "RunFolder":
-        """Make this a new run's folder, locked; return it.
+        Args:
+            path: where the run is to be.
+            begun: whether what a run leaves there before its first save may be overwritten.
 
         Raises:
-            RunError: something stands there already and `force` is false, or it cannot be made.
+            RunError: something stands there.
+            OSError: the folder cannot be read.
         """
-        path = self.path
-        if not force:
-            self.check_free(path)
-        elif path.exists():
-            foreign = [old.name for old in path.iterdir() if old.name not in OWN]
-            if foreign:
+        if not path.exists() and not path.is_symlink():
+            return
+        if not path.is_dir():
+            raise RunError(f"{path} is a file; name another folder with --out")
+        if begun:
+            foreign = _not_of_a_run(path)
+            if foreign is None and not has_checkpoint(path):
+                return
+        elif all(p.name == LOCK for p in path.iterdir()):
+            return
+        raise RunError(
+            f"{path} exists; continue it with --resume, replace it with --force, "
+            "or name another folder with --out"
+        )
+
+    def create(
+        self, config: Config, tokenizer: CharTokenizer, *, force: bool = False, begun: bool = False
+    ) -> "RunFolder":
+        """Make this a new run's folder, locked; return it.
+
+        Args:
+            config: resolved.
+            tokenizer: of its text.
+            force: replace the run that is there.
+            begun: replace what a run leaves there before its first save.
+
+        Raises:
+            RunError: something else stands there already, or it cannot be made.
+        """
+        path, new = self.path, not self.path.exists()
+        try:
+            if not force:
+                self.check_free(path, begun=begun)
+            elif foreign := _not_of_a_run(path):
                 raise RunError(
-                    f"{path} holds {foreign[0]!r}, which is not a run's, so --force leaves it "
+                    f"{path} holds {foreign!r}, which is not a run's, so --force leaves it "
                     "alone; move that away, or name another folder"
                 )
-        try:
             path.mkdir(parents=True, exist_ok=True)
             self.lock()
-        except OSError as error:
-            raise self._unwritable(error) from None
-        try:
+            if begun:
+                self.check_free(path, begun=True)  # another process may have begun it meanwhile
             for old in path.iterdir():
                 if old.name != LOCK:
                     shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
@@ -97,7 +122,8 @@ class RunFolder:
             write_atomically(path / TOKENIZER, tokenizer.to_json().encode())
             self.write_config(config)
         except OSError as error:
-            shutil.rmtree(path, ignore_errors=True)  # half a run would only be in the way
+            if new:
+                shutil.rmtree(path, ignore_errors=True)  # half a run would only be in the way
             raise self._unwritable(error) from None
         return self
 
@@ -224,6 +250,22 @@ class RunFolder:
             return others, [str(error)]
 
 
+def _not_of_a_run(path: Path) -> str | None:
+    """Return the name of something in a folder that no run makes, or None."""
+    if not path.exists():
+        return None
+    for old in path.iterdir():
+        if old.name not in OWN and not old.name.endswith(".tmp"):
+            return old.name
+    checkpoints = path / CHECKPOINTS
+    if checkpoints.is_symlink() or (checkpoints.exists() and not checkpoints.is_dir()):
+        return CHECKPOINTS
+    for old in checkpoints.iterdir() if checkpoints.exists() else ():
+        if not OWN_CHECKPOINTS.fullmatch(old.name):
+            return f"{CHECKPOINTS}/{old.name}"
+    return None
+
+
 def is_run(path: Path) -> bool:
     """Return whether a folder is a run."""
     return (path / CONFIG).is_file()
@@ -231,8 +273,12 @@ def is_run(path: Path) -> bool:
 
 def has_checkpoint(path: Path) -> bool:
     """Return whether anything was saved of a run, be it damaged by now."""
-    folders = (path / CHECKPOINTS).glob("step-*")
-    return any(checkpoint.NAME.fullmatch(folder.name) for folder in folders)
+    checkpoints = path / CHECKPOINTS
+    if checkpoints.is_symlink():
+        return True  # to a disk that may not be there just now
+    return checkpoints.is_dir() and any(
+        checkpoint.NAME.fullmatch(name) for name in os.listdir(checkpoints)
+    )
 
 
 def newest_run(parent: Path = Path("runs")) -> Path:

@@ -16,10 +16,11 @@ from chargpt.models import LanguageModel
 
 
 def pack(tensors: Mapping[str, Tensor]) -> Chunks:
-    """Return the bytes that `safetensors.torch.save` would, but where they lie: nothing is copied.
+    """Return the bytes that `safetensors.torch.save` would, but where they lie.
 
-    The library's own way copies all of it twice, which took as long as writing it. They are valid
-    until a tensor changes. The format: a header's length in 8 bytes, the header as JSON, filled up
+    The library's own way copies all of it twice, which took as long as writing it. Here only what
+    is elsewhere than in this machine's memory, or transposed, is copied. The bytes are valid until
+    a tensor changes. The format: a header's length in 8 bytes, the header as JSON, filled up
     with spaces to a multiple of 8, and each tensor's bytes.
     """
     header, chunks, end = {}, [], 0

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from chargpt.config import Config, TrainConfig
+from chargpt.config import Config, OptimConfig, TrainConfig
 from chargpt.device import World, capture
 from chargpt.errors import ConfigError
 from chargpt.inference.evaluation import counted_ngram
@@ -35,7 +35,7 @@ class Learner:
     """A model, and all that changes it.
 
     Args:
-        config: resolved: it says what the model is, and how it is updated.
+        config: resolved. Its learning rates count until `restore` gives others.
         corpus: the text.
         world: the ranks that train together.
         device: that it happens on.
@@ -66,7 +66,7 @@ class Learner:
             self.optimizer = Optimizer(self.model, config.optim)
             self.average = self._start_average(dict(self.model.named_parameters()))
         else:
-            self.restore(saved)
+            self.restore(saved, config.optim)
         self.counted: NGramLM | None = None
         self.replica = self._replicate()
         train = config.train
@@ -83,22 +83,17 @@ class Learner:
         if self.config.train.ngram_targets:
             self.counted = counted_ngram(self.corpus).to(self.device)
 
-    def restore(self, saved: Saved, config: Config | None = None) -> None:
-        """Become what was saved.
-
-        Args:
-            saved: by a learner of the same model.
-            config: with other learning rates to go on at.
+    def restore(self, saved: Saved, optim: OptimConfig) -> None:
+        """Become what was saved, to go on at the learning rates of `optim`.
 
         Raises:
             RunError: it is another model's.
         """
-        self.config = config or self.config
         fill(self.model, saved.model, saved.folder)  # with an average, the raw ones stand apart
         fill(self.model, saved.raw_model, saved.folder)
         self.model.zero_grad(set_to_none=True)
         self.average = self._start_average(saved.model)
-        self.optimizer = Optimizer(self.model, self.config.optim)
+        self.optimizer = Optimizer(self.model, optim)
         self.optimizer.load_tensors(saved.optimizer)
 
     def leave_others(self) -> None:
@@ -190,7 +185,10 @@ class Learner:
         return math.isfinite(torch.stack(norms).sum().item())
 
     def tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return what a checkpoint keeps: the weights to use, and all else to go on with."""
+        """Return what a checkpoint keeps: the weights to use, and all else to go on with.
+
+        They are the tensors themselves: the next update changes them.
+        """
         raw, optimizer = dict(self.model.state_dict()), self.optimizer.state_tensors()
         if self.average is None:
             return raw, optimizer

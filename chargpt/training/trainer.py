@@ -176,7 +176,7 @@ class Trainer:
             "optim.matrix_lr": self.config.optim.matrix_lr / 2,
         }
         self.change_config(self.config.with_values(rates))
-        self.learner.restore(saved, self.config)
+        self.learner.restore(saved, self.config.optim)
         self._restore_progress(saved.state)
         self.progress.rollbacks = rollbacks
         step = self.progress.step

@@ -189,55 +189,6 @@ def run_ranks(
     return [process.wait(seconds) for process in processes]
 
 
-def run_elastic(
-    words: list[str],
-    folder: Path,
-    ranks: int = 2,
-    *,
-    acknowledged: Path,
-    during: Callable[[int], None],
-    seconds: float = 120.0,
-) -> Ended:
-    """Run `chargpt WORDS` on ranks that are all started again if one is lost.
-
-    It is torchrun's own agent, but its processes are forked. Each notes its number in
-    `process-RANK`.
-    """
-    process = Forked([], folder, become=lambda: _be_agent(words, folder, ranks, acknowledged))
-    during(process.number)
-    return process.wait(seconds)
-
-
-def _be_agent(words: list[str], folder: Path, ranks: int, acknowledged: Path) -> None:
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=folder.name,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=3,
-        monitor_interval=0.05,
-        start_method="fork",
-    )
-    elastic_launch(config, _be_rank)(words, folder, acknowledged)
-
-
-def _be_rank(words: list[str], folder: Path, acknowledged: Path) -> None:
-    rank = int(os.environ["RANK"])
-    for number in (signal.SIGTERM, signal.SIGHUP):  # the agent's own handlers were forked too
-        signal.signal(number, signal.SIG_DFL)
-    (folder / f"process-{rank}").write_text(str(os.getpid()))
-    _redirect([folder / f".{name}{rank}" for name in ("stdin", "stdout", "stderr")])
-    if rank == 0:
-        _acknowledge_saves(acknowledged)
-    os.chdir(folder)
-    sys.argv = ["chargpt", *words]
-    command_line.run()
-
-
 class Forked:
     """`chargpt WORDS` in a fork of this process."""
 
@@ -250,7 +201,6 @@ class Forked:
         acknowledged: Path | None = None,
         stdin: bytes = b"",
         environment: Mapping[str, str] | None = None,
-        become: Callable[[], None] | None = None,
     ) -> None:
         rank = (environment or {}).get("RANK", "")
         given, self.out, self.err = (
@@ -262,10 +212,7 @@ class Forked:
         self.number = os.fork()
         if self.number == 0:
             os.environ.update(environment or {})
-            _end_with(
-                become or (lambda: _be_chargpt(words, folder, fault, acknowledged)),
-                [given, self.out, self.err],
-            )
+            _be_chargpt(words, folder, fault, acknowledged, [given, self.out, self.err])
         self.start = time.monotonic()
 
     def wait(self, seconds: float) -> Ended:
@@ -289,16 +236,33 @@ class Forked:
         )
 
 
-def _end_with(do: Callable[[], None], streams: list[Path]) -> None:
-    """Do something as a process of its own; never return."""
+def _be_chargpt(
+    words: list[str],
+    folder: Path,
+    fault: Fault | None,
+    acknowledged: Path | None,
+    streams: list[Path],
+) -> None:
+    """Become `chargpt WORDS`; never return."""
     code = 70
     try:
-        _redirect(streams)
+        flags = (os.O_RDONLY, os.O_WRONLY, os.O_WRONLY)
+        for number, path in enumerate(streams):
+            os.dup2(os.open(path, flags[number]), number)
+        sys.stdin, sys.stdout, sys.stderr = (
+            os.fdopen(number, mode, encoding="utf-8", closefd=False)
+            for number, mode in ((0, "r"), (1, "w"), (2, "w"))
+        )
         os.setsid()
-        do()
-        code = 0
+        os.chdir(folder)
+        if acknowledged is not None:
+            _acknowledge_saves(acknowledged)
+        if fault is not None:
+            FaultyFiles(fault).install()
+        sys.argv = ["chargpt", *words]
+        command_line.run()
     except SystemExit as left:
-        code = left.code if isinstance(left.code, int) else int(left.code is not None)
+        code = left.code if isinstance(left.code, int) else 1
     except BaseException:
         traceback.print_exc()
     finally:
@@ -307,30 +271,6 @@ def _end_with(do: Callable[[], None], streams: list[Path]) -> None:
             sys.stderr.flush()
         finally:
             os._exit(code)
-
-
-def _redirect(streams: list[Path]) -> None:
-    """Read from and write to files in the place of this process's three streams."""
-    flags = (os.O_RDONLY, *[os.O_WRONLY | os.O_CREAT | os.O_APPEND] * 2)
-    for number, path in enumerate(streams):
-        os.dup2(os.open(path, flags[number] | os.O_CREAT, 0o600), number)
-    sys.stdin, sys.stdout, sys.stderr = (
-        os.fdopen(number, mode, encoding="utf-8", closefd=False)
-        for number, mode in ((0, "r"), (1, "w"), (2, "w"))
-    )
-
-
-def _be_chargpt(
-    words: list[str], folder: Path, fault: Fault | None, acknowledged: Path | None
-) -> None:
-    """Become `chargpt WORDS`."""
-    os.chdir(folder)
-    if acknowledged is not None:
-        _acknowledge_saves(acknowledged)
-    if fault is not None:
-        FaultyFiles(fault).install()
-    sys.argv = ["chargpt", *words]
-    command_line.run()
 
 
 def _acknowledge_saves(path: Path) -> None:

@@ -4,21 +4,26 @@ import contextlib
 import functools
 import itertools
 import os
+import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
 from chargpt.store import checkpoint
 from chargpt.store.run import RunFolder
-from harm.process import Ended, run_elastic, run_ranks
-from harm.tiny import RESUME, done, fresh, kept, sums, train_words
+from harm.process import Ended, run_ranks
+from harm.tiny import REPOSITORY, RESUME, done, fresh, kept, sums, train_words
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 RESUMED_STEPS = 30
 WORLDS = list(itertools.permutations((1, 2, 4)))
-PART = 8  # steps that each world does of a run
+AGENTS_OWN = re.compile(r"^[EWI]\d{4} .*\n", re.MULTILINE)
+PART = 5  # steps that each world does of a run
 
 
 @functools.cache
@@ -30,12 +35,13 @@ def together(work: Path) -> tuple[list[str], float]:
     return sums(folder / "R"), ended[0].seconds
 
 
-def first_save(saves: Path) -> None:
-    """Wait until a save has returned, a minute at most."""
+def first_save(run: Path) -> None:
+    """Wait until something is saved."""
     for _ in range(6000):
-        if saves.exists() and saves.read_text():
+        if (run / "checkpoints" / "latest.json").exists():
             return
         time.sleep(0.01)
+    raise AssertionError("nothing was saved in a minute")
 
 
 def signal_ranks(work: Path, index: int, random: Random) -> str | None:
@@ -47,7 +53,7 @@ def signal_ranks(work: Path, index: int, random: Random) -> str | None:
     run, saves = folder / "R", folder / "saves"
 
     def send(processes: list[int]) -> None:
-        first_save(saves)
+        first_save(run)
         time.sleep(random.uniform(0, seconds / 2))
         for rank in to:
             with contextlib.suppress(ProcessLookupError):
@@ -68,24 +74,73 @@ def signal_ranks(work: Path, index: int, random: Random) -> str | None:
 
 
 def lose_rank(work: Path, index: int, random: Random) -> str | None:
-    """Kill one of two ranks under `--max-restarts`: both are started again, and go on."""
+    """Kill one of two ranks: the other says so; under `--max-restarts` both start again."""
     expected, seconds = together(work)
-    folder = fresh(work / "lost")
-    saves, rank = folder / "saves", index % 2
+    folder, rank = fresh(work / "lost"), index % 2
+    run, moment = folder / "R", random.uniform(0, seconds / 4)
 
-    def stab(_: int) -> None:
-        first_save(saves)
-        time.sleep(random.uniform(0, seconds / 3))
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(int((folder / f"process-{rank}").read_text()), signal.SIGKILL)
+    def stab(processes: list[int]) -> None:
+        first_save(run)
+        time.sleep(moment)
+        os.kill(processes[rank], signal.SIGKILL)
 
-    ended = run_elastic(train_words(), folder, acknowledged=saves, during=stab)
-    told = "".join(path.read_text() for path in folder.glob(".stderr[0-9]"))
-    if ended.code != 0 or "Traceback" in told:
-        return f"rank {rank}: exit {ended.code}: {told[-1000:]}{ended.err[-500:]}"
-    if sums(folder / "R") != expected:
+    if index % 3 == 0:
+        ended = run_ranks(train_words(), folder, during=stab)
+        if ended[rank].code == -signal.SIGKILL and not done(run):
+            left = ended[1 - rank]
+            if left.code != 1 or "another of the processes has gone" not in left.err:
+                return f"rank {rank}: the other's exit {left.code}: {left.err[-500:]}"
+        if "Traceback" in ended[0].err + ended[1].err:
+            return f"rank {rank}: {ended[0].err[-500:]}{ended[1].err[-500:]}"
+        told = run_ranks(train_words(), folder)[0].err
+    else:
+        told = _restarted(folder, stab)
+    if "Traceback" in told:
+        return f"rank {rank}: {told[-1000:]}"
+    if not any(words in told for words in ("going on with R", "has done all")):
+        return f"rank {rank}: it was not started again: {told[-1000:]}"
+    if sums(run) != expected:
         return f"rank {rank}: another model came of it"
     return None
+
+
+def _restarted(folder: Path, stab: Callable[[list[int]], None]) -> str:
+    """Train under torchrun, which starts both ranks again; return what they said."""
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3"]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    with open(folder / ".stderr", "w+") as err:
+        agent = subprocess.Popen(
+            [sys.executable, "-m", *torchrun, "-m", "chargpt", *train_words()],
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=err,
+            start_new_session=True,
+        )
+        try:
+            while len(ranks := _children(agent.pid)) < 2:
+                time.sleep(0.05)
+            stab([ranks[0], ranks[1]])
+            code = agent.wait(timeout=120)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(agent.pid, signal.SIGKILL)
+        err.seek(0)
+        said = err.read()
+    assert code == 0, f"exit {code}: {said[-2000:]}"
+    return AGENTS_OWN.sub("", said)
+
+
+def _children(agent: int) -> dict[int, int]:
+    """Return the processes that an agent has started, by their rank."""
+    found = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == agent:
+                facts = (stat.parent / "environ").read_bytes().split(b"\0")
+                ranks = [int(fact[5:]) for fact in facts if fact.startswith(b"RANK=")]
+                found |= {rank: int(stat.parent.name) for rank in ranks}
+    return found
 
 
 def _told_of(ended: list[Ended], run: Path, saves: Path) -> str | None:

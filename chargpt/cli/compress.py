@@ -1,0 +1,106 @@
+"""`chargpt compress` and `chargpt decompress`: a text in as few bytes as a run's model needs."""
+
+import lzma
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from chargpt.cli import console, options
+
+XZ_BYTES = 20_000_000  # beyond it, xz takes longer than one would wait for a comparison
+Work = Callable[..., bytes]
+RunPath = Annotated[Path, typer.Argument(help="The run's folder.")]
+Out = Annotated[Path, typer.Argument(metavar="OUT", help="The file to write.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace OUT.")]
+
+
+def compress(
+    run: RunPath,
+    text: Annotated[Path, typer.Argument(metavar="IN", help="A text, as UTF-8.")],
+    out: Out,
+    checkpoint: options.Checkpoint = "best",
+    force: Force = False,
+) -> None:
+    """Compress a text without loss, by what a run's model expects.
+
+    To get it back, the same run, machine and library versions are needed.
+
+    Example: `chargpt compress runs/novel chapter.txt chapter.cgpt`.
+    """
+    from chargpt.inference.coding import compress as pack
+
+    content = _read(text)
+    packed = _work(pack, run, content, checkpoint, out, force=force)
+    characters = len(content.decode())
+    share = 8 * len(packed) / max(1, characters)
+    beside = ""
+    if len(content) <= XZ_BYTES:
+        beside = f"; xz -9: {len(lzma.compress(content, preset=9)):,}"
+    console.out(
+        f"{console.characters(characters)}, {len(content):,} bytes -> {len(packed):,} bytes: "
+        f"{share:.3f} bits per character{beside}"
+    )
+
+
+def decompress(
+    run: RunPath,
+    packed: Annotated[Path, typer.Argument(metavar="IN", help="What `chargpt compress` has made.")],
+    out: Out,
+    checkpoint: options.Checkpoint = "best",
+    force: Force = False,
+) -> None:
+    """Get back a text that was compressed with the same run.
+
+    Example: `chargpt decompress runs/novel chapter.cgpt chapter.txt`.
+    """
+    from chargpt.inference.coding import decompress as unpack
+
+    content = _work(unpack, run, _read(packed), checkpoint, out, force=force)
+    console.out(f"{console.characters(len(content.decode()))}, {len(content):,} bytes")
+
+
+def _read(path: Path) -> bytes:
+    """Return a file's content.
+
+    Raises:
+        TextError: it cannot be read.
+    """
+    from chargpt.errors import TextError
+
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise TextError(f"{path} cannot be read ({error.strerror}); name another file") from None
+
+
+def _work(
+    work: Work, run: Path, content: bytes, checkpoint: str, out: Path, *, force: bool
+) -> bytes:
+    """Do the work with a progress bar, and write what comes of it.
+
+    Raises:
+        ChargptError: the run, the content or the file to write will not do.
+    """
+    from chargpt.errors import ConfigError
+    from chargpt.files import write_atomically
+    from chargpt.store.run import load_run
+
+    if out.exists() and not force:
+        raise ConfigError(f"{out} exists; name another file, or replace it with --force")
+    loaded = load_run(run, checkpoint, "cpu")
+    for note in loaded.state["skipped"]:
+        console.say(note)
+    bar = console.Progress(len(content), "character")
+
+    def watch(done: int, total: int) -> None:
+        bar.change_total(total)
+        bar.move_to(done, "" if bar.wants_detail() else None)
+
+    try:
+        done = work(loaded, content, watch)
+    finally:
+        bar.close()
+    write_atomically(out, done)
+    return done
