@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=None)
     parser.add_argument("--json", type=Path, default=None)
     given = parser.parse_args()
-    work = given.work or Path(tempfile.mkdtemp(prefix="torture-"))
+    work = (given.work or Path(tempfile.mkdtemp(prefix="torture-"))).absolute()
     work.mkdir(parents=True, exist_ok=True)
     os.environ["CHARGPT_CACHE"] = str(work / "cache")
     rows = [row for row in ROWS if given.rows is None or row.name in given.rows]

@@ -145,6 +145,25 @@ def test_resume_takes_the_newest_run_and_refuses_what_it_cannot_change(
     assert "seed cannot change" in refusal(cli("train", "--resume", "-s", "seed=3"))
 
 
+def test_a_text_is_compressed_and_comes_back(verse: Path, cli: Cli) -> None:
+    cli("train", verse, *QUICK, "--out", "mine")
+    part = verse.read_bytes()[:3000].decode(errors="ignore").encode()
+    Path("part.txt").write_bytes(part)
+    done = cli("compress", "mine", "part.txt", "part.cgpt")
+    assert done.returncode == 0, done.stderr
+    size = Path("part.cgpt").stat().st_size
+    assert f"{len(part):,} bytes -> {size:,} bytes" in done.stdout
+    assert "bits per character; xz -9: " in done.stdout
+    assert cli("decompress", "mine", "part.cgpt", "back.txt").returncode == 0
+    assert Path("back.txt").read_bytes() == part
+    assert "--force" in refusal(cli("decompress", "mine", "part.cgpt", "back.txt"))
+    assert cli("decompress", "mine", "part.cgpt", "back.txt", "--force").returncode == 0
+    assert "name another file" in refusal(cli("compress", "mine", "none.txt", "x.cgpt"))
+    cli("train", verse, *QUICK, "--out", "other", "-s", "seed=5")
+    assert "another model" in refusal(cli("decompress", "other", "part.cgpt", "x.txt"))
+    assert not Path("x.txt").exists()
+
+
 def test_the_same_command_with_resume_begins_a_run_and_goes_on_with_it(
     verse: Path, cli: Cli
 ) -> None:
