@@ -13,7 +13,18 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from chargpt.cli import compare, compress, console, data, doctor, evaluate, sample, train, verify
+from chargpt.cli import (
+    compare,
+    compress,
+    console,
+    data,
+    doctor,
+    evaluate,
+    sample,
+    score,
+    train,
+    verify,
+)
 from chargpt.cli.signals import Stopped
 from chargpt.errors import ChargptError
 
@@ -34,6 +45,7 @@ app.command("train")(train.train)
 app.command("sample")(sample.sample)
 app.command("evaluate")(evaluate.evaluate)
 app.command("compare")(compare.compare)
+app.command("score")(score.score)
 app.command("compress")(compress.compress)
 app.command("decompress")(compress.decompress)
 app.command("verify")(verify.verify)

@@ -190,6 +190,27 @@ def evaluate_tokens(
     return Evaluation(nats, accuracy, characters, error, protocol, split, block)
 
 
+def losses_of(model: LanguageModel, tokens: Tokens) -> npt.NDArray[np.float64]:
+    """Return the nats of each character but the first, as `sliding` scores: (characters - 1,).
+
+    Args:
+        model: evaluated where it is, in evaluation mode; its mode is restored.
+        tokens: ids of any integer type, two at least.
+    """
+    block, was_training = model.block_size, model.training
+    model.eval()
+    try:
+        return np.concatenate(
+            [
+                losses.flatten()
+                for rows, context in _sliding(tokens, block, max(1, block // 2))
+                for losses, _ in _losses(model, rows, context, None)
+            ]
+        )
+    finally:
+        model.train(was_training)
+
+
 def _windows(tokens: Tokens, length: int) -> Tokens:
     """Return every run of length + 1 tokens as a view, (starts, L + 1): nothing is copied."""
     return np.lib.stride_tricks.sliding_window_view(tokens, length + 1)

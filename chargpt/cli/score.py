@@ -1,0 +1,66 @@
+"""`chargpt score`: how surprising a text is to a run, line by line."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from chargpt.cli import console, options
+
+SHOWN = 3  # lines at each end of the ranking
+
+
+def score(
+    run: Annotated[Path, typer.Argument(help="The run's folder.")],
+    text: Annotated[
+        str, typer.Argument(metavar="FILE", help="The text; - or nothing for standard input.")
+    ] = "-",
+    per_line: Annotated[
+        bool, typer.Option("--per-line", help="Every line, the most surprising first.")
+    ] = False,
+    unknown: options.Unknown = None,
+    checkpoint: options.Checkpoint = "best",
+    encoding: options.Encoding = None,
+    json_: options.Json = False,
+    device: options.Device = None,
+) -> None:
+    """Say how many bits a text takes under a run, and which lines surprise it most.
+
+    Examples: `chargpt score runs/novel chapter.txt`,
+    `chargpt score runs/novel --per-line < chapter.txt | head`.
+    """
+    from chargpt.inference.scoring import score as measure
+    from chargpt.store.run import load_run
+    from chargpt.text.corpus import read_text
+
+    loaded = load_run(run, checkpoint, device or "auto")
+    for note in loaded.state["skipped"]:
+        console.say(note)
+    content = read_text(text, encoding=encoding or "auto")
+    scored = measure(loaded, content, options.unknown_policy(unknown))
+    ranked = sorted(scored.lines(), key=lambda line: -line.bits_per_char)
+    if json_:
+        facts = {
+            "bits_per_char": scored.bits_per_char,
+            "characters": len(scored.bits),
+            "run": str(run),
+            "text": text,
+            "lines": [vars(line) for line in sorted(ranked, key=lambda line: line.number)],
+        }
+        console.out(json.dumps(facts, ensure_ascii=False))
+        return
+    if per_line:
+        for line in ranked:
+            console.out(f"{line.bits_per_char:.3f}\t{line.number}\t{console.printable(line.text)}")
+        return
+    console.out(
+        f"{console.characters(len(scored.bits))}: {scored.bits_per_char:.3f} bits per character"
+    )
+    if len(ranked) > 2 * SHOWN:
+        rows = [
+            [f"{line.bits_per_char:.3f}", f"{line.number:,}", console.printable(line.text)[:60]]
+            for line in (*ranked[:SHOWN], *ranked[-SHOWN:])
+        ]
+        rows.insert(SHOWN, ["...", "", ""])
+        console.table(["bits/char", "line", "the most and the least surprising"], rows)

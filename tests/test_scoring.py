@@ -1,0 +1,100 @@
+"""What a text's characters and lines take under a run."""
+
+import io
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import Cli, refusal
+from noise import fill_with_noise
+
+from chargpt.config import Config, ModelConfig
+from chargpt.errors import TextError, UnknownCharacterError
+from chargpt.inference.evaluation import evaluate_tokens
+from chargpt.inference.scoring import score
+from chargpt.models import build_model
+from chargpt.store.run import Run
+from chargpt.text.tokenizer import CharTokenizer
+
+QUICK = ("-s", "train.max_steps=2", "-s", "model.n_layer=1", "-s", "model.n_embd=16")
+
+
+def run_of(letters: str, block_size: int = 8) -> Run:
+    config = Config(model=ModelConfig(n_layer=1, n_embd=16, n_head=1, block_size=block_size))
+    tokenizer = CharTokenizer.fit(letters)
+    model = fill_with_noise(build_model(config.model, tokenizer.vocab_size)).eval()
+    return Run(Path("run"), config, tokenizer, model, 1, {})
+
+
+@pytest.mark.parametrize("length", [1, 2, 8, 9, 12, 13, 100])
+def test_a_text_takes_the_bits_of_the_sliding_protocol_after_a_lines_end(length: int) -> None:
+    run = run_of("\nabcdefgh")
+    text = "".join(np.random.default_rng(length).choice(list("abcdefgh"), length))
+    scored = score(run, text)
+    whole = evaluate_tokens(run.model, run.tokenizer.encode("\n" + text), protocol="sliding")
+    assert scored.text == text
+    assert len(scored.bits) == length
+    assert scored.bits_per_char == pytest.approx(whole.nats_per_char / math.log(2))
+
+
+def test_each_characters_bits_are_those_of_its_own_window() -> None:
+    run = run_of("\nabcdefgh")
+    text = "abcd\nefgh" * 5
+    tokens = run.tokenizer.encode("\n" + text)
+    bits = score(run, text).bits
+    for place in (1, 5, 8):  # within the first window each sees all before it
+        alone = evaluate_tokens(run.model, tokens[: place + 1])
+        before = evaluate_tokens(run.model, tokens[:place]) if place > 1 else None
+        nats = alone.nats_per_char * place - (before.nats_per_char * (place - 1) if before else 0)
+        assert bits[place - 1] == pytest.approx(nats / math.log(2), abs=1e-4)
+
+
+def test_lines_take_the_mean_of_their_characters_with_their_ends() -> None:
+    scored = score(run_of("\nabcdefgh "), "abc\n\n  \nde\nf")
+    assert [(line.number, line.text) for line in scored.lines()] == [
+        (1, "abc"),
+        (4, "de"),
+        (5, "f"),
+    ]
+    for line, part in zip(scored.lines(), (slice(0, 4), slice(8, 11), slice(11, 12)), strict=True):
+        assert line.bits_per_char == pytest.approx(scored.bits[part].mean())
+
+
+def test_without_a_lines_end_in_the_vocabulary_the_first_character_may_be_any() -> None:
+    run = run_of("abcdefgh")
+    assert score(run, "abc").bits[0] == pytest.approx(3)
+    assert score(run, "a").bits_per_char == pytest.approx(3)
+
+
+def test_unknown_characters_are_refused_or_left_out() -> None:
+    run = run_of("\nabc")
+    with pytest.raises(UnknownCharacterError, match="x"):
+        score(run, "abxc")
+    assert score(run, "abxc", "skip").text == "abc"
+    with pytest.raises(TextError, match="no character to score"):
+        score(run, "xyz", "skip")
+
+
+def test_the_command_ranks_lines_and_reads_standard_input(
+    verse: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cli("train", verse, *QUICK, "--out", "mine")
+    done = cli("score", "mine", verse, "--json")
+    facts = json.loads(done.stdout)
+    assert facts["characters"] == len(verse.read_text(encoding="utf-8"))
+    numbers = [line["number"] for line in facts["lines"]]
+    assert numbers == sorted(numbers)
+    ranked = cli("score", "mine", verse, "--per-line").stdout.splitlines()
+    bits = [float(line.split("\t")[0]) for line in ranked]
+    assert bits == sorted(bits, reverse=True)
+    assert len(ranked) == len(numbers)
+    shown = cli("score", "mine", verse).stdout
+    assert f"{facts['bits_per_char']:.3f} bits per character" in shown
+    assert ranked[0].split("\t")[2][:20] in shown
+    Path("part.txt").write_text("the sea\n")
+    piped = io.TextIOWrapper(io.BytesIO(b"the sea\n"))
+    monkeypatch.setattr("sys.stdin", piped)
+    assert cli("score", "mine").stdout == cli("score", "mine", "part.txt").stdout
+    assert "no folder" in refusal(cli("score", "none", "part.txt"))
