@@ -1,5 +1,6 @@
 """`chargpt sample`: text from a trained model."""
 
+import dataclasses
 import json
 import secrets
 import sys
@@ -12,7 +13,9 @@ import typer
 from chargpt.cli import console, options
 
 if TYPE_CHECKING:
+    from chargpt.analysis.memorization import Check
     from chargpt.config import Config, SampleConfig
+    from chargpt.store.run import Run
 
 
 def sample(
@@ -51,6 +54,9 @@ def sample(
     stop: Annotated[
         list[str] | None, typer.Option("--stop", help="End before this text; may be repeated.")
     ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Mark what stands in the training text too.")
+    ] = False,
     unknown: options.Unknown = None,
     checkpoint: options.Checkpoint = "best",
     json_: options.Json = False,
@@ -81,18 +87,76 @@ def sample(
         stop=tuple(stop) if stop else None,
     )
     pieces = stream_run(loaded, settings, unknown=options.unknown_policy(unknown))
-    if settings.num_samples == 1 and not json_:
+    if settings.num_samples == 1 and not json_ and not check:
         show_as_it_comes(settings.prompt, pieces)
         return
     texts = [settings.prompt] * settings.num_samples
     for step in pieces:
         texts = [text + piece for text, piece in zip(texts, step, strict=True)]
+    found = check_texts(loaded, texts) if check else None
     if json_:
-        facts = {"samples": texts, "seed": settings.seed, "run": str(path), "step": loaded.step}
+        facts: dict[str, object] = {
+            "samples": texts,
+            "seed": settings.seed,
+            "run": str(path),
+            "step": loaded.step,
+        }
+        if found is not None:
+            facts["memorization"] = [dataclasses.asdict(memory) for memory in found.texts]
         console.out(json.dumps(facts, ensure_ascii=False))
         return
     for number, text in enumerate(texts, 1):
-        console.out(f"-- sample {number} --\n{for_reader()(text)}")
+        copied = found.texts[number - 1].copied if found else []
+        console.out(f"-- sample {number} --\n{for_reader()(marked(text, copied))}")
+    if found is not None:
+        show_check(found, loaded)
+
+
+def check_texts(run: "Run", texts: list[str]) -> "Check":
+    """Return what of the texts stands in the training text, with a progress bar."""
+    from chargpt.analysis.memorization import check
+
+    bar = console.Progress(1, "character")
+
+    def watch(done: int, total: int) -> None:
+        bar.change_total(total)
+        bar.move_to(done, "of the training text" if bar.wants_detail() else None)
+
+    try:
+        return check(run, texts, watch)
+    finally:
+        bar.close()
+
+
+def marked(text: str, copied: list[tuple[int, int]]) -> str:
+    """Return a text with its copied stretches in brackets that texts hardly hold."""
+    for start, end in reversed(copied):
+        text = f"{text[:start]}⟦{text[start:end]}⟧{text[end:]}"
+    return text
+
+
+def show_check(found: "Check", run: "Run") -> None:
+    """Print the longest copy, and how much is novel beside text that the run never saw."""
+    from chargpt.analysis.memorization import LEAST
+
+    longest = [memory.longest for memory in found.texts if memory.longest]
+    unseen = max((m.longest.length for m in found.held_out if m.longest), default=0)
+    beside = f"in unseen text of that length {unseen or f'under {LEAST}'}"
+    if longest:
+        copy = max(longest, key=lambda each: each.length)
+        words = run.tokenizer.decode(found.training[copy.place : copy.place + copy.length])
+        console.out(
+            f"longest stretch that stands in the training text: {copy.length} characters, from "
+            f"character {copy.place:,} on ({beside}): {console.printable(words)[:80]!r}"
+        )
+    else:
+        console.out(f"no stretch of {LEAST} characters stands in the training text ({beside})")
+    rows = [
+        [str(length), f"{ours:.1%}", f"{theirs:.1%}"]
+        for length, ours, theirs in found.novel()
+        if length <= 2 * LEAST
+    ]
+    console.table(["characters", "novel here", "in unseen text"], rows)
 
 
 def given_prompt(prompt: str | None, file: str | None) -> str | None:
