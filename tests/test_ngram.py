@@ -1,6 +1,8 @@
 """The counted n-gram: against the formula written with dictionaries, and against itself."""
 
+import math
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -147,3 +149,63 @@ def test_it_writes_text_as_any_model_does() -> None:
     ]
     assert texts[0] == texts[1]
     assert texts[0].startswith("er")
+
+
+def kneser_ney_by_hand(train: list[int], scored: list[int], vocab: int, order: int) -> float:
+    """Return the mean nats of an interpolated Kneser-Ney model, from the formula, with dicts."""
+    grams = [
+        Counter(tuple(train[i : i + k]) for i in range(len(train) - k + 1))
+        for k in range(order + 1)
+    ]
+    counts: list[Counter[tuple[int, ...]]] = []
+    for k in range(1, order + 1):
+        if k == order:
+            counts.append(grams[k])
+        else:
+            before = Counter(gram[1:] for gram in grams[k + 1])
+            counts.append(Counter({gram: max(1, before[gram]) for gram in grams[k]}))
+    discounts, wholes, kinds = [], [], []
+    for found in counts:
+        once, twice = (sum(c == i for c in found.values()) for i in (1, 2))
+        discounts.append(once / (once + 2 * twice) if once and twice else 0.5)
+        whole: Counter[tuple[int, ...]] = Counter()
+        kind: Counter[tuple[int, ...]] = Counter()
+        for gram, count in found.items():
+            whole[gram[:-1]] += count
+            kind[gram[:-1]] += 1
+        wholes.append(whole)
+        kinds.append(kind)
+
+    def share(context: tuple[int, ...], token: int) -> float:
+        k = len(context)
+        shorter = share(context[1:], token) if context else 1 / vocab
+        if not wholes[k][context]:
+            return shorter
+        own = max(counts[k][(*context, token)] - discounts[k], 0)
+        rest = discounts[k] * kinds[k][context] * shorter
+        return (own + rest) / wholes[k][context]
+
+    nats = [
+        -math.log(share(tuple(scored[max(0, i - order + 1) : i]), scored[i]))
+        for i in range(1, len(scored))
+    ]
+    return sum(nats) / len(nats)
+
+
+@pytest.mark.parametrize("order", [1, 2, 3, 5, 8])
+def test_kneser_ney_is_what_an_independent_count_gives(order: int, verse: Path) -> None:
+    text = verse.read_text(encoding="utf-8")[:6000]
+    index = {c: i for i, c in enumerate(sorted(set(text)))}
+    ids = [index[c] for c in text]
+    train, scored = ids[:5000], ids[5000:]
+    model = NGramLM.fit(np.array(train), len(index), 1, order, "kneser-ney")
+    found = float(model.losses(np.array(scored)[None]).mean(dtype=np.float64))
+    assert found == pytest.approx(kneser_ney_by_hand(train, scored, len(index), order), abs=1e-5)
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 4))
+def test_kneser_ney_shares_sum_to_one(tokens: list[int], order: int) -> None:
+    model = NGramLM.fit(np.array(tokens), 4, 8, order, "kneser-ney")
+    shares = model.shares(torch.tensor([tokens[:8]]))
+    assert shares.min() > 0
+    assert torch.allclose(shares.sum(dim=-1), torch.ones(shares.shape[:2]), atol=1e-5)
