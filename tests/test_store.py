@@ -18,7 +18,7 @@ from saving import CONFIG, TOKENIZER, save
 from chargpt.errors import RunError
 from chargpt.models import build_model
 from chargpt.store import checkpoint
-from chargpt.store.run import RunFolder, load_run, newest_run
+from chargpt.store.run import RunFolder, has_checkpoint, load_run, newest_run
 from chargpt.store.tensors import pack
 from chargpt.store.verify import verify
 from chargpt.text.corpus import prepare
@@ -274,8 +274,28 @@ def test_a_run_that_another_process_has_begun_meanwhile_is_not_begun_anew(run: R
         RunFolder(run.path).create(CONFIG, TOKENIZER, begun=True)
     assert folder.exists()
     shutil.rmtree(folder)
+    (run.path / ".config.yaml.0123.tmp").write_text("half")  # a process died while it wrote
+    with pytest.raises(RunError, match="continue it with --resume"):
+        RunFolder(run.path).create(CONFIG, TOKENIZER)
+    precious = run.checkpoints / "epoch10.pt"
+    precious.write_bytes(b"x")
+    with pytest.raises(RunError, match="continue it with --resume"):
+        RunFolder(run.path).create(CONFIG, TOKENIZER, begun=True)
+    precious.rename(run.path.with_name("away"))
     RunFolder(run.path).create(CONFIG, TOKENIZER, begun=True)
     assert (run.path / "config.yaml").exists()
+    assert not list(run.path.glob("*.tmp"))
+
+
+def test_a_run_whose_checkpoints_are_on_a_disk_that_is_away_is_not_begun_anew(
+    run: RunFolder, tmp_path: Path
+) -> None:
+    run.unlock()
+    run.checkpoints.rmdir()
+    run.checkpoints.symlink_to(tmp_path / "not-mounted")
+    assert has_checkpoint(run.path)
+    with pytest.raises(RunError, match="continue it with --resume"):
+        RunFolder(run.path).create(CONFIG, TOKENIZER, begun=True)
 
 
 def test_force_leaves_what_no_run_has_made(run: RunFolder, tmp_path: Path) -> None:
