@@ -141,7 +141,8 @@ def test_resume_takes_the_newest_run_and_refuses_what_it_cannot_change(
     cli("train", verse, *QUICK)
     assert "has done all its 6 steps" in refusal(cli("train", "--resume"))
     assert "drop -c" in refusal(cli("train", "--resume", "-c", "gpt"))
-    assert "--force" in refusal(cli("train", "--resume", "--force"))
+    for words in (("--resume", "--force"), (verse, "--out", "x", "--resume", "--force")):
+        assert "give one of them" in refusal(cli("train", *words))
     assert "seed cannot change" in refusal(cli("train", "--resume", "-s", "seed=3"))
 
 

@@ -61,9 +61,11 @@ def train(
 
     again = resume and text is not None and out is not None
     clock = None
+    if resume and force:
+        raise ConfigError("--resume goes on with a run, and --force replaces it; give one of them")
     with catch_signals() as signals, among_processes():
         if resume and not again:
-            require_nothing_new(config, budget, encoding, force=force)
+            require_nothing_new(config, budget, encoding)
             wanted = options.parsed(set_, device)
             trainer, folder = resume_run(out or text, wanted)
         else:
@@ -110,18 +112,16 @@ def among_processes() -> Iterator[None]:
     leave_world()
 
 
-def require_nothing_new(
-    config: str | None, budget: str | None, encoding: str | None, *, force: bool
-) -> None:
+def require_nothing_new(config: str | None, budget: str | None, encoding: str | None) -> None:
     """Check that nothing was given that only a beginning run can heed.
 
     Raises:
         ConfigError: something was.
     """
-    if config is not None or encoding is not None or budget is not None or force:
+    if config is not None or encoding is not None or budget is not None:
         raise ConfigError(
-            "--resume takes its settings from the run; drop -c, --budget, --force and --encoding, "
-            "or give both a text and --out to begin the run where there is none"
+            "--resume takes its settings from the run; drop -c, --budget and --encoding, or give "
+            "both a text and --out to begin the run where there is none"
         )
 
 

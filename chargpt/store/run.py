@@ -113,8 +113,8 @@ class RunFolder:
                 )
             path.mkdir(parents=True, exist_ok=True)
             self.lock()
-            if begun:
-                self.check_free(path, begun=True)  # another process may have begun it meanwhile
+            if not force:
+                self.check_free(path, begun=begun)  # another process may have been here meanwhile
             for old in path.iterdir():
                 if old.name != LOCK:
                     shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
