@@ -60,7 +60,10 @@ def test_help_names_every_command_and_imports_nothing_heavy(tmp_path: Path) -> N
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
     )
     assert done.stdout.rstrip().endswith("[]")
-    for command in ("train", "sample", "evaluate", "compare", "doctor", "data"):
+    for command in (
+        *("train", "sample", "evaluate", "compare", "score", "compress", "decompress"),
+        *("verify", "doctor", "data"),
+    ):
         assert f"  {command} " in done.stdout
     assert "..." not in done.stdout.split("Commands:")[1]
 

@@ -25,7 +25,7 @@ def score(
     json_: options.Json = False,
     device: options.Device = None,
 ) -> None:
-    """Say how many bits a text takes under a run, and which lines surprise it most.
+    """Say how many bits a text and its lines take under a run.
 
     Examples: `chargpt score runs/novel chapter.txt`,
     `chargpt score runs/novel --per-line < chapter.txt | head`.
