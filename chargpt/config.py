@@ -126,7 +126,7 @@ class TrainConfig(Section):
     ema: float = Field(0.0, ge=0, lt=1)
     """Decay of the moving average of weights that is evaluated and kept; 0: none."""
     ngram_targets: float = Field(0.0, ge=0, le=1)
-    """Share of the training targets that is what a counted 5-gram expects, not what came."""
+    """Share of the training targets that is what a counted n-gram expects, not what came."""
 
 
 class OptimConfig(Section):

@@ -282,7 +282,7 @@ def test_any_text_is_read_as_a_mapping_or_refused(text: str) -> None:
     "tagged", ["!!bool foo", "!!int x", "!!int ''", "!!float x", "!!binary é", "!!timestamp 1"]
 )
 def test_a_tag_that_its_value_does_not_keep_is_refused(tagged: str, write) -> None:
-    message_of(write(f"seed: {tagged}\n"))
+    assert "my.yaml" in message_of(write(f"seed: {tagged}\n"))
 
 
 @pytest.mark.parametrize(
@@ -297,9 +297,9 @@ def test_a_tag_that_its_value_does_not_keep_is_refused(tagged: str, write) -> No
     ids=["lists", "maps", "indents", "closed lists", "base 60"],
 )
 def test_deep_or_endless_values_are_refused_soon(text: str, write) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     message_of(write(text))
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
 
 
 def test_a_thousand_mistakes_are_reported_in_a_readable_length(write) -> None:

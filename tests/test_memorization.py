@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -45,7 +46,8 @@ def test_planted_copies_of_every_length_are_found_with_their_place(training: str
 
 @given(st.text("ab", min_size=1, max_size=400), st.text("ab", min_size=1, max_size=120))
 def test_it_finds_what_searching_by_hand_finds(text: str, sample: str) -> None:
-    (found,) = memorization(tokens(text), [tokens(sample)])
+    with mock.patch.object(module, "MOST_PLACES", 400):  # every place
+        (found,) = memorization(tokens(text), [tokens(sample)])
     for n in LENGTHS:
         if n <= min(len(sample), len(text)):
             grams = [sample[i : i + n] for i in range(len(sample) - n + 1)]
@@ -64,6 +66,24 @@ def test_it_finds_what_searching_by_hand_finds(text: str, sample: str) -> None:
         if sample[i : i + LEAST] in text:
             covered |= set(range(i, i + LEAST))
     assert {i for start, end in found.copied for i in range(start, end)} == covered
+
+
+def test_of_a_stretch_that_stands_everywhere_few_places_are_remembered(training: str) -> None:
+    text, sample = tokens(" " * 50_000 + training + " " * 90), [tokens(" " * 90 + training[:300])]
+    with mock.patch.object(module._Wanted, "occurrences", autospec=True) as asked:
+        asked.side_effect = lambda wanted, number: remembered(wanted)
+        memorization(text, sample)
+    assert asked.call_count
+    (found,) = memorization(text, sample)
+    assert found.longest is not None
+    assert found.longest.length >= 300
+    assert found.copied == [(0, 390)]
+
+
+def remembered(wanted: module._Wanted) -> tuple[np.ndarray, np.ndarray]:
+    kinds = np.concatenate([np.zeros(0, dtype=int), *(kinds for kinds, _ in wanted.places)])
+    assert np.bincount(kinds, minlength=1).max() <= module.MOST_PLACES
+    return kinds[:0], kinds[:0]
 
 
 def test_nothing_is_missed_where_two_parts_meet(

@@ -99,7 +99,7 @@ def test_a_longer_run_learns_less_from_counts_and_one_of_many_epochs_keeps_its_d
         return values["train.ngram_targets"], values["optim.weight_decay"]
 
     assert chosen(500_000, 10**6) == (base.train.ngram_targets, LITTLE_DECAY)
-    assert chosen(1_200_000, 10**6) == (pytest.approx(base.train.ngram_targets / 2), LITTLE_DECAY)
+    assert chosen(2_400_000, 10**6) == (pytest.approx(base.train.ngram_targets / 2), LITTLE_DECAY)
     assert chosen(30_000_000, 10**6) == (0.0, base.optim.weight_decay)
     assert chosen(30_000_000, 10**8) == (0.0, LITTLE_DECAY)
 

@@ -7,14 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from chargpt.config import Config, load_config
 from chargpt.errors import ConfigError
-from chargpt.inference.evaluation import Evaluation, baselines, evaluate_tokens
+from chargpt.inference.evaluation import NGRAM, Evaluation, baselines, evaluate_tokens
 from chargpt.inference.sampling import sample
 from chargpt.models.bigram import BigramLM
-from chargpt.models.ngram import NGramLM
 from chargpt.store.run import RunFolder, load_run
 from chargpt.text.corpus import Corpus, prepare
 from chargpt.training.trainer import Trainer
@@ -22,7 +19,6 @@ from chargpt.training.trainer import Trainer
 MODELS = ("bigram", "gpt")
 ALPHA = 0.1  # counts added in the closed-form bigram, as in `baselines`
 MAX_CHARACTERS = 300_000
-LONGEST_GRAM = 8
 DENSE_VOCABULARY = 4096  # beyond it the closed-form table is not built; its loss is the same
 SAMPLE = {"length": 300, "temperature": 0.8, "seed": 1337, "num_samples": 1}
 
@@ -139,8 +135,7 @@ def compare(
         Row("uniform", levels["uniform"], 0),
         Row("unigram (counted)", levels["unigram"], vocab),
         counted_bigram(corpus, settings, levels["bigram"]),
-        Row("5-gram (counted)", levels["5-gram"]),
-        counted_ngram(corpus),
+        Row(f"{NGRAM} (counted)", levels[NGRAM]),
     ]
     for name in models:
         wanted = contender(settings, name)
@@ -172,17 +167,6 @@ def counted_bigram(corpus: Corpus, settings: Config, nats: float) -> Row:
     return Row("bigram (counted)", nats, vocab * vocab, seconds, evaluation=evaluation)
 
 
-def counted_ngram(corpus: Corpus) -> Row:
-    """Return the row of the best that counting does: an 8-gram after Kneser and Ney."""
-    start = time.perf_counter()
-    model = NGramLM.fit(
-        corpus.split("train"), corpus.tokenizer.vocab_size, 1, LONGEST_GRAM, "kneser-ney"
-    )
-    nats = float(model.losses(corpus.split("val")[None, :MAX_CHARACTERS]).mean(dtype=np.float64))
-    seconds = round(time.perf_counter() - start, 3)
-    return Row(f"{LONGEST_GRAM}-gram (Kneser-Ney)", nats, seconds=seconds)
-
-
 def compare_runs(paths: Sequence[Path], device: str = "auto") -> Comparison:
     """Measure runs that exist, each on the validation part of its own text.
 
@@ -193,7 +177,7 @@ def compare_runs(paths: Sequence[Path], device: str = "auto") -> Comparison:
     corpora = {}
     for path in paths:
         run = load_run(path, "best", device)
-        corpus = prepare(run.config.text, key=run.state.get("corpus"))
+        corpus = run.corpus()
         corpora[corpus.key] = corpus
         evaluation = evaluate_tokens(run.model, corpus.split("val"), max_characters=MAX_CHARACTERS)
         name = path.name if path.name not in comparison.curves else str(path)

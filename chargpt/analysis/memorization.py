@@ -15,21 +15,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from chargpt.errors import TextError
 from chargpt.store.run import Run
-from chargpt.text.corpus import prepare
 
 LENGTHS = (4, 6, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-LEAST = (
-    20  # characters of a stretch that counts as copied; shorter ones are phrases of the language
-)
+LEAST = 20  # characters of a stretch that counts as copied; shorter ones are common phrases
 PART = 2**20  # characters of the training text at a time
 TABLE_BITS = 22  # of a hash, by which nearly all that is not wanted is passed over
-MOST_PLACES = 200_000  # of one length that are remembered
+MOST_PLACES = 32  # of one stretch that are remembered; a run of spaces may stand in a million
 BASE = 0x9E3779B97F4A7C15  # any odd number has an inverse
 
 Tokens = npt.NDArray[Any]
 Hashes = npt.NDArray[np.uint64]
+Places = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,8 @@ class Memory:
     """What one text has of the training text.
 
     Attributes:
-        longest: its longest stretch that stands there too, of LEAST characters or more.
+        longest: its longest stretch that stands there too, of LEAST characters or more. Of one
+            that stands there very often, the first places alone are followed to their ends.
         copied: what is covered by such stretches, as (start, end), in order, apart.
         novel: of each length, the share of the text's stretches that do not stand there.
     """
@@ -102,11 +100,7 @@ def check(
     Raises:
         TextError: the text that the run was trained on is not to be had.
     """
-    corpus = prepare(run.config.text, key=run.state.get("corpus"))
-    if corpus.tokenizer != run.tokenizer:
-        raise TextError(
-            f"the text {corpus.name} is not the one that {run.folder} was trained on; restore it"
-        )
+    corpus = run.corpus()
     training, unseen = corpus.split("train"), corpus.split("val")
     written = [run.tokenizer.encode(text, unknown="replace") for text in texts]
     held_out = []
@@ -152,8 +146,8 @@ class _Wanted:
         self.ends = np.cumsum([len(each) for each in hashes])
         self.hashes, self.kinds = np.unique(np.concatenate(hashes), return_inverse=True)
         self.found = np.zeros(len(self.hashes), dtype=bool)
-        self.places: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = []
-        self.remembered = 0
+        self.places: list[tuple[Places, Places]] = []  # (kinds, places) of each part
+        self.remembered = np.zeros(len(self.hashes), dtype=np.int64)
         self.table = np.zeros(2**TABLE_BITS, dtype=bool)
         self.table[self.hashes >> np.uint64(64 - TABLE_BITS)] = True
 
@@ -166,31 +160,37 @@ class _Wanted:
         right = self.hashes[kinds] == hashes[near]
         kinds, near = kinds[right], near[right]
         self.found[kinds] = True
-        if n >= LEAST and self.remembered < MOST_PLACES:
-            self.places.append((kinds, near + first))
-            self.remembered += len(kinds)
+        if n >= LEAST:
+            self._remember(kinds, near + first)
+
+    def _remember(self, kinds: Places, places: Places) -> None:
+        order = np.argsort(kinds, kind="stable")
+        kinds, places = kinds[order], places[order]
+        earlier = np.arange(len(kinds)) - np.searchsorted(kinds, kinds)  # of its kind, in this part
+        few = self.remembered[kinds] + earlier < MOST_PLACES
+        self.places.append((kinds[few], places[few]))
+        self.remembered += np.bincount(kinds, minlength=len(self.hashes))
 
     def present(self, number: int) -> npt.NDArray[np.bool_]:
         """Return for each stretch of one text whether the training text has it."""
         start = self.ends[number - 1] if number else 0
         return self.found[self.kinds[start : self.ends[number]]]
 
-    def occurrences(self, number: int) -> list[tuple[int, int]]:
-        """Return (start in one text, place in the training text) of the stretches found."""
+    def occurrences(self, number: int) -> tuple[Places, Places]:
+        """Return starts in one text and places in the training text of the stretches found."""
         start = self.ends[number - 1] if number else 0
         kinds = self.kinds[start : self.ends[number]]
         if not self.places:
-            return []
+            return kinds[:0], kinds[:0]
         place_kinds = np.concatenate([kinds for kinds, _ in self.places])
         places = np.concatenate([places for _, places in self.places])
         order = np.argsort(place_kinds, kind="stable")
         place_kinds, places = place_kinds[order], places[order]
         low = np.searchsorted(place_kinds, kinds, side="left")
-        high = np.searchsorted(place_kinds, kinds, side="right")
-        return [
-            (at, int(place))
-            for at in np.flatnonzero(high > low).tolist()
-            for place in places[low[at] : high[at]]
+        counts = np.searchsorted(place_kinds, kinds, side="right") - low
+        starts = np.repeat(np.arange(len(kinds)), counts)
+        return starts, places[
+            np.arange(len(starts)) + np.repeat(low - counts.cumsum() + counts, counts)
         ]
 
 
@@ -204,19 +204,27 @@ def _judge(training: Tokens, text: Tokens, number: int, wanted: list[_Wanted]) -
     copied = list(zip(edges[::2], edges[1::2], strict=True))
     longest = None
     for each in reversed(wanted):
-        starts = each.occurrences(number) if each.length >= LEAST else []
-        copies = [_extended(training, text, at, place) for at, place in starts]
-        longest = max(copies, key=lambda copy: copy.length, default=None)
-        if longest is not None and longest.length >= each.length:
-            break
+        if longest is None:
+            longest = _longest(training, text, *each.occurrences(number), each.length)
     return Memory(longest, copied, novel)
 
 
-def _extended(training: Tokens, text: Tokens, start: int, place: int) -> Copy:
-    """Return how far text and training text agree from there on."""
-    most = min(len(text) - start, len(training) - place)
-    same = text[start : start + most] == training[place : place + most]
-    return Copy(start, most if same.all() else int(same.argmin()), place)
+def _longest(
+    training: Tokens, text: Tokens, starts: Places, places: Places, length: int
+) -> Copy | None:
+    """Return the longest of the copies that begin there and agree for `length` characters."""
+    best_starts, best_places = starts, places
+    while len(starts):
+        best_starts, best_places = starts, places
+        inside = (starts + length < len(text)) & (places + length < len(training))
+        starts, places = starts[inside], places[inside]
+        same = text[starts + length] == training[places + length]
+        starts, places = starts[same], places[same]
+        length += len(starts) > 0
+    for start, place in zip(best_starts.tolist(), best_places.tolist(), strict=True):
+        if np.array_equal(text[start : start + length], training[place : place + length]):
+            return Copy(start, length, place)
+    return None  # equal hashes of unequal stretches
 
 
 def _powers(count: int) -> tuple[Hashes, Hashes]:

@@ -85,13 +85,10 @@ def _work(
     """
     from chargpt.errors import ConfigError
     from chargpt.files import write_atomically
-    from chargpt.store.run import load_run
 
     if out.exists() and not force:
         raise ConfigError(f"{out} exists; name another file, or replace it with --force")
-    loaded = load_run(run, checkpoint, "cpu")
-    for note in loaded.state["skipped"]:
-        console.say(note)
+    loaded = options.load_run(run, checkpoint, "cpu")
     bar = console.Progress(len(content), "character")
 
     def watch(done: int, total: int) -> None:

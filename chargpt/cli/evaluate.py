@@ -60,12 +60,10 @@ def evaluate(
     """
     from chargpt.errors import ConfigError
     from chargpt.inference.evaluation import evaluate as measure
-    from chargpt.store.run import load_run, newest_run
+    from chargpt.store.run import newest_run
 
     path = run or newest_run()
-    loaded = load_run(path, checkpoint, device or "auto")
-    for note in loaded.state["skipped"]:
-        console.say(note)
+    loaded = options.load_run(path, checkpoint, device)
     changes = {"text.encoding": encoding, "text.unknown": options.unknown_policy(unknown)}
     wanted = {key: value for key, value in changes.items() if value is not None}
     if wanted and text is None:

@@ -168,6 +168,8 @@ def keep_to(clock: Clock, trainer: "Trainer", step_seconds: float) -> None:
 def _detail(
     report: "Report", validation: list[float], levels: dict[str, float], speed: float
 ) -> str:
+    from chargpt.inference.evaluation import NGRAM
+
     assert report.loss is not None
     # short enough for a terminal of 80 columns, the bar included
     words = [f"loss {float(report.loss):.2f}"]
@@ -175,7 +177,7 @@ def _detail(
         words.append(f"val {validation[-1]:.3f}{console.sparkline(validation, 5)}")
     # the next line to beat
     beaten = validation[-1] if validation else math.inf
-    name = next((name for name in ("bigram", "5-gram") if levels[name] < beaten), "5-gram")
+    name = next((name for name in ("bigram", NGRAM) if levels[name] < beaten), NGRAM)
     words.append(f"{name} {levels[name]:.3f}")
     words.append(f"{console.short(speed)} chars/s")
     return " ".join(words)

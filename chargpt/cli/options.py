@@ -4,9 +4,14 @@ import json
 import re
 from functools import reduce
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from chargpt.cli import console
+
+if TYPE_CHECKING:
+    from chargpt.store.run import Run
 
 Set = Annotated[
     list[str] | None,
@@ -92,6 +97,20 @@ def parsed(overrides: list[str] | None, device: str | None) -> dict[str, object]
     return values if device is None else {**values, "device": device}
 
 
+def load_run(path: Path, checkpoint: str, device: str | None) -> "Run":
+    """Return a run from disk, and say what was passed over on the way.
+
+    Raises:
+        ChargptError: there is no such run or checkpoint, or none that is whole.
+    """
+    from chargpt.store.run import load_run
+
+    run = load_run(path, checkpoint, device or "auto")
+    for note in run.state["skipped"]:
+        console.say(note)
+    return run
+
+
 def unknown_policy(word: str | None) -> Any:
     """Return --unknown's word, checked; None leaves it to the run.
 
@@ -130,13 +149,11 @@ class PrepareProgress:
         self.bar: Any = None
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        from chargpt.cli.console import Progress, size
-
         if total < 50_000_000 and stage != "fetching":
             return
         if self.bar is None:
-            self.bar = Progress(total, stage)
-        detail = f"{stage} {size(done)} of {size(total)}"
+            self.bar = console.Progress(total, stage)
+        detail = f"{stage} {console.size(done)} of {console.size(total)}"
         self.bar.move_to(done, detail if self.bar.wants_detail() else None)
         if done >= total:
             self.bar.close()

@@ -68,12 +68,10 @@ def sample(
     `chargpt sample --temperature 0.5 --num-samples 3 --seed 1 --json`.
     """
     from chargpt.inference.sampling import stream_run
-    from chargpt.store.run import load_run, newest_run
+    from chargpt.store.run import newest_run
 
     path = run or newest_run()
-    loaded = load_run(path, checkpoint, device or "auto")
-    for note in loaded.state["skipped"]:
-        console.say(note)
+    loaded = options.load_run(path, checkpoint, device)
     settings = choose(
         loaded.config,
         prompt=given_prompt(prompt, prompt_file),

@@ -31,12 +31,9 @@ def score(
     `chargpt score runs/novel --per-line < chapter.txt | head`.
     """
     from chargpt.inference.scoring import score as measure
-    from chargpt.store.run import load_run
     from chargpt.text.corpus import read_text
 
-    loaded = load_run(run, checkpoint, device or "auto")
-    for note in loaded.state["skipped"]:
-        console.say(note)
+    loaded = options.load_run(run, checkpoint, device)
     content = read_text(text, encoding=encoding or "auto")
     scored = measure(loaded, content, options.unknown_policy(unknown))
     ranked = sorted(scored.lines(), key=lambda line: -line.bits_per_char)

@@ -106,6 +106,8 @@ def verdict(
     trainer: "Trainer", levels: dict[str, float], train_loss: float, val_loss: float
 ) -> list[str]:
     """Return in plain words whether the model beat counting, and whether it over-fitted."""
+    from chargpt.inference.evaluation import NGRAM
+
     sentences = []
     progress = trainer.progress
     records = trainer.folder.metrics.records() if trainer.folder else []
@@ -114,7 +116,7 @@ def verdict(
     if trainer.config.model.kind == "gpt":
         gains = [
             f"{abs(gain):.3f} nats {'better' if gain > 0 else 'worse'} than the {name}"
-            for name, gain in ((n, levels[n] - val_loss) for n in ("bigram", "5-gram"))
+            for name, gain in ((n, levels[n] - val_loss) for n in ("bigram", NGRAM))
         ]
         sentences.append(f"Attention is {' and '.join(gains)} on text it has not seen.")
     if progress.best_step is not None and last > progress.best_loss + WAVERING:

@@ -28,7 +28,7 @@ from chargpt.models import LanguageModel
 from chargpt.models.ngram import ORDER, NGramLM
 from chargpt.store.run import Run
 from chargpt.text.batches import Batches
-from chargpt.text.corpus import Corpus, Split, prepare, read_text
+from chargpt.text.corpus import Corpus, Split, read_text
 from chargpt.text.statistics import PairCounts
 
 Protocol = Literal["full", "sliding", "nanogpt"]
@@ -39,6 +39,7 @@ LOGITS_BYTES = 64_000_000  # what one call's logits may take
 CALL_CHARACTERS = 16_384  # what one call may hold, however small the vocabulary
 UNIGRAM_ALPHA = 1.0
 BIGRAM_ALPHA = 0.1
+NGRAM = f"{ORDER}-gram"
 NGRAM_CHARACTERS = 1_000_000
 MOST_BLOCK = 65_536  # as the config allows
 NANOGPT_BATCHES, NANOGPT_ROWS, NANOGPT_BLOCK = 200, 64, 256
@@ -122,13 +123,7 @@ def evaluate(
     """
     settings = run.config.text
     if text is None:
-        corpus = prepare(settings, key=run.state.get("corpus"))
-        if corpus.tokenizer != run.tokenizer:
-            raise TextError(
-                f"the text {corpus.name} is not the one that {run.folder} was trained on; "
-                "restore it, or name a text to evaluate with --text"
-            )
-        tokens = corpus.split(split)
+        tokens = run.corpus().split(split)
     else:
         content = read_text(text, encoding=settings.encoding)
         tokens = run.tokenizer.encode(content, unknown=settings.unknown)
@@ -316,9 +311,9 @@ def baselines(corpus: Corpus, split: Split = "val") -> dict[str, float]:
 
     Returns:
         `uniform`: ln V. `unigram` and `bigram`: the training split's frequencies, with 1 added to
-        each character's count and 0.1 to each pair's. `5-gram`: `NGramLM`, counted in the last
+        each character's count and 0.1 to each pair's. `6-gram`: `NGramLM`, counted in the last
         4,000,000 characters of a longer training split. They score what `full` scores, each
-        character with all of its context; of a longer split, `5-gram` the first 1,000,000.
+        character with all of its context; of a longer split, `6-gram` the first 1,000,000.
 
     Raises:
         TextError: the split holds too few characters.
@@ -338,7 +333,7 @@ def baselines(corpus: Corpus, split: Split = "val") -> dict[str, float]:
         "uniform": math.log(size),
         "unigram": float(-(unigram[scored.second] * scored.counts).sum()) / scored.total,
         "bigram": bigram_nats(corpus.pair_counts("train"), scored, BIGRAM_ALPHA),
-        f"{ORDER}-gram": float(ngram.losses(scored_by_ngram).mean(dtype=np.float64)),
+        NGRAM: float(ngram.losses(scored_by_ngram).mean(dtype=np.float64)),
     }
 
 
@@ -346,7 +341,7 @@ _counted: dict[tuple[str, float, float], NGramLM] = {}
 
 
 def counted_ngram(corpus: Corpus) -> NGramLM:
-    """Return the 5-gram of a text's training split; the last one counted is remembered."""
+    """Return the n-gram of a text's training split; the last one counted is remembered."""
     key = (corpus.key, corpus.val_fraction, corpus.test_fraction)
     if key not in _counted:
         _counted.clear()

@@ -31,7 +31,6 @@ from chargpt.inference.decoder import Decoder
 from chargpt.models import LanguageModel
 from chargpt.models.cache import KVCache
 from chargpt.store.run import Run
-from chargpt.text.corpus import prepare
 from chargpt.text.tokenizer import CharTokenizer, Tokens, Unknown
 
 DRAWN_AT_ONCE = 256  # uniform numbers per stream
@@ -334,7 +333,6 @@ def _unigram(run: Run) -> npt.NDArray[np.int64] | None:
     if run.config.text.path == "-":  # what is piped in now is not what it was trained on
         return None
     try:
-        corpus = prepare(run.config.text, key=run.state.get("corpus"))
+        return run.corpus().token_counts("train")
     except ChargptError:
         return None
-    return corpus.token_counts("train") if corpus.tokenizer == run.tokenizer else None

@@ -1,17 +1,12 @@
 """Counted n-grams, interpolated: the yardstick that a GPT must beat.
 
-    p_k(w | h) = (c(h w) + t(h) p_{k-1}(w | h')) / (c(h) + t(h))
-
-(Witten and Bell 1991, method C, interpolated as in Chen and Goodman 1999, section 2.4.) h is the
-last k - 1 characters, h' is h without its first, c counts, t(h) is how many different characters
-were seen after h, and p_0 is 1/V. A context never seen adds nothing to the shorter one.
-
-Or, better by far for long contexts (Kneser and Ney 1995, interpolated, ibid. section 2.7):
-
     p_k(w | h) = (max(c(h w) - D, 0) + D t(h) p_{k-1}(w | h')) / c(h)
 
-where, below the longest order, c(g) is not how often g was seen but how many different characters
-were seen before it; D = n_1 / (n_1 + 2 n_2), n_i being how many grams of that order have c = i.
+(Kneser and Ney 1995, interpolated as in Chen and Goodman 1999, section 2.7.) h is the last k - 1
+characters, h' is h without its first, t(h) is how many different characters were seen after h, and
+p_0 is 1/V. c counts: of the longest grams how often each was seen, of shorter ones how many
+different characters were seen before it. D = n_1 / (n_1 + 2 n_2), n_i being how many grams of that
+order have c = i. A context never seen adds nothing to the shorter one.
 
 Grams are numbered order by order: a gram of k characters is the pair (number of its first k - 1
 characters, its last one), so that finding it is one binary search, whatever the vocabulary.
@@ -19,7 +14,7 @@ Shapes in this file: N = characters, V = vocabulary, G = distinct grams of k cha
 P = distinct grams of k - 1, B = rows, T = characters of a row.
 """
 
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -29,36 +24,24 @@ from torch import Tensor, nn
 from chargpt.models.base import LanguageModel
 from chargpt.models.cache import KVCache
 
-Smoothing = Literal["witten-bell", "kneser-ney"]
 Codes = npt.NDArray[np.int64]
 Counts = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-ORDER = 5  # beyond it, texts of a few million characters gain nothing
+ORDER = 6  # beyond it, texts of a million characters gain nothing
 MOST = 4_000_000  # characters that are counted: two seconds' worth
 MOST_TABULATED = 50_000_000  # numbers in a table of all contexts: 200 MB
 UNSEEN = -1  # the number of a gram that the text did not hold
 
 
-def _witten_bell(context: Codes, counts: Counts, contexts: int) -> tuple[Floats, Floats]:
+def _weights(context: Codes, counts: Counts, contexts: int) -> tuple[Floats, Floats]:
     """Return what each gram adds, (G,), and what each context leaves to the shorter one, (P,)."""
-    kinds = np.bincount(context, minlength=contexts)
-    whole = np.bincount(context, weights=counts, minlength=contexts) + kinds
-    kept = np.divide(kinds, whole, out=np.ones(contexts), where=kinds > 0)
-    return counts / whole[context], kept
-
-
-def _kneser_ney(context: Codes, counts: Counts, contexts: int) -> tuple[Floats, Floats]:
-    """Return the same by absolute discounts."""
     once, twice = (counts == 1).sum(), (counts == 2).sum()
     discount = once / (once + 2 * twice) if once and twice else 0.5
     kinds = np.bincount(context, minlength=contexts)
     whole = np.bincount(context, weights=counts, minlength=contexts)
     kept = np.divide(discount * kinds, whole, out=np.ones(contexts), where=kinds > 0)
     return (counts - discount) / whole[context], kept
-
-
-WEIGHTS = {"witten-bell": _witten_bell, "kneser-ney": _kneser_ney}
 
 
 class NGramLM(LanguageModel):
@@ -78,7 +61,6 @@ class NGramLM(LanguageModel):
         vocab_size: int,
         block_size: int,
         order: int = ORDER,
-        smoothing: Smoothing = "witten-bell",
     ) -> "NGramLM":
         """Return the model that a text's (N,) ids give, in time and memory of `order` sorts of N.
 
@@ -88,7 +70,6 @@ class NGramLM(LanguageModel):
             vocab_size: V.
             block_size: the most characters that one call will look at.
             order: the longest gram counted: so many characters, the predicted one included.
-            smoothing: how shorter contexts come in; see the top of this file.
         """
         assert order >= 1, "an n-gram counts at least single characters"
         assert len(tokens), "there must be something to count"
@@ -103,7 +84,7 @@ class NGramLM(LanguageModel):
                 return_inverse=True,
                 return_counts=True,
             )
-            if smoothing == "kneser-ney" and counted:
+            if counted:
                 # a gram without its first character is the one that begins a place further on
                 before = np.bincount(gram[first + 1], minlength=len(counted[-1][0]))
                 counted[-1] = counted[-1][0], before.clip(min=1)  # the text's start has none
@@ -111,7 +92,7 @@ class NGramLM(LanguageModel):
             gram = longer
         parents = [1, *(len(codes) for codes, _ in counted)]
         orders = [
-            Order(codes, *WEIGHTS[smoothing](codes // vocab_size, counts, wide), vocab_size)
+            Order(codes, *_weights(codes // vocab_size, counts, wide), vocab_size)
             for (codes, counts), wide in zip(counted, parents, strict=False)
         ]
         return cls(vocab_size, block_size, orders)
@@ -206,7 +187,7 @@ class Order(nn.Module):
 
     codes: Tensor  # (G,) int64, rising: number of the first k - 1 characters x V + the last
     last: Tensor  # (G,): the last character
-    added: Tensor  # (G,): what the gram itself gives, c(h w) / (c(h) + t(h)) or the like
+    added: Tensor  # (G,): what the gram itself gives, (c(h w) - D) / c(h)
     starts: Tensor  # (P + 1,): those that begin with gram p are codes[starts[p] : starts[p + 1]]
     kept: Tensor  # (P,): what is left to the shorter context, or 1 if nothing followed
 

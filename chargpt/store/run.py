@@ -17,7 +17,7 @@ from torch import Tensor
 
 from chargpt.config import Config
 from chargpt.device import choose_device
-from chargpt.errors import ChargptError, RunError
+from chargpt.errors import ChargptError, RunError, TextError
 from chargpt.files import write_atomically
 from chargpt.models import LanguageModel, build_model
 from chargpt.store import checkpoint
@@ -32,6 +32,7 @@ from chargpt.store.saved import (
     read_checkpoint,
 )
 from chargpt.store.tensors import fill, pack
+from chargpt.text.corpus import Corpus, prepare
 from chargpt.text.tokenizer import CharTokenizer
 
 METRICS, CHECKPOINTS = "metrics.jsonl", "checkpoints"
@@ -50,6 +51,20 @@ class Run:
     model: LanguageModel
     step: int
     state: dict[str, Any]
+
+    def corpus(self) -> Corpus:
+        """Return the text that the run was trained on, from its place or from the cache.
+
+        Raises:
+            TextError: it is not to be had any more.
+        """
+        corpus = prepare(self.config.text, key=self.state.get("corpus"))
+        if corpus.tokenizer != self.tokenizer:
+            raise TextError(
+                f"the text {corpus.name} is not the one that {self.folder} was trained on; "
+                "restore it"
+            )
+        return corpus
 
 
 class RunFolder:
