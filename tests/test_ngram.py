@@ -100,6 +100,16 @@ def test_on_real_text_it_is_what_an_independent_count_gives(order: int, verse: P
     assert model.losses(np.array(scored)[None]).mean() == pytest.approx(np.mean(nats), abs=1e-5)
 
 
+@pytest.mark.parametrize("largest", [3, 2**62])  # the second leaves no room for places
+@given(data=st.data())
+def test_grams_are_numbered_as_numpy_numbers_distinct_values(largest: int, data) -> None:
+    values = np.array(data.draw(st.lists(st.integers(0, largest), min_size=1, max_size=50)))
+    values[-1] = largest
+    expected = np.unique(values, return_inverse=True, return_counts=True)
+    for ours, theirs in zip(ngram._numbered(values), expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
 @given(
     text=st.lists(st.integers(0, 5), min_size=1, max_size=60),
     rows=st.lists(st.lists(st.integers(0, 6), min_size=9, max_size=9), min_size=1, max_size=4),

@@ -1,5 +1,6 @@
 """Every picture, as SVG or PNG by the file's ending, drawn off screen."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,10 +9,13 @@ from chargpt.errors import ChargptError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from chargpt.analysis.ladder import Ladder
 
 # Okabe and Ito's colours, told apart by most colour-blind readers
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-GREY = "#6b7280"
+GREY, PALE = "#6b7280", "#c9ced6"
 
 
 def loss_curves(
@@ -31,14 +35,7 @@ def loss_curves(
     Raises:
         ChargptError: another ending, or the file cannot be written.
     """
-    if path.suffix not in (".svg", ".png"):
-        raise ChargptError(f"{path} must end in .svg or .png; name it so")
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _figure(path, 8, 4.5)
     axes = figure.add_subplot()
     for (name, points), colour in zip(curves.items(), _cycle(len(curves)), strict=True):
         _curve(axes, name, points, colour)
@@ -50,6 +47,62 @@ def loss_curves(
     axes.grid(alpha=0.25)
     if curves:
         axes.legend(frameon=False, loc="upper right", bbox_to_anchor=(1, 0.9))
+    return _save(figure, path)
+
+
+def ladder(path: Path, ladder: "Ladder") -> Path:
+    """Draw what each rung reaches as bars, in bits per character, beside counts and compressors.
+
+    Args:
+        path: ends in .svg or .png.
+        ladder: what `climb` gives.
+
+    Raises:
+        ChargptError: another ending, or the file cannot be written.
+    """
+    bars = [
+        *((name, nats, None, GREY) for name, nats in ladder.counted.items()),
+        *((name, nats, None, PALE) for name, nats in ladder.compressed.items()),
+        *((s.rung.name, s.loss.value, s.loss.margin, COLOURS[0]) for s in ladder.steps),
+    ]
+    figure = _figure(path, 8, 0.6 + 0.28 * len(bars))
+    axes = figure.add_subplot()
+    names, nats, margins, colours = zip(*bars, strict=True)
+    bits = [each / math.log(2) for each in nats]
+    errors = [(margin or 0) / math.log(2) for margin in margins]
+    places = range(len(bars))
+    axes.barh(places, bits, color=colours, height=0.7)
+    axes.errorbar(bits, places, xerr=errors, fmt="none", ecolor="black", elinewidth=1)
+    for place, value, error in zip(places, bits, errors, strict=True):
+        axes.annotate(
+            f"{value:.3f}", (value + error, place), (5, 0), textcoords="offset points", va="center"
+        )
+    axes.set_yticks(places, names)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.1 * max(bits))
+    axes.set(xlabel="bits per character of the validation part: the fewer, the better")
+    axes.set_title(
+        f"{ladder.title}: counted (grey), compressed (pale), trained (blue)", fontsize=10
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+    return _save(figure, path)
+
+
+def _figure(path: Path, width: float, height: float) -> "Figure":
+    """Return an empty figure, in inches, for a file whose ending is checked first."""
+    if path.suffix not in (".svg", ".png"):
+        raise ChargptError(f"{path} must end in .svg or .png; name it so")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _save(figure: "Figure", path: Path) -> Path:
+    from matplotlib import rc_context
+
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with rc_context({"svg.hashsalt": "chargpt", "svg.fonttype": "none"}):

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from chargpt.errors import ConfigError, TextError
 from chargpt.models import LanguageModel
@@ -206,6 +207,30 @@ def losses_of(model: LanguageModel, tokens: Tokens) -> npt.NDArray[np.float64]:
         model.train(was_training)
 
 
+def predictions(
+    model: LanguageModel,
+    tokens: Tokens,
+    protocol: Literal["full", "sliding"] = "full",
+    max_characters: int | None = None,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield log-probabilities, (B, L, V), and the ids that came, (B, L), a call at a time.
+
+    Args:
+        model: used where it is; put it in evaluation mode first.
+        tokens: ids of any integer type, two at least.
+        protocol: which windows; see the top of this file. S of `sliding` is T // 2.
+        max_characters: with `full`, no more than this many, in whole blocks spread evenly.
+    """
+    block = model.block_size
+    if protocol == "full":
+        parts = _full(tokens, block, max_characters)
+    else:
+        parts = _sliding(tokens, block, max(1, block // 2))
+    for rows, context in parts:
+        for logits, targets in _logits(model, rows, context, None):
+            yield logits.log_softmax(dim=-1), targets
+
+
 def _windows(tokens: Tokens, length: int) -> Tokens:
     """Return every run of length + 1 tokens as a view, (starts, L + 1): nothing is copied."""
     return np.lib.stride_tricks.sliding_window_view(tokens, length + 1)
@@ -281,11 +306,21 @@ def _score(
     return mean, float(hits) / characters, characters, math.sqrt(variance) / characters
 
 
-@torch.inference_mode()
 def _losses(
     model: LanguageModel, rows: Tokens, context: int, dtype: torch.dtype | None
 ) -> Iterator[npt.NDArray[np.float64]]:
     """Yield, a call at a time, losses and ones where the guess was right: (2, B, L - context)."""
+    for logits, targets in _logits(model, rows, context, dtype):
+        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+        right = logits.argmax(dim=-1) == targets
+        yield torch.stack((losses.view_as(targets), right.float())).cpu().double().numpy()
+
+
+@torch.inference_mode()
+def _logits(
+    model: LanguageModel, rows: Tokens, context: int, dtype: torch.dtype | None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield, a call at a time, logits and what came: (B, L - context, V), (B, L - context)."""
     device = model.device
     length = rows.shape[1] - 1
     fitting = min(LOGITS_BYTES // (4 * length * model.vocab_size), CALL_CHARACTERS // length)
@@ -294,10 +329,7 @@ def _losses(
         part = torch.from_numpy(rows[first : first + step].astype(np.int64)).to(device)
         with _precision(device, dtype):
             logits = model(part[:, :-1])  # (B, L, V)
-        logits, targets = logits[:, context:].float(), part[:, 1 + context :]
-        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-        right = logits.argmax(dim=-1) == targets
-        yield torch.stack((losses.view_as(targets), right.float())).cpu().double().numpy()
+        yield logits[:, context:].float(), part[:, 1 + context :]
 
 
 def _precision(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[object]:

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from chargpt.config import ModelConfig
-from chargpt.models.attention import average_weights, fused_attention
+from chargpt.models.attention import average_weights, explicit_attention, fused_attention
 from chargpt.models.base import LanguageModel
 from chargpt.models.cache import KVCache
 from chargpt.models.kernels import heads, swiglu, unit_rms
@@ -87,15 +87,26 @@ class Attention(nn.Module):
                 _, v = cache.extend(layer, v, v)  # (B, H, S, D)
             mixed = average_weights(steps, v.size(2), x.device).to(v.dtype) @ v  # (B, H, T, D)
         else:
-            joint = torch.cat((self.query.weight, self.key.weight, self.value.weight))  # (3C, C)
-            q, k, v = heads(
-                F.linear(x, joint * gain), self.head_gains(), cos, sin, self.n_head
-            )  # (B, H, T, D)
+            q, k, v = self.project(x, gain, cos, sin)  # (B, H, T, D)
             if cache is not None:
                 k, v = cache.extend(layer, k, v)  # (B, H, S, D)
             mixed = fused_attention(q, k, v, scaled=self.scaled)  # (B, H, T, D)
         joined: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return joined  # (B, T, C)
+
+    def project(
+        self, x: Tensor, gain: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values, (B, H, T, D) each, as they meet."""
+        joint = torch.cat((self.query.weight, self.key.weight, self.value.weight))  # (3C, C)
+        return heads(F.linear(x, joint * gain), self.head_gains(), cos, sin, self.n_head)
+
+    def weights(self, x: Tensor, gain: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return how much each place takes from which, (B, H, T, T), by the explicit form."""
+        if self.averages:
+            average = average_weights(x.size(1), x.size(1), x.device)
+            return average.expand(x.size(0), self.n_head, -1, -1)
+        return explicit_attention(*self.project(x, gain, cos, sin), scaled=self.scaled)[1]
 
     def head_gains(self) -> Tensor | None:
         """Return the gains of the QK-norm, (2, D), if there is one."""
@@ -223,6 +234,25 @@ class GPT(LanguageModel):
         if cache is not None:
             cache.advance(steps)
         return F.linear(unit_rms(x), self.head.weight * self.norm.weight)  # (B, T, V)
+
+    @torch.no_grad()
+    def attention_weights(self, tokens: Tensor) -> list[Tensor]:
+        """Return how the heads of each layer attend over (B, T) ids: (B, H, T, T) a layer.
+
+        Each row sums to 1. Dropout, in training mode, applies to what the layers hand on. A model
+        without attention gives none.
+        """
+        steps = tokens.size(1)
+        assert steps <= self.block_size, "more characters than the block holds"
+        cos, sin = self.cos[:steps], self.sin[:steps]  # (T, D)
+        x = self.embedding(tokens)  # (B, T, C)
+        weights = []
+        for layer, block in enumerate(cast("list[Block]", self.blocks)):
+            if block.attention is not None:
+                gain = block.attention_norm.weight
+                weights.append(block.attention.weights(unit_rms(x), gain, cos, sin))
+            x = block(x, cos, sin, None, layer)
+        return weights
 
     def new_cache(self, batch_size: int) -> KVCache:
         """Return an empty cache in the weights' own dtype, on their device."""
