@@ -167,6 +167,13 @@ class SampleConfig(Section):
     stop: tuple[str, ...] = ()
 
 
+class TrackConfig(Section):
+    """Where a run's figures go besides its own folder's `metrics.jsonl`."""
+
+    tensorboard: bool = False
+    """Write TensorBoard's files into the run's folder; takes `pip install 'chargpt[track]'`."""
+
+
 class Config(Section):
     """Everything that decides a run."""
 
@@ -181,6 +188,7 @@ class Config(Section):
     optim: OptimConfig = OptimConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     sample: SampleConfig = SampleConfig()
+    track: TrackConfig = TrackConfig()
 
     @model_validator(mode="after")
     def batches_divide(self) -> Self:

@@ -19,7 +19,7 @@ from chargpt.config import (
 from chargpt.errors import ConfigError
 from chargpt.yaml_reader import MAX_YAML_BYTES, parse_yaml
 
-SHIPPED = ("bigram", "gpt", "gpt-baby", "head", "notebook")
+SHIPPED = ("bigram", "gpt", "gpt-baby", "head", "ladder", "notebook")
 
 
 @pytest.fixture
@@ -325,7 +325,9 @@ def test_a_strange_key_cannot_break_the_message(key: str, write) -> None:
 def test_a_config_that_is_not_there_is_met_with_those_that_are(source: str) -> None:
     message = message_of(source)
     assert message.startswith("there is no config")
-    assert "did you mean gpt?" in message or "bigram, gpt-baby, gpt, head, notebook" in message
+    assert (
+        "did you mean gpt?" in message or "bigram, gpt-baby, gpt, head, ladder, notebook" in message
+    )
 
 
 # -- overrides -------------------------------------------------------------------------------

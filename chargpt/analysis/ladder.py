@@ -112,7 +112,7 @@ class Ladder:
     def attention_gain(self) -> Estimate:
         """What one scaled head gains over the trained bigram, on the same batches."""
         by_name = {step.rung.name: step for step in self.steps}
-        return gain_over(by_name["bigram"].nats, by_name["one head, scaled"].nats)
+        return gain_over(by_name["bigram (trained)"].nats, by_name["one head, scaled"].nats)
 
     @property
     def whole_gain(self) -> Estimate:
@@ -185,7 +185,7 @@ def rungs_of(settings: Config) -> tuple[Rung, ...]:
     deep = {**thinking, "model.n_layer": model.n_layer}
     whole = {**deep, "model.qk_norm": True}
     return (
-        Rung("bigram", "which character follows which", {}),
+        Rung("bigram (trained)", "which character follows which", {}),
         Rung("average of the past", "the plain mean of all before", average),
         Rung("one head, unscaled", "a choice, by content and place, of what to look at", head),
         Rung("one head, scaled", "scores divided by sqrt(head size)", scaled),
@@ -211,9 +211,11 @@ def climb(settings: Config, folder: Path, corpus: Corpus, seeds: int, watch: Wat
     """
     rungs = rungs_of(settings)
     levels = baselines(corpus)
-    ladder = Ladder(corpus.name, {name: levels[name] for name in ("uniform", "unigram", "bigram")})
+    ladder = Ladder(corpus.name, {"uniform": levels["uniform"]})
+    for name in ("unigram", "bigram"):
+        ladder.counted[f"{name} (counted)"] = levels[name]
     for order in ORDERS:
-        ladder.counted[f"{order}-gram"] = counted_nats(corpus, order)
+        ladder.counted[f"{order}-gram (counted)"] = counted_nats(corpus, order)
     ladder.compressed = compressed_nats(corpus)
     below: list[float] | None = None
     for number, rung in enumerate(rungs, 1):

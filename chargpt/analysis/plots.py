@@ -1,71 +1,226 @@
-"""Every picture, as SVG or PNG by the file's ending, drawn off screen."""
+"""Every picture, drawn off screen: as a file, SVG or PNG by its ending, or as part of a page.
 
+Shapes in this file: H = heads, T = characters.
+"""
+
+import itertools
 import math
+import re
 from collections.abc import Mapping, Sequence
+from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from chargpt.errors import ChargptError
+from chargpt.training.trainer import METRICS_EVERY
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from chargpt.analysis.guesses import Group
     from chargpt.analysis.ladder import Ladder
 
 # Okabe and Ito's colours, told apart by most colour-blind readers
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 GREY, PALE = "#6b7280", "#c9ced6"
+SMOOTHED = 40  # points that are left of a noisy curve
+ENDINGS = (".svg", ".png")
+
+
+def require_ending(path: Path) -> None:
+    """Check, before any work, that a picture can be made under a name.
+
+    Raises:
+        ChargptError: it has another ending.
+    """
+    if path.suffix not in ENDINGS:
+        raise ChargptError(f"{path} must end in .svg or .png; name it so")
+
+
+def save(figure: "Figure", path: Path) -> Path:
+    """Write a picture to a file.
+
+    Raises:
+        ChargptError: the name has another ending, or the file cannot be written.
+    """
+    require_ending(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        metadata = {"Date": None} if path.suffix == ".svg" else None
+        _write(figure, path, dpi=130, metadata=metadata)
+    except OSError as error:
+        raise ChargptError(f"{path} cannot be written ({error.strerror}); name another") from None
+    return path
+
+
+def inline(figure: "Figure", name: str) -> str:
+    """Return a picture as SVG to stand in a page: what is black takes the colour of its text.
+
+    Args:
+        figure: the picture.
+        name: among the page's pictures, which makes its ids its own.
+    """
+    figure.patch.set_alpha(0)
+    for axes in figure.axes:
+        axes.patch.set_alpha(0)
+    content = StringIO()
+    _write(figure, content, format="svg", metadata={"Date": None})
+    svg = content.getvalue()
+    svg = svg[svg.index("<svg") :].replace("#000000", "currentColor")
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    used = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', svg))
+    svg = re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in used else "", svg)
+    for mark in used:  # a hash, which stands for nothing else
+        svg = svg.replace(mark, f"{name}-{mark}")
+    return svg.replace("<svg ", '<svg aria-hidden="true" ', 1)  # what holds it has the words
 
 
 def loss_curves(
-    path: Path,
-    curves: Mapping[str, Sequence[tuple[int, float]]],
-    lines: Mapping[str, float],
-    title: str,
-) -> Path:
+    curves: Mapping[str, Sequence[tuple[int, float]]], lines: Mapping[str, float], title: str
+) -> "Figure":
     """Draw validation loss (nats per character) against steps, with level lines to compare with.
 
     Args:
-        path: ends in .svg or .png.
         curves: for each model, its (step, nats) points.
         lines: for each baseline, its nats.
         title: what was trained on.
-
-    Raises:
-        ChargptError: another ending, or the file cannot be written.
     """
-    figure = _figure(path, 8, 4.5)
+    figure = _figure(8, 4.5)
     axes = figure.add_subplot()
     for (name, points), colour in zip(curves.items(), _cycle(len(curves)), strict=True):
         _curve(axes, name, points, colour)
     for name, level in lines.items():
         _level(axes, name, level)
-    axes.set(xlabel="step", ylabel="validation loss (nats per character)", title=title)
+    axes.set(xlabel="step", ylabel="loss (nats per character)", title=title)
     axes.margins(x=0.02)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
+    _open(axes)
     if curves:
         axes.legend(frameon=False, loc="upper right", bbox_to_anchor=(1, 0.9))
-    return _save(figure, path)
+    return figure
 
 
-def ladder(path: Path, ladder: "Ladder") -> Path:
+def pace(records: Sequence[Mapping[str, Any]], characters: int) -> "Figure":
+    """Draw learning rate, gradient norm and speed against steps.
+
+    Args:
+        records: of `metrics.jsonl`.
+        characters: that a step reads.
+    """
+    rows = [record for record in records if "grad_norm" in record]
+    # several steps are recorded at once, the last of them when it was done
+    moments = [(row["seconds"], row["step"]) for row in rows if row["step"] % METRICS_EVERY == 0]
+    speeds = [
+        (step, characters * (step - before) / (now - then))
+        for (then, before), (now, step) in itertools.pairwise(moments)
+        if now > then and step > before
+    ]
+    figure = _figure(8, 2.4)
+    parts = {
+        "learning rate (share of the highest)": [(row["step"], row["rate"]) for row in rows],
+        "gradient norm": thinned([(row["step"], row["grad_norm"]) for row in rows]),
+        "characters a second": thinned(speeds),
+    }
+    for number, ((name, points), colour) in enumerate(
+        zip(parts.items(), _cycle(len(parts)), strict=True), 1
+    ):
+        axes = figure.add_subplot(1, len(parts), number)
+        axes.plot(*(zip(*points, strict=True) if points else ((), ())), color=colour)
+        axes.set_title(name, fontsize=9)
+        axes.set_xlabel("step", fontsize=9)
+        axes.tick_params(labelsize=8)
+        axes.set_ylim(bottom=0)
+        _open(axes)
+    return figure
+
+
+def thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Return the means of equal shares of a noisy curve's points."""
+    size = math.ceil(len(points) / SMOOTHED) or 1
+    shares = [points[i : i + size] for i in range(0, len(points), size)]
+    return [(share[-1][0], sum(value for _, value in share) / len(share)) for share in shares]
+
+
+def calibration(groups: "Sequence[Group]") -> "Figure":
+    """Draw how often the best guess came against how sure the model was of it."""
+    figure = _figure(5, 4)
+    axes = figure.add_subplot()
+    axes.plot((0, 1), (0, 1), color=GREY, linestyle="--", linewidth=1)
+    whole = sum(group.characters for group in groups)
+    axes.plot([g.sure for g in groups], [g.accuracy for g in groups], color=COLOURS[0])
+    sizes = [10 + 300 * group.characters / whole for group in groups]
+    axes.scatter([g.sure for g in groups], [g.accuracy for g in groups], sizes, color=COLOURS[0])
+    axes.set(xlabel="share given to the best guess", ylabel="how often it came")
+    axes.set(xlim=(0, 1), ylim=(0, 1))
+    _open(axes)
+    axes.grid(alpha=0.25)
+    return figure
+
+
+def attention(weights: "npt.NDArray[np.float32]", text: str, titles: Sequence[str]) -> "Figure":
+    """Draw how heads attend: a square for each, (H, T, T), with the text's characters at its sides.
+
+    Args:
+        weights: rows sum to 1.
+        text: T characters.
+        titles: one a head.
+    """
+    from matplotlib.colors import LinearSegmentedColormap
+
+    clear_to_blue = LinearSegmentedColormap.from_list(
+        "ours", [(0, 0.45, 0.7, 0), (0, 0.45, 0.7, 1)]
+    )
+    size = max(2.6, 0.115 * len(text))
+    across = min(4, len(weights))
+    down = math.ceil(len(weights) / across)
+    width, height = size + 0.3, size + 0.5  # of a head, with its characters and its title
+    figure = _figure(width * across, height * down)
+    figure.set_layout_engine("none")  # finding a layout among so many characters takes seconds
+    labels = [visible(character) for character in text]
+    for number, (head, title) in enumerate(zip(weights, titles, strict=True), 1):
+        row, column = divmod(number - 1, across)
+        axes = figure.add_axes(
+            (
+                (column + 0.25 / width) / across,
+                1 - (row + (size + 0.45) / height) / down,
+                size / width / across,
+                size / height / down,
+            )
+        )
+        axes.imshow(head, cmap=clear_to_blue, vmin=0, vmax=1, interpolation="nearest")
+        axes.set_title(title, fontsize=9, pad=12)
+        axes.set_xticks([])
+        axes.set_yticks([])
+        for place, label in enumerate(labels):
+            axes.text(place, -0.7, label, fontsize=6, ha="center", va="bottom")
+            axes.text(-0.8, place, label, fontsize=6, ha="right", va="center")
+    return figure
+
+
+def visible(character: str) -> str:
+    """Return a sign for a character that would not be seen."""
+    return {
+        " ": "\N{OPEN BOX}",
+        "\n": "\N{RETURN SYMBOL}",
+        "\t": "\N{RIGHTWARDS ARROW TO BAR}",
+    }.get(character, character if character.isprintable() else "\N{REPLACEMENT CHARACTER}")
+
+
+def ladder(found: "Ladder") -> "Figure":
     """Draw what each rung reaches as bars, in bits per character, beside counts and compressors.
 
     Args:
-        path: ends in .svg or .png.
-        ladder: what `climb` gives.
-
-    Raises:
-        ChargptError: another ending, or the file cannot be written.
+        found: what `climb` gives.
     """
     bars = [
-        *((name, nats, None, GREY) for name, nats in ladder.counted.items()),
-        *((name, nats, None, PALE) for name, nats in ladder.compressed.items()),
-        *((s.rung.name, s.loss.value, s.loss.margin, COLOURS[0]) for s in ladder.steps),
+        *((name, nats, None, GREY) for name, nats in found.counted.items()),
+        *((name, nats, None, PALE) for name, nats in found.compressed.items()),
+        *((s.rung.name, s.loss.value, s.loss.margin, COLOURS[0]) for s in found.steps),
     ]
-    figure = _figure(path, 8, 0.6 + 0.28 * len(bars))
+    figure = _figure(8, 0.6 + 0.28 * len(bars))
     axes = figure.add_subplot()
     names, nats, margins, colours = zip(*bars, strict=True)
     bits = [each / math.log(2) for each in nats]
@@ -81,17 +236,13 @@ def ladder(path: Path, ladder: "Ladder") -> Path:
     axes.invert_yaxis()
     axes.set_xlim(0, 1.1 * max(bits))
     axes.set(xlabel="bits per character of the validation part: the fewer, the better")
-    axes.set_title(
-        f"{ladder.title}: counted (grey), compressed (pale), trained (blue)", fontsize=10
-    )
-    axes.spines[["top", "right"]].set_visible(False)
-    return _save(figure, path)
+    axes.set_title(f"{found.title}: counted (grey), compressed (pale), trained (blue)", fontsize=10)
+    _open(axes)
+    return figure
 
 
-def _figure(path: Path, width: float, height: float) -> "Figure":
-    """Return an empty figure, in inches, for a file whose ending is checked first."""
-    if path.suffix not in (".svg", ".png"):
-        raise ChargptError(f"{path} must end in .svg or .png; name it so")
+def _figure(width: float, height: float) -> "Figure":
+    """Return an empty figure of so many inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -100,17 +251,17 @@ def _figure(path: Path, width: float, height: float) -> "Figure":
     return figure
 
 
-def _save(figure: "Figure", path: Path) -> Path:
+def _open(axes: "Axes") -> None:
+    """Leave out the frame's upper and right sides."""
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _write(figure: "Figure", target: Path | StringIO, **options: Any) -> None:
     from matplotlib import rc_context
 
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with rc_context({"svg.hashsalt": "chargpt", "svg.fonttype": "none"}):
-            metadata = {"Date": None} if path.suffix == ".svg" else None
-            figure.savefig(path, dpi=130, metadata=metadata)
-    except OSError as error:
-        raise ChargptError(f"{path} cannot be written ({error.strerror}); name another") from None
-    return path
+    one_font = {"font.sans-serif": ["DejaVu Sans"]}  # SVG would name a dozen at each character
+    with rc_context({"svg.hashsalt": "chargpt", "svg.fonttype": "none", **one_font}):
+        figure.savefig(target, **options)
 
 
 def _curve(axes: "Axes", name: str, points: Sequence[tuple[int, float]], colour: str) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from chargpt.cli import console, options
+from chargpt.cli.ladder import climb_and_show
 
 
 def compare(
@@ -39,7 +40,7 @@ def compare(
     encoding: options.Encoding = None,
     set_: options.Set = None,
 ) -> None:
-    """Set a bigram and a GPT, and all that lies between, side by side on one text.
+    """Set a bigram, a GPT and what lies between side by side.
 
     Examples: `chargpt compare novel.txt`, `chargpt compare novel.txt --ladder --seeds 3`,
     `chargpt compare runs/a runs/b --plot curves.png`.
@@ -48,6 +49,8 @@ def compare(
     from chargpt.errors import ConfigError
     from chargpt.store.run import is_run
 
+    if plot is not None:
+        plots.require_ending(plot)
     paths = [Path(text) for text in texts or []]
     if seeds > 1 and not ladder:
         raise ConfigError("--seeds says how often each rung is trained; give --ladder too")
@@ -57,14 +60,7 @@ def compare(
         settings = options.build_config(
             texts[0] if texts else None, config or "ladder", set_, device=device, encoding=encoding
         )
-        climbed, folder = _climb(settings, out, seeds)
-        picture = plots.ladder(plot or folder / "ladder.svg", climbed)
-        if json_:
-            facts = {**climbed.as_dict(), "picture": str(picture)}
-            console.out(json.dumps(facts, ensure_ascii=False))
-            return
-        _show_ladder(climbed)
-        console.out(f"the ladder as a picture: {picture}")
+        climb_and_show(settings, out, seeds, plot, json_=json_)
         return
     if paths and all(is_run(path) for path in paths):
         from chargpt.analysis.compare import compare_runs
@@ -79,9 +75,8 @@ def compare(
             texts[0] if texts else None, config, set_, device=device, encoding=encoding
         )
         found, folder = _train(settings, out, models)
-    picture = plots.loss_curves(
-        plot or folder / "curves.svg", found.curves, found.lines, found.title
-    )
+    figure = plots.loss_curves(found.curves, found.lines, found.title)
+    picture = plots.save(figure, plot or folder / "curves.svg")
     if json_:
         rows = [row.as_dict() for row in found.rows]
         console.out(json.dumps({"rows": rows, "picture": str(picture)}, ensure_ascii=False))
@@ -108,60 +103,6 @@ def _train(settings: Any, out: Path | None, models: str) -> tuple[Any, Path]:
     names = [name.strip() for name in models.split(",") if name.strip()]
     with catch_signals() as signals:
         return compare(settings, folder, models=names, watch=watch, corpus=corpus), folder
-
-
-def _climb(settings: Any, out: Path | None, seeds: int) -> tuple[Any, Path]:
-    from chargpt.analysis.ladder import climb
-    from chargpt.cli.loop import train_to_end
-    from chargpt.cli.signals import catch_signals
-    from chargpt.text.corpus import prepare
-
-    corpus = prepare(settings.text, progress=options.PrepareProgress())
-    folder = out or options.free_folder(f"ladder-{options.slug(corpus.name)}")
-
-    def watch(name: str, trainer: Any) -> None:
-        console.say(f"== {name} ==")
-        train_to_end(trainer, trainer.folder, signals)
-
-    with catch_signals() as signals:
-        return climb(settings, folder, corpus, seeds, watch), folder
-
-
-def _show_ladder(found: Any) -> None:
-    """Print the ladder as a table, what each rung added, and what each writes."""
-    rows = [
-        [name, "-", *console.loss_cells(nats)[:2], "", "-"]
-        for levels in (found.counted, found.compressed)
-        for name, nats in levels.items()
-    ]
-    for step in found.steps:
-        loss = step.loss
-        margin = "" if loss.margin is None else f"± {loss.margin:.4f}"
-        cells = console.loss_cells(loss.value)[:2]
-        row = [step.rung.name, f"{step.parameters:,}", *cells, margin, f"{step.seconds:.1f}"]
-        rows.append(row)
-    console.table(
-        ["model", "parameters", "nats/char", "bits/char", "", "seconds"],
-        rows,
-        title=f"{found.title}: validation loss, protocol full",
-    )
-    for step in found.steps[1:]:
-        console.out(f"{step.rung.name}: {in_words(step.gain)}, by {step.rung.adds}")
-    console.out(
-        f"attention, one scaled head, gains {found.attention_gain} nats per character over the "
-        f"bigram; the whole ladder {found.whole_gain}"
-    )
-    if len(found.steps[0].nats) > 1:
-        console.out("±: half a 95% interval over the seeds (Student's t); gains are of equal seeds")
-    console.side_by_side(
-        [step.rung.name for step in found.steps], [step.sample for step in found.steps]
-    )
-
-
-def in_words(gain: Any) -> str:
-    """Return a gain with its sign in words."""
-    margin = "" if gain.margin is None else f" ± {gain.margin:.4f}"
-    return f"{abs(gain.value):.4f}{margin} nats {'lower' if gain.value >= 0 else 'higher'}"
 
 
 def _show(found: Any) -> None:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from chargpt.training.trainer import Trainer
 
 DEFAULT_BUDGET = "150s"  # what a bare `chargpt train` takes
+REPORTED_SECONDS = 120  # a run that takes so long ends with a report, which takes a few itself
+REPORT_SECONDS = 6
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Clock:
     def left(self) -> float:
         """Seconds until the last training step has to be done."""
         closing = min(0.8 + 0.04 * self.seconds, 20.0)  # scoring, the table, leaving
+        closing += REPORT_SECONDS if self.seconds >= REPORTED_SECONDS else 0
         return self.seconds - closing - (time.perf_counter() - console.started)
 
 

@@ -20,6 +20,8 @@ from chargpt.cli import (
     data,
     doctor,
     evaluate,
+    explain,
+    report,
     sample,
     score,
     train,
@@ -48,6 +50,8 @@ app.command("compare")(compare.compare)
 app.command("score")(score.score)
 app.command("compress")(compress.compress)
 app.command("decompress")(compress.decompress)
+app.command("explain")(explain.explain)
+app.command("report")(report.report)
 app.command("verify")(verify.verify)
 app.command("doctor")(doctor.doctor)
 app.add_typer(data.app, name="data")

@@ -84,7 +84,7 @@ def train(
             show_plan(trainer, clock)
             levels = train_to_end(trainer, folder, signals, clock)
             if trainer.world.is_main:
-                show_result(trainer, folder, levels)
+                show_result(trainer, folder, levels, clock)
         finally:
             folder.unlock()
         trainer.learner.leave_others()

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one JSON object a line, each with its `step`."""
+"""`metrics.jsonl`: one JSON object a line, each with its `step`; all but a `sample` is numbers."""
 
 import json
 import stat
@@ -54,7 +54,10 @@ class Metrics:
             if (
                 isinstance(record, dict)
                 and isinstance(record.get("step"), int)
-                and all(isinstance(value, int | float) for value in record.values())
+                and all(
+                    isinstance(value, str if key == "sample" else int | float)
+                    for key, value in record.items()
+                )
             ):
                 records.append(record)
         return records

@@ -1,6 +1,6 @@
 """The run folder: one training, one folder, and the one way back to a model.
 
-runs/<name>/config.yaml  tokenizer.json  metrics.jsonl  checkpoints/
+runs/<name>/config.yaml  tokenizer.json  metrics.jsonl  report.html  checkpoints/
 """
 
 import errno
@@ -36,8 +36,17 @@ from chargpt.text.corpus import Corpus, prepare
 from chargpt.text.tokenizer import CharTokenizer
 
 METRICS, CHECKPOINTS = "metrics.jsonl", "checkpoints"
+REPORT, TENSORBOARD = "report.html", "tensorboard"
 LOCK = ".lock"
-OWN = (CONFIG, TOKENIZER, METRICS, CHECKPOINTS, LOCK)  # all that a run makes in its folder
+OWN = (
+    CONFIG,
+    TOKENIZER,
+    METRICS,
+    CHECKPOINTS,
+    REPORT,
+    TENSORBOARD,
+    LOCK,
+)  # all that a run makes in its folder
 OWN_CHECKPOINTS = re.compile(r"step-[0-9]{8,18}(\.old)?(\.tmp)?|(latest|best)\.json|\..*\.tmp")
 
 

@@ -139,7 +139,7 @@ def length_of(config: Config, characters: float, text_characters: int) -> dict[s
         "train.evaluate_every": every,
         "train.evaluate_characters": max(4_000, min(30_000, int(characters / 100))),
         "train.save_every": every,
-        "train.sample_every": 4 * every if steps >= 500 else 0,  # a sample takes a step's time
+        "train.sample_every": 2 * every if steps >= 200 else 0,  # a sample takes a step's time
         "schedule.cooldown": COOLDOWN if characters < LONG_RUN else LONG_COOLDOWN,
         "train.ngram_targets": round(counted, 3) if counted >= LEAST_COUNTED else 0.0,
         "optim.weight_decay": min(decay, LITTLE_DECAY) if epochs < FEW_EPOCHS else decay,

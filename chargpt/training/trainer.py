@@ -26,13 +26,14 @@ from chargpt.device import (
 from chargpt.errors import DivergedError
 from chargpt.inference.evaluation import Evaluation, evaluate_tokens
 from chargpt.inference.sampling import stream
-from chargpt.store.run import RunFolder
+from chargpt.store.run import TENSORBOARD, RunFolder
 from chargpt.store.saved import Saved
 from chargpt.text.corpus import Corpus, Split
 from chargpt.training.estimate import memory_bytes
 from chargpt.training.learner import Learner, micro_batch_size
 from chargpt.training.progress import Progress, Report
 from chargpt.training.schedule import rate_at
+from chargpt.training.tracking import Tracker
 
 METRICS_EVERY = 10  # steps between writes of metrics, each of which waits for the device
 SAMPLE_LENGTH = 200  # characters of a sample along the way
@@ -85,6 +86,9 @@ class Trainer:
         self.unsaved_config = False
         self.best_before: tuple[float, int | None] = (math.inf, None)
         self.trouble: str | None = None
+        self.tracker: Tracker | None = None
+        if self.folder is not None and config.track.tensorboard:
+            self.tracker = Tracker(self.folder.path / TENSORBOARD, self.progress.step)
         corpus.require_blocks(self.config.model.block_size)
         micro_batch = micro_batch_size(self.config.train, self.world)
         wanted = memory_bytes(self.config, corpus.tokenizer.vocab_size, micro_batch)
@@ -145,6 +149,8 @@ class Trainer:
             self.write_metrics()  # which finds a loss that went bad
             self.require_finite_weights(report)
             report.sample = self.sample()
+            if report.sample is not None:
+                self._record({"step": report.step, "sample": report.sample})
         return report
 
     def change_config(self, config: Config) -> None:
@@ -341,12 +347,17 @@ class Trainer:
         if self.folder is not None:
             with self.tolerating_a_full_disk():
                 self.folder.metrics.forget_after(self.progress.step)
+            if self.tracker is not None:
+                self.tracker.close()
+                self.tracker = Tracker(self.tracker.folder, self.progress.step)
 
     def _record(self, record: dict[str, object]) -> None:
         if self.folder is not None:
             elapsed = round(time.perf_counter() - self.started, 3)
             with self.tolerating_a_full_disk():
                 self.folder.metrics.append({**record, "seconds": elapsed})
+                if self.tracker is not None:
+                    self.tracker.add(record)
 
     def _require_numbers(self, loss: float, norm: float, step: int, rate: float) -> None:
         if not math.isfinite(loss) or not math.isfinite(norm):

@@ -1,0 +1,96 @@
+"""What a run came to: its loss beside the lines to beat, and a verdict in plain words."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from chargpt.inference.evaluation import NGRAM, Evaluation, baselines, evaluate_tokens
+from chargpt.store.run import Run
+from chargpt.text.corpus import Corpus, Split
+
+SPLITS: tuple[Split, ...] = ("train", "val")
+# characters scored: of those trained on, but so many at least and at most
+SCORED_SHARE, SCORED_LEAST, SCORED_MOST = 1 / 20, 20_000, 300_000
+WAVERING = 0.02  # nats by which evaluations differ without any over-fitting
+MEMORISING = 0.3  # nats by which a model may do better on what it was trained on
+
+
+@dataclass(frozen=True)
+class Result:
+    """A run's losses.
+
+    Attributes:
+        levels: what counting reaches on the validation part, in nats, by name.
+        losses: the run's own on each part.
+    """
+
+    levels: Mapping[str, float]
+    losses: Mapping[Split, Evaluation]
+
+    def rows(self, kind: str) -> list[tuple[str, str, float]]:
+        """Return model, part and nats, as the closing table has them."""
+        counted = [(name, "val", nats) for name, nats in self.levels.items()]
+        own = [(f"{kind} (trained)", split, e.nats_per_char) for split, e in self.losses.items()]
+        return [*counted, *own]
+
+
+def result_of(run: Run, corpus: Corpus, levels: Mapping[str, float] | None = None) -> Result:
+    """Measure a run on parts of what it was and was not trained on.
+
+    Args:
+        run: what `load_run` gives.
+        corpus: its text.
+        levels: what `baselines` gives, if it is at hand.
+
+    Raises:
+        TextError: a split is too short to score.
+    """
+    train = run.config.train
+    trained = run.step * train.batch_size * run.config.model.block_size
+    scored = min(SCORED_MOST, max(SCORED_LEAST, int(SCORED_SHARE * trained)))
+    dtype = torch.bfloat16 if run.config.dtype == "bfloat16" else None
+    losses = {
+        split: evaluate_tokens(
+            run.model, corpus.split(split), split=split, max_characters=scored, dtype=dtype
+        )
+        for split in SPLITS
+    }
+    return Result(levels or baselines(corpus), losses)
+
+
+def verdict(run: Run, result: Result, records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return in plain words whether the model beat counting, and whether it over-fitted.
+
+    Args:
+        run: at its best checkpoint.
+        result: what `result_of` gives.
+        records: of its `metrics.jsonl`.
+    """
+    sentences = []
+    train_loss, val_loss = (result.losses[split].nats_per_char for split in SPLITS)
+    seen = [(r["step"], r["val_nats_per_char"]) for r in records if "val_nats_per_char" in r]
+    last = seen[-1][1] if seen else val_loss
+    best = run.state.get("best_nats_per_char")
+    if run.config.model.kind == "gpt":
+        gains = [
+            f"{abs(gain):.3f} nats {'better' if gain > 0 else 'worse'} than the {name}"
+            for name, gain in ((n, result.levels[n] - val_loss) for n in ("bigram", NGRAM))
+        ]
+        sentences.append(f"Attention is {' and '.join(gains)} on text it has not seen.")
+    if best is not None and last > best + WAVERING:
+        sentences.append(
+            f"It over-fitted: validation was best at step {run.step:,} ({best:.3f} nats) and has "
+            f"risen since (to {last:.3f}), so that checkpoint is the one used; more text, "
+            "model.dropout or fewer steps would help."
+        )
+    elif val_loss - train_loss > MEMORISING:
+        sentences.append(
+            f"It does {val_loss - train_loss:.2f} nats better on the text it trained on: it has "
+            "begun to memorise; more text or model.dropout would help."
+        )
+    patience, since = run.config.train.patience, sum(step > run.step for step, _ in seen)
+    if patience is not None and since >= patience:
+        sentences.append(f"It stopped early: {since} evaluations brought nothing new.")
+    return sentences

@@ -1,0 +1,154 @@
+"""`chargpt explain`: attention step by step, on your own text and your own run."""
+
+import json
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from chargpt.cli import console, options
+
+if TYPE_CHECKING:
+    from chargpt.analysis.explain import Maps, Section, Subject
+
+
+def explain(
+    what: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[TEXT | RUN]", help="A text, or a run. Without it: the newest run, or a text."
+        ),
+    ] = None,
+    section: Annotated[
+        list[str] | None,
+        typer.Option("--section", metavar="NAME", help="One part of the tour; may be repeated."),
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write the tour as a page.")
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="FILE", help="Draw the attention of a run: .svg or .png."),
+    ] = None,
+    checkpoint: options.Checkpoint = "best",
+    json_: options.Json = False,
+    device: options.Device = None,
+    encoding: options.Encoding = None,
+) -> None:
+    """Show how attention works, on your own text and run.
+
+    Sections: averaging, queries, mask, scaling, attention.
+
+    Examples: `chargpt explain novel.txt`, `chargpt explain runs/novel --plot attention.png`,
+    `chargpt explain runs/novel --section scaling --json`.
+    """
+    from chargpt.analysis import plots
+    from chargpt.analysis.explain import Maps, explain
+
+    if plot is not None:
+        plots.require_ending(plot)
+    subject = find_subject(what, checkpoint, device, encoding)
+    sections = explain(subject, section or ())
+    maps = [part for each in sections for part in each.parts if isinstance(part, Maps)]
+    if plot is not None:
+        draw(maps, plot)
+    if html is not None:
+        write_tour(sections, html, subject.corpus.name)
+    if json_:
+        facts = [{"name": s.name, "title": s.title, **s.facts} for s in sections]
+        console.out(json.dumps({"sections": facts}, ensure_ascii=False))
+        return
+    show(sections)
+    if maps and plot is None and html is None:
+        console.out("to see it drawn: --plot attention.png, or --html tour.html")
+    for path in (plot, html):
+        if path is not None:
+            console.out(f"written: {path}")
+
+
+def find_subject(
+    what: str | None, checkpoint: str, device: str | None, encoding: str | None
+) -> "Subject":
+    """Return what to explain.
+
+    Raises:
+        ChargptError: there is no such run or text.
+    """
+    from chargpt.analysis.explain import subject_of
+    from chargpt.errors import RunError
+    from chargpt.store.run import is_run, newest_run
+    from chargpt.text.corpus import prepare
+
+    path = Path(what) if what else None
+    if path is None:
+        try:
+            path = newest_run()
+        except RunError:
+            path = None
+    if path is not None and is_run(path):
+        run = options.load_run(path, checkpoint, device)
+        return subject_of(run.corpus(), run)
+    settings = options.build_config(what, None, None, device=device, encoding=encoding)
+    return subject_of(prepare(settings.text, progress=options.PrepareProgress()), None)
+
+
+def draw(maps: "list[Maps]", path: Path) -> None:
+    """Draw the attention of a trained run.
+
+    Raises:
+        ConfigError: there is none among what is explained.
+    """
+    from chargpt.analysis import plots
+    from chargpt.errors import ConfigError
+
+    if not maps:
+        raise ConfigError(
+            "--plot draws what a trained gpt looks at; name the run of one, and no other section"
+        )
+    (found,) = maps
+    plots.save(plots.attention(found.weights, found.text, found.titles), path)
+
+
+def write_tour(sections: "list[Section]", path: Path, name: str) -> None:
+    """Write the tour as a page."""
+    from markupsafe import Markup
+
+    from chargpt.analysis import plots
+    from chargpt.analysis.explain import Maps, Table
+    from chargpt.analysis.page import render, write_page
+
+    def shown(part: str | Table | Maps) -> tuple[str, object]:
+        if isinstance(part, str):
+            return "words", part
+        if isinstance(part, Table):
+            return "table", part
+        figure = plots.attention(part.weights, part.text, part.titles)
+        return "picture", {
+            "drawing": Markup(plots.inline(figure, "heads")),
+            "caption": part.caption,
+        }
+
+    pages = [
+        {"name": s.name, "title": s.title, "parts": [shown(part) for part in s.parts]}
+        for s in sections
+    ]
+    title = f"Attention, on {name}"
+    write_page(
+        render("explain.html", title=title, version=version("chargpt"), sections=pages), path
+    )
+
+
+def show(sections: "list[Section]") -> None:
+    """Print the tour."""
+    import textwrap
+
+    from chargpt.analysis.explain import Table
+
+    for number, section in enumerate(sections, 1):
+        console.out(f"{number}. {section.title}\n")
+        for part in section.parts:
+            if isinstance(part, Table):
+                console.table(part.columns, part.rows, title=part.caption)
+            elif isinstance(part, str):
+                console.out(textwrap.fill(console.printable(part), 79) + "\n")

@@ -1,0 +1,32 @@
+"""`chargpt report`: all about a run on one page."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from chargpt.cli import console, options
+
+
+def report(
+    run: Annotated[
+        Path | None, typer.Argument(help="The run's folder. Without it: the newest run.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="The page; report.html in the run by default."),
+    ] = None,
+    checkpoint: options.Checkpoint = "best",
+    device: options.Device = None,
+) -> None:
+    """Write all about a run on one page.
+
+    Curves, samples, surprise, attention, what it copied; nothing on it needs a network.
+
+    Examples: `chargpt report`, `chargpt report runs/novel --out novel.html`.
+    """
+    from chargpt.analysis.report import write_report
+    from chargpt.store.run import newest_run
+
+    loaded = options.load_run(run or newest_run(), checkpoint, device)
+    console.out(str(write_report(loaded, out)))

@@ -1,0 +1,159 @@
+"""The tour of attention: figures computed there and then, on the text and run that are given."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import Cli, refusal
+
+from chargpt.analysis.explain import SECTIONS, explain, subject_of
+from chargpt.analysis.heads import head_words, typical_line
+from chargpt.config import TextConfig
+from chargpt.models.attention import explicit_attention
+from chargpt.store.run import load_run
+from chargpt.text.corpus import prepare
+
+TINY = (
+    "-s train.max_steps=3 -s train.batch_size=4 -s model.n_layer=2 -s model.n_head=2 "
+    "-s model.n_embd=16 -s model.block_size=32 -s train.evaluate_characters=300"
+).split()
+RUSSIAN = (
+    "Скажи-ка, дядя, ведь не даром\n"
+    "Москва, спалённая пожаром,\n"
+    "Французу отдана?\n"
+    "Ведь были ж схватки боевые,\n"
+    "Да, говорят, ещё какие!\n"
+) * 8
+
+
+@pytest.fixture
+def russian(tmp_path: Path) -> Path:
+    path = tmp_path / "borodino.txt"
+    path.write_text(RUSSIAN, encoding="utf-8")
+    return path
+
+
+def told(cli: Cli, *words: object) -> dict[str, dict]:
+    done = cli("explain", *words, "--json")
+    assert done.returncode == 0, done.stderr
+    return {section["name"]: section for section in json.loads(done.stdout)["sections"]}
+
+
+def test_the_notebooks_numbers_appear_where_their_inputs_are_used(cli: Cli, verse: Path) -> None:
+    found = told(cli, verse)
+    assert list(found) == list(SECTIONS)
+    scaling = found["scaling"]
+    assert scaling["notebook_variances"] == pytest.approx(
+        [1.0449, 1.0700, 17.4690, 1.0918], abs=6e-5
+    )
+    assert scaling["softmax"] == pytest.approx([0.1925, 0.1426, 0.2351, 0.1426, 0.2872], abs=6e-5)
+    assert scaling["softmax_of_eight_times"] == pytest.approx(
+        [0.0326, 0.0030, 0.1615, 0.0030, 0.8000], abs=6e-5
+    )
+    means = found["averaging"]["notebook_means"]
+    assert np.allclose(means, [[0.8823, 0.9150], [0.6326, 0.9372], [0.5519, 0.8251]], atol=6e-5)
+    assert max(found["averaging"]["largest_difference"].values()) < 1e-6
+    for size, measured in scaling["by_head_size"].items():
+        assert measured["variance"] == pytest.approx(float(size), rel=0.1)
+        assert measured["variance_scaled"] == pytest.approx(1, rel=0.1)
+    sharpness = [m["largest_weight"] for m in scaling["by_head_size"].values()]
+    assert sharpness == sorted(sharpness)
+
+
+def test_the_tour_is_of_the_text_that_is_given(cli: Cli, verse: Path, russian: Path) -> None:
+    done = cli("explain", russian)
+    assert done.returncode == 0, done.stderr
+    # the first line of a good length: its first eight characters, on both sides of the tables
+    for character in "Скажи-ка":
+        assert done.stdout.count(f" {character} ") >= 3
+    assert "17.4690" in done.stdout
+    assert "0.1925, 0.1426, 0.2351, 0.1426" in " ".join(done.stdout.split())
+    assert all(len(line) <= 80 for line in done.stdout.splitlines())
+    assert done.stdout != cli("explain", verse).stdout
+
+
+def test_a_runs_own_weights_are_shown(cli: Cli, verse: Path) -> None:
+    cli("train", verse, *TINY, "--out", "mine")
+    found = told(cli, "mine")
+    run = load_run(Path("mine"), device="cpu")
+    line = found["queries"]["line"]
+    assert line in run.tokenizer.decode(run.corpus().split("val"))
+    tokens = torch.from_numpy(run.tokenizer.encode(line[:8]).astype(np.int64))[None]
+    first = run.model.attention_weights(tokens)[0][0, 0]
+    np.testing.assert_allclose(found["mask"]["weights"], first.numpy(), atol=1e-6)
+    scores = torch.tensor(found["queries"]["scores"])
+    causal = scores.masked_fill(torch.ones(8, 8).triu(1).bool(), -torch.inf).softmax(-1)
+    torch.testing.assert_close(causal, first, rtol=1e-4, atol=1e-5)
+    assert found["mask"]["future_without_mask"] == pytest.approx(
+        float(scores.softmax(-1).triu(1).sum(-1)[:-1].mean()), abs=1e-5
+    )
+    assert len(found["attention"]["heads"]) == 2
+
+
+def test_a_text_without_a_run_says_how_to_come_by_attention(cli: Cli, verse: Path) -> None:
+    done = cli("explain", verse, "--section", "attention")
+    assert "`chargpt train TEXT --out RUN`" in " ".join(done.stdout.split())
+    assert "Averaging" not in done.stdout
+
+
+def test_without_a_name_it_explains_the_newest_run_or_a_text(cli: Cli, verse: Path) -> None:
+    assert "has learnt nothing" in cli("explain", "--section", "attention").stdout
+    cli("train", verse, *TINY)
+    assert "layer 2: head 1 mostly" in cli("explain", "--section", "attention").stdout
+
+
+def test_a_bigram_run_lends_its_text(cli: Cli, verse: Path) -> None:
+    cli("train", verse, "-c", "bigram", "-s", "train.max_steps=2", "--out", "pairs")
+    assert "of a fresh model" in " ".join(cli("explain", "pairs").stdout.split())
+
+
+def test_pictures_and_pages_are_written(cli: Cli, verse: Path) -> None:
+    cli("train", verse, *TINY, "--out", "mine")
+    done = cli("explain", "mine", "--plot", "heads.png", "--html", "tour.html")
+    assert done.returncode == 0, done.stderr
+    assert Path("heads.png").read_bytes().startswith(b"\x89PNG")
+    page = Path("tour.html").read_text(encoding="utf-8")
+    assert page.count("<svg") == 1
+    for section in SECTIONS:
+        assert f'id="{section}"' in page
+    assert "written: heads.png" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--section", "maths"], "there is no section 'maths'; there are averaging, queries"),
+        (["--plot", "a.gif"], "a.gif must end in .svg or .png"),
+        (["--plot", "a.png"], "--plot draws what a trained gpt looks at; name the run of one"),
+    ],
+)
+def test_what_cannot_be_explained_is_refused(
+    cli: Cli, verse: Path, words: list[str], sentence: str
+) -> None:
+    assert sentence in refusal(cli("explain", verse, *words))
+
+
+def test_words_on_heads_are_what_their_weights_say() -> None:
+    before = np.eye(6, k=-1, dtype=np.float32)
+    before[0, 0] = 1
+    q = torch.zeros(6, 4)
+    _, even = explicit_attention(q, q, q)
+    words = head_words(np.stack([np.eye(6, dtype=np.float32), before, even.numpy()]))
+    assert words[0] == "head 1 mostly itself (100%)"
+    assert words[1] == "head 2 mostly 1 character back (100%)"
+    assert "mostly itself" in words[2]
+
+
+def test_a_line_is_chosen_that_can_be_drawn() -> None:
+    assert typical_line("a\n" + "b" * 30 + "\nc", 40) == "b" * 30
+    assert typical_line("x" * 100, 40) == "x" * 40
+    assert typical_line("", 40) == ""
+
+
+def test_a_text_of_few_characters_can_be_explained(tmp_path: Path) -> None:
+    path = tmp_path / "short.txt"
+    path.write_text("ab" * 30)
+    sections = explain(subject_of(prepare(TextConfig(path=str(path))), None))
+    assert [section.name for section in sections] == list(SECTIONS)

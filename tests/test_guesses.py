@@ -1,0 +1,141 @@
+"""What a model expects at each place: it adds up to its loss, and can be grouped."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from noise import fill_with_noise
+
+from chargpt.analysis import guesses
+from chargpt.config import ModelConfig, TextConfig
+from chargpt.inference.evaluation import evaluate_tokens, losses_of
+from chargpt.models import build_model
+from chargpt.models.bigram import BigramLM
+from chargpt.models.gpt import GPT
+from chargpt.text.corpus import Corpus, prepare
+
+CONFIG = ModelConfig(n_layer=2, n_head=2, n_embd=16, block_size=24)
+
+
+@pytest.fixture
+def corpus(verse: Path) -> Corpus:
+    return prepare(TextConfig(path=str(verse)))
+
+
+@pytest.fixture
+def model(corpus: Corpus) -> GPT:
+    model = build_model(CONFIG, corpus.tokenizer.vocab_size)
+    assert isinstance(model, GPT)
+    fill_with_noise(model)
+    return model.eval()
+
+
+def test_guesses_add_up_to_the_loss_and_accuracy_of_the_protocol(
+    corpus: Corpus, model: GPT
+) -> None:
+    tokens = corpus.split("val")[:500]
+    found = guesses.guess(model, tokens, len(tokens))
+    whole = evaluate_tokens(model, tokens)
+    assert len(found.nats) == whole.characters == 499
+    assert found.nats.mean() == pytest.approx(whole.nats_per_char, abs=1e-6)
+    assert found.right.mean() == pytest.approx(whole.accuracy)
+    np.testing.assert_array_equal(found.came, tokens[1:])
+    np.testing.assert_array_equal(found.context[:26], [*range(1, 25), 1, 2])
+    assert ((found.sure >= 1 / corpus.tokenizer.vocab_size) & (found.sure <= 1)).all()
+
+
+def test_groups_take_every_character_once(corpus: Corpus, model: GPT) -> None:
+    found = guesses.guess(model, corpus.split("val")[:700], 700)
+    for groups in (
+        guesses.by_context(found),
+        guesses.by_kind(found, corpus.tokenizer),
+        guesses.calibration(found),
+    ):
+        assert sum(group.characters for group in groups) == len(found.nats)
+        mean = sum(g.characters * g.nats for g in groups) / len(found.nats)
+        assert mean == pytest.approx(found.nats.mean())
+    names = [group.name for group in guesses.by_context(found)]
+    assert names == ["1", "2", "3 to 4", "5 to 8", "9 to 16", "17 to 24"]
+    kinds = {group.name for group in guesses.by_kind(found, corpus.tokenizer)}
+    assert {"small letters", "capitals", "spaces", "line ends"} <= kinds
+
+
+def test_a_model_of_the_texts_own_counts_is_calibrated_and_a_louder_one_is_not(
+    corpus: Corpus,
+) -> None:
+    model = BigramLM.from_counts(corpus.pair_counts("train"), 64, alpha=0.01)
+    tokens = corpus.split("train")
+    fitted = guesses.calibration_error(guesses.calibration(guesses.guess(model, tokens, 20_000)))
+    with torch.no_grad():
+        model.table.weight.mul_(3)
+    louder = guesses.calibration(guesses.guess(model, tokens, 20_000))
+    assert fitted < 0.02
+    assert guesses.calibration_error(louder) > 0.2
+    assert sum(g.characters * (g.sure - g.accuracy) for g in louder) > 0
+
+
+def test_a_passage_has_what_scoring_says_and_the_best_guesses(corpus: Corpus, model: GPT) -> None:
+    tokens = corpus.split("val")[:101]
+    places = guesses.passage(model, corpus.tokenizer, tokens, 100)
+    assert "".join(place.character for place in places) == corpus.tokenizer.decode(tokens[1:])
+    bits = losses_of(model, tokens) / np.log(2)
+    np.testing.assert_allclose([place.bits for place in places], bits, rtol=1e-5)
+    with torch.no_grad():
+        shares = model(torch.from_numpy(tokens[None, :10].astype(np.int64)))[0, 9].softmax(-1)
+    best = places[9].best
+    assert len(best) == guesses.BEST
+    assert [share for _, share in best] == pytest.approx(shares.topk(5).values.tolist(), rel=1e-4)
+    assert best[0][0] == corpus.tokenizer.decode([int(shares.argmax())])
+
+
+@pytest.mark.parametrize(
+    ("character", "kind"),
+    [
+        ("a", "small letters"),
+        ("ж", "small letters"),
+        ("Q", "capitals"),
+        ("中", "other letters"),
+        ("7", "digits"),
+        (" ", "spaces"),
+        ("\t", "spaces"),
+        ("\n", "line ends"),
+        ("!", "punctuation and signs"),
+        ("🌊", "punctuation and signs"),
+    ],
+)
+def test_characters_are_of_kinds(character: str, kind: str) -> None:
+    assert guesses.kind_of(character) == kind
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"qk_norm": False}, {"scaled": False}, {"attention": "average"}],
+    ids=["full", "plain", "unscaled", "average"],
+)
+def test_the_weights_that_are_shown_are_those_that_the_model_uses(changes: dict) -> None:
+    config = CONFIG.model_copy(update={"n_layer": 1, "mlp": "none", **changes})
+    model = build_model(config, 11)
+    assert isinstance(model, GPT)
+    fill_with_noise(model)
+    tokens = torch.randint(11, (2, 9))
+    (weights,) = model.eval().attention_weights(tokens)
+    assert weights.shape == (2, 2, 9, 9)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 2, 9))
+    assert weights.triu(1).abs().max() == 0
+    # by hand: what the heads hand on with these weights gives the model's own logits
+    from chargpt.models.kernels import unit_rms
+
+    block = model.blocks[0]
+    x = model.embedding(tokens)
+    values = unit_rms(x) * block.attention_norm.weight @ block.attention.value.weight.T
+    mixed = weights @ values.view(2, 9, 2, 8).transpose(1, 2)  # (B, H, T, D)
+    x = x + mixed.transpose(1, 2).flatten(2) @ block.attention.output.weight.T
+    logits = unit_rms(x) * model.norm.weight @ model.head.weight.T
+    torch.testing.assert_close(logits, model(tokens), rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_without_attention_has_no_weights_to_show() -> None:
+    model = build_model(CONFIG.model_copy(update={"attention": "none"}), 11)
+    assert isinstance(model, GPT)
+    assert model.attention_weights(torch.zeros(1, 5, dtype=torch.int64)) == []

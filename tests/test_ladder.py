@@ -1,0 +1,140 @@
+"""The ladder from a bigram to a GPT: each rung adds one thing, and every gain is measured."""
+
+import itertools
+import json
+import lzma
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import Cli, refusal
+
+from chargpt.analysis.ladder import (
+    Estimate,
+    compressed_nats,
+    compressors,
+    counted_nats,
+    gain_over,
+    rungs_of,
+)
+from chargpt.config import load_config
+from chargpt.inference.evaluation import NGRAM, baselines, evaluate
+from chargpt.models import build_model, count_parameters
+from chargpt.models.ngram import ORDER
+from chargpt.store.run import load_run
+from chargpt.text.corpus import Corpus, prepare
+
+TINY = (
+    "-s train.max_steps=4 -s train.batch_size=4 -s model.n_layer=2 -s model.n_head=2 "
+    "-s model.n_embd=16 -s model.block_size=16 -s train.evaluate_characters=300"
+).split()
+
+
+def corpus_of(path: Path) -> Corpus:
+    return prepare(load_config("gpt", [f"text.path={path}"]).text)
+
+
+def test_each_rung_differs_from_the_one_below_in_one_setting() -> None:
+    settings = load_config("ladder")
+    rungs = rungs_of(settings)
+    trees = [settings.with_values(rung.values).model.model_dump() for rung in rungs[1:]]
+    for below, above in itertools.pairwise(trees):
+        assert sum(below[key] != above[key] for key in below) == 1
+    assert trees[-1] == settings.model.model_dump()
+    sizes = [count_parameters(settings.with_values(r.values).model, 65) for r in rungs[1:]]
+    assert sizes == sorted(sizes)
+    for rung in rungs[1:]:
+        build_model(settings.with_values(rung.values).model, 65)
+
+
+def test_an_interval_is_students() -> None:
+    # (Gosset 1908): two degrees of freedom, 4.303 standard errors
+    found = Estimate.of([1.0, 2.0, 3.0])
+    assert found.value == 2
+    assert found.margin == pytest.approx(4.303 / math.sqrt(3), rel=1e-3)
+    assert Estimate.of([1.5]) == Estimate(1.5, None)
+    # seeds that move both rungs alike say nothing against the gain
+    paired = gain_over([1.0, 2.0, 3.0], [0.9, 1.9, 2.9])
+    assert paired.value == pytest.approx(0.1)
+    assert paired.margin == pytest.approx(0, abs=1e-9)
+
+
+def test_the_ladder_trains_every_rung_with_every_seed(cli: Cli, verse: Path) -> None:
+    done = cli("compare", verse, "--ladder", "--seeds", "2", "--json", "--out", "rungs", *TINY)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    trained = [row for row in told["rows"] if row["kind"] == "trained"]
+    assert len(trained) == len(rungs_of(load_config("ladder"))) == 8
+    for number, row in enumerate(trained, 1):
+        losses = [
+            evaluate(load_run(Path("rungs", f"{number}-{seed}"), device="cpu")).nats_per_char
+            for seed in (1337, 1338)
+        ]
+        assert row["seeds"] == pytest.approx(losses, abs=1e-6)
+        assert row["nats_per_char"] == pytest.approx(sum(losses) / 2, abs=1e-6)
+        assert row["bits_per_char"] == pytest.approx(row["nats_per_char"] / math.log(2))
+        assert row["margin"] > 0
+        assert row["sample"]
+    for below, row in itertools.pairwise(trained):
+        assert row["gain"]["value"] == pytest.approx(below["nats_per_char"] - row["nats_per_char"])
+    heads = {row["model"]: row["nats_per_char"] for row in trained}
+    gain = heads["bigram (trained)"] - heads["one head, scaled"]
+    assert told["attention_gain"]["value"] == pytest.approx(gain)
+    assert Path(told["picture"]).read_text().startswith("<?xml")
+    counted = {row["model"]: row["nats_per_char"] for row in told["rows"]}
+    levels = baselines(corpus_of(verse))
+    assert counted["uniform"] == pytest.approx(levels["uniform"])
+    assert counted[f"{NGRAM} (counted)"] == pytest.approx(levels[NGRAM], abs=1e-6)
+
+
+def test_the_table_says_what_each_rung_adds(cli: Cli, verse: Path) -> None:
+    done = cli("compare", verse, "--ladder", "--out", "rungs", "--plot", "steps.png", *TINY)
+    assert done.returncode == 0, done.stderr
+    assert "one head, scaled: " in done.stdout
+    assert "by scores divided by sqrt(head size)" in done.stdout
+    assert "±" not in done.stdout  # a single seed knows no interval
+    assert "-- + depth --" in done.stdout
+    assert all(len(line) <= 80 for line in done.stdout.splitlines() if "───" in line)
+    assert Path("steps.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_compressors_know_the_training_text(tmp_path: Path, verse: Path) -> None:
+    words = verse.read_text(encoding="utf-8")
+    path = tmp_path / "text.txt"
+    path.write_text(words)
+    corpus = corpus_of(path)
+    train, val = (corpus.tokenizer.decode(corpus.split(name)) for name in ("train", "val"))
+    own = len(lzma.compress((train + val).encode(), preset=9)) - len(
+        lzma.compress(train.encode(), preset=9)
+    )
+    found = compressed_nats(corpus)
+    assert found["xz -9"] == pytest.approx(8 * math.log(2) * own / len(val))
+    # a validation part that the training part holds costs next to nothing
+    path.write_text(words * 10)
+    again = compressed_nats(corpus_of(path))
+    assert again["xz -9"] < 0.02
+    assert set(again) == set(compressors()) >= {"gzip -9", "bzip2 -9", "xz -9"}
+    assert ("zstd -19" in again) == (shutil.which("zstd") is not None)
+
+
+def test_counting_longer_grams_is_measured_as_the_baseline_is(verse: Path) -> None:
+    corpus = corpus_of(verse)
+    assert counted_nats(corpus, ORDER) == pytest.approx(baselines(corpus)[NGRAM], abs=1e-6)
+    assert counted_nats(corpus, 2) > counted_nats(corpus, 3) > counted_nats(corpus, 4)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--seeds", "2"], "--seeds says how often each rung is trained; give --ladder too"),
+        (["--ladder", "-c", "bigram"], "the ladder leads up to a gpt of several layers"),
+        (["--ladder", "-s", "model.n_head=1"], "set model.n_layer and model.n_head to 2 or more"),
+        (["--ladder", "--plot", "a.jpg"], "a.jpg must end in .svg or .png; name it so"),
+        (["--ladder", "other.txt"], "--ladder trains on one text; give that, and no run"),
+    ],
+)
+def test_what_makes_no_ladder_is_refused(
+    cli: Cli, verse: Path, words: list[str], sentence: str
+) -> None:
+    assert sentence in refusal(cli("compare", verse, *words))

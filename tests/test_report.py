@@ -1,0 +1,285 @@
+"""The report: one page that needs no network, true to its run, and safe whatever the text."""
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import REPOSITORY, Cli, refusal, run_cli
+
+from chargpt.analysis import report as module
+from chargpt.analysis.report import pieces_of, write_report
+from chargpt.analysis.result import Result, result_of, verdict
+from chargpt.cli import summary
+from chargpt.inference.evaluation import baselines
+from chargpt.store.run import RunFolder, load_run
+
+TINY = (
+    "-s train.max_steps=6 -s train.batch_size=4 -s model.n_layer=2 -s model.n_head=2 "
+    "-s model.n_embd=16 -s model.block_size=32 -s train.evaluate_characters=300 "
+    "-s train.evaluate_every=2 -s train.sample_every=3"
+).split()
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> &amp; {{ 7*7 }} \"'`\n"
+
+
+class Page(HTMLParser):
+    """What a page holds: its ids, what it would fetch, and its text."""
+
+    def __init__(self, content: str) -> None:
+        super().__init__()
+        self.ids: list[str] = []
+        self.fetched: list[str] = []
+        self.tags: list[str] = []
+        self.words: list[str] = []
+        self.feed(content)
+        self.text = " ".join(" ".join(self.words).split())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        facts = dict(attrs)
+        if "id" in facts:
+            self.ids.append(str(facts["id"]))
+        for name in ("src", "href", "xlink:href", "action", "data", "srcset"):
+            value = facts.get(name) or ""
+            if value and not value.startswith(("#", "data:image/png")):
+                self.fetched.append(value)
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a trained run, `mine`, its report and a tour of its attention."""
+    folder = tmp_path_factory.mktemp("reported")
+    verse = REPOSITORY / "data" / "lighthouse.txt"
+    for words in (
+        ["train", verse, *TINY, "--out", "mine"],
+        ["report", "mine"],
+        ["explain", "mine", "--html", "tour.html"],
+    ):
+        done = run_cli(*words, cwd=folder, CHARGPT_CACHE=str(folder / "cache"))
+        assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture
+def page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Page:
+    monkeypatch.chdir(folder)
+    return Page(Path("mine/report.html").read_text(encoding="utf-8"))
+
+
+def test_a_page_has_all_its_parts_and_fetches_nothing(page: Page) -> None:
+    assert Path("mine/report.html").stat().st_size < 5_000_000
+    assert set(module.PARTS) <= set(page.ids)
+    assert len(page.ids) == len(set(page.ids))
+    assert page.fetched == []
+    assert "link" not in page.tags
+    # five drawings: curves, pace, calibration, and a layer each
+    assert page.tags.count("svg") == 5
+
+
+def test_its_figures_are_the_runs(page: Page) -> None:
+    run = load_run(Path("mine"), device="cpu")
+    result = result_of(run, run.corpus())
+    assert f"{result.losses['val'].nats_per_char:.4f}" in page.text
+    assert f"{result.losses['train'].nats_per_char:.4f}" in page.text
+    for nats in baselines(run.corpus()).values():
+        assert f"{nats:.4f}" in page.text
+    records = RunFolder(run.folder).metrics.records()
+    samples = {r["step"]: r["sample"] for r in records if "sample" in r}
+    assert list(samples) == [3, 6]
+    for step, words in samples.items():
+        assert f"step {step}" in page.text
+        assert " ".join(words.split()) in page.text
+    for sentence in verdict(run, result, records):
+        assert sentence in page.text
+    assert "chargpt train -c mine/config.yaml" in page.text
+    assert "n_embd: 16" in page.text
+
+
+def test_each_character_of_the_passage_has_its_bits_and_guesses(page: Page) -> None:
+    run = load_run(Path("mine"), device="cpu")
+    content = Path("mine/report.html").read_text(encoding="utf-8")
+    match = re.search(r'<script type="application/json" id="places">(.*?)</script>', content)
+    assert match
+    places = json.loads(match[1])
+    text = run.tokenizer.decode(run.corpus().split("val")[1 : module.PASSAGE + 1])
+    assert len(places) == len(text) == module.PASSAGE
+    assert [module.quoted(character) for character in text] == [place[0] for place in places]
+    for _, bits, best in places:
+        shares = [share for _, share in best]
+        assert shares == sorted(shares, reverse=True)
+        assert len(best) == 5
+        assert sum(shares) <= 1.001
+        assert bits >= 0
+
+
+def test_a_text_cannot_put_anything_into_the_page(cli: Cli, tmp_path: Path) -> None:
+    Path("odd.txt").write_text(HOSTILE * 40)
+    assert cli("train", "odd.txt", *TINY, "--out", "odd").returncode == 0
+    assert cli("report", "odd", "--out", "odd.html").returncode == 0
+    assert cli("explain", "odd", "--html", "tour.html").returncode == 0
+    for name, scripts in (("odd.html", 2), ("tour.html", 0)):
+        page = Page(Path(name).read_text(encoding="utf-8"))
+        assert page.tags.count("script") == scripts
+        assert "img" not in page.tags
+        assert page.fetched == []
+
+
+def test_a_bigram_has_a_report_without_attention(cli: Cli, verse: Path) -> None:
+    words = ("-c", "bigram", "-s", "train.max_steps=4", "-s", "train.sample_every=0")
+    assert cli("train", verse, *words, "--out", "pairs").returncode == 0
+    assert cli("report", "pairs").returncode == 0
+    page = Page(Path("pairs/report.html").read_text(encoding="utf-8"))
+    assert "attention" not in page.ids
+    assert "samples" not in page.ids
+    assert "surprise" in page.ids
+
+
+def test_a_long_training_makes_its_report_unasked(
+    cli: Cli, verse: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    brief = cli("train", verse, *TINY, "--out", "brief")
+    assert "chargpt report brief" in brief.stdout
+    assert not Path("brief/report.html").exists()
+    monkeypatch.setattr(summary, "REPORTED_SECONDS", 0)
+    long = cli("train", verse, *TINY, "--out", "long")
+    assert "all about it on one page: long/report.html" in long.stdout
+    assert Path("long/report.html").exists()
+    # it is the run's own file: --force replaces the run, report and all
+    assert cli("train", verse, *TINY, "--out", "long", "--force").returncode == 0
+
+
+def test_a_report_that_cannot_be_made_is_refused(cli: Cli, verse: Path) -> None:
+    Path("novel.txt").write_text(verse.read_text(encoding="utf-8"))
+    cli("train", "novel.txt", *TINY, "--out", "mine")
+    Path("file").touch()
+    done = cli("report", "mine", "--out", "file/page.html")
+    assert "file/page.html cannot be written" in refusal(done)
+    assert "there is no folder elsewhere" in refusal(cli("report", "elsewhere"))
+
+
+def test_long_training_texts_are_not_searched_for_copies(
+    cli: Cli, verse: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cli("train", verse, *TINY, "--out", "mine")
+    monkeypatch.setattr(module, "MOST_SEARCHED", 10)
+    path = write_report(load_run(Path("mine"), device="cpu"))
+    assert "chargpt sample --check searches it" in path.read_text(encoding="utf-8")
+
+
+def test_copies_are_marked_where_they_are() -> None:
+    assert list(pieces_of("abcdef", [(1, 3), (4, 6)])) == [
+        ("a", False),
+        ("bc", True),
+        ("d", False),
+        ("ef", True),
+        ("", False),
+    ]
+
+
+def test_over_fitting_is_told_from_the_recorded_losses(cli: Cli, verse: Path) -> None:
+    cli("train", verse, *TINY, "--out", "mine")
+    run = load_run(Path("mine"), device="cpu")
+    result = result_of(run, run.corpus())
+    records = [{"step": run.step, "val_nats_per_char": 2.0}]
+    run.state["best_nats_per_char"] = 2.0
+    assert not any("over-fitted" in words for words in verdict(run, result, records))
+    records += [{"step": run.step + n, "val_nats_per_char": 2.0 + n} for n in (1, 2)]
+    words = " ".join(verdict(run, result, records))
+    assert f"best at step {run.step}" in words
+    assert "(to 4.000)" in words
+    patient = run.config.with_values({"train.patience": 2})
+    stopped = type(run)(run.folder, patient, run.tokenizer, run.model, run.step, run.state)
+    assert "stopped early: 2 evaluations" in " ".join(verdict(stopped, result, records))
+    val = result.losses["val"]
+    easy = type(val)(val.nats_per_char - 0.5, 1, 1, 0, "full", "train", 8)
+    memorised = Result(result.levels, {"train": easy, "val": val})
+    assert "begun to memorise" in " ".join(verdict(run, memorised, records[:1]))
+
+
+def test_speed_is_drawn_from_whole_flushes_only() -> None:
+    from chargpt.analysis import plots
+
+    # ten steps a second; the nine before each tenth were recorded along with it
+    records = [
+        {
+            "step": s,
+            "loss": 1.0,
+            "grad_norm": 1.0,
+            "rate": 1.0,
+            "seconds": -(-s // 10) + s % 10 / 1000,
+        }
+        for s in range(1, 101)
+    ]
+    axes = plots.pace(records, 64).axes[2]
+    np.testing.assert_allclose(axes.lines[0].get_ydata(), 640)
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or ""
+WIDTHS = {"desktop": (1200, 900), "phone": (390, 844)}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if not CHROMIUM:
+        pytest.skip("there is no Chromium here")
+    with playwright.sync_playwright() as driver:
+        yield driver.chromium.launch(
+            executable_path=CHROMIUM,
+            args=["--no-sandbox", "--disable-background-networking", "--disable-component-update"],
+        )
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", list(WIDTHS))
+@pytest.mark.parametrize("name", ["mine/report.html", "tour.html"])
+def test_a_browser_finds_nothing_wrong_with_a_page(
+    browser: Any, folder: Path, name: str, width: str, scheme: str
+) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright")
+    size = dict(zip(("width", "height"), WIDTHS[width], strict=True))
+    context = browser.new_context(viewport=size, color_scheme=scheme)
+    page = context.new_page()
+    errors, requests = [], []
+    page.on("console", lambda message: errors.append(message.text))
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("request", lambda request: requests.append(request.url))
+    address = (folder / name).as_uri()
+    page.goto(address)
+    assert requests == [address]
+    assert page.evaluate("document.documentElement.scrollWidth") <= size["width"]
+    found = axe.Axe().run(page).response["violations"]
+    assert [(each["id"], each["impact"], each["nodes"][0]["html"]) for each in found] == []
+    assert errors == []
+    context.close()
+
+
+def test_pointer_and_arrow_keys_show_the_guesses(browser: Any, folder: Path) -> None:
+    page = browser.new_page()
+    page.goto((folder / "mine/report.html").as_uri())
+    places = json.loads(page.locator("#places").text_content())
+    guesses = page.locator("#guesses")
+
+    def expected(index: int) -> None:
+        came, bits, best = places[index]
+        assert guesses.locator("p").text_content().startswith(f"{came} took {bits:.2f} bits")
+        shown = guesses.locator("li").all_text_contents()
+        assert shown == [f"{character}  {100 * share:.1f}%" for character, share in best]
+
+    page.locator("#passage span").nth(40).hover()
+    expected(40)
+    page.locator("#passage").focus()
+    for _ in range(3):
+        page.keyboard.press("ArrowRight")
+    expected(43)
+    page.keyboard.press("ArrowUp")
+    expected(33)
+    page.close()

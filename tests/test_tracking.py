@@ -1,0 +1,60 @@
+"""TensorBoard sees what `metrics.jsonl` says, once each, however often a run was stopped."""
+
+from pathlib import Path
+
+import pytest
+from conftest import Cli, refusal
+
+from chargpt.store.run import RunFolder
+from chargpt.training import tracking
+
+TINY = (
+    "-s train.batch_size=4 -s model.n_layer=1 -s model.n_head=1 -s model.n_embd=16 "
+    "-s model.block_size=16 -s train.evaluate_characters=300 -s train.evaluate_every=2 "
+    "-s train.save_every=2 -s train.sample_every=2 -s track.tensorboard=true"
+).split()
+
+
+def scalars(folder: Path, name: str) -> list[tuple[int, float]]:
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    found = events.EventAccumulator(str(folder))
+    found.Reload()
+    return [(event.step, event.value) for event in found.Scalars(name)]
+
+
+def test_tensorboard_gets_each_figure_once(cli: Cli, verse: Path) -> None:
+    assert cli("train", verse, *TINY, "-s", "train.max_steps=4", "--out", "mine").returncode == 0
+    resumed = cli("train", "--resume", "mine", "-s", "train.max_steps=8")
+    assert resumed.returncode == 0, resumed.stderr
+    records = RunFolder(Path("mine")).metrics.records()
+    for name in ("loss", "grad_norm", "rate", "val_nats_per_char"):
+        wanted = [(r["step"], pytest.approx(r[name])) for r in records if name in r]
+        assert wanted
+        assert scalars(Path("mine/tensorboard"), name) == wanted
+    assert len([r for r in records if "sample" in r]) == 4
+
+
+def test_steps_that_are_done_again_are_seen_as_they_were_done_last(tmp_path: Path) -> None:
+    first = tracking.Tracker(tmp_path, 0)
+    for step in range(1, 6):
+        first.add({"step": step, "loss": 1.0, "seconds": 0.1})
+    first.close()
+    again = tracking.Tracker(tmp_path, 3)
+    again.add({"step": 4, "loss": 2.0, "seconds": 0.1})
+    again.close()
+    assert scalars(tmp_path, "loss") == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0)]
+
+
+def test_without_the_package_it_is_refused_before_anything_is_made(
+    cli: Cli, verse: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracking, "find_spec", lambda name: None)
+    done = cli("train", verse, *TINY, "-s", "train.max_steps=4", "--out", "mine")
+    assert "pip install 'chargpt[track]', or leave the setting out" in refusal(done)
+    assert not Path("mine").exists()
+
+
+def test_without_the_setting_there_are_no_such_files(cli: Cli, verse: Path) -> None:
+    words = [*TINY, "-s", "track.tensorboard=false", "-s", "train.max_steps=2", "--out", "mine"]
+    assert cli("train", verse, *words).returncode == 0
+    assert not Path("mine/tensorboard").exists()
