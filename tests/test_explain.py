@@ -8,12 +8,11 @@ import pytest
 import torch
 from conftest import Cli, refusal
 
-from chargpt.analysis.explain import SECTIONS, explain, subject_of
+from chargpt.analysis.explain import SECTIONS
 from chargpt.analysis.heads import head_words, typical_line
-from chargpt.config import TextConfig
 from chargpt.models.attention import explicit_attention
 from chargpt.store.run import load_run
-from chargpt.text.corpus import prepare
+from chargpt.text.tokenizer import CharTokenizer
 
 TINY = (
     "-s train.max_steps=3 -s train.batch_size=4 -s model.n_layer=2 -s model.n_head=2 "
@@ -74,8 +73,11 @@ def test_the_tour_is_of_the_text_that_is_given(cli: Cli, verse: Path, russian: P
     assert done.stdout != cli("explain", verse).stdout
 
 
-def test_a_runs_own_weights_are_shown(cli: Cli, verse: Path) -> None:
-    cli("train", verse, *TINY, "--out", "mine")
+@pytest.mark.parametrize("scaled", ["true", "false"])
+def test_a_runs_own_weights_are_shown(cli: Cli, verse: Path, scaled: str) -> None:
+    cli("train", verse, *TINY, "-s", f"model.scaled={scaled}", "--out", "mine")
+    words = " ".join(cli("explain", "mine", "--section", "queries").stdout.split())
+    assert ("divided by sqrt(8) = 2.83" in words) == (scaled == "true")
     found = told(cli, "mine")
     run = load_run(Path("mine"), device="cpu")
     line = found["queries"]["line"]
@@ -101,7 +103,7 @@ def test_a_text_without_a_run_says_how_to_come_by_attention(cli: Cli, verse: Pat
 def test_without_a_name_it_explains_the_newest_run_or_a_text(cli: Cli, verse: Path) -> None:
     assert "has learnt nothing" in cli("explain", "--section", "attention").stdout
     cli("train", verse, *TINY)
-    assert "layer 2: head 1 mostly" in cli("explain", "--section", "attention").stdout
+    assert "layer 2: head 1 " in cli("explain", "--section", "attention").stdout
 
 
 def test_a_bigram_run_lends_its_text(cli: Cli, verse: Path) -> None:
@@ -119,12 +121,32 @@ def test_pictures_and_pages_are_written(cli: Cli, verse: Path) -> None:
     for section in SECTIONS:
         assert f'id="{section}"' in page
     assert "written: heads.png" in done.stdout
+    twice = ("--section", "attention", "--section", "attention", "--plot", "again.png")
+    assert cli("explain", "mine", *twice).returncode == 0
+
+
+def test_a_text_too_short_to_explain_is_refused(cli: Cli) -> None:
+    Path("one.txt").write_text("a")
+    assert "one.txt is too short to explain anything on" in refusal(cli("explain", "one.txt"))
+
+
+def test_signs_that_the_pictures_font_lacks_disturb_nobody(cli: Cli) -> None:
+    Path("poem.txt").write_text("床前明月光，疑是地上霜。举头望明月，低头思故乡。\n" * 40)
+    Path("a$^$.txt").write_bytes(Path("poem.txt").read_bytes())
+    assert cli("train", "a$^$.txt", *TINY, "--out", "a$^$").returncode == 0
+    for words in (["explain", "a$^$", "--plot", "a.png"], ["report", "a$^$"]):
+        done = cli(*words)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr == ""
+    done = cli("compare", "a$^$", "a$^$", "--plot", "curves.svg")
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
         (["--section", "maths"], "there is no section 'maths'; there are averaging, queries"),
+        (["--section", "mask", "--section", "maths"], "there is no section 'maths'"),
         (["--plot", "a.gif"], "a.gif must end in .svg or .png"),
         (["--plot", "a.png"], "--plot draws what a trained gpt looks at; name the run of one"),
     ],
@@ -141,19 +163,40 @@ def test_words_on_heads_are_what_their_weights_say() -> None:
     q = torch.zeros(6, 4)
     _, even = explicit_attention(q, q, q)
     words = head_words(np.stack([np.eye(6, dtype=np.float32), before, even.numpy()]))
-    assert words[0] == "head 1 mostly itself (100%)"
-    assert words[1] == "head 2 mostly 1 character back (100%)"
-    assert "mostly itself" in words[2]
+    assert words[0] == "head 1 looks at itself (100%)"
+    assert words[1] == "head 2 looks 1 character back (100%)"
+    assert words[2] == "head 3 spreads, most of all at itself (41%)"
 
 
-def test_a_line_is_chosen_that_can_be_drawn() -> None:
-    assert typical_line("a\n" + "b" * 30 + "\nc", 40) == "b" * 30
-    assert typical_line("x" * 100, 40) == "x" * 40
-    assert typical_line("", 40) == ""
+@pytest.mark.parametrize(
+    ("text", "most", "line"),
+    [
+        ("a\n" + "b" * 30 + "\nc", 40, "b" * 30),
+        ("x" * 100, 40, "x" * 40),
+        ("\n\na\n", 1, "a"),
+        ("\n\n\n", 40, "\n\n\n"),
+    ],
+)
+def test_a_line_is_chosen_that_can_be_drawn(text: str, most: int, line: str) -> None:
+    tokenizer = CharTokenizer.fit(text)
+    assert tokenizer.decode(typical_line(tokenizer, tokenizer.encode(text), most)) == line
 
 
-def test_a_text_of_few_characters_can_be_explained(tmp_path: Path) -> None:
-    path = tmp_path / "short.txt"
-    path.write_text("ab" * 30)
-    sections = explain(subject_of(prepare(TextConfig(path=str(path))), None))
-    assert [section.name for section in sections] == list(SECTIONS)
+@pytest.mark.parametrize(
+    ("words", "settings"),
+    [
+        ("ab" * 30, []),
+        ("ab\n" * 30, ["-s", "model.block_size=1"]),
+        ("every word is rare: " + "aab\n" * 40, ["-s", "text.min_count=3"]),
+    ],
+    ids=["two characters", "blocks of one", "unknown characters"],
+)
+def test_odd_runs_can_be_explained_and_reported(cli: Cli, words: str, settings: list[str]) -> None:
+    Path("odd.txt").write_text(words)
+    assert "Averaging" in cli("explain", "odd.txt").stdout
+    done = cli("train", "odd.txt", *TINY, "-s", "model.block_size=4", *settings, "--out", "odd")
+    assert done.returncode == 0, done.stderr
+    for command in (["explain", "odd", "--html", "tour.html"], ["report", "odd"]):
+        done = cli(*command)
+        assert done.returncode == 0, done.stderr
+        assert "Warning" not in done.stderr

@@ -6,10 +6,12 @@ import lzma
 import math
 import shutil
 from pathlib import Path
+from statistics import stdev
 
 import pytest
 from conftest import Cli, refusal
 
+from chargpt.analysis import ladder
 from chargpt.analysis.ladder import (
     Estimate,
     compressed_nats,
@@ -19,8 +21,9 @@ from chargpt.analysis.ladder import (
     rungs_of,
 )
 from chargpt.config import load_config
-from chargpt.inference.evaluation import NGRAM, baselines, evaluate
+from chargpt.inference.evaluation import NGRAM, baselines, evaluate, evaluate_tokens
 from chargpt.models import build_model, count_parameters
+from chargpt.models.bigram import BigramLM
 from chargpt.models.ngram import ORDER
 from chargpt.store.run import load_run
 from chargpt.text.corpus import Corpus, prepare
@@ -35,7 +38,7 @@ def corpus_of(path: Path) -> Corpus:
     return prepare(load_config("gpt", [f"text.path={path}"]).text)
 
 
-def test_each_rung_differs_from_the_one_below_in_one_setting() -> None:
+def test_each_rung_of_the_gpt_differs_from_the_one_below_in_one_setting() -> None:
     settings = load_config("ladder")
     rungs = rungs_of(settings)
     trees = [settings.with_values(rung.values).model.model_dump() for rung in rungs[1:]]
@@ -54,6 +57,11 @@ def test_an_interval_is_students() -> None:
     assert found.value == 2
     assert found.margin == pytest.approx(4.303 / math.sqrt(3), rel=1e-3)
     assert Estimate.of([1.5]) == Estimate(1.5, None)
+    quantiles = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+    for count, quantile in enumerate(quantiles, 2):
+        values = [float(i) for i in range(count)]
+        wanted = quantile * stdev(values) / math.sqrt(count)
+        assert Estimate.of(values).margin == pytest.approx(wanted, rel=1e-3)
     # seeds that move both rungs alike say nothing against the gain
     paired = gain_over([1.0, 2.0, 3.0], [0.9, 1.9, 2.9])
     assert paired.value == pytest.approx(0.1)
@@ -118,6 +126,25 @@ def test_compressors_know_the_training_text(tmp_path: Path, verse: Path) -> None
     assert ("zstd -19" in again) == (shutil.which("zstd") is not None)
 
 
+def test_everything_is_scored_on_the_same_characters(
+    verse: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus = corpus_of(verse)
+    monkeypatch.setattr(ladder, "SCORED", 500)
+    val = corpus.split("val")[:501]
+    levels = baselines(corpus, characters=500)
+    assert counted_nats(corpus, ORDER) == pytest.approx(levels[NGRAM], abs=1e-6)
+    bigram = BigramLM.from_counts(corpus.pair_counts("train"), 1000, alpha=0.1)
+    own = evaluate_tokens(bigram, val)
+    assert own.characters == 500
+    assert levels["bigram"] == pytest.approx(own.nats_per_char, abs=1e-6)
+    assert baselines(corpus)["bigram"] != pytest.approx(levels["bigram"], abs=1e-3)
+    text = corpus.tokenizer.decode(corpus.split("train"))
+    added = ladder.compressors()["xz -9"]((text + corpus.tokenizer.decode(val)).encode())
+    added -= ladder.compressors()["xz -9"](text.encode())
+    assert compressed_nats(corpus)["xz -9"] == pytest.approx(8 * math.log(2) * added / 501)
+
+
 def test_counting_longer_grams_is_measured_as_the_baseline_is(verse: Path) -> None:
     corpus = corpus_of(verse)
     assert counted_nats(corpus, ORDER) == pytest.approx(baselines(corpus)[NGRAM], abs=1e-6)
@@ -132,9 +159,17 @@ def test_counting_longer_grams_is_measured_as_the_baseline_is(verse: Path) -> No
         (["--ladder", "-s", "model.n_head=1"], "set model.n_layer and model.n_head to 2 or more"),
         (["--ladder", "--plot", "a.jpg"], "a.jpg must end in .svg or .png; name it so"),
         (["--ladder", "other.txt"], "--ladder trains on one text; give that, and no run"),
+        (["--ladder", "--models", "gpt"], "--ladder trains its own models; drop --models"),
+        (["--ladder", "--seeds", "11"], "Invalid value for '--seeds'"),
+        (["--ladder", "-s", "model.block_size=9000"], "model.block_size 9,000 needs 9,001 of each"),
+        (["--ladder", "--out", "taken"], "taken/8-1337 exists; continue it with --resume"),
     ],
 )
 def test_what_makes_no_ladder_is_refused(
     cli: Cli, verse: Path, words: list[str], sentence: str
 ) -> None:
-    assert sentence in refusal(cli("compare", verse, *words))
+    Path("taken/8-1337").mkdir(parents=True)
+    Path("taken/8-1337/config.yaml").touch()
+    done = cli("compare", verse, *words)
+    assert sentence in refusal(done)
+    assert "== " not in done.stderr  # nothing was trained before

@@ -1,5 +1,7 @@
 """The report: one page that needs no network, true to its run, and safe whatever the text."""
 
+import base64
+import hashlib
 import json
 import re
 import shutil
@@ -80,6 +82,14 @@ def test_a_page_has_all_its_parts_and_fetches_nothing(page: Page) -> None:
     assert len(page.ids) == len(set(page.ids))
     assert page.fetched == []
     assert "link" not in page.tags
+    content = Path("mine/report.html").read_text(encoding="utf-8")
+    script = re.findall(r"<script>(.*?)</script>", content, re.DOTALL)
+    (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', content)
+    digest = base64.b64encode(hashlib.sha256(script[0].encode()).digest()).decode()
+    assert policy == (
+        "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
+        f"script-src 'sha256-{digest}'"
+    )
     # five drawings: curves, pace, calibration, and a layer each
     assert page.tags.count("svg") == 5
 
@@ -156,6 +166,21 @@ def test_a_long_training_makes_its_report_unasked(
     assert cli("train", verse, *TINY, "--out", "long", "--force").returncode == 0
 
 
+def test_a_report_that_fails_leaves_a_finished_run_finished(
+    cli: Cli, verse: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(summary, "REPORTED_SECONDS", 0)
+
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("chargpt.analysis.page.write_atomically", full)
+    done = cli("train", verse, *TINY, "--out", "mine")
+    assert done.returncode == 0
+    assert "chargpt sample mine" in done.stdout
+    assert "no report: mine/report.html cannot be written (No space left on device)" in done.stderr
+
+
 def test_a_report_that_cannot_be_made_is_refused(cli: Cli, verse: Path) -> None:
     Path("novel.txt").write_text(verse.read_text(encoding="utf-8"))
     cli("train", "novel.txt", *TINY, "--out", "mine")
@@ -189,12 +214,16 @@ def test_over_fitting_is_told_from_the_recorded_losses(cli: Cli, verse: Path) ->
     run = load_run(Path("mine"), device="cpu")
     result = result_of(run, run.corpus())
     records = [{"step": run.step, "val_nats_per_char": 2.0}]
-    run.state["best_nats_per_char"] = 2.0
+    run.state.update(best_nats_per_char=2.0, best_step=run.step)
     assert not any("over-fitted" in words for words in verdict(run, result, records))
     records += [{"step": run.step + n, "val_nats_per_char": 2.0 + n} for n in (1, 2)]
     words = " ".join(verdict(run, result, records))
     assert f"best at step {run.step}" in words
     assert "(to 4.000)" in words
+    later = type(run)(run.folder, run.config, run.tokenizer, run.model, run.step + 2, run.state)
+    words = " ".join(verdict(later, result, records))
+    assert f"best at step {run.step}" in words
+    assert "is the one used" not in words
     patient = run.config.with_values({"train.patience": 2})
     stopped = type(run)(run.folder, patient, run.tokenizer, run.model, run.step, run.state)
     assert "stopped early: 2 evaluations" in " ".join(verdict(stopped, result, records))
@@ -260,6 +289,20 @@ def test_a_browser_finds_nothing_wrong_with_a_page(
     assert [(each["id"], each["impact"], each["nodes"][0]["html"]) for each in found] == []
     assert errors == []
     context.close()
+
+
+def test_a_page_runs_no_script_but_its_own(browser: Any, folder: Path, tmp_path: Path) -> None:
+    content = (folder / "mine/report.html").read_text(encoding="utf-8")
+    injected = "<script>document.title = 'mine'</script><img src='http://127.0.0.1:9/x.png'>"
+    path = tmp_path / "bad.html"
+    path.write_text(content.replace("<main>", f"<main>{injected}"), encoding="utf-8")
+    page = browser.new_page()
+    failed: list[tuple[str, str]] = []
+    page.on("requestfailed", lambda request: failed.append((request.url, request.failure)))
+    page.goto(path.as_uri())
+    assert page.title() == "gpt on lighthouse.txt"
+    assert failed == [("http://127.0.0.1:9/x.png", "csp")]
+    page.close()
 
 
 def test_pointer_and_arrow_keys_show_the_guesses(browser: Any, folder: Path) -> None:

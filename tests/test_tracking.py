@@ -45,6 +45,15 @@ def test_steps_that_are_done_again_are_seen_as_they_were_done_last(tmp_path: Pat
     assert scalars(tmp_path, "loss") == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0)]
 
 
+def test_a_disk_that_refuses_its_files_does_not_disturb_training(tmp_path: Path) -> None:
+    tracker = tracking.Tracker(tmp_path / "file" / "tensorboard", 0)
+    (tmp_path / "file").touch()
+    for step in (1, 2):
+        tracker.add({"step": step, "loss": 1.0})
+    assert tracker.lost
+    tracker.close()
+
+
 def test_without_the_package_it_is_refused_before_anything_is_made(
     cli: Cli, verse: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from chargpt.errors import ConfigError
 from chargpt.inference.evaluation import NGRAM, Evaluation, baselines, evaluate_tokens
 from chargpt.inference.sampling import sample
 from chargpt.models.bigram import BigramLM
-from chargpt.store.run import RunFolder, load_run
+from chargpt.store.run import Run, RunFolder, load_run
 from chargpt.text.corpus import Corpus, prepare
 from chargpt.training.trainer import Trainer
 
@@ -62,9 +62,8 @@ class Comparison:
     samples: dict[str, str] = field(default_factory=dict)
     lines: dict[str, float] = field(default_factory=dict)
 
-    def add_run(self, name: str, path: Path, evaluation: Evaluation, device: str) -> None:
+    def add_run(self, name: str, run: Run, evaluation: Evaluation) -> None:
         """Take in a finished run under a name."""
-        run = load_run(path, "best", device)
         self.rows.append(
             Row(
                 name,
@@ -72,13 +71,13 @@ class Comparison:
                 run.model.parameter_count(),
                 run.state.get("seconds"),
                 run.step,
-                str(path),
+                str(run.folder),
                 evaluation,
             )
         )
         self.curves[name] = [
             (record["step"], record["val_nats_per_char"])
-            for record in RunFolder(path).metrics.records()
+            for record in RunFolder(run.folder).metrics.records()
             if "val_nats_per_char" in record
         ]
         self.samples[name] = sample(run, run.config.sample.model_copy(update=SAMPLE))[0]
@@ -143,12 +142,10 @@ def compare(
         trainer = Trainer(wanted, corpus, folder=run)
         run.create(trainer.config, corpus.tokenizer, force=False)
         watch(name, trainer)
-        best = load_run(run.path, "best", trainer.device.type)
-        evaluation = evaluate_tokens(
-            best.model, corpus.split("val"), max_characters=MAX_CHARACTERS, dtype=trainer.dtype
-        )
-        label = f"{name} (trained)"
-        comparison.add_run(label, run.path, evaluation, trainer.device.type)
+        best = load_run(run.path, "best", trainer.config.device)
+        val = corpus.split("val")
+        evaluation = evaluate_tokens(best.model, val, max_characters=MAX_CHARACTERS)
+        comparison.add_run(f"{name} (trained)", best, evaluation)
     return comparison
 
 
@@ -181,7 +178,7 @@ def compare_runs(paths: Sequence[Path], device: str = "auto") -> Comparison:
         corpora[corpus.key] = corpus
         evaluation = evaluate_tokens(run.model, corpus.split("val"), max_characters=MAX_CHARACTERS)
         name = path.name if path.name not in comparison.curves else str(path)
-        comparison.add_run(name, path, evaluation, device)
+        comparison.add_run(name, run, evaluation)
     comparison.title = ", ".join(sorted({corpus.name for corpus in corpora.values()}))
     if len(corpora) == 1:
         comparison.lines = baselines(corpora.popitem()[1])

@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from chargpt.analysis.heads import attention_on_line, head_words, typical_line
 from chargpt.analysis.plots import visible
 from chargpt.config import Config, ModelConfig
-from chargpt.errors import ConfigError
+from chargpt.errors import ConfigError, TextError
 from chargpt.models.attention import (
     attention_scores,
     average_by_loop,
@@ -72,17 +73,22 @@ class Subject:
 
     Attributes:
         line: at most LINE characters.
-        tokens: their ids, (1, T).
+        ids: of its characters, (T,).
         model: with full attention.
         run: what the model is from; None of a fresh one.
         corpus: the text.
     """
 
     line: str
-    tokens: Tensor
+    ids: npt.NDArray[Any]
     model: GPT
     run: Run | None
     corpus: Corpus
+
+    @property
+    def tokens(self) -> Tensor:
+        """The line's ids as the model takes them, (1, T)."""
+        return torch.from_numpy(self.ids.astype(np.int64))[None].to(self.model.device)
 
     @property
     def characters(self) -> list[str]:
@@ -94,18 +100,22 @@ def subject_of(corpus: Corpus, run: Run | None) -> Subject:
     """Return what to explain: a run on a line that it never saw, or a fresh GPT on a text.
 
     A run whose model has no queries and keys lends its text alone.
+
+    Raises:
+        TextError: there is no line to take.
     """
     block = run.config.model.block_size if run else LINE
     part: Split = "val" if run else "train"
-    opening = corpus.tokenizer.decode(corpus.split(part)[:20_000])
-    line = typical_line(opening, min(LINE, max(2, block)))
-    tokens = torch.from_numpy(corpus.tokenizer.encode(line).astype(np.int64))[None]
+    ids = typical_line(corpus.tokenizer, corpus.split(part), min(LINE, block))
+    if not len(ids):
+        raise TextError(f"{corpus.name} is too short to explain anything on; give a longer text")
+    line = corpus.tokenizer.decode(ids)
     if run is not None and isinstance(run.model, GPT) and run.model.config.attention == "full":
         run.model.eval()
-        return Subject(line, tokens.to(run.model.device), run.model, run, corpus)
+        return Subject(line, ids, run.model, run, corpus)
     torch.manual_seed(Config().seed)
-    fresh = GPT(ModelConfig(block_size=max(2, len(line))), corpus.tokenizer.vocab_size).eval()
-    return Subject(line, tokens, fresh, None, corpus)
+    fresh = GPT(ModelConfig(block_size=len(line)), corpus.tokenizer.vocab_size).eval()
+    return Subject(line, ids, fresh, None, corpus)
 
 
 def explain(subject: Subject, names: Sequence[str] = ()) -> list[Section]:
@@ -117,7 +127,7 @@ def explain(subject: Subject, names: Sequence[str] = ()) -> list[Section]:
     for name in names:
         if name not in SECTIONS:
             raise ConfigError(f"there is no section {name!r}; there are {', '.join(SECTIONS)}")
-    return [SECTIONS[name](subject) for name in names or SECTIONS]
+    return [SECTIONS[name](subject) for name in dict.fromkeys(names) or SECTIONS]
 
 
 def averaging(subject: Subject) -> Section:
@@ -167,14 +177,14 @@ def averaging(subject: Subject) -> Section:
 def queries(subject: Subject) -> Section:
     """What each character asks, what it offers, and how well the two meet."""
     q, k, v = project(subject)  # (T, D) each
-    size = q.size(-1)
-    scores = attention_scores(q, k)  # (T, T)
+    size, scaled = q.size(-1), subject.model.config.scaled
+    scores = attention_scores(q, k, scaled=scaled)  # (T, T)
     characters = subject.characters
 
     def numbers(row: Tensor) -> str:
         return " ".join(f"{value:+.2f}" for value in row[:3].tolist())
 
-    best = scores.tril().masked_fill(~causal_mask(len(q), len(q)), -math.inf).argmax(dim=-1)
+    best = scores.masked_fill(~causal_mask(len(q), len(q)), -math.inf).argmax(dim=-1)
     whose = "of your run" if subject.run else "of a fresh model"
     return Section(
         "queries",
@@ -191,8 +201,9 @@ def queries(subject: Subject) -> Section:
                     for i, character in enumerate(characters)
                 ],
             ),
-            "A score is the product of one character's query and another's key, divided by "
-            f"sqrt({size}) = {math.sqrt(size):.2f}: the higher, the better they meet. "
+            "A score is the product of one character's query and another's key"
+            + (f", divided by sqrt({size}) = {math.sqrt(size):.2f}" if scaled else "")
+            + ": the higher, the better they meet. "
             "Of those that it may see, "
             + ", ".join(
                 f"{character} scores {characters[int(j)]} highest"
@@ -208,10 +219,11 @@ def queries(subject: Subject) -> Section:
 def mask(subject: Subject) -> Section:
     """Why no character sees the future, and what the softmax makes of the scores."""
     q, k, v = project(subject)
-    _, weights = explicit_attention(q, k, v)  # (T, T)
+    scaled = subject.model.config.scaled
+    _, weights = explicit_attention(q, k, v, scaled=scaled)  # (T, T)
+    _, open_weights = explicit_attention(q, k, v, causal=False, scaled=scaled)
     characters = subject.characters
-    _, open_weights = explicit_attention(q, k, v, causal=False)
-    leaked = float(open_weights.triu(1).sum(dim=-1)[:-1].mean())
+    leaked = float(open_weights.triu(1).sum() / max(1, len(weights) - 1))  # the last has no later
     return Section(
         "mask",
         "The mask",
@@ -229,24 +241,10 @@ def mask(subject: Subject) -> Section:
 
 def scaling(subject: Subject) -> Section:
     """Why scores are divided by sqrt(D): their variance, and how sharp the softmax grows."""
-    rows, facts = [], {}
-    for size in HEAD_SIZES:
-        generator = torch.Generator().manual_seed(Config().seed)
-        q, k = (torch.randn(64, 64, size, generator=generator) for _ in range(2))
-        raw, scaled = attention_scores(q, k, scaled=False), attention_scores(q, k)
-        sharp, soft = (float(s.softmax(-1).max(-1).values.mean()) for s in (raw, scaled))
-        facts[size] = {
-            "variance": float(raw.var()),
-            "variance_scaled": float(scaled.var()),
-            "largest_weight": sharp,
-            "largest_weight_scaled": soft,
-        }
-        rows.append(
-            [str(size), f"{raw.var():.2f}", f"{scaled.var():.2f}", f"{sharp:.1%}", f"{soft:.1%}"]
-        )
+    measured = {size: scores_of_random(size) for size in HEAD_SIZES}
     notebook, five, eight = notebook_scaling()
     own_q, own_k, _ = project(subject, whole=True)
-    own_raw, own = attention_scores(own_q, own_k, scaled=False), attention_scores(own_q, own_k)
+    own = [float(attention_scores(own_q, own_k, scaled=s).var(correction=0)) for s in (False, True)]
     return Section(
         "scaling",
         "Why 1/sqrt(head size)",
@@ -258,25 +256,44 @@ def scaling(subject: Subject) -> Section:
             Table(
                 "variance of the scores, and the largest weight of a row on average",
                 ["head size D", "variance", "over sqrt(D)", "largest weight", "over sqrt(D)"],
-                rows,
+                [
+                    [
+                        str(size),
+                        *(f"{m[name]:.2f}" for name in ("variance", "variance_scaled")),
+                        *(f"{m[name]:.1%}" for name in ("largest_weight", "largest_weight_scaled")),
+                    ]
+                    for size, m in measured.items()
+                ],
             ),
             "The notebooks' example (torch.manual_seed(1337), D = 16): k has variance "
             f"{notebook[0]:.4f}, q {notebook[1]:.4f}; their scores {notebook[2]:.4f}, and "
             f"{notebook[3]:.4f} once divided by 4.",
             f"The softmax of {', '.join(f'{s:g}' for s in SCORES)} is {words_of(five)}; of eight "
             f"times those, {words_of(eight)}.",
-            f"In layer 1, head 1 here, over the whole line: {own_raw.var():.2f} before, "
-            f"{own.var():.2f} after (D = {own_q.size(-1)}).",
+            f"In layer 1, head 1 here, over the whole line: {own[0]:.2f} before, "
+            f"{own[1]:.2f} after (D = {own_q.size(-1)}).",
         ],
         {
-            "by_head_size": facts,
+            "by_head_size": measured,
             "notebook_variances": notebook,
             "softmax": five,
             "softmax_of_eight_times": eight,
-            "own_variance": float(own_raw.var()),
-            "own_variance_scaled": float(own.var()),
+            "own_variance": own[0],
+            "own_variance_scaled": own[1],
         },
     )
+
+
+def scores_of_random(size: int) -> dict[str, float]:
+    """Return how 64 random queries and keys of one head size score, as they are and scaled."""
+    generator = torch.Generator().manual_seed(Config().seed)
+    q, k = (torch.randn(64, 64, size, generator=generator) for _ in range(2))
+    facts = {}
+    for name, scaled in (("", False), ("_scaled", True)):
+        scores = attention_scores(q, k, scaled=scaled)
+        facts[f"variance{name}"] = float(scores.var())
+        facts[f"largest_weight{name}"] = float(scores.softmax(-1).max(-1).values.mean())
+    return facts
 
 
 def notebook_scaling() -> tuple[list[float], list[float], list[float]]:
@@ -307,7 +324,7 @@ def attention(subject: Subject) -> Section:
                 "the run: `chargpt train TEXT --out RUN`, then `chargpt explain RUN`."
             ],
         )
-    layers = attention_on_line(subject.model, subject.tokens)
+    layers = attention_on_line(subject.model, subject.ids)
     words = [
         f"layer {number}: {'; '.join(head_words(weights))}"
         for number, weights in enumerate(layers, 1)

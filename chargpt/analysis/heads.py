@@ -3,37 +3,50 @@
 Shapes in this file: H = heads, T = characters.
 """
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
+import torch
 
 from chargpt.models.gpt import GPT
+from chargpt.text.tokenizer import CharTokenizer
 
+LOOKED_THROUGH = 20_000  # characters, for a line
+MOST = 12  # layers, and heads of a layer, that are looked at: more would be no picture
+
+Tokens = npt.NDArray[Any]
 Weights = npt.NDArray[np.float32]
 
 
-def typical_line(text: str, most: int) -> str:
-    """Return the first line that is neither short nor too long to draw, or the text's start."""
-    lines = (line for line in text.split("\n") if most // 2 <= len(line) <= most)
-    return next(lines, text[:most])
+def typical_line(tokenizer: CharTokenizer, tokens: Tokens, most: int) -> Tokens:
+    """Return the first line's ids that is neither short nor too long, or the text's start."""
+    start = 0
+    for line in tokenizer.decode(tokens[:LOOKED_THROUGH]).split("\n"):
+        if max(1, most // 2) <= len(line) <= most:
+            return tokens[start : start + len(line)]
+        start += len(line) + 1
+    return tokens[:most]
 
 
-def attention_on_line(model: GPT, tokens: Tensor) -> list[Weights]:
-    """Return each layer's weights, (H, T, T), on (1, T) ids."""
+def attention_on_line(model: GPT, line: Tokens) -> list[Weights]:
+    """Return the first MOST layers' weights, (H, T, T) of MOST heads each, on (T,) ids."""
     model.eval()
-    found = model.attention_weights(tokens.to(model.device))
-    return [layer[0].float().cpu().numpy() for layer in found]
+    tokens = torch.from_numpy(line.astype(np.int64))[None].to(model.device)  # (1, T)
+    found = model.attention_weights(tokens)[:MOST]
+    return [layer[0, :MOST].float().cpu().numpy() for layer in found]
 
 
 def head_words(weights: Weights) -> list[str]:
     """Return in a few words where each head of (H, T, T) looks, on average over the rows."""
     places = np.arange(weights.shape[-1])
     back = places[:, None] - places[None]
+    far = places[: max(1, 3 * len(places) // 4)]  # what few rows have says little
     words = []
     for number, head in enumerate(weights, 1):
-        # mean weight of those so far back, over the rows that have one
-        share = [float(head[back == d].mean()) for d in places]
-        farthest = int(np.argmax(share))
-        where = {0: "itself", 1: "1 character back"}.get(farthest, f"{farthest} characters back")
-        words.append(f"head {number} mostly {where} ({share[farthest]:.0%})")
+        share = [float(head[back == d].mean()) for d in far]
+        best = int(np.argmax(share))
+        where = {0: "at itself", 1: "1 character back"}.get(best, f"{best} characters back")
+        how = "looks" if share[best] >= 0.5 else "spreads, most of all"
+        words.append(f"head {number} {how} {where} ({share[best]:.0%})")
     return words

@@ -1,9 +1,9 @@
 """From a bigram to a GPT, one idea at a time: what does each part add?
 
 Every trained rung reads the same batches of the same text for the same number of steps, and differs
-from the rung below it in the one thing that it is named after. Beside them stand what counting
-reaches and what general compressors make of the same validation text once they have seen the
-training text.
+from the rung below it in the one thing that it is named after; only the bigram, another kind of
+model, has its own optimizer. Beside them stand what counting reaches and what general compressors
+make of the same characters once they have seen the training text.
 """
 
 import bz2
@@ -20,21 +20,21 @@ from typing import Any
 
 import numpy as np
 
-from chargpt.analysis.compare import MAX_CHARACTERS, SAMPLE, contender
+from chargpt.analysis.compare import SAMPLE, contender
 from chargpt.config import Config
 from chargpt.errors import ConfigError
 from chargpt.inference.evaluation import baselines, evaluate_tokens
 from chargpt.inference.sampling import sample
 from chargpt.models.ngram import NGramLM
-from chargpt.store.run import RunFolder, load_run
+from chargpt.store.run import Run, RunFolder, load_run
 from chargpt.text.corpus import Corpus
 from chargpt.training.trainer import Trainer
 
 ORDERS = (3, 4, 6, 8)  # of the n-grams that are counted
-COMPRESSED_CHARACTERS = 20_000_000  # xz takes a second for each million
-MOST_SEEDS = 10
+SCORED = 300_000  # characters of the validation part, from its start, that everything is scored on
+KNOWN = 20_000_000  # characters of the training text, at its end, that compressors are given
 # Student's t for a two-sided 95% interval, by degrees of freedom from 1 on (Gosset 1908)
-T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
+T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 Watch = Callable[[str, Trainer], None]
 
@@ -101,7 +101,7 @@ def gain_over(others: list[float], nats: list[float]) -> Estimate:
 
 @dataclass
 class Ladder:
-    """What `climb` found. Losses are nats per character of the validation part."""
+    """What `climb` found. Losses are nats per character of the validation part's SCORED first."""
 
     title: str
     counted: dict[str, float] = field(default_factory=dict)
@@ -209,8 +209,13 @@ def climb(settings: Config, folder: Path, corpus: Corpus, seeds: int, watch: Wat
     Raises:
         ChargptError: the text, a setting or the folder will not do.
     """
+    assert 1 <= seeds <= len(T_95) + 1
     rungs = rungs_of(settings)
-    levels = baselines(corpus)
+    corpus.require_blocks(settings.model.block_size)
+    for number in range(1, len(rungs) + 1):
+        for seed in range(settings.seed, settings.seed + seeds):
+            RunFolder.check_free(folder / f"{number}-{seed}")
+    levels = baselines(corpus, characters=SCORED)
     ladder = Ladder(corpus.name, {"uniform": levels["uniform"]})
     for name in ("unigram", "bigram"):
         ladder.counted[f"{name} (counted)"] = levels[name]
@@ -219,58 +224,46 @@ def climb(settings: Config, folder: Path, corpus: Corpus, seeds: int, watch: Wat
     ladder.compressed = compressed_nats(corpus)
     below: list[float] | None = None
     for number, rung in enumerate(rungs, 1):
-        trained = [
-            train_rung(settings, rung, folder / f"{number}-{seed}", corpus, seed, watch)
-            for seed in range(settings.seed, settings.seed + seeds)
-        ]
-        best = load_run(folder / f"{number}-{settings.seed}", "best")
-        ladder.steps.append(
-            Step(
-                rung,
-                [nats for nats, _ in trained],
-                best.model.parameter_count(),
-                mean(seconds for _, seconds in trained),
-                sample(best, best.config.sample.model_copy(update=SAMPLE))[0],
-                below,
-            )
-        )
-        below = ladder.steps[-1].nats
+        nats, seconds = [], []
+        for seed in range(settings.seed, settings.seed + seeds):
+            path = folder / f"{number}-{seed}"
+            run = train_rung(settings, rung, path, corpus, seed, watch)
+            found = evaluate_tokens(run.model, corpus.split("val")[: SCORED + 1])
+            nats.append(found.nats_per_char)
+            seconds.append(float(run.state["seconds"]))
+            if seed == settings.seed:
+                words = sample(run, run.config.sample.model_copy(update=SAMPLE))[0]
+        size = run.model.parameter_count()
+        ladder.steps.append(Step(rung, nats, size, mean(seconds), words, below))
+        below = nats
     return ladder
 
 
 def train_rung(
     settings: Config, rung: Rung, path: Path, corpus: Corpus, seed: int, watch: Watch
-) -> tuple[float, float]:
-    """Train one rung from one seed; return its validation loss and the seconds it took."""
+) -> Run:
+    """Train one rung from one seed and return the run."""
     own = settings if rung.values else contender(settings, "bigram")
-    trainer = Trainer(
-        own.with_values({**rung.values, "seed": seed}), corpus, folder=RunFolder(path)
-    )
-    assert trainer.folder is not None
-    trainer.folder.create(trainer.config, corpus.tokenizer, force=False)
+    wanted = own.with_values({**rung.values, "seed": seed})
+    folder = RunFolder(path)
+    trainer = Trainer(wanted, corpus, folder=folder)
+    folder.create(trainer.config, corpus.tokenizer, force=False)
     watch(f"{rung.name}, seed {seed}", trainer)
-    best = load_run(path, "best", trainer.device.type)
-    measured = evaluate_tokens(
-        best.model, corpus.split("val"), max_characters=MAX_CHARACTERS, dtype=trainer.dtype
-    )
-    return measured.nats_per_char, trainer.progress.seconds
+    return load_run(path, "best", trainer.config.device)
 
 
 def counted_nats(corpus: Corpus, order: int) -> float:
     """Return what an n-gram of that order reaches, each character with all of its context."""
     model = NGramLM.fit(corpus.split("train"), corpus.tokenizer.vocab_size, 1, order)
-    losses = model.losses(corpus.split("val")[None, :MAX_CHARACTERS])
+    losses = model.losses(corpus.split("val")[None, : SCORED + 1])
     return float(losses.mean(dtype=np.float64))
 
 
 def compressed_nats(corpus: Corpus) -> dict[str, float]:
-    """Return what compressors add to the training text's size for the validation text.
-
-    They are given the end of a training text that is very long, and so of the other.
-    """
+    """Return what compressors add to the training text's size for the validation text."""
     decode = corpus.tokenizer.decode
-    known = decode(corpus.split("train")[-COMPRESSED_CHARACTERS:]).encode()
-    val = corpus.split("val")[:COMPRESSED_CHARACTERS]
+    known = decode(corpus.split("train")[-KNOWN:]).encode()
+    val = corpus.split("val")[: SCORED + 1]
     both = known + decode(val).encode()
     return {
         name: 8 * math.log(2) * (pack(both) - pack(known)) / len(val)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from chargpt.store.run import Run
+from chargpt.text.corpus import Corpus
 
 LENGTHS = (4, 6, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 LEAST = 20  # characters of a stretch that counts as copied; shorter ones are common phrases
@@ -88,21 +88,17 @@ class Check:
 
 
 def check(
-    run: Run, texts: Sequence[str], watch: Callable[[int, int], object] = lambda *_: None
+    corpus: Corpus, texts: Sequence[str], watch: Callable[[int, int], object] = lambda *_: None
 ) -> Check:
     """Return what texts that a run has written have of the text that it was trained on.
 
     Args:
-        run: what `load_run` gives.
-        texts: of the run's vocabulary.
+        corpus: that text.
+        texts: of its vocabulary.
         watch: told how many characters of the training text are done, and of how many.
-
-    Raises:
-        TextError: the text that the run was trained on is not to be had.
     """
-    corpus = run.corpus()
     training, unseen = corpus.split("train"), corpus.split("val")
-    written = [run.tokenizer.encode(text, unknown="replace") for text in texts]
+    written = [corpus.tokenizer.encode(text, unknown="replace") for text in texts]
     held_out = []
     for number, tokens in enumerate(written):
         start = (len(unseen) - len(tokens)) * number // max(1, len(written) - 1)

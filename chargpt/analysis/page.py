@@ -1,18 +1,22 @@
 """Pages: one file each, nothing fetched, every text escaped."""
 
+import base64
+import hashlib
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 from chargpt.errors import ChargptError
 from chargpt.files import write_atomically
 
 
-def render(name: str, **facts: Any) -> str:
+def render(name: str, script: str | None = None, **facts: Any) -> str:
     """Return the page that a template of `pages/` makes of some facts.
 
-    Strings among them are shown as they are, whatever they hold; only `Markup` stands as HTML.
+    Strings among them are shown as they are, whatever they hold; only `Markup` stands as HTML. The
+    page's policy forbids all fetching, and every script but the named one of `pages/`.
     """
     pages = Environment(
         loader=PackageLoader("chargpt.analysis", "pages"),
@@ -20,7 +24,11 @@ def render(name: str, **facts: Any) -> str:
         undefined=StrictUndefined,
         trim_blocks=True,
     )
-    return pages.get_template(name).render(**facts)
+    words = "" if script is None else (Path(__file__).parent / "pages" / script).read_text("utf-8")
+    digest = base64.b64encode(hashlib.sha256(words.encode()).digest()).decode()
+    source = f"'sha256-{digest}'" if words else "'none'"
+    template = pages.get_template(name)
+    return template.render(script=Markup(words), script_source=Markup(source), **facts)
 
 
 def write_page(content: str, path: Path) -> Path:

@@ -6,6 +6,7 @@ Shapes in this file: H = heads, T = characters.
 import itertools
 import math
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from io import StringIO
 from pathlib import Path
@@ -91,10 +92,10 @@ def loss_curves(
     figure = _figure(8, 4.5)
     axes = figure.add_subplot()
     for (name, points), colour in zip(curves.items(), _cycle(len(curves)), strict=True):
-        _curve(axes, name, points, colour)
+        _curve(axes, plain(name), points, colour)
     for name, level in lines.items():
         _level(axes, name, level)
-    axes.set(xlabel="step", ylabel="loss (nats per character)", title=title)
+    axes.set(xlabel="step", ylabel="loss (nats per character)", title=plain(title))
     axes.margins(x=0.02)
     axes.grid(alpha=0.25)
     _open(axes)
@@ -200,6 +201,11 @@ def attention(weights: "npt.NDArray[np.float32]", text: str, titles: Sequence[st
     return figure
 
 
+def plain(name: str) -> str:
+    """Return a name so that matplotlib takes no part of it for a formula."""
+    return name.replace("$", r"\$")
+
+
 def visible(character: str) -> str:
     """Return a sign for a character that would not be seen."""
     return {
@@ -236,7 +242,9 @@ def ladder(found: "Ladder") -> "Figure":
     axes.invert_yaxis()
     axes.set_xlim(0, 1.1 * max(bits))
     axes.set(xlabel="bits per character of the validation part: the fewer, the better")
-    axes.set_title(f"{found.title}: counted (grey), compressed (pale), trained (blue)", fontsize=10)
+    axes.set_title(
+        f"{plain(found.title)}: counted (grey), compressed (pale), trained (blue)", fontsize=10
+    )
     _open(axes)
     return figure
 
@@ -259,8 +267,12 @@ def _open(axes: "Axes") -> None:
 def _write(figure: "Figure", target: Path | StringIO, **options: Any) -> None:
     from matplotlib import rc_context
 
-    one_font = {"font.sans-serif": ["DejaVu Sans"]}  # SVG would name a dozen at each character
-    with rc_context({"svg.hashsalt": "chargpt", "svg.fonttype": "none", **one_font}):
+    settings: Any = {"svg.hashsalt": "chargpt", "svg.fonttype": "none"}
+    if not str(target).endswith(".png"):  # in SVG each word would name a dozen fonts
+        settings["font.sans-serif"] = ["DejaVu Sans"]
+    with rc_context(settings), warnings.catch_warnings():
+        # a browser has a font for what this one lacks
+        warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)
         figure.savefig(target, **options)
 
 

@@ -1,6 +1,6 @@
 """`report.html`: all about a run on one page that opens from disk, without a network.
 
-Every figure is measured when the page is made, on the run's best checkpoint.
+Every figure is measured when the page is made, on one checkpoint of the run.
 """
 
 import math
@@ -11,8 +11,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from markupsafe import Markup
 
 from chargpt.analysis import guesses, memorization, plots
@@ -30,7 +28,6 @@ PASSAGE = 800  # characters
 GUESSED = 30_000  # characters of the validation part that are guessed for the tables
 SAMPLES, SAMPLE_LENGTH, SEED = 3, 400, 1337
 LOOKED_AT = 40  # characters of the line whose attention is drawn
-MOST_LAYERS, MOST_HEADS = 12, 12  # that are drawn
 MOST_SEARCHED = 20_000_000  # characters of training text that are searched for copies
 LEVELS = (0.5, 1, 2, 3.5, 5, 7)  # bits from which on a character is marked, ever darker
 PARTS = {
@@ -46,19 +43,22 @@ PARTS = {
 }
 
 
-def write_report(run: Run, path: Path | None = None, result: Result | None = None) -> Path:
+def write_report(
+    run: Run, path: Path | None = None, corpus: Corpus | None = None, result: Result | None = None
+) -> Path:
     """Measure a run and write its page.
 
     Args:
-        run: what `load_run` gives, at its best checkpoint.
+        run: what `load_run` gives.
         path: of the page; `report.html` in the run's folder by default.
+        corpus: the run's text, if it is at hand.
         result: what `result_of` gives, if it is at hand.
 
     Raises:
         TextError: the run's text is not to be had.
         ChargptError: the page cannot be written.
     """
-    corpus = run.corpus()
+    corpus = corpus or run.corpus()
     result = result or result_of(run, corpus)
     records = RunFolder(run.folder).metrics.records()
     facts: dict[str, Any] = {
@@ -73,7 +73,8 @@ def write_report(run: Run, path: Path | None = None, result: Result | None = Non
     facts["samples"] = [(f"step {r['step']:,}", r["sample"]) for r in records if "sample" in r]
     shown = {"samples": bool(facts["samples"]), "attention": bool(facts["maps"])}
     facts["parts"] = [(key, name) for key, name in PARTS.items() if shown.get(key, True)]
-    return write_page(render("report.html", **facts), path or run.folder / REPORT)
+    page = render("report.html", script="report.js", **facts)
+    return write_page(page, path or run.folder / REPORT)
 
 
 def overview(
@@ -87,6 +88,7 @@ def overview(
         "title": f"{config.model.kind} on {corpus.name}",
         "version": version("chargpt"),
         "block_size": own.block_size,
+        "scored": f"{own.characters:,}",
         "ngram": NGRAM,
         "ngram_context": ORDER - 1,
         "cards": [
@@ -112,8 +114,9 @@ def learning(
     run: Run, corpus: Corpus, result: Result, records: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Return the curves."""
-    train, own = run.config.train, result.losses["val"]
+    train = run.config.train
     validation = [(r["step"], r["val_nats_per_char"]) for r in records if "val_nats_per_char" in r]
+    last = validation[-1][1] if validation else result.losses["val"].nats_per_char
     trained = plots.thinned([(r["step"], r["loss"]) for r in records if "loss" in r])
     lines = {name: nats for name, nats in result.levels.items() if name in ("bigram", NGRAM)}
     words = ", ".join(f"the {name} at {nats:.3f}" for name, nats in lines.items())
@@ -121,8 +124,8 @@ def learning(
     pace = plots.pace(records, train.batch_size * run.config.model.block_size)
     return {
         "curves": Markup(plots.inline(figure, "loss")),
-        "curves_words": f"Loss against steps: validation ends at {own.nats_per_char:.3f} nats per "
-        f"character, beside {words}",
+        "curves_words": f"Loss against steps: validation ends at {last:.3f} nats per character, "
+        f"beside {words}",
         "evaluated": f"{train.evaluate_characters:,}",
         "pace": Markup(plots.inline(pace, "pace")),
     }
@@ -197,12 +200,10 @@ def looks(run: Run, corpus: Corpus) -> dict[str, Any]:
     if not isinstance(run.model, GPT):
         return {"maps": []}
     most = min(LOOKED_AT, run.model.block_size)
-    text = typical_line(run.tokenizer.decode(corpus.split("val")[:20_000]), most)
-    tokens = torch.from_numpy(run.tokenizer.encode(text).astype(np.int64))[None]
-    layers = attention_on_line(run.model, tokens)
+    line = typical_line(run.tokenizer, corpus.split("val"), most)
+    text, layers = run.tokenizer.decode(line), attention_on_line(run.model, line)
     maps = []
-    for number, layer in enumerate(layers[:MOST_LAYERS], 1):
-        weights = layer[:MOST_HEADS]
+    for number, weights in enumerate(layers, 1):
         words = "; ".join(head_words(weights))
         titles = [f"head {head}" for head in range(1, len(weights) + 1)]
         figure = plots.attention(weights, text, titles)
@@ -233,7 +234,7 @@ def copies(run: Run, corpus: Corpus) -> dict[str, Any]:
     texts = [""] * SAMPLES
     for pieces in stream_run(run, settings):
         texts = [text + piece for text, piece in zip(texts, pieces, strict=True)]
-    found = memorization.check(run, texts)
+    found = memorization.check(corpus, texts)
     longest = [memory.longest.length for memory in found.texts if memory.longest]
     unseen = [memory.longest.length for memory in found.held_out if memory.longest]
     least = memorization.LEAST
@@ -277,16 +278,15 @@ def origins(run: Run) -> dict[str, Any]:
         "again": shlex.join(["chargpt", "train", "-c", str(run.folder / "config.yaml")])
         + " --out AGAIN",
         "environment": [
-            ["chargpt", version("chargpt")],
             ["torch", state.get("torch", "unknown")],
-            ["Python", platform.python_version()],
-            ["system", platform.platform()],
             ["device", f"{config.device}, {config.dtype}"],
             ["threads", str(state.get("threads", "unknown"))],
             ["processes", str(state.get("world_size", 1))],
             ["text", str(state.get("text", ""))],
             ["its key in the cache", str(state.get("corpus", ""))],
             ["checkpoint", str(state.get("checkpoint", ""))],
+            ["this page", f"chargpt {version('chargpt')}, Python {platform.python_version()}"],
+            ["made on", platform.platform()],
         ],
         "config": config.to_yaml(),
     }

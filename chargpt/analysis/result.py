@@ -4,8 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from chargpt.inference.evaluation import NGRAM, Evaluation, baselines, evaluate_tokens
 from chargpt.store.run import Run
 from chargpt.text.corpus import Corpus, Split
@@ -50,11 +48,8 @@ def result_of(run: Run, corpus: Corpus, levels: Mapping[str, float] | None = Non
     train = run.config.train
     trained = run.step * train.batch_size * run.config.model.block_size
     scored = min(SCORED_MOST, max(SCORED_LEAST, int(SCORED_SHARE * trained)))
-    dtype = torch.bfloat16 if run.config.dtype == "bfloat16" else None
     losses = {
-        split: evaluate_tokens(
-            run.model, corpus.split(split), split=split, max_characters=scored, dtype=dtype
-        )
+        split: evaluate_tokens(run.model, corpus.split(split), split=split, max_characters=scored)
         for split in SPLITS
     }
     return Result(levels or baselines(corpus), losses)
@@ -64,7 +59,7 @@ def verdict(run: Run, result: Result, records: Sequence[Mapping[str, Any]]) -> l
     """Return in plain words whether the model beat counting, and whether it over-fitted.
 
     Args:
-        run: at its best checkpoint.
+        run: at any checkpoint.
         result: what `result_of` gives.
         records: of its `metrics.jsonl`.
     """
@@ -72,25 +67,26 @@ def verdict(run: Run, result: Result, records: Sequence[Mapping[str, Any]]) -> l
     train_loss, val_loss = (result.losses[split].nats_per_char for split in SPLITS)
     seen = [(r["step"], r["val_nats_per_char"]) for r in records if "val_nats_per_char" in r]
     last = seen[-1][1] if seen else val_loss
-    best = run.state.get("best_nats_per_char")
+    best, best_step = run.state.get("best_nats_per_char"), run.state.get("best_step")
     if run.config.model.kind == "gpt":
         gains = [
             f"{abs(gain):.3f} nats {'better' if gain > 0 else 'worse'} than the {name}"
             for name, gain in ((n, result.levels[n] - val_loss) for n in ("bigram", NGRAM))
         ]
         sentences.append(f"Attention is {' and '.join(gains)} on text it has not seen.")
-    if best is not None and last > best + WAVERING:
+    if best is not None and best_step is not None and last > best + WAVERING:
+        used = ", so that checkpoint is the one used" if run.step == best_step else ""
         sentences.append(
-            f"It over-fitted: validation was best at step {run.step:,} ({best:.3f} nats) and has "
-            f"risen since (to {last:.3f}), so that checkpoint is the one used; more text, "
-            "model.dropout or fewer steps would help."
+            f"It over-fitted: validation was best at step {best_step:,} ({best:.3f} nats) and has "
+            f"risen since (to {last:.3f}){used}; more text, model.dropout or fewer steps would "
+            "help."
         )
     elif val_loss - train_loss > MEMORISING:
         sentences.append(
             f"It does {val_loss - train_loss:.2f} nats better on the text it trained on: it has "
             "begun to memorise; more text or model.dropout would help."
         )
-    patience, since = run.config.train.patience, sum(step > run.step for step, _ in seen)
+    patience, since = run.config.train.patience, sum(step > (best_step or 0) for step, _ in seen)
     if patience is not None and since >= patience:
         sentences.append(f"It stopped early: {since} evaluations brought nothing new.")
     return sentences

@@ -18,8 +18,9 @@ def compare(
         ),
     ] = None,
     models: Annotated[
-        str, typer.Option("--models", help="Models to train, with commas between.")
-    ] = "bigram,gpt",
+        str | None,
+        typer.Option("--models", help="Models to train, with commas between: bigram,gpt."),
+    ] = None,
     config: options.ConfigName = None,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FOLDER", help="Where the runs go.")
@@ -54,6 +55,8 @@ def compare(
     paths = [Path(text) for text in texts or []]
     if seeds > 1 and not ladder:
         raise ConfigError("--seeds says how often each rung is trained; give --ladder too")
+    if ladder and models is not None:
+        raise ConfigError("--ladder trains its own models; drop --models")
     if ladder:
         if len(paths) > 1 or any(is_run(path) for path in paths):
             raise ConfigError("--ladder trains on one text; give that, and no run")
@@ -74,7 +77,7 @@ def compare(
         settings = options.build_config(
             texts[0] if texts else None, config, set_, device=device, encoding=encoding
         )
-        found, folder = _train(settings, out, models)
+        found, folder = _train(settings, out, models or "bigram,gpt")
     figure = plots.loss_curves(found.curves, found.lines, found.title)
     picture = plots.save(figure, plot or folder / "curves.svg")
     if json_:

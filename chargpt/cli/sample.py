@@ -121,7 +121,7 @@ def check_texts(run: "Run", texts: list[str]) -> "Check":
         bar.move_to(done, "of the training text" if bar.wants_detail() else None)
 
     try:
-        return check(run, texts, watch)
+        return check(run.corpus(), texts, watch)
     finally:
         bar.close()
 

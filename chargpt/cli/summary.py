@@ -83,10 +83,6 @@ def show_result(
         f"the best checkpoint is step {best.step:,}"
     )
     reported = (clock.seconds if clock else trainer.progress.seconds) >= REPORTED_SECONDS
-    if reported:
-        from chargpt.analysis.report import write_report
-
-        console.out(f"all about it on one page: {write_report(best, result=result)}")
     console.out(
         f"the run is in {path}; go on with any of\n"
         f"  chargpt sample {path}\n"
@@ -94,3 +90,13 @@ def show_result(
         + ("" if reported else f"  chargpt report {path}\n")
         + f"  chargpt train --resume {path} -s train.max_steps={2 * step}"
     )
+    if reported:
+        from chargpt.analysis.report import write_report
+        from chargpt.errors import ChargptError
+
+        try:
+            page = write_report(best, corpus=trainer.corpus, result=result)
+        except (ChargptError, OSError) as error:  # the run is done and saved all the same
+            console.say(f"no report: {error}; `chargpt report {path}` tries again")
+        else:
+            console.out(f"all about it on one page: {page}")

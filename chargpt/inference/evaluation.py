@@ -30,7 +30,7 @@ from chargpt.models.ngram import ORDER, NGramLM
 from chargpt.store.run import Run
 from chargpt.text.batches import Batches
 from chargpt.text.corpus import Corpus, Split, read_text
-from chargpt.text.statistics import PairCounts
+from chargpt.text.statistics import PairCounts, count_pairs
 
 Protocol = Literal["full", "sliding", "nanogpt"]
 Tokens = npt.NDArray[Any]
@@ -338,8 +338,15 @@ def _precision(device: torch.device, dtype: torch.dtype | None) -> AbstractConte
     return torch.autocast(device.type, dtype=dtype)
 
 
-def baselines(corpus: Corpus, split: Split = "val") -> dict[str, float]:
+def baselines(
+    corpus: Corpus, split: Split = "val", characters: int | None = None
+) -> dict[str, float]:
     """Return the nats per character that counting alone reaches on a split.
+
+    Args:
+        corpus: counted in its training split.
+        split: that is scored.
+        characters: how many of it are scored, from its start on; all by default.
 
     Returns:
         `uniform`: ln V. `unigram` and `bigram`: the training split's frequencies, with 1 added to
@@ -352,6 +359,8 @@ def baselines(corpus: Corpus, split: Split = "val") -> dict[str, float]:
     """
     size = corpus.tokenizer.vocab_size
     scored = corpus.pair_counts(split)
+    if characters is not None:
+        scored = count_pairs(corpus.split(split)[: characters + 1], size)
     if not scored.total:
         raise TextError(
             f"the {split} split holds fewer than 2 characters; give a longer text or a larger "
@@ -360,7 +369,7 @@ def baselines(corpus: Corpus, split: Split = "val") -> dict[str, float]:
     counts = corpus.token_counts("train") + UNIGRAM_ALPHA
     unigram = np.log(counts / counts.sum())
     ngram = counted_ngram(corpus)
-    scored_by_ngram = corpus.split(split)[None, :NGRAM_CHARACTERS]
+    scored_by_ngram = corpus.split(split)[None, : (characters or NGRAM_CHARACTERS) + 1]
     return {
         "uniform": math.log(size),
         "unigram": float(-(unigram[scored.second] * scored.counts).sum()) / scored.total,

@@ -330,8 +330,6 @@ def _group_size(model: LanguageModel) -> int:
 
 def _unigram(run: Run) -> npt.NDArray[np.int64] | None:
     """Return the counts of the run's training text, if it can still be had."""
-    if run.config.text.path == "-":  # what is piped in now is not what it was trained on
-        return None
     try:
         return run.corpus().token_counts("train")
     except ChargptError:

@@ -6,7 +6,8 @@
 characters, h' is h without its first, t(h) is how many different characters were seen after h, and
 p_0 is 1/V. c counts: of the longest grams how often each was seen, of shorter ones how many
 different characters were seen before it. D = n_1 / (n_1 + 2 n_2), n_i being how many grams of that
-order have c = i. A context never seen adds nothing to the shorter one.
+order have c = i. D is 1/2 where n_1 or n_2 is none. A
+context never seen adds nothing to the shorter one.
 
 Grams are numbered order by order: a gram of k characters is the pair (number of its first k - 1
 characters, its last one), so that finding it is one binary search, whatever the vocabulary.
@@ -73,7 +74,7 @@ class NGramLM(LanguageModel):
     def __init__(self, vocab_size: int, block_size: int, orders: "list[Order]") -> None:
         super().__init__(vocab_size, block_size)
         self.orders = nn.ModuleList(orders)
-        self.register_buffer("table", self._tabulate())
+        self.register_buffer("table", None)
 
     @classmethod
     def fit(
@@ -143,18 +144,20 @@ class NGramLM(LanguageModel):
             shares = self.table[row.flatten()]
         return shares.view(*tokens.shape, self.vocab_size)
 
-    def _tabulate(self) -> Tensor | None:
-        """Return what is expected after each known context, (contexts, V), if that is not much.
+    def tabulate(self) -> None:
+        """Work out what is expected after each known context, (contexts, V), if that is not much.
 
-        The empty context comes first, then those of one character, of two, and so on.
+        It makes `shares` several times as fast. The empty context comes first, then those of one
+        character, of two, and so on.
         """
         orders = cast("list[Order]", self.orders)
         contexts = 1 + sum(len(order.codes) for order in orders[:-1])
         if contexts * self.vocab_size > MOST_TABULATED:
-            return None
+            return
         unigram = orders[0].added.new_full((1, self.vocab_size), 1 / self.vocab_size)
-        orders[0].mix(unigram, torch.zeros(1, dtype=torch.int64))
-        table, shorter = [unigram], torch.zeros(1, dtype=torch.int64)
+        shorter = torch.zeros(1, dtype=torch.int64, device=unigram.device)
+        orders[0].mix(unigram, shorter)
+        table = [unigram]
         for k, order in enumerate(orders[1:]):
             # a context without its first character: that of its own start, and its last character
             parent, last = orders[k].codes // self.vocab_size, orders[k].last
@@ -163,9 +166,9 @@ class NGramLM(LanguageModel):
             else:
                 shorter = orders[k - 1].find(shorter[parent], last)
             shares = table[-1][shorter]
-            order.mix(shares, torch.arange(len(last)))
+            order.mix(shares, torch.arange(len(last), device=last.device))
             table.append(shares)
-        return torch.cat(table)
+        self.table = torch.cat(table)
 
     def losses(self, rows: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
         """Return -ln p of each character but the first of each row: (B, T + 1) to (B, T).

@@ -32,7 +32,7 @@ from chargpt.store.saved import (
     read_checkpoint,
 )
 from chargpt.store.tensors import fill, pack
-from chargpt.text.corpus import Corpus, prepare
+from chargpt.text.corpus import Corpus, is_cached, prepare
 from chargpt.text.tokenizer import CharTokenizer
 
 METRICS, CHECKPOINTS = "metrics.jsonl", "checkpoints"
@@ -67,7 +67,13 @@ class Run:
         Raises:
             TextError: it is not to be had any more.
         """
-        corpus = prepare(self.config.text, key=self.state.get("corpus"))
+        key = self.state.get("corpus")
+        if self.config.text.path == "-" and not is_cached(key):
+            raise TextError(
+                f"{self.folder} was trained on standard input, and the cache no longer has that "
+                "text; name a text where the command takes one, or train on a file"
+            )
+        corpus = prepare(self.config.text, key=key)
         if corpus.tokenizer != self.tokenizer:
             raise TextError(
                 f"the text {corpus.name} is not the one that {self.folder} was trained on; "

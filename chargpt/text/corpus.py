@@ -174,6 +174,11 @@ def prepare(
     return _corpus(settings, _old_text(str(key), source.name), source.name, [CHANGED])
 
 
+def is_cached(key: str | None) -> bool:
+    """Return whether the cache has the tokens of a text, so that its source is not needed."""
+    return key is not None and cache.load(key) is not None
+
+
 def _old_text(key: str, name: str) -> CachedText:
     """Return the cached tokens of a text that its source no longer holds."""
     cached = cache.load(key)

@@ -82,6 +82,7 @@ class Learner:
         """Count the n-gram that has a share in the targets, if one has. It takes a moment."""
         if self.config.train.ngram_targets:
             self.counted = counted_ngram(self.corpus).to(self.device)
+            self.counted.tabulate()
 
     def restore(self, saved: Saved, optim: OptimConfig) -> None:
         """Become what was saved, to go on at the learning rates of `optim`.

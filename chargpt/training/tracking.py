@@ -30,21 +30,32 @@ class Tracker:
         self.folder = folder
         self.step = step
         self.writer: Any = None
+        self.lost = False  # the disk has refused
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Write a record under its step, to be seen at once."""
+        """Write a record under its step. Where the disk refuses, nothing more is written."""
+        if self.lost:
+            return
+        try:
+            self._add(record)
+        except OSError:  # metrics.jsonl has it all
+            self.lost = True
+
+    def _add(self, record: Mapping[str, Any]) -> None:
         if self.writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
             self.writer = SummaryWriter(str(self.folder), purge_step=self.step + 1)
+        self.step = record["step"]
         for name, value in record.items():
             if isinstance(value, str):
-                self.writer.add_text(name, f"```\n{value}\n```", record["step"])
+                self.writer.add_text(name, f"```\n{value}\n```", self.step)
             elif name not in HIDDEN:
-                self.writer.add_scalar(name, value, record["step"])
+                self.writer.add_scalar(name, value, self.step)
+        self.writer.flush()
 
     def close(self) -> None:
-        """Write out what is left."""
-        if self.writer is not None:
+        """Write out what is left; what is added later goes into another file."""
+        if self.writer is not None and not self.lost:
             self.writer.close()
-            self.writer = None
+        self.writer = None

@@ -123,6 +123,8 @@ class Trainer:
                     raise
                 report = self.roll_back(error.step)
             yield report
+        if self.tracker is not None:
+            self.tracker.close()
 
     @property
     def finished(self) -> bool:
@@ -356,8 +358,8 @@ class Trainer:
             elapsed = round(time.perf_counter() - self.started, 3)
             with self.tolerating_a_full_disk():
                 self.folder.metrics.append({**record, "seconds": elapsed})
-                if self.tracker is not None:
-                    self.tracker.add(record)
+            if self.tracker is not None:
+                self.tracker.add(record)
 
     def _require_numbers(self, loss: float, norm: float, step: int, rate: float) -> None:
         if not math.isfinite(loss) or not math.isfinite(norm):

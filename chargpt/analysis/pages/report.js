@@ -1,0 +1,29 @@
+"use strict";
+const passage = document.getElementById("passage"), out = document.getElementById("guesses");
+const spans = [...passage.querySelectorAll("span")];
+const places = JSON.parse(document.getElementById("places").textContent);
+let at = -1;
+function show(index) {
+  if (index < 0 || index >= spans.length) return;
+  if (at >= 0) spans[at].classList.remove("at");
+  at = index;
+  spans[at].classList.add("at");
+  spans[at].scrollIntoView({ block: "nearest" });
+  const [came, bits, best] = places[at];
+  const list = document.createElement("ol");
+  for (const [character, share] of best) {
+    const item = document.createElement("li");
+    item.textContent = `${character}  ${(100 * share).toFixed(1)}%`;
+    list.append(item);
+  }
+  const words = document.createElement("p");
+  words.textContent = `${came} took ${bits.toFixed(2)} bits; the model expected`;
+  out.replaceChildren(words, list);
+}
+passage.addEventListener("pointerover", (event) => show(spans.indexOf(event.target)));
+passage.addEventListener("click", (event) => show(spans.indexOf(event.target)));
+passage.addEventListener("focus", () => { if (at < 0) show(0); });
+passage.addEventListener("keydown", (event) => {
+  const step = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10 }[event.key];
+  if (step) { show(Math.max(0, Math.min(spans.length - 1, at + step))); event.preventDefault(); }
+});
