@@ -190,6 +190,19 @@ def test_a_report_that_cannot_be_made_is_refused(cli: Cli, verse: Path) -> None:
     assert "there is no folder elsewhere" in refusal(cli("report", "elsewhere"))
 
 
+def test_a_run_from_a_pipe_whose_text_is_gone_says_so(
+    cli: Cli, verse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = verse.read_text(encoding="utf-8")
+    done = run_cli("train", "-", *TINY, "--out", "piped", cwd=tmp_path, stdin=words)
+    assert done.returncode == 0, done.stderr
+    assert cli("report", "piped").returncode == 0
+    monkeypatch.setenv("CHARGPT_CACHE", str(tmp_path / "another"))
+    for command in (["report"], ["explain"], ["sample", "--check"], ["evaluate"]):
+        said = refusal(cli(command[0], "piped", *command[1:]))
+        assert "piped was trained on standard input, and the cache no longer has that text" in said
+
+
 def test_long_training_texts_are_not_searched_for_copies(
     cli: Cli, verse: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
