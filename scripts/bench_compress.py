@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from record import facts, write_record
 
-from chargpt.inference.coding import _cut, compress, decompress
+from chargpt.inference.coding import compress, decompress, lanes_of
 from chargpt.inference.evaluation import evaluate_tokens
 from chargpt.store.run import Run, load_run
 
@@ -47,7 +47,7 @@ def random_texts(run: Run, val: str, count: int) -> list[str]:
 def promised_bytes(run: Run, text: str) -> float:
     """Return what the model's `full` loss over the lanes says that a text takes."""
     tokens = run.tokenizer.encode(text).astype(np.int64)
-    lanes = _cut(tokens)
+    lanes = lanes_of(tokens)
     nats = 0.0
     for number, lane in enumerate(lanes):
         own = lane[: len(tokens) - number * lanes.shape[1]]

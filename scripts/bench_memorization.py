@@ -2,12 +2,13 @@
 
     python scripts/bench_memorization.py SEED_TEXT [--megabytes 100] [--json FILE]
 
-The long text is made of SEED_TEXT's words in random order. Each of 100 texts holds one copy of 20
-to 500 characters of it, among random characters.
+The long text, mapped from a file, is made of SEED_TEXT's words in random order. Each of 100 texts
+holds one copy of 20 to 500 characters of it, among random characters.
 """
 
 import argparse
 import resource
+import tempfile
 import time
 from pathlib import Path
 
@@ -20,18 +21,15 @@ from chargpt.analysis.memorization import memorization
 TEXTS, SHORTEST, LONGEST, AROUND = 100, 20, 500, 200
 
 
-def long_text(seed: Path, size: int) -> npt.NDArray[np.uint8]:
-    """Return at least so many bytes of a text's words in random order."""
+def long_text(seed: Path, size: int, target: Path) -> npt.NDArray[np.uint8]:
+    """Write at least so many bytes of a text's words in random order; return them mapped."""
     words = seed.read_bytes().split()
     random = np.random.default_rng(0)
-    picks = random.integers(0, len(words), size // 3)
-    pieces, total = [], 0
-    for pick in picks.tolist():
-        pieces.append(words[pick])
-        total += len(words[pick]) + 1
-        if total > size:
-            break
-    return np.frombuffer(b" ".join(pieces), dtype=np.uint8)
+    with open(target, "wb") as file:
+        while file.tell() < size:
+            picks = random.integers(0, len(words), 100_000).tolist()
+            file.write(b" ".join(words[pick] for pick in picks) + b" ")
+    return np.memmap(target, dtype=np.uint8, mode="r")
 
 
 def main() -> None:
@@ -41,7 +39,8 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=100)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    training = long_text(given.seed, given.megabytes * 10**6)
+    folder = tempfile.TemporaryDirectory()
+    training = long_text(given.seed, given.megabytes * 10**6, Path(folder.name, "text"))
     random = np.random.default_rng(1)
     texts, planted = [], []
     for _ in range(TEXTS):

@@ -65,7 +65,7 @@ def compress(run: Run, content: bytes, watch: Watch = lambda *_: None) -> bytes:
     coder, done = Encoder(), 0
     threads = min(torch.get_num_threads(), 255)
     with _steady(run.model, threads):
-        lanes = _cut(tokens)
+        lanes = lanes_of(tokens)
         expected = _Expected(run.model, len(lanes))
         for column in _columns(lanes, len(tokens)):
             ends, totals = expected.next()
@@ -114,7 +114,7 @@ def decompress(run: Run, packed: bytes, watch: Watch = lambda *_: None) -> bytes
     tokens = np.zeros(count, dtype=np.int64)
     coder, done = Decoding(body), 0
     with _steady(run.model, threads):
-        lanes = _cut(tokens)
+        lanes = lanes_of(tokens)
         expected = _Expected(run.model, len(lanes))
         for column in _columns(lanes, count):
             ends, totals = expected.next()
@@ -240,7 +240,7 @@ class Decoding:
             self.range <<= 8
 
 
-def _cut(tokens: Ids) -> Ids:
+def lanes_of(tokens: Ids) -> Ids:
     """Return the ids as (L, characters of a lane), filled up with zeros."""
     count = min(MOST_LANES, max(1, len(tokens) // LANE))
     length = max(1, -(-len(tokens) // count))
