@@ -1,0 +1,85 @@
+"""Pictures show the numbers that they are given."""
+
+import math
+import re
+
+import numpy as np
+import pytest
+
+from chargpt.analysis import plots
+from chargpt.analysis.guesses import Group
+from chargpt.analysis.ladder import Ladder, Rung, Step
+
+
+def test_the_ladders_bars_are_bits_in_the_order_of_its_rungs() -> None:
+    rungs = [Rung(name, "", {}) for name in ("bigram (trained)", "one head, scaled")]
+    steps = [
+        Step(rungs[0], [2.0, 2.2], 1, 1.0, "", None),
+        Step(rungs[1], [1.0, 1.2], 1, 1.0, "", [2.0, 2.2]),
+    ]
+    figure = plots.ladder(Ladder("a text", {"uniform": 4.0}, {"xz -9": 1.5}, steps))
+    (axes,) = figure.axes
+    widths = [bar.get_width() for bar in axes.patches]
+    assert widths == pytest.approx([nats / math.log(2) for nats in (4.0, 1.5, 2.1, 1.1)])
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    assert names == ["uniform", "xz -9", "bigram (trained)", "one head, scaled"]
+    (errors,) = axes.collections
+    reach = [float(np.ptp(segment[:, 0])) / 2 for segment in errors.get_segments()]
+    margin = steps[0].loss.margin
+    assert margin is not None
+    assert reach == pytest.approx([0, 0, margin / math.log(2), margin / math.log(2)])
+
+
+def test_attention_is_drawn_as_it_is_with_its_characters_on_both_sides() -> None:
+    weights = np.random.default_rng(0).random((3, 4, 4)).astype(np.float32)
+    figure = plots.attention(weights, "a\n b", ["one", "two", "three"])
+    assert [axes.get_title() for axes in figure.axes] == ["one", "two", "three"]
+    for axes, head in zip(figure.axes, weights, strict=True):
+        np.testing.assert_array_equal(axes.images[0].get_array(), head)
+        assert [text.get_text() for text in axes.texts] == [c for c in "a⏎␣b" for _ in range(2)]
+
+
+def test_calibration_sets_how_often_against_how_sure() -> None:
+    groups = [Group("low", 10, 0.2, 1.0, 0.3), Group("high", 30, 0.9, 0.1, 0.8)]
+    line = plots.calibration(groups).axes[0].lines[1]
+    np.testing.assert_allclose(line.get_xydata(), [[0.3, 0.2], [0.8, 0.9]])
+
+
+def test_curves_and_levels_are_drawn_where_they_are() -> None:
+    figure = plots.loss_curves({"a $b$": [(0, 4.0), (10, 2.0)]}, {"bigram": 2.5}, "$x^")
+    (axes,) = figure.axes
+    np.testing.assert_allclose(axes.lines[0].get_xydata(), [[0, 4], [10, 2]])
+    assert axes.lines[1].get_ydata()[0] == 2.5
+    assert "2.000" in [text.get_text() for text in axes.texts]
+    plots.inline(figure, "curves")  # signs of a formula in a name are no formula
+
+
+def test_thinning_keeps_the_mean_of_equal_shares() -> None:
+    points = [(step, float(step)) for step in range(1, 101)]
+    assert plots.thinned(points)[:2] == [(3, 2.0), (6, 5.0)]
+    assert len(plots.thinned(points)) <= plots.SMOOTHED
+    assert plots.thinned([]) == []
+    assert plots.thinned(points[:5]) == points[:5]
+
+
+def test_a_picture_in_a_page_takes_its_colour_and_has_ids_of_its_own() -> None:
+    first, second = (
+        plots.inline(plots.loss_curves({"a": [(0, 1.0), (1, 0.5)]}, {}, ""), name)
+        for name in ("one", "two")
+    )
+    assert "#000000" not in first
+    assert "currentColor" in first
+    assert "<metadata" not in first
+    ids = [set(re.findall(r' id="([^"]*)"', svg)) for svg in (first, second)]
+    assert ids[0]
+    assert not ids[0] & ids[1]
+    for svg, own in zip((first, second), ids, strict=True):
+        used = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', svg))
+        assert used == own
+
+
+@pytest.mark.parametrize(
+    ("character", "sign"), [(" ", "␣"), ("\n", "⏎"), ("\t", "⇥"), ("\x07", "\ufffd"), ("ж", "ж")]
+)
+def test_what_cannot_be_seen_has_a_sign(character: str, sign: str) -> None:
+    assert plots.visible(character) == sign
