@@ -2,6 +2,8 @@
 
 import math
 import re
+import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -39,6 +41,14 @@ def test_attention_is_drawn_as_it_is_with_its_characters_on_both_sides() -> None
         assert [text.get_text() for text in axes.texts] == [c for c in "a⏎␣b" for _ in range(2)]
 
 
+def test_signs_that_the_font_lacks_are_drawn_without_a_word(tmp_path: Path) -> None:
+    weights = np.eye(4, dtype=np.float32)[None]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plots.save(plots.attention(weights, "床前明月", ["one"]), tmp_path / "a.png")
+        plots.inline(plots.attention(weights, "床前明月", ["one"]), "heads")
+
+
 def test_calibration_sets_how_often_against_how_sure() -> None:
     groups = [Group("low", 10, 0.2, 1.0, 0.3), Group("high", 30, 0.9, 0.1, 0.8)]
     line = plots.calibration(groups).axes[0].lines[1]
@@ -46,7 +56,7 @@ def test_calibration_sets_how_often_against_how_sure() -> None:
 
 
 def test_curves_and_levels_are_drawn_where_they_are() -> None:
-    figure = plots.loss_curves({"a $b$": [(0, 4.0), (10, 2.0)]}, {"bigram": 2.5}, "$x^")
+    figure = plots.loss_curves({"$^$": [(0, 4.0), (10, 2.0)]}, {"bigram": 2.5}, "$_$")
     (axes,) = figure.axes
     np.testing.assert_allclose(axes.lines[0].get_xydata(), [[0, 4], [10, 2]])
     assert axes.lines[1].get_ydata()[0] == 2.5

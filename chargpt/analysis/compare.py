@@ -12,6 +12,7 @@ from chargpt.errors import ConfigError
 from chargpt.inference.evaluation import NGRAM, Evaluation, baselines, evaluate_tokens
 from chargpt.inference.sampling import sample
 from chargpt.models.bigram import BigramLM
+from chargpt.store.metrics import validation_curve
 from chargpt.store.run import Run, RunFolder, load_run
 from chargpt.text.corpus import Corpus, prepare
 from chargpt.training.trainer import Trainer
@@ -75,11 +76,7 @@ class Comparison:
                 evaluation,
             )
         )
-        self.curves[name] = [
-            (record["step"], record["val_nats_per_char"])
-            for record in RunFolder(run.folder).metrics.records()
-            if "val_nats_per_char" in record
-        ]
+        self.curves[name] = validation_curve(RunFolder(run.folder).metrics.records())
         self.samples[name] = sample(run, run.config.sample.model_copy(update=SAMPLE))[0]
 
 

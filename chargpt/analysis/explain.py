@@ -1,7 +1,8 @@
 """Attention step by step, on your own text: averaging, queries and keys, the mask, the scale.
 
-Every figure is computed when it is asked for, by the same functions that the models run on. Where
-the inputs are those of the notebooks that teach attention, so are the numbers.
+Every figure is computed when it is asked for, by the explicit form of attention, which tests hold
+equal to the fast one. Where the inputs are those of the notebooks that teach it, so are the figures
+that come out.
 Shapes in this file: T = characters, D = head size, H = heads.
 """
 
@@ -15,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from chargpt.analysis.heads import attention_on_line, head_words, typical_line
+from chargpt.analysis.heads import LINE, attention_on_line, head_words, typical_line
 from chargpt.analysis.plots import visible
 from chargpt.config import Config, ModelConfig
 from chargpt.errors import ConfigError, TextError
@@ -33,7 +34,6 @@ from chargpt.store.run import Run
 from chargpt.text.corpus import Corpus, Split
 
 SHOWN = 8  # characters of a line that the tables show
-LINE = 40  # characters of a line at most
 HEAD_SIZES = (1, 4, 16, 64, 256)
 SCORES = (0.1, -0.2, 0.3, -0.2, 0.5)  # the notebooks' five
 

@@ -12,6 +12,7 @@ import torch
 from chargpt.models.gpt import GPT
 from chargpt.text.tokenizer import CharTokenizer
 
+LINE = 40  # characters of a line that is drawn, at most
 LOOKED_THROUGH = 20_000  # characters, for a line
 MOST = 12  # layers, and heads of a layer, that are looked at: more would be no picture
 

@@ -14,20 +14,20 @@ from typing import Any
 from markupsafe import Markup
 
 from chargpt.analysis import guesses, memorization, plots
-from chargpt.analysis.heads import attention_on_line, head_words, typical_line
+from chargpt.analysis.heads import LINE, attention_on_line, head_words, typical_line
 from chargpt.analysis.page import render, write_page
 from chargpt.analysis.result import Result, result_of, verdict
 from chargpt.inference.evaluation import NGRAM
 from chargpt.inference.sampling import stream_run
 from chargpt.models.gpt import GPT
 from chargpt.models.ngram import ORDER
+from chargpt.store.metrics import validation_curve
 from chargpt.store.run import REPORT, Run, RunFolder
 from chargpt.text.corpus import Corpus
 
 PASSAGE = 800  # characters
 GUESSED = 30_000  # characters of the validation part that are guessed for the tables
 SAMPLES, SAMPLE_LENGTH, SEED = 3, 400, 1337
-LOOKED_AT = 40  # characters of the line whose attention is drawn
 MOST_SEARCHED = 20_000_000  # characters of training text that are searched for copies
 LEVELS = (0.5, 1, 2, 3.5, 5, 7)  # bits from which on a character is marked, ever darker
 PARTS = {
@@ -115,7 +115,7 @@ def learning(
 ) -> dict[str, Any]:
     """Return the curves."""
     train = run.config.train
-    validation = [(r["step"], r["val_nats_per_char"]) for r in records if "val_nats_per_char" in r]
+    validation = validation_curve(records)
     last = validation[-1][1] if validation else result.losses["val"].nats_per_char
     trained = plots.thinned([(r["step"], r["loss"]) for r in records if "loss" in r])
     lines = {name: nats for name, nats in result.levels.items() if name in ("bigram", NGRAM)}
@@ -199,7 +199,7 @@ def looks(run: Run, corpus: Corpus) -> dict[str, Any]:
     """Return pictures of what each head looks at on a line of the validation part."""
     if not isinstance(run.model, GPT):
         return {"maps": []}
-    most = min(LOOKED_AT, run.model.block_size)
+    most = min(LINE, run.model.block_size)
     line = typical_line(run.tokenizer, corpus.split("val"), most)
     text, layers = run.tokenizer.decode(line), attention_on_line(run.model, line)
     maps = []
@@ -245,7 +245,7 @@ def copies(run: Run, corpus: Corpus) -> dict[str, Any]:
     return {
         "copied": [
             f"{SAMPLES} samples of {SAMPLE_LENGTH} characters, at temperature "
-            f"{settings.temperature:g}; what stands in the training text word for word, over "
+            f"{settings.temperature:g}; what stands in the training text word for word, of "
             f"{least} characters or more, is marked. The longest such stretch: {most(longest)}; "
             f"in as much of the validation part, which it never saw: {most(unseen)}."
         ],

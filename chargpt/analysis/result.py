@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from chargpt.inference.evaluation import NGRAM, Evaluation, baselines, evaluate_tokens
+from chargpt.store.metrics import validation_curve
 from chargpt.store.run import Run
 from chargpt.text.corpus import Corpus, Split
 
@@ -65,7 +66,7 @@ def verdict(run: Run, result: Result, records: Sequence[Mapping[str, Any]]) -> l
     """
     sentences = []
     train_loss, val_loss = (result.losses[split].nats_per_char for split in SPLITS)
-    seen = [(r["step"], r["val_nats_per_char"]) for r in records if "val_nats_per_char" in r]
+    seen = validation_curve(records)
     last = seen[-1][1] if seen else val_loss
     best, best_step = run.state.get("best_nats_per_char"), run.state.get("best_step")
     if run.config.model.kind == "gpt":

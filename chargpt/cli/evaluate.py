@@ -33,9 +33,7 @@ class Protocol(StrEnum):
 
 
 def evaluate(
-    run: Annotated[
-        Path | None, typer.Argument(help="The run's folder. Without it: the newest run.")
-    ] = None,
+    run: options.RunOrNewest = None,
     text: Annotated[
         Path | None, typer.Option("--text", metavar="FILE", help="Another text to measure on.")
     ] = None,

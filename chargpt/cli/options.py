@@ -13,6 +13,9 @@ from chargpt.cli import console
 if TYPE_CHECKING:
     from chargpt.store.run import Run
 
+RunOrNewest = Annotated[
+    Path | None, typer.Argument(help="The run's folder. Without it: the newest run.")
+]
 Set = Annotated[
     list[str] | None,
     typer.Option("-s", "--set", metavar="KEY=VALUE", help="Change a setting: train.max_steps=500."),

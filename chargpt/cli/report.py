@@ -9,9 +9,7 @@ from chargpt.cli import console, options
 
 
 def report(
-    run: Annotated[
-        Path | None, typer.Argument(help="The run's folder. Without it: the newest run.")
-    ] = None,
+    run: options.RunOrNewest = None,
     out: Annotated[
         Path | None,
         typer.Option("--out", metavar="FILE", help="The page; report.html in the run by default."),

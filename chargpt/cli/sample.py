@@ -5,7 +5,6 @@ import json
 import secrets
 import sys
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -19,9 +18,7 @@ if TYPE_CHECKING:
 
 
 def sample(
-    run: Annotated[
-        Path | None, typer.Argument(help="The run's folder. Without it: the newest run.")
-    ] = None,
+    run: options.RunOrNewest = None,
     prompt: Annotated[str | None, typer.Option("--prompt", help="How the text begins.")] = None,
     prompt_file: Annotated[
         str | None,

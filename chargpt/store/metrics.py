@@ -2,14 +2,20 @@
 
 import json
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from chargpt.errors import RunError
 from chargpt.files import write_atomically
 
+VALIDATION = "val_nats_per_char"
 MAX_METRICS_BYTES = 2_000_000_000  # a hundred bytes a step
+
+
+def validation_curve(records: Iterable[Mapping[str, Any]]) -> list[tuple[int, float]]:
+    """Return (step, validation loss in nats) of the records that have one."""
+    return [(record["step"], record[VALIDATION]) for record in records if VALIDATION in record]
 
 
 class Metrics:

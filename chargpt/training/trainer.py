@@ -26,6 +26,7 @@ from chargpt.device import (
 from chargpt.errors import DivergedError
 from chargpt.inference.evaluation import Evaluation, evaluate_tokens
 from chargpt.inference.sampling import stream
+from chargpt.store.metrics import VALIDATION
 from chargpt.store.run import TENSORBOARD, RunFolder
 from chargpt.store.saved import Saved
 from chargpt.text.corpus import Corpus, Split
@@ -231,9 +232,7 @@ class Trainer:
         self.write_metrics()
         if self.world.is_main:
             report.validation = self.measure("val", self.config.train.evaluate_characters)
-            self._record(
-                {"step": report.step, "val_nats_per_char": report.validation.nats_per_char}
-            )
+            self._record({"step": report.step, VALIDATION: report.validation.nats_per_char})
         loss = report.validation.nats_per_char if report.validation else math.nan
         shared = self.world.from_main(loss)
         progress = self.progress
