@@ -73,15 +73,31 @@ def test_a_run_is_saved_loaded_and_scored_alike_on_both_devices(
     assert scores[0] == pytest.approx(scores[1], abs=1e-3)
 
 
-def test_the_likeliest_text_is_the_same_on_both_devices() -> None:
+@pytest.mark.parametrize("streams", [1, 3])
+def test_the_likeliest_text_is_the_same_on_both_devices(streams: int) -> None:
     tokenizer = CharTokenizer("abcdefghijk")
-    options = SampleConfig(length=40, temperature=0, seed=1, num_samples=2)
+    options = SampleConfig(length=40, temperature=0, seed=1, num_samples=streams)
     texts = []
     for device in ("cpu", "cuda"):
         model = noisy_model().to(device)
         steps = list(stream(model, tokenizer, tokenizer.encode("a"), options))
         texts.append(["".join(pieces) for pieces in zip(*steps, strict=True)])
     assert texts[0] == texts[1]
+
+
+def test_a_character_is_drawn_by_replaying_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    replays = []
+    replay = torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(
+        torch.cuda.CUDAGraph, "replay", lambda graph: (replays.append(graph), replay(graph))
+    )
+    tokenizer = CharTokenizer("abcdefghijk")
+    for _ in stream(
+        noisy_model().to(CUDA), tokenizer, tokenizer.encode("a"), SampleConfig(length=40, seed=1)
+    ):
+        pass
+    assert len(replays) > 30  # prompts and new windows are not
+    assert len(set(map(id, replays))) == 1
 
 
 def test_the_counted_model_expects_the_same_on_both_devices(corpus: Corpus) -> None:

@@ -13,9 +13,11 @@ from chargpt.models.bigram import BigramLM
 @pytest.mark.parametrize("scaled", [True, False])
 @pytest.mark.parametrize("streams", [1, 3])
 @pytest.mark.parametrize("prompt", [1, 4, 12])
+@pytest.mark.parametrize("loudness", [1, 30])  # scores that exp can and cannot take as they are
 @torch.inference_mode()
-def test_a_prompt_and_every_step_after_it_give_the_models_logits(scaled, streams, prompt):
+def test_a_prompt_and_every_step_after_it_give_the_models_logits(scaled, streams, prompt, loudness):
     model = noisy_model(block_size=12, n_layer=3, scaled=scaled)
+    model.blocks[1].attention.query_norm.weight.mul_(loudness)
     tokens = torch.randint(11, (streams, 12), generator=torch.Generator().manual_seed(1))
     expected = model(tokens)
     assert float(expected.std()) > 0.1
@@ -29,6 +31,20 @@ def test_a_prompt_and_every_step_after_it_give_the_models_logits(scaled, streams
             torch.testing.assert_close(logits, expected[:, last], rtol=1e-4, atol=1e-4)
             first = last + 1
         assert decoder.length == 12
+
+
+@pytest.mark.parametrize("streams", [1, 3])
+def test_the_step_that_a_gpu_replays_gives_the_same_at_every_place(streams):
+    model = noisy_model(block_size=12, n_layer=3)
+    tokens = torch.randint(11, (streams, 12), generator=torch.Generator().manual_seed(1)).numpy()
+    plain, replaying = Decoder(model, streams), Decoder(model, streams)
+    replaying.replays, replaying.single = True, False
+    for decoder in (plain, replaying):
+        decoder.step(tokens[:, :4])
+    for place in range(4, 12):
+        logits = [decoder.step(tokens[:, place : place + 1]) for decoder in (plain, replaying)]
+        np.testing.assert_allclose(logits[1], logits[0], rtol=1e-4, atol=1e-4)
+    assert replaying.again is not None
 
 
 def test_the_models_weights_stay_as_they_are():

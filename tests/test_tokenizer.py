@@ -1,6 +1,7 @@
 """Characters to ids and back, for any text there is."""
 
 import json
+import random
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chargpt.errors import RunError, TextError, UnknownCharacterError
-from chargpt.text.tokenizer import REPLACEMENT, CharTokenizer
+from chargpt.text.tokenizer import PART, REPLACEMENT, CharTokenizer
 
 RING = "But they were all of them deceived."
 RING_IDS = [2, 15, 14, 0, 14, 8, 6, 18, 0, 17, 6, 13, 6, 0, 3, 10, 10, 0, 12, 7, 0, 14, 8, 6, 11]
@@ -29,6 +30,18 @@ def test_every_text_comes_back_exactly_from_its_own_tokenizer(text: str) -> None
     assert list(tokenizer.characters) == sorted(set(text))
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert CharTokenizer.from_json(tokenizer.to_json()) == tokenizer
+
+
+@pytest.mark.parametrize("alphabet", ["ab\0\x7f", "абя", "a😀\U0010ffff"])
+@pytest.mark.parametrize("size", [1, 2, 3, PART - 1, PART, PART + 1, 2 * PART + 3])
+def test_long_texts_get_the_id_of_each_character(alphabet: str, size: int) -> None:
+    text = "".join(random.Random(size).choices(alphabet, k=size))
+    tokenizer = CharTokenizer("".join(sorted(alphabet)))
+    expected = [tokenizer.characters.index(character) for character in text]
+    assert tokenizer.encode(text).tolist() == expected
+    with_others = text[:-1] + "!"
+    assert tokenizer.encode(with_others, unknown="skip").tolist() == expected[:-1]
+    assert tokenizer.encode("!" + text, unknown="skip").tolist() == expected
 
 
 @pytest.mark.parametrize(

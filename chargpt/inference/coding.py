@@ -33,7 +33,8 @@ from chargpt.store.tensors import pack
 MOST_LANES = 64
 LANE = 4096  # characters that make another lane worth its first character
 HEADER = struct.Struct("<4sBBI8s4sI")  # magic, version, threads, N, model, platform, checksum
-MAGIC, VERSION = b"cgpt", 1
+MAGIC = b"cgpt"
+VERSION = 2  # rises with the format, and whenever predictions are rounded another way
 MOST_CHARACTERS = 2**32 - 1
 MOST_A_BYTE = 10_000  # characters: what a byte may stand for at most, so that no file is a bomb
 SHARES = 2**30  # what probabilities are rounded to parts of
@@ -100,7 +101,10 @@ def decompress(run: Run, packed: bytes, watch: Watch = lambda *_: None) -> bytes
     )
     body = packed[HEADER.size :]
     if version != VERSION:
-        raise ChargptError(f"this file has version {version}, not {VERSION}; update chargpt")
+        raise ChargptError(
+            f"this file has version {version}, and this chargpt writes and reads {VERSION}; "
+            "decompress it with the chargpt that made it"
+        )
     if model_key != _model_key(run):
         raise ChargptError("another model has compressed this; name the run it was made with")
     if platform_key != _platform_key():

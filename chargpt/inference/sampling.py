@@ -253,7 +253,7 @@ def probabilities(logits: Floats, options: SampleConfig, unknown_id: int | None 
         logits = logits.copy()
         logits[:, unknown_id] = -math.inf
     peak = np.maximum.reduce(logits, axis=1, keepdims=True)  # (N, 1); the method is slower
-    if not np.isfinite(peak).all():
+    if not math.isfinite(np.add.reduce(peak, axis=None)):
         raise WorkError(
             "the model's predictions are not finite numbers, so its training diverged; "
             "use an earlier checkpoint, or train anew with a lower optim.lr"
@@ -262,7 +262,9 @@ def probabilities(logits: Floats, options: SampleConfig, unknown_id: int | None 
         likeliest = np.zeros_like(logits)
         likeliest[np.arange(len(logits)), logits.argmax(axis=1)] = 1
         return likeliest
-    shares: Floats = np.exp((logits - peak) / max(options.temperature, LEAST_TEMPERATURE))
+    shares = logits - peak
+    shares /= max(options.temperature, LEAST_TEMPERATURE)
+    np.exp(shares, out=shares)
     if options.top_k is not None or options.top_p is not None:
         shares *= _among_likeliest(shares, options.top_k, options.top_p)
     if options.min_p is not None:

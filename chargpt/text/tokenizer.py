@@ -20,7 +20,7 @@ from chargpt.files import write_atomically
 CODE_POINTS = 0x110000
 MAX_JSON_BYTES = 16_000_000  # every code point there is, escaped, takes less
 REPLACEMENT = "\ufffd"
-PART = 1 << 16  # characters that are encoded at once
+PART = 1 << 15  # characters that are encoded at once
 NAMED = 5  # unknown characters that an error lists one by one
 
 Unknown = Literal["error", "skip", "replace"]
@@ -116,11 +116,10 @@ class CharTokenizer:
         return int(np.iinfo(np.min_scalar_type(self.vocab_size)).max)
 
     @cached_property
-    def _ascii_ids(self) -> bytes:
-        """`_ids` of the first 256 code points, if ids are single bytes."""
-        if self._ids.dtype != np.uint8:
-            return b""
-        return self._ids[np.minimum(np.arange(256), self._ids.size - 1)].tobytes()
+    def _pairs(self) -> npt.NDArray[np.uint16]:
+        """Both ids, of single bytes each, for the two bytes of every 16-bit number."""
+        pairs = np.arange(1 << 16, dtype=np.uint16).view(np.uint8)
+        return self._ids.take(pairs, mode="clip").view(np.uint16)
 
     @cached_property
     def _code_points(self) -> npt.NDArray[np.uint32]:
@@ -140,15 +139,18 @@ class CharTokenizer:
         Raises:
             UnknownCharacterError: naming the characters, if `unknown` is "error".
         """
-        ids = np.empty(len(text), dtype=self._ids.dtype)
-        bytewise = self._ascii_ids if text.isascii() else b""
-        for first in range(0, len(text), PART):  # a part fits into the processor's cache
+        size = len(text)
+        ids = np.empty(size + size % 2, dtype=self._ids.dtype)
+        by_pairs = text.isascii() and ids.dtype == np.uint8  # half as many look-ups
+        for first in range(0, size, PART):  # a part fits into the processor's cache
             part, place = text[first : first + PART], ids[first : first + PART]
-            if bytewise:
-                place[:] = np.frombuffer(part.encode("ascii").translate(bytewise), dtype=np.uint8)
+            # what lies beyond the last known code point has no id, as the table's end says
+            if by_pairs:
+                codes = np.frombuffer(part.encode("ascii") + b"\0"[: len(part) % 2], np.uint16)
+                self._pairs.take(codes, out=place.view(np.uint16), mode="clip")
             else:
-                # what lies beyond the last known code point has no id, as the table's end says
-                np.take(self._ids, code_points(part), out=place, mode="clip")
+                self._ids.take(code_points(part), out=place[: len(part)], mode="clip")
+        ids = ids[:size]
         if ids.size and ids.max() == self._no_id:
             missing = ids == self._no_id
             if unknown == "error":
@@ -243,6 +245,8 @@ class CharTokenizer:
 
 def code_points(text: str) -> npt.NDArray[np.uint32]:
     """Return the code points of a text, shape (characters,)."""
+    if 0 < len(text) < 1 << 29:  # numpy copies sooner than Python encodes, within its limits
+        return np.array([text]).view(np.uint32)
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
 
 
