@@ -10,6 +10,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
@@ -17,6 +18,8 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    NonNegativeInt,
+    PositiveInt,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -149,6 +152,20 @@ class ScheduleConfig(Section):
     """Steps of linear rise."""
     cooldown: float = Field(0.9, ge=0, le=1)
     """Share of all steps in which the trapezoid falls to zero; 0 keeps the rate constant."""
+    bends: tuple[tuple[NonNegativeInt, PositiveInt], ...] = ()
+    """What fitting a budget to the machine's speed leaves behind: (step, end) where the trapezoid,
+    which fell towards zero at that end till then, takes aim at the next one's, at last at
+    train.max_steps. Where it begins to fall goes by the first end."""
+
+    @field_validator("bends")
+    @classmethod
+    def bends_in_order(cls, bends: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+        """Refuse bends that do not follow each other, or come after the end that they bend."""
+        if any(end <= step for step, end in bends):
+            raise ValueError("each needs a step below its end")
+        if any(later <= step for (step, _), (later, _) in pairwise(bends)):
+            raise ValueError("their steps have to rise")
+        return bends
 
 
 class SampleConfig(Section):

@@ -5,7 +5,9 @@
 The model is the default's: 4 layers, 128 wide, 65 characters, block 128 (nanoGPT's of the same size
 with its README's block of 64), filled with noise, since speed does not depend on what was learnt.
 Each measurement is a process of its own, in turn, on this machine's best device for chargpt and on
-the CPU for nanoGPT; the first characters, which warm everything up, do not count.
+the CPU for nanoGPT; the first characters, which warm everything up, do not count. Beside it: which
+share of the machine's matrix peak the model's products take, each character computed once where it
+is drawn and once more in the window that begins with it.
 """
 
 import argparse
@@ -21,6 +23,7 @@ from record import facts, write_record
 OURS = """
 import json, sys, time
 import torch
+from chargpt.analysis.doctor import matrix_speed
 from chargpt.config import ModelConfig, SampleConfig
 from chargpt.device import choose_device
 from chargpt.inference.sampling import stream
@@ -39,7 +42,9 @@ for _ in range(20):
     next(pieces)
 start = time.perf_counter()
 count = sum(1 for _ in pieces)
-print(json.dumps(count * streams / (time.perf_counter() - start)))
+speed = count * streams / (time.perf_counter() - start)
+work = 2 * 2 * (model.parameter_count() - model.embedding.weight.numel())
+print(json.dumps([speed, speed * work / matrix_speed(model.device, torch.float32)]))
 """
 PEER = """
 import json, sys, time
@@ -56,12 +61,14 @@ with torch.no_grad():
     model.generate(start, 20, temperature=0.8, top_k=200)
     begin = time.perf_counter()
     model.generate(start, length, temperature=0.8, top_k=200)
-print(json.dumps(streams * length / (time.perf_counter() - begin)))
+print(json.dumps([streams * length / (time.perf_counter() - begin), None]))
 """
 
 
-def speed(program: str, streams: int, length: int, folder: Path | None = None) -> float:
-    """Return the characters a second of one process."""
+def measure(
+    program: str, streams: int, length: int, folder: Path | None = None
+) -> tuple[float, float | None]:
+    """Return one process's characters a second, and its share of the matrix peak if it is ours."""
     paths = [str(folder), *sys.path[1:]] if folder else sys.path[1:]
     done = subprocess.run(
         [sys.executable, "-c", program, str(streams), str(length)],
@@ -70,8 +77,8 @@ def speed(program: str, streams: int, length: int, folder: Path | None = None) -
         check=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
     )
-    result: float = json.loads(done.stdout.splitlines()[-1])
-    return result
+    speed, share = json.loads(done.stdout.splitlines()[-1])
+    return speed, share
 
 
 def main() -> None:
@@ -89,15 +96,22 @@ def main() -> None:
     if folder:
         cases["nanoGPT, 1 stream"] = (PEER, 1, 500)
         cases["nanoGPT, 64 streams"] = (PEER, 64, 100)
-    found: dict[str, list[float]] = {name: [] for name in cases}
+    found: dict[str, list[tuple[float, float | None]]] = {name: [] for name in cases}
     for _ in range(arguments.repeats):
         for name, (program, streams, length) in cases.items():
-            found[name].append(speed(program, streams, length, folder))
-    medians = {name: round(statistics.median(speeds)) for name, speeds in found.items()}
+            found[name].append(measure(program, streams, length, folder))
+    medians = {
+        name: round(statistics.median(speed for speed, _ in runs)) for name, runs in found.items()
+    }
     record = {
         **facts(),
         "characters_per_second": medians,
-        "all": {name: [round(value) for value in speeds] for name, speeds in found.items()},
+        "all": {name: [round(speed) for speed, _ in runs] for name, runs in found.items()},
+        "share_of_matrix_peak": {
+            name: round(statistics.median(share for _, share in runs if share is not None), 3)
+            for name, runs in found.items()
+            if not name.startswith("nanoGPT")
+        },
     }
     if folder:
         record["times_nanogpt"] = {

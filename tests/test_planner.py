@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,6 +17,7 @@ from chargpt.training.planner import (
     SIZES,
     expected_loss,
     length_of,
+    next_refit,
     plan,
     refit,
     seconds_of,
@@ -139,20 +141,48 @@ def test_a_size_is_measured_by_real_steps_that_leave_nothing_behind(corpus: Corp
     assert planner.characters_a_second(Config().with_values(tiny), corpus) > 0
 
 
-@given(st.integers(20, 5000), st.floats(0.05, 0.95), st.floats(0.001, 10), st.floats(1, 10**5))
+def rates(config: Config, steps: int) -> list[float]:
+    return [rate_at(step, config.schedule, config.train.max_steps) for step in range(steps)]
+
+
+@given(
+    st.integers(20, 2000),
+    st.floats(0.05, 1),
+    st.lists(st.floats(0.001, 10), min_size=1, max_size=6),
+    st.floats(1, 3000),
+)
 def test_fitting_the_steps_leaves_the_past_as_it_was(
-    steps: int, cooldown: float, step_seconds: float, seconds: float
+    steps: int, cooldown: float, speeds: list[float], seconds: float
 ) -> None:
-    values = {"train.max_steps": steps, "schedule.cooldown": cooldown}
-    config = Config().with_values(values)
-    done = steps - round(cooldown * steps)
-    new = refit(config, done, step_seconds, seconds)
-    for step in range(done):
-        before = rate_at(step, config.schedule, steps)
-        assert rate_at(step, new.schedule, new.train.max_steps) == before
-    left = new.train.max_steps - done
-    assert left == 1 or left * step_seconds <= seconds
-    assert rate_at(new.train.max_steps - 1, new.schedule, new.train.max_steps) < 1
+    values = {"train.max_steps": steps, "schedule.cooldown": cooldown, "schedule.warmup": 0}
+    config, done = Config().with_values(values), 0
+    for step_seconds in speeds:
+        at = next_refit(config, done)
+        if at is None or at >= config.train.max_steps:
+            break
+        new = refit(config, at, step_seconds, min(seconds, 3000 * step_seconds))
+        assert rates(new, at) == rates(config, at)
+        left = new.train.max_steps - at
+        assert left == 1 or left * step_seconds <= seconds
+        falling = rates(new, new.train.max_steps)[at - 1 :]
+        assert falling == sorted(falling, reverse=True)
+        # straight to zero, however short the rest has become
+        assert falling[-1] == pytest.approx(falling[0] / len(falling), rel=0.01)
+        config, done = new, at
+    again = Config().with_values(yaml.safe_load(config.to_yaml()))
+    assert again.schedule == config.schedule
+
+
+def test_the_steps_are_fitted_ever_closer_to_the_end() -> None:
+    config = Config().with_values({"train.max_steps": 1000, "schedule.cooldown": 0.7})
+    places, step = [], 0
+    while (step := next_refit(config, step) or 0) > 0:
+        places.append(step)
+        config = refit(config, step, 1.0, (1000 - step) / 0.95 + 0.5)  # the speed that was planned
+    assert places == [300, 650, 825, 912]
+    assert config.train.max_steps == 1000
+    without = {"schedule.kind": "cosine"}, {"schedule.cooldown": 0.0}
+    assert all(next_refit(config.with_values(values), 0) is None for values in without)
 
 
 def test_every_size_has_heads_of_64_or_more() -> None:

@@ -14,6 +14,11 @@ schedules = st.builds(
     kind=st.sampled_from(["trapezoid", "cosine"]),
     warmup=st.integers(0, 500),
     cooldown=st.floats(0, 1),
+    bends=st.lists(
+        st.tuples(st.integers(0, 500), st.integers(1, 500)),
+        max_size=4,
+        unique_by=lambda bend: bend[0],
+    ).map(lambda bends: tuple(sorted((step, step + more) for step, more in bends))),
 )
 
 

@@ -51,7 +51,7 @@ class Clock:
     @property
     def left(self) -> float:
         """Seconds until the last training step has to be done."""
-        closing = min(0.8 + 0.04 * self.seconds, 20.0)  # scoring, the table, leaving
+        closing = min(0.8 + 0.04 * self.seconds, 300.0)  # scoring, the table, leaving
         closing += REPORT_SECONDS if self.seconds >= REPORTED_SECONDS else 0
         return self.seconds - closing - (time.perf_counter() - console.started)
 
@@ -105,8 +105,11 @@ def do_steps(
     clock: Clock | None,
 ) -> None:
     """Go through the steps, showing each, until all are done, time is up or a signal came."""
+    from chargpt.training.planner import next_refit, refit
+
     validation: list[float] = []
-    began, falling_from, told = math.nan, cooldown_start(trainer), False
+    began, fitted, told = math.nan, 1, False  # the first step is slower than any other
+    refit_at = next_refit(trainer.config, 0) if clock else None
     characters = trainer.config.train.batch_size * trainer.config.model.block_size
     looked, counted = time.perf_counter(), trainer.progress.step
     for report in trainer.steps():
@@ -127,11 +130,15 @@ def do_steps(
         if trainer.trouble and not told:
             bar.write(f"{unsaved(trainer)}; training goes on: free some space")
             told = True
-        if report.step == 1:  # the first is slower than any other
+        if report.step == 1:
             began = time.perf_counter()
-        if clock is not None and report.step == falling_from < bar.total:
-            keep_to(clock, trainer, (time.perf_counter() - began) / (report.step - 1))
+        if clock is not None and report.step == refit_at and not trainer.finished:
+            now = time.perf_counter()
+            seconds = (now - began) / (report.step - fitted)
+            trainer.change_config(refit(trainer.config, report.step, seconds, clock.left))
             bar.change_total(trainer.config.train.max_steps)
+            began, fitted = now, report.step
+            refit_at = next_refit(trainer.config, fitted)
         elif clock is not None and clock.left < 0 and not trainer.finished:
             trainer.conclude()
             bar.write(f"the machine slowed down: stopped at step {report.step:,} of {bar.total:,}")
@@ -153,19 +160,6 @@ def last_save(trainer: "Trainer") -> str:
     if trainer.saved_step is None:
         return "there is no checkpoint yet"
     return f"the last checkpoint is step {trainer.saved_step:,}"
-
-
-def cooldown_start(trainer: "Trainer") -> int:
-    """Return the step after which the learning rate begins to fall."""
-    steps = trainer.config.train.max_steps
-    return max(2, steps - round(trainer.config.schedule.cooldown * steps))
-
-
-def keep_to(clock: Clock, trainer: "Trainer", step_seconds: float) -> None:
-    """Fit the run's length to the time left, at so many seconds a step."""
-    from chargpt.training.planner import refit
-
-    trainer.change_config(refit(trainer.config, trainer.progress.step, step_seconds, clock.left))
 
 
 def _detail(

@@ -23,11 +23,13 @@ from chargpt.device import synchronize
 from chargpt.errors import ConfigError
 from chargpt.models import count_parameters
 from chargpt.text.corpus import Corpus, Split
+from chargpt.training.schedule import cooldown_start
 from chargpt.training.trainer import Trainer
 
 SPLITS: tuple[Split, ...] = ("train", "val")
 LEAST_SECONDS = 10
 USABLE = 0.93  # share of the time that is planned for training steps at first
+LEAST_REFITTED = 1 / 8  # of all steps: when fewer are left, their number stays
 REFIT_USABLE = 0.95  # and of what is left, once the real speed is known
 TRIAL_STEPS = 3
 TRIAL_SHARE = 0.05  # of the time: once measuring has taken it, no larger size is tried
@@ -224,14 +226,35 @@ def characters_a_second(config: Config, corpus: Corpus) -> float:
 def refit(config: Config, step: int, step_seconds: float, seconds: float) -> Config:
     """Return the config with as many steps as the time left allows, from `step` on.
 
-    To be called once, when the cooldown is about to begin: the rate of the steps done stays what it
-    was, so the whole run is a function of the new config.
+    To be called when the cooldown is about to begin, and while it goes on: the rate of the steps
+    done stays what it was, to the bit, so the whole run is a function of the new config.
 
     Args:
         step: steps done.
-        step_seconds: what a step has taken so far, all around it included.
+        step_seconds: what a step takes, all around it included.
         seconds: until the last step is to be done.
     """
     left = max(1, int(REFIT_USABLE * seconds / step_seconds))
-    steps = step + left
-    return config.with_values({"train.max_steps": steps, "schedule.cooldown": left / steps})
+    steps, schedule = step + left, config.schedule
+    values: dict[str, object] = {"train.max_steps": steps}
+    if step == cooldown_start(schedule, config.train.max_steps) and not schedule.bends:
+        values["schedule.cooldown"] = left / steps
+    else:
+        values["schedule.bends"] = (*schedule.bends, (step - 1, config.train.max_steps))
+    return config.with_values(values)
+
+
+def next_refit(config: Config, step: int) -> int | None:
+    """Return the step after which to fit again, if any: once the cooldown begins, then half way
+    through what is left, while that is a good part of all steps.
+
+    Args:
+        step: at which the steps were fitted last, 0 if they never were.
+    """
+    steps = config.train.max_steps
+    if config.schedule.kind != "trapezoid" or not config.schedule.cooldown:
+        return None
+    if step == 0:
+        return max(2, cooldown_start(config.schedule, steps))
+    left = steps - step
+    return step + left // 2 if left > LEAST_REFITTED * steps else None

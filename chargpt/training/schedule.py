@@ -9,14 +9,33 @@ def rate_at(step: int, schedule: ScheduleConfig, max_steps: int) -> float:
     """Return what the learning rate is multiplied with in update `step` (0, 1, ...), in (0, 1].
 
     Both kinds rise linearly over `warmup` steps. The trapezoid then stays at 1 and falls linearly
-    towards 0 over the last `cooldown` share of all steps; the cosine falls from there to a tenth
-    (Loshchilov and Hutter 2017, section 3, without restarts).
+    towards 0 over the last `cooldown` share of all steps, at another slope after each of `bends`;
+    the cosine falls from there to a tenth (Loshchilov and Hutter 2017, section 3, no restarts).
     """
     rise = min(1.0, (step + 1) / (schedule.warmup + 1))
     if schedule.kind == "cosine":
         span = max(1, max_steps - schedule.warmup)
         done = min(1.0, max(0, step - schedule.warmup) / span)
         return rise * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
-    cooldown_steps = round(schedule.cooldown * max_steps)
-    fall = (max_steps - step) / (cooldown_steps + 1) if cooldown_steps else 1.0
-    return min(rise, fall, 1.0)
+    return min(rise, _fall(step, schedule, max_steps))
+
+
+def cooldown_start(schedule: ScheduleConfig, max_steps: int) -> int:
+    """Return how many steps the trapezoid does before its rate begins to fall."""
+    planned = schedule.bends[0][1] if schedule.bends else max_steps
+    return planned - round(schedule.cooldown * planned)
+
+
+def _fall(step: int, schedule: ScheduleConfig, max_steps: int) -> float:
+    """Return the height of the trapezoid, were there no warm-up."""
+    height, start = 1.0, cooldown_start(schedule, max_steps) - 1
+    if step <= start:
+        return 1.0
+    for until, end in schedule.bends:
+        if step <= until:
+            break
+        height *= (end - until) / (end - start)
+        start = until
+    else:
+        end = max_steps
+    return height * (end - step) / (end - start)
