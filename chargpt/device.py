@@ -263,7 +263,7 @@ def replayable(step: Callable[[], Tensor], device: torch.device) -> Callable[[],
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.device(device):  # a graph is captured on the current one
-            aside = torch.cuda.Stream()
+            aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             aside.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(aside):  # first uses allocate and choose, which a graph may not
                 for _ in range(3):
