@@ -206,13 +206,15 @@ class Decoder:
             q, k = qk.permute(2, 0, 3, 1, 4)  # (N, H, T, D) each
             v = heads[:, :, 2].transpose(1, 2)  # (N, H, T, D)
             layer.keys[..., places], layer.values[:, :, places] = k.mT, v
+            if layer is self.layers[-1]:  # of which nothing but the last logits is wanted
+                x, q = x[:, -1:], q[:, :, -1:]
             scores = q @ layer.keys[..., :seen]  # (N, H, T, S)
-            scores += self.future[places, :seen]
+            scores += self.future[places, :seen][-q.size(2) :]
             mixed = scores.softmax(dim=-1) @ layer.values[:, :, :seen]  # (N, H, T, D)
             x += mixed.transpose(1, 2).reshape(x.shape) @ layer.output
             gate, up = (_unit_rows(x) @ layer.gate_up).chunk(2, dim=-1)  # (N, T, F)
             x += F.silu(gate).mul_(up) @ layer.down
-        return _unit_rows(x[:, -1]) @ self.head
+        return _unit_rows(x).squeeze(1) @ self.head
 
 
 def _turned(matrix: Tensor) -> Tensor:
