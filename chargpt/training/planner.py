@@ -257,4 +257,4 @@ def next_refit(config: Config, step: int) -> int | None:
     if step == 0:
         return max(2, cooldown_start(config.schedule, steps))
     left = steps - step
-    return step + left // 2 if left > LEAST_REFITTED * steps else None
+    return step + left // 2 if left > max(1, LEAST_REFITTED * steps) else None
