@@ -245,8 +245,9 @@ def refit(config: Config, step: int, step_seconds: float, seconds: float) -> Con
 
 
 def next_refit(config: Config, step: int) -> int | None:
-    """Return the step after which to fit again, if any: once the cooldown begins, then half way
-    through what is left, while that is a good part of all steps.
+    """Return the step after which to fit again, if any.
+
+    That is where the cooldown begins, then half way through what is left, while it is a good part.
 
     Args:
         step: at which the steps were fitted last, 0 if they never were.
