@@ -46,7 +46,9 @@ def test_signs_that_the_font_lacks_are_drawn_without_a_word(tmp_path: Path) -> N
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         plots.save(plots.attention(weights, "床前明月", ["one"]), tmp_path / "a.png")
-        plots.inline(plots.attention(weights, "床前明月", ["one"]), "heads")
+        page = plots.inline(plots.attention(weights, "床前明月", ["one"]), "heads")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in page
 
 
 def test_calibration_sets_how_often_against_how_sure() -> None:

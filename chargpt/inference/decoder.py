@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from chargpt.device import replayable
+from chargpt.models.attention import fused_attention
 from chargpt.models.gpt import GPT
 from chargpt.models.kernels import NORM_EPS
 
@@ -64,12 +65,11 @@ class Decoder:
         self.head = _turned(weights["head.weight"] * gain)  # (C, V)
         half = model.cos.size(-1) // 2
         self.turns = torch.complex(model.cos, model.sin)[:, None, None, :half]  # (K, 1, 1, D/2)
-        future = torch.full((model.block_size,) * 2, -math.inf, device=self.device)
-        self.future = future.triu(1)  # (K, K)
         self.layers = [self._layer(model, weights, n, streams) for n in range(config.n_layer)]
         self.replays = self.device.type == "cuda"
         self.token = torch.zeros(streams, 1, dtype=torch.int64, device=self.device)
         self.place = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.columns = torch.arange(model.block_size, device=self.device)  # (K,), of the memory
         self.again: Callable[[], Tensor] | None = None
         self.single = streams == 1 and self.device.type == "cpu"
         if self.single:
@@ -138,9 +138,8 @@ class Decoder:
                 if self.replays and steps == 1:
                     logits = self._replay(given).cpu().numpy()
                 else:
-                    end = self.length + steps
-                    places = slice(self.length, end)
-                    logits = self._many(given.to(self.device), places, end).cpu().numpy()
+                    places = slice(self.length, self.length + steps)
+                    logits = self._many(given.to(self.device), places).cpu().numpy()
         self.length += steps
         return logits
 
@@ -184,19 +183,19 @@ class Decoder:
         self.token.copy_(tokens)
         self.place.fill_(self.length)
         if self.again is None:
-            self.again = replayable(
-                lambda: self._many(self.token, self.place, len(self.future)), self.device
-            )
+            self.again = replayable(lambda: self._many(self.token, self.place), self.device)
         return self.again()
 
-    def _many(self, tokens: Tensor, places: slice | Tensor, seen: int) -> Tensor:
+    def _many(self, tokens: Tensor, places: slice | Tensor) -> Tensor:
         """Return the logits, (N, V), after (N, T) tokens.
 
         Args:
             tokens: (N, T).
-            places: where they stand, T.
-            seen: S, how much of the memory is looked at; what lies after a place is hidden.
+            places: where they stand, T. If it is a tensor, of one, the whole memory is looked at,
+                with what comes after that place hidden.
         """
+        hidden = None if isinstance(places, slice) else self.columns > places  # (K,)
+        seen = places.stop if isinstance(places, slice) else len(self.columns)  # S
         x = self.embedding[tokens]  # (N, T, C)
         for layer in self.layers:
             heads = (_unit_rows(x) @ layer.qkv).view(*tokens.shape, 3, self.n_head, -1)
@@ -208,9 +207,13 @@ class Decoder:
             layer.keys[..., places], layer.values[:, :, places] = k.mT, v
             if layer is self.layers[-1]:  # of which nothing but the last logits is wanted
                 x, q = x[:, -1:], q[:, :, -1:]
-            scores = q @ layer.keys[..., :seen]  # (N, H, T, S)
-            scores += self.future[places, :seen][-q.size(2) :]
-            mixed = scores.softmax(dim=-1) @ layer.values[:, :, :seen]  # (N, H, T, D)
+            if tokens.size(1) > 1:
+                mixed = fused_attention(q, k, v, scaled=False)  # (N, H, T, D)
+            else:
+                scores = q @ layer.keys[..., :seen]  # (N, H, 1, S)
+                if hidden is not None:
+                    scores.masked_fill_(hidden, -math.inf)
+                mixed = scores.softmax(dim=-1) @ layer.values[:, :, :seen]  # (N, H, 1, D)
             x += mixed.transpose(1, 2).reshape(x.shape) @ layer.output
             gate, up = (_unit_rows(x) @ layer.gate_up).chunk(2, dim=-1)  # (N, T, F)
             x += F.silu(gate).mul_(up) @ layer.down
