@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from conftest import REPOSITORY, Cli, refusal, run_cli
 
 from chargpt.config import load_config
 from chargpt.store.run import RunFolder, load_run
+from chargpt.training.progress import Report
 
 QUICK = (
     "-s train.max_steps=6 -s train.batch_size=4 -s train.evaluate_every=3 -s train.save_every=3 "
@@ -261,24 +263,60 @@ def test_a_machine_that_slows_down_ends_the_run_in_time_with_a_checkpoint(
     from chargpt.cli.signals import Signals
     from chargpt.cli.train import start_run
 
-    class Slowing(Clock):
-        """There is much time until the rate is about to fall, and then there is none."""
-
-        looks = 0
-
-        @property
-        def left(self) -> float:
-            type(self).looks += 1
-            return 1e3 if self.looks < 5 else -1.0
-
     quick = [word for word in QUICK if "=" in word]
     config = load_config("gpt", [f"text.path={verse}", "schedule.cooldown=0.5", *quick])
     trainer, folder = start_run(config, tmp_path / "run")
+
+    class Slowing(Clock):
+        """There is much time until the rate has begun to fall, and then there is none."""
+
+        @property
+        def left(self) -> float:
+            return 1e3 if trainer.progress.step < 5 else -1.0
+
     train_to_end(trainer, folder, Signals(), Slowing(10.0, frozenset()))
     assert "the machine slowed down: stopped at step" in capfd.readouterr().err
     step = trainer.progress.step
-    assert 3 < step < trainer.config.train.max_steps
+    assert step == 5 < trainer.config.train.max_steps
     assert load_run(tmp_path / "run", "latest").step == step
+    assert load_config(tmp_path / "run" / "config.yaml") == trainer.config
+
+
+@pytest.mark.parametrize(("before", "after"), [(3.0, 1.0), (1.0, 3.0), (2.0, 2.0)])
+def test_a_budget_is_used_and_kept_when_the_machines_speed_changes(
+    before: float,
+    after: float,
+    verse: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    from chargpt.cli import console, loop
+    from chargpt.cli.signals import Signals
+    from chargpt.cli.train import start_run
+
+    now, budget, changes = 0.0, 400.0, 150  # seconds
+    quick = [word for word in QUICK if "=" in word and "_steps" not in word and "every" not in word]
+    steps = f"train.max_steps={int(0.9 * budget / before)}"
+    config = load_config("gpt", [f"text.path={verse}", "schedule.cooldown=0.7", steps, *quick])
+    trainer, folder = start_run(config, tmp_path / "run")
+    real_steps = trainer.steps
+
+    def timed_steps() -> Iterator[Report]:
+        nonlocal now
+        for report in real_steps():
+            now += before if now < changes else after
+            yield report
+
+    monkeypatch.setattr(trainer, "steps", timed_steps)
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(console, "started", 0.0)
+    clock = loop.Clock(budget, frozenset())
+    until = clock.left
+    loop.train_to_end(trainer, folder, Signals(), clock)
+    assert 0.9 * until < now <= until < budget
+    assert trainer.finished, "it was cut short"
+    assert "slowed down" not in capfd.readouterr().err
     assert load_config(tmp_path / "run" / "config.yaml") == trainer.config
 
 

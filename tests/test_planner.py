@@ -148,18 +148,19 @@ def rates(config: Config, steps: int) -> list[float]:
 @given(
     st.integers(20, 2000),
     st.floats(0.05, 1),
-    st.lists(st.floats(0.001, 10), min_size=1, max_size=6),
+    st.lists(st.tuples(st.floats(0.001, 10), st.floats(0, 1)), min_size=1, max_size=6),
     st.floats(1, 3000),
 )
 def test_fitting_the_steps_leaves_the_past_as_it_was(
-    steps: int, cooldown: float, speeds: list[float], seconds: float
+    steps: int, cooldown: float, speeds: list[tuple[float, float]], seconds: float
 ) -> None:
     values = {"train.max_steps": steps, "schedule.cooldown": cooldown, "schedule.warmup": 0}
     config, done = Config().with_values(values), 0
-    for step_seconds in speeds:
-        at = next_refit(config, done)
-        if at is None or at >= config.train.max_steps:
+    for step_seconds, early in speeds:
+        planned = next_refit(config, done)
+        if planned is None or planned >= config.train.max_steps:
             break
+        at = max(done + 1, done + round(early * (planned - done)))  # where the time for it is over
         new = refit(config, at, step_seconds, min(seconds, 3000 * step_seconds))
         assert rates(new, at) == rates(config, at)
         left = new.train.max_steps - at

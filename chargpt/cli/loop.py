@@ -110,6 +110,7 @@ def do_steps(
     validation: list[float] = []
     began, fitted, told = math.nan, 1, False  # the first step is slower than any other
     refit_at = next_refit(trainer.config, 0) if clock else None
+    refit_left = _planned_left(clock, trainer, refit_at)
     characters = trainer.config.train.batch_size * trainer.config.model.block_size
     looked, counted = time.perf_counter(), trainer.progress.step
     for report in trainer.steps():
@@ -132,21 +133,35 @@ def do_steps(
             told = True
         if report.step == 1:
             began = time.perf_counter()
-        if clock is not None and report.step == refit_at and not trainer.finished:
-            now = time.perf_counter()
-            seconds = (now - began) / (report.step - fitted)
-            trainer.change_config(refit(trainer.config, report.step, seconds, clock.left))
-            bar.change_total(trainer.config.train.max_steps)
-            began, fitted = now, report.step
-            refit_at = next_refit(trainer.config, fitted)
-        elif clock is not None and clock.left < 0 and not trainer.finished:
-            trainer.conclude()
-            bar.write(f"the machine slowed down: stopped at step {report.step:,} of {bar.total:,}")
-            return
+        if clock is not None and not trainer.finished:
+            now, left = time.perf_counter(), clock.left
+            if left < 0:
+                trainer.conclude()
+                stopped = f"stopped at step {report.step:,} of {bar.total:,}"
+                bar.write(f"the machine slowed down: {stopped}")
+                return
+            if refit_at and (report.step >= refit_at or left < refit_left) and report.step > fitted:
+                seconds = (now - began) / (report.step - fitted)
+                trainer.change_config(refit(trainer.config, report.step, seconds, left))
+                bar.change_total(trainer.config.train.max_steps)
+                began, fitted = now, report.step
+                refit_at = next_refit(trainer.config, fitted)
+                refit_left = _planned_left(clock, trainer, refit_at)
         if trainer.world.any(bool(signals.caught)) and not trainer.finished:
             trainer.save()
             signals.caught = signals.caught or [signal.SIGTERM]  # it was another process's
             return
+
+
+def _planned_left(clock: Clock | None, trainer: "Trainer", step: int | None) -> float:
+    """Return how many seconds are to be left at a later step if each takes as long as the others.
+
+    A machine that slows down comes to that time before it comes to that step.
+    """
+    if clock is None or step is None:
+        return 0.0
+    steps = trainer.config.train.max_steps
+    return clock.left * (steps - step) / (steps - trainer.progress.step)
 
 
 def unsaved(trainer: "Trainer") -> str:

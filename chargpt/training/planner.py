@@ -226,8 +226,8 @@ def characters_a_second(config: Config, corpus: Corpus) -> float:
 def refit(config: Config, step: int, step_seconds: float, seconds: float) -> Config:
     """Return the config with as many steps as the time left allows, from `step` on.
 
-    To be called when the cooldown is about to begin, and while it goes on: the rate of the steps
-    done stays what it was, to the bit, so the whole run is a function of the new config.
+    A cooldown that has not begun begins here; another goes on at another slope. The rate of the
+    steps done stays what it was, to the bit, so the whole run is a function of the new config.
 
     Args:
         step: steps done.
@@ -237,7 +237,7 @@ def refit(config: Config, step: int, step_seconds: float, seconds: float) -> Con
     left = max(1, int(REFIT_USABLE * seconds / step_seconds))
     steps, schedule = step + left, config.schedule
     values: dict[str, object] = {"train.max_steps": steps}
-    if step == cooldown_start(schedule, config.train.max_steps) and not schedule.bends:
+    if step <= cooldown_start(schedule, config.train.max_steps) and not schedule.bends:
         values["schedule.cooldown"] = left / steps
     else:
         values["schedule.bends"] = (*schedule.bends, (step - 1, config.train.max_steps))
