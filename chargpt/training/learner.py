@@ -63,7 +63,7 @@ class Learner:
         model = build_model(config.model, corpus.tokenizer.vocab_size)
         self.model: LanguageModel = model.to(device)
         if saved is None:
-            self.optimizer = Optimizer(self.model, config.optim)
+            self.optimizer = Optimizer(self.model, config.optim, self.dtype)
             self.average = self._start_average(dict(self.model.named_parameters()))
         else:
             self.restore(saved, config.optim)
@@ -94,7 +94,7 @@ class Learner:
         fill(self.model, saved.raw_model, saved.folder)
         self.model.zero_grad(set_to_none=True)
         self.average = self._start_average(saved.model)
-        self.optimizer = Optimizer(self.model, optim)
+        self.optimizer = Optimizer(self.model, optim, self.dtype)
         self.optimizer.load_tensors(saved.optimizer)
 
     def leave_others(self) -> None:

@@ -24,13 +24,16 @@ COEFFICIENTS = (
 MOMENTUM = 0.8  # short memory: 0.95, which runs of far larger batches use, was worse in every run
 
 
-def orthogonalise(matrices: Tensor) -> Tensor:
-    """Return the nearest matrices with singular values about 1, (N, R, C)."""
+def orthogonalise(matrices: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the nearest matrices with singular values about 1, (N, R, C).
+
+    Args:
+        matrices: float32.
+        dtype: to multiply in. Its rounding is as nothing beside what "about" means here.
+    """
     tall = matrices.size(-2) > matrices.size(-1)
     x = matrices.mT if tall else matrices
-    if x.is_cuda:
-        x = x.bfloat16()
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-7)
+    x = (x / (x.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-7)).to(dtype)
     for a, b, c in COEFFICIENTS:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
@@ -44,12 +47,19 @@ def lying(matrix: Tensor) -> Tensor:
 
 
 class Muon:
-    """The optimizer of a model's hidden matrices."""
+    """The optimizer of a model's hidden matrices, whose products run in `dtype`."""
 
-    def __init__(self, parameters: dict[str, nn.Parameter], lr: float, weight_decay: float) -> None:
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter],
+        lr: float,
+        weight_decay: float,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         self.parameters = parameters
         self.lr = lr
         self.weight_decay = weight_decay
+        self.dtype = dtype
         shapes: dict[torch.Size, list[str]] = {}
         for name, parameter in parameters.items():
             shapes.setdefault(lying(parameter).shape, []).append(name)
@@ -65,7 +75,8 @@ class Muon:
             weights: list[Tensor] = [self.parameters[name] for name in names]
             gradient = torch.stack([lying(w.grad) for w in weights if w.grad is not None])
             buffer.lerp_(gradient, 1 - MOMENTUM)
-            update = orthogonalise(gradient.lerp_(buffer, MOMENTUM))  # (N, R, C), Nesterov
+            nesterov = gradient.lerp_(buffer, MOMENTUM)
+            update = orthogonalise(nesterov, self.dtype)  # (N, R, C)
             rate = self.lr * factor
             torch._foreach_mul_(weights, 1 - rate * self.weight_decay)
             for weight, change in zip(weights, update.unbind(), strict=True):

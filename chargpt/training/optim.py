@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor, nn
 
 from chargpt.config import OptimConfig
@@ -13,9 +14,14 @@ EMBEDDING_RATE = 4  # beside Muon: few rows of the embedding have a gradient tha
 
 
 class Optimizer:
-    """AdamW for all, or Muon for the blocks' matrices and AdamW for the rest."""
+    """AdamW for all, or Muon for the blocks' matrices and AdamW for the rest.
 
-    def __init__(self, model: nn.Module, config: OptimConfig) -> None:
+    Weights and state are float32; Muon's matrix products run in `dtype`.
+    """
+
+    def __init__(
+        self, model: nn.Module, config: OptimConfig, dtype: torch.dtype = torch.float32
+    ) -> None:
         named = dict(model.named_parameters())
         hidden = {}
         if config.name == "muon":
@@ -26,7 +32,7 @@ class Optimizer:
             embedding = {"embedding.weight": others.pop("embedding.weight")}
             rate = EMBEDDING_RATE * config.lr
             self.rules.append(AdamW(embedding, rate, config.weight_decay))
-            self.rules.append(Muon(hidden, config.matrix_lr, config.weight_decay))
+            self.rules.append(Muon(hidden, config.matrix_lr, config.weight_decay, dtype))
         self.rules.append(AdamW(others, config.lr, config.weight_decay))
 
     def step(self, step: int, factor: float) -> None:
