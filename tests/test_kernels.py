@@ -8,7 +8,7 @@ from torch import Tensor
 
 from chargpt.models import kernels
 from chargpt.models.gpt import rotary_tables
-from chargpt.models.kernels import heads, swiglu, unit_rms
+from chargpt.models.kernels import dropout, heads, swiglu, unit_rms
 
 BATCH, STEPS, HEADS, SIZE = 2, 5, 3, 8
 
@@ -74,3 +74,29 @@ def test_a_row_of_zeros_stays_finite(by_hand: bool, monkeypatch: pytest.MonkeyPa
     unit_rms(x).sum().backward()
     assert x.grad is not None
     assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_dropout_leaves_out_a_share_and_keeps_the_mean(share: float, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = torch.ones(7, 14287, dtype=dtype, requires_grad=True)  # 100,009: no multiple of four
+    result = dropout(x, share)
+    left_out = (result == 0).float()
+    assert left_out.mean().item() == pytest.approx(share, abs=0.01)
+    assert result.unique().tolist() == pytest.approx([0, 1 / (1 - share)], rel=0.005)
+    # of neighbours, each is drawn for itself
+    both = (left_out[:, 1:] * left_out[:, :-1]).mean().item()
+    assert both == pytest.approx(share**2, abs=0.01)
+    result.backward(torch.full_like(x, 3.0))
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, 3 * result.detach(), rtol=0.01, atol=0)
+
+
+def test_dropout_draws_again_each_time_and_the_same_from_the_same_seed() -> None:
+    x = torch.ones(1000)
+    torch.manual_seed(1)
+    first, second = dropout(x, 0.5), dropout(x, 0.5)
+    torch.manual_seed(1)
+    assert dropout(x, 0.5).equal(first)
+    assert not first.equal(second)

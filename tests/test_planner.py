@@ -13,7 +13,6 @@ from chargpt.models import count_parameters
 from chargpt.text.corpus import Corpus, prepare
 from chargpt.training import planner
 from chargpt.training.planner import (
-    LITTLE_DECAY,
     SIZES,
     expected_loss,
     length_of,
@@ -91,19 +90,22 @@ def test_a_small_text_is_not_read_for_ever(corpus: Corpus, machine: list[Config]
     assert config.model.dropout > 0
 
 
-def test_a_longer_run_learns_less_from_counts_and_one_of_many_epochs_keeps_its_decay(
+def test_counts_teach_less_in_a_longer_run_and_decay_grows_with_how_often_a_text_is_read(
     corpus: Corpus,
 ) -> None:
     base = load_config("gpt")
+    share, decay = base.train.ngram_targets, base.optim.weight_decay
 
-    def chosen(characters: float, text_characters: int) -> tuple[object, object]:
+    def chosen(characters: float, text_characters: int) -> object:
         values = length_of(base, characters, text_characters)
-        return values["train.ngram_targets"], values["optim.weight_decay"]
+        return pytest.approx((values["train.ngram_targets"], values["optim.weight_decay"]))
 
-    assert chosen(500_000, 10**6) == (base.train.ngram_targets, LITTLE_DECAY)
-    assert chosen(2_400_000, 10**6) == (pytest.approx(base.train.ngram_targets / 2), LITTLE_DECAY)
-    assert chosen(30_000_000, 10**6) == (0.0, base.optim.weight_decay)
-    assert chosen(30_000_000, 10**8) == (0.0, LITTLE_DECAY)
+    assert chosen(500_000, 10**6) == (share, decay / 5)
+    assert chosen(1_600_000, 10**6) == (0.75 * share, 0.32 * decay)
+    assert chosen(5_000_000, 10**6) == (share / 2, decay)
+    assert chosen(30_000_000, 10**6) == (share / 2, decay)
+    assert chosen(5_000_000, 10**8) == (pytest.approx(0.24 * share), decay / 5)
+    assert chosen(30_000_000, 10**8) == (0.0, decay / 5)
 
 
 def test_what_the_user_has_set_stays(corpus: Corpus, machine: list[Config]) -> None:

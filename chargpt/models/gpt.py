@@ -25,7 +25,7 @@ from chargpt.config import ModelConfig
 from chargpt.models.attention import average_weights, explicit_attention, fused_attention
 from chargpt.models.base import LanguageModel
 from chargpt.models.cache import KVCache
-from chargpt.models.kernels import heads, swiglu, unit_rms
+from chargpt.models.kernels import dropout, heads, swiglu, unit_rms
 
 # Of `GPT.look_back`, found by trial; none is delicate.
 LOOKING = 3  # layers
@@ -40,6 +40,13 @@ class Gain(nn.Module):
     def __init__(self, size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
+
+
+class Dropout(nn.Dropout):
+    """Leaves a share of its input out, in training."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return dropout(x, self.p) if self.training and self.p else x
 
 
 def rotary_tables(positions: int, head_size: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -144,7 +151,7 @@ class Block(nn.Module):
         if config.mlp != "none":
             self.mlp_norm = Gain(config.n_embd)
             self.mlp = SwiGLU(config.n_embd, config.mlp_width)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None, layer: int
@@ -168,7 +175,7 @@ class GPT(LanguageModel):
         super().__init__(vocab_size, config.block_size)
         self.config = config
         self.embedding = nn.Embedding(vocab_size, config.n_embd)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = Gain(config.n_embd)
         self.head = nn.Linear(config.n_embd, vocab_size, bias=False)

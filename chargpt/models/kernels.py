@@ -83,47 +83,48 @@ class _Heads(Function):
 
     @staticmethod
     def forward(ctx: Any, by_head: Tensor, gains: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        batch, steps, _, n_head, size = by_head.shape
-        half = size // 2
-        inverse = _inverse_rms(by_head[:, :, :2])
-        unit = by_head[:, :, :2] * inverse  # (B, T, 2, H, D)
-        result = by_head.new_empty(3, batch, n_head, steps, size)
-        result[2] = by_head[:, :, 2].transpose(1, 2)
-        rotated = result[:2].permute(1, 3, 0, 2, 4)  # (B, T, 2, H, D)
-        gains = gains.to(by_head.dtype)[:, None]  # (2, 1, D)
-        angles = cos[:, None, None, :half], sin[:, None, None, :half]  # (T, 1, 1, D/2)
-        _turn(rotated, unit, gains, angles)
-        ctx.save_for_backward(unit, inverse, gains, *angles)
+        result = by_head.permute(2, 0, 3, 1, 4).clone(memory_format=torch.contiguous_format)
+        rotated = result[:2]  # (2, B, H, T, D)
+        gains = gains.to(by_head.dtype)[:, None, None, None]  # (2, 1, 1, 1, D)
+        inverse = _inverse_rms(rotated)
+        unit = rotated * inverse
+        _rotate(unit, cos * gains, sin * gains, _quarter_turn(cos), out=rotated)
+        ctx.save_for_backward(unit, inverse, gains, cos, sin)
         return result
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
         unit, inverse, gains, cos, sin = ctx.saved_tensors
-        batch, steps, _, n_head, size = unit.shape
-        result = gradient.new_empty(batch, steps, 3, n_head, size)
-        result[:, :, 2] = gradient[2].transpose(1, 2)
-        turned_back = result[:, :, :2]  # (B, T, 2, H, D)
-        _turn(turned_back, gradient[:2].permute(1, 3, 0, 2, 4), None, (cos, -sin))
-        product = turned_back * unit
+        _, batch, n_head, steps, size = unit.shape
+        turned_back = torch.empty_like(unit)
+        _rotate(gradient[:2], cos, sin, _quarter_turn(cos).mT, out=turned_back)
+        product = (turned_back * unit).view(2, -1, size)  # (2, B H T, D)
         # a product with ones sums over all places faster than `sum` does
-        ones = product.new_ones(1, batch * steps)
-        by_gain = (ones @ product.view(batch * steps, -1)).view(2, n_head, size).sum(dim=1)
-        shared = (product @ gains.mT).div_(-size)  # (B, T, 2, H, 1)
+        by_gain = product.new_ones(2, 1, product.size(1)) @ product  # (2, 1, D)
+        shared = (product @ gains.view(2, size, 1)).div_(-size).view_as(inverse)
         turned_back.mul_(gains).addcmul_(unit, shared).mul_(inverse)
-        return result, by_gain, None, None
+        result = gradient.new_empty(batch, steps, 3, n_head, size)
+        by_place = result.permute(2, 0, 3, 1, 4)  # (3, B, H, T, D)
+        by_place[:2] = turned_back
+        by_place[2] = gradient[2]
+        return result, by_gain[:, 0], None, None
 
 
-def _turn(out: Tensor, x: Tensor, gains: Tensor | None, angles: tuple[Tensor, Tensor]) -> None:
-    """Write x, times its gains, turned by its angles, into `out`; all (B, T, 2, H, D)."""
-    (cos, sin), half = angles, x.size(-1) // 2
-    first, second = x[..., :half], x[..., half:]
-    if gains is None:
-        of_first = of_second = cos, sin
-    else:
-        one, two = gains[..., :half], gains[..., half:]
-        of_first, of_second = (cos * one, sin * one), (cos * two, sin * two)
-    torch.mul(first, of_first[0], out=out[..., :half]).addcmul_(second, of_second[1], value=-1)
-    torch.mul(second, of_second[0], out=out[..., half:]).addcmul_(first, of_first[1])
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, turn: Tensor, out: Tensor) -> None:
+    """Write x cos + (x sin) turn into `out`.
+
+    `chunk` and `cat` would go over memory in runs of D/2 numbers; one more product is sooner done.
+    """
+    size = x.size(-1)
+    torch.mul(x, cos, out=out)
+    out.view(-1, size).addmm_((x * sin).reshape(-1, size), turn)
+
+
+def _quarter_turn(like: Tensor) -> Tensor:
+    """Return the (D, D) matrix that takes (first, second) half to (-second, first)."""
+    size = like.size(-1)
+    one = torch.eye(size, dtype=like.dtype, device=like.device)
+    return torch.cat((-one[:, size // 2 :], one[:, : size // 2]), dim=1)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -151,3 +152,27 @@ class _SwiGLU(Function):
         torch.mul(gradient, opened, out=of_up)
         torch.ops.aten.silu_backward.grad_input(gradient * up, gate, grad_input=of_gate)
         return result
+
+
+def dropout(x: Tensor, share: float) -> Tensor:
+    """Return x with `share` of it zero, the rest over 1 - share (Srivastava et al. 2014)."""
+    if by_hand(x):
+        return cast("Tensor", _Dropout.apply(x, share))  # type: ignore[no-untyped-call]
+    return F.dropout(x, share)
+
+
+class _Dropout(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, share: float) -> Tensor:
+        # four draws from each random number: torch's own takes one, and a logarithm, for each
+        bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
+        drawn = bits.view(torch.int16)[: x.numel()].view(x.shape)
+        kept = (drawn >= round(share * 2**16) - 2**15).to(x.dtype)
+        ctx.save_for_backward(kept)
+        ctx.scale = 1 / (1 - share)
+        return (x * kept).mul_(ctx.scale)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (kept,) = ctx.saved_tensors
+        return (gradient * kept).mul_(ctx.scale), None

@@ -35,13 +35,14 @@ TRIAL_STEPS = 3
 TRIAL_SHARE = 0.05  # of the time: once measuring has taken it, no larger size is tried
 REPEATS_WORTH = 15.4  # R* of Muennighoff et al.
 MOST_EPOCHS = 40
-FEW_EPOCHS, LITTLE_DECAY = 8, 0.02  # too few to over-fit in
+DECAY_EPOCHS, LEAST_DECAY = 5, 0.2  # the decay is whole from here on; before, this share at least
 LEAST_STEPS = 20
 SHORT_RUN = 350_000  # characters
 BLOCK, SHORT_BLOCK, LEAST_BLOCK = 256, 128, 8
 LONG_RUN, VERY_LONG_RUN = 1_000_000, 3_000_000  # characters
 COUNTED_UNTIL = 1_200_000  # characters; from there on the share of counted targets falls
 LEAST_COUNTED = 0.05
+REPEATED, REPEATED_COUNTED = 2, 0.5  # epochs from which on this much of the share stays
 EVALUATIONS, FEW_EVALUATIONS = 8, 4  # few in short runs, where each takes the time of two steps
 COOLDOWN, LONG_COOLDOWN = 0.6, 0.7  # what comes before it shows the machine's real speed
 
@@ -134,8 +135,9 @@ def length_of(config: Config, characters: float, text_characters: int) -> dict[s
     steps = max(LEAST_STEPS, steps)
     every = math.ceil(steps / (EVALUATIONS if characters >= SHORT_RUN else FEW_EVALUATIONS))
     epochs, decay = characters / text_characters, config.optim.weight_decay
-    # what counting teaches is soon learnt
-    counted = config.train.ngram_targets * min(1.0, COUNTED_UNTIL / characters)
+    # what counting teaches is soon learnt; that it is less sure of what was read stays useful
+    least = REPEATED_COUNTED if epochs >= REPEATED else 0.0
+    counted = config.train.ngram_targets * max(least, min(1.0, COUNTED_UNTIL / characters))
     return {
         "train.max_steps": steps,
         "train.evaluate_every": every,
@@ -144,7 +146,7 @@ def length_of(config: Config, characters: float, text_characters: int) -> dict[s
         "train.sample_every": 2 * every if steps >= 200 else 0,  # a sample takes a step's time
         "schedule.cooldown": COOLDOWN if characters < LONG_RUN else LONG_COOLDOWN,
         "train.ngram_targets": round(counted, 3) if counted >= LEAST_COUNTED else 0.0,
-        "optim.weight_decay": min(decay, LITTLE_DECAY) if epochs < FEW_EPOCHS else decay,
+        "optim.weight_decay": round(decay * min(1.0, max(LEAST_DECAY, epochs / DECAY_EPOCHS)), 4),
         "model.dropout": 0.0 if epochs < 12 else 0.1 if epochs < 25 else 0.2,
     }
 
