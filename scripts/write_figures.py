@@ -59,7 +59,10 @@ def other_times(*records: dict[str, Any]) -> list[str]:
     for name, result in (item for found in records for item in found["results"].items()):
         losses = []
         for protocol in ("full", "sliding", "nanogpt"):
-            values = [run[protocol] for run in result["runs"]]
+            values = [run[protocol] for run in result["runs"] if protocol in run]
+            if not values:
+                losses.append("")
+                continue
             spread = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
             losses.append(f"{statistics.mean(values):.4f}{spread}")
         runs = len(result["runs"])
@@ -166,7 +169,7 @@ def section() -> str:
     """Return the README's whole section, its markers included."""
     parts = [
         training(record("train")),
-        other_times(record("budgets"), record("ten-minutes")),
+        other_times(record("budgets"), record("short-budgets"), record("ten-minutes")),
         sampling(record("sample")),
         preparing(record("text")),
         [

@@ -81,11 +81,15 @@ def descend(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
 # -- orthogonalise ---------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_orthogonalised_matrices_have_singular_values_near_one(shape: tuple[int, ...]) -> None:
-    result = orthogonalise(conditioned(*shape))
+def test_orthogonalised_matrices_have_singular_values_near_one(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    result = orthogonalise(conditioned(*shape), dtype)
     values = torch.linalg.svdvals(result)
     assert result.shape == shape
+    assert result.dtype == torch.float32
     assert values.min() > 0.8
     assert values.max() < 1.2
 
@@ -108,6 +112,23 @@ def test_orthogonalising_acts_on_singular_values_alone(shape: tuple[int, ...]) -
 def test_the_scale_of_a_gradient_does_not_matter() -> None:
     stack = conditioned(2, 8, 12)
     torch.testing.assert_close(orthogonalise(stack * 64), orthogonalise(stack), atol=1e-4, rtol=0)
+
+
+def test_a_run_in_bfloat16_multiplies_its_updates_in_it_and_keeps_all_else_in_float32() -> None:
+    model, twin = small_model(), small_model()
+    results = []
+    for one, dtype in ((model, torch.bfloat16), (twin, torch.float32)):
+        torch.manual_seed(1)
+        for parameter in one.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer = Optimizer(one, OptimConfig(), dtype)
+        optimizer.step(0, 1.0)
+        assert {t.dtype for t in optimizer.state_tensors().values()} == {torch.float32}
+        results.append(torch.cat([p.detach().flatten() for p in one.parameters()]))
+    rough, exact = results
+    assert rough.dtype == torch.float32
+    assert not rough.equal(exact)
+    torch.testing.assert_close(rough, exact, rtol=0, atol=0.05 * OptimConfig().matrix_lr)
 
 
 def test_a_gradient_of_zeros_gives_an_update_of_zeros() -> None:
