@@ -50,7 +50,7 @@ def test_times_are_read_as_people_write_them(written: str, seconds: float) -> No
     assert seconds_of(written) == seconds
 
 
-@pytest.mark.parametrize("written", ["", "soon", "3 m", "-5s", "m", "1.5h", "9s", "0", "1m1h"])
+@pytest.mark.parametrize("written", ["", "soon", "3 m", "-5s", "m", "1.5h", "4s", "0", "1m1h"])
 def test_what_is_no_time_is_refused(written: str) -> None:
     with pytest.raises(ConfigError, match=r"write it so|is too short"):
         seconds_of(written)

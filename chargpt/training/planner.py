@@ -27,7 +27,7 @@ from chargpt.training.schedule import cooldown_start
 from chargpt.training.trainer import Trainer
 
 SPLITS: tuple[Split, ...] = ("train", "val")
-LEAST_SECONDS = 10
+LEAST_SECONDS = 5
 USABLE = 0.93  # share of the time that is planned for training steps at first
 LEAST_REFITTED = 1 / 8  # of all steps: when fewer are left, their number stays
 REFIT_USABLE = 0.95  # and of what is left, once the real speed is known
