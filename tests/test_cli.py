@@ -320,6 +320,26 @@ def test_a_budget_is_used_and_kept_when_the_machines_speed_changes(
     assert load_config(tmp_path / "run" / "config.yaml") == trainer.config
 
 
+def test_a_budget_keeps_the_time_that_its_own_model_takes_to_be_scored(
+    verse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from chargpt.cli import console, loop
+    from chargpt.cli.train import start_run
+
+    quick = [word for word in QUICK if "=" in word]
+    trainer, _ = start_run(load_config("gpt", [f"text.path={verse}", *quick]), tmp_path / "run")
+    readings = iter([0.0, 2.0, 10.0])  # scoring a part takes two seconds
+    clock_face = SimpleNamespace(perf_counter=lambda: next(readings))
+    monkeypatch.setattr(loop, "time", clock_face)
+    monkeypatch.setattr(console, "started", 0.0)
+    clock = loop.Clock(100.0, frozenset())
+    clock.time_scoring(trainer)
+    val = len(trainer.corpus.split("val"))
+    both = min(20_000, len(trainer.corpus.split("train"))) + val
+    timed = min(8_000, val - 1)
+    assert clock.left == pytest.approx(100 - 10 - 0.8 - 1.3 * 2 * both / timed)
+
+
 def test_a_budget_contradicts_steps_processes_and_resuming(
     verse: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:

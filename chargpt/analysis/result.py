@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from chargpt.config import Config
 from chargpt.inference.evaluation import NGRAM, Evaluation, baselines, evaluate_tokens
 from chargpt.store.metrics import validation_curve
 from chargpt.store.run import Run
@@ -35,6 +36,12 @@ class Result:
         return [*counted, *own]
 
 
+def scored_characters(config: Config, steps: int) -> int:
+    """Return on how many characters of each split a run of so many steps is measured, at most."""
+    trained = steps * config.train.batch_size * config.model.block_size
+    return min(SCORED_MOST, max(SCORED_LEAST, int(SCORED_SHARE * trained)))
+
+
 def result_of(run: Run, corpus: Corpus, levels: Mapping[str, float] | None = None) -> Result:
     """Measure a run on parts of what it was and was not trained on.
 
@@ -46,9 +53,7 @@ def result_of(run: Run, corpus: Corpus, levels: Mapping[str, float] | None = Non
     Raises:
         TextError: a split is too short to score.
     """
-    train = run.config.train
-    trained = run.step * train.batch_size * run.config.model.block_size
-    scored = min(SCORED_MOST, max(SCORED_LEAST, int(SCORED_SHARE * trained)))
+    scored = scored_characters(run.config, run.step)
     losses = {
         split: evaluate_tokens(run.model, corpus.split(split), split=split, max_characters=scored)
         for split in SPLITS

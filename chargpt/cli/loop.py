@@ -19,14 +19,17 @@ if TYPE_CHECKING:
 DEFAULT_BUDGET = "150s"  # what a bare `chargpt train` takes
 REPORTED_SECONDS = 120  # a run that takes so long ends with a report, which takes a few itself
 REPORT_SECONDS = 6
+CLOSING_SECONDS, CLOSING_SHARE = 0.8, 0.04  # of a budget, for what comes after the last step
+TIMED_CHARACTERS, TIMED_MARGIN = 8_000, 1.3  # to see how long scoring takes
 
 
-@dataclass(frozen=True)
+@dataclass
 class Clock:
     """A time budget, from the start of the process, and what the user has fixed besides."""
 
     seconds: float
     given: frozenset[str]
+    scoring: float | None = None  # seconds that the closing table takes, once that is known
 
     @classmethod
     def of(
@@ -51,9 +54,22 @@ class Clock:
     @property
     def left(self) -> float:
         """Seconds until the last training step has to be done."""
-        closing = min(0.8 + 0.04 * self.seconds, 300.0)  # scoring, the table, leaving
-        closing += REPORT_SECONDS if self.seconds >= REPORTED_SECONDS else 0
+        scoring = CLOSING_SHARE * self.seconds if self.scoring is None else self.scoring
+        report = REPORT_SECONDS if self.seconds >= REPORTED_SECONDS else 0
+        closing = CLOSING_SECONDS + scoring + report
         return self.seconds - closing - (time.perf_counter() - console.started)
+
+    def time_scoring(self, trainer: "Trainer") -> None:
+        """Find out how long the closing table will take: a device may train in a faster format."""
+        from chargpt.analysis.result import SPLITS, scored_characters
+        from chargpt.inference.evaluation import evaluate_tokens
+
+        most = scored_characters(trainer.config, trainer.config.train.max_steps)
+        splits = [trainer.corpus.split(split) for split in SPLITS]
+        start = time.perf_counter()
+        timed = evaluate_tokens(trainer.model, splits[-1], max_characters=TIMED_CHARACTERS)
+        each = (time.perf_counter() - start) / timed.characters
+        self.scoring = TIMED_MARGIN * each * sum(min(most, len(tokens)) for tokens in splits)
 
 
 def train_to_end(

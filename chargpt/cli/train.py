@@ -81,6 +81,8 @@ def train(
                 clock = Clock.of(budget, config, set_)
                 trainer, folder = start_run(settings, out, force=force, begun=again, clock=clock)
         try:
+            if clock is not None:
+                clock.time_scoring(trainer)
             show_plan(trainer, clock)
             levels = train_to_end(trainer, folder, signals, clock)
             if trainer.world.is_main:
