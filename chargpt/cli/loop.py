@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 DEFAULT_BUDGET = "150s"  # what a bare `chargpt train` takes
 REPORTED_SECONDS = 120  # a run that takes so long ends with a report, which takes a few itself
-REPORT_SECONDS = 6
+REPORT_SECONDS, REPORT_CHARACTERS = 7, 40_000  # what is scored for it comes on top
 CLOSING_SECONDS, CLOSING_SHARE = 0.8, 0.04  # of a budget, for what comes after the last step
 TIMED_CHARACTERS, TIMED_MARGIN = 8_000, 1.3  # to see how long scoring takes
 
@@ -29,7 +29,7 @@ class Clock:
 
     seconds: float
     given: frozenset[str]
-    scoring: float | None = None  # seconds that the closing table takes, once that is known
+    scoring: float | None = None  # seconds that table and report score for, once that is known
 
     @classmethod
     def of(
@@ -52,15 +52,19 @@ class Clock:
         return cls(seconds_of(written), frozenset(options.given_keys(config, changes)))
 
     @property
+    def reports(self) -> bool:
+        """Whether the run ends with a report."""
+        return self.seconds >= REPORTED_SECONDS
+
+    @property
     def left(self) -> float:
         """Seconds until the last training step has to be done."""
         scoring = CLOSING_SHARE * self.seconds if self.scoring is None else self.scoring
-        report = REPORT_SECONDS if self.seconds >= REPORTED_SECONDS else 0
-        closing = CLOSING_SECONDS + scoring + report
+        closing = CLOSING_SECONDS + scoring + (REPORT_SECONDS if self.reports else 0)
         return self.seconds - closing - (time.perf_counter() - console.started)
 
     def time_scoring(self, trainer: "Trainer") -> None:
-        """Find out how long the closing table will take: a device may train in a faster format."""
+        """Find out how long scoring will take at the end: a device may train in a faster format."""
         from chargpt.analysis.result import SPLITS, scored_characters
         from chargpt.inference.evaluation import evaluate_tokens
 
@@ -69,7 +73,9 @@ class Clock:
         start = time.perf_counter()
         timed = evaluate_tokens(trainer.model, splits[-1], max_characters=TIMED_CHARACTERS)
         each = (time.perf_counter() - start) / timed.characters
-        self.scoring = TIMED_MARGIN * each * sum(min(most, len(tokens)) for tokens in splits)
+        scored = sum(min(most, len(tokens)) for tokens in splits)
+        scored += REPORT_CHARACTERS if self.reports else 0
+        self.scoring = TIMED_MARGIN * each * scored
 
 
 def train_to_end(

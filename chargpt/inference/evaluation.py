@@ -38,6 +38,7 @@ Rows = tuple[Tokens, int]  # (B, L + 1) tokens, and how many of the L are contex
 
 LOGITS_BYTES = 64_000_000  # what one call's logits may take
 CALL_CHARACTERS = 16_384  # what one call may hold, however small the vocabulary
+CPU_CALL_CHARACTERS = 4_096  # on a CPU more of them do not stay in its caches
 UNIGRAM_ALPHA = 1.0
 BIGRAM_ALPHA = 0.1
 NGRAM = f"{ORDER}-gram"
@@ -323,7 +324,8 @@ def _logits(
     """Yield, a call at a time, logits and what came: (B, L - context, V), (B, L - context)."""
     device = model.device
     length = rows.shape[1] - 1
-    fitting = min(LOGITS_BYTES // (4 * length * model.vocab_size), CALL_CHARACTERS // length)
+    most = CPU_CALL_CHARACTERS if device.type == "cpu" else CALL_CHARACTERS
+    fitting = min(LOGITS_BYTES // (4 * length * model.vocab_size), most // length)
     step = max(1, fitting)
     for first in range(0, len(rows), step):
         part = torch.from_numpy(rows[first : first + step].astype(np.int64)).to(device)
