@@ -68,7 +68,8 @@ def other_times(*records: dict[str, Any]) -> list[str]:
         runs = len(result["runs"])
         lines.append(f"| `{name}` | {result['seconds']:.1f} | {' | '.join(losses)} | {runs} |")
     head = "Other times, with nothing beside them; means, and standard deviations of several runs:"
-    return [head, "", *lines, *(f"\n`{found['command']}`" for found in records)]
+    made = (f"\n`{found['command']}` ({found['hardware']}, {found['date']})" for found in records)
+    return [head, "", *lines, *made]
 
 
 def sampling(found: dict[str, Any]) -> list[str]:
@@ -169,7 +170,7 @@ def section() -> str:
     """Return the README's whole section, its markers included."""
     parts = [
         training(record("train")),
-        other_times(record("budgets"), record("short-budgets"), record("ten-minutes")),
+        other_times(record("budgets"), record("ten-minutes")),
         sampling(record("sample")),
         preparing(record("text")),
         [
