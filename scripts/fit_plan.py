@@ -8,8 +8,8 @@ fits
 
     loss = floor + a * parameters^-p + b * characters^-q        (Hoffmann et al. 2022, eq. 2)
 
-and writes data and law to `chargpt/training/plan.json`. Takes about 15 minutes on two
-cores that multiply in bfloat16.
+and writes data and law to `chargpt/training/plan.json`. Takes about 15 minutes on two cores that
+multiply in bfloat16.
 """
 
 import argparse
@@ -34,17 +34,14 @@ MOST_WORK = 4.5e12  # parameters x characters of one run
 
 TRAIN = """
 import json, sys
-import torch
 from chargpt.config import load_config
-from chargpt.device import choose_dtype, dtype_name, keep_freed_memory
+from chargpt.device import keep_freed_memory
 from chargpt.text.corpus import prepare
 from chargpt.training.planner import SIZES, length_of, settings_for
 from chargpt.training.trainer import Trainer
 
 text, size, characters = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-dtype, _ = choose_dtype(torch.device("cpu"), "auto")
 config = load_config("gpt").with_values({"text.path": text, "device": "cpu"})
-config = config.with_values({"dtype": dtype_name(dtype)})
 corpus = prepare(config.text)
 config = config.with_values(settings_for(SIZES[size], characters, corpus))
 config = config.with_values(length_of(config, characters, len(corpus.split("train"))))

@@ -320,24 +320,34 @@ def test_a_budget_is_used_and_kept_when_the_machines_speed_changes(
     assert load_config(tmp_path / "run" / "config.yaml") == trainer.config
 
 
+@pytest.mark.parametrize(
+    ("seconds", "report_seconds", "reported"), [(100.0, 0, 0), (300.0, 7, 40_000)]
+)
 def test_a_budget_keeps_the_time_that_its_own_model_takes_to_be_scored(
-    verse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    seconds: float,
+    report_seconds: int,
+    reported: int,
+    verse: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from chargpt.cli import console, loop
     from chargpt.cli.train import start_run
 
     quick = [word for word in QUICK if "=" in word]
-    trainer, _ = start_run(load_config("gpt", [f"text.path={verse}", *quick]), tmp_path / "run")
-    readings = iter([0.0, 2.0, 10.0])  # scoring a part takes two seconds
+    readings = iter([0.0, 0.0, 2.0, 10.0])  # scoring a part takes two seconds
     clock_face = SimpleNamespace(perf_counter=lambda: next(readings))
     monkeypatch.setattr(loop, "time", clock_face)
     monkeypatch.setattr(console, "started", 0.0)
-    clock = loop.Clock(100.0, frozenset())
-    clock.time_scoring(trainer)
+    given = frozenset(word.split("=")[0] for word in quick) - {"train.max_steps"}
+    clock = loop.Clock(seconds, given)
+    config = load_config("gpt", [f"text.path={verse}", *quick])
+    trainer, _ = start_run(config, tmp_path / "run", clock=clock)
     val = len(trainer.corpus.split("val"))
-    both = min(20_000, len(trainer.corpus.split("train"))) + val
+    scored = len(trainer.corpus.split("train")) + val + reported
     timed = min(8_000, val - 1)
-    assert clock.left == pytest.approx(100 - 10 - 0.8 - 1.3 * 2 * both / timed)
+    closing = 0.8 + 1.3 * 2 * scored / timed + report_seconds
+    assert clock.left == pytest.approx(seconds - 10 - closing)
 
 
 def test_a_budget_contradicts_steps_processes_and_resuming(

@@ -82,7 +82,7 @@ def show_result(
         f"trained {step:,} steps in {console.duration(trainer.progress.seconds)}; "
         f"the best checkpoint is step {best.step:,}"
     )
-    reported = (clock.seconds if clock else trainer.progress.seconds) >= REPORTED_SECONDS
+    reported = clock.reports if clock else trainer.progress.seconds >= REPORTED_SECONDS
     console.out(
         f"the run is in {path}; go on with any of\n"
         f"  chargpt sample {path}\n"

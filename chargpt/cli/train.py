@@ -81,8 +81,6 @@ def train(
                 clock = Clock.of(budget, config, set_)
                 trainer, folder = start_run(settings, out, force=force, begun=again, clock=clock)
         try:
-            if clock is not None:
-                clock.time_scoring(trainer)
             show_plan(trainer, clock)
             levels = train_to_end(trainer, folder, signals, clock)
             if trainer.world.is_main:
@@ -164,6 +162,8 @@ def start_run(
     path = out or options.free_folder(f"{options.slug(corpus.name)}-{settings.model.kind}")
     folder = RunFolder(path)
     trainer = Trainer(settings, corpus, folder=folder, world=world)
+    if clock is not None:
+        clock.time_scoring(trainer)
     if world.is_main:
         require_room(trainer, path, trainer.config.train.keep_last + 2)  # the best; one unfinished
         folder.create(trainer.config, corpus.tokenizer, force=force, begun=begun)
