@@ -1,15 +1,16 @@
 """Fit the law by which `chargpt train --budget` chooses a model's size.
 
-    python scripts/fit_plan.py TEXT [--workers 2]
+    python scripts/fit_plan.py TEXT [--workers 2] [--more]
 
 Trains the sizes of `chargpt.training.planner.SIZES` on several amounts of TEXT's training part, as
 far as MOST_WORK goes, measures each on the tail of that part (the validation part is never read),
 fits
 
-    loss = floor + a * parameters^-p + b * characters^-q        (Hoffmann et al. 2022, eq. 2)
+    loss = floor + a * parameters^-p + b * fresh^-q             (Hoffmann et al. 2022, eq. 2)
 
-and writes data and law to `chargpt/training/plan.json`. Takes about 15 minutes on two cores that
-multiply in bfloat16.
+where `fresh` counts characters read again for less (`planner.fresh_characters`), and writes data
+and law to `chargpt/training/plan.json`. Takes about an hour on two cores that multiply in bfloat16.
+With --more, the runs that are recorded there stay, and only those that it lacks are made.
 """
 
 import argparse
@@ -18,24 +19,29 @@ import os
 import subprocess
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from record import facts, write_record
 
-from chargpt.config import ModelConfig
+from chargpt.config import ModelConfig, TextConfig
 from chargpt.models import count_parameters
-from chargpt.training.planner import SIZES
+from chargpt.text.corpus import prepare
+from chargpt.training.planner import SIZES, fresh_characters
 
 TARGET = Path(__file__).parent.parent / "chargpt" / "training" / "plan.json"
-CHARACTERS = (150_000, 300_000, 600_000, 1_200_000, 2_400_000, 4_800_000)
-MOST_WORK = 4.5e12  # parameters x characters of one run
+CHARACTERS = (150_000, 300_000, 600_000, 1_200_000, 2_400_000, 4_800_000, 9_600_000)
+MOST_WORK = 2.4e13  # parameters x characters of one run
+SAME_LENGTH = 0.1  # a run has whole steps, so it may be shorter than asked for
+EXPONENTS = np.arange(0.1, 1.01, 0.05)
 
 TRAIN = """
 import json, sys
 from chargpt.config import load_config
 from chargpt.device import keep_freed_memory
+from chargpt.models import count_parameters
 from chargpt.text.corpus import prepare
 from chargpt.training.planner import SIZES, length_of, settings_for
 from chargpt.training.trainer import Trainer
@@ -44,7 +50,9 @@ text, size, characters = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 config = load_config("gpt").with_values({"text.path": text, "device": "cpu"})
 corpus = prepare(config.text)
 config = config.with_values(settings_for(SIZES[size], characters, corpus))
-config = config.with_values(length_of(config, characters, len(corpus.split("train"))))
+parameters = count_parameters(config.model, corpus.tokenizer.vocab_size)
+text_characters = len(corpus.split("train"))
+config = config.with_values(length_of(config, characters, text_characters, parameters))
 keep_freed_memory()
 trainer = Trainer(config, corpus)
 for report in trainer.steps():
@@ -52,7 +60,7 @@ for report in trainer.steps():
 found = trainer.measure("val", None)
 train, model = config.train, config.model
 print(json.dumps({"n_layer": model.n_layer, "n_embd": model.n_embd, "block_size": model.block_size,
-                  "parameters": trainer.model.parameter_count(),
+                  "parameters": parameters,
                   "characters": train.max_steps * train.batch_size * model.block_size,
                   "nats_per_char": found.nats_per_char}))
 """
@@ -79,19 +87,27 @@ def train_all(text: Path, jobs: list[tuple[int, int]], workers: int) -> list[dic
     return sorted(results, key=lambda result: (result["parameters"], result["characters"]))
 
 
-def fit(results: list[dict[str, Any]]) -> dict[str, float]:
+def fit(results: list[dict[str, Any]], text_characters: int) -> dict[str, float]:
     """Return the law with the least squared error: exponents by search, the rest linear."""
     sizes = np.array([result["parameters"] for result in results], dtype=float)
-    amounts = np.array([result["characters"] for result in results], dtype=float)
     losses = np.array([result["nats_per_char"] for result in results])
     best: tuple[float, dict[str, float]] = (np.inf, {})
-    for p in np.arange(0.1, 1.01, 0.05):
-        for q in np.arange(0.1, 1.01, 0.05):
-            columns = np.stack((np.ones_like(sizes), sizes**-p, amounts**-q), axis=1)
+    for r, s in product((1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48), np.arange(0, 2.01, 0.25)):
+        fresh = np.array(
+            [
+                fresh_characters(
+                    result["parameters"], result["characters"], text_characters, {"r": r, "s": s}
+                )
+                for result in results
+            ]
+        )
+        for p, q in product(EXPONENTS, EXPONENTS):
+            columns = np.stack((np.ones_like(sizes), sizes**-p, fresh**-q), axis=1)
             (floor, a, b), *_ = np.linalg.lstsq(columns, losses, rcond=None)
             error = float(np.sqrt(((columns @ (floor, a, b) - losses) ** 2).mean()))
             if error < best[0] and min(floor, a, b) > 0:
-                law = {"floor": floor, "a": a, "p": p, "b": b, "q": q, "rms_error": error}
+                law = {"floor": floor, "a": a, "p": p, "b": b, "q": q, "r": r, "s": s}
+                law["rms_error"] = error
                 best = error, {name: round(float(value), 5) for name, value in law.items()}
     return best[1]
 
@@ -100,18 +116,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("text", type=Path)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--more", action="store_true")
     arguments = parser.parse_args()
+    known = json.loads(TARGET.read_text(encoding="utf-8"))["runs"] if arguments.more else []
     jobs = []
     for number, size in enumerate(SIZES):
         config = ModelConfig(n_layer=size.n_layer, n_head=size.n_head, n_embd=size.n_embd)
-        work = [count_parameters(config, 65) * characters for characters in CHARACTERS]
-        jobs += [(number, c) for c, w in zip(CHARACTERS, work, strict=True) if w <= MOST_WORK]
+        parameters = count_parameters(config, 65)
+        done = [run["characters"] for run in known if run["parameters"] == parameters]
+        for characters in CHARACTERS:
+            work = parameters * characters
+            if work <= MOST_WORK and all(abs(c / characters - 1) > SAME_LENGTH for c in done):
+                jobs.append((work, number, characters))
+    jobs.sort(reverse=True)  # the long ones first, lest one worker ends up alone with them
     with tempfile.TemporaryDirectory() as folder:
         content = arguments.text.read_text(encoding="utf-8")
         tuning = Path(folder, "training-part.txt")
         tuning.write_text(content[: int(0.9 * len(content))], encoding="utf-8")
-        results = train_all(tuning, jobs, arguments.workers)
-    write_record({**facts(), "law": fit(results), "runs": results}, TARGET)
+        text_characters = len(prepare(TextConfig(path=str(tuning))).split("train"))
+        results = train_all(tuning, [job[1:] for job in jobs], arguments.workers)
+    runs = sorted(known + results, key=lambda run: (run["parameters"], run["characters"]))
+    law = fit(runs, text_characters)
+    write_record({**facts(), "text_characters": text_characters, "law": law, "runs": runs}, TARGET)
 
 
 if __name__ == "__main__":

@@ -2,18 +2,18 @@
 
 The promise is the law of `plan.json`, which `scripts/fit_plan.py` fits to runs that it records:
 
-    loss = floor + a * parameters^-p + b * characters^-q        (Hoffmann et al. 2022, eq. 2)
+    loss = floor + a * parameters^-p + b * fresh^-q             (Hoffmann et al. 2022, eq. 2)
 
-where characters read again count for less and less (Muennighoff et al. 2023, eq. 5). How many
-characters a size gets through is measured on the spot. All that is chosen goes into the config, so
-that the run can be repeated without a clock.
+where characters read again count for less and less, the sooner the larger the model is
+(`fresh_characters`). How many characters a size gets through is measured on the spot. All that is
+chosen goes into the config, so that the run can be repeated without a clock.
 """
 
 import json
 import math
 import re
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -33,9 +33,10 @@ LEAST_REFITTED = 1 / 8  # of all steps: when fewer are left, their number stays
 REFIT_USABLE = 0.95  # and of what is left, once the real speed is known
 TRIAL_STEPS = 3
 TRIAL_SHARE = 0.05  # of the time: once measuring has taken it, no larger size is tried
-REPEATS_WORTH = 15.4  # R* of Muennighoff et al.
 MOST_EPOCHS = 40
 DECAY_EPOCHS, LEAST_DECAY = 5, 0.2  # the decay is whole from here on; before, this share at least
+# from so many epochs on, times the root of the parameters per character of the text
+DROPOUT = ((24, 0.2), (8, 0.1), (0, 0.0))
 LEAST_STEPS = 20
 SHORT_RUN = 350_000  # characters
 BLOCK, SHORT_BLOCK, LEAST_BLOCK = 256, 128, 8
@@ -95,11 +96,30 @@ def expected_loss(parameters: int, characters: float, text_characters: int) -> f
         text_characters: in the training split.
     """
     law = _law()
+    fresh = fresh_characters(parameters, characters, text_characters, law)
+    loss = law["floor"] + law["a"] * parameters ** -law["p"] + law["b"] * fresh ** -law["q"]
+    return float(loss)
+
+
+def fresh_characters(
+    parameters: int, characters: float, text_characters: int, law: Mapping[str, float]
+) -> float:
+    """Return how many characters, each read once, would teach a model as much.
+
+    Repeats are worth less and less, up to R* times the text in all (Muennighoff et al. 2023, eq.
+    5). They find 15.4 where a model has few parameters for its text; a larger one knows its text
+    sooner, so here R* = r * (characters of the text / parameters)^s.
+
+    Args:
+        parameters: of the model.
+        characters: that it reads in training, repeats included.
+        text_characters: in the training split.
+        law: of which r and s count.
+    """
+    most: float = law["r"] * (text_characters / parameters) ** law["s"]
     repeats = max(0.0, characters / text_characters - 1)
-    worth = REPEATS_WORTH * (1 - math.exp(-repeats / REPEATS_WORTH))
-    read = max(1.0, min(characters, text_characters) * (1 + worth))
-    by_size, by_text = law["a"] * parameters ** -law["p"], law["b"] * read ** -law["q"]
-    return float(law["floor"] + by_size + by_text)
+    worth = most * (1 - math.exp(-repeats / most))
+    return max(1.0, min(characters, text_characters) * (1 + worth))
 
 
 @cache
@@ -129,12 +149,15 @@ def settings_for(size: Size, characters: float, corpus: Corpus) -> dict[str, obj
     }
 
 
-def length_of(config: Config, characters: float, text_characters: int) -> dict[str, object]:
+def length_of(
+    config: Config, characters: float, text_characters: int, parameters: int
+) -> dict[str, object]:
     """Return the settings that make a run of this config read about so many characters."""
     steps = int(characters / (config.train.batch_size * config.model.block_size))
     steps = max(LEAST_STEPS, steps)
     every = math.ceil(steps / (EVALUATIONS if characters >= SHORT_RUN else FEW_EVALUATIONS))
     epochs, decay = characters / text_characters, config.optim.weight_decay
+    memorising = epochs * math.sqrt(parameters / text_characters)
     # what counting teaches is soon learnt; that it is less sure of what was read stays useful
     least = REPEATED_COUNTED if epochs >= REPEATED else 0.0
     counted = config.train.ngram_targets * max(least, min(1.0, COUNTED_UNTIL / characters))
@@ -147,7 +170,7 @@ def length_of(config: Config, characters: float, text_characters: int) -> dict[s
         "schedule.cooldown": COOLDOWN if characters < LONG_RUN else LONG_COOLDOWN,
         "train.ngram_targets": round(counted, 3) if counted >= LEAST_COUNTED else 0.0,
         "optim.weight_decay": round(decay * min(1.0, max(LEAST_DECAY, epochs / DECAY_EPOCHS)), 4),
-        "model.dropout": 0.0 if epochs < 12 else 0.1 if epochs < 25 else 0.2,
+        "model.dropout": next(share for least, share in DROPOUT if memorising >= least),
     }
 
 
@@ -202,7 +225,8 @@ def plan(
         measured, chosen = chosen, filled(config, settings_for(size, reachable(speed), corpus))
         if chosen != measured:
             speed = characters_a_second(chosen, corpus)
-    chosen = filled(chosen, length_of(chosen, reachable(speed), text_characters))
+    parameters = count_parameters(chosen.model, corpus.tokenizer.vocab_size)
+    chosen = filled(chosen, length_of(chosen, reachable(speed), text_characters, parameters))
     why = "the model is as you set it" if own else "the largest that pays in this time"
     return chosen, f"{speed:,.0f} characters a second measured; {why}"
 
