@@ -90,16 +90,13 @@ def train_all(text: Path, jobs: list[tuple[int, int]], workers: int) -> list[dic
 def fit(results: list[dict[str, Any]], text_characters: int) -> dict[str, float]:
     """Return the law with the least squared error: exponents by search, the rest linear."""
     sizes = np.array([result["parameters"] for result in results], dtype=float)
+    amounts = np.array([result["characters"] for result in results], dtype=float)
     losses = np.array([result["nats_per_char"] for result in results])
     best: tuple[float, dict[str, float]] = (np.inf, {})
     for r, s in product((1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48), np.arange(0, 2.01, 0.25)):
+        read = zip(sizes, amounts, strict=True)
         fresh = np.array(
-            [
-                fresh_characters(
-                    result["parameters"], result["characters"], text_characters, {"r": r, "s": s}
-                )
-                for result in results
-            ]
+            [fresh_characters(n, c, text_characters, {"r": r, "s": s}) for n, c in read]
         )
         for p, q in product(EXPONENTS, EXPONENTS):
             columns = np.stack((np.ones_like(sizes), sizes**-p, fresh**-q), axis=1)
@@ -123,7 +120,8 @@ def main() -> None:
     for number, size in enumerate(SIZES):
         config = ModelConfig(n_layer=size.n_layer, n_head=size.n_head, n_embd=size.n_embd)
         parameters = count_parameters(config, 65)
-        done = [run["characters"] for run in known if run["parameters"] == parameters]
+        shape = (size.n_layer, size.n_embd)
+        done = [run["characters"] for run in known if (run["n_layer"], run["n_embd"]) == shape]
         for characters in CHARACTERS:
             work = parameters * characters
             if work <= MOST_WORK and all(abs(c / characters - 1) > SAME_LENGTH for c in done):

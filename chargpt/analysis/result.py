@@ -8,9 +8,8 @@ from chargpt.config import Config
 from chargpt.inference.evaluation import NGRAM, Evaluation, baselines, evaluate_tokens
 from chargpt.store.metrics import validation_curve
 from chargpt.store.run import Run
-from chargpt.text.corpus import Corpus, Split
+from chargpt.text.corpus import SPLITS, Corpus, Split
 
-SPLITS: tuple[Split, ...] = ("train", "val")
 # characters scored: of those trained on, but so many at least and at most
 SCORED_SHARE, SCORED_LEAST, SCORED_MOST = 1 / 20, 20_000, 300_000
 WAVERING = 0.02  # nats by which evaluations differ without any over-fitting

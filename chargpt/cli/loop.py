@@ -65,8 +65,9 @@ class Clock:
 
     def time_scoring(self, trainer: "Trainer") -> None:
         """Find out how long scoring will take at the end: a device may train in a faster format."""
-        from chargpt.analysis.result import SPLITS, scored_characters
+        from chargpt.analysis.result import scored_characters
         from chargpt.inference.evaluation import evaluate_tokens
+        from chargpt.text.corpus import SPLITS
 
         most = scored_characters(trainer.config, trainer.config.train.max_steps)
         splits = [trainer.corpus.split(split) for split in SPLITS]

@@ -20,12 +20,13 @@ from chargpt.text.source import STDIN, MissingTextError, codec_name, find_source
 from chargpt.text.statistics import Counts, PairCounts, count_pairs, count_tokens
 from chargpt.text.tokenizer import CharTokenizer, Tokens
 
-__all__ = ["Corpus", "Split", "cache_folder", "prepare", "read_text"]
+__all__ = ["SPLITS", "Corpus", "Split", "cache_folder", "prepare", "read_text"]
 
 MAX_READ_BYTES = 1 << 30
 CHANGED = "the text has changed since the run was trained on it, and the old one's tokens are used"
 
 Split = Literal["train", "val", "test"]
+SPLITS: tuple[Split, ...] = ("train", "val")  # those that every run has
 Progress = Callable[[str, int, int], None]
 
 

@@ -22,11 +22,10 @@ from chargpt.config import Config
 from chargpt.device import synchronize
 from chargpt.errors import ConfigError
 from chargpt.models import count_parameters
-from chargpt.text.corpus import Corpus, Split
+from chargpt.text.corpus import SPLITS, Corpus
 from chargpt.training.schedule import cooldown_start
 from chargpt.training.trainer import Trainer
 
-SPLITS: tuple[Split, ...] = ("train", "val")
 LEAST_SECONDS = 5
 USABLE = 0.93  # share of the time that is planned for training steps at first
 LEAST_REFITTED = 1 / 8  # of all steps: when fewer are left, their number stays
