@@ -104,7 +104,8 @@ class Decoder:
             return of(name) * math.sqrt(model.config.n_embd)
 
         size = model.config.n_embd // model.config.n_head
-        paired = torch.arange(size).view(2, -1).mT.flatten()  # 0, D / 2, 1, D / 2 + 1, ...
+        places = torch.arange(size, device=self.device)
+        paired = places.view(2, -1).mT.flatten()  # 0, D / 2, 1, D / 2 + 1, ...
         qkv = torch.stack([of(f"attention.{name}") for name in ("query", "key", "value")])
         qkv = (qkv * gain("attention_norm")).view(3, self.n_head, size, -1)
         qkv[:2] = qkv[:2, :, paired]

@@ -129,9 +129,7 @@ class NGramLM(LanguageModel):
         """Return what is expected after each of (B, T) ids given all before it: (B, T, V)."""
         orders = cast("list[Order]", self.orders)
         gram = row = torch.zeros_like(tokens)  # (B, T)
-        unigram = orders[0].added.new_full((1, self.vocab_size), 1 / self.vocab_size)
-        orders[0].mix(unigram, gram[:1, 0])
-        shares = unigram.repeat(tokens.numel(), 1) if self.table is None else None
+        shares = self._unigram().repeat(tokens.numel(), 1) if self.table is None else None
         first_row = 1
         for k, order in enumerate(orders[1:]):
             gram = orders[k].find(self._before(gram, k), tokens)
@@ -154,10 +152,7 @@ class NGramLM(LanguageModel):
         contexts = 1 + sum(len(order.codes) for order in orders[:-1])
         if contexts * self.vocab_size > MOST_TABULATED:
             return
-        unigram = orders[0].added.new_full((1, self.vocab_size), 1 / self.vocab_size)
-        shorter = torch.zeros(1, dtype=torch.int64, device=unigram.device)
-        orders[0].mix(unigram, shorter)
-        table = [unigram]
+        table = [self._unigram()]
         for k, order in enumerate(orders[1:]):
             # a context without its first character: that of its own start, and its last character
             parent, last = orders[k].codes // self.vocab_size, orders[k].last
@@ -183,6 +178,13 @@ class NGramLM(LanguageModel):
             gram = order.find(before, tokens)
             share = order.mixed(share, before, gram)
         return -share[:, 1:].log().cpu().numpy()
+
+    def _unigram(self) -> Tensor:
+        """Return what is expected without any context, (1, V)."""
+        first = cast("Order", self.orders[0])
+        shares = first.added.new_full((1, self.vocab_size), 1 / self.vocab_size)
+        first.mix(shares, first.codes.new_zeros(1))
+        return shares
 
     @staticmethod
     def _before(gram: Tensor, k: int) -> Tensor:

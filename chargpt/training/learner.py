@@ -6,6 +6,7 @@ Shapes in this file: B = sequences of a micro-batch, T = block size, V = vocabul
 """
 
 import contextlib
+import copy
 import gc
 import hashlib
 import math
@@ -81,7 +82,8 @@ class Learner:
     def count_targets(self) -> None:
         """Count the n-gram that has a share in the targets, if one has. It takes a moment."""
         if self.config.train.ngram_targets:
-            self.counted = counted_ngram(self.corpus).to(self.device)
+            # `to` moves in place, and the one that is remembered may be in use elsewhere
+            self.counted = copy.deepcopy(counted_ngram(self.corpus)).to(self.device)
             self.counted.tabulate()
 
     def restore(self, saved: Saved, optim: OptimConfig) -> None:

@@ -199,7 +199,7 @@ def plan(
 
     def reachable(speed: float) -> float:
         left = USABLE * (seconds - (time.perf_counter() - start))
-        return min(left * speed, MOST_EPOCHS * text_characters)
+        return max(1.0, min(left * speed, MOST_EPOCHS * text_characters))  # no time may be left
 
     own = config.model.kind != "gpt" or any(key.startswith("model.") for key in given)
     best: tuple[float, Config, float, Size] | None = None

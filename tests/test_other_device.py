@@ -1,0 +1,180 @@
+"""What a GPU asks of the code, on one that is pretended: right places and numbers, no waiting."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+import torch
+from noise import noisy_model
+from pretended import CPU, GPU, pretended_gpu, waits
+from typer.testing import CliRunner
+
+import chargpt.device
+from chargpt.analysis import doctor
+from chargpt.cli.main import app
+from chargpt.config import SampleConfig, TextConfig, load_config
+from chargpt.inference.decoder import Decoder
+from chargpt.inference.sampling import stream
+from chargpt.models.ngram import NGramLM
+from chargpt.store import run
+from chargpt.text.corpus import Corpus, prepare
+from chargpt.text.tokenizer import CharTokenizer
+from chargpt.training import trainer
+from chargpt.training.progress import Report
+from chargpt.training.trainer import METRICS_EVERY, Trainer
+
+TINY = {
+    "model.n_layer": 2, "model.n_embd": 64, "model.block_size": 32, "train.batch_size": 8,
+    "train.max_steps": 25, "train.evaluate_every": 25, "train.save_every": 25,
+    "train.sample_every": 0, "dtype": "float32",
+}  # fmt: skip
+
+
+@pytest.fixture
+def corpus(verse: Path) -> Corpus:
+    return prepare(TextConfig(path=str(verse)))
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+    """A GPU that the config calls `mps`."""
+
+    def choose(name: str) -> tuple[torch.device, str]:
+        return (CPU if name == "cpu" else GPU), "as pretended"
+
+    for module in (chargpt.device, doctor, run, trainer):
+        monkeypatch.setattr(module, "choose_device", choose)
+    with pretended_gpu(monkeypatch) as device:
+        yield device
+
+
+def trainer_on(device: str, corpus: Corpus, **values: object) -> Trainer:
+    return Trainer(load_config("gpt").with_values({**TINY, "device": device, **values}), corpus)
+
+
+def figures(report: Report) -> list[float]:
+    loss = [] if report.loss is None else [report.loss.item()]
+    return loss + ([report.validation.nats_per_char] if report.validation else [])
+
+
+def test_what_lies_on_two_devices_may_not_meet(gpu: torch.device) -> None:
+    with pytest.raises(AssertionError, match="two devices"):
+        torch.ones(2, device=gpu) + torch.ones(2)
+    assert not waits
+    assert (torch.ones(2, device=gpu) + 1).sum().item() == 4
+    assert len(waits) == 1
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"train.accumulate": 2, "train.ema": 0.9, "train.sample_every": 25},
+        {"optim.name": "adamw", "train.ngram_targets": 0.0, "model.attention": "average"},
+    ],
+)
+def test_a_run_goes_as_on_the_cpu(
+    values: dict[str, object], corpus: Corpus, gpu: torch.device
+) -> None:
+    runs = [trainer_on(device, corpus, **values) for device in ("cpu", "mps")]
+    assert [each.model.device.type for each in runs] == ["cpu", "gpu"]
+    for on_cpu, on_gpu in zip(*(each.steps() for each in runs), strict=True):
+        assert on_cpu.sample == on_gpu.sample
+        assert figures(on_gpu) == pytest.approx(figures(on_cpu), abs=1e-4)
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_training_waits_for_the_device_only_to_write_metrics(
+    optimizer: str, corpus: Corpus, gpu: torch.device
+) -> None:
+    run = trainer_on("mps", corpus, **{"optim.name": optimizer, "model.dropout": 0.1})
+    run.learner.count_targets()
+    waited = []
+    for step in range(1, 25):
+        waits.clear()
+        run.advance()
+        waited += [step] * len(waits)
+    assert waited == [METRICS_EVERY, 2 * METRICS_EVERY]
+
+
+def test_gradients_are_those_of_the_cpu(gpu: torch.device) -> None:
+    assert doctor.gradient_error(gpu, torch.float32) < doctor.TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("streams", [1, 3])
+def test_the_same_text_is_written_and_each_character_waited_for_once(
+    streams: int, gpu: torch.device
+) -> None:
+    tokenizer = CharTokenizer("abcdefghijk")
+    options = SampleConfig(length=40, seed=1, num_samples=streams)
+    texts = [
+        list(stream(noisy_model().to(device), tokenizer, tokenizer.encode("a"), options))
+        for device in (CPU, gpu)
+    ]
+    assert texts[0] == texts[1]
+    assert len(waits) == options.length
+
+
+def test_the_decoder_that_graphs_are_made_of_writes_the_same(
+    gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step(tokens: list[list[int]]) -> torch.Tensor:
+        return torch.from_numpy(decoder.step(np.array(tokens)))
+
+    logits = []
+    for device in (CPU, gpu):
+        decoder = Decoder(noisy_model().to(device), 2)
+        decoder.replays = device == gpu
+        logits.append(
+            torch.stack([step(ids) for ids in ([[1, 2], [3, 4]], [[5], [6]], [[7], [8]])])
+        )
+    torch.testing.assert_close(logits[0], logits[1])
+
+
+@pytest.mark.parametrize("attention", ["full", "average"])
+def test_what_is_read_in_pieces_and_looked_at_is_the_same(
+    attention: Literal["full", "average"], gpu: torch.device
+) -> None:
+    tokens = torch.arange(9).view(1, 9)
+    seen = []
+    for device in (CPU, gpu):
+        model = noisy_model(attention=attention).to(device)
+        cache = model.new_cache(1)
+        pieces = [model(piece.to(device), cache) for piece in tokens.split([4, 5], dim=1)]
+        weights = model.attention_weights(tokens.to(device))
+        assert all(each.device == device for each in (*pieces, *weights))
+        seen.append([each.cpu() for each in (*pieces, *weights)])
+    torch.testing.assert_close(*seen)
+
+
+def test_counts_say_the_same(corpus: Corpus, gpu: torch.device) -> None:
+    tokens = torch.from_numpy(corpus.split("val")[:200].astype("int64"))[None]
+    model = NGramLM.fit(corpus.split("train"), corpus.tokenizer.vocab_size, 256)
+    on_cpu = model.shares(tokens)
+    for prepared in (model.to(gpu), model.tabulate() or model):
+        assert torch.equal(prepared.shares(tokens.to(gpu)).cpu(), on_cpu)
+
+
+def test_every_command_works_there(
+    verse: Path, tmp_path: Path, gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("novel.txt").write_text(verse.read_text())
+    Path("line.txt").write_text(verse.read_text()[:50])
+    values = {**TINY, "device": "mps", "sample.length": 30}
+    settings = [f"--set={key}={value}" for key, value in values.items()]
+    for command in (
+        ["train", "novel.txt", "--out", "gpt", *settings],
+        ["train", "novel.txt", "--out", "bigram", "-s", "model.kind=bigram", *settings],
+        ["sample", "gpt", "--length", "20", "--check"],
+        ["evaluate", "gpt", "--protocol", "sliding"],
+        ["score", "gpt", "line.txt"],
+        ["explain", "gpt"],
+        ["report", "gpt"],
+        ["compare", "gpt", "bigram"],
+        ["compress", "gpt", "line.txt", "line.cgpt"],
+        ["doctor"],
+    ):  # fmt: skip
+        done = CliRunner().invoke(app, command)
+        assert done.exit_code == 0, (command, done.output, done.exception)
