@@ -243,7 +243,11 @@ def test_over_fitting_is_told_from_the_recorded_losses(cli: Cli, verse: Path) ->
     val = result.losses["val"]
     easy = type(val)(val.nats_per_char - 0.5, 1, 1, 0, "full", "train", 8)
     memorised = Result(result.levels, {"train": easy, "val": val})
-    assert "begun to memorise" in " ".join(verdict(run, memorised, records[:1]))
+    for dropout, remedy in ((0.0, "more text or model.dropout would"), (0.1, "more text would")):
+        config = run.config.with_values({"model.dropout": dropout})
+        dropping = type(run)(run.folder, config, run.tokenizer, run.model, run.step, run.state)
+        words = " ".join(verdict(dropping, memorised, records[:1]))
+        assert f"begun to memorise; {remedy} help" in words
 
 
 def test_speed_is_drawn_from_whole_flushes_only() -> None:

@@ -87,9 +87,10 @@ def verdict(run: Run, result: Result, records: Sequence[Mapping[str, Any]]) -> l
             "help."
         )
     elif val_loss - train_loss > MEMORISING:
+        remedy = "more text" if run.config.model.dropout else "more text or model.dropout"
         sentences.append(
             f"It does {val_loss - train_loss:.2f} nats better on the text it trained on: it has "
-            "begun to memorise; more text or model.dropout would help."
+            f"begun to memorise; {remedy} would help."
         )
     patience, since = run.config.train.patience, sum(step > (best_step or 0) for step, _ in seen)
     if patience is not None and since >= patience:
