@@ -333,7 +333,9 @@ def test_a_budget_keeps_the_time_that_its_own_model_takes_to_be_scored(
 ) -> None:
     from chargpt.cli import console, loop
     from chargpt.cli.train import start_run
+    from chargpt.training import planner
 
+    monkeypatch.setattr(planner, "characters_a_second", lambda *_: 1e5)
     quick = [word for word in QUICK if "=" in word]
     readings = iter([0.0, 0.0, 2.0, 10.0])  # scoring a part takes two seconds
     clock_face = SimpleNamespace(perf_counter=lambda: next(readings))
