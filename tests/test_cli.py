@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from conftest import REPOSITORY, Cli, refusal, run_cli
+from typer.testing import CliRunner
 
 from chargpt.config import load_config
 from chargpt.store.run import RunFolder, load_run
@@ -385,6 +386,53 @@ def test_a_text_that_changed_is_not_taken_for_the_one_trained_on(verse: Path, cl
     Path("novel.txt").write_text("Quite another text, xyz. " * 400)
     done = cli("evaluate", "--json")
     assert json.loads(done.stdout)["nats_per_char"] == before
+
+
+class Dying:
+    """Sends a signal while Python clears it away, when what a handler raises is dropped."""
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_whose_stop_python_drops_ends_the_command_all_the_same(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    from chargpt.cli.signals import Stopped, catch_signals
+
+    reached = []
+
+    def command() -> None:
+        with catch_signals():
+            Dying()
+            reached.append("the end")
+
+    with pytest.raises(Stopped) as stopped:
+        command()
+    assert reached
+    assert stopped.value.number == signal.SIGTERM
+    assert "ignored" not in capfd.readouterr().err
+
+
+def test_a_signal_whose_stop_python_drops_saves_the_run_that_is_about_to_begin(
+    verse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from chargpt.cli import train
+    from chargpt.cli.main import app
+    from chargpt.cli.signals import Stopped
+
+    starting = train.start_run
+
+    def interrupted(*words: Any, **options: Any) -> Any:
+        started = starting(*words, **options)
+        Dying()
+        return started
+
+    monkeypatch.setattr(train, "start_run", interrupted)
+    with pytest.raises(Stopped) as stopped:
+        CliRunner().invoke(app, ["train", str(verse), *QUICK, "--out", str(tmp_path / "run")])
+    assert stopped.value.number == signal.SIGTERM
+    assert load_run(tmp_path / "run", device="cpu").step < 3
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

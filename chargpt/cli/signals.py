@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -19,7 +20,11 @@ class Stopped(BaseException):
 
 
 class Signals:
-    """What to do with a signal: `patient`, it is only noted, for the training loop to see."""
+    """What to do with a signal: `patient`, it is only noted, for the training loop to see.
+
+    One that is to stop all at once is noted too: Python drops what is raised while it clears an
+    object away. Such a one ends the training after its first step, or the command at its end.
+    """
 
     def __init__(self) -> None:
         self.caught: list[int] = []
@@ -35,9 +40,10 @@ class Signals:
         if number == getattr(signal, "SIGHUP", None):  # the terminal is gone, and writing fails
             for terminal in self.terminals:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), terminal)
-        if not self.patient or (self.caught and number == signal.SIGINT):
-            raise Stopped(number)
+        at_once = not self.patient or (bool(self.caught) and number == signal.SIGINT)
         self.caught.append(number)
+        if at_once:
+            raise Stopped(number)
         if console.is_main():  # not by way of Python's streams, which the signal may have cut into
             with suppress(OSError):
                 os.write(2, b"stopping after this step (again to stop at once)\n")
@@ -45,13 +51,27 @@ class Signals:
 
 @contextmanager
 def catch_signals() -> Iterator[Signals]:
-    """Take over the signals that end a process, but for those it was told to ignore (`nohup`)."""
+    """Take over the signals that end a process, but for those it was told to ignore (`nohup`).
+
+    Raises:
+        Stopped: at the end, if a signal came and has ended nothing yet.
+    """
     signals = Signals()
     numbers = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]
     heeded = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, signals.note) for number in heeded}
+    tell_of_dropped = sys.unraisablehook
+
+    def tell_of_others(dropped: "sys.UnraisableHookArgs") -> None:
+        if not isinstance(dropped.exc_value, Stopped):
+            tell_of_dropped(dropped)
+
+    sys.unraisablehook = tell_of_others
     try:
         yield signals
+        if signals.caught:
+            raise Stopped(signals.caught[0])
     finally:
+        sys.unraisablehook = tell_of_dropped
         for number, handler in before.items():
             signal.signal(number, handler)
