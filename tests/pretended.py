@@ -1,7 +1,8 @@
 """A pretended GPU: the CPU computes, but what meets on the device must have been put there.
 
-It has the rules that a real one has of what may meet what, and notes where the program waits for
-it. What runs on it is what runs on MPS, and on CUDA but for its graphs.
+It has the rules that a real one has of what may meet what (and lets no indices of the CPU in, which
+a real one would fetch), and notes where the program waits for it. What runs on it is what runs on
+MPS, and on CUDA but for its graphs.
 """
 
 import contextlib

@@ -23,7 +23,7 @@ class Signals:
     """What to do with a signal: `patient`, it is only noted, for the training loop to see.
 
     One that is to stop all at once is noted too: Python drops what is raised while it clears an
-    object away. Such a one ends the training after its first step, or the command at its end.
+    object away. Such a one is seen by the training loop all the same, or at the command's end.
     """
 
     def __init__(self) -> None:
