@@ -30,6 +30,7 @@ from chargpt.errors import ConfigError
 from chargpt.yaml_reader import MAX_YAML_BYTES, dump_yaml, parse_yaml
 
 MAX_PROBLEMS = 20
+NORM_EPS = 1e-6  # of every RMSNorm; no setting, but whoever computes a GPT needs it
 
 
 class Section(BaseModel):

@@ -45,13 +45,13 @@ def random_texts(run: Run, val: str, count: int) -> list[str]:
 
 
 def promised_bytes(run: Run, text: str) -> float:
-    """Return what the model's `full` loss over the lanes says that a text takes."""
+    """Return what the model's `sliding` loss over the lanes says that a text takes."""
     tokens = run.tokenizer.encode(text).astype(np.int64)
     lanes = lanes_of(tokens)
     nats = 0.0
     for number, lane in enumerate(lanes):
         own = lane[: len(tokens) - number * lanes.shape[1]]
-        found = evaluate_tokens(run.model, own)
+        found = evaluate_tokens(run.model, own, protocol="sliding")
         nats += found.nats_per_char * found.characters
     return nats / math.log(2) / 8
 

@@ -1,9 +1,23 @@
 """Weights for tests. A fresh model predicts every character alike, and so would pass any test."""
 
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from chargpt.config import ModelConfig
 from chargpt.models import LanguageModel, build_model
+
+RUNGS: list[dict[str, Any]] = [  # of the ladder, and other settings
+    {},
+    {"attention": "average"},
+    {"attention": "none"},
+    {"mlp": "none"},
+    {"scaled": False},
+    {"qk_norm": False},
+    {"n_head": 1, "n_layer": 1, "mlp": "none", "qk_norm": False},
+    {"n_head": 4, "n_mlp": 24, "rope_theta": 100.0},
+]
 
 
 def fill_with_noise(model: LanguageModel, seed: int = 0) -> LanguageModel:
@@ -26,3 +40,8 @@ def noisy_model(vocab_size: int = 11, seed: int = 0, **settings: object) -> Lang
     """Return a small model full of noise."""
     sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 12}
     return fill_with_noise(build_model(ModelConfig(**(sizes | settings)), vocab_size), seed).eval()
+
+
+def random_tokens(batch: int = 2, steps: int = 12, vocab_size: int = 11, seed: int = 1) -> Tensor:
+    """Return ids of any characters, (B, T)."""
+    return torch.randint(vocab_size, (batch, steps), generator=torch.Generator().manual_seed(seed))

@@ -96,7 +96,7 @@ def test_a_character_is_drawn_by_replaying_a_graph(monkeypatch: pytest.MonkeyPat
         noisy_model().to(CUDA), tokenizer, tokenizer.encode("a"), SampleConfig(length=40, seed=1)
     ):
         pass
-    assert len(replays) > 30  # prompts and new windows are not
+    assert len(replays) >= 39  # the prompt is not
     assert len(set(map(id, replays))) == 1
 
 

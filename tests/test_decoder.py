@@ -1,80 +1,112 @@
-"""The CPU's fast path against the model itself."""
+"""Every decoder against the formula, far past the block size."""
 
 import numpy as np
 import pytest
 import torch
-from noise import noisy_model
+from formula import held_from, logits_of_long_text
+from noise import RUNGS, fill_with_noise, noisy_model, random_tokens
 
-from chargpt.inference import sampling
-from chargpt.inference.decoder import Decoder
+from chargpt.inference.decoder import (
+    GraphDecoder,
+    ModelDecoder,
+    decoder_for,
+    has_fast_decoder,
+    memory_of,
+    weights_of,
+)
+from chargpt.inference.numpy_decoder import NumpyDecoder
 from chargpt.models.bigram import BigramLM
+from chargpt.models.ngram import NGramLM
+
+CPU = torch.device("cpu")
+SORTS = {
+    "numpy": lambda model, streams: NumpyDecoder(weights_of(model), streams),
+    "graph": lambda model, streams: GraphDecoder(weights_of(model), streams, CPU),
+    "model": lambda model, streams: ModelDecoder(model, streams, None),
+}
 
 
+def decoded(decoder, tokens):
+    """Return the logits after each of (N, L) characters, (N, L, V)."""
+    return torch.stack([torch.tensor(decoder.step(ids)) for ids in tokens.numpy().T], dim=1)
+
+
+def assert_close(logits, expected, tolerance=1e-4):
+    assert expected.std() > 0.1
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_what_is_held_is_a_whole_block_at_most_and_more_than_half_of_it():
+    for block in (1, 2, 3, 12):
+        held = [place + 1 - held_from(place, block) for place in range(40)]
+        assert max(held) == block
+        assert min(held[block:]) == block // 2 + 1
+        assert held[:block] == [place + 1 for place in range(block)]
+
+
+@pytest.mark.parametrize("sort", SORTS)
+@pytest.mark.parametrize("streams", [1, 3])
+@pytest.mark.parametrize("block_size", [1, 2, 3, 12])
 @pytest.mark.parametrize("scaled", [True, False])
-@pytest.mark.parametrize("streams", [1, 3])
-@pytest.mark.parametrize("prompt", [1, 4, 12])
 @pytest.mark.parametrize("loudness", [1, 30])  # scores that exp can and cannot take as they are
-@torch.inference_mode()
-def test_a_prompt_and_every_step_after_it_give_the_models_logits(scaled, streams, prompt, loudness):
-    model = noisy_model(block_size=12, n_layer=3, scaled=scaled)
+@torch.no_grad()
+def test_every_decoder_says_what_the_formula_says(sort, streams, block_size, scaled, loudness):
+    model = noisy_model(block_size=block_size, n_layer=3, scaled=scaled)
     model.blocks[1].attention.query_norm.weight.mul_(loudness)
-    tokens = torch.randint(11, (streams, 12), generator=torch.Generator().manual_seed(1))
-    expected = model(tokens)
-    assert float(expected.std()) > 0.1
-    decoder = Decoder(model, streams)
-    for _ in range(2):  # what was held before does not matter
-        decoder.clear()
-        first = 0
-        for last in range(prompt - 1, 12):
-            logits = torch.from_numpy(decoder.step(tokens[:, first : last + 1].numpy()))
-            assert logits.dtype == torch.float32
-            torch.testing.assert_close(logits, expected[:, last], rtol=1e-4, atol=1e-4)
-            first = last + 1
-        assert decoder.length == 12
+    tokens = random_tokens(streams, steps=40)
+    logits = decoded(SORTS[sort](model, streams), tokens)
+    assert_close(logits, logits_of_long_text(model, tokens), 1e-4 if loudness == 1 else 1e-3)
 
 
+@pytest.mark.parametrize("rung", RUNGS)
 @pytest.mark.parametrize("streams", [1, 3])
-def test_the_step_that_a_gpu_replays_gives_the_same_at_every_place(streams):
-    model = noisy_model(block_size=12, n_layer=3)
-    tokens = torch.randint(11, (streams, 12), generator=torch.Generator().manual_seed(1)).numpy()
-    plain, replaying = Decoder(model, streams), Decoder(model, streams)
-    replaying.replays, replaying.single = True, False
-    for decoder in (plain, replaying):
-        decoder.step(tokens[:, :4])
-    for place in range(4, 12):
-        logits = [decoder.step(tokens[:, place : place + 1]) for decoder in (plain, replaying)]
-        np.testing.assert_allclose(logits[1], logits[0], rtol=1e-4, atol=1e-4)
-    assert replaying.again is not None
+def test_every_rung_is_decoded_as_the_formula_says(rung, streams):
+    model = noisy_model(**rung)
+    tokens = random_tokens(streams, steps=40)
+    assert_close(decoded(decoder_for(model, streams), tokens), logits_of_long_text(model, tokens))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        fill_with_noise(BigramLM(11, block_size=4)),
+        NGramLM.fit(random_tokens(1, 300).numpy()[0], 11, block_size=7),
+    ],
+)
+def test_counts_are_decoded_as_the_formula_says(model):
+    tokens = random_tokens(2, steps=30)
+    assert_close(decoded(decoder_for(model, 2), tokens), logits_of_long_text(model, tokens))
+
+
+@pytest.mark.parametrize("sort", SORTS)
+@pytest.mark.parametrize("prompt", [1, 5, 12])
+@torch.inference_mode()
+def test_every_stream_goes_on_from_what_one_cache_holds(sort, prompt):
+    model, tokens = noisy_model(n_layer=3), random_tokens(3, steps=30)
+    tokens[:, :prompt] = tokens[0, :prompt]
+    held = model.new_cache(1)
+    model(tokens[:1, :prompt], held)
+    if sort == "model":
+        decoder = ModelDecoder(model, 3, held)
+    else:
+        decoder = SORTS[sort](model, 3)
+        decoder.step(np.array([4, 5, 6]))  # what was held before does not matter
+        decoder.remember(*memory_of(held))
+    expected = logits_of_long_text(model, tokens)[:, prompt:]
+    assert_close(decoded(decoder, tokens[:, prompt:]), expected)
 
 
 def test_the_models_weights_stay_as_they_are():
     model = noisy_model()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    decoder = Decoder(model, 1)
-    for _ in range(3):
-        decoder.step(np.array([[1]]))
+    decoded(decoder_for(model, 1), random_tokens(1, 30))
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_only_the_shape_it_is_written_for_takes_the_fast_path():
-    assert Decoder.fits(noisy_model())
+def test_only_the_shape_they_are_written_for_takes_the_fast_decoders():
+    assert isinstance(decoder_for(noisy_model(), 1), NumpyDecoder)
     for other in ({"attention": "average"}, {"qk_norm": False}, {"mlp": "none"}):
-        assert not Decoder.fits(noisy_model(**other))
-    assert not Decoder.fits(BigramLM(5, block_size=4))
-    assert not Decoder.fits(noisy_model().to("meta"))
-
-
-def test_sampling_takes_the_fast_path(monkeypatch):
-    taken = []
-    monkeypatch.setattr(
-        Decoder,
-        "step",
-        lambda self, tokens: taken.append(tokens.tolist()) or np.zeros((1, 11), np.float32),
-    )
-    monkeypatch.setattr(Decoder, "length", property(lambda self: 2 * len(taken)), raising=False)
-    monkeypatch.setattr(Decoder, "__init__", lambda *_: None)
-    window = sampling._Window(noisy_model(), np.array([1, 2]), 1, use_cache=True)
-    window.logits()
-    window.append(np.array([3]))
-    window.logits()
-    assert taken == [[[1, 2]], [[3]]]
+        assert isinstance(decoder_for(noisy_model(**other), 1), ModelDecoder)
+    assert not has_fast_decoder(BigramLM(5, block_size=4))
+    assert not has_fast_decoder(noisy_model().to("meta"))

@@ -8,28 +8,13 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from noise import fill_with_noise, noisy_model
+from noise import RUNGS, fill_with_noise, noisy_model, random_tokens
 
 from chargpt.config import ModelConfig
 from chargpt.errors import ConfigError
 from chargpt.models import GPT, build_model, count_parameters, gpt
 from chargpt.models.attention import average_weights, explicit_attention
 from chargpt.models.kernels import NORM_EPS
-
-RUNGS = [
-    {},
-    {"attention": "average"},
-    {"attention": "none"},
-    {"mlp": "none"},
-    {"scaled": False},
-    {"qk_norm": False},
-    {"n_head": 1, "n_layer": 1, "mlp": "none", "qk_norm": False},
-    {"n_head": 4, "n_mlp": 24, "rope_theta": 100.0},
-]
-
-
-def random_tokens(batch=2, steps=12, vocab_size=11, seed=1):
-    return torch.randint(vocab_size, (batch, steps), generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("rung", RUNGS)
@@ -126,15 +111,6 @@ def test_cached_logits_equal_uncached_ones_however_the_text_is_cut(cuts, rung, s
     parts = [model(tokens[:, a:b], cache) for a, b in itertools.pairwise(bounds)]
     torch.testing.assert_close(torch.cat(parts, 1), model(tokens), atol=1e-5, rtol=1e-5)
     assert cache.length == cache.capacity == 12
-
-
-def test_a_cleared_cache_remembers_nothing():
-    model, tokens = noisy_model(), random_tokens()
-    cache = model.new_cache(2)
-    model(tokens, cache)
-    cache.clear()
-    logits = model(tokens.flip(1)[:, :7], cache)
-    torch.testing.assert_close(logits, model(tokens.flip(1)[:, :7]), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("scaled", [True, False])

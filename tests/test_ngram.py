@@ -182,14 +182,5 @@ def test_it_writes_text_as_any_model_does() -> None:
     tokenizer = CharTokenizer.fit(VERSE)
     model = NGramLM.fit(tokenizer.encode(VERSE), tokenizer.vocab_size, block_size=16)
     options = SampleConfig(length=60, temperature=0.0, seed=1)
-    texts = [
-        "".join(
-            piece
-            for (piece,) in stream(
-                model, tokenizer, tokenizer.encode("The keep"), options, use_cache=use_cache
-            )
-        )
-        for use_cache in (True, False)
-    ]
-    assert texts[0] == texts[1]
-    assert texts[0].startswith("er")
+    pieces = stream(model, tokenizer, tokenizer.encode("The keep"), options)
+    assert "".join(piece for (piece,) in pieces).startswith("er")

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 import pytest
@@ -15,8 +15,9 @@ import chargpt.device
 from chargpt.analysis import doctor
 from chargpt.cli.main import app
 from chargpt.config import SampleConfig, TextConfig, load_config
-from chargpt.inference.decoder import Decoder
+from chargpt.inference.decoder import GraphDecoder, weights_of
 from chargpt.inference.sampling import stream
+from chargpt.models.gpt import GPT
 from chargpt.models.ngram import NGramLM
 from chargpt.store import run
 from chargpt.text.corpus import Corpus, prepare
@@ -116,18 +117,19 @@ def test_the_same_text_is_written_and_each_character_waited_for_once(
     assert len(waits) == options.length
 
 
-def test_the_decoder_that_graphs_are_made_of_writes_the_same(gpu: torch.device) -> None:
-    def step(tokens: list[list[int]]) -> torch.Tensor:
-        return torch.from_numpy(decoder.step(np.array(tokens)))
-
+def test_the_decoder_that_graphs_are_made_of_says_the_same(gpu: torch.device) -> None:
+    weights = weights_of(cast("GPT", noisy_model(block_size=4).to(gpu)))
+    ids = np.arange(20).reshape(10, 2) % 11
     logits = []
     for device in (CPU, gpu):
-        decoder = Decoder(noisy_model().to(device), 2)
-        decoder.replays = device == gpu
-        logits.append(
-            torch.stack([step(ids) for ids in ([[1, 2], [3, 4]], [[5], [6]], [[7], [8]])])
-        )
-    torch.testing.assert_close(logits[0], logits[1])
+        decoder = GraphDecoder(weights, 2, device)
+        decoder.step(ids[0])
+        held = decoder.keys[:, 0, :, :1].cpu().numpy(), decoder.values[:, 0, :, :1].cpu().numpy()
+        decoder.remember(*held)
+        waits.clear()
+        logits.append(np.stack([decoder.step(each) for each in ids]))
+    assert len(waits) == len(ids)
+    np.testing.assert_allclose(logits[0], logits[1], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("attention", ["full", "average"])

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from chargpt.analysis.memorization import Check
     from chargpt.config import Config, SampleConfig
     from chargpt.store.run import Run
+    from chargpt.text.tokenizer import Unknown
 
 
 def sample(
@@ -81,13 +82,11 @@ def sample(
         seed=seed,
         stop=tuple(stop) if stop else None,
     )
-    pieces = stream_run(loaded, settings, unknown=options.unknown_policy(unknown))
+    policy = options.unknown_policy(unknown)
     if settings.num_samples == 1 and not json_ and not check:
-        show_as_it_comes(settings.prompt, pieces)
+        show_as_it_comes(settings.prompt, stream_run(loaded, settings, unknown=policy))
         return
-    texts = [settings.prompt] * settings.num_samples
-    for step in pieces:
-        texts = [text + piece for text, piece in zip(texts, step, strict=True)]
+    texts = write_texts(loaded, settings, policy)
     found = check_texts(loaded, texts) if check else None
     if json_:
         facts: dict[str, object] = {
@@ -105,6 +104,21 @@ def sample(
         console.out(f"-- sample {number} --\n{for_reader()(marked(text, copied))}")
     if found is not None:
         show_check(found, loaded)
+
+
+def write_texts(run: "Run", settings: "SampleConfig", unknown: "Unknown | None") -> list[str]:
+    """Return the texts, with a progress bar while they are written."""
+    from chargpt.inference.sampling import sample as draw
+
+    bar = console.Progress(settings.num_samples * settings.length, "character")
+
+    def watch(done: int, _: int) -> None:
+        bar.move_to(done, "written" if bar.wants_detail() else None)
+
+    try:
+        return draw(run, settings, unknown=unknown, watch=watch)
+    finally:
+        bar.close()
 
 
 def check_texts(run: "Run", texts: list[str]) -> "Check":

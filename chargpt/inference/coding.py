@@ -4,8 +4,9 @@ The text is cut into lanes of one length, and all lanes are predicted together, 
 each at a time, by the very steps that sampling takes. Coding and decoding do the same steps on the
 same shapes, so both see the same bits; what is expected is rounded to integers, and an arithmetic
 coder (Witten, Neal and Cleary 1987) takes them in turn. A lane's first character takes log2(V)
-bits; after that a character is predicted from those of its block before it, as the protocol `full`
-scores it. So a file is as long as that loss says: a measure of the model that cannot be fooled.
+bits; after that a character is predicted from a block before it at most and more than half of one,
+nearly as the protocol `sliding` scores it. So a file is as long as that loss says: a measure of the
+model that cannot be fooled.
 
 Another machine may round another way. What computes is noted in the file and compared, and the
 text's checksum is compared at the end.
@@ -22,10 +23,11 @@ from contextlib import contextmanager
 import numpy as np
 import numpy.typing as npt
 import torch
+from threadpoolctl import threadpool_limits
 
 from chargpt.device import require_memory
 from chargpt.errors import ChargptError, TextError, WorkError
-from chargpt.inference.decoder import Decoder
+from chargpt.inference.decoder import decoder_for
 from chargpt.models import LanguageModel
 from chargpt.store.run import Run
 from chargpt.store.tensors import pack
@@ -34,7 +36,7 @@ MOST_LANES = 64
 LANE = 4096  # characters that make another lane worth its first character
 HEADER = struct.Struct("<4sBBI8s4sI")  # magic, version, threads, N, model, platform, checksum
 MAGIC = b"cgpt"
-VERSION = 2  # rises with the format, and whenever predictions are rounded another way
+VERSION = 3  # rises with the format, and whenever predictions are rounded another way
 MOST_CHARACTERS = 2**32 - 1
 MOST_A_BYTE = 10_000  # characters: what a byte may stand for at most, so that no file is a bomb
 SHARES = 2**30  # what probabilities are rounded to parts of
@@ -145,7 +147,7 @@ class _Expected:
     def __init__(self, model: LanguageModel, lanes: int) -> None:
         self.model = model
         self.lanes = lanes
-        self.memory = Decoder(model, lanes) if Decoder.fits(model) else model.new_cache(lanes)
+        self.decoder = decoder_for(model, lanes)
         self.previous: Ids | None = None
 
     def take(self, column: Ids) -> None:
@@ -158,21 +160,12 @@ class _Expected:
         if self.previous is None:
             parts = np.ones((self.lanes, self.model.vocab_size), dtype=np.int64)
         else:
-            if self.memory.length == self.model.block_size:
-                self.memory.clear()
-            logits = self._logits(self.previous[:, None])  # (L, V)
+            logits = self.decoder.step(self.previous).astype(np.float64)  # (L, V)
             shares = np.exp(logits - logits.max(axis=1, keepdims=True))
             shares *= SHARES / shares.sum(axis=1, keepdims=True)
             parts = shares.astype(np.int64) + 1  # whatever may come has a part
         ends = parts.cumsum(axis=1)
         return ends, ends[:, -1].tolist()
-
-    def _logits(self, tokens: Ids) -> npt.NDArray[np.float64]:
-        if isinstance(self.memory, Decoder):
-            return self.memory.step(tokens).astype(np.float64)
-        with torch.inference_mode():
-            logits = self.model(torch.from_numpy(tokens), self.memory)[:, -1]
-            return np.asarray(logits.double().numpy())
 
 
 class Encoder:
@@ -268,7 +261,8 @@ def _steady(model: LanguageModel, threads: int) -> Iterator[None]:
     torch.set_num_threads(threads)
     model.eval()
     try:
-        yield
+        with threadpool_limits(threads, user_api="blas"):  # of numpy, which rounds by it too
+            yield
     finally:
         torch.set_num_threads(before)
         model.train(was_training)

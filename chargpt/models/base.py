@@ -36,6 +36,10 @@ class LanguageModel(nn.Module, ABC):
     def new_cache(self, batch_size: int) -> KVCache:
         """Return an empty cache for `batch_size` texts of up to `block_size` characters."""
 
+    def forget(self, cache: KVCache) -> None:
+        """Drop the older half of a full cache; the rest of it stays as it was worked out."""
+        cache.drop(self.block_size - self.block_size // 2)
+
     @property
     def device(self) -> torch.device:
         """Where the model is."""

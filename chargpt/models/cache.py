@@ -42,6 +42,8 @@ class KVCache:
         """Count `count` more characters as held."""
         self.length += count
 
-    def clear(self) -> None:
-        """Forget everything; the storage stays."""
-        self.length = 0
+    def drop(self, count: int) -> None:
+        """Drop the oldest `count` characters of a full cache, at least half of it."""
+        self.length = self.capacity - count
+        for held in (self.keys, self.values):
+            held[:, :, :, : self.length] = held[:, :, :, count:]

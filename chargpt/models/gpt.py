@@ -25,7 +25,7 @@ from chargpt.config import ModelConfig
 from chargpt.models.attention import average_weights, explicit_attention, fused_attention
 from chargpt.models.base import LanguageModel
 from chargpt.models.cache import KVCache
-from chargpt.models.kernels import dropout, heads, swiglu, unit_rms
+from chargpt.models.kernels import dropout, heads, rotate, swiglu, unit_rms
 
 # Of `GPT.look_back`, found by trial; none is delicate.
 LOOKING = 3  # layers
@@ -273,3 +273,11 @@ class GPT(LanguageModel):
             device=weight.device,
             dtype=weight.dtype,
         )
+
+    def forget(self, cache: KVCache) -> None:
+        """Drop the older half of a full cache; the rest counts from 0, its keys turned back."""
+        super().forget(cache)
+        if cache.length and self.config.attention == "full":
+            dropped = self.block_size - cache.length
+            keys = cache.keys[:, :, :, : cache.length]
+            keys.copy_(rotate(keys, self.cos[dropped], -self.sin[dropped]))

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-NORM_EPS = 1e-6
+from chargpt.config import NORM_EPS
 
 
 def by_hand(x: Tensor) -> bool:

@@ -1,0 +1,205 @@
+"""Streams that processes of their own draw: the same texts, and no process outlives its use."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import REPOSITORY, run_cli
+from noise import noisy_model
+
+from chargpt.config import SampleConfig
+from chargpt.errors import WorkError
+from chargpt.inference import workers
+from chargpt.inference.decoder import weights_of
+from chargpt.inference.sampling import stream
+from chargpt.inference.workers import Job, drawn_by_workers, is_worth_sharing
+from chargpt.text.tokenizer import CharTokenizer
+
+LETTERS = CharTokenizer("abcdefghijk")
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The processes that are started, of which every use of three streams takes two."""
+    found = []
+    start = workers._start
+    monkeypatch.setattr(workers, "_start", lambda part: found.append(start(part)) or found[-1])
+    monkeypatch.setattr(workers, "WORTH", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    return found
+
+
+def drawing(model=None, prompt="", streams=None, tokenizer=LETTERS, **options):
+    chosen = SampleConfig(
+        **{"length": 40, "seed": 5, "temperature": 1.0, "num_samples": 3} | options
+    )
+    model = model or noisy_model(tokenizer.vocab_size)
+    return stream(model, tokenizer, tokenizer.encode(prompt), chosen, streams=streams)
+
+
+def has_ended(worker):
+    return worker.poll() is not None and worker.stdout.closed and worker.stderr.closed
+
+
+@pytest.mark.parametrize("prompt", ["", "abc", "abcabcabcabcabcabc"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"seed": 2**63 - 1},
+        {"streams": [7, 2, 5, 4096]},
+        {"temperature": 0},
+        {"top_k": 3, "top_p": 0.7, "min_p": 0.1, "temperature": 3.0},
+        {"tokenizer": CharTokenizer("abcdefghij", has_unknown=True)},
+        {"stop": ("a", "bc")},
+    ],
+)
+def test_processes_write_the_same_texts(prompt, options, started, monkeypatch):
+    apart = list(drawing(prompt=prompt, **options))
+    assert len(started) == 2
+    assert all(map(has_ended, started))
+    monkeypatch.setattr(workers, "WORTH", 1e99)
+    assert list(drawing(prompt=prompt, **options)) == apart
+    assert len(started) == 2
+
+
+def test_a_job_comes_back_from_its_bytes():
+    model = noisy_model()
+    held = np.ones((2, 2, 5, 8), np.float32)
+    options = SampleConfig(seed=1, prompt="ж", stop=("\n",), top_p=0.5)
+    job = Job(weights_of(model), held, 2 * held, np.arange(11.0), options, None)
+    back = Job.unpack(job.pack())
+    assert (back.options, back.unknown_id) == (options, None)
+    for ours, theirs in ((job, back), (job.weights, back.weights)):
+        arrays = {
+            name: value for name, value in vars(ours).items() if isinstance(value, np.ndarray)
+        }
+        assert arrays
+        for name, array in arrays.items():
+            assert np.array_equal(array, vars(theirs)[name])
+            assert array.dtype == vars(theirs)[name].dtype
+
+
+def test_only_work_for_a_second_of_small_models_and_several_streams_is_shared():
+    weights = weights_of(noisy_model())
+    numbers = weights.nbytes // 4
+    enough = int(workers.WORTH / numbers / 3) + 1
+    assert is_worth_sharing(weights, 3, enough)
+    assert not is_worth_sharing(weights, 3, enough - 1)
+    assert not is_worth_sharing(weights, 1, 10 * enough)
+    assert workers.LARGEST >= 4 * 10_650_000  # the field's usual largest
+    monstrous = type(weights)(**{**vars(weights), "embedding": np.zeros((2**24, 2), np.float32)})
+    assert not is_worth_sharing(monstrous, 3, enough)
+
+
+def test_one_thread_draws_alone(started, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert len(list(drawing())) == 40
+    assert not started
+
+
+def test_numbers_that_are_not_finite_are_told_as_by_one_process(started):
+    model = noisy_model()
+    with torch.no_grad():
+        model.embedding.weight[10] = float("nan")  # of k
+    with pytest.raises(WorkError, match="not finite numbers, so its training diverged"):
+        list(drawing(model, "a", length=500))
+    assert all(map(has_ended, started))
+
+
+def test_a_process_that_is_killed_is_told_and_the_others_end(started):
+    pieces = drawing(length=100_000)
+    next(pieces)
+    started[1].kill()
+    with pytest.raises(WorkError, match=r"lost \(exit code -9\).*draw fewer at once"):
+        list(pieces)
+    assert all(map(has_ended, started))
+
+
+def test_a_process_that_cannot_start_is_told(started, monkeypatch, tmp_path):
+    (tmp_path / "numpy.py").write_text("raise SystemExit(9)")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(WorkError, match=r"lost \(exit code 9\)"):
+        list(drawing())
+    assert all(map(has_ended, started))
+
+
+def test_whoever_stops_listening_ends_the_processes(started):
+    pieces = drawing(length=100_000)
+    next(pieces)
+    assert not any(map(has_ended, started))
+    pieces.close()
+    assert all(map(has_ended, started))
+
+
+def test_workers_need_no_torch():
+    code = "import sys, chargpt.inference.workers; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "numpy" in done.stdout.split()
+    assert "torch" not in done.stdout.split()
+
+
+def test_more_processes_than_streams_are_not_started(started):
+    job = Job(
+        weights_of(noisy_model()),
+        *np.zeros((2, 2, 2, 0, 8), np.float32),
+        np.zeros(11),
+        SampleConfig(length=3, seed=1),
+        None,
+    )
+    assert [len(ids) for ids in drawn_by_workers(job, [4, 5], 5)] == [2, 2, 2]
+    assert len(started) == 2
+
+
+def workers_of(process):
+    """Return the worker processes that a process has started."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+        except OSError:  # it has ended
+            continue
+        if b"chargpt.inference.workers" in words and int(parent) == process.pid:
+            found.append(folder)
+    return found
+
+
+def wait_until(holds):
+    end = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="no /proc")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_process_outlives_a_command_that_is_ended(number, verse, tmp_path):
+    sizes = ("n_layer=1", "n_embd=8", "n_head=1", "block_size=16")
+    settings = [f"--set=model.{size}" for size in sizes]
+    done = run_cli(
+        "train", verse, "--out", "run", "-s", "train.max_steps=2", *settings, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    command = subprocess.Popen(
+        [sys.executable, "-m", "chargpt", "sample", "run", "--num-samples=9", "--length=10000000"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "2"},
+        start_new_session=True,
+    )
+    wait_until(lambda: len(workers_of(command)) == 2 or command.poll() is not None)
+    at_work = workers_of(command)
+    os.killpg(command.pid, number)  # as a terminal does
+    out, error = command.communicate(timeout=60)
+    assert command.returncode in (-number, 128 + number), error
+    assert not out
+    assert "Traceback" not in error
+    wait_until(lambda: not any(folder.exists() for folder in at_work))
