@@ -2,7 +2,9 @@
 
 import contextlib
 import ctypes
+import functools
 import os
+import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from chargpt.errors import DeviceError
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 MOST_MMAP_THRESHOLD = 32 * 2**20  # it takes no larger one
+CPU_FACTS = 10_000  # characters of /proc/cpuinfo: the first processor and more
 CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
@@ -159,13 +162,29 @@ def choose_dtype(device: torch.device, name: str) -> tuple[torch.dtype, str]:
 
 
 def _cpu_has_bfloat16() -> bool:
-    flags = ""
+    facts = _cpu_facts()
+    return "avx512_bf16" in facts or "amx_bf16" in facts
+
+
+@functools.cache
+def mkl_is_slow() -> bool:
+    """Return whether float32 products on this CPU are sooner done by oneDNN than by MKL.
+
+    Torch has both. MKL leaves half of an AMD processor's AVX-512 unused.
+    """
+    both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if not both or "AVX512" not in torch.backends.cpu.get_cpu_capability():
+        return False
+    return "AuthenticAMD" in platform.processor() + _cpu_facts()
+
+
+def _cpu_facts() -> str:
+    """Return what Linux says of the processor, or nothing."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
-            flags = next((line for line in file if line.startswith("flags")), "")
+            return file.read(CPU_FACTS)
     except OSError:
-        pass
-    return "avx512_bf16" in flags or "amx_bf16" in flags
+        return ""
 
 
 def _matmul_seconds(dtype: torch.dtype) -> float:

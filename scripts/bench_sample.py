@@ -6,12 +6,10 @@ The model is the default's: 4 layers, 128 wide, 65 characters, block 128, and fo
 the block of 64 that nanoGPT's README gives its model of that size; filled with noise, since speed
 does not depend on what was learnt. Each measurement is a process of its own, in turn, on this
 machine's best device for chargpt and on the CPU for nanoGPT; the first characters, which warm
-everything up, do not count. Beside it: which share of the machine's matrix peak the products with
-weights take.
+everything up, do not count.
 """
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -21,9 +19,8 @@ from pathlib import Path
 from record import facts, write_record
 
 OURS = """
-import json, sys, time
+import sys, time
 import torch
-from chargpt.analysis.doctor import matrix_speed
 from chargpt.config import ModelConfig, SampleConfig
 from chargpt.device import choose_device
 from chargpt.inference.sampling import stream
@@ -42,12 +39,10 @@ for _ in range(20):
     next(pieces)
 start = time.perf_counter()
 count = sum(1 for _ in pieces)
-speed = count * streams / (time.perf_counter() - start)
-work = 2 * (model.parameter_count() - model.embedding.weight.numel())
-print(json.dumps([speed, speed * work / matrix_speed(model.device, torch.float32)]))
+print(count * streams / (time.perf_counter() - start))
 """
 PEER = """
-import json, sys, time
+import sys, time
 import torch
 from model import GPT, GPTConfig
 
@@ -61,14 +56,14 @@ with torch.no_grad():
     model.generate(start, 20, temperature=0.8, top_k=200)
     begin = time.perf_counter()
     model.generate(start, length, temperature=0.8, top_k=200)
-print(json.dumps([streams * length / (time.perf_counter() - begin), None]))
+print(streams * length / (time.perf_counter() - begin))
 """
 
 
 def measure(
     program: str, streams: int, length: int, block: int, folder: Path | None = None
-) -> tuple[float, float | None]:
-    """Return one process's characters a second, and its share of the matrix peak if it is ours."""
+) -> float:
+    """Return one process's characters a second."""
     paths = [str(folder), *sys.path[1:]] if folder else sys.path[1:]
     done = subprocess.run(
         [sys.executable, "-c", program, str(streams), str(length), str(block)],
@@ -77,8 +72,7 @@ def measure(
         check=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
     )
-    speed, share = json.loads(done.stdout.splitlines()[-1])
-    return speed, share
+    return float(done.stdout.splitlines()[-1])
 
 
 def main() -> None:
@@ -97,22 +91,15 @@ def main() -> None:
     if folder:
         cases["nanoGPT, 1 stream"] = (PEER, 1, 500, 64)
         cases["nanoGPT, 64 streams"] = (PEER, 64, 100, 64)
-    found: dict[str, list[tuple[float, float | None]]] = {name: [] for name in cases}
+    found: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(arguments.repeats):
         for name, case in cases.items():
             found[name].append(measure(*case, folder))
-    medians = {
-        name: round(statistics.median(speed for speed, _ in runs)) for name, runs in found.items()
-    }
+    medians = {name: round(statistics.median(speeds)) for name, speeds in found.items()}
     record = {
         **facts(),
         "characters_per_second": medians,
-        "all": {name: [round(speed) for speed, _ in runs] for name, runs in found.items()},
-        "share_of_matrix_peak": {
-            name: round(statistics.median(share for _, share in runs if share is not None), 3)
-            for name, runs in found.items()
-            if not name.startswith("nanoGPT")
-        },
+        "all": {name: [round(speed) for speed in speeds] for name, speeds in found.items()},
     }
     if folder:
         record["times_nanogpt"] = {

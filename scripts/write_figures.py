@@ -82,8 +82,7 @@ def sampling(found: dict[str, Any]) -> list[str]:
     parts = [f"{name}: {speed:,}" for name, speed in speeds.items()]
     return [
         f"Sampling from a model of `gpt`'s size, characters a second in all ({found['date']}): "
-        f"{'; '.join(parts)}. The products of 64 streams take "
-        f"{found['share_of_matrix_peak']['64 streams']:.0%} of the machine's matrix peak.",
+        f"{'; '.join(parts)}.",
         "",
         f"`{found['command']}`",
     ]

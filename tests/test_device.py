@@ -114,6 +114,26 @@ def test_the_real_measurement_gives_a_format_that_this_cpu_computes_in() -> None
     assert isinstance(device_module._cpu_has_bfloat16(), bool)
 
 
+@pytest.mark.parametrize(
+    ("facts", "capability", "mkl", "slow"),
+    [
+        ("vendor_id : AuthenticAMD", "AVX512", True, True),
+        ("vendor_id : GenuineIntel", "AVX512", True, False),
+        ("vendor_id : AuthenticAMD", "AVX2", True, False),
+        ("vendor_id : AuthenticAMD", "AVX512", False, False),
+    ],
+)
+def test_mkl_is_slow_where_it_leaves_half_a_processor_unused(
+    facts: str, capability: str, mkl: bool, slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_module, "_cpu_facts", lambda: facts)
+    monkeypatch.setattr(platform, "processor", lambda: "")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: mkl)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    assert device_module.mkl_is_slow.__wrapped__() is slow
+
+
 def test_a_world_of_one_changes_nothing() -> None:
     world = World()
     assert world.is_main

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from chargpt.models import kernels
 from chargpt.models.gpt import rotary_tables
-from chargpt.models.kernels import dropout, heads, swiglu, unit_rms
+from chargpt.models.kernels import dropout, heads, linear, swiglu, unit_rms
 
 BATCH, STEPS, HEADS, SIZE = 2, 5, 3, 8
 
@@ -101,3 +101,26 @@ def test_dropout_draws_again_each_time_and_the_same_from_the_same_seed() -> None
     torch.manual_seed(1)
     assert dropout(x, 0.5).equal(first)
     assert not first.equal(second)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="no oneDNN")
+@pytest.mark.parametrize("shape", [(1, 6), (3, 6), (2, 5, 6), (2, 0, 6), (65, 7, 6)])
+def test_onednn_takes_products_that_need_no_derivative_to_the_same_numbers(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weight = drawn(*shape, dtype=torch.float32), drawn(9, 6, dtype=torch.float32, seed=1)
+    expected = torch.nn.functional.linear(x, weight)
+    taken = []
+    product = torch.ops.mkldnn._linear_pointwise
+    monkeypatch.setattr(
+        torch.ops.mkldnn, "_linear_pointwise", lambda *args: taken.append(1) or product(*args)
+    )
+    monkeypatch.setattr(kernels, "mkl_is_slow", lambda: True)
+    with torch.no_grad():
+        torch.testing.assert_close(linear(x, weight), expected, rtol=1e-5, atol=1e-5)
+        assert taken == [1]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert linear(x, weight).dtype == torch.bfloat16
+        assert linear(x.double(), weight.double()).dtype == torch.float64
+    assert linear(x, weight.requires_grad_()).requires_grad
+    assert taken == [1]

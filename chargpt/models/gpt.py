@@ -18,14 +18,13 @@ C = n_embd, H = n_head, D = C / H, V = vocabulary.
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from chargpt.config import ModelConfig
 from chargpt.models.attention import average_weights, explicit_attention, fused_attention
 from chargpt.models.base import LanguageModel
 from chargpt.models.cache import KVCache
-from chargpt.models.kernels import dropout, heads, rotate, swiglu, unit_rms
+from chargpt.models.kernels import dropout, heads, linear, rotate, swiglu, unit_rms
 
 # Of `GPT.look_back`, found by trial; none is delicate.
 LOOKING = 3  # layers
@@ -88,7 +87,7 @@ class Attention(nn.Module):
         """Mix what x (B, T, C), whose RMS is 1 and whose gains are (C,), has seen so far."""
         steps = x.size(1)
         if self.averages:
-            v = F.linear(x, self.value.weight * gain)  # (B, T, C)
+            v = linear(x, self.value.weight * gain)  # (B, T, C)
             v = v.view(*v.shape[:2], self.n_head, -1).transpose(1, 2)  # (B, H, T, D)
             if cache is not None:
                 _, v = cache.extend(layer, v, v)  # (B, H, S, D)
@@ -98,15 +97,14 @@ class Attention(nn.Module):
             if cache is not None:
                 k, v = cache.extend(layer, k, v)  # (B, H, S, D)
             mixed = fused_attention(q, k, v, scaled=self.scaled)  # (B, H, T, D)
-        joined: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
-        return joined  # (B, T, C)
+        return linear(mixed.transpose(1, 2).flatten(2), self.output.weight)  # (B, T, C)
 
     def project(
         self, x: Tensor, gain: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values, (B, H, T, D) each, as they meet."""
         joint = torch.cat((self.query.weight, self.key.weight, self.value.weight))  # (3C, C)
-        return heads(F.linear(x, joint * gain), self.head_gains(), cos, sin, self.n_head)
+        return heads(linear(x, joint * gain), self.head_gains(), cos, sin, self.n_head)
 
     def weights(self, x: Tensor, gain: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Return how much each place takes from which, (B, H, T, T), by the explicit form."""
@@ -134,8 +132,7 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor, gain: Tensor) -> Tensor:
         """Return what x (B, T, C), whose RMS is 1 and whose gains are (C,), gives rise to."""
         joint = torch.cat((self.gate.weight, self.up.weight)) * gain  # (2F, C)
-        result: Tensor = self.down(swiglu(F.linear(x, joint)))
-        return result
+        return linear(swiglu(linear(x, joint)), self.down.weight)
 
 
 class Block(nn.Module):
@@ -240,7 +237,7 @@ class GPT(LanguageModel):
             x = block(x, cos, sin, cache, layer)
         if cache is not None:
             cache.advance(steps)
-        return F.linear(unit_rms(x), self.head.weight * self.norm.weight)  # (B, T, V)
+        return linear(unit_rms(x), self.head.weight * self.norm.weight)  # (B, T, V)
 
     @torch.no_grad()
     def attention_weights(self, tokens: Tensor) -> list[Tensor]:

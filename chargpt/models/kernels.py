@@ -15,11 +15,26 @@ from torch import Tensor
 from torch.autograd import Function
 
 from chargpt.config import NORM_EPS
+from chargpt.device import mkl_is_slow
 
 
 def by_hand(x: Tensor) -> bool:
     """Return whether the forms with derivatives by hand are the faster ones for x."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x weight^T: (..., C) and (outputs, C) to (..., outputs)."""
+    if (
+        x.dtype == weight.dtype == torch.float32
+        and x.device.type == "cpu"
+        and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled("cpu")
+        and not torch.compiler.is_compiling()
+        and mkl_is_slow()
+    ):
+        return cast("Tensor", torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], ""))
+    return F.linear(x, weight)
 
 
 def unit_rms(x: Tensor) -> Tensor:
