@@ -107,7 +107,7 @@ def test_numbers_that_are_not_finite_are_told_as_by_one_process(started):
     model = noisy_model()
     with torch.no_grad():
         model.embedding.weight[10] = float("nan")  # of k
-    with pytest.raises(WorkError, match="not finite numbers, so its training diverged"):
+    with pytest.raises(WorkError, match=r"^the model's predictions are not finite numbers"):
         list(drawing(model, "a", length=500))
     assert all(map(has_ended, started))
 
@@ -116,7 +116,7 @@ def test_a_process_that_is_killed_is_told_and_the_others_end(started):
     pieces = drawing(length=100_000)
     next(pieces)
     started[1].kill()
-    with pytest.raises(WorkError, match=r"lost \(exit code -9\).*draw fewer at once"):
+    with pytest.raises(WorkError, match=r"lost \(exit code -9\).*set OMP_NUM_THREADS=1"):
         list(pieces)
     assert all(map(has_ended, started))
 
@@ -127,6 +127,12 @@ def test_a_process_that_cannot_start_is_told(started, monkeypatch, tmp_path):
     with pytest.raises(WorkError, match=r"lost \(exit code 9\)"):
         list(drawing())
     assert all(map(has_ended, started))
+
+
+def test_a_machine_that_starts_no_more_processes_is_told(started, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(WorkError, match=r"\(No such file or directory\); set OMP_NUM_THREADS=1"):
+        list(drawing())
 
 
 def test_whoever_stops_listening_ends_the_processes(started):

@@ -29,6 +29,7 @@ ONE_THREAD = dict.fromkeys(
     ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"), "1"
 )
 ID = np.dtype("<u4")
+ALONE = "set OMP_NUM_THREADS=1 to draw all in one process"
 FAILED = 3  # exit code of a process whose last words are an error for the user
 
 
@@ -109,14 +110,19 @@ def drawn_by_workers(job: Job, streams: Sequence[int], processes: int) -> Iterat
 
 
 def _start(streams: list[int]) -> "subprocess.Popen[bytes]":
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", __name__, json.dumps(streams)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(sys.path)},
-        start_new_session=True,  # a Ctrl-C is for this process, which then ends them
-    )
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", __name__, json.dumps(streams)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(sys.path)},
+            start_new_session=True,  # a Ctrl-C is for this process, which then ends them
+        )
+    except OSError as error:
+        raise WorkError(
+            f"no further process could be started to draw samples ({error.strerror}); {ALONE}"
+        ) from None
 
 
 def _send(worker: "subprocess.Popen[bytes]", content: bytes) -> None:
@@ -143,10 +149,10 @@ def _lost(worker: "subprocess.Popen[bytes]") -> NoReturn:
     assert worker.stderr is not None
     words = worker.stderr.read().decode(errors="replace")
     if worker.wait() == FAILED:
-        raise WorkError(words)
+        raise WorkError(words.splitlines()[-1])  # before it there may be warnings of numpy
     raise WorkError(
         f"a process that drew some of the samples was lost (exit code {worker.returncode}), "
-        "perhaps for want of memory; draw fewer at once"
+        f"perhaps for want of memory; {ALONE}"
     )
 
 
