@@ -175,7 +175,7 @@ def mkl_is_slow() -> bool:
     both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     if not both or "AVX512" not in torch.backends.cpu.get_cpu_capability():
         return False
-    return "AuthenticAMD" in platform.processor() + _cpu_facts()
+    return "AuthenticAMD" in (_cpu_facts() or platform.processor())
 
 
 def _cpu_facts() -> str:

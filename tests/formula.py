@@ -1,5 +1,6 @@
 """What a model of bounded memory says of a long text, by the plain formula: the others' judge."""
 
+import copy
 from unittest.mock import patch
 
 import torch
@@ -40,12 +41,13 @@ def logits_of_long_text(model: LanguageModel, tokens: Tensor) -> Tensor:
     def average(*_: object) -> Tensor:
         return seen / seen.sum(dim=-1, keepdim=True)
 
+    model = copy.deepcopy(model)
+    model.block_size = length
     size = model.config.n_embd // model.config.n_head
-    cos, sin = gpt.rotary_tables(length, size, model.config.rope_theta)
+    model.cos, model.sin = gpt.rotary_tables(length, size, model.config.rope_theta)
     with (
         patch.object(gpt, "fused_attention", attention),
         patch.object(gpt, "average_weights", average),
-        patch.multiple(model, cos=cos, sin=sin, block_size=length),
     ):
         logits: Tensor = model(tokens)
     return logits

@@ -16,9 +16,10 @@ from formula import logits_of_long_text
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from noise import fill_with_noise
+from threadpoolctl import threadpool_info
 
 from chargpt.config import Config, ModelConfig
-from chargpt.errors import ChargptError, TextError, UnknownCharacterError
+from chargpt.errors import ChargptError, TextError, UnknownCharacterError, WorkError
 from chargpt.inference import coding
 from chargpt.inference.coding import Decoding, Encoder, compress, decompress
 from chargpt.models import LanguageModel, build_model
@@ -121,6 +122,11 @@ def test_an_empty_text_comes_back() -> None:
 
 
 def test_what_cannot_be_compressed_is_told() -> None:
+    astray = run_of()
+    with torch.no_grad():
+        next(astray.model.parameters()).fill_(math.nan)
+    with pytest.raises(WorkError, match="not finite numbers"):
+        compress(astray, b"abc")
     with pytest.raises(UnknownCharacterError, match="Q"):
         compress(RUN, b"Queen")
     with pytest.raises(TextError, match="not UTF-8"):
@@ -154,13 +160,20 @@ def test_damage_is_noticed_or_does_no_harm(data: st.DataObject) -> None:
 
 
 def test_the_number_of_threads_is_that_of_the_one_who_compressed() -> None:
-    before = torch.get_num_threads()
+    def blas_threads() -> list[int]:
+        return [each["num_threads"] for each in threadpool_info() if each["user_api"] == "blas"]
+
+    before, of_numpy = torch.get_num_threads(), blas_threads()
     packed = compress(RUN, b"some words")
     assert packed[5] == min(before, 255)
     try:
         torch.set_num_threads(before + 1)
         assert decompress(RUN, packed) == b"some words"
         assert torch.get_num_threads() == before + 1
+        for threads in (1, 2):
+            with coding._steady(RUN.model, threads):
+                assert set(blas_threads()) == {threads}
+        assert blas_threads() == of_numpy
     finally:
         torch.set_num_threads(before)
     assert zlib.crc32(b"some words").to_bytes(4, "little") == packed[22:26]

@@ -309,9 +309,10 @@ def test_a_model_gone_astray_is_said_in_a_sentence():
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_writing_is_without_dropout_and_leaves_the_mode_as_it_was(training):
-    model = noisy_model(dropout=0.5).train(training)
-    assert written(model) == written(noisy_model())
+@pytest.mark.parametrize("attention", ["full", "average"])
+def test_writing_is_without_dropout_and_leaves_the_mode_as_it_was(training, attention):
+    model = noisy_model(dropout=0.5, attention=attention).train(training)
+    assert written(model, "a") == written(noisy_model(attention=attention), "a")
     assert model.training is training
     options = SampleConfig(length=9)
     pieces = stream(model, NO_NEWLINE, NO_NEWLINE.encode("a"), options)

@@ -1,5 +1,6 @@
 """Streams that processes of their own draw: the same texts, and no process outlives its use."""
 
+import json
 import os
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from chargpt.errors import WorkError
 from chargpt.inference import workers
 from chargpt.inference.decoder import weights_of
 from chargpt.inference.sampling import stream
-from chargpt.inference.workers import Job, drawn_by_workers, is_worth_sharing
+from chargpt.inference.workers import Job, drawn_by_workers, processes_for
 from chargpt.text.tokenizer import CharTokenizer
 
 LETTERS = CharTokenizer("abcdefghijk")
@@ -28,9 +29,14 @@ LETTERS = CharTokenizer("abcdefghijk")
 def started(monkeypatch):
     """The processes that are started, of which every use of three streams takes two."""
     found = []
-    start = workers._start
-    monkeypatch.setattr(workers, "_start", lambda part: found.append(start(part)) or found[-1])
-    monkeypatch.setattr(workers, "WORTH", 0)
+    start = workers._Worker.__init__
+
+    def noted(self, streams):
+        start(self, streams)
+        found.append(self.process)
+
+    monkeypatch.setattr(workers._Worker, "__init__", noted)
+    monkeypatch.setattr(workers, "WORTH", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     return found
 
@@ -44,7 +50,7 @@ def drawing(model=None, prompt="", streams=None, tokenizer=LETTERS, **options):
 
 
 def has_ended(worker):
-    return worker.poll() is not None and worker.stdout.closed and worker.stderr.closed
+    return worker.poll() is not None and worker.stdout.closed
 
 
 @pytest.mark.parametrize("prompt", ["", "abc", "abcabcabcabcabcabc"])
@@ -56,7 +62,7 @@ def has_ended(worker):
         {"temperature": 0},
         {"top_k": 3, "top_p": 0.7, "min_p": 0.1, "temperature": 3.0},
         {"tokenizer": CharTokenizer("abcdefghij", has_unknown=True)},
-        {"stop": ("a", "bc")},
+        {"stop": ("a", "bc", "\udcff")},
     ],
 )
 def test_processes_write_the_same_texts(prompt, options, started, monkeypatch):
@@ -71,10 +77,13 @@ def test_processes_write_the_same_texts(prompt, options, started, monkeypatch):
 def test_a_job_comes_back_from_its_bytes():
     model = noisy_model()
     held = np.ones((2, 2, 5, 8), np.float32)
-    options = SampleConfig(seed=1, prompt="ж", stop=("\n",), top_p=0.5)
+    options = SampleConfig(seed=1, prompt="ж" * 10_000_000, stop=("\n",), top_p=0.5)
     job = Job(weights_of(model), held, 2 * held, np.arange(11.0), options, None)
-    back = Job.unpack(job.pack())
-    assert (back.options, back.unknown_id) == (options, None)
+    content = job.pack()
+    assert len(content) < 100_000
+    back = Job.unpack(content)
+    assert back.unknown_id is None
+    assert back.options == options.model_copy(update={"prompt": "", "stop": ()})  # not needed there
     for ours, theirs in ((job, back), (job.weights, back.weights)):
         arrays = {
             name: value for name, value in vars(ours).items() if isinstance(value, np.ndarray)
@@ -85,16 +94,23 @@ def test_a_job_comes_back_from_its_bytes():
             assert array.dtype == vars(theirs)[name].dtype
 
 
-def test_only_work_for_a_second_of_small_models_and_several_streams_is_shared():
-    weights = weights_of(noisy_model())
-    numbers = weights.nbytes // 4
-    enough = int(workers.WORTH / numbers / 3) + 1
-    assert is_worth_sharing(weights, 3, enough)
-    assert not is_worth_sharing(weights, 3, enough - 1)
-    assert not is_worth_sharing(weights, 1, 10 * enough)
-    assert workers.LARGEST >= 4 * 10_650_000  # the field's usual largest
-    monstrous = type(weights)(**{**vars(weights), "embedding": np.zeros((2**24, 2), np.float32)})
-    assert not is_worth_sharing(monstrous, 3, enough)
+@pytest.mark.parametrize(
+    ("parameters", "streams", "length", "cores", "processes"),
+    [
+        (800_000, 64, 1000, 2, 2),
+        (800_000, 64, 1000, 16, 2),  # work for two seconds
+        (800_000, 64, 5000, 16, 12),
+        (800_000, 64, 50_000, 16, 16),
+        (800_000, 3, 5_000_000, 16, 3),
+        (800_000, 1, 5_000_000, 16, 1),
+        (800_000, 64, 100, 16, 1),
+        (800_000, 4096, 5000, 999, 64),
+        (10_650_000, 64, 1000, 16, 16),  # the field's usual largest
+        (30_000_000, 64, 1000, 16, 1),
+    ],
+)
+def test_a_process_is_started_for_each_seconds_work(parameters, streams, length, cores, processes):
+    assert processes_for(parameters, streams, length, cores) == processes
 
 
 def test_one_thread_draws_alone(started, monkeypatch):
@@ -116,22 +132,22 @@ def test_a_process_that_is_killed_is_told_and_the_others_end(started):
     pieces = drawing(length=100_000)
     next(pieces)
     started[1].kill()
-    with pytest.raises(WorkError, match=r"lost \(exit code -9\).*set OMP_NUM_THREADS=1"):
+    with pytest.raises(WorkError, match=r"lost \(exit code -?\d+\); set OMP_NUM_THREADS=1"):
         list(pieces)
     assert all(map(has_ended, started))
 
 
 def test_a_process_that_cannot_start_is_told(started, monkeypatch, tmp_path):
-    (tmp_path / "numpy.py").write_text("raise SystemExit(9)")
+    (tmp_path / "numpy.py").write_text("print('x' * 10**6, file=__import__('sys').stderr); gone()")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(WorkError, match=r"lost \(exit code 9\)"):
+    with pytest.raises(WorkError, match=r"lost \(exit code 1, NameError: .*'gone'.*\); set OMP"):
         list(drawing())
     assert all(map(has_ended, started))
 
 
 def test_a_machine_that_starts_no_more_processes_is_told(started, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    with pytest.raises(WorkError, match=r"\(No such file or directory\); set OMP_NUM_THREADS=1"):
+    with pytest.raises(WorkError, match=r"could be started .*\); set OMP_NUM_THREADS=1"):
         list(drawing())
 
 
@@ -150,7 +166,7 @@ def test_workers_need_no_torch():
     assert "torch" not in done.stdout.split()
 
 
-def test_more_processes_than_streams_are_not_started(started):
+def test_the_first_process_takes_the_first_streams(started):
     job = Job(
         weights_of(noisy_model()),
         *np.zeros((2, 2, 2, 0, 8), np.float32),
@@ -158,8 +174,9 @@ def test_more_processes_than_streams_are_not_started(started):
         SampleConfig(length=3, seed=1),
         None,
     )
-    assert [len(ids) for ids in drawn_by_workers(job, [4, 5], 5)] == [2, 2, 2]
-    assert len(started) == 2
+    apart = np.stack(list(drawn_by_workers(job, [4, 5, 9], 2)))
+    assert np.array_equal(apart, np.stack(list(job.draw([4, 5, 9]))))
+    assert [json.loads(process.args[-1]) for process in started] == [[4, 5], [9]]
 
 
 def workers_of(process):
@@ -184,8 +201,9 @@ def wait_until(holds):
 
 
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="no /proc")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_no_process_outlives_a_command_that_is_ended(number, verse, tmp_path):
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
+def test_no_process_outlives_a_command_that_is_ended(name, verse, tmp_path):
+    number = getattr(signal, name)
     sizes = ("n_layer=1", "n_embd=8", "n_head=1", "block_size=16")
     settings = [f"--set=model.{size}" for size in sizes]
     done = run_cli(

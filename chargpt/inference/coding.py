@@ -23,11 +23,12 @@ from contextlib import contextmanager
 import numpy as np
 import numpy.typing as npt
 import torch
-from threadpoolctl import threadpool_limits
+from threadpoolctl import threadpool_info, threadpool_limits
 
-from chargpt.device import require_memory
+from chargpt.device import mkl_is_slow, require_memory
 from chargpt.errors import ChargptError, TextError, WorkError
 from chargpt.inference.decoder import decoder_for
+from chargpt.inference.drawing import highest
 from chargpt.models import LanguageModel
 from chargpt.store.run import Run
 from chargpt.store.tensors import pack
@@ -57,6 +58,7 @@ def compress(run: Run, content: bytes, watch: Watch = lambda *_: None) -> bytes:
     Raises:
         TextError: it is not UTF-8, or too long.
         UnknownCharacterError: the vocabulary lacks a character.
+        WorkError: the model's weights give numbers that are not finite.
     """
     try:
         text = content.decode()
@@ -161,7 +163,7 @@ class _Expected:
             parts = np.ones((self.lanes, self.model.vocab_size), dtype=np.int64)
         else:
             logits = self.decoder.step(self.previous).astype(np.float64)  # (L, V)
-            shares = np.exp(logits - logits.max(axis=1, keepdims=True))
+            shares = np.exp(logits - highest(logits))
             shares *= SHARES / shares.sum(axis=1, keepdims=True)
             parts = shares.astype(np.int64) + 1  # whatever may come has a part
         ends = parts.cumsum(axis=1)
@@ -280,5 +282,13 @@ def _model_key(run: Run) -> bytes:
 def _platform_key() -> bytes:
     """Return what tells this way of computing from others that may round another way."""
     capability = torch.backends.cpu.get_cpu_capability()
-    facts = (platform.machine(), platform.system(), capability, torch.__version__, np.__version__)
+    blas = [
+        (library["internal_api"], library.get("version"), library.get("architecture"))
+        for library in threadpool_info()
+        if library["user_api"] == "blas"
+    ]
+    facts = (
+        *(platform.machine(), platform.system(), capability, mkl_is_slow()),
+        *(torch.__version__, np.__version__, sorted(map(repr, blas))),
+    )
     return hashlib.sha256(repr(facts).encode()).digest()[:4]

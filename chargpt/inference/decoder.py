@@ -83,7 +83,7 @@ def weights_of(model: GPT) -> Weights:
         gains[:, 0] *= size**-0.5
     turns = torch.complex(model.cos, model.sin)[:, : size // 2].cpu()  # (K, D / 2)
     return Weights(
-        embedding=_array(states["embedding.weight"]),
+        embedding=_array(states["embedding.weight"].clone()),  # all else is copied by arithmetic
         qkv=_array(qkv),
         gains=_array(gains[:, :, None, paired]),
         output=_array(of("attention.output").mT),

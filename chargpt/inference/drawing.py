@@ -32,8 +32,8 @@ class Decoder(Protocol):
     """What N streams of characters have left in a model's memory.
 
     It holds the last `block_size` characters at most. When so many are held, the older half is
-    forgotten before the next: what is known of the others stays as it was worked out, so that each
-    character is drawn with more than half a block before it.
+    forgotten before the next, and what is known of the others stays as it was worked out: from then
+    on each character is drawn with more than half a block before it.
     """
 
     def step(self, ids: Ids) -> npt.NDArray[np.floating[Any]]:
@@ -83,12 +83,7 @@ def probabilities(logits: Floats, options: SampleConfig, unknown_id: int | None 
     if unknown_id is not None:
         logits = logits.copy()
         logits[:, unknown_id] = -math.inf
-    peak = np.maximum.reduce(logits, axis=1, keepdims=True)  # (N, 1); the method is slower
-    if not math.isfinite(np.add.reduce(peak, axis=None)):
-        raise WorkError(
-            "the model's predictions are not finite numbers, so its training diverged; "
-            "use an earlier checkpoint, or train anew with a lower optim.lr"
-        )
+    peak = highest(logits)
     if options.temperature == 0:
         likeliest = np.zeros_like(logits)
         likeliest[np.arange(len(logits)), logits.argmax(axis=1)] = 1
@@ -101,6 +96,21 @@ def probabilities(logits: Floats, options: SampleConfig, unknown_id: int | None 
     if options.min_p is not None:
         shares *= shares >= options.min_p  # the likeliest has 1
     return shares
+
+
+def highest(logits: Floats) -> Floats:
+    """Return each row's highest logit: (N, V) to (N, 1).
+
+    Raises:
+        WorkError: it is not a finite number.
+    """
+    peak: Floats = np.maximum.reduce(logits, axis=1, keepdims=True)  # the method is slower
+    if not math.isfinite(np.add.reduce(peak, axis=None)):
+        raise WorkError(
+            "the model's predictions are not finite numbers, so its training diverged; "
+            "use an earlier checkpoint, or train anew with a lower optim.lr"
+        )
+    return peak
 
 
 def _among_likeliest(shares: Floats, top_k: int | None, top_p: float | None) -> npt.NDArray[Any]:

@@ -42,11 +42,6 @@ class Weights:
     head: Array  # (C, V)
     turns: npt.NDArray[np.complex64]  # (K, D / 2)
 
-    @property
-    def nbytes(self) -> int:
-        """Return how much memory they take."""
-        return sum(array.nbytes for array in vars(self).values())
-
 
 class NumpyDecoder:
     """What `streams` streams of characters have left in a model's memory.
@@ -73,7 +68,8 @@ class NumpyDecoder:
         matrices = (weights.qkv, weights.gains, weights.output, weights.gate_up, weights.down)
         self.layers = list(zip(*matrices, self.keys, self.values, strict=True))
         self.heads_shape = (*self.shape, 3, heads, 2 * half)
-        self.first_heads = _units(weights.embedding).dot(weights.qkv[0])  # (V, 3C)
+        with np.errstate(all="ignore"):
+            self.first_heads = _units(weights.embedding).dot(weights.qkv[0])  # (V, 3C)
 
     def remember(self, keys: Array, values: Array) -> None:
         """Let every stream hold nothing but these characters' keys and values, (L, H, S, D)."""
@@ -82,6 +78,7 @@ class NumpyDecoder:
             for layer, memory in enumerate(given):
                 held[layer][..., : self.length, :] = memory
 
+    @np.errstate(all="ignore")  # where exp overflows the result is right; the rest will be seen
     def step(self, ids: Ids) -> Array:
         """Take in a character of each stream, (N,); return the next ones' logits, (N, V)."""
         if self.length == self.block_size:

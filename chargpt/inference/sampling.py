@@ -2,8 +2,8 @@
 
 The window. A model looks at `block_size` characters at most, and a longer prompt counts with its
 last `block_size`. Once that many are held, the older half is forgotten, and what has been worked
-out of the other half stays as it is. So each character is drawn with more than half a block before
-it, as `sliding` scores it, and none is read twice.
+out of the other half stays as it is. So from then on each character is drawn with more than half a
+block before it, nearly as `sliding` scores it, and none is read twice.
 
 Shapes in this file: N = streams drawn together, V = vocabulary.
 """
@@ -20,7 +20,7 @@ from chargpt.config import SampleConfig
 from chargpt.errors import ChargptError, ConfigError
 from chargpt.inference.decoder import decoder_for, has_fast_decoder, memory_of, weights_of
 from chargpt.inference.drawing import Floats, Ids, drawn
-from chargpt.inference.workers import Job, drawn_by_workers, is_worth_sharing
+from chargpt.inference.workers import Job, drawn_by_workers, processes_for
 from chargpt.models import LanguageModel
 from chargpt.models.cache import KVCache
 from chargpt.store.run import Run
@@ -53,6 +53,7 @@ def sample(
     Raises:
         ConfigError: a setting is unknown or does not fit.
         UnknownCharacterError: the prompt holds unknown characters, and `unknown` is `error`.
+        WorkError: as `stream` does.
     """
     config = run.config.model_copy(update={"sample": options or run.config.sample})
     chosen = config.with_values({f"sample.{key}": value for key, value in changes.items()}).sample
@@ -115,7 +116,8 @@ def stream(
 
     Raises:
         ConfigError: a stop string is empty.
-        WorkError: the model's weights give numbers that are not finite.
+        WorkError: the model's weights give numbers that are not finite, or a process that was to
+            draw some of the streams could not be started or was lost.
     """
     if "" in options.stop:
         raise ConfigError("a stop string is empty and would stop at once; give it a character")
@@ -147,11 +149,11 @@ def _draw(
         else:
             with np.errstate(divide="ignore"):
                 logits = np.log(np.asarray(counts, dtype=np.float64))
-        processes = torch.get_num_threads()
-        if has_fast_decoder(model) and model.device.type == "cpu" and processes > 1:
-            weights = weights_of(model)
-            if is_worth_sharing(weights, len(streams), options.length):
-                job = Job(weights, *memory_of(held), logits, options, unknown_id)
+        if has_fast_decoder(model) and model.device.type == "cpu":
+            work = model.parameter_count(), len(streams), options.length
+            processes = processes_for(*work, cores=torch.get_num_threads())
+            if processes > 1:
+                job = Job(weights_of(model), *memory_of(held), logits, options, unknown_id)
                 yield from drawn_by_workers(job, streams, processes)
                 return
         decoder = decoder_for(model, len(streams), held)

@@ -11,10 +11,11 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NoReturn, Self
 
 import numpy as np
 
@@ -23,14 +24,15 @@ from chargpt.errors import WorkError
 from chargpt.inference.drawing import Floats, Ids, drawn
 from chargpt.inference.numpy_decoder import Array, NumpyDecoder, Weights
 
-WORTH = 2e10  # multiplications: about a second of one core
-LARGEST = 64_000_000  # bytes of weights, since each process has its own
+WORTH = 2e10  # multiplications that a process is started for: about a second of one core
+LARGEST = 16_000_000  # parameters, since each process has its own
+MOST = 64  # processes
 ONE_THREAD = dict.fromkeys(
     ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"), "1"
 )
 ID = np.dtype("<u4")
 ALONE = "set OMP_NUM_THREADS=1 to draw all in one process"
-FAILED = 3  # exit code of a process whose last words are an error for the user
+FAILED = 33  # exit code of a process whose last words are an error for the user
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,9 @@ class Job:
     def pack(self) -> bytes:
         """Return it as bytes, arrays and JSON alone."""
         content = io.BytesIO()
-        facts = {"options": self.options.model_dump_json(), "unknown_id": self.unknown_id}
+        # a prompt has been read, and stop strings are looked for, by the one who asks
+        options = self.options.model_dump_json(exclude={"prompt", "stop"})
+        facts = {"options": options, "unknown_id": self.unknown_id}
         np.savez(
             content,
             allow_pickle=False,
@@ -68,7 +72,7 @@ class Job:
 
     @classmethod
     def unpack(cls, content: bytes) -> "Job":
-        """Return what `pack` was called on."""
+        """Return what `pack` was called on, but for the prompt and the stop strings."""
         arrays = dict(np.load(io.BytesIO(content), allow_pickle=False))
         facts = json.loads(str(arrays.pop("facts")))
         keys, values, logits = (arrays.pop(name) for name in ("keys", "values", "logits"))
@@ -82,78 +86,89 @@ class Job:
         return drawn(decoder, self.logits, self.options, streams, self.unknown_id)
 
 
-def is_worth_sharing(weights: Weights, streams: int, length: int) -> bool:
-    """Return whether several processes would be done sooner than one."""
-    numbers = weights.nbytes / 4
-    return streams > 1 and numbers * streams * length > WORTH and weights.nbytes <= LARGEST
+def processes_for(parameters: int, streams: int, length: int, cores: int) -> int:
+    """Return how many processes are done the soonest; 1 means this one."""
+    if parameters > LARGEST:
+        return 1
+    work = parameters * streams * length
+    return max(1, min(cores, streams, MOST, int(work / WORTH)))
 
 
 def drawn_by_workers(job: Job, streams: Sequence[int], processes: int) -> Iterator[Ids]:
     """Yield what `job.draw(streams)` does, from so many processes.
 
     Raises:
-        WorkError: the model's weights give numbers that are not finite, or a process was lost.
+        WorkError: the model's weights give numbers that are not finite, or a process could not be
+            started or was lost.
     """
     parts = [part.tolist() for part in np.array_split(np.asarray(streams), processes)]
-    parts = [part for part in parts if part]
     with ExitStack() as stack:
-        workers = []
-        for part in parts:
-            workers.append(stack.enter_context(_start(part)))
-            stack.callback(workers[-1].kill)
+        workers = [stack.enter_context(_Worker(part)) for part in parts]
         content = job.pack()
         for worker in workers:
-            _send(worker, content)
+            worker.send(content)
         for _ in range(job.options.length):
-            taken = [_receive(*each) for each in zip(workers, parts, strict=True)]
-            yield np.concatenate(taken)
+            yield np.concatenate([worker.receive() for worker in workers])
 
 
-def _start(streams: list[int]) -> "subprocess.Popen[bytes]":
-    try:
-        return subprocess.Popen(
-            [sys.executable, "-P", "-m", __name__, json.dumps(streams)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**os.environ, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(sys.path)},
-            start_new_session=True,  # a Ctrl-C is for this process, which then ends them
-        )
-    except OSError as error:
+class _Worker:
+    """A process that draws some of the streams, and ends with the `with` block at the latest."""
+
+    def __init__(self, streams: list[int]) -> None:
+        self.bytes = ID.itemsize * len(streams)  # of a character of each
+        # a pipe that nobody reads would fill up
+        self.errors = tempfile.TemporaryFile()  # noqa: SIM115 (`__exit__` closes it)
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", __name__, json.dumps(streams)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self.errors,
+                env={**os.environ, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(sys.path)},
+                start_new_session=True,  # a Ctrl-C is for this process, which then ends it
+            )
+        except OSError as error:
+            self.errors.close()
+            raise WorkError(
+                f"no further process could be started to draw samples ({error.strerror}); {ALONE}"
+            ) from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        with self.process, self.errors:  # close all, and wait
+            pass
+
+    def send(self, content: bytes) -> None:
+        """Tell the process what to do."""
+        assert self.process.stdin is not None
+        try:
+            with self.process.stdin as to_process:
+                to_process.write(content)
+        except OSError:  # it reads no more
+            self.lost()
+
+    def receive(self) -> Ids:
+        """Return the next character of each of its streams, (N,)."""
+        assert self.process.stdout is not None
+        content = self.process.stdout.read(self.bytes)
+        if len(content) < self.bytes:
+            self.lost()
+        return np.frombuffer(content, ID).astype(np.int64)
+
+    def lost(self) -> NoReturn:
+        """Raise the error that the process ended with."""
+        code = self.process.wait()
+        self.errors.seek(0)
+        words = self.errors.read().decode(errors="replace").strip().splitlines()[-1:]
+        if code == FAILED:
+            raise WorkError(*words)
+        said = "".join(f", {line}" for line in words)
         raise WorkError(
-            f"no further process could be started to draw samples ({error.strerror}); {ALONE}"
-        ) from None
-
-
-def _send(worker: "subprocess.Popen[bytes]", content: bytes) -> None:
-    assert worker.stdin is not None
-    try:
-        with worker.stdin as to_worker:
-            to_worker.write(content)
-    except OSError:  # it reads no more
-        _lost(worker)
-
-
-def _receive(worker: "subprocess.Popen[bytes]", streams: list[int]) -> Ids:
-    """Return the next character of each of a worker's streams, (N,)."""
-    assert worker.stdout is not None
-    size = ID.itemsize * len(streams)
-    content = worker.stdout.read(size)
-    if len(content) < size:
-        _lost(worker)
-    return np.frombuffer(content, ID).astype(np.int64)
-
-
-def _lost(worker: "subprocess.Popen[bytes]") -> NoReturn:
-    """Raise the error that a worker ended with."""
-    assert worker.stderr is not None
-    words = worker.stderr.read().decode(errors="replace")
-    if worker.wait() == FAILED:
-        raise WorkError(words.splitlines()[-1])  # before it there may be warnings of numpy
-    raise WorkError(
-        f"a process that drew some of the samples was lost (exit code {worker.returncode}), "
-        f"perhaps for want of memory; {ALONE}"
-    )
+            f"a process that drew some of the samples was lost (exit code {code}{said}); {ALONE}"
+        )
 
 
 def main() -> None:

@@ -44,6 +44,7 @@ class KVCache:
 
     def drop(self, count: int) -> None:
         """Drop the oldest `count` characters of a full cache, at least half of it."""
+        assert self.length == self.capacity <= 2 * count
         self.length = self.capacity - count
         for held in (self.keys, self.values):
             held[:, :, :, : self.length] = held[:, :, :, count:]
