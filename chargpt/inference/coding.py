@@ -21,14 +21,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from chargpt.device import mkl_is_slow, require_memory
 from chargpt.errors import ChargptError, TextError, WorkError
 from chargpt.inference.decoder import decoder_for
-from chargpt.inference.drawing import highest
+from chargpt.inference.drawing import Ids, highest
 from chargpt.models import LanguageModel
 from chargpt.store.run import Run
 from chargpt.store.tensors import pack
@@ -43,7 +42,6 @@ MOST_A_BYTE = 10_000  # characters: what a byte may stand for at most, so that n
 SHARES = 2**30  # what probabilities are rounded to parts of
 TOP, BOTTOM = 2**56, 2**48  # the range stays between them
 
-Ids = npt.NDArray[np.int64]
 Watch = Callable[[int, int], object]  # told how many characters are done, and of how many
 
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from chargpt.config import NORM_EPS
 from chargpt.device import replayable
-from chargpt.inference.drawing import Decoder
-from chargpt.inference.numpy_decoder import Array, Ids, NumpyDecoder, Weights
+from chargpt.inference.drawing import Decoder, Ids
+from chargpt.inference.numpy_decoder import Array, NumpyDecoder, Weights
 from chargpt.models import LanguageModel
 from chargpt.models.cache import KVCache
 from chargpt.models.gpt import GPT

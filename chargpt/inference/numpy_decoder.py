@@ -22,9 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from chargpt.config import NORM_EPS
+from chargpt.inference.drawing import Ids
 
 Array = npt.NDArray[np.float32]
-Ids = npt.NDArray[np.int64]
 ONE = np.float32(1)
 EXPONENT = 60  # up to it, e^score can be summed and multiplied without overflow
 
