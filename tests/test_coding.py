@@ -121,6 +121,19 @@ def test_an_empty_text_comes_back() -> None:
     assert decompress(RUN, compress(RUN, b"")) == b""
 
 
+def test_whatever_rounds_another_way_is_another_platform(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = {coding._platform_key()}
+    slow = coding.mkl_is_slow()
+    with monkeypatch.context() as patched:
+        patched.setattr(coding, "mkl_is_slow", lambda: not slow)
+        keys.add(coding._platform_key())
+    for architecture in ("Zen", "SkylakeX"):
+        library = {"user_api": "blas", "internal_api": "openblas", "architecture": architecture}
+        monkeypatch.setattr(coding, "threadpool_info", lambda library=library: [library])
+        keys.add(coding._platform_key())
+    assert len(keys) == 4
+
+
 def test_what_cannot_be_compressed_is_told() -> None:
     astray = run_of()
     with torch.no_grad():

@@ -104,6 +104,27 @@ def test_the_models_weights_stay_as_they_are():
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.parametrize("streams", [1, 3])
+@torch.no_grad()
+def test_what_training_does_to_the_weights_meanwhile_is_not_seen(streams):
+    model, tokens = noisy_model(), random_tokens(streams)
+    expected = logits_of_long_text(model, tokens)
+    decoder = decoder_for(model, streams)
+    for parameter in model.parameters():
+        parameter.add_(1)
+    assert_close(decoded(decoder, tokens), expected)
+
+
+@pytest.mark.parametrize("streams", [1, 3])
+@torch.no_grad()
+def test_gates_that_are_shut_beyond_floats_are_shut_without_a_word(streams, recwarn):
+    model, tokens = noisy_model(), random_tokens(streams)
+    for block in model.blocks:
+        block.mlp.gate.weight.mul_(300)  # exp(-gate) overflows
+    assert_close(decoded(decoder_for(model, streams), tokens), model(tokens), 1e-2)
+    assert not recwarn.list
+
+
 def test_only_the_shape_they_are_written_for_takes_the_fast_decoders():
     assert isinstance(decoder_for(noisy_model(), 1), NumpyDecoder)
     for other in ({"attention": "average"}, {"qk_norm": False}, {"mlp": "none"}):

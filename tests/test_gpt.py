@@ -113,6 +113,18 @@ def test_cached_logits_equal_uncached_ones_however_the_text_is_cut(cuts, rung, s
     assert cache.length == cache.capacity == 12
 
 
+def test_only_of_a_full_cache_half_or_more_is_dropped():
+    model, cache = noisy_model(), noisy_model().new_cache(2)
+    model(random_tokens(steps=11), cache)
+    with pytest.raises(AssertionError):
+        model.forget(cache)
+    model(random_tokens(steps=1), cache)
+    with pytest.raises(AssertionError):
+        cache.drop(5)
+    model.forget(cache)
+    assert cache.length == 6
+
+
 @pytest.mark.parametrize("scaled", [True, False])
 def test_the_model_runs_what_the_explicit_form_says(scaled, monkeypatch):
     model, tokens = noisy_model(scaled=scaled), random_tokens()

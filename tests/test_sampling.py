@@ -11,6 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from noise import noisy_model
 
+from chargpt.cli import console
+from chargpt.cli.sample import write_texts
 from chargpt.config import Config, SampleConfig
 from chargpt.errors import ConfigError, UnknownCharacterError, WorkError
 from chargpt.inference import sampling
@@ -357,9 +359,21 @@ def test_many_samples_are_drawn_in_groups_to_the_same_texts(make_run, monkeypatc
     )
     monkeypatch.setattr(sampling, "GROUP_BYTES", 3 * (2 * 2 * 16 * 12 * 4 + 4 * 9) + 5)
     assert run.model.vocab_size == 9
-    assert sample(run, num_samples=7) == together
+    told = []
+    assert sample(run, num_samples=7, watch=lambda *counts: told.append(counts)) == together
     assert max(widths) == 3
+    assert told == [(3 * n, 140) for n in range(1, 41)] + [(120 + n, 140) for n in range(1, 21)]
     assert len(set(sample(run, num_samples=7, seed=None))) == 7
+
+
+def test_the_command_tells_how_far_it_is(make_run, monkeypatch, capsys):
+    run = make_run()
+    monkeypatch.setattr(console, "PLAIN_LINE_SECONDS", 0)
+    options = run.config.sample.model_copy(update={"num_samples": 2})
+    assert write_texts(run, options, None) == sample(run, options)
+    told = capsys.readouterr().err.splitlines()
+    assert told[0].startswith("character 2/40  written")
+    assert told[-1].startswith("character 40/40  written")
 
 
 def test_a_run_without_newlines_starts_from_its_texts_unigram(make_run, tmp_path):
