@@ -82,7 +82,8 @@ def sampling(found: dict[str, Any]) -> list[str]:
     parts = [f"{name}: {speed:,}" for name, speed in speeds.items()]
     return [
         f"Sampling from a model of `gpt`'s size, characters a second in all ({found['date']}): "
-        f"{'; '.join(parts)}.",
+        f"{'; '.join(parts)}. What is long enough is compiled first, "
+        f"{found['seconds_to_the_first_20']['64 streams']:.1f} s.",
         "",
         f"`{found['command']}`",
     ]

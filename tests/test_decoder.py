@@ -1,15 +1,24 @@
 """Every decoder against the formula, far past the block size."""
 
+import math
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
+from conftest import REPOSITORY
 from formula import held_from, logits_of_long_text
 from noise import RUNGS, fill_with_noise, noisy_model, random_tokens
 
+from chargpt.inference import decoder as decoders
+from chargpt.inference.compiled_decoder import COLUMNS, CompiledDecoder, panels_of
 from chargpt.inference.decoder import (
     GraphDecoder,
     ModelDecoder,
     decoder_for,
+    decoders_for,
     has_fast_decoder,
     memory_of,
     weights_of,
@@ -21,6 +30,7 @@ from chargpt.models.ngram import NGramLM
 CPU = torch.device("cpu")
 SORTS = {
     "numpy": lambda model, streams: NumpyDecoder(weights_of(model), streams),
+    "compiled": lambda model, streams: CompiledDecoder(panels_of(weights_of(model)), streams),
     "graph": lambda model, streams: GraphDecoder(weights_of(model), streams, CPU),
     "model": lambda model, streams: ModelDecoder(model, streams, None),
 }
@@ -57,6 +67,40 @@ def test_every_decoder_says_what_the_formula_says(sort, streams, block_size, sca
     tokens = random_tokens(streams, steps=40)
     logits = decoded(SORTS[sort](model, streams), tokens)
     assert_close(logits, logits_of_long_text(model, tokens), 1e-4 if loudness == 1 else 1e-3)
+
+
+@pytest.mark.parametrize("streams", [1, 9])
+@pytest.mark.parametrize("size", [8, COLUMNS, COLUMNS + 10])  # of a head
+@torch.no_grad()
+def test_compiled_steps_are_right_beyond_a_panel_and_a_tile(streams, size):
+    block_size, vocab_size = COLUMNS + 5, COLUMNS + 3
+    sizes = {"n_embd": 2 * size, "n_mlp": size + 3, "block_size": block_size}
+    model = noisy_model(vocab_size, n_layer=1, **sizes)
+    tokens = random_tokens(streams, 2 * block_size, vocab_size)
+    logits = decoded(SORTS["compiled"](model, streams), tokens)
+    assert_close(logits, logits_of_long_text(model, tokens))
+
+
+def test_a_compiled_streams_bits_are_the_same_whatever_stands_beside_it():
+    model, tokens = noisy_model(), random_tokens(6, 40)
+    together = decoded(SORTS["compiled"](model, 6), tokens)
+    for streams in (1, 3, 5):
+        assert torch.equal(
+            decoded(SORTS["compiled"](model, streams), tokens[-streams:]), together[-streams:]
+        )
+
+
+@pytest.mark.slow
+def test_compiled_steps_are_right_on_processors_without_avx512():
+    code = (
+        "import llvmlite.binding, pytest, sys; llvmlite.binding.get_host_cpu_features = dict; "
+        "sys.exit(pytest.main(['-q', '-k', 'compiled', 'tests/test_decoder.py']))"
+    )
+    variables = {**os.environ, "NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=variables, cwd=REPOSITORY
+    )
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.parametrize("rung", RUNGS)
@@ -105,24 +149,61 @@ def test_the_models_weights_stay_as_they_are():
 
 
 @pytest.mark.parametrize("streams", [1, 3])
+@pytest.mark.parametrize("sort", ["numpy", "compiled", "graph"])
 @torch.no_grad()
-def test_what_training_does_to_the_weights_meanwhile_is_not_seen(streams):
+def test_what_training_does_to_the_weights_meanwhile_is_not_seen(sort, streams):
     model, tokens = noisy_model(), random_tokens(streams)
     expected = logits_of_long_text(model, tokens)
-    decoder = decoder_for(model, streams)
+    decoder = SORTS[sort](model, streams)
     for parameter in model.parameters():
         parameter.add_(1)
     assert_close(decoded(decoder, tokens), expected)
 
 
 @pytest.mark.parametrize("streams", [1, 3])
+@pytest.mark.parametrize("sort", ["numpy", "compiled"])
 @torch.no_grad()
-def test_gates_that_are_shut_beyond_floats_are_shut_without_a_word(streams, recwarn):
+def test_gates_that_are_shut_beyond_floats_are_shut_without_a_word(sort, streams, recwarn):
     model, tokens = noisy_model(), random_tokens(streams)
     for block in model.blocks:
         block.mlp.gate.weight.mul_(300)  # exp(-gate) overflows
-    assert_close(decoded(decoder_for(model, streams), tokens), model(tokens), 1e-2)
+    assert_close(decoded(SORTS[sort](model, streams), tokens), model(tokens), 1e-2)
     assert not recwarn.list
+
+
+@pytest.mark.parametrize("streams", [1, 3])
+@pytest.mark.parametrize("sort", ["numpy", "compiled"])
+@pytest.mark.parametrize("name", ["embedding", "blocks.0.attention.key", "blocks.1.mlp.gate"])
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+@torch.no_grad()
+def test_weights_that_are_not_finite_are_seen_in_the_logits(sort, streams, name, number):
+    model = noisy_model()
+    model.get_submodule(name).weight[3] = number
+    logits = decoded(SORTS[sort](model, streams), torch.full((streams, 2), 3))
+    assert not logits.isfinite().any()
+
+
+def test_long_work_is_compiled_and_shared_out_among_threads(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    model = noisy_model()
+
+    def chosen(streams, length):
+        found = decoders_for(model, streams, length)
+        return [
+            (type(decoder), len(decoder.memory.x) if isinstance(decoder, CompiledDecoder) else 0)
+            for decoder in found
+        ]
+
+    monkeypatch.setattr(decoders, "WORTH_COMPILING", model.parameter_count() * 1000 * 35)
+    assert chosen(32, 999) == [(NumpyDecoder, 0)]
+    assert chosen(32, 1000) == [(CompiledDecoder, 8)] * 4
+    assert chosen(15, 2000) == [(CompiledDecoder, 16)]
+    assert chosen(16, 2000) == [(CompiledDecoder, 8)] * 2
+    assert chosen(1, 8749) == [(NumpyDecoder, 0)]
+    assert chosen(1, 8750) == [(CompiledDecoder, 1)]
+    others = (BigramLM(5, block_size=4), noisy_model(mlp="none"), noisy_model().to("meta"))
+    for other in others[:2]:
+        assert [type(found) for found in decoders_for(other, 64, 10**9)] == [ModelDecoder]
 
 
 def test_only_the_shape_they_are_written_for_takes_the_fast_decoders():

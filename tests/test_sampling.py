@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import threading
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ from chargpt.cli import console
 from chargpt.cli.sample import write_texts
 from chargpt.config import Config, SampleConfig
 from chargpt.errors import ConfigError, UnknownCharacterError, WorkError
-from chargpt.inference import sampling
+from chargpt.inference import decoder, sampling
+from chargpt.inference.compiled_decoder import CompiledDecoder
 from chargpt.inference.drawing import draw, probabilities, uniforms
 from chargpt.inference.numpy_decoder import NumpyDecoder
 from chargpt.inference.sampling import sample, stream, stream_run
@@ -53,6 +55,63 @@ def test_a_streams_text_does_not_depend_on_how_many_are_drawn_together():
     assert written(model, num_samples=2) == together[:2]
     assert written(model, streams=[3]) == [together[3]]
     assert written(model, streams=[4, 1]) == [together[4], together[1]]
+
+
+@pytest.fixture
+def threads(monkeypatch):
+    """Have ten streams drawn by two compiled decoders, in threads; note which in which."""
+    monkeypatch.setattr(decoder, "WORTH_COMPILING", 0)
+    monkeypatch.setattr(decoder, "LEAST_STREAMS", 5)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    found = []
+    step = CompiledDecoder.step
+
+    def noted(self, ids):
+        found.append((self, threading.current_thread()))
+        return step(self, ids)
+
+    monkeypatch.setattr(CompiledDecoder, "step", noted)
+    return found
+
+
+@pytest.mark.parametrize("prompt", ["", "abc", "abcabcabcabcabcabc"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"seed": 2**63 - 1},
+        {"streams": [7, 2, 5, 4096, 1, 0, 3, 9, 11, 10]},
+        {"temperature": 0},
+        {"top_k": 3, "top_p": 0.7, "min_p": 0.1, "temperature": 3.0},
+        {"tokenizer": CharTokenizer("abcdefghij", has_unknown=True)},
+        {"stop": ("a", "bc", "\udcff")},
+        {"length": 1},
+    ],
+)
+def test_threads_write_the_same_texts(prompt, options, threads, monkeypatch):
+    texts = written(noisy_model(), prompt, num_samples=10, **options)
+    assert len(texts) == 10
+    assert len({used for used, _ in threads}) == (0 if options.get("length") == 1 else 2)
+    assert not any(thread.is_alive() for _, thread in threads)
+    monkeypatch.setattr(decoder, "WORTH_COMPILING", math.inf)
+    assert written(noisy_model(), prompt, num_samples=10, **options) == texts
+
+
+def test_numbers_that_are_not_finite_are_told_by_any_thread(threads):
+    model = noisy_model()
+    with torch.no_grad():
+        model.embedding.weight[10] = float("nan")  # of k
+    with pytest.raises(WorkError, match=r"^the model's predictions are not finite numbers"):
+        written(model, "a", num_samples=10, length=500)
+    assert not any(thread.is_alive() for _, thread in threads)
+
+
+def test_whoever_stops_listening_ends_the_threads(threads):
+    options = SampleConfig(length=10**6, num_samples=10, seed=1)
+    pieces = stream(noisy_model(), NO_NEWLINE, NO_NEWLINE.encode("a"), options)
+    next(pieces)
+    pieces.close()
+    assert threads
+    assert not any(thread.is_alive() for _, thread in threads)
 
 
 def test_a_longer_text_begins_with_the_shorter_one():

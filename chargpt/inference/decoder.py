@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from typing import TypeGuard
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,6 +23,9 @@ from chargpt.inference.numpy_decoder import Array, NumpyDecoder, Weights
 from chargpt.models import LanguageModel
 from chargpt.models.cache import KVCache
 from chargpt.models.gpt import GPT
+
+WORTH_COMPILING = 1e11  # multiplications: three seconds or more of numpy's
+LEAST_STREAMS = 8  # that a thread is worth
 
 
 def decoder_for(model: LanguageModel, streams: int, held: KVCache | None = None) -> Decoder:
@@ -42,6 +46,37 @@ def decoder_for(model: LanguageModel, streams: int, held: KVCache | None = None)
     if held is not None:
         decoder.remember(*memory_of(held))
     return decoder
+
+
+def decoders_for(
+    model: LanguageModel, streams: int, length: int, held: KVCache | None = None
+) -> list[Decoder]:
+    """Return what draws so many characters of each stream the soonest.
+
+    Args:
+        model: as for `decoder_for`.
+        streams: of all decoders together.
+        length: characters of each stream.
+        held: of one text, whose characters every stream shall hold; none by default.
+
+    Returns:
+        One decoder, or several, each for an even share of the streams and a thread of its own.
+    """
+    # a lone row of numbers takes as long as four, since the weights have to be read
+    work = model.parameter_count() * length * (streams + 3)
+    if not has_fast_decoder(model) or model.device.type != "cpu" or work < WORTH_COMPILING:
+        return [decoder_for(model, streams, held)]
+    from chargpt.inference.compiled_decoder import CompiledDecoder, panels_of  # takes long
+
+    panels = panels_of(weights_of(model))
+    parts = max(1, min(torch.get_num_threads(), streams // LEAST_STREAMS))
+    decoders: list[Decoder] = []
+    for share in np.array_split(np.arange(streams), parts):
+        decoder = CompiledDecoder(panels, len(share))
+        if held is not None:
+            decoder.remember(*memory_of(held))
+        decoders.append(decoder)
+    return decoders
 
 
 def has_fast_decoder(model: LanguageModel) -> TypeGuard[GPT]:

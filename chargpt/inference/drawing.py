@@ -13,6 +13,8 @@ Shapes in this file: N = streams drawn together, V = vocabulary.
 
 import math
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,6 +24,7 @@ from chargpt.config import SampleConfig
 from chargpt.errors import WorkError
 
 DRAWN_AT_ONCE = 256  # uniform numbers per stream
+STEPS_APART = 64  # that threads take before they wait for each other
 LEAST_TEMPERATURE = 1e-100  # over which no difference of logits grows infinite
 
 Floats = npt.NDArray[np.float64]
@@ -67,6 +70,22 @@ def drawn(
         yield ids
         if left:
             expected = decoder.step(ids).astype(np.float64)
+
+
+def side_by_side(sources: Sequence[Iterator[Ids]]) -> Iterator[Ids]:
+    """Yield what all sources yield, (N,) each, in one; several run in a thread each."""
+    if len(sources) == 1:
+        yield from sources[0]
+        return
+    with ThreadPoolExecutor(len(sources)) as pool:
+
+        def some(source: Iterator[Ids]) -> list[Ids]:
+            return list(islice(source, STEPS_APART))
+
+        ahead = pool.map(some, sources)
+        while steps := list(zip(*ahead, strict=True)):
+            ahead = pool.map(some, sources)
+            yield from map(np.concatenate, steps)
 
 
 def probabilities(logits: Floats, options: SampleConfig, unknown_id: int | None = None) -> Floats:

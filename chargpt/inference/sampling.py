@@ -18,9 +18,8 @@ import torch
 
 from chargpt.config import SampleConfig
 from chargpt.errors import ChargptError, ConfigError
-from chargpt.inference.decoder import decoder_for, has_fast_decoder, memory_of, weights_of
-from chargpt.inference.drawing import Floats, Ids, drawn
-from chargpt.inference.workers import Job, drawn_by_workers, processes_for
+from chargpt.inference.decoder import decoders_for
+from chargpt.inference.drawing import Floats, Ids, drawn, side_by_side
 from chargpt.models import LanguageModel
 from chargpt.models.cache import KVCache
 from chargpt.store.run import Run
@@ -116,8 +115,7 @@ def stream(
 
     Raises:
         ConfigError: a stop string is empty.
-        WorkError: the model's weights give numbers that are not finite, or a process that was to
-            draw some of the streams could not be started or was lost.
+        WorkError: the model's weights give numbers that are not finite.
     """
     if "" in options.stop:
         raise ConfigError("a stop string is empty and would stop at once; give it a character")
@@ -149,15 +147,14 @@ def _draw(
         else:
             with np.errstate(divide="ignore"):
                 logits = np.log(np.asarray(counts, dtype=np.float64))
-        if has_fast_decoder(model) and model.device.type == "cpu":
-            work = model.parameter_count(), len(streams), options.length
-            processes = processes_for(*work, cores=torch.get_num_threads())
-            if processes > 1:
-                job = Job(weights_of(model), *memory_of(held), logits, options, unknown_id)
-                yield from drawn_by_workers(job, streams, processes)
-                return
-        decoder = decoder_for(model, len(streams), held)
-        yield from drawn(decoder, logits, options, streams, unknown_id)
+        decoders = decoders_for(model, len(streams), options.length, held)
+        parts = np.array_split(np.asarray(streams), len(decoders))
+        yield from side_by_side(
+            [
+                drawn(decoder, logits, options, part.tolist(), unknown_id)
+                for decoder, part in zip(decoders, parts, strict=True)
+            ]
+        )
     finally:
         model.train(was_training)
 
