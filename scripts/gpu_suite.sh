@@ -24,7 +24,7 @@ step "training"
 timeout 400 python scripts/bench_train.py "$text" ${peer:+--nanogpt "$peer"} --recipe gpu --pairs 1 \
   --ours "--budget 30s" --ours "--budget ${seconds}s" --json "$out/train.json"; training=$?
 step "sampling"
-timeout 100 python scripts/bench_sample.py --repeats 1 ${peer:+--nanogpt "$peer"} \
+timeout 150 python scripts/bench_sample.py --repeats 1 ${peer:+--nanogpt "$peer"} \
   --json "$out/sample.json"; sampling=$?
 step "done"
 rm -rf "$out/cache"

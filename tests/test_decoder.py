@@ -94,6 +94,7 @@ def test_a_compiled_streams_bits_are_the_same_whatever_stands_beside_it():
 def test_compiled_steps_are_right_on_processors_without_avx512():
     code = (
         "import llvmlite.binding, pytest, sys; llvmlite.binding.get_host_cpu_features = dict; "
+        "from chargpt.inference import compiled_decoder; assert compiled_decoder.COLUMNS == 16; "
         "sys.exit(pytest.main(['-q', '-k', 'compiled', 'tests/test_decoder.py']))"
     )
     variables = {**os.environ, "NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}
@@ -183,27 +184,39 @@ def test_weights_that_are_not_finite_are_seen_in_the_logits(sort, streams, name,
     assert not logits.isfinite().any()
 
 
-def test_long_work_is_compiled_and_shared_out_among_threads(monkeypatch):
+@pytest.mark.parametrize(
+    ("parameters", "streams", "length", "compiled"),
+    [
+        (870_000, 1, 500, False),
+        (870_000, 1, 50_000, False),
+        (870_000, 1, 60_000, True),
+        (870_000, 64, 2000, False),
+        (870_000, 64, 4000, True),
+        (10_700_000, 1, 10**9, False),  # as slow: it waits for its weights
+        (10_700_000, 64, 500, True),
+        (57_000_000, 1, 10**9, False),
+        (57_000_000, 5, 500, True),
+    ],
+)
+def test_what_takes_seconds_longer_without_is_compiled(parameters, streams, length, compiled):
+    assert decoders.is_worth_compiling(parameters, streams, length) == compiled
+
+
+def test_a_compiled_job_is_shared_out_among_threads(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    model = noisy_model()
-
-    def chosen(streams, length):
-        found = decoders_for(model, streams, length)
-        return [
-            (type(decoder), len(decoder.memory.x) if isinstance(decoder, CompiledDecoder) else 0)
-            for decoder in found
-        ]
-
-    monkeypatch.setattr(decoders, "WORTH_COMPILING", model.parameter_count() * 1000 * 35)
-    assert chosen(32, 999) == [(NumpyDecoder, 0)]
-    assert chosen(32, 1000) == [(CompiledDecoder, 8)] * 4
-    assert chosen(15, 2000) == [(CompiledDecoder, 16)]
-    assert chosen(16, 2000) == [(CompiledDecoder, 8)] * 2
-    assert chosen(1, 8749) == [(NumpyDecoder, 0)]
-    assert chosen(1, 8750) == [(CompiledDecoder, 1)]
-    others = (BigramLM(5, block_size=4), noisy_model(mlp="none"), noisy_model().to("meta"))
-    for other in others[:2]:
+    monkeypatch.setattr(decoders, "WORTH_COMPILING", 0)
+    for streams, rows in ((32, [8] * 4), (64, [16] * 4), (15, [8] * 3), (8, [4] * 2)):
+        found = decoders_for(noisy_model(), streams, 1)
+        assert [len(decoder.memory.x) for decoder in found] == rows, streams
+        assert sum(decoder.memory.keys.shape[1] for decoder in found) == streams
+    for other in (BigramLM(5, block_size=4), noisy_model(mlp="none")):
         assert [type(found) for found in decoders_for(other, 64, 10**9)] == [ModelDecoder]
+
+
+def test_a_machine_without_numba_draws_long_texts_by_numpy(monkeypatch):
+    monkeypatch.delitem(sys.modules, "chargpt.inference.compiled_decoder")
+    monkeypatch.setitem(sys.modules, "numba", None)
+    assert [type(found) for found in decoders_for(noisy_model(), 64, 10**9)] == [NumpyDecoder]
 
 
 def test_only_the_shape_they_are_written_for_takes_the_fast_decoders():

@@ -2,11 +2,17 @@
 
 import itertools
 import math
+import os
+import signal
+import subprocess
+import sys
 import threading
+import time
 
 import numpy as np
 import pytest
 import torch
+from conftest import REPOSITORY, run_cli
 from formula import logits_of_long_text
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -18,7 +24,7 @@ from chargpt.config import Config, SampleConfig
 from chargpt.errors import ConfigError, UnknownCharacterError, WorkError
 from chargpt.inference import decoder, sampling
 from chargpt.inference.compiled_decoder import CompiledDecoder
-from chargpt.inference.drawing import draw, probabilities, uniforms
+from chargpt.inference.drawing import draw, probabilities, side_by_side, uniforms
 from chargpt.inference.numpy_decoder import NumpyDecoder
 from chargpt.inference.sampling import sample, stream, stream_run
 from chargpt.models.bigram import BigramLM
@@ -61,7 +67,6 @@ def test_a_streams_text_does_not_depend_on_how_many_are_drawn_together():
 def threads(monkeypatch):
     """Have ten streams drawn by two compiled decoders, in threads; note which in which."""
     monkeypatch.setattr(decoder, "WORTH_COMPILING", 0)
-    monkeypatch.setattr(decoder, "LEAST_STREAMS", 5)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     found = []
     step = CompiledDecoder.step
@@ -105,6 +110,21 @@ def test_numbers_that_are_not_finite_are_told_by_any_thread(threads):
     assert not any(thread.is_alive() for _, thread in threads)
 
 
+def test_threads_end_after_the_step_that_they_are_at():
+    taken = []
+
+    def slow():
+        for step in range(1000):
+            taken.append(step)
+            yield np.zeros(1, np.int64)
+            time.sleep(0.01)
+
+    threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        next(side_by_side([slow(), slow()], steps=1000))
+    assert 0 < len(taken) < 1000
+
+
 def test_whoever_stops_listening_ends_the_threads(threads):
     options = SampleConfig(length=10**6, num_samples=10, seed=1)
     pieces = stream(noisy_model(), NO_NEWLINE, NO_NEWLINE.encode("a"), options)
@@ -112,6 +132,42 @@ def test_whoever_stops_listening_ends_the_threads(threads):
     pieces.close()
     assert threads
     assert not any(thread.is_alive() for _, thread in threads)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_command_ends_by_a_signal_while_threads_draw(number, verse, tmp_path):
+    sizes = ("n_layer=1", "n_embd=8", "n_head=1", "block_size=16")
+    settings = [f"--set=model.{size}" for size in sizes]
+    done = run_cli(
+        "train", verse, "--out", "run", "-s", "train.max_steps=2", *settings, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    command = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "chargpt",
+            "sample",
+            "run",
+            "--num-samples=16",
+            "--length=100000000",
+        ],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "2"},
+    )
+    try:
+        assert command.stderr is not None
+        assert command.stderr.readline().startswith("character ")
+        command.send_signal(number)
+        out, error = command.communicate(timeout=30)
+    finally:
+        command.kill()
+    assert command.returncode in (-number, 128 + number), error
+    assert not out
+    assert "Traceback" not in error
 
 
 def test_a_longer_text_begins_with_the_shorter_one():
@@ -416,7 +472,7 @@ def test_many_samples_are_drawn_in_groups_to_the_same_texts(make_run, monkeypatc
     monkeypatch.setattr(
         NumpyDecoder, "step", lambda self, ids: (widths.append(len(ids)), step(self, ids))[1]
     )
-    monkeypatch.setattr(sampling, "GROUP_BYTES", 3 * (2 * 2 * 16 * 12 * 4 + 4 * 9) + 5)
+    monkeypatch.setattr(sampling, "GROUP_BYTES", 3 * (2 * 2 * 2 * 64 * 64 * 4 + 4 * 9) + 5)
     assert run.model.vocab_size == 9
     told = []
     assert sample(run, num_samples=7, watch=lambda *counts: told.append(counts)) == together

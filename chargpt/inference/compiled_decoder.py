@@ -1,16 +1,16 @@
 """The next character of every stream on a CPU, compiled: for texts that are long, or many.
 
 The steps are those of numpy_decoder.py, on the same weights, as loops that numba compiles when they
-are first called. That takes two seconds; after it a step has nothing left of Python, and holds no
-lock that would keep other threads from theirs. A stream's numbers are the same to the bit whatever
-is drawn beside it.
+are first called. That takes two seconds; after it each is one call, which holds no lock that would
+keep other threads from theirs. A stream's numbers are the same to the bit whatever is drawn beside
+it.
 
 All products go through one tile: a few rows times a panel of columns, summed up in registers. BLAS
 does likewise, but lays out its operands anew at every call, which for so few rows takes longer than
 the product. Here the weights are cut into panels once, and keys and values are kept in panels.
-Shapes in this file: N = streams, filled up to whole tiles, S = characters held, L = layers,
-C = n_embd, H = n_head, D = C / H, F = mlp_width, V = vocabulary, K = block size; P(n) = panels of
-COLUMNS columns that n columns take.
+Shapes in this file: N = streams, R = N filled up to whole tiles, or 1, S = characters held,
+L = layers, C = n_embd, H = n_head, D = C / H, F = mlp_width, V = vocabulary, K = block size;
+P(n) = panels of COLUMNS columns that n columns take.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,8 @@ from chargpt.config import NORM_EPS
 from chargpt.inference.drawing import Ids
 from chargpt.inference.numpy_decoder import Array, Weights
 
-# The sums of a tile take four vectors a row, half of the registers, and keep both multipliers busy.
+# With AVX-512 a tile's sums take half of the registers, enough to keep both multipliers busy; with
+# AVX2 and NEON as many as there are room for.
 ROWS = 4
 COLUMNS = 64 if llvmlite.binding.get_host_cpu_features().get("avx512f") else 16
 
@@ -64,14 +65,14 @@ class Memory(NamedTuple):
 
     keys: Array  # (L, N, H, P(K), D, COLUMNS)
     values: Array  # (L, N, H, P(D), K, COLUMNS)
-    x: Array  # (N, C)
-    unit: Array  # (N, C)
-    change: Array  # (N, P(C) x COLUMNS)
-    joint: Array  # (N, P(3C or 2F) x COLUMNS)
-    mixed: Array  # (N, P(C) x COLUMNS)
-    hidden: Array  # (N, F)
+    x: Array  # (R, C)
+    unit: Array  # (R, C)
+    change: Array  # (R, P(C) x COLUMNS)
+    joint: Array  # (R, P(3C or 2F) x COLUMNS)
+    mixed: Array  # (R, C + COLUMNS), since a panel of the last head may be wider than the head
+    hidden: Array  # (R, F)
     scores: Array  # (1, P(K) x COLUMNS)
-    logits: Array  # (N, P(V) x COLUMNS)
+    logits: Array  # (R, P(V) x COLUMNS)
 
 
 def _tile_of(rows: int) -> Any:
@@ -123,7 +124,7 @@ _tile, _tile_of_one = _tile_of(ROWS), _tile_of(1)
 
 @compiled
 def _multiply(a: Array, panels: Array, out: Array) -> None:
-    """Do out = a @ panels: (N, depth) by (P, depth, COLUMNS) to (N, P x COLUMNS)."""
+    """Do out = a @ panels: (R, depth) by (P, depth, COLUMNS) to (R, P x COLUMNS)."""
     for panel in range(len(panels)):
         columns = out[:, panel * COLUMNS :]
         if len(a) == 1:
@@ -135,29 +136,29 @@ def _multiply(a: Array, panels: Array, out: Array) -> None:
 
 @compiled
 def _exp(x: np.float32) -> np.float32:
-    """Return e^x to float32's precision: 2^n times a polynomial, that of Cephes' expf.
+    """Return e^x to 4e-6 of it: 2^n times a polynomial, that of Cephes' expf.
 
-    Unlike a library's, it becomes part of the loop around it, which then takes vectors.
+    Unlike a library's, it becomes part of the loop around it, which then takes vectors. What lies
+    beyond float32 is the largest or the smallest power that does not; NaN stays NaN.
     """
-    if x < LEAST:
-        x = LEAST
-    if x > MOST:
-        x = MOST
-    power = np.floor(x * LOG2_E + HALF)
-    x -= power * LN_2
+    within = x if x > LEAST else LEAST  # NaN is not
+    within = within if within < MOST else MOST
+    power = np.floor(within * LOG2_E + HALF)
+    rest = within - power * LN_2
     series = np.float32(1.9875691500e-4)
-    series = series * x + np.float32(1.3981999507e-3)
-    series = series * x + np.float32(8.3334519073e-3)
-    series = series * x + np.float32(4.1665795894e-2)
-    series = series * x + np.float32(1.6666665459e-1)
-    series = series * x + np.float32(5.0000001201e-1)
+    series = series * rest + np.float32(1.3981999507e-3)
+    series = series * rest + np.float32(8.3334519073e-3)
+    series = series * rest + np.float32(4.1665795894e-2)
+    series = series * rest + np.float32(1.6666665459e-1)
+    series = series * rest + np.float32(5.0000001201e-1)
     exponent = np.int32((np.int32(power) + np.int32(127)) << np.int32(23))
-    return (series * x * x + x + ONE) * exponent.view(np.float32)
+    result = (series * rest * rest + rest + ONE) * exponent.view(np.float32)
+    return result if x == x else x
 
 
 @compiled
 def _normalise(x: Array, out: Array) -> None:
-    """Bring each row of x (N, C) to length 1."""
+    """Bring each row of x (R, C) to length 1."""
     rows, width = x.shape
     for row in range(rows):
         total = np.float32(width * NORM_EPS)
@@ -224,7 +225,7 @@ def _add(x: Array, change: Array) -> None:
 
 @compiled
 def _gate(joint: Array, out: Array) -> None:
-    """Do out = silu(gate) * up, (N, F), of which joint holds both."""
+    """Do out = silu(gate) * up, (R, F), of which joint holds both."""
     rows, width = out.shape
     for row in range(rows):
         for column in range(width):
@@ -367,7 +368,7 @@ def _memory(panels: Panels, streams: int) -> Memory:
         unit=zeros(rows, width),
         change=zeros(rows, _padded(width)),
         joint=zeros(rows, _padded(max(3 * width, 2 * hidden))),
-        mixed=zeros(rows, width + COLUMNS),  # the last head's panel may be wider than the head
+        mixed=zeros(rows, width + COLUMNS),
         hidden=zeros(rows, hidden),
         scores=zeros(1, _padded(block)),
         logits=zeros(rows, _padded(vocabulary)),

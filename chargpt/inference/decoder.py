@@ -1,14 +1,16 @@
 """Decoders: the next character of every stream, each sort of model and device by its fastest way.
 
-A GPT of the default's shape is decoded on a CPU by numpy (numpy_decoder.py), and on CUDA by the
-same steps in torch: every step does the same to the same memory, wherever its character stands, so
-that it can be replayed as a graph. All else goes through the model itself and its cache.
+A GPT of the default's shape is decoded on a CPU by numpy (numpy_decoder.py), or, if there is much
+to draw, by compiled steps (compiled_decoder.py). On CUDA the same steps are taken in torch: each
+does the same to the same memory, wherever its character stands, so that it can be replayed as a
+graph. All else goes through the model itself and its cache.
 Shapes in this file: N = streams, T = characters taken in, L = layers, C = n_embd, H = n_head,
 D = C / H, F = mlp_width, V = vocabulary, K = block size.
 """
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeGuard
 
 import numpy as np
@@ -24,8 +26,8 @@ from chargpt.models import LanguageModel
 from chargpt.models.cache import KVCache
 from chargpt.models.gpt import GPT
 
-WORTH_COMPILING = 1e11  # multiplications: three seconds or more of numpy's
-LEAST_STREAMS = 8  # that a thread is worth
+WORTH_COMPILING = 2e11  # multiplications, for which numpy takes three seconds longer or more
+IN_CACHE = 4_000_000  # parameters that a processor's cache holds
 
 
 def decoder_for(model: LanguageModel, streams: int, held: KVCache | None = None) -> Decoder:
@@ -55,21 +57,36 @@ def decoders_for(
 
     Args:
         model: as for `decoder_for`.
-        streams: of all decoders together.
-        length: characters of each stream.
+        streams: N, of all decoders together.
+        length: characters of each stream, and of those that are drawn in its place later.
         held: of one text, whose characters every stream shall hold; none by default.
 
     Returns:
         One decoder, or several, each for an even share of the streams and a thread of its own.
     """
-    # a lone row of numbers takes as long as four, since the weights have to be read
-    work = model.parameter_count() * length * (streams + 3)
-    if not has_fast_decoder(model) or model.device.type != "cpu" or work < WORTH_COMPILING:
-        return [decoder_for(model, streams, held)]
-    from chargpt.inference.compiled_decoder import CompiledDecoder, panels_of  # takes long
+    if (
+        has_fast_decoder(model)
+        and model.device.type == "cpu"
+        and is_worth_compiling(model.parameter_count(), streams, length)
+    ):
+        with suppress(ImportError):  # numba follows new versions of Python and numpy months later
+            return _compiled_decoders(model, streams, held)
+    return [decoder_for(model, streams, held)]
+
+
+def is_worth_compiling(parameters: int, streams: int, length: int) -> bool:
+    """Return whether so much is drawn the sooner by steps that have to be compiled first."""
+    if streams == 1 and parameters > IN_CACHE:
+        return False  # whoever computes, it waits for the weights
+    # numpy takes as long for a lone row of numbers as for four
+    return parameters * length * (streams + 3) >= WORTH_COMPILING
+
+
+def _compiled_decoders(model: GPT, streams: int, held: KVCache | None) -> list[Decoder]:
+    from chargpt.inference.compiled_decoder import ROWS, CompiledDecoder, panels_of  # takes long
 
     panels = panels_of(weights_of(model))
-    parts = max(1, min(torch.get_num_threads(), streams // LEAST_STREAMS))
+    parts = max(1, min(torch.get_num_threads(), streams // ROWS))
     decoders: list[Decoder] = []
     for share in np.array_split(np.arange(streams), parts):
         decoder = CompiledDecoder(panels, len(share))

@@ -12,9 +12,10 @@ Shapes in this file: N = streams drawn together, V = vocabulary.
 """
 
 import math
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,7 +25,6 @@ from chargpt.config import SampleConfig
 from chargpt.errors import WorkError
 
 DRAWN_AT_ONCE = 256  # uniform numbers per stream
-STEPS_APART = 64  # that threads take before they wait for each other
 LEAST_TEMPERATURE = 1e-100  # over which no difference of logits grows infinite
 
 Floats = npt.NDArray[np.float64]
@@ -72,20 +72,29 @@ def drawn(
             expected = decoder.step(ids).astype(np.float64)
 
 
-def side_by_side(sources: Sequence[Iterator[Ids]]) -> Iterator[Ids]:
-    """Yield what all sources yield, (N,) each, in one; several run in a thread each."""
+def side_by_side(sources: Sequence[Iterator[Ids]], steps: int) -> Iterator[Ids]:
+    """Yield what all sources yield, (N,) each, in one; several run in a thread each.
+
+    Args:
+        sources: of one length.
+        steps: that the threads take before they wait for each other.
+    """
     if len(sources) == 1:
         yield from sources[0]
         return
+    ended = threading.Event()
+
+    def some(source: Iterator[Ids]) -> list[Ids]:
+        return list(takewhile(lambda _: not ended.is_set(), islice(source, steps)))
+
     with ThreadPoolExecutor(len(sources)) as pool:
-
-        def some(source: Iterator[Ids]) -> list[Ids]:
-            return list(islice(source, STEPS_APART))
-
-        ahead = pool.map(some, sources)
-        while steps := list(zip(*ahead, strict=True)):
+        try:
             ahead = pool.map(some, sources)
-            yield from map(np.concatenate, steps)
+            while found := list(zip(*ahead, strict=True)):
+                ahead = pool.map(some, sources)
+                yield from map(np.concatenate, found)
+        finally:
+            ended.set()
 
 
 def probabilities(logits: Floats, options: SampleConfig, unknown_id: int | None = None) -> Floats:

@@ -26,6 +26,9 @@ from chargpt.store.run import Run
 from chargpt.text.tokenizer import CharTokenizer, Tokens, Unknown
 
 GROUP_BYTES = 256_000_000  # what the streams of one group may take
+PADDED = 64  # what decoders may fill a head's numbers, and a block's characters, up to
+ROUND = 10**9  # multiplications that threads do before they wait for each other: some 20 ms
+MOST_STEPS = 64  # in a round
 
 
 def sample(
@@ -147,14 +150,15 @@ def _draw(
         else:
             with np.errstate(divide="ignore"):
                 logits = np.log(np.asarray(counts, dtype=np.float64))
-        decoders = decoders_for(model, len(streams), options.length, held)
+        groups = max(1, -(-options.num_samples // len(streams)))
+        decoders = decoders_for(model, len(streams), groups * options.length, held)
         parts = np.array_split(np.asarray(streams), len(decoders))
-        yield from side_by_side(
-            [
-                drawn(decoder, logits, options, part.tolist(), unknown_id)
-                for decoder, part in zip(decoders, parts, strict=True)
-            ]
-        )
+        sources = [
+            drawn(decoder, logits, options, part.tolist(), unknown_id)
+            for decoder, part in zip(decoders, parts, strict=True)
+        ]
+        a_step = max(1, model.parameter_count() * len(parts[0]))
+        yield from side_by_side(sources, max(1, min(MOST_STEPS, ROUND // a_step)))
     finally:
         model.train(was_training)
 
@@ -218,8 +222,10 @@ def _seed(options: SampleConfig) -> int:
 
 def _group_size(model: LanguageModel) -> int:
     """Return how many streams may be drawn together without taking much memory."""
-    cache = model.new_cache(1)
-    return max(1, GROUP_BYTES // (cache.keys.nbytes + cache.values.nbytes + 4 * model.vocab_size))
+    layers, _, heads, *sizes = model.new_cache(1).keys.shape
+    places, numbers = (-(-size // PADDED) * PADDED for size in sizes)
+    held = 2 * layers * heads * places * numbers
+    return max(1, GROUP_BYTES // (4 * (held + model.vocab_size)))
 
 
 def _unigram(run: Run) -> npt.NDArray[np.int64] | None:
