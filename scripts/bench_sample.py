@@ -6,7 +6,8 @@ The model is the default's: 4 layers, 128 wide, 65 characters, block 128, and fo
 the block of 64 that nanoGPT's README gives its model of that size; filled with noise, since speed
 does not depend on what was learnt. Each measurement is a process of its own, in turn, on this
 machine's best device for chargpt and on the CPU for nanoGPT. The first 20 characters, which warm
-everything up, do not count; how long they take stands beside, since long work is compiled first.
+everything up, do not count; how long they take stands beside, since long work is done by compiled
+steps, which the first process on a machine has to compile and the others to load.
 What threads have drawn ahead by then, two rounds at most, does count: 1% of the many streams' text.
 """
 
@@ -108,8 +109,7 @@ def main() -> None:
         "characters_per_second": medians,
         "all": {name: [round(speed) for speed, _ in runs] for name, runs in found.items()},
         "seconds_to_the_first_20": {
-            name: round(statistics.median(first for _, first in runs), 3)
-            for name, runs in found.items()
+            name: [round(first, 3) for _, first in runs] for name, runs in found.items()
         },
     }
     if folder:

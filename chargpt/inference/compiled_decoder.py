@@ -1,9 +1,9 @@
 """The next character of every stream on a CPU, compiled: for texts that are long, or many.
 
 The steps are those of numpy_decoder.py, on the same weights, as loops that numba compiles when they
-are first called. That takes two seconds; after it each is one call, which holds no lock that would
-keep other threads from theirs. A stream's numbers are the same to the bit whatever is drawn beside
-it.
+are first called. That takes two seconds, once for an installation; after it each step is one call,
+which holds no lock that would keep other threads from theirs. A stream's numbers are the same to
+the bit whatever is drawn beside it.
 
 All products go through one tile: a few rows times a panel of columns, summed up in registers. BLAS
 does likewise, but lays out its operands anew at every call, which for so few rows takes longer than
@@ -14,7 +14,9 @@ P(n) = panels of COLUMNS columns that n columns take.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from contextlib import suppress
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar, cast
 
 import llvmlite.binding
 import numpy as np
@@ -45,6 +47,27 @@ def compiled(function: Function) -> Function:
         nogil=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz"}, boundscheck=False
     )(function)
     return made
+
+
+def kept(function: Function) -> Function:
+    """Have a function compiled, and the result kept beside Python's own bytecode, if that can be.
+
+    It is compiled anew when this file has changed, or the processor, but not for another file.
+    """
+    keeping, otherwise = cast("Any", compiled(function)), compiled(function)
+    with suppress(RuntimeError):  # there is no folder that can be written to
+        keeping.enable_caching()
+
+    @wraps(function)
+    def call(*arguments: object) -> None:
+        nonlocal keeping
+        try:
+            keeping(*arguments)
+        except Exception:  # what was kept cannot be read, or what is to be kept not be written
+            keeping = otherwise
+            keeping(*arguments)
+
+    return cast("Function", call)
 
 
 class Panels(NamedTuple):
@@ -233,7 +256,7 @@ def _gate(joint: Array, out: Array) -> None:
             out[row, column] = joint[row, width + column] * gate / (ONE + _exp(-gate))
 
 
-@compiled
+@kept
 def _step(ids: Ids, place: int, panels: Panels, memory: Memory) -> None:
     """Take in a character of each stream, which stand at `place`; leave the next ones' logits."""
     x, unit, change, joint, mixed = memory.x, memory.unit, memory.change, memory.joint, memory.mixed
@@ -265,7 +288,7 @@ def _step(ids: Ids, place: int, panels: Panels, memory: Memory) -> None:
     _multiply(unit, panels.head, memory.logits)
 
 
-@compiled
+@kept
 def _forget(kept: int, dropped: int, turn: Array, memory: Memory) -> None:
     """Move what stands behind the first `dropped` places to the start, its keys turned back."""
     layers, streams, heads, _, size, _ = memory.keys.shape

@@ -26,7 +26,7 @@ from chargpt.models import LanguageModel
 from chargpt.models.cache import KVCache
 from chargpt.models.gpt import GPT
 
-WORTH_COMPILING = 2e11  # multiplications, for which numpy takes three seconds longer or more
+WORTH_COMPILING = 4e10  # multiplications, which numpy takes longer for than to load numba and all
 IN_CACHE = 4_000_000  # parameters that a processor's cache holds
 
 
@@ -75,7 +75,7 @@ def decoders_for(
 
 
 def is_worth_compiling(parameters: int, streams: int, length: int) -> bool:
-    """Return whether so much is drawn the sooner by steps that have to be compiled first."""
+    """Return whether so much is drawn the sooner by steps that have been compiled before."""
     if streams == 1 and parameters > IN_CACHE:
         return False  # whoever computes, it waits for the weights
     # numpy takes as long for a lone row of numbers as for four
