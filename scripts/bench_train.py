@@ -175,6 +175,8 @@ def draw(results: dict[str, dict[str, Any]], curve: list[tuple[float, float]], p
         points = [(run["seconds"], run["full"]) for run in result["runs"]]
         axes.plot(*zip(*points, strict=True), ".", color="#0072B2", alpha=0.4)
     axes.set(xscale="log", xlabel="seconds, whole process", ylabel="validation loss (nats/char)")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter(lambda x, _: f"{x:g}" if f"{x:g}"[0] in "2357" else "")
     axes.grid(alpha=0.25, which="both")
     axes.legend(frameon=False)
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
