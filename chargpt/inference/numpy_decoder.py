@@ -1,8 +1,7 @@
 """The next character of every stream on a CPU, in as little Python as it takes.
 
 At a few hundred thousand multiplications a character, the work around each operation is most of the
-time, and numpy's operations take the least to begin with. Torch is not even imported, so that
-processes that share out the streams (workers.py) start in a tenth of a second.
+time, and numpy's operations take the least to begin with.
 
 The weights are laid out once: q, k and v in one matrix, gate and up in another. Each norm only
 brings its row to length 1: its gain, times the root of the row's size, is multiplied into the
