@@ -87,13 +87,13 @@ def _compiled_decoders(model: GPT, streams: int, held: KVCache | None) -> list[D
 
     panels = panels_of(weights_of(model))
     parts = max(1, min(torch.get_num_threads(), streams // ROWS))
-    decoders: list[Decoder] = []
-    for share in np.array_split(np.arange(streams), parts):
-        decoder = CompiledDecoder(panels, len(share))
-        if held is not None:
-            decoder.remember(*memory_of(held))
-        decoders.append(decoder)
-    return decoders
+    shares = np.array_split(np.arange(streams), parts)
+    decoders = [CompiledDecoder(panels, len(share)) for share in shares]
+    if held is not None:
+        keys, values = memory_of(held)
+        for decoder in decoders:
+            decoder.remember(keys, values)
+    return list(decoders)
 
 
 def has_fast_decoder(model: LanguageModel) -> TypeGuard[GPT]:
