@@ -205,13 +205,13 @@ def test_what_takes_long_enough_without_is_compiled(parameters, streams, length,
 
 def test_a_compiled_job_is_shared_out_among_threads(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    monkeypatch.setattr(decoders, "WORTH_COMPILING", 0)
     for streams, rows in ((32, [8] * 4), (64, [16] * 4), (15, [8] * 3), (8, [4] * 2)):
-        found = decoders_for(noisy_model(), streams, 1)
+        found = decoders_for(noisy_model(), streams, compiled=True)
         assert [len(decoder.memory.x) for decoder in found] == rows, streams
         assert sum(decoder.memory.keys.shape[1] for decoder in found) == streams
     for other in (BigramLM(5, block_size=4), noisy_model(mlp="none")):
-        assert [type(found) for found in decoders_for(other, 64, 10**9)] == [ModelDecoder]
+        assert [type(one) for one in decoders_for(other, 64, compiled=True)] == [ModelDecoder]
+    assert [type(one) for one in decoders_for(noisy_model(), 64, compiled=False)] == [NumpyDecoder]
 
 
 @pytest.mark.slow
@@ -256,7 +256,7 @@ def test_compiled_steps_are_kept_and_taken_without_where_that_fails(tmp_path):
 def test_a_machine_without_numba_draws_long_texts_by_numpy(monkeypatch):
     monkeypatch.delitem(sys.modules, "chargpt.inference.compiled_decoder")
     monkeypatch.setitem(sys.modules, "numba", None)
-    assert [type(found) for found in decoders_for(noisy_model(), 64, 10**9)] == [NumpyDecoder]
+    assert [type(one) for one in decoders_for(noisy_model(), 64, compiled=True)] == [NumpyDecoder]
 
 
 def test_only_the_shape_they_are_written_for_takes_the_fast_decoders():

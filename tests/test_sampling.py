@@ -125,6 +125,14 @@ def test_threads_end_after_the_step_that_they_are_at():
     assert 0 < len(taken) < 1000
 
 
+def test_threads_draw_a_few_rounds_ahead_and_no_more(threads):
+    options = SampleConfig(length=3000, num_samples=10, seed=1)
+    pieces = stream(noisy_model(), NO_NEWLINE, NO_NEWLINE.encode("a"), options)
+    next(pieces)
+    pieces.close()
+    assert 0 < len(threads) <= 2 * 2 * sampling.MOST_STEPS
+
+
 def test_whoever_stops_listening_ends_the_threads(threads):
     options = SampleConfig(length=10**6, num_samples=10, seed=1)
     pieces = stream(noisy_model(), NO_NEWLINE, NO_NEWLINE.encode("a"), options)
@@ -479,6 +487,21 @@ def test_many_samples_are_drawn_in_groups_to_the_same_texts(make_run, monkeypatc
     assert max(widths) == 3
     assert told == [(3 * n, 140) for n in range(1, 41)] + [(120 + n, 140) for n in range(1, 21)]
     assert len(set(sample(run, num_samples=7, seed=None))) == 7
+
+
+def test_a_job_that_is_cut_in_groups_is_compiled_as_a_whole_or_not_at_all(
+    make_run, monkeypatch, threads
+):
+    run = make_run()
+    monkeypatch.setattr(sampling, "_group_size", lambda model: 3)
+    work = run.model.parameter_count() * 20 * (7 + 3)  # is_worth_compiling
+    monkeypatch.setattr(decoder, "WORTH_COMPILING", work + 1)
+    by_numpy = sample(run, num_samples=7)
+    assert not threads
+    monkeypatch.setattr(decoder, "WORTH_COMPILING", work)
+    monkeypatch.delattr(NumpyDecoder, "step")
+    assert sample(run, num_samples=7) == by_numpy
+    assert threads
 
 
 def test_the_command_tells_how_far_it_is(make_run, monkeypatch, capsys):

@@ -51,31 +51,33 @@ def decoder_for(model: LanguageModel, streams: int, held: KVCache | None = None)
 
 
 def decoders_for(
-    model: LanguageModel, streams: int, length: int, held: KVCache | None = None
+    model: LanguageModel, streams: int, held: KVCache | None = None, *, compiled: bool
 ) -> list[Decoder]:
-    """Return what draws so many characters of each stream the soonest.
+    """Return what decodes a model by compiled steps in threads, or as `decoder_for` does.
 
     Args:
         model: as for `decoder_for`.
         streams: N, of all decoders together.
-        length: characters of each stream, and of those that are drawn in its place later.
         held: of one text, whose characters every stream shall hold; none by default.
+        compiled: whether to compile, where that can be done (`is_worth_compiling`).
 
     Returns:
         One decoder, or several, each for an even share of the streams and a thread of its own.
     """
-    if (
-        has_fast_decoder(model)
-        and model.device.type == "cpu"
-        and is_worth_compiling(model.parameter_count(), streams, length)
-    ):
+    if compiled and has_fast_decoder(model) and model.device.type == "cpu":
         with suppress(ImportError):  # numba follows new versions of Python and numpy months later
             return _compiled_decoders(model, streams, held)
     return [decoder_for(model, streams, held)]
 
 
 def is_worth_compiling(parameters: int, streams: int, length: int) -> bool:
-    """Return whether so much is drawn the sooner by steps that have been compiled before."""
+    """Return whether so much is drawn the sooner by steps that have been compiled before.
+
+    Args:
+        parameters: of the model.
+        streams: of the whole job, though it be drawn in groups.
+        length: characters of each stream.
+    """
     if streams == 1 and parameters > IN_CACHE:
         return False  # whoever computes, it waits for the weights
     # numpy takes as long for a lone row of numbers as for four

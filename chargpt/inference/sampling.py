@@ -18,7 +18,7 @@ import torch
 
 from chargpt.config import SampleConfig
 from chargpt.errors import ChargptError, ConfigError
-from chargpt.inference.decoder import decoders_for
+from chargpt.inference.decoder import decoders_for, is_worth_compiling
 from chargpt.inference.drawing import Floats, Ids, drawn, side_by_side
 from chargpt.models import LanguageModel
 from chargpt.models.cache import KVCache
@@ -150,14 +150,16 @@ def _draw(
         else:
             with np.errstate(divide="ignore"):
                 logits = np.log(np.asarray(counts, dtype=np.float64))
-        groups = max(1, -(-options.num_samples // len(streams)))
-        decoders = decoders_for(model, len(streams), groups * options.length, held)
+        parameters = model.parameter_count()
+        of_job = max(options.num_samples, len(streams))
+        compiled = is_worth_compiling(parameters, of_job, options.length)
+        decoders = decoders_for(model, len(streams), held, compiled=compiled)
         parts = np.array_split(np.asarray(streams), len(decoders))
         sources = [
             drawn(decoder, logits, options, part.tolist(), unknown_id)
             for decoder, part in zip(decoders, parts, strict=True)
         ]
-        a_step = max(1, model.parameter_count() * len(parts[0]))
+        a_step = max(1, parameters * len(parts[0]))
         yield from side_by_side(sources, max(1, min(MOST_STEPS, ROUND // a_step)))
     finally:
         model.train(was_training)
