@@ -110,18 +110,26 @@ def cases(seed: Path, folder: Path, largest: float) -> Iterator[tuple[str, Any, 
 
 
 def draw(axes_rows: dict[str, list[dict[str, Any]]], path: Path) -> None:
-    """Draw time and memory of each axis, both scales logarithmic."""
+    """Draw time and memory of each axis beside what grows in proportion, on logarithmic scales."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
 
     figure = Figure(figsize=(13, 6), layout="constrained")
+    figure.suptitle("dashed: in proportion", fontsize="medium", color="#767676")
     for column, (axis, rows) in enumerate(axes_rows.items()):
         across, *drawn = PANELS[axis]
         for row, name in enumerate(drawn):
             panel = figure.add_subplot(2, len(PANELS), 1 + row * len(PANELS) + column)
             xs, ys = [r[across] for r in rows], [r[name] for r in rows]
+            proportional = [ys[-1] * x / xs[-1] for x in xs]
+            panel.loglog(xs, proportional, "--", color="#767676", linewidth=1)
             panel.loglog(xs, ys, "o-", color="#0072B2")
             panel.set(xlabel=LABELS.get(across, across), ylabel=LABELS[name])
             panel.set_ylim(min(ys) / 2, max(ys) * 2)
+            panel.set_xticks(xs, [f"{x / 1e6:.2g}M" if x >= 1e5 else f"{x:,g}" for x in xs])
+            panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            panel.yaxis.set_major_formatter("{x:,g}")
+            panel.minorticks_off()
             panel.grid(alpha=0.25)
     figure.savefig(path, dpi=100)
 
