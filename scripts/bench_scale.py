@@ -4,7 +4,7 @@
         [--plot benchmarks/scale.png]
 
 Every row is a process of its own. Texts are SEED_TEXT over and over with a counter, from 1 MB up in
-tenfold steps; models train on SEED_TEXT. Time is that of one training step (the fastest of three),
+tenfold steps; models train on SEED_TEXT. Time is that of one training step (the fastest of ten),
 memory is what the process grew by at its peak since its imports, both on the best device here.
 """
 
@@ -37,7 +37,7 @@ corpus = prepare(config.text)
 prepared, prepared_mb = time.perf_counter() - start, peak() - before
 trainer = Trainer(config, corpus)
 seconds = []
-for step in range(4):
+for step in range(11):
     synchronize(trainer.device)
     start = time.perf_counter()
     trainer.learner.accumulate_gradients(step)
