@@ -7,7 +7,8 @@ the block of 64 that nanoGPT's README gives its model of that size; filled with 
 does not depend on what was learnt. Each measurement is a process of its own, in turn, on this
 machine's best device for chargpt and on the CPU for nanoGPT. The first 20 characters, which warm
 everything up, do not count; how long they take stands beside, since long work is done by compiled
-steps, which the first process on a machine has to compile and the others to load.
+steps, which the first process has to compile (nothing kept from before is used) and the others to
+load.
 What threads have drawn ahead by then, two rounds at most, does count: 1% of the many streams' text.
 """
 
@@ -16,6 +17,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from record import facts, write_record
@@ -65,16 +67,25 @@ print(streams * length / (time.perf_counter() - warm), warm - begin)
 
 
 def measure(
-    program: str, streams: int, length: int, block: int, folder: Path | None = None
+    program: str, streams: int, length: int, block: int, kept: str, folder: Path | None = None
 ) -> tuple[float, float]:
-    """Return one process's characters a second, and the seconds that its first 20 took."""
+    """Return one process's characters a second, and the seconds that its first 20 took.
+
+    Args:
+        program: the process's code; the next three are its arguments.
+        streams: drawn together.
+        length: characters of each.
+        block: the model's block size.
+        kept: the folder of what was compiled.
+        folder: nanoGPT's checkout.
+    """
     paths = [str(folder), *sys.path[1:]] if folder else sys.path[1:]
     done = subprocess.run(
         [sys.executable, "-c", program, str(streams), str(length), str(block)],
         capture_output=True,
         text=True,
         check=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "NUMBA_CACHE_DIR": kept},
     )
     speed, first = map(float, done.stdout.splitlines()[-1].split())
     return speed, first
@@ -98,9 +109,10 @@ def main() -> None:
         cases["nanoGPT, 1 stream"] = (PEER, 1, 500, 64)
         cases["nanoGPT, 64 streams"] = (PEER, 64, 100, 64)
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in cases}
-    for _ in range(arguments.repeats):
-        for name, case in cases.items():
-            found[name].append(measure(*case, folder))
+    with tempfile.TemporaryDirectory() as kept:
+        for _ in range(arguments.repeats):
+            for name, case in cases.items():
+                found[name].append(measure(*case, kept, folder))
     medians = {
         name: round(statistics.median(speed for speed, _ in runs)) for name, runs in found.items()
     }
