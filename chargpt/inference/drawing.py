@@ -2,7 +2,7 @@
 
 The draw. Each character is the inverse of the distribution's cumulative sum at one uniform number,
 and that number is a function of (seed, stream, position) alone. So the text of a stream depends
-neither on how many streams are drawn together nor on who draws them.
+neither on how many streams are drawn together nor on who draws them, but for how they round.
 
 The filters, in this order: temperature, top-k (the k likeliest), top-p (the fewest likeliest that
 hold a share p), min-p (those at least p times as likely as the likeliest). The unknown token is
