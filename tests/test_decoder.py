@@ -224,16 +224,19 @@ def test_compiled_steps_are_kept_and_taken_without_where_that_fails(tmp_path):
         "print(); print(here.__file__, *logits.ravel())"
     )
     archive = shutil.make_archive(str(tmp_path / "package"), "zip", REPOSITORY, "chargpt")
-    paths = os.pathsep.join((archive, str(REPOSITORY / "tests")))
+    plain = tmp_path / "plain"
+    no_bytecode = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(REPOSITORY / "chargpt", plain / "chargpt", ignore=no_bytecode)
+    (plain / "chargpt" / "inference" / "__pycache__").touch()  # so no folder can stand there
 
-    def drawn(folder):
+    def drawn(folder, package=archive):
         done = subprocess.run(
             [sys.executable, "-c", code],
             capture_output=True,
             text=True,
             env={
                 **os.environ,
-                "PYTHONPATH": paths,
+                "PYTHONPATH": os.pathsep.join((str(package), str(REPOSITORY / "tests"))),
                 "XDG_CACHE_HOME": str(folder),
                 "NUMBA_DEBUG_CACHE": "1",
             },
@@ -241,7 +244,7 @@ def test_compiled_steps_are_kept_and_taken_without_where_that_fails(tmp_path):
         )
         assert done.returncode == 0, done.stderr
         source, *logits = done.stdout.splitlines()[-1].split()
-        assert source.startswith(archive)
+        assert source.startswith(str(package))
         return logits, "data loaded" in done.stdout
 
     logits, loaded = drawn(tmp_path)
@@ -251,6 +254,7 @@ def test_compiled_steps_are_kept_and_taken_without_where_that_fails(tmp_path):
         index.write_bytes(b"damaged")
     assert drawn(tmp_path) == (logits, False)
     assert drawn("/dev/null") == (logits, False)
+    assert drawn("/dev/null", plain) == (logits, False)
 
 
 def test_a_machine_without_numba_draws_long_texts_by_numpy(monkeypatch):
