@@ -1,7 +1,7 @@
 """Train, sample and measure character-level GPT models.
 
-    from chargpt import Corpus, Trainer, load_config, prepare
-    trainer = Trainer(load_config("gpt"), prepare(load_config("gpt").text))
+    from chargpt import Corpus, Trainer, load_config, load_corpus
+    trainer = Trainer(load_config("gpt"), load_corpus(load_config("gpt").text))
     for report in trainer.steps():
         ...
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from chargpt.models.gpt import GPT
     from chargpt.models.ngram import NGramLM
     from chargpt.store.run import load_run
-    from chargpt.text.corpus import Corpus, prepare
+    from chargpt.text.corpus import Corpus, load_corpus
     from chargpt.text.tokenizer import CharTokenizer
     from chargpt.training.trainer import Trainer
 
@@ -37,8 +37,8 @@ __all__ = [
     "compare",
     "evaluate",
     "load_config",
+    "load_corpus",
     "load_run",
-    "prepare",
     "sample",
 ]
 
@@ -55,7 +55,7 @@ _HOMES = {
     "evaluate": "chargpt.inference.evaluation",
     "load_config": "chargpt.config",
     "load_run": "chargpt.store.run",
-    "prepare": "chargpt.text.corpus",
+    "load_corpus": "chargpt.text.corpus",
     "sample": "chargpt.inference.sampling",
 }
 

@@ -129,7 +129,7 @@ class TrainConfig(Section):
     """How often to return to the last checkpoint, at half the rates, when numbers go bad."""
     ema: float = Field(0.0, ge=0, lt=1)
     """Decay of the moving average of weights that is evaluated and kept; 0: none."""
-    ngram_targets: float = Field(0.0, ge=0, le=1)
+    ngram_target_weight: float = Field(0.0, ge=0, le=1)
     """Share of the training targets that is what a counted n-gram expects, not what came."""
 
 
@@ -148,25 +148,28 @@ class OptimConfig(Section):
 class ScheduleConfig(Section):
     """The learning rate over the steps."""
 
-    kind: Literal["trapezoid", "cosine"] = "trapezoid"
+    kind: Literal["wsd", "cosine"] = "wsd"
+    """`wsd`: warmup, stable, decay (cooldown)."""
     warmup: int = Field(5, ge=0)
-    """Steps of linear rise."""
+    """Steps of linear warmup."""
     cooldown: float = Field(0.9, ge=0, le=1)
-    """Share of all steps in which the trapezoid falls to zero; 0 keeps the rate constant."""
-    bends: tuple[tuple[NonNegativeInt, PositiveInt], ...] = ()
-    """What fitting a budget to the machine's speed leaves behind: (step, end) where the trapezoid,
-    which fell towards zero at that end till then, takes aim at the next one's, at last at
-    train.max_steps. Where it begins to fall goes by the first end."""
+    """Fraction of all steps in which `wsd` decays to zero; 0 keeps the rate constant."""
+    decay_points: tuple[tuple[NonNegativeInt, PositiveInt], ...] = ()
+    """Re-planned decay of a run with a time budget: pairs (step, end). Up to that step the rate
+    decays towards zero at `end`; after it, towards the next pair's end, and after the last pair
+    towards train.max_steps. The first end decides where the decay begins."""
 
-    @field_validator("bends")
+    @field_validator("decay_points")
     @classmethod
-    def bends_in_order(cls, bends: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
-        """Refuse bends that do not follow each other, or come after the end that they bend."""
-        if any(end <= step for step, end in bends):
+    def decay_points_in_order(
+        cls, decay_points: tuple[tuple[int, int], ...]
+    ) -> tuple[tuple[int, int], ...]:
+        """Reject points whose steps do not rise, or that lie at or after their own end."""
+        if any(end <= step for step, end in decay_points):
             raise ValueError("each needs a step below its end")
-        if any(later <= step for (step, _), (later, _) in pairwise(bends)):
+        if any(later <= step for (step, _), (later, _) in pairwise(decay_points)):
             raise ValueError("their steps have to rise")
-        return bends
+        return decay_points
 
 
 class SampleConfig(Section):

@@ -26,7 +26,7 @@ CGROUP_LIMITS = (
 
 
 @dataclass(frozen=True)
-class World:
+class ProcessGroup:
     """This process among those that train together. Alone, it is rank 0 of 1."""
 
     rank: int = 0
@@ -51,7 +51,7 @@ class World:
             return flag
         return bool(self.mean(self._number(flag)) > 0)
 
-    def from_main(self, number: float) -> float:
+    def broadcast(self, number: float) -> float:
         """Return rank 0's number on every rank; the others' are not looked at."""
         if self.size == 1:
             return number
@@ -69,7 +69,7 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def join_world(device: torch.device) -> World:
+def init_process_group(device: torch.device) -> ProcessGroup:
     """Join the processes that `torchrun` started, if it did.
 
     Raises:
@@ -77,7 +77,7 @@ def join_world(device: torch.device) -> World:
     """
     size = world_size()
     if size == 1:
-        return World()
+        return ProcessGroup()
     from torch.distributed.rendezvous import rendezvous
 
     if device.type == "cuda":
@@ -97,10 +97,10 @@ def join_world(device: torch.device) -> World:
             f"the {size} processes could not meet ({str(error).splitlines()[0]}); "
             "start them with `torchrun`"
         ) from None
-    return World(dist.get_rank(), dist.get_world_size())
+    return ProcessGroup(dist.get_rank(), dist.get_world_size())
 
 
-def tells_of_lost_rank(error: Exception) -> bool:
+def is_lost_rank_error(error: Exception) -> bool:
     """Return whether an error says that another rank has gone."""
     told = isinstance(error, dist.DistNetworkError) or any(
         words in str(error) for words in ("gloo", "remote process exited", "Connection closed by")
@@ -108,7 +108,7 @@ def tells_of_lost_rank(error: Exception) -> bool:
     return world_size() > 1 and told and "out of memory" not in str(error)
 
 
-def leave_world() -> None:
+def destroy_process_group() -> None:
     """Leave the process group, if one was joined."""
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -167,7 +167,7 @@ def _cpu_has_bfloat16() -> bool:
 
 
 @functools.cache
-def mkl_is_slow() -> bool:
+def onednn_is_faster() -> bool:
     """Return whether float32 products on this CPU are sooner done by oneDNN than by MKL.
 
     Torch has both. MKL leaves half of an AMD processor's AVX-512 unused.
@@ -205,7 +205,7 @@ def make_deterministic(device: torch.device) -> None:
     torch.use_deterministic_algorithms(True)
 
 
-def keep_freed_memory() -> bool:
+def tune_malloc() -> bool:
     """Make the C library keep freed memory for the next tensor; return whether it does.
 
     By default it hands large blocks back to the system, and gets them again page by page, cleared:
@@ -269,7 +269,7 @@ def capture(model: nn.Module, tokens: Tensor, dtype: torch.dtype) -> None:
         torch.cuda.make_graphed_callables(model, (tokens,))
 
 
-def replayable(step: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
+def capture_graph(step: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
     """Return what does a step again: on CUDA as one graph, for the reason that `capture` gives.
 
     Where that cannot be, or gives another result, it is the step itself.

@@ -8,7 +8,7 @@ from pathlib import Path
 Chunks = Sequence[bytes | memoryview]  # the content of a file, in parts
 
 
-def write_flushed(path: Path, chunks: Chunks) -> None:
+def write_synced(path: Path, chunks: Chunks) -> None:
     """Write a file and wait until the disk has it."""
     with open(path, "wb") as file:
         for chunk in chunks:
@@ -17,7 +17,7 @@ def write_flushed(path: Path, chunks: Chunks) -> None:
         os.fsync(file.fileno())
 
 
-def flush_folder(folder: Path) -> None:
+def sync_directory(folder: Path) -> None:
     """Wait until the disk has a folder's entries: files made, renamed and deleted in it."""
     if os.name != "posix":
         return
@@ -32,8 +32,8 @@ def write_atomically(path: Path, content: bytes) -> None:
     """Replace a file: readers see the old content or the new, never a part."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:
-        write_flushed(temporary, [content])
+        write_synced(temporary, [content])
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    flush_folder(path.parent)
+    sync_directory(path.parent)

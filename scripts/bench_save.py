@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 from chargpt.config import load_config
 from chargpt.store.run import RunFolder
-from chargpt.text.corpus import prepare
+from chargpt.text.corpus import load_corpus
 from chargpt.training.trainer import Trainer
 
 
@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=None)
     given = parser.parse_args()
     config = load_config(given.config, [f"text.path={given.text}", "device=cpu", "dtype=float32"])
-    corpus = prepare(config.text)
+    corpus = load_corpus(config.text)
     with tempfile.TemporaryDirectory(dir=".") as folder:
         run = RunFolder(Path(folder) / "run")
         trainer = Trainer(config, corpus, folder=run)

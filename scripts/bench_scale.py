@@ -25,7 +25,7 @@ PROBE = """
 import json, resource, sys, time
 from chargpt.config import load_config
 from chargpt.device import synchronize
-from chargpt.text.corpus import prepare
+from chargpt.text.corpus import load_corpus
 from chargpt.training.trainer import Trainer
 
 def peak():
@@ -33,7 +33,7 @@ def peak():
 
 config = load_config("gpt").with_values(json.loads(sys.argv[1]))
 before, start = peak(), time.perf_counter()
-corpus = prepare(config.text)
+corpus = load_corpus(config.text)
 prepared, prepared_mb = time.perf_counter() - start, peak() - before
 trainer = Trainer(config, corpus)
 seconds = []
@@ -78,7 +78,7 @@ PANELS = {
 def probe(values: dict[str, Any], cache: Path) -> dict[str, Any]:
     """Measure one setting in a process of its own."""
     # no counted targets: counting takes the same few seconds at any size of text
-    values = {"train.ngram_targets": 0.0, **values}
+    values = {"train.ngram_target_weight": 0.0, **values}
     done = subprocess.run(
         [sys.executable, "-c", PROBE, json.dumps(values)],
         env={**os.environ, "CHARGPT_CACHE": str(cache)},

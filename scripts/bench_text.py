@@ -30,10 +30,10 @@ PROBE = """
 import json, resource, sys, time
 start = time.perf_counter()
 from chargpt.config import TextConfig
-from chargpt.text.corpus import prepare
+from chargpt.text.corpus import load_corpus
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 began = time.perf_counter()
-corpus = prepare(TextConfig(path=sys.argv[1]))
+corpus = load_corpus(TextConfig(path=sys.argv[1]))
 ended = time.perf_counter()
 # a mapped file's pages count as resident, so the peak is read before anything looks at the tokens
 after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

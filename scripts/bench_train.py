@@ -40,7 +40,7 @@ from model import GPT, GPTConfig
 from chargpt.config import TextConfig
 from chargpt.inference.evaluation import evaluate_tokens
 from chargpt.models import LanguageModel
-from chargpt.text.corpus import prepare
+from chargpt.text.corpus import load_corpus
 
 class Peer(LanguageModel):
     def __init__(self, checkpoint):
@@ -54,7 +54,7 @@ class Peer(LanguageModel):
         raise NotImplementedError
 
 model = Peer(torch.load(sys.argv[1], weights_only=True))
-tokens = prepare(TextConfig(path=sys.argv[2])).split("val")
+tokens = load_corpus(TextConfig(path=sys.argv[2])).split("val")
 print(json.dumps(evaluate_tokens(model, tokens).as_dict()))
 """
 
@@ -66,11 +66,11 @@ import json, statistics, sys, time
 from chargpt.analysis.doctor import matrix_speed
 from chargpt.device import synchronize
 from chargpt.store.run import load_run
-from chargpt.text.corpus import prepare
+from chargpt.text.corpus import load_corpus
 from chargpt.training.trainer import Trainer
 
 config = load_run(sys.argv[1]).config
-trainer = Trainer(config.with_values({"train.ngram_targets": 0.0}), prepare(config.text))
+trainer = Trainer(config.with_values({"train.ngram_target_weight": 0.0}), load_corpus(config.text))
 model, train = config.model, config.train
 seconds = []
 for step in range(13):

@@ -28,7 +28,7 @@ from record import facts, write_record
 
 from chargpt.config import ModelConfig, TextConfig
 from chargpt.models import count_parameters
-from chargpt.text.corpus import prepare
+from chargpt.text.corpus import load_corpus
 from chargpt.training.planner import SIZES, fresh_characters
 
 TARGET = Path(__file__).parent.parent / "chargpt" / "training" / "plan.json"
@@ -40,20 +40,20 @@ EXPONENTS = np.arange(0.1, 1.01, 0.05)
 TRAIN = """
 import json, sys
 from chargpt.config import load_config
-from chargpt.device import keep_freed_memory
+from chargpt.device import tune_malloc
 from chargpt.models import count_parameters
-from chargpt.text.corpus import prepare
+from chargpt.text.corpus import load_corpus
 from chargpt.training.planner import SIZES, length_of, settings_for
 from chargpt.training.trainer import Trainer
 
 text, size, characters = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 config = load_config("gpt").with_values({"text.path": text, "device": "cpu"})
-corpus = prepare(config.text)
+corpus = load_corpus(config.text)
 config = config.with_values(settings_for(SIZES[size], characters, corpus))
 parameters = count_parameters(config.model, corpus.tokenizer.vocab_size)
 text_characters = len(corpus.split("train"))
 config = config.with_values(length_of(config, characters, text_characters, parameters))
-keep_freed_memory()
+tune_malloc()
 trainer = Trainer(config, corpus)
 for report in trainer.steps():
     pass
@@ -131,7 +131,7 @@ def main() -> None:
         content = arguments.text.read_text(encoding="utf-8")
         tuning = Path(folder, "training-part.txt")
         tuning.write_text(content[: int(0.9 * len(content))], encoding="utf-8")
-        text_characters = len(prepare(TextConfig(path=str(tuning))).split("train"))
+        text_characters = len(load_corpus(TextConfig(path=str(tuning))).split("train"))
         results = train_all(tuning, [job[1:] for job in jobs], arguments.workers)
     runs = sorted(known + results, key=lambda run: (run["parameters"], run["characters"]))
     law = fit(runs, text_characters)

@@ -161,7 +161,7 @@ def checkpoint_reader(work: Path) -> Callable[[bytes], None]:
 
     Configs have a target of their own: here the whole one is read once, lest a run take hours.
     """
-    import chargpt.store.saved as store
+    import chargpt.store.checkpoint as store
     from chargpt.store.run import RunFolder
     from chargpt.store.verify import require_whole
 

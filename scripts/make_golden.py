@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from chargpt.config import Config
 from chargpt.store.run import LOCK, RunFolder, load_run
-from chargpt.text.corpus import prepare
+from chargpt.text.corpus import load_corpus
 from chargpt.training.trainer import Trainer
 
 REPOSITORY = Path(__file__).parent.parent
@@ -42,7 +42,7 @@ def main() -> None:
             "train.sample_every": 0,
         }
     )
-    corpus = prepare(config.text)
+    corpus = load_corpus(config.text)
     with tempfile.TemporaryDirectory() as folder:
         run = RunFolder(Path(folder) / "run")
         trainer = Trainer(config, corpus, folder=run)

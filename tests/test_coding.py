@@ -123,9 +123,9 @@ def test_an_empty_text_comes_back() -> None:
 
 def test_whatever_rounds_another_way_is_another_platform(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = {coding._platform_key()}
-    slow = coding.mkl_is_slow()
+    slow = coding.onednn_is_faster()
     with monkeypatch.context() as patched:
-        patched.setattr(coding, "mkl_is_slow", lambda: not slow)
+        patched.setattr(coding, "onednn_is_faster", lambda: not slow)
         keys.add(coding._platform_key())
     for architecture in ("Zen", "SkylakeX"):
         library = {"user_api": "blas", "internal_api": "openblas", "architecture": architecture}

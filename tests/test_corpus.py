@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from chargpt.config import TextConfig
 from chargpt.errors import TextError, UnknownCharacterError
 from chargpt.text import cache, source, spool
-from chargpt.text.corpus import Corpus, prepare, read_text
+from chargpt.text.corpus import Corpus, load_corpus, read_text
 from chargpt.text.statistics import count_pairs, count_tokens
 from chargpt.text.tokenizer import CharTokenizer
 
@@ -43,7 +43,7 @@ def write(tmp_path: Path) -> Write:
 
 def prepared(path: Path | str | None, **values: object) -> Corpus:
     text = None if path is None else str(path)
-    return prepare(TextConfig.model_validate({"path": text, **values}))
+    return load_corpus(TextConfig.model_validate({"path": text, **values}))
 
 
 def text_of(corpus: Corpus) -> str:
@@ -294,7 +294,7 @@ def test_standard_input_is_read_once_and_found_again_by_its_key(
     assert text_of(first) == MIXED
     assert first.name == "standard input"
     pipe(b"")
-    again = prepare(TextConfig(path="-"), key=first.key)
+    again = load_corpus(TextConfig(path="-"), key=first.key)
     assert text_of(again) == MIXED
     pipe(gzip.compress(b"packed"))
     assert text_of(prepared("-")) == "packed"
@@ -304,8 +304,8 @@ def test_standard_input_is_read_once_and_found_again_by_its_key(
 
 def test_a_real_pipe_is_read(tmp_path: Path) -> None:
     script = (
-        "from chargpt.config import TextConfig; from chargpt.text.corpus import prepare;"
-        "print(prepare(TextConfig(path='-')).tokens.size)"
+        "from chargpt.config import TextConfig; from chargpt.text.corpus import load_corpus;"
+        "print(load_corpus(TextConfig(path='-')).tokens.size)"
     )
     done = subprocess.run(
         [sys.executable, "-c", script],
@@ -408,7 +408,7 @@ def test_progress_counts_up_to_the_whole(
     monkeypatch.setattr(spool, "HELD_BACK", 2000)
     path = write("ab" * 2499 + ("Aa" if late else "ab"))
     told: list[tuple[str, int, int]] = []
-    corpus = prepare(TextConfig(path=str(path)), progress=lambda *facts: told.append(facts))
+    corpus = load_corpus(TextConfig(path=str(path)), progress=lambda *facts: told.append(facts))
     assert text_of(corpus) == path.read_text()
     whole = [("reading", 1000 * number, 5000) for number in range(1, 6)]
     if late:  # a character that was not at the start takes a second pass
@@ -537,7 +537,7 @@ def test_a_text_that_has_gone_is_used_from_the_cache_with_a_note(write: Write) -
     path = write("abc" * 10)
     first = prepared(path)
     path.unlink()
-    for again in (prepared(path), prepare(TextConfig(path=str(path)), key=first.key)):
+    for again in (prepared(path), load_corpus(TextConfig(path=str(path)), key=first.key)):
         assert text_of(again) == "abc" * 10
         assert again.notes == ("the text text.txt has gone, and its cached tokens are used",)
     assert first.folder is not None
@@ -550,17 +550,17 @@ def test_a_text_that_has_gone_is_used_from_the_cache_with_a_note(write: Write) -
 def test_a_run_keeps_its_text_when_the_file_changes(write: Write) -> None:
     path = write("abc" * 10)
     settings = TextConfig(path=str(path))
-    first = prepare(settings)
-    assert prepare(settings, key=first.key).notes == ()
+    first = load_corpus(settings)
+    assert load_corpus(settings, key=first.key).notes == ()
     write("xyz" * 10)
     for _ in range(2):  # the second time, the new text is in the index
-        again = prepare(settings, key=first.key)
+        again = load_corpus(settings, key=first.key)
         assert text_of(again) == "abc" * 10
         assert "has changed" in again.notes[0]
     assert first.folder is not None
     shutil.rmtree(first.folder)
     with pytest.raises(TextError, match="has changed since the run was trained on it"):
-        prepare(settings, key=first.key)
+        load_corpus(settings, key=first.key)
 
 
 def test_a_cache_that_cannot_be_written_is_explained(
@@ -653,9 +653,9 @@ def test_memory_stays_bounded_for_a_large_text(tmp_path: Path) -> None:
             file.write(b"%d " % number + b"the quick brown fox jumps over it\n" * 30_000)
     script = (
         "import resource, sys; from chargpt.config import TextConfig;"
-        "from chargpt.text.corpus import prepare;"
+        "from chargpt.text.corpus import load_corpus;"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1000;"
-        "before = peak(); prepare(TextConfig(path=sys.argv[1])); print(peak() - before)"
+        "before = peak(); load_corpus(TextConfig(path=sys.argv[1])); print(peak() - before)"
     )
     done = subprocess.run(
         [sys.executable, "-c", script, str(path)],

@@ -12,7 +12,7 @@ from chargpt.inference.evaluation import evaluate_tokens
 from chargpt.inference.sampling import stream
 from chargpt.models.ngram import NGramLM
 from chargpt.store.run import RunFolder, load_run
-from chargpt.text.corpus import Corpus, prepare
+from chargpt.text.corpus import Corpus, load_corpus
 from chargpt.text.tokenizer import CharTokenizer
 from chargpt.training.trainer import Trainer
 
@@ -31,7 +31,7 @@ TINY = {
 
 @pytest.fixture
 def corpus(verse: Path) -> Corpus:
-    return prepare(TextConfig(path=str(verse)))
+    return load_corpus(TextConfig(path=str(verse)))
 
 
 def losses(corpus: Corpus, folder: Path | None = None, **values: object) -> list[float]:

@@ -7,15 +7,15 @@ import torch
 
 from chargpt import device as device_module
 from chargpt.device import (
-    World,
+    ProcessGroup,
     choose_device,
     choose_dtype,
+    destroy_process_group,
     dtype_name,
-    join_world,
-    keep_freed_memory,
-    leave_world,
+    init_process_group,
     make_deterministic,
     synchronize,
+    tune_malloc,
 )
 from chargpt.errors import DeviceError
 
@@ -131,28 +131,28 @@ def test_mkl_is_slow_where_it_leaves_half_a_processor_unused(
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: mkl)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
-    assert device_module.mkl_is_slow.__wrapped__() is slow
+    assert device_module.onednn_is_faster.__wrapped__() is slow
 
 
 def test_a_world_of_one_changes_nothing() -> None:
-    world = World()
-    assert world.is_main
-    assert (world.rank, world.size) == (0, 1)
+    group = ProcessGroup()
+    assert group.is_main
+    assert (group.rank, group.size) == (0, 1)
     value = torch.tensor([1.0, 2.0])
-    assert world.mean(value) is value
-    assert world.any(True) is True
-    assert world.any(False) is False
-    assert world.from_main("x") == "x"
+    assert group.mean(value) is value
+    assert group.any(True) is True
+    assert group.any(False) is False
+    assert group.broadcast("x") == "x"
 
 
 def test_only_rank_zero_is_main() -> None:
-    assert [World(rank, 3).is_main for rank in range(3)] == [True, False, False]
+    assert [ProcessGroup(rank, 3).is_main for rank in range(3)] == [True, False, False]
 
 
 def test_without_torchrun_there_is_a_world_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert join_world(CPU) == World()
-    leave_world()  # nothing to leave
+    assert init_process_group(CPU) == ProcessGroup()
+    destroy_process_group()  # nothing to leave
 
 
 def test_a_world_without_an_address_is_refused_in_one_sentence(
@@ -162,7 +162,7 @@ def test_a_world_without_an_address_is_refused_in_one_sentence(
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(DeviceError, match=r"the 2 processes could not meet .*torchrun") as caught:
-        join_world(CPU)
+        init_process_group(CPU)
     assert "\n" not in str(caught.value)
 
 
@@ -179,4 +179,4 @@ def test_waiting_for_the_cpu_returns_at_once() -> None:
 
 
 def test_glibc_is_told_to_keep_freed_memory():
-    assert keep_freed_memory() is (platform.libc_ver()[0] == "glibc")
+    assert tune_malloc() is (platform.libc_ver()[0] == "glibc")

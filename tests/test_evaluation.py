@@ -14,19 +14,13 @@ from noise import fill_with_noise, noisy_model
 from chargpt.config import Config
 from chargpt.errors import ConfigError, TextError, UnknownCharacterError
 from chargpt.inference import evaluation
-from chargpt.inference.evaluation import (
-    BIGRAM_ALPHA,
-    Evaluation,
-    baselines,
-    bigram_nats,
-    evaluate,
-    evaluate_tokens,
-)
+from chargpt.inference.baselines import BIGRAM_ALPHA, baselines, bigram_nats
+from chargpt.inference.evaluation import Evaluation, evaluate, evaluate_tokens
 from chargpt.models.bigram import BigramLM
 from chargpt.models.ngram import NGramLM
 from chargpt.store.run import Run
 from chargpt.text.batches import Batches
-from chargpt.text.corpus import Corpus, prepare
+from chargpt.text.corpus import Corpus, load_corpus
 from chargpt.text.statistics import count_pairs
 from chargpt.text.tokenizer import CharTokenizer
 
@@ -327,7 +321,7 @@ def make_run(tmp_path):
         path = tmp_path / "sea.txt"
         path.write_text(text, newline="")
         config = Config().with_values({"text.path": str(path), "text.unknown": unknown})
-        corpus = prepare(config.text)
+        corpus = load_corpus(config.text)
         model = noisy_model(vocab_size=corpus.tokenizer.vocab_size)
         return Run(tmp_path, config, corpus.tokenizer, model, 5, {"corpus": corpus.key})
 
@@ -336,7 +330,7 @@ def make_run(tmp_path):
 
 def test_a_run_is_evaluated_on_its_own_text(make_run):
     run = make_run()
-    corpus = prepare(run.config.text)
+    corpus = load_corpus(run.config.text)
     for split in ("train", "val"):
         expected = evaluate_tokens(run.model, corpus.split(split), split=split)
         assert evaluate(run, split) == expected

@@ -9,18 +9,18 @@ from noise import fill_with_noise
 
 from chargpt.analysis import guesses
 from chargpt.config import ModelConfig, TextConfig
-from chargpt.inference.evaluation import evaluate_tokens, losses_of
+from chargpt.inference.evaluation import evaluate_tokens, token_losses
 from chargpt.models import build_model
 from chargpt.models.bigram import BigramLM
 from chargpt.models.gpt import GPT
-from chargpt.text.corpus import Corpus, prepare
+from chargpt.text.corpus import Corpus, load_corpus
 
 CONFIG = ModelConfig(n_layer=2, n_head=2, n_embd=16, block_size=24)
 
 
 @pytest.fixture
 def corpus(verse: Path) -> Corpus:
-    return prepare(TextConfig(path=str(verse)))
+    return load_corpus(TextConfig(path=str(verse)))
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_a_passage_has_what_scoring_says_and_the_best_guesses(corpus: Corpus, mo
     tokens = corpus.split("val")[:101]
     places = guesses.passage(model, corpus.tokenizer, tokens, 100)
     assert "".join(place.character for place in places) == corpus.tokenizer.decode(tokens[1:])
-    bits = losses_of(model, tokens) / np.log(2)
+    bits = token_losses(model, tokens) / np.log(2)
     np.testing.assert_allclose([place.bits for place in places], bits, rtol=1e-5)
     with torch.no_grad():
         shares = model(torch.from_numpy(tokens[None, :10].astype(np.int64)))[0, 9].softmax(-1)

@@ -21,12 +21,13 @@ from chargpt.analysis.ladder import (
     rungs_of,
 )
 from chargpt.config import load_config
-from chargpt.inference.evaluation import NGRAM, baselines, evaluate, evaluate_tokens
+from chargpt.inference.baselines import NGRAM, baselines
+from chargpt.inference.evaluation import evaluate, evaluate_tokens
 from chargpt.models import build_model, count_parameters
 from chargpt.models.bigram import BigramLM
 from chargpt.models.ngram import ORDER
 from chargpt.store.run import load_run
-from chargpt.text.corpus import Corpus, prepare
+from chargpt.text.corpus import Corpus, load_corpus
 
 TINY = (
     "-s train.max_steps=4 -s train.batch_size=4 -s model.n_layer=2 -s model.n_head=2 "
@@ -35,7 +36,7 @@ TINY = (
 
 
 def corpus_of(path: Path) -> Corpus:
-    return prepare(load_config("gpt", [f"text.path={path}"]).text)
+    return load_corpus(load_config("gpt", [f"text.path={path}"]).text)
 
 
 def test_each_rung_of_the_gpt_differs_from_the_one_below_in_one_setting() -> None:

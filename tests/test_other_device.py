@@ -20,7 +20,7 @@ from chargpt.inference.sampling import stream
 from chargpt.models.gpt import GPT
 from chargpt.models.ngram import NGramLM
 from chargpt.store import run
-from chargpt.text.corpus import Corpus, prepare
+from chargpt.text.corpus import Corpus, load_corpus
 from chargpt.text.tokenizer import CharTokenizer
 from chargpt.training import trainer
 from chargpt.training.progress import Report
@@ -35,7 +35,7 @@ TINY = {
 
 @pytest.fixture
 def corpus(verse: Path) -> Corpus:
-    return prepare(TextConfig(path=str(verse)))
+    return load_corpus(TextConfig(path=str(verse)))
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_what_lies_on_two_devices_may_not_meet(gpu: torch.device) -> None:
     "values",
     [
         {"train.accumulate": 2, "train.ema": 0.9, "train.sample_every": 25},
-        {"optim.name": "adamw", "train.ngram_targets": 0.0, "model.attention": "average"},
+        {"optim.name": "adamw", "train.ngram_target_weight": 0.0, "model.attention": "average"},
     ],
 )
 def test_a_run_goes_as_on_the_cpu(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from chargpt.config import Config, TextConfig, load_config
 from chargpt.errors import ConfigError
 from chargpt.models import count_parameters
-from chargpt.text.corpus import Corpus, prepare
+from chargpt.text.corpus import Corpus, load_corpus
 from chargpt.training import planner
 from chargpt.training.planner import (
     SIZES,
@@ -27,7 +27,7 @@ from chargpt.training.schedule import rate_at
 
 @pytest.fixture
 def corpus(verse: Path) -> Corpus:
-    return prepare(TextConfig(path=str(verse)))
+    return load_corpus(TextConfig(path=str(verse)))
 
 
 @pytest.fixture
@@ -122,11 +122,11 @@ def test_counts_teach_less_in_a_longer_run_and_decay_grows_with_how_often_a_text
     corpus: Corpus,
 ) -> None:
     base = load_config("gpt")
-    share, decay = base.train.ngram_targets, base.optim.weight_decay
+    share, decay = base.train.ngram_target_weight, base.optim.weight_decay
 
     def chosen(characters: float, text_characters: int) -> object:
         values = length_of(base, characters, text_characters, 10**6)
-        return pytest.approx((values["train.ngram_targets"], values["optim.weight_decay"]))
+        return pytest.approx((values["train.ngram_target_weight"], values["optim.weight_decay"]))
 
     assert chosen(500_000, 10**6) == (share, decay / 5)
     assert chosen(1_600_000, 10**6) == (0.75 * share, 0.32 * decay)
@@ -165,7 +165,7 @@ def test_a_bigram_gets_steps_and_no_size(corpus: Corpus, machine: list[Config]) 
     config, _ = plan(bigram, {"model.kind"}, corpus, 30)
     assert config.model.model_copy(update={"dropout": 0.0}) == bigram.model
     assert config.train.batch_size == bigram.train.batch_size
-    assert config.train.ngram_targets == 0
+    assert config.train.ngram_target_weight == 0
     assert config.optim.weight_decay == bigram.optim.weight_decay
     assert config.train.max_steps > planner.LEAST_STEPS
 

@@ -11,7 +11,7 @@ from saving import CONFIG, TOKENIZER, rewrite, save
 
 from chargpt.errors import ChargptError, RunError
 from chargpt.models import count_parameters, rotary_bytes
-from chargpt.store import checkpoint
+from chargpt.store import commit
 from chargpt.store.run import RunFolder, load_run
 
 
@@ -30,7 +30,7 @@ def test_every_flipped_bit_is_noticed(run: RunFolder, name: str) -> None:
         damaged[place] ^= 1
         path.write_bytes(damaged)
         with pytest.raises(RunError, match="changed since it was saved"):
-            checkpoint.read(path.parent, {name: len(content)})
+            commit.read(path.parent, {name: len(content)})
     saved, skipped = run.load("best")
     assert saved.state["step"] == 1
     assert name in skipped[0]
@@ -64,7 +64,7 @@ def test_a_manifest_cannot_reach_outside_its_folder(run: RunFolder, tmp_path: Pa
     manifest["files"]["../../../secret"] = manifest["files"].pop("state.json")
     (folder / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(RunError, match="malformed"):
-        checkpoint.read(folder, {"model.safetensors": 10**6})
+        commit.read(folder, {"model.safetensors": 10**6})
 
 
 def test_weights_of_another_shape_or_not_finite_are_refused(run: RunFolder) -> None:
@@ -315,7 +315,9 @@ def test_what_a_checkpoint_would_take_is_asked_for_before_it_is_read(
 ) -> None:
     folder = save(run, 1)
     asked: list[tuple[int, str]] = []
-    monkeypatch.setattr("chargpt.store.saved.require_memory", lambda *words: asked.append(words))
+    monkeypatch.setattr(
+        "chargpt.store.checkpoint.require_memory", lambda *words: asked.append(words)
+    )
     run.load("1")
     numbers = count_parameters(CONFIG.model, TOKENIZER.vocab_size)
     files = 5 * (4 * numbers + 400 * (12 * CONFIG.model.n_layer + 8))

@@ -18,7 +18,7 @@ from chargpt.analysis import report as module
 from chargpt.analysis.report import pieces_of, write_report
 from chargpt.analysis.result import Result, result_of, verdict
 from chargpt.cli import summary
-from chargpt.inference.evaluation import baselines
+from chargpt.inference.baselines import baselines
 from chargpt.store.run import RunFolder, load_run
 
 TINY = (

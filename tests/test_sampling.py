@@ -29,7 +29,7 @@ from chargpt.inference.numpy_decoder import NumpyDecoder
 from chargpt.inference.sampling import sample, stream, stream_run
 from chargpt.models.bigram import BigramLM
 from chargpt.store.run import Run
-from chargpt.text.corpus import prepare
+from chargpt.text.corpus import load_corpus
 from chargpt.text.tokenizer import CharTokenizer
 
 LETTERS = CharTokenizer("\n abcdefgh")  # 10 characters and a newline's worth
@@ -454,7 +454,7 @@ def make_run(tmp_path):
         path.write_text(text, newline="")
         sizes = {"sample.length": 20, "sample.seed": 5, "text.path": str(path)}
         config = Config().with_values(sizes | values)
-        corpus = prepare(config.text)
+        corpus = load_corpus(config.text)
         model = noisy_model(vocab_size=corpus.tokenizer.vocab_size)
         return Run(tmp_path, config, corpus.tokenizer, model, 5, {"corpus": corpus.key})
 

@@ -11,14 +11,14 @@ from chargpt.training.schedule import rate_at
 
 schedules = st.builds(
     ScheduleConfig,
-    kind=st.sampled_from(["trapezoid", "cosine"]),
+    kind=st.sampled_from(["wsd", "cosine"]),
     warmup=st.integers(0, 500),
     cooldown=st.floats(0, 1),
-    bends=st.lists(
+    decay_points=st.lists(
         st.tuples(st.integers(0, 500), st.integers(1, 500)),
         max_size=4,
         unique_by=lambda bend: bend[0],
-    ).map(lambda bends: tuple(sorted((step, step + more) for step, more in bends))),
+    ).map(lambda decay_points: tuple(sorted((step, step + more) for step, more in decay_points))),
 )
 
 
@@ -53,11 +53,11 @@ def test_the_rate_rises_to_one_peak_and_never_rises_again(
     assert all(a >= b - 1e-12 for a, b in pairwise(values[peak:]))
 
 
-@pytest.mark.parametrize("kind", ["trapezoid", "cosine"])
+@pytest.mark.parametrize("kind", ["wsd", "cosine"])
 def test_warm_up_is_linear_and_ends_at_the_full_rate(kind: str) -> None:
     values = rates(1000, kind=kind, warmup=9, cooldown=0.5)
     assert values[9] == 1.0
-    if kind == "trapezoid":
+    if kind == "wsd":
         assert values[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
         assert values[9:500] == [1.0] * 491
     else:
@@ -88,7 +88,7 @@ def test_the_cosine_falls_to_a_tenth_by_way_of_the_middle() -> None:
 
 
 def test_a_warm_up_longer_than_the_run_only_rises() -> None:
-    for kind in ("trapezoid", "cosine"):
+    for kind in ("wsd", "cosine"):
         values = rates(5, kind=kind, warmup=20, cooldown=0.0)
         assert values == sorted(values)
         assert values[-1] == pytest.approx(5 / 21)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from chargpt.config import TextConfig
 from chargpt.text import describe as describe_module
 from chargpt.text import statistics
-from chargpt.text.corpus import prepare
+from chargpt.text.corpus import load_corpus
 from chargpt.text.describe import Description, describe
 from chargpt.text.statistics import (
     conditional_entropy_bits,
@@ -88,7 +88,7 @@ def test_the_next_token_of_a_cycle_is_certain_and_of_noise_is_not() -> None:
 def described(folder: Path, text: str, min_count: int = 1) -> Description:
     path = folder / "text.txt"
     path.write_bytes(text.encode())
-    return describe(prepare(TextConfig(path=str(path), min_count=min_count)))
+    return describe(load_corpus(TextConfig(path=str(path), min_count=min_count)))
 
 
 def test_a_description_states_the_facts(tmp_path: Path) -> None:

@@ -17,11 +17,11 @@ from saving import CONFIG, TOKENIZER, save
 
 from chargpt.errors import RunError
 from chargpt.models import build_model
-from chargpt.store import checkpoint
+from chargpt.store import commit
 from chargpt.store.run import RunFolder, has_checkpoint, load_run, newest_run
-from chargpt.store.tensors import pack
+from chargpt.store.tensors import serialize
 from chargpt.store.verify import verify
-from chargpt.text.corpus import prepare
+from chargpt.text.corpus import load_corpus
 from chargpt.training.trainer import Trainer
 
 
@@ -69,7 +69,7 @@ def test_reading_takes_best_and_latest_and_steps_as_asked(run: RunFolder) -> Non
 def test_pruning_keeps_the_best_and_the_last(run: RunFolder) -> None:
     for step in range(1, 7):
         save(run, step, best=step == 2)
-    steps = [path.name for path in checkpoint.committed(run.checkpoints)]
+    steps = [path.name for path in commit.committed(run.checkpoints)]
     assert steps == ["step-00000002", "step-00000005", "step-00000006"]
 
 
@@ -182,7 +182,7 @@ def test_pruning_leaves_alone_what_is_newer_than_the_checkpoint_gone_on_from(
         save(run, step)
     for step in (12, 14, 16):  # 20 and 30 were found damaged
         save(run, step)
-    steps = [checkpoint.step_of(path) for path in checkpoint.committed(run.checkpoints)]
+    steps = [commit.step_of(path) for path in commit.committed(run.checkpoints)]
     assert steps == [14, 16, 20, 30]
     assert load_run(run.path, "latest", "cpu").step == 16
 
@@ -249,11 +249,11 @@ def test_a_run_is_never_overwritten_without_force(run: RunFolder, tmp_path: Path
         f"{run.path} exists; continue it with --resume, replace it with --force, "
         "or name another folder with --out"
     )
-    assert checkpoint.committed(run.checkpoints)
+    assert commit.committed(run.checkpoints)
     path, checkpoints = run.path, run.checkpoints
     run.unlock()
     RunFolder(path).create(CONFIG, TOKENIZER, force=True)
-    assert not checkpoint.committed(checkpoints)
+    assert not commit.committed(checkpoints)
     precious = tmp_path / "thesis"
     precious.mkdir()
     (precious / "thesis.tex").write_text("x")
@@ -269,7 +269,7 @@ def test_a_run_is_never_overwritten_without_force(run: RunFolder, tmp_path: Path
 def test_a_run_that_another_process_has_begun_meanwhile_is_not_begun_anew(run: RunFolder) -> None:
     folder = save(run, 1)
     run.unlock()
-    RunFolder.check_free(run.path.with_name("none"), begun=True)
+    RunFolder.require_free(run.path.with_name("none"), begun=True)
     with pytest.raises(RunError, match="continue it with --resume"):
         RunFolder(run.path).create(CONFIG, TOKENIZER, begun=True)
     assert folder.exists()
@@ -344,7 +344,7 @@ def test_metrics_survive_a_line_cut_short_and_forget_what_is_done_again(run: Run
     with open(run.path / "metrics.jsonl", "a") as file:
         file.write('{"step": 4, "lo')
     assert [record["step"] for record in run.metrics.records()] == [1, 2, 3]
-    run.metrics.forget_after(2)
+    run.metrics.truncate_after(2)
     assert [record["step"] for record in run.metrics.records()] == [1, 2]
 
 
@@ -377,7 +377,7 @@ def test_weights_are_packed_as_the_library_packs_them_without_a_copy() -> None:
         "ärm": torch.randn(7),
         "empty": torch.empty(0, 3),
     }
-    chunks = pack(tensors)
+    chunks = serialize(tensors)
     assert b"".join(chunks) == safetensors.torch.save(
         {name: tensor.contiguous() for name, tensor in tensors.items()}
     )
@@ -421,7 +421,7 @@ def test_whatever_can_be_trained_can_be_read_back(
     text.write_text("hello world, hello words. " * 20)
     small = {"text.path": str(text), "device": "cpu", "model.block_size": 8}
     config = CONFIG.with_values({"train.max_steps": 1, "train.batch_size": 2, **small, **changes})
-    corpus = prepare(config.text)
+    corpus = load_corpus(config.text)
     folder = RunFolder(tmp_path / "run")
     trainer = Trainer(config, corpus, folder=folder)
     folder.create(trainer.config, corpus.tokenizer, force=False)
@@ -438,7 +438,7 @@ def test_whatever_can_be_trained_can_be_read_back(
 
 
 def test_json_is_written_for_people_and_always_alike() -> None:
-    assert checkpoint.to_json({"b": "ж", "a": 1}) == '{\n  "a": 1,\n  "b": "ж"\n}\n'.encode()
+    assert commit.to_json({"b": "ж", "a": 1}) == '{\n  "a": 1,\n  "b": "ж"\n}\n'.encode()
 
 
 def test_checkpoints_are_in_order_of_their_steps_however_long(run: RunFolder) -> None:
@@ -447,7 +447,7 @@ def test_checkpoints_are_in_order_of_their_steps_however_long(run: RunFolder) ->
     (run.checkpoints / "step-1").mkdir()
     (run.checkpoints / "step-00000001").mkdir()  # without a manifest
     shutil.copytree(run.checkpoints / "step-100000000", run.checkpoints / "step-copy")
-    steps = [checkpoint.step_of(path) for path in checkpoint.committed(run.checkpoints)]
+    steps = [commit.step_of(path) for path in commit.committed(run.checkpoints)]
     assert steps == [99_999_999, 100_000_000]
 
 

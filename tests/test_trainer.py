@@ -11,10 +11,10 @@ import torch
 
 from chargpt.config import Config, TextConfig, load_config
 from chargpt.errors import ConfigError, DivergedError, RunError, TextError
-from chargpt.inference.evaluation import baselines
+from chargpt.inference.baselines import baselines
 from chargpt.store.run import RunFolder, load_run
 from chargpt.text.batches import Batches
-from chargpt.text.corpus import Corpus, prepare
+from chargpt.text.corpus import Corpus, load_corpus
 from chargpt.training.estimate import estimate
 from chargpt.training.resume import resume
 from chargpt.training.trainer import Report, Trainer
@@ -37,7 +37,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "muon": {},
     "adamw": {"optim.name": "adamw"},
     "dropout and accumulation": {"model.dropout": 0.3, "train.accumulate": 2},
-    "ema and counted targets": {"train.ema": 0.9, "train.ngram_targets": 0.6},
+    "ema and counted targets": {"train.ema": 0.9, "train.ngram_target_weight": 0.6},
     "cosine and bfloat16": {"schedule.kind": "cosine", "dtype": "bfloat16"},
     "bigram": {"model.kind": "bigram", "optim.name": "adamw", "train.clip_norm": None},
     "average rung": {"model.attention": "average", "model.mlp": "none", "train.patience": 50},
@@ -46,7 +46,7 @@ VARIANTS: dict[str, dict[str, object]] = {
 
 @pytest.fixture
 def corpus(verse: Path) -> Corpus:
-    return prepare(TextConfig(path=str(verse)))
+    return load_corpus(TextConfig(path=str(verse)))
 
 
 def tiny(**changes: object) -> Config:
@@ -360,7 +360,7 @@ def test_a_batch_that_does_not_divide_is_refused(corpus: Corpus) -> None:
 
 def test_a_text_shorter_than_a_block_is_refused_with_its_size(tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("forty characters in all, no more than it.")
-    short = prepare(TextConfig(path=str(tmp_path / "short.txt")))
+    short = load_corpus(TextConfig(path=str(tmp_path / "short.txt")))
     with pytest.raises(TextError, match="41"):
         Trainer(tiny(), short)
 
@@ -421,7 +421,7 @@ def test_rows_are_runs_of_the_text_and_ranks_share_one_batch() -> None:
 def test_a_batch_gathered_where_the_tokens_are_kept_is_the_same(kind: type) -> None:
     tokens = np.random.default_rng(1).integers(0, 200, 1000).astype(kind)
     plain, resident = Batches(tokens, 8, 16, seed=5), Batches(tokens, 8, 16, seed=5)
-    resident.keep_on(torch.device("cpu"))
+    resident.to_device(torch.device("cpu"))
     assert resident.resident is not None
     for step, rows in ((0, slice(None)), (7, slice(4, 12))):
         assert torch.equal(plain.at(step, rows), resident.at(step, rows))

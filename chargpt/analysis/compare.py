@@ -9,12 +9,13 @@ from typing import Any
 
 from chargpt.config import Config, load_config
 from chargpt.errors import ConfigError
-from chargpt.inference.evaluation import NGRAM, Evaluation, baselines, evaluate_tokens
+from chargpt.inference.baselines import NGRAM, baselines
+from chargpt.inference.evaluation import Evaluation, evaluate_tokens
 from chargpt.inference.sampling import sample
 from chargpt.models.bigram import BigramLM
 from chargpt.store.metrics import validation_curve
 from chargpt.store.run import Run, RunFolder, load_run
-from chargpt.text.corpus import Corpus, prepare
+from chargpt.text.corpus import Corpus, load_corpus
 from chargpt.training.trainer import Trainer
 
 MODELS = ("bigram", "gpt")
@@ -100,7 +101,7 @@ def contender(settings: Config, model: str) -> Config:
     sections = ("optim", "schedule")
     values = {name: getattr(own, name).model_dump() for name in sections}
     return settings.with_values(
-        {"model.kind": model, "train.ngram_targets": own.train.ngram_targets, **values}
+        {"model.kind": model, "train.ngram_target_weight": own.train.ngram_target_weight, **values}
     )
 
 
@@ -123,7 +124,7 @@ def compare(
     Raises:
         ChargptError: the text, a setting or the folder will not do.
     """
-    corpus = corpus or prepare(settings.text)
+    corpus = corpus or load_corpus(settings.text)
     levels = baselines(corpus)
     comparison = Comparison(corpus.name, lines=levels)
     vocab = corpus.tokenizer.vocab_size

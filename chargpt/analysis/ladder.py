@@ -23,7 +23,8 @@ import numpy as np
 from chargpt.analysis.compare import SAMPLE, contender
 from chargpt.config import Config
 from chargpt.errors import ConfigError
-from chargpt.inference.evaluation import baselines, evaluate_tokens
+from chargpt.inference.baselines import baselines
+from chargpt.inference.evaluation import evaluate_tokens
 from chargpt.inference.sampling import sample
 from chargpt.models.ngram import NGramLM
 from chargpt.store.run import Run, RunFolder, load_run
@@ -214,7 +215,7 @@ def climb(settings: Config, folder: Path, corpus: Corpus, seeds: int, watch: Wat
     corpus.require_blocks(settings.model.block_size)
     for number in range(1, len(rungs) + 1):
         for seed in range(settings.seed, settings.seed + seeds):
-            RunFolder.check_free(folder / f"{number}-{seed}")
+            RunFolder.require_free(folder / f"{number}-{seed}")
     levels = baselines(corpus, characters=SCORED)
     ladder = Ladder(corpus.name, {"uniform": levels["uniform"]})
     for name in ("unigram", "bigram"):

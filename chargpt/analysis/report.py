@@ -17,7 +17,7 @@ from chargpt.analysis import guesses, memorization, plots
 from chargpt.analysis.heads import LINE, attention_on_line, head_words, typical_line
 from chargpt.analysis.page import render, write_page
 from chargpt.analysis.result import Result, result_of, verdict
-from chargpt.inference.evaluation import NGRAM
+from chargpt.inference.baselines import NGRAM
 from chargpt.inference.sampling import stream_run
 from chargpt.models.gpt import GPT
 from chargpt.models.ngram import ORDER

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from chargpt.config import Config
-from chargpt.inference.evaluation import NGRAM, Evaluation, baselines, evaluate_tokens
+from chargpt.inference.baselines import NGRAM, baselines
+from chargpt.inference.evaluation import Evaluation, evaluate_tokens
 from chargpt.store.metrics import validation_curve
 from chargpt.store.run import Run
 from chargpt.text.corpus import SPLITS, Corpus, Split

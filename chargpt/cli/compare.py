@@ -93,9 +93,9 @@ def _train(settings: Any, out: Path | None, models: str) -> tuple[Any, Path]:
     from chargpt.cli.loop import train_to_end
     from chargpt.cli.signals import catch_signals
     from chargpt.cli.summary import show_plan
-    from chargpt.text.corpus import prepare
+    from chargpt.text.corpus import load_corpus
 
-    corpus = prepare(settings.text, progress=options.PrepareProgress())
+    corpus = load_corpus(settings.text, progress=options.PrepareProgress())
     folder = out or options.free_folder(f"compare-{options.slug(corpus.name)}")
 
     def watch(name: str, trainer: Any) -> None:

@@ -63,11 +63,11 @@ def info(
     """
     import json
 
-    from chargpt.text.corpus import prepare
+    from chargpt.text.corpus import load_corpus
     from chargpt.text.describe import describe
 
     settings = options.build_config(text, None, set_, encoding=encoding)
-    corpus = prepare(settings.text, progress=options.PrepareProgress())
+    corpus = load_corpus(settings.text, progress=options.PrepareProgress())
     facts = describe(corpus)
     if json_:
         console.out(json.dumps(asdict(facts), ensure_ascii=False))

@@ -78,7 +78,7 @@ def find_subject(
     from chargpt.analysis.explain import subject_of
     from chargpt.errors import RunError
     from chargpt.store.run import is_run, newest_run
-    from chargpt.text.corpus import prepare
+    from chargpt.text.corpus import load_corpus
 
     path = Path(what) if what else None
     if path is None:
@@ -90,7 +90,7 @@ def find_subject(
         run = options.load_run(path, checkpoint, device)
         return subject_of(run.corpus(), run)
     settings = options.build_config(what, None, None, device=device, encoding=encoding)
-    return subject_of(prepare(settings.text, progress=options.PrepareProgress()), None)
+    return subject_of(load_corpus(settings.text, progress=options.PrepareProgress()), None)
 
 
 def draw(maps: "list[Maps]", path: Path) -> None:

@@ -39,9 +39,9 @@ def train_rungs(settings: "Config", out: Path | None, seeds: int) -> "tuple[Ladd
     from chargpt.analysis.ladder import climb
     from chargpt.cli.loop import train_to_end
     from chargpt.cli.signals import catch_signals
-    from chargpt.text.corpus import prepare
+    from chargpt.text.corpus import load_corpus
 
-    corpus = prepare(settings.text, progress=options.PrepareProgress())
+    corpus = load_corpus(settings.text, progress=options.PrepareProgress())
     folder = out or options.free_folder(f"ladder-{options.slug(corpus.name)}")
 
     def watch(name: str, trainer: "Trainer") -> None:

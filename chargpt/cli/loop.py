@@ -93,9 +93,9 @@ def train_to_end(
     Raises:
         WorkError: the last thing to be saved could not be.
     """
-    from chargpt.inference.evaluation import baselines
+    from chargpt.inference.baselines import baselines
 
-    levels = baselines(trainer.corpus) if trainer.world.is_main else {}
+    levels = baselines(trainer.corpus) if trainer.group.is_main else {}
     bar = console.Progress(trainer.config.train.max_steps, "step", initial=trainer.progress.step)
     go_on = f"go on with\n  chargpt train --resume {shlex.quote(str(folder.path))}"
     signals.patient = True
@@ -170,7 +170,7 @@ def do_steps(
                 began, fitted = now, report.step
                 refit_at = next_refit(trainer.config, fitted)
                 refit_left = _planned_left(clock, trainer, refit_at)
-        if trainer.world.any(bool(signals.caught)) and not trainer.finished:
+        if trainer.group.any(bool(signals.caught)) and not trainer.finished:
             trainer.save()
             signals.caught = signals.caught or [signal.SIGTERM]  # it was another process's
             return
@@ -203,7 +203,7 @@ def last_save(trainer: "Trainer") -> str:
 def _detail(
     report: "Report", validation: list[float], levels: dict[str, float], speed: float
 ) -> str:
-    from chargpt.inference.evaluation import NGRAM
+    from chargpt.inference.baselines import NGRAM
 
     assert report.loss is not None
     # short enough for a terminal of 80 columns, the bar included

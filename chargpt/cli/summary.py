@@ -31,7 +31,7 @@ def show_plan(trainer: "Trainer", clock: Clock | None = None) -> None:
         import torch
 
         threads = f", {torch.get_num_threads()} threads"
-    ranks = f" x {trainer.world.size} processes" if trainer.world.size > 1 else ""
+    ranks = f" x {trainer.group.size} processes" if trainer.group.size > 1 else ""
     console.say(
         f"text    {corpus.name}: {console.characters(len(corpus.tokens))} ({lengths}){unknown}\n"
         f"vocab   {corpus.tokenizer.vocab_size:,} characters\n"

@@ -83,7 +83,7 @@ def train(
         try:
             show_plan(trainer, clock)
             levels = train_to_end(trainer, folder, signals, clock)
-            if trainer.world.is_main:
+            if trainer.group.is_main:
                 show_result(trainer, folder, levels, clock)
         finally:
             folder.unlock()
@@ -97,19 +97,19 @@ def among_processes() -> Iterator[None]:
     Raises:
         WorkError: another one has gone.
     """
-    from chargpt.device import leave_world, tells_of_lost_rank
+    from chargpt.device import destroy_process_group, is_lost_rank_error
 
     try:
         yield
     except RuntimeError as error:
-        if not tells_of_lost_rank(error):
+        if not is_lost_rank_error(error):
             raise
         cause = str(error).splitlines()[0].split("] ")[-1].split(". ")[0]
         raise WorkError(
             f"another of the processes has gone ({cause:.100}); go on from the last checkpoint "
             "with --resume, among as many processes as you like"
         ) from None
-    leave_world()
+    destroy_process_group()
 
 
 def require_nothing_new(config: str | None, budget: str | None, encoding: str | None) -> None:
@@ -145,15 +145,15 @@ def start_run(
     Raises:
         ChargptError: the text, the settings or the folder will not do.
     """
-    from chargpt.device import choose_device, join_world
+    from chargpt.device import choose_device, init_process_group
     from chargpt.store.run import RunFolder
-    from chargpt.text.corpus import prepare
+    from chargpt.text.corpus import load_corpus
     from chargpt.training.trainer import Trainer
 
-    world = join_world(choose_device(settings.device)[0])
-    if out is not None and world.is_main and not force:
-        RunFolder.check_free(out, begun=begun)
-    corpus = prepare(settings.text, progress=options.PrepareProgress())
+    group = init_process_group(choose_device(settings.device)[0])
+    if out is not None and group.is_main and not force:
+        RunFolder.require_free(out, begun=begun)
+    corpus = load_corpus(settings.text, progress=options.PrepareProgress())
     if clock is not None:
         from chargpt.training.planner import plan
 
@@ -161,10 +161,10 @@ def start_run(
         console.say(f"budget  {console.duration(clock.seconds)}: {why}")
     path = out or options.free_folder(f"{options.slug(corpus.name)}-{settings.model.kind}")
     folder = RunFolder(path)
-    trainer = Trainer(settings, corpus, folder=folder, world=world)
+    trainer = Trainer(settings, corpus, folder=folder, group=group)
     if clock is not None:
         clock.time_scoring(trainer)
-    if world.is_main:
+    if group.is_main:
         require_room(trainer, path, trainer.config.train.keep_last + 2)  # the best; one unfinished
         folder.create(trainer.config, corpus.tokenizer, force=force, begun=begun)
     for note in corpus.notes:
@@ -186,9 +186,9 @@ def resume_run(
         FinishedError: the run is done.
         ChargptError: there is no run to go on with, or a change would make it another one.
     """
-    from chargpt.device import choose_device, join_world
+    from chargpt.device import choose_device, init_process_group
     from chargpt.store.run import newest_run, open_run
-    from chargpt.text.corpus import prepare
+    from chargpt.text.corpus import load_corpus
     from chargpt.training.resume import resume
     from chargpt.training.trainer import Trainer
 
@@ -196,12 +196,12 @@ def resume_run(
     if console.is_main():
         folder.lock()  # before it is read, lest another process write in between
     saved, settings, notes = resume(folder, wanted, again=again)
-    world = join_world(choose_device(settings.device)[0])
-    corpus = prepare(
+    group = init_process_group(choose_device(settings.device)[0])
+    corpus = load_corpus(
         settings.text, key=saved.state.get("corpus"), progress=options.PrepareProgress()
     )
-    trainer = Trainer(settings, corpus, folder=folder, saved=saved, world=world)
-    if world.is_main:
+    trainer = Trainer(settings, corpus, folder=folder, saved=saved, group=group)
+    if group.is_main:
         require_room(trainer, folder.path, 1)
         folder.write_config(trainer.config)
     for note in (*notes, *corpus.notes):

@@ -24,13 +24,13 @@ import numpy as np
 import torch
 from threadpoolctl import threadpool_info, threadpool_limits
 
-from chargpt.device import mkl_is_slow, require_memory
+from chargpt.device import onednn_is_faster, require_memory
 from chargpt.errors import ChargptError, TextError, WorkError
 from chargpt.inference.decoder import decoder_for
 from chargpt.inference.drawing import Ids, highest
 from chargpt.models import LanguageModel
 from chargpt.store.run import Run
-from chargpt.store.tensors import pack
+from chargpt.store.tensors import serialize
 
 MOST_LANES = 64
 LANE = 4096  # characters that make another lane worth its first character
@@ -272,7 +272,7 @@ def _model_key(run: Run) -> bytes:
     """Return what tells this model and vocabulary from all others."""
     settings = run.tokenizer.to_json() + run.config.model.model_dump_json()
     digest = hashlib.sha256(settings.encode())
-    for chunk in pack(run.model.state_dict()):
+    for chunk in serialize(run.model.state_dict()):
         digest.update(chunk)
     return digest.digest()[:8]
 
@@ -286,7 +286,7 @@ def _platform_key() -> bytes:
         if library["user_api"] == "blas"
     ]
     facts = (
-        *(platform.machine(), platform.system(), capability, mkl_is_slow()),
+        *(platform.machine(), platform.system(), capability, onednn_is_faster()),
         *(torch.__version__, np.__version__, sorted(map(repr, blas))),
     )
     return hashlib.sha256(repr(facts).encode()).digest()[:4]

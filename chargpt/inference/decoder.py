@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from chargpt.config import NORM_EPS
-from chargpt.device import replayable
+from chargpt.device import capture_graph
 from chargpt.inference.drawing import Decoder, Ids
 from chargpt.inference.numpy_decoder import Array, NumpyDecoder, Weights
 from chargpt.models import LanguageModel
@@ -222,7 +222,7 @@ class GraphDecoder:
         self.token.copy_(torch.from_numpy(ids))
         self.place.fill_(self.length)
         if self.again is None:
-            self.again = replayable(self._step, self.device)
+            self.again = capture_graph(self._step, self.device)
         self.length += 1
         return _array(self.again())
 

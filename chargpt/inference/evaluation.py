@@ -26,11 +26,9 @@ from torch import Tensor
 
 from chargpt.errors import ConfigError, TextError
 from chargpt.models import LanguageModel
-from chargpt.models.ngram import ORDER, NGramLM
 from chargpt.store.run import Run
 from chargpt.text.batches import Batches
-from chargpt.text.corpus import Corpus, Split, read_text
-from chargpt.text.statistics import PairCounts, count_pairs
+from chargpt.text.corpus import Split, read_text
 
 Protocol = Literal["full", "sliding", "nanogpt"]
 Tokens = npt.NDArray[Any]
@@ -39,11 +37,6 @@ Rows = tuple[Tokens, int]  # (B, L + 1) tokens, and how many of the L are contex
 LOGITS_BYTES = 64_000_000  # what one call's logits may take
 CALL_CHARACTERS = 16_384  # what one call may hold, however small the vocabulary
 CPU_CALL_CHARACTERS = 4_096  # on a CPU more of them do not stay in its caches
-UNIGRAM_ALPHA = 1.0
-BIGRAM_ALPHA = 0.1
-NGRAM = f"{ORDER}-gram"
-NGRAM_CHARACTERS = 1_000_000
-MOST_BLOCK = 65_536  # as the config allows
 NANOGPT_BATCHES, NANOGPT_ROWS, NANOGPT_BLOCK = 200, 64, 256
 
 
@@ -187,7 +180,7 @@ def evaluate_tokens(
     return Evaluation(nats, accuracy, characters, error, protocol, split, block)
 
 
-def losses_of(model: LanguageModel, tokens: Tokens) -> npt.NDArray[np.float64]:
+def token_losses(model: LanguageModel, tokens: Tokens) -> npt.NDArray[np.float64]:
     """Return the nats of each character but the first, as `sliding` scores: (characters - 1,).
 
     Args:
@@ -338,72 +331,3 @@ def _precision(device: torch.device, dtype: torch.dtype | None) -> AbstractConte
     if dtype is None or dtype == torch.float32:
         return nullcontext()
     return torch.autocast(device.type, dtype=dtype)
-
-
-def baselines(
-    corpus: Corpus, split: Split = "val", characters: int | None = None
-) -> dict[str, float]:
-    """Return the nats per character that counting alone reaches on a split.
-
-    Args:
-        corpus: counted in its training split.
-        split: that is scored.
-        characters: how many of it are scored, from its start on; all by default.
-
-    Returns:
-        `uniform`: ln V. `unigram` and `bigram`: the training split's frequencies, with 1 added to
-        each character's count and 0.1 to each pair's. `6-gram`: `NGramLM`, counted in the last
-        4,000,000 characters of a longer training split. They score what `full` scores, each
-        character with all of its context; of a longer split, `6-gram` the first 1,000,000.
-
-    Raises:
-        TextError: the split holds too few characters.
-    """
-    size = corpus.tokenizer.vocab_size
-    scored = corpus.pair_counts(split)
-    if characters is not None:
-        scored = count_pairs(corpus.split(split)[: characters + 1], size)
-    if not scored.total:
-        raise TextError(
-            f"the {split} split holds fewer than 2 characters; give a longer text or a larger "
-            f"text.{split}_fraction"
-        )
-    counts = corpus.token_counts("train") + UNIGRAM_ALPHA
-    unigram = np.log(counts / counts.sum())
-    ngram = counted_ngram(corpus)
-    scored_by_ngram = corpus.split(split)[None, : (characters or NGRAM_CHARACTERS) + 1]
-    return {
-        "uniform": math.log(size),
-        "unigram": float(-(unigram[scored.second] * scored.counts).sum()) / scored.total,
-        "bigram": bigram_nats(corpus.pair_counts("train"), scored, BIGRAM_ALPHA),
-        NGRAM: float(ngram.losses(scored_by_ngram).mean(dtype=np.float64)),
-    }
-
-
-_counted: dict[tuple[str, float, float], NGramLM] = {}
-
-
-def counted_ngram(corpus: Corpus) -> NGramLM:
-    """Return the n-gram of a text's training split; the last one counted is remembered."""
-    key = (corpus.key, corpus.val_fraction, corpus.test_fraction)
-    if key not in _counted:
-        _counted.clear()
-        tokens = corpus.split("train")
-        _counted[key] = NGramLM.fit(tokens, corpus.tokenizer.vocab_size, MOST_BLOCK)
-    return _counted[key]
-
-
-def bigram_nats(fitted: PairCounts, scored: PairCounts, alpha: float) -> float:
-    """Return the mean loss on `scored` pairs of the bigram of `fitted` ones, for any V.
-
-    It is what `BigramLM.from_counts(fitted, ..., alpha)` reaches, without its V x V table.
-    """
-    size = fitted.vocab_size
-    rows = np.bincount(fitted.first, weights=fitted.counts, minlength=size)
-    known = np.append(fitted.first * size + fitted.second, -1)  # -1: no pair, for those beyond all
-    counts = np.append(fitted.counts, 0)
-    wanted = scored.first * size + scored.second
-    place = np.searchsorted(known[:-1], wanted)
-    seen = np.where(known[place] == wanted, counts[place], 0)
-    log_likelihoods = np.log((seen + alpha) / (rows[scored.first] + alpha * size))
-    return float(-(log_likelihoods * scored.counts).sum()) / scored.total

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from chargpt.errors import TextError
-from chargpt.inference.evaluation import losses_of
+from chargpt.inference.evaluation import token_losses
 from chargpt.store.run import Run
 from chargpt.text.tokenizer import Unknown
 
@@ -84,6 +84,6 @@ def score(run: Run, text: str, unknown: Unknown | None = None) -> Scored:
         tokens = np.concatenate((tokenizer.encode("\n"), tokens))
     else:
         first = np.full(1, math.log(tokenizer.vocab_size))
-    rest = losses_of(run.model, tokens) if len(tokens) > 1 else np.zeros(0)
+    rest = token_losses(run.model, tokens) if len(tokens) > 1 else np.zeros(0)
     scored = tokens[len(tokens) - len(first) - len(rest) :]
     return Scored(tokenizer.decode(scored), np.concatenate((first, rest)) / math.log(2))

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from chargpt.config import NORM_EPS
-from chargpt.device import mkl_is_slow
+from chargpt.device import onednn_is_faster
 
 
 def by_hand(x: Tensor) -> bool:
@@ -31,7 +31,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cpu")
         and not torch.compiler.is_compiling()
-        and mkl_is_slow()
+        and onednn_is_faster()
     ):
         return cast("Tensor", torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], ""))
     return F.linear(x, weight)

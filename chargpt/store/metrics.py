@@ -18,7 +18,7 @@ def validation_curve(records: Iterable[Mapping[str, Any]]) -> list[tuple[int, fl
     return [(record["step"], record[VALIDATION]) for record in records if VALIDATION in record]
 
 
-class Metrics:
+class MetricsLog:
     """What a run records as it goes."""
 
     def __init__(self, path: Path) -> None:
@@ -68,7 +68,7 @@ class Metrics:
                 records.append(record)
         return records
 
-    def forget_after(self, step: int) -> None:
+    def truncate_after(self, step: int) -> None:
         """Drop lines of steps that a resumed run will do again.
 
         Raises:

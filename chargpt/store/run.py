@@ -20,19 +20,19 @@ from chargpt.device import choose_device
 from chargpt.errors import ChargptError, RunError, TextError
 from chargpt.files import write_atomically
 from chargpt.models import LanguageModel, build_model
-from chargpt.store import checkpoint
-from chargpt.store.metrics import Metrics
-from chargpt.store.saved import (
+from chargpt.store import commit
+from chargpt.store.checkpoint import (
     CONFIG,
     MODEL,
     OPTIMIZER,
     STATE,
     TOKENIZER,
-    Saved,
+    Checkpoint,
     read_checkpoint,
 )
-from chargpt.store.tensors import fill, pack
-from chargpt.text.corpus import Corpus, is_cached, prepare
+from chargpt.store.metrics import MetricsLog
+from chargpt.store.tensors import load_weights, serialize
+from chargpt.text.corpus import Corpus, is_cached, load_corpus
 from chargpt.text.tokenizer import CharTokenizer
 
 METRICS, CHECKPOINTS = "metrics.jsonl", "checkpoints"
@@ -73,7 +73,7 @@ class Run:
                 f"{self.folder} was trained on standard input, and the cache no longer has that "
                 "text; name a text where the command takes one, or train on a file"
             )
-        corpus = prepare(self.config.text, key=key)
+        corpus = load_corpus(self.config.text, key=key)
         if corpus.tokenizer != self.tokenizer:
             raise TextError(
                 f"the text {corpus.name} is not the one that {self.folder} was trained on; "
@@ -88,11 +88,11 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checkpoints = path / CHECKPOINTS
-        self.metrics = Metrics(path / METRICS)
+        self.metrics = MetricsLog(path / METRICS)
         self._lock = FileLock(path / LOCK)
 
     @staticmethod
-    def check_free(path: Path, *, begun: bool = False) -> None:
+    def require_free(path: Path, *, begun: bool = False) -> None:
         """Check that a new run at `path` would overwrite nothing.
 
         Args:
@@ -135,7 +135,7 @@ class RunFolder:
         path, new = self.path, not self.path.exists()
         try:
             if not force:
-                self.check_free(path, begun=begun)
+                self.require_free(path, begun=begun)
             elif foreign := _not_of_a_run(path):
                 raise RunError(
                     f"{path} holds {foreign!r}, which is not a run's, so --force leaves it "
@@ -144,7 +144,7 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=True)
             self.lock()
             if not force:
-                self.check_free(path, begun=begun)  # another process may have been here meanwhile
+                self.require_free(path, begun=begun)  # another process may have been here meanwhile
             for old in path.iterdir():
                 if old.name != LOCK:
                     shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
@@ -212,26 +212,26 @@ class RunFolder:
             OSError: the disk refused; the checkpoints before are as they were.
         """
         files = {
-            MODEL: pack(model),
-            OPTIMIZER: pack(optimizer),
+            MODEL: serialize(model),
+            OPTIMIZER: serialize(optimizer),
             CONFIG: [config.to_yaml().encode()],
             TOKENIZER: [tokenizer.to_json().encode()],
-            STATE: [checkpoint.to_json(state)],
+            STATE: [commit.to_json(state)],
         }
         self.require_space(sum(len(chunk) for chunks in files.values() for chunk in chunks))
-        folder = checkpoint.commit(self.checkpoints, state["step"], files)
+        folder = commit.commit(self.checkpoints, state["step"], files)
         # `latest` last: what dies before it is done again, the pointing to the best included
         if is_best or state.get("best_step") is None:  # before anything was measured: the newest
-            checkpoint.point(self.checkpoints, "best", folder)
-        checkpoint.point(self.checkpoints, "latest", folder)
+            commit.write_pointer(self.checkpoints, "best", folder)
+        commit.write_pointer(self.checkpoints, "latest", folder)
         try:
-            best = [checkpoint.follow(self.checkpoints, "best")]
+            best = [commit.resolve_pointer(self.checkpoints, "best")]
         except RunError:
             best = []
-        checkpoint.prune(self.checkpoints, best, config.train.keep_last, folder)
+        commit.prune(self.checkpoints, best, config.train.keep_last, folder)
         return folder
 
-    def load(self, which: str, *, optimizer: bool = True) -> tuple[Saved, list[str]]:
+    def load(self, which: str, *, optimizer: bool = True) -> tuple[Checkpoint, list[str]]:
         """Return a checkpoint, every byte checked; a damaged one gives way to the newest whole one.
 
         Args:
@@ -256,13 +256,13 @@ class RunFolder:
 
     def _candidates(self, which: str) -> tuple[list[Path], list[str]]:
         """Return the checkpoints that may be read, the first choice first, and who is left out."""
-        folders = checkpoint.committed(self.checkpoints)[::-1]
+        folders = commit.committed(self.checkpoints)[::-1]
         if not folders:
             raise RunError(
                 f"{self.path} holds no checkpoint yet; train it first, or name another run"
             )
         if which not in ("best", "latest"):
-            steps = {str(checkpoint.step_of(folder)): folder for folder in folders}
+            steps = {str(commit.step_of(folder)): folder for folder in folders}
             if which not in steps:
                 raise RunError(
                     f"{self.path} has no checkpoint {which!r}; it has best, latest and steps "
@@ -270,12 +270,12 @@ class RunFolder:
                 )
             return [steps[which]], []
         try:
-            named, _ = checkpoint.pointed(self.checkpoints, which)
+            named, _ = commit.read_pointer(self.checkpoints, which)
         except RunError as error:
             return folders, [str(error)]
         others = [folder for folder in folders if folder != named]
         try:
-            return [checkpoint.follow(self.checkpoints, which), *others], []
+            return [commit.resolve_pointer(self.checkpoints, which), *others], []
         except RunError as error:
             return others, [str(error)]
 
@@ -307,7 +307,7 @@ def has_checkpoint(path: Path) -> bool:
     if checkpoints.is_symlink():
         return True  # to a disk that may not be there just now
     return checkpoints.is_dir() and any(
-        checkpoint.NAME.fullmatch(name) for name in os.listdir(checkpoints)
+        commit.NAME.fullmatch(name) for name in os.listdir(checkpoints)
     )
 
 
@@ -356,7 +356,7 @@ def load_run(path: str | Path, checkpoint: str = "best", device: str = "auto") -
     saved, skipped = run.load(checkpoint, optimizer=False)
     target, _ = choose_device(device)
     model = build_model(saved.config.model, saved.tokenizer.vocab_size)
-    fill(model, saved.model, saved.folder)
+    load_weights(model, saved.model, saved.folder)
     state = {**saved.state, "skipped": skipped, "checkpoint": saved.folder.name}
     model = model.to(target).eval()
     return Run(run.path, saved.config, saved.tokenizer, model, saved.state["step"], state)

@@ -15,7 +15,7 @@ from chargpt.files import Chunks
 from chargpt.models import LanguageModel
 
 
-def pack(tensors: Mapping[str, Tensor]) -> Chunks:
+def serialize(tensors: Mapping[str, Tensor]) -> Chunks:
     """Return the bytes that `safetensors.torch.save` would, but where they lie.
 
     The library's own way copies all of it twice, which took as long as writing it. Here only what
@@ -35,7 +35,7 @@ def pack(tensors: Mapping[str, Tensor]) -> Chunks:
     return [len(words).to_bytes(8, "little") + words, *chunks]
 
 
-def unpack(path: Path, content: bytes) -> dict[str, Tensor]:
+def deserialize(path: Path, content: bytes) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file's bytes.
 
     Raises:
@@ -47,7 +47,7 @@ def unpack(path: Path, content: bytes) -> dict[str, Tensor]:
         raise RunError(f"{path} does not hold tensors ({error}); use another checkpoint") from None
 
 
-def fill(model: LanguageModel, tensors: Mapping[str, Tensor], origin: Path) -> None:
+def load_weights(model: LanguageModel, tensors: Mapping[str, Tensor], origin: Path) -> None:
     """Copy saved weights into a model of the same shape.
 
     Raises:

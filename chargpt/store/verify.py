@@ -5,10 +5,10 @@ from pathlib import Path
 
 from chargpt.errors import ChargptError, RunError
 from chargpt.models import build_model
-from chargpt.store import checkpoint
+from chargpt.store import commit
+from chargpt.store.checkpoint import Checkpoint, read_checkpoint
 from chargpt.store.run import RunFolder
-from chargpt.store.saved import Saved, read_checkpoint
-from chargpt.store.tensors import fill
+from chargpt.store.tensors import load_weights
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Verdict:
 
 def verify(run: RunFolder) -> Verdict:
     """Check every byte of a run's checkpoints, and where its pointers lead."""
-    checked = [_check(folder) for folder in checkpoint.committed(run.checkpoints)]
+    checked = [_check(folder) for folder in commit.committed(run.checkpoints)]
     # a run that is being trained deletes its old checkpoints
     checked = [each for each in checked if each.folder.exists()]
     problems = [each.problem for each in checked if each.problem]
@@ -64,15 +64,15 @@ def _check(folder: Path) -> Checked:
     return Checked(folder, size, None)
 
 
-def require_whole(saved: Saved) -> None:
+def require_whole(saved: Checkpoint) -> None:
     """Check that weights fit their own config.
 
     Raises:
         ChargptError: they do not.
     """
     model = build_model(saved.config.model, saved.tokenizer.vocab_size)
-    fill(model, saved.model, saved.folder)
-    fill(model, saved.raw_model, saved.folder)
+    load_weights(model, saved.model, saved.folder)
+    load_weights(model, saved.raw_model, saved.folder)
 
 
 def _lead(run: RunFolder, pointer: str) -> tuple[Path | None, list[str]]:

@@ -23,7 +23,7 @@ class Batches:
         self.reach = np.arange(block_size + 1)
         self.resident: tuple[Tensor, Tensor] | None = None  # tokens and reach, on a device
 
-    def keep_on(self, device: torch.device) -> None:
+    def to_device(self, device: torch.device) -> None:
         """Keep a copy of the tokens on a device, if it is small, and gather there from now on."""
         # torch indexes no wider unsigned integers than bytes
         narrow = np.dtype(np.uint8 if self.tokens.dtype == np.uint8 else np.int32)
@@ -45,7 +45,7 @@ class Batches:
     def at(self, step: int, rows: slice = slice(None)) -> Tensor:
         """Return step `step`'s blocks, or some of its rows, as int64 (B, T + 1).
 
-        They are on the CPU, or where `keep_on` has put the tokens.
+        They are on the CPU, or where `to_device` has put the tokens.
         """
         offsets = self.offsets_at(step)[rows, None]  # (B, 1)
         if self.resident is not None:

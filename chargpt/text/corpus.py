@@ -20,7 +20,7 @@ from chargpt.text.source import STDIN, MissingTextError, codec_name, find_source
 from chargpt.text.statistics import Counts, PairCounts, count_pairs, count_tokens
 from chargpt.text.tokenizer import CharTokenizer, Tokens
 
-__all__ = ["SPLITS", "Corpus", "Split", "cache_folder", "prepare", "read_text"]
+__all__ = ["SPLITS", "Corpus", "Split", "cache_folder", "load_corpus", "read_text"]
 
 MAX_READ_BYTES = 1 << 30
 CHANGED = "the text has changed since the run was trained on it, and the old one's tokens are used"
@@ -135,7 +135,7 @@ def _characters(count: int) -> str:
     return "1 character" if count == 1 else f"{count:,} characters"
 
 
-def prepare(
+def load_corpus(
     settings: TextConfig, *, key: str | None = None, progress: Progress | None = None
 ) -> Corpus:
     """Return the text that the settings name, encoded now or found in the cache.

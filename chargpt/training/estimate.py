@@ -54,7 +54,7 @@ def estimate(trainer: "Trainer", seconds: float | None = None) -> Plan:
     scored = min(train.evaluate_characters, len(trainer.corpus.split("val")))
     batch_characters = train.batch_size * model.block_size
     # a forward pass is about a third of a training step on as many characters
-    evaluation_seconds = step_seconds * scored / batch_characters / 3 * trainer.world.size
+    evaluation_seconds = step_seconds * scored / batch_characters / 3 * trainer.group.size
     evaluations = left // train.evaluate_every + 2
     return Plan(
         parameters=trainer.model.parameter_count(),

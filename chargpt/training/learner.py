@@ -6,7 +6,6 @@ Shapes in this file: B = sequences of a micro-batch, T = block size, V = vocabul
 """
 
 import contextlib
-import copy
 import gc
 import hashlib
 import math
@@ -20,13 +19,13 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from chargpt.config import Config, OptimConfig, TrainConfig
-from chargpt.device import World, capture
+from chargpt.device import ProcessGroup, capture
 from chargpt.errors import ConfigError
-from chargpt.inference.evaluation import counted_ngram
+from chargpt.inference.baselines import fit_ngram
 from chargpt.models import LanguageModel, build_model
 from chargpt.models.ngram import NGramLM
-from chargpt.store.saved import Saved
-from chargpt.store.tensors import fill
+from chargpt.store.checkpoint import Checkpoint
+from chargpt.store.tensors import load_weights
 from chargpt.text.batches import Batches
 from chargpt.text.corpus import Corpus
 from chargpt.training.optim import Optimizer
@@ -38,7 +37,7 @@ class Learner:
     Args:
         config: resolved. Its learning rates count until `restore` gives others.
         corpus: the text.
-        world: the ranks that train together.
+        group: the ranks that train together.
         device: that it happens on.
         saved: a checkpoint to go on from.
 
@@ -50,16 +49,16 @@ class Learner:
         self,
         config: Config,
         corpus: Corpus,
-        world: World,
+        group: ProcessGroup,
         device: torch.device,
-        saved: Saved | None = None,
+        saved: Checkpoint | None = None,
     ) -> None:
         self.config = config
         self.corpus = corpus
-        self.world = world
+        self.group = group
         self.device = device
         self.dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-        self.micro_batch = micro_batch_size(config.train, world)
+        self.micro_batch = micro_batch_size(config.train, group)
         torch.manual_seed(config.seed)
         model = build_model(config.model, corpus.tokenizer.vocab_size)
         self.model: LanguageModel = model.to(device)
@@ -75,25 +74,26 @@ class Learner:
             corpus.split("train"), self.model.block_size, train.batch_size, config.seed
         )
         if device.type != "cpu":
-            self.batches.keep_on(device)
-        if device.type == "cuda" and world.size == train.accumulate == 1:
+            self.batches.to_device(device)
+        if device.type == "cuda" and group.size == train.accumulate == 1:
             capture(self.model, self.batches.at(0)[:, :-1].to(device), self.dtype)
 
     def count_targets(self) -> None:
         """Count the n-gram that has a share in the targets, if one has. It takes a moment."""
-        if self.config.train.ngram_targets:
-            # `to` moves in place, and the one that is remembered may be in use elsewhere
-            self.counted = copy.deepcopy(counted_ngram(self.corpus)).to(self.device)
+        if self.config.train.ngram_target_weight:
+            self.counted = fit_ngram(self.corpus).to(self.device)
             self.counted.tabulate()
 
-    def restore(self, saved: Saved, optim: OptimConfig) -> None:
+    def restore(self, saved: Checkpoint, optim: OptimConfig) -> None:
         """Become what was saved, to go on at the learning rates of `optim`.
 
         Raises:
             RunError: it is another model's.
         """
-        fill(self.model, saved.model, saved.folder)  # with an average, the raw ones stand apart
-        fill(self.model, saved.raw_model, saved.folder)
+        load_weights(
+            self.model, saved.model, saved.folder
+        )  # with an average, the raw ones stand apart
+        load_weights(self.model, saved.raw_model, saved.folder)
         self.model.zero_grad(set_to_none=True)
         self.average = self._start_average(saved.model)
         self.optimizer = Optimizer(self.model, optim, self.dtype)
@@ -113,7 +113,7 @@ class Learner:
     def accumulate_gradients(self, step: int) -> Tensor:
         """Run the step's micro-batches forward and backward; return this rank's mean loss."""
         accumulate = self.config.train.accumulate
-        first = self.world.rank * accumulate * self.micro_batch
+        first = self.group.rank * accumulate * self.micro_batch
         rows = slice(first, first + accumulate * self.micro_batch)
         # elsewhere than on CUDA a copy that is not waited for may read what is gone already
         cuda = self.device.type == "cuda"
@@ -143,7 +143,7 @@ class Learner:
         with torch.no_grad():
             expected = self.counted.shares(block[:, :-1])  # (B, T, V)
         counted = -(expected * guesses).sum(dim=-1).mean()
-        share = self.config.train.ngram_targets
+        share = self.config.train.ngram_target_weight
         return (1 - share) * nats + share * counted, nats
 
     def clip_gradients(self) -> Tensor:
@@ -165,7 +165,7 @@ class Learner:
     def seed_dropout(self, step: int, micro: int) -> None:
         """Make this micro-batch's dropout a function of its place alone."""
         if self.config.model.dropout:
-            place = f"{self.config.seed}/{step}/{self.world.rank}/{micro}"
+            place = f"{self.config.seed}/{step}/{self.group.rank}/{micro}"
             digest = hashlib.blake2b(place.encode(), digest_size=8).digest()
             number = int.from_bytes(digest) >> 1
             if self.device.type == "cpu":
@@ -218,7 +218,7 @@ class Learner:
         return {name: source[name].detach().clone().to(self.device) for name in names}
 
     def _replicate(self) -> torch.nn.Module:
-        if self.world.size == 1:
+        if self.group.size == 1:
             return self.model
         devices = [self.device] if self.device.type == "cuda" else None
         with warnings.catch_warnings():
@@ -232,16 +232,16 @@ class Learner:
             parameter.copy_(tensors[name])
 
 
-def micro_batch_size(train: TrainConfig, world: World) -> int:
+def micro_batch_size(train: TrainConfig, group: ProcessGroup) -> int:
     """Return how many sequences go through the model at once on one rank.
 
     Raises:
         ConfigError: the batch does not divide over ranks and micro-batches.
     """
-    parts = train.accumulate * world.size
+    parts = train.accumulate * group.size
     if train.batch_size % parts:
         raise ConfigError(
-            f"train.batch_size {train.batch_size} does not divide over {world.size} "
+            f"train.batch_size {train.batch_size} does not divide over {group.size} "
             f"processes x {train.accumulate} micro-batches; make it a multiple of {parts}"
         )
     return train.batch_size // parts

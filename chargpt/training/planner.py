@@ -159,7 +159,7 @@ def length_of(
     memorising = epochs * math.sqrt(parameters / text_characters)
     # what counting teaches is soon learnt; that it is less sure of what was read stays useful
     least = REPEATED_COUNTED if epochs >= REPEATED else 0.0
-    counted = config.train.ngram_targets * max(least, min(1.0, COUNTED_UNTIL / characters))
+    counted = config.train.ngram_target_weight * max(least, min(1.0, COUNTED_UNTIL / characters))
     return {
         "train.max_steps": steps,
         "train.evaluate_every": every,
@@ -167,7 +167,7 @@ def length_of(
         "train.save_every": every,
         "train.sample_every": 2 * every if steps >= 200 else 0,  # a sample takes a step's time
         "schedule.cooldown": COOLDOWN if characters < LONG_RUN else LONG_COOLDOWN,
-        "train.ngram_targets": round(counted, 3) if counted >= LEAST_COUNTED else 0.0,
+        "train.ngram_target_weight": round(counted, 3) if counted >= LEAST_COUNTED else 0.0,
         "optim.weight_decay": round(decay * min(1.0, max(LEAST_DECAY, epochs / DECAY_EPOCHS)), 4),
         "model.dropout": next(share for least, share in DROPOUT if memorising >= least),
     }
@@ -262,10 +262,13 @@ def refit(config: Config, step: int, step_seconds: float, seconds: float) -> Con
     left = max(1, int(REFIT_USABLE * seconds / step_seconds))
     steps, schedule = step + left, config.schedule
     values: dict[str, object] = {"train.max_steps": steps}
-    if step <= cooldown_start(schedule, config.train.max_steps) and not schedule.bends:
+    if step <= cooldown_start(schedule, config.train.max_steps) and not schedule.decay_points:
         values["schedule.cooldown"] = left / steps
     else:
-        values["schedule.bends"] = (*schedule.bends, (step - 1, config.train.max_steps))
+        values["schedule.decay_points"] = (
+            *schedule.decay_points,
+            (step - 1, config.train.max_steps),
+        )
     return config.with_values(values)
 
 
@@ -278,7 +281,7 @@ def next_refit(config: Config, step: int) -> int | None:
         step: at which the steps were fitted last, 0 if they never were.
     """
     steps = config.train.max_steps
-    if config.schedule.kind != "trapezoid" or not config.schedule.cooldown:
+    if config.schedule.kind != "wsd" or not config.schedule.cooldown:
         return None
     if step == 0:
         return max(2, cooldown_start(config.schedule, steps))

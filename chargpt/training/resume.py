@@ -5,8 +5,8 @@ import torch
 from chargpt.config import Config
 from chargpt.device import choose_device
 from chargpt.errors import ConfigError, FinishedError
+from chargpt.store.checkpoint import Checkpoint
 from chargpt.store.run import RunFolder
-from chargpt.store.saved import Saved
 
 RATES = ("optim.lr", "optim.matrix_lr")
 MAY_CHANGE = (
@@ -17,7 +17,7 @@ MAY_CHANGE = (
 
 def resume(
     run: RunFolder, wanted: dict[str, object], *, again: bool = False
-) -> tuple[Saved, Config, list[str]]:
+) -> tuple[Checkpoint, Config, list[str]]:
     """Return a run's newest whole checkpoint, the config to go on with, and what to tell the user.
 
     Args:
@@ -66,7 +66,7 @@ def resume(
     return saved, config, notes
 
 
-def _holds(saved: Saved, key: str, value: object, again: bool) -> bool:
+def _holds(saved: Checkpoint, key: str, value: object, again: bool) -> bool:
     """Return whether a setting is what the run has already, or has made of it."""
     if again and value == "auto":
         return True  # what was found then is in the run's config

@@ -8,9 +8,9 @@ from chargpt.config import ScheduleConfig
 def rate_at(step: int, schedule: ScheduleConfig, max_steps: int) -> float:
     """Return what the learning rate is multiplied with in update `step` (0, 1, ...), in (0, 1].
 
-    Both kinds rise linearly over `warmup` steps. The trapezoid then stays at 1 and falls linearly
-    towards 0 over the last `cooldown` share of all steps, at another slope after each of `bends`;
-    the cosine falls from there to a tenth (Loshchilov and Hutter 2017, section 3, no restarts).
+    Both kinds rise linearly over `warmup` steps. `wsd` then stays at 1 and decays linearly towards
+    0 over the last `cooldown` fraction of all steps, re-planned at each of `decay_points`; the
+    cosine decays to a tenth (Loshchilov and Hutter 2017, section 3, no restarts).
     """
     rise = min(1.0, (step + 1) / (schedule.warmup + 1))
     if schedule.kind == "cosine":
@@ -21,17 +21,17 @@ def rate_at(step: int, schedule: ScheduleConfig, max_steps: int) -> float:
 
 
 def cooldown_start(schedule: ScheduleConfig, max_steps: int) -> int:
-    """Return how many steps the trapezoid does before its rate begins to fall."""
-    planned = schedule.bends[0][1] if schedule.bends else max_steps
+    """Return how many steps the wsd does before its rate begins to fall."""
+    planned = schedule.decay_points[0][1] if schedule.decay_points else max_steps
     return planned - round(schedule.cooldown * planned)
 
 
 def _fall(step: int, schedule: ScheduleConfig, max_steps: int) -> float:
-    """Return the height of the trapezoid, were there no warm-up."""
+    """Return the height of the wsd, were there no warm-up."""
     height, start = 1.0, cooldown_start(schedule, max_steps) - 1
     if step <= start:
         return 1.0
-    for until, end in schedule.bends:
+    for until, end in schedule.decay_points:
         if step <= until:
             break
         height *= (end - until) / (end - start)

@@ -15,20 +15,20 @@ import torch
 
 from chargpt.config import Config
 from chargpt.device import (
-    World,
+    ProcessGroup,
     choose_device,
     choose_dtype,
     dtype_name,
-    keep_freed_memory,
     make_deterministic,
     require_memory,
+    tune_malloc,
 )
 from chargpt.errors import DivergedError
 from chargpt.inference.evaluation import Evaluation, evaluate_tokens
 from chargpt.inference.sampling import stream
+from chargpt.store.checkpoint import Checkpoint
 from chargpt.store.metrics import VALIDATION
 from chargpt.store.run import TENSORBOARD, RunFolder
-from chargpt.store.saved import Saved
 from chargpt.text.corpus import Corpus, Split
 from chargpt.training.estimate import memory_bytes
 from chargpt.training.learner import Learner, micro_batch_size
@@ -48,7 +48,7 @@ class Trainer:
         corpus: the text; its splits must hold a block each.
         folder: where checkpoints and metrics go; None keeps nothing.
         saved: a checkpoint to go on from.
-        world: the ranks that train together.
+        group: the ranks that train together.
 
     Raises:
         ConfigError: the batch does not divide over ranks and micro-batches.
@@ -67,21 +67,21 @@ class Trainer:
         corpus: Corpus,
         *,
         folder: RunFolder | None = None,
-        saved: Saved | None = None,
-        world: World | None = None,
+        saved: Checkpoint | None = None,
+        group: ProcessGroup | None = None,
     ) -> None:
-        self.world = world or World()
+        self.group = group or ProcessGroup()
         self.device, self.device_reason = choose_device(config.device)
         dtype, self.dtype_reason = choose_dtype(self.device, config.dtype)
         # ranks may measure different speeds: rank 0's choice is everyone's
-        bfloat16 = self.world.from_main(float(dtype == torch.bfloat16))
+        bfloat16 = self.group.broadcast(float(dtype == torch.bfloat16))
         self.dtype = torch.bfloat16 if bfloat16 else torch.float32
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # graphs are captured on the current one
         device_name = self.device.type if config.device == "auto" else config.device
         self.config = config.with_values({"device": device_name, "dtype": dtype_name(self.dtype)})
         self.corpus = corpus
-        self.folder = folder if self.world.is_main else None
+        self.folder = folder if self.group.is_main else None
         self.progress = Progress()
         self.saved_step: int | None = None
         self.unsaved_config = False
@@ -91,14 +91,14 @@ class Trainer:
         if self.folder is not None and config.track.tensorboard:
             self.tracker = Tracker(self.folder.path / TENSORBOARD, self.progress.step)
         corpus.require_blocks(self.config.model.block_size)
-        micro_batch = micro_batch_size(self.config.train, self.world)
+        micro_batch = micro_batch_size(self.config.train, self.group)
         wanted = memory_bytes(self.config, corpus.tokenizer.vocab_size, micro_batch)
         require_memory(wanted, "a model and batches of these sizes", self.device)
         if self.config.deterministic:
             make_deterministic(self.device)
         if self.device.type == "cpu":
-            keep_freed_memory()
-        self.learner = Learner(self.config, corpus, self.world, self.device, saved)
+            tune_malloc()
+        self.learner = Learner(self.config, corpus, self.group, self.device, saved)
         self.model = self.learner.model
         if saved is not None:
             self._restore_progress(saved.state)
@@ -119,7 +119,7 @@ class Trainer:
                 report = self.advance()
             except DivergedError as error:
                 spent = self.progress.rollbacks >= self.config.train.rollbacks
-                alone = self.folder is not None and self.world.size == 1
+                alone = self.folder is not None and self.group.size == 1
                 if spent or not alone or self.saved_step is None:
                     raise
                 report = self.roll_back(error.step)
@@ -213,7 +213,7 @@ class Trainer:
         assert report.grad_norm is not None
         if self.device.type == "cpu":
             # among several ranks only the norm is everyone's, so that all stop or none does
-            loss = report.loss.item() if self.world.size == 1 else 0.0
+            loss = report.loss.item() if self.group.size == 1 else 0.0
             self._require_numbers(loss, report.grad_norm.item(), report.step, report.rate)
 
     def require_finite_weights(self, report: Report) -> None:
@@ -230,11 +230,11 @@ class Trainer:
     def evaluate(self, report: Report) -> None:
         """Measure the validation loss and note whether it is the best, or patience ran out."""
         self.write_metrics()
-        if self.world.is_main:
+        if self.group.is_main:
             report.validation = self.measure("val", self.config.train.evaluate_characters)
             self._record({"step": report.step, VALIDATION: report.validation.nats_per_char})
         loss = report.validation.nats_per_char if report.validation else math.nan
-        shared = self.world.from_main(loss)
+        shared = self.group.broadcast(loss)
         progress = self.progress
         if report.step == 0:
             return  # what has learnt nothing is no candidate
@@ -258,7 +258,7 @@ class Trainer:
 
     def sample(self) -> str | None:
         """Return a short text drawn with the run's sampling settings."""
-        if not self.world.is_main:
+        if not self.group.is_main:
             return None
         options = self.config.sample.model_copy(
             update={
@@ -284,7 +284,7 @@ class Trainer:
         if not pending:
             return
         values = torch.stack([torch.stack((loss, norm)) for _, _, loss, norm in pending])
-        rows = self.world.mean(values).tolist()
+        rows = self.group.mean(values).tolist()
         for (step, rate, _, _), (loss, norm) in zip(pending, rows, strict=True):
             self._require_numbers(loss, norm, step, rate)
             self._record({"step": step, "loss": loss, "grad_norm": norm, "rate": rate})
@@ -338,7 +338,7 @@ class Trainer:
             "corpus": self.corpus.key,
             "text": self.corpus.name,
             "threads": torch.get_num_threads(),
-            "world_size": self.world.size,
+            "world_size": self.group.size,
             "torch": str(torch.__version__),
         }
 
@@ -347,7 +347,7 @@ class Trainer:
         self.saved_step = self.progress.step
         if self.folder is not None:
             with self.tolerating_a_full_disk():
-                self.folder.metrics.forget_after(self.progress.step)
+                self.folder.metrics.truncate_after(self.progress.step)
             if self.tracker is not None:
                 self.tracker.close()
                 self.tracker = Tracker(self.tracker.folder, self.progress.step)

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 from chargpt.errors import ChargptError
+from chargpt.store.checkpoint import Checkpoint
 from chargpt.store.run import RunFolder, load_run
-from chargpt.store.saved import Saved
 from chargpt.store.verify import require_whole, verify
 from chargpt.text.tokenizer import CharTokenizer
 from harm.process import run_forked
@@ -92,7 +92,7 @@ def damage(work: Path, index: int, random: Random) -> str | None:
     return wrong
 
 
-def require_same(one: Saved, two: Saved) -> None:
+def require_same(one: Checkpoint, two: Checkpoint) -> None:
     """Check that what was read is what was saved."""
     assert one.config == two.config
     assert one.tokenizer == two.tokenizer

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
-from chargpt.store import checkpoint
+from chargpt.store import commit
 from chargpt.store.run import RunFolder
 from harm.process import Ended, run_ranks
 from harm.tiny import REPOSITORY, RESUME, done, fresh, kept, sums, train_words
@@ -23,7 +23,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 RESUMED_STEPS = 30
 WORLDS = list(itertools.permutations((1, 2, 4)))
 AGENTS_OWN = re.compile(r"^[EWI]\d{4} .*\n", re.MULTILINE)
-PART = 5  # steps that each world does of a run
+PART = 5  # steps that each process group runs of a run
 
 
 @functools.cache
@@ -166,10 +166,10 @@ def resume_ranks(work: Path, index: int, _: Random) -> str | None:
     folder = fresh(work / "resumed")
     run = folder / "R"
     shutil.copytree(whole, run)
-    for path in checkpoint.committed(run / "checkpoints"):
-        if checkpoint.step_of(path) > step:
+    for path in commit.committed(run / "checkpoints"):
+        if commit.step_of(path) > step:
             shutil.rmtree(path)
-    checkpoint.point(run / "checkpoints", "latest", run / "checkpoints" / f"step-{step:08}")
+    commit.write_pointer(run / "checkpoints", "latest", run / "checkpoints" / f"step-{step:08}")
     ended = run_ranks(RESUME, folder)
     if [each.code for each in ended] != [0, 0]:
         return f"step {step}: {ended[0].err[-500:]}"

@@ -10,7 +10,7 @@ import torch
 from chargpt.config import Config
 from chargpt.errors import DivergedError
 from chargpt.store.run import RunFolder
-from chargpt.text.corpus import Corpus, prepare
+from chargpt.text.corpus import Corpus, load_corpus
 from chargpt.training.trainer import Trainer
 from harm.tiny import SAVE_EVERY, TINY, fresh
 
@@ -19,7 +19,7 @@ KINDS: tuple[dict[str, object], ...] = (
     {"optim.name": "adamw", "train.ema": 0.0, "schedule.kind": "cosine"},
     {"model.attention": "average", "train.clip_norm": "null", "model.dropout": 0.3},
     {"model.kind": "bigram", "train.accumulate": 1},
-    {"dtype": "bfloat16", "schedule.cooldown": 0.3, "train.ngram_targets": 0.5},
+    {"dtype": "bfloat16", "schedule.cooldown": 0.3, "train.ngram_target_weight": 0.5},
     {"train.patience": 60, "model.mlp": "none", "model.qk_norm": False, "model.scaled": False},
 )
 RESUMED_STEPS = 50
@@ -30,7 +30,7 @@ BAD = (float("nan"), float("inf"))
 def stepwise(work: Path, kind: int) -> tuple[Corpus, Path]:
     """Return a run that was saved at each of its steps, and its text."""
     config = _stepwise_config(kind)
-    corpus = prepare(config.text)
+    corpus = load_corpus(config.text)
     run = RunFolder(fresh(work / f"stepwise-{kind}") / "R")
     trainer = Trainer(config, corpus, folder=run)
     run.create(trainer.config, corpus.tokenizer, force=False)
@@ -90,7 +90,7 @@ def go_bad(work: Path, index: int, random: Random) -> str | None:
     place, bad = ("loss", "gradient", "weight")[index % 3], BAD[index // 3 % 2]
     step = random.randint(SAVE_EVERY + 1, 40)
     config = Config().with_values({**TINY, "train.max_steps": 60, "train.rollbacks": index // 30})
-    corpus = prepare(config.text)
+    corpus = load_corpus(config.text)
     run = RunFolder(fresh(work / "bad") / "R")
     trainer = Trainer(config, corpus, folder=run)
     run.create(trainer.config, corpus.tokenizer, force=False)
