@@ -123,19 +123,15 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def split_heads_qk_norm_rope(
-    qkv: Tensor,
-    norms: tuple[RMSNorm, RMSNorm] | None,
-    cos: Tensor,
-    sin: Tensor,
-    n_head: int,
+    qkv: Tensor, norms: tuple[RMSNorm, RMSNorm] | None, cos: Tensor, sin: Tensor, n_head: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split a joint projection into heads, then normalise and rotate queries and keys.
 
     Args:
         qkv: (B, T, 3C).
         norms: of queries and keys over D (Dehghani et al. 2023); None for no QK-norm.
-        cos: (T, D).
-        sin: (T, D).
+        cos: of the rotary angles, (T, D).
+        sin: the same, (T, D).
         n_head: H.
 
     Returns:
