@@ -41,7 +41,7 @@ from chargpt.models.kernels import (
 
 @dataclass(frozen=True)
 class Context:
-    """What the attention of every layer needs besides its input.
+    """Inputs of every attention layer apart from the hidden states.
 
     Attributes:
         cos: of the rotary angles of the given positions, (T, D).
