@@ -235,7 +235,7 @@ class _SwiGLU(Function):
 
 
 def dropout(x: Tensor, p: float) -> Tensor:
-    """Zero each element with probability p and divide the others by 1 - p (Srivastava et al. 2014)."""
+    """Zero elements with probability p and divide the rest by 1 - p (Srivastava et al. 2014)."""
     if uses_custom_autograd(x):
         return cast("Tensor", _Dropout.apply(x, p))  # type: ignore[no-untyped-call]
     return F.dropout(x, p)
