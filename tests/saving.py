@@ -9,6 +9,7 @@ import torch
 from chargpt.config import Config
 from chargpt.models import build_model
 from chargpt.store.run import RunFolder
+from chargpt.store.state import RunState
 from chargpt.text.tokenizer import CharTokenizer
 
 TOKENIZER = CharTokenizer.fit("hello world")
@@ -23,7 +24,7 @@ def save(run: RunFolder, step: int, *, best: bool = False, fill: float = 0.5) ->
     return run.save(
         config=CONFIG,
         tokenizer=TOKENIZER,
-        state={"step": step, "best_step": 1},
+        state=RunState(step, best_step=1),
         model=weights,
         optimizer={"adamw.step": torch.tensor(float(step))},
         is_best=best,

@@ -107,7 +107,7 @@ def test_the_printed_commands_work(verse: Path, cli: Cli) -> None:
     assert len(commands) == 4
     for _, *words in commands:
         assert cli(*words).returncode == 0
-    assert RunFolder(Path("runs/lighthouse-gpt")).load("latest")[0].state["step"] == 12
+    assert RunFolder(Path("runs/lighthouse-gpt")).load("latest")[0].state.step == 12
 
 
 def test_a_second_run_never_overwrites_the_first(verse: Path, cli: Cli) -> None:
@@ -458,7 +458,7 @@ def test_a_signal_saves_the_run_and_says_how_to_go_on(
     assert process.returncode == 128 + number
     assert "chargpt train --resume run" in said
     assert "Traceback" not in said
-    step = RunFolder(tmp_path / "run").load("latest")[0].state["step"]
+    step = RunFolder(tmp_path / "run").load("latest")[0].state.step
     assert f"stopped at step {step:,}" in said
 
 
@@ -571,7 +571,7 @@ def test_a_second_process_is_refused_the_run_of_a_first(verse: Path, tmp_path: P
     finally:
         first.kill()
         first.communicate()
-    step = RunFolder(tmp_path / "run").load("latest")[0].state["step"]
+    step = RunFolder(tmp_path / "run").load("latest")[0].state.step
     words = ("--resume", "run", "-s", f"train.max_steps={step + 3}")
     assert run_cli("train", *words, cwd=tmp_path).returncode == 0
 

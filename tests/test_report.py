@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -227,7 +228,8 @@ def test_over_fitting_is_told_from_the_recorded_losses(cli: Cli, verse: Path) ->
     run = load_run(Path("mine"), device="cpu")
     result = result_of(run, run.corpus())
     records = [{"step": run.step, "val_nats_per_char": 2.0}]
-    run.state.update(best_nats_per_char=2.0, best_step=run.step)
+    state = replace(run.state, best_nats_per_char=2.0, best_step=run.step)
+    run = replace(run, state=state)
     assert not any("over-fitted" in words for words in verdict(run, result, records))
     records += [{"step": run.step + n, "val_nats_per_char": 2.0 + n} for n in (1, 2)]
     words = " ".join(verdict(run, result, records))

@@ -19,6 +19,7 @@ from chargpt.errors import RunError
 from chargpt.models import build_model
 from chargpt.store import commit
 from chargpt.store.run import RunFolder, has_checkpoint, load_run, newest_run
+from chargpt.store.state import RunState
 from chargpt.store.tensors import serialize
 from chargpt.store.verify import verify
 from chargpt.text.corpus import load_corpus
@@ -193,7 +194,7 @@ def test_before_anything_was_measured_the_best_is_the_newest(run: RunFolder) -> 
         run.save(
             config=CONFIG,
             tokenizer=TOKENIZER,
-            state={"step": step, "best_step": None},
+            state=RunState(step),
             model=model.state_dict(),
             optimizer={},
             is_best=False,
@@ -399,8 +400,8 @@ def test_what_is_loaded_says_where_it_is_from(run: RunFolder) -> None:
     save(run, 3, best=True)
     loaded = load_run(run.path, device="cpu")
     assert loaded.folder == run.path
-    assert loaded.state["checkpoint"] == "step-00000003"
-    assert loaded.state["skipped"] == []
+    assert loaded.checkpoint == "step-00000003"
+    assert loaded.notes == ()
     assert not loaded.model.training
 
 

@@ -71,7 +71,7 @@ class Comparison:
                 name,
                 evaluation.nats_per_char,
                 run.model.parameter_count(),
-                run.state.get("seconds"),
+                run.state.seconds,
                 run.step,
                 str(run.folder),
                 evaluation,

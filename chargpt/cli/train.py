@@ -197,9 +197,7 @@ def resume_run(
         folder.lock()  # before it is read, lest another process write in between
     saved, settings, notes = resume(folder, wanted, again=again)
     group = init_process_group(choose_device(settings.device)[0])
-    corpus = load_corpus(
-        settings.text, key=saved.state.get("corpus"), progress=options.PrepareProgress()
-    )
+    corpus = load_corpus(settings.text, key=saved.state.corpus, progress=options.PrepareProgress())
     trainer = Trainer(settings, corpus, folder=folder, saved=saved, group=group)
     if group.is_main:
         require_room(trainer, folder.path, 1)

@@ -1,9 +1,7 @@
 """What one checkpoint holds, and the reading of it: no byte is believed that was not checked."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -12,6 +10,7 @@ from chargpt.device import require_memory
 from chargpt.errors import RunError
 from chargpt.models import count_parameters, rotary_bytes
 from chargpt.store import commit
+from chargpt.store.state import RunState
 from chargpt.store.tensors import deserialize
 from chargpt.text.tokenizer import CharTokenizer
 from chargpt.yaml_reader import parse_yaml
@@ -25,15 +24,12 @@ MAX_TENSOR_HEADER = 400  # bytes that name, kind, shape and place of one tensor 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What one checkpoint holds.
-
-    `state` keeps the plain facts: step, best validation, corpus key, seconds of training.
-    """
+    """The content of one checkpoint."""
 
     folder: Path
     config: Config
     tokenizer: CharTokenizer
-    state: dict[str, Any]
+    state: RunState
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]  # empty where it was not asked for
 
@@ -72,37 +68,22 @@ def read_checkpoint(folder: Path, *, optimizer: bool = True) -> Checkpoint:
         folder,
         config,
         tokenizer,
-        _checked_state(folder, texts[STATE]),
+        _read_state(folder, texts[STATE]),
         deserialize(folder / MODEL, tensors[MODEL]),
         deserialize(folder / OPTIMIZER, tensors[OPTIMIZER]) if optimizer else {},
     )
 
 
-def _checked_state(folder: Path, content: bytes) -> dict[str, Any]:
-    """Return the facts of `state.json`.
+def _read_state(folder: Path, content: bytes) -> RunState:
+    """Return the state of a checkpoint.
 
     Raises:
-        RunError: they are not such facts, or another step's.
+        RunError: it is malformed, or another step's.
     """
     try:
-        state = json.loads(content)
-    except (ValueError, RecursionError):
+        state = RunState.from_json(content)
+    except ValueError:
         state = None
-    kinds: dict[str, Any] = {
-        "seconds": int | float,
-        "best_step": int | None,
-        "best_nats_per_char": int | float | None,
-        "evaluations_since_best": int,
-        "rollbacks": int,
-        "threads": int,
-        "corpus": str,
-        "text": str,
-    }
-    if (
-        not isinstance(state, dict)
-        or state.get("step") != commit.step_of(folder)
-        or not all(isinstance(state[key], kinds[key]) for key in kinds.keys() & state.keys())
-        or any(isinstance(v, int | float) and not abs(v) < 1e18 for v in state.values())
-    ):
+    if state is None or state.step != commit.step_of(folder):
         raise RunError(f"{folder / STATE} is not the state of that step; use another checkpoint")
     return state

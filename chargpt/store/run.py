@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
 from torch import Tensor
@@ -31,6 +30,7 @@ from chargpt.store.checkpoint import (
     read_checkpoint,
 )
 from chargpt.store.metrics import MetricsLog
+from chargpt.store.state import RunState
 from chargpt.store.tensors import load_weights, serialize
 from chargpt.text.corpus import Corpus, is_cached, load_corpus
 from chargpt.text.tokenizer import CharTokenizer
@@ -52,14 +52,27 @@ OWN_CHECKPOINTS = re.compile(r"step-[0-9]{8,18}(\.old)?(\.tmp)?|(latest|best)\.j
 
 @dataclass(frozen=True)
 class Run:
-    """A trained model with all that is needed to use it."""
+    """A trained model with all that is needed to use it.
+
+    Attributes:
+        folder: the run's folder.
+        config: resolved.
+        tokenizer: of the training text.
+        model: in evaluation mode.
+        step: of the checkpoint.
+        state: saved with the checkpoint.
+        notes: sentences for the user: which checkpoints were damaged and not used.
+        checkpoint: name of the checkpoint's folder.
+    """
 
     folder: Path
     config: Config
     tokenizer: CharTokenizer
     model: LanguageModel
     step: int
-    state: dict[str, Any]
+    state: RunState
+    notes: tuple[str, ...] = ()
+    checkpoint: str = ""
 
     def corpus(self) -> Corpus:
         """Return the text that the run was trained on, from its place or from the cache.
@@ -67,7 +80,7 @@ class Run:
         Raises:
             TextError: it is not to be had any more.
         """
-        key = self.state.get("corpus")
+        key = self.state.corpus
         if self.config.text.path == "-" and not is_cached(key):
             raise TextError(
                 f"{self.folder} was trained on standard input, and the cache no longer has that "
@@ -201,12 +214,12 @@ class RunFolder:
         *,
         config: Config,
         tokenizer: CharTokenizer,
-        state: Mapping[str, Any],
+        state: RunState,
         model: Mapping[str, Tensor],
         optimizer: Mapping[str, Tensor],
         is_best: bool,
     ) -> Path:
-        """Commit a checkpoint of `state["step"]`, move the pointers, then prune.
+        """Commit a checkpoint of `state.step`, move the pointers, then prune.
 
         Raises:
             OSError: the disk refused; the checkpoints before are as they were.
@@ -216,12 +229,12 @@ class RunFolder:
             OPTIMIZER: serialize(optimizer),
             CONFIG: [config.to_yaml().encode()],
             TOKENIZER: [tokenizer.to_json().encode()],
-            STATE: [commit.to_json(state)],
+            STATE: [state.to_json()],
         }
         self.require_space(sum(len(chunk) for chunks in files.values() for chunk in chunks))
-        folder = commit.commit(self.checkpoints, state["step"], files)
+        folder = commit.commit(self.checkpoints, state.step, files)
         # `latest` last: what dies before it is done again, the pointing to the best included
-        if is_best or state.get("best_step") is None:  # before anything was measured: the newest
+        if is_best or state.best_step is None:  # before anything was measured: the newest
             commit.write_pointer(self.checkpoints, "best", folder)
         commit.write_pointer(self.checkpoints, "latest", folder)
         try:
@@ -357,6 +370,13 @@ def load_run(path: str | Path, checkpoint: str = "best", device: str = "auto") -
     target, _ = choose_device(device)
     model = build_model(saved.config.model, saved.tokenizer.vocab_size)
     load_weights(model, saved.model, saved.folder)
-    state = {**saved.state, "skipped": skipped, "checkpoint": saved.folder.name}
-    model = model.to(target).eval()
-    return Run(run.path, saved.config, saved.tokenizer, model, saved.state["step"], state)
+    return Run(
+        run.path,
+        saved.config,
+        saved.tokenizer,
+        model.to(target).eval(),
+        saved.state.step,
+        saved.state,
+        tuple(skipped),
+        saved.folder.name,
+    )

@@ -97,6 +97,6 @@ def kept(run: Path, acknowledged: Path) -> str | None:
         saved, skipped = RunFolder(run).load("latest")
     except ChargptError as error:
         return f"step {lines[-1]} was saved, and the run is lost: {error}"
-    if saved.state["step"] < int(lines[-1]):
-        return f"step {lines[-1]} was saved, and {saved.state['step']} is what is left"
+    if saved.state.step < int(lines[-1]):
+        return f"step {lines[-1]} was saved, and {saved.state.step} is what is left"
     return f"saved checkpoints are damaged: {skipped}" if skipped else None

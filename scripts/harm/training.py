@@ -80,7 +80,7 @@ def resume_at(work: Path, index: int, _: Random) -> str | None:
     if lines[0] != lines[1]:
         return f"{KINDS[kind]} from step {step}: the metrics differ"
     facts = ("best_step", "best_nats_per_char", "evaluations_since_best", "stopped_early")
-    if any(ours.state[fact] != theirs.state[fact] for fact in facts):
+    if any(getattr(ours.state, fact) != getattr(theirs.state, fact) for fact in facts):
         return f"{KINDS[kind]} from step {step}: the state differs"
     return None
 
@@ -111,7 +111,7 @@ def go_bad(work: Path, index: int, random: Random) -> str | None:
         if place != "weight" and any(not torch.equal(after[name], before[name]) for name in before):
             wrong = "the update was made"
         saved, skipped = run.load("latest")
-        if skipped or saved.state["step"] != saved_before:
+        if skipped or saved.state.step != saved_before:
             wrong = f"the last checkpoint suffered: {skipped}"
         if f"step {step + 1} " not in str(error) or "--resume" not in str(error):
             wrong = f"it says {error}"
