@@ -87,7 +87,7 @@ def _show(name: str, facts: Any) -> None:
             ["lines", f"{facts.lines:,} (longest {facts.longest_line:,} characters)"],
             ["most frequent", listed(facts.most_frequent)],
             ["least frequent", listed(facts.least_frequent)],
-            ["unknown", f"{facts.unknown_share:.4%}"],
+            ["unknown", f"{facts.unknown_fraction:.4%}"],
             ["unigram entropy", f"{facts.unigram_bits:.4f} bits/character"],
             ["bigram entropy", f"{facts.bigram_bits:.4f} bits/character"],
         ],
