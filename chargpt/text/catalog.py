@@ -201,22 +201,23 @@ def _download(entry: Entry, folder: Path, progress: Progress | None) -> Path:
 
 
 def _failure(error: Exception) -> str:
-    """Return what a server did wrong, as the end of a sentence about it."""
+    """Return the cause of a failed download, as a sentence whose subject is the URL."""
     from requests import exceptions
 
-    if isinstance(error, exceptions.HTTPError):
-        return f"answered {getattr(error.response, 'status_code', 'an error')}"
-    if isinstance(error, exceptions.ChunkedEncodingError):
-        return "closed the connection before the end"
-    if isinstance(error, exceptions.Timeout):
-        return f"did not answer within {TIMEOUT} seconds"
-    if isinstance(error, exceptions.ConnectionError):
-        if "timed out" in str(error):  # the class that requests raises amid a transfer
-            return f"sent nothing for {TIMEOUT} seconds"
-        return UNREACHABLE
-    if isinstance(error, exceptions.RequestException):
-        return f"could not be fetched ({type(error).__name__})"
-    return "sent a file with a checksum other than the published one"
+    status = getattr(getattr(error, "response", None), "status_code", "an error")
+    timed_out = "timed out" in str(error)  # amid a transfer, requests raises a ConnectionError
+    causes = (
+        (exceptions.HTTPError, f"answered {status}"),
+        (exceptions.ChunkedEncodingError, "closed the connection before the end"),
+        (exceptions.Timeout, f"did not answer within {TIMEOUT} seconds"),
+        (
+            exceptions.ConnectionError,
+            f"sent nothing for {TIMEOUT} seconds" if timed_out else UNREACHABLE,
+        ),
+        (exceptions.RequestException, f"could not be fetched ({type(error).__name__})"),
+        (ValueError, "sent a file with a checksum other than the published one"),
+    )
+    return next(cause for kind, cause in causes if isinstance(error, kind))
 
 
 def _extract(entry: Entry, archive: Path, target: Path) -> Path:

@@ -14,22 +14,13 @@ import numpy as np
 from chargpt.config import TextConfig
 from chargpt.errors import TextError
 from chargpt.text import Progress, cache
-from chargpt.text.cache import CachedText, cache_folder
+from chargpt.text.cache import CachedText
 from chargpt.text.catalog import EMBEDDED
+from chargpt.text.decoding import codec_name, decode
 from chargpt.text.ingest import ingest, load_or_note
-from chargpt.text.source import (
-    STDIN,
-    MissingTextError,
-    codec_name,
-    copy_stdin,
-    decode,
-    find_source,
-    iter_chunks,
-)
+from chargpt.text.source import STDIN, MissingTextError, copy_stdin, find_source, iter_chunks
 from chargpt.text.statistics import PairCounts, count_pairs, count_tokens
 from chargpt.text.tokenizer import CharTokenizer, Counts, Tokens
-
-__all__ = ["SPLITS", "Corpus", "Split", "cache_folder", "load_corpus", "read_text"]
 
 MAX_READ_CHARACTERS = 1 << 30
 MAX_MEMORY_BYTES = 64 << 20  # of standard input, before it goes to a temporary file
@@ -70,11 +61,8 @@ class Corpus:
         val = math.ceil(total * Fraction(str(self.val_fraction)))
         test = min(math.ceil(total * Fraction(str(self.test_fraction))), total - val)
         train = total - val - test
-        return {
-            "train": (0, train),
-            "val": (train, train + val),
-            "test": (train + val, total),
-        }[split]
+        bounds = {"train": (0, train), "val": (train, train + val), "test": (train + val, total)}
+        return bounds[split]
 
     def split(self, name: Split) -> Tokens:
         """Return a split as a view, shape (characters,): train is first, then val, then test.

@@ -19,7 +19,8 @@ from chargpt.config import TextConfig
 from chargpt.errors import TextError
 from chargpt.text import Progress, cache
 from chargpt.text.cache import CachedText, DamagedCacheError, TemporaryFile
-from chargpt.text.source import Chunk, Source, codec_name, copy_stdin, decode, iter_chunks
+from chargpt.text.decoding import Chunk, codec_name, decode
+from chargpt.text.source import Source, copy_stdin, iter_chunks
 from chargpt.text.statistics import count_tokens
 from chargpt.text.tokenizer import CODE_POINTS, CharTokenizer, Counts, code_points
 
