@@ -1,11 +1,12 @@
 """Encode a text of any size in two passes, with memory for a chunk.
 
 The first pass counts the characters, for the tokenizer, and hashes the bytes, for the key. The
-second pass encodes, and hashes again, so that a text which changes in between is refused.
+second pass encodes. A checksum in both passes reveals a text that changes in between.
 """
 
 import hashlib
 import json
+import zlib
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -50,7 +51,7 @@ def ingest(
                 copy_stdin(spool.write)
                 source = replace(source, stream=spool.file)
             cache.require_room(folder, source.size())
-            counts, digests = _count_characters(source, settings, progress)
+            counts, digests, checksums = _count_characters(source, settings, progress)
             key = text_key(digests, settings)
             if (cached := load_or_note(key, notes)) is not None:
                 return cached
@@ -60,7 +61,7 @@ def ingest(
             cache.require_room(folder, int(counts.sum()) * tokenizer.dtype.itemsize)
             unknown_count = int(counts.sum() - counts[code_points(tokenizer.characters)].sum())
             tokens = stack.enter_context(TemporaryFile(folder))
-            if _encode(source, settings, tokenizer, tokens, progress) != digests:
+            if _encode(source, settings, tokenizer, tokens, progress) != checksums:
                 raise TextError(
                     f"{source.name} changed while it was read; try again when nothing writes to it"
                 )
@@ -75,18 +76,19 @@ def ingest(
 
 def _count_characters(
     source: Source, settings: TextConfig, progress: Progress | None
-) -> tuple[Counts, list[str]]:
-    """Return the number of occurrences of each code point, and the files' digests."""
+) -> tuple[Counts, list[str], dict[int, int]]:
+    """Return the number of occurrences of each code point, and each file's digest and checksum."""
     counts = np.zeros(CODE_POINTS, dtype=np.int64)
     hashes: dict[int, Any] = {}
-    chunks = iter_chunks(source, progress, "reading")
-    for text in decode(_hashed(chunks, hashes), settings.encoding):
+    checksums: dict[int, int] = {}
+    chunks = _hashed(iter_chunks(source, progress, "reading"), hashes)
+    for text in decode(_checksummed(chunks, checksums), settings.encoding):
         if text.isascii():
             counts[:128] += count_tokens(np.frombuffer(text.encode("ascii"), np.uint8), 128)
         else:
             found = np.bincount(code_points(text))
             counts[: found.size] += found
-    return counts, [digest.hexdigest() for digest in hashes.values()]
+    return counts, [digest.hexdigest() for digest in hashes.values()], checksums
 
 
 def _encode(
@@ -95,13 +97,13 @@ def _encode(
     tokenizer: CharTokenizer,
     tokens: TemporaryFile,
     progress: Progress | None,
-) -> list[str]:
-    """Write the ids of a text, and return its files' digests."""
-    hashes: dict[int, Any] = {}
+) -> dict[int, int]:
+    """Write the ids of a text, and return each file's checksum."""
+    checksums: dict[int, int] = {}
     chunks = iter_chunks(source, progress, "encoding")
-    for text in decode(_hashed(chunks, hashes), settings.encoding):
+    for text in decode(_checksummed(chunks, checksums), settings.encoding):
         tokens.write(tokenizer.encode(text, "replace").view(np.uint8).data)
-    return [digest.hexdigest() for digest in hashes.values()]
+    return checksums
 
 
 def _hashed(chunks: Iterator[Chunk], hashes: dict[int, Any]) -> Iterator[Chunk]:
@@ -117,6 +119,13 @@ def _hashed(chunks: Iterator[Chunk], hashes: dict[int, Any]) -> Iterator[Chunk]:
             if len(pending) > MAX_PENDING_CHUNKS:
                 pending.popleft().result()
             yield chunk
+
+
+def _checksummed(chunks: Iterator[Chunk], checksums: dict[int, int]) -> Iterator[Chunk]:
+    """Pass chunks on and compute each file's CRC-32, which is far cheaper than its hash."""
+    for number, name, content in chunks:
+        checksums[number] = zlib.crc32(content, checksums.get(number, 0))
+        yield Chunk(number, name, content)
 
 
 def load_or_note(key: str, notes: list[str]) -> CachedText | None:
