@@ -78,9 +78,9 @@ def encoding_speeds(seed: str) -> dict[str, float]:
         tokenizer = CharTokenizer.fit(text)
         speeds[name] = len(text) / fastest(lambda t=tokenizer, x=text: t.encode(x), 7)
     table = {character: index for index, character in enumerate(sorted(set(ascii_text)))}
-    some = ascii_text[:2_000_000]
-    looked_up = fastest(lambda: np.array([table[c] for c in some], dtype=np.uint16), 3)
-    speeds["nanoGPT's way"] = len(some) / looked_up
+    sample = ascii_text[:2_000_000]
+    seconds = fastest(lambda: np.array([table[c] for c in sample], dtype=np.uint16), 3)
+    speeds["nanoGPT's way"] = len(sample) / seconds
     return {name: round(speed / 1e9, 3) for name, speed in speeds.items()}
 
 

@@ -197,7 +197,7 @@ def iter_chunks(
     Args:
         source: the text; not standard input.
         progress: called with the bytes read, as stored.
-        stage: what `progress` is told.
+        stage: the name that `progress` receives.
 
     Raises:
         TextError: a file cannot be read or is a damaged archive, or the text is too large.
