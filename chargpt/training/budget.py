@@ -21,6 +21,7 @@ from chargpt.training.learner import Learner
 from chargpt.training.schedule import decay_start
 
 MIN_SECONDS = 5
+SCORED_FRACTION, MIN_SCORED, MAX_SCORED = 1 / 20, 20_000, 300_000  # characters
 TRIAL_LR_FACTOR = 1e-6  # trial updates must not leave the usual range of values
 
 
@@ -61,6 +62,15 @@ class Replanning:
 
 
 RESERVE, REPLANNING = Reserve(), Replanning()
+
+
+def scored_characters(config: Config, n_steps: int) -> int:
+    """Return how many characters of each split the closing evaluation of a run scores at most.
+
+    It is a fraction of what the run reads in `n_steps` steps, within bounds.
+    """
+    n_read = n_steps * config.train.batch_size * config.model.block_size
+    return min(MAX_SCORED, max(MIN_SCORED, int(SCORED_FRACTION * n_read)))
 
 
 def parse_duration(text: str) -> float:
@@ -117,14 +127,15 @@ class Budget:
         closing += RESERVE.report_seconds if self.has_report else 0
         return self.seconds - closing - (self.clock() - self.started)
 
-    def measure_scoring(self, model: LanguageModel, corpus: Corpus, max_characters: int) -> None:
+    def measure_scoring(self, model: LanguageModel, corpus: Corpus, config: Config) -> None:
         """Measure how long the closing evaluations take and reserve that time.
 
         Args:
             model: of the run; it may train in a faster format than it is scored in.
             corpus: its text.
-            max_characters: of each split that the closing table scores.
+            config: of the run.
         """
+        max_characters = scored_characters(config, config.train.max_steps)
         splits = [corpus.split(split) for split in SPLITS]
         start = self.clock()
         timed = evaluate_tokens(model, splits[-1], max_characters=RESERVE.timed_characters)
@@ -206,7 +217,8 @@ def next_replan_step(config: Config, step: int) -> int | None:
     if step == 0:
         return max(2, decay_start(config.schedule, max_steps))
     remaining = max_steps - step
-    return step + remaining // 2 if remaining > max(1, REPLANNING.min_fraction * max_steps) else None
+    is_enough = remaining > max(1, REPLANNING.min_fraction * max_steps)
+    return step + remaining // 2 if is_enough else None
 
 
 def measure_step_seconds(learner: Learner, n_steps: int, *, update: bool) -> float:

@@ -12,7 +12,6 @@ clock.
 
 import json
 import math
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -241,8 +240,9 @@ class _Planner:
     def plan(self) -> Plan:
         size, config, speed = self.best_size() if self.chooses_size else self.given_size()
         if size is not None:  # block and batch sizes follow from the length, which is known now
-            measured, config = config, self.with_free(
-                config, size_settings(size, self.reachable(speed), self.corpus)
+            measured, config = (
+                config,
+                self.with_free(config, size_settings(size, self.reachable(speed), self.corpus)),
             )
             if config != measured:
                 speed = measure_speed(config, self.corpus)
@@ -260,9 +260,7 @@ class _Planner:
         available = self.budget.remaining
         best: tuple[float, Size, Config, float] | None = None
         for size in SIZES:
-            candidate = self.with_free(
-                self.config, size_settings(size, math.inf, self.corpus)
-            )
+            candidate = self.with_free(self.config, size_settings(size, math.inf, self.corpus))
             if best is not None:
                 # larger models are slower, but by less than their size
                 ratio = self.parameters(best[2]) / self.parameters(candidate)
@@ -291,9 +289,7 @@ class _Planner:
         return max(1.0, min(readable, RECIPE.max_epochs * self.text_characters))
 
     def loss(self, config: Config, speed: float) -> float:
-        return expected_loss(
-            self.parameters(config), self.reachable(speed), self.text_characters
-        )
+        return expected_loss(self.parameters(config), self.reachable(speed), self.text_characters)
 
 
 def measure_speed(config: Config, corpus: Corpus) -> float:
