@@ -24,8 +24,11 @@ PART = 1 << 15  # characters that are encoded at once
 NAMED = 5  # unknown characters that an error lists one by one
 
 Unknown = Literal["error", "skip", "replace"]
-Tokens = npt.NDArray[Any]
+Tokens = npt.NDArray[Any]  # token ids of any integer type
+TokenIds = npt.NDArray[np.int64]
 Counts = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.floating[Any]]
+Floats = npt.NDArray[np.float64]
 
 
 class CharTokenizer:
