@@ -131,7 +131,7 @@ def test_the_size_of_a_call_does_not_matter(protocol, monkeypatch):
     monkeypatch.setattr(evaluation, "NANOGPT_BATCHES", 2)
     model, tokens = noisy_model(n_layer=1), random_tokens(10 * T + 3)
     large = evaluate_tokens(model, tokens, protocol=protocol)
-    monkeypatch.setattr(evaluation, "LOGITS_BYTES", 4 * 11 * T * 3)
+    monkeypatch.setattr(evaluation, "MAX_LOGITS_BYTES", 4 * 11 * T * 3)
     small = evaluate_tokens(model, tokens, protocol=protocol)
     assert small.nats_per_char == pytest.approx(large.nats_per_char, abs=1e-6)
     assert small.standard_error == pytest.approx(large.standard_error, abs=1e-6)
@@ -225,7 +225,7 @@ def test_tokens_of_every_integer_type_give_the_same(dtype):
 def test_nothing_to_score_is_said_in_a_sentence():
     model = noisy_model(n_layer=1)
     for count in (0, 1):
-        with pytest.raises(TextError, match=f"val split holds {count} of the 2 characters"):
+        with pytest.raises(TextError, match=f"val split contains {count} of the 2 characters"):
             evaluate_tokens(model, random_tokens(count))
     with pytest.raises(TextError, match=r"set text\.test_fraction"):
         evaluate_tokens(model, random_tokens(0), split="test")
@@ -377,7 +377,7 @@ def test_unknown_characters_of_another_text_follow_the_policy(make_run, tmp_path
     assert evaluate(make_run("skip"), text=path).characters == 6
     assert evaluate(make_run("replace"), text=path).characters == 9
     path.write_text("ÉÉ", encoding="utf-8")
-    with pytest.raises(TextError, match="the text holds 0 of"):
+    with pytest.raises(TextError, match="the text contains 0 of"):
         evaluate(make_run("skip"), text=path)
 
 

@@ -1,188 +1,146 @@
-"""Which character comes next, once a model has said how likely each is.
+"""Sampling of tokens from logits.
 
-The draw. Each character is the inverse of the distribution's cumulative sum at one uniform number,
-and that number is a function of (seed, stream, position) alone. So the text of a stream depends
-neither on how many streams are drawn together nor on who draws them, but for how they round.
+A token is the inverse of the cumulative distribution at one uniform number, which is a function of
+(seed, stream, position) alone. So the text of a stream does not depend on how many streams are
+sampled together, except where rounding changes the logits.
 
-The filters, in this order: temperature, top-k (the k likeliest), top-p (the fewest likeliest that
-hold a share p), min-p (those at least p times as likely as the likeliest). The unknown token is
-never drawn.
+Filters, in this order: temperature; top-k (the k most likely tokens); top-p (the smallest set of
+most likely tokens whose probabilities sum to p; Holtzman et al. 2020, section 3.1); min-p (tokens
+at least p times as likely as the most likely one). The unknown token is never sampled.
 
-Shapes in this file: N = streams drawn together, V = vocabulary.
+Shapes in this file: N = streams, V = vocabulary size.
 """
 
 import math
-import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import islice, takewhile
-from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from chargpt.config import SampleConfig
 from chargpt.errors import WorkError
+from chargpt.inference.decoders import Decoder
+from chargpt.text.tokenizer import Floats, TokenIds
 
-DRAWN_AT_ONCE = 256  # uniform numbers per stream
-LEAST_TEMPERATURE = 1e-100  # over which no difference of logits grows infinite
-
-Floats = npt.NDArray[np.float64]
-Ids = npt.NDArray[np.int64]
-
-
-class Decoder(Protocol):
-    """What N streams of characters have left in a model's memory.
-
-    It holds the last `block_size` characters at most. When so many are held, the older half is
-    forgotten before the next, and what is known of the others stays as it was worked out: from then
-    on each character is drawn with more than half a block before it.
-    """
-
-    def step(self, ids: Ids) -> npt.NDArray[np.floating[Any]]:
-        """Take in a character of each stream, (N,); return the next ones' logits, (N, V)."""
+UNIFORMS_CHUNK = 256  # positions whose uniform numbers are computed together
+MIN_TEMPERATURE = 1e-100  # dividing differences of logits by it does not overflow
 
 
-def drawn(
+def generate(
     decoder: Decoder,
     logits: Floats,
     options: SampleConfig,
-    streams: Sequence[int],
+    stream_ids: Sequence[int],
     unknown_id: int | None = None,
-) -> Iterator[Ids]:
-    """Yield a character of each stream, (N,), `options.length` times.
+) -> Iterator[TokenIds]:
+    """Sample `options.length` tokens a stream and yield those of each position, (N,).
 
     Args:
-        decoder: of N streams, which hold what was before.
-        logits: of the first characters, (V,).
-        options: whose `seed` is set.
-        streams: the numbers of the N streams.
-        unknown_id: the token that is never drawn.
+        decoder: decoder of N streams, after the prompt.
+        logits: logits of the first token, (V,).
+        options: sampling settings, with a seed.
+        stream_ids: numbers of the N streams, which select their uniform numbers.
+        unknown_id: token that is never sampled.
 
     Raises:
-        WorkError: the model's weights give numbers that are not finite.
+        WorkError: the logits are not finite.
     """
     assert options.seed is not None
-    numbers = uniforms(options.seed, streams)
-    expected = np.tile(logits, (len(streams), 1))
-    for left in reversed(range(options.length)):
-        ids = draw(probabilities(expected, options, unknown_id), next(numbers))
-        yield ids
-        if left:
-            expected = decoder.step(ids).astype(np.float64)
+    numbers = uniforms(options.seed, stream_ids)
+    next_logits = np.tile(logits, (len(stream_ids), 1))  # (N, V)
+    for position in range(1, options.length + 1):
+        tokens = sample_tokens(filter_probs(next_logits, options, unknown_id), next(numbers))
+        yield tokens
+        if position < options.length:
+            next_logits = decoder.step(tokens).astype(np.float64)
 
 
-def side_by_side(sources: Sequence[Iterator[Ids]], steps: int) -> Iterator[Ids]:
-    """Yield what all sources yield, (N,) each, in one; several run in a thread each.
-
-    Args:
-        sources: of one length.
-        steps: that the threads take before they wait for each other.
-    """
-    if len(sources) == 1:
-        yield from sources[0]
-        return
-    ended = threading.Event()
-
-    def some(source: Iterator[Ids]) -> list[Ids]:
-        return list(takewhile(lambda _: not ended.is_set(), islice(source, steps)))
-
-    with ThreadPoolExecutor(len(sources)) as pool:
-        try:
-            ahead = pool.map(some, sources)
-            while found := list(zip(*ahead, strict=True)):
-                ahead = pool.map(some, sources)
-                yield from map(np.concatenate, found)
-        finally:
-            ended.set()
-
-
-def probabilities(logits: Floats, options: SampleConfig, unknown_id: int | None = None) -> Floats:
-    """Return what each token's chance is in proportion to, (N, V), after all filters.
+def filter_probs(logits: Floats, options: SampleConfig, unknown_id: int | None = None) -> Floats:
+    """Return unnormalised probabilities after all filters, (N, V).
 
     Args:
-        logits: (N, V).
-        options: of which the temperature, top_k, top_p and min_p count.
-        unknown_id: the token that is never drawn.
+        logits: shape (N, V).
+        options: sampling settings, of which temperature, top_k, top_p and min_p are used.
+        unknown_id: token whose probability is set to 0.
 
     Raises:
-        WorkError: the logits are not finite numbers.
+        WorkError: the logits are not finite.
     """
     if unknown_id is not None:
         logits = logits.copy()
         logits[:, unknown_id] = -math.inf
-    peak = highest(logits)
+    maximum = max_logits(logits)
     if options.temperature == 0:
-        likeliest = np.zeros_like(logits)
-        likeliest[np.arange(len(logits)), logits.argmax(axis=1)] = 1
-        return likeliest
-    shares = logits - peak
-    shares /= max(options.temperature, LEAST_TEMPERATURE)
-    np.exp(shares, out=shares)
+        one_hot = np.zeros_like(logits)
+        one_hot[np.arange(len(logits)), logits.argmax(axis=1)] = 1
+        return one_hot
+    probs = logits - maximum
+    probs /= max(options.temperature, MIN_TEMPERATURE)
+    np.exp(probs, out=probs)
     if options.top_k is not None or options.top_p is not None:
-        shares *= _among_likeliest(shares, options.top_k, options.top_p)
+        probs *= _top_mask(probs, options.top_k, options.top_p)
     if options.min_p is not None:
-        shares *= shares >= options.min_p  # the likeliest has 1
-    return shares
+        probs *= probs >= options.min_p  # the most likely token has 1
+    return probs
 
 
-def highest(logits: Floats) -> Floats:
-    """Return each row's highest logit: (N, V) to (N, 1).
+def max_logits(logits: Floats) -> Floats:
+    """Return the maximum of each row, (N, V) -> (N, 1).
 
     Raises:
-        WorkError: it is not a finite number.
+        WorkError: a maximum is not finite.
     """
-    peak: Floats = np.maximum.reduce(logits, axis=1, keepdims=True)  # the method is slower
-    if not math.isfinite(np.add.reduce(peak, axis=None)):
+    maximum: Floats = np.maximum.reduce(logits, axis=1, keepdims=True)  # faster than `logits.max`
+    if not math.isfinite(np.add.reduce(maximum, axis=None)):
         raise WorkError(
             "the model's predictions are not finite numbers, so its training diverged; "
-            "use an earlier checkpoint, or train anew with a lower optim.lr"
+            "use an earlier checkpoint, or train again with a lower optim.lr"
         )
-    return peak
+    return maximum
 
 
-def _among_likeliest(shares: Floats, top_k: int | None, top_p: float | None) -> npt.NDArray[Any]:
-    """Return bool (N, V), true for what top-k and then top-p keep."""
-    order = np.argsort(-shares, axis=1, kind="stable")
-    ranked = np.take_along_axis(shares, order, axis=1)
+def _top_mask(probs: Floats, top_k: int | None, top_p: float | None) -> npt.NDArray[np.bool_]:
+    """Return which tokens pass top-k and then top-p, (N, V)."""
+    order = np.argsort(-probs, axis=1, kind="stable")
+    ranked = np.take_along_axis(probs, order, axis=1)
     if top_k is not None:
         ranked[:, top_k:] = 0
-    keep = ranked > 0
+    passes = ranked > 0
     if top_p is not None and top_p < 1:
-        before = ranked.cumsum(axis=1) - ranked  # the share of all that are likelier
-        keep &= before < top_p * ranked.sum(axis=1, keepdims=True)
-    among = np.zeros_like(keep)
-    np.put_along_axis(among, order, keep, axis=1)
-    return among
+        before = ranked.cumsum(axis=1) - ranked  # total of the more likely tokens
+        passes &= before < top_p * ranked.sum(axis=1, keepdims=True)
+    mask = np.zeros_like(passes)
+    np.put_along_axis(mask, order, passes, axis=1)
+    return mask
 
 
-def draw(shares: Floats, numbers: Floats) -> Ids:
-    """Return token ids, (N,), by the inverse of the cumulated shares.
+def sample_tokens(probs: Floats, numbers: Floats) -> TokenIds:
+    """Return one token a row, (N,), by inverse transform sampling.
 
     Args:
-        shares: (N, V), at least one above 0 in each row; they need not sum to 1.
-        numbers: (N,), from 0 up to but without 1.
+        probs: unnormalised probabilities (N, V), at least one above 0 in each row.
+        numbers: uniform numbers in [0, 1), (N,).
     """
-    cumulated = np.add.accumulate(shares, axis=1)  # (N, V)
-    aims = numbers * cumulated[:, -1]  # (N,)
-    # As many as end at or before the aim: a token without any share has no width to fall into.
-    ids: Ids = np.add.reduce(cumulated <= aims[:, None], axis=1)
-    return ids
+    cumulative = np.add.accumulate(probs, axis=1)  # (N, V)
+    thresholds = numbers * cumulative[:, -1]  # (N,)
+    # With <=, a token of probability 0 is an empty interval and is never chosen.
+    tokens: TokenIds = np.add.reduce(cumulative <= thresholds[:, None], axis=1)
+    return tokens
 
 
-def uniforms(seed: int, streams: Sequence[int]) -> Iterator[Floats]:
-    """Yield position after position one number in [0, 1) for each stream, (N,).
+def uniforms(seed: int, stream_ids: Sequence[int]) -> Iterator[Floats]:
+    """Yield a uniform number in [0, 1) for each stream, (N,), position after position.
 
-    The bits are those of Philox keyed by (seed, stream), raw, since these are the same in every
-    version of numpy; the counter's start sets them apart from those of training batches.
+    Raw bits of Philox keyed by (seed, stream), which are the same in every version of numpy. The
+    start of the counter separates them from the random numbers of training batches.
     """
     generators = [
         np.random.Philox(
             counter=np.array([0, 0, 0, 1], dtype=np.uint64),
             key=np.array([seed, stream], dtype=np.uint64),
         )
-        for stream in streams
+        for stream in stream_ids
     ]
     while True:
-        bits = np.stack([source.random_raw(DRAWN_AT_ONCE) for source in generators], axis=1)
+        bits = np.stack([source.random_raw(UNIFORMS_CHUNK) for source in generators], axis=1)
         yield from (bits >> np.uint64(11)) * 2.0**-53  # (positions, N)

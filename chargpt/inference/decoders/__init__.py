@@ -1,7 +1,7 @@
 """Incremental decoders: one token of N streams in, the logits of their next tokens out.
 
-A GPT of the usual architecture is decoded by numpy on a CPU (numpy_decoder.py). Everything else runs
-the model's own forward pass with a KV cache, on CUDA as a graph (model_decoder.py).
+On a CPU a GPT of the usual architecture is decoded by numpy (numpy_decoder.py). All other models
+run their own forward pass with a KV cache, a GPT on CUDA as a graph (model_decoder.py).
 """
 
 from typing import Protocol

@@ -121,7 +121,7 @@ class NumpyDecoder:
         if self.may_overflow:
             scores -= np.maximum.reduce(scores, axis=-1, keepdims=True)
         np.exp(scores, out=scores)
-        output = np.vecmat(scores, values[..., :end, :])  # (N, H, D)
+        output: Array = np.vecmat(scores, values[..., :end, :])  # (N, H, D)
         output /= np.add.reduce(scores, axis=-1, keepdims=True)
         return output
 
@@ -193,7 +193,8 @@ def pack_weights(model: GPT) -> Weights:
     def fold_norm(norm: str, *names: str) -> Tensor:
         """Return the joint matrix after a norm with its weight folded in, (C, outputs)."""
         joint = torch.cat([weight[name] for name in names])  # (outputs, C)
-        return (joint * (weight[norm] * root)).mT
+        folded: Tensor = joint * (weight[norm] * root)
+        return folded.mT
 
     layers = []
     for prefix in (f"blocks.{number}" for number in range(config.n_layer)):
