@@ -106,7 +106,10 @@ def test_a_captured_step_with_a_static_cache_gives_the_logits_of_a_cache(streams
     tokens = random_tokens(batch=streams, steps=40).to(CUDA)
     cache, static = model.new_cache(streams), model.new_static_cache(streams)
     token = tokens[:, :1].clone()
-    step = lambda: model(token, static)  # noqa: E731
+
+    def step() -> torch.Tensor:
+        return model(token, static)
+
     replay = capture_graph(step, CUDA)
     assert replay is not step
     for each in tokens.split(1, dim=1):

@@ -406,7 +406,7 @@ def test_qwen3_of_transformers_gives_the_same_logits(sizes):
 def test_fill_with_noise_changes_every_parameter():
     """Other tests rely on this helper."""
     model = build_model(ModelConfig(n_layer=1), 20)
-    fresh = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    initial = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     fill_with_noise(model)
     for name, tensor in model.state_dict().items():
-        assert (tensor != fresh[name]).all(), name
+        assert (tensor != initial[name]).all(), name

@@ -78,13 +78,9 @@ def fused_attention(
         return _attention_by_products(q, k, v, causal=causal, scaled=scaled)
     if mask is None and causal and 1 < n_queries < n_keys:
         mask = causal_mask(n_queries, n_keys, q.device)
+    scale = None if scaled else 1.0
     return F.scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=mask,
-        is_causal=causal and is_square,
-        scale=None if scaled else 1.0,
+        q, k, v, attn_mask=mask, is_causal=causal and is_square, scale=scale
     )
 
 

@@ -7,6 +7,8 @@ the new ones, K = capacity, D = head size.
 import torch
 from torch import Tensor
 
+Shape = tuple[int, int, int, int, int]  # L, B, H, K, D
+
 
 class KVCache:
     """Keys and values of every layer, (L, B, H, K, D) each, written in place.
@@ -15,9 +17,7 @@ class KVCache:
         length: number of stored tokens, at most `capacity`.
     """
 
-    def __init__(
-        self, shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
         """Allocate an empty cache of shape (L, B, H, K, D)."""
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
@@ -76,9 +76,7 @@ class StaticKVCache(KVCache):
         position: int64 (1,), equal to `length`.
     """
 
-    def __init__(
-        self, shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(shape, dtype, device)
         self.position = torch.zeros(1, dtype=torch.int64, device=device)
         self.columns = torch.arange(self.capacity, device=device)  # (K,)

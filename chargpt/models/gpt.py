@@ -25,7 +25,7 @@ from chargpt.models.attention import (
     fused_attention,
 )
 from chargpt.models.base import LanguageModel
-from chargpt.models.cache import KVCache, StaticKVCache
+from chargpt.models.cache import KVCache, Shape, StaticKVCache
 from chargpt.models.init import init_weights
 from chargpt.models.kernels import (
     RMSNorm,
@@ -41,7 +41,7 @@ from chargpt.models.kernels import (
 
 @dataclass(frozen=True)
 class Context:
-    """What the attention of every layer needs besides its input.
+    """Inputs of every attention layer apart from the hidden states.
 
     Attributes:
         cos: of the rotary angles of the given positions, (T, D).
@@ -226,16 +226,14 @@ class GPT(LanguageModel):
         """Return an empty cache for decode steps that are captured as a CUDA graph."""
         return StaticKVCache(self._cache_shape(batch_size), self.cos.dtype, self.cos.device)
 
-    def _cache_shape(self, batch_size: int) -> tuple[int, int, int, int, int]:
-        """Return (L, B, H, K, D)."""
-        config = self.config
-        head_size = config.n_embd // config.n_head
-        return config.n_layer, batch_size, config.n_head, self.block_size, head_size
+    def _cache_shape(self, batch_size: int) -> Shape:
+        n_layer, n_head = self.config.n_layer, self.config.n_head
+        return n_layer, batch_size, n_head, self.block_size, self.config.n_embd // n_head
 
     def evict_oldest_half(self, cache: KVCache) -> None:
         """Remove the older half of a full cache; rotate the other keys back to positions from 0."""
         super().evict_oldest_half(cache)
         if cache.length and self.config.attention == "full":
             n_evicted = self.block_size - cache.length
-            keys = cache.keys[:, :, :, : cache.length]  # (L, B, H, K - n_evicted, D)
+            keys = cache.keys[:, :, :, : cache.length]  # (L, B, H, length, D)
             keys.copy_(apply_rotary(keys, self.cos[n_evicted], -self.sin[n_evicted]))

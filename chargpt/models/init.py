@@ -17,9 +17,9 @@ class PreviousTokenInit:
     """Constants of `init_previous_token_heads`, found by experiment; none is sensitive.
 
     Attributes:
-        n_layers: number of layers initialised so, from the first.
+        n_layers: number of layers with such heads, counted from the first.
         shared_value: of channel 0 of every embedding, in units of sqrt(C).
-        n_pairs: number of rotary pairs used, those of the highest frequencies.
+        n_pairs: number of rotary pairs used per head, highest frequencies first.
         noise_scale: factor on the random initial weights of query and key.
     """
 

@@ -119,23 +119,20 @@ def rotate_half(x: Tensor) -> Tensor:
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return x (..., T, D) rotated by its position's angles (Su et al. 2021, eq. 34)."""
-    return x * cos + rotate_half(x) * sin
+    half_rotated = rotate_half(x)
+    return x * cos + half_rotated * sin
 
 
 def split_heads_qk_norm_rope(
-    qkv: Tensor,
-    norms: tuple[RMSNorm, RMSNorm] | None,
-    cos: Tensor,
-    sin: Tensor,
-    n_head: int,
+    qkv: Tensor, norms: tuple[RMSNorm, RMSNorm] | None, cos: Tensor, sin: Tensor, n_head: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split a joint projection into heads, then normalise and rotate queries and keys.
 
     Args:
         qkv: (B, T, 3C).
         norms: of queries and keys over D (Dehghani et al. 2023); None for no QK-norm.
-        cos: (T, D).
-        sin: (T, D).
+        cos: of the rotary angles, (T, D).
+        sin: the same, (T, D).
         n_head: H.
 
     Returns:
@@ -238,7 +235,7 @@ class _SwiGLU(Function):
 
 
 def dropout(x: Tensor, p: float) -> Tensor:
-    """Return x with each element zeroed with probability p, others over 1 - p (Srivastava 2014)."""
+    """Zero elements with probability p and divide the rest by 1 - p (Srivastava et al. 2014)."""
     if uses_custom_autograd(x):
         return cast("Tensor", _Dropout.apply(x, p))  # type: ignore[no-untyped-call]
     return F.dropout(x, p)

@@ -192,7 +192,7 @@ class NGramOrder(nn.Module):
         return weight * lower_prob + self.discounted_prob[ids.clamp(min=0)] * (ids != UNSEEN)
 
     def interpolate(self, probs: Tensor, contexts: Tensor) -> None:
-        """Turn p_{k-1} of all tokens, (N, V), into p_k after contexts (N,), in place."""
+        """Update p_{k-1} of all tokens, (N, V), to p_k after contexts (N,), in place."""
         ids = contexts.clamp(min=0)
         first = self.starts[ids]
         n_followers = (self.starts[ids + 1] - first) * (contexts != UNSEEN)  # (N,)
