@@ -13,7 +13,6 @@ V = vocabulary size, N = scored characters in total.
 
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -323,13 +322,6 @@ def _iter_logits(
     step = max(1, n_rows)
     for first in range(0, len(rows), step):
         tokens = torch.from_numpy(rows[first : first + step].astype(np.int64)).to(device)
-        with _autocast(device, dtype):
+        with torch.autocast(device.type, dtype, enabled=dtype == torch.bfloat16):
             logits = model(tokens[:, :-1])  # (B, length, V)
         yield logits[:, n_context:].float(), tokens[:, 1 + n_context :]
-
-
-def _autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[object]:
-    """Return a context of mixed precision in `dtype`; a null context for None and float32."""
-    if dtype is None or dtype == torch.float32:
-        return nullcontext()
-    return torch.autocast(device.type, dtype=dtype)

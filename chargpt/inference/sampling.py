@@ -8,6 +8,7 @@ Shapes in this file: N = streams sampled together, T = prompt length, V = vocabu
 
 import secrets
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -83,7 +84,8 @@ def stream_run(
     prompt = tokenizer.encode(options.prompt, unknown=unknown or run.config.text.unknown)
     unigram = None
     if not prompt.size and "\n" not in tokenizer.characters:
-        unigram = _unigram(run)
+        with suppress(ChargptError):  # the text may have been deleted
+            unigram = run.corpus().token_counts("train")
     return stream(run.model, tokenizer, prompt, options, stream_ids=stream_ids, unigram=unigram)
 
 
@@ -211,11 +213,3 @@ def _max_streams(model: LanguageModel) -> int:
     """Return how many streams can be sampled together within MAX_GROUP_BYTES."""
     numbers = 2 * model.new_cache(1).keys.numel() + model.vocab_size  # float32, of one stream
     return max(1, MAX_GROUP_BYTES // (4 * numbers))
-
-
-def _unigram(run: Run) -> Counts | None:
-    """Return the token counts of the run's training split, or None if its text is gone."""
-    try:
-        return run.corpus().token_counts("train")
-    except ChargptError:
-        return None

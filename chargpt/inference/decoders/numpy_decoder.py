@@ -69,8 +69,8 @@ class NumpyDecoder:
         self.heads_shape = (*lead, 3, model.config.n_head, 2 * half)
         self.qk_eps = np.float32(2 * half * NORM_EPS)
         with np.errstate(all="ignore"):
-            self.first_qkv = _normalise(weights.embedding).dot(weights.layers[0].qkv)  # (V, 3C)
-        # Rotation keeps the length of q and k, which is at most that of their QK-norm weights.
+            self.first_qkv = _norm_linear(weights.embedding, weights.layers[0].qkv)  # (V, 3C)
+        # QK-norm bounds the length of q and k by their largest weight, and RoPE does not change it.
         bounds = [np.abs(layer.qk_norm).max(axis=(1, 2)).prod() for layer in weights.layers]
         self.may_overflow = not np.max(bounds) < MAX_SCORE  # true also for NaN
         shape = (len(weights.layers), *lead, model.config.n_head, self.block_size, 2 * half)
@@ -87,18 +87,15 @@ class NumpyDecoder:
         token: Any = tokens if self.is_batch else int(tokens[0])
         x = self.weights.embedding.take(token, axis=0)  # (N, C)
         for number, layer in enumerate(self.weights.layers):
-            if number == 0:
-                qkv = self.first_qkv.take(token, axis=0)  # (N, 3C)
-            else:
-                qkv = _normalise(x).dot(layer.qkv)
-            heads = self._qk_norm_rope(qkv, layer)  # (N, 3, H, D)
-            x += self._attend(heads, number).reshape(x.shape).dot(layer.output)
-            x += _swiglu(_normalise(x).dot(layer.gate_up)).dot(layer.down)
+            qkv = _norm_linear(x, layer.qkv) if number else self.first_qkv.take(token, axis=0)
+            heads = self._split_heads_qk_norm_rope(qkv, layer.qk_norm)  # (N, 3, H, D)
+            x += self._attention(heads, number).reshape(x.shape).dot(layer.output)
+            x += _swiglu(_norm_linear(x, layer.gate_up)).dot(layer.down)
         self.length += 1
-        logits: Array = _normalise(x).dot(self.weights.head)
+        logits = _norm_linear(x, self.weights.head)
         return logits if self.is_batch else logits[None]
 
-    def _qk_norm_rope(self, qkv: Array, layer: LayerWeights) -> Array:
+    def _split_heads_qk_norm_rope(self, qkv: Array, qk_norm: Array) -> Array:
         """Return q, k and v by head, (N, 3, H, D), q and k normalised and rotated."""
         heads = qkv.reshape(self.heads_shape)
         qk = heads[..., :2, :, :]  # (N, 2, H, D)
@@ -106,12 +103,12 @@ class NumpyDecoder:
         norms += self.qk_eps
         np.sqrt(norms, out=norms)
         qk /= norms[..., None]
-        qk *= layer.qk_norm
+        qk *= qk_norm
         pairs = qk.view(np.complex64)  # (N, 2, H, D / 2)
         pairs *= self.weights.rotary[self.length]
         return heads
 
-    def _attend(self, heads: Array, number: int) -> Array:
+    def _attention(self, heads: Array, number: int) -> Array:
         """Cache the keys and values of a layer; return its attention output, (N, H, D)."""
         end = self.length + 1
         keys, values = self.keys[number], self.values[number]  # (N, H, K, D)
@@ -138,22 +135,23 @@ class NumpyDecoder:
     def _copy_cache(self, cache: KVCache) -> None:
         """Copy the keys and values of one sequence into the cache of every stream."""
         self.length = cache.length
-        pairs = _interleave(cache.keys.size(-1)).to(cache.keys.device)
+        pairs = _interleave(cache.keys.size(-1))
         for cached, new in ((self.keys, cache.keys[..., pairs]), (self.values, cache.values)):
             layers = _to_numpy(new[:, :, :, : self.length])  # (L, 1, H, S, D)
             cached[..., : self.length, :] = layers if self.is_batch else layers[:, 0]
 
 
-def _normalise(x: Array) -> Array:
-    """Return x (..., C), each row scaled to length 1: RMSNorm without its factor sqrt(C)."""
+def _norm_linear(x: Array, matrix: Array) -> Array:
+    """Return x (..., C), each row scaled to length 1, times a matrix (C, outputs)."""
     if x.ndim == 1:
-        unit: Array = x / math.sqrt(x.dot(x) + len(x) * NORM_EPS)
-        return unit
-    norms = np.vecdot(x, x)
-    norms += np.float32(x.shape[-1] * NORM_EPS)
-    np.sqrt(norms, out=norms)
-    units: Array = x / norms[..., None]
-    return units
+        unit = x / math.sqrt(x.dot(x) + len(x) * NORM_EPS)
+    else:
+        norms = np.vecdot(x, x)
+        norms += np.float32(x.shape[-1] * NORM_EPS)
+        np.sqrt(norms, out=norms)
+        unit = x / norms[..., None]
+    product: Array = unit.dot(matrix)
+    return product
 
 
 def _swiglu(gate_up: Array) -> Array:
