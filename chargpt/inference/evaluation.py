@@ -198,7 +198,7 @@ def iter_log_probs(
     """Yield log-probabilities (B, L, V) and targets (B, L) of one forward pass after another.
 
     Args:
-        model: used on its device; must be in evaluation mode.
+        model: used on its device in evaluation mode; its mode is restored.
         tokens: at least two tokens, (characters,).
         protocol: `full`, or `sliding` with the default stride.
         max_characters: with `full`, maximum number of targets in total; whole blocks spread evenly
@@ -208,9 +208,10 @@ def iter_log_probs(
         batches = full_windows(tokens, model.block_size, max_characters)
     else:
         batches = sliding_windows(tokens, model.block_size)
-    for windows in batches:
-        for logits, targets in _iter_logits(model, windows):
-            yield logits.log_softmax(dim=-1), targets
+    with eval_mode(model):
+        for windows in batches:
+            for logits, targets in _iter_logits(model, windows):
+                yield logits.log_softmax(dim=-1), targets
 
 
 def full_windows(

@@ -29,7 +29,6 @@ Unknown = Literal["error", "skip", "replace"]
 Tokens = npt.NDArray[Any]  # token ids of any integer type
 TokenIds = npt.NDArray[np.int64]
 Counts = npt.NDArray[np.int64]
-FloatArray = npt.NDArray[np.floating[Any]]
 Floats = npt.NDArray[np.float64]
 
 

@@ -6,11 +6,14 @@ run their own forward pass with a KV cache, a GPT on CUDA as a graph (model_deco
 
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from chargpt.inference.decoders.model_decoder import GraphDecoder, ModelDecoder
 from chargpt.inference.decoders.numpy_decoder import NumpyDecoder, is_supported
 from chargpt.models import GPT, LanguageModel
 from chargpt.models.cache import KVCache
-from chargpt.text.tokenizer import FloatArray, TokenIds
+from chargpt.text.tokenizer import TokenIds
 
 
 class Decoder(Protocol):
@@ -21,8 +24,8 @@ class Decoder(Protocol):
     is full, every token is predicted from more than half a block of context.
     """
 
-    def step(self, tokens: TokenIds) -> FloatArray:
-        """Append one token a stream, (N,); return the float32 logits of the next ones, (N, V)."""
+    def step(self, tokens: TokenIds) -> npt.NDArray[np.float32]:
+        """Append one token a stream, (N,); return the logits of the next ones, (N, V)."""
         ...
 
 
