@@ -1,16 +1,15 @@
 """`chargpt.train`: from a text to a trained run in one call."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tqdm import tqdm
 
 from chargpt.errors import FinishedError
 from chargpt.store.run import Run, load_run
-from chargpt.training.report import StepReport
+from chargpt.text import Progress
 from chargpt.training.session import Request, Session, StartMode, open_session
-from chargpt.training.view import View
 
 
 def train(
@@ -54,40 +53,45 @@ def train(
         encoding=encoding,
     )
     try:
-        return run_training(request, ProgressBar() if progress else View())
+        return run_training(request, show_bar if progress else run_quietly)
     except FinishedError:
         if start is not StartMode.BEGIN_OR_RESUME or request.out is None:
             raise
         return load_run(request.out, device=device or "auto")
 
 
-def run_training(request: Request, view: View) -> Run:
-    """Train as requested, with all that happens shown on a view; return the trained run."""
-    with open_session(request, view) as session:
-        trainer = session.trainer
-        view.started(session)
-        for report in trainer.steps(session.budget, view.should_stop):
-            view.stepped(report)
-        view.ended(session)
-        run = load_run(session.folder.path, "best", trainer.device.type)
-        if trainer.group.is_main:
-            view.finished(session, run)
-        return run
+def run_training(
+    request: Request,
+    run_session: Callable[[Session], None],
+    loading: Progress | None = None,
+) -> Run:
+    """Start a run, train it, and return it with its best checkpoint.
+
+    Args:
+        request: what the user asks for.
+        run_session: runs all steps of the session's trainer.
+        loading: told the progress of preparing the text.
+    """
+    with open_session(request, loading) as session:
+        run_session(session)
+        group = session.trainer.group
+        group.broadcast(0.0)  # the other ranks wait until rank 0 has saved
+        return load_run(session.folder.path, "best", session.trainer.device.type)
 
 
-class ProgressBar(View):
-    """A progress bar with loss and speed."""
+def run_quietly(session: Session) -> None:
+    """Run all steps."""
+    for _ in session.trainer.steps(session.budget):
+        pass
 
-    def started(self, session: Session) -> None:
-        trainer = session.trainer
-        total, done = trainer.config.train.max_steps, trainer.state.step
-        self.bar = tqdm(total=total, initial=done, unit="step")
 
-    def stepped(self, report: StepReport) -> None:
-        self.bar.total = report.max_steps
-        if report.validation is not None:
-            self.bar.set_postfix_str(f"val {report.validation.nats_per_char:.3f}", refresh=False)
-        self.bar.update(report.step - self.bar.n)
-
-    def ended(self, session: Session) -> None:
-        self.bar.close()
+def show_bar(session: Session) -> None:
+    """Run all steps with a progress bar on stderr."""
+    trainer = session.trainer
+    total, done = trainer.config.train.max_steps, trainer.state.step
+    with tqdm(total=total, initial=done, unit="step") as bar:
+        for report in trainer.steps(session.budget):
+            bar.total = report.max_steps
+            if report.validation is not None:
+                bar.set_postfix_str(f"val {report.validation.nats_per_char:.3f}", refresh=False)
+            bar.update(report.step - bar.n)

@@ -18,13 +18,14 @@ from chargpt.device import (
 )
 from chargpt.errors import ConfigError, RunError, WorkError
 from chargpt.store.run import RunFolder, has_checkpoint, newest_run, open_run
+from chargpt.text import Progress
 from chargpt.text.corpus import load_corpus
 from chargpt.text.settings import build_config, fixed_keys, fixed_values
 from chargpt.training.budget import Budget, parse_duration
-from chargpt.training.planner import plan
+from chargpt.training.cost import Cost, expected_cost
+from chargpt.training.planner import Plan, plan
 from chargpt.training.resume import resume
 from chargpt.training.trainer import Trainer
-from chargpt.training.view import View
 
 DEFAULT_BUDGET = "150s"
 
@@ -101,20 +102,26 @@ class Session:
         trainer: at its first step.
         folder: of the run, locked until the session ends.
         budget: its time budget, if it has one.
-        is_resumed: whether it continues a run.
+        cost: expected of its remaining steps.
+        plan: what the budget chose.
         notes: sentences for the user.
     """
 
     trainer: Trainer
     folder: RunFolder
+    cost: Cost
     budget: Budget | None = None
-    is_resumed: bool = False
+    plan: Plan | None = None
     notes: list[str] = field(default_factory=list)
 
 
 @contextmanager
-def open_session(request: Request, view: View) -> Iterator[Session]:
+def open_session(request: Request, loading: Progress | None = None) -> Iterator[Session]:
     """Start a run as requested; unlock its folder and leave the process group at the end.
+
+    Args:
+        request: what the user asks for.
+        loading: told the progress of preparing the text.
 
     Raises:
         FinishedError: the run to resume has no steps left.
@@ -122,7 +129,7 @@ def open_session(request: Request, view: View) -> Iterator[Session]:
         ChargptError: the text, a setting or the folder is unusable.
     """
     try:
-        session = START[request.start](request, view)
+        session = START[request.start](request, loading)
         try:
             yield session
         finally:
@@ -139,29 +146,29 @@ def open_session(request: Request, view: View) -> Iterator[Session]:
     destroy_process_group()
 
 
-def start_new(request: Request, view: View) -> Session:
+def start_new(request: Request, loading: Progress | None) -> Session:
     """Start a run in a folder that must be free."""
-    return create_run(request.settings(), request.out, view, budget=request.time_budget())
+    return create_run(request.settings(), request.out, loading, budget=request.time_budget())
 
 
-def start_replacing(request: Request, view: View) -> Session:
+def start_replacing(request: Request, loading: Progress | None) -> Session:
     """Start a run in place of the one in its folder."""
     budget = request.time_budget()
-    return create_run(request.settings(), request.out, view, budget=budget, force=True)
+    return create_run(request.settings(), request.out, loading, budget=budget, force=True)
 
 
-def start_resumed(request: Request, view: View) -> Session:
+def start_resumed(request: Request, loading: Progress | None) -> Session:
     """Continue a run: the given one, or the newest."""
-    return continue_run(request.out or request.text, request.changes(), view)
+    return continue_run(request.out or request.text, request.changes(), loading)
 
 
-def start_or_resume(request: Request, view: View) -> Session:
+def start_or_resume(request: Request, loading: Progress | None) -> Session:
     """Continue the run in the folder if it has a checkpoint, else start it."""
     assert request.out is not None
     settings = request.settings()
     if not has_checkpoint(request.out):
         budget = request.time_budget()
-        return create_run(settings, request.out, view, budget=budget, begun=True)
+        return create_run(settings, request.out, loading, budget=budget, begun=True)
     values = fixed_values(
         settings,
         request.config,
@@ -170,7 +177,7 @@ def start_or_resume(request: Request, view: View) -> Session:
         device=request.device,
         encoding=request.encoding,
     )
-    return continue_run(request.out, values, view, same_command=True)
+    return continue_run(request.out, values, loading, same_command=True)
 
 
 START = {
@@ -184,7 +191,7 @@ START = {
 def create_run(
     settings: Config,
     out: Path | None,
-    view: View,
+    loading: Progress | None,
     *,
     budget: Budget | None = None,
     force: bool = False,
@@ -195,7 +202,7 @@ def create_run(
     Args:
         settings: of the run.
         out: its folder; by default a new one under runs/.
-        view: shows progress and notes.
+        loading: told the progress of preparing the text.
         budget: chooses model size and length.
         force: replace a run in the folder.
         begun: replace what a run leaves in the folder before its first checkpoint.
@@ -206,11 +213,11 @@ def create_run(
     group = init_process_group(choose_device(settings.device)[0])
     if out is not None and group.is_main and not force:
         RunFolder.require_free(out, begun=begun)
-    corpus = load_corpus(settings.text, progress=view.loading)
+    corpus = load_corpus(settings.text, progress=loading)
+    planned = None
     if budget is not None:
         planned = plan(settings, corpus, budget)
         settings = planned.config
-        view.planned(planned, budget)
     folder = RunFolder(out or free_folder(f"{slug(corpus.name)}-{settings.model.kind}"))
     trainer = Trainer(settings, corpus, folder=folder, group=group)
     if budget is not None:
@@ -219,13 +226,15 @@ def create_run(
         # the last ones, the best one and an unfinished one
         require_space(trainer, folder.path, trainer.config.train.keep_last + 2)
         folder.create(trainer.config, corpus.tokenizer, force=force, begun=begun)
-    return Session(trainer, folder, budget, notes=list(corpus.notes))
+    remaining = None if budget is None else budget.remaining
+    cost = expected_cost(trainer.config, trainer.learner, 0, remaining)
+    return Session(trainer, folder, cost, budget, planned, list(corpus.notes))
 
 
 def continue_run(
     path: str | Path | None,
     changes: dict[str, object],
-    view: View,
+    loading: Progress | None,
     *,
     same_command: bool = False,
 ) -> Session:
@@ -234,7 +243,7 @@ def continue_run(
     Args:
         path: of the run; the newest run by default.
         changes: settings by dotted keys.
-        view: shows progress and notes.
+        loading: told the progress of preparing the text.
         same_command: whether `changes` are what started the run, not changes to it.
 
     Raises:
@@ -246,14 +255,15 @@ def continue_run(
         folder.lock()  # before it is read, so that no other process writes in between
     saved, settings, notes = resume(folder, changes, same_command=same_command)
     group = init_process_group(choose_device(settings.device)[0])
-    corpus = load_corpus(settings.text, key=saved.state.corpus, progress=view.loading)
+    corpus = load_corpus(settings.text, key=saved.state.corpus, progress=loading)
     trainer = Trainer(settings, corpus, folder=folder, saved=saved, group=group)
     if group.is_main:
         require_space(trainer, folder.path, 1)
         folder.write_config(trainer.config)
     notes = [*notes, *corpus.notes]
     notes.append(f"resuming {folder.path} from step {trainer.state.step:,}")
-    return Session(trainer, folder, is_resumed=True, notes=notes)
+    cost = expected_cost(trainer.config, trainer.learner, trainer.state.step)
+    return Session(trainer, folder, cost, notes=notes)
 
 
 def require_space(trainer: Trainer, path: Path, n_checkpoints: int) -> None:

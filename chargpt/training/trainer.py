@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -63,7 +64,7 @@ class Trainer:
         validator: validation losses and samples.
         writer: everything that goes to disk.
         state: progress of the run.
-        is_interrupted: whether `should_stop` or the budget ended `steps` early.
+        stopped_by: what ended `steps` before the last step.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class Trainer:
         self.state = RunState(step=0)
         self.pending: list[tuple[int, float, Tensor, Tensor]] = []  # metrics still on the device
         self.config_is_unsaved = False
-        self.is_interrupted = False
+        self.stopped_by: Literal["deadline", "request"] | None = None
         if saved is not None:
             self._continue_from(saved.state)
         self.started = time.perf_counter() - self.state.seconds
@@ -139,12 +140,12 @@ class Trainer:
         for report in self._reports():
             if not self.finished:
                 self._follow_budget(budget, report)
-            if not self.finished and not self.is_interrupted:
+            if not self.finished and self.stopped_by is None:
                 self._stop_if(should_stop())
             report.max_steps = self.config.train.max_steps
             self._measure_speed(report, budget)
             yield report
-            if self.is_interrupted:
+            if self.stopped_by is not None:
                 break
         self.writer.close()
 
@@ -203,7 +204,7 @@ class Trainer:
             report.notes.append(
                 f"the machine slowed down: stopped at step {report.step:,} of {max_steps:,}"
             )
-            self.is_interrupted = True
+            self.stopped_by = "deadline"
             if self.writer.saved_step != self.state.step:
                 self.validate(report)
                 report.saved = self.save(report)
@@ -214,7 +215,7 @@ class Trainer:
 
     def _stop_if(self, requested: bool) -> None:
         if self.group.any(requested):
-            self.is_interrupted = True
+            self.stopped_by = "request"
             self.save()
 
     def _measure_speed(self, report: StepReport, budget: Budget | None) -> None:
