@@ -17,12 +17,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from chargpt.training.progress import Report
 from conftest import REPOSITORY, Cli, refusal, run_cli
 from typer.testing import CliRunner
 
 from chargpt.config import load_config
 from chargpt.store.run import RunFolder, load_run
-from chargpt.training.progress import Report
 
 QUICK = (
     "-s train.max_steps=6 -s train.batch_size=4 -s train.evaluate_every=3 -s train.save_every=3 "

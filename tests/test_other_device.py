@@ -23,7 +23,7 @@ from chargpt.store import run
 from chargpt.text.corpus import Corpus, load_corpus
 from chargpt.text.tokenizer import CharTokenizer
 from chargpt.training import trainer
-from chargpt.training.progress import Report
+from chargpt.training.report import StepReport
 from chargpt.training.trainer import METRICS_EVERY, Trainer
 
 TINY = {
@@ -55,7 +55,7 @@ def trainer_on(device: str, corpus: Corpus, **values: object) -> Trainer:
     return Trainer(load_config("gpt").with_values({**TINY, "device": device, **values}), corpus)
 
 
-def figures(report: Report) -> list[float]:
+def figures(report: StepReport) -> list[float]:
     loss = [] if report.loss is None else [report.loss.item()]
     return loss + ([report.validation.nats_per_char] if report.validation else [])
 

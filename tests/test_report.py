@@ -261,7 +261,7 @@ def test_speed_is_drawn_from_whole_flushes_only() -> None:
             "step": s,
             "loss": 1.0,
             "grad_norm": 1.0,
-            "rate": 1.0,
+            "lr_factor": 1.0,
             "seconds": -(-s // 10) + s % 10 / 1000,
         }
         for s in range(1, 101)
