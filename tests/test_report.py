@@ -161,7 +161,7 @@ def test_a_long_training_makes_its_report_unasked(
     assert not Path("brief/report.html").exists()
     monkeypatch.setattr(summary, "REPORTED_SECONDS", 0)
     long = cli("train", verse, *TINY, "--out", "long")
-    assert "all about it on one page: long/report.html" in long.stdout
+    assert "report: long/report.html" in long.stdout
     assert Path("long/report.html").exists()
     # it is the run's own file: --force replaces the run, report and all
     assert cli("train", verse, *TINY, "--out", "long", "--force").returncode == 0

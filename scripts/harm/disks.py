@@ -32,7 +32,7 @@ def fail_files(work: Path, index: int, random: Random) -> str | None:
     fault = Fault(folder / "R", number, ERRORS[index % len(ERRORS)], for_ever)
     ended = run_forked(train_words(), folder, fault=fault, acknowledged=folder / "saves")
     words = sentences(ended)
-    told = ended.err.count("the disk refuses") - sum("the disk refuses" in word for word in words)
+    told = ended.err.count("cannot save step") - sum("cannot save step" in word for word in words)
     if "Traceback" in ended.err or ended.code not in (0, 1, 2) or told > 1:
         return f"operation {number}: exit {ended.code}, told {told} times: {ended.err[-500:]}"
     if len(words) != (0 if ended.code == 0 else 1):

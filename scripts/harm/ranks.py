@@ -88,7 +88,7 @@ def lose_rank(work: Path, index: int, random: Random) -> str | None:
         ended = run_ranks(train_words(), folder, during=stab)
         if ended[rank].code == -signal.SIGKILL and not done(run):
             left = ended[1 - rank]
-            if left.code != 1 or "another of the processes has gone" not in left.err:
+            if left.code != 1 or "another rank has failed" not in left.err:
                 return f"rank {rank}: the other's exit {left.code}: {left.err[-500:]}"
         if "Traceback" in ended[0].err + ended[1].err:
             return f"rank {rank}: {ended[0].err[-500:]}{ended[1].err[-500:]}"
@@ -97,7 +97,7 @@ def lose_rank(work: Path, index: int, random: Random) -> str | None:
         told = _restarted(folder, stab)
     if "Traceback" in told:
         return f"rank {rank}: {told[-1000:]}"
-    if not any(words in told for words in ("going on with R", "has done all")):
+    if not any(words in told for words in ("resuming R", "has done all")):
         return f"rank {rank}: it was not started again: {told[-1000:]}"
     if sums(run) != expected:
         return f"rank {rank}: another model came of it"

@@ -103,7 +103,7 @@ def send_signal(work: Path, index: int, random: Random) -> str | None:
     run = folder / "R"
     if wrong := kept(run, folder / "saves"):
         return f"{name}: {wrong}"
-    if "and saved; go on with" in ended.err or not commit.committed(run / "checkpoints"):
+    if "and saved; resume with" in ended.err or not commit.committed(run / "checkpoints"):
         words = RESUME if commit.committed(run / "checkpoints") else train_words()
         ended = run_forked(words, folder)
         if ended.code != 0:
