@@ -20,7 +20,8 @@ from chargpt.analysis.report import pieces_of, write_report
 from chargpt.analysis.result import Result, result_of, verdict
 from chargpt.cli import summary
 from chargpt.inference.baselines import baselines
-from chargpt.store.run import RunFolder, load_run
+from chargpt.store.folder import RunFolder
+from chargpt.store.run import load_run
 
 TINY = (
     "-s train.max_steps=6 -s train.batch_size=4 -s model.n_layer=2 -s model.n_head=2 "

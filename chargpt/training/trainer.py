@@ -26,8 +26,8 @@ from chargpt.errors import DivergedError
 from chargpt.inference.evaluation import Evaluation, evaluate_tokens
 from chargpt.inference.sampling import stream
 from chargpt.store.checkpoint import Checkpoint
+from chargpt.store.folder import TENSORBOARD, RunFolder
 from chargpt.store.metrics import VALIDATION
-from chargpt.store.run import TENSORBOARD, RunFolder
 from chargpt.store.state import RunState
 from chargpt.text.corpus import Corpus, Split
 from chargpt.training.estimate import memory_bytes
