@@ -80,16 +80,9 @@ def sampling(found: dict[str, Any]) -> list[str]:
     """Return the lines on characters a second."""
     speeds = found["characters_per_second"]
     parts = [f"{name}: {speed:,}" for name, speed in speeds.items()]
-    firsts = [
-        first
-        for name, found_firsts in found["seconds_to_the_first_20"].items()
-        if not name.startswith(PEER)
-        for first in found_firsts
-    ]
     return [
         f"Sampling from a model of `gpt`'s size, characters a second in all ({found['date']}): "
-        f"{'; '.join(parts)}. Not counted: {max(firsts):.1f} s of compiling at the first time, and "
-        f"{statistics.median(firsts):.1f} s of loading what was compiled at all others.",
+        f"{'; '.join(parts)}.",
         "",
         f"`{found['command']}`",
     ]
