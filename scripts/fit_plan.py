@@ -8,8 +8,8 @@ fits
 
     loss = floor + a * parameters^-p + b * fresh^-q             (Hoffmann et al. 2022, eq. 2)
 
-where `fresh` counts characters read again for less (`planner.unique_token_equivalents`), and writes data
-and law to `chargpt/training/plan.json`. Takes about an hour on two cores that multiply in bfloat16.
+where `fresh` are unique-token equivalents (`planner.unique_token_equivalents`), and writes data and
+law to `chargpt/training/plan.json`. Takes about an hour on two cores that multiply in bfloat16.
 With --more, the runs that are recorded there stay, and only those that it lacks are made.
 """
 

@@ -109,7 +109,7 @@ def fuzz(target: str, work: Path) -> None:
     import atheris
 
     with atheris.instrument_imports(include=["chargpt", "yaml"]):
-        import chargpt.store.run
+        import chargpt.store.folder
         import chargpt.text.tokenizer
         import chargpt.yaml_reader  # noqa: F401
     reads: dict[str, Callable[[Path], Callable[[bytes], None]]] = {
@@ -162,8 +162,8 @@ def checkpoint_reader(work: Path) -> Callable[[bytes], None]:
     Configs have a target of their own: here the whole one is read once, lest a run take hours.
     """
     import chargpt.store.checkpoint as store
-    from chargpt.store.run import RunFolder
-    from chargpt.store.verify import require_whole
+    from chargpt.store.folder import RunFolder
+    from chargpt.store.verify import require_intact
 
     golden = sorted((REPOSITORY / "tests" / "golden").iterdir())[-1] / "run" / "checkpoints"
     (source,) = golden.glob("step-*")
@@ -192,7 +192,7 @@ def checkpoint_reader(work: Path) -> Callable[[bytes], None]:
             (folder / "manifest.json").write_text(json.dumps({**manifest, "files": listed}))
         try:
             saved, _ = RunFolder(run).load(str(manifest["step"]))
-            require_whole(saved)
+            require_intact(saved)
         finally:
             for changed_name in {name, "manifest.json"}:
                 (folder / changed_name).write_bytes(whole[changed_name])

@@ -19,7 +19,8 @@ import pytest
 from conftest import REPOSITORY, Cli, refusal, run_cli
 
 from chargpt.config import load_config
-from chargpt.store.run import RunFolder, load_run
+from chargpt.store.folder import RunFolder
+from chargpt.store.run import load_run
 
 QUICK = (
     "-s train.max_steps=6 -s train.batch_size=4 -s train.evaluate_every=3 -s train.save_every=3 "
@@ -509,13 +510,13 @@ def test_memory_that_runs_out_is_one_sentence(
     assert "there is not enough memory" in done.stderr
 
 
-def test_verify_says_whole_or_names_the_damage_and_what_is_used_instead(
+def test_verify_says_intact_or_names_the_damage_and_what_is_used_instead(
     verse: Path, cli: Cli
 ) -> None:
     assert cli("train", verse, *QUICK, "-s", "train.save_every=2", "--out", "run").returncode == 0
-    whole = cli("verify", "run")
-    assert whole.returncode == 0
-    assert "every byte is what was saved" in whole.stdout
+    intact = cli("verify", "run")
+    assert intact.returncode == 0
+    assert "every byte matches its SHA-256" in intact.stdout
     path = Path("run/checkpoints/step-00000006/model.safetensors")
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 4
@@ -524,9 +525,9 @@ def test_verify_says_whole_or_names_the_damage_and_what_is_used_instead(
     assert damaged.returncode == 1
     shown = " ".join(damaged.stdout.split())
     assert "model.safetensors has changed since it was saved" in shown
-    assert "instead of latest, step-00000004 is used" in shown
+    assert "step-00000004 is used instead of latest" in shown
     report = json.loads(cli("verify", "run", "--json").stdout)
-    assert report["whole"] is False
+    assert report["intact"] is False
     assert report["uses"]["latest"] == "step-00000004"
     states = {row["checkpoint"]: row["problem"] is None for row in report["checkpoints"]}
     assert states["step-00000004"]

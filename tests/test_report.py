@@ -20,7 +20,9 @@ from chargpt.analysis.report import pieces_of, write_report
 from chargpt.analysis.result import Result, result_of, verdict
 from chargpt.cli import summary
 from chargpt.inference.baselines import baselines
-from chargpt.store.run import RunFolder, load_run
+from chargpt.store.folder import RunFolder
+from chargpt.store.run import load_run
+from chargpt.training.budget import Reserve
 
 TINY = (
     "-s train.max_steps=6 -s train.batch_size=4 -s model.n_layer=2 -s model.n_head=2 "
@@ -159,7 +161,7 @@ def test_a_long_training_makes_its_report_unasked(
     brief = cli("train", verse, *TINY, "--out", "brief")
     assert "chargpt report brief" in brief.stdout
     assert not Path("brief/report.html").exists()
-    monkeypatch.setattr(summary, "REPORTED_SECONDS", 0)
+    monkeypatch.setattr(summary, "RESERVE", Reserve(report_from=0))
     long = cli("train", verse, *TINY, "--out", "long")
     assert "report: long/report.html" in long.stdout
     assert Path("long/report.html").exists()
@@ -170,7 +172,7 @@ def test_a_long_training_makes_its_report_unasked(
 def test_a_report_that_fails_leaves_a_finished_run_finished(
     cli: Cli, verse: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(summary, "REPORTED_SECONDS", 0)
+    monkeypatch.setattr(summary, "RESERVE", Reserve(report_from=0))
 
     def full(path: Path, content: bytes) -> None:
         raise OSError(28, "No space left on device")

@@ -13,7 +13,8 @@ import torch
 from chargpt.config import Config, TextConfig, load_config
 from chargpt.errors import ConfigError, DivergedError, RunError, TextError
 from chargpt.inference.baselines import baselines
-from chargpt.store.run import RunFolder, load_run
+from chargpt.store.folder import RunFolder
+from chargpt.store.run import load_run
 from chargpt.text.batches import Batches
 from chargpt.text.corpus import Corpus, load_corpus
 from chargpt.training.cost import expected_cost

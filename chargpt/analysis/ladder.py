@@ -27,7 +27,8 @@ from chargpt.inference.baselines import baselines
 from chargpt.inference.evaluation import evaluate_tokens
 from chargpt.inference.sampling import sample
 from chargpt.models.ngram import NGramLM
-from chargpt.store.run import Run, RunFolder, load_run
+from chargpt.store.folder import RunFolder
+from chargpt.store.run import Run, load_run
 from chargpt.text.corpus import Corpus
 from chargpt.training.trainer import Trainer
 

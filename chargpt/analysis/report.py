@@ -21,8 +21,9 @@ from chargpt.inference.baselines import NGRAM
 from chargpt.inference.sampling import stream_run
 from chargpt.models.gpt import GPT
 from chargpt.models.ngram import ORDER
+from chargpt.store.folder import REPORT, RunFolder
 from chargpt.store.metrics import validation_curve
-from chargpt.store.run import REPORT, Run, RunFolder
+from chargpt.store.run import Run
 from chargpt.text.corpus import Corpus
 
 PASSAGE = 800  # characters

@@ -8,7 +8,7 @@ from chargpt.cli import console
 from chargpt.cli.signals import Signals, Stopped
 from chargpt.errors import WorkError
 from chargpt.inference.baselines import NGRAM, baselines
-from chargpt.store.run import RunFolder
+from chargpt.store.folder import RunFolder
 from chargpt.training.budget import Budget
 from chargpt.training.report import StepReport
 from chargpt.training.trainer import Trainer

@@ -98,6 +98,6 @@ def show_report(session: Session, best: Run, result: Result) -> None:
         page = write_report(best, corpus=session.trainer.corpus, result=result)
     except (ChargptError, OSError) as error:  # the run itself is complete and saved
         path = shlex.quote(str(session.folder.path))
-        console.say(f"cannot write the report: {error}; try again with `chargpt report {path}`")
+        console.say(f"no report: {error}; `chargpt report {path}` tries again")
     else:
         console.out(f"report: {page}")

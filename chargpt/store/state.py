@@ -1,15 +1,14 @@
 """The state of a training run that a checkpoint saves beside its tensors."""
 
 import dataclasses
-import json
 from dataclasses import dataclass
 from typing import Any, Self
 
-from chargpt.store.commit import to_json
+from chargpt.files import parse_json, to_json
 
-MAX_NUMBER = 1e18  # no count or time of a run comes near it
+MAX_NUMBER = 1e18  # above any step count or time in seconds
 
-KINDS: dict[str, Any] = {
+TYPES: dict[str, Any] = {
     "step": int,
     "seconds": int | float,
     "best_step": int | None,
@@ -64,18 +63,15 @@ class RunState:
         Raises:
             ValueError: it is not JSON, a value has the wrong type, or a number is not finite.
         """
-        try:
-            values = json.loads(content)
-        except RecursionError as error:
-            raise ValueError(str(error)) from None
-        if not isinstance(values, dict) or "step" not in values:
+        values = parse_json(content)
+        if "step" not in values:
             raise ValueError("it has no step")
         for key, value in values.items():
-            if not isinstance(value, KINDS.get(key, object)):
+            if not isinstance(value, TYPES.get(key, object)):
                 raise ValueError(f"{key} has the wrong type")
             if isinstance(value, int | float) and not abs(value) < MAX_NUMBER:
                 raise ValueError(f"{key} is out of range")
-        return cls(**{key: value for key, value in values.items() if key in KINDS})
+        return cls(**{key: value for key, value in values.items() if key in TYPES})
 
     def to_json(self) -> bytes:
         """Return the content of `state.json`."""

@@ -53,19 +53,20 @@ def train(
         encoding=encoding,
     )
     try:
-        return run_training(request, show_bar if progress else run_quietly)
+        path = run_training(request, show_bar if progress else run_quietly)
     except FinishedError:
         if start is not StartMode.BEGIN_OR_RESUME or request.out is None:
             raise
-        return load_run(request.out, device=device or "auto")
+        path = request.out
+    return load_run(path, device=device or "auto")
 
 
 def run_training(
     request: Request,
     run_session: Callable[[Session], None],
     loading: Progress | None = None,
-) -> Run:
-    """Start a run, train it, and return it with its best checkpoint.
+) -> Path:
+    """Start a run, train it, and return its folder.
 
     Args:
         request: what the user asks for.
@@ -74,9 +75,8 @@ def run_training(
     """
     with open_session(request, loading) as session:
         run_session(session)
-        group = session.trainer.group
-        group.broadcast(0.0)  # the other ranks wait until rank 0 has saved
-        return load_run(session.folder.path, "best", session.trainer.device.type)
+        session.trainer.group.broadcast(0.0)  # other ranks wait until rank 0 has saved
+        return session.folder.path
 
 
 def run_quietly(session: Session) -> None:

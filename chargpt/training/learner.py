@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from chargpt.config import Config, OptimConfig, TrainConfig
-from chargpt.device import ProcessGroup, capture
+from chargpt.device import ProcessGroup, capture_training_graph
 from chargpt.errors import ConfigError
 from chargpt.inference.baselines import fit_ngram
 from chargpt.models import LanguageModel, build_model
@@ -81,7 +81,7 @@ class Learner:
         if device.type != "cpu":
             self.batches.to_device(device)
         if device.type == "cuda" and group.size == self.accumulate == 1:
-            capture(self.model, self.batches.at(0)[:, :-1].to(device), self.dtype)
+            capture_training_graph(self.model, self.batches.at(0)[:, :-1].to(device), self.dtype)
 
     @cached_property
     def ngram(self) -> NGramLM | None:

@@ -6,7 +6,7 @@ from chargpt.config import Config
 from chargpt.device import choose_device
 from chargpt.errors import ConfigError, FinishedError
 from chargpt.store.checkpoint import Checkpoint
-from chargpt.store.run import RunFolder
+from chargpt.store.folder import RunFolder
 
 RATES = ("optim.lr", "optim.matrix_lr")
 MAY_CHANGE = (

@@ -17,7 +17,8 @@ from chargpt.device import (
     world_size,
 )
 from chargpt.errors import ConfigError, RunError, WorkError
-from chargpt.store.run import RunFolder, has_checkpoint, newest_run, open_run
+from chargpt.store.folder import RunFolder, has_checkpoint
+from chargpt.store.run import newest_run, open_run
 from chargpt.text import Progress
 from chargpt.text.corpus import load_corpus
 from chargpt.text.settings import build_config, fixed_keys, fixed_values
@@ -168,7 +169,7 @@ def start_or_resume(request: Request, loading: Progress | None) -> Session:
     settings = request.settings()
     if not has_checkpoint(request.out):
         budget = request.time_budget()
-        return create_run(settings, request.out, loading, budget=budget, begun=True)
+        return create_run(settings, request.out, loading, budget=budget, allow_unsaved=True)
     values = fixed_values(
         settings,
         request.config,
@@ -195,7 +196,7 @@ def create_run(
     *,
     budget: Budget | None = None,
     force: bool = False,
-    begun: bool = False,
+    allow_unsaved: bool = False,
 ) -> Session:
     """Load the text, plan the run, and create its folder.
 
@@ -205,14 +206,14 @@ def create_run(
         loading: told the progress of preparing the text.
         budget: chooses model size and length.
         force: replace a run in the folder.
-        begun: replace what a run leaves in the folder before its first checkpoint.
+        allow_unsaved: replace what a run leaves in the folder before its first checkpoint.
 
     Raises:
         ChargptError: the text, a setting or the folder is unusable.
     """
     group = init_process_group(choose_device(settings.device)[0])
     if out is not None and group.is_main and not force:
-        RunFolder.require_free(out, begun=begun)
+        RunFolder.require_free(out, allow_unsaved=allow_unsaved)
     corpus = load_corpus(settings.text, progress=loading)
     planned = None
     if budget is not None:
@@ -225,7 +226,7 @@ def create_run(
     if group.is_main:
         # the last ones, the best one and an unfinished one
         require_space(trainer, folder.path, trainer.config.train.keep_last + 2)
-        folder.create(trainer.config, corpus.tokenizer, force=force, begun=begun)
+        folder.create(trainer.config, corpus.tokenizer, force=force, allow_unsaved=allow_unsaved)
     remaining = None if budget is None else budget.remaining
     cost = expected_cost(trainer.config, trainer.learner, 0, remaining)
     return Session(trainer, folder, cost, budget, planned, list(corpus.notes))

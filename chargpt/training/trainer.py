@@ -27,8 +27,8 @@ from chargpt.device import (
 from chargpt.errors import DivergedError
 from chargpt.models.ngram import NGramLM
 from chargpt.store.checkpoint import Checkpoint
+from chargpt.store.folder import RunFolder
 from chargpt.store.metrics import VALIDATION
-from chargpt.store.run import RunFolder
 from chargpt.store.state import RunState
 from chargpt.text.corpus import Corpus
 from chargpt.training.budget import Budget
@@ -214,7 +214,7 @@ class Trainer:
             self.change_config(config)
 
     def _stop_if(self, requested: bool) -> None:
-        if self.group.any(requested):
+        if self.group.all_reduce_any(requested):
             self.stopped_by = "request"
             self.save()
 
@@ -278,7 +278,7 @@ class Trainer:
         if not self.pending:
             return
         values = torch.stack([torch.stack((loss, norm)) for _, _, loss, norm in self.pending])
-        rows = self.group.mean(values).tolist()
+        rows = self.group.all_reduce_mean(values).tolist()
         for (step, factor, _, _), (loss, norm) in zip(self.pending, rows, strict=True):
             self._require_finite(loss, norm, step, factor)
             self._record({"step": step, "loss": loss, "grad_norm": norm, "lr_factor": factor})

@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import Tensor
 
 from chargpt.config import Config
-from chargpt.store.run import TENSORBOARD, RunFolder
+from chargpt.store.folder import TENSORBOARD, RunFolder
 from chargpt.store.state import RunState
 from chargpt.text.tokenizer import CharTokenizer
 from chargpt.training.tracking import TensorBoardLog

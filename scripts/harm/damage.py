@@ -17,8 +17,9 @@ from safetensors.torch import load_file
 
 from chargpt.errors import ChargptError
 from chargpt.store.checkpoint import Checkpoint
-from chargpt.store.run import RunFolder, load_run
-from chargpt.store.verify import require_whole, verify
+from chargpt.store.folder import RunFolder
+from chargpt.store.run import load_run
+from chargpt.store.verify import require_intact, verify
 from chargpt.text.tokenizer import CharTokenizer
 from harm.process import run_forked
 from harm.tiny import REPOSITORY, fresh, train_words
@@ -82,7 +83,7 @@ def damage(work: Path, index: int, random: Random) -> str | None:
         what = _be_hostile(random, folder, run, work)
     try:
         saved, skipped = RunFolder(run).load("latest")
-        require_whole(saved)
+        require_intact(saved)
         require_same(saved, RunFolder(whole).load("latest")[0])
         wrong = None if skipped else f"{what}: read without a word"
     except ChargptError:

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from random import Random
 
-from chargpt.store import commit
+from chargpt.store.checkpoint import list_checkpoints
 from harm.process import Fault, run_forked
 from harm.tiny import (
     RESUME,
@@ -71,7 +71,7 @@ def small_disk(work: Path, index: int, random: Random) -> str | None:
             return wrong
         ballast.unlink()
         if ended.code == 1:
-            words = RESUME if commit.committed(folder / "R/checkpoints") else train_words()
+            words = RESUME if list_checkpoints(folder / "R/checkpoints") else train_words()
             ended = run_forked(words, folder)
         if ended.code != 0 or sums(folder / "R") != expected:
             return f"with room again: exit {ended.code}: {ended.err[-500:]}"

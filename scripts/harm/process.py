@@ -21,7 +21,7 @@ from typing import Any
 
 import chargpt.cli.main as command_line
 import chargpt.training.trainer  # noqa: F401  imported once, here, and not by every fork
-from chargpt.store.run import RunFolder
+from chargpt.store.folder import RunFolder
 
 WRITES = ("open", "write", "fsync", "rename", "replace", "mkdir")
 DELETES = ("unlink", "rmdir")
@@ -279,7 +279,7 @@ def _acknowledge_saves(path: Path) -> None:
 
     def save(self: RunFolder, **what: Any) -> Path:
         folder = real(self, **what)
-        os.write(descriptor, f"{what['state']['step']}\n".encode())
+        os.write(descriptor, f"{what['state'].step}\n".encode())
         return folder
 
     RunFolder.save = save  # type: ignore[method-assign]

@@ -15,7 +15,8 @@ from pathlib import Path
 from random import Random
 
 from chargpt.store import commit
-from chargpt.store.run import RunFolder
+from chargpt.store.checkpoint import list_checkpoints, step_of
+from chargpt.store.folder import RunFolder
 from harm.process import Ended, run_ranks
 from harm.tiny import REPOSITORY, RESUME, done, fresh, kept, sums, train_words
 
@@ -166,8 +167,8 @@ def resume_ranks(work: Path, index: int, _: Random) -> str | None:
     folder = fresh(work / "resumed")
     run = folder / "R"
     shutil.copytree(whole, run)
-    for path in commit.committed(run / "checkpoints"):
-        if commit.step_of(path) > step:
+    for path in list_checkpoints(run / "checkpoints"):
+        if step_of(path) > step:
             shutil.rmtree(path)
     commit.write_pointer(run / "checkpoints", "latest", run / "checkpoints" / f"step-{step:08}")
     ended = run_ranks(RESUME, folder)

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from random import Random
 
-from chargpt.store import commit
+from chargpt.store.checkpoint import list_checkpoints
 from harm.process import Fault, run_forked
 from harm.tiny import (
     RESUME,
@@ -38,7 +38,7 @@ def kill(work: Path, index: int, random: Random) -> str | None:
             if sums(run) != expected:
                 return "the run is not the one that was left alone"
             fresh(folder)
-        has_checkpoint = bool(commit.committed(run / "checkpoints"))
+        has_checkpoint = bool(list_checkpoints(run / "checkpoints"))
         words = RESUME if has_checkpoint else train_words()
         if index % 2:  # under `checkpoints` nothing is touched but by saves, 87 operations each
             fault = Fault(run / "checkpoints", random.randint(1, 87 * 6))
@@ -64,7 +64,7 @@ def kill(work: Path, index: int, random: Random) -> str | None:
     if wrong := kept(run, saves):
         return wrong
     if index % LINKS == LINKS - 1 and not done(run):
-        words = RESUME if commit.committed(run / "checkpoints") else train_words()
+        words = RESUME if list_checkpoints(run / "checkpoints") else train_words()
         ended = run_forked(words, folder)
         if ended.code != 0:
             return f"it could not be resumed: {ended.err[-300:]}"
@@ -103,8 +103,8 @@ def send_signal(work: Path, index: int, random: Random) -> str | None:
     run = folder / "R"
     if wrong := kept(run, folder / "saves"):
         return f"{name}: {wrong}"
-    if "and saved; resume with" in ended.err or not commit.committed(run / "checkpoints"):
-        words = RESUME if commit.committed(run / "checkpoints") else train_words()
+    if "and saved; resume with" in ended.err or not list_checkpoints(run / "checkpoints"):
+        words = RESUME if list_checkpoints(run / "checkpoints") else train_words()
         ended = run_forked(words, folder)
         if ended.code != 0:
             return f"{name}: resuming failed: {ended.err[-500:]}"

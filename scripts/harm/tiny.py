@@ -8,7 +8,8 @@ from pathlib import Path
 
 from chargpt.errors import ChargptError
 from chargpt.store import commit
-from chargpt.store.run import RunFolder
+from chargpt.store.checkpoint import NAME
+from chargpt.store.folder import RunFolder
 from harm.process import Ended, run_forked
 
 REPOSITORY = Path(__file__).parents[2]
@@ -53,7 +54,7 @@ def fresh(folder: Path) -> Path:
 
 def sums(run: Path) -> list[str]:
     """Return the sha256 of the weights and of the optimizer in the latest checkpoint."""
-    folder = commit.resolve_pointer(run / "checkpoints", "latest")
+    folder = commit.resolve_pointer(run / "checkpoints", "latest", NAME)
     names = ("model.safetensors", "optimizer.safetensors")
     return [hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names]
 
@@ -70,7 +71,9 @@ def reference(work: Path) -> tuple[list[str], float]:
 def done(run: Path) -> bool:
     """Return whether the run's last step is saved."""
     with contextlib.suppress(ChargptError):
-        return commit.resolve_pointer(run / "checkpoints", "latest").name.endswith(f"{STEPS:08}")
+        return commit.resolve_pointer(run / "checkpoints", "latest", NAME).name.endswith(
+            f"{STEPS:08}"
+        )
     return False
 
 

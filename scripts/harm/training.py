@@ -9,7 +9,7 @@ import torch
 
 from chargpt.config import Config
 from chargpt.errors import DivergedError
-from chargpt.store.run import RunFolder
+from chargpt.store.folder import RunFolder
 from chargpt.text.corpus import Corpus, load_corpus
 from chargpt.training.trainer import Trainer
 from harm.tiny import SAVE_EVERY, TINY, fresh
