@@ -21,10 +21,10 @@ python -m chargpt doctor --json | tee "$out/doctor.json"
 step "tests that need CUDA"
 python -m pytest -q -m cuda -rs tests/test_cuda.py -p no:cacheprovider; tests=$?
 step "training"
-timeout 400 python scripts/bench_train.py "$text" ${peer:+--nanogpt "$peer"} --recipe gpu --pairs 1 \
+timeout 400 python scripts/bench/bench_train.py "$text" ${peer:+--nanogpt "$peer"} --recipe gpu --pairs 1 \
   --ours "--budget 30s" --ours "--budget ${seconds}s" --json "$out/train.json"; training=$?
 step "sampling"
-timeout 150 python scripts/bench_sample.py --repeats 1 ${peer:+--nanogpt "$peer"} \
+timeout 150 python scripts/bench/bench_sample.py --repeats 1 ${peer:+--nanogpt "$peer"} \
   --json "$out/sample.json"; sampling=$?
 step "done"
 rm -rf "$out/cache"

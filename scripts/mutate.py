@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from record import facts, write_record
+from bench.record import facts, write_record
 
 REPOSITORY = Path(__file__).parent.parent
 SETTINGS = """

@@ -107,7 +107,7 @@ def test_the_public_names_are_there_and_cost_nothing_until_used(tmp_path: Path) 
 
 def test_no_figure_between_the_markers_was_typed_by_hand() -> None:
     spec = importlib.util.spec_from_file_location(
-        "write_figures", REPOSITORY / "scripts" / "write_figures.py"
+        "write_figures", REPOSITORY / "scripts" / "bench" / "write_figures.py"
     )
     assert spec is not None
     assert spec.loader is not None

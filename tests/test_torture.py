@@ -1,4 +1,4 @@
-"""A hundredth of all harm that `scripts/torture.py` can do to a run."""
+"""A hundredth of all harm that `scripts/torture/torture.py` can do to a run."""
 
 import json
 import subprocess
@@ -18,7 +18,7 @@ def test_runs_survive_a_hundredth_of_the_torture(tmp_path: Path) -> None:
         [
             *(
                 sys.executable,
-                "scripts/torture.py",
+                "scripts/torture/torture.py",
                 "--share",
                 "0.01",
                 "--jobs",

@@ -9,9 +9,9 @@ from pathlib import Path
 from chargpt.errors import ChargptError
 from chargpt.store import commit
 from chargpt.store.run import RunFolder
-from harm.process import Ended, run_forked
+from fault_injection.processes import Ended, run_forked
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 TEXT = REPOSITORY / "data" / "lighthouse.txt"
 STEPS, SAVE_EVERY = 100, 4
 TINY: dict[str, object] = {

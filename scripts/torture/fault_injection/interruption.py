@@ -8,8 +8,8 @@ from pathlib import Path
 from random import Random
 
 from chargpt.store import commit
-from harm.process import Fault, run_forked
-from harm.tiny import (
+from fault_injection.processes import Fault, run_forked
+from fault_injection.tiny_run import (
     RESUME,
     STEPS,
     done,

@@ -16,8 +16,8 @@ from random import Random
 
 from chargpt.store import commit
 from chargpt.store.run import RunFolder
-from harm.process import Ended, run_ranks
-from harm.tiny import REPOSITORY, RESUME, done, fresh, kept, sums, train_words
+from fault_injection.processes import Ended, run_ranks
+from fault_injection.tiny_run import REPOSITORY, RESUME, done, fresh, kept, sums, train_words
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 RESUMED_STEPS = 30

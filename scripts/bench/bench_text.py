@@ -1,6 +1,6 @@
 """How fast a long text is prepared, in how much memory, and how fast a second start is.
 
-    python scripts/bench_text.py SEED_TEXT [--gigabytes 1] [--json benchmarks/text.json]
+    python scripts/bench/bench_text.py SEED_TEXT [--gigabytes 1] [--json benchmarks/text.json]
 
 Makes a text by repeating SEED_TEXT with changes (a counter in each repetition, so that no two are
 alike), then runs `prepare` in fresh processes: three times cold, three times warm.

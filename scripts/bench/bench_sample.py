@@ -1,6 +1,7 @@
 """Characters a second when sampling: one stream and many, beside nanoGPT's `generate`.
 
-    python scripts/bench_sample.py [--nanogpt DIR] [--repeats 3] [--json benchmarks/sample.json]
+    python scripts/bench/bench_sample.py [--nanogpt DIR] [--repeats 3]
+        [--json benchmarks/sample.json]
 
 The model is the default's: 4 layers, 128 wide, 65 characters, block 128, and for many streams also
 the block of 64 that nanoGPT's README gives its model of that size; filled with noise, since speed

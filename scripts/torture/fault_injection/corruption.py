@@ -20,8 +20,8 @@ from chargpt.store.checkpoint import Checkpoint
 from chargpt.store.run import RunFolder, load_run
 from chargpt.store.verify import require_whole, verify
 from chargpt.text.tokenizer import CharTokenizer
-from harm.process import run_forked
-from harm.tiny import REPOSITORY, fresh, train_words
+from fault_injection.processes import run_forked
+from fault_injection.tiny_run import REPOSITORY, fresh, train_words
 
 GOLDEN = REPOSITORY / "tests" / "golden"
 

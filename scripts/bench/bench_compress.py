@@ -1,6 +1,6 @@
 """Whether compressed texts come back, how long they are, and how fast it goes.
 
-    python scripts/bench_compress.py RUN [--texts 200] [--json benchmarks/compress.json]
+    python scripts/bench/bench_compress.py RUN [--texts 200] [--json benchmarks/compress.json]
 
 Two hundred random texts (stretches of the run's validation part, characters drawn at random, and
 single characters repeated) and the whole validation part go through `compress` and `decompress`.

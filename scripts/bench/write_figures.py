@@ -1,6 +1,6 @@
 """Write the figures of README and docs/reliability.md from the records in `benchmarks/`.
 
-    python scripts/write_figures.py
+    python scripts/bench/write_figures.py
 
 A test holds both to what this writes, so no figure there is typed by hand.
 """
@@ -10,15 +10,22 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PEER = "nanoGPT"  # its name in the records
-START, END = "<!-- figures: written by scripts/write_figures.py -->", "<!-- end -->"
+START, END = "<!-- figures: written by scripts/bench/write_figures.py -->", "<!-- end -->"
 
 
 def record(name: str) -> dict[str, Any]:
     """Return one benchmark's record."""
     content: dict[str, Any] = json.loads((ROOT / "benchmarks" / f"{name}.json").read_text())
     return content
+
+
+def command(found: dict[str, Any]) -> str:
+    """Return the recorded command, with the path at which its script is now."""
+    python, script, *arguments = found["command"].split(" ", 2)
+    (path,) = (ROOT / "scripts").rglob(Path(script).name)
+    return " ".join([python, str(path.relative_to(ROOT)), *arguments])
 
 
 def training(found: dict[str, Any]) -> list[str]:
@@ -52,7 +59,7 @@ def training(found: dict[str, Any]) -> list[str]:
         f"{statistics.median(peaks):,.0f} GFLOP/s.",
     ]
     lines += ["", "[Loss against time](benchmarks/train.svg), nanoGPT's own estimates beside ours."]
-    return [*lines, "", f"`{found['command']}`"]
+    return [*lines, "", f"`{command(found)}`"]
 
 
 def other_times(*records: dict[str, Any]) -> list[str]:
@@ -72,7 +79,7 @@ def other_times(*records: dict[str, Any]) -> list[str]:
         runs = len(result["runs"])
         lines.append(f"| `{name}` | {result['seconds']:.1f} | {' | '.join(losses)} | {runs} |")
     head = "Other times; means, and standard deviations of several runs:"
-    made = (f"\n`{found['command']}` ({found['hardware']}, {found['date']})" for found in records)
+    made = (f"\n`{command(found)}` ({found['hardware']}, {found['date']})" for found in records)
     return [head, "", *lines, *made]
 
 
@@ -91,7 +98,7 @@ def sampling(found: dict[str, Any]) -> list[str]:
         f"{'; '.join(parts)}. Not counted: {max(firsts):.1f} s of compiling at the first time, and "
         f"{statistics.median(firsts):.1f} s of loading what was compiled at all others.",
         "",
-        f"`{found['command']}`",
+        f"`{command(found)}`",
     ]
 
 
@@ -108,7 +115,7 @@ def preparing(found: dict[str, Any]) -> list[str]:
         )
         + " billion a second.",
         "",
-        f"`{found['command']}`",
+        f"`{command(found)}`",
     ]
 
 
@@ -126,7 +133,7 @@ def torture(found: dict[str, Any]) -> list[str]:
             f"| {row['claim']} | {row['cases']:,} | {len(row['failed'])}{skipped} "
             f"| {row['seconds']:,.0f} |"
         )
-    return [*lines, "", f"`{found['command']}`"]
+    return [*lines, "", f"`{command(found)}`"]
 
 
 def saving(found: dict[str, Any]) -> list[str]:
@@ -141,7 +148,7 @@ def saving(found: dict[str, Any]) -> list[str]:
         f"{found['sha256_on_one_core']:.2f} s here: this processor has no instructions for it), in "
         "part beside the writing.",
         "",
-        f"`{found['command']}`",
+        f"`{command(found)}`",
     ]
 
 
@@ -153,7 +160,12 @@ def fuzzing(found: dict[str, Any]) -> list[str]:
             f"| {name} | {result['runs']:,} | {result['branches_covered']:,} "
             f"| {result['crashes']} | {result['date']}, commit {result['commit']} |"
         )
-    return [*lines, "", "`python scripts/fuzz.py --runs 1000000 --json benchmarks/fuzz.json`"]
+    made = "python scripts/torture/fuzz.py --runs 1000000 --json benchmarks/fuzz.json"
+    return [*lines, "", f"`{made}`"]
+        *lines,
+        "",
+        "`python scripts/torture/fuzz.py --runs 1000000 --json benchmarks/fuzz.json`",
+    ]
 
 
 def mutation(found: dict[str, Any]) -> list[str]:
@@ -162,7 +174,7 @@ def mutation(found: dict[str, Any]) -> list[str]:
         f"Of {found['mutants']:,} small changes to the code of `chargpt/store/`, its tests notice "
         f"{found['noticed']:,}: {found['share']:.1%} ({found['date']}, commit {found['commit']}).",
         "",
-        f"`{found['command']}`",
+        f"`{command(found)}`",
     ]
 
 
@@ -187,7 +199,7 @@ def section() -> str:
             "How time and memory grow with text, parameters, block and batch: "
             "[picture](benchmarks/scale.png).",
             "",
-            f"`{record('scale')['command']}`",
+            f"`{command(record('scale'))}`",
         ],
     ]
     return framed(*parts)

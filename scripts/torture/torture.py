@@ -1,6 +1,6 @@
 """Harm training runs in every way that a disk, a system, a user or an enemy can.
 
-    python scripts/torture.py [--share 1.0] [--rows kill,damage] [--seed 0]
+    python scripts/torture/torture.py [--share 1.0] [--rows kill,damage] [--seed 0]
         [--jobs 2] [--work DIR] [--json benchmarks/torture.json]
 
 Every case is decided by the seed and its number. What is done is noted in DIR, so that a torture
@@ -26,7 +26,8 @@ from typing import Any
 
 # forked processes must not find another's threads; and tiny models are no faster on two
 os.environ["OMP_NUM_THREADS"] = "1"
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+REPOSITORY = Path(__file__).parents[2]
+sys.path[:0] = [str(Path(__file__).parent), str(REPOSITORY / "scripts"), str(REPOSITORY)]
 
 
 @dataclass(frozen=True)
@@ -41,17 +42,19 @@ class Row:
 
 ROWS = (
     Row(
-        "stopping",
+        "interruption",
         "kill",
         200,
         "kill -9: no acknowledged save is lost, the resumed run has the same bits",
     ),
-    Row("disks", "fail_files", 200, "a failing file operation: earlier saves intact, one sentence"),
-    Row("disks", "small_disk", 10, "a file system that fills up: told, kept, gone on with"),
-    Row("damage", "damage", 1000, "damaged and hostile checkpoints: refused aloud, no code run"),
+    Row("disk", "fail_files", 200, "a failing file operation: earlier saves intact, one sentence"),
+    Row("disk", "small_disk", 10, "a file system that fills up: told, kept, gone on with"),
+    Row(
+        "corruption", "damage", 1000, "damaged and hostile checkpoints: refused aloud, no code run"
+    ),
     Row("training", "resume_at", 300, "resumed at every step of six kinds of run: the same bits"),
     Row("training", "go_bad", 60, "NaN and infinity: stopped before the update, or rolled back"),
-    Row("stopping", "send_signal", 60, "INT, TERM and HUP: saved, exit 128 + n within 5 s"),
+    Row("interruption", "send_signal", 60, "INT, TERM and HUP: saved, exit 128 + n within 5 s"),
     Row("ranks", "resume_ranks", 30, "two processes resumed at every step: the same bits"),
     Row("ranks", "change_world", 12, "1, 2 and 4 processes in turn: losses within 1e-5"),
     Row("ranks", "signal_ranks", 60, "signals to one or both of two processes: as to one alone"),
@@ -61,7 +64,7 @@ ROWS = (
     Row("inputs", "typo", 100, "misspelt settings: the right one suggested"),
     Row("inputs", "round_trip", 10_000, "fit, encode, decode, save, load: the text comes back"),
     Row("inputs", "unseen_prompt", 500, "prompts of unseen characters: refused, or as asked"),
-    Row("damage", "golden", 1, "runs that earlier releases saved: the same logits"),
+    Row("corruption", "golden", 1, "runs that earlier releases saved: the same logits"),
 )
 
 
@@ -85,7 +88,7 @@ def main() -> None:
         results = [future.result() for future in done]
     failed = sum(len(result["failed"]) for result in results)
     if given.json is not None:
-        from record import facts
+        from bench.record import facts
 
         report = {**facts(), "share": given.share, "seed": given.seed, "rows": results}
         given.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
@@ -100,7 +103,7 @@ def heed_signals() -> None:
 
 def torture(row: Row, share: float, seed: int, work: Path) -> dict[str, Any]:
     """Do a share of a row's cases, but for those done already; return the summary."""
-    case = getattr(importlib.import_module(f"harm.{row.module}"), row.name)
+    case = getattr(importlib.import_module(f"fault_injection.{row.module}"), row.name)
     place = work / row.name
     place.mkdir(exist_ok=True)
     notes = place / "cases.jsonl"

@@ -13,8 +13,8 @@ from typing import Any
 from chargpt.config import Config, load_config
 from chargpt.errors import ChargptError, UnknownCharacterError
 from chargpt.text.tokenizer import CharTokenizer
-from harm.process import run_forked
-from harm.tiny import TEXT, fresh, refused
+from fault_injection.processes import run_forked
+from fault_injection.tiny_run import TEXT, fresh, refused
 
 
 def bad_text(work: Path, index: int, random: Random) -> str | None:

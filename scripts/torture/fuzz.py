@@ -1,6 +1,6 @@
 """Fuzz what reads strangers' files, guided by coverage: any exception that is no sentence is a bug.
 
-    python scripts/fuzz.py [checkpoint tokenizer config] [--runs 1000000]
+    python scripts/torture/fuzz.py [checkpoint tokenizer config] [--runs 1000000]
         [--json benchmarks/fuzz.json]
 
 Needs `pip install atheris` (libFuzzer for Python). Each target starts from real files and ends
@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
-REPOSITORY = Path(__file__).parent.parent
+REPOSITORY = Path(__file__).parents[2]
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "scripts")]
 TARGETS = ("checkpoint", "tokenizer", "config")
 MAX_LENGTH = 4096  # bytes of an input
@@ -69,7 +69,7 @@ def main() -> None:
         else:
             shutil.rmtree(work)
     if given.json is not None:
-        from record import facts
+        from bench.record import facts
 
         report = json.loads(given.json.read_text()) if given.json.exists() else {}
         report |= {target: {**facts(), **result} for target, result in results.items()}

@@ -15,6 +15,7 @@ from typing import Any
 def facts() -> dict[str, Any]:
     """Return where and when a benchmark ran, without the machine's own folders."""
     words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
+    script = Path(sys.argv[0]).absolute().relative_to(Path(__file__).parents[2])
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"],
         cwd=Path(__file__).parent,
@@ -23,7 +24,7 @@ def facts() -> dict[str, Any]:
         check=False,
     )
     return {
-        "command": shlex.join(["python", f"scripts/{Path(sys.argv[0]).name}", *words]),
+        "command": shlex.join(["python", str(script), *words]),
         "date": datetime.now(UTC).date().isoformat(),
         "commit": commit.stdout.strip(),
         "hardware": f"{cpu()}, {os.cpu_count()} cores",

@@ -12,7 +12,7 @@ from chargpt.errors import DivergedError
 from chargpt.store.run import RunFolder
 from chargpt.text.corpus import Corpus, load_corpus
 from chargpt.training.trainer import Trainer
-from harm.tiny import SAVE_EVERY, TINY, fresh
+from fault_injection.tiny_run import SAVE_EVERY, TINY, fresh
 
 KINDS: tuple[dict[str, object], ...] = (
     {},
