@@ -1,4 +1,4 @@
-"""Weights for tests. A fresh model predicts every character alike, and so would pass any test."""
+"""Random weights for tests: the logits of an untrained model are all zero and prove nothing."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from chargpt.config import ModelConfig
 from chargpt.models import LanguageModel, build_model
 
-RUNGS: list[dict[str, Any]] = [  # of the ladder, and other settings
+RUNGS: list[dict[str, Any]] = [  # the ladder's models and other settings
     {},
     {"attention": "average"},
     {"attention": "none"},
@@ -27,7 +27,7 @@ def fill_with_noise(model: LanguageModel, seed: int = 0) -> LanguageModel:
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.dim() == 1:
-                noise = 1 + noise / 2  # a gain
+                noise = 1 + noise / 2  # weight of a norm
             elif name not in ("embedding.weight", "table.weight"):
                 noise /= parameter.size(1) ** 0.5
             parameter.copy_(noise)
@@ -37,11 +37,11 @@ def fill_with_noise(model: LanguageModel, seed: int = 0) -> LanguageModel:
 
 
 def noisy_model(vocab_size: int = 11, seed: int = 0, **settings: object) -> LanguageModel:
-    """Return a small model full of noise."""
+    """Return a small model in evaluation mode with noise for weights."""
     sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 12}
     return fill_with_noise(build_model(ModelConfig(**(sizes | settings)), vocab_size), seed).eval()
 
 
 def random_tokens(batch: int = 2, steps: int = 12, vocab_size: int = 11, seed: int = 1) -> Tensor:
-    """Return ids of any characters, (B, T)."""
+    """Return random token ids, (B, T)."""
     return torch.randint(vocab_size, (batch, steps), generator=torch.Generator().manual_seed(seed))

@@ -1,4 +1,4 @@
-"""The two forms of attention are one, and neither looks ahead."""
+"""Explicit and fused attention: equality, causality and scale; averages of the past."""
 
 import math
 
@@ -7,11 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chargpt.analysis.averages import average_by_loop, average_by_matrix, average_by_softmax
 from chargpt.models.attention import (
     attention_scores,
-    average_by_loop,
-    average_by_matrix,
-    average_by_softmax,
     average_weights,
     causal_mask,
     explicit_attention,
@@ -19,11 +17,12 @@ from chargpt.models.attention import (
 )
 
 
-def random_heads(queries, keys, head_size=4, seed=0):
+def random_heads(n_queries, n_keys, head_size=4, seed=0):
     """Return unit normal q (2, 3, T, D) and k, v (2, 3, S, D)."""
     generator = torch.Generator().manual_seed(seed)
     return tuple(
-        torch.randn(2, 3, steps, head_size, generator=generator) for steps in (queries, keys, keys)
+        torch.randn(2, 3, length, head_size, generator=generator)
+        for length in (n_queries, n_keys, n_keys)
     )
 
 
@@ -36,31 +35,42 @@ def random_heads(queries, keys, head_size=4, seed=0):
 )
 def test_fused_attention_equals_the_explicit_form(keys, past, head_size, causal, scaled):
     q, k, v = random_heads(keys - min(past, keys - 1), keys, head_size)
-    mixed, _ = explicit_attention(q, k, v, causal=causal, scaled=scaled)
+    expected, _ = explicit_attention(q, k, v, causal=causal, scaled=scaled)
     fused = fused_attention(q, k, v, causal=causal, scaled=scaled)
-    torch.testing.assert_close(fused, mixed, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(fused, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("queries", [1, 3, 8])
-def test_the_explicit_form_is_the_papers_formula_term_by_term(queries):
-    q, k, v = random_heads(queries, 8)
-    mixed, weights = explicit_attention(q, k, v)
-    past = 8 - queries
-    for t in range(queries):
+@given(n_queries=st.integers(1, 6), n_keys=st.integers(1, 9), scaled=st.booleans())
+def test_both_forms_apply_a_given_mask(n_queries, n_keys, scaled):
+    q, k, v = random_heads(n_queries, n_keys)
+    mask = torch.rand(n_queries, n_keys, generator=torch.Generator().manual_seed(0)) < 0.5
+    mask[:, 0] = True
+    expected, weights = explicit_attention(q, k, v, scaled=scaled, mask=mask)
+    assert not weights[..., ~mask].any()
+    fused = fused_attention(q, k, v, scaled=scaled, mask=mask)
+    torch.testing.assert_close(fused, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("n_queries", [1, 3, 8])
+def test_the_explicit_form_is_the_papers_formula_term_by_term(n_queries):
+    q, k, v = random_heads(n_queries, 8)
+    output, weights = explicit_attention(q, k, v)
+    past = 8 - n_queries
+    for t in range(n_queries):
         scores = torch.tensor([float(q[1, 2, t] @ k[1, 2, s]) / 2 for s in range(past + t + 1)])
-        shares = scores.exp() / scores.exp().sum()
-        expected = sum(share * v[1, 2, s] for s, share in enumerate(shares))
-        torch.testing.assert_close(weights[1, 2, t, : past + t + 1], shares)
-        torch.testing.assert_close(mixed[1, 2, t], expected)
+        probs = scores.exp() / scores.exp().sum()
+        expected = sum(prob * v[1, 2, s] for s, prob in enumerate(probs))
+        torch.testing.assert_close(weights[1, 2, t, : past + t + 1], probs)
+        torch.testing.assert_close(output[1, 2, t], expected)
 
 
-def test_weights_of_the_future_are_exactly_zero_and_rows_sum_to_one():
+def test_weights_of_later_positions_are_zero_and_rows_sum_to_one():
     _, weights = explicit_attention(*random_heads(5, 9))
     assert torch.equal(weights[..., ~causal_mask(5, 9)], torch.zeros(2, 3, 5 * 9 - 35))
     torch.testing.assert_close(weights.sum(-1), torch.ones(2, 3, 5))
 
 
-def test_the_last_queries_see_all_keys_up_to_their_own_place():
+def test_the_causal_mask_shows_keys_up_to_each_querys_position():
     assert causal_mask(2, 4).tolist() == [[True, True, True, False], [True, True, True, True]]
     assert causal_mask(3, 3).tolist() == [
         [True, False, False],
@@ -69,7 +79,7 @@ def test_the_last_queries_see_all_keys_up_to_their_own_place():
     ]
 
 
-def test_without_the_mask_every_query_sees_every_key():
+def test_without_a_mask_every_query_sees_every_key():
     q, k, v = random_heads(4, 4)
     _, weights = explicit_attention(q, k, v, causal=False)
     assert weights.min() > 0
@@ -107,22 +117,22 @@ def test_attention_in_bfloat16_stays_near_float32():
     torch.testing.assert_close(half.float(), fused_attention(q, k, v), atol=0.05, rtol=0.05)
 
 
-@given(steps=st.integers(1, 30), channels=st.integers(1, 5), seed=st.integers(0, 100))
-def test_the_three_ways_of_averaging_the_past_agree(steps, channels, seed):
-    x = torch.randn(2, steps, channels, generator=torch.Generator().manual_seed(seed))
+@given(length=st.integers(1, 30), channels=st.integers(1, 5), seed=st.integers(0, 100))
+def test_the_three_averages_of_the_past_are_equal(length, channels, seed):
+    x = torch.randn(2, length, channels, generator=torch.Generator().manual_seed(seed))
     expected = average_by_loop(x)
     torch.testing.assert_close(average_by_matrix(x), expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(average_by_softmax(x), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_an_average_is_the_mean_of_a_position_and_all_before_it():
+def test_an_average_is_the_mean_of_a_position_and_all_earlier_ones():
     x = torch.tensor([[[1.0], [3.0], [8.0]]])
     assert average_by_loop(x).flatten().tolist() == [1, 2, 4]
     assert average_by_matrix(x).flatten().tolist() == pytest.approx([1, 2, 4])
     assert average_by_softmax(x).flatten().tolist() == pytest.approx([1, 2, 4])
 
 
-def test_average_weights_spread_evenly_over_the_past():
-    weights = average_weights(2, 3)
+def test_average_weights_are_equal_over_the_past():
+    weights = average_weights(causal_mask(2, 3))
     assert weights.tolist() == [[0.5, 0.5, 0], pytest.approx([1 / 3] * 3)]
     assert math.isclose(float(weights.sum()), 2, rel_tol=1e-6)

@@ -1,4 +1,4 @@
-"""The bigram: a table, trained or counted."""
+"""The bigram baseline: a table, trained or estimated from counts."""
 
 import math
 
@@ -24,7 +24,7 @@ each day, and had been, every year.
 """
 
 
-def counted(text=VERSE, alpha=1.0, block_size=8):
+def fit_bigram(text=VERSE, alpha=1.0, block_size=8):
     tokens = CharTokenizer.fit(text).encode(text)
     pairs = count_pairs(tokens, int(tokens.max()) + 1)
     return BigramLM.from_counts(pairs, block_size, alpha), tokens, pairs
@@ -37,56 +37,56 @@ def test_logits_are_the_last_characters_row_of_the_table():
     assert torch.equal(logits[0], model.table.weight[torch.tensor([3, 0, 3])])
 
 
-def test_the_counted_table_holds_the_smoothed_frequencies():
+def test_from_counts_gives_smoothed_frequencies():
     pairs = PairCounts(np.array([0, 0, 2]), np.array([1, 2, 0]), np.array([3, 1, 5]), 3)
-    shares = BigramLM.from_counts(pairs, 4, alpha=0.5).table.weight.exp()
+    probs = BigramLM.from_counts(pairs, 4, alpha=0.5).table.weight.exp()
     expected = [[0.5 / 5.5, 3.5 / 5.5, 1.5 / 5.5], [1 / 3] * 3, [5.5 / 6.5, 0.5 / 6.5, 0.5 / 6.5]]
-    torch.testing.assert_close(shares, torch.tensor(expected))
+    torch.testing.assert_close(probs, torch.tensor(expected))
 
 
 @pytest.mark.parametrize("alpha", [1e-3, 1.0, 100.0])
-def test_counted_probabilities_sum_to_one_in_every_row(alpha):
-    model, _, pairs = counted(alpha=alpha)
+def test_probabilities_sum_to_one_in_every_row(alpha):
+    model, _, pairs = fit_bigram(alpha=alpha)
     sums = model.table.weight.exp().sum(dim=1)
     torch.testing.assert_close(sums, torch.ones(pairs.vocab_size))
 
 
-def test_counting_needs_no_gradient_and_leaves_a_model_that_can_be_trained():
-    model, _, _ = counted()
+def test_a_model_from_counts_can_be_trained_further():
+    model, _, _ = fit_bigram()
     assert model.table.weight.requires_grad
     assert model.table.weight.grad_fn is None
 
 
-def test_a_trained_bigram_comes_to_the_counted_one():
-    counted_model, tokens, _ = counted(alpha=1e-6)
+def test_training_converges_to_the_model_from_counts():
+    count_model, tokens, _ = fit_bigram(alpha=1e-6)
     inputs = torch.from_numpy(tokens[:-1].astype(np.int64))[None]
     targets = torch.from_numpy(tokens[1:].astype(np.int64))
-    model = BigramLM(counted_model.vocab_size, block_size=8)
+    model = BigramLM(count_model.vocab_size, block_size=8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.3, weight_decay=0.0)
 
-    def loss_of(candidate):
-        return F.cross_entropy(candidate(inputs)[0], targets)
+    def loss_of(model):
+        return F.cross_entropy(model(inputs)[0], targets)
 
     first = loss_of(model).item()
     for _ in range(150):
         optimizer.zero_grad()
         loss_of(model).backward()
         optimizer.step()
-    best = loss_of(counted_model).item()
+    best = loss_of(count_model).item()
     assert first == pytest.approx(math.log(model.vocab_size), rel=1e-5)
     assert best <= loss_of(model).item() < best + 0.01
     assert best < first / 2
 
 
-def test_nothing_beats_the_counted_table_on_its_own_text():
-    model, tokens, _ = counted(alpha=1e-9)
+def test_the_model_from_counts_is_a_minimum_of_the_loss_on_its_text():
+    model, tokens, _ = fit_bigram(alpha=1e-9)
     inputs = torch.from_numpy(tokens[:-1].astype(np.int64))[None]
     loss = F.cross_entropy(model(inputs)[0], torch.from_numpy(tokens[1:].astype(np.int64)))
     loss.backward()
     assert model.table.weight.grad.abs().max() < 1e-6
 
 
-def test_a_cached_bigram_gives_the_same_logits_and_counts_what_it_holds():
+def test_a_cached_bigram_gives_the_same_logits_and_updates_the_cache_length():
     model = fill_with_noise(BigramLM(7, block_size=6))
     tokens = torch.randint(7, (2, 6), generator=torch.Generator().manual_seed(0))
     cache = model.new_cache(2)
@@ -94,14 +94,14 @@ def test_a_cached_bigram_gives_the_same_logits_and_counts_what_it_holds():
     parts = [model(tokens[:, :3], cache), model(tokens[:, 3:5], cache), model(tokens[:, 5:], cache)]
     assert torch.equal(torch.cat(parts, dim=1), model(tokens))
     assert cache.length == 6
-    model.forget(cache)
+    model.evict_oldest_half(cache)
     assert cache.length == 3
     assert torch.equal(model(tokens[:, :3], cache), model(tokens[:, :3]))
     with pytest.raises(AssertionError):
         model(tokens[:, :1], cache)
 
 
-def test_a_vocabulary_too_large_for_a_table_is_refused_before_it_is_made():
+def test_a_vocabulary_too_large_for_a_table_is_rejected_before_allocation():
     with pytest.raises(ConfigError, match=r"40,000,000,000 bytes; raise text\.min_count"):
         BigramLM(100_000, block_size=8)
 

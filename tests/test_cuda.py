@@ -1,13 +1,14 @@
-"""What only a GPU can show. Elsewhere every test here is reported as skipped."""
+"""Tests that need a CUDA GPU; skipped elsewhere."""
 
 from pathlib import Path
 
 import pytest
 import torch
-from noise import noisy_model
+from noise import noisy_model, random_tokens
 
 from chargpt.analysis.doctor import TOLERANCE, gradient_error
 from chargpt.config import SampleConfig, TextConfig, load_config
+from chargpt.device import capture_graph
 from chargpt.inference.evaluation import evaluate_tokens
 from chargpt.inference.sampling import stream
 from chargpt.models.ngram import NGramLM
@@ -18,7 +19,7 @@ from chargpt.training.trainer import Trainer
 
 pytestmark = [
     pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
 ]
 
 CUDA = torch.device("cuda")
@@ -44,25 +45,23 @@ def losses(corpus: Corpus, folder: Path | None = None, **values: object) -> list
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_steps_gradients_are_those_of_the_cpu(dtype: torch.dtype) -> None:
+def test_the_gradients_of_a_step_equal_those_of_the_cpu(dtype: torch.dtype) -> None:
     assert gradient_error(CUDA, dtype) < TOLERANCE[dtype]
 
 
-def test_training_goes_as_on_the_cpu(corpus: Corpus) -> None:
+def test_training_losses_are_close_to_those_of_the_cpu(corpus: Corpus) -> None:
     on_cpu = losses(corpus, device="cpu", dtype="float32")
     on_gpu = losses(corpus, device="cuda", dtype="float32")
     assert on_gpu == pytest.approx(on_cpu, abs=0.02)
     assert losses(corpus, device="cuda") == pytest.approx(on_cpu, abs=0.1)  # bfloat16
 
 
-def test_a_deterministic_run_gives_the_same_losses_twice(corpus: Corpus) -> None:
+def test_a_deterministic_run_is_reproducible(corpus: Corpus) -> None:
     one, two = (losses(corpus, device="cuda", deterministic=True) for _ in range(2))
     assert one == two
 
 
-def test_a_run_is_saved_loaded_and_scored_alike_on_both_devices(
-    corpus: Corpus, tmp_path: Path
-) -> None:
+def test_a_saved_run_has_the_same_loss_on_both_devices(corpus: Corpus, tmp_path: Path) -> None:
     losses(corpus, tmp_path / "run", device="cuda")
     scores = [
         evaluate_tokens(
@@ -74,7 +73,7 @@ def test_a_run_is_saved_loaded_and_scored_alike_on_both_devices(
 
 
 @pytest.mark.parametrize("streams", [1, 3])
-def test_the_likeliest_text_is_the_same_on_both_devices(streams: int) -> None:
+def test_greedy_text_is_the_same_on_both_devices(streams: int) -> None:
     tokenizer = CharTokenizer("abcdefghijk")
     options = SampleConfig(length=40, temperature=0, seed=1, num_samples=streams)
     texts = []
@@ -85,7 +84,7 @@ def test_the_likeliest_text_is_the_same_on_both_devices(streams: int) -> None:
     assert texts[0] == texts[1]
 
 
-def test_a_character_is_drawn_by_replaying_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_replays_one_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     replays = []
     replay = torch.cuda.CUDAGraph.replay
     monkeypatch.setattr(
@@ -96,12 +95,34 @@ def test_a_character_is_drawn_by_replaying_a_graph(monkeypatch: pytest.MonkeyPat
         noisy_model().to(CUDA), tokenizer, tokenizer.encode("a"), SampleConfig(length=40, seed=1)
     ):
         pass
-    assert len(replays) >= 39  # the prompt is not
+    assert len(replays) >= 39  # the prefill is not a replay
     assert len(set(map(id, replays))) == 1
 
 
-def test_the_counted_model_expects_the_same_on_both_devices(corpus: Corpus) -> None:
+@pytest.mark.parametrize("streams", [1, 3])
+@torch.inference_mode()
+def test_a_captured_step_with_a_static_cache_gives_the_logits_of_a_cache(streams: int) -> None:
+    model = noisy_model().to(CUDA)
+    tokens = random_tokens(batch=streams, steps=40).to(CUDA)
+    cache, static = model.new_cache(streams), model.new_static_cache(streams)
+    token = tokens[:, :1].clone()
+
+    def step() -> torch.Tensor:
+        return model(token, static)
+
+    replay = capture_graph(step, CUDA)
+    assert replay is not step
+    for each in tokens.split(1, dim=1):
+        for used in (cache, static):
+            if used.length == model.block_size:
+                model.evict_oldest_half(used)
+        token.copy_(each)
+        torch.testing.assert_close(replay(), model(each, cache), atol=1e-4, rtol=1e-4)
+        static.set_length(static.length + 1)
+
+
+def test_ngram_probs_are_the_same_on_both_devices(corpus: Corpus) -> None:
     tokens = torch.from_numpy(corpus.split("val")[:200].astype("int64"))[None]
     model = NGramLM.fit(corpus.split("train"), corpus.tokenizer.vocab_size, 256)
-    on_cpu = model.shares(tokens)
-    torch.testing.assert_close(model.to(CUDA).shares(tokens.to(CUDA)).cpu(), on_cpu)
+    on_cpu = model.probs(tokens)
+    torch.testing.assert_close(model.to(CUDA).probs(tokens.to(CUDA)).cpu(), on_cpu)

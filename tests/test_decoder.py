@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import REPOSITORY
-from formula import held_from, logits_of_long_text
+from formula import first_cached_position, logits_of_long_text
 from noise import RUNGS, fill_with_noise, noisy_model, random_tokens
 
 from chargpt.inference import decoder as decoders
@@ -50,7 +50,7 @@ def assert_close(logits, expected, tolerance=1e-4):
 
 def test_what_is_held_is_a_whole_block_at_most_and_more_than_half_of_it():
     for block in (1, 2, 3, 12):
-        held = [place + 1 - held_from(place, block) for place in range(40)]
+        held = [place + 1 - first_cached_position(place, block) for place in range(40)]
         assert max(held) == block
         assert min(held[block:]) == block // 2 + 1
         assert held[:block] == [place + 1 for place in range(block)]

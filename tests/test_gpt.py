@@ -1,4 +1,4 @@
-"""The transformer: causal, cached, and the same as another implementation of its family."""
+"""The transformer: causality, caches, initialisation, and parity with transformers' Qwen3."""
 
 import itertools
 import math
@@ -13,7 +13,7 @@ from noise import RUNGS, fill_with_noise, noisy_model, random_tokens
 from chargpt.config import ModelConfig
 from chargpt.errors import ConfigError
 from chargpt.models import GPT, build_model, count_parameters, gpt
-from chargpt.models.attention import average_weights, explicit_attention
+from chargpt.models.attention import average_weights, causal_mask, explicit_attention
 from chargpt.models.kernels import NORM_EPS
 
 
@@ -22,12 +22,12 @@ def test_future_characters_never_change_past_logits(rung):
     model = noisy_model(**rung)
     tokens = random_tokens()
     logits = model(tokens)
-    for place in range(1, 12):
+    for position in range(1, 12):
         changed = tokens.clone()
-        changed[:, place:] = (changed[:, place:] + 1) % 11
-        again = model(changed)
-        assert torch.equal(again[:, :place], logits[:, :place])
-        assert not torch.equal(again[:, place], logits[:, place])
+        changed[:, position:] = (changed[:, position:] + 1) % 11
+        changed_logits = model(changed)
+        assert torch.equal(changed_logits[:, :position], logits[:, :position])
+        assert not torch.equal(changed_logits[:, position], logits[:, position])
 
 
 @pytest.mark.parametrize("rung", [{}, {"attention": "average"}])
@@ -35,25 +35,25 @@ def test_every_past_character_changes_the_last_logits(rung):
     model = noisy_model(**rung)
     tokens = random_tokens(batch=1)
     last = model(tokens)[0, -1]
-    for place in range(12):
+    for position in range(12):
         changed = tokens.clone()
-        changed[:, place] = (changed[:, place] + 1) % 11
+        changed[:, position] = (changed[:, position] + 1) % 11
         assert (model(changed)[0, -1] - last).abs().max() > 1e-4
 
 
-def weights_of_attention(model, tokens, monkeypatch):
-    """Return each layer's attention weights, (B, H, T, T)."""
-    seen = []
+def record_attention_weights(model, tokens, monkeypatch):
+    """Return each layer's attention weights, (B, H, T, T), recorded in the forward pass."""
+    recorded = []
 
-    def noted(q, k, v, **how):
-        mixed, weights = explicit_attention(q, k, v, **how)
-        seen.append(weights)
-        return mixed
+    def recording_attention(q, k, v, **kwargs):
+        output, weights = explicit_attention(q, k, v, **kwargs)
+        recorded.append(weights)
+        return output
 
-    monkeypatch.setattr(gpt, "fused_attention", noted)
+    monkeypatch.setattr(gpt, "fused_attention", recording_attention)
     with torch.no_grad():
         model(tokens)
-    return seen
+    return recorded
 
 
 @pytest.mark.parametrize(
@@ -65,26 +65,35 @@ def weights_of_attention(model, tokens, monkeypatch):
         {"n_layer": 3, "n_head": 4, "n_embd": 48},
     ],
 )
-def test_fresh_heads_look_at_one_of_the_last_characters(sizes, monkeypatch):
+def test_heads_of_the_first_layers_start_as_previous_token_heads(sizes, monkeypatch):
     torch.manual_seed(2)
     model = GPT(ModelConfig(block_size=40, **sizes), vocab_size=11)
     tokens = random_tokens(batch=8, steps=40)
-    for layer, weights in enumerate(weights_of_attention(model, tokens, monkeypatch)):
+    for layer, weights in enumerate(record_attention_weights(model, tokens, monkeypatch)):
         for head in range(sizes["n_head"]):
-            back = [weights[:, head].diagonal(-n, -2, -1)[:, -20:].mean().item() for n in range(15)]
-            looked_at = max(range(15), key=back.__getitem__)
+            by_distance = [
+                weights[:, head].diagonal(-n, -2, -1)[:, -20:].mean().item() for n in range(15)
+            ]
             if layer < 3:
-                assert looked_at == layer + head + 1
+                assert max(range(15), key=by_distance.__getitem__) == layer + head + 1
             else:
-                assert max(back) < 0.1  # later layers start without a place of their own
+                assert max(by_distance) < 0.1  # later layers start without a preferred distance
 
 
-def test_the_first_loss_is_ln_v_though_heads_look_back():
+def test_attention_weights_are_those_of_the_forward_pass(monkeypatch):
+    model, tokens = noisy_model(), random_tokens()
+    returned = model.attention_weights(tokens)
+    recorded = record_attention_weights(model, tokens, monkeypatch)
+    for one, other in zip(returned, recorded, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_initial_logits_are_zero_with_previous_token_initialisation():
     model = GPT(ModelConfig(block_size=12), vocab_size=11)
     assert torch.equal(model(random_tokens()), torch.zeros(2, 12, 11))
 
 
-def test_without_attention_only_the_last_character_counts():
+def test_without_attention_only_the_last_character_matters():
     model = noisy_model(attention="none")
     tokens = random_tokens(batch=1)
     changed = tokens.clone()
@@ -92,18 +101,18 @@ def test_without_attention_only_the_last_character_counts():
     assert torch.equal(model(changed)[0, -1], model(tokens)[0, -1])
 
 
-def test_the_order_of_the_past_matters_to_attention_and_not_to_the_average():
+def test_the_order_of_the_past_matters_to_full_but_not_to_average_attention():
     tokens = torch.tensor([[1, 2, 3, 4]])
     swapped = torch.tensor([[2, 1, 3, 4]])
-    for attention, is_blind in (("full", False), ("average", True)):
+    for attention, ignores_order in (("full", False), ("average", True)):
         model = noisy_model(attention=attention, n_layer=1)
         difference = (model(tokens)[0, -1] - model(swapped)[0, -1]).abs().max().item()
-        assert (difference < 1e-5) is is_blind
+        assert (difference < 1e-5) is ignores_order
 
 
 @given(cuts=st.sets(st.integers(1, 11)), rung=st.sampled_from(RUNGS), seed=st.integers(0, 9))
 @settings(max_examples=40, deadline=None)
-def test_cached_logits_equal_uncached_ones_however_the_text_is_cut(cuts, rung, seed):
+def test_cached_logits_equal_uncached_ones_for_any_split_of_the_text(cuts, rung, seed):
     model = noisy_model(seed=seed, **rung)
     tokens = random_tokens(seed=seed)
     cache = model.new_cache(2)
@@ -113,28 +122,68 @@ def test_cached_logits_equal_uncached_ones_however_the_text_is_cut(cuts, rung, s
     assert cache.length == cache.capacity == 12
 
 
-def test_only_of_a_full_cache_half_or_more_is_dropped():
+def test_only_a_full_cache_evicts_and_at_least_half():
     model, cache = noisy_model(), noisy_model().new_cache(2)
     model(random_tokens(steps=11), cache)
     with pytest.raises(AssertionError):
-        model.forget(cache)
+        model.evict_oldest_half(cache)
     model(random_tokens(steps=1), cache)
     with pytest.raises(AssertionError):
-        cache.drop(5)
-    model.forget(cache)
+        cache.evict(5)
+    model.evict_oldest_half(cache)
     assert cache.length == 6
 
 
+@pytest.mark.parametrize("streams", [1, 3])
+@pytest.mark.parametrize("block_size", [1, 11, 12])
+@pytest.mark.parametrize("rung", RUNGS)
+@torch.inference_mode()
+def test_a_static_cache_gives_the_logits_of_a_cache(rung, block_size, streams):
+    model = noisy_model(**(rung | {"block_size": block_size}))
+    tokens = random_tokens(batch=streams, steps=3 * block_size + 2)
+    cache, static = model.new_cache(streams), model.new_static_cache(streams)
+    for token in tokens.split(1, dim=1):
+        for each in (cache, static):
+            if each.length == block_size:
+                model.evict_oldest_half(each)
+        logits = model(token, static)
+        assert torch.equal(model(token, static), logits)  # a graph's warm-up repeats the step
+        static.set_length(static.length + 1)
+        torch.testing.assert_close(logits, model(token, cache), atol=1e-5, rtol=1e-5)
+        assert static.length == static.position.item() == cache.length
+
+
+def test_a_static_cache_continues_from_a_cache_of_one_sequence():
+    model, tokens = noisy_model(), random_tokens(batch=1)
+    cache, static = model.new_cache(1), model.new_static_cache(3)
+    model(tokens[:, :7], cache)
+    static.copy_from(cache)
+    expected = model(tokens[:, 7:8], cache).expand(3, -1, -1)
+    logits = model(tokens[:, 7:8].expand(3, -1), static)
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_static_cache_decodes_in_the_same_memory_at_every_position():
+    model, token = noisy_model(), random_tokens(steps=1)
+    static = model.new_static_cache(2)
+    buffers = [t.data_ptr() for t in (static.keys, static.values, static.position)]
+    for position in range(5):
+        static.set_length(position)
+        model(token, static)
+    assert buffers == [t.data_ptr() for t in (static.keys, static.values, static.position)]
+    assert static.length == 4
+
+
 @pytest.mark.parametrize("scaled", [True, False])
-def test_the_model_runs_what_the_explicit_form_says(scaled, monkeypatch):
+def test_the_model_equals_one_with_explicit_attention(scaled, monkeypatch):
     model, tokens = noisy_model(scaled=scaled), random_tokens()
-    fast = model(tokens)
+    logits = model(tokens)
 
-    def slow(q, k, v, **how):
-        return explicit_attention(q, k, v, **how)[0]
+    def slow_attention(q, k, v, **kwargs):
+        return explicit_attention(q, k, v, **kwargs)[0]
 
-    monkeypatch.setattr(gpt, "fused_attention", slow)
-    torch.testing.assert_close(model(tokens), fast, atol=1e-5, rtol=1e-5)
+    monkeypatch.setattr(gpt, "fused_attention", slow_attention)
+    torch.testing.assert_close(model(tokens), logits, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -161,26 +210,26 @@ def test_each_setting_of_the_model_changes_its_logits(change):
     assert (plain(tokens) - other(tokens)).abs().max() > 1e-3
 
 
-def test_the_average_rung_mixes_values_by_a_normalised_triangle():
+def test_average_attention_multiplies_values_by_a_normalised_triangle():
     model = noisy_model(attention="average", n_layer=1, mlp="none")
     tokens = random_tokens()
     layer = model.blocks[0]
     x = model.embedding(tokens)
     triangle = torch.ones(12, 12).tril() / torch.arange(1, 13)[:, None]
-    torch.testing.assert_close(average_weights(12, 12), triangle)
+    torch.testing.assert_close(average_weights(causal_mask(12, 12)), triangle)
 
-    def norm(x, gain):
-        return torch.nn.functional.rms_norm(x, (x.size(-1),), gain.weight, NORM_EPS)
+    def norm(x, module):
+        return F.rms_norm(x, (x.size(-1),), module.weight, NORM_EPS)
 
-    seen = layer.attention.value(norm(x, layer.attention_norm))
-    x = x + layer.attention.output(triangle @ seen)
+    values = layer.attention.value(norm(x, layer.attention_norm))
+    x = x + layer.attention.output(triangle @ values)
     logits = model.head(norm(x, model.norm))
     torch.testing.assert_close(model(tokens), logits, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("rung", RUNGS)
 @pytest.mark.parametrize("vocab_size", [1, 65, 3000])
-def test_a_fresh_model_loses_ln_v(rung, vocab_size):
+def test_the_initial_loss_is_ln_v(rung, vocab_size):
     model = build_model(
         ModelConfig(**{"n_layer": 1, "n_embd": 32, "block_size": 12} | rung), vocab_size
     )
@@ -201,8 +250,8 @@ def test_every_parameter_gets_a_gradient(rung):
 
 @given(
     n_layer=st.integers(1, 3),
-    heads=st.integers(1, 3),
-    half=st.integers(1, 4),
+    n_head=st.integers(1, 3),
+    half_head_size=st.integers(1, 4),
     n_mlp=st.none() | st.integers(1, 9),
     attention=st.sampled_from(["full", "average", "none"]),
     qk_norm=st.booleans(),
@@ -210,19 +259,22 @@ def test_every_parameter_gets_a_gradient(rung):
     vocab_size=st.integers(1, 40),
 )
 @settings(max_examples=60, deadline=None)
-def test_the_formula_counts_the_parameters(heads, half, vocab_size, **choice):
-    config = ModelConfig(n_head=heads, n_embd=2 * half * heads, block_size=4, **choice)
+def test_count_parameters_equals_the_built_models_count(
+    n_head, half_head_size, vocab_size, **choice
+):
+    n_embd = 2 * half_head_size * n_head
+    config = ModelConfig(n_head=n_head, n_embd=n_embd, block_size=4, **choice)
     expected = build_model(config, vocab_size).parameter_count()
     assert count_parameters(config, vocab_size) == expected
 
 
-def test_a_model_beyond_any_machine_is_refused_before_it_is_made():
+def test_a_model_with_too_many_parameters_is_rejected_before_allocation():
     config = ModelConfig(n_layer=256, n_embd=65536)
     with pytest.raises(ConfigError, match=r"parameters.*lower model\.n_layer"):
         build_model(config, 65)
 
 
-def test_only_the_given_number_of_characters_fits_the_block():
+def test_more_tokens_than_the_block_size_are_rejected():
     model = noisy_model()
     with pytest.raises(AssertionError):
         model(random_tokens(steps=13))
@@ -232,7 +284,7 @@ def test_only_the_given_number_of_characters_fits_the_block():
         model(random_tokens(steps=1), cache)
 
 
-def test_dropout_changes_training_and_not_evaluation():
+def test_dropout_applies_in_training_only():
     model, tokens = noisy_model(dropout=0.5), random_tokens()
     assert torch.equal(model(tokens), noisy_model()(tokens))
     model.train()
@@ -240,12 +292,12 @@ def test_dropout_changes_training_and_not_evaluation():
     assert not torch.allclose(model(tokens), model(tokens))
 
 
-def test_dropout_acts_on_the_embedding_and_on_both_branches_of_a_layer():
+def test_dropout_applies_to_the_embedding_and_both_branches_of_each_layer():
     model = noisy_model(dropout=0.5).train()
     shapes = []
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
-            module.register_forward_hook(lambda _, given, __: shapes.append(given[0].shape))
+            module.register_forward_hook(lambda _, args, __: shapes.append(args[0].shape))
     model(random_tokens())
     assert shapes == [(2, 12, 16)] * (1 + 2 * 2)
 
@@ -255,16 +307,16 @@ def test_mixed_precision_stays_near_float32_with_and_without_a_cache(rung):
     model, tokens = noisy_model(**rung), random_tokens()
     exact = model(tokens)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        rough = model(tokens)
+        logits = model(tokens)
         cache = model.new_cache(2)
         cached = torch.cat((model(tokens[:, :7], cache), model(tokens[:, 7:], cache)), dim=1)
-    assert rough.dtype == torch.bfloat16
+    assert logits.dtype == torch.bfloat16
     spread = exact.std().item()
-    assert (rough.float() - exact).abs().mean().item() < 0.05 * spread
+    assert (logits.float() - exact).abs().mean().item() < 0.05 * spread
     assert (cached.float() - exact).abs().mean().item() < 0.05 * spread
 
 
-def test_one_seed_gives_one_fresh_model():
+def test_the_seed_determines_the_initial_weights():
     def weights(seed):
         torch.manual_seed(seed)
         return build_model(ModelConfig(n_layer=1), 20).state_dict()
@@ -276,10 +328,10 @@ def test_one_seed_gives_one_fresh_model():
 
 
 def as_qwen3(model: GPT):
-    """Return the same model as another project builds it: our weights under its names."""
+    """Return the model as transformers' Qwen3ForCausalLM, with its tensors renamed."""
     transformers = pytest.importorskip("transformers")
     config = model.config
-    judge = transformers.Qwen3ForCausalLM(
+    reference = transformers.Qwen3ForCausalLM(
         transformers.Qwen3Config(
             vocab_size=model.vocab_size,
             hidden_size=config.n_embd,
@@ -321,8 +373,8 @@ def as_qwen3(model: GPT):
         for ours, theirs in names.items():
             weight = block.get_parameter(f"{ours}.weight")
             renamed[f"model.layers.{index}.{theirs}.weight"] = weight
-    judge.load_state_dict(renamed, strict=True)
-    return judge
+    reference.load_state_dict(renamed, strict=True)
+    return reference
 
 
 @pytest.mark.parametrize(
@@ -332,16 +384,16 @@ def as_qwen3(model: GPT):
         {"n_head": 4, "n_embd": 48, "n_mlp": 40, "rope_theta": 500.0, "n_layer": 3},
     ],
 )
-def test_another_implementation_gives_the_same_logits(sizes):
+def test_qwen3_of_transformers_gives_the_same_logits(sizes):
     model = noisy_model(block_size=32, **sizes)
-    judge = as_qwen3(model)
+    reference = as_qwen3(model)
     tokens = random_tokens(steps=32)
     with torch.no_grad():
-        ours, theirs = model(tokens), judge(tokens).logits
+        ours, theirs = model(tokens), reference(tokens).logits
         cache = model.new_cache(2)
         past, cached_ours, cached_theirs = None, [], []
         for part in tokens.split([20, 1, 1, 10], dim=1):
-            output = judge(part, past_key_values=past, use_cache=True)
+            output = reference(part, past_key_values=past, use_cache=True)
             past = output.past_key_values
             cached_theirs.append(output.logits)
             cached_ours.append(model(part, cache))
@@ -351,10 +403,10 @@ def test_another_implementation_gives_the_same_logits(sizes):
     torch.testing.assert_close(torch.cat(cached_ours, 1), theirs, atol=1e-5, rtol=0)
 
 
-def test_noise_reaches_every_parameter():
-    """The helper that the tests above rely on."""
+def test_fill_with_noise_changes_every_parameter():
+    """Other tests rely on this helper."""
     model = build_model(ModelConfig(n_layer=1), 20)
-    fresh = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    initial = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     fill_with_noise(model)
     for name, tensor in model.state_dict().items():
-        assert (tensor != fresh[name]).all(), name
+        assert (tensor != initial[name]).all(), name

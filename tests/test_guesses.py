@@ -13,6 +13,7 @@ from chargpt.inference.evaluation import evaluate_tokens, token_losses
 from chargpt.models import build_model
 from chargpt.models.bigram import BigramLM
 from chargpt.models.gpt import GPT
+from chargpt.models.kernels import rms_norm
 from chargpt.text.corpus import Corpus, load_corpus
 
 CONFIG = ModelConfig(n_layer=2, n_head=2, n_embd=16, block_size=24)
@@ -124,14 +125,12 @@ def test_the_weights_that_are_shown_are_those_that_the_model_uses(changes: dict)
     torch.testing.assert_close(weights.sum(-1), torch.ones(2, 2, 9))
     assert weights.triu(1).abs().max() == 0
     # by hand: what the heads hand on with these weights gives the model's own logits
-    from chargpt.models.kernels import unit_rms
-
     block = model.blocks[0]
     x = model.embedding(tokens)
-    values = unit_rms(x) * block.attention_norm.weight @ block.attention.value.weight.T
+    values = rms_norm(x) * block.attention_norm.weight @ block.attention.value.weight.T
     mixed = weights @ values.view(2, 9, 2, 8).transpose(1, 2)  # (B, H, T, D)
     x = x + mixed.transpose(1, 2).flatten(2) @ block.attention.output.weight.T
-    logits = unit_rms(x) * model.norm.weight @ model.head.weight.T
+    logits = rms_norm(x) * model.norm.weight @ model.head.weight.T
     torch.testing.assert_close(logits, model(tokens), rtol=1e-4, atol=1e-4)
 
 

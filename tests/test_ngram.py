@@ -1,4 +1,4 @@
-"""The counted n-gram: against the formula written with dictionaries, and against itself."""
+"""The n-gram baseline: against the formula with dictionaries, and its fast paths."""
 
 import math
 from collections import Counter
@@ -31,10 +31,10 @@ def ids(text: str) -> npt.NDArray[np.int64]:
     return CharTokenizer.fit(VERSE).encode(text).astype(np.int64)
 
 
-def by_dictionaries(
+def reference_prob(
     text: list[int], vocab_size: int, order: int
 ) -> Callable[[tuple[int, ...], int], float]:
-    """Return the formula, with one dictionary an order: the share of a character after others."""
+    """Return p(token | past) by the interpolated Kneser-Ney formula, one dictionary an order."""
     order = min(order, len(text))
     seen = [
         Counter(tuple(text[i : i + k]) for i in range(len(text) - k + 1)) for k in range(order + 1)
@@ -52,26 +52,26 @@ def by_dictionaries(
         for gram, count in each.items():
             followers[-1].setdefault(gram[:-1], []).append(count)
 
-    def share(past: tuple[int, ...], char: int) -> float:
+    def prob(past: tuple[int, ...], token: int) -> float:
         k = min(len(past), order - 1)
         past = past[len(past) - k :]
-        shorter = share(past[1:], char) if past else 1 / vocab_size
+        lower = prob(past[1:], token) if past else 1 / vocab_size
         known = followers[k].get(past)
         if known is None:
-            return shorter
-        own = max(counts[k].get((*past, char), 0) - discounts[k], 0)
-        return (own + discounts[k] * len(known) * shorter) / sum(known)
+            return lower
+        discounted = max(counts[k].get((*past, token), 0) - discounts[k], 0)
+        return (discounted + discounts[k] * len(known) * lower) / sum(known)
 
-    return share
+    return prob
 
 
-def test_a_share_worked_out_by_hand() -> None:
-    # "aabab": a was seen after a and b, b after a alone; after a: a once, b twice
+def test_the_probabilities_of_a_text_of_five_characters() -> None:
+    # "aabab": continuation counts of a and b are 2 and 1; after a there is a once and b twice
     model = NGramLM.fit(np.array([0, 0, 1, 0, 1]), 2, block_size=8, order=2)
     unigram = (2 - 1 / 3) / 3 + 2 * (1 / 3) / 3 * (1 / 2)
     bigram = (1 - 1 / 2) / 3 + 2 * (1 / 2) / 3 * unigram
-    shares = model(torch.tensor([[0]])).exp()
-    torch.testing.assert_close(shares[0, 0], torch.tensor([bigram, 1 - bigram]))
+    probs = model(torch.tensor([[0]])).exp()
+    torch.testing.assert_close(probs[0, 0], torch.tensor([bigram, 1 - bigram]))
 
 
 @given(
@@ -79,34 +79,34 @@ def test_a_share_worked_out_by_hand() -> None:
     other=st.lists(st.integers(0, 4), min_size=2, max_size=8),
     order=st.integers(1, 8),
 )
-def test_the_model_is_the_formula(text: list[int], other: list[int], order: int) -> None:
+def test_probabilities_equal_the_formula(text: list[int], other: list[int], order: int) -> None:
     model = NGramLM.fit(np.array(text), 5, block_size=8, order=order)
-    share = by_dictionaries(text, 5, order)
-    shares = model(torch.tensor([other[:-1]])).double().exp()[0]
-    for place in range(1, len(other)):
-        expected = share(tuple(other[:place]), other[place])
-        assert float(shares[place - 1, other[place]]) == pytest.approx(expected, rel=1e-5)
+    prob = reference_prob(text, 5, order)
+    probs = model(torch.tensor([other[:-1]])).double().exp()[0]
+    for position in range(1, len(other)):
+        expected = prob(tuple(other[:position]), other[position])
+        assert float(probs[position - 1, other[position]]) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("order", [1, 2, 3, 6, 8])
-def test_on_real_text_it_is_what_an_independent_count_gives(order: int, verse: Path) -> None:
+def test_losses_on_real_text_equal_the_formula(order: int, verse: Path) -> None:
     text = verse.read_text(encoding="utf-8")[:6000]
     index = {c: i for i, c in enumerate(sorted(set(text)))}
     ids = [index[c] for c in text]
     train, scored = ids[:5000], ids[5000:]
     model = NGramLM.fit(np.array(train), len(index), 1, order)
-    share = by_dictionaries(train, len(index), order)
-    nats = [-math.log(share(tuple(scored[max(0, i - 7) : i]), scored[i])) for i in range(1, 1000)]
+    prob = reference_prob(train, len(index), order)
+    nats = [-math.log(prob(tuple(scored[max(0, i - 7) : i]), scored[i])) for i in range(1, 1000)]
     assert model.losses(np.array(scored)[None]).mean() == pytest.approx(np.mean(nats), abs=1e-5)
 
 
-@pytest.mark.parametrize("largest", [3, 2**62])  # the second leaves no room for places
+@pytest.mark.parametrize("largest", [3, 2**62])  # the second leaves no bits for the index
 @given(data=st.data())
-def test_grams_are_numbered_as_numpy_numbers_distinct_values(largest: int, data) -> None:
+def test_unique_equals_numpy_unique(largest: int, data) -> None:
     values = np.array(data.draw(st.lists(st.integers(0, largest), min_size=1, max_size=50)))
     values[-1] = largest
     expected = np.unique(values, return_inverse=True, return_counts=True)
-    for ours, theirs in zip(ngram._numbered(values), expected, strict=True):
+    for ours, theirs in zip(ngram._unique(values), expected, strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
 
@@ -114,7 +114,7 @@ def test_grams_are_numbered_as_numpy_numbers_distinct_values(largest: int, data)
     text=st.lists(st.integers(0, 5), min_size=1, max_size=60),
     rows=st.lists(st.lists(st.integers(0, 6), min_size=9, max_size=9), min_size=1, max_size=4),
 )
-def test_losses_are_what_the_logits_say(text: list[int], rows: list[list[int]]) -> None:
+def test_losses_equal_those_of_the_logits(text: list[int], rows: list[list[int]]) -> None:
     model = NGramLM.fit(np.array(text, dtype=np.uint8), 7, block_size=8)
     tokens = torch.tensor(rows)
     logits = model(tokens[:, :-1])
@@ -125,29 +125,29 @@ def test_losses_are_what_the_logits_say(text: list[int], rows: list[list[int]]) 
 
 
 @pytest.mark.parametrize("order", [1, 2, 5])
-def test_a_table_of_all_contexts_says_what_mixing_says(
+def test_probabilities_from_the_table_equal_interpolated_ones(
     order: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens = torch.from_numpy(np.stack([ids(VERSE)[:60], ids(VERSE)[60:120][::-1].copy()]))
-    tabulated = NGramLM.fit(ids(VERSE), 40, block_size=64, order=order)
-    tabulated.tabulate()
-    monkeypatch.setattr(ngram, "MOST_TABULATED", 0)
-    mixed = NGramLM.fit(ids(VERSE), 40, block_size=64, order=order)
-    mixed.tabulate()
-    assert tabulated.table is not None
-    assert mixed.table is None
-    torch.testing.assert_close(tabulated.shares(tokens), mixed.shares(tokens))
+    with_table = NGramLM.fit(ids(VERSE), 40, block_size=64, order=order)
+    with_table.build_table()
+    monkeypatch.setattr(ngram, "MAX_TABLE_ENTRIES", 0)
+    without_table = NGramLM.fit(ids(VERSE), 40, block_size=64, order=order)
+    without_table.build_table()
+    assert with_table.table is not None
+    assert without_table.table is None
+    torch.testing.assert_close(with_table.probs(tokens), without_table.probs(tokens))
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 8))
-def test_shares_are_above_zero_and_sum_to_one(text: list[int], order: int) -> None:
-    shares = NGramLM.fit(np.array(text), 5, 8, order).shares(torch.tensor([[*text[:6], 4, 0]]))
-    assert shares.min() > 0
-    torch.testing.assert_close(shares.sum(-1), torch.ones(shares.shape[:2]))
+def test_probabilities_are_positive_and_sum_to_one(text: list[int], order: int) -> None:
+    probs = NGramLM.fit(np.array(text), 5, 8, order).probs(torch.tensor([[*text[:6], 4, 0]]))
+    assert probs.min() > 0
+    torch.testing.assert_close(probs.sum(-1), torch.ones(probs.shape[:2]))
 
 
 @pytest.mark.parametrize("order", [1, 2, 5])
-def test_a_cache_changes_nothing(order: int) -> None:
+def test_cached_logits_equal_uncached_ones(order: int) -> None:
     tokens = torch.from_numpy(ids(VERSE)[None, :24])
     model = NGramLM.fit(ids(VERSE), 40, block_size=24, order=order)
     whole = model(tokens)
@@ -162,11 +162,11 @@ def test_a_vocabulary_of_all_unicode_does_not_overflow() -> None:
     generator = np.random.default_rng(0)
     text = generator.integers(0, vocab_size, 3000).astype(np.uint32)
     model = NGramLM.fit(np.tile(text, 2), vocab_size, block_size=8)
-    # every gram was seen twice and went on one way, but the one over the seam
+    # every n-gram occurs twice with one continuation, except across the boundary of the copies
     assert model.losses(text[None, :2000]).max() < np.log(2)
 
 
-def test_longer_grams_predict_a_text_of_the_same_kind_better(verse) -> None:
+def test_higher_orders_have_a_lower_validation_loss(verse) -> None:
     tokenizer = CharTokenizer.fit(verse.read_text(encoding="utf-8"))
     tokens = tokenizer.encode(verse.read_text(encoding="utf-8"))
     train, val = tokens[:-3000], tokens[-3000:]
@@ -178,7 +178,7 @@ def test_longer_grams_predict_a_text_of_the_same_kind_better(verse) -> None:
     assert losses[2] < losses[0] - 0.5
 
 
-def test_it_writes_text_as_any_model_does() -> None:
+def test_it_generates_text_as_any_model_does() -> None:
     tokenizer = CharTokenizer.fit(VERSE)
     model = NGramLM.fit(tokenizer.encode(VERSE), tokenizer.vocab_size, block_size=16)
     options = SampleConfig(length=60, temperature=0.0, seed=1)

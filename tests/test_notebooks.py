@@ -1,4 +1,4 @@
-"""Numbers printed by two well-known teaching notebooks, through this project's own modules."""
+"""Numbers printed by two well-known teaching notebooks, reproduced with the package's modules."""
 
 import math
 
@@ -7,14 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from chargpt.models.attention import (
-    attention_scores,
-    average_by_loop,
-    average_by_matrix,
-    average_by_softmax,
-    explicit_attention,
-    fused_attention,
-)
+from chargpt.analysis.averages import average_by_loop, average_by_matrix, average_by_softmax
+from chargpt.models.attention import attention_scores, explicit_attention, fused_attention
 from chargpt.models.bigram import BigramLM
 from chargpt.text.tokenizer import CharTokenizer
 
@@ -30,7 +24,7 @@ SIX_INPUTS = torch.tensor(
 )
 
 
-def six_words():
+def six_token_heads():
     torch.manual_seed(123)
     return [SIX_INPUTS @ torch.rand(3, 2) for _ in ("query", "key", "value")]
 
@@ -40,10 +34,10 @@ def assert_printed(actual, printed):
     torch.testing.assert_close(actual, torch.tensor(printed), atol=6e-5, rtol=0)
 
 
-def test_unmasked_attention_over_six_words_gives_the_printed_context_vectors():
-    mixed, weights = explicit_attention(*six_words(), causal=False)
+def test_unmasked_attention_over_six_tokens_gives_the_printed_context_vectors():
+    output, weights = explicit_attention(*six_token_heads(), causal=False)
     assert_printed(
-        mixed,
+        output,
         [
             [0.2996, 0.8053],
             [0.3061, 0.8210],
@@ -56,33 +50,33 @@ def test_unmasked_attention_over_six_words_gives_the_printed_context_vectors():
     assert_printed(weights[0], [0.1551, 0.2104, 0.2059, 0.1413, 0.1074, 0.1799])
 
 
-def test_fused_attention_over_six_words_gives_the_printed_context_vectors():
-    q, k, v = (x[None, None] for x in six_words())
-    mixed = fused_attention(q, k, v, causal=False)[0, 0]
-    assert_printed(mixed[0], [0.2996, 0.8053])
-    assert_printed(mixed[5], [0.2990, 0.8040])
+def test_fused_attention_over_six_tokens_gives_the_printed_context_vectors():
+    q, k, v = (x[None, None] for x in six_token_heads())
+    output = fused_attention(q, k, v, causal=False)[0, 0]
+    assert_printed(output[0], [0.2996, 0.8053])
+    assert_printed(output[5], [0.2990, 0.8040])
 
 
 @pytest.mark.parametrize("average", [average_by_loop, average_by_matrix, average_by_softmax])
-def test_each_way_of_averaging_the_past_gives_the_printed_rows(average):
+def test_each_average_of_the_past_gives_the_printed_rows(average):
     torch.manual_seed(42)
     x = torch.rand(4, 8, 2)
-    mixed = average(x)
-    assert mixed.shape == x.shape
-    assert_printed(mixed[0, :3], [[0.8823, 0.9150], [0.6326, 0.9372], [0.5519, 0.8251]])
-    torch.testing.assert_close(mixed, average_by_loop(x))
+    output = average(x)
+    assert output.shape == x.shape
+    assert_printed(output[0, :3], [[0.8823, 0.9150], [0.6326, 0.9372], [0.5519, 0.8251]])
+    torch.testing.assert_close(output, average_by_loop(x))
 
 
 @pytest.mark.parametrize(
-    ("sharpness", "printed"),
+    ("factor", "printed"),
     [
         (1.0, [0.1925, 0.1426, 0.2351, 0.1426, 0.2872]),
         (8.0, [0.0326, 0.0030, 0.1615, 0.0030, 0.8000]),
     ],
 )
-def test_larger_scores_turn_the_weights_towards_a_hard_choice(sharpness, printed):
+def test_larger_scores_saturate_the_softmax(factor, printed):
     keys = torch.tensor([[0.1], [-0.2], [0.3], [-0.2], [0.5]])
-    query = torch.tensor([[sharpness]])
+    query = torch.tensor([[factor]])
     _, weights = explicit_attention(query, keys, keys, causal=False, scaled=False)
     assert_printed(weights[0], printed)
 
@@ -93,7 +87,7 @@ def test_larger_scores_turn_the_weights_towards_a_hard_choice(sharpness, printed
 )
 def test_scaling_brings_the_variance_of_the_scores_back_to_one(seed, printed):
     torch.manual_seed(seed)
-    torch.randn(4, 8, 32)  # the notebooks draw an input and three layers before k and q
+    torch.randn(4, 8, 32)  # the notebooks sample an input and three layers before k and q
     for _ in ("key", "query", "value"):
         nn.Linear(32, 16, bias=False)
     k, q = torch.randn(4, 8, 16), torch.randn(4, 8, 16)
@@ -113,7 +107,7 @@ def test_a_unit_normal_bigram_starts_half_a_nat_above_uniform():
     assert sum(losses) / len(losses) == pytest.approx(math.log(87) + 0.5, abs=0.04)
 
 
-def test_our_bigram_starts_at_uniform():
+def test_the_bigram_starts_uniform():
     tokens = torch.arange(87)[None]
     loss = F.cross_entropy(BigramLM(87, block_size=87)(tokens)[0], tokens[0])
     assert loss.item() == pytest.approx(math.log(87), abs=1e-5)

@@ -151,13 +151,13 @@ def test_what_is_read_in_pieces_and_looked_at_is_the_same(
 def test_counts_say_the_same(corpus: Corpus, gpu: torch.device) -> None:
     tokens = torch.from_numpy(corpus.split("val")[:200].astype("int64"))[None]
     model = NGramLM.fit(corpus.split("train"), corpus.tokenizer.vocab_size, 256)
-    on_cpu = model.shares(tokens)
+    on_cpu = model.probs(tokens)
     model.to(gpu)
-    assert torch.equal(model.shares(tokens.to(gpu)).cpu(), on_cpu)
-    model.tabulate()
+    assert torch.equal(model.probs(tokens.to(gpu)).cpu(), on_cpu)
+    model.build_table()
     assert model.table is not None
     waits.clear()
-    shares = model.shares(tokens.to(gpu))
+    shares = model.probs(tokens.to(gpu))
     assert not waits
     assert torch.equal(shares.cpu(), on_cpu)
 

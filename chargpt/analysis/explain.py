@@ -16,20 +16,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from chargpt.analysis.averages import average_by_loop, average_by_matrix, average_by_softmax
 from chargpt.analysis.heads import LINE, attention_on_line, head_words, typical_line
 from chargpt.analysis.plots import visible
 from chargpt.config import Config, ModelConfig
 from chargpt.errors import ConfigError, TextError
-from chargpt.models.attention import (
-    attention_scores,
-    average_by_loop,
-    average_by_matrix,
-    average_by_softmax,
-    causal_mask,
-    explicit_attention,
-)
-from chargpt.models.gpt import GPT, Block
-from chargpt.models.kernels import unit_rms
+from chargpt.models.attention import attention_scores, causal_mask, explicit_attention
+from chargpt.models.gpt import GPT, Attention, Block
 from chargpt.store.run import Run
 from chargpt.text.corpus import Corpus, Split
 
@@ -362,17 +355,14 @@ SECTIONS: dict[str, Callable[[Subject], Section]] = {
 
 @torch.no_grad()
 def project(subject: Subject, *, whole: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values of layer 1, head 1, (T, D) each, of the shown characters."""
+    """Return queries, keys and values of layer 1, head 1, (T, D) each."""
     model, tokens = subject.model, subject.tokens if whole else subject.tokens[:, :SHOWN]
-    steps = tokens.size(1)
     block = model.blocks[0]
     assert isinstance(block, Block)
-    assert block.attention is not None
-    x = unit_rms(model.embedding(tokens))  # (1, T, C)
-    parts = block.attention.project(
-        x, block.attention_norm.weight, model.cos[:steps], model.sin[:steps]
-    )
-    q, k, v = (part[0, 0].float().cpu() for part in parts)
+    assert isinstance(block.attention, Attention)
+    x, context = model.embedding(tokens), model.context(tokens.size(1))  # (1, T, C)
+    heads = block.attention.project(x, block.attention_norm, context)  # (1, H, T, D) each
+    q, k, v = (part[0, 0].float().cpu() for part in heads)  # (T, D) each
     return q, k, v
 
 

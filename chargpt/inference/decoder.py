@@ -179,7 +179,7 @@ class ModelDecoder:
     def step(self, ids: Ids) -> Array:
         """Take in a character of each stream, (N,); return the next ones' logits, (N, V)."""
         if self.cache.length == self.model.block_size:
-            self.model.forget(self.cache)
+            self.model.evict_oldest_half(self.cache)
         tokens = torch.from_numpy(ids[:, None]).to(self.model.device)
         return _array(self.model(tokens, self.cache)[:, -1])
 

@@ -1,4 +1,4 @@
-"""Token ids in, logits out. `build_model` is the one way from a config to a model."""
+"""Token ids in, logits out. `build_model` makes every model from its config."""
 
 from chargpt.config import ModelConfig
 from chargpt.errors import ConfigError
@@ -19,7 +19,7 @@ MAX_PARAMETERS = 20_000_000_000
 
 
 def count_parameters(config: ModelConfig, vocab_size: int) -> int:
-    """Return how many numbers `build_model` would train, without allocating any."""
+    """Return the number of parameters that `build_model` would allocate."""
     if config.kind == "bigram":
         return vocab_size**2
     width = config.n_embd
@@ -35,22 +35,22 @@ def count_parameters(config: ModelConfig, vocab_size: int) -> int:
 
 
 def rotary_bytes(config: ModelConfig) -> int:
-    """Return how much memory the making of a model's rotary tables takes."""
+    """Return the peak memory of computing a model's rotary tables, in bytes."""
     return 28 * config.block_size * (config.n_embd // config.n_head) * (config.kind == "gpt")
 
 
 def build_model(config: ModelConfig, vocab_size: int) -> LanguageModel:
-    """Return a fresh model for `vocab_size` characters, on the CPU, in float32.
+    """Return an untrained model for `vocab_size` tokens, on the CPU, in float32.
 
     Raises:
-        ConfigError: the sizes asked for are beyond any one machine.
+        ConfigError: the model has more than MAX_PARAMETERS parameters.
     """
     if config.kind == "bigram":
         return BigramLM(vocab_size, config.block_size)
-    parameters = count_parameters(config, vocab_size)
-    if parameters > MAX_PARAMETERS:
+    n_parameters = count_parameters(config, vocab_size)
+    if n_parameters > MAX_PARAMETERS:
         raise ConfigError(
-            f"this model would have {parameters:,} parameters, and {MAX_PARAMETERS:,} are the "
-            "most that are supported; lower model.n_layer, model.n_embd or model.n_mlp"
+            f"the model would have {n_parameters:,} parameters, more than the maximum of "
+            f"{MAX_PARAMETERS:,}; lower model.n_layer, model.n_embd or model.n_mlp"
         )
     return GPT(config, vocab_size)

@@ -1,6 +1,6 @@
-"""The one interface of every model: token ids in, logits out.
+"""The interface of every model: token ids in, logits out.
 
-Shapes in this file: B = batch, T = characters given, V = vocabulary.
+Shapes in this file: B = batch, T = tokens, V = vocabulary size.
 """
 
 from abc import ABC, abstractmethod
@@ -13,11 +13,11 @@ from chargpt.models.cache import KVCache
 
 
 class LanguageModel(nn.Module, ABC):
-    """Predicts the next character at every position.
+    """Model of the next token at every position.
 
     Attributes:
-        vocab_size: V, the number of tokens.
-        block_size: the most characters that one call may look at.
+        vocab_size: V.
+        block_size: maximum context length in tokens.
     """
 
     def __init__(self, vocab_size: int, block_size: int) -> None:
@@ -29,22 +29,22 @@ class LanguageModel(nn.Module, ABC):
     def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
         """Return logits (B, T, V) for int64 `tokens` (B, T).
 
-        With a cache, `tokens` continue what the cache holds, and the cache takes them in.
+        With a cache, `tokens` continue the cached ones and are appended to it.
         """
 
     @abstractmethod
     def new_cache(self, batch_size: int) -> KVCache:
-        """Return an empty cache for `batch_size` texts of up to `block_size` characters."""
+        """Return an empty cache for `batch_size` sequences of up to `block_size` tokens."""
 
-    def forget(self, cache: KVCache) -> None:
-        """Drop the older half of a full cache; the rest of it stays as it was worked out."""
-        cache.drop(self.block_size - self.block_size // 2)
+    def evict_oldest_half(self, cache: KVCache) -> None:
+        """Remove the older half of a full cache; the rest is not recomputed."""
+        cache.evict(self.block_size - self.block_size // 2)
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """Device of the weights."""
         return next(chain(self.parameters(), self.buffers())).device
 
     def parameter_count(self) -> int:
-        """Return the number of trained numbers."""
+        """Return the number of trainable parameters."""
         return sum(p.numel() for p in self.parameters())

@@ -1,50 +1,104 @@
-"""Key/value cache: what attention has already worked out about the characters before.
+"""Key/value caches for incremental decoding.
 
-Shapes in this file: B = batch, H = heads, T = new characters, S = characters held, D = head size.
+Shapes in this file: L = layers, B = batch, H = heads, T = new tokens, S = stored tokens including
+the new ones, K = capacity, D = head size.
 """
 
 import torch
 from torch import Tensor
 
+Shape = tuple[int, int, int, int, int]  # L, B, H, K, D
+
 
 class KVCache:
-    """Keys and values of every layer, in storage of a fixed size that is written in place."""
+    """Keys and values of every layer, (L, B, H, K, D) each, written in place.
 
-    def __init__(
-        self,
-        *,
-        layers: int,
-        batch_size: int,
-        heads: int,
-        capacity: int,
-        head_size: int,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        shape = (layers, batch_size, heads, capacity, head_size)
-        self.keys = torch.zeros(shape, device=device, dtype=dtype)
-        self.values = torch.zeros(shape, device=device, dtype=dtype)
-        self.capacity = capacity
+    Attributes:
+        length: number of stored tokens, at most `capacity`.
+    """
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
+        """Allocate an empty cache of shape (L, B, H, K, D)."""
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.capacity = shape[3]
         self.length = 0
 
-    def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store (B, H, T, D) after what is held; return all keys and values, (B, H, S, D).
+    def positions(self, n_tokens: int) -> slice | Tensor:
+        """Return the index of the next `n_tokens` positions."""
+        return slice(self.length, self.length + n_tokens)
 
-        `length` moves only with `advance`, once every layer has stored its share.
+    def mask(self) -> Tensor | None:
+        """Return which of the keys that `append` returns are visible, (T, S); None for causal."""
+        return None
+
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store keys and values (B, H, T, D); return all stored ones of the layer, (B, H, S, D).
+
+        `length` changes only with `advance`, after every layer has stored its part.
         """
         end = self.length + keys.size(2)
-        assert end <= self.capacity, f"cache of {self.capacity} cannot hold {end} characters"
+        assert end <= self.capacity, f"{end} tokens exceed the cache's capacity {self.capacity}"
         self.keys[layer, :, :, self.length : end] = keys
         self.values[layer, :, :, self.length : end] = values
         return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
 
-    def advance(self, count: int) -> None:
-        """Count `count` more characters as held."""
-        self.length += count
+    def advance(self, n_tokens: int) -> None:
+        """Add `n_tokens` to the length, at the end of a forward pass."""
+        self.set_length(self.length + n_tokens)
 
-    def drop(self, count: int) -> None:
-        """Drop the oldest `count` characters of a full cache, at least half of it."""
-        assert self.length == self.capacity <= 2 * count
-        self.length = self.capacity - count
-        for held in (self.keys, self.values):
-            held[:, :, :, : self.length] = held[:, :, :, count:]
+    def set_length(self, length: int) -> None:
+        """Set the number of stored tokens."""
+        self.length = length
+
+    def copy_from(self, other: "KVCache") -> None:
+        """Copy the tokens of another cache of the same capacity, whose batch may be 1."""
+        self.keys.copy_(other.keys)
+        self.values.copy_(other.values)
+        self.set_length(other.length)
+
+    def evict(self, n_tokens: int) -> None:
+        """Remove the oldest `n_tokens`, at least half, of a full cache."""
+        assert self.length == self.capacity <= 2 * n_tokens
+        self.set_length(self.capacity - n_tokens)
+        for stored in (self.keys, self.values):
+            stored[:, :, :, : self.length] = stored[:, :, :, n_tokens:]
+
+
+class StaticKVCache(KVCache):
+    """KV cache whose decode step can be captured as a CUDA graph.
+
+    A graph replays the same operations on the same memory. So the position of the next token is a
+    tensor on the device, and attention reads all K keys under a mask. `forward` does not advance
+    this cache: the caller does, outside of the graph, with `set_length(length + 1)`.
+
+    Attributes:
+        position: int64 (1,), equal to `length`.
+    """
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(shape, dtype, device)
+        self.position = torch.zeros(1, dtype=torch.int64, device=device)
+        self.columns = torch.arange(self.capacity, device=device)  # (K,)
+
+    def positions(self, n_tokens: int) -> Tensor:
+        assert n_tokens == 1, "a static cache takes one token a step"
+        return self.position
+
+    def mask(self) -> Tensor:
+        return (self.columns <= self.position)[None]  # (1, K)
+
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store keys and values (B, H, 1, D) at `position`; return the layer's buffers, S = K."""
+        buffers = self.keys[layer], self.values[layer]  # (B, H, K, D) each
+        for buffer, new in zip(buffers, (keys, values), strict=True):
+            buffer.index_copy_(2, self.position, new.to(buffer.dtype))
+        return buffers
+
+    def advance(self, n_tokens: int) -> None:
+        """Do nothing: a captured step must not change the position."""
+
+    def set_length(self, length: int) -> None:
+        """Set the number of stored tokens, without a host-device sync."""
+        self.length = length
+        self.position.fill_(length)

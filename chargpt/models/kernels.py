@@ -1,30 +1,76 @@
-"""The transformer's small operations, each twice: as the formula, and as the CPU likes it.
+"""Fused kernels of the transformer, each with its plain form.
 
-On a CPU these cost as much as the matrix products between them: torch works them out, and above all
-their derivatives, in many passes over memory. The second forms have derivatives written by hand and
-make the fewest passes. Tests hold both forms equal, values and gradients. Elsewhere, and under the
-compiler, the plain forms are the fast ones.
-Shapes in this file: B = batch, T = characters, C = n_embd, H = n_head, D = C / H, F = MLP width.
+On a CPU the operations between the matrix products take as long as the products: autograd makes
+many passes over memory, most of them in the backward pass. The custom autograd functions here make
+the fewest. Other devices and `torch.compile` run the plain forms. Tests compare both forms, values
+and gradients.
+
+Shapes in this file: B = batch, T = tokens, C = n_embd, H = n_head, D = C / H, F = MLP width.
 """
 
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 
 from chargpt.config import NORM_EPS
 from chargpt.device import onednn_is_faster
 
 
-def by_hand(x: Tensor) -> bool:
-    """Return whether the forms with derivatives by hand are the faster ones for x."""
+def uses_custom_autograd(x: Tensor) -> bool:
+    """Return whether the custom autograd functions process x, rather than the plain forms."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
+def rms_norm(x: Tensor) -> Tensor:
+    """Return x / sqrt(mean(x^2) + eps) over the last dimension, without a weight."""
+    if uses_custom_autograd(x):
+        return cast("Tensor", _RMSNorm.apply(x))  # type: ignore[no-untyped-call]
+    return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
+
+
+class RMSNorm(nn.Module):
+    """weight * x / sqrt(mean(x^2) + eps) (Zhang and Sennrich 2019, eq. 4)."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x) * self.weight.to(x.dtype)
+
+
+def _inverse_rms(x: Tensor) -> Tensor:
+    """Return 1 / sqrt(mean(x^2) + eps) over the last dimension, (..., 1), computed in float32."""
+    precise = torch.promote_types(x.dtype, torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=precise)
+    return norm.square_().div_(x.size(-1)).add_(NORM_EPS).rsqrt_().to(x.dtype)
+
+
+class _RMSNorm(Function):
+    """u = x / rms(x), with dx = (du - u mean(du * u)) / rms(x).
+
+    From du_i/dx_j = (delta_ij - u_i u_j / C) / rms(x).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        inverse = _inverse_rms(x)
+        unit = x * inverse
+        ctx.save_for_backward(unit, inverse)
+        return unit
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        unit, inverse = ctx.saved_tensors
+        minus_mean = (grad * unit).sum(dim=-1, keepdim=True).div_(-unit.size(-1))
+        return torch.addcmul(grad, unit, minus_mean).mul_(inverse)
+
+
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x weight^T: (..., C) and (outputs, C) to (..., outputs)."""
+    """Return x weight^T, (..., outputs), of x (..., C) and weight (outputs, C)."""
     if (
         x.dtype == weight.dtype == torch.float32
         and x.device.type == "cpu"
@@ -37,157 +83,178 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight)
 
 
-def unit_rms(x: Tensor) -> Tensor:
-    """Return x / sqrt(mean(x^2) + eps) over the last dimension (Zhang and Sennrich 2019, eq. 4).
+def norm_linear(x: Tensor, norm: RMSNorm, *linears: nn.Linear) -> Tensor:
+    """Return the outputs of all `linears` on norm(x), concatenated: (..., C) -> (..., outputs).
 
-    Gains are left to the caller, who multiplies them into the matrix that comes next.
+    With u = x / rms(x) and the norm's weight g, W norm(x) = W (g * u) = (W * g) u. So g is folded
+    into the concatenated weights, (outputs, C): one product, and one pass less over activations.
     """
-    if by_hand(x):
-        return cast("Tensor", _UnitRMS.apply(x))  # type: ignore[no-untyped-call]
-    return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
+    weights = [layer.weight for layer in linears]
+    joined = torch.cat(weights) if len(weights) > 1 else weights[0]  # (outputs, C)
+    return linear(rms_norm(x), joined * norm.weight)
 
 
-def _inverse_rms(x: Tensor) -> Tensor:
-    """Return 1 / sqrt(mean(x^2) + eps) over the last dimension, which stays as 1."""
-    precise = torch.promote_types(x.dtype, torch.float32)
-    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=precise)
-    return norm.square_().div_(x.size(-1)).add_(NORM_EPS).rsqrt_().to(x.dtype)
+def norm_linear_plain(x: Tensor, norm: RMSNorm, *linears: nn.Linear) -> Tensor:
+    """Compute `norm_linear` without folding the norm's weight."""
+    normed = norm(x)
+    return torch.cat([layer(normed) for layer in linears], dim=-1)
 
 
-class _UnitRMS(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        inverse = _inverse_rms(x)
-        unit = x * inverse
-        ctx.save_for_backward(unit, inverse)
-        return unit
+def rotary_tables(n_positions: int, head_size: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Return cos and sin of position * theta^(-2i/D), (n_positions, D) each.
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        # d/dx = (g - u mean(g u)) / rms
-        unit, inverse = ctx.saved_tensors
-        shared = (gradient * unit).sum(dim=-1, keepdim=True).div_(-unit.size(-1))
-        return torch.addcmul(gradient, unit, shared).mul_(inverse)
+    The D/2 angles are repeated for the second half of D, as `rotate_half` pairs i with i + D/2.
+    """
+    frequencies = theta ** -(torch.arange(0, head_size, 2, dtype=torch.float64) / head_size)
+    angles = torch.outer(torch.arange(n_positions, dtype=torch.float64), frequencies)
+    angles = torch.cat((angles, angles), dim=-1)  # (n_positions, D)
+    return angles.cos().float(), angles.sin().float()
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (i, i + D/2) of x (..., T, D) by its position's angle; cos, sin (T, D)."""
+def rotate_half(x: Tensor) -> Tensor:
+    """Return (-second, first) of x = (first, second), halves of the last dimension."""
     first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.cat((-second, first), dim=-1)
 
 
-def heads(
-    qkv: Tensor, gains: Tensor | None, cos: Tensor, sin: Tensor, n_head: int
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return x (..., T, D) rotated by its position's angles (Su et al. 2021, eq. 34)."""
+    half_rotated = rotate_half(x)
+    return x * cos + half_rotated * sin
+
+
+def split_heads_qk_norm_rope(
+    qkv: Tensor, norms: tuple[RMSNorm, RMSNorm] | None, cos: Tensor, sin: Tensor, n_head: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k, v, each (B, H, T, D), of their joint projection (B, T, 3C).
+    """Split a joint projection into heads, then normalise and rotate queries and keys.
 
-    q and k are brought to unit RMS over D and multiplied by their `gains`, (2, D), if there are
-    any, then rotated (Su et al. 2021, eq. 34, in the half-split layout).
+    Args:
+        qkv: (B, T, 3C).
+        norms: of queries and keys over D (Dehghani et al. 2023); None for no QK-norm.
+        cos: of the rotary angles, (T, D).
+        sin: the same, (T, D).
+        n_head: H.
+
+    Returns:
+        Queries, keys and values, (B, H, T, D) each.
     """
     by_head = qkv.view(*qkv.shape[:2], 3, n_head, -1)  # (B, T, 3, H, D)
-    if gains is not None and by_hand(qkv):
-        return _Heads.apply(by_head, gains, cos, sin).unbind()  # type: ignore[no-any-return,no-untyped-call]
+    if norms is not None and uses_custom_autograd(qkv):
+        weights = torch.stack((norms[0].weight, norms[1].weight))  # (2, D)
+        return _QKNormRope.apply(by_head, weights, cos, sin).unbind()  # type: ignore[no-any-return,no-untyped-call]
     q, k, v = by_head.permute(2, 0, 3, 1, 4)  # (B, H, T, D) each
-    if gains is not None:
-        q, k = unit_rms(q) * gains[0].to(q.dtype), unit_rms(k) * gains[1].to(k.dtype)
-    return rotate(q, cos, sin), rotate(k, cos, sin), v
+    if norms is not None:
+        q, k = norms[0](q), norms[1](k)
+    return apply_rotary(q, cos, sin), apply_rotary(k, cos, sin), v
 
 
-class _Heads(Function):
-    """(B, T, 3, H, D) to (3, B, H, T, D)."""
+class _QKNormRope(Function):
+    """y = R (g * u) for queries and keys, u = x / rms(x), R the rotation; values are copied.
+
+    R is orthogonal, so with dw = R^T dy the gradients are dg = sum of dw * u over B, H and T, and
+    dx = (g * dw - u mean(g * dw * u)) / rms(x), as in `_RMSNorm`.
+    From (B, T, 3, H, D) to (3, B, H, T, D).
+    """
 
     @staticmethod
-    def forward(ctx: Any, by_head: Tensor, gains: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, by_head: Tensor, weights: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         result = by_head.permute(2, 0, 3, 1, 4).clone(memory_format=torch.contiguous_format)
-        rotated = result[:2]  # (2, B, H, T, D)
-        gains = gains.to(by_head.dtype)[:, None, None, None]  # (2, 1, 1, 1, D)
-        inverse = _inverse_rms(rotated)
-        unit = rotated * inverse
-        _rotate(unit, cos * gains, sin * gains, _quarter_turn(cos), out=rotated)
-        ctx.save_for_backward(unit, inverse, gains, cos, sin)
+        qk = result[:2]  # (2, B, H, T, D)
+        weights = weights.to(by_head.dtype)[:, None, None, None]  # (2, 1, 1, 1, D)
+        inverse = _inverse_rms(qk)
+        unit = qk * inverse
+        _apply_rotary(unit, cos * weights, sin * weights, _rotate_half_matrix(cos), out=qk)
+        ctx.save_for_backward(unit, inverse, weights, cos, sin)
         return result
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        unit, inverse, gains, cos, sin = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        unit, inverse, weights, cos, sin = ctx.saved_tensors
         _, batch, n_head, steps, size = unit.shape
-        turned_back = torch.empty_like(unit)
-        _rotate(gradient[:2], cos, sin, _quarter_turn(cos).mT, out=turned_back)
-        product = (turned_back * unit).view(2, -1, size)  # (2, B H T, D)
-        # a product with ones sums over all places faster than `sum` does
-        by_gain = product.new_ones(2, 1, product.size(1)) @ product  # (2, 1, D)
-        shared = (product @ gains.view(2, size, 1)).div_(-size).view_as(inverse)
-        turned_back.mul_(gains).addcmul_(unit, shared).mul_(inverse)
-        result = gradient.new_empty(batch, steps, 3, n_head, size)
-        by_place = result.permute(2, 0, 3, 1, 4)  # (3, B, H, T, D)
-        by_place[:2] = turned_back
-        by_place[2] = gradient[2]
-        return result, by_gain[:, 0], None, None
+        unrotated = torch.empty_like(unit)  # R^T dy, (2, B, H, T, D)
+        _apply_rotary(grad[:2], cos, sin, _rotate_half_matrix(cos).mT, out=unrotated)
+        product = (unrotated * unit).view(2, -1, size)  # (2, B H T, D)
+        # a product with ones sums over B, H and T faster than `sum`
+        weights_grad = product.new_ones(2, 1, product.size(1)) @ product  # (2, 1, D)
+        minus_mean = (product @ weights.view(2, size, 1)).div_(-size).view_as(inverse)
+        qk_grad = unrotated.mul_(weights).addcmul_(unit, minus_mean).mul_(inverse)
+        result = grad.new_empty(batch, steps, 3, n_head, size)
+        by_part = result.permute(2, 0, 3, 1, 4)  # (3, B, H, T, D)
+        by_part[:2] = qk_grad
+        by_part[2] = grad[2]
+        return result, weights_grad[:, 0], None, None
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, turn: Tensor, out: Tensor) -> None:
-    """Write x cos + (x sin) turn into `out`.
+def _apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, matrix: Tensor, out: Tensor) -> None:
+    """Write x cos + (x sin) matrix into `out`, (..., T, D).
 
-    `chunk` and `cat` would go over memory in runs of D/2 numbers; one more product is sooner done.
+    `rotate_half` would copy memory in runs of D/2 numbers; a (D, D) matrix product is faster.
     """
     size = x.size(-1)
     torch.mul(x, cos, out=out)
-    out.view(-1, size).addmm_((x * sin).reshape(-1, size), turn)
+    out.view(-1, size).addmm_((x * sin).reshape(-1, size), matrix)  # (... T, D)
 
 
-def _quarter_turn(like: Tensor) -> Tensor:
-    """Return the (D, D) matrix that takes (first, second) half to (-second, first)."""
+def _rotate_half_matrix(like: Tensor) -> Tensor:
+    """Return the (D, D) matrix R with x R = rotate_half(x)."""
     size = like.size(-1)
     one = torch.eye(size, dtype=like.dtype, device=like.device)
-    return torch.cat((-one[:, size // 2 :], one[:, : size // 2]), dim=1)
+    return torch.cat((-one[:, size // 2 :], one[:, : size // 2]), dim=1)  # (D, D)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """Return silu(gate) * up, (..., F), of their joint projection (..., 2F) (Shazeer 2020)."""
-    if by_hand(gate_up):
+    if uses_custom_autograd(gate_up):
         return cast("Tensor", _SwiGLU.apply(gate_up))  # type: ignore[no-untyped-call]
-    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate_up.chunk(2, dim=-1)  # (..., F) each
     return F.silu(gate) * up
 
 
 class _SwiGLU(Function):
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        opened = F.silu(gate)
-        ctx.save_for_backward(gate_up, opened)
-        return opened * up
+    """y = silu(gate) * up, with dup = dy * silu(gate) and dgate = dy * up * silu'(gate).
+
+    silu'(z) = s(z) (1 + z (1 - s(z))), s being the logistic function.
+    """
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        gate_up, opened = ctx.saved_tensors
-        gate, up = gate_up.chunk(2, dim=-1)
-        result = torch.empty_like(gate_up)
-        of_gate, of_up = result.chunk(2, dim=-1)
-        torch.mul(gradient, opened, out=of_up)
-        torch.ops.aten.silu_backward.grad_input(gradient * up, gate, grad_input=of_gate)
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)  # (..., F) each
+        activation = F.silu(gate)
+        ctx.save_for_backward(gate_up, activation)
+        return activation * up
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        gate_up, activation = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, dim=-1)  # (..., F) each
+        result = torch.empty_like(gate_up)  # (..., 2F)
+        gate_grad, up_grad = result.chunk(2, dim=-1)
+        torch.mul(grad, activation, out=up_grad)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=gate_grad)
         return result
 
 
-def dropout(x: Tensor, share: float) -> Tensor:
-    """Return x with `share` of it zero, the rest over 1 - share (Srivastava et al. 2014)."""
-    if by_hand(x):
-        return cast("Tensor", _Dropout.apply(x, share))  # type: ignore[no-untyped-call]
-    return F.dropout(x, share)
+def dropout(x: Tensor, p: float) -> Tensor:
+    """Zero elements with probability p and divide the rest by 1 - p (Srivastava et al. 2014)."""
+    if uses_custom_autograd(x):
+        return cast("Tensor", _Dropout.apply(x, p))  # type: ignore[no-untyped-call]
+    return F.dropout(x, p)
 
 
 class _Dropout(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, share: float) -> Tensor:
-        # four draws from each random number: torch's own takes one, and a logarithm, for each
-        bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
-        drawn = bits.view(torch.int16)[: x.numel()].view(x.shape)
-        kept = (drawn >= round(share * 2**16) - 2**15).to(x.dtype)
-        ctx.save_for_backward(kept)
-        ctx.scale = 1 / (1 - share)
-        return (x * kept).mul_(ctx.scale)
+    """y = x * mask / (1 - p), with dx = dy * mask / (1 - p)."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (kept,) = ctx.saved_tensors
-        return (gradient * kept).mul_(ctx.scale), None
+    def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
+        # 16 random bits an element: torch's dropout takes a 64-bit number and a logarithm for each
+        bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
+        uniform = bits.view(torch.int16)[: x.numel()].view(x.shape)
+        mask = (uniform >= round(p * 2**16) - 2**15).to(x.dtype)
+        ctx.save_for_backward(mask)
+        ctx.scale = 1 / (1 - p)
+        return (x * mask).mul_(ctx.scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (mask,) = ctx.saved_tensors
+        return (grad * mask).mul_(ctx.scale), None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from chargpt.config import Config
 from chargpt.device import synchronize
 from chargpt.models import count_parameters, rotary_bytes
-from chargpt.models.attention import SHORT
+from chargpt.models.attention import MAX_PRODUCT_ROW_BYTES
 
 if TYPE_CHECKING:
     from chargpt.training.trainer import Trainer
@@ -37,7 +37,7 @@ def memory_bytes(config: Config, vocab_size: int, sequences: int) -> int:
     kept = 3 * vocab_size  # numbers a character that the backward pass needs again
     if model.kind == "gpt":
         kept += model.n_layer * (14 * model.n_embd + 5 * model.mlp_width)
-        if model.attention == "full" and model.block_size <= SHORT:
+        if model.attention == "full" and model.block_size <= MAX_PRODUCT_ROW_BYTES:
             kept += 2 * model.n_layer * model.n_head * model.block_size  # scores and weights
     masks = model.block_size**2 if model.attention == "average" else 0
     # weights, gradients, and two numbers of the optimizer's for each

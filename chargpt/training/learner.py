@@ -82,7 +82,7 @@ class Learner:
         """Count the n-gram that has a share in the targets, if one has. It takes a moment."""
         if self.config.train.ngram_target_weight:
             self.counted = fit_ngram(self.corpus).to(self.device)
-            self.counted.tabulate()
+            self.counted.build_table()
 
     def restore(self, saved: Checkpoint, optim: OptimConfig) -> None:
         """Become what was saved, to go on at the learning rates of `optim`.
@@ -141,7 +141,7 @@ class Learner:
         if self.counted is None:
             return nats, nats
         with torch.no_grad():
-            expected = self.counted.shares(block[:, :-1])  # (B, T, V)
+            expected = self.counted.probs(block[:, :-1])  # (B, T, V)
         counted = -(expected * guesses).sum(dim=-1).mean()
         share = self.config.train.ngram_target_weight
         return (1 - share) * nats + share * counted, nats
