@@ -89,7 +89,8 @@ def test_the_python_of_the_readme_runs(verse: Path, tmp_path: Path) -> None:
 
 
 def test_links_of_the_readme_and_docs_lead_somewhere() -> None:
-    for page in (REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")):
+    folders = (REPOSITORY, REPOSITORY / "docs", REPOSITORY / "data", REPOSITORY / "benchmarks")
+    for page in (path for folder in folders for path in folder.glob("*.md")):
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
             if not target.startswith("http"):
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
@@ -114,7 +115,8 @@ def test_no_figure_between_the_markers_was_typed_by_hand() -> None:
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     pages = script.pages()
-    assert {path.name for path in pages} == {"README.md", "reliability.md"}
+    names = {str(path.relative_to(REPOSITORY)) for path in pages}
+    assert names == {"README.md", "benchmarks/README.md", "docs/reliability.md"}
     for path, content in pages.items():
         assert path.read_text(encoding="utf-8") == content
         assert content.count(script.START) == content.count(script.END) == 1

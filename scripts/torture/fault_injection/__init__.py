@@ -1,5 +1,5 @@
-"""What `torture.py` does, by the kind of harm.
+"""The cases of `torture.py`, one module per kind of fault.
 
-A case is a function of (work folder, index, random) that says what went wrong, or None. What cases
-of a row share is made once in the work folder.
+A case is a function (work folder, index, random) -> error message or None. Fixtures that several
+cases use are created once in the work folder.
 """

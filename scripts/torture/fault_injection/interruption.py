@@ -1,4 +1,4 @@
-"""Processes that are killed, or asked to stop."""
+"""Training processes that are killed (SIGKILL) or asked to stop (SIGINT, SIGTERM, SIGHUP)."""
 
 import contextlib
 import os
@@ -12,64 +12,65 @@ from fault_injection.processes import Fault, run_forked
 from fault_injection.tiny_run import (
     RESUME,
     STEPS,
-    done,
-    fresh,
-    kept,
-    reference,
-    sums,
-    train_words,
+    check_saves,
+    checkpoint_digests,
+    empty_folder,
+    is_finished,
+    train_arguments,
+    uninterrupted_run,
 )
 
-LINKS = 10  # kills that one run survives before it is compared with one that was left alone
+KILLS_PER_RUN = 10  # the run is then compared with the uninterrupted one
 
 
-def kill(work: Path, index: int, random: Random) -> str | None:
-    """Kill a training process, at a random moment or inside a save; every tenth time go to the end.
+def sigkill(work: Path, index: int, random: Random) -> str | None:
+    """Kill a training process at a random time or inside a save.
 
-    The run must then be what it would have been, bit for bit.
+    After every tenth kill the run is resumed to its end and must equal the uninterrupted run bit
+    for bit.
     """
-    expected, seconds = reference(work)
-    folder = work / f"killed-{index // LINKS:03}"
-    if index % LINKS == 0:
-        fresh(folder)
+    expected, seconds = uninterrupted_run(work)
+    folder = work / f"killed-{index // KILLS_PER_RUN:03}"
+    if index % KILLS_PER_RUN == 0:
+        empty_folder(folder)
     run, saves = folder / "R", folder / "saves"
     for _ in range(20):
-        if done(run):  # it was killed after its last step
-            if sums(run) != expected:
-                return "the run is not the one that was left alone"
-            fresh(folder)
+        if is_finished(run):  # killed after its last step
+            if checkpoint_digests(run) != expected:
+                return "the run differs from the uninterrupted one"
+            empty_folder(folder)
         has_checkpoint = bool(commit.committed(run / "checkpoints"))
-        words = RESUME if has_checkpoint else train_words()
-        if index % 2:  # under `checkpoints` nothing is touched but by saves, 87 operations each
+        arguments = RESUME if has_checkpoint else train_arguments()
+        if index % 2:  # only saves touch `checkpoints`: 87 operations each
             fault = Fault(run / "checkpoints", random.randint(1, 87 * 6))
-            ended = run_forked(words, folder, fault=fault, acknowledged=saves)
+            result = run_forked(arguments, folder, fault=fault, save_log=saves)
         else:
-            moment = random.uniform(0, seconds)
+            delay = random.uniform(0, seconds)
 
-            def stab(number: int, moment: float = moment) -> None:
-                time.sleep(moment)
+            def send_sigkill(number: int, delay: float = delay) -> None:
+                time.sleep(delay)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(number, signal.SIGKILL)
 
-            ended = run_forked(words, folder, acknowledged=saves, during=stab)
-        if ended.code == -signal.SIGKILL:
+            result = run_forked(arguments, folder, save_log=saves, while_running=send_sigkill)
+        if result.code == -signal.SIGKILL:
             break
-        if ended.code != 0:
-            return f"exit {ended.code}: {ended.err[-500:]}"
-        if sums(run) != expected:
-            return "the resumed run is not the one that was left alone"
-        fresh(folder)  # it was done before it could be killed: another one
+        if result.code != 0:
+            return f"exit {result.code}: {result.err[-500:]}"
+        if checkpoint_digests(run) != expected:
+            return "the resumed run differs from the uninterrupted one"
+        empty_folder(folder)  # it finished before the kill: retry
     else:
-        return "it could not be killed in 20 tries"
-    if wrong := kept(run, saves):
+        return "it finished before the kill in all of 20 tries"
+    if wrong := check_saves(run, saves):
         return wrong
-    if index % LINKS == LINKS - 1 and not done(run):
-        words = RESUME if commit.committed(run / "checkpoints") else train_words()
-        ended = run_forked(words, folder)
-        if ended.code != 0:
-            return f"it could not be resumed: {ended.err[-300:]}"
-    if index % LINKS == LINKS - 1 and sums(run) != expected:
-        return "the resumed run is not the one that was left alone"
+    if index % KILLS_PER_RUN == KILLS_PER_RUN - 1 and not is_finished(run):
+        arguments = RESUME if commit.committed(run / "checkpoints") else train_arguments()
+        result = run_forked(arguments, folder)
+        if result.code != 0:
+            return f"resuming failed: {result.err[-300:]}"
+    if index % KILLS_PER_RUN == KILLS_PER_RUN - 1 and checkpoint_digests(run) != expected:
+        return "the resumed run differs from the uninterrupted one"
     return None
 
 
@@ -77,37 +78,40 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def send_signal(work: Path, index: int, random: Random) -> str | None:
-    """Send a signal at some moment: it saves, exits 128 + n in time, and can go on."""
-    expected, seconds = reference(work)
+    """Send a signal at a random time; the run must save, exit 128 + n in 5 s, and resume."""
+    expected, seconds = uninterrupted_run(work)
     number = SIGNALS[index % len(SIGNALS)]
     name = signal.Signals(number).name
     for _ in range(20):
-        folder = fresh(work / "signalled")
-        moment = random.uniform(0.02, seconds)
+        folder = empty_folder(work / "signalled")
+        delay = random.uniform(0.02, seconds)
 
-        def send(process: int, moment: float = moment) -> None:
-            time.sleep(moment)
+        def send(process: int, delay: float = delay) -> None:
+            time.sleep(delay)
             os.kill(process, number)
 
-        ended = run_forked(train_words(), folder, acknowledged=folder / "saves", during=send)
-        if ended.code != 0:  # else it was done before
+        result = run_forked(
+            train_arguments(), folder, save_log=folder / "saves", while_running=send
+        )
+        if result.code != 0:  # 0: it finished before the signal
             break
     saves = folder / "saves"
     lines = saves.read_text().split() if saves.exists() else []
-    # before it has begun and when it has ended, the signal may find no one who minds it
-    bare = not lines or lines[-1] == str(STEPS)
-    if "Traceback" in ended.err or ended.code not in (128 + number, -number if bare else None):
-        return f"{name}: exit {ended.code}: {ended.err[-500:]}"
-    if ended.seconds > 5:
-        return f"{name}: it took {ended.seconds:.1f} s"
+    # before training starts and after its last step no handler is installed
+    unhandled = not lines or lines[-1] == str(STEPS)
+    allowed = (128 + number, -number) if unhandled else (128 + number,)
+    if "Traceback" in result.err or result.code not in allowed:
+        return f"{name}: exit {result.code}: {result.err[-500:]}"
+    if result.seconds > 5:
+        return f"{name}: it took {result.seconds:.1f} s"
     run = folder / "R"
-    if wrong := kept(run, folder / "saves"):
+    if wrong := check_saves(run, folder / "saves"):
         return f"{name}: {wrong}"
-    if "and saved; go on with" in ended.err or not commit.committed(run / "checkpoints"):
-        words = RESUME if commit.committed(run / "checkpoints") else train_words()
-        ended = run_forked(words, folder)
-        if ended.code != 0:
-            return f"{name}: resuming failed: {ended.err[-500:]}"
-    if sums(run) != expected:
-        return f"{name}: another model came of it"
+    if "and saved; go on with" in result.err or not commit.committed(run / "checkpoints"):
+        arguments = RESUME if commit.committed(run / "checkpoints") else train_arguments()
+        result = run_forked(arguments, folder)
+        if result.code != 0:
+            return f"{name}: resuming failed: {result.err[-500:]}"
+    if checkpoint_digests(run) != expected:
+        return f"{name}: the weights differ from those of the uninterrupted run"
     return None

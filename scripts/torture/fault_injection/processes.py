@@ -1,8 +1,8 @@
-"""chargpt as a process of its own, with faults in its file layer: what is harmed.
+"""Run chargpt in a forked process with fault injection in `os` and `open`.
 
-The process is forked from one that has imported everything and computed nothing, so that a case
-costs a fraction of a second. The code under test is the code that ships: only `os` and `open` are
-others, and what `RunFolder.save` returns is noted outside of the run.
+The parent has imported everything and computed nothing, so a case takes a fraction of a second.
+The code under test is unchanged: only `os` and `open` are replaced, and `RunFolder.save` also logs
+each completed save outside of the run.
 """
 
 import builtins
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import chargpt.cli.main as command_line
-import chargpt.training.trainer  # noqa: F401  imported once, here, and not by every fork
+import chargpt.training.trainer  # noqa: F401  imported once, before forking
 from chargpt.store.run import RunFolder
 
 WRITES = ("open", "write", "fsync", "rename", "replace", "mkdir")
@@ -29,41 +29,41 @@ DELETES = ("unlink", "rmdir")
 
 @dataclass(frozen=True)
 class Fault:
-    """The `number`th file operation under a folder kills the process, or fails with an errno.
+    """A fault at the `number`th file operation under a folder: SIGKILL, or an OSError.
 
     Attributes:
-        under: the folder; what happens elsewhere is not counted.
-        number: of the operation, from 1.
-        errno: what it fails with; None is a kill -9.
-        for_ever: every later write fails too. Deleting goes on working, as on a full disk.
+        under: the folder; operations elsewhere are not counted.
+        number: index of the operation, from 1.
+        errno: error code of the failure; None sends SIGKILL.
+        persistent: whether all later writes fail too. Deleting still works, as on a full disk.
     """
 
     under: Path
     number: int
     errno: int | None = None
-    for_ever: bool = False
+    persistent: bool = False
 
 
 @dataclass
-class Ended:
-    """How a process ended: its exit code (negative: the signal that killed it) and its words."""
+class ProcessResult:
+    """Exit code (negative: the signal that killed it) and output of a process."""
 
     code: int
     out: str
     err: str
-    seconds: float  # from the signal that was sent, or from its start, to its end
+    seconds: float  # from `while_running` (or from the start) to the exit
 
 
 class FaultyFiles:
-    """Counts file operations, and lets one fail."""
+    """Count file operations and make one of them fail."""
 
     def __init__(self, fault: Fault) -> None:
         self.fault = fault
         self.count = 0
         self.under = str(fault.under.absolute())
 
-    def strike(self, name: str, path: object) -> None:
-        """Count an operation on a path (or a descriptor), and fail if it is the one."""
+    def maybe_fail(self, name: str, path: object) -> None:
+        """Count an operation on a path (or file descriptor) and fail if it is the faulty one."""
         if isinstance(path, int):
             try:
                 path = os.readlink(f"/proc/self/fd/{path}")
@@ -72,8 +72,8 @@ class FaultyFiles:
         if not os.path.abspath(os.fsdecode(path)).startswith(self.under):  # type: ignore[arg-type]
             return
         self.count += 1
-        again = self.fault.for_ever and self.count > self.fault.number and name in WRITES
-        if self.count != self.fault.number and not again:
+        repeated = self.fault.persistent and self.count > self.fault.number and name in WRITES
+        if self.count != self.fault.number and not repeated:
             return
         if self.fault.errno is None:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -81,33 +81,33 @@ class FaultyFiles:
             raise OSError(self.fault.errno, os.strerror(self.fault.errno), str(path))
 
     def install(self) -> None:
-        """Put failing operations in the place of those of `os` and `open`."""
+        """Replace the functions of `os` and `open` by counting ones."""
         for name in (*WRITES, *DELETES):
             if hasattr(os, name) and name not in ("open", "write"):
-                setattr(os, name, self._struck(name, getattr(os, name)))
-        plain = builtins.open
+                setattr(os, name, self._wrap(name, getattr(os, name)))
+        real_open = builtins.open
         faults = self
 
-        def opened(file: Any, mode: str = "r", *rest: Any, **named: Any) -> Any:
+        def faulty_open(file: Any, mode: str = "r", *rest: Any, **named: Any) -> Any:
             if not any(letter in mode for letter in "wax+"):
-                return plain(file, mode, *rest, **named)
-            faults.strike("open", file)
-            return _Torn(plain(file, mode, *rest, **named), file, faults)
+                return real_open(file, mode, *rest, **named)
+            faults.maybe_fail("open", file)
+            return _TruncatingFile(real_open(file, mode, *rest, **named), file, faults)
 
-        builtins.open = opened  # type: ignore[assignment]
-        io.open = opened  # type: ignore[assignment]
+        builtins.open = faulty_open  # type: ignore[assignment]
+        io.open = faulty_open  # type: ignore[assignment]
 
-    def _struck(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def operation(path: Any, *rest: Any, **named: Any) -> Any:
             folder = named.get("dir_fd")
-            self.strike(name, path if folder is None else folder)
+            self.maybe_fail(name, path if folder is None else folder)
             return real(path, *rest, **named)
 
         return operation
 
 
-class _Torn:
-    """A file whose failing write leaves half of what was to be written."""
+class _TruncatingFile:
+    """A file whose failing write writes half of the content first."""
 
     def __init__(self, file: Any, path: Any, faults: FaultyFiles) -> None:
         self.file, self.path, self.faults = file, path, faults
@@ -115,13 +115,13 @@ class _Torn:
     def write(self, content: Any) -> int:
         half = content[: len(content) // 2]
         try:
-            self.faults.strike("write", self.path)
+            self.faults.maybe_fail("write", self.path)
         except OSError:
             self.file.write(half)
             raise
         return int(self.file.write(content))
 
-    def __enter__(self) -> "_Torn":
+    def __enter__(self) -> "_TruncatingFile":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -132,103 +132,103 @@ class _Torn:
 
 
 def run_forked(
-    words: list[str],
+    arguments: list[str],
     folder: Path,
     *,
     fault: Fault | None = None,
-    acknowledged: Path | None = None,
+    save_log: Path | None = None,
     stdin: bytes = b"",
-    during: Callable[[int], None] | None = None,
+    while_running: Callable[[int], None] | None = None,
     seconds: float = 60.0,
-) -> Ended:
-    """Run `chargpt WORDS` in a fork of this process.
+) -> ProcessResult:
+    """Run `chargpt ARGUMENTS` in a fork of this process and wait for it.
 
     Args:
-        words: of the command line.
-        folder: that it runs in.
-        fault: in its file layer.
-        acknowledged: a file that gets a line for each step whose save has returned.
-        stdin: what it can read.
-        during: called with the process's number once it runs; may send signals.
-        seconds: after which it is killed, and counts as hanging (code -9, words say so).
+        arguments: the command line.
+        folder: the working directory.
+        fault: the file operation that fails.
+        save_log: file to which each completed save appends its step.
+        stdin: content of standard input.
+        while_running: called with the process id after the start; may send signals.
+        seconds: timeout after which the process is killed (code -9).
     """
-    process = Forked(words, folder, fault=fault, acknowledged=acknowledged, stdin=stdin)
-    if during is not None:
-        during(process.number)
+    process = ForkedProcess(arguments, folder, fault=fault, save_log=save_log, stdin=stdin)
+    if while_running is not None:
+        while_running(process.pid)
         process.start = time.monotonic()
     return process.wait(seconds)
 
 
 def run_ranks(
-    words: list[str],
+    arguments: list[str],
     folder: Path,
     ranks: int = 2,
     *,
-    acknowledged: Path | None = None,
-    during: Callable[[list[int]], None] | None = None,
+    save_log: Path | None = None,
+    while_running: Callable[[list[int]], None] | None = None,
     seconds: float = 60.0,
-) -> list[Ended]:
-    """Run `chargpt WORDS` in forks that train together, as those do that `torchrun` starts."""
+) -> list[ProcessResult]:
+    """Run `chargpt ARGUMENTS` as one process group of forks, as `torchrun` would."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    meeting = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    rendezvous = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     processes = [
-        Forked(
-            words,
+        ForkedProcess(
+            arguments,
             folder,
-            acknowledged=acknowledged if rank == 0 else None,
-            environment={**meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            save_log=save_log if rank == 0 else None,
+            environment={**rendezvous, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in range(ranks)
     ]
-    if during is not None:
-        during([process.number for process in processes])
+    if while_running is not None:
+        while_running([process.pid for process in processes])
     for process in processes:
         process.start = time.monotonic()
     return [process.wait(seconds) for process in processes]
 
 
-class Forked:
-    """`chargpt WORDS` in a fork of this process."""
+class ForkedProcess:
+    """A fork of this process that runs `chargpt ARGUMENTS`."""
 
     def __init__(
         self,
-        words: list[str],
+        arguments: list[str],
         folder: Path,
         *,
         fault: Fault | None = None,
-        acknowledged: Path | None = None,
+        save_log: Path | None = None,
         stdin: bytes = b"",
         environment: Mapping[str, str] | None = None,
     ) -> None:
         rank = (environment or {}).get("RANK", "")
-        given, self.out, self.err = (
+        stdin_path, self.out, self.err = (
             folder / f".{name}{rank}" for name in ("stdin", "stdout", "stderr")
         )
-        given.write_bytes(stdin)
+        stdin_path.write_bytes(stdin)
         for path in (self.out, self.err):
             path.write_text("")
-        self.number = os.fork()
-        if self.number == 0:
+        self.pid = os.fork()
+        if self.pid == 0:
             os.environ.update(environment or {})
-            _be_chargpt(words, folder, fault, acknowledged, [given, self.out, self.err])
+            _exec_chargpt(arguments, folder, fault, save_log, [stdin_path, self.out, self.err])
         self.start = time.monotonic()
 
-    def wait(self, seconds: float) -> Ended:
-        """Wait for its end, at most so long, and then kill it."""
+    def wait(self, seconds: float) -> ProcessResult:
+        """Wait for the process to exit; kill it after `seconds`."""
         while True:
-            done, status = os.waitpid(self.number, os.WNOHANG)
+            done, status = os.waitpid(self.pid, os.WNOHANG)
             if done:
                 break
             if time.monotonic() - self.start > seconds:
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self.number, signal.SIGKILL)  # it leads a group of its own
+                    os.killpg(self.pid, signal.SIGKILL)  # it leads its own process group
                 self.err.write_text(f"still running after {seconds} s")
-                _, status = os.waitpid(self.number, 0)
+                _, status = os.waitpid(self.pid, 0)
                 break
             time.sleep(0.002)
-        return Ended(
+        return ProcessResult(
             os.waitstatus_to_exitcode(status),
             self.out.read_text(errors="replace"),
             self.err.read_text(errors="replace"),
@@ -236,14 +236,14 @@ class Forked:
         )
 
 
-def _be_chargpt(
-    words: list[str],
+def _exec_chargpt(
+    arguments: list[str],
     folder: Path,
     fault: Fault | None,
-    acknowledged: Path | None,
+    save_log: Path | None,
     streams: list[Path],
 ) -> None:
-    """Become `chargpt WORDS`; never return."""
+    """Run `chargpt ARGUMENTS` in this process and exit."""
     code = 70
     try:
         flags = (os.O_RDONLY, os.O_WRONLY, os.O_WRONLY)
@@ -255,14 +255,14 @@ def _be_chargpt(
         )
         os.setsid()
         os.chdir(folder)
-        if acknowledged is not None:
-            _acknowledge_saves(acknowledged)
+        if save_log is not None:
+            _log_saves(save_log)
         if fault is not None:
             FaultyFiles(fault).install()
-        sys.argv = ["chargpt", *words]
+        sys.argv = ["chargpt", *arguments]
         command_line.run()
-    except SystemExit as left:
-        code = left.code if isinstance(left.code, int) else 1
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
     except BaseException:
         traceback.print_exc()
     finally:
@@ -273,13 +273,13 @@ def _be_chargpt(
             os._exit(code)
 
 
-def _acknowledge_saves(path: Path) -> None:
+def _log_saves(path: Path) -> None:
     real = RunFolder.save
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
-    def save(self: RunFolder, **what: Any) -> Path:
-        folder = real(self, **what)
-        os.write(descriptor, f"{what['state']['step']}\n".encode())
+    def save(self: RunFolder, **contents: Any) -> Path:
+        folder = real(self, **contents)
+        os.write(descriptor, f"{contents['state']['step']}\n".encode())
         return folder
 
     RunFolder.save = save  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""The run that is harmed: of one tiny model, on the project's own text."""
+"""The training run under test: a tiny model on `data/lighthouse.txt`, and checks of its state."""
 
 import contextlib
 import functools
@@ -9,7 +9,7 @@ from pathlib import Path
 from chargpt.errors import ChargptError
 from chargpt.store import commit
 from chargpt.store.run import RunFolder
-from fault_injection.processes import Ended, run_forked
+from fault_injection.processes import ProcessResult, run_forked
 
 REPOSITORY = Path(__file__).parents[3]
 TEXT = REPOSITORY / "data" / "lighthouse.txt"
@@ -33,25 +33,25 @@ TINY: dict[str, object] = {
 }
 
 
-def train_words(**changes: object) -> list[str]:
-    """Return the words that train the tiny model into R, from wherever it stands."""
+def train_arguments(**changes: object) -> list[str]:
+    """Return the arguments that start or resume training the tiny model in the folder R."""
     settings = {**TINY, **changes}
     text = str(settings.pop("text.path"))
-    written = [word for key, value in settings.items() for word in ("-s", f"{key}={value}")]
-    return ["train", text, "--out", "R", "--resume", *written]
+    overrides = [word for key, value in settings.items() for word in ("-s", f"{key}={value}")]
+    return ["train", text, "--out", "R", "--resume", *overrides]
 
 
 RESUME = ["train", "--resume", "R"]
 
 
-def fresh(folder: Path) -> Path:
-    """Return the folder, empty."""
+def empty_folder(folder: Path) -> Path:
+    """Create an empty folder, deleting an existing one; return it."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     return folder
 
 
-def sums(run: Path) -> list[str]:
+def checkpoint_digests(run: Path) -> list[str]:
     """Return the sha256 of the weights and of the optimizer in the latest checkpoint."""
     folder = commit.resolve_pointer(run / "checkpoints", "latest")
     names = ("model.safetensors", "optimizer.safetensors")
@@ -59,44 +59,44 @@ def sums(run: Path) -> list[str]:
 
 
 @functools.cache
-def reference(work: Path) -> tuple[list[str], float]:
-    """Return the sums of a run that nothing happened to, and the seconds that it took."""
-    folder = fresh(work / "reference")
-    ended = run_forked(train_words(), folder)
-    assert ended.code == 0, ended.err
-    return sums(folder / "R"), ended.seconds
+def uninterrupted_run(work: Path) -> tuple[list[str], float]:
+    """Return the checkpoint digests and the duration (s) of an uninterrupted run."""
+    folder = empty_folder(work / "uninterrupted")
+    result = run_forked(train_arguments(), folder)
+    assert result.code == 0, result.err
+    return checkpoint_digests(folder / "R"), result.seconds
 
 
-def done(run: Path) -> bool:
+def is_finished(run: Path) -> bool:
     """Return whether the run's last step is saved."""
     with contextlib.suppress(ChargptError):
         return commit.resolve_pointer(run / "checkpoints", "latest").name.endswith(f"{STEPS:08}")
     return False
 
 
-def sentences(ended: Ended) -> list[str]:
-    """Return the error sentences that a process printed."""
-    return [line for line in ended.err.splitlines() if line.startswith("chargpt: ")]
+def error_lines(result: ProcessResult) -> list[str]:
+    """Return the error lines that a process printed."""
+    return [line for line in result.err.splitlines() if line.startswith("chargpt: ")]
 
 
-def refused(ended: Ended) -> str | None:
-    """Return what is wrong with how a process refused its input: exit 2, one sentence."""
-    if "Traceback" in ended.err:
-        return f"a traceback: {ended.err[-500:]}"
-    if ended.code != 2 or len(sentences(ended)) != 1:
-        return f"exit {ended.code} with {sentences(ended)} {ended.err[-300:]!r}"
+def check_rejection(result: ProcessResult) -> str | None:
+    """Return an error unless the process exited with code 2 and printed one error line."""
+    if "Traceback" in result.err:
+        return f"a traceback: {result.err[-500:]}"
+    if result.code != 2 or len(error_lines(result)) != 1:
+        return f"exit {result.code} with {error_lines(result)} {result.err[-300:]!r}"
     return None
 
 
-def kept(run: Path, acknowledged: Path) -> str | None:
-    """Return what is wrong with what a run has on disk, after the saves that were acknowledged."""
-    lines = acknowledged.read_text().split() if acknowledged.exists() else []
+def check_saves(run: Path, save_log: Path) -> str | None:
+    """Return an error unless every save in the log can be read from the run folder."""
+    lines = save_log.read_text().split() if save_log.exists() else []
     if not lines:
         return None
     try:
         saved, skipped = RunFolder(run).load("latest")
     except ChargptError as error:
-        return f"step {lines[-1]} was saved, and the run is lost: {error}"
+        return f"step {lines[-1]} was saved, but the run cannot be read: {error}"
     if saved.state["step"] < int(lines[-1]):
-        return f"step {lines[-1]} was saved, and {saved.state['step']} is what is left"
-    return f"saved checkpoints are damaged: {skipped}" if skipped else None
+        return f"step {lines[-1]} was saved, but the latest is {saved.state['step']}"
+    return f"saved checkpoints are corrupted: {skipped}" if skipped else None
