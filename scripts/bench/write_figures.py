@@ -67,7 +67,7 @@ def summary() -> list[str]:
     ]
     about = (
         f"Tiny Shakespeare (1.1 MB) on {train['hardware']}, {train['date']}; loss of the "
-        "validation split, protocol `full`; whole commands, start-up included."
+        "validation split, protocol `full`; training times are those of the whole command."
     )
     return [about, "", *lines]
 
@@ -80,7 +80,7 @@ def training(found: dict[str, Any]) -> list[str]:
         f"{len(found['results'][NANOGPT]['runs'])} runs of each, interleaved. Loss in nats per "
         "character on the validation split.",
         "",
-        "| | seconds | `full` | `sliding` | fraction of the matrix peak | against nanoGPT's CPU recipe |",
+        "| | seconds | `full` | `sliding` | of the matrix peak | against nanoGPT's CPU recipe |",
         "|---|---|---|---|---|---|",
     ]
     for name, result in found["results"].items():
@@ -146,8 +146,8 @@ def preparing(found: dict[str, Any]) -> list[str]:
     return [
         f"A text of {found['text_bytes'] / 1e9:.1f} GB is prepared at "
         f"{found['cold_mb_per_second']:.0f} MB/s with {found['memory_growth_mb']:.0f} MB of memory "
-        f"({found['date']}); opening it again takes {max(found['warm_seconds']):.3f} s. Encoding in "
-        "memory, on one thread: "
+        f"({found['date']}); opening it again takes {max(found['warm_seconds']):.3f} s. "
+        "Encoding in memory, on one thread: "
         + ", ".join(
             f"{speed:.2f} ({name})"
             for name, speed in found["encode_gigacharacters_per_second"].items()
@@ -207,7 +207,8 @@ def mutation(found: dict[str, Any]) -> list[str]:
     """Return the lines on mutation testing."""
     return [
         f"Mutation testing of `chargpt/store/`: its tests kill {found['killed']:,} of "
-        f"{found['mutants']:,} mutants, {found['mutation_score']:.1%} ({found['date']}, commit {found['commit']}).",
+        f"{found['mutants']:,} mutants, {found['mutation_score']:.1%} "
+        f"({found['date']}, commit {found['commit']}).",
         "",
         f"`{command(found)}`",
     ]
