@@ -1,4 +1,4 @@
-"""Named texts, fetched over real sockets from a server of this test's own."""
+"""Named texts, downloaded through real sockets from a local server."""
 
 import hashlib
 import io
@@ -34,7 +34,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         server = self.server
         assert isinstance(server, Server)
-        server.asked.append(self.path)
+        server.requested.append(self.path)
         if self.path == "/none":
             self.send_error(404)
             return
@@ -58,12 +58,12 @@ class Handler(BaseHTTPRequestHandler):
 class Server(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.asked: list[str] = []
+        self.requested: list[str] = []
         self.bodies = {"/text": TEXT, "/zip": packed(TEXT)}
         self.stopped = threading.Event()
 
     def entry(self, path: str = "/text") -> Entry:
-        """A catalog entry for one of the server's files, its sums right."""
+        """Return a catalog entry, with correct checksums, for one of the server's files."""
         body = self.bodies.get(path.removesuffix("-broken").removesuffix("-slow"), b"")
         return Entry(
             "sample",
@@ -89,7 +89,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 def refusal(entry: Entry, folder: Path) -> str:
-    """Fail to fetch, and return the one sentence; nothing may be left behind."""
+    """Fail to fetch without changing the folder, and return the error message."""
     before = sorted(folder.rglob("*"))
     with pytest.raises(DownloadError) as caught:
         fetch(entry, folder)
@@ -102,49 +102,49 @@ def refusal(entry: Entry, folder: Path) -> str:
 
 @pytest.mark.parametrize("path", ["/text", "/zip"])
 def test_a_text_is_fetched_once_and_checked(server: Server, tmp_path: Path, path: str) -> None:
-    told: list[tuple[str, int, int]] = []
+    reports: list[tuple[str, int, int]] = []
     folder = tmp_path / "new" / "data"
-    found = fetch(server.entry(path), folder, lambda *facts: told.append(facts))
+    found = fetch(server.entry(path), folder, lambda *facts: reports.append(facts))
     assert found == folder / "sample.txt"
     assert found.read_bytes() == TEXT
     assert [file.name for file in folder.iterdir()] == ["sample.txt"]
     size = len(server.bodies[path])
-    assert told[-1] == ("fetching", size, size)
-    assert all(name == "fetching" and done <= total for name, done, total in told)
+    assert reports[-1] == ("fetching", size, size)
+    assert all(name == "fetching" and done <= total for name, done, total in reports)
     assert fetch(server.entry(path), folder) == found
-    assert server.asked == [path]
+    assert server.requested == [path]
 
 
-def test_a_file_that_is_not_the_text_is_fetched_anew(server: Server, tmp_path: Path) -> None:
+def test_a_file_with_other_content_is_downloaded_again(server: Server, tmp_path: Path) -> None:
     (tmp_path / "sample.txt").write_bytes(b"x" * len(TEXT))
     assert fetch(server.entry(), tmp_path).read_bytes() == TEXT
     (tmp_path / "sample.txt").write_bytes(TEXT[:-1])
     assert fetch(server.entry(), tmp_path).read_bytes() == TEXT
 
 
-def test_a_wrong_sum_is_one_sentence_and_keeps_what_was_there(
+def test_a_wrong_checksum_keeps_the_existing_file(
     server: Server, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "sample.txt").write_bytes(b"older")
     entry = replace(server.entry(), known_hash="sha256:" + "0" * 64)
-    assert "checksum is not the one that its publisher states" in refusal(entry, tmp_path)
+    assert "with a checksum other than the published one" in refusal(entry, tmp_path)
     assert (tmp_path / "sample.txt").read_bytes() == b"older"
     assert capfd.readouterr() == ("", "")
     assert logging.getLogger("pooch").level in (logging.NOTSET, logging.CRITICAL)
 
 
-def test_a_broken_transfer_is_one_sentence(server: Server, tmp_path: Path) -> None:
-    assert "broke off" in refusal(server.entry("/text-broken"), tmp_path)
+def test_a_broken_transfer_is_explained(server: Server, tmp_path: Path) -> None:
+    assert "closed the connection before the end" in refusal(server.entry("/text-broken"), tmp_path)
 
 
-def test_a_server_that_falls_silent_is_one_sentence(
+def test_a_stalled_transfer_is_explained(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(catalog, "TIMEOUT", 0.2)
-    assert "fell silent for 0.2 seconds" in refusal(server.entry("/text-slow"), tmp_path)
+    assert "sent nothing for 0.2 seconds" in refusal(server.entry("/text-slow"), tmp_path)
 
 
-def test_no_server_is_one_sentence(tmp_path: Path) -> None:
+def test_an_unreachable_server_is_explained(tmp_path: Path) -> None:
     with socket.socket() as taken:  # bound and not listening: every connection is refused
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
@@ -154,7 +154,7 @@ def test_no_server_is_one_sentence(tmp_path: Path) -> None:
     assert "check the network" in message
 
 
-def test_an_answer_that_is_an_error_is_one_sentence(server: Server, tmp_path: Path) -> None:
+def test_an_http_error_is_explained(server: Server, tmp_path: Path) -> None:
     assert "/none answered 404" in refusal(server.entry("/none"), tmp_path)
 
 
@@ -171,19 +171,19 @@ def test_an_answer_that_is_an_error_is_one_sentence(server: Server, tmp_path: Pa
     ],
     ids=["no archive", "no member", "shorter", "longer", "another text", "a bomb", "damaged"],
 )
-def test_an_archive_that_does_not_hold_the_text_is_one_sentence(
+def test_an_archive_without_the_published_text_is_refused(
     server: Server, tmp_path: Path, body: bytes
 ) -> None:
     server.bodies["/zip"] = body
-    assert "does not hold the text" in refusal(server.entry("/zip"), tmp_path)
+    assert "does not hold the published text" in refusal(server.entry("/zip"), tmp_path)
 
 
-def test_a_folder_that_cannot_be_made_is_one_sentence(server: Server, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_explained(server: Server, tmp_path: Path) -> None:
     (tmp_path / "data").write_text("a file in the way")
     assert "cannot be written to" in refusal(server.entry(), tmp_path / "data" / "texts")
 
 
-def test_the_embedded_text_is_prose_of_some_size_and_the_same_each_time() -> None:
+def test_the_embedded_text_is_long_and_constant() -> None:
     text = embedded_text()
     assert len(text) > 300_000
     assert "expression" in text
@@ -203,12 +203,12 @@ def test_a_python_without_its_documentation_names_another_text(
         embedded_text()
 
 
-def test_the_embedded_text_is_not_to_be_fetched(tmp_path: Path) -> None:
+def test_the_embedded_text_cannot_be_fetched(tmp_path: Path) -> None:
     with pytest.raises(TextError, match="embedded"):
         fetch(CATALOG["python-docs"], tmp_path)
 
 
-def test_named_texts_come_with_their_customary_settings(tmp_path: Path) -> None:
+def test_named_texts_have_their_usual_settings(tmp_path: Path) -> None:
     assert settings_for("novel.txt", tmp_path) is None
     assert settings_for("python-docs", tmp_path) == {"text.path": None}
     for name in ("tinyshakespeare", "text8", "enwik8"):
@@ -223,11 +223,11 @@ def test_named_texts_come_with_their_customary_settings(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("entry", CATALOG.values(), ids=CATALOG.keys())
-def test_every_entry_states_sums_of_the_right_length(entry: Entry) -> None:
+def test_every_entry_has_checksums_of_the_right_length(entry: Entry) -> None:
     assert entry.description
     if entry.url is None:
         return
-    for stated in (entry.known_hash, entry.content_hash):
-        algorithm, _, digits = stated.partition(":")
+    for checksum in (entry.known_hash, entry.content_hash):
+        algorithm, _, digits = checksum.partition(":")
         assert len(bytes.fromhex(digits)) == hashlib.new(algorithm).digest_size
     assert entry.size > 1_000_000

@@ -1,4 +1,4 @@
-"""Any text there is -> tokens and splits; what cannot be read says why in one sentence."""
+"""Texts from every kind of source become tokens and splits; errors are one sentence."""
 
 import codecs
 import gzip
@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from chargpt.config import TextConfig
 from chargpt.errors import TextError, UnknownCharacterError
-from chargpt.text import cache, source, spool
+from chargpt.text import cache, source
 from chargpt.text.corpus import Corpus, load_corpus, read_text
 from chargpt.text.statistics import count_pairs, count_tokens
 from chargpt.text.tokenizer import CharTokenizer
@@ -56,6 +56,16 @@ def refusal(path: Path | str, **values: object) -> str:
     message = str(caught.value)
     assert "\n" not in message
     return message
+
+
+class Pipe(io.BytesIO):
+    """Bytes that can be read only once."""
+
+    def seekable(self) -> bool:
+        return False
+
+    def seek(self, *_: object) -> int:
+        raise io.UnsupportedOperation("a pipe cannot seek")
 
 
 def bare_corpus(size: int, val: float = 0.1, test: float = 0.0) -> Corpus:
@@ -118,14 +128,11 @@ def test_a_text_too_short_for_a_block_says_what_to_set() -> None:
 @given(
     text=st.text(st.characters(codec="utf-8", exclude_characters="\0\ufeff"), min_size=1),
     chunk=st.integers(1, 7),
-    held=st.integers(1, 30),
 )
-def test_every_text_comes_back_exactly_whatever_the_chunks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, chunk: int, held: int
+def test_decoding_the_tokens_returns_the_text_for_any_chunk_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, chunk: int
 ) -> None:
     monkeypatch.setattr(source, "CHUNK_BYTES", chunk)
-    monkeypatch.setattr(spool, "MAP_CHUNK", chunk)
-    monkeypatch.setattr(spool, "HELD_BACK", held)
     path = tmp_path / "text.txt"
     path.write_bytes(text.encode("utf-8"))
     corpus = prepared(path)
@@ -135,7 +142,7 @@ def test_every_text_comes_back_exactly_whatever_the_chunks(
 
 @pytest.mark.parametrize("codec", ["utf-8-sig", "utf-16", "utf-32"])
 @pytest.mark.parametrize("chunk", [1, 5, 1 << 20])
-def test_a_byte_order_mark_decides_the_encoding_and_is_left_out(
+def test_a_byte_order_mark_sets_the_encoding_and_is_removed(
     write: Write, monkeypatch: pytest.MonkeyPatch, codec: str, chunk: int
 ) -> None:
     monkeypatch.setattr(source, "CHUNK_BYTES", max(chunk, 4))
@@ -145,7 +152,7 @@ def test_a_byte_order_mark_decides_the_encoding_and_is_left_out(
 @pytest.mark.parametrize(
     ("mark", "codec"), [(codecs.BOM_UTF16_BE, "utf-16-be"), (codecs.BOM_UTF32_BE, "utf-32-be")]
 )
-def test_big_endian_marks_are_known(write: Write, mark: bytes, codec: str) -> None:
+def test_big_endian_marks_are_recognised(write: Write, mark: bytes, codec: str) -> None:
     assert text_of(prepared(write(mark + MIXED.encode(codec)))) == MIXED
 
 
@@ -155,7 +162,7 @@ def test_an_encoding_can_be_named(write: Write, codec: str) -> None:
     assert text_of(prepared(write(text.encode(codec)), encoding=codec)) == text
 
 
-def test_one_byte_encodings_read_every_byte(write: Write) -> None:
+def test_latin_1_decodes_every_byte(write: Write) -> None:
     everything = bytes(range(256))
     corpus = prepared(write(everything), encoding="latin-1")
     assert corpus.tokens.tolist() == list(range(256))
@@ -201,8 +208,8 @@ def test_binaries_are_refused_with_the_offset_of_the_first_nul(write: Write) -> 
     [
         ("utf-9", "there is no encoding 'utf-9'; did you mean utf"),
         ("qqqqqqqqq", "common ones are"),
-        ("base64", "base64 turns bytes into other bytes"),
-        ("rot13", "not into text"),
+        ("base64", "base64 decodes to bytes"),
+        ("rot13", "not to text"),
         ("a\0b", "there is no encoding"),
         ("undefined", "does not decode"),
     ],
@@ -219,17 +226,19 @@ def test_an_empty_text_is_refused(write: Write) -> None:
     assert "is empty" in refusal(write(codecs.BOM_UTF8, "mark.txt"))
 
 
-def test_a_gzip_file_is_read_by_its_content(write: Write) -> None:
+def test_a_gzip_file_is_recognised_by_its_content(write: Write) -> None:
     packed = gzip.compress(MIXED.encode() * 1000)
     assert text_of(prepared(write(packed, "a.gz"))) == MIXED * 1000
     assert text_of(prepared(write(packed, "b.txt"))) == MIXED * 1000
-    assert "not a whole gzip file" in refusal(write(packed[:-20], "cut.gz"))
-    assert "not a whole gzip file" in refusal(write(b"plain", "misnamed.gz"))
+    assert "not a complete gzip file" in refusal(write(packed[:-20], "cut.gz"))
+    assert "not a complete gzip file" in refusal(write(b"plain", "misnamed.gz"))
     damaged = packed[:30] + b"\xff\xff\xff\xff" + packed[34:]
-    assert "not a whole gzip file" in refusal(write(damaged, "damaged.gz"))
+    assert "not a complete gzip file" in refusal(write(damaged, "damaged.gz"))
 
 
-def test_what_an_archive_can_cost_is_bounded(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_unpacked_size_of_an_archive_is_bounded(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bomb = write(gzip.compress(b"a" * 50_000_000), "bomb.gz")
     monkeypatch.setattr(source, "MAX_TEXT_BYTES", 3_000_000)
     assert "unpacks to over 3,000,000 bytes" in refusal(bomb)
@@ -240,10 +249,14 @@ def test_a_full_disk_is_noticed_before_it_is_full(
 ) -> None:
     archive = write(gzip.compress(b"ab" * 3_000_000), "a.gz")
     usage = shutil.disk_usage(own_cache)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=cache.ROOM + 100_000))
-    monkeypatch.setattr(cache, "ROOM_EVERY", 1_000_000)
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda _: usage._replace(free=cache.MIN_FREE_BYTES + 100_000)
+    )
+    monkeypatch.setattr(cache, "FREE_CHECK_BYTES", 1_000_000)
     assert "CHARGPT_CACHE" in refusal(archive)
     assert "MB free" in refusal(write("abc" * 100_000))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ab" * 3_000_000)))
+    assert "MB free" in refusal("-")
     assert not list((own_cache / "tokens").glob("*"))
 
 
@@ -263,7 +276,7 @@ def test_a_folder_is_read_recursively_sorted_and_by_suffix(write: Write) -> None
     assert "text.suffixes" in message
 
 
-def test_links_in_a_circle_do_not_hang(write: Write) -> None:
+def test_a_symbolic_link_loop_ends(write: Write) -> None:
     folder = write("abc", "in/a.txt").parent
     (folder / "up").symlink_to(folder)
     (folder / "broken.txt").symlink_to(folder / "none")
@@ -279,15 +292,15 @@ def test_a_glob_is_read_in_sorted_order(write: Write) -> None:
     assert "no file matches" in refusal(f"{folder}/*.csv")
 
 
-def test_brackets_in_a_file_name_are_no_pattern(write: Write) -> None:
+def test_brackets_in_an_existing_file_name_are_not_a_pattern(write: Write) -> None:
     assert text_of(prepared(write("abc", "novel [1].txt"))) == "abc"
 
 
-def test_standard_input_is_read_once_and_found_again_by_its_key(
-    monkeypatch: pytest.MonkeyPatch,
+def test_standard_input_is_read_once_and_later_found_by_its_key(
+    monkeypatch: pytest.MonkeyPatch, own_cache: Path
 ) -> None:
     def pipe(content: bytes) -> None:
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(Pipe(content)))
 
     pipe(MIXED.encode())
     first = prepared("-")
@@ -300,6 +313,12 @@ def test_standard_input_is_read_once_and_found_again_by_its_key(
     assert text_of(prepared("-")) == "packed"
     pipe(b"")
     assert "standard input is empty" in refusal("-")
+    pipe("жы".encode() + b"\xff")
+    assert "standard input is not UTF-8 text (byte 0xFF at offset 4" in refusal("-")
+    monkeypatch.setattr("chargpt.text.ingest.copy_stdin.__defaults__", (5,))
+    pipe(MIXED.encode())
+    assert "standard input is over 5 bytes" in refusal("-")
+    assert not list((own_cache / "tokens").glob(".*"))  # the copies of the input are deleted
 
 
 def test_a_real_pipe_is_read(tmp_path: Path) -> None:
@@ -339,7 +358,7 @@ def test_a_missing_file_is_explained(write: Write, name: str, words: str) -> Non
     assert words in refusal(f"{folder}/{name}")
 
 
-def test_a_text_of_the_catalog_that_is_not_here_names_the_command(
+def test_a_catalog_text_that_is_not_downloaded_names_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -372,15 +391,14 @@ def test_the_embedded_text_needs_no_file() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kinds", "dtype"), [(200, "uint8"), (239, "uint8"), (3000, "uint16"), (70_000, "uint32")]
+    ("n_characters", "dtype"),
+    [(200, "uint8"), (239, "uint8"), (3000, "uint16"), (70_000, "uint32")],
 )
-@pytest.mark.parametrize("held", [1, 5000, 1 << 30])
-def test_large_vocabularies_are_encoded_whatever_comes_first(
-    write: Write, monkeypatch: pytest.MonkeyPatch, kinds: int, dtype: str, held: int
+def test_vocabularies_of_every_dtype_are_encoded(
+    write: Write, monkeypatch: pytest.MonkeyPatch, n_characters: int, dtype: str
 ) -> None:
     monkeypatch.setattr(source, "CHUNK_BYTES", 1000)
-    monkeypatch.setattr(spool, "HELD_BACK", held)
-    characters = [chr(0x20000 - code) for code in range(kinds)]
+    characters = [chr(0x20000 - code) for code in range(n_characters)]
     text = "plain ascii first " * 100 + "".join(characters) + "and last " * 100
     corpus = prepared(write(text))
     assert corpus.tokens.dtype == np.dtype(dtype)
@@ -390,7 +408,7 @@ def test_large_vocabularies_are_encoded_whatever_comes_first(
 def test_rare_characters_become_the_unknown_token(write: Write) -> None:
     corpus = prepared(write("abab" * 20 + "жx" + "ж"), min_count=2)
     assert corpus.tokenizer.characters == "abж"
-    assert corpus.unknown_share == pytest.approx(1 / 83)
+    assert corpus.unknown_fraction == pytest.approx(1 / 83)
     assert text_of(corpus) == "abab" * 20 + "ж\ufffdж"
     wide = "".join(chr(0x4E00 + index) for index in range(400))
     corpus = prepared(write(wide + "ab" * 9, "wide.txt"), min_count=2)
@@ -399,21 +417,49 @@ def test_rare_characters_become_the_unknown_token(write: Write) -> None:
     assert "lower text.min_count" in refusal(write("abc", "rare.txt"), min_count=2)
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_progress_counts_up_to_the_whole(
-    write: Write, monkeypatch: pytest.MonkeyPatch, late: bool
+def test_progress_reaches_the_size_of_the_files_in_both_passes(
+    write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(source, "CHUNK_BYTES", 1000)
-    monkeypatch.setattr(spool, "MAP_CHUNK", 1000)
-    monkeypatch.setattr(spool, "HELD_BACK", 2000)
-    path = write("ab" * 2499 + ("Aa" if late else "ab"))
-    told: list[tuple[str, int, int]] = []
-    corpus = load_corpus(TextConfig(path=str(path)), progress=lambda *facts: told.append(facts))
-    assert text_of(corpus) == path.read_text()
-    whole = [("reading", 1000 * number, 5000) for number in range(1, 6)]
-    if late:  # a character that was not at the start takes a second pass
-        whole += [("encoding", 1000 * number, 5000) for number in range(1, 6)]
-    assert told == whole
+    folder = write("ab" * 1500, "a.txt").parent
+    write("cd" * 1000, "b.txt")
+    reports: list[tuple[str, int, int]] = []
+    corpus = load_corpus(TextConfig(path=str(folder)), progress=lambda *now: reports.append(now))
+    assert text_of(corpus) == "ab" * 1500 + "cd" * 1000
+    stages = ("reading", "encoding")
+    assert reports == [(stage, 1000 * n, 5000) for stage in stages for n in range(1, 6)]
+
+
+CHANGES: dict[str, bytes] = {
+    "other characters": b"xyz" * 10,
+    "the same characters": b"cba" * 10,
+    "shorter": b"abc" * 9,
+    "longer": b"abc" * 11,
+    "empty": b"",
+}
+
+
+@pytest.mark.parametrize("content", CHANGES.values(), ids=CHANGES.keys())
+def test_a_text_that_changes_between_the_passes_is_refused(
+    write: Write, monkeypatch: pytest.MonkeyPatch, own_cache: Path, content: bytes
+) -> None:
+    path = write("abc" * 10)
+    status = path.stat()
+    fit = CharTokenizer.from_counts
+
+    def change(*arguments: int) -> CharTokenizer:
+        path.write_bytes(content)
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+        return fit(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CharTokenizer, "from_counts", change)
+        assert "text.txt changed while it was read; try again" in refusal(path)
+        write("abc" * 10)
+        patch.setattr(CharTokenizer, "from_counts", lambda *facts: (path.unlink(), fit(*facts))[1])
+        assert "there is no file" in refusal(path)
+    assert not list((own_cache / "tokens").iterdir())
+    assert text_of(prepared(write("abd" * 10))) == "abd" * 10
 
 
 # The cache
@@ -421,14 +467,12 @@ def test_progress_counts_up_to_the_whole(
 
 def forbid_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
-        raise AssertionError("the text was read again")
+        raise AssertionError("the text was read twice")
 
     monkeypatch.setattr("chargpt.text.corpus.ingest", fail)
 
 
-def test_an_unchanged_text_is_not_read_again_and_a_changed_one_is(
-    write: Write, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_a_changed_text_is_read_again(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write("abc" * 10)
     first = prepared(path)
     changed = write("abd" * 10)
@@ -440,7 +484,7 @@ def test_an_unchanged_text_is_not_read_again_and_a_changed_one_is(
     assert text_of(prepared(path)) == "abd" * 10
 
 
-def test_settings_that_decide_the_tokens_decide_the_key(write: Write) -> None:
+def test_the_key_depends_on_the_settings_that_determine_the_tokens(write: Write) -> None:
     path = write("Привет".encode("cp1251") * 3)
     keys = {
         prepared(path, encoding="cp1251").key,
@@ -450,6 +494,33 @@ def test_settings_that_decide_the_tokens_decide_the_key(write: Write) -> None:
     assert len(keys) == 3
     spelt = prepared(path, encoding="windows-1251").key
     assert spelt == prepared(path, encoding="cp1251", val_fraction=0.3).key
+
+
+def test_the_keys_and_files_of_the_cache_are_those_of_version_1(write: Write) -> None:
+    path = write("hello, w\u00f6rld\n")
+    corpus = prepared(path)
+    assert corpus.key == "b82d901cb0674a0e970962a52072f4cf1ecdc5743e5d7007bfc604adfda50cb8"
+    assert corpus.folder is not None
+    assert (corpus.folder / "tokens.bin").read_bytes() == bytes(corpus.tokens.tolist())
+    assert corpus.tokens.tolist() == [5, 4, 6, 6, 7, 2, 1, 9, 10, 8, 6, 3, 0]
+    vocabulary = (corpus.folder / "tokenizer.json").read_bytes()
+    assert vocabulary == (
+        b'{"format": "chargpt-tokenizer", "version": 1, "characters": "\\n ,dehlorw\\u00f6", '
+        b'"unknown": false}'
+    )
+    meta = json.loads((corpus.folder / "meta.json").read_text())
+    del meta["unchanged_since"]
+    assert meta == {
+        "format": "chargpt-tokens",
+        "version": 1,
+        "count": 13,
+        "crc32": 4084095773,
+        "unknown_count": 0,
+        "tokenizer_sha256": "85715c8317cda2a348b3e2a99f6b6fa7ec8ffe7df019160692a680df74bf325f",
+    }
+    rare = prepared(path, encoding="latin-1", min_count=2)
+    assert rare.key == "76a7cac920b63533a1ee4901523ce9524fd55c314793b7805b2eebca6ca01017"
+    assert rare.tokens.tolist() == [1, 1, 0, 0, 1, 1, 1, 1, 1, 1, 1, 0, 1, 1]
 
 
 def damage_flip(folder: Path) -> None:
@@ -481,7 +552,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
-def test_a_damaged_cache_is_noticed_and_made_anew(
+def test_a_damaged_cache_is_rebuilt_with_a_note(
     write: Write, damage: Callable[[Path], object]
 ) -> None:
     path = write("abc" * 10)
@@ -490,14 +561,14 @@ def test_a_damaged_cache_is_noticed_and_made_anew(
     damage(folder)
     again = prepared(path)
     assert text_of(again) == "abc" * 10
-    assert again.notes == ("the cached tokens were damaged and have been made anew from the text",)
+    assert again.notes == ("the cached tokens were damaged and have been rebuilt from the text",)
     assert prepared(path).notes == ()
 
 
-def test_large_token_files_are_summed_only_when_they_look_touched(
+def test_large_token_files_are_checked_only_if_their_status_changed(
     write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache, "CHECKED_BYTES", 10)
+    monkeypatch.setattr(cache, "MAX_CHECKED_BYTES", 10)
     path = write("abc" * 10)
     folder = prepared(path).folder
     assert folder is not None
@@ -517,7 +588,7 @@ def test_large_token_files_are_summed_only_when_they_look_touched(
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"key": 7, "files": []}', b"\xff"])
-def test_a_damaged_index_is_passed_over(write: Write, own_cache: Path, content: bytes) -> None:
+def test_a_damaged_index_is_ignored(write: Write, own_cache: Path, content: bytes) -> None:
     path = write("abc" * 10)
     prepared(path)
     for file in (own_cache / "index").iterdir():
@@ -533,13 +604,13 @@ def test_a_cleared_cache_is_filled_again(write: Write, own_cache: Path) -> None:
     assert (text_of(again), again.notes) == ("abc" * 10, ())
 
 
-def test_a_text_that_has_gone_is_used_from_the_cache_with_a_note(write: Write) -> None:
+def test_a_missing_text_is_used_from_the_cache_with_a_note(write: Write) -> None:
     path = write("abc" * 10)
     first = prepared(path)
     path.unlink()
     for again in (prepared(path), load_corpus(TextConfig(path=str(path)), key=first.key)):
         assert text_of(again) == "abc" * 10
-        assert again.notes == ("the text text.txt has gone, and its cached tokens are used",)
+        assert again.notes == ("the text text.txt is missing; its cached tokens are used",)
     assert first.folder is not None
     damage_flip(first.folder)
     assert "are damaged" in refusal(path)
@@ -547,7 +618,7 @@ def test_a_text_that_has_gone_is_used_from_the_cache_with_a_note(write: Write) -
     assert "there is no file" in refusal(path)
 
 
-def test_a_run_keeps_its_text_when_the_file_changes(write: Write) -> None:
+def test_a_run_keeps_its_text_if_the_file_changes(write: Write) -> None:
     path = write("abc" * 10)
     settings = TextConfig(path=str(path))
     first = load_corpus(settings)
@@ -572,7 +643,7 @@ def test_a_cache_that_cannot_be_written_is_explained(
     assert "set CHARGPT_CACHE" in message
 
 
-def test_processes_that_prepare_one_text_at_once_do_not_disturb_each_other(write: Write) -> None:
+def test_concurrent_preparation_of_one_text_is_safe(write: Write) -> None:
     path = write(MIXED * 2000)
     with ThreadPoolExecutor(8) as pool:
         corpora = list(pool.map(lambda _: prepared(path), range(16)))
@@ -583,7 +654,7 @@ def test_processes_that_prepare_one_text_at_once_do_not_disturb_each_other(write
     assert names == ["meta.json", "tokenizer.json", "tokens.bin"]
 
 
-def test_what_killed_processes_left_is_cleared_away(write: Write) -> None:
+def test_old_temporary_files_are_deleted(write: Write) -> None:
     folder = prepared(write("abc")).folder
     assert folder is not None
     old, new = folder.parent / ".tokens.old.tmp", folder / ".tokens.new.tmp"
@@ -595,14 +666,14 @@ def test_what_killed_processes_left_is_cleared_away(write: Write) -> None:
     assert new.exists()
 
 
-def test_counts_are_kept_on_disk_and_damage_to_them_is_noticed(
+def test_counts_are_saved_and_recomputed_if_damaged(
     write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     corpus = prepared(write("the cat sat " * 50))
     train = corpus.split("train")
     tokens = count_tokens(train, corpus.tokenizer.vocab_size)
     pairs = count_pairs(train, corpus.tokenizer.vocab_size)
-    kept = []
+    saved = []
     for _ in range(2):
         assert corpus.token_counts("train").tolist() == tokens.tolist()
         found = corpus.pair_counts("train")
@@ -610,15 +681,15 @@ def test_counts_are_kept_on_disk_and_damage_to_them_is_noticed(
         assert found.first.tolist() == pairs.first.tolist()
         assert found.second.tolist() == pairs.second.tolist()
         assert corpus.folder is not None
-        kept = sorted(corpus.folder.glob("*.npy"))
-        assert len(kept) == 2
-    for file in kept:
+        saved = sorted(corpus.folder.glob("*.npy"))
+        assert len(saved) == 2
+    for file in saved:
         content = bytearray(file.read_bytes())
         content[-1] ^= 1
         file.write_bytes(content)
     assert corpus.token_counts("train").tolist() == tokens.tolist()
     assert corpus.pair_counts("train").counts.tolist() == pairs.counts.tolist()
-    for file in kept:
+    for file in saved:
         file.write_bytes(b"")
     assert corpus.token_counts("train").tolist() == tokens.tolist()
     assert corpus.pair_counts("train").counts.tolist() == pairs.counts.tolist()
@@ -629,14 +700,14 @@ def test_counts_are_kept_on_disk_and_damage_to_them_is_noticed(
 # read_text
 
 
-def test_read_text_follows_the_same_rules(write: Write) -> None:
+def test_read_text_decodes_like_a_corpus(write: Write) -> None:
     assert read_text(write(MIXED.encode("utf-16"))) == MIXED
     assert read_text(write(gzip.compress(b"abc"), "a.gz")) == "abc"
     assert read_text(write("", "empty.txt")) == ""
     with pytest.raises(TextError, match="0x92 at offset 3"):
         read_text(write(b"don\x92t"))
     with pytest.raises(TextError, match="over 10 characters"):
-        read_text(write("abc" * 10), max_bytes=10)
+        read_text(write("abc" * 10), max_characters=10)
 
 
 def test_another_text_is_encoded_by_the_corpus_tokenizer(write: Write) -> None:

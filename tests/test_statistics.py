@@ -1,4 +1,4 @@
-"""Counts and entropies, against their plain definitions."""
+"""Counts and entropies equal their definitions; descriptions and warnings of texts."""
 
 from collections import Counter
 from itertools import pairwise
@@ -25,19 +25,19 @@ DTYPES = ("uint8", "uint16", "uint32", "int64")
 
 
 @pytest.fixture(params=["usual", "tiny chunks", "sparse"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Which way of counting is taken."""
+def method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Count with the usual settings, in tiny chunks, or in the sparse way."""
     if request.param != "usual":
         monkeypatch.setattr(statistics, "CHUNK", 3)
         monkeypatch.setattr(statistics, "SPARSE_CHUNK", 4)
     if request.param == "sparse":
-        monkeypatch.setattr(statistics, "DENSE_PAIRS", 0)
+        monkeypatch.setattr(statistics, "MAX_DENSE_PAIRS", 0)
     return str(request.param)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [0, 1, 2, 3, 7, 8, 100])
-def test_counts_equal_their_definition(way: str, dtype: str, size: int) -> None:
+def test_counts_equal_their_definition(method: str, dtype: str, size: int) -> None:
     generator = np.random.default_rng(size)
     tokens = generator.integers(0, 11, size).astype(dtype)
     listed = tokens.tolist()
@@ -63,7 +63,7 @@ def test_byte_tokens_count_as_wide_ones_do(listed: list[int]) -> None:
     assert ours.counts.tolist() == theirs.counts.tolist()
 
 
-def test_a_vocabulary_too_large_for_a_table_is_counted_all_the_same() -> None:
+def test_pairs_of_a_large_vocabulary_are_counted_sparsely() -> None:
     tokens = np.array([99_999, 0, 99_999, 0, 50_000], dtype=np.uint32)
     pairs = count_pairs(tokens, 100_000)
     assert pairs.first.tolist() == [0, 0, 99_999]
@@ -74,11 +74,11 @@ def test_a_vocabulary_too_large_for_a_table_is_counted_all_the_same() -> None:
 @pytest.mark.parametrize(
     ("counts", "bits"), [([1, 1], 1.0), ([5], 0.0), ([], 0.0), ([2, 0, 1, 1], 1.5), ([3] * 8, 3.0)]
 )
-def test_entropies_known_by_heart(counts: list[int], bits: float) -> None:
+def test_entropies_of_known_distributions(counts: list[int], bits: float) -> None:
     assert entropy_bits(np.array(counts, dtype=np.int64)) == pytest.approx(bits)
 
 
-def test_the_next_token_of_a_cycle_is_certain_and_of_noise_is_not() -> None:
+def test_conditional_entropy_is_0_for_a_cycle_and_full_for_noise() -> None:
     cycle = np.tile(np.arange(4, dtype=np.uint8), 100)
     assert conditional_entropy_bits(count_pairs(cycle, 4)) == pytest.approx(0.0, abs=1e-9)
     noise = np.random.default_rng(0).integers(0, 4, 200_000).astype(np.uint8)
@@ -91,7 +91,7 @@ def described(folder: Path, text: str, min_count: int = 1) -> Description:
     return describe(load_corpus(TextConfig(path=str(path), min_count=min_count)))
 
 
-def test_a_description_states_the_facts(tmp_path: Path) -> None:
+def test_a_description_has_the_statistics_of_the_text(tmp_path: Path) -> None:
     facts = described(tmp_path, "aaab\n" * 4000 + "cc")
     assert (facts.characters, facts.vocab_size) == (20_002, 4)
     assert facts.most_frequent[0] == ("a", 12_000)
@@ -117,20 +117,20 @@ def test_lines_are_measured_across_chunks(
 @pytest.mark.parametrize(
     ("text", "warning"),
     [
-        ("abab" * 10, "almost no text"),
+        ("abab" * 10, "too few"),
         ("one\r\ntwo\r\n" * 5000, "10,000 lines end in CR LF"),
         ("".join(map(chr, range(0x4E00, 0x4E00 + 6000))) * 2, "vocabulary of 6,000"),
         ("".join(map(chr, range(0x4E00, 0x4E00 + 50))) + "a" * 20_000, "50 of the 51 characters"),
         ("x" * 1_000_001, "longest line has 1,000,001"),
     ],
 )
-def test_what_will_hurt_is_said(tmp_path: Path, text: str, warning: str) -> None:
+def test_each_problem_of_a_text_gives_one_warning(tmp_path: Path, text: str, warning: str) -> None:
     warnings = described(tmp_path, text).warnings
     assert len(warnings) == 1
     assert warning in warnings[0]
 
 
-def test_the_unknown_share_is_stated(tmp_path: Path) -> None:
+def test_a_description_has_the_unknown_fraction(tmp_path: Path) -> None:
     facts = described(tmp_path, "ab" * 4999 + "xy", min_count=2)
-    assert facts.unknown_share == pytest.approx(2 / 10_000)
+    assert facts.unknown_fraction == pytest.approx(2 / 10_000)
     assert [character for character, _ in facts.most_frequent] == ["a", "b"]

@@ -1,4 +1,4 @@
-"""Characters to ids and back, for any text there is."""
+"""Character tokenizer: every text encodes to ids and decodes back to itself."""
 
 import json
 import random
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chargpt.errors import RunError, TextError, UnknownCharacterError
-from chargpt.text.tokenizer import PART, REPLACEMENT, CharTokenizer
+from chargpt.text.tokenizer import CHUNK, REPLACEMENT, CharTokenizer
 
 RING = "But they were all of them deceived."
 RING_IDS = [2, 15, 14, 0, 14, 8, 6, 18, 0, 17, 6, 13, 6, 0, 3, 10, 10, 0, 12, 7, 0, 14, 8, 6, 11]
@@ -25,7 +25,7 @@ def test_a_known_sentence_has_the_published_ids() -> None:
 
 
 @given(st.text(min_size=1))
-def test_every_text_comes_back_exactly_from_its_own_tokenizer(text: str) -> None:
+def test_decoding_the_ids_of_a_text_returns_the_text(text: str) -> None:
     tokenizer = CharTokenizer.fit(text)
     assert list(tokenizer.characters) == sorted(set(text))
     assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -33,7 +33,7 @@ def test_every_text_comes_back_exactly_from_its_own_tokenizer(text: str) -> None
 
 
 @pytest.mark.parametrize("alphabet", ["ab\0\x7f", "абя", "a😀\U0010ffff"])
-@pytest.mark.parametrize("size", [1, 2, 3, PART - 1, PART, PART + 1, 2 * PART + 3])
+@pytest.mark.parametrize("size", [1, 2, 3, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3])
 def test_long_texts_get_the_id_of_each_character(alphabet: str, size: int) -> None:
     text = "".join(random.Random(size).choices(alphabet, k=size))
     tokenizer = CharTokenizer("".join(sorted(alphabet)))
@@ -61,24 +61,24 @@ def test_nothing_is_normalised(text: str) -> None:
 
 
 @given(st.text(min_size=1), st.text())
-def test_unknown_characters_are_skipped_or_replaced_and_nothing_else_is(
-    text: str, other: str
-) -> None:
+def test_only_unknown_characters_are_skipped_or_replaced(text: str, other: str) -> None:
     tokenizer = CharTokenizer.fit(text)
     known = set(text)
-    kept = "".join(character for character in other if character in known)
-    assert tokenizer.decode(tokenizer.encode(other, "skip")) == kept
-    stand_in = tokenizer.characters[tokenizer.replacement_id]
-    replaced = "".join(character if character in known else stand_in for character in other)
+    skipped = "".join(character for character in other if character in known)
+    assert tokenizer.decode(tokenizer.encode(other, "skip")) == skipped
+    replacement = tokenizer.characters[tokenizer.replacement_id]
+    replaced = "".join(character if character in known else replacement for character in other)
     assert tokenizer.decode(tokenizer.encode(other, "replace")) == replaced
 
 
 @pytest.mark.parametrize(
-    ("text", "stand_in"), [("a? \ufffd", REPLACEMENT), ("a? ", "?"), ("a b", " "), ("ba", "a")]
+    ("text", "replacement"), [("a? \ufffd", REPLACEMENT), ("a? ", "?"), ("a b", " "), ("ba", "a")]
 )
-def test_the_stand_in_is_the_first_fitting_one_of_the_vocabulary(text: str, stand_in: str) -> None:
+def test_the_replacement_is_the_first_candidate_in_the_vocabulary(
+    text: str, replacement: str
+) -> None:
     tokenizer = CharTokenizer.fit(text)
-    assert tokenizer.decode(tokenizer.encode("ж", "replace")) == stand_in
+    assert tokenizer.decode(tokenizer.encode("ж", "replace")) == replacement
 
 
 def test_rare_characters_share_one_unknown_token() -> None:
@@ -95,23 +95,27 @@ def test_the_error_names_the_unknown_characters_and_the_remedy() -> None:
         CharTokenizer.fit("abc").encode("жaжxyz\n!\u0301")
     message = str(caught.value)
     assert message.startswith("8 characters are not in the vocabulary: 'ж' U+0436, U+000A, '!'")
-    assert "and 2 more kinds" in message
+    assert "and 2 others" in message
     assert "text.unknown" in message
     with pytest.raises(UnknownCharacterError, match=r"^1 character is .*U\+DC80; set"):
         CharTokenizer.fit("abc").encode("\udc80")
 
 
-@pytest.mark.parametrize(("kinds", "dtype"), [(256, "uint8"), (257, "uint16"), (65537, "uint32")])
-def test_ids_take_the_smallest_integers_that_hold_them(kinds: int, dtype: str) -> None:
-    codes = [code for code in range(kinds + 0x800) if not 0xD800 <= code < 0xE000][:kinds]
+@pytest.mark.parametrize(
+    ("n_characters", "dtype"), [(256, "uint8"), (257, "uint16"), (65537, "uint32")]
+)
+def test_ids_have_the_smallest_dtype_that_holds_them(n_characters: int, dtype: str) -> None:
+    codes = [code for code in range(n_characters + 0x800) if not 0xD800 <= code < 0xE000][
+        :n_characters
+    ]
     text = "".join(map(chr, codes))
     tokenizer = CharTokenizer.fit(text)
     assert tokenizer.dtype == np.dtype(dtype)
     assert tokenizer.encode(text).dtype == np.dtype(dtype)
-    assert tokenizer.encode(text).tolist() == list(range(kinds))
+    assert tokenizer.encode(text).tolist() == list(range(n_characters))
 
 
-def test_texts_without_a_vocabulary_are_refused() -> None:
+def test_a_text_without_usable_characters_is_refused() -> None:
     with pytest.raises(TextError, match="empty"):
         CharTokenizer.fit("")
     with pytest.raises(TextError, match=r"fewer than 3 times; lower text\.min_count"):
@@ -120,7 +124,7 @@ def test_texts_without_a_vocabulary_are_refused() -> None:
         CharTokenizer.fit("a\ud800")
 
 
-def test_a_tokenizer_survives_the_disk(tmp_path: Path) -> None:
+def test_a_saved_tokenizer_loads_equal(tmp_path: Path) -> None:
     tokenizer = CharTokenizer.fit('aab\U0001f600\r\n"\\жж', min_count=2)
     tokenizer.save(tmp_path / "tokenizer.json")
     assert CharTokenizer.load(tmp_path / "tokenizer.json") == tokenizer
@@ -128,7 +132,7 @@ def test_a_tokenizer_survives_the_disk(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["tokenizer.json"]
 
 
-def test_a_failed_save_leaves_no_litter(tmp_path: Path) -> None:
+def test_a_failed_save_leaves_no_temporary_file(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json" / "taken").mkdir(parents=True)
     with pytest.raises(OSError, match="tokenizer"):
         CharTokenizer.fit("ab").save(tmp_path / "tokenizer.json")
@@ -159,7 +163,7 @@ def test_a_tampered_tokenizer_is_refused(change: dict[str, object], reason: str)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "7", "[" * 100_000])
-def test_what_is_not_a_tokenizer_at_all_is_refused(text: str) -> None:
+def test_json_that_is_not_a_tokenizer_is_refused(text: str) -> None:
     with pytest.raises(RunError, match=r"^here cannot be used as a tokenizer"):
         CharTokenizer.from_json(text, origin="here")
 

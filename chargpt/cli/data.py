@@ -1,4 +1,4 @@
-"""`chargpt data`: texts with a name, and what is in a text."""
+"""`chargpt data`: download named texts and describe any text."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +17,7 @@ app = typer.Typer(
 
 @app.command("list")
 def list_() -> None:
-    """List the texts that have a name. Example: `chargpt data list`."""
+    """List the named texts. Example: `chargpt data list`."""
     from chargpt.text.catalog import CATALOG
 
     for entry in CATALOG.values():
@@ -28,11 +28,11 @@ def list_() -> None:
 @app.command()
 def get(
     name: Annotated[str, typer.Argument(help="A name from `chargpt data list`.")],
-    to: Annotated[Path, typer.Option("--to", metavar="FOLDER", help="Where to put it.")] = Path(
-        "data"
-    ),
+    to: Annotated[
+        Path, typer.Option("--to", metavar="FOLDER", help="Folder to write it to.")
+    ] = Path("data"),
 ) -> None:
-    """Fetch a text and check its sum. Example: `chargpt data get tinyshakespeare`."""
+    """Fetch a named text and verify its checksum. Example: `chargpt data get tinyshakespeare`."""
     import difflib
 
     from chargpt.errors import TextError
@@ -57,7 +57,7 @@ def info(
     encoding: options.Encoding = None,
     set_: options.Set = None,
 ) -> None:
-    """Show a text's size, characters and entropy, and what will hurt when training on it.
+    """Show the size, characters and entropy of a text, with warnings about training on it.
 
     Example: `chargpt data info novel.txt`.
     """
@@ -87,7 +87,7 @@ def _show(name: str, facts: Any) -> None:
             ["lines", f"{facts.lines:,} (longest {facts.longest_line:,} characters)"],
             ["most frequent", listed(facts.most_frequent)],
             ["least frequent", listed(facts.least_frequent)],
-            ["unknown", f"{facts.unknown_share:.4%}"],
+            ["unknown", f"{facts.unknown_fraction:.4%}"],
             ["unigram entropy", f"{facts.unigram_bits:.4f} bits/character"],
             ["bigram entropy", f"{facts.bigram_bits:.4f} bits/character"],
         ],

@@ -20,7 +20,7 @@ def show_plan(trainer: "Trainer", clock: Clock | None = None) -> None:
 
     config, corpus = trainer.config, trainer.corpus
     plan = estimate(trainer, clock.left if clock else None)
-    unknown = f", {corpus.unknown_share:.2%} of them unknown" if corpus.unknown_share else ""
+    unknown = f", {corpus.unknown_fraction:.2%} of them unknown" if corpus.unknown_fraction else ""
     lengths = ", ".join(
         f"{len(corpus.split(name)):,} {name}"
         for name in ("train", "val", "test")

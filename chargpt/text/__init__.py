@@ -1,1 +1,6 @@
-"""Text in, token arrays out. Knows nothing of models."""
+"""Text in, token arrays out. Imports nothing of the models."""
+
+from collections.abc import Callable
+
+Progress = Callable[[str, int, int], None]
+"""Called with the stage's name, the bytes done and the bytes in all (0 if unknown)."""

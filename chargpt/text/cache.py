@@ -1,13 +1,13 @@
-"""Encoded texts on disk, and the way to notice when they are damaged.
+"""Encoded texts on disk, with checksums that reveal damage.
 
-    <cache>/tokens/<key>/tokens.bin       ids, the smallest unsigned integers that hold them
+    <cache>/tokens/<key>/tokens.bin       ids in the smallest unsigned dtype that holds them
     <cache>/tokens/<key>/tokenizer.json
-    <cache>/tokens/<key>/meta.json        what the others must be; written last
-    <cache>/tokens/<key>/*.npy            counts, made when first asked for
+    <cache>/tokens/<key>/meta.json        sizes and checksums of the others; written last
+    <cache>/tokens/<key>/*.npy            counts, saved when first computed
     <cache>/index/<spec>.json             (path, size, mtime, inode) of a text's files -> key
 
-Every file is replaced whole, and the content follows from the key, so processes that prepare the
-same text at the same time do not disturb each other.
+Every file is replaced atomically, and the content is determined by the key, so processes that
+prepare the same text at the same time do not disturb each other.
 """
 
 import hashlib
@@ -18,32 +18,29 @@ import shutil
 import tempfile
 import time
 import zlib
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 import platformdirs
 
 from chargpt.errors import RunError, TextError
 from chargpt.files import write_atomically
-from chargpt.text.tokenizer import CharTokenizer, Tokens
+from chargpt.text.tokenizer import CharTokenizer, Counts, Tokens
 
-FORMAT = "chargpt-tokens"
-VERSION = 1
+FORMAT, VERSION = "chargpt-tokens", 1
 MAX_META_BYTES = 100_000
 MAX_INDEX_BYTES = 500_000_000
-CHECKED_BYTES = 100_000_000  # token files up to here are summed at every start: 0.06 s
-ROOM = 64_000_000  # bytes to leave free on the disk
-ROOM_EVERY = 64 << 20  # bytes written between looks at the free disk
-STALE = 24 * 3600  # seconds after which a temporary file belongs to nobody
+MAX_CHECKED_BYTES = 100_000_000  # token files up to this size are checked at every start
+MIN_FREE_BYTES = 64_000_000  # to leave on the disk
+FREE_CHECK_BYTES = 64 << 20  # written between checks of the free space
+MAX_TEMPORARY_SECONDS = 24 * 3600  # age at which a temporary file must be a killed process's
 CHUNK_BYTES = 1 << 20
 
 
 class DamagedCacheError(TextError):
-    """Cached tokens are not what was written."""
+    """Cached tokens differ from what was written."""
 
 
 @dataclass(frozen=True)
@@ -58,24 +55,24 @@ class CachedText:
 
 
 def cache_folder() -> Path:
-    """Return where encoded texts are kept: `$CHARGPT_CACHE`, or the system's place for caches."""
+    """Return the folder of encoded texts: `$CHARGPT_CACHE`, or the system's cache folder."""
     chosen = os.environ.get("CHARGPT_CACHE")
     return Path(chosen).expanduser() if chosen else platformdirs.user_cache_path("chargpt")
 
 
-def tokens_folder() -> Path:
-    """Return the folder of encoded texts, made if need be, rid of what killed processes left.
+def make_tokens_folder() -> Path:
+    """Create the folder of token files and delete what killed processes left there; return it.
 
     Raises:
-        TextError: it cannot be made.
+        TextError: it cannot be created.
     """
     folder = cache_folder() / "tokens"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for leftover in (*folder.glob(".*.tmp"), *folder.glob("*/.*.tmp")):
-            if time.time() - leftover.stat().st_mtime > STALE:
+            if time.time() - leftover.stat().st_mtime > MAX_TEMPORARY_SECONDS:
                 leftover.unlink(missing_ok=True)
-    except FileNotFoundError:  # another process was quicker
+    except FileNotFoundError:  # another process has deleted it
         pass
     except OSError as error:
         raise _unwritable(folder, error) from None
@@ -85,7 +82,7 @@ def tokens_folder() -> Path:
 def _unwritable(folder: Path, error: OSError) -> TextError:
     reason = error.strerror or type(error).__name__
     return TextError(
-        f"the cache {folder} cannot be written ({reason}); set CHARGPT_CACHE to a folder that can"
+        f"the cache {folder} cannot be written ({reason}); set CHARGPT_CACHE to a writable folder"
     )
 
 
@@ -96,74 +93,65 @@ def require_room(folder: Path, size: int) -> None:
         TextError: they do not.
     """
     free = shutil.disk_usage(folder).free
-    if free < size + ROOM:
+    if free < size + MIN_FREE_BYTES:
         raise TextError(
             f"the cache {folder} has {free / 1e6:,.0f} MB free, too little to encode this text; "
             "make room or set CHARGPT_CACHE to a folder on a larger disk"
         )
 
 
-class TokenFile:
-    """Ids on their way into the cache: a temporary file, and its checksum while that is wanted."""
+class TemporaryFile:
+    """A temporary file of the cache: checks the free space as it grows, is deleted on exit.
+
+    Attributes:
+        file: open for reading and writing.
+        size, crc32: of the bytes written.
+    """
 
     def __init__(self, folder: Path) -> None:
-        handle, name = tempfile.mkstemp(dir=folder, prefix=".tokens.", suffix=".tmp")
-        self.folder, self.path = folder, Path(name)
+        handle, path = tempfile.mkstemp(dir=folder, prefix=".tokens.", suffix=".tmp")
+        self.folder, self.path = folder, Path(path)
         self.file = os.fdopen(handle, "w+b")
-        self.worker = ThreadPoolExecutor(1, "crc32")
-        self.sum: Future[int] | None = None
-        self.summing = True
-        self.size = self.room_until = 0
+        self.size = self.crc32 = self.checked_size = 0
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.worker.shutdown()
         self.file.close()
         self.path.unlink(missing_ok=True)
 
-    def write(self, ids: Tokens) -> None:
-        """Append ids.
+    def write(self, data: bytes | memoryview) -> None:
+        """Append bytes.
 
         Raises:
             TextError: the disk is nearly full.
         """
-        if self.size + ids.nbytes > self.room_until:
-            require_room(self.folder, max(ROOM_EVERY, ids.nbytes))
-            self.room_until = self.size + max(ROOM_EVERY, ids.nbytes)
-        if self.summing:
-            self.sum = self.worker.submit(zlib.crc32, ids.data, self.crc32)
-        self.file.write(ids.data)
-        self.size += ids.nbytes
-
-    @property
-    def crc32(self) -> int:
-        """Checksum of what was written."""
-        return self.sum.result() if self.sum else 0
-
-    def rewind(self) -> None:
-        """Go to the start, to read."""
-        self.file.seek(0)
-
-    def read(self, size: int) -> bytes:
-        """Return the next bytes."""
-        return self.file.read(size)
+        size = self.size + len(data)
+        if size > self.checked_size:
+            room = max(FREE_CHECK_BYTES, len(data))
+            require_room(self.folder, room)
+            self.checked_size = self.size + room
+        self.crc32 = zlib.crc32(data, self.crc32)
+        self.file.write(data)
+        self.size = size
 
 
-def store(key: str, tokenizer: CharTokenizer, tokens: TokenFile, unknown_count: int) -> CachedText:
+def store(
+    key: str, tokenizer: CharTokenizer, tokens: TemporaryFile, unknown_count: int
+) -> CachedText:
     """Move an encoded text into the cache under its key, and return it.
 
     Args:
-        key: names the folder.
-        tokenizer: what the ids mean.
+        key: the folder's name.
+        tokenizer: the mapping of the ids to characters.
         tokens: the ids, in `tokenizer.dtype`.
-        unknown_count: how many of the ids are the unknown token.
+        unknown_count: number of ids that are the unknown token.
 
     Raises:
         TextError: the disk is full or the cache cannot be written.
     """
-    folder = tokens_folder() / key
+    folder = make_tokens_folder() / key
     try:
         folder.mkdir(exist_ok=True)
         tokens.file.close()
@@ -188,15 +176,15 @@ def store(key: str, tokenizer: CharTokenizer, tokens: TokenFile, unknown_count: 
 
 
 def _stamp(path: Path) -> list[int]:
-    facts = path.stat()
-    return [facts.st_size, facts.st_mtime_ns, facts.st_ino]
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns, status.st_ino]
 
 
 def load(key: str) -> CachedText | None:
     """Return the encoded text with this key; None if there is none.
 
     Raises:
-        DamagedCacheError: there is one, and it is not what was written.
+        DamagedCacheError: its files differ from what was written.
     """
     folder = cache_folder() / "tokens" / key
     if not key.isalnum() or not (folder / "meta.json").exists():
@@ -210,8 +198,8 @@ def load(key: str) -> CachedText | None:
         if hashlib.sha256(vocabulary).hexdigest() != meta["tokenizer_sha256"]:
             raise ValueError("another tokenizer")
         tokenizer = CharTokenizer.from_json(vocabulary.decode("ascii"))
-        _check_tokens(folder, meta, count * tokenizer.dtype.itemsize)
         path = folder / "tokens.bin"
+        _check_tokens(path, meta, count * tokenizer.dtype.itemsize)
         tokens = np.memmap(path, dtype=tokenizer.dtype, mode="r", shape=(count,))
     except (OSError, ValueError, KeyError, TypeError, RunError):
         raise DamagedCacheError(
@@ -220,14 +208,13 @@ def load(key: str) -> CachedText | None:
     return CachedText(key, folder, tokenizer, tokens, unknown_count)
 
 
-def _check_tokens(folder: Path, meta: dict[str, Any], size: int) -> None:
+def _check_tokens(path: Path, meta: dict[str, Any], size: int) -> None:
     """Raise ValueError unless the token file is what was written."""
-    path = folder / "tokens.bin"
     stamp = _stamp(path)
     if stamp[0] != size or size == 0:
         raise ValueError("another size")
-    unchanged = stamp == meta["unchanged_since"]
-    if unchanged and size > CHECKED_BYTES:
+    is_unchanged = stamp == meta["unchanged_since"]
+    if is_unchanged and size > MAX_CHECKED_BYTES:
         return
     checksum = 0
     with open(path, "rb") as file:
@@ -235,13 +222,13 @@ def _check_tokens(folder: Path, meta: dict[str, Any], size: int) -> None:
             checksum = zlib.crc32(chunk, checksum)
     if checksum != meta["crc32"]:
         raise ValueError("another checksum")
-    if not unchanged:  # copied, or written twice at once: whole all the same
+    if not is_unchanged:  # a copy of the folder, or written by two processes
         meta = {**meta, "unchanged_since": stamp}
-        try_to_write(folder / "meta.json", json.dumps(meta, indent=1).encode("ascii"))
+        _try_write(path.with_name("meta.json"), json.dumps(meta, indent=1).encode("ascii"))
 
 
-def try_to_write(path: Path, content: bytes) -> None:
-    """Write what merely saves time next time; a cache that cannot be written does no harm."""
+def _try_write(path: Path, content: bytes) -> None:
+    """Write a file that only saves time; a cache that cannot be written is no error here."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, content)
@@ -249,11 +236,11 @@ def try_to_write(path: Path, content: bytes) -> None:
         pass
 
 
-def _read_json(path: Path, limit: int) -> dict[str, Any]:
-    """Return a JSON object from a file of at most `limit` bytes, or raise ValueError."""
+def _read_json(path: Path, max_bytes: int) -> dict[str, Any]:
+    """Return a JSON object, or raise ValueError."""
     with open(path, "rb") as file:
-        content = file.read(limit + 1)
-    if len(content) > limit:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
         raise ValueError("too large")
     try:
         tree = json.loads(content)
@@ -269,32 +256,31 @@ def _index_path(spec: list[Any]) -> Path:
     return cache_folder() / "index" / f"{digest}.json"
 
 
-def remember(spec: list[Any], files: list[list[str | int]], key: str) -> None:
-    """Note that the text of this specification, its files being so, has this key."""
-    try_to_write(_index_path(spec), json.dumps({"key": key, "files": files}).encode())
+def write_index(spec: list[Any], signature: list[list[str | int]], key: str) -> None:
+    """Note the key of the text with this specification, whose files have this signature."""
+    _try_write(_index_path(spec), json.dumps({"key": key, "files": signature}).encode())
 
 
-def recall(spec: list[Any], files: list[list[str | int]] | None = None) -> str | None:
-    """Return the key noted for this specification, if the files are (or were) still so."""
+def read_index(spec: list[Any], signature: list[list[str | int]] | None = None) -> str | None:
+    """Return the key noted for this specification; with a signature, only if that is the same."""
     try:
-        noted = _read_json(_index_path(spec), MAX_INDEX_BYTES)
-        key = noted["key"]
-        fits = files is None or noted["files"] == files
+        entry = _read_json(_index_path(spec), MAX_INDEX_BYTES)
+        key, is_current = entry["key"], signature is None or entry["files"] == signature
     except (OSError, ValueError, KeyError):
         return None
-    return key if fits and isinstance(key, str) else None
+    return key if is_current and isinstance(key, str) else None
 
 
-def save_counts(path: Path, counts: npt.NDArray[np.int64]) -> None:
-    """Keep counts beside the tokens, with a checksum before them."""
+def save_counts(path: Path, counts: Counts) -> None:
+    """Write counts as an array after its checksum."""
     content = io.BytesIO()
     np.save(content, counts, allow_pickle=False)
     checksum = zlib.crc32(content.getbuffer())
-    try_to_write(path, checksum.to_bytes(4, "little") + content.getvalue())
+    _try_write(path, checksum.to_bytes(4, "little") + content.getvalue())
 
 
-def load_counts(path: Path) -> npt.NDArray[np.int64] | None:
-    """Return counts that `save_counts` kept; None if there are none, or they are damaged."""
+def load_counts(path: Path) -> Counts | None:
+    """Return what `save_counts` wrote; None if it is missing or damaged."""
     try:
         content = path.read_bytes()
         if zlib.crc32(content[4:]) != int.from_bytes(content[:4], "little"):

@@ -1,21 +1,21 @@
-"""Texts with a name: the embedded one, and others by address and checksum."""
+"""Named texts: the embedded one, and others to download, with their checksums."""
 
 import hashlib
 import logging
 import os
 import tempfile
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from chargpt.errors import DownloadError, TextError
+from chargpt.text import Progress
 
 EMBEDDED = "python-docs"
+UNREACHABLE = "cannot be reached"
 TIMEOUT = 30  # seconds without a byte
 CHUNK_BYTES = 1 << 20
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,12 @@ class Entry:
     """A named text.
 
     Attributes:
-        name, description: for people.
+        name, description: as `chargpt data list` prints them.
         url: where it is published; None for the embedded text.
-        known_hash: of the file at `url`, as `algorithm:hexadecimal`.
-        content_hash, size: of the text itself, size in bytes.
+        known_hash: checksum of the file at `url`, as `algorithm:hexadecimal`.
+        content_hash, size: checksum and bytes of the text itself.
         member: the text's name inside a ZIP archive.
-        settings: `text.*` settings that are customary for it.
+        settings: the `text.*` settings usual for it.
     """
 
     name: str
@@ -47,10 +47,10 @@ _TINYSHAKESPEARE = "sha256:86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca
 CATALOG: dict[str, Entry] = {
     entry.name: entry
     for entry in (
-        Entry(EMBEDDED, "the Python language reference that every CPython carries (no network)"),
+        Entry(EMBEDDED, "the Python language reference, part of every CPython: no download"),
         Entry(
             "tinyshakespeare",
-            "40,000 lines of Shakespeare's plays: 1,115,394 characters, 65 kinds",
+            "40,000 lines of Shakespeare's plays: 1,115,394 characters, 65 distinct",
             "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
             _TINYSHAKESPEARE,
             content_hash=_TINYSHAKESPEARE,
@@ -58,7 +58,7 @@ CATALOG: dict[str, Entry] = {
         ),
         Entry(
             "text8",
-            "English Wikipedia, letters and spaces only: 100,000,000 characters, 27 kinds",
+            "English Wikipedia, letters and spaces only: 100,000,000 characters, 27 distinct",
             "http://mattmahoney.net/dc/text8.zip",
             "sha256:a6640522afe85d1963ad56c05b0ede0a0c000dddc9671758a6cc09b7a38e5232",
             content_hash="md5:3bea1919949baf155f99411df5fada7e",
@@ -68,13 +68,13 @@ CATALOG: dict[str, Entry] = {
         ),
         Entry(
             "enwik8",
-            "English Wikipedia as XML, byte by byte: 100,000,000 bytes, 205 kinds",
+            "English Wikipedia as XML, byte by byte: 100,000,000 bytes, 205 distinct",
             "http://mattmahoney.net/dc/enwik8.zip",
             "sha256:547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc",
             content_hash="md5:a1fa5ffddb56f4953e226637dabbb36a",
             size=100_000_000,
             member="enwik8",
-            # Its customary unit is the byte, and latin-1 makes one character of each.
+            # It is usually modelled by bytes; latin-1 decodes each to one character.
             settings={"text.encoding": "latin-1", **_HUNDRED_MB},
         ),
     )
@@ -85,28 +85,27 @@ def embedded_text() -> str:
     """Return the embedded text: the topics of Python's language reference, in sorted order.
 
     Raises:
-        TextError: this Python came without it.
+        TextError: this Python lacks it.
     """
-    topics: object = None
     try:
-        from pydoc_data import topics as module
+        from pydoc_data import topics as module  # some distributions leave it out
 
         topics = module.topics
     except (ImportError, AttributeError):
-        pass
-    if not isinstance(topics, dict) or not topics:
+        topics = {}
+    if not topics:
         raise TextError(
-            "this Python came without its documentation, the default text; "
+            "this Python lacks its documentation, which is the default text; "
             "fetch another with `chargpt data get tinyshakespeare`"
         )
-    return "\n".join(str(topics[name]) for name in sorted(topics))
+    return "\n".join(topics[name] for name in sorted(topics))
 
 
 def settings_for(name: str, folder: Path = Path("data")) -> dict[str, object] | None:
     """Return the `text.*` settings of a named text; None if the catalog has no such name.
 
     Raises:
-        TextError: the text has not been fetched yet.
+        TextError: the text is not in the folder.
     """
     entry = CATALOG.get(name)
     if entry is None:
@@ -120,32 +119,30 @@ def settings_for(name: str, folder: Path = Path("data")) -> dict[str, object] | 
 
 
 def fetch(entry: Entry, folder: Path = Path("data"), progress: Progress | None = None) -> Path:
-    """Bring a named text into a folder as NAME.txt, checked, unless it is there already.
+    """Download a named text to FOLDER/NAME.txt and verify it, unless it is there already.
 
     Args:
-        entry: what to fetch.
-        folder: made if need be.
-        progress: called with ("fetching", bytes so far, bytes in all).
+        entry: the text.
+        folder: created if missing.
+        progress: called with "fetching".
 
     Raises:
-        DownloadError: with cause and remedy; the folder is left as it was.
-        TextError: the text is embedded, and there is nothing to fetch.
+        DownloadError: the download failed; the folder is unchanged.
+        TextError: the text is embedded, so there is nothing to download.
     """
     if entry.url is None:
-        raise TextError(
-            f"{entry.name} is embedded; train on it with `chargpt train`, no TEXT named"
-        )
+        raise TextError(f"{entry.name} is embedded; train on it with `chargpt train` without TEXT")
     target = folder / f"{entry.name}.txt"
     try:
         if _has_content(target, entry):
             return target
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".fetching-") as workplace:
-            part = _download(entry, Path(workplace), progress)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".fetching-") as temporary:
+            file = _download(entry, Path(temporary), progress)
             if entry.member is not None:
-                part = _extract(entry, part, Path(workplace) / "text")
-            os.chmod(part, 0o644)
-            os.replace(part, target)
+                file = _extract(entry, file, Path(temporary) / "text")
+            os.chmod(file, 0o644)
+            os.replace(file, target)
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise DownloadError(
@@ -156,23 +153,16 @@ def fetch(entry: Entry, folder: Path = Path("data"), progress: Progress | None =
 
 
 def _has_content(path: Path, entry: Entry) -> bool:
-    return (
-        path.is_file()
-        and path.stat().st_size == entry.size
-        and _file_hash(path, entry.content_hash) == entry.content_hash
-    )
-
-
-def _file_hash(path: Path, like: str) -> str:
-    """Return the file's checksum by the algorithm that `like` begins with."""
-    algorithm = like.partition(":")[0]
+    if not path.is_file() or path.stat().st_size != entry.size:
+        return False
+    algorithm, _, expected = entry.content_hash.partition(":")
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, lambda: hashlib.new(algorithm, usedforsecurity=False))
-    return f"{algorithm}:{digest.hexdigest()}"
+    return digest.hexdigest() == expected
 
 
 class _Meter:
-    """What pooch's downloader tells its progress to: the shape of a tqdm bar."""
+    """The methods of a tqdm bar that pooch's downloader calls."""
 
     def __init__(self, progress: Progress) -> None:
         self.progress, self.done, self.total = progress, 0, 0
@@ -190,42 +180,48 @@ class _Meter:
 
 def _download(entry: Entry, folder: Path, progress: Progress | None) -> Path:
     """Return the published file, its checksum verified."""
-    import pooch
+    import pooch  # imported here, since it delays every command
     import requests
 
-    # Its own words would come between ours and the progress bar.
-    pooch.get_logger().setLevel(logging.CRITICAL)
-    meter = _Meter(progress) if progress else False
-    downloader = pooch.HTTPDownloader(progressbar=meter, timeout=TIMEOUT)
-    again = f"try `chargpt data get {entry.name}` again later"
+    pooch.get_logger().setLevel(logging.CRITICAL)  # its lines would break the progress bar
+    downloader = pooch.HTTPDownloader(
+        progressbar=_Meter(progress) if progress else False, timeout=TIMEOUT
+    )
     try:
-        found = pooch.retrieve(
-            entry.url, entry.known_hash, fname="part", path=folder, downloader=downloader
+        path = pooch.retrieve(
+            entry.url, entry.known_hash, fname="download", path=folder, downloader=downloader
         )
-    except requests.exceptions.HTTPError as error:
-        status = getattr(error.response, "status_code", "an error")
-        cause = f"{entry.url} answered {status}"
-    except requests.exceptions.ChunkedEncodingError:
-        cause = f"the transfer from {entry.url} broke off"
-    except requests.exceptions.Timeout:
-        cause = f"{entry.url} did not answer within {TIMEOUT} seconds"
-    except requests.exceptions.ConnectionError as error:
-        if "timed out" in str(error):  # in the middle of the text, requests calls it this
-            cause = f"{entry.url} fell silent for {TIMEOUT} seconds"
-        else:
-            cause = f"{entry.url} cannot be reached"
-            again = "check the network, or bring the file by hand and name it as TEXT"
-    except requests.exceptions.RequestException as error:
-        cause = f"{entry.url} could not be fetched ({type(error).__name__})"
-    except ValueError:
-        cause = f"{entry.url} sent a file whose checksum is not the one that its publisher states"
-    else:
-        return Path(found)
-    raise DownloadError(f"{entry.name} was not fetched: {cause}; {again}")
+        return Path(path)
+    except (requests.exceptions.RequestException, ValueError) as error:
+        cause = _failure(error)
+    remedy = f"try `chargpt data get {entry.name}` again later"
+    if cause == UNREACHABLE:
+        remedy = "check the network, or download the file yourself and name it as TEXT"
+    raise DownloadError(f"cannot fetch {entry.name}: {entry.url} {cause}; {remedy}")
+
+
+def _failure(error: Exception) -> str:
+    """Return the cause of a failed download, as a sentence whose subject is the URL."""
+    from requests import exceptions
+
+    status = getattr(getattr(error, "response", None), "status_code", "an error")
+    timed_out = "timed out" in str(error)  # amid a transfer, requests raises a ConnectionError
+    causes = (
+        (exceptions.HTTPError, f"answered {status}"),
+        (exceptions.ChunkedEncodingError, "closed the connection before the end"),
+        (exceptions.Timeout, f"did not answer within {TIMEOUT} seconds"),
+        (
+            exceptions.ConnectionError,
+            f"sent nothing for {TIMEOUT} seconds" if timed_out else UNREACHABLE,
+        ),
+        (exceptions.RequestException, f"could not be fetched ({type(error).__name__})"),
+        (ValueError, "sent a file with a checksum other than the published one"),
+    )
+    return next(cause for kind, cause in causes if isinstance(error, kind))
 
 
 def _extract(entry: Entry, archive: Path, target: Path) -> Path:
-    """Unpack the one member, never more bytes than the entry states, and check it."""
+    """Unpack and verify the member, reading at most one byte more than the stated size."""
     assert entry.member is not None
     try:
         with (
@@ -233,16 +229,16 @@ def _extract(entry: Entry, archive: Path, target: Path) -> Path:
             unpacked.open(entry.member) as member,
             open(target, "wb") as file,
         ):
-            left = entry.size + 1  # one more, to notice that there is more
-            while left > 0 and (chunk := member.read(min(CHUNK_BYTES, left))):
+            n_left = entry.size + 1
+            while n_left > 0 and (chunk := member.read(min(CHUNK_BYTES, n_left))):
                 file.write(chunk)
-                left -= len(chunk)
-        intact = _has_content(target, entry)
+                n_left -= len(chunk)
+        is_intact = _has_content(target, entry)
     except (zipfile.BadZipFile, KeyError, EOFError, NotImplementedError, RuntimeError):
-        intact = False
-    if not intact:
+        is_intact = False
+    if not is_intact:
         raise DownloadError(
-            f"{entry.name} was not fetched: the archive at {entry.url} does not hold the text "
-            "that its publisher states; try again later"
+            f"cannot fetch {entry.name}: the archive at {entry.url} does not hold the published "
+            "text; try again later"
         )
     return target

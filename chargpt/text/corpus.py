@@ -1,9 +1,10 @@
-"""A prepared text: its tokens, memory-mapped, and its consecutive splits."""
+"""A text as tokens, memory-mapped, and its consecutive splits."""
 
 import math
 import os
+import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
@@ -12,37 +13,36 @@ import numpy as np
 
 from chargpt.config import TextConfig
 from chargpt.errors import TextError
-from chargpt.text import cache
-from chargpt.text.cache import CachedText, cache_folder
+from chargpt.text import Progress, cache
+from chargpt.text.cache import CachedText
 from chargpt.text.catalog import EMBEDDED
+from chargpt.text.decoding import codec_name, decode
 from chargpt.text.ingest import ingest, load_or_note
-from chargpt.text.source import STDIN, MissingTextError, codec_name, find_source, pieces
-from chargpt.text.statistics import Counts, PairCounts, count_pairs, count_tokens
-from chargpt.text.tokenizer import CharTokenizer, Tokens
+from chargpt.text.source import STDIN, MissingTextError, copy_stdin, find_source, iter_chunks
+from chargpt.text.statistics import PairCounts, count_pairs, count_tokens
+from chargpt.text.tokenizer import CharTokenizer, Counts, Tokens
 
-__all__ = ["SPLITS", "Corpus", "Split", "cache_folder", "load_corpus", "read_text"]
-
-MAX_READ_BYTES = 1 << 30
-CHANGED = "the text has changed since the run was trained on it, and the old one's tokens are used"
+MAX_READ_CHARACTERS = 1 << 30
+MAX_MEMORY_BYTES = 64 << 20  # of standard input, before it goes to a temporary file
+CHANGED = "the text has changed since the run was trained on it; the old text's tokens are used"
 
 Split = Literal["train", "val", "test"]
-SPLITS: tuple[Split, ...] = ("train", "val")  # those that every run has
-Progress = Callable[[str, int, int], None]
+SPLITS: tuple[Split, ...] = ("train", "val")  # the splits of every run
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text as tokens, cut into consecutive parts.
+    """A text as tokens, cut into consecutive splits.
 
     Attributes:
-        name: short, for people.
-        key: names the text's content and the settings that decide its tokens.
-        tokenizer: what the ids mean.
+        name: short name for messages and tables.
+        key: hash of the text's content and of the settings that determine its tokens.
+        tokenizer: the mapping of the ids to characters.
         tokens: the whole text, shape (characters,), memory-mapped, read-only.
-        val_fraction, test_fraction: shares of the splits.
-        unknown_share: share of the characters that became the unknown token.
-        notes: sentences that the user should see.
-        folder: where counts are kept; None keeps none.
+        val_fraction, test_fraction: fractions of the text in the splits.
+        unknown_fraction: fraction of the characters that became the unknown token.
+        notes: sentences for the user.
+        folder: where counts are saved; None saves none.
     """
 
     name: str
@@ -51,26 +51,23 @@ class Corpus:
     tokens: Tokens
     val_fraction: float
     test_fraction: float
-    unknown_share: float = 0.0
+    unknown_fraction: float = 0.0
     notes: tuple[str, ...] = ()
     folder: Path | None = None
 
     def _bounds(self, split: Split) -> tuple[int, int]:
         total = self.tokens.size
-        # As exact decimals: 0.1 of 10 characters is 1, not a hair more.
+        # Exact decimals: in floating point, 0.1 of 10 characters could round up to 2.
         val = math.ceil(total * Fraction(str(self.val_fraction)))
         test = min(math.ceil(total * Fraction(str(self.test_fraction))), total - val)
         train = total - val - test
-        return {
-            "train": (0, train),
-            "val": (train, train + val),
-            "test": (train + val, total),
-        }[split]
+        bounds = {"train": (0, train), "val": (train, train + val), "test": (train + val, total)}
+        return bounds[split]
 
     def split(self, name: Split) -> Tokens:
-        """Return one part as a view, shape (characters,): train first, then val, test last.
+        """Return a split as a view, shape (characters,): train is first, then val, then test.
 
-        The validation and test parts are rounded up to whole characters.
+        The sizes of the validation and test splits are rounded up to whole characters.
         """
         start, stop = self._bounds(name)
         return self.tokens[start:stop]
@@ -79,7 +76,7 @@ class Corpus:
         """Check that train and val each hold a block and the character after it.
 
         Raises:
-            TextError: they do not; it says how many there are and what to set.
+            TextError: they do not; the message says what to set.
         """
         train, val = self.split("train").size, self.split("val").size
         shorter = min(train, val)
@@ -87,92 +84,95 @@ class Corpus:
             return
         total = self.tokens.size
         needed = block_size + 1
-        found = (
-            f"{self.name} holds {_characters(total)}, {train:,} to train on and {val:,} to "
-            f"validate on, and model.block_size {block_size:,} needs {needed:,} of each"
-        )
         remedies = ["give a longer text"]
         if shorter > 1:
             remedies.insert(0, f"set model.block_size to {shorter - 1:,} or less")
-        least = math.ceil(1000 * needed / total) / 1000
-        if val < needed and least + self.test_fraction < 1 and total * (1 - least) > needed:
-            remedies.insert(1, f"set text.val_fraction to {least:g} or more")
-        raise TextError(f"{found}; " + ", or ".join(remedies))
+        fraction = math.ceil(1000 * needed / total) / 1000
+        if val < needed and fraction + self.test_fraction < 1 and total * (1 - fraction) > needed:
+            remedies.insert(1, f"set text.val_fraction to {fraction:g} or more")
+        characters = "1 character" if total == 1 else f"{total:,} characters"
+        raise TextError(
+            f"{self.name} holds {characters}, {train:,} to train on and {val:,} to validate on, "
+            f"and model.block_size {block_size:,} needs {needed:,} of each; "
+            + ", or ".join(remedies)
+        )
 
     def token_counts(self, split: Split) -> Counts:
-        """Return how often each id occurs in a split, shape (V,); kept on disk."""
-        start, stop = self._bounds(split)
+        """Return the number of occurrences of each id in a split, shape (V,); saved on disk."""
         size = self.tokenizer.vocab_size
-        kept = self._kept_counts(f"tokens-{start}-{stop}.npy")
-        if kept is not None and kept.shape == (size,):
-            return kept
-        counts = count_tokens(self.tokens[start:stop], size)
-        self._keep_counts(f"tokens-{start}-{stop}.npy", counts)
-        return counts
+        return self._saved_counts("tokens", split, lambda ids: count_tokens(ids, size), (size,))
 
     def pair_counts(self, split: Split) -> PairCounts:
-        """Return how often each id follows each other one in a split; kept on disk."""
-        start, stop = self._bounds(split)
+        """Return the number of occurrences of each pair of ids in a split; saved on disk."""
         size = self.tokenizer.vocab_size
-        kept = self._kept_counts(f"pairs-{start}-{stop}.npy")
-        if kept is not None and kept.ndim == 2 and len(kept) == 3:
-            return PairCounts(kept[0], kept[1], kept[2], size)
-        pairs = count_pairs(self.tokens[start:stop], size)
-        self._keep_counts(
-            f"pairs-{start}-{stop}.npy", np.stack([pairs.first, pairs.second, pairs.counts])
-        )
-        return pairs
 
-    def _kept_counts(self, name: str) -> Counts | None:
-        return cache.load_counts(self.folder / name) if self.folder else None
+        def count(ids: Tokens) -> Counts:
+            pairs = count_pairs(ids, size)
+            return np.stack([pairs.first, pairs.second, pairs.counts])
 
-    def _keep_counts(self, name: str, counts: Counts) -> None:
-        if self.folder:
-            cache.save_counts(self.folder / name, counts)
+        first, second, counts = self._saved_counts("pairs", split, count, (3, -1))
+        return PairCounts(first, second, counts, size)
 
-
-def _characters(count: int) -> str:
-    return "1 character" if count == 1 else f"{count:,} characters"
+    def _saved_counts(
+        self, kind: str, split: Split, count: Callable[[Tokens], Counts], shape: tuple[int, ...]
+    ) -> Counts:
+        """Return the counts on disk if their shape is right (-1: any size), else new ones."""
+        start, stop = self._bounds(split)
+        path = self.folder / f"{kind}-{start}-{stop}.npy" if self.folder else None
+        saved = cache.load_counts(path) if path else None
+        if saved is not None and saved.ndim == len(shape) and saved.shape[0] == shape[0]:
+            return saved
+        counts = count(self.tokens[start:stop])
+        if path:
+            cache.save_counts(path, counts)
+        return counts
 
 
 def load_corpus(
     settings: TextConfig, *, key: str | None = None, progress: Progress | None = None
 ) -> Corpus:
-    """Return the text that the settings name, encoded now or found in the cache.
+    """Return the text of the settings, from the cache or encoded now.
 
     Args:
-        settings: which text, how to read it, how to cut it.
-        key: the text that a run was trained on. If what the settings name has changed since, or
-            has gone, its cached tokens are used instead, with a note.
-        progress: called with a stage, how much of it is done, and of how much (0: unknown).
+        settings: path, encoding and splits of the text.
+        key: the key of the text that a run was trained on. If the text has changed since or is
+            missing, its cached tokens are used instead, with a note.
+        progress: called while a text is read.
 
     Raises:
-        TextError: there is no such text, it cannot be read, or it is another than `key`.
+        TextError: there is no such text, it cannot be read, or it is not the text of `key`.
     """
     if settings.path == STDIN and key and (cached := cache.load(key)):
-        return _corpus(settings, cached, "standard input", [])  # that pipe has run dry
+        return _corpus(settings, cached, "standard input", [])  # the pipe is already consumed
     notes: list[str] = []
     spec = _specification(settings)
     try:
         source = find_source(settings)
         signature = source.signature()
     except MissingTextError:
-        wanted = key or cache.recall(spec)
-        cached = cache.load(wanted) if wanted else None
+        noted = key or cache.read_index(spec)
+        cached = cache.load(noted) if noted else None
         if cached is None:
             raise
-        notes.append(f"the text {_name(settings)} has gone, and its cached tokens are used")
-        return _corpus(settings, cached, _name(settings), notes)
-    current = cache.recall(spec, signature) if source.files else None
+        name = Path(settings.path).name if settings.path else EMBEDDED
+        notes.append(f"the text {name} is missing; its cached tokens are used")
+        return _corpus(settings, cached, name, notes)
+    current = cache.read_index(spec, signature) if source.files else None
     if key is None or current in (None, key):
         cached = load_or_note(current, notes) if current else None
         if cached is None:
             cached = ingest(source, settings, progress, notes)
             if source.files:
-                cache.remember(spec, signature, cached.key)
+                cache.write_index(spec, signature, cached.key)
         if key in (None, cached.key):
             return _corpus(settings, cached, source.name, notes)
-    return _corpus(settings, _old_text(str(key), source.name), source.name, [CHANGED])
+    cached = cache.load(str(key))
+    if cached is None:
+        raise TextError(
+            f"the text {source.name} has changed since the run was trained on it, and the cache "
+            "no longer has the old one; restore the text or train a new run"
+        )
+    return _corpus(settings, cached, source.name, [CHANGED])
 
 
 def is_cached(key: str | None) -> bool:
@@ -180,26 +180,11 @@ def is_cached(key: str | None) -> bool:
     return key is not None and cache.load(key) is not None
 
 
-def _old_text(key: str, name: str) -> CachedText:
-    """Return the cached tokens of a text that its source no longer holds."""
-    cached = cache.load(key)
-    if cached is None:
-        raise TextError(
-            f"the text {name} has changed since the run was trained on it, and the cache no "
-            "longer has the old one; restore the text or train a new run"
-        )
-    return cached
-
-
 def _specification(settings: TextConfig) -> list[Any]:
-    """Return all that decides, with the files' state, which tokens a text has."""
+    """Return what determines the tokens of a text, together with the content of its files."""
     path = settings.path
-    where = None if path is None else os.path.abspath(os.path.expanduser(path))
-    return [where, settings.suffixes, codec_name(settings.encoding), settings.min_count]
-
-
-def _name(settings: TextConfig) -> str:
-    return Path(settings.path).name if settings.path else EMBEDDED
+    absolute = None if path is None else os.path.abspath(os.path.expanduser(path))
+    return [absolute, settings.suffixes, codec_name(settings.encoding), settings.min_count]
 
 
 def _corpus(settings: TextConfig, cached: CachedText, name: str, notes: list[str]) -> Corpus:
@@ -210,26 +195,32 @@ def _corpus(settings: TextConfig, cached: CachedText, name: str, notes: list[str
         tokens=cached.tokens,
         val_fraction=settings.val_fraction,
         test_fraction=settings.test_fraction,
-        unknown_share=cached.unknown_count / cached.tokens.size,
+        unknown_fraction=cached.unknown_count / cached.tokens.size,
         notes=tuple(notes),
         folder=cached.folder,
     )
 
 
 def read_text(
-    path: str | os.PathLike[str], encoding: str = "auto", max_bytes: int = MAX_READ_BYTES
+    path: str | os.PathLike[str], encoding: str = "auto", max_characters: int = MAX_READ_CHARACTERS
 ) -> str:
-    """Return a text whole: a file, folder, glob or `-`, read as a corpus is.
+    """Return a whole text: a file, folder, glob or `-`, read like a corpus.
 
     Raises:
-        TextError: it cannot be read or decoded, or is larger than `max_bytes`.
+        TextError: it cannot be read or decoded, or has more than `max_characters`.
     """
     source = find_source(TextConfig(path=str(path), encoding=encoding))
-    parts: list[str] = []
+    texts: list[str] = []
     size = 0
-    for piece in pieces(source, encoding):
-        size += len(piece)
-        if size > max_bytes:
-            raise TextError(f"{path} is over {max_bytes:,} characters; give a shorter text")
-        parts.append(piece.decode("ascii") if isinstance(piece, bytes) else piece)
-    return "".join(parts)
+    with tempfile.SpooledTemporaryFile(MAX_MEMORY_BYTES) as spool:
+        if source.is_stdin:
+            copy_stdin(spool.write, 4 * (max_characters + 1))  # at most 4 bytes each, and a mark
+            source = replace(source, stream=spool)
+        for text in decode(iter_chunks(source), encoding):
+            size += len(text)
+            if size > max_characters:
+                raise TextError(
+                    f"{path} is over {max_characters:,} characters; give a shorter text"
+                )
+            texts.append(text)
+    return "".join(texts)

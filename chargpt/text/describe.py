@@ -1,4 +1,4 @@
-"""What a text is like, and what in it will hurt: the facts behind `chargpt data info`."""
+"""Statistics of a text, and warnings about it: the result of `chargpt data info`."""
 
 from dataclasses import dataclass
 
@@ -6,34 +6,34 @@ import numpy as np
 
 from chargpt.text.corpus import Corpus
 from chargpt.text.statistics import (
-    Counts,
     PairCounts,
     conditional_entropy_bits,
     count_pairs,
     count_tokens,
     entropy_bits,
 )
-from chargpt.text.tokenizer import Tokens
+from chargpt.text.tokenizer import Counts, Tokens
 
-SHOWN = 10
-LARGE_VOCABULARY = 5_000
-FEW_CHARACTERS = 10_000
-LONG_LINE = 1_000_000
-RARE_SHARE = 0.2  # of the vocabulary, seen once
-CHUNK = 1 << 20
+MAX_SHOWN = 10  # characters listed as the most or least frequent
+MAX_VOCAB_SIZE = 5_000  # here and below: limits without a warning
+MIN_CHARACTERS = 10_000
+MAX_LINE = 1_000_000  # characters
+MAX_ONCE_FRACTION = 0.2  # of the vocabulary, for characters that occur once
+CHUNK = 1 << 20  # tokens
 
 
 @dataclass(frozen=True)
 class Description:
-    """The facts of a text.
+    """Statistics of a text.
 
     Attributes:
-        characters, vocab_size, lines, longest_line: numbers; a line's length leaves out its end.
+        characters, vocab_size, lines: numbers of each.
+        longest_line: its number of characters, without the line end.
         most_frequent, least_frequent: (character, count), the most or least frequent first.
         unigram_bits: entropy of a character, in bits.
-        bigram_bits: entropy of a character given the one before it, in bits.
-        unknown_share: share of the characters that `min_count` turned into the unknown token.
-        warnings: sentences about what will hurt, each with a remedy where there is one.
+        bigram_bits: entropy of a character given the previous one, in bits.
+        unknown_fraction: fraction of the characters that `min_count` made the unknown token.
+        warnings: sentences about properties that impair training.
     """
 
     name: str
@@ -45,12 +45,12 @@ class Description:
     longest_line: int
     unigram_bits: float
     bigram_bits: float
-    unknown_share: float
+    unknown_fraction: float
     warnings: tuple[str, ...]
 
 
 def describe(corpus: Corpus) -> Description:
-    """Return the facts of a prepared text, all splits together."""
+    """Return the statistics of a text, all splits together."""
     tokenizer, tokens = corpus.tokenizer, corpus.tokens
     counts = count_tokens(tokens, tokenizer.vocab_size)
     pairs = count_pairs(tokens, tokenizer.vocab_size)
@@ -62,19 +62,19 @@ def describe(corpus: Corpus) -> Description:
         name=corpus.name,
         characters=int(tokens.size),
         vocab_size=tokenizer.vocab_size,
-        most_frequent=tuple(ranked[:SHOWN]),
-        least_frequent=tuple(ranked[: -SHOWN - 1 : -1]),
+        most_frequent=tuple(ranked[:MAX_SHOWN]),
+        least_frequent=tuple(ranked[: -MAX_SHOWN - 1 : -1]),
         lines=lines,
         longest_line=longest,
         unigram_bits=entropy_bits(counts),
         bigram_bits=conditional_entropy_bits(pairs),
-        unknown_share=corpus.unknown_share,
+        unknown_fraction=corpus.unknown_fraction,
         warnings=tuple(_warnings(corpus, known, pairs, longest)),
     )
 
 
 def _lines(tokens: Tokens, newline: int) -> tuple[int, int]:
-    """Return how many lines there are and how long the longest is; -1 means no line ends."""
+    """Return the number of lines and the longest one's length; `newline` is an id, -1 if absent."""
     lines = longest = 0
     start = 0  # of the current line
     for offset in range(0, tokens.size, CHUNK):
@@ -92,38 +92,32 @@ def _lines(tokens: Tokens, newline: int) -> tuple[int, int]:
 
 def _warnings(corpus: Corpus, known: Counts, pairs: PairCounts, longest: int) -> list[str]:
     tokenizer, total = corpus.tokenizer, corpus.tokens.size
-    found = []
-    if total < FEW_CHARACTERS:
-        found.append(
-            f"{total:,} characters are almost no text: a model will learn it by heart; "
-            f"give at least {FEW_CHARACTERS:,}, better a million"
+    warnings = []
+    if total < MIN_CHARACTERS:
+        warnings.append(
+            f"{total:,} characters are too few: a model will memorise them; "
+            f"give at least {MIN_CHARACTERS:,}, better a million"
         )
-    if tokenizer.vocab_size > LARGE_VOCABULARY:
-        found.append(
-            f"a vocabulary of {tokenizer.vocab_size:,} makes the model large and slow, and most of "
-            "it is hardly ever seen; set text.min_count to 5 or more"
+    if tokenizer.vocab_size > MAX_VOCAB_SIZE:
+        warnings.append(
+            f"a vocabulary of {tokenizer.vocab_size:,} characters makes the model large and slow, "
+            "and most of them are rare; set text.min_count to 5 or more"
         )
     once = int((known == 1).sum())
-    if once > RARE_SHARE * tokenizer.vocab_size and once > 10:
-        found.append(
-            f"{once:,} of the {tokenizer.vocab_size:,} characters occur only once, and cannot be "
-            "learnt; set text.min_count to 2 or more"
+    if once > MAX_ONCE_FRACTION * tokenizer.vocab_size and once > 10:
+        warnings.append(
+            f"{once:,} of the {tokenizer.vocab_size:,} characters occur only once and cannot be "
+            "learned; set text.min_count to 2 or more"
         )
-    if longest > LONG_LINE:
-        found.append(f"its longest line has {longest:,} characters; that is fine, if it is meant")
-    returns = _pairs_of(corpus, pairs, "\r", "\n")
+    if longest > MAX_LINE:
+        warnings.append(
+            f"its longest line has {longest:,} characters; check that its line ends are \\n"
+        )
+    first, second = tokenizer.characters.find("\r"), tokenizer.characters.find("\n")
+    returns = int(pairs.counts[(pairs.first == first) & (pairs.second == second)].sum())
     if returns:
-        found.append(
-            f"{returns:,} lines end in CR LF (Windows), and the model will write them so; "
-            "convert the text if that is not wanted"
+        warnings.append(
+            f"{returns:,} lines end in CR LF (Windows), which the model will reproduce; "
+            "convert them to LF if that is unwanted"
         )
-    return found
-
-
-def _pairs_of(corpus: Corpus, pairs: PairCounts, first: str, second: str) -> int:
-    characters = corpus.tokenizer.characters
-    left, right = characters.find(first), characters.find(second)
-    if min(left, right) < 0:
-        return 0
-    chosen = (pairs.first == left) & (pairs.second == right)
-    return int(pairs.counts[chosen].sum())
+    return warnings

@@ -1,65 +1,71 @@
-"""One pass over a text of any size, be it a pipe or an archive: its key and its tokens."""
+"""Encode a text of any size in two passes, with memory for a chunk.
+
+The first pass counts the characters, for the tokenizer, and hashes the bytes, for the key. The
+second pass encodes. A checksum in both passes reveals a text that changes in between.
+"""
 
 import hashlib
 import json
-from collections.abc import Callable
+import zlib
+from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from chargpt.config import TextConfig
 from chargpt.errors import TextError
-from chargpt.text import cache
-from chargpt.text.cache import CachedText, DamagedCacheError, TokenFile
-from chargpt.text.source import Source, codec_name, pieces
-from chargpt.text.spool import Spool
-from chargpt.text.tokenizer import CharTokenizer
+from chargpt.text import Progress, cache
+from chargpt.text.cache import CachedText, DamagedCacheError, TemporaryFile
+from chargpt.text.decoding import Chunk, codec_name, decode
+from chargpt.text.source import Source, copy_stdin, iter_chunks
+from chargpt.text.statistics import count_tokens
+from chargpt.text.tokenizer import CODE_POINTS, CharTokenizer, Counts, code_points
 
-Progress = Callable[[str, int, int], None]
+MAX_PENDING_CHUNKS = 4  # read and not yet hashed: bounds the memory
 
 
 def ingest(
     source: Source, settings: TextConfig, progress: Progress | None, notes: list[str]
 ) -> CachedText:
-    """Read a text and put its tokens into the cache, unless they are there and whole.
+    """Read a text and store its tokens in the cache, unless they are there and undamaged.
 
     Args:
         source: the text.
         settings: its encoding and `min_count`.
-        progress: called with ("reading", bytes done, bytes in all or 0), then with
-            ("encoding", characters done, characters in all) if a second pass is needed.
-        notes: takes sentences that the user should see.
+        progress: called with "reading" in the first pass and "encoding" in the second.
+        notes: receives sentences for the user.
 
     Raises:
-        TextError: the text is empty or cannot be read or decoded, or the disk is full.
+        TextError: the text is empty, changes while it is read, cannot be read or decoded, or the
+            disk is full.
     """
-    folder = cache.tokens_folder()
-    size = source.size
-    cache.require_room(folder, size)
-
-    def read(done: int) -> None:
-        if progress:
-            progress("reading", done, size)
-
+    folder = cache.make_tokens_folder()
     try:
-        with TokenFile(folder) as file, Hasher() as hasher:
-            spool = Spool(file, counting=settings.min_count > 1)
-            for piece in pieces(source, settings.encoding, hasher.update, read):
-                spool.add(piece)
-            spool.settle()
-            key = text_key(hasher.digests(), settings)
+        with ExitStack() as stack:
+            if source.is_stdin:
+                spool = stack.enter_context(TemporaryFile(folder))
+                copy_stdin(spool.write)
+                source = replace(source, stream=spool.file)
+            cache.require_room(folder, source.size())
+            counts, digests, checksums = _count_characters(source, settings, progress)
+            key = text_key(digests, settings)
             if (cached := load_or_note(key, notes)) is not None:
                 return cached
-            if not spool.count:
+            if not counts.any():
                 raise TextError(f"{source.name} is empty; give a text that holds characters")
-            tokenizer = CharTokenizer.from_counts(spool.counts(), settings.min_count)
-            unknown_count = spool.unknown_count(tokenizer)
-            if spool.is_final(tokenizer):
-                return cache.store(key, tokenizer, file, unknown_count)
-            cache.require_room(folder, spool.count * tokenizer.dtype.itemsize)
-            with TokenFile(folder) as final:
-                for ids in spool.tokens(tokenizer, progress):
-                    final.write(ids)
-                return cache.store(key, tokenizer, final, unknown_count)
+            tokenizer = CharTokenizer.from_counts(counts, settings.min_count)
+            cache.require_room(folder, int(counts.sum()) * tokenizer.dtype.itemsize)
+            unknown_count = int(counts.sum() - counts[code_points(tokenizer.characters)].sum())
+            tokens = stack.enter_context(TemporaryFile(folder))
+            if _encode(source, settings, tokenizer, tokens, progress) != checksums:
+                raise TextError(
+                    f"{source.name} changed while it was read; try again when nothing writes to it"
+                )
+            return cache.store(key, tokenizer, tokens, unknown_count)
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise TextError(
@@ -68,55 +74,72 @@ def ingest(
         ) from None
 
 
+def _count_characters(
+    source: Source, settings: TextConfig, progress: Progress | None
+) -> tuple[Counts, list[str], dict[int, int]]:
+    """Return the number of occurrences of each code point, and each file's digest and checksum."""
+    counts = np.zeros(CODE_POINTS, dtype=np.int64)
+    hashes: dict[int, Any] = {}
+    checksums: dict[int, int] = {}
+    chunks = _hashed(iter_chunks(source, progress, "reading"), hashes)
+    for text in decode(_checksummed(chunks, checksums), settings.encoding):
+        if text.isascii():
+            counts[:128] += count_tokens(np.frombuffer(text.encode("ascii"), np.uint8), 128)
+        else:
+            found = np.bincount(code_points(text))
+            counts[: found.size] += found
+    return counts, [digest.hexdigest() for digest in hashes.values()], checksums
+
+
+def _encode(
+    source: Source,
+    settings: TextConfig,
+    tokenizer: CharTokenizer,
+    tokens: TemporaryFile,
+    progress: Progress | None,
+) -> dict[int, int]:
+    """Write the ids of a text, and return each file's checksum."""
+    checksums: dict[int, int] = {}
+    chunks = iter_chunks(source, progress, "encoding")
+    for text in decode(_checksummed(chunks, checksums), settings.encoding):
+        tokens.write(tokenizer.encode(text, "replace").view(np.uint8).data)
+    return checksums
+
+
+def _hashed(chunks: Iterator[Chunk], hashes: dict[int, Any]) -> Iterator[Chunk]:
+    """Pass chunks on while a second thread hashes each file's bytes (hashlib releases the GIL).
+
+    BLAKE2b is as strong as SHA-256 and faster on processors without SHA instructions.
+    """
+    with ThreadPoolExecutor(1, "hash") as worker:
+        pending: deque[Future[None]] = deque()
+        for chunk in chunks:
+            digest = hashes.setdefault(chunk.file_number, hashlib.blake2b(digest_size=32))
+            pending.append(worker.submit(digest.update, chunk.content))
+            if len(pending) > MAX_PENDING_CHUNKS:
+                pending.popleft().result()
+            yield chunk
+
+
+def _checksummed(chunks: Iterator[Chunk], checksums: dict[int, int]) -> Iterator[Chunk]:
+    """Pass chunks on and compute each file's CRC-32, which is far cheaper than its hash."""
+    for number, name, content in chunks:
+        checksums[number] = zlib.crc32(content, checksums.get(number, 0))
+        yield Chunk(number, name, content)
+
+
 def load_or_note(key: str, notes: list[str]) -> CachedText | None:
     """Return cached tokens; None if there are none, with a note if they are damaged."""
     try:
         return cache.load(key)
     except DamagedCacheError:
-        note = "the cached tokens were damaged and have been made anew from the text"
+        note = "the cached tokens were damaged and have been rebuilt from the text"
         if note not in notes:
             notes.append(note)
         return None
 
 
 def text_key(digests: list[str], settings: TextConfig) -> str:
-    """Return the key of a text: sha256 over its files' sums and what else decides its tokens."""
+    """Return the SHA-256 of the files' digests and of the settings that determine the tokens."""
     facts = [cache.VERSION, codec_name(settings.encoding), settings.min_count, digests]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-
-
-class Hasher:
-    """The sum of each file, computed beside the encoding (hashlib leaves other threads running).
-
-    It is BLAKE2b, which is as strong as SHA-256 and nearly twice as fast on processors without
-    SHA instructions, where SHA-256 would take longer than all the rest.
-    """
-
-    DEPTH = 128  # chunks that may wait: bounds memory, evens out the two threads
-
-    def __init__(self) -> None:
-        self.sums: dict[int, Any] = {}
-        self.worker = ThreadPoolExecutor(1, "sums")
-        self.waiting: list[Future[None]] = []
-
-    def __enter__(self) -> "Hasher":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.worker.shutdown()
-
-    def update(self, number: int, chunk: bytes) -> None:
-        """Take the next chunk of file `number`."""
-        digest = self.sums.get(number)
-        if digest is None:
-            digest = self.sums[number] = hashlib.blake2b(digest_size=32)
-        self.waiting.append(self.worker.submit(digest.update, chunk))
-        if len(self.waiting) > self.DEPTH:
-            self.waiting.pop(0).result()
-
-    def digests(self) -> list[str]:
-        """Return the hexadecimal sums of the files in order, once all is taken in."""
-        for future in self.waiting:
-            future.result()
-        self.waiting.clear()
-        return [self.sums[number].hexdigest() for number in sorted(self.sums)]

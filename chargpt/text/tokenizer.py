@@ -1,12 +1,13 @@
-"""Characters in, token ids out, and back without loss.
+"""Character tokenizer: text to token ids and back without loss.
 
 A character is one Unicode code point. The vocabulary is the sorted characters of the text, and a
-token's id is its place in it. Nothing is normalised: line ends, combining marks and joiners are
-characters like any other. With `min_count` above 1 the rare characters share one unknown token.
+token's id is its index there. Nothing is normalised: line ends, combining marks and joiners are
+characters like any other. With `min_count` above 1 the rarer characters share one unknown token.
 """
 
 import json
 import os
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -18,29 +19,31 @@ from chargpt.errors import RunError, TextError, UnknownCharacterError
 from chargpt.files import write_atomically
 
 CODE_POINTS = 0x110000
-MAX_JSON_BYTES = 16_000_000  # every code point there is, escaped, takes less
+MAX_JSON_BYTES = 16_000_000  # all code points, escaped, take less
+MAX_NAMED = 5  # unknown characters that an error lists one by one
+CHUNK = 1 << 15  # characters encoded at once: small enough for a processor's cache
 REPLACEMENT = "\ufffd"
-PART = 1 << 15  # characters that are encoded at once
-NAMED = 5  # unknown characters that an error lists one by one
+FORMAT, VERSION = "chargpt-tokenizer", 1
 
 Unknown = Literal["error", "skip", "replace"]
 Tokens = npt.NDArray[Any]
 Counts = npt.NDArray[np.int64]
 
 
+@dataclass(frozen=True, repr=False)
 class CharTokenizer:
-    """A vocabulary of characters, and the way between text and token ids.
+    """A vocabulary of characters, with the mapping between text and token ids.
 
     Attributes:
         characters: the known characters, sorted by code point; a token's id is its index here.
         has_unknown: whether the last id, `len(characters)`, stands for every other character.
     """
 
-    def __init__(self, characters: str, has_unknown: bool = False) -> None:
-        """Take sorted, distinct characters; `fit` finds them in a text."""
-        assert characters, "a vocabulary holds at least one character"
-        self.characters = characters
-        self.has_unknown = has_unknown
+    characters: str
+    has_unknown: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.characters, "a vocabulary holds at least one character"
 
     @property
     def vocab_size(self) -> int:
@@ -59,15 +62,15 @@ class CharTokenizer:
 
     @cached_property
     def replacement_id(self) -> int:
-        """What `replace` puts for an unknown character.
+        """Id that `replace` puts for an unknown character.
 
         The unknown token if there is one, else the first of U+FFFD, `?` and the space that the
         vocabulary has, else id 0.
         """
         if self.has_unknown:
             return len(self.characters)
-        found = (self.characters.find(character) for character in (REPLACEMENT, "?", " "))
-        return next((index for index in found if index >= 0), 0)
+        indices = (self.characters.find(character) for character in (REPLACEMENT, "?", " "))
+        return next((index for index in indices if index >= 0), 0)
 
     @classmethod
     def fit(cls, text: str, min_count: int = 1) -> Self:
@@ -93,39 +96,37 @@ class CharTokenizer:
                 f"every character of the text occurs fewer than {min_count:,} times; "
                 "lower text.min_count"
             )
-        if ((known >= 0xD800) & (known < 0xE000)).any():
+        if _has_surrogates(known):
             raise TextError(
-                "the text decodes to lone surrogates (U+D800 to U+DFFF), which are no characters; "
+                "the text decodes to lone surrogates (U+D800 to U+DFFF), which are not characters; "
                 "name its true encoding with --encoding"
             )
-        rare = int(np.count_nonzero(counts)) > known.size
-        return cls(known.astype("<u4").tobytes().decode("utf-32-le"), has_unknown=rare)
+        has_unknown = int(np.count_nonzero(counts)) > known.size
+        return cls(known.astype("<u4").tobytes().decode("utf-32-le"), has_unknown)
 
     @cached_property
     def _ids(self) -> Tokens:
         """Id of each code point up to one past the last known; `_no_id` where there is none."""
         known = code_points(self.characters)
-        no_id = self._no_id
-        table = np.full(int(known[-1]) + 2, no_id, dtype=np.min_scalar_type(no_id))
+        table = np.full(int(known[-1]) + 2, self._no_id, dtype=np.min_scalar_type(self._no_id))
         table[known] = np.arange(known.size)
         return table
 
     @property
     def _no_id(self) -> int:
-        """The largest number of the smallest integers that hold one more than all ids."""
+        """The largest value of the smallest dtype that can hold `vocab_size`."""
         return int(np.iinfo(np.min_scalar_type(self.vocab_size)).max)
 
     @cached_property
-    def _pairs(self) -> npt.NDArray[np.uint16]:
-        """Both ids, of single bytes each, for the two bytes of every 16-bit number."""
+    def _byte_pair_ids(self) -> npt.NDArray[np.uint16]:
+        """Two one-byte ids for the two bytes of every 16-bit number."""
         pairs = np.arange(1 << 16, dtype=np.uint16).view(np.uint8)
         return self._ids.take(pairs, mode="clip").view(np.uint16)
 
     @cached_property
     def _code_points(self) -> npt.NDArray[np.uint32]:
         """Code point of each id."""
-        tail = REPLACEMENT if self.has_unknown else ""
-        return code_points(self.characters + tail)
+        return code_points(self.characters + (REPLACEMENT if self.has_unknown else ""))
 
     def encode(self, text: str, unknown: Unknown = "error") -> Tokens:
         """Return the ids of a text, shape (characters,), in `dtype`.
@@ -133,32 +134,32 @@ class CharTokenizer:
         Args:
             text: any string.
             unknown: what to do with a character outside the vocabulary: `error` raises, `skip`
-                leaves it out, `replace` puts `replacement_id`. The unknown token is used by
-                `replace` only, so that nothing is lost unasked.
+                leaves it out, `replace` puts `replacement_id`. Only `replace` uses the unknown
+                token, so that no character is lost by default.
 
         Raises:
             UnknownCharacterError: naming the characters, if `unknown` is "error".
         """
         size = len(text)
         ids = np.empty(size + size % 2, dtype=self._ids.dtype)
-        by_pairs = text.isascii() and ids.dtype == np.uint8  # half as many look-ups
-        for first in range(0, size, PART):  # a part fits into the processor's cache
-            part, place = text[first : first + PART], ids[first : first + PART]
-            # what lies beyond the last known code point has no id, as the table's end says
-            if by_pairs:
-                codes = np.frombuffer(part.encode("ascii") + b"\0"[: len(part) % 2], np.uint16)
-                self._pairs.take(codes, out=place.view(np.uint16), mode="clip")
+        is_ascii = text.isascii() and ids.dtype == np.uint8
+        for start in range(0, size, CHUNK):
+            chunk, out = text[start : start + CHUNK], ids[start : start + CHUNK]
+            # Code points beyond the table are clipped to its last entry, which has no id.
+            if is_ascii:  # two characters a look-up
+                codes = np.frombuffer(chunk.encode("ascii") + b"\0"[: len(chunk) % 2], np.uint16)
+                self._byte_pair_ids.take(codes, out=out.view(np.uint16), mode="clip")
             else:
-                self._ids.take(code_points(part), out=place[: len(part)], mode="clip")
+                self._ids.take(code_points(chunk), out=out[: len(chunk)], mode="clip")
         ids = ids[:size]
         if ids.size and ids.max() == self._no_id:
-            missing = ids == self._no_id
+            is_unknown = ids == self._no_id
             if unknown == "error":
-                raise UnknownCharacterError(_describe_unknown(code_points(text)[missing]))
+                raise UnknownCharacterError(_describe_unknown(code_points(text)[is_unknown]))
             if unknown == "skip":
-                ids = ids[~missing]
+                ids = ids[~is_unknown]
             else:
-                ids[missing] = self.replacement_id
+                ids[is_unknown] = self.replacement_id
         return ids.astype(self.dtype, copy=False)
 
     def decode(self, ids: npt.ArrayLike) -> str:
@@ -169,41 +170,39 @@ class CharTokenizer:
 
     def to_json(self) -> str:
         """Return the vocabulary as JSON (ASCII only, one line)."""
-        return json.dumps(
-            {
-                "format": "chargpt-tokenizer",
-                "version": 1,
-                "characters": self.characters,
-                "unknown": self.has_unknown,
-            }
-        )
+        tree = {"format": FORMAT, "version": VERSION}
+        return json.dumps({**tree, "characters": self.characters, "unknown": self.has_unknown})
 
     @classmethod
     def from_json(cls, text: str, origin: str = "tokenizer") -> Self:
-        """Return the tokenizer that `to_json` described.
+        """Return the tokenizer that `to_json` wrote.
+
+        Args:
+            text: the JSON.
+            origin: the file's name, for messages.
 
         Raises:
-            RunError: the text is not such a description; `origin` names it in the message.
+            RunError: the text is not the JSON of a tokenizer.
         """
         try:
             tree = json.loads(text)
         except (ValueError, RecursionError):
-            raise RunError(_broken(origin, "it is not JSON")) from None
-        if not isinstance(tree, dict) or tree.get("format") != "chargpt-tokenizer":
-            raise RunError(_broken(origin, "it is not a chargpt tokenizer"))
-        if tree.get("version") != 1:
+            raise _unusable(origin, "it is not JSON") from None
+        if not isinstance(tree, dict) or tree.get("format") != FORMAT:
+            raise _unusable(origin, "it is not a chargpt tokenizer")
+        if tree.get("version") != VERSION:
             raise RunError(
-                f"{origin} has version {tree.get('version')!r:.20}, and this chargpt reads 1; "
-                "update chargpt"
+                f"{origin} has version {tree.get('version')!r:.20}, and this chargpt reads "
+                f"{VERSION}; update chargpt"
             )
         characters, has_unknown = tree.get("characters"), tree.get("unknown")
         if not isinstance(characters, str) or not isinstance(has_unknown, bool):
-            raise RunError(_broken(origin, "its `characters` or `unknown` is missing"))
+            raise _unusable(origin, "its `characters` or `unknown` is missing")
         codes = code_points(characters).astype(np.int64)
         if not 0 < codes.size <= CODE_POINTS or (np.diff(codes) <= 0).any():
-            raise RunError(_broken(origin, "its characters are not sorted and distinct"))
-        if ((codes >= 0xD800) & (codes < 0xE000)).any():
-            raise RunError(_broken(origin, "it holds lone surrogates"))
+            raise _unusable(origin, "its characters are not sorted and distinct")
+        if _has_surrogates(codes):
+            raise _unusable(origin, "it holds lone surrogates")
         return cls(characters, has_unknown)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -219,7 +218,7 @@ class CharTokenizer:
         """
         try:
             if os.path.getsize(path) > MAX_JSON_BYTES:
-                raise RunError(_broken(str(path), f"it is over {MAX_JSON_BYTES:,} bytes"))
+                raise _unusable(str(path), f"it is over {MAX_JSON_BYTES:,} bytes")
             text = Path(path).read_text(encoding="utf-8")
         except OSError as error:
             reason = error.strerror or type(error).__name__
@@ -227,16 +226,8 @@ class CharTokenizer:
                 f"the tokenizer {path} cannot be read ({reason}); name a complete run"
             ) from None
         except UnicodeDecodeError:
-            raise RunError(_broken(str(path), "it is not UTF-8")) from None
+            raise _unusable(str(path), "it is not UTF-8") from None
         return cls.from_json(text, str(path))
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, CharTokenizer):
-            return NotImplemented
-        return (self.characters, self.has_unknown) == (other.characters, other.has_unknown)
-
-    def __hash__(self) -> int:
-        return hash((self.characters, self.has_unknown))
 
     def __repr__(self) -> str:
         shown = self.characters if len(self.characters) < 80 else self.characters[:79] + "…"
@@ -245,29 +236,33 @@ class CharTokenizer:
 
 def code_points(text: str) -> npt.NDArray[np.uint32]:
     """Return the code points of a text, shape (characters,)."""
-    if 0 < len(text) < 1 << 29:  # numpy copies sooner than Python encodes, within its limits
+    if 0 < len(text) < 1 << 29:  # the limit of numpy's strings, which are faster than a codec
         return np.array([text]).view(np.uint32)
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
 
 
-def _broken(origin: str, reason: str) -> str:
-    return f"{origin} cannot be used as a tokenizer ({reason}); restore it or train again"
+def _has_surrogates(codes: npt.NDArray[np.int64]) -> bool:
+    return bool(((codes >= 0xD800) & (codes < 0xE000)).any())
 
 
-def name_character(code: int) -> str:
-    """Return a character as people can find it: 'ж' U+0436."""
+def _unusable(origin: str, reason: str) -> RunError:
+    return RunError(f"{origin} cannot be used as a tokenizer ({reason}); restore it or train again")
+
+
+def _name_character(code: int) -> str:
+    """Return a character with its code point: 'ж' U+0436."""
     shown = chr(code)
     return f"{shown!r} U+{code:04X}" if shown.isprintable() else f"U+{code:04X}"
 
 
 def _describe_unknown(codes: npt.NDArray[np.uint32]) -> str:
-    """Return the sentence for characters that the vocabulary lacks, commonest first."""
-    kinds, counts = np.unique(codes, return_counts=True)
-    order = np.argsort(-counts, kind="stable")[:NAMED]
-    names = ", ".join(name_character(int(code)) for code in kinds[order])
-    more = f" and {kinds.size - NAMED:,} more kinds" if kinds.size > NAMED else ""
+    """Return the error message for characters outside the vocabulary, most frequent first."""
+    distinct, counts = np.unique(codes, return_counts=True)
+    order = np.argsort(-counts, kind="stable")[:MAX_NAMED]
+    names = ", ".join(_name_character(int(code)) for code in distinct[order])
+    others = f" and {distinct.size - MAX_NAMED:,} others" if distinct.size > MAX_NAMED else ""
     subject = "1 character is" if codes.size == 1 else f"{codes.size:,} characters are"
     return (
-        f"{subject} not in the vocabulary: {names}{more}; "
-        "set text.unknown to skip or replace (--unknown skip|replace) to go on without"
+        f"{subject} not in the vocabulary: {names}{others}; "
+        "set text.unknown to skip or replace (--unknown skip|replace)"
     )

@@ -1,12 +1,12 @@
-"""How fast a long text is prepared, in how much memory, and how fast a second start is.
+"""Measure the time and memory to prepare a long text, and the time of a second start.
 
     python scripts/bench/bench_text.py SEED_TEXT [--gigabytes 1] [--json benchmarks/text.json]
 
-Makes a text by repeating SEED_TEXT with changes (a counter in each repetition, so that no two are
-alike), then runs `prepare` in fresh processes: three times cold, three times warm.
+Repeats SEED_TEXT with a counter in each repetition, then calls `load_corpus` in new processes:
+three times with an empty cache (cold), three times with a full one (warm).
 
-Beside it: how fast `CharTokenizer.encode` turns a text in memory into ids on one thread, for ASCII,
-for an alphabet beyond it and for one beyond 16 bits; nanoGPT looks each character up in a dict.
+Also measures the throughput of `CharTokenizer.encode` on one thread, for ASCII, Cyrillic and
+code points beyond 16 bits, and that of nanoGPT's dict look-up per character.
 """
 
 import argparse
@@ -35,7 +35,7 @@ before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 began = time.perf_counter()
 corpus = load_corpus(TextConfig(path=sys.argv[1]))
 ended = time.perf_counter()
-# a mapped file's pages count as resident, so the peak is read before anything looks at the tokens
+# pages of a memory map count as resident, so the peak is read before the tokens are used
 after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 print(json.dumps({"seconds": ended - began, "process": ended - start,
                   "growth_mb": (after - before) / 1000, "characters": len(corpus.tokens)}))
@@ -53,7 +53,7 @@ def make_text(seed: Path, target: Path, size: int) -> None:
 
 
 def probe(text: Path, cache: Path) -> dict[str, float]:
-    """Prepare the text in a process of its own."""
+    """Prepare the text in a new process and return its measurements."""
     done = subprocess.run(
         [sys.executable, "-c", PROBE, str(text)],
         env={**os.environ, "CHARGPT_CACHE": str(cache)},
@@ -66,7 +66,7 @@ def probe(text: Path, cache: Path) -> dict[str, float]:
 
 
 def encoding_speeds(seed: str) -> dict[str, float]:
-    """Return the characters a second of `encode`, the best of seven, and of nanoGPT's way."""
+    """Return gigacharacters per second of `encode` and of nanoGPT's way, best of some runs."""
     ascii_text = seed.encode("ascii", "replace").decode() * (20_000_000 // len(seed) + 1)
     texts = {
         "ascii": ascii_text,
@@ -78,14 +78,14 @@ def encoding_speeds(seed: str) -> dict[str, float]:
         tokenizer = CharTokenizer.fit(text)
         speeds[name] = len(text) / fastest(lambda t=tokenizer, x=text: t.encode(x), 7)
     table = {character: index for index, character in enumerate(sorted(set(ascii_text)))}
-    some = ascii_text[:2_000_000]
-    looked_up = fastest(lambda: np.array([table[c] for c in some], dtype=np.uint16), 3)
-    speeds["nanoGPT's way"] = len(some) / looked_up
+    sample = ascii_text[:2_000_000]
+    seconds = fastest(lambda: np.array([table[c] for c in sample], dtype=np.uint16), 3)
+    speeds["nanoGPT's way"] = len(sample) / seconds
     return {name: round(speed / 1e9, 3) for name, speed in speeds.items()}
 
 
 def fastest(work: Callable[[], object], times: int) -> float:
-    """Return the seconds of the fastest of some calls."""
+    """Return the seconds of the fastest call."""
     seconds = []
     for _ in range(times):
         start = time.perf_counter()

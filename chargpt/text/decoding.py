@@ -1,0 +1,98 @@
+"""Bytes of files to text: encodings, byte order marks, and messages for what does not decode."""
+
+import codecs
+import difflib
+import encodings.aliases
+from collections.abc import Iterable, Iterator
+from itertools import chain, groupby
+from typing import NamedTuple
+
+from chargpt.errors import TextError
+
+BOMS = (  # UTF-32 before UTF-16, whose little-endian mark is a prefix of UTF-32's
+    (codecs.BOM_UTF32_LE, "utf-32-le"),
+    (codecs.BOM_UTF32_BE, "utf-32-be"),
+    (codecs.BOM_UTF8, "utf-8"),
+    (codecs.BOM_UTF16_LE, "utf-16-le"),
+    (codecs.BOM_UTF16_BE, "utf-16-be"),
+)
+BYTE_ORDER_MARK = "\ufeff"
+
+
+class Chunk(NamedTuple):
+    """Some consecutive bytes of a file, decompressed."""
+
+    file_number: int
+    file_name: str
+    content: bytes
+
+
+def codec_name(encoding: str) -> str:
+    """Return the canonical name of a text encoding; `auto` stays `auto`.
+
+    Raises:
+        TextError: there is no such encoding, or it does not decode bytes to text.
+    """
+    if encoding == "auto":
+        return encoding
+    try:
+        info = codecs.lookup(encoding)
+        if getattr(info, "_is_text_encoding", True) and info.incrementaldecoder:
+            return info.name
+        problem = f"{encoding} decodes to bytes, not to text"
+    except (LookupError, ValueError):
+        problem = f"there is no encoding {encoding!r:.60}"
+    known = sorted({*encodings.aliases.aliases, *encodings.aliases.aliases.values(), "auto"})
+    similar = difflib.get_close_matches(encoding.lower().replace("-", "_"), known, n=1)
+    common = "common ones are utf-8, utf-16, cp1252, latin-1"
+    raise TextError(f"{problem}; " + (f"did you mean {similar[0]}?" if similar else common))
+
+
+def decode(chunks: Iterable[Chunk], encoding: str = "auto") -> Iterator[str]:
+    """Yield the text of chunks, without byte order marks.
+
+    Args:
+        chunks: the bytes of one or more files.
+        encoding: `auto` or a codec's name.
+
+    Raises:
+        TextError: bytes that do not decode, named with their offset.
+    """
+    codec = codec_name(encoding)
+    for (_, name), group in groupby(chunks, key=lambda chunk: (chunk.file_number, chunk.file_name)):
+        yield from _decode_file(name, codec, (chunk.content for chunk in group))
+
+
+def _decode_file(name: str, codec: str, contents: Iterator[bytes]) -> Iterator[str]:
+    """Yield the text of one file's chunks, which may end inside a character."""
+    head = next(contents)
+    if codec == "auto":
+        codec = next((marked for mark, marked in BOMS if head.startswith(mark)), "utf-8")
+    decoder = codecs.getincrementaldecoder(codec)("strict")
+    offset = 0  # of the chunk's first byte
+    is_start = True
+    for content, is_last in chain([(head, False)], ((c, False) for c in contents), [(b"", True)]):
+        if codec in {"utf-8", "utf-8-sig"} and (index := content.find(b"\0")) >= 0:
+            raise TextError(
+                f"{name} holds a NUL byte at offset {offset + index:,}, so it is binary, or UTF-16 "
+                "without a byte order mark; name a text, or try --encoding utf-16-le"
+            )
+        n_pending = len(decoder.getstate()[0])  # bytes of an incomplete character
+        try:
+            text = decoder.decode(content, is_last)
+        except UnicodeError as error:
+            raise TextError(_undecodable(name, codec, offset - n_pending, error)) from None
+        offset += len(content)
+        if text:
+            yield text.removeprefix(BYTE_ORDER_MARK) if is_start else text
+            is_start = False
+
+
+def _undecodable(name: str, codec: str, offset: int, error: UnicodeError) -> str:
+    """Return the message for an error in bytes that begin at `offset` of the file."""
+    where = "some of its bytes"
+    if isinstance(error, UnicodeDecodeError):
+        where = f"byte 0x{error.object[error.start]:02X} at offset {offset + error.start:,}"
+    shown = {"utf-8": "UTF-8", "utf-8-sig": "UTF-8"}.get(codec, codec)
+    remedy = "name its true encoding, for example --encoding cp1252, cp1251 or latin-1"
+    return f"{name} is not {shown} text ({where} does not decode); {remedy}"
