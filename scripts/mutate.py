@@ -2,7 +2,7 @@
 
     python scripts/mutate.py [--json benchmarks/mutation.json] [--survivors FILE]
 
-Needs `pip install mutmut`. It runs in a clone of the repository for about ten minutes. Surviving
+Needs `pip install mutmut`. It runs in a clone of the repository for about twenty minutes. Surviving
 mutants are written to FILE.
 """
 
