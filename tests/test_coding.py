@@ -1,4 +1,4 @@
-"""Compressed texts come back exactly, and are as long as the model's own loss says."""
+"""Compression is lossless, and its size agrees with the model's loss."""
 
 import contextlib
 import functools
@@ -21,7 +21,12 @@ from threadpoolctl import threadpool_info
 from chargpt.config import Config, ModelConfig
 from chargpt.errors import ChargptError, TextError, UnknownCharacterError, WorkError
 from chargpt.inference import coding
-from chargpt.inference.coding import Decoding, Encoder, compress, decompress
+from chargpt.inference.coding import (
+    ArithmeticDecoder,
+    ArithmeticEncoder,
+    compress,
+    decompress,
+)
 from chargpt.models import LanguageModel, build_model
 from chargpt.store.run import Run
 from chargpt.text.tokenizer import CharTokenizer
@@ -31,7 +36,7 @@ SMALL: dict[str, object] = {"n_layer": 2, "n_embd": 32, "n_head": 2, "block_size
 
 
 def run_of(seed: int = 0, **changes: object) -> Run:
-    """Return a run with noise for weights, as after training no prediction is near another."""
+    """Return a run whose weights are random, so that predictions differ."""
     config = Config(model=ModelConfig(**{**SMALL, **changes}))  # type: ignore[arg-type]
     tokenizer = CharTokenizer.fit(LETTERS)
     model = fill_with_noise(build_model(config.model, tokenizer.vocab_size), seed).eval()
@@ -41,71 +46,72 @@ def run_of(seed: int = 0, **changes: object) -> Run:
 RUN = run_of()
 
 
-def nats_of(model: LanguageModel, tokens: npt.NDArray[np.int64]) -> float:
-    """Return the nats of all characters but the first, by the formula."""
+def total_nats(model: LanguageModel, tokens: npt.NDArray[np.int64]) -> float:
+    """Return the summed loss of all characters but the first in nats, by the formula."""
     logits = logits_of_long_text(model, torch.from_numpy(tokens)[None])
     return float(F.cross_entropy(logits[0, :-1], torch.from_numpy(tokens[1:]), reduction="sum"))
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.text(alphabet=LETTERS, max_size=120))
-def test_any_text_of_the_vocabulary_comes_back(text: str) -> None:
+def test_any_text_of_the_vocabulary_is_restored(text: str) -> None:
     assert decompress(RUN, compress(RUN, text.encode())) == text.encode()
 
 
 @pytest.mark.parametrize(
     "changes", [{}, {"kind": "bigram"}, {"attention": "average"}], ids=["gpt", "bigram", "average"]
 )
-def test_a_long_text_takes_what_the_loss_over_its_lanes_says(
+def test_the_compressed_size_is_the_loss_over_the_lanes(
     changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(coding, "LANE", 700)
+    monkeypatch.setattr(coding, "MIN_LANE_CHARACTERS", 700)
     run = run_of(**changes)
-    count = 3 * coding.LANE + 123
+    count = 3 * coding.MIN_LANE_CHARACTERS + 123
     tokens = np.random.default_rng(0).integers(0, len(LETTERS), count)
     content = run.tokenizer.decode(tokens).encode()
     packed = compress(run, content)
     lanes = np.array_split(tokens, range(len(tokens) // 3 + 1, len(tokens), len(tokens) // 3 + 1))
     assert len(lanes) == 3
-    nats = sum(map(functools.partial(nats_of, run.model), lanes))
-    promised = nats / math.log(2) / 8
-    assert promised < len(packed) <= 1.001 * promised + 64
+    nats = sum(map(functools.partial(total_nats, run.model), lanes))
+    expected_bytes = nats / math.log(2) / 8
+    assert expected_bytes < len(packed) <= 1.001 * expected_bytes + 64
     assert decompress(run, packed) == content
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 2**30), st.integers(0, 2**30), st.integers(0, 2**30))))
-def test_the_coder_gives_back_every_part_at_the_price_of_its_share(
-    parts: list[tuple[int, int, int]],
+def test_the_coder_restores_every_interval_at_the_cost_of_its_probability(
+    intervals: list[tuple[int, int, int]],
 ) -> None:
-    encoder = Encoder()
-    whole = Fraction(1)
-    for size, before, after in parts:
-        encoder.add(before, before + size, before + size + after)
-        whole *= Fraction(size, before + size + after)
+    encoder = ArithmeticEncoder()
+    probability = Fraction(1)
+    for size, before, after in intervals:
+        encoder.encode(before, before + size, before + size + after)
+        probability *= Fraction(size, before + size + after)
     content = encoder.finish()
-    assert 8 * len(content) <= math.log2(whole.denominator / whole.numerator) + 16 + len(parts) / 99
-    decoder = Decoding(content)
-    for size, before, after in parts:
-        assert before <= decoder.aim(before + size + after) < before + size
-        decoder.take(before, before + size)
+    bits = math.log2(probability.denominator / probability.numerator)
+    assert 8 * len(content) <= bits + 16 + len(intervals) / 99
+    decoder = ArithmeticDecoder(content)
+    for size, before, after in intervals:
+        assert before <= decoder.decode(before + size + after) < before + size
+        decoder.consume(before, before + size)
 
 
-def test_a_carry_runs_through_all_bytes_that_it_has_to() -> None:
-    encoder = Encoder()
+def test_a_carry_propagates_through_all_bytes_of_255() -> None:
+    encoder = ArithmeticEncoder()
     for _ in range(40):
-        encoder.add(2**20 - 1, 2**20, 2**20)
-    encoder.add(0, 1, 2**20)
+        encoder.encode(2**20 - 1, 2**20, 2**20)
+    encoder.encode(0, 1, 2**20)
     assert encoder.bytes[:8] == b"\xff" * 8
-    encoder.low += coding.TOP - 1
+    encoder.low += coding.MAX_RANGE - 1
     encoder._carry()
     assert encoder.bytes[-1] == 0
 
 
-def test_what_the_model_finds_certain_takes_next_to_nothing_and_no_file_is_a_bomb(
+def test_certain_characters_cost_nothing_but_expansion_is_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(coding, "MOST_A_BYTE", 500)
+    monkeypatch.setattr(coding, "MAX_CHARACTERS_PER_BYTE", 500)
     run = run_of(kind="bigram")
     with torch.no_grad():
         next(run.model.parameters()).zero_()[:, 5] = 200
@@ -117,11 +123,13 @@ def test_what_the_model_finds_certain_takes_next_to_nothing_and_no_file_is_a_bom
         decompress(run, packed[: coding.HEADER.size + 2])
 
 
-def test_an_empty_text_comes_back() -> None:
+def test_an_empty_text_is_restored() -> None:
     assert decompress(RUN, compress(RUN, b"")) == b""
 
 
-def test_whatever_rounds_another_way_is_another_platform(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whatever_changes_rounding_changes_the_platform_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     keys = {coding._platform_key()}
     slow = coding.onednn_is_faster()
     with monkeypatch.context() as patched:
@@ -134,49 +142,49 @@ def test_whatever_rounds_another_way_is_another_platform(monkeypatch: pytest.Mon
     assert len(keys) == 4
 
 
-def test_what_cannot_be_compressed_is_told() -> None:
-    astray = run_of()
+def test_texts_and_models_that_cannot_be_compressed_are_rejected() -> None:
+    diverged = run_of()
     with torch.no_grad():
-        next(astray.model.parameters()).fill_(math.nan)
+        next(diverged.model.parameters()).fill_(math.nan)
     with pytest.raises(WorkError, match="not finite numbers"):
-        compress(astray, b"abc")
+        compress(diverged, b"abc")
     with pytest.raises(UnknownCharacterError, match="Q"):
         compress(RUN, b"Queen")
     with pytest.raises(TextError, match="not UTF-8"):
         compress(RUN, b"\xff")
 
 
-def test_another_model_platform_or_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_model_platform_or_file_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = compress(RUN, b"some words to keep")
     with pytest.raises(ChargptError, match="another model"):
         decompress(run_of(seed=1), packed)
-    with pytest.raises(ChargptError, match="no file that `chargpt compress` has made"):
+    with pytest.raises(ChargptError, match="not made by `chargpt compress`"):
         decompress(RUN, b"PK\x03\x04" + packed[4:])
-    with pytest.raises(ChargptError, match="no file that"):
+    with pytest.raises(ChargptError, match="not made by"):
         decompress(RUN, packed[:10])
     with pytest.raises(ChargptError, match="version 9"):
         decompress(RUN, packed[:4] + b"\x09" + packed[5:])
     monkeypatch.setattr(np, "__version__", "0.1")
-    with pytest.raises(ChargptError, match="rounds another way"):
+    with pytest.raises(ChargptError, match="rounds differently"):
         decompress(RUN, packed)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_damage_is_noticed_or_does_no_harm(data: st.DataObject) -> None:
+def test_damage_is_detected_or_harmless(data: st.DataObject) -> None:
     content = b"a text that is long enough to be damaged somewhere"
     packed = bytearray(compress(RUN, content))
-    place = data.draw(st.integers(0, 8 * len(packed) - 1))
-    packed[place // 8] ^= 1 << place % 8
+    bit = data.draw(st.integers(0, 8 * len(packed) - 1))
+    packed[bit // 8] ^= 1 << bit % 8
     with contextlib.suppress(ChargptError):
-        assert decompress(RUN, bytes(packed)) == content  # as where only the threads are others
+        assert decompress(RUN, bytes(packed)) == content  # if only the thread count changed
 
 
-def test_the_number_of_threads_is_that_of_the_one_who_compressed() -> None:
+def test_decompression_uses_the_thread_count_of_compression() -> None:
     def blas_threads() -> list[int]:
         return [each["num_threads"] for each in threadpool_info() if each["user_api"] == "blas"]
 
-    before, of_numpy = torch.get_num_threads(), blas_threads()
+    before, blas_before = torch.get_num_threads(), blas_threads()
     packed = compress(RUN, b"some words")
     assert packed[5] == min(before, 255)
     try:
@@ -184,9 +192,9 @@ def test_the_number_of_threads_is_that_of_the_one_who_compressed() -> None:
         assert decompress(RUN, packed) == b"some words"
         assert torch.get_num_threads() == before + 1
         for threads in (1, 2):
-            with coding._steady(RUN.model, threads):
+            with coding._inference_with_threads(RUN.model, threads):
                 assert set(blas_threads()) == {threads}
-        assert blas_threads() == of_numpy
+        assert blas_threads() == blas_before
     finally:
         torch.set_num_threads(before)
     assert zlib.crc32(b"some words").to_bytes(4, "little") == packed[22:26]

@@ -1,4 +1,4 @@
-"""Losses are exact, and say what they are losses of."""
+"""Exact losses under each protocol, and the baselines."""
 
 import gzip
 import hashlib
@@ -33,24 +33,24 @@ def random_tokens(count, vocab_size=11, seed=0, dtype=np.uint8):
 
 @torch.no_grad()
 def one_by_one(model, tokens, context_of):
-    """Return each character's loss and guess, from as many characters before as given."""
-    losses, right = [], []
-    for place in range(1, len(tokens)):
-        seen = tokens[place - context_of(place) : place].astype(np.int64)
-        shares = model(torch.from_numpy(seen)[None])[0, -1].double().log_softmax(0)
-        losses.append(-float(shares[int(tokens[place])]))
-        right.append(int(shares.argmax()) == int(tokens[place]))
-    return np.array(losses), np.array(right)
+    """Return each character's loss and whether it was the most likely, with a given context."""
+    losses, correct = [], []
+    for index in range(1, len(tokens)):
+        context = tokens[index - context_of(index) : index].astype(np.int64)
+        log_probs = model(torch.from_numpy(context)[None])[0, -1].double().log_softmax(0)
+        losses.append(-float(log_probs[int(tokens[index])]))
+        correct.append(int(log_probs.argmax()) == int(tokens[index]))
+    return np.array(losses), np.array(correct)
 
 
 @pytest.mark.parametrize("count", [2, 5, T, T + 1, T + 2, 2 * T + 1, 5 * T + 4])
 def test_full_scores_every_character_but_the_first_once(count):
     model, tokens = noisy_model(), random_tokens(count)
     result = evaluate_tokens(model, tokens)
-    losses, right = one_by_one(model, tokens, lambda place: (place - 1) % T + 1)
+    losses, correct = one_by_one(model, tokens, lambda index: (index - 1) % T + 1)
     assert result.characters == count - 1
     assert result.nats_per_char == pytest.approx(losses.mean(), abs=1e-5)
-    assert result.accuracy == pytest.approx(right.mean())
+    assert result.accuracy == pytest.approx(correct.mean())
     assert (result.protocol, result.split, result.block_size) == ("full", "val", T)
 
 
@@ -61,18 +61,18 @@ def test_sliding_scores_every_character_but_the_first_once_with_enough_context(c
     result = evaluate_tokens(model, tokens, protocol="sliding", stride=stride)
     step = stride or T // 2
 
-    def context(place):
-        if place <= T:
-            return place
-        if place > T + (count - 1 - T) // step * step:  # what is left: the last whole window
-            return T - (count - 1 - place)
-        return T - step + (place - T - 1) % step + 1
+    def context(index):
+        if index <= T:
+            return index
+        if index > T + (count - 1 - T) // step * step:  # the rest: the last window
+            return T - (count - 1 - index)
+        return T - step + (index - T - 1) % step + 1
 
-    assert all(context(place) > T - step for place in range(T - step + 1, count))
-    losses, right = one_by_one(model, tokens, context)
+    assert all(context(index) > T - step for index in range(T - step + 1, count))
+    losses, correct = one_by_one(model, tokens, context)
     assert result.characters == count - 1
     assert result.nats_per_char == pytest.approx(losses.mean(), abs=1e-5)
-    assert result.accuracy == pytest.approx(right.mean())
+    assert result.accuracy == pytest.approx(correct.mean())
 
 
 def test_nanogpt_is_the_mean_of_200_random_batches(monkeypatch):
@@ -91,35 +91,35 @@ def test_nanogpt_is_the_mean_of_200_random_batches(monkeypatch):
     assert result != evaluate_tokens(model, tokens, protocol="nanogpt", seed=8)
 
 
-def test_nanogpt_looks_at_no_more_than_256_characters():
+def test_nanogpt_uses_at_most_256_characters_of_context():
     model = BigramLM(11, block_size=1000)
     result = evaluate_tokens(model, random_tokens(300), protocol="nanogpt")
     assert (result.block_size, result.characters) == (256, 200 * 64 * 256)
     assert result.nats_per_char == pytest.approx(math.log(11), abs=1e-6)
 
 
-@pytest.mark.parametrize("most", [1, 5, T, T + 1, 3 * T, 10 * T + 5])
-def test_a_limit_scores_no_more_than_it_says_in_whole_blocks(most):
+@pytest.mark.parametrize("limit", [1, 5, T, T + 1, 3 * T, 10 * T + 5])
+def test_a_limit_scores_whole_blocks_up_to_it(limit):
     model, tokens = noisy_model(n_layer=1), random_tokens(20 * T + 7)
-    result = evaluate_tokens(model, tokens, max_characters=most)
-    assert result.characters == (most // T * T or most)
+    result = evaluate_tokens(model, tokens, max_characters=limit)
+    assert result.characters == (limit // T * T or limit)
 
 
-def test_a_limit_takes_its_blocks_from_all_over_the_split():
-    class Places(BigramLM):
-        """Remembers which characters it has seen."""
+def test_a_limit_spreads_its_blocks_over_the_split():
+    class Recorder(BigramLM):
+        """Records the first character of each row."""
 
         def forward(self, tokens, cache=None):
             seen.extend(tokens[:, 0].tolist())
             return super().forward(tokens, cache)
 
     seen: list[int] = []
-    model, tokens = Places(1000, block_size=10), np.arange(1000, dtype=np.uint16)
+    model, tokens = Recorder(1000, block_size=10), np.arange(1000, dtype=np.uint16)
     evaluate_tokens(model, tokens, max_characters=40)
     assert seen == [120, 370, 610, 860]  # the 99 whole blocks' four middles
 
 
-def test_a_limit_that_is_no_limit_changes_nothing():
+def test_a_limit_above_the_length_changes_nothing():
     model, tokens = noisy_model(n_layer=1), random_tokens(3 * T + 5)
     whole = evaluate_tokens(model, tokens)
     assert evaluate_tokens(model, tokens, max_characters=3 * T + 4) == whole
@@ -127,11 +127,11 @@ def test_a_limit_that_is_no_limit_changes_nothing():
 
 
 @pytest.mark.parametrize("protocol", ["full", "sliding", "nanogpt"])
-def test_the_size_of_a_call_does_not_matter(protocol, monkeypatch):
+def test_the_batch_size_of_a_forward_pass_does_not_matter(protocol, monkeypatch):
     monkeypatch.setattr(evaluation, "NANOGPT_BATCHES", 2)
     model, tokens = noisy_model(n_layer=1), random_tokens(10 * T + 3)
     large = evaluate_tokens(model, tokens, protocol=protocol)
-    monkeypatch.setattr(evaluation, "LOGITS_BYTES", 4 * 11 * T * 3)
+    monkeypatch.setattr(evaluation, "MAX_LOGITS_BYTES", 4 * 11 * T * 3)
     small = evaluate_tokens(model, tokens, protocol=protocol)
     assert small.nats_per_char == pytest.approx(large.nats_per_char, abs=1e-6)
     assert small.standard_error == pytest.approx(large.standard_error, abs=1e-6)
@@ -139,7 +139,9 @@ def test_the_size_of_a_call_does_not_matter(protocol, monkeypatch):
 
 
 @pytest.mark.parametrize(("vocab_size", "rows"), [(2, 256), (5000, 200), (10_000, 100)])
-def test_a_call_stays_small_whatever_the_vocabulary(vocab_size, rows, monkeypatch):
+def test_the_logits_of_a_forward_pass_stay_small_for_every_vocabulary(
+    vocab_size, rows, monkeypatch
+):
     calls: list[int] = []
 
     class Counter(BigramLM):
@@ -157,8 +159,8 @@ def test_a_call_stays_small_whatever_the_vocabulary(vocab_size, rows, monkeypatc
     assert rows * 16 * vocab_size * 4 <= 64_000_000
 
 
-def test_the_standard_error_is_robust_to_characters_that_come_in_clusters():
-    """Runs of one character within a block: the blocks count, not their characters."""
+def test_the_standard_error_is_cluster_robust():
+    """Repeated characters within a block: blocks are the clusters, not characters."""
     table = torch.tensor([[0.9, 0.1], [0.1, 0.9]]).log()
     model = BigramLM(2, block_size=4)
     model.table.weight.data = table
@@ -170,22 +172,22 @@ def test_the_standard_error_is_robust_to_characters_that_come_in_clusters():
     result = evaluate_tokens(model, tokens)
     assert result.nats_per_char == pytest.approx(mean, rel=1e-6)
     assert result.standard_error == pytest.approx(expected, rel=1e-5)
-    one_block = evaluate_tokens(model, tokens[4:9])  # low to no avail: four high ones
+    one_block = evaluate_tokens(model, tokens[4:9])  # four high losses
     assert one_block.standard_error == pytest.approx(0, abs=1e-6)
-    mixed = evaluate_tokens(model, tokens[2:7])  # low, low, high, high in a single block
+    mixed = evaluate_tokens(model, tokens[2:7])  # low, low, high, high in one block
     assert mixed.standard_error == pytest.approx((high - low) / 2 / math.sqrt(4), rel=1e-5)
 
 
-def test_the_standard_error_tells_how_far_samples_of_the_text_differ():
+def test_the_standard_error_is_the_spread_over_random_texts():
     model = fill_with_noise(BigramLM(11, block_size=8))
     results = [evaluate_tokens(model, random_tokens(801, seed=seed)) for seed in range(200)]
     spread = np.std([result.nats_per_char for result in results])
-    stated = np.mean([result.standard_error for result in results])
-    assert stated == pytest.approx(spread, rel=0.2)
+    estimated = np.mean([result.standard_error for result in results])
+    assert estimated == pytest.approx(spread, rel=0.2)
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_evaluation_is_without_dropout_and_leaves_the_mode_as_it_was(training):
+def test_evaluation_is_without_dropout_and_restores_the_mode(training):
     model, tokens = noisy_model(dropout=0.5).train(training), random_tokens(100)
     result = evaluate_tokens(model, tokens)
     assert model.training is training
@@ -193,39 +195,39 @@ def test_evaluation_is_without_dropout_and_leaves_the_mode_as_it_was(training):
     assert result == evaluate_tokens(noisy_model(), tokens)
 
 
-def test_the_mode_comes_back_after_an_error_too():
+def test_the_mode_is_restored_after_an_error():
     model = noisy_model().train()
     with pytest.raises(IndexError):
         evaluate_tokens(model, np.full(20, 200, dtype=np.uint8))
     assert model.training
 
 
-def test_a_model_can_be_trained_on_after_its_evaluation():
+def test_a_model_can_be_trained_after_an_evaluation():
     model = noisy_model().train()
     evaluate_tokens(model, random_tokens(50))
     model(torch.zeros(1, 3, dtype=torch.int64)).sum().backward()
     assert model.embedding.weight.grad is not None
 
 
-def test_mixed_precision_only_when_asked_for():
+def test_mixed_precision_is_used_only_on_request():
     model, tokens = noisy_model(), random_tokens(300)
     exact = evaluate_tokens(model, tokens)
     assert evaluate_tokens(model, tokens, dtype=torch.float32) == exact
-    rough = evaluate_tokens(model, tokens, dtype=torch.bfloat16)
-    assert rough.nats_per_char != exact.nats_per_char
-    assert rough.nats_per_char == pytest.approx(exact.nats_per_char, rel=0.02)
+    mixed = evaluate_tokens(model, tokens, dtype=torch.bfloat16)
+    assert mixed.nats_per_char != exact.nats_per_char
+    assert mixed.nats_per_char == pytest.approx(exact.nats_per_char, rel=0.02)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32, np.int64])
-def test_tokens_of_every_integer_type_give_the_same(dtype):
+def test_tokens_of_every_integer_type_give_the_same_result(dtype):
     model, tokens = noisy_model(n_layer=1), random_tokens(100)
     assert evaluate_tokens(model, tokens.astype(dtype)) == evaluate_tokens(model, tokens)
 
 
-def test_nothing_to_score_is_said_in_a_sentence():
+def test_texts_that_are_too_short_are_rejected():
     model = noisy_model(n_layer=1)
     for count in (0, 1):
-        with pytest.raises(TextError, match=f"val split holds {count} of the 2 characters"):
+        with pytest.raises(TextError, match=f"val split contains {count} of the 2 characters"):
             evaluate_tokens(model, random_tokens(count))
     with pytest.raises(TextError, match=r"set text\.test_fraction"):
         evaluate_tokens(model, random_tokens(0), split="test")
@@ -236,7 +238,7 @@ def test_nothing_to_score_is_said_in_a_sentence():
             evaluate_tokens(model, random_tokens(50), protocol="sliding", stride=stride)
 
 
-def test_the_figures_are_one_loss_in_three_units():
+def test_a_loss_is_reported_in_three_units():
     result = Evaluation(math.log(8), 0.5, 10, 0.1, "full", "val", 16)
     assert result.bits_per_char == pytest.approx(3)
     assert result.perplexity == pytest.approx(8)
@@ -263,7 +265,7 @@ def corpus_of(text=TEXT, val_fraction=0.2):
     return Corpus("verse", key, tokenizer, tokenizer.encode(text), val_fraction, 0.0)
 
 
-def test_the_sparse_bigram_scores_what_the_dense_one_scores():
+def test_the_sparse_bigram_has_the_loss_of_the_dense_one():
     corpus = corpus_of(TEXT[:300] + "a few quite different words, judged by nobody")
     fitted = corpus.pair_counts("train")
     for alpha in (BIGRAM_ALPHA, 1.0):
@@ -278,7 +280,7 @@ def test_the_sparse_bigram_scores_what_the_dense_one_scores():
     )
 
 
-def test_the_baselines_are_what_counting_by_hand_gives():
+def test_the_baselines_equal_losses_computed_by_hand():
     corpus = corpus_of("ab" * 8 + "abba", val_fraction=0.2)  # train (ab) x 8, val abba
     result = baselines(corpus)
     assert result["uniform"] == pytest.approx(math.log(2))
@@ -289,7 +291,7 @@ def test_the_baselines_are_what_counting_by_hand_gives():
     assert baselines(lopsided)["unigram"] == pytest.approx(-math.log(2 / 10))
 
 
-def test_the_baselines_stand_in_their_order():
+def test_the_baselines_are_ordered():
     result = baselines(corpus_of())
     assert list(result) == ["uniform", "unigram", "bigram", "6-gram"]
     assert result["uniform"] > result["unigram"] > result["bigram"]
@@ -297,21 +299,23 @@ def test_the_baselines_stand_in_their_order():
 
 def test_the_n_gram_scores_each_character_with_all_of_its_context():
     corpus = corpus_of(TEXT * 3)
-    counted = NGramLM.fit(corpus.split("train"), corpus.tokenizer.vocab_size, 10_000)
-    whole = evaluate_tokens(counted, corpus.split("val"))
+    ngram = NGramLM.fit(corpus.split("train"), corpus.tokenizer.vocab_size, 10_000)
+    whole = evaluate_tokens(ngram, corpus.split("val"))
     assert len(corpus.split("val")) < 10_000  # a single block
     assert baselines(corpus)["6-gram"] == pytest.approx(whole.nats_per_char, abs=1e-6)
 
 
-def test_a_vast_vocabulary_needs_no_table():
+def test_a_large_vocabulary_needs_no_table():
     text = "".join(map(chr, range(0x4E00, 0x4E00 + 20_000))) * 2
     result = baselines(corpus_of(text, val_fraction=0.5))
     assert result["uniform"] == pytest.approx(math.log(20_000))
     assert result["bigram"] == pytest.approx(-math.log(1.1 / 2001), rel=1e-4)
 
 
-def test_baselines_of_an_empty_split_are_refused():
-    with pytest.raises(TextError, match=r"the test split holds fewer than 2.*text\.test_fraction"):
+def test_baselines_of_an_empty_split_are_rejected():
+    with pytest.raises(
+        TextError, match=r"the test split contains fewer than 2.*text\.test_fraction"
+    ):
         baselines(corpus_of(), "test")
 
 
@@ -341,14 +345,14 @@ def test_a_run_is_evaluated_on_its_own_text(make_run):
     assert sliding == evaluate_tokens(run.model, corpus.split("val"), protocol="sliding", stride=3)
 
 
-def test_a_run_is_evaluated_after_its_text_has_gone(make_run, tmp_path):
+def test_a_run_is_evaluated_after_its_text_was_deleted(make_run, tmp_path):
     run = make_run()
     before = evaluate(run)
     (tmp_path / "sea.txt").unlink()
     assert evaluate(run) == before
 
 
-def test_a_run_is_not_evaluated_on_a_text_that_has_changed(make_run, tmp_path):
+def test_a_run_is_not_evaluated_on_a_changed_text(make_run, tmp_path):
     run = make_run()
     before = evaluate(run)
     (tmp_path / "sea.txt").write_text(TEXT.replace("sea", "ash") + "!?")
@@ -359,7 +363,7 @@ def test_a_run_is_not_evaluated_on_a_text_that_has_changed(make_run, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["other.txt", "other.txt.gz"])
-def test_another_text_is_scored_whole(name, make_run, tmp_path):
+def test_another_text_is_scored_completely(name, make_run, tmp_path):
     run, path = make_run(), tmp_path / name
     content = "no ship, no sea, no bird" * 3
     path.write_bytes(gzip.compress(content.encode()) if name.endswith("gz") else content.encode())
@@ -377,10 +381,10 @@ def test_unknown_characters_of_another_text_follow_the_policy(make_run, tmp_path
     assert evaluate(make_run("skip"), text=path).characters == 6
     assert evaluate(make_run("replace"), text=path).characters == 9
     path.write_text("ÉÉ", encoding="utf-8")
-    with pytest.raises(TextError, match="the text holds 0 of"):
+    with pytest.raises(TextError, match="the text contains 0 of"):
         evaluate(make_run("skip"), text=path)
 
 
-def test_pairs_of_a_split_are_its_scored_characters():
+def test_the_pairs_of_a_split_are_its_scored_characters():
     tokens = random_tokens(100)
     assert count_pairs(tokens, 11).total == evaluate_tokens(noisy_model(), tokens).characters

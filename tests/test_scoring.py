@@ -1,4 +1,4 @@
-"""What a text's characters and lines take under a run."""
+"""Surprisal of characters and lines."""
 
 import io
 import json
@@ -29,7 +29,7 @@ def run_of(letters: str, block_size: int = 8) -> Run:
 
 
 @pytest.mark.parametrize("length", [1, 2, 8, 9, 12, 13, 100])
-def test_a_text_takes_the_bits_of_the_sliding_protocol_after_a_lines_end(length: int) -> None:
+def test_surprisal_is_the_sliding_loss_after_a_newline(length: int) -> None:
     run = run_of("\nabcdefgh")
     text = "".join(np.random.default_rng(length).choice(list("abcdefgh"), length))
     scored = score(run, text)
@@ -39,19 +39,19 @@ def test_a_text_takes_the_bits_of_the_sliding_protocol_after_a_lines_end(length:
     assert scored.bits_per_char == pytest.approx(whole.nats_per_char / math.log(2))
 
 
-def test_each_characters_bits_are_those_of_its_own_window() -> None:
+def test_each_character_is_scored_with_the_context_before_it() -> None:
     run = run_of("\nabcdefgh")
     text = "abcd\nefgh" * 5
     tokens = run.tokenizer.encode("\n" + text)
     bits = score(run, text).bits
-    for place in (1, 5, 8):  # within the first window each sees all before it
-        alone = evaluate_tokens(run.model, tokens[: place + 1])
-        before = evaluate_tokens(run.model, tokens[:place]) if place > 1 else None
-        nats = alone.nats_per_char * place - (before.nats_per_char * (place - 1) if before else 0)
-        assert bits[place - 1] == pytest.approx(nats / math.log(2), abs=1e-4)
+    for index in (1, 5, 8):  # in the first window, with all characters before as context
+        upto = evaluate_tokens(run.model, tokens[: index + 1])
+        before = evaluate_tokens(run.model, tokens[:index]) if index > 1 else None
+        nats = upto.nats_per_char * index - (before.nats_per_char * (index - 1) if before else 0)
+        assert bits[index - 1] == pytest.approx(nats / math.log(2), abs=1e-4)
 
 
-def test_lines_take_the_mean_of_their_characters_with_their_ends() -> None:
+def test_a_line_has_the_mean_surprisal_of_its_characters_and_newline() -> None:
     scored = score(run_of("\nabcdefgh "), "abc\n\n  \nde\nf")
     assert [(line.number, line.text) for line in scored.lines()] == [
         (1, "abc"),
@@ -62,13 +62,13 @@ def test_lines_take_the_mean_of_their_characters_with_their_ends() -> None:
         assert line.bits_per_char == pytest.approx(scored.bits[part].mean())
 
 
-def test_without_a_lines_end_in_the_vocabulary_the_first_character_may_be_any() -> None:
+def test_without_a_newline_in_the_vocabulary_the_first_character_is_uniform() -> None:
     run = run_of("abcdefgh")
     assert score(run, "abc").bits[0] == pytest.approx(3)
     assert score(run, "a").bits_per_char == pytest.approx(3)
 
 
-def test_unknown_characters_are_refused_or_left_out() -> None:
+def test_unknown_characters_are_rejected_or_skipped() -> None:
     run = run_of("\nabc")
     with pytest.raises(UnknownCharacterError, match="x"):
         score(run, "abxc")

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from chargpt.inference.evaluation import predictions
+from chargpt.inference.evaluation import iter_log_probs
 from chargpt.models import LanguageModel
 from chargpt.text.tokenizer import CharTokenizer
 
@@ -74,7 +74,7 @@ def guess(model: LanguageModel, tokens: Tokens, most: int) -> Guesses:
     """Return what a model expects of a text, or of `most` characters spread evenly over it."""
     came, context, nats, sure, right = [], [], [], [], []
     model.eval()
-    for shares, targets in predictions(model, tokens, "full", most):
+    for shares, targets in iter_log_probs(model, tokens, "full", most):
         best, guessed = shares.max(dim=-1)  # (B, L)
         own = shares.gather(2, targets[..., None]).squeeze(2)
         came.append(targets.flatten())
@@ -164,7 +164,7 @@ def passage(
     """
     places = []
     model.eval()
-    for shares, targets in predictions(model, tokens[: characters + 1], "sliding"):
+    for shares, targets in iter_log_probs(model, tokens[: characters + 1], "sliding"):
         own = shares.gather(2, targets[..., None]).squeeze(2)
         best = shares.topk(min(BEST, shares.size(2)), dim=-1)
         rows = zip(

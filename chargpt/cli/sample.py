@@ -116,7 +116,7 @@ def write_texts(run: "Run", settings: "SampleConfig", unknown: "Unknown | None")
         bar.move_to(done, "written" if bar.wants_detail() else None)
 
     try:
-        return draw(run, settings, unknown=unknown, watch=watch)
+        return draw(run, settings, unknown=unknown, on_progress=watch)
     finally:
         bar.close()
 

@@ -1,1 +1,1 @@
-"""A model and text in; text and numbers out."""
+"""Evaluation, sampling, scoring and compression with trained models."""

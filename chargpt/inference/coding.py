@@ -1,16 +1,15 @@
-"""Lossless compression: what a model expects decides how many bits each character takes.
+"""Lossless compression: arithmetic coding with a model's next-character probabilities.
 
-The text is cut into lanes of one length, and all lanes are predicted together, one character of
-each at a time, by the very steps that sampling takes. Coding and decoding do the same steps on the
-same shapes, so both see the same bits; what is expected is rounded to integers, and an arithmetic
-coder (Witten, Neal and Cleary 1987) takes them in turn. A lane's first character takes log2(V)
-bits; after that a character is predicted from a block before it at most and more than half of one,
-nearly as the protocol `sliding` scores it. So a file is as long as that loss says: a measure of the
-model that cannot be fooled.
+The text is cut into lanes of equal length, which are decoded as the streams of one decoder: step t
+predicts character t of every lane. Compression and decompression run the same steps on arrays of
+the same shapes and so compute the same bits. Probabilities are rounded to integer frequencies for
+an arithmetic coder (Witten, Neal and Cleary 1987). The first character of a lane costs log2(V)
+bits; the others have the context of incremental decoding (decoders/__init__.py), so the compressed
+size is close to the loss of the protocol `sliding`.
 
-Another machine may round another way. What computes is noted in the file and compared, and the
-text's checksum is compared at the end.
-Shapes in this file: N = characters, L = lanes, V = vocabulary.
+Another machine may round differently. The file names the platform, which is compared before
+decompression, and contains a checksum of the text, which is compared afterwards.
+Shapes in this file: N = characters, L = lanes, V = vocabulary size.
 """
 
 import hashlib
@@ -26,172 +25,162 @@ from threadpoolctl import threadpool_info, threadpool_limits
 
 from chargpt.device import onednn_is_faster, require_memory
 from chargpt.errors import ChargptError, TextError, WorkError
-from chargpt.inference.decoder import decoder_for
-from chargpt.inference.drawing import Ids, highest
+from chargpt.inference.decoders import build_decoder
+from chargpt.inference.sampler import max_logits
 from chargpt.models import LanguageModel
+from chargpt.models.base import eval_mode
 from chargpt.store.run import Run
 from chargpt.store.tensors import serialize
+from chargpt.text.tokenizer import TokenIds
 
-MOST_LANES = 64
-LANE = 4096  # characters that make another lane worth its first character
+MAX_LANES = 64
+MIN_LANE_CHARACTERS = 4096  # so that the first characters of lanes add little to the size
 HEADER = struct.Struct("<4sBBI8s4sI")  # magic, version, threads, N, model, platform, checksum
 MAGIC = b"cgpt"
-VERSION = 3  # rises with the format, and whenever predictions are rounded another way
-MOST_CHARACTERS = 2**32 - 1
-MOST_A_BYTE = 10_000  # characters: what a byte may stand for at most, so that no file is a bomb
-SHARES = 2**30  # what probabilities are rounded to parts of
-TOP, BOTTOM = 2**56, 2**48  # the range stays between them
+VERSION = 3  # raised when the format changes or predictions are rounded differently
+MAX_CHARACTERS = 2**32 - 1
+MAX_CHARACTERS_PER_BYTE = 10_000  # so that a small file cannot expand without bound
+FREQUENCY_SCALE = 2**30  # sum of a distribution's frequencies, before each is raised to at least 1
+MAX_RANGE, MIN_RANGE = 2**56, 2**48  # of the arithmetic coder's interval
 
-Watch = Callable[[int, int], object]  # told how many characters are done, and of how many
+Progress = Callable[[int, int], object]  # called with the characters done and their total
 
 
-def compress(run: Run, content: bytes, watch: Watch = lambda *_: None) -> bytes:
-    """Return a text, as UTF-8, in as few bytes as the run's model needs for it.
+def compress(run: Run, content: bytes, on_progress: Progress = lambda *_: None) -> bytes:
+    """Compress a UTF-8 text with a run's model.
 
     Args:
-        run: on the CPU; `decompress` needs the same.
-        content: any UTF-8 text whose characters are all in the run's vocabulary.
-        watch: told how far it is.
+        run: a run on the CPU; `decompress` needs the same.
+        content: UTF-8 text whose characters are all in the run's vocabulary.
+        on_progress: called after each step.
 
     Raises:
-        TextError: it is not UTF-8, or too long.
-        UnknownCharacterError: the vocabulary lacks a character.
-        WorkError: the model's weights give numbers that are not finite.
+        TextError: the text is not UTF-8, or too long.
+        UnknownCharacterError: a character is not in the vocabulary.
+        WorkError: the model's logits are not finite.
     """
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
         raise TextError(f"the text is not UTF-8 ({error}); convert it first") from None
     tokens = run.tokenizer.encode(text, unknown="error").astype(np.int64)
-    if len(tokens) > MOST_CHARACTERS:
-        raise TextError(f"the text is over {MOST_CHARACTERS:,} characters; compress it in parts")
-    coder, done = Encoder(), 0
+    if len(tokens) > MAX_CHARACTERS:
+        raise TextError(f"the text is over {MAX_CHARACTERS:,} characters; compress it in parts")
+    encoder = ArithmeticEncoder()
     threads = min(torch.get_num_threads(), 255)
-    with _steady(run.model, threads):
-        lanes = lanes_of(tokens)
-        expected = _Expected(run.model, len(lanes))
-        for column in _columns(lanes, len(tokens)):
-            ends, totals = expected.next()
+    lanes = split_into_lanes(tokens)
+    with _inference_with_threads(run.model, threads):
+        for column, ends in _iter_distributions(run.model, lanes, len(tokens), on_progress):
+            totals = ends[:, -1].tolist()
             for lane, token in enumerate(column.tolist()):
                 start = int(ends[lane, token - 1]) if token else 0
-                coder.add(start, int(ends[lane, token]), totals[lane])
-            expected.take(column)
-            done += len(column)
-            watch(done, len(tokens))
-    packed = coder.finish()
-    packed += bytes(max(0, len(tokens) // MOST_A_BYTE - len(packed)))
-    facts = (threads, len(tokens), _model_key(run), _platform_key(), zlib.crc32(content))
-    return HEADER.pack(MAGIC, VERSION, *facts) + packed
+                encoder.encode(start, int(ends[lane, token]), totals[lane])
+    body = encoder.finish()
+    body += bytes(max(0, len(tokens) // MAX_CHARACTERS_PER_BYTE - len(body)))
+    header = (threads, len(tokens), _model_key(run), _platform_key(), zlib.crc32(content))
+    return HEADER.pack(MAGIC, VERSION, *header) + body
 
 
-def decompress(run: Run, packed: bytes, watch: Watch = lambda *_: None) -> bytes:
+def decompress(run: Run, packed: bytes, on_progress: Progress = lambda *_: None) -> bytes:
     """Return the text that `compress` was given.
 
     Args:
-        run: the same, on the same platform.
-        packed: what `compress` returned.
-        watch: told how far it is.
+        run: the run that compressed it, on the CPU of the same platform.
+        packed: result of `compress`.
+        on_progress: called after each step.
 
     Raises:
-        ChargptError: it is something else, or another run's, or another platform's.
-        WorkError: it does not come back as it was: damaged, or this machine computes otherwise.
+        ChargptError: the file is of another format, version, run or platform.
+        WorkError: the checksum differs: the file is damaged, or this machine rounds differently.
     """
     if len(packed) < HEADER.size or packed[:4] != MAGIC:
-        raise ChargptError("this is no file that `chargpt compress` has made; name another")
+        raise ChargptError("the file was not made by `chargpt compress`; name another")
     _, version, threads, count, model_key, platform_key, checksum = HEADER.unpack(
         packed[: HEADER.size]
     )
     body = packed[HEADER.size :]
     if version != VERSION:
         raise ChargptError(
-            f"this file has version {version}, and this chargpt writes and reads {VERSION}; "
+            f"the file has version {version}, and this chargpt reads and writes version {VERSION}; "
             "decompress it with the chargpt that made it"
         )
     if model_key != _model_key(run):
-        raise ChargptError("another model has compressed this; name the run it was made with")
+        raise ChargptError("the file was compressed with another model; name the run that made it")
     if platform_key != _platform_key():
         raise ChargptError(
-            "this was compressed where the processor, torch or numpy is another one, which rounds "
-            "another way; decompress it there"
+            "the file was compressed with another processor, torch or numpy, which rounds "
+            "differently; decompress it there"
         )
-    if count > MOST_A_BYTE * (len(body) + 1) or not threads:
+    if count > MAX_CHARACTERS_PER_BYTE * (len(body) + 1) or not threads:
         raise ChargptError("the file is damaged: it is too short for its text; restore it")
     require_memory(9 * count, f"a text of {count:,} characters")
-    tokens = np.zeros(count, dtype=np.int64)
-    coder, done = Decoding(body), 0
-    with _steady(run.model, threads):
-        lanes = lanes_of(tokens)
-        expected = _Expected(run.model, len(lanes))
-        for column in _columns(lanes, count):
-            ends, totals = expected.next()
+    decoder = ArithmeticDecoder(body)
+    lanes = split_into_lanes(np.zeros(count, dtype=np.int64))
+    with _inference_with_threads(run.model, threads):
+        for column, ends in _iter_distributions(run.model, lanes, count, on_progress):
+            totals = ends[:, -1].tolist()
             for lane in range(len(column)):
-                aim = coder.aim(totals[lane])
-                token = int(ends[lane].searchsorted(aim, side="right"))
-                coder.take(int(ends[lane, token - 1]) if token else 0, int(ends[lane, token]))
+                value = decoder.decode(totals[lane])
+                token = int(ends[lane].searchsorted(value, side="right"))
+                decoder.consume(int(ends[lane, token - 1]) if token else 0, int(ends[lane, token]))
                 column[lane] = token
-            expected.take(column)
-            done += len(column)
-            watch(done, count)
     content = run.tokenizer.decode(lanes.reshape(-1)[:count]).encode()
     if zlib.crc32(content) != checksum:
         raise WorkError(
-            "the text did not come back as it was: the file is damaged, or this machine computes "
-            "another way than the one that made it"
+            "the text's checksum differs: the file is damaged, or this machine rounds differently "
+            "from the one that compressed it; restore the file or decompress it there"
         )
     return content
 
 
-class _Expected:
-    """What a model expects next in each of L lanes, in whole numbers."""
+def _iter_distributions(
+    model: LanguageModel, lanes: TokenIds, count: int, on_progress: Progress
+) -> Iterator[tuple[TokenIds, TokenIds]]:
+    """Yield the tokens at each position of the lanes, without padding, and their distributions.
 
-    def __init__(self, model: LanguageModel, lanes: int) -> None:
-        self.model = model
-        self.lanes = lanes
-        self.decoder = decoder_for(model, lanes)
-        self.previous: Ids | None = None
-
-    def take(self, column: Ids) -> None:
-        """Take in the next character of each lane; a short last lane may have none."""
-        self.previous = np.zeros(self.lanes, dtype=np.int64)
-        self.previous[: len(column)] = column
-
-    def next(self) -> tuple[Ids, list[int]]:
-        """Return where each token's part ends, (L, V), and the sum of all parts of each lane."""
-        if self.previous is None:
-            parts = np.ones((self.lanes, self.model.vocab_size), dtype=np.int64)
-        else:
-            logits = self.decoder.step(self.previous).astype(np.float64)  # (L, V)
-            shares = np.exp(logits - highest(logits))
-            shares *= SHARES / shares.sum(axis=1, keepdims=True)
-            parts = shares.astype(np.int64) + 1  # whatever may come has a part
-        ends = parts.cumsum(axis=1)
-        return ends, ends[:, -1].tolist()
+    A distribution is cumulative frequencies, (L, V): token i of a lane has the interval from the
+    cumulative frequency of i - 1 to that of i. The yielded tokens are a view into `lanes`; they are
+    decoded after the yield, so that decompression can assign them.
+    """
+    num_lanes, length = lanes.shape
+    n_full = count // length
+    decoder = build_decoder(model, num_lanes)
+    frequencies = np.ones((num_lanes, model.vocab_size), dtype=np.int64)
+    for position in range(length if count else 0):
+        if position:
+            logits = decoder.step(lanes[:, position - 1]).astype(np.float64)  # (L, V)
+            probs = np.exp(logits - max_logits(logits))
+            probs *= FREQUENCY_SCALE / probs.sum(axis=1, keepdims=True)
+            frequencies = probs.astype(np.int64) + 1  # no character is impossible
+        n_lanes = n_full + (position < count - n_full * length)  # the last lane may be shorter
+        yield lanes[:n_lanes, position], frequencies.cumsum(axis=1)
+        on_progress(n_full * (position + 1) + min(position + 1, count - n_full * length), count)
 
 
-class Encoder:
-    """An arithmetic coder: turns parts of a whole, one after another, into bytes."""
+class ArithmeticEncoder:
+    """Range coder: encodes a sequence of frequency intervals as bytes."""
 
     def __init__(self) -> None:
         self.low = 0
-        self.range = TOP
+        self.range = MAX_RANGE
         self.bytes = bytearray()
 
-    def add(self, start: int, end: int, total: int) -> None:
-        """Take in the part from `start` to `end` of `total`."""
-        part = self.range // total
-        self.low += start * part
-        self.range = (end - start) * part
+    def encode(self, start: int, end: int, total: int) -> None:
+        """Encode the interval from `start` to `end` of `total`."""
+        unit = self.range // total
+        self.low += start * unit
+        self.range = (end - start) * unit
         self._carry()
-        while self.range < BOTTOM:
+        while self.range < MIN_RANGE:
             self.bytes.append(self.low >> 48)
-            self.low = self.low << 8 & TOP - 1
+            self.low = self.low << 8 & MAX_RANGE - 1
             self.range <<= 8
 
     def finish(self) -> bytes:
-        """Return all bytes, but for zeros at the end: beyond it they are read as zeros."""
+        """Return all bytes, without zeros at the end: the decoder reads zeros past the end."""
         for count in range(8):
             unit = 1 << 56 - 8 * count
-            value = -(-self.low // unit) * unit
+            value = -(-self.low // unit) * unit  # the multiple of `unit` with the fewest bytes
             if value < self.low + self.range:
                 break
         self.low = value
@@ -200,76 +189,68 @@ class Encoder:
         return bytes(self.bytes).rstrip(b"\0")
 
     def _carry(self) -> None:
-        if self.low < TOP:
+        """Propagate an overflow of `low` into the bytes already written."""
+        if self.low < MAX_RANGE:
             return
-        self.low -= TOP
-        place = len(self.bytes) - 1
-        while self.bytes[place] == 255:
-            self.bytes[place] = 0
-            place -= 1
-        self.bytes[place] += 1
+        self.low -= MAX_RANGE
+        index = len(self.bytes) - 1
+        while self.bytes[index] == 255:
+            self.bytes[index] = 0
+            index -= 1
+        self.bytes[index] += 1
 
 
-class Decoding:
-    """The way back from an `Encoder`'s bytes."""
+class ArithmeticDecoder:
+    """Inverse of `ArithmeticEncoder`."""
 
     def __init__(self, content: bytes) -> None:
         self.content = content
-        self.place = 7
-        self.ahead = int.from_bytes(content[:7].ljust(7, b"\0"))  # of the start of the range
-        self.range = TOP
-        self.part = 0
+        self.position = 7  # of the next byte to read
+        self.offset = int.from_bytes(content[:7].ljust(7, b"\0"))  # from the start of the range
+        self.range = MAX_RANGE
+        self.unit = 0
 
-    def aim(self, total: int) -> int:
-        """Return a number from 0 to `total`, which lies in the part that was taken in."""
-        self.part = self.range // total
-        return min(self.ahead // self.part, total - 1)
+    def decode(self, total: int) -> int:
+        """Return a number in [0, total) that lies in the next interval."""
+        self.unit = self.range // total
+        return min(self.offset // self.unit, total - 1)
 
-    def take(self, start: int, end: int) -> None:
-        """Go on after the part from `start` to `end`."""
-        self.ahead -= start * self.part
-        self.range = (end - start) * self.part
-        self.ahead = min(self.ahead, self.range - 1)  # only where the bytes are damaged
-        while self.range < BOTTOM:
-            next_byte = self.content[self.place] if self.place < len(self.content) else 0
-            self.place += 1
-            self.ahead = self.ahead << 8 | next_byte
+    def consume(self, start: int, end: int) -> None:
+        """Advance past the interval from `start` to `end`, of the total given to `decode`."""
+        self.offset -= start * self.unit
+        self.range = (end - start) * self.unit
+        self.offset = min(self.offset, self.range - 1)  # only if the bytes are damaged
+        while self.range < MIN_RANGE:
+            has_byte = self.position < len(self.content)
+            next_byte = self.content[self.position] if has_byte else 0
+            self.position += 1
+            self.offset = self.offset << 8 | next_byte
             self.range <<= 8
 
 
-def lanes_of(tokens: Ids) -> Ids:
-    """Return the ids as (L, characters of a lane), filled up with zeros."""
-    count = min(MOST_LANES, max(1, len(tokens) // LANE))
-    length = max(1, -(-len(tokens) // count))
+def split_into_lanes(tokens: TokenIds) -> TokenIds:
+    """Return the tokens as (L, characters per lane), padded with zeros."""
+    max_lanes = min(MAX_LANES, max(1, len(tokens) // MIN_LANE_CHARACTERS))
+    length = max(1, -(-len(tokens) // max_lanes))
     lanes = np.zeros((max(1, -(-len(tokens) // length)), length), dtype=np.int64)
     lanes.reshape(-1)[: len(tokens)] = tokens
     return lanes
 
 
-def _columns(lanes: Ids, count: int) -> Iterator[Ids]:
-    """Yield the lanes' first characters, their second ones and so on, those that are there."""
-    length = lanes.shape[1]
-    full = count // length
-    for place in range(length if count else 0):
-        yield lanes[: full + (place < count - full * length), place]
-
-
 @contextmanager
-def _steady(model: LanguageModel, threads: int) -> Iterator[None]:
-    """Compute with so many threads, in evaluation mode, for a while."""
-    before, was_training = torch.get_num_threads(), model.training
+def _inference_with_threads(model: LanguageModel, threads: int) -> Iterator[None]:
+    """Run a model in evaluation mode with a number of threads, on which rounding depends."""
+    before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    model.eval()
     try:
-        with threadpool_limits(threads, user_api="blas"):  # of numpy, which rounds by it too
+        with eval_mode(model), threadpool_limits(threads, user_api="blas"):
             yield
     finally:
         torch.set_num_threads(before)
-        model.train(was_training)
 
 
 def _model_key(run: Run) -> bytes:
-    """Return what tells this model and vocabulary from all others."""
+    """Return a hash of the model's weights and settings and of the vocabulary."""
     settings = run.tokenizer.to_json() + run.config.model.model_dump_json()
     digest = hashlib.sha256(settings.encode())
     for chunk in serialize(run.model.state_dict()):
@@ -278,7 +259,7 @@ def _model_key(run: Run) -> bytes:
 
 
 def _platform_key() -> bytes:
-    """Return what tells this way of computing from others that may round another way."""
+    """Return a hash of what rounding depends on: processor, torch, numpy and its BLAS."""
     capability = torch.backends.cpu.get_cpu_capability()
     blas = [
         (library["internal_api"], library.get("version"), library.get("architecture"))

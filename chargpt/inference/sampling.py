@@ -1,34 +1,29 @@
-"""Text out of a model: read the prompt, then draw one character at a time (drawing.py).
+"""Text generation: prefill a prompt, sample tokens (sampler.py), decode text, cut at stop strings.
 
-The window. A model looks at `block_size` characters at most, and a longer prompt counts with its
-last `block_size`. Once that many are held, the older half is forgotten, and what has been worked
-out of the other half stays as it is. So from then on each character is drawn with more than half a
-block before it, nearly as `sliding` scores it, and none is read twice.
+The context is at most `block_size` characters: of a longer prompt the last `block_size`. When the
+KV cache is full, its older half is evicted (decoders/__init__.py).
 
-Shapes in this file: N = streams drawn together, V = vocabulary.
+Shapes in this file: N = streams sampled together, T = prompt length, V = vocabulary size.
 """
 
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from contextlib import suppress
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from chargpt.config import SampleConfig
 from chargpt.errors import ChargptError, ConfigError
-from chargpt.inference.decoder import decoders_for, is_worth_compiling
-from chargpt.inference.drawing import Floats, Ids, drawn, side_by_side
+from chargpt.inference.decoders import build_decoder
+from chargpt.inference.sampler import generate
 from chargpt.models import LanguageModel
+from chargpt.models.base import eval_mode
 from chargpt.models.cache import KVCache
 from chargpt.store.run import Run
-from chargpt.text.tokenizer import CharTokenizer, Tokens, Unknown
+from chargpt.text.tokenizer import CharTokenizer, Counts, Floats, TokenIds, Tokens, Unknown
 
-GROUP_BYTES = 256_000_000  # what the streams of one group may take
-PADDED = 64  # what decoders may fill a head's numbers, and a block's characters, up to
-ROUND = 10**9  # multiplications that threads do before they wait for each other: some 20 ms
-MOST_STEPS = 64  # in a round
+MAX_GROUP_BYTES = 256_000_000  # of KV caches and logits of streams that are sampled together
 
 
 def sample(
@@ -36,39 +31,39 @@ def sample(
     options: SampleConfig | None = None,
     *,
     unknown: Unknown | None = None,
-    watch: Callable[[int, int], object] = lambda *_: None,
+    on_progress: Callable[[int, int], object] = lambda *_: None,
     **changes: object,
 ) -> list[str]:
-    """Return texts, each the prompt and what the model writes after it.
+    """Generate texts with a trained model.
 
     Args:
-        run: what `load_run` gives.
-        options: how to draw; the run's own `sample` section by default.
-        unknown: what to do with characters of the prompt that the vocabulary lacks; the run's
-            `text.unknown` by default.
-        watch: told how many characters are done, and of how many at most.
-        changes: single settings, as in `sample(run, prompt="To be", temperature=0.5)`.
+        run: a run from `load_run`.
+        options: sampling settings; the run's own `sample` section by default.
+        unknown: policy for prompt characters outside the vocabulary; the run's `text.unknown` by
+            default.
+        on_progress: called with the number of sampled characters and their maximum.
+        changes: changed settings, as in `sample(run, prompt="To be", temperature=0.5)`.
 
     Returns:
-        `num_samples` texts. Stop strings are not part of them.
+        `num_samples` texts, each the prompt and its continuation, without stop strings.
 
     Raises:
-        ConfigError: a setting is unknown or does not fit.
-        UnknownCharacterError: the prompt holds unknown characters, and `unknown` is `error`.
-        WorkError: as `stream` does.
+        ConfigError: a setting is unknown or invalid.
+        UnknownCharacterError: the prompt contains unknown characters and `unknown` is `error`.
+        WorkError: the model's logits are not finite.
     """
     config = run.config.model_copy(update={"sample": options or run.config.sample})
     chosen = config.with_values({f"sample.{key}": value for key, value in changes.items()}).sample
-    chosen = chosen.model_copy(update={"seed": _seed(chosen)})
-    size = _group_size(run.model)
+    chosen = _with_seed(chosen)
+    group_size = _max_streams(run.model)
     texts: list[str] = []
-    for first in range(0, chosen.num_samples, size):
-        streams = range(first, min(first + size, chosen.num_samples))
+    for first in range(0, chosen.num_samples, group_size):
+        stream_ids = range(first, min(first + group_size, chosen.num_samples))
         steps = []
-        for step in stream_run(run, chosen, unknown=unknown, streams=streams):
+        for step in stream_run(run, chosen, unknown=unknown, stream_ids=stream_ids):
             steps.append(step)
-            done = first * chosen.length + len(steps) * len(streams)
-            watch(done, chosen.num_samples * chosen.length)
+            done = first * chosen.length + len(steps) * len(stream_ids)
+            on_progress(done, chosen.num_samples * chosen.length)
         texts += [chosen.prompt + "".join(pieces) for pieces in zip(*steps, strict=True)]
     return texts
 
@@ -78,9 +73,9 @@ def stream_run(
     options: SampleConfig,
     *,
     unknown: Unknown | None = None,
-    streams: Sequence[int] | None = None,
+    stream_ids: Sequence[int] | None = None,
 ) -> Iterator[list[str]]:
-    """Yield what `sample` returns, without the prompt, piece by piece as `stream` does.
+    """Yield the continuations that `sample` returns, piece by piece as `stream` does.
 
     Raises:
         ConfigError, UnknownCharacterError: as `sample` does, before the first piece.
@@ -89,8 +84,9 @@ def stream_run(
     prompt = tokenizer.encode(options.prompt, unknown=unknown or run.config.text.unknown)
     unigram = None
     if not prompt.size and "\n" not in tokenizer.characters:
-        unigram = _unigram(run)
-    return stream(run.model, tokenizer, prompt, options, streams=streams, unigram=unigram)
+        with suppress(ChargptError):  # the text may have been deleted
+            unigram = run.corpus().token_counts("train")
+    return stream(run.model, tokenizer, prompt, options, stream_ids=stream_ids, unigram=unigram)
 
 
 def stream(
@@ -99,140 +95,121 @@ def stream(
     prompt_ids: Tokens,
     options: SampleConfig,
     *,
-    streams: Sequence[int] | None = None,
-    unigram: npt.NDArray[np.int64] | None = None,
+    stream_ids: Sequence[int] | None = None,
+    unigram: Counts | None = None,
 ) -> Iterator[list[str]]:
-    """Yield each stream's next piece of text, one list a step, the prompt left out.
+    """Yield the next piece of each stream's text, one list of N pieces a step, without the prompt.
 
-    A piece is one character, or none or more where a stop string was about to appear; a stream
-    that has come to a stop string gives empty pieces until all have ended.
+    A piece is one character; while a stop string may be beginning it is empty, and afterwards
+    several characters. A stream that reached a stop string yields empty pieces until all have.
 
     Args:
-        model: used where it is, in evaluation mode; its mode is restored at the end.
-        tokenizer: what the ids mean.
-        prompt_ids: token ids to go on from, shape (characters,). If there are none, the text starts
-            after a newline, or without one in the vocabulary from `unigram`.
-        options: all of `SampleConfig` but its `prompt`.
-        streams: numbers of the streams to draw; the first `num_samples` by default.
-        unigram: counts of the ids, shape (V,), for the first character; all alike by default.
+        model: used on its device in evaluation mode; its mode is restored at the end.
+        tokenizer: the model's tokenizer.
+        prompt_ids: tokens to continue, (T,). If empty, the text starts after a newline, or if the
+            vocabulary has none, with a character sampled from `unigram`.
+        options: sampling settings; `prompt` is not used.
+        stream_ids: numbers of the N streams; 0 to `num_samples` - 1 by default.
+        unigram: count of each token, (V,), for the first character; uniform by default.
 
     Raises:
         ConfigError: a stop string is empty.
-        WorkError: the model's weights give numbers that are not finite.
+        WorkError: the model's logits are not finite.
     """
     if "" in options.stop:
         raise ConfigError("a stop string is empty and would stop at once; give it a character")
-    numbers = range(options.num_samples) if streams is None else streams
-    options = options.model_copy(update={"seed": _seed(options)})
-    context = np.asarray(prompt_ids).astype(np.int64)[-model.block_size :]
-    if not context.size and "\n" in tokenizer.characters:
-        context = tokenizer.encode("\n").astype(np.int64)
-    counts = np.ones(tokenizer.vocab_size) if unigram is None else unigram
-    ids = _draw(model, context, counts, options, numbers, tokenizer.unknown_id)
-    return _write(tokenizer, options, ids, len(numbers))
+    ids = range(options.num_samples) if stream_ids is None else stream_ids
+    options = _with_seed(options)
+    prompt = np.asarray(prompt_ids).astype(np.int64)[-model.block_size :]
+    if not prompt.size and "\n" in tokenizer.characters:
+        prompt = tokenizer.encode("\n").astype(np.int64)
+    counts = np.ones(tokenizer.vocab_size) if unigram is None else unigram.astype(np.float64)
+    tokens = _generate(model, prompt, counts, options, ids, tokenizer.unknown_id)
+    return _decode_text(tokenizer, options, tokens, len(ids))
 
 
-def _draw(
+def _generate(
     model: LanguageModel,
-    context: Ids,
-    counts: npt.NDArray[np.number[Any]],
+    prompt: TokenIds,
+    counts: Floats,
     options: SampleConfig,
-    streams: Sequence[int],
+    stream_ids: Sequence[int],
     unknown_id: int | None,
-) -> Iterator[Ids]:
-    """Yield a character of each stream, (N,), by the fastest way there is."""
-    was_training = model.training
-    model.eval()
-    try:
-        held = model.new_cache(1)
-        if context.size:
-            logits = _read(model, context, held)
+) -> Iterator[TokenIds]:
+    """Prefill the prompt once, then yield the sampled tokens of each position, (N,)."""
+    with eval_mode(model):
+        cache = model.new_cache(1)
+        if prompt.size:
+            logits = _prefill(model, prompt, cache)
         else:
             with np.errstate(divide="ignore"):
-                logits = np.log(np.asarray(counts, dtype=np.float64))
-        parameters = model.parameter_count()
-        of_job = max(options.num_samples, len(streams))
-        compiled = is_worth_compiling(parameters, of_job, options.length)
-        decoders = decoders_for(model, len(streams), held, compiled=compiled)
-        parts = np.array_split(np.asarray(streams), len(decoders))
-        sources = [
-            drawn(decoder, logits, options, part.tolist(), unknown_id)
-            for decoder, part in zip(decoders, parts, strict=True)
-        ]
-        a_step = max(1, parameters * len(parts[0]))
-        yield from side_by_side(sources, max(1, min(MOST_STEPS, ROUND // a_step)))
-    finally:
-        model.train(was_training)
+                logits = np.log(counts)
+        decoder = build_decoder(model, len(stream_ids), cache)
+        yield from generate(decoder, logits, options, stream_ids, unknown_id)
 
 
 @torch.inference_mode()
-def _read(model: LanguageModel, context: Ids, held: KVCache) -> Floats:
-    """Let an empty cache hold the characters, (T,); return what comes next, logits (V,)."""
-    tokens = torch.from_numpy(context)[None].to(model.device)
-    last: Floats = model(tokens, held)[0, -1].float().cpu().numpy().astype(np.float64)
-    return last  # a device may lack float64
+def _prefill(model: LanguageModel, prompt: TokenIds, cache: KVCache) -> Floats:
+    """Append the prompt, (T,), to an empty cache; return the logits of the next token, (V,)."""
+    tokens = torch.from_numpy(prompt)[None].to(model.device)
+    last: Floats = model(tokens, cache)[0, -1].float().cpu().numpy().astype(np.float64)
+    return last  # converted on the CPU because a device may lack float64
 
 
-class _Tail:
-    """The end of one stream's text, held back while it may be the start of a stop string."""
+class _StopBuffer:
+    """End of a stream's text, buffered while it may be the beginning of a stop string."""
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self.stops = stops
-        self.held = ""
-        self.ended = False
+        self.buffer = ""
+        self.has_ended = False
 
     def push(self, character: str, is_last: bool) -> str:
-        """Take in a character; return what is now sure to belong to the text."""
+        """Append a character; return the characters that cannot belong to a stop string."""
         if not self.stops:
             return character
-        if self.ended:
+        if self.has_ended:
             return ""
-        self.held += character
-        found = [place for place in map(self.held.find, self.stops) if place >= 0]
-        self.ended = bool(found) or is_last
-        sure = min(found) if found else len(self.held) - (0 if is_last else self._doubtful())
-        piece, self.held = self.held[:sure], self.held[sure:]
+        self.buffer += character
+        starts = [start for start in map(self.buffer.find, self.stops) if start >= 0]
+        self.has_ended = bool(starts) or is_last
+        n_pending = 0 if is_last else self._pending_length()
+        end = min(starts) if starts else len(self.buffer) - n_pending
+        piece, self.buffer = self.buffer[:end], self.buffer[end:]
         return piece
 
-    def _doubtful(self) -> int:
-        """Return how many characters at the end may turn out to begin a stop string."""
-        longest = max(map(len, self.stops), default=0)
-        for size in range(min(longest, len(self.held)), 0, -1):
-            if any(stop.startswith(self.held[-size:]) for stop in self.stops):
+    def _pending_length(self) -> int:
+        """Return the length of the longest suffix of the buffer that begins a stop string."""
+        longest = max(map(len, self.stops))
+        for size in range(min(longest, len(self.buffer)), 0, -1):
+            if any(stop.startswith(self.buffer[-size:]) for stop in self.stops):
                 return size
         return 0
 
 
-def _write(
-    tokenizer: CharTokenizer, options: SampleConfig, ids: Iterator[Ids], count: int
+def _decode_text(
+    tokenizer: CharTokenizer, options: SampleConfig, steps: Iterator[TokenIds], num_streams: int
 ) -> Iterator[list[str]]:
-    """Turn ids into pieces of text, and end once every stream has come to a stop string."""
-    tails = [_Tail(options.stop) for _ in range(count)]
-    for position, tokens in enumerate(ids, 1):
+    """Convert tokens to pieces of text; end when every stream has reached a stop string."""
+    buffers = [_StopBuffer(options.stop) for _ in range(num_streams)]
+    for position, tokens in enumerate(steps, 1):
         is_last = position == options.length
         yield [
-            tail.push(tokenizer.characters[token], is_last)
-            for tail, token in zip(tails, tokens.tolist(), strict=True)
+            buffer.push(tokenizer.characters[token], is_last)
+            for buffer, token in zip(buffers, tokens.tolist(), strict=True)
         ]
-        if all(tail.ended for tail in tails):
+        if all(buffer.has_ended for buffer in buffers):
             return
 
 
-def _seed(options: SampleConfig) -> int:
-    return secrets.randbits(63) if options.seed is None else options.seed
+def _with_seed(options: SampleConfig) -> SampleConfig:
+    """Return the settings with a random seed if they have none."""
+    if options.seed is not None:
+        return options
+    return options.model_copy(update={"seed": secrets.randbits(63)})
 
 
-def _group_size(model: LanguageModel) -> int:
-    """Return how many streams may be drawn together without taking much memory."""
-    layers, _, heads, *sizes = model.new_cache(1).keys.shape
-    places, numbers = (-(-size // PADDED) * PADDED for size in sizes)
-    held = 2 * layers * heads * places * numbers
-    return max(1, GROUP_BYTES // (4 * (held + model.vocab_size)))
-
-
-def _unigram(run: Run) -> npt.NDArray[np.int64] | None:
-    """Return the counts of the run's training text, if it can still be had."""
-    try:
-        return run.corpus().token_counts("train")
-    except ChargptError:
-        return None
+def _max_streams(model: LanguageModel) -> int:
+    """Return how many streams can be sampled together within MAX_GROUP_BYTES."""
+    numbers = 2 * model.new_cache(1).keys.numel() + model.vocab_size  # float32, of one stream
+    return max(1, MAX_GROUP_BYTES // (4 * numbers))

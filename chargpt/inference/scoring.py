@@ -1,4 +1,4 @@
-"""How surprising each character and each line of a text is to a run.
+"""Surprisal of each character and line of a text under a run's model, in bits.
 
 Shapes in this file: N = characters.
 """
@@ -7,14 +7,11 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from chargpt.errors import TextError
 from chargpt.inference.evaluation import token_losses
 from chargpt.store.run import Run
-from chargpt.text.tokenizer import Unknown
-
-Floats = npt.NDArray[np.float64]
+from chargpt.text.tokenizer import Floats, Unknown
 
 
 @dataclass(frozen=True)
@@ -22,9 +19,9 @@ class Line:
     """One line of a scored text.
 
     Attributes:
-        number: from 1.
-        text: without its end.
-        bits_per_char: the mean over its characters, its end included.
+        number: line number, from 1.
+        text: the line without its newline.
+        bits_per_char: mean surprisal of its characters, including the newline.
     """
 
     number: int
@@ -34,11 +31,11 @@ class Line:
 
 @dataclass(frozen=True)
 class Scored:
-    """A text, and how many bits each of its characters takes.
+    """A text and the surprisal of its characters.
 
     Attributes:
-        text: what was scored: characters that were skipped are not in it.
-        bits: (N,).
+        text: the scored text, without skipped characters.
+        bits: surprisal of each character, (N,).
     """
 
     text: str
@@ -46,39 +43,38 @@ class Scored:
 
     @property
     def bits_per_char(self) -> float:
-        """The mean over all characters."""
+        """Mean surprisal."""
         return float(self.bits.mean())
 
     def lines(self) -> list[Line]:
-        """Return the lines that hold anything, in order."""
-        found, start = [], 0
+        """Return the lines that are not blank, in order."""
+        lines, start = [], 0
         for number, line in enumerate(self.text.split("\n"), 1):
             end = min(start + len(line) + 1, len(self.text))
             if line.strip():
-                found.append(Line(number, line, float(self.bits[start:end].mean())))
+                lines.append(Line(number, line, float(self.bits[start:end].mean())))
             start = end
-        return found
+        return lines
 
 
 def score(run: Run, text: str, unknown: Unknown | None = None) -> Scored:
-    """Return how surprising a text is, every character with at least half a block before it.
+    """Return the surprisal of each character, -log2 of its probability, by `sliding` evaluation.
 
-    The text counts as beginning after a line's end, where the vocabulary has one; else the first
-    character is as surprising as any of the vocabulary.
+    The text is scored as if a newline preceded it. If the vocabulary has no newline, the first
+    character has surprisal log2(V).
 
     Args:
-        run: what `load_run` gives.
+        run: a run from `load_run`.
         text: of any length.
-        unknown: what to do with characters that the vocabulary lacks; the run's `text.unknown` by
-            default.
+        unknown: policy for characters outside the vocabulary; the run's `text.unknown` by default.
 
     Raises:
-        TextError: the text is empty, or holds unknown characters.
+        TextError: the text is empty, or contains unknown characters.
     """
     tokenizer = run.tokenizer
     tokens = tokenizer.encode(text, unknown=unknown or run.config.text.unknown)
     if not len(tokens):
-        raise TextError("there is no character to score; give a text that holds some")
+        raise TextError("there is no character to score; give a longer text")
     first = np.zeros(0)
     if "\n" in tokenizer.characters:
         tokens = np.concatenate((tokenizer.encode("\n"), tokens))

@@ -4,6 +4,8 @@ Shapes in this file: B = batch, T = tokens, V = vocabulary size.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
 
 import torch
@@ -48,3 +50,14 @@ class LanguageModel(nn.Module, ABC):
     def parameter_count(self) -> int:
         """Return the number of trainable parameters."""
         return sum(p.numel() for p in self.parameters())
+
+
+@contextmanager
+def eval_mode(model: LanguageModel) -> Iterator[None]:
+    """Put a model into evaluation mode, and restore its mode afterwards."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)

@@ -26,8 +26,10 @@ REPLACEMENT = "\ufffd"
 FORMAT, VERSION = "chargpt-tokenizer", 1
 
 Unknown = Literal["error", "skip", "replace"]
-Tokens = npt.NDArray[Any]
+Tokens = npt.NDArray[Any]  # token ids of any integer type
+TokenIds = npt.NDArray[np.int64]
 Counts = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, repr=False)

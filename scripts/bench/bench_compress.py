@@ -1,11 +1,11 @@
-"""Whether compressed texts come back, how long they are, and how fast it goes.
+"""Benchmark of compression: losslessness, size and speed.
 
     python scripts/bench/bench_compress.py RUN [--texts 200] [--json benchmarks/compress.json]
 
-Two hundred random texts (stretches of the run's validation part, characters drawn at random, and
-single characters repeated) and the whole validation part go through `compress` and `decompress`.
-Beside the size of the latter: what its loss promises, and what xz and zstd make of it once they
-have the training part (zstd as its dictionary; xz has none, so what it adds to the training part).
+Random texts (passages of the run's validation split, uniformly random characters, and repetitions
+of one character) and the whole validation split are compressed and decompressed. The record
+compares the size of the latter with the size that its loss implies, and with xz and zstd given the
+training split (zstd as its dictionary; for xz, which has none, the increase in the size of both).
 """
 
 import argparse
@@ -20,22 +20,22 @@ from pathlib import Path
 import numpy as np
 from record import facts, write_record
 
-from chargpt.inference.coding import compress, decompress, lanes_of
+from chargpt.inference.coding import compress, decompress, split_into_lanes
 from chargpt.inference.evaluation import evaluate_tokens
 from chargpt.store.run import Run, load_run
 
-MOST = 600  # characters of a random text
+MAX_CHARACTERS = 600  # of a random text
 
 
 def random_texts(run: Run, val: str, count: int) -> list[str]:
-    """Return texts of the vocabulary, none to MOST characters long, of three kinds in turn."""
+    """Return texts of 0 to MAX_CHARACTERS characters, of three kinds in turn."""
     random = np.random.default_rng(0)
     characters = list(run.tokenizer.characters)
     texts = []
     for number in range(count):
-        length = int(random.integers(0, MOST + 1))
+        length = int(random.integers(0, MAX_CHARACTERS + 1))
         if number % 3 == 0:
-            start = int(random.integers(0, len(val) - MOST))
+            start = int(random.integers(0, len(val) - MAX_CHARACTERS))
             texts.append(val[start : start + length])
         elif number % 3 == 1:
             texts.append("".join(random.choice(characters, length)))
@@ -44,66 +44,66 @@ def random_texts(run: Run, val: str, count: int) -> list[str]:
     return texts
 
 
-def promised_bytes(run: Run, text: str) -> float:
-    """Return what the model's `sliding` loss over the lanes says that a text takes."""
+def expected_bytes(run: Run, text: str) -> float:
+    """Return the compressed size that the `sliding` loss over the lanes implies."""
     tokens = run.tokenizer.encode(text).astype(np.int64)
-    lanes = lanes_of(tokens)
+    lanes = split_into_lanes(tokens)
     nats = 0.0
     for number, lane in enumerate(lanes):
         own = lane[: len(tokens) - number * lanes.shape[1]]
-        found = evaluate_tokens(run.model, own, protocol="sliding")
-        nats += found.nats_per_char * found.characters
+        result = evaluate_tokens(run.model, own, protocol="sliding")
+        nats += result.nats_per_char * result.characters
     return nats / math.log(2) / 8
 
 
-def zstd_bytes(known: bytes, text: bytes) -> int | None:
-    """Return the size of a text under zstd -19 that has another one as its dictionary."""
+def zstd_bytes(dictionary: bytes, text: bytes) -> int | None:
+    """Return the size of a text compressed by zstd -19 with a dictionary."""
     if shutil.which("zstd") is None:
         return None
     with tempfile.TemporaryDirectory() as folder:
-        dictionary = Path(folder, "known")
-        dictionary.write_bytes(known)
-        words = ["zstd", "-19", "--long=27", "-q", "-c", "-D", str(dictionary)]
-        return len(subprocess.run(words, input=text, capture_output=True, check=True).stdout)
+        path = Path(folder, "dictionary")
+        path.write_bytes(dictionary)
+        command = ["zstd", "-19", "--long=27", "-q", "-c", "-D", str(path)]
+        return len(subprocess.run(command, input=text, capture_output=True, check=True).stdout)
 
 
 def main() -> None:
-    """Measure and record."""
+    """Measure and write the record."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", type=Path)
     parser.add_argument("--texts", type=int, default=200)
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    run = load_run(given.run, "best", "cpu")
+    arguments = parser.parse_args()
+    run = load_run(arguments.run, "best", "cpu")
     corpus = run.corpus()
-    known, val = (run.tokenizer.decode(corpus.split(name)) for name in ("train", "val"))
+    train, val = (run.tokenizer.decode(corpus.split(name)) for name in ("train", "val"))
     differences = sum(
         decompress(run, compress(run, text.encode())) != text.encode()
-        for text in random_texts(run, val, given.texts)
+        for text in random_texts(run, val, arguments.texts)
     )
     start = time.perf_counter()
     packed = compress(run, val.encode())
     middle = time.perf_counter()
     differences += decompress(run, packed) != val.encode()
     end = time.perf_counter()
-    both, alone = (len(lzma.compress(text.encode(), preset=9)) for text in (known + val, known))
+    both, alone = (len(lzma.compress(text.encode(), preset=9)) for text in (train + val, train))
     record = {
         **facts(),
         "text": corpus.name,
         "parameters": run.model.parameter_count(),
-        "random_texts": given.texts,
+        "random_texts": arguments.texts,
         "differences": differences,
         "validation": {
             "characters": len(val),
             "bytes": len(packed),
-            "promised_bytes": round(promised_bytes(run, val)),
+            "expected_bytes": round(expected_bytes(run, val)),
             "xz_bytes": both - alone,
-            "zstd_bytes": zstd_bytes(known.encode(), val.encode()),
+            "zstd_bytes": zstd_bytes(train.encode(), val.encode()),
             "compress_seconds": round(middle - start, 1),
             "decompress_seconds": round(end - middle, 1),
         },
     }
-    write_record(record, given.json)
+    write_record(record, arguments.json)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,74 @@
+"""Decoders that run a model's own forward pass with a KV cache.
+
+Shapes in this file: N = streams, V = vocabulary size.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from chargpt.device import capture_graph
+from chargpt.models import GPT, LanguageModel
+from chargpt.models.cache import KVCache
+from chargpt.text.tokenizer import TokenIds
+
+
+class ModelDecoder:
+    """Decoder for any model on any device."""
+
+    def __init__(
+        self, model: LanguageModel, num_streams: int, prefilled: KVCache | None = None
+    ) -> None:
+        self.model = model
+        self.cache = model.new_cache(num_streams)
+        if prefilled is not None:
+            self.cache.copy_from(prefilled)
+
+    @torch.inference_mode()
+    def step(self, tokens: TokenIds) -> npt.NDArray[np.float32]:
+        """Append one token a stream, (N,); return the logits of the next ones, (N, V)."""
+        if self.cache.length == self.model.block_size:
+            self.model.evict_oldest_half(self.cache)
+        column = torch.from_numpy(tokens[:, None]).to(self.model.device)  # (N, 1)
+        return _to_numpy(self.model(column, self.cache)[:, -1])
+
+
+class GraphDecoder:
+    """Decoder for a GPT on CUDA, whose decode step is captured as a CUDA graph.
+
+    A decode step of a small model is launch-bound: a graph launches all of its kernels at once. It
+    replays the same operations on the same memory, hence the static cache and `self.tokens`.
+    """
+
+    def __init__(self, model: GPT, num_streams: int, prefilled: KVCache | None = None) -> None:
+        self.model = model
+        self.cache = model.new_static_cache(num_streams)
+        if prefilled is not None:
+            self.cache.copy_from(prefilled)
+        self.tokens = torch.zeros(num_streams, 1, dtype=torch.int64, device=model.device)
+        self.forward: Callable[[], Tensor] | None = None
+
+    @torch.inference_mode()
+    def step(self, tokens: TokenIds) -> npt.NDArray[np.float32]:
+        """Append one token a stream, (N,); return the logits of the next ones, (N, V)."""
+        if self.cache.length == self.model.block_size:
+            self.model.evict_oldest_half(self.cache)
+        self.tokens.copy_(torch.from_numpy(tokens[:, None]))
+        if self.forward is None:  # captured here, under the inference mode that replays run in
+            self.forward = capture_graph(self._forward, self.model.device)
+        logits = self.forward()
+        self.cache.set_length(self.cache.length + 1)
+        return _to_numpy(logits)
+
+    def _forward(self) -> Tensor:
+        """Return the logits after `self.tokens`, (N, V), without advancing the cache."""
+        logits: Tensor = self.model(self.tokens, self.cache)[:, -1]
+        return logits
+
+
+def _to_numpy(logits: Tensor) -> npt.NDArray[np.float32]:
+    array: npt.NDArray[np.float32] = logits.float().cpu().numpy()
+    return array

@@ -1,0 +1,234 @@
+"""CPU decoder of a GPT in numpy: the steps of models/gpt.py, for one token a stream.
+
+With a few hundred thousand multiplications a token, the overhead of each operation dominates, and
+numpy's is far smaller than torch's. `pack_weights` lays the weights out so that few operations are
+left:
+
+- q, k and v are one matrix, gate and up another. RMSNorm weights, times sqrt(C), are folded into
+  the matrix that follows, so that a norm only scales its input to length 1. QK-norm weights contain
+  sqrt(D) and those of q also the attention scale 1 / sqrt(D).
+- The first layer's q, k and v depend only on the token and are a table.
+- The channels (i, i + D / 2) of a rotary pair are adjacent in q and k, so that RoPE is one complex
+  product.
+
+Shapes in this file: N = streams (the axis is absent for a single stream, which is faster),
+S = cached tokens, L = layers, C = n_embd, H = n_head, D = C / H, F = mlp_width, V = vocabulary
+size, K = block size.
+"""
+
+import math
+from typing import Any, NamedTuple, TypeGuard
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from chargpt.config import NORM_EPS
+from chargpt.models import GPT, LanguageModel
+from chargpt.models.cache import KVCache
+from chargpt.text.tokenizer import TokenIds
+
+Array = npt.NDArray[np.float32]
+
+ONE = np.float32(1)
+MAX_SCORE = 60  # up to this attention score, sums and products of exp(score) fit into float32
+
+
+class LayerWeights(NamedTuple):
+    """Weights of one layer."""
+
+    qkv: Array  # (C, 3C)
+    qk_norm: Array  # (2, 1, D)
+    output: Array  # (C, C)
+    gate_up: Array  # (C, 2F)
+    down: Array  # (F, C)
+
+
+class Weights(NamedTuple):
+    """Weights of a GPT."""
+
+    embedding: Array  # (V, C)
+    layers: list[LayerWeights]
+    head: Array  # (C, V)
+    rotary: npt.NDArray[np.complex64]  # (K, D / 2), cos + i sin
+
+
+class NumpyDecoder:
+    """CPU decoder of a GPT with full attention, QK-norm and an MLP.
+
+    Attributes:
+        length: number of cached tokens of each stream, at most the block size.
+    """
+
+    def __init__(self, model: GPT, num_streams: int, prefilled: KVCache | None = None) -> None:
+        self.weights = weights = pack_weights(model)
+        self.is_batch = num_streams > 1
+        lead = (num_streams,) if self.is_batch else ()
+        self.block_size, half = weights.rotary.shape
+        self.heads_shape = (*lead, 3, model.config.n_head, 2 * half)
+        self.qk_eps = np.float32(2 * half * NORM_EPS)
+        with np.errstate(all="ignore"):
+            self.first_qkv = _norm_linear(weights.embedding, weights.layers[0].qkv)  # (V, 3C)
+        # QK-norm bounds the length of q and k by their largest weight, and RoPE does not change it.
+        bounds = [np.abs(layer.qk_norm).max(axis=(1, 2)).prod() for layer in weights.layers]
+        self.may_overflow = not np.max(bounds) < MAX_SCORE  # true also for NaN
+        shape = (len(weights.layers), *lead, model.config.n_head, self.block_size, 2 * half)
+        self.keys, self.values = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+        self.length = 0
+        if prefilled is not None:
+            self._copy_cache(prefilled)
+
+    @np.errstate(all="ignore")  # exp(-gate) may overflow to inf, which gives the right limit
+    def step(self, tokens: TokenIds) -> Array:
+        """Append one token a stream, (N,); return the logits of the next ones, (N, V)."""
+        if self.length == self.block_size:
+            self._evict_oldest_half()
+        token: Any = tokens if self.is_batch else int(tokens[0])
+        x = self.weights.embedding.take(token, axis=0)  # (N, C)
+        for number, layer in enumerate(self.weights.layers):
+            qkv = _norm_linear(x, layer.qkv) if number else self.first_qkv.take(token, axis=0)
+            heads = self._split_heads_qk_norm_rope(qkv, layer.qk_norm)  # (N, 3, H, D)
+            x += self._attention(heads, number).reshape(x.shape).dot(layer.output)
+            x += _swiglu(_norm_linear(x, layer.gate_up)).dot(layer.down)
+        self.length += 1
+        logits = _norm_linear(x, self.weights.head)
+        return logits if self.is_batch else logits[None]
+
+    def _split_heads_qk_norm_rope(self, qkv: Array, qk_norm: Array) -> Array:
+        """Return q, k and v by head, (N, 3, H, D), q and k normalised and rotated."""
+        heads = qkv.reshape(self.heads_shape)
+        qk = heads[..., :2, :, :]  # (N, 2, H, D)
+        norms = np.vecdot(qk, qk)
+        norms += self.qk_eps
+        np.sqrt(norms, out=norms)
+        qk /= norms[..., None]
+        qk *= qk_norm
+        pairs = qk.view(np.complex64)  # (N, 2, H, D / 2)
+        pairs *= self.weights.rotary[self.length]
+        return heads
+
+    def _attention(self, heads: Array, number: int) -> Array:
+        """Cache the keys and values of a layer; return its attention output, (N, H, D)."""
+        end = self.length + 1
+        keys, values = self.keys[number], self.values[number]  # (N, H, K, D)
+        keys[..., self.length, :] = heads[..., 1, :, :]
+        values[..., self.length, :] = heads[..., 2, :, :]
+        scores = np.matvec(keys[..., :end, :], heads[..., 0, :, :])  # (N, H, S)
+        if self.may_overflow:
+            scores -= np.maximum.reduce(scores, axis=-1, keepdims=True)
+        np.exp(scores, out=scores)
+        output: Array = np.vecmat(scores, values[..., :end, :])  # (N, H, D)
+        output /= np.add.reduce(scores, axis=-1, keepdims=True)
+        return output
+
+    def _evict_oldest_half(self) -> None:
+        """Remove the older half of the cache; rotate the other keys back to positions from 0."""
+        self.length = self.block_size // 2
+        n_evicted = self.block_size - self.length
+        if self.length:
+            for cached in (self.keys, self.values):
+                cached[..., : self.length, :] = cached[..., n_evicted:, :]
+            pairs = self.keys[..., : self.length, :].view(np.complex64)
+            pairs *= self.weights.rotary[n_evicted].conj()
+
+    def _copy_cache(self, cache: KVCache) -> None:
+        """Copy the keys and values of one sequence into the cache of every stream."""
+        self.length = cache.length
+        pairs = _interleave(cache.keys.size(-1))
+        for cached, new in ((self.keys, cache.keys[..., pairs]), (self.values, cache.values)):
+            layers = _to_numpy(new[:, :, :, : self.length])  # (L, 1, H, S, D)
+            cached[..., : self.length, :] = layers if self.is_batch else layers[:, 0]
+
+
+def _norm_linear(x: Array, matrix: Array) -> Array:
+    """Return x (..., C), each row scaled to length 1, times a matrix (C, outputs)."""
+    if x.ndim == 1:
+        unit = x / math.sqrt(x.dot(x) + len(x) * NORM_EPS)
+    else:
+        norms = np.vecdot(x, x)
+        norms += np.float32(x.shape[-1] * NORM_EPS)
+        np.sqrt(norms, out=norms)
+        unit = x / norms[..., None]
+    product: Array = unit.dot(matrix)
+    return product
+
+
+def _swiglu(gate_up: Array) -> Array:
+    """Return silu(gate) * up, (N, F), of both, (N, 2F), which are overwritten."""
+    width = gate_up.shape[-1] // 2
+    gate, up = gate_up[..., :width], gate_up[..., width:]
+    up *= gate
+    np.negative(gate, out=gate)
+    np.exp(gate, out=gate)
+    gate += ONE
+    hidden: Array = up / gate
+    return hidden
+
+
+def is_supported(model: LanguageModel) -> TypeGuard[GPT]:
+    """Return whether `NumpyDecoder` implements a model's architecture, and it is on the CPU."""
+    return (
+        isinstance(model, GPT)
+        and model.device.type == "cpu"
+        and model.config.attention == "full"
+        and model.config.qk_norm
+        and model.config.mlp != "none"
+    )
+
+
+@torch.no_grad()
+def pack_weights(model: GPT) -> Weights:
+    """Return a copy of a model's weights in the layout that the top of this file describes."""
+    config = model.config
+    size, root = config.n_embd // config.n_head, math.sqrt(config.n_embd)
+    pairs = _interleave(size)
+    weight = {
+        name.removesuffix(".weight"): tensor.float().cpu()
+        for name, tensor in model.state_dict().items()
+    }
+
+    def fold_norm(norm: str, *names: str) -> Tensor:
+        """Return the joint matrix after a norm with its weight folded in, (C, outputs)."""
+        joint = torch.cat([weight[name] for name in names])  # (outputs, C)
+        folded: Tensor = joint * (weight[norm] * root)
+        return folded.mT
+
+    layers = []
+    for prefix in (f"blocks.{number}" for number in range(config.n_layer)):
+        names = (f"{prefix}.attention.{name}" for name in ("query", "key", "value"))
+        qkv = fold_norm(f"{prefix}.attention_norm", *names)  # (C, 3C)
+        by_head = qkv.view(-1, 3, config.n_head, size)
+        by_head[:, :2] = by_head[:, :2, :, pairs]
+        norms = [weight[f"{prefix}.attention.{name}"] for name in ("query_norm", "key_norm")]
+        qk_norm = torch.stack(norms) * size**0.5  # (2, D)
+        if config.scaled:
+            qk_norm[0] *= size**-0.5
+        layers.append(
+            LayerWeights(
+                qkv=_to_numpy(qkv),
+                qk_norm=_to_numpy(qk_norm[:, None, pairs]),
+                output=_to_numpy(weight[f"{prefix}.attention.output"].mT),
+                gate_up=_to_numpy(
+                    fold_norm(f"{prefix}.mlp_norm", f"{prefix}.mlp.gate", f"{prefix}.mlp.up")
+                ),
+                down=_to_numpy(weight[f"{prefix}.mlp.down"].mT),
+            )
+        )
+    return Weights(
+        embedding=_to_numpy(weight["embedding"]),
+        layers=layers,
+        head=_to_numpy((weight["head"] * weight["norm"] * root).mT),
+        rotary=torch.complex(model.cos, model.sin)[:, : size // 2].numpy(),
+    )
+
+
+def _interleave(size: int) -> Tensor:
+    """Return the channels of a head with those of a rotary pair adjacent, (D,): 0, D / 2, 1, ..."""
+    return torch.arange(size).view(2, -1).mT.flatten()
+
+
+def _to_numpy(tensor: Tensor) -> Array:
+    """Return a contiguous copy."""
+    array: Array = tensor.detach().float().cpu().numpy().copy(order="C")
+    return array

@@ -1,0 +1,146 @@
+"""Sampling of tokens from logits.
+
+A token is the inverse of the cumulative distribution at one uniform number, which is a function of
+(seed, stream, position) alone. So the text of a stream does not depend on how many streams are
+sampled together, except where rounding changes the logits.
+
+Filters, in this order: temperature; top-k (the k most likely tokens); top-p (the smallest set of
+most likely tokens whose probabilities sum to p; Holtzman et al. 2020, section 3.1); min-p (tokens
+at least p times as likely as the most likely one). The unknown token is never sampled.
+
+Shapes in this file: N = streams, V = vocabulary size.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from chargpt.config import SampleConfig
+from chargpt.errors import WorkError
+from chargpt.inference.decoders import Decoder
+from chargpt.text.tokenizer import Floats, TokenIds
+
+UNIFORMS_CHUNK = 256  # positions whose uniform numbers are computed together
+MIN_TEMPERATURE = 1e-100  # dividing differences of logits by it does not overflow
+
+
+def generate(
+    decoder: Decoder,
+    logits: Floats,
+    options: SampleConfig,
+    stream_ids: Sequence[int],
+    unknown_id: int | None = None,
+) -> Iterator[TokenIds]:
+    """Sample `options.length` tokens a stream and yield those of each position, (N,).
+
+    Args:
+        decoder: decoder of N streams, after the prompt.
+        logits: logits of the first token, (V,).
+        options: sampling settings, with a seed.
+        stream_ids: numbers of the N streams, which select their uniform numbers.
+        unknown_id: token that is never sampled.
+
+    Raises:
+        WorkError: the logits are not finite.
+    """
+    assert options.seed is not None
+    numbers = uniforms(options.seed, stream_ids)
+    next_logits = np.tile(logits, (len(stream_ids), 1))  # (N, V)
+    for position in range(1, options.length + 1):
+        tokens = sample_tokens(filter_probs(next_logits, options, unknown_id), next(numbers))
+        yield tokens
+        if position < options.length:
+            next_logits = decoder.step(tokens).astype(np.float64)
+
+
+def filter_probs(logits: Floats, options: SampleConfig, unknown_id: int | None = None) -> Floats:
+    """Return unnormalised probabilities after all filters, (N, V).
+
+    Args:
+        logits: shape (N, V).
+        options: sampling settings, of which temperature, top_k, top_p and min_p are used.
+        unknown_id: token whose probability is set to 0.
+
+    Raises:
+        WorkError: the logits are not finite.
+    """
+    if unknown_id is not None:
+        logits = logits.copy()
+        logits[:, unknown_id] = -math.inf
+    maximum = max_logits(logits)
+    if options.temperature == 0:
+        one_hot = np.zeros_like(logits)
+        one_hot[np.arange(len(logits)), logits.argmax(axis=1)] = 1
+        return one_hot
+    probs = logits - maximum
+    probs /= max(options.temperature, MIN_TEMPERATURE)
+    np.exp(probs, out=probs)
+    if options.top_k is not None or options.top_p is not None:
+        probs *= _top_mask(probs, options.top_k, options.top_p)
+    if options.min_p is not None:
+        probs *= probs >= options.min_p  # the most likely token has 1
+    return probs
+
+
+def max_logits(logits: Floats) -> Floats:
+    """Return the maximum of each row, (N, V) -> (N, 1).
+
+    Raises:
+        WorkError: a maximum is not finite.
+    """
+    maximum: Floats = np.maximum.reduce(logits, axis=1, keepdims=True)  # faster than `logits.max`
+    if not math.isfinite(np.add.reduce(maximum, axis=None)):
+        raise WorkError(
+            "the model's predictions are not finite numbers, so its training diverged; "
+            "use an earlier checkpoint, or train again with a lower optim.lr"
+        )
+    return maximum
+
+
+def _top_mask(probs: Floats, top_k: int | None, top_p: float | None) -> npt.NDArray[np.bool_]:
+    """Return which tokens pass top-k and then top-p, (N, V)."""
+    order = np.argsort(-probs, axis=1, kind="stable")
+    ranked = np.take_along_axis(probs, order, axis=1)
+    if top_k is not None:
+        ranked[:, top_k:] = 0
+    passes = ranked > 0
+    if top_p is not None and top_p < 1:
+        before = ranked.cumsum(axis=1) - ranked  # total of the more likely tokens
+        passes &= before < top_p * ranked.sum(axis=1, keepdims=True)
+    mask = np.zeros_like(passes)
+    np.put_along_axis(mask, order, passes, axis=1)
+    return mask
+
+
+def sample_tokens(probs: Floats, numbers: Floats) -> TokenIds:
+    """Return one token a row, (N,), by inverse transform sampling.
+
+    Args:
+        probs: unnormalised probabilities (N, V), at least one above 0 in each row.
+        numbers: uniform numbers in [0, 1), (N,).
+    """
+    cumulative = np.add.accumulate(probs, axis=1)  # (N, V)
+    thresholds = numbers * cumulative[:, -1]  # (N,)
+    # With <=, a token of probability 0 is an empty interval and is never chosen.
+    tokens: TokenIds = np.add.reduce(cumulative <= thresholds[:, None], axis=1)
+    return tokens
+
+
+def uniforms(seed: int, stream_ids: Sequence[int]) -> Iterator[Floats]:
+    """Yield a uniform number in [0, 1) for each stream, (N,), position after position.
+
+    Raw bits of Philox keyed by (seed, stream), which are the same in every version of numpy. The
+    start of the counter separates them from the random numbers of training batches.
+    """
+    generators = [
+        np.random.Philox(
+            counter=np.array([0, 0, 0, 1], dtype=np.uint64),
+            key=np.array([seed, stream], dtype=np.uint64),
+        )
+        for stream in stream_ids
+    ]
+    while True:
+        bits = np.stack([source.random_raw(UNIFORMS_CHUNK) for source in generators], axis=1)
+        yield from (bits >> np.uint64(11)) * 2.0**-53  # (positions, N)
