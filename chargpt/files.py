@@ -1,15 +1,18 @@
-"""Writing files so that nobody ever sees half of one, even after a power cut."""
+"""Atomic, durable writing of files, and reading with a size limit."""
 
+import json
 import os
 import secrets
+import stat
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 Chunks = Sequence[bytes | memoryview]  # the content of a file, in parts
 
 
 def write_synced(path: Path, chunks: Chunks) -> None:
-    """Write a file and wait until the disk has it."""
+    """Write a file and flush it to disk (fsync)."""
     with open(path, "wb") as file:
         for chunk in chunks:
             file.write(chunk)
@@ -18,7 +21,7 @@ def write_synced(path: Path, chunks: Chunks) -> None:
 
 
 def sync_directory(folder: Path) -> None:
-    """Wait until the disk has a folder's entries: files made, renamed and deleted in it."""
+    """Flush a directory's entries to disk, so that renames in it survive a power cut."""
     if os.name != "posix":
         return
     descriptor = os.open(folder, os.O_RDONLY)
@@ -37,3 +40,48 @@ def write_atomically(path: Path, content: bytes) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     sync_directory(path.parent)
+
+
+def read_regular(path: Path, max_bytes: int) -> bytes:
+    """Return the content of a regular file. Links, pipes and devices are rejected unopened.
+
+    Raises:
+        ValueError: it is not a regular file, or larger than `max_bytes`.
+        OSError: it is missing or unreadable.
+    """
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError("it is not a regular file")
+    if status.st_size > max_bytes:
+        raise ValueError(f"it is larger than {max_bytes:,} bytes")
+    return path.read_bytes()
+
+
+def parse_json(content: bytes) -> dict[str, Any]:
+    """Return a JSON object.
+
+    Raises:
+        ValueError: it is not a JSON object, or nested too deep.
+    """
+    try:
+        value = json.loads(content)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+    if not isinstance(value, dict):
+        raise ValueError("it is not a JSON object")
+    return value
+
+
+def read_json(path: Path, max_bytes: int) -> dict[str, Any]:
+    """Return the JSON object in a regular file.
+
+    Raises:
+        ValueError: it is not a regular file, too large, or not a JSON object.
+        OSError: it is missing or unreadable.
+    """
+    return parse_json(read_regular(path, max_bytes))
+
+
+def to_json(value: object) -> bytes:
+    """Return indented JSON with sorted keys, so that equal values give equal bytes."""
+    return (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()

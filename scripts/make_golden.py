@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from chargpt.config import Config
-from chargpt.store.run import LOCK, RunFolder, load_run
+from chargpt.store.folder import LOCK, RunFolder
+from chargpt.store.run import load_run
 from chargpt.text.corpus import load_corpus
 from chargpt.training.trainer import Trainer
 

@@ -1,4 +1,4 @@
-"""Small checkpoints to save, and to change as an enemy would."""
+"""Helpers that save a small checkpoint, and edit one together with its manifest."""
 
 import hashlib
 import json
@@ -8,7 +8,8 @@ import torch
 
 from chargpt.config import Config
 from chargpt.models import build_model
-from chargpt.store.run import RunFolder
+from chargpt.store.folder import RunFolder
+from chargpt.store.state import RunState
 from chargpt.text.tokenizer import CharTokenizer
 
 TOKENIZER = CharTokenizer.fit("hello world")
@@ -23,7 +24,7 @@ def save(run: RunFolder, step: int, *, best: bool = False, fill: float = 0.5) ->
     return run.save(
         config=CONFIG,
         tokenizer=TOKENIZER,
-        state={"step": step, "best_step": 1},
+        state=RunState(step, best_step=1),
         model=weights,
         optimizer={"adamw.step": torch.tensor(float(step))},
         is_best=best,
@@ -31,7 +32,7 @@ def save(run: RunFolder, step: int, *, best: bool = False, fill: float = 0.5) ->
 
 
 def rewrite(folder: Path, name: str, content: bytes) -> None:
-    """Change a file of a checkpoint as an enemy would: the manifest agrees."""
+    """Replace a file of a checkpoint and its entry in the manifest, as an attacker would."""
     (folder / name).write_bytes(content)
     manifest = json.loads((folder / "manifest.json").read_text())
     digest = hashlib.sha256(content).hexdigest()

@@ -21,7 +21,8 @@ from conftest import REPOSITORY, Cli, refusal, run_cli
 from typer.testing import CliRunner
 
 from chargpt.config import load_config
-from chargpt.store.run import RunFolder, load_run
+from chargpt.store.folder import RunFolder
+from chargpt.store.run import load_run
 from chargpt.training.progress import Report
 
 QUICK = (
@@ -107,7 +108,7 @@ def test_the_printed_commands_work(verse: Path, cli: Cli) -> None:
     assert len(commands) == 4
     for _, *words in commands:
         assert cli(*words).returncode == 0
-    assert RunFolder(Path("runs/lighthouse-gpt")).load("latest")[0].state["step"] == 12
+    assert RunFolder(Path("runs/lighthouse-gpt")).load("latest")[0].state.step == 12
 
 
 def test_a_second_run_never_overwrites_the_first(verse: Path, cli: Cli) -> None:
@@ -458,7 +459,7 @@ def test_a_signal_saves_the_run_and_says_how_to_go_on(
     assert process.returncode == 128 + number
     assert "chargpt train --resume run" in said
     assert "Traceback" not in said
-    step = RunFolder(tmp_path / "run").load("latest")[0].state["step"]
+    step = RunFolder(tmp_path / "run").load("latest")[0].state.step
     assert f"stopped at step {step:,}" in said
 
 
@@ -571,7 +572,7 @@ def test_a_second_process_is_refused_the_run_of_a_first(verse: Path, tmp_path: P
     finally:
         first.kill()
         first.communicate()
-    step = RunFolder(tmp_path / "run").load("latest")[0].state["step"]
+    step = RunFolder(tmp_path / "run").load("latest")[0].state.step
     words = ("--resume", "run", "-s", f"train.max_steps={step + 3}")
     assert run_cli("train", *words, cwd=tmp_path).returncode == 0
 
@@ -655,13 +656,13 @@ def test_memory_that_runs_out_is_one_sentence(
     assert "there is not enough memory" in done.stderr
 
 
-def test_verify_says_whole_or_names_the_damage_and_what_is_used_instead(
+def test_verify_says_intact_or_names_the_damage_and_what_is_used_instead(
     verse: Path, cli: Cli
 ) -> None:
     assert cli("train", verse, *QUICK, "-s", "train.save_every=2", "--out", "run").returncode == 0
-    whole = cli("verify", "run")
-    assert whole.returncode == 0
-    assert "every byte is what was saved" in whole.stdout
+    intact = cli("verify", "run")
+    assert intact.returncode == 0
+    assert "every byte matches its SHA-256" in intact.stdout
     path = Path("run/checkpoints/step-00000006/model.safetensors")
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 4
@@ -670,9 +671,9 @@ def test_verify_says_whole_or_names_the_damage_and_what_is_used_instead(
     assert damaged.returncode == 1
     shown = " ".join(damaged.stdout.split())
     assert "model.safetensors has changed since it was saved" in shown
-    assert "instead of latest, step-00000004 is used" in shown
+    assert "step-00000004 is used instead of latest" in shown
     report = json.loads(cli("verify", "run", "--json").stdout)
-    assert report["whole"] is False
+    assert report["intact"] is False
     assert report["uses"]["latest"] == "step-00000004"
     states = {row["checkpoint"]: row["problem"] is None for row in report["checkpoints"]}
     assert states["step-00000004"]

@@ -29,6 +29,7 @@ from chargpt.inference.coding import (
 )
 from chargpt.models import LanguageModel, build_model
 from chargpt.store.run import Run
+from chargpt.store.state import RunState
 from chargpt.text.tokenizer import CharTokenizer
 
 LETTERS = "\n abcdefghijklmnopqrstuvwxyzäж😀"
@@ -40,7 +41,7 @@ def run_of(seed: int = 0, **changes: object) -> Run:
     config = Config(model=ModelConfig(**{**SMALL, **changes}))  # type: ignore[arg-type]
     tokenizer = CharTokenizer.fit(LETTERS)
     model = fill_with_noise(build_model(config.model, tokenizer.vocab_size), seed).eval()
-    return Run(Path("run"), config, tokenizer, model, 1, {})
+    return Run(Path("run"), config, tokenizer, model, 1, RunState(1))
 
 
 RUN = run_of()

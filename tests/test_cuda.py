@@ -12,7 +12,8 @@ from chargpt.device import capture_graph
 from chargpt.inference.evaluation import evaluate_tokens
 from chargpt.inference.sampling import stream
 from chargpt.models.ngram import NGramLM
-from chargpt.store.run import RunFolder, load_run
+from chargpt.store.folder import RunFolder
+from chargpt.store.run import load_run
 from chargpt.text.corpus import Corpus, load_corpus
 from chargpt.text.tokenizer import CharTokenizer
 from chargpt.training.trainer import Trainer

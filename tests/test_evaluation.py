@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from chargpt.inference.evaluation import Evaluation, evaluate, evaluate_tokens
 from chargpt.models.bigram import BigramLM
 from chargpt.models.ngram import NGramLM
 from chargpt.store.run import Run
+from chargpt.store.state import RunState
 from chargpt.text.batches import Batches
 from chargpt.text.corpus import Corpus, load_corpus
 from chargpt.text.statistics import count_pairs
@@ -327,7 +329,7 @@ def make_run(tmp_path):
         config = Config().with_values({"text.path": str(path), "text.unknown": unknown})
         corpus = load_corpus(config.text)
         model = noisy_model(vocab_size=corpus.tokenizer.vocab_size)
-        return Run(tmp_path, config, corpus.tokenizer, model, 5, {"corpus": corpus.key})
+        return Run(tmp_path, config, corpus.tokenizer, model, 5, RunState(5, corpus=corpus.key))
 
     return make
 
@@ -357,7 +359,7 @@ def test_a_run_is_not_evaluated_on_a_changed_text(make_run, tmp_path):
     before = evaluate(run)
     (tmp_path / "sea.txt").write_text(TEXT.replace("sea", "ash") + "!?")
     assert evaluate(run) == before
-    run.state.clear()
+    run = replace(run, state=RunState(run.step))
     with pytest.raises(TextError, match=r"not the one that .* was trained on; restore"):
         evaluate(run)
 

@@ -1,4 +1,4 @@
-"""What is damaged, hostile or at odds in a run is refused, in a sentence that names it."""
+"""Damaged, hostile or inconsistent run folders are rejected with a message that names the file."""
 
 import json
 import os
@@ -12,7 +12,8 @@ from saving import CONFIG, TOKENIZER, rewrite, save
 from chargpt.errors import ChargptError, RunError
 from chargpt.models import count_parameters, rotary_bytes
 from chargpt.store import commit
-from chargpt.store.run import RunFolder, load_run
+from chargpt.store.folder import RunFolder
+from chargpt.store.run import load_run
 
 
 @pytest.fixture
@@ -21,7 +22,7 @@ def run(tmp_path: Path) -> RunFolder:
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
-def test_every_flipped_bit_is_noticed(run: RunFolder, name: str) -> None:
+def test_every_flipped_bit_is_detected(run: RunFolder, name: str) -> None:
     save(run, 1, best=True)
     path = save(run, 2, best=True) / name
     content = bytearray(path.read_bytes())
@@ -32,11 +33,11 @@ def test_every_flipped_bit_is_noticed(run: RunFolder, name: str) -> None:
         with pytest.raises(RunError, match="changed since it was saved"):
             commit.read(path.parent, {name: len(content)})
     saved, skipped = run.load("best")
-    assert saved.state["step"] == 1
+    assert saved.state.step == 1
     assert name in skipped[0]
 
 
-def test_truncated_missing_and_swapped_files_are_refused(run: RunFolder) -> None:
+def test_truncated_and_missing_files_are_rejected(run: RunFolder) -> None:
     folder = save(run, 1, best=True)
     model, state = folder / "model.safetensors", folder / "state.json"
     whole = model.read_bytes()
@@ -67,7 +68,7 @@ def test_a_manifest_cannot_reach_outside_its_folder(run: RunFolder, tmp_path: Pa
         commit.read(folder, {"model.safetensors": 10**6})
 
 
-def test_weights_of_another_shape_or_not_finite_are_refused(run: RunFolder) -> None:
+def test_weights_of_another_shape_or_not_finite_are_rejected(run: RunFolder) -> None:
     save(run, 1, best=True, fill=float("nan"))
     with pytest.raises(RunError, match="not finite"):
         load_run(run.path, device="cpu")
@@ -78,7 +79,7 @@ def test_weights_of_another_shape_or_not_finite_are_refused(run: RunFolder) -> N
         load_run(run.path, "2", "cpu")
 
 
-def test_a_config_of_terabytes_is_refused_before_its_weights_are_read(run: RunFolder) -> None:
+def test_a_config_of_terabytes_is_rejected_before_its_weights_are_read(run: RunFolder) -> None:
     folder = save(run, 1)
     huge = CONFIG.with_values({"model.n_embd": 65536, "model.n_layer": 256})
     rewrite(folder, "config.yaml", huge.to_yaml().encode())
@@ -87,16 +88,16 @@ def test_a_config_of_terabytes_is_refused_before_its_weights_are_read(run: RunFo
         load_run(run.path, "1", "cpu")
 
 
-def test_weights_larger_than_their_config_says_are_not_read(run: RunFolder) -> None:
+def test_weights_larger_than_their_config_allows_are_not_read(run: RunFolder) -> None:
     folder = save(run, 1)
     weights = (folder / "model.safetensors").read_bytes()
     rewrite(folder, "model.safetensors", weights + bytes(10**6))
-    with pytest.raises(RunError, match="larger than what its config says"):
+    with pytest.raises(RunError, match="larger than"):
         load_run(run.path, "1", "cpu")
 
 
 @pytest.mark.parametrize("kind", ["link to a file", "link to a folder", "pipe"])
-def test_what_is_no_plain_file_is_refused_and_not_waited_for(
+def test_links_and_pipes_are_rejected_without_opening_them(
     kind: str, run: RunFolder, tmp_path: Path
 ) -> None:
     folder = save(run, 1)
@@ -106,13 +107,11 @@ def test_what_is_no_plain_file_is_refused_and_not_waited_for(
         os.mkfifo(victim)
     else:
         victim.symlink_to(tmp_path / "away")
-    with pytest.raises(RunError, match=r"not a plain file|symbolic link"):
+    with pytest.raises(RunError, match=r"not a regular file|symbolic link"):
         load_run(run.path, device="cpu")
 
 
-def test_another_runs_checkpoint_in_the_place_of_this_ones_is_not_taken_for_it(
-    run: RunFolder, tmp_path: Path
-) -> None:
+def test_a_checkpoint_copied_from_another_run_is_rejected(run: RunFolder, tmp_path: Path) -> None:
     ours = save(run, 1)
     theirs = save(RunFolder(tmp_path / "other").create(CONFIG, TOKENIZER, force=False), 1, fill=0.7)
     shutil.rmtree(ours)
@@ -120,11 +119,11 @@ def test_another_runs_checkpoint_in_the_place_of_this_ones_is_not_taken_for_it(
     with pytest.raises(RunError, match=r"is not the checkpoint that latest\.json names"):
         load_run(run.path, "latest", "cpu")
     ours.rename(ours.with_name("step-00000005"))
-    with pytest.raises(RunError, match="another step's"):
+    with pytest.raises(RunError, match="belongs to another checkpoint"):
         load_run(run.path, "5", "cpu")
 
 
-def test_a_state_that_is_none_is_refused(run: RunFolder) -> None:
+def test_a_malformed_state_is_rejected(run: RunFolder) -> None:
     folder = save(run, 1)
     for content in (
         b"[]",
@@ -136,142 +135,149 @@ def test_a_state_that_is_none_is_refused(run: RunFolder) -> None:
         b'{"step": 1, "seconds": NaN}',
     ):
         rewrite(folder, "state.json", content)
-        with pytest.raises(RunError, match="is not the state of that step"):
+        with pytest.raises(RunError, match=r"state\.json is malformed \("):
             load_run(run.path, "1", "cpu")
 
 
-def test_a_pointer_that_disagrees_falls_back_and_says_so(run: RunFolder) -> None:
+def test_a_pointer_that_does_not_match_falls_back_with_a_note(run: RunFolder) -> None:
     save(run, 1)
     save(run, 2, best=True)
     (run.checkpoints / "best.json").write_text('{"checkpoint": "step-00000001"}')
     loaded = load_run(run.path, "best", "cpu")
     assert loaded.step == 2
-    assert "best.json" in loaded.state["skipped"][0]
+    assert "best.json" in loaded.notes[0]
 
 
-def manifest_of(folder: Path, **changes: object) -> None:
+def edit_manifest(folder: Path, **changes: object) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps({**manifest, **changes}))
 
 
-SENTENCES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no manifest's object": (
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "manifest not an object": (
         lambda folder: (folder / "manifest.json").write_text("[1]"),
-        "FOLDER/manifest.json is not a JSON object; restore it",
+        "FOLDER/manifest.json cannot be read (it is not a JSON object); "
+        "restore it or use another checkpoint",
     ),
-    "no JSON": (
+    "manifest not JSON": (
         lambda folder: (folder / "manifest.json").write_text("{"),
         "FOLDER/manifest.json cannot be read (Expecting property name enclosed in double quotes: "
-        "line 1 column 2 (char 1)); restore it",
+        "line 1 column 2 (char 1)); restore it or use another checkpoint",
     ),
     "a huge manifest": (
         lambda folder: os.truncate(folder / "manifest.json", 10**12),
-        "FOLDER/manifest.json is far too large for what it should be; restore it",
+        "FOLDER/manifest.json cannot be read (it is larger than 64,000,000 bytes); "
+        "restore it or use another checkpoint",
     ),
-    "a list of files that is none": (
-        lambda folder: manifest_of(folder, files=[]),
+    "manifest with a malformed list of files": (
+        lambda folder: edit_manifest(folder, files=[]),
         "FOLDER/manifest.json lists no files; use another checkpoint",
     ),
-    "a file's facts that are none": (
-        lambda folder: manifest_of(folder, files={"config.yaml": "large"}),
-        "FOLDER/manifest.json is malformed at 'config.yaml'; use another",
+    "manifest with a malformed entry": (
+        lambda folder: edit_manifest(folder, files={"config.yaml": "large"}),
+        "FOLDER/manifest.json is malformed at 'config.yaml'; use another checkpoint",
     ),
-    "a size without a sum": (
-        lambda folder: manifest_of(folder, files={"config.yaml": {"size": 5}}),
-        "FOLDER/manifest.json is malformed at 'config.yaml'; use another",
+    "manifest with a size without a SHA-256": (
+        lambda folder: edit_manifest(folder, files={"config.yaml": {"size": 5}}),
+        "FOLDER/manifest.json is malformed at 'config.yaml'; use another checkpoint",
     ),
-    "a file that is not listed": (
-        lambda folder: manifest_of(folder, files={}),
+    "file not listed": (
+        lambda folder: edit_manifest(folder, files={}),
         "FOLDER lacks config.yaml; use another checkpoint",
     ),
-    "a file that is not there": (
+    "file missing": (
         lambda folder: (folder / "tokenizer.json").unlink(),
-        "FOLDER/tokenizer.json cannot be read (No such file or directory); use another checkpoint",
+        "FOLDER/tokenizer.json cannot be read (No such file or directory); "
+        "restore it or use another checkpoint",
     ),
-    "a config of other bytes": (
+    "config not UTF-8": (
         lambda folder: rewrite(folder, "config.yaml", b"\xff"),
-        "FOLDER does not hold a checkpoint ('utf-8' codec can't decode byte 0xff in position 0: "
+        "FOLDER is not a checkpoint ('utf-8' codec can't decode byte 0xff in position 0: "
         "invalid start byte); use another",
     ),
-    "a config that is none": (
+    "config not a mapping": (
         lambda folder: rewrite(folder, "config.yaml", b"[1]"),
         "FOLDER/config.yaml holds no `key: value` lines; see `configs/gpt.yaml` for one",
     ),
-    "a config of another kind": (
+    "config with a value of the wrong type": (
         lambda folder: rewrite(folder, "config.yaml", b"\nseed: x\n"),
         "FOLDER/config.yaml: line 2: seed: it should be a number (it is 'x')",
     ),
-    "a tokenizer that is none": (
+    "tokenizer malformed": (
         lambda folder: rewrite(folder, "tokenizer.json", b"{}"),
         "FOLDER/tokenizer.json cannot be used as a tokenizer (it is not a chargpt tokenizer); "
         "restore it or train again",
     ),
-    "weights that are none": (
+    "weights malformed": (
         lambda folder: rewrite(folder, "model.safetensors", b"x"),
         "FOLDER/model.safetensors does not hold tensors (",
     ),
-    "an optimizer that is none": (
+    "optimizer malformed": (
         lambda folder: rewrite(folder, "optimizer.safetensors", b"x"),
         "FOLDER/optimizer.safetensors does not hold tensors (",
     ),
 }
 
 
-@pytest.mark.parametrize("what", SENTENCES)
-def test_each_damage_is_told_in_a_sentence_that_names_the_file(what: str, run: RunFolder) -> None:
-    harm, sentence = SENTENCES[what]
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_each_damage_has_a_message_that_names_the_file(damage: str, run: RunFolder) -> None:
+    inflict, message = DAMAGES[damage]
     folder = save(run, 1)
-    harm(folder)
-    with pytest.raises(ChargptError) as refused:
+    inflict(folder)
+    with pytest.raises(ChargptError) as caught:
         run.load("1")
-    told = str(refused.value).replace(str(folder), "FOLDER")
-    assert told.startswith(sentence) if sentence.endswith("(") else told == sentence
+    found = str(caught.value).replace(str(folder), "FOLDER")
+    assert found.startswith(message) if message.endswith("(") else found == message
 
 
-def test_weights_of_another_model_are_told_by_the_first_that_differs(run: RunFolder) -> None:
+def test_weights_of_another_model_are_rejected_naming_the_first_difference(run: RunFolder) -> None:
     folder = save(run, 1)
     deeper = CONFIG.with_values({"model.qk_norm": False})
     rewrite(folder, "config.yaml", deeper.to_yaml().encode())
-    with pytest.raises(RunError) as refused:
+    with pytest.raises(RunError) as caught:
         load_run(run.path, "1", "cpu")
-    assert str(refused.value) == (
+    assert str(caught.value) == (
         f"the weights in {folder} are not those of its config "
         "(first at blocks.0.attention.key_norm.weight); use another checkpoint"
     )
 
 
-def test_a_pointer_that_is_none_is_told_and_passed_over(run: RunFolder) -> None:
+def test_a_malformed_pointer_is_skipped_with_a_note(run: RunFolder) -> None:
     folder = save(run, 1)
     pointer = run.checkpoints / "latest.json"
     pointer.write_text('{"checkpoint": "../../elsewhere"}')
-    saved, told = run.load("latest")
+    saved, notes = run.load("latest")
     assert saved.folder == folder
-    assert told == [f"{pointer} names no checkpoint; delete it"]
+    assert notes == [f"{pointer} names no checkpoint; delete it"]
     pointer.unlink()
-    assert run.load("latest")[1] == [f"{pointer} is missing; restore it or use another checkpoint"]
+    assert run.load("latest")[1] == [
+        f"{pointer} cannot be read (No such file or directory); "
+        "restore it or use another checkpoint"
+    ]
     pointer.symlink_to(folder / "state.json")
     assert run.load("latest")[1] == [
-        f"{pointer} is not a plain file, as all of a run are; restore it"
+        f"{pointer} cannot be read (it is not a regular file); restore it or use another checkpoint"
     ]
 
 
-def test_where_no_checkpoint_is_whole_each_is_told(run: RunFolder) -> None:
+def test_without_an_intact_checkpoint_every_damage_is_named(run: RunFolder) -> None:
     folders = [save(run, 1), save(run, 2)]
     for folder in folders:
         (folder / "state.json").unlink()
-    with pytest.raises(RunError) as refused:
+    with pytest.raises(RunError) as caught:
         run.load("latest")
     missing = [
-        f"{folder}/state.json cannot be read (No such file or directory); use another checkpoint"
+        f"{folder}/state.json cannot be read (No such file or directory); "
+        "restore it or use another checkpoint"
         for folder in (folders[1], folders[0])
     ]
-    assert str(refused.value) == "no checkpoint is whole: " + "; ".join(missing)
+    assert str(caught.value) == "no checkpoint is intact: " + "; ".join(missing)
     with pytest.raises(RunError, match="has no checkpoint '9'; it has best, latest and steps 1, 2"):
         run.load("9")
     shutil.rmtree(folders[0])
-    with pytest.raises(RunError) as refused:
+    with pytest.raises(RunError) as caught:
         run.load("latest")
-    assert str(refused.value) == missing[0]
+    assert str(caught.value) == missing[0]
 
 
 @pytest.mark.parametrize(
@@ -288,29 +294,29 @@ def test_where_no_checkpoint_is_whole_each_is_told(run: RunFolder) -> None:
         "anything": 10**18,
     }.items(),
 )
-def test_every_fact_of_a_state_is_of_its_kind(key: str, value: object, run: RunFolder) -> None:
+def test_every_field_of_a_state_is_type_checked(key: str, value: object, run: RunFolder) -> None:
     folder = save(run, 1)
     rewrite(folder, "state.json", json.dumps({"step": 1, key: value}).encode())
-    with pytest.raises(RunError, match="is not the state of that step"):
+    with pytest.raises(RunError, match=r"state\.json is malformed \("):
         run.load("1")
 
 
-def test_weights_may_be_as_large_as_their_config_says_and_not_a_byte_larger(
+def test_the_size_limit_of_weights_is_exact(
     run: RunFolder,
 ) -> None:
-    numbers = count_parameters(CONFIG.model, TOKENIZER.vocab_size)
-    most = 4 * numbers + 400 * (12 * CONFIG.model.n_layer + 8)
-    for name, limit in (("model.safetensors", most), ("optimizer.safetensors", 4 * most)):
+    n_parameters = count_parameters(CONFIG.model, TOKENIZER.vocab_size)
+    max_bytes = 4 * n_parameters + 400 * (12 * CONFIG.model.n_layer + 8)
+    for name, limit in (("model.safetensors", max_bytes), ("optimizer.safetensors", 4 * max_bytes)):
         folder = save(run, 1)
         rewrite(folder, name, bytes(limit + 1))
-        with pytest.raises(RunError, match=f"{name} is larger than what its config says"):
+        with pytest.raises(RunError, match=rf"{name} cannot be read \(it is larger than"):
             run.load("1")
         rewrite(folder, name, bytes(limit))
         with pytest.raises(RunError, match=f"{name} does not hold tensors"):
             run.load("1")
 
 
-def test_what_a_checkpoint_would_take_is_asked_for_before_it_is_read(
+def test_memory_is_checked_before_a_checkpoint_is_read(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = save(run, 1)
@@ -319,15 +325,15 @@ def test_what_a_checkpoint_would_take_is_asked_for_before_it_is_read(
         "chargpt.store.checkpoint.require_memory", lambda *words: asked.append(words)
     )
     run.load("1")
-    numbers = count_parameters(CONFIG.model, TOKENIZER.vocab_size)
-    files = 5 * (4 * numbers + 400 * (12 * CONFIG.model.n_layer + 8))
+    n_parameters = count_parameters(CONFIG.model, TOKENIZER.vocab_size)
+    files = 5 * (4 * n_parameters + 400 * (12 * CONFIG.model.n_layer + 8))
     wanted = 2 * files + rotary_bytes(CONFIG.model)
     assert asked == [(wanted, f"the checkpoint {folder}")]
 
 
-def test_a_damaged_optimizer_is_no_hindrance_to_who_only_reads_the_model(run: RunFolder) -> None:
+def test_a_missing_optimizer_file_does_not_prevent_loading_the_model(run: RunFolder) -> None:
     folder = save(run, 1)
     (folder / "optimizer.safetensors").unlink()
-    assert load_run(run.path, "1", "cpu").state["skipped"] == []
+    assert load_run(run.path, "1", "cpu").notes == ()
     with pytest.raises(RunError, match=r"optimizer\.safetensors"):
         run.load("1")

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from chargpt.analysis.report import pieces_of, write_report
 from chargpt.analysis.result import Result, result_of, verdict
 from chargpt.cli import summary
 from chargpt.inference.baselines import baselines
-from chargpt.store.run import RunFolder, load_run
+from chargpt.store.folder import RunFolder
+from chargpt.store.run import load_run
 
 TINY = (
     "-s train.max_steps=6 -s train.batch_size=4 -s model.n_layer=2 -s model.n_head=2 "
@@ -227,7 +229,8 @@ def test_over_fitting_is_told_from_the_recorded_losses(cli: Cli, verse: Path) ->
     run = load_run(Path("mine"), device="cpu")
     result = result_of(run, run.corpus())
     records = [{"step": run.step, "val_nats_per_char": 2.0}]
-    run.state.update(best_nats_per_char=2.0, best_step=run.step)
+    state = replace(run.state, best_nats_per_char=2.0, best_step=run.step)
+    run = replace(run, state=state)
     assert not any("over-fitted" in words for words in verdict(run, result, records))
     records += [{"step": run.step + n, "val_nats_per_char": 2.0 + n} for n in (1, 2)]
     words = " ".join(verdict(run, result, records))

@@ -26,6 +26,7 @@ from chargpt.inference.sampler import filter_probs, sample_tokens, uniforms
 from chargpt.inference.sampling import sample, stream, stream_run
 from chargpt.models.bigram import BigramLM
 from chargpt.store.run import Run
+from chargpt.store.state import RunState
 from chargpt.text.corpus import load_corpus
 from chargpt.text.tokenizer import CharTokenizer
 
@@ -378,7 +379,7 @@ def make_run(tmp_path):
         config = Config().with_values(sizes | values)
         corpus = load_corpus(config.text)
         model = noisy_model(vocab_size=corpus.tokenizer.vocab_size)
-        return Run(tmp_path, config, corpus.tokenizer, model, 5, {"corpus": corpus.key})
+        return Run(tmp_path, config, corpus.tokenizer, model, 5, RunState(5, corpus=corpus.key))
 
     return make
 

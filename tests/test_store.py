@@ -1,4 +1,4 @@
-"""What a run leaves on disk is whole, checked, and safe to read."""
+"""Run folders: checkpoints, pointers, locks, metrics and integrity checks."""
 
 import dataclasses
 import errno
@@ -16,9 +16,12 @@ from conftest import REPOSITORY
 from saving import CONFIG, TOKENIZER, save
 
 from chargpt.errors import RunError
+from chargpt.files import to_json
 from chargpt.models import build_model
-from chargpt.store import commit
-from chargpt.store.run import RunFolder, has_checkpoint, load_run, newest_run
+from chargpt.store.checkpoint import list_checkpoints, step_of
+from chargpt.store.folder import RunFolder, has_checkpoint
+from chargpt.store.run import load_run, newest_run
+from chargpt.store.state import RunState
 from chargpt.store.tensors import serialize
 from chargpt.store.verify import verify
 from chargpt.text.corpus import load_corpus
@@ -30,7 +33,7 @@ def run(tmp_path: Path) -> RunFolder:
     return RunFolder(tmp_path / "run").create(CONFIG, TOKENIZER, force=False)
 
 
-def test_a_checkpoint_holds_the_files_that_the_format_names(run: RunFolder) -> None:
+def test_a_checkpoint_has_the_documented_files(run: RunFolder) -> None:
     folder = save(run, 1000)
     assert folder.name == "step-00001000"
     names = {
@@ -46,7 +49,7 @@ def test_a_checkpoint_holds_the_files_that_the_format_names(run: RunFolder) -> N
     assert set(listed) == names - {"manifest.json"}
 
 
-def test_what_is_loaded_is_what_was_saved(run: RunFolder) -> None:
+def test_loading_returns_what_was_saved(run: RunFolder) -> None:
     save(run, 7, best=True, fill=0.25)
     loaded = load_run(run.path, device="cpu")
     assert loaded.step == 7
@@ -55,7 +58,7 @@ def test_what_is_loaded_is_what_was_saved(run: RunFolder) -> None:
     assert all((p == 0.25).all() for p in loaded.model.parameters())
 
 
-def test_reading_takes_best_and_latest_and_steps_as_asked(run: RunFolder) -> None:
+def test_load_run_takes_best_latest_or_a_step(run: RunFolder) -> None:
     save(run, 1, best=True)
     save(run, 2)
     save(run, 3)
@@ -69,11 +72,11 @@ def test_reading_takes_best_and_latest_and_steps_as_asked(run: RunFolder) -> Non
 def test_pruning_keeps_the_best_and_the_last(run: RunFolder) -> None:
     for step in range(1, 7):
         save(run, step, best=step == 2)
-    steps = [path.name for path in commit.committed(run.checkpoints)]
+    steps = [path.name for path in list_checkpoints(run.checkpoints)]
     assert steps == ["step-00000002", "step-00000005", "step-00000006"]
 
 
-def test_an_unfinished_save_is_never_read(run: RunFolder) -> None:
+def test_an_unfinished_save_is_never_loaded(run: RunFolder) -> None:
     save(run, 1, best=True)
     unfinished = run.checkpoints / "step-00000002.tmp"
     unfinished.mkdir()
@@ -84,7 +87,7 @@ def test_an_unfinished_save_is_never_read(run: RunFolder) -> None:
     assert not unfinished.exists()
 
 
-def test_a_write_that_fails_leaves_the_checkpoint_before(
+def test_a_failed_write_leaves_the_previous_checkpoint(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(run, 1, best=True)
@@ -101,7 +104,7 @@ def test_a_write_that_fails_leaves_the_checkpoint_before(
         assert not list(run.path.rglob("*.tmp"))
 
 
-def test_a_save_is_refused_while_the_disk_has_no_room_for_it(
+def test_a_save_fails_while_the_disk_has_too_little_space(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = save(run, 1)
@@ -110,14 +113,14 @@ def test_a_save_is_refused_while_the_disk_has_no_room_for_it(
     monkeypatch.setattr(
         shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, room[0])
     )
-    with pytest.raises(OSError, match="No space") as refused:
+    with pytest.raises(OSError, match="No space") as caught:
         save(run, 2)
-    assert refused.value.errno == errno.ENOSPC
+    assert caught.value.errno == errno.ENOSPC
     room[0] = taken + 10
     save(run, 2)
 
 
-def test_metrics_that_the_disk_refused_are_written_with_the_next(
+def test_metrics_whose_write_failed_are_written_with_the_next(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run.metrics.append({"step": 1})
@@ -139,10 +142,10 @@ def test_metrics_that_the_disk_refused_are_written_with_the_next(
     ]
 
 
-def test_a_run_is_one_processes_alone_until_it_ends(run: RunFolder) -> None:
-    with pytest.raises(RunError) as refused:
+def test_one_process_at_a_time_holds_the_lock_of_a_run(run: RunFolder) -> None:
+    with pytest.raises(RunError) as caught:
         RunFolder(run.path).lock()
-    assert str(refused.value) == (
+    assert str(caught.value) == (
         f"another process is training into {run.path}; wait for it or stop it, or name "
         "another folder with --out"
     )
@@ -152,12 +155,12 @@ def test_a_run_is_one_processes_alone_until_it_ends(run: RunFolder) -> None:
     RunFolder(run.path).lock()
 
 
-def test_a_process_that_was_killed_leaves_no_lock(tmp_path: Path) -> None:
+def test_a_killed_process_leaves_no_lock(tmp_path: Path) -> None:
     other = RunFolder(tmp_path / "other").create(CONFIG, TOKENIZER, force=False)
     path = other.path
     other.unlock()
     script = (
-        "import sys, time; from pathlib import Path; from chargpt.store.run import RunFolder;"
+        "import sys, time; from pathlib import Path; from chargpt.store.folder import RunFolder;"
         "run = RunFolder(Path(sys.argv[1])); run.lock(); print('locked', flush=True);"
         "time.sleep(60)"
     )
@@ -175,25 +178,25 @@ def test_a_process_that_was_killed_leaves_no_lock(tmp_path: Path) -> None:
     RunFolder(path).lock()
 
 
-def test_pruning_leaves_alone_what_is_newer_than_the_checkpoint_gone_on_from(
+def test_pruning_keeps_checkpoints_newer_than_the_resumed_one(
     run: RunFolder,
 ) -> None:
     for step in (10, 20, 30):
         save(run, step)
     for step in (12, 14, 16):  # 20 and 30 were found damaged
         save(run, step)
-    steps = [commit.step_of(path) for path in commit.committed(run.checkpoints)]
+    steps = [step_of(path) for path in list_checkpoints(run.checkpoints)]
     assert steps == [14, 16, 20, 30]
     assert load_run(run.path, "latest", "cpu").step == 16
 
 
-def test_before_anything_was_measured_the_best_is_the_newest(run: RunFolder) -> None:
+def test_before_the_first_evaluation_best_is_the_newest(run: RunFolder) -> None:
     for step in (1, 2):
         model = build_model(CONFIG.model, TOKENIZER.vocab_size)
         run.save(
             config=CONFIG,
             tokenizer=TOKENIZER,
-            state={"step": step, "best_step": None},
+            state=RunState(step),
             model=model.state_dict(),
             optimizer={},
             is_best=False,
@@ -202,7 +205,7 @@ def test_before_anything_was_measured_the_best_is_the_newest(run: RunFolder) -> 
     assert not verify(run).problems
 
 
-def test_verify_finds_each_damaged_checkpoint_and_where_the_pointers_lead_now(
+def test_verify_finds_damaged_checkpoints_and_what_is_used_instead(
     run: RunFolder,
 ) -> None:
     save(run, 1, best=True)
@@ -212,16 +215,16 @@ def test_verify_finds_each_damaged_checkpoint_and_where_the_pointers_lead_now(
     unfinished = run.checkpoints / "step-00000004.tmp"
     unfinished.mkdir()
     (newest / "optimizer.safetensors").unlink()
-    verdict = verify(run)
-    assert [each.problem is None for each in verdict.checkpoints] == [True, True, False]
-    assert any("optimizer.safetensors" in problem for problem in verdict.problems)
-    assert "instead of latest, step-00000002 is used" in verdict.problems
-    assert verdict.uses["best"] == run.checkpoints / "step-00000001"
-    assert verdict.uses["latest"] == run.checkpoints / "step-00000002"
-    assert str(unfinished) in verdict.notes[0]
+    result = verify(run)
+    assert [each.problem is None for each in result.checkpoints] == [True, True, False]
+    assert any("optimizer.safetensors" in problem for problem in result.problems)
+    assert "step-00000002 is used instead of latest" in result.problems
+    assert result.uses["best"] == run.checkpoints / "step-00000001"
+    assert result.uses["latest"] == run.checkpoints / "step-00000002"
+    assert str(unfinished) in result.notes[0]
 
 
-def test_a_folder_that_cannot_be_made_a_run_is_left_as_it_was(
+def test_a_failed_creation_leaves_no_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
@@ -243,35 +246,35 @@ def test_the_same_weights_give_the_same_bytes(run: RunFolder) -> None:
 
 def test_a_run_is_never_overwritten_without_force(run: RunFolder, tmp_path: Path) -> None:
     save(run, 1)
-    with pytest.raises(RunError) as refused:
+    with pytest.raises(RunError) as caught:
         RunFolder(run.path).create(CONFIG, TOKENIZER, force=False)
-    assert str(refused.value) == (
+    assert str(caught.value) == (
         f"{run.path} exists; continue it with --resume, replace it with --force, "
         "or name another folder with --out"
     )
-    assert commit.committed(run.checkpoints)
+    assert list_checkpoints(run.checkpoints)
     path, checkpoints = run.path, run.checkpoints
     run.unlock()
     RunFolder(path).create(CONFIG, TOKENIZER, force=True)
-    assert not commit.committed(checkpoints)
+    assert not list_checkpoints(checkpoints)
     precious = tmp_path / "thesis"
     precious.mkdir()
     (precious / "thesis.tex").write_text("x")
-    with pytest.raises(RunError) as refused:
+    with pytest.raises(RunError) as caught:
         RunFolder(precious).create(CONFIG, TOKENIZER, force=True)
-    assert str(refused.value) == (
-        f"{precious} holds 'thesis.tex', which is not a run's, so --force leaves it "
-        "alone; move that away, or name another folder"
+    assert str(caught.value) == (
+        f"{precious} holds 'thesis.tex', which no run writes, so --force does not delete "
+        "it; move that file away, or name another folder with --out"
     )
     assert (precious / "thesis.tex").exists()
 
 
-def test_a_run_that_another_process_has_begun_meanwhile_is_not_begun_anew(run: RunFolder) -> None:
+def test_a_run_with_a_checkpoint_or_foreign_files_is_not_replaced(run: RunFolder) -> None:
     folder = save(run, 1)
     run.unlock()
-    RunFolder.require_free(run.path.with_name("none"), begun=True)
+    RunFolder.require_free(run.path.with_name("none"), allow_unsaved=True)
     with pytest.raises(RunError, match="continue it with --resume"):
-        RunFolder(run.path).create(CONFIG, TOKENIZER, begun=True)
+        RunFolder(run.path).create(CONFIG, TOKENIZER, allow_unsaved=True)
     assert folder.exists()
     shutil.rmtree(folder)
     (run.path / ".config.yaml.0123.tmp").write_text("half")  # a process died while it wrote
@@ -280,14 +283,14 @@ def test_a_run_that_another_process_has_begun_meanwhile_is_not_begun_anew(run: R
     precious = run.checkpoints / "epoch10.pt"
     precious.write_bytes(b"x")
     with pytest.raises(RunError, match="continue it with --resume"):
-        RunFolder(run.path).create(CONFIG, TOKENIZER, begun=True)
+        RunFolder(run.path).create(CONFIG, TOKENIZER, allow_unsaved=True)
     precious.rename(run.path.with_name("away"))
-    RunFolder(run.path).create(CONFIG, TOKENIZER, begun=True)
+    RunFolder(run.path).create(CONFIG, TOKENIZER, allow_unsaved=True)
     assert (run.path / "config.yaml").exists()
     assert not list(run.path.glob("*.tmp"))
 
 
-def test_a_run_whose_checkpoints_are_on_a_disk_that_is_away_is_not_begun_anew(
+def test_a_run_whose_checkpoints_are_on_an_unmounted_disk_is_not_replaced(
     run: RunFolder, tmp_path: Path
 ) -> None:
     run.unlock()
@@ -295,14 +298,14 @@ def test_a_run_whose_checkpoints_are_on_a_disk_that_is_away_is_not_begun_anew(
     run.checkpoints.symlink_to(tmp_path / "not-mounted")
     assert has_checkpoint(run.path)
     with pytest.raises(RunError, match="continue it with --resume"):
-        RunFolder(run.path).create(CONFIG, TOKENIZER, begun=True)
+        RunFolder(run.path).create(CONFIG, TOKENIZER, allow_unsaved=True)
 
 
-def test_force_leaves_what_no_run_has_made(run: RunFolder, tmp_path: Path) -> None:
+def test_force_never_deletes_foreign_files(run: RunFolder, tmp_path: Path) -> None:
     run.unlock()
     precious = run.checkpoints / "epoch10.pt"
     precious.write_bytes(b"x")
-    with pytest.raises(RunError, match=r"holds 'checkpoints/epoch10\.pt', which is not a run's"):
+    with pytest.raises(RunError, match=r"holds 'checkpoints/epoch10\.pt', which no run writes"):
         RunFolder(run.path).create(CONFIG, TOKENIZER, force=True)
     precious.unlink()
     run.checkpoints.rename(tmp_path / "away")
@@ -314,7 +317,7 @@ def test_force_leaves_what_no_run_has_made(run: RunFolder, tmp_path: Path) -> No
         RunFolder(tmp_path / "plain").create(CONFIG, TOKENIZER, force=False)
 
 
-def test_metrics_that_no_run_writes_are_passed_over_or_refused(run: RunFolder) -> None:
+def test_malformed_metrics_are_skipped_and_pipes_are_rejected(run: RunFolder) -> None:
     path = run.path / "metrics.jsonl"
     deep = b"[" * 100_000
     path.write_bytes(
@@ -323,11 +326,11 @@ def test_metrics_that_no_run_writes_are_passed_over_or_refused(run: RunFolder) -
     assert [record["step"] for record in run.metrics.records()] == [1, 3]
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(RunError, match="not what a run writes"):
+    with pytest.raises(RunError, match="not a regular file"):
         run.metrics.records()
 
 
-def test_half_a_run_that_a_killed_process_left_can_be_replaced(tmp_path: Path) -> None:
+def test_force_replaces_an_incomplete_run(tmp_path: Path) -> None:
     path = tmp_path / "run"
     (path / "checkpoints").mkdir(parents=True)
     (path / "tokenizer.json").write_text("{}")
@@ -338,7 +341,7 @@ def test_half_a_run_that_a_killed_process_left_can_be_replaced(tmp_path: Path) -
     RunFolder(tmp_path / "empty").create(CONFIG, TOKENIZER, force=True)
 
 
-def test_metrics_survive_a_line_cut_short_and_forget_what_is_done_again(run: RunFolder) -> None:
+def test_metrics_skip_a_truncated_line_and_are_truncated_after_a_step(run: RunFolder) -> None:
     for step in (1, 2, 3):
         run.metrics.append({"step": step, "loss": 1.0 / step})
     with open(run.path / "metrics.jsonl", "a") as file:
@@ -356,23 +359,23 @@ def test_the_newest_run_is_the_one_saved_last(tmp_path: Path) -> None:
     assert newest_run(tmp_path) == tmp_path / "a"
 
 
-def test_no_run_is_one_sentence(tmp_path: Path) -> None:
+def test_a_missing_run_is_one_sentence(tmp_path: Path) -> None:
     remedy = "; train one with `chargpt train`, or name another"
-    with pytest.raises(RunError) as refused:
+    with pytest.raises(RunError) as caught:
         load_run(tmp_path / "nothing")
-    assert str(refused.value) == f"there is no folder {tmp_path}/nothing{remedy}"
-    with pytest.raises(RunError) as refused:
+    assert str(caught.value) == f"there is no folder {tmp_path}/nothing{remedy}"
+    with pytest.raises(RunError) as caught:
         load_run(tmp_path)
-    assert str(refused.value) == f"there is no run in {tmp_path}{remedy}"
+    assert str(caught.value) == f"there is no run in {tmp_path}{remedy}"
     empty = RunFolder(tmp_path / "new").create(CONFIG, TOKENIZER, force=False)
     with pytest.raises(RunError, match="no checkpoint yet"):
         load_run(empty.path)
 
 
-def test_weights_are_packed_as_the_library_packs_them_without_a_copy() -> None:
+def test_serialize_gives_the_bytes_of_safetensors_without_a_copy() -> None:
     tensors = {
         "wide": torch.randn(3, 5),
-        "turned": torch.randn(4, 2).mT,
+        "transposed": torch.randn(4, 2).mT,
         "one number": torch.tensor(0.5),
         "ärm": torch.randn(7),
         "empty": torch.empty(0, 3),
@@ -385,7 +388,7 @@ def test_weights_are_packed_as_the_library_packs_them_without_a_copy() -> None:
     assert bytes(chunks[-2]) == bytes(60)
 
 
-def test_optimizer_and_raw_weights_come_back(run: RunFolder) -> None:
+def test_optimizer_state_and_raw_weights_are_loaded(run: RunFolder) -> None:
     save(run, 3)
     saved, skipped = run.load("latest")
     assert skipped == []
@@ -395,12 +398,12 @@ def test_optimizer_and_raw_weights_come_back(run: RunFolder) -> None:
     assert averaged.raw_model == {"head.weight": averaged.optimizer["raw.head.weight"]}
 
 
-def test_what_is_loaded_says_where_it_is_from(run: RunFolder) -> None:
+def test_a_loaded_run_names_its_folder_and_checkpoint(run: RunFolder) -> None:
     save(run, 3, best=True)
     loaded = load_run(run.path, device="cpu")
     assert loaded.folder == run.path
-    assert loaded.state["checkpoint"] == "step-00000003"
-    assert loaded.state["skipped"] == []
+    assert loaded.checkpoint == "step-00000003"
+    assert loaded.notes == ()
     assert not loaded.model.training
 
 
@@ -414,9 +417,7 @@ def test_what_is_loaded_says_where_it_is_from(run: RunFolder) -> None:
     ],
     ids=["bigram", "many narrow layers", "average", "average with AdamW"],
 )
-def test_whatever_can_be_trained_can_be_read_back(
-    changes: dict[str, object], tmp_path: Path
-) -> None:
+def test_every_kind_of_training_can_be_loaded(changes: dict[str, object], tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("hello world, hello words. " * 20)
     small = {"text.path": str(text), "device": "cpu", "model.block_size": 8}
@@ -437,28 +438,28 @@ def test_whatever_can_be_trained_can_be_read_back(
         assert torch.equal(again.learner.optimizer.state_tensors()[name], tensor), name
 
 
-def test_json_is_written_for_people_and_always_alike() -> None:
-    assert commit.to_json({"b": "ж", "a": 1}) == '{\n  "a": 1,\n  "b": "ж"\n}\n'.encode()
+def test_json_is_indented_and_sorted() -> None:
+    assert to_json({"b": "ж", "a": 1}) == '{\n  "a": 1,\n  "b": "ж"\n}\n'.encode()
 
 
-def test_checkpoints_are_in_order_of_their_steps_however_long(run: RunFolder) -> None:
+def test_checkpoints_are_listed_in_the_order_of_their_steps(run: RunFolder) -> None:
     for step in (99_999_999, 100_000_000):
         save(run, step)
     (run.checkpoints / "step-1").mkdir()
     (run.checkpoints / "step-00000001").mkdir()  # without a manifest
     shutil.copytree(run.checkpoints / "step-100000000", run.checkpoints / "step-copy")
-    steps = [commit.step_of(path) for path in commit.committed(run.checkpoints)]
+    steps = [step_of(path) for path in list_checkpoints(run.checkpoints)]
     assert steps == [99_999_999, 100_000_000]
 
 
-def test_a_checkpoint_is_saved_though_somebody_has_deleted_their_folder(run: RunFolder) -> None:
+def test_saving_recreates_a_deleted_checkpoint_folder(run: RunFolder) -> None:
     save(run, 1)
     shutil.rmtree(run.checkpoints)
     save(run, 2)
     assert load_run(run.path, "latest", "cpu").step == 2
 
 
-def test_what_cannot_be_deleted_does_not_stop_a_save(
+def test_a_failed_deletion_does_not_stop_a_save(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
@@ -474,34 +475,37 @@ def test_what_cannot_be_deleted_does_not_stop_a_save(
     assert not list(run.checkpoints.glob("*.tmp"))
 
 
-def test_a_run_is_made_with_the_folders_above_it(tmp_path: Path) -> None:
+def test_creating_a_run_creates_its_parents(tmp_path: Path) -> None:
     path = tmp_path / "of" / "today" / "run"
     save(RunFolder(path).create(CONFIG, TOKENIZER, force=False), 1)
     assert newest_run(tmp_path / "of") == path
 
 
-def test_a_folder_that_cannot_be_written_is_told_with_its_cause(tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_an_error_with_its_cause(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(RunError) as refused:
+    with pytest.raises(RunError) as caught:
         RunFolder(tmp_path / "file" / "run").create(CONFIG, TOKENIZER, force=False)
-    assert str(refused.value) == (
+    assert str(caught.value) == (
         f"{tmp_path}/file/run cannot be written (Not a directory); name another folder with --out"
     )
 
 
-def test_verify_tells_sizes_and_every_problem_once(run: RunFolder) -> None:
+def test_verify_lists_sizes_and_each_problem_once(run: RunFolder) -> None:
     folder = save(run, 1, best=True)
     (whole,) = verify(run).checkpoints
     assert whole.size == sum(path.stat().st_size for path in folder.iterdir())
     (folder / "state.json").unlink()
-    verdict = verify(run)
-    gone = f"{folder}/state.json cannot be read (No such file or directory); use another checkpoint"
-    (checked,) = verdict.checkpoints
-    assert checked.problem == gone
+    result = verify(run)
+    missing = (
+        f"{folder}/state.json cannot be read (No such file or directory); "
+        "restore it or use another checkpoint"
+    )
+    (checked,) = result.checkpoints
+    assert checked.problem == missing
     assert checked.size == sum(path.stat().st_size for path in folder.iterdir())
-    assert verdict.problems == [
-        gone,
-        f"best leads to no whole checkpoint: {gone}",
-        f"latest leads to no whole checkpoint: {gone}",
+    assert result.problems == [
+        missing,
+        f"no intact checkpoint for best: {missing}",
+        f"no intact checkpoint for latest: {missing}",
     ]
-    assert verdict.uses == {"best": None, "latest": None}
+    assert result.uses == {"best": None, "latest": None}

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from conftest import Cli, refusal
 
-from chargpt.store.run import RunFolder
+from chargpt.store.folder import RunFolder
 from chargpt.training import tracking
 
 TINY = (

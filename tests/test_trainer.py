@@ -12,7 +12,8 @@ import torch
 from chargpt.config import Config, TextConfig, load_config
 from chargpt.errors import ConfigError, DivergedError, RunError, TextError
 from chargpt.inference.baselines import baselines
-from chargpt.store.run import RunFolder, load_run
+from chargpt.store.folder import RunFolder
+from chargpt.store.run import load_run
 from chargpt.text.batches import Batches
 from chargpt.text.corpus import Corpus, load_corpus
 from chargpt.training.estimate import estimate
@@ -247,8 +248,8 @@ def test_a_run_can_return_by_itself_to_its_last_checkpoint_at_half_the_rates(
     assert [(r["step"], r["rolled_back_from"]) for r in returns] == [(6, 8), (7, 8)]
     assert [r["optim.lr"] for r in returns] == [rate / 2, rate / 4]
     saved, _ = RunFolder(tmp_path / "run").load("latest")
-    assert saved.state["step"] == 12
-    assert saved.state["rollbacks"] == 2
+    assert saved.state.step == 12
+    assert saved.state.rollbacks == 2
     assert saved.config.optim.lr == rate / 4
     assert load_config(tmp_path / "run" / "config.yaml").optim.lr == rate / 4
     once = started(tiny(**{"train.rollbacks": 1}), corpus, tmp_path / "once")
@@ -301,7 +302,7 @@ def test_a_changed_length_is_saved_with_the_next_step(corpus: Corpus, tmp_path: 
         if report.step == 6:
             break
     saved, config, _ = resume(RunFolder(tmp_path / "run"), {})
-    assert (saved.state["step"], config.train.max_steps) == (6, 9)
+    assert (saved.state.step, config.train.max_steps) == (6, 9)
 
 
 def test_a_full_disk_is_not_asked_again_before_a_save_is_due(

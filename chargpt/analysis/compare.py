@@ -13,8 +13,9 @@ from chargpt.inference.baselines import NGRAM, baselines
 from chargpt.inference.evaluation import Evaluation, evaluate_tokens
 from chargpt.inference.sampling import sample
 from chargpt.models.bigram import BigramLM
+from chargpt.store.folder import RunFolder
 from chargpt.store.metrics import validation_curve
-from chargpt.store.run import Run, RunFolder, load_run
+from chargpt.store.run import Run, load_run
 from chargpt.text.corpus import Corpus, load_corpus
 from chargpt.training.trainer import Trainer
 
@@ -71,7 +72,7 @@ class Comparison:
                 name,
                 evaluation.nats_per_char,
                 run.model.parameter_count(),
-                run.state.get("seconds"),
+                run.state.seconds,
                 run.step,
                 str(run.folder),
                 evaluation,

@@ -27,7 +27,8 @@ from chargpt.inference.baselines import baselines
 from chargpt.inference.evaluation import evaluate_tokens
 from chargpt.inference.sampling import sample
 from chargpt.models.ngram import NGramLM
-from chargpt.store.run import Run, RunFolder, load_run
+from chargpt.store.folder import RunFolder
+from chargpt.store.run import Run, load_run
 from chargpt.text.corpus import Corpus
 from chargpt.training.trainer import Trainer
 
@@ -231,7 +232,7 @@ def climb(settings: Config, folder: Path, corpus: Corpus, seeds: int, watch: Wat
             run = train_rung(settings, rung, path, corpus, seed, watch)
             found = evaluate_tokens(run.model, corpus.split("val")[: SCORED + 1])
             nats.append(found.nats_per_char)
-            seconds.append(float(run.state["seconds"]))
+            seconds.append(run.state.seconds)
             if seed == settings.seed:
                 words = sample(run, run.config.sample.model_copy(update=SAMPLE))[0]
         size = run.model.parameter_count()

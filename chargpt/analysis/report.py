@@ -21,8 +21,9 @@ from chargpt.inference.baselines import NGRAM
 from chargpt.inference.sampling import stream_run
 from chargpt.models.gpt import GPT
 from chargpt.models.ngram import ORDER
+from chargpt.store.folder import REPORT, RunFolder
 from chargpt.store.metrics import validation_curve
-from chargpt.store.run import REPORT, Run, RunFolder
+from chargpt.store.run import Run
 from chargpt.text.corpus import Corpus
 
 PASSAGE = 800  # characters
@@ -95,7 +96,7 @@ def overview(
             ("text", f"{len(corpus.tokens):,} characters"),
             ("vocabulary", f"{corpus.tokenizer.vocab_size:,} characters"),
             ("model", f"{run.model.parameter_count():,} parameters"),
-            ("trained", f"{run.step:,} steps, {state.get('seconds', 0):,.0f} s"),
+            ("trained", f"{run.step:,} steps, {state.seconds:,.0f} s"),
             ("validation loss", f"{own.nats_per_char:.4f} nats/char"),
             ("that is", f"{own.bits_per_char:.4f} bits/char"),
             ("next character guessed", f"{own.accuracy:.1%}"),
@@ -278,13 +279,13 @@ def origins(run: Run) -> dict[str, Any]:
         "again": shlex.join(["chargpt", "train", "-c", str(run.folder / "config.yaml")])
         + " --out AGAIN",
         "environment": [
-            ["torch", state.get("torch", "unknown")],
+            ["torch", state.torch],
             ["device", f"{config.device}, {config.dtype}"],
-            ["threads", str(state.get("threads", "unknown"))],
-            ["processes", str(state.get("world_size", 1))],
-            ["text", str(state.get("text", ""))],
-            ["its key in the cache", str(state.get("corpus", ""))],
-            ["checkpoint", str(state.get("checkpoint", ""))],
+            ["threads", str(state.threads or "unknown")],
+            ["processes", str(state.world_size)],
+            ["text", state.text],
+            ["its key in the cache", state.corpus or ""],
+            ["checkpoint", run.checkpoint],
             ["this page", f"chargpt {version('chargpt')}, Python {platform.python_version()}"],
             ["made on", platform.platform()],
         ],

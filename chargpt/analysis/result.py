@@ -73,7 +73,7 @@ def verdict(run: Run, result: Result, records: Sequence[Mapping[str, Any]]) -> l
     train_loss, val_loss = (result.losses[split].nats_per_char for split in SPLITS)
     seen = validation_curve(records)
     last = seen[-1][1] if seen else val_loss
-    best, best_step = run.state.get("best_nats_per_char"), run.state.get("best_step")
+    best, best_step = run.state.best_nats_per_char, run.state.best_step
     if run.config.model.kind == "gpt":
         gains = [
             f"{abs(gain):.3f} nats {'better' if gain > 0 else 'worse'} than the {name}"

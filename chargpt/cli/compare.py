@@ -48,7 +48,7 @@ def compare(
     """
     from chargpt.analysis import plots
     from chargpt.errors import ConfigError
-    from chargpt.store.run import is_run
+    from chargpt.store.folder import is_run
 
     if plot is not None:
         plots.require_ending(plot)

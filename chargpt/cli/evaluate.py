@@ -70,7 +70,7 @@ def evaluate(
     start = time.perf_counter()
     result = measure(loaded, split.value, protocol.value, text, stride=stride)
     seconds = time.perf_counter() - start
-    name = str(text) if text else loaded.state.get("text", "")
+    name = str(text) if text else loaded.state.text
     if json_:
         facts = {
             **result.as_dict(),

@@ -77,7 +77,8 @@ def find_subject(
     """
     from chargpt.analysis.explain import subject_of
     from chargpt.errors import RunError
-    from chargpt.store.run import is_run, newest_run
+    from chargpt.store.folder import is_run
+    from chargpt.store.run import newest_run
     from chargpt.text.corpus import load_corpus
 
     path = Path(what) if what else None

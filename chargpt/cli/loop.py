@@ -12,7 +12,7 @@ from chargpt.cli.signals import Signals, Stopped
 from chargpt.errors import ConfigError, WorkError
 
 if TYPE_CHECKING:
-    from chargpt.store.run import RunFolder
+    from chargpt.store.folder import RunFolder
     from chargpt.training.progress import Report
     from chargpt.training.trainer import Trainer
 

@@ -109,7 +109,7 @@ def load_run(path: Path, checkpoint: str, device: str | None) -> "Run":
     from chargpt.store.run import load_run
 
     run = load_run(path, checkpoint, device or "auto")
-    for note in run.state["skipped"]:
+    for note in run.notes:
         console.say(note)
     return run
 

@@ -7,7 +7,7 @@ from chargpt.cli import console
 from chargpt.cli.loop import REPORTED_SECONDS, Clock
 
 if TYPE_CHECKING:
-    from chargpt.store.run import RunFolder
+    from chargpt.store.folder import RunFolder
     from chargpt.training.trainer import Trainer
 
 

@@ -14,7 +14,7 @@ from chargpt.cli.summary import show_plan, show_result
 from chargpt.errors import ConfigError, FinishedError, RunError, WorkError
 
 if TYPE_CHECKING:
-    from chargpt.store.run import RunFolder
+    from chargpt.store.folder import RunFolder
     from chargpt.training.trainer import Trainer
 
 
@@ -57,7 +57,7 @@ def train(
     Examples: `chargpt train`, `chargpt train novel.txt --budget 10m`,
     `chargpt train novel.txt -c bigram -s train.max_steps=500`, `chargpt train --resume`.
     """
-    from chargpt.store.run import has_checkpoint
+    from chargpt.store.folder import has_checkpoint
 
     again = resume and text is not None and out is not None
     clock = None
@@ -79,7 +79,9 @@ def train(
                     return
             else:
                 clock = Clock.of(budget, config, set_)
-                trainer, folder = start_run(settings, out, force=force, begun=again, clock=clock)
+                trainer, folder = start_run(
+                    settings, out, force=force, allow_unsaved=again, clock=clock
+                )
         try:
             show_plan(trainer, clock)
             levels = train_to_end(trainer, folder, signals, clock)
@@ -130,7 +132,7 @@ def start_run(
     out: Path | None,
     *,
     force: bool = False,
-    begun: bool = False,
+    allow_unsaved: bool = False,
     clock: Clock | None = None,
 ) -> "tuple[Trainer, RunFolder]":
     """Prepare the text, plan, make the run's folder, and return the trainer at step 0.
@@ -139,20 +141,20 @@ def start_run(
         settings: of the run.
         out: its folder; by default a new one under runs/.
         force: whether a run that is there is replaced.
-        begun: whether what a run leaves there before its first save is replaced.
+        allow_unsaved: replace a run that has not saved a checkpoint yet.
         clock: the time that it may take.
 
     Raises:
         ChargptError: the text, the settings or the folder will not do.
     """
     from chargpt.device import choose_device, init_process_group
-    from chargpt.store.run import RunFolder
+    from chargpt.store.folder import RunFolder
     from chargpt.text.corpus import load_corpus
     from chargpt.training.trainer import Trainer
 
     group = init_process_group(choose_device(settings.device)[0])
     if out is not None and group.is_main and not force:
-        RunFolder.require_free(out, begun=begun)
+        RunFolder.require_free(out, allow_unsaved=allow_unsaved)
     corpus = load_corpus(settings.text, progress=options.PrepareProgress())
     if clock is not None:
         from chargpt.training.planner import plan
@@ -166,7 +168,7 @@ def start_run(
         clock.time_scoring(trainer)
     if group.is_main:
         require_room(trainer, path, trainer.config.train.keep_last + 2)  # the best; one unfinished
-        folder.create(trainer.config, corpus.tokenizer, force=force, begun=begun)
+        folder.create(trainer.config, corpus.tokenizer, force=force, allow_unsaved=allow_unsaved)
     for note in corpus.notes:
         console.say(note)
     return trainer, folder
@@ -197,9 +199,7 @@ def resume_run(
         folder.lock()  # before it is read, lest another process write in between
     saved, settings, notes = resume(folder, wanted, again=again)
     group = init_process_group(choose_device(settings.device)[0])
-    corpus = load_corpus(
-        settings.text, key=saved.state.get("corpus"), progress=options.PrepareProgress()
-    )
+    corpus = load_corpus(settings.text, key=saved.state.corpus, progress=options.PrepareProgress())
     trainer = Trainer(settings, corpus, folder=folder, saved=saved, group=group)
     if group.is_main:
         require_room(trainer, folder.path, 1)

@@ -1,4 +1,4 @@
-"""`chargpt verify`: whether what a run has saved is still what was saved."""
+"""`chargpt verify`: integrity check of a run."""
 
 from pathlib import Path
 from typing import Annotated
@@ -11,11 +11,11 @@ from chargpt.cli import console
 def verify(
     run: Annotated[
         Path | None,
-        typer.Argument(metavar="[RUN]", help="A run's folder; without it, the newest."),
+        typer.Argument(metavar="[RUN]", help="The run's folder (default: the newest run)."),
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Check that all a run has saved is whole; exit with 1 if not.
+    """Check that every file a run has saved is intact; exit with 1 if not.
 
     Examples: `chargpt verify`, `chargpt verify runs/novel-gpt --json`.
     """
@@ -25,40 +25,39 @@ def verify(
     from chargpt.store.verify import verify as check
 
     folder = open_run(run or newest_run())
-    verdict = check(folder)
-    used = {name: path.name if path else None for name, path in verdict.uses.items()}
+    result = check(folder)
+    used = {name: path.name if path else None for name, path in result.uses.items()}
     if json_:
         rows = [
             {"checkpoint": each.folder.name, "bytes": each.size, "problem": each.problem}
-            for each in verdict.checkpoints
+            for each in result.checkpoints
         ]
         report = {
             "run": str(folder.path),
-            "whole": not verdict.problems,
+            "intact": not result.problems,
             "checkpoints": rows,
             "uses": used,
-            "problems": verdict.problems,
-            "notes": verdict.notes,
+            "problems": result.problems,
+            "notes": result.notes,
         }
         console.out(json.dumps(report))
     else:
         names = {
-            path: [n for n, p in verdict.uses.items() if p == path]
-            for path in verdict.uses.values()
+            path: [n for n, p in result.uses.items() if p == path] for path in result.uses.values()
         }
         rows_ = [
             [
                 each.folder.name,
                 " and ".join(names.get(each.folder, [])),
                 console.size(each.size),
-                "damaged" if each.problem else "whole",
+                "damaged" if each.problem else "intact",
             ]
-            for each in verdict.checkpoints
+            for each in result.checkpoints
         ]
         console.table(["checkpoint", "used as", "size", "state"], rows_)
-        for sentence in (*verdict.problems, *verdict.notes):
+        for sentence in (*result.problems, *result.notes):
             console.out(sentence)
-        if not verdict.problems:
-            console.out(f"{folder.path} is whole: every byte is what was saved.")
-    if verdict.problems:
+        if not result.problems:
+            console.out(f"{folder.path} is intact: every byte matches its SHA-256.")
+    if result.problems:
         raise typer.Exit(1)

@@ -1,108 +1,140 @@
-"""What one checkpoint holds, and the reading of it: no byte is believed that was not checked."""
+"""Checkpoints: `step-N/` directories with weights, optimizer state, config, tokenizer, progress."""
 
-import json
+import re
+import shutil
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from chargpt.config import Config, validate
 from chargpt.device import require_memory
 from chargpt.errors import RunError
+from chargpt.files import Chunks
 from chargpt.models import count_parameters, rotary_bytes
 from chargpt.store import commit
+from chargpt.store.state import RunState
 from chargpt.store.tensors import deserialize
 from chargpt.text.tokenizer import CharTokenizer
 from chargpt.yaml_reader import parse_yaml
 
 CONFIG, TOKENIZER, STATE = "config.yaml", "tokenizer.json", "state.json"
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
-MAX_TEXT_BYTES = 64_000_000  # of a config, a vocabulary, a state
-OPTIMIZER_COPIES = 4  # numbers that it keeps for each parameter, with some to spare
-MAX_TENSOR_HEADER = 400  # bytes that name, kind, shape and place of one tensor take
+NAME = re.compile(r"step-[0-9]{8,18}")
+MAX_TEXT_BYTES = 64_000_000  # of the config, tokenizer and state files
+MAX_OPTIMIZER_COPIES = 4  # optimizer values per parameter: moments and raw weights, and a margin
+MAX_TENSOR_HEADER = 400  # bytes of a safetensors header per tensor
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What one checkpoint holds.
+    """The content of one checkpoint.
 
-    `state` keeps the plain facts: step, best validation, corpus key, seconds of training.
+    Attributes:
+        folder: the checkpoint's directory.
+        config: resolved.
+        tokenizer: of the training text.
+        state: progress and environment.
+        model: the weights to evaluate: the moving average where `train.ema` is set.
+        optimizer: its state, and `raw.*`, the weights to train on; empty if it was not read.
     """
 
     folder: Path
     config: Config
     tokenizer: CharTokenizer
-    state: dict[str, Any]
+    state: RunState
     model: dict[str, Tensor]
-    optimizer: dict[str, Tensor]  # empty where it was not asked for
+    optimizer: dict[str, Tensor]
 
     @property
     def raw_model(self) -> dict[str, Tensor]:
-        """The weights that training goes on from; with a moving average they stand apart."""
+        """The weights to train on, without the moving average."""
         raw = {n[4:]: t for n, t in self.optimizer.items() if n.startswith("raw.")}
         return raw or self.model
 
 
-def read_checkpoint(folder: Path, *, optimizer: bool = True) -> Checkpoint:
-    """Return what one checkpoint holds, after checking all of it.
+def step_of(folder: Path) -> int:
+    """Return the step in a checkpoint folder's name."""
+    return int(folder.name.removeprefix("step-"))
 
-    The small files come first: they say how large the others can be.
+
+def list_checkpoints(parent: Path) -> list[Path]:
+    """Return the committed checkpoint folders, oldest first."""
+    return sorted(commit.committed(parent, NAME), key=step_of)
+
+
+def unfinished_checkpoints(parent: Path) -> list[Path]:
+    """Return what saves or deletions that a crash interrupted have left."""
+    return sorted(parent.glob("step-*.tmp"))
+
+
+def write_checkpoint(parent: Path, step: int, files: Mapping[str, Chunks]) -> Path:
+    """Commit a checkpoint and return its folder `step-NNNNNNNN`.
 
     Raises:
-        ChargptError: something in it is missing, damaged, or at odds with the rest.
+        OSError: a write failed; no part of the checkpoint is left.
     """
-    texts = commit.read(folder, dict.fromkeys((CONFIG, TOKENIZER, STATE), MAX_TEXT_BYTES))
+    for path in unfinished_checkpoints(parent):
+        shutil.rmtree(path, ignore_errors=True)
+    folder = parent / f"step-{step:08d}"
+    commit.commit(folder, files, {"step": step})
+    return folder
+
+
+def prune_checkpoints(parent: Path, keep: Iterable[Path], keep_last: int, newest: Path) -> None:
+    """Delete old checkpoints except the last `keep_last` up to `newest`, and those in `keep`.
+
+    Checkpoints after `newest` were skipped as damaged; they are left for the user.
+    """
+    names = {path.name for path in keep}
+    older = [path for path in list_checkpoints(parent) if step_of(path) <= step_of(newest)]
+    for folder in older[:-keep_last]:
+        if folder.name not in names:
+            commit.discard(folder)
+
+
+def read_checkpoint(folder: Path, *, optimizer: bool = True) -> Checkpoint:
+    """Return a checkpoint's content, all of it checked.
+
+    The config is read first: it bounds the size of the tensor files.
+
+    Args:
+        folder: the checkpoint's directory.
+        optimizer: whether to read the optimizer state, which only training needs.
+
+    Raises:
+        ChargptError: a file is missing, damaged, or inconsistent with the others.
+    """
+    facts = {"step": step_of(folder)}
+    texts = commit.read(folder, dict.fromkeys((CONFIG, TOKENIZER, STATE), MAX_TEXT_BYTES), facts)
     try:
         tree, lines = parse_yaml(texts[CONFIG].decode(), str(folder / CONFIG))
         tokenizer = CharTokenizer.from_json(texts[TOKENIZER].decode(), str(folder / TOKENIZER))
     except UnicodeDecodeError as error:
-        raise RunError(f"{folder} does not hold a checkpoint ({error}); use another") from None
+        raise RunError(f"{folder} is not a checkpoint ({error}); use another") from None
     config = validate(tree, str(folder / CONFIG), lines)
-    weights = 4 * count_parameters(config.model, tokenizer.vocab_size)
-    header = MAX_TENSOR_HEADER * (12 * config.model.n_layer + 8)
-    most = {MODEL: weights + header}
+    state = _read_state(folder, texts[STATE])
+    weight_bytes = 4 * count_parameters(config.model, tokenizer.vocab_size)
+    header_bytes = MAX_TENSOR_HEADER * (12 * config.model.n_layer + 8)
+    max_bytes = {MODEL: weight_bytes + header_bytes}
     if optimizer:
-        most[OPTIMIZER] = OPTIMIZER_COPIES * (weights + header)
-    # the files' bytes, and their tensors beside them
-    wanted = 2 * sum(most.values()) + rotary_bytes(config.model)
+        max_bytes[OPTIMIZER] = MAX_OPTIMIZER_COPIES * (weight_bytes + header_bytes)
+    # each file's bytes are in memory together with its tensors
+    wanted = 2 * sum(max_bytes.values()) + rotary_bytes(config.model)
     require_memory(wanted, f"the checkpoint {folder}")
-    tensors = commit.read(folder, most)
-    return Checkpoint(
-        folder,
-        config,
-        tokenizer,
-        _checked_state(folder, texts[STATE]),
-        deserialize(folder / MODEL, tensors[MODEL]),
-        deserialize(folder / OPTIMIZER, tensors[OPTIMIZER]) if optimizer else {},
-    )
-
-
-def _checked_state(folder: Path, content: bytes) -> dict[str, Any]:
-    """Return the facts of `state.json`.
-
-    Raises:
-        RunError: they are not such facts, or another step's.
-    """
-    try:
-        state = json.loads(content)
-    except (ValueError, RecursionError):
-        state = None
-    kinds: dict[str, Any] = {
-        "seconds": int | float,
-        "best_step": int | None,
-        "best_nats_per_char": int | float | None,
-        "evaluations_since_best": int,
-        "rollbacks": int,
-        "threads": int,
-        "corpus": str,
-        "text": str,
+    tensors = {
+        name: deserialize(folder / name, content)
+        for name, content in commit.read(folder, max_bytes, facts).items()
     }
-    if (
-        not isinstance(state, dict)
-        or state.get("step") != commit.step_of(folder)
-        or not all(isinstance(state[key], kinds[key]) for key in kinds.keys() & state.keys())
-        or any(isinstance(v, int | float) and not abs(v) < 1e18 for v in state.values())
-    ):
-        raise RunError(f"{folder / STATE} is not the state of that step; use another checkpoint")
+    return Checkpoint(folder, config, tokenizer, state, tensors[MODEL], tensors.get(OPTIMIZER, {}))
+
+
+def _read_state(folder: Path, content: bytes) -> RunState:
+    try:
+        state = RunState.from_json(content)
+        if state.step != step_of(folder):
+            raise ValueError("it is of another step")
+    except ValueError as error:
+        raise RunError(f"{folder / STATE} is malformed ({error}); use another checkpoint") from None
     return state

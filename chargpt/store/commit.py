@@ -1,95 +1,65 @@
-"""The commit protocol: a checkpoint is there whole, or not at all.
+"""Atomic directories: a reader finds a directory complete, or not at all.
 
-It is written into `step-N.tmp/`, each file flushed to disk, the manifest (size and sha256 of all
-the others) last; the folder is flushed and renamed, its parent flushed; then the pointer file is
-replaced. Old checkpoints go only after that. A reader believes nothing without its manifest, and
-reads nothing that is larger than it can be.
+A directory is written as `NAME.tmp`: every file is flushed to disk, the manifest (size and SHA-256
+of each file) last. Then it is flushed and renamed to `NAME`, and its parent is flushed. Pointer
+files (`latest.json`) name one directory and the SHA-256 of its manifest. Readers check every byte
+against the manifest, and read no file that is larger than they expect.
 """
 
 import hashlib
-import json
 import os
 import re
 import shutil
-import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from chargpt.errors import RunError
-from chargpt.files import Chunks, sync_directory, write_atomically, write_synced
+from chargpt.files import (
+    Chunks,
+    read_json,
+    read_regular,
+    sync_directory,
+    to_json,
+    write_atomically,
+    write_synced,
+)
 
 MANIFEST = "manifest.json"
 MAX_JSON_BYTES = 64_000_000
-NAME = re.compile(r"step-[0-9]{8,18}")
 
 
-def to_json(value: object) -> bytes:
-    """Return readable JSON with keys in a fixed order."""
-    return (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+def commit(folder: Path, files: Mapping[str, Chunks], facts: Mapping[str, object]) -> None:
+    """Write a directory atomically; if that fails, remove all of it.
 
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON object from a file.
-
-    Raises:
-        RunError: the file is missing, not a plain file, too large, or not a JSON object.
-    """
-    try:
-        facts = path.lstat()
-        if not stat.S_ISREG(facts.st_mode):
-            raise RunError(f"{path} is not a plain file, as all of a run are; restore it")
-        if facts.st_size > MAX_JSON_BYTES:
-            raise RunError(f"{path} is far too large for what it should be; restore it")
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise RunError(f"{path} is missing; restore it or use another checkpoint") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise RunError(f"{path} cannot be read ({error}); restore it") from None
-    if not isinstance(value, dict):
-        raise RunError(f"{path} is not a JSON object; restore it")
-    return value
-
-
-def folder_name(step: int) -> str:
-    """Return the folder's name for a step: `step-00001000`."""
-    return f"step-{step:08d}"
-
-
-def step_of(folder: Path) -> int:
-    """Return the step that a checkpoint's folder is named after."""
-    return int(folder.name.removeprefix("step-"))
-
-
-def commit(parent: Path, step: int, files: Mapping[str, Chunks]) -> Path:
-    """Write one checkpoint under `parent` and return its folder; if that fails, leave no part.
+    Args:
+        folder: the directory to make. One of that name is replaced.
+        files: content by file name.
+        facts: further entries of the manifest, which `read` compares.
 
     Raises:
-        OSError: the disk refused.
+        OSError: a write failed.
     """
-    clear_unfinished(parent)
-    final = parent / folder_name(step)
-    temporary = parent / f"{final.name}.tmp"
+    temporary = folder.with_name(f"{folder.name}.tmp")
     try:
         temporary.mkdir(parents=True)
-        with ThreadPoolExecutor(len(files)) as beside:  # summing takes longer than writing
-            sums = {name: beside.submit(_sha256, chunks) for name, chunks in files.items()}
+        with ThreadPoolExecutor(len(files)) as pool:  # hashing takes longer than writing
+            digests = {name: pool.submit(_sha256, chunks) for name, chunks in files.items()}
             for name, chunks in files.items():
                 write_synced(temporary / name, chunks)
         manifest = {
-            name: {"size": sum(map(len, chunks)), "sha256": sums[name].result()}
+            name: {"size": sum(map(len, chunks)), "sha256": digests[name].result()}
             for name, chunks in files.items()
         }
-        write_synced(temporary / MANIFEST, [to_json({"step": step, "files": manifest})])
+        write_synced(temporary / MANIFEST, [to_json({**facts, "files": manifest})])
         sync_directory(temporary)
-        discard(final)  # a run that went on from an older checkpoint has come here again
-        os.rename(temporary, final)
+        discard(folder)
+        os.rename(temporary, folder)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    sync_directory(parent)
-    return final
+    sync_directory(folder.parent)
 
 
 def _sha256(chunks: Chunks) -> str:
@@ -100,130 +70,126 @@ def _sha256(chunks: Chunks) -> str:
 
 
 def discard(folder: Path) -> None:
-    """Delete a checkpoint so that, whenever the process dies, no part of it passes for one."""
+    """Delete a directory, renamed first so that no part of it can be taken for a complete one."""
     if folder.exists():
-        going = folder.with_name(f"{folder.name}.old.tmp")
-        os.rename(folder, going)
-        shutil.rmtree(going, ignore_errors=True)
+        temporary = folder.with_name(f"{folder.name}.old.tmp")
+        os.rename(folder, temporary)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
-def clear_unfinished(parent: Path) -> None:
-    """Delete what a process that died in the middle of a save, or of a deletion, has left."""
-    for left in parent.glob("step-*.tmp"):
-        shutil.rmtree(left, ignore_errors=True)
+def committed(parent: Path, name: re.Pattern[str]) -> list[Path]:
+    """Return the committed directories whose name matches, in no order."""
+    return [p for p in parent.glob("*") if name.fullmatch(p.name) and (p / MANIFEST).is_file()]
 
 
 def write_pointer(parent: Path, pointer: str, folder: Path) -> None:
-    """Make `latest.json` or `best.json` name a checkpoint by its folder and manifest's sha256."""
-    digest = hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
-    content = {"checkpoint": folder.name, "manifest_sha256": digest}
+    """Make the pointer file `pointer`.json name a directory and its manifest's SHA-256."""
+    content = {"checkpoint": folder.name, "manifest_sha256": _manifest_sha256(folder)}
     write_atomically(parent / f"{pointer}.json", to_json(content))
 
 
-def read_pointer(parent: Path, pointer: str) -> tuple[Path, str]:
-    """Return the checkpoint folder that a pointer names, and its manifest's sha256.
+def read_pointer(parent: Path, pointer: str, name: re.Pattern[str]) -> tuple[Path, str]:
+    """Return the directory that a pointer names, and its manifest's SHA-256.
+
+    Args:
+        parent: of the directories and the pointer.
+        pointer: `latest` or `best`.
+        name: what a directory's name must match.
 
     Raises:
         RunError: the pointer is missing or malformed.
     """
-    content = read_json(parent / f"{pointer}.json")
-    name, digest = str(content.get("checkpoint")), str(content.get("manifest_sha256"))
-    if not NAME.fullmatch(name):
-        raise RunError(f"{parent / pointer}.json names no checkpoint; delete it")
-    return parent / name, digest
+    path = parent / f"{pointer}.json"
+    content = _read_json(path)
+    target, digest = str(content.get("checkpoint")), str(content.get("manifest_sha256"))
+    if not name.fullmatch(target):
+        raise RunError(f"{path} names no checkpoint; delete it")
+    return parent / target, digest
 
 
-def resolve_pointer(parent: Path, pointer: str) -> Path:
-    """Return the checkpoint folder that a pointer names, after checking its manifest's sum.
+def resolve_pointer(parent: Path, pointer: str, name: re.Pattern[str]) -> Path:
+    """Return the directory that a pointer names, after checking its manifest's SHA-256.
 
     Raises:
-        RunError: the pointer is missing or does not agree with the folder.
+        RunError: the pointer is missing, malformed, or does not match the directory.
     """
-    folder, digest = read_pointer(parent, pointer)
-    _listed(folder)
-    found = hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
-    if found != digest:
+    folder, digest = read_pointer(parent, pointer, name)
+    _read_manifest(folder)
+    if _manifest_sha256(folder) != digest:
         raise RunError(f"{folder} is not the checkpoint that {pointer}.json names; use another")
     return folder
 
 
-def _listed(folder: Path) -> dict[str, tuple[int, str]]:
-    """Return size and sha256 of each file that a checkpoint's manifest lists.
+def _manifest_sha256(folder: Path) -> str:
+    return _sha256([(folder / MANIFEST).read_bytes()])
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return read_json(path, MAX_JSON_BYTES)
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: Exception) -> RunError:
+    cause = error.strerror if isinstance(error, OSError) else error
+    return RunError(f"{path} cannot be read ({cause}); restore it or use another checkpoint")
+
+
+def _read_manifest(
+    folder: Path, facts: Mapping[str, object] | None = None
+) -> dict[str, tuple[int, str]]:
+    """Return the size and SHA-256 of each file that a manifest lists.
 
     Raises:
-        RunError: the folder or its manifest is missing, malformed, or of another step.
+        RunError: the directory or its manifest is missing, malformed, or has other facts.
     """
     if folder.is_symlink():
         raise RunError(f"{folder} is a symbolic link, not a checkpoint; restore it")
-    content = read_json(folder / MANIFEST)
-    if content.get("step") != step_of(folder):
-        raise RunError(f"{folder / MANIFEST} is another step's; use another checkpoint")
+    path = folder / MANIFEST
+    content = _read_json(path)
+    if any(content.get(key) != value for key, value in (facts or {}).items()):
+        raise RunError(f"{path} belongs to another checkpoint; use another")
     files = content.get("files")
     if not isinstance(files, dict):
-        raise RunError(f"{folder / MANIFEST} lists no files; use another checkpoint")
+        raise RunError(f"{path} lists no files; use another checkpoint")
     listed = {}
-    for name, facts in files.items():
-        facts = facts if isinstance(facts, dict) else {}
-        size, digest = facts.get("size"), facts.get("sha256")
+    for name, entry in files.items():
+        entry = entry if isinstance(entry, dict) else {}
+        size, digest = entry.get("size"), entry.get("sha256")
         if name != Path(name).name or not isinstance(size, int) or not isinstance(digest, str):
-            raise RunError(f"{folder / MANIFEST} is malformed at {name!r:.80}; use another")
+            raise RunError(f"{path} is malformed at {name!r:.80}; use another checkpoint")
         listed[name] = (size, digest)
     return listed
 
 
-def read(folder: Path, most: Mapping[str, int]) -> dict[str, bytes]:
-    """Return some of a checkpoint's files, every byte checked against the manifest.
+def read(
+    folder: Path, max_bytes: Mapping[str, int], facts: Mapping[str, object] | None = None
+) -> dict[str, bytes]:
+    """Return files of a committed directory, every byte checked against the manifest.
 
     Args:
-        folder: of the checkpoint.
-        most: the files wanted, and how many bytes each can have at most.
+        folder: committed.
+        max_bytes: the files to read, and the largest size accepted for each.
+        facts: further entries that the manifest must have.
 
     Raises:
-        RunError: a file is missing, too large, changed, or not a plain file.
+        RunError: a file is missing, too large, changed, or not a regular file.
     """
-    listed = _listed(folder)
+    listed = _read_manifest(folder, facts)
     files = {}
-    for name, limit in most.items():
+    for name, limit in max_bytes.items():
         path = folder / name
         if name not in listed:
             raise RunError(f"{folder} lacks {name}; use another checkpoint")
         size, digest = listed[name]
         try:
-            facts = path.lstat()
-            if not stat.S_ISREG(facts.st_mode):
-                raise RunError(f"{path} is not a plain file, as all of a run are; use another")
-            if facts.st_size != size:
-                raise RunError(f"{path} is not of the size it was saved with; use another")
-            if size > limit:
-                raise RunError(f"{path} is larger than what its config says; use another")
-            content = path.read_bytes()
-        except OSError as error:
-            raise RunError(
-                f"{path} cannot be read ({error.strerror}); use another checkpoint"
-            ) from None
-        if hashlib.sha256(content).hexdigest() != digest:
+            content = read_regular(path, limit)
+        except (OSError, ValueError) as error:
+            raise _unreadable(path, error) from None
+        if len(content) != size:
+            raise RunError(f"{path} is not of the size it was saved with; use another checkpoint")
+        if _sha256([content]) != digest:
             raise RunError(f"{path} has changed since it was saved; use another checkpoint")
         files[name] = content
     return files
-
-
-def committed(parent: Path) -> list[Path]:
-    """Return the committed checkpoint folders, oldest first."""
-    found = [
-        path
-        for path in parent.glob("step-*")
-        if NAME.fullmatch(path.name) and (path / MANIFEST).is_file()
-    ]
-    return sorted(found, key=step_of)
-
-
-def prune(parent: Path, keep: Iterable[Path], keep_last: int, newest: Path) -> None:
-    """Delete old checkpoints, but for the last `keep_last` up to `newest` and those in `keep`.
-
-    What is newer than `newest` was passed over as damaged, and is not ours to delete.
-    """
-    kept = {path.name for path in keep}
-    older = [path for path in committed(parent) if step_of(path) <= step_of(newest)]
-    for folder in older[:-keep_last]:
-        if folder.name not in kept:
-            discard(folder)

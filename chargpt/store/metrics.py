@@ -1,37 +1,36 @@
-"""`metrics.jsonl`: one JSON object a line, each with its `step`; all but a `sample` is numbers."""
+"""The metrics log `metrics.jsonl`: one JSON object per line, of numbers and sampled text."""
 
 import json
-import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from chargpt.errors import RunError
-from chargpt.files import write_atomically
+from chargpt.files import read_regular, write_atomically
 
 VALIDATION = "val_nats_per_char"
-MAX_METRICS_BYTES = 2_000_000_000  # a hundred bytes a step
+MAX_METRICS_BYTES = 2_000_000_000  # about 100 bytes per step
 
 
 def validation_curve(records: Iterable[Mapping[str, Any]]) -> list[tuple[int, float]]:
-    """Return (step, validation loss in nats) of the records that have one."""
+    """Return (step, validation loss in nats per character) of the records that have one."""
     return [(record["step"], record[VALIDATION]) for record in records if VALIDATION in record]
 
 
 class MetricsLog:
-    """What a run records as it goes."""
+    """An append-only log of training metrics, one record per line, each with its `step`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._unwritten: list[str] = []  # lines that the disk has refused so far
+        self._unwritten: list[str] = []  # lines whose write failed
 
     def append(self, record: Mapping[str, object]) -> None:
-        """Add one line; lines that the disk refuses are kept for the next time.
+        """Append one line, after any lines whose earlier write failed.
 
         Raises:
-            OSError: the disk refused.
+            OSError: the write failed; the line is kept for the next call.
         """
-        # a line that was refused may stand there in part: it ends here
+        # a failed write may have left part of a line: end it
         fresh = "" if not self._unwritten else "\n"
         self._unwritten.append(json.dumps(record) + "\n")
         with open(self.path, "a", encoding="utf-8") as file:
@@ -39,20 +38,19 @@ class MetricsLog:
         self._unwritten.clear()
 
     def records(self) -> list[dict[str, Any]]:
-        """Return the recorded lines in order, skipping any that a crash cut short.
+        """Return the records in order, without malformed lines (a crash may cut the last short).
 
         Raises:
-            RunError: the file is not a plain one, or far too large.
+            RunError: the file is not a regular file, or too large.
         """
         try:
-            facts = self.path.lstat()
-            if not stat.S_ISREG(facts.st_mode) or facts.st_size > MAX_METRICS_BYTES:
-                raise RunError(f"{self.path} is not what a run writes; restore or delete it")
-            lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines()
+            content = read_regular(self.path, MAX_METRICS_BYTES)
         except OSError:
             return []
+        except ValueError as error:
+            raise RunError(f"{self.path} cannot be read ({error}); restore or delete it") from None
         records = []
-        for line in lines:
+        for line in content.decode(errors="replace").splitlines():
             try:
                 record = json.loads(line)
             except (ValueError, RecursionError):
@@ -69,11 +67,11 @@ class MetricsLog:
         return records
 
     def truncate_after(self, step: int) -> None:
-        """Drop lines of steps that a resumed run will do again.
+        """Drop the records of later steps, which a resumed run repeats.
 
         Raises:
-            OSError: the disk refused.
-            RunError: the file is not a plain one, or far too large.
+            OSError: the write failed.
+            RunError: the file is not a regular file, or too large.
         """
         self._unwritten.clear()
         kept = [record for record in self.records() if record["step"] <= step]

@@ -1,7 +1,6 @@
 """What a step has to tell, and how far a run is."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -9,6 +8,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from chargpt.inference.evaluation import Evaluation
+from chargpt.store.state import RunState
 
 
 @dataclass
@@ -40,16 +40,16 @@ class Progress:
     pending: list[tuple[int, float, Tensor, Tensor]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> Self:
+    def of(cls, state: RunState) -> Self:
         """Return the progress that a checkpoint's state tells of. What stopped early may go on."""
-        best = state.get("best_nats_per_char")
+        best = state.best_nats_per_char
         return cls(
-            step=int(state["step"]),
-            seconds=float(state.get("seconds", 0)),
-            best_step=state.get("best_step"),
+            step=state.step,
+            seconds=float(state.seconds),
+            best_step=state.best_step,
             best_loss=math.inf if best is None else float(best),
-            evaluations_since_best=int(state.get("evaluations_since_best", 0)),
-            rollbacks=int(state.get("rollbacks", 0)),
+            evaluations_since_best=state.evaluations_since_best,
+            rollbacks=state.rollbacks,
         )
 
     def facts(self) -> dict[str, Any]:

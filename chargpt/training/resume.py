@@ -6,7 +6,7 @@ from chargpt.config import Config
 from chargpt.device import choose_device
 from chargpt.errors import ConfigError, FinishedError
 from chargpt.store.checkpoint import Checkpoint
-from chargpt.store.run import RunFolder
+from chargpt.store.folder import RunFolder
 
 RATES = ("optim.lr", "optim.matrix_lr")
 MAY_CHANGE = (
@@ -40,25 +40,25 @@ def resume(
     config = saved.config.with_values(changes)
     if config.optim != saved.config.optim:
         notes.append(
-            f"the learning rates change at step {saved.state['step']:,}: from here on the run is "
+            f"the learning rates change at step {saved.state.step:,}: from here on the run is "
             "not what its config alone would give"
         )
     device, _ = choose_device("auto")
     if config.device.split(":")[0] not in ("cpu", device.type) and "device" not in changes:
         notes.append(f"{config.device} is not here, so the run goes on on {device.type}")
         config = config.with_values({"device": device.type, "dtype": "auto"})
-    threads = saved.state.get("threads")
+    threads = saved.state.threads
     if threads != torch.get_num_threads() and config.device == "cpu":
         notes.append(
             f"{threads} threads before, {torch.get_num_threads()} now: results may differ in the "
             f"last digits (set OMP_NUM_THREADS={threads} for the same bits)"
         )
-    if saved.state.get("stopped_early") and "train.patience" not in changes:
+    if saved.state.stopped_early and "train.patience" not in changes:
         raise FinishedError(
-            f"{run.path} stopped early at step {saved.state['step']}, as its validation loss no "
+            f"{run.path} stopped early at step {saved.state.step}, as its validation loss no "
             "longer fell; let it go on with -s train.patience=null"
         )
-    if int(saved.state["step"]) >= config.train.max_steps:
+    if saved.state.step >= config.train.max_steps:
         raise FinishedError(
             f"{run.path} has done all its {config.train.max_steps} steps; "
             "give it more with -s train.max_steps=N"
@@ -70,6 +70,6 @@ def _holds(saved: Checkpoint, key: str, value: object, again: bool) -> bool:
     """Return whether a setting is what the run has already, or has made of it."""
     if again and value == "auto":
         return True  # what was found then is in the run's config
-    if again and key in RATES and saved.state.get("rollbacks"):
+    if again and key in RATES and saved.state.rollbacks:
         return True
     return saved.config.with_values({key: value}) == saved.config

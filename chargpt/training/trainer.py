@@ -9,7 +9,6 @@ import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -27,8 +26,9 @@ from chargpt.errors import DivergedError
 from chargpt.inference.evaluation import Evaluation, evaluate_tokens
 from chargpt.inference.sampling import stream
 from chargpt.store.checkpoint import Checkpoint
+from chargpt.store.folder import TENSORBOARD, RunFolder
 from chargpt.store.metrics import VALIDATION
-from chargpt.store.run import TENSORBOARD, RunFolder
+from chargpt.store.state import RunState
 from chargpt.text.corpus import Corpus, Split
 from chargpt.training.estimate import memory_bytes
 from chargpt.training.learner import Learner, micro_batch_size
@@ -331,18 +331,18 @@ class Trainer:
         kept = (tensor for part in self.learner.tensors() for tensor in part.values())
         return sum(tensor.numel() * tensor.element_size() for tensor in kept)
 
-    def state(self) -> dict[str, Any]:
-        """Return the plain facts that a checkpoint keeps."""
-        return {
+    def state(self) -> RunState:
+        """Return the state that a checkpoint saves."""
+        return RunState(
             **self.progress.facts(),
-            "corpus": self.corpus.key,
-            "text": self.corpus.name,
-            "threads": torch.get_num_threads(),
-            "world_size": self.group.size,
-            "torch": str(torch.__version__),
-        }
+            corpus=self.corpus.key,
+            text=self.corpus.name,
+            threads=torch.get_num_threads(),
+            world_size=self.group.size,
+            torch=str(torch.__version__),
+        )
 
-    def _restore_progress(self, state: dict[str, Any]) -> None:
+    def _restore_progress(self, state: RunState) -> None:
         self.progress = Progress.of(state)
         self.saved_step = self.progress.step
         if self.folder is not None:

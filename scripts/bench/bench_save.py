@@ -21,7 +21,7 @@ from record import facts, write_record
 from safetensors.torch import save_file
 
 from chargpt.config import load_config
-from chargpt.store.run import RunFolder
+from chargpt.store.folder import RunFolder
 from chargpt.text.corpus import load_corpus
 from chargpt.training.trainer import Trainer
 

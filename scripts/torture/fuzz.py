@@ -111,7 +111,7 @@ def fuzz(target: str, work: Path) -> None:
     import atheris
 
     with atheris.instrument_imports(include=["chargpt", "yaml"]):
-        import chargpt.store.run
+        import chargpt.store.folder
         import chargpt.text.tokenizer
         import chargpt.yaml_reader  # noqa: F401
     readers: dict[str, Callable[[Path], Callable[[bytes], None]]] = {
@@ -164,8 +164,8 @@ def checkpoint_reader(work: Path) -> Callable[[bytes], None]:
     The unchanged config is parsed once for speed; configs have their own target.
     """
     import chargpt.store.checkpoint as store
-    from chargpt.store.run import RunFolder
-    from chargpt.store.verify import require_whole
+    from chargpt.store.folder import RunFolder
+    from chargpt.store.verify import require_intact
 
     golden = sorted((REPOSITORY / "tests" / "golden").iterdir())[-1] / "run" / "checkpoints"
     (source,) = golden.glob("step-*")
@@ -194,7 +194,7 @@ def checkpoint_reader(work: Path) -> Callable[[bytes], None]:
             (folder / "manifest.json").write_text(json.dumps({**manifest, "files": listed}))
         try:
             saved, _ = RunFolder(run).load(str(manifest["step"]))
-            require_whole(saved)
+            require_intact(saved)
         finally:
             for changed_name in {name, "manifest.json"}:
                 (folder / changed_name).write_bytes(original[changed_name])

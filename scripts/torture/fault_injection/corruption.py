@@ -17,8 +17,9 @@ from safetensors.torch import load_file
 
 from chargpt.errors import ChargptError
 from chargpt.store.checkpoint import Checkpoint
-from chargpt.store.run import RunFolder, load_run
-from chargpt.store.verify import require_whole, verify
+from chargpt.store.folder import RunFolder
+from chargpt.store.run import load_run
+from chargpt.store.verify import require_intact, verify
 from chargpt.text.tokenizer import CharTokenizer
 from fault_injection.processes import run_forked
 from fault_injection.tiny_run import REPOSITORY, empty_folder, train_arguments
@@ -82,7 +83,7 @@ def corrupt_checkpoint(work: Path, index: int, random: Random) -> str | None:
         what = _write_hostile_content(random, folder, run, work)
     try:
         saved, skipped = RunFolder(run).load("latest")
-        require_whole(saved)
+        require_intact(saved)
         require_same(saved, RunFolder(intact).load("latest")[0])
         wrong = None if skipped else f"{what}: read without a warning"
     except ChargptError:

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from random import Random
 
-from chargpt.store import commit
+from chargpt.store.checkpoint import list_checkpoints
 from fault_injection.processes import Fault, run_forked
 from fault_injection.tiny_run import (
     RESUME,
@@ -74,7 +74,7 @@ def disk_full(work: Path, index: int, random: Random) -> str | None:
             return wrong
         ballast.unlink()
         if result.code == 1:
-            arguments = RESUME if commit.committed(folder / "R/checkpoints") else train_arguments()
+            arguments = RESUME if list_checkpoints(folder / "R/checkpoints") else train_arguments()
             result = run_forked(arguments, folder)
         if result.code != 0 or checkpoint_digests(folder / "R") != expected:
             return f"with free space again: exit {result.code}: {result.err[-500:]}"

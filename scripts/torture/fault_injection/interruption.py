@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from random import Random
 
-from chargpt.store import commit
+from chargpt.store.checkpoint import list_checkpoints
 from fault_injection.processes import Fault, run_forked
 from fault_injection.tiny_run import (
     RESUME,
@@ -39,7 +39,7 @@ def sigkill(work: Path, index: int, random: Random) -> str | None:
             if checkpoint_digests(run) != expected:
                 return "the run differs from the uninterrupted one"
             empty_folder(folder)
-        has_checkpoint = bool(commit.committed(run / "checkpoints"))
+        has_checkpoint = bool(list_checkpoints(run / "checkpoints"))
         arguments = RESUME if has_checkpoint else train_arguments()
         if index % 2:  # only saves touch `checkpoints`: 87 operations each
             fault = Fault(run / "checkpoints", random.randint(1, 87 * 6))
@@ -65,7 +65,7 @@ def sigkill(work: Path, index: int, random: Random) -> str | None:
     if wrong := check_saves(run, saves):
         return wrong
     if index % KILLS_PER_RUN == KILLS_PER_RUN - 1 and not is_finished(run):
-        arguments = RESUME if commit.committed(run / "checkpoints") else train_arguments()
+        arguments = RESUME if list_checkpoints(run / "checkpoints") else train_arguments()
         result = run_forked(arguments, folder)
         if result.code != 0:
             return f"resuming failed: {result.err[-300:]}"
@@ -107,8 +107,8 @@ def send_signal(work: Path, index: int, random: Random) -> str | None:
     run = folder / "R"
     if wrong := check_saves(run, folder / "saves"):
         return f"{name}: {wrong}"
-    if "and saved; go on with" in result.err or not commit.committed(run / "checkpoints"):
-        arguments = RESUME if commit.committed(run / "checkpoints") else train_arguments()
+    if "and saved; go on with" in result.err or not list_checkpoints(run / "checkpoints"):
+        arguments = RESUME if list_checkpoints(run / "checkpoints") else train_arguments()
         result = run_forked(arguments, folder)
         if result.code != 0:
             return f"{name}: resuming failed: {result.err[-500:]}"

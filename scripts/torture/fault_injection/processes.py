@@ -21,7 +21,7 @@ from typing import Any
 
 import chargpt.cli.main as command_line
 import chargpt.training.trainer  # noqa: F401  imported once, before forking
-from chargpt.store.run import RunFolder
+from chargpt.store.folder import RunFolder
 
 WRITES = ("open", "write", "fsync", "rename", "replace", "mkdir")
 DELETES = ("unlink", "rmdir")

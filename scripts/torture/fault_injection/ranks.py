@@ -15,7 +15,8 @@ from pathlib import Path
 from random import Random
 
 from chargpt.store import commit
-from chargpt.store.run import RunFolder
+from chargpt.store.checkpoint import list_checkpoints, step_of
+from chargpt.store.folder import RunFolder
 from fault_injection.processes import ProcessResult, run_ranks
 from fault_injection.tiny_run import (
     REPOSITORY,
@@ -174,8 +175,8 @@ def resume_ranks(work: Path, index: int, _: Random) -> str | None:
     folder = empty_folder(work / "resumed")
     run = folder / "R"
     shutil.copytree(whole, run)
-    for path in commit.committed(run / "checkpoints"):
-        if commit.step_of(path) > step:
+    for path in list_checkpoints(run / "checkpoints"):
+        if step_of(path) > step:
             shutil.rmtree(path)
     commit.write_pointer(run / "checkpoints", "latest", run / "checkpoints" / f"step-{step:08}")
     result = run_ranks(RESUME, folder)

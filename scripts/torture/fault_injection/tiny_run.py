@@ -8,7 +8,8 @@ from pathlib import Path
 
 from chargpt.errors import ChargptError
 from chargpt.store import commit
-from chargpt.store.run import RunFolder
+from chargpt.store.checkpoint import NAME
+from chargpt.store.folder import RunFolder
 from fault_injection.processes import ProcessResult, run_forked
 
 REPOSITORY = Path(__file__).parents[3]
@@ -53,7 +54,7 @@ def empty_folder(folder: Path) -> Path:
 
 def checkpoint_digests(run: Path) -> list[str]:
     """Return the sha256 of the weights and of the optimizer in the latest checkpoint."""
-    folder = commit.resolve_pointer(run / "checkpoints", "latest")
+    folder = commit.resolve_pointer(run / "checkpoints", "latest", NAME)
     names = ("model.safetensors", "optimizer.safetensors")
     return [hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names]
 
@@ -70,7 +71,8 @@ def uninterrupted_run(work: Path) -> tuple[list[str], float]:
 def is_finished(run: Path) -> bool:
     """Return whether the run's last step is saved."""
     with contextlib.suppress(ChargptError):
-        return commit.resolve_pointer(run / "checkpoints", "latest").name.endswith(f"{STEPS:08}")
+        latest = commit.resolve_pointer(run / "checkpoints", "latest", NAME)
+        return latest.name.endswith(f"{STEPS:08}")
     return False
 
 
@@ -97,6 +99,6 @@ def check_saves(run: Path, save_log: Path) -> str | None:
         saved, skipped = RunFolder(run).load("latest")
     except ChargptError as error:
         return f"step {lines[-1]} was saved, but the run cannot be read: {error}"
-    if saved.state["step"] < int(lines[-1]):
-        return f"step {lines[-1]} was saved, but the latest is {saved.state['step']}"
+    if saved.state.step < int(lines[-1]):
+        return f"step {lines[-1]} was saved, but the latest is {saved.state.step}"
     return f"saved checkpoints are corrupted: {skipped}" if skipped else None

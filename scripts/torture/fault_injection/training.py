@@ -9,7 +9,7 @@ import torch
 
 from chargpt.config import Config
 from chargpt.errors import DivergedError
-from chargpt.store.run import RunFolder
+from chargpt.store.folder import RunFolder
 from chargpt.text.corpus import Corpus, load_corpus
 from chargpt.training.trainer import Trainer
 from fault_injection.tiny_run import SAVE_EVERY, TINY, empty_folder
@@ -80,7 +80,7 @@ def resume_at(work: Path, index: int, _: Random) -> str | None:
     if lines[0] != lines[1]:
         return f"{SETTINGS[kind]} from step {step}: the metrics differ"
     facts = ("best_step", "best_nats_per_char", "evaluations_since_best", "stopped_early")
-    if any(ours.state[fact] != theirs.state[fact] for fact in facts):
+    if any(getattr(ours.state, fact) != getattr(theirs.state, fact) for fact in facts):
         return f"{SETTINGS[kind]} from step {step}: the state differs"
     return None
 
@@ -112,7 +112,7 @@ def non_finite(work: Path, index: int, random: Random) -> str | None:
         if changed and target != "weight":
             wrong = "the update was applied"
         saved, skipped = run.load("latest")
-        if skipped or saved.state["step"] != saved_before:
+        if skipped or saved.state.step != saved_before:
             wrong = f"the last checkpoint changed: {skipped}"
         if f"step {step + 1} " not in str(error) or "--resume" not in str(error):
             wrong = f"the message is {error}"
