@@ -279,7 +279,7 @@ def _log_saves(path: Path) -> None:
 
     def save(self: RunFolder, **contents: Any) -> Path:
         folder = real(self, **contents)
-        os.write(descriptor, f"{contents['state']['step']}\n".encode())
+        os.write(descriptor, f"{contents['state'].step}\n".encode())
         return folder
 
     RunFolder.save = save  # type: ignore[method-assign]
