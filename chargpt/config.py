@@ -30,7 +30,7 @@ from chargpt.errors import ConfigError
 from chargpt.yaml_reader import MAX_YAML_BYTES, dump_yaml, parse_yaml
 
 MAX_PROBLEMS = 20
-NORM_EPS = 1e-6  # of every RMSNorm; no setting, but whoever computes a GPT needs it
+NORM_EPS = 1e-6  # of every RMSNorm; a constant, not a setting
 
 
 class Section(BaseModel):
@@ -52,12 +52,12 @@ class Section(BaseModel):
 
 
 class TextConfig(Section):
-    """Which text, how to read it, and how to cut it."""
+    """The training text, its encoding, and its splits."""
 
     path: str | None = None
-    """A file, folder or glob, `-` for standard input; null is the embedded text."""
+    """A file, folder or glob, or `-` for standard input; null: the embedded text."""
     encoding: str = "auto"
-    """`auto` is UTF-8, or whatever a byte order mark says."""
+    """`auto`: UTF-8, or what a byte order mark states."""
     suffixes: tuple[str, ...] = (".txt", ".md", ".gz")
     """Which files of a folder are read."""
     val_fraction: float = Field(0.1, gt=0, lt=1)
@@ -65,7 +65,7 @@ class TextConfig(Section):
     min_count: int = Field(1, ge=1)
     """Rarer characters share one unknown token."""
     unknown: Literal["error", "skip", "replace"] = "error"
-    """What to do with characters outside the vocabulary, in prompts and in other texts."""
+    """How prompts and other texts treat characters outside the vocabulary."""
 
     @model_validator(mode="after")
     def leaves_a_training_part(self) -> Self:
@@ -75,7 +75,7 @@ class TextConfig(Section):
 
 
 class ModelConfig(Section):
-    """What is trained. All but `kind` and `block_size` concern the GPT."""
+    """The model. All settings but `kind` and `block_size` apply to the GPT only."""
 
     kind: Literal["gpt", "bigram"] = "gpt"
     n_layer: int = Field(4, ge=1, le=256)
@@ -94,7 +94,7 @@ class ModelConfig(Section):
 
     @property
     def mlp_width(self) -> int:
-        """Hidden width of the MLP in numbers."""
+        """Hidden width of the MLP."""
         return self.n_mlp or 64 * math.ceil(self.n_embd * 8 / 3 / 64)
 
     @model_validator(mode="after")
@@ -107,39 +107,39 @@ class ModelConfig(Section):
 
 
 class TrainConfig(Section):
-    """How long, how much at a time, and what happens in between. Intervals are in steps."""
+    """The training loop. Intervals are in steps."""
 
     max_steps: int = Field(650, ge=1)
     batch_size: int = Field(16, ge=1)
     """Sequences per update, over all ranks and micro-batches."""
     accumulate: int = Field(1, ge=1)
-    """Micro-batches that one update is computed in."""
+    """Micro-batches per update (gradient accumulation)."""
     evaluate_every: int = Field(65, ge=1)
     evaluate_characters: int = Field(30_000, ge=1)
-    """At most so many characters of the split, spread evenly, in evaluations along the way."""
+    """Maximum characters of the validation split, spread evenly, per evaluation in training."""
     save_every: int = Field(65, ge=1)
     sample_every: int = Field(325, ge=0)
-    """0: no samples along the way."""
+    """0: no samples during training."""
     keep_last: int = Field(2, ge=1)
-    """Checkpoints kept besides the best."""
+    """Number of newest checkpoints to keep; the best one is kept as well."""
     patience: int | None = Field(None, ge=1)
-    """Stop after so many evaluations without a new best; null: never."""
+    """Stop early after this many evaluations without a new best loss; null: never."""
     clip_norm: float | None = Field(1.0, gt=0)
     rollbacks: int = Field(0, ge=0, le=20)
-    """How often to return to the last checkpoint, at half the rates, when numbers go bad."""
+    """Maximum returns to the last checkpoint, at half the learning rates, on non-finite values."""
     ema: float = Field(0.0, ge=0, lt=1)
-    """Decay of the moving average of weights that is evaluated and kept; 0: none."""
+    """Decay of the exponential moving average of weights to evaluate and save; 0: none."""
     ngram_target_weight: float = Field(0.0, ge=0, le=1)
-    """Share of the training targets that is what a counted n-gram expects, not what came."""
+    """Weight of the n-gram baseline's probabilities in the training targets (soft targets)."""
 
 
 class OptimConfig(Section):
-    """The rule of the updates."""
+    """The optimizer."""
 
     name: Literal["adamw", "muon"] = "muon"
-    """`muon`: Muon for the matrices of the blocks, AdamW for all else."""
+    """`muon`: Muon for the matrices of the blocks, AdamW for all other parameters."""
     lr: float = Field(0.02, gt=0)
-    """AdamW's learning rate; beside Muon, the embedding's is four times that."""
+    """AdamW's learning rate; with `muon`, the embedding uses four times this."""
     matrix_lr: float = Field(0.05, gt=0)
     """Muon's learning rate."""
     weight_decay: float = Field(0.1, ge=0)
@@ -173,36 +173,36 @@ class ScheduleConfig(Section):
 
 
 class SampleConfig(Section):
-    """How text is drawn from the model."""
+    """How text is sampled from the model."""
 
     prompt: str = ""
     length: int = Field(500, ge=1)
     temperature: float = Field(0.8, ge=0)
-    """0 takes the likeliest character every time."""
+    """0: always the most probable character (greedy)."""
     top_k: int | None = Field(None, ge=1)
     top_p: float | None = Field(None, gt=0, le=1)
     min_p: float | None = Field(None, ge=0, le=1)
     num_samples: int = Field(1, ge=1, le=4096)
     seed: int | None = Field(None, ge=0, lt=2**63)
-    """null: a new one each time."""
+    """null: a new seed each time."""
     stop: tuple[str, ...] = ()
 
 
 class TrackConfig(Section):
-    """Where a run's figures go besides its own folder's `metrics.jsonl`."""
+    """Where metrics are logged in addition to `metrics.jsonl`."""
 
     tensorboard: bool = False
-    """Write TensorBoard's files into the run's folder; takes `pip install 'chargpt[track]'`."""
+    """Write TensorBoard files into the run's folder; needs `pip install 'chargpt[track]'`."""
 
 
 class Config(Section):
-    """Everything that decides a run."""
+    """All settings of a run."""
 
     seed: int = Field(1337, ge=0, lt=2**63)
     device: str = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     deterministic: bool = False
-    """On CUDA: the same bits every time, at some cost in speed."""
+    """Bitwise reproducible results on CUDA, at some cost in speed."""
     text: TextConfig = TextConfig()
     model: ModelConfig = ModelConfig()
     train: TrainConfig = TrainConfig()

@@ -1,4 +1,4 @@
-"""Where the work runs: CUDA, MPS or CPU, in which number format, alone or among ranks."""
+"""Device, data type, memory limits, CUDA graphs and the process group of distributed training."""
 
 import contextlib
 import ctypes
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from chargpt.errors import DeviceError
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
-MOST_MMAP_THRESHOLD = 32 * 2**20  # it takes no larger one
+MAX_MMAP_THRESHOLD = 32 * 2**20  # bytes; glibc rejects more
 CPU_FACTS = 10_000  # characters of /proc/cpuinfo: the first processor and more
 CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
@@ -27,53 +27,53 @@ CGROUP_LIMITS = (
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """This process among those that train together. Alone, it is rank 0 of 1."""
+    """The ranks that train one model together. Without `torchrun` it is rank 0 of 1."""
 
     rank: int = 0
     size: int = 1
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the one process that prints and writes."""
+        """Whether this is rank 0, the one that prints and writes."""
         return self.rank == 0
 
-    def mean(self, value: Tensor) -> Tensor:
-        """Return the mean of a tensor over all ranks."""
+    def all_reduce_mean(self, value: Tensor) -> Tensor:
+        """Return the mean of a tensor over all ranks (all-reduce)."""
         if self.size > 1:
             value = value.clone()
             dist.all_reduce(value)
             value /= self.size
         return value
 
-    def any(self, flag: bool) -> bool:
+    def all_reduce_any(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank."""
         if self.size == 1:
             return flag
-        return bool(self.mean(self._number(flag)) > 0)
+        return bool(self.all_reduce_mean(self._scalar(flag)) > 0)
 
     def broadcast(self, number: float) -> float:
-        """Return rank 0's number on every rank; the others' are not looked at."""
+        """Return rank 0's number on every rank."""
         if self.size == 1:
             return number
-        tensor = self._number(number)
+        tensor = self._scalar(number)
         dist.broadcast(tensor, src=0)
         return float(tensor)
 
-    def _number(self, number: float) -> Tensor:
+    def _scalar(self, number: float) -> Tensor:
         device = "cuda" if dist.get_backend() == "nccl" else "cpu"
         return torch.tensor(float(number), dtype=torch.float64, device=device)
 
 
 def world_size() -> int:
-    """Return how many processes `torchrun` has started to train together."""
+    """Return the number of ranks that `torchrun` started."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def init_process_group(device: torch.device) -> ProcessGroup:
-    """Join the processes that `torchrun` started, if it did.
+    """Join the process group of `torchrun`, if it started this process.
 
     Raises:
-        DeviceError: the other processes could not be met.
+        DeviceError: the rendezvous failed.
     """
     size = world_size()
     if size == 1:
@@ -84,9 +84,9 @@ def init_process_group(device: torch.device) -> ProcessGroup:
         torch.cuda.set_device(device)
     try:
         store, rank, size = next(iter(rendezvous("env://")))
-        # processes that `--max-restarts` starts again find the same store (pytorch issue 135712):
-        # the addresses that those before have left in it must not be taken for theirs. Among
-        # several machines the count is not everyone's.
+        # ranks restarted by `--max-restarts` find the same store (pytorch issue 135712), with the
+        # addresses of the previous attempt: a prefix per attempt separates them. The restart count
+        # may differ between machines, so this applies on a single machine only.
         if os.environ.get("LOCAL_WORLD_SIZE") == str(size):
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             store = dist.PrefixStore(f"attempt {attempt}", store)  # type: ignore[attr-defined]
@@ -94,31 +94,31 @@ def init_process_group(device: torch.device) -> ProcessGroup:
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     except (RuntimeError, ValueError) as error:
         raise DeviceError(
-            f"the {size} processes could not meet ({str(error).splitlines()[0]}); "
+            f"cannot connect the {size} processes ({str(error).splitlines()[0]}); "
             "start them with `torchrun`"
         ) from None
     return ProcessGroup(dist.get_rank(), dist.get_world_size())
 
 
 def is_lost_rank_error(error: Exception) -> bool:
-    """Return whether an error says that another rank has gone."""
-    told = isinstance(error, dist.DistNetworkError) or any(
+    """Return whether an error means that the connection to another rank was lost."""
+    is_network_error = isinstance(error, dist.DistNetworkError) or any(
         words in str(error) for words in ("gloo", "remote process exited", "Connection closed by")
     )
-    return world_size() > 1 and told and "out of memory" not in str(error)
+    return world_size() > 1 and is_network_error and "out of memory" not in str(error)
 
 
 def destroy_process_group() -> None:
-    """Leave the process group, if one was joined."""
+    """Destroy the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def choose_device(name: str) -> tuple[torch.device, str]:
-    """Return the device that `auto`, `cpu`, `cuda`, `cuda:N` or `mps` means, and why.
+    """Return the device for `auto`, `cpu`, `cuda`, `cuda:N` or `mps`, and the reason for it.
 
     Raises:
-        DeviceError: that device is not on this machine.
+        DeviceError: this machine has no such device.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
@@ -143,7 +143,7 @@ def choose_device(name: str) -> tuple[torch.device, str]:
 
 
 def choose_dtype(device: torch.device, name: str) -> tuple[torch.dtype, str]:
-    """Return the format that matrix products run in, and why; weights are always float32.
+    """Return the data type of matrix products, and the reason for it; weights stay float32.
 
     `auto` takes bfloat16 only where the hardware has it and it is measurably faster.
     """
@@ -168,9 +168,9 @@ def _cpu_has_bfloat16() -> bool:
 
 @functools.cache
 def onednn_is_faster() -> bool:
-    """Return whether float32 products on this CPU are sooner done by oneDNN than by MKL.
+    """Return whether oneDNN multiplies float32 matrices faster than MKL on this CPU.
 
-    Torch has both. MKL leaves half of an AMD processor's AVX-512 unused.
+    MKL does not use AVX-512 on AMD processors.
     """
     both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     if not both or "AVX512" not in torch.backends.cpu.get_cpu_capability():
@@ -179,7 +179,7 @@ def onednn_is_faster() -> bool:
 
 
 def _cpu_facts() -> str:
-    """Return what Linux says of the processor, or nothing."""
+    """Return the start of /proc/cpuinfo, or an empty string."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             return file.read(CPU_FACTS)
@@ -188,7 +188,7 @@ def _cpu_facts() -> str:
 
 
 def _matmul_seconds(dtype: torch.dtype) -> float:
-    """Return the best of a few timings of a product of the size that a small GPT makes."""
+    """Return the fastest of five timings of a matrix product of a small GPT's size."""
     left, right = torch.ones(4096, 128, dtype=dtype), torch.ones(128, 384, dtype=dtype)
     timings = []
     for _ in range(5):
@@ -199,67 +199,66 @@ def _matmul_seconds(dtype: torch.dtype) -> float:
 
 
 def make_deterministic(device: torch.device) -> None:
-    """Make every operation give the same bits each time, or fail saying that it cannot."""
+    """Use deterministic algorithms only; an operation that has none raises."""
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
 
 
 def tune_malloc() -> bool:
-    """Make the C library keep freed memory for the next tensor; return whether it does.
+    """Make glibc's malloc keep freed memory for reuse; return whether it does.
 
-    By default it hands large blocks back to the system, and gets them again page by page, cleared:
-    thousands of page faults in every training step on a CPU. Only glibc can be told.
+    By default it returns large blocks to the system, and each new one costs page faults: thousands
+    in every training step on a CPU. Other C libraries have no such setting.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
     if mallopt is None:
         return False
-    settings = ((M_MMAP_THRESHOLD, MOST_MMAP_THRESHOLD), (M_TRIM_THRESHOLD, 2**31 - 1))
-    taken = [mallopt(name, value) for name, value in settings]  # both, whatever the first says
-    return taken == [1, 1]
+    settings = ((M_MMAP_THRESHOLD, MAX_MMAP_THRESHOLD), (M_TRIM_THRESHOLD, 2**31 - 1))
+    accepted = [mallopt(name, value) for name, value in settings]
+    return accepted == [1, 1]
 
 
-def memory_of(device: torch.device | None = None) -> int:
-    """Return how many bytes of memory this process can have at most, on a device or beside it."""
+def memory_limit(device: torch.device | None = None) -> int:
+    """Return the bytes of memory on a CUDA device, or else of this machine or its cgroup."""
     if device is not None and device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     if not hasattr(os, "sysconf"):
-        return 2**63  # Windows does not say without help
-    most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for limit in CGROUP_LIMITS:
+        return 2**63  # unknown: Windows has no sysconf
+    limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for path in CGROUP_LIMITS:
         try:
-            written = limit.read_text(encoding="ascii").strip()
+            written = path.read_text(encoding="ascii").strip()
         except OSError:
             continue
         if written.isdigit():
-            most = min(most, int(written))
-    return most
+            limit = min(limit, int(written))
+    return limit
 
 
 def require_memory(wanted: int, what: str, device: torch.device | None = None) -> None:
-    """Check that so many bytes can be had, before anything asks for them.
+    """Check that `wanted` bytes of memory exist, before they are allocated.
 
     Raises:
-        DeviceError: they cannot; `what` names what wants them.
+        DeviceError: there are fewer; `what` names what needs them.
     """
-    most = memory_of(device)
-    if wanted > most:
+    limit = memory_limit(device)
+    if wanted > limit:
         raise DeviceError(
             f"{what} would take about {wanted / 1e9:,.1f} GB of memory, and this machine has "
-            f"{most / 1e9:,.1f} GB; make it smaller"
+            f"{limit / 1e9:,.1f} GB; make it smaller"
         )
 
 
-def capture(model: nn.Module, tokens: Tensor, dtype: torch.dtype) -> None:
-    """Let a model on a CUDA GPU replay its training passes over tokens of this shape.
+def capture_training_graph(model: nn.Module, tokens: Tensor, dtype: torch.dtype) -> None:
+    """Capture a model's forward and backward pass as CUDA graphs, replayed in training mode.
 
-    A pass of a small model is hundreds of short operations, and telling the GPU of each takes
-    longer than doing it: a CUDA graph tells it of all at once. Where that cannot be, all stays as
-    it was.
+    A small model is launch-bound: launching its kernels one by one takes longer than running them,
+    and a graph launches them all at once. If capture fails, the model stays as it is.
 
     Args:
-        model: in training mode; in evaluation it runs as ever.
-        tokens: int64 (B, T), of the shape that every training pass will have.
+        model: in training mode, on a CUDA device. Evaluation does not use the graphs.
+        tokens: int64 (B, T), the shape of every training batch.
         dtype: of matrix products.
     """
     mixed = torch.autocast(
@@ -270,24 +269,24 @@ def capture(model: nn.Module, tokens: Tensor, dtype: torch.dtype) -> None:
 
 
 def capture_graph(step: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
-    """Return what does a step again: on CUDA as one graph, for the reason that `capture` gives.
+    """Return a function that replays `step` as a CUDA graph.
 
-    Where that cannot be, or gives another result, it is the step itself.
+    Off CUDA, if capture fails, or if the replayed result differs, return `step` itself.
 
     Args:
-        step: always does the same to tensors that stay where they are, and may be done twice.
+        step: runs the same operations on the same tensors each time; called several times here.
     """
     if device.type != "cuda":
         return step
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.device(device):  # a graph is captured on the current one
-            aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            aside.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(aside):  # first uses allocate and choose, which a graph may not
+        with torch.cuda.device(device):  # capture uses the current device
+            side_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            side_stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side_stream):  # warm-up: first calls allocate memory
                 for _ in range(3):
                     expected = step().clone()
-            torch.cuda.current_stream().wait_stream(aside)
+            torch.cuda.current_stream().wait_stream(side_stream)
             with torch.cuda.graph(graph):
                 result = step()
         graph.replay()
@@ -304,7 +303,7 @@ def capture_graph(step: Callable[[], Tensor], device: torch.device) -> Callable[
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all it was told, for the sake of timing."""
+    """Wait until the device has finished all queued work (host-device sync), for timing."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":

@@ -170,7 +170,7 @@ def do_steps(
                 began, fitted = now, report.step
                 refit_at = next_refit(trainer.config, fitted)
                 refit_left = _planned_left(clock, trainer, refit_at)
-        if trainer.group.any(bool(signals.caught)) and not trainer.finished:
+        if trainer.group.all_reduce_any(bool(signals.caught)) and not trainer.finished:
             trainer.save()
             signals.caught = signals.caught or [signal.SIGTERM]  # it was another process's
             return

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from chargpt.config import Config, OptimConfig, TrainConfig
-from chargpt.device import ProcessGroup, capture
+from chargpt.device import ProcessGroup, capture_training_graph
 from chargpt.errors import ConfigError
 from chargpt.inference.baselines import fit_ngram
 from chargpt.models import LanguageModel, build_model
@@ -76,7 +76,7 @@ class Learner:
         if device.type != "cpu":
             self.batches.to_device(device)
         if device.type == "cuda" and group.size == train.accumulate == 1:
-            capture(self.model, self.batches.at(0)[:, :-1].to(device), self.dtype)
+            capture_training_graph(self.model, self.batches.at(0)[:, :-1].to(device), self.dtype)
 
     def count_targets(self) -> None:
         """Count the n-gram that has a share in the targets, if one has. It takes a moment."""

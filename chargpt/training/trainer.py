@@ -284,7 +284,7 @@ class Trainer:
         if not pending:
             return
         values = torch.stack([torch.stack((loss, norm)) for _, _, loss, norm in pending])
-        rows = self.group.mean(values).tolist()
+        rows = self.group.all_reduce_mean(values).tolist()
         for (step, rate, _, _), (loss, norm) in zip(pending, rows, strict=True):
             self._require_numbers(loss, norm, step, rate)
             self._record({"step": step, "loss": loss, "grad_norm": norm, "rate": rate})

@@ -1,4 +1,4 @@
-"""What a GPU asks of the code, on one that is pretended: right places and numbers, no waiting."""
+"""Device placement, results and host-device syncs, on a fake GPU."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,8 +7,8 @@ from typing import Literal, cast
 import numpy as np
 import pytest
 import torch
+from fake_gpu import CPU, GPU, fake_gpu_device, waits
 from noise import noisy_model
-from pretended import CPU, GPU, pretended_gpu, waits
 from typer.testing import CliRunner
 
 import chargpt.device
@@ -43,11 +43,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     """A GPU that the config calls `mps`."""
 
     def choose(name: str) -> tuple[torch.device, str]:
-        return (CPU if name == "cpu" else GPU), "as pretended"
+        return (CPU if name == "cpu" else GPU), "fake"
 
     for module in (chargpt.device, doctor, run, trainer):
         monkeypatch.setattr(module, "choose_device", choose)
-    with pretended_gpu(monkeypatch) as device:
+    with fake_gpu_device(monkeypatch) as device:
         yield device
 
 

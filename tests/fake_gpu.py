@@ -1,8 +1,7 @@
-"""A pretended GPU: the CPU computes, but what meets on the device must have been put there.
+"""A fake GPU device: the CPU computes, but tensors must be moved to the device first.
 
-It has the rules that a real one has of what may meet what (and lets no indices of the CPU in, which
-a real one would fetch), and notes where the program waits for it. What runs on it is what runs on
-MPS, and on CUDA but for its graphs.
+It rejects operations that mix devices (CPU indices too, which a real GPU would copy) and records
+host-device syncs. It covers what MPS runs, and what CUDA runs without CUDA graphs.
 """
 
 import contextlib
@@ -39,7 +38,7 @@ waits: list[str] = []  # what the program has waited in
 
 
 class OnGPU(Tensor):
-    """A tensor that says that it lies on the pretended GPU."""
+    """A tensor that says that it lies on the fake GPU."""
 
     inner: Tensor
 
@@ -57,7 +56,7 @@ class OnGPU(Tensor):
         return made
 
     def tolist(self) -> Any:
-        """Return the numbers; torch itself does not, of tensors that Python pretends."""
+        """Return the numbers; torch itself does not, of wrapper tensors."""
         waits.append("tolist")
         return self.inner.tolist()
 
@@ -108,9 +107,9 @@ def dispatch(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 @contextlib.contextmanager
-def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
-    """Let there be such a device."""
-    # torch refuses inference mode to tensors that Python pretends
+def fake_gpu_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+    """Enable the fake device."""
+    # torch refuses inference mode to wrapper tensors
     for name in ("__enter__", "__exit__"):
         monkeypatch.setattr(torch.inference_mode, name, getattr(torch.no_grad, name))
     waits.clear()
