@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from record import facts, write_record
+from bench.record import facts, write_record
 
 from chargpt.config import ModelConfig, TextConfig
 from chargpt.models import count_parameters

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# All that needs a GPU, in one call of under ten minutes: the CUDA tests, the doctor, training and
-# sampling beside nanoGPT. Leaves OUT/gpu.json and OUT/gpu.txt.
+# Run everything that needs a GPU in under ten minutes: the doctor, the CUDA tests, and training and
+# sampling benchmarks beside nanoGPT. Writes OUT/gpu.json and OUT/gpu.txt.
 #
 #   scripts/gpu_suite.sh OUT TEXT [NANOGPT]
 #
-# TEXT is a file, NANOGPT a checkout. On a machine without a network, put the wheels of what is
-# missing beside torch into wheels/ first (`pip download -d wheels ...`).
-# CHARGPT_SUITE_SECONDS (150) is our training budget; a small one tries the script on a CPU.
+# TEXT is a file, NANOGPT a checkout. On a machine without a network, first put the wheels of the
+# missing dependencies into wheels/ (`pip download -d wheels ...`).
+# CHARGPT_SUITE_SECONDS (150) is the training budget; a small value tests this script on a CPU.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-out=$(mkdir -p "$1" && cd "$1" && pwd) text=$(realpath "$2") peer=${3:+$(realpath "$3")}
+out=$(mkdir -p "$1" && cd "$1" && pwd) text=$(realpath "$2") nanogpt=${3:+$(realpath "$3")}
 seconds=${CHARGPT_SUITE_SECONDS:-150}
 exec > >(tee "$out/gpu.txt") 2>&1
 export PYTHONPATH=$PWD CHARGPT_CACHE="$out/cache" PYTHONUNBUFFERED=1
@@ -21,10 +21,10 @@ python -m chargpt doctor --json | tee "$out/doctor.json"
 step "tests that need CUDA"
 python -m pytest -q -m cuda -rs tests/test_cuda.py -p no:cacheprovider; tests=$?
 step "training"
-timeout 400 python scripts/bench_train.py "$text" ${peer:+--nanogpt "$peer"} --recipe gpu --pairs 1 \
+timeout 400 python scripts/bench/bench_train.py "$text" ${nanogpt:+--nanogpt "$nanogpt"} --recipe gpu --pairs 1 \
   --ours "--budget 30s" --ours "--budget ${seconds}s" --json "$out/train.json"; training=$?
 step "sampling"
-timeout 150 python scripts/bench_sample.py --repeats 1 ${peer:+--nanogpt "$peer"} \
+timeout 150 python scripts/bench/bench_sample.py --repeats 1 ${nanogpt:+--nanogpt "$nanogpt"} \
   --json "$out/sample.json"; sampling=$?
 step "done"
 rm -rf "$out/cache"

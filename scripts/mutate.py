@@ -1,9 +1,9 @@
-"""Mutation testing of the store: change its code in every small way, and count what tests notice.
+"""Mutation testing of `chargpt/store/`: count the mutants that its tests kill.
 
-    python scripts/mutate.py [--json benchmarks/mutation.json] [--left FILE]
+    python scripts/mutate.py [--json benchmarks/mutation.json] [--survivors FILE]
 
-Needs `pip install mutmut`. It works in a clone of the repository, for some ten minutes. The changes
-that no test notices are written to FILE.
+Needs `pip install mutmut`. It runs in a clone of the repository for about twenty minutes. Surviving
+mutants are written to FILE.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from record import facts, write_record
+from bench.record import facts, write_record
 
 REPOSITORY = Path(__file__).parent.parent
 SETTINGS = """
@@ -32,18 +32,21 @@ also_copy=
 
 
 def main() -> None:
-    """Do what the command line says."""
+    """Run mutmut in a clone and write the record."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, default=None)
-    parser.add_argument("--left", type=Path, default=None)
-    given = parser.parse_args()
+    parser.add_argument("--survivors", type=Path, default=None)
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "chargpt"
         subprocess.run(["git", "clone", "--quiet", REPOSITORY, copy], check=True)
         (copy / "setup.cfg").write_text(SETTINGS)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # forked processes have one thread
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+        }  # mutmut forks, which does not copy threads
         start = time.monotonic()
-        # one at a time: the tests of locks and signals are not to meet their like
+        # one at a time, because the tests of locks and signals interfere with each other
         done = subprocess.run(
             ["mutmut", "run", "--max-children", "1"],
             cwd=copy,
@@ -56,31 +59,33 @@ def main() -> None:
         if done.returncode != 0:
             raise SystemExit(done.stdout[-3000:] + done.stderr[-3000:])
         subprocess.run(["mutmut", "export-cicd-stats"], cwd=copy, check=True, capture_output=True)
-        found = json.loads((copy / "mutants" / "mutmut-cicd-stats.json").read_text())
-        left = [] if given.left is None else survivors(copy)
-    noticed = found["killed"] + found["timeout"]
+        stats = json.loads((copy / "mutants" / "mutmut-cicd-stats.json").read_text())
+        alive = [] if args.survivors is None else survivors(copy)
+    killed = stats["killed"] + stats["timeout"]
     record = {
         **facts(),
-        "mutants": found["total"],
-        "noticed": noticed,
-        "share": round(noticed / found["total"], 4),
+        "mutants": stats["total"],
+        "killed": killed,
+        "mutation_score": round(killed / stats["total"], 4),
         "seconds": round(seconds),
     }
-    write_record(record, given.json)
-    if given.left is not None:
-        given.left.write_text("\n".join(left), encoding="utf-8")
+    write_record(record, args.json)
+    if args.survivors is not None:
+        args.survivors.write_text("\n".join(alive), encoding="utf-8")
 
 
 def survivors(copy: Path) -> list[str]:
-    """Return the changes that no test has noticed."""
+    """Return the diffs of the surviving mutants."""
     lines = mutmut(copy, "results").splitlines()
     names = [line.split(":")[0].strip() for line in lines if line.endswith("survived")]
     return [mutmut(copy, "show", name) for name in names]
 
 
-def mutmut(copy: Path, *words: str) -> str:
-    """Return what a command of mutmut's prints."""
-    done = subprocess.run(["mutmut", *words], cwd=copy, capture_output=True, text=True, check=False)
+def mutmut(copy: Path, *arguments: str) -> str:
+    """Return the output of a mutmut command."""
+    done = subprocess.run(
+        ["mutmut", *arguments], cwd=copy, capture_output=True, text=True, check=False
+    )
     return done.stdout
 
 

@@ -1,4 +1,4 @@
-"""A hundredth of all harm that `scripts/torture.py` can do to a run."""
+"""A hundredth of the cases of `scripts/torture/torture.py`."""
 
 import json
 import subprocess
@@ -8,26 +8,15 @@ from pathlib import Path
 from conftest import REPOSITORY
 
 ROWS = (
-    "kill,fail_files,small_disk,damage,resume_at,go_bad,send_signal,"
-    "bad_text,any_config,typo,round_trip,unseen_prompt,golden"
-)  # what several processes suffer takes minutes
+    "sigkill,file_errors,disk_full,corrupt_checkpoint,resume_at,non_finite,send_signal,"
+    "invalid_text,random_config,misspelled_key,round_trip,unseen_characters,golden"
+)  # the rows with several ranks take minutes
 
 
-def test_runs_survive_a_hundredth_of_the_torture(tmp_path: Path) -> None:
+def test_runs_survive_a_hundredth_of_the_torture_cases(tmp_path: Path) -> None:
+    command = [sys.executable, "scripts/torture/torture.py", "--fraction", "0.01", "--jobs", "2"]
     done = subprocess.run(
-        [
-            *(
-                sys.executable,
-                "scripts/torture.py",
-                "--share",
-                "0.01",
-                "--jobs",
-                "2",
-                "--rows",
-                ROWS,
-            ),
-            *("--work", tmp_path / "work", "--json", tmp_path / "torture.json"),
-        ],
+        [*command, "--rows", ROWS, "--work", tmp_path, "--json", tmp_path / "torture.json"],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
@@ -35,5 +24,5 @@ def test_runs_survive_a_hundredth_of_the_torture(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "torture.json").read_text())["rows"]
-    assert {row["row"]: row["cases"] for row in rows}["damage"] == 10
+    assert {row["row"]: row["cases"] for row in rows}["corrupt_checkpoint"] == 10
     assert len(rows) == 13

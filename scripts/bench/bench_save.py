@@ -1,6 +1,6 @@
 """What the commit protocol costs: a checkpoint of ours beside plain files of the same tensors.
 
-    python scripts/bench_save.py TEXT [--config gpt-baby] [--repeats 9]
+    python scripts/bench/bench_save.py TEXT [--config gpt-baby] [--repeats 9]
         [--json benchmarks/save.json]
 
 Each way in turn, in one folder: `safetensors.save_file` of weights and optimizer; the same, then

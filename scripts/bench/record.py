@@ -1,4 +1,4 @@
-"""What every benchmark's record says about itself: command, commit, hardware, date, versions."""
+"""Metadata of a benchmark record: command, commit, hardware, date, versions."""
 
 import json
 import os
@@ -13,8 +13,9 @@ from typing import Any
 
 
 def facts() -> dict[str, Any]:
-    """Return where and when a benchmark ran, without the machine's own folders."""
-    words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
+    """Return the metadata of this benchmark, without absolute paths."""
+    arguments = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
+    script = Path(sys.argv[0]).absolute().relative_to(Path(__file__).parents[2])
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"],
         cwd=Path(__file__).parent,
@@ -23,7 +24,7 @@ def facts() -> dict[str, Any]:
         check=False,
     )
     return {
-        "command": shlex.join(["python", f"scripts/{Path(sys.argv[0]).name}", *words]),
+        "command": shlex.join(["python", str(script), *arguments]),
         "date": datetime.now(UTC).date().isoformat(),
         "commit": commit.stdout.strip(),
         "hardware": f"{cpu()}, {os.cpu_count()} cores",
@@ -33,7 +34,7 @@ def facts() -> dict[str, Any]:
 
 
 def cpu() -> str:
-    """Return the processor's name."""
+    """Return the name of the CPU."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         return next(line.split(": ")[1] for line in lines if line.startswith("model name"))
@@ -42,7 +43,7 @@ def cpu() -> str:
 
 
 def write_record(record: dict[str, Any], path: Path | None) -> None:
-    """Print a record, and keep it in a file if there is one."""
+    """Print a record and write it to a file if a path is given."""
     content = json.dumps(record, indent=2) + "\n"
     print(content, end="")
     if path is not None:

@@ -1,6 +1,7 @@
 """Benchmark of sampling: characters per second for one and many streams, beside nanoGPT.
 
-    python scripts/bench_sample.py [--nanogpt DIR] [--repeats 3] [--json benchmarks/sample.json]
+    python scripts/bench/bench_sample.py [--nanogpt DIR] [--repeats 3]
+        [--json benchmarks/sample.json]
 
 The model is that of the config `gpt`: 4 layers, width 128, 65 characters, block size 128; for 64
 streams also the block size 64 of nanoGPT's small CPU model. Weights are random, because speed does

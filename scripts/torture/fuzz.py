@@ -1,10 +1,10 @@
-"""Fuzz what reads strangers' files, guided by coverage: any exception that is no sentence is a bug.
+"""Coverage-guided fuzzing of the readers of untrusted files: only ChargptError may escape.
 
-    python scripts/fuzz.py [checkpoint tokenizer config] [--runs 1000000]
+    python scripts/torture/fuzz.py [checkpoint tokenizer config] [--runs 1000000]
         [--json benchmarks/fuzz.json]
 
 Needs `pip install atheris` (libFuzzer for Python). Each target starts from real files and ends
-after its runs, or at the first crash, whose input it leaves in the work folder.
+after `--runs` executions or at the first crash, whose input remains in the work folder.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
-REPOSITORY = Path(__file__).parent.parent
+REPOSITORY = Path(__file__).parents[2]
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "scripts")]
 TARGETS = ("checkpoint", "tokenizer", "config")
 MAX_LENGTH = 4096  # bytes of an input
@@ -30,26 +30,26 @@ FILES += ("state.json", "manifest.json")
 
 
 def main() -> None:
-    """Fuzz the targets asked for, each in a process of its own."""
+    """Fuzz each selected target in its own process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("targets", nargs="*", default=TARGETS, choices=TARGETS)
     parser.add_argument("--runs", type=int, default=1_000_000)
     parser.add_argument("--json", type=Path, default=None)
-    given = parser.parse_args()
+    args = parser.parse_args()
     results = {}
-    for target in given.targets:
+    for target in args.targets:
         work = Path(tempfile.mkdtemp(prefix=f"fuzz-{target}-", dir=memory_disk()))
         corpus = work / "corpus"
         corpus.mkdir()
         for number, seed in enumerate(seeds(target)):
             (corpus / f"seed-{number}").write_bytes(seed)
-        words = dictionary(work / "words", seeds(target))
-        options = [f"-runs={given.runs}", f"-max_len={MAX_LENGTH}", f"-artifact_prefix={work}/"]
+        tokens = dictionary(work / "dictionary", seeds(target))
+        options = [f"-runs={args.runs}", f"-max_len={MAX_LENGTH}", f"-artifact_prefix={work}/"]
         start = time.monotonic()
         done = subprocess.run(
             [
                 *(sys.executable, __file__, "--child", target, str(work)),
-                *(*options, f"-dict={words}", str(corpus)),
+                *(*options, f"-dict={tokens}", str(corpus)),
             ],
             capture_output=True,
             text=True,
@@ -68,22 +68,22 @@ def main() -> None:
             print(done.stderr[-3000:])
         else:
             shutil.rmtree(work)
-    if given.json is not None:
-        from record import facts
+    if args.json is not None:
+        from bench.record import facts
 
-        report = json.loads(given.json.read_text()) if given.json.exists() else {}
+        report = json.loads(args.json.read_text()) if args.json.exists() else {}
         report |= {target: {**facts(), **result} for target, result in results.items()}
-        given.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     sys.exit(1 if any(result["crashes"] for result in results.values()) else 0)
 
 
 def memory_disk() -> str | None:
-    """Return a folder in memory, where there is one: a million files wear out a disk."""
+    """Return a tmpfs folder if there is one, because fuzzing writes a million files."""
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
 def seeds(target: str) -> list[bytes]:
-    """Return inputs to begin with."""
+    """Return the initial inputs of a target."""
     golden = sorted((REPOSITORY / "tests" / "golden").iterdir())[-1] / "run"
     (folder,) = (golden / "checkpoints").glob("step-*")
     if target == "config":
@@ -98,55 +98,57 @@ def seeds(target: str) -> list[bytes]:
 
 
 def dictionary(path: Path, texts: list[bytes]) -> Path:
-    """Write the words of some texts as libFuzzer's dictionary, which guesses none by itself."""
-    words = {word for text in texts for word in re.findall(rb"[A-Za-z_][A-Za-z0-9_.-]+", text)}
-    path.write_bytes(b"".join(b'"%s"\n' % word for word in sorted(words)))
+    """Write the identifiers in some texts as a libFuzzer dictionary; return its path."""
+    identifiers = {
+        word for text in texts for word in re.findall(rb"[A-Za-z_][A-Za-z0-9_.-]+", text)
+    }
+    path.write_bytes(b"".join(b'"%s"\n' % word for word in sorted(identifiers)))
     return path
 
 
 def fuzz(target: str, work: Path) -> None:
-    """Become the fuzzer of one target."""
+    """Run the fuzzer of one target in this process."""
     import atheris
 
     with atheris.instrument_imports(include=["chargpt", "yaml"]):
         import chargpt.store.folder
         import chargpt.text.tokenizer
         import chargpt.yaml_reader  # noqa: F401
-    reads: dict[str, Callable[[Path], Callable[[bytes], None]]] = {
+    readers: dict[str, Callable[[Path], Callable[[bytes], None]]] = {
         "checkpoint": checkpoint_reader,
         "tokenizer": tokenizer_reader,
         "config": config_reader,
     }
-    read = reads[target](work)
+    read = readers[target](work)
     from chargpt.errors import ChargptError
 
     def one(content: bytes) -> None:
         try:
             read(content)
-        except ChargptError as refusal:
-            if not str(refusal):
-                raise AssertionError("an error without words") from refusal
+        except ChargptError as error:
+            if not str(error):
+                raise AssertionError("an error without a message") from error
 
     atheris.Setup([sys.argv[0], *sys.argv[4:]], one)
     atheris.Fuzz()
 
 
 def config_reader(_: Path) -> Callable[[bytes], None]:
-    """Return what reads bytes as a config, and back what it wrote."""
+    """Return a function that reads bytes as a config and checks the YAML round trip."""
     from chargpt.config import validate
     from chargpt.yaml_reader import parse_yaml
 
     def read(content: bytes) -> None:
         tree, lines = parse_yaml(content.decode(errors="replace"), "fuzz")
         config = validate(tree, "fuzz", lines)
-        again, _ = parse_yaml(config.to_yaml(), "again")
-        assert validate(again, "again") == config
+        reread, _ = parse_yaml(config.to_yaml(), "reread")
+        assert validate(reread, "reread") == config
 
     return read
 
 
 def tokenizer_reader(_: Path) -> Callable[[bytes], None]:
-    """Return what reads bytes as a tokenizer, and uses it."""
+    """Return a function that reads bytes as a tokenizer and checks the encoding round trip."""
     from chargpt.text.tokenizer import CharTokenizer
 
     def read(content: bytes) -> None:
@@ -157,9 +159,9 @@ def tokenizer_reader(_: Path) -> Callable[[bytes], None]:
 
 
 def checkpoint_reader(work: Path) -> Callable[[bytes], None]:
-    """Return what reads a checkpoint one of whose files is the input, all sums being right.
+    """Return a function that reads a checkpoint with one file replaced, checksums being correct.
 
-    Configs have a target of their own: here the whole one is read once, lest a run take hours.
+    The unchanged config is parsed once for speed; configs have their own target.
     """
     import chargpt.store.checkpoint as store
     from chargpt.store.folder import RunFolder
@@ -170,16 +172,16 @@ def checkpoint_reader(work: Path) -> Callable[[bytes], None]:
     run = work / "run"
     folder = run / "checkpoints" / source.name
     folder.mkdir(parents=True)
-    whole = {name: (source / name).read_bytes() for name in FILES}
-    manifest = json.loads(whole["manifest.json"])
-    for name, content in whole.items():
+    original = {name: (source / name).read_bytes() for name in FILES}
+    manifest = json.loads(original["manifest.json"])
+    for name, content in original.items():
         (folder / name).write_bytes(content)
 
     parse, check = store.parse_yaml, store.validate
-    text = whole["config.yaml"].decode()
+    text = original["config.yaml"].decode()
     parsed = parse(text, "config.yaml")
     checked = check(*parsed[:1], "config.yaml")
-    store.parse_yaml = lambda given, origin: parsed if given == text else parse(given, origin)
+    store.parse_yaml = lambda content, origin: parsed if content == text else parse(content, origin)
     store.validate = lambda tree, *rest: checked if tree is parsed[0] else check(tree, *rest)
 
     def read(content: bytes) -> None:
@@ -195,7 +197,7 @@ def checkpoint_reader(work: Path) -> Callable[[bytes], None]:
             require_intact(saved)
         finally:
             for changed_name in {name, "manifest.json"}:
-                (folder / changed_name).write_bytes(whole[changed_name])
+                (folder / changed_name).write_bytes(original[changed_name])
 
     return read
 

@@ -1,6 +1,6 @@
 """Benchmark of compression: losslessness, size and speed.
 
-    python scripts/bench_compress.py RUN [--texts 200] [--json benchmarks/compress.json]
+    python scripts/bench/bench_compress.py RUN [--texts 200] [--json benchmarks/compress.json]
 
 Random texts (passages of the run's validation split, uniformly random characters, and repetitions
 of one character) and the whole validation split are compressed and decompressed. The record

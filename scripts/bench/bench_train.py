@@ -1,6 +1,6 @@
 """How soon a loss is reached, beside nanoGPT: whole processes in turn, same text, same measure.
 
-    python scripts/bench_train.py TEXT --nanogpt DIR [--recipe cpu|gpu] [--pairs 3]
+    python scripts/bench/bench_train.py TEXT --nanogpt DIR [--recipe cpu|gpu] [--pairs 3]
         [--ours "--budget 10s"]... [--json benchmarks/train.json] [--plot benchmarks/train.svg]
 
 TEXT is a file. DIR is a checkout of nanoGPT; its README's recipe runs in a copy of it.

@@ -1,4 +1,4 @@
-"""Runs that stop and go on, and numbers that go bad."""
+"""Resuming from every step, and non-finite losses, gradients and weights."""
 
 import functools
 import shutil
@@ -12,9 +12,9 @@ from chargpt.errors import DivergedError
 from chargpt.store.folder import RunFolder
 from chargpt.text.corpus import Corpus, load_corpus
 from chargpt.training.trainer import Trainer
-from harm.tiny import SAVE_EVERY, TINY, fresh
+from fault_injection.tiny_run import SAVE_EVERY, TINY, empty_folder
 
-KINDS: tuple[dict[str, object], ...] = (
+SETTINGS: tuple[dict[str, object], ...] = (
     {},
     {"optim.name": "adamw", "train.ema": 0.0, "schedule.kind": "cosine"},
     {"model.attention": "average", "train.clip_norm": "null", "model.dropout": 0.3},
@@ -23,15 +23,15 @@ KINDS: tuple[dict[str, object], ...] = (
     {"train.patience": 60, "model.mlp": "none", "model.qk_norm": False, "model.scaled": False},
 )
 RESUMED_STEPS = 50
-BAD = (float("nan"), float("inf"))
+NON_FINITE = (float("nan"), float("inf"))
 
 
 @functools.cache
-def stepwise(work: Path, kind: int) -> tuple[Corpus, Path]:
-    """Return a run that was saved at each of its steps, and its text."""
+def run_saved_at_every_step(work: Path, kind: int) -> tuple[Corpus, Path]:
+    """Return a corpus and a run on it with a checkpoint at each step."""
     config = _stepwise_config(kind)
     corpus = load_corpus(config.text)
-    run = RunFolder(fresh(work / f"stepwise-{kind}") / "R")
+    run = RunFolder(empty_folder(work / f"every-step-{kind}") / "R")
     trainer = Trainer(config, corpus, folder=run)
     run.create(trainer.config, corpus.tokenizer, force=False)
     for _ in trainer.steps():
@@ -46,16 +46,16 @@ def _stepwise_config(kind: int) -> Config:
         "train.save_every": 1,
         "train.evaluate_every": 7,
         "train.keep_last": RESUMED_STEPS,
-        **KINDS[kind],
+        **SETTINGS[kind],
     }
     return Config().with_values({k: None if v == "null" else v for k, v in settings.items()})
 
 
 def resume_at(work: Path, index: int, _: Random) -> str | None:
-    """Go on from one step of one kind of run: weights, optimizer and losses must be the same."""
-    kind, step = index % len(KINDS), index // len(KINDS) % RESUMED_STEPS
-    corpus, run = stepwise(work, kind)
-    copy = fresh(work / "resumed") / "R"
+    """Resume one kind of run from one step; the result must be the same bits."""
+    kind, step = index % len(SETTINGS), index // len(SETTINGS) % RESUMED_STEPS
+    corpus, run = run_saved_at_every_step(work, kind)
+    copy = empty_folder(work / "resumed") / "R"
     if step == 0:
         folder, saved = RunFolder(copy), None
     else:
@@ -75,26 +75,26 @@ def resume_at(work: Path, index: int, _: Random) -> str | None:
     for one, two in ((ours.model, theirs.model), (ours.optimizer, theirs.optimizer)):
         differing = [name for name in two if not torch.equal(one[name], two[name])]
         if differing or one.keys() != two.keys():
-            return f"{KINDS[kind]} from step {step}: {differing[:3]} differ"
+            return f"{SETTINGS[kind]} from step {step}: {differing[:3]} differ"
     lines = [[{**r, "seconds": 0} for r in RunFolder(p).metrics.records()] for p in (copy, run)]
     if lines[0] != lines[1]:
-        return f"{KINDS[kind]} from step {step}: the metrics differ"
+        return f"{SETTINGS[kind]} from step {step}: the metrics differ"
     facts = ("best_step", "best_nats_per_char", "evaluations_since_best", "stopped_early")
     if any(getattr(ours.state, fact) != getattr(theirs.state, fact) for fact in facts):
-        return f"{KINDS[kind]} from step {step}: the state differs"
+        return f"{SETTINGS[kind]} from step {step}: the state differs"
     return None
 
 
-def go_bad(work: Path, index: int, random: Random) -> str | None:
-    """Put NaN or infinity into a loss, a gradient or a weight; nothing of it may be kept."""
-    place, bad = ("loss", "gradient", "weight")[index % 3], BAD[index // 3 % 2]
+def non_finite(work: Path, index: int, random: Random) -> str | None:
+    """Inject NaN or infinity into a loss, gradient or weight; no update may include it."""
+    target, value = ("loss", "gradient", "weight")[index % 3], NON_FINITE[index // 3 % 2]
     step = random.randint(SAVE_EVERY + 1, 40)
     config = Config().with_values({**TINY, "train.max_steps": 60, "train.rollbacks": index // 30})
     corpus = load_corpus(config.text)
-    run = RunFolder(fresh(work / "bad") / "R")
+    run = RunFolder(empty_folder(work / "non-finite") / "R")
     trainer = Trainer(config, corpus, folder=run)
     run.create(trainer.config, corpus.tokenizer, force=False)
-    _strike(trainer, step, place, bad, random.randrange(3))
+    _inject(trainer, step, target, value, random.randrange(3))
     before: dict[str, torch.Tensor] = {}
     saved_before = 0
     try:
@@ -102,46 +102,47 @@ def go_bad(work: Path, index: int, random: Random) -> str | None:
             if report.step <= step and trainer.state.step <= step:
                 before = {n: p.clone() for n, p in trainer.model.state_dict().items()}
                 saved_before = trainer.writer.saved_step or 0
-        wrong = _no_return(run, step + 1) if trainer.finished else "it did not finish"
+        wrong = _check_rollback(run, step + 1) if trainer.finished else "training did not finish"
         if not config.train.rollbacks:
-            wrong = "it was not noticed"
+            wrong = "it was not detected"
     except DivergedError as error:
         wrong = None
         after = trainer.model.state_dict()
-        if place != "weight" and any(not torch.equal(after[name], before[name]) for name in before):
-            wrong = "the update was made"
+        changed = any(not torch.equal(after[name], before[name]) for name in before)
+        if changed and target != "weight":
+            wrong = "the update was applied"
         saved, skipped = run.load("latest")
         if skipped or saved.state.step != saved_before:
-            wrong = f"the last checkpoint suffered: {skipped}"
+            wrong = f"the last checkpoint changed: {skipped}"
         if f"step {step + 1} " not in str(error) or "--resume" not in str(error):
-            wrong = f"it says {error}"
+            wrong = f"the message is {error}"
         if config.train.rollbacks:
-            wrong = f"no way back was taken: {error}"
-    return f"{bad} in a {place} at step {step + 1}: {wrong}" if wrong else None
+            wrong = f"no rollback: {error}"
+    return f"{value} in a {target} at step {step + 1}: {wrong}" if wrong else None
 
 
-def _strike(trainer: Trainer, step: int, place: str, bad: float, number: int) -> None:
-    """Let a loss, a gradient or a weight go bad at a step, once."""
-    real, struck = trainer.learner.accumulate_gradients, False
+def _inject(trainer: Trainer, step: int, target: str, value: float, number: int) -> None:
+    """Replace a loss, gradient or weight by a non-finite value once, at a step."""
+    real, injected = trainer.learner.accumulate_gradients, False
 
-    def accumulate_gradients(now: int) -> torch.Tensor:
-        nonlocal struck
-        strikes, struck = now == step and not struck, struck or now == step
-        victim = list(trainer.model.parameters())[number]
-        if strikes and place == "weight":
+    def accumulate_gradients(current: int) -> torch.Tensor:
+        nonlocal injected
+        active, injected = current == step and not injected, injected or current == step
+        parameter = list(trainer.model.parameters())[number]
+        if active and target == "weight":
             with torch.no_grad():
-                victim.fill_(bad)
-        loss = real(now)
-        if strikes and place == "gradient":
-            assert victim.grad is not None
-            victim.grad.view(-1)[0] = bad
-        return loss + bad if strikes and place == "loss" else loss
+                parameter.fill_(value)
+        loss = real(current)
+        if active and target == "gradient":
+            assert parameter.grad is not None
+            parameter.grad.view(-1)[0] = value
+        return loss + value if active and target == "loss" else loss
 
     trainer.learner.accumulate_gradients = accumulate_gradients  # type: ignore[method-assign]
 
 
-def _no_return(run: RunFolder, step: int) -> str | None:
-    """Return what is wrong with the one return that the metrics should tell of."""
-    returns = [r for r in run.metrics.records() if "rolled_back_from" in r]
-    good = [r["rolled_back_from"] for r in returns] == [step]
-    return None if good else f"the metrics say {returns}"
+def _check_rollback(run: RunFolder, step: int) -> str | None:
+    """Return an error unless the metrics record exactly one rollback, from the given step."""
+    rollbacks = [r for r in run.metrics.records() if "rolled_back_from" in r]
+    good = [r["rolled_back_from"] for r in rollbacks] == [step]
+    return None if good else f"the metrics record {rollbacks}"

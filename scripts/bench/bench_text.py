@@ -1,6 +1,6 @@
 """Measure the time and memory to prepare a long text, and the time of a second start.
 
-    python scripts/bench_text.py SEED_TEXT [--gigabytes 1] [--json benchmarks/text.json]
+    python scripts/bench/bench_text.py SEED_TEXT [--gigabytes 1] [--json benchmarks/text.json]
 
 Repeats SEED_TEXT with a counter in each repetition, then calls `load_corpus` in new processes:
 three times with an empty cache (cold), three times with a full one (warm).

@@ -1,6 +1,6 @@
 """How cost grows with the text, the parameters, the block and the batch.
 
-    python scripts/bench_scale.py SEED_TEXT [--gigabytes 1] [--json benchmarks/scale.json]
+    python scripts/bench/bench_scale.py SEED_TEXT [--gigabytes 1] [--json benchmarks/scale.json]
         [--plot benchmarks/scale.png]
 
 Every row is a process of its own. Texts are SEED_TEXT over and over with a counter, from 1 MB up in

@@ -1,6 +1,6 @@
 """Whether planted copies are found in a long text, how fast, and in how much memory.
 
-    python scripts/bench_memorization.py SEED_TEXT [--megabytes 100] [--json FILE]
+    python scripts/bench/bench_memorization.py SEED_TEXT [--megabytes 100] [--json FILE]
 
 The long text, mapped from a file, is made of SEED_TEXT's words in random order. Each of 100 texts
 holds one copy of 20 to 500 characters of it, among random characters.

@@ -1,0 +1,269 @@
+"""Write the measured figures into the pages, from the records in `benchmarks/`.
+
+    python scripts/bench/write_figures.py
+
+README.md gets one short table, benchmarks/README.md the full tables and docs/reliability.md the
+results of the torture test. A test checks that the pages match the records.
+"""
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+NANOGPT = "nanoGPT"  # its name in the records
+START, END = "<!-- figures: written by scripts/bench/write_figures.py -->", "<!-- end -->"
+
+
+def record(name: str) -> dict[str, Any]:
+    """Return one benchmark's record."""
+    content: dict[str, Any] = json.loads((ROOT / "benchmarks" / f"{name}.json").read_text())
+    return content
+
+
+def command(found: dict[str, Any]) -> str:
+    """Return the recorded command, with the script's present path."""
+    python, script, *arguments = found["command"].split(" ", 2)
+    (path,) = (ROOT / "scripts").rglob(Path(script).name)
+    return " ".join([python, str(path.relative_to(ROOT)), *arguments])
+
+
+def summary() -> list[str]:
+    """Return the table of the README, at most eight rows."""
+    train, budgets = record("train"), record("budgets")
+    nanogpt = train["results"][NANOGPT]
+    peer = f"{nanogpt['full']:.3f} nats/char in {nanogpt['seconds']:.0f} s"
+    lines = ["| task | chargpt | for comparison |", "|---|---|---|"]
+    for found, time, other in (
+        (train, "6s", f"nanoGPT's CPU recipe: {peer}"),
+        (train, "80s", f"nanoGPT's CPU recipe: {peer}"),
+        (budgets, "3m", ""),
+        (record("ten-minutes"), "10m", ""),
+    ):
+        result = found["results"][f"chargpt train --budget {time}"]
+        losses = [run["full"] for run in result["runs"]]
+        mean = statistics.mean(losses) if found is budgets else result["full"]
+        lines.append(
+            f"| train with `--budget {time}` | {mean:.3f} nats/char in {result['seconds']:.0f} s "
+            f"| {other} |"
+        )
+    speeds = record("sample")["characters_per_second"]
+    for name, ours, theirs in (
+        ("sample 2,000 characters", "1 stream, 2,000 characters", "1 stream"),
+        ("sample 64 texts at once", "64 streams", "64 streams"),
+    ):
+        lines.append(
+            f"| {name} | {speeds[ours]:,} characters/s "
+            f"| nanoGPT: {speeds[f'{NANOGPT}, {theirs}']:,} characters/s |"
+        )
+    text = record("text")
+    coded = record("compress")["validation"]
+    lines += [
+        f"| prepare a text of {text['text_bytes'] / 1e9:.0f} GB "
+        f"| {text['cold_mb_per_second']:.0f} MB/s, {text['memory_growth_mb']:.0f} MB of memory | |",
+        f"| compress the validation split | {coded['bytes']:,} bytes "
+        f"| `xz -9` after the training split: {coded['xz_bytes']:,} bytes |",
+    ]
+    about = (
+        f"Tiny Shakespeare (1.1 MB) on {train['hardware']}, {train['date']}; loss of the "
+        "validation split, protocol `full`; training times are those of the whole command."
+    )
+    return [about, "", *lines]
+
+
+def training(found: dict[str, Any]) -> list[str]:
+    """Return the lines on training time and loss beside nanoGPT."""
+    lines = [
+        f"Tiny Shakespeare, {found['hardware']}, torch {found['torch']}, {found['date']}. Time of "
+        "the whole command, from a cold start to the saved checkpoint; medians of "
+        f"{len(found['results'][NANOGPT]['runs'])} runs of each, interleaved. Loss in nats per "
+        "character on the validation split.",
+        "",
+        "| | seconds | `full` | `sliding` | of the matrix peak | against nanoGPT's CPU recipe |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, result in found["results"].items():
+        sliding, fraction, against = "", "", ""
+        if name != NANOGPT:
+            sliding = f"{result['sliding']:.4f}"
+            fraction = f"{result['share_of_matrix_peak']:.0%}"
+            faster, lower = result["time_against_nanogpt"], result["nats_below_nanogpt"]
+            word = "lower" if lower > 0 else "higher"
+            against = f"{faster:.1f} times as fast, {abs(lower):.3f} nats {word}"
+            name = f"`{name}`"
+        lines.append(
+            f"| {name} | {result['seconds']:.1f} | {result['full']:.4f} | {sliding} | {fraction} "
+            f"| {against} |"
+        )
+    peaks = [
+        result["matrix_gflops"] for name, result in found["results"].items() if name != NANOGPT
+    ]
+    lines += [
+        "",
+        "The matrix peak is the measured speed of large matrix products on the same machine: "
+        f"{statistics.median(peaks):,.0f} GFLOP/s.",
+    ]
+    lines += ["", "[Loss against time](train.svg) of both; nanoGPT's losses are its own estimates."]
+    return [*lines, "", f"`{command(found)}`"]
+
+
+def other_times(*records: dict[str, Any]) -> list[str]:
+    """Return the lines on other time budgets, one row each."""
+    lines = ["| | seconds | `full` | `sliding` | `nanogpt` | runs |", "|---|---|---|---|---|---|"]
+    for name, result in (item for found in records for item in found["results"].items()):
+        if name == NANOGPT:
+            continue
+        losses = []
+        for protocol in ("full", "sliding", "nanogpt"):
+            values = [run[protocol] for run in result["runs"] if protocol in run]
+            if not values:
+                losses.append("")
+                continue
+            spread = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
+            losses.append(f"{statistics.mean(values):.4f}{spread}")
+        runs = len(result["runs"])
+        lines.append(f"| `{name}` | {result['seconds']:.1f} | {' | '.join(losses)} | {runs} |")
+    head = "Other time budgets: means and standard deviations over the runs."
+    commands = (f"\n`{command(found)}` ({found['hardware']}, {found['date']})" for found in records)
+    return [head, "", *lines, *commands]
+
+
+def sampling(found: dict[str, Any]) -> list[str]:
+    """Return the lines on the speed of sampling."""
+    speeds = found["characters_per_second"]
+    parts = [f"{name}: {speed:,}" for name, speed in speeds.items()]
+    return [
+        f"Characters per second of all streams together, model of the config `gpt`, "
+        f"{found['date']}: {'; '.join(parts)}.",
+        "",
+        f"`{command(found)}`",
+    ]
+
+
+def preparing(found: dict[str, Any]) -> list[str]:
+    """Return the lines on preparing and encoding texts."""
+    return [
+        f"A text of {found['text_bytes'] / 1e9:.1f} GB is prepared at "
+        f"{found['cold_mb_per_second']:.0f} MB/s with {found['memory_growth_mb']:.0f} MB of memory "
+        f"({found['date']}); opening it again takes {max(found['warm_seconds']):.3f} s. "
+        "Encoding in memory, on one thread: "
+        + ", ".join(
+            f"{speed:.2f} ({name})"
+            for name, speed in found["encode_gigacharacters_per_second"].items()
+        )
+        + " billion characters per second.",
+        "",
+        f"`{command(found)}`",
+    ]
+
+
+def torture(found: dict[str, Any]) -> list[str]:
+    """Return the table of the torture test."""
+    lines = [
+        f"{found['date']}, commit {found['commit']}, {found['hardware']}:",
+        "",
+        "| requirement | cases | failed | seconds |",
+        "|---|---|---|---|",
+    ]
+    for row in found["rows"]:
+        skipped = f", {row['skipped']} skipped" if row["skipped"] else ""
+        lines.append(
+            f"| {row['claim']} | {row['cases']:,} | {len(row['failed'])}{skipped} "
+            f"| {row['seconds']:,.0f} |"
+        )
+    return [*lines, "", f"`{command(found)}`"]
+
+
+def saving(found: dict[str, Any]) -> list[str]:
+    """Return the lines on the time of a save."""
+    seconds = found["seconds"]
+    return [
+        f"A save of {found['parameters'] / 1e6:.1f}M parameters ({found['bytes'] / 1e6:.0f} MB "
+        f"with the optimizer) takes {seconds['ours']:.2f} s, the same tensors as plain safetensors "
+        f"files {seconds['plain']:.2f} s, or {seconds['plain, flushed']:.2f} s flushed to disk "
+        f"(medians of {len(found['all']['ours'])}, interleaved, {found['date']}). The difference "
+        "is the sha256 checksums, computed partly while writing: "
+        f"{found['sha256_on_one_core']:.2f} s on one core of this CPU, which has no SHA "
+        "instructions.",
+        "",
+        f"`{command(found)}`",
+    ]
+
+
+def fuzzing(found: dict[str, Any]) -> list[str]:
+    """Return the table of the fuzzer's executions."""
+    lines = ["| reader | executions | branches reached | crashes | |", "|---|---|---|---|---|"]
+    for name, result in found.items():
+        lines.append(
+            f"| {name} | {result['runs']:,} | {result['branches_covered']:,} "
+            f"| {result['crashes']} | {result['date']}, commit {result['commit']} |"
+        )
+    script = "python scripts/torture/fuzz.py --runs 1000000 --json benchmarks/fuzz.json"
+    return [*lines, "", f"`{script}`"]
+
+
+def mutation(found: dict[str, Any]) -> list[str]:
+    """Return the lines on mutation testing."""
+    return [
+        f"Mutation testing of `chargpt/store/`: its tests kill {found['killed']:,} of "
+        f"{found['mutants']:,} mutants, {found['mutation_score']:.1%} "
+        f"({found['date']}, commit {found['commit']}).",
+        "",
+        f"`{command(found)}`",
+    ]
+
+
+def reliability() -> str:
+    """Return the figures of docs/reliability.md."""
+    return with_markers(
+        torture(record("torture")),
+        fuzzing(record("fuzz")),
+        mutation(record("mutation")),
+        saving(record("save")),
+    )
+
+
+def benchmarks() -> str:
+    """Return the figures of benchmarks/README.md."""
+    return with_markers(
+        ["### Training"],
+        training(record("train")),
+        other_times(record("short-budgets"), record("budgets"), record("ten-minutes")),
+        ["### Sampling"],
+        sampling(record("sample")),
+        ["### Preparing a text"],
+        preparing(record("text")),
+    )
+
+
+def with_markers(*paragraphs: list[str]) -> str:
+    """Return paragraphs between the start and end markers."""
+    body = "\n\n".join("\n".join(lines) for lines in paragraphs)
+    return f"{START}\n{body}\n{END}"
+
+
+def replace_figures(page: str, figures: str) -> str:
+    """Return a page with the text between its markers replaced."""
+    before, _, rest = page.partition(START)
+    return before + figures + rest.partition(END)[2]
+
+
+def pages() -> dict[Path, str]:
+    """Return the expected content of each page that has figures."""
+    figures = {
+        ROOT / "README.md": with_markers(summary()),
+        ROOT / "benchmarks" / "README.md": benchmarks(),
+        ROOT / "docs" / "reliability.md": reliability(),
+    }
+    return {path: replace_figures(path.read_text("utf-8"), text) for path, text in figures.items()}
+
+
+def main() -> None:
+    """Write the pages."""
+    for path, content in pages().items():
+        path.write_text(content, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
