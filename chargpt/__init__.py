@@ -1,11 +1,11 @@
 """Train, sample and measure character-level GPT models.
 
-    from chargpt import Corpus, Trainer, load_config, load_corpus
-    trainer = Trainer(load_config("gpt"), load_corpus(load_config("gpt").text))
-    for report in trainer.steps():
-        ...
+    import chargpt
+    run = chargpt.train("novel.txt", budget="3m")
+    print(chargpt.sample(run, prompt="It was")[0])
+    print(chargpt.evaluate(run).bits_per_char)
 
-Names are imported when they are first used, so `import chargpt` costs nothing.
+Names are imported when they are first used, so `import chargpt` is quick.
 """
 
 from importlib import import_module
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from chargpt.store.run import load_run
     from chargpt.text.corpus import Corpus, load_corpus
     from chargpt.text.tokenizer import CharTokenizer
+    from chargpt.training.api import train
     from chargpt.training.trainer import Trainer
 
 __all__ = [
@@ -40,9 +41,10 @@ __all__ = [
     "load_corpus",
     "load_run",
     "sample",
+    "train",
 ]
 
-_HOMES = {
+_MODULES = {
     "GPT": "chargpt.models.gpt",
     "BigramLM": "chargpt.models.bigram",
     "CharTokenizer": "chargpt.text.tokenizer",
@@ -57,13 +59,14 @@ _HOMES = {
     "load_run": "chargpt.store.run",
     "load_corpus": "chargpt.text.corpus",
     "sample": "chargpt.inference.sampling",
+    "train": "chargpt.training.api",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'chargpt' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

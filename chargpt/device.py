@@ -69,6 +69,11 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def is_main_rank() -> bool:
+    """Return whether this process is rank 0 among those that `torchrun` started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def init_process_group(device: torch.device) -> ProcessGroup:
     """Join the process group of `torchrun`, if it started this process.
 

@@ -8,8 +8,8 @@ fits
 
     loss = floor + a * parameters^-p + b * fresh^-q             (Hoffmann et al. 2022, eq. 2)
 
-where `fresh` counts characters read again for less (`planner.fresh_characters`), and writes data
-and law to `chargpt/training/plan.json`. Takes about an hour on two cores that multiply in bfloat16.
+where `fresh` are unique-token equivalents (`planner.unique_token_equivalents`), and writes data and
+law to `chargpt/training/plan.json`. Takes about an hour on two cores that multiply in bfloat16.
 With --more, the runs that are recorded there stay, and only those that it lacks are made.
 """
 
@@ -29,7 +29,7 @@ from bench.record import facts, write_record
 from chargpt.config import ModelConfig, TextConfig
 from chargpt.models import count_parameters
 from chargpt.text.corpus import load_corpus
-from chargpt.training.planner import SIZES, fresh_characters
+from chargpt.training.planner import SIZES, unique_token_equivalents
 
 TARGET = Path(__file__).parent.parent / "chargpt" / "training" / "plan.json"
 CHARACTERS = (150_000, 300_000, 600_000, 1_200_000, 2_400_000, 4_800_000, 9_600_000)
@@ -57,7 +57,7 @@ tune_malloc()
 trainer = Trainer(config, corpus)
 for report in trainer.steps():
     pass
-found = trainer.measure("val", None)
+found = trainer.validator.evaluate("val")
 train, model = config.train, config.model
 print(json.dumps({"n_layer": model.n_layer, "n_embd": model.n_embd, "block_size": model.block_size,
                   "parameters": parameters,
@@ -96,7 +96,7 @@ def fit(results: list[dict[str, Any]], text_characters: int) -> dict[str, float]
     for r, s in product((1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48), np.arange(0, 2.01, 0.25)):
         read = zip(sizes, amounts, strict=True)
         fresh = np.array(
-            [fresh_characters(n, c, text_characters, {"r": r, "s": s}) for n, c in read]
+            [unique_token_equivalents(n, c, text_characters, {"r": r, "s": s}) for n, c in read]
         )
         for p, q in product(EXPONENTS, EXPONENTS):
             columns = np.stack((np.ones_like(sizes), sizes**-p, fresh**-q), axis=1)

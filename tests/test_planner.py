@@ -1,5 +1,6 @@
 """What a budget chooses: sizes by the law, steps by the clock, and nothing that is set already."""
 
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -12,17 +13,17 @@ from chargpt.errors import ConfigError
 from chargpt.models import count_parameters
 from chargpt.text.corpus import Corpus, load_corpus
 from chargpt.training import planner
+from chargpt.training.budget import Budget, next_replan_step, parse_duration, replan
 from chargpt.training.planner import (
+    RECIPE,
     SIZES,
+    Plan,
     expected_loss,
-    fresh_characters,
-    length_of,
-    next_refit,
+    length_settings,
     plan,
-    refit,
-    seconds_of,
+    unique_token_equivalents,
 )
-from chargpt.training.schedule import rate_at
+from chargpt.training.schedule import lr_factor_at
 
 
 @pytest.fixture
@@ -39,8 +40,20 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
         asked.append(config)
         return 1e10 / count_parameters(config.model, corpus.tokenizer.vocab_size)
 
-    monkeypatch.setattr(planner, "characters_a_second", speed)
+    monkeypatch.setattr(planner, "measure_speed", speed)
     return asked
+
+
+class FixedBudget(Budget):
+    """A budget whose remaining time does not pass."""
+
+    @property
+    def remaining(self) -> float:
+        return self.seconds
+
+
+def choose(config: Config, fixed: Collection[str], corpus: Corpus, seconds: float) -> Plan:
+    return plan(config, corpus, FixedBudget(seconds, fixed))
 
 
 @pytest.mark.parametrize(
@@ -48,13 +61,13 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     [("30", 30), ("30s", 30), ("3m", 180), ("1m30s", 90), ("2h", 7200), ("1h1m1s", 3661)],
 )
 def test_times_are_read_as_people_write_them(written: str, seconds: float) -> None:
-    assert seconds_of(written) == seconds
+    assert parse_duration(written) == seconds
 
 
 @pytest.mark.parametrize("written", ["", "soon", "3 m", "-5s", "m", "1.5h", "4s", "0", "1m1h"])
 def test_what_is_no_time_is_refused(written: str) -> None:
     with pytest.raises(ConfigError, match=r"write it so|is too short"):
-        seconds_of(written)
+        parse_duration(written)
 
 
 @given(st.integers(10_000, 10**8), st.integers(10_000, 10**8))
@@ -72,7 +85,7 @@ def test_what_is_read_again_is_worth_less_and_least_to_a_large_model() -> None:
     text = 10**6
 
     def worth(parameters: int, epochs: float, **law: float) -> float:
-        return fresh_characters(parameters, epochs * text, text, law) / text
+        return unique_token_equivalents(parameters, epochs * text, text, law) / text
 
     assert worth(10**5, 0.5, r=3, s=0.5) == 0.5
     assert worth(10**5, 1, r=3, s=0.5) == 1
@@ -89,32 +102,33 @@ def test_what_is_read_again_is_worth_less_and_least_to_a_large_model() -> None:
 def test_a_longer_time_never_takes_a_smaller_model(corpus: Corpus, machine: list[Config]) -> None:
     sizes = []
     for seconds in (15, 60, 600, 6000, 60000):
-        config, _ = plan(Config(), (), corpus, seconds)
+        config = choose(Config(), (), corpus, seconds).config
         sizes.append(count_parameters(config.model, corpus.tokenizer.vocab_size))
     assert sizes == sorted(sizes)
 
 
 @pytest.mark.parametrize("seconds", [8, 20])
 def test_the_steps_fill_the_time(seconds: float, corpus: Corpus, machine: list[Config]) -> None:
-    config, why = plan(Config(), (), corpus, seconds)
+    planned = choose(Config(), (), corpus, seconds)
+    config = planned.config
     parameters = count_parameters(config.model, corpus.tokenizer.vocab_size)
     a_step = config.train.batch_size * config.model.block_size * parameters / 1e10
     assert 0.85 * seconds < config.train.max_steps * a_step < seconds
-    assert "characters a second measured" in why
+    assert planned.speed == pytest.approx(1e10 / parameters)
 
 
 def test_where_measuring_took_all_the_time_the_fewest_steps_are_planned(
     corpus: Corpus, machine: list[Config]
 ) -> None:
-    chosen, _ = plan(load_config("gpt"), (), corpus, seconds=-0.5)
-    assert chosen.train.max_steps == planner.LEAST_STEPS
+    chosen = choose(load_config("gpt"), (), corpus, -0.5).config
+    assert chosen.train.max_steps == RECIPE.min_steps
     assert chosen.model.n_embd == SIZES[0].n_embd
 
 
 def test_a_small_text_is_not_read_for_ever(corpus: Corpus, machine: list[Config]) -> None:
-    config, _ = plan(Config(), (), corpus, 10**6)
+    config = choose(Config(), (), corpus, 10**6).config
     read = config.train.max_steps * config.train.batch_size * config.model.block_size
-    assert read <= planner.MOST_EPOCHS * len(corpus.split("train"))
+    assert read <= RECIPE.max_epochs * len(corpus.split("train"))
     assert config.model.dropout > 0
 
 
@@ -125,7 +139,7 @@ def test_counts_teach_less_in_a_longer_run_and_decay_grows_with_how_often_a_text
     share, decay = base.train.ngram_target_weight, base.optim.weight_decay
 
     def chosen(characters: float, text_characters: int) -> object:
-        values = length_of(base, characters, text_characters, 10**6)
+        values = length_settings(base, characters, text_characters, 10**6)
         return pytest.approx((values["train.ngram_target_weight"], values["optim.weight_decay"]))
 
     assert chosen(500_000, 10**6) == (share, decay / 5)
@@ -138,7 +152,9 @@ def test_counts_teach_less_in_a_longer_run_and_decay_grows_with_how_often_a_text
 
 def test_the_more_a_model_memorises_the_more_dropout_it_gets() -> None:
     def dropout(epochs: float, parameters_per_character: float) -> object:
-        values = length_of(Config(), epochs * 10**6, 10**6, int(parameters_per_character * 10**6))
+        values = length_settings(
+            Config(), epochs * 10**6, 10**6, int(parameters_per_character * 10**6)
+        )
         return values["model.dropout"]
 
     assert [dropout(epochs, 2.25) for epochs in (1, 5, 6, 15, 17)] == [0.0, 0.0, 0.1, 0.1, 0.2]
@@ -152,36 +168,37 @@ def test_what_the_user_has_set_stays(corpus: Corpus, machine: list[Config]) -> N
         "model.n_embd": 32,
         "schedule.cooldown": 0.3,
     }
-    config, why = plan(Config().with_values(values), values, corpus, 30)
+    planned = choose(Config().with_values(values), values, corpus, 30)
+    config = planned.config
     assert (config.train.batch_size, config.train.evaluate_every) == (4, 7)
     assert (config.model.n_embd, config.model.n_layer) == (32, Config().model.n_layer)
     assert config.schedule.cooldown == 0.3
     assert len(machine) == 1
-    assert "as you set it" in why
+    assert not planned.chooses_size
 
 
 def test_a_bigram_gets_steps_and_no_size(corpus: Corpus, machine: list[Config]) -> None:
     bigram = load_config("bigram")
-    config, _ = plan(bigram, {"model.kind"}, corpus, 30)
+    config = choose(bigram, {"model.kind"}, corpus, 30).config
     assert config.model.model_copy(update={"dropout": 0.0}) == bigram.model
     assert config.train.batch_size == bigram.train.batch_size
     assert config.train.ngram_target_weight == 0
     assert config.optim.weight_decay == bigram.optim.weight_decay
-    assert config.train.max_steps > planner.LEAST_STEPS
+    assert config.train.max_steps > RECIPE.min_steps
 
 
 def test_a_time_and_a_number_of_steps_are_a_contradiction(corpus: Corpus) -> None:
     with pytest.raises(ConfigError, match=r"--budget and train\.max_steps"):
-        plan(Config(), {"train.max_steps"}, corpus, 30)
+        choose(Config(), {"train.max_steps"}, corpus, 30)
 
 
 def test_a_size_is_measured_by_real_steps_that_leave_nothing_behind(corpus: Corpus) -> None:
     tiny = {"model.n_layer": 1, "model.n_embd": 16, "model.block_size": 16, "train.batch_size": 2}
-    assert planner.characters_a_second(Config().with_values(tiny), corpus) > 0
+    assert planner.measure_speed(Config().with_values(tiny), corpus) > 0
 
 
 def rates(config: Config, steps: int) -> list[float]:
-    return [rate_at(step, config.schedule, config.train.max_steps) for step in range(steps)]
+    return [lr_factor_at(step, config.schedule, config.train.max_steps) for step in range(steps)]
 
 
 @given(
@@ -196,11 +213,11 @@ def test_fitting_the_steps_leaves_the_past_as_it_was(
     values = {"train.max_steps": steps, "schedule.cooldown": cooldown, "schedule.warmup": 0}
     config, done = Config().with_values(values), 0
     for step_seconds, early in speeds:
-        planned = next_refit(config, done)
+        planned = next_replan_step(config, done)
         if planned is None or planned >= config.train.max_steps:
             break
         at = max(done + 1, done + round(early * (planned - done)))  # where the time for it is over
-        new = refit(config, at, step_seconds, min(seconds, 3000 * step_seconds))
+        new = replan(config, at, step_seconds, min(seconds, 3000 * step_seconds))
         assert rates(new, at) == rates(config, at)
         left = new.train.max_steps - at
         assert left == 1 or left * step_seconds <= seconds
@@ -216,13 +233,13 @@ def test_fitting_the_steps_leaves_the_past_as_it_was(
 def test_the_steps_are_fitted_ever_closer_to_the_end() -> None:
     config = Config().with_values({"train.max_steps": 1000, "schedule.cooldown": 0.7})
     places, step = [], 0
-    while (step := next_refit(config, step) or 0) > 0:
+    while (step := next_replan_step(config, step) or 0) > 0:
         places.append(step)
-        config = refit(config, step, 1.0, (1000 - step) / 0.95 + 0.5)  # the speed that was planned
+        config = replan(config, step, 1.0, (1000 - step) / 0.95 + 0.5)  # the speed that was planned
     assert places == [300, 650, 825, 912]
     assert config.train.max_steps == 1000
     without = {"schedule.kind": "cosine"}, {"schedule.cooldown": 0.0}
-    assert all(next_refit(config.with_values(values), 0) is None for values in without)
+    assert all(next_replan_step(config.with_values(values), 0) is None for values in without)
 
 
 def test_every_size_has_heads_of_64_or_more() -> None:

@@ -22,6 +22,7 @@ from chargpt.cli import summary
 from chargpt.inference.baselines import baselines
 from chargpt.store.folder import RunFolder
 from chargpt.store.run import load_run
+from chargpt.training.budget import Reserve
 
 TINY = (
     "-s train.max_steps=6 -s train.batch_size=4 -s model.n_layer=2 -s model.n_head=2 "
@@ -160,9 +161,9 @@ def test_a_long_training_makes_its_report_unasked(
     brief = cli("train", verse, *TINY, "--out", "brief")
     assert "chargpt report brief" in brief.stdout
     assert not Path("brief/report.html").exists()
-    monkeypatch.setattr(summary, "REPORTED_SECONDS", 0)
+    monkeypatch.setattr(summary, "RESERVE", Reserve(report_from=0))
     long = cli("train", verse, *TINY, "--out", "long")
-    assert "all about it on one page: long/report.html" in long.stdout
+    assert "report: long/report.html" in long.stdout
     assert Path("long/report.html").exists()
     # it is the run's own file: --force replaces the run, report and all
     assert cli("train", verse, *TINY, "--out", "long", "--force").returncode == 0
@@ -171,7 +172,7 @@ def test_a_long_training_makes_its_report_unasked(
 def test_a_report_that_fails_leaves_a_finished_run_finished(
     cli: Cli, verse: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(summary, "REPORTED_SECONDS", 0)
+    monkeypatch.setattr(summary, "RESERVE", Reserve(report_from=0))
 
     def full(path: Path, content: bytes) -> None:
         raise OSError(28, "No space left on device")
@@ -262,7 +263,7 @@ def test_speed_is_drawn_from_whole_flushes_only() -> None:
             "step": s,
             "loss": 1.0,
             "grad_norm": 1.0,
-            "rate": 1.0,
+            "lr_factor": 1.0,
             "seconds": -(-s // 10) + s % 10 / 1000,
         }
         for s in range(1, 101)

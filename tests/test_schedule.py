@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chargpt.config import ScheduleConfig
-from chargpt.training.schedule import rate_at
+from chargpt.training.schedule import lr_factor_at
 
 schedules = st.builds(
     ScheduleConfig,
@@ -17,14 +17,14 @@ schedules = st.builds(
     decay_points=st.lists(
         st.tuples(st.integers(0, 500), st.integers(1, 500)),
         max_size=4,
-        unique_by=lambda bend: bend[0],
+        unique_by=lambda point: point[0],
     ).map(lambda decay_points: tuple(sorted((step, step + more) for step, more in decay_points))),
 )
 
 
 def rates(max_steps: int, **values: object) -> list[float]:
     schedule = ScheduleConfig(**values)  # type: ignore[arg-type]
-    return [rate_at(step, schedule, max_steps) for step in range(max_steps)]
+    return [lr_factor_at(step, schedule, max_steps) for step in range(max_steps)]
 
 
 @settings(deadline=None)
@@ -32,14 +32,14 @@ def rates(max_steps: int, **values: object) -> list[float]:
 def test_the_rate_is_always_above_zero_and_at_most_one(
     schedule: ScheduleConfig, max_steps: int
 ) -> None:
-    assert all(0 < rate_at(step, schedule, max_steps) <= 1 for step in range(max_steps))
+    assert all(0 < lr_factor_at(step, schedule, max_steps) <= 1 for step in range(max_steps))
 
 
 @settings(deadline=None)
 @given(schedules, st.lists(st.integers(0, 299), min_size=1))
 def test_the_rate_depends_on_the_step_alone(schedule: ScheduleConfig, visits: list[int]) -> None:
-    in_order = [rate_at(step, schedule, 300) for step in range(300)]
-    assert [rate_at(step, schedule, 300) for step in visits] == [in_order[s] for s in visits]
+    in_order = [lr_factor_at(step, schedule, 300) for step in range(300)]
+    assert [lr_factor_at(step, schedule, 300) for step in visits] == [in_order[s] for s in visits]
 
 
 @settings(deadline=None)
@@ -47,7 +47,7 @@ def test_the_rate_depends_on_the_step_alone(schedule: ScheduleConfig, visits: li
 def test_the_rate_rises_to_one_peak_and_never_rises_again(
     schedule: ScheduleConfig, max_steps: int
 ) -> None:
-    values = [rate_at(step, schedule, max_steps) for step in range(max_steps)]
+    values = [lr_factor_at(step, schedule, max_steps) for step in range(max_steps)]
     peak = values.index(max(values))
     assert all(a <= b + 1e-12 for a, b in pairwise(values[: peak + 1]))
     assert all(a >= b - 1e-12 for a, b in pairwise(values[peak:]))

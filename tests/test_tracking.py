@@ -27,7 +27,7 @@ def test_tensorboard_gets_each_figure_once(cli: Cli, verse: Path) -> None:
     resumed = cli("train", "--resume", "mine", "-s", "train.max_steps=8")
     assert resumed.returncode == 0, resumed.stderr
     records = RunFolder(Path("mine")).metrics.records()
-    for name in ("loss", "grad_norm", "rate", "val_nats_per_char"):
+    for name in ("loss", "grad_norm", "lr_factor", "val_nats_per_char"):
         wanted = [(r["step"], pytest.approx(r[name])) for r in records if name in r]
         assert wanted
         assert scalars(Path("mine/tensorboard"), name) == wanted
@@ -35,22 +35,22 @@ def test_tensorboard_gets_each_figure_once(cli: Cli, verse: Path) -> None:
 
 
 def test_steps_that_are_done_again_are_seen_as_they_were_done_last(tmp_path: Path) -> None:
-    first = tracking.Tracker(tmp_path, 0)
+    first = tracking.TensorBoardLog(tmp_path, 0)
     for step in range(1, 6):
         first.add({"step": step, "loss": 1.0, "seconds": 0.1})
     first.close()
-    again = tracking.Tracker(tmp_path, 3)
+    again = tracking.TensorBoardLog(tmp_path, 3)
     again.add({"step": 4, "loss": 2.0, "seconds": 0.1})
     again.close()
     assert scalars(tmp_path, "loss") == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0)]
 
 
 def test_a_disk_that_refuses_its_files_does_not_disturb_training(tmp_path: Path) -> None:
-    tracker = tracking.Tracker(tmp_path / "file" / "tensorboard", 0)
+    tracker = tracking.TensorBoardLog(tmp_path / "file" / "tensorboard", 0)
     (tmp_path / "file").touch()
     for step in (1, 2):
         tracker.add({"step": step, "loss": 1.0})
-    assert tracker.lost
+    assert tracker.is_broken
     tracker.close()
 
 

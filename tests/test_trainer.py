@@ -1,5 +1,6 @@
 """Training does what it says: exactly, resumably, and to the closed-form bigram."""
 
+import dataclasses
 import json
 import math
 import shutil
@@ -16,9 +17,10 @@ from chargpt.store.folder import RunFolder
 from chargpt.store.run import load_run
 from chargpt.text.batches import Batches
 from chargpt.text.corpus import Corpus, load_corpus
-from chargpt.training.estimate import estimate
+from chargpt.training.cost import expected_cost
+from chargpt.training.report import StepReport
 from chargpt.training.resume import resume
-from chargpt.training.trainer import Report, Trainer
+from chargpt.training.trainer import Trainer
 
 TINY = {
     "device": "cpu",
@@ -54,13 +56,15 @@ def tiny(**changes: object) -> Config:
     return Config().with_values(TINY | changes)
 
 
-def train(config: Config, corpus: Corpus, path: Path, stop_at: int | None = None) -> list[Report]:
+def train(
+    config: Config, corpus: Corpus, path: Path, stop_at: int | None = None
+) -> list[StepReport]:
     trainer = Trainer(config, corpus, folder=RunFolder(path))
     RunFolder(path).create(trainer.config, corpus.tokenizer, force=False)
     return run_steps(trainer, stop_at)
 
 
-def run_steps(trainer: Trainer, stop_at: int | None = None) -> list[Report]:
+def run_steps(trainer: Trainer, stop_at: int | None = None) -> list[StepReport]:
     reports = []
     for report in trainer.steps():
         reports.append(report)
@@ -70,7 +74,7 @@ def run_steps(trainer: Trainer, stop_at: int | None = None) -> list[Report]:
     return reports
 
 
-def go_on(path: Path, corpus: Corpus) -> list[Report]:
+def resume_and_finish(path: Path, corpus: Corpus) -> list[StepReport]:
     saved, config, _ = resume(RunFolder(path), {})
     return run_steps(Trainer(config, corpus, folder=RunFolder(path), saved=saved))
 
@@ -94,7 +98,7 @@ def test_the_same_config_twice_gives_the_same_bytes_and_so_does_stopping_anywher
     stops = (0, 1, 5, 11)
     for stop in stops:
         train(config, corpus, tmp_path / f"stop{stop}", stop_at=stop)
-        go_on(tmp_path / f"stop{stop}", corpus)
+        resume_and_finish(tmp_path / f"stop{stop}", corpus)
     for other in ("b", *(f"stop{stop}" for stop in stops)):
         for name in ("model", "optimizer"):
             assert weights(tmp_path / "a", name) == weights(tmp_path / other, name), (other, name)
@@ -137,7 +141,7 @@ def test_dropout_differs_between_micro_batches_and_is_off_in_evaluation(corpus: 
         trainer.learner.seed_dropout(0, micro)
         seen.append(trainer.learner.objective(block)[1].item())
     assert seen[0] == seen[2] != seen[1]
-    first, second = (trainer.measure("val", None).nats_per_char for _ in range(2))
+    first, second = (trainer.validator.evaluate("val").nats_per_char for _ in range(2))
     assert first == second
 
 
@@ -217,7 +221,7 @@ def test_bad_numbers_stop_a_run_before_the_update_and_say_how_to_go_on(
         next(reports)
     assert "-s optim.lr=" in str(said.value)
     assert all(torch.equal(p, before[n]) for n, p in trainer.model.state_dict().items())
-    go_on(tmp_path / "run", corpus)
+    resume_and_finish(tmp_path / "run", corpus)
     train(tiny(), corpus, tmp_path / "untouched")
     assert weights(tmp_path / "run") == weights(tmp_path / "untouched")
 
@@ -240,9 +244,9 @@ def test_a_run_can_return_by_itself_to_its_last_checkpoint_at_half_the_rates(
     rate = trainer.config.optim.lr
     spoil(trainer, 7, times=2)
     reports = run_steps(trainer)
-    notes = [report.note for report in reports if report.note]
+    notes = [note for report in reports for note in report.notes]
     assert len(notes) == 2
-    assert "back to step 6" in notes[0]
+    assert "rolled back to step 6" in notes[0]
     returns = [r for r in RunFolder(tmp_path / "run").metrics.records() if "rolled_back_from" in r]
     # the new rates are saved with the next step
     assert [(r["step"], r["rolled_back_from"]) for r in returns] == [(6, 8), (7, 8)]
@@ -267,11 +271,11 @@ def test_training_goes_on_through_a_disk_that_refuses_for_a_while(
     trainer = started(tiny(), corpus, tmp_path / "run")
     troubles = []
     for report in trainer.steps():
-        troubles.append(trainer.trouble)
+        troubles.append(trainer.writer.disk_error)
         if report.step == 4:
             monkeypatch.setattr(shutil, "disk_usage", lambda _: FULL)
         if report.step == 7:
-            assert trainer.saved_step == 4  # saved there as the best
+            assert trainer.writer.saved_step == 4  # saved there as the best
             monkeypatch.undo()
     assert [trouble is not None for trouble in troubles] == [False] * 6 + [True] * 2 + [False] * 5
     train(tiny(), corpus, tmp_path / "untouched")
@@ -288,7 +292,7 @@ def test_a_best_checkpoint_that_the_disk_refused_is_not_the_best_that_there_is(
         if report.validation:
             seen[report.step] = report.validation.nats_per_char
         if report.step == 11:
-            assert trainer.progress.best_step is None
+            assert trainer.state.best_step is None
             monkeypatch.undo()
     assert min(seen, key=lambda step: seen[step]) == 12  # it learns
     assert load_run(tmp_path / "run", "best", "cpu").step == 12
@@ -377,7 +381,7 @@ def test_metrics_hold_a_line_for_every_step_and_evaluation(corpus: Corpus, tmp_p
 
 def test_the_plan_leaves_the_run_as_it_was(corpus: Corpus) -> None:
     trainer = Trainer(tiny(**{"model.dropout": 0.2}), corpus)
-    plan = estimate(trainer)
+    plan = expected_cost(trainer.config, trainer.learner, 0)
     assert plan.parameters == trainer.model.parameter_count()
     assert plan.characters == 12 * 4 * 16
     assert plan.seconds > 0
@@ -447,7 +451,7 @@ def test_the_notebook_bigram_comes_within_005_of_its_closed_form(corpus: Corpus)
     trainer = Trainer(config, corpus)
     for _ in trainer.steps():
         pass
-    trained = trainer.measure("val", None).nats_per_char
+    trained = trainer.validator.evaluate("val").nats_per_char
     assert trained == pytest.approx(baselines(corpus)["bigram"], abs=0.05)
 
 
@@ -456,7 +460,7 @@ def test_the_shipped_bigram_comes_within_001_of_its_closed_form(corpus: Corpus) 
     trainer = Trainer(config, corpus)
     for _ in trainer.steps():
         pass
-    trained = trainer.measure("train", None).nats_per_char
+    trained = trainer.validator.evaluate("train").nats_per_char
     assert trained == pytest.approx(baselines(corpus, "train")["bigram"], abs=0.01)
 
 
@@ -469,10 +473,11 @@ def test_a_command_given_again_does_not_undo_what_the_run_has_made_of_it(
     for _ in trainer.steps():
         pass
     trainer.change_config(trainer.config.with_values({"optim.lr": 0.001}))
-    trainer.progress.rollbacks, trainer.saved_step = 1, None
+    trainer.state = dataclasses.replace(trainer.state, rollbacks=1)
+    trainer.writer.saved_step = None
     trainer.save()
     wanted = {"optim.lr": 0.002, "device": "auto", "dtype": "auto", "train.max_steps": 9}
-    _, config, notes = resume(folder, wanted, again=True)
+    _, config, notes = resume(folder, wanted, same_command=True)
     assert (config.optim.lr, config.device, config.dtype) == (0.001, "cpu", "float32")
     assert config.train.max_steps == 9
     assert notes == []

@@ -121,7 +121,7 @@ def pace(records: Sequence[Mapping[str, Any]], characters: int) -> "Figure":
     ]
     figure = _figure(8, 2.4)
     parts = {
-        "learning rate (share of the highest)": [(row["step"], row["rate"]) for row in rows],
+        "learning-rate factor": [(row["step"], row["lr_factor"]) for row in rows],
         "gradient norm": thinned([(row["step"], row["grad_norm"]) for row in rows]),
         "characters a second": thinned(speeds),
     }

@@ -4,15 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from chargpt.config import Config
 from chargpt.inference.baselines import NGRAM, baselines
 from chargpt.inference.evaluation import Evaluation, evaluate_tokens
 from chargpt.store.metrics import validation_curve
 from chargpt.store.run import Run
 from chargpt.text.corpus import SPLITS, Corpus, Split
+from chargpt.training.budget import scored_characters
 
 # characters scored: of those trained on, but so many at least and at most
-SCORED_SHARE, SCORED_LEAST, SCORED_MOST = 1 / 20, 20_000, 300_000
 WAVERING = 0.02  # nats by which evaluations differ without any over-fitting
 MEMORISING = 0.3  # nats by which a model may do better on what it was trained on
 
@@ -34,12 +33,6 @@ class Result:
         counted = [(name, "val", nats) for name, nats in self.levels.items()]
         own = [(f"{kind} (trained)", split, e.nats_per_char) for split, e in self.losses.items()]
         return [*counted, *own]
-
-
-def scored_characters(config: Config, steps: int) -> int:
-    """Return on how many characters of each split a run of so many steps is measured, at most."""
-    trained = steps * config.train.batch_size * config.model.block_size
-    return min(SCORED_MOST, max(SCORED_LEAST, int(SCORED_SHARE * trained)))
 
 
 def result_of(run: Run, corpus: Corpus, levels: Mapping[str, float] | None = None) -> Result:

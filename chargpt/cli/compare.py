@@ -90,18 +90,19 @@ def compare(
 
 def _train(settings: Any, out: Path | None, models: str) -> tuple[Any, Path]:
     from chargpt.analysis.compare import compare
-    from chargpt.cli.loop import train_to_end
+    from chargpt.cli.loop import run_steps
     from chargpt.cli.signals import catch_signals
     from chargpt.cli.summary import show_plan
     from chargpt.text.corpus import load_corpus
+    from chargpt.training.cost import expected_cost
 
     corpus = load_corpus(settings.text, progress=options.PrepareProgress())
     folder = out or options.free_folder(f"compare-{options.slug(corpus.name)}")
 
     def watch(name: str, trainer: Any) -> None:
         console.say(f"== {name} ==")
-        show_plan(trainer)
-        train_to_end(trainer, trainer.folder, signals)
+        show_plan(trainer, expected_cost(trainer.config, trainer.learner, 0))
+        run_steps(trainer, trainer.folder, signals)
 
     names = [name.strip() for name in models.split(",") if name.strip()]
     with catch_signals() as signals:

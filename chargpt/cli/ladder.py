@@ -37,7 +37,7 @@ def climb_and_show(
 def train_rungs(settings: "Config", out: Path | None, seeds: int) -> "tuple[Ladder, Path]":
     """Train every rung, each with a progress bar; return them and the folder of their runs."""
     from chargpt.analysis.ladder import climb
-    from chargpt.cli.loop import train_to_end
+    from chargpt.cli.loop import run_steps
     from chargpt.cli.signals import catch_signals
     from chargpt.text.corpus import load_corpus
 
@@ -47,7 +47,7 @@ def train_rungs(settings: "Config", out: Path | None, seeds: int) -> "tuple[Ladd
     def watch(name: str, trainer: "Trainer") -> None:
         console.say(f"== {name} ==")
         assert trainer.folder is not None
-        train_to_end(trainer, trainer.folder, signals)
+        run_steps(trainer, trainer.folder, signals)
 
     with catch_signals() as signals:
         return climb(settings, folder, corpus, seeds, watch), folder

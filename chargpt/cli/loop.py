@@ -1,218 +1,133 @@
-"""Training steps as a user sees them: a progress bar, a time budget, and what a signal does."""
+"""Training steps on the terminal: progress bar, notes, and what a signal does."""
 
 import math
 import shlex
 import signal
-import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from chargpt.cli import console, options
+from chargpt.cli import console
 from chargpt.cli.signals import Signals, Stopped
-from chargpt.errors import ConfigError, WorkError
-
-if TYPE_CHECKING:
-    from chargpt.store.folder import RunFolder
-    from chargpt.training.progress import Report
-    from chargpt.training.trainer import Trainer
-
-DEFAULT_BUDGET = "150s"  # what a bare `chargpt train` takes
-REPORTED_SECONDS = 120  # a run that takes so long ends with a report, which takes a few itself
-REPORT_SECONDS, REPORT_CHARACTERS = 7, 40_000  # what is scored for it comes on top
-CLOSING_SECONDS, CLOSING_SHARE = 0.8, 0.04  # of a budget, for what comes after the last step
-TIMED_CHARACTERS, TIMED_MARGIN = 8_000, 1.3  # to see how long scoring takes
+from chargpt.errors import WorkError
+from chargpt.inference.baselines import NGRAM, baselines
+from chargpt.store.folder import RunFolder
+from chargpt.training.budget import Budget
+from chargpt.training.report import StepReport
+from chargpt.training.trainer import Trainer
 
 
-@dataclass
-class Clock:
-    """A time budget, from the start of the process, and what the user has fixed besides."""
+class StepView:
+    """Shows the steps of one trainer and stops it at a signal.
 
-    seconds: float
-    given: frozenset[str]
-    scoring: float | None = None  # seconds that table and report score for, once that is known
+    Attributes:
+        baselines: losses of the n-gram baselines on the validation split, in nats.
+    """
 
-    @classmethod
-    def of(
-        cls, written: str | None, config: str | None, changes: list[str] | None
-    ) -> "Clock | None":
-        """Return the budget that was written, or the default one where nothing else was.
+    def __init__(self, trainer: Trainer, folder: RunFolder, signals: Signals) -> None:
+        self.trainer, self.folder, self.signals = trainer, folder, signals
+        self.baselines: dict[str, float] = {}
+        if trainer.group.is_main:
+            self.baselines = baselines(trainer.corpus, ngram=trainer.learner.ngram)
+        self.bar = console.Progress(
+            trainer.config.train.max_steps, "step", initial=trainer.state.step
+        )
+        self.validation: list[float] = []
+        self.has_reported_disk_error = False
+        signals.is_deferred = True
+
+    def should_stop(self) -> bool:
+        """Return whether a signal has come."""
+        return bool(self.signals.caught)
+
+    def show(self, report: StepReport) -> None:
+        """Show a step on the bar, and its sample and notes above it."""
+        if report.validation is not None:
+            self.validation.append(report.validation.nats_per_char)
+        self.bar.change_total(report.max_steps)
+        has_detail = report.loss is not None and self.bar.wants_detail()
+        self.bar.move_to(report.step, self._detail(report) if has_detail else None)
+        if report.sample is not None:
+            self.bar.write(f"-- sample at step {report.step:,} --")
+            self.bar.write(console.printable(report.sample).strip("\n"))
+        for note in report.notes:
+            self.bar.write(note)
+        if self.trainer.writer.disk_error and not self.has_reported_disk_error:
+            self.bar.write(f"{self._disk_error()}; training continues: free some space")
+            self.has_reported_disk_error = True
+
+    def end(self) -> None:
+        """End the command if the last save failed or a signal came.
 
         Raises:
-            ConfigError: it is not a time, or several processes would have to agree on it.
+            WorkError: the disk refused the last checkpoint.
+            Stopped: a signal came.
         """
-        from chargpt.device import world_size
-        from chargpt.training.planner import seconds_of
+        trainer = self.trainer
+        # another rank's signal stops this one too; from here on a signal changes nothing
+        default = signal.SIGTERM if trainer.stopped_by == "request" else None
+        number = next(iter(self.signals.caught), default)
+        self.signals.caught = []
+        if trainer.writer.disk_error:
+            raise WorkError(f"{self._disk_error()}; free some space, then {self._how_to_resume()}")
+        if number is not None:
+            step = trainer.state.step
+            if trainer.finished:
+                console.say(f"all steps are done and saved in {self.folder.path}")
+            else:
+                console.say(f"stopped at step {step:,} and saved; {self._how_to_resume()}")
+            raise Stopped(number)
+        self.signals.is_deferred = False
 
-        if written is None and config is None and not changes and world_size() == 1:
-            written = DEFAULT_BUDGET
-        if written is None:
-            return None
-        if world_size() > 1:
-            raise ConfigError("--budget plans for one process; give train.max_steps instead")
-        return cls(seconds_of(written), frozenset(options.given_keys(config, changes)))
+    def say_last_checkpoint(self) -> None:
+        """Name the last checkpoint after a signal has stopped a step."""
+        if self.trainer.writer.saved_step is not None:
+            console.say(f"{self._last_checkpoint()}; {self._how_to_resume()}")
 
-    @property
-    def reports(self) -> bool:
-        """Whether the run ends with a report."""
-        return self.seconds >= REPORTED_SECONDS
+    def _how_to_resume(self) -> str:
+        return f"resume with\n  chargpt train --resume {shlex.quote(str(self.folder.path))}"
 
-    @property
-    def left(self) -> float:
-        """Seconds until the last training step has to be done."""
-        scoring = CLOSING_SHARE * self.seconds if self.scoring is None else self.scoring
-        closing = CLOSING_SECONDS + scoring + (REPORT_SECONDS if self.reports else 0)
-        return self.seconds - closing - (time.perf_counter() - console.started)
+    def _last_checkpoint(self) -> str:
+        step = self.trainer.writer.saved_step
+        if step is None:
+            return "there is no checkpoint yet"
+        return f"the last checkpoint is step {step:,}"
 
-    def time_scoring(self, trainer: "Trainer") -> None:
-        """Find out how long scoring will take at the end: a device may train in a faster format."""
-        from chargpt.analysis.result import scored_characters
-        from chargpt.inference.evaluation import evaluate_tokens
-        from chargpt.text.corpus import SPLITS
+    def _disk_error(self) -> str:
+        step, error = self.trainer.state.step, self.trainer.writer.disk_error
+        return f"cannot save step {step:,} ({error}); {self._last_checkpoint()}"
 
-        most = scored_characters(trainer.config, trainer.config.train.max_steps)
-        splits = [trainer.corpus.split(split) for split in SPLITS]
-        start = time.perf_counter()
-        timed = evaluate_tokens(trainer.model, splits[-1], max_characters=TIMED_CHARACTERS)
-        each = (time.perf_counter() - start) / timed.characters
-        scored = sum(min(most, len(tokens)) for tokens in splits)
-        scored += REPORT_CHARACTERS if self.reports else 0
-        self.scoring = TIMED_MARGIN * each * scored
+    def _detail(self, report: StepReport) -> str:
+        """Return loss, validation, next baseline and speed, short enough for 80 columns."""
+        assert report.loss is not None
+        parts = [f"loss {float(report.loss):.2f}"]
+        last = math.inf
+        if self.validation:
+            last = self.validation[-1]
+            parts.append(f"val {last:.3f}{console.sparkline(self.validation, 5)}")
+        name = next((n for n in ("bigram", NGRAM) if self.baselines[n] < last), NGRAM)
+        parts.append(f"{name} {self.baselines[name]:.3f}")
+        parts.append(f"{console.short(report.speed)} chars/s")
+        return " ".join(parts)
 
 
-def train_to_end(
-    trainer: "Trainer",
-    folder: "RunFolder",
-    signals: Signals,
-    clock: Clock | None = None,
+def run_steps(
+    trainer: Trainer, folder: RunFolder, signals: Signals, budget: Budget | None = None
 ) -> dict[str, float]:
-    """Run all steps with a progress bar; a signal saves the run and ends the process.
+    """Run all steps with a progress bar; a signal saves the run and ends the command.
 
     Returns:
-        What counting reaches on the validation split: the lines to beat.
+        Losses of the n-gram baselines on the validation split, in nats.
 
     Raises:
-        WorkError: the last thing to be saved could not be.
+        WorkError: the disk refused the last checkpoint.
+        Stopped: a signal came.
     """
-    from chargpt.inference.baselines import baselines
-
-    levels = baselines(trainer.corpus) if trainer.group.is_main else {}
-    bar = console.Progress(trainer.config.train.max_steps, "step", initial=trainer.progress.step)
-    go_on = f"go on with\n  chargpt train --resume {shlex.quote(str(folder.path))}"
-    signals.patient = True
+    view = StepView(trainer, folder, signals)
     try:
-        do_steps(trainer, bar, signals, levels, clock)
+        for report in trainer.steps(budget, view.should_stop):
+            view.show(report)
     except Stopped:
-        if trainer.saved_step is not None:
-            console.say(f"{last_save(trainer)}; {go_on}")
+        view.say_last_checkpoint()
         raise
     finally:
-        bar.close()
-    ended_by, signals.caught = signals.caught[:1], []  # another one now changes nothing
-    if trainer.trouble:
-        raise WorkError(f"{unsaved(trainer)}; free some space, then {go_on}")
-    if ended_by:
-        if trainer.finished:
-            console.say(f"all steps are done and saved in {folder.path}")
-        else:
-            console.say(f"stopped at step {trainer.progress.step:,} and saved; {go_on}")
-        raise Stopped(ended_by[0])
-    signals.patient = False
-    return levels
-
-
-def do_steps(
-    trainer: "Trainer",
-    bar: console.Progress,
-    signals: Signals,
-    levels: dict[str, float],
-    clock: Clock | None,
-) -> None:
-    """Go through the steps, showing each, until all are done, time is up or a signal came."""
-    from chargpt.training.planner import next_refit, refit
-
-    validation: list[float] = []
-    began, fitted, told = math.nan, 1, False  # the first step is slower than any other
-    refit_at = next_refit(trainer.config, 0) if clock else None
-    refit_left = _planned_left(clock, trainer, refit_at)
-    characters = trainer.config.train.batch_size * trainer.config.model.block_size
-    looked, counted = time.perf_counter(), trainer.progress.step
-    for report in trainer.steps():
-        if report.validation is not None:
-            validation.append(report.validation.nats_per_char)
-        detail = None
-        if bar.wants_detail() and report.loss is not None:
-            now = time.perf_counter()
-            speed = (report.step - counted) * characters / (now - looked)
-            looked, counted = now, report.step
-            detail = _detail(report, validation, levels, speed)
-        bar.move_to(report.step, detail)
-        if report.sample is not None:
-            bar.write(f"-- sample at step {report.step:,} --")
-            bar.write(console.printable(report.sample).strip("\n"))
-        if report.note is not None:
-            bar.write(report.note)
-        if trainer.trouble and not told:
-            bar.write(f"{unsaved(trainer)}; training goes on: free some space")
-            told = True
-        if report.step == 1:
-            began = time.perf_counter()
-        if clock is not None and not trainer.finished:
-            now, left = time.perf_counter(), clock.left
-            if left < 0:
-                trainer.conclude()
-                stopped = f"stopped at step {report.step:,} of {bar.total:,}"
-                bar.write(f"the machine slowed down: {stopped}")
-                return
-            if refit_at and (report.step >= refit_at or left < refit_left) and report.step > fitted:
-                seconds = (now - began) / (report.step - fitted)
-                trainer.change_config(refit(trainer.config, report.step, seconds, left))
-                bar.change_total(trainer.config.train.max_steps)
-                began, fitted = now, report.step
-                refit_at = next_refit(trainer.config, fitted)
-                refit_left = _planned_left(clock, trainer, refit_at)
-        if trainer.group.all_reduce_any(bool(signals.caught)) and not trainer.finished:
-            trainer.save()
-            signals.caught = signals.caught or [signal.SIGTERM]  # it was another process's
-            return
-
-
-def _planned_left(clock: Clock | None, trainer: "Trainer", step: int | None) -> float:
-    """Return how many seconds are to be left at a later step if each takes as long as the others.
-
-    A machine that slows down comes to that time before it comes to that step.
-    """
-    if clock is None or step is None:
-        return 0.0
-    steps = trainer.config.train.max_steps
-    return clock.left * (steps - step) / (steps - trainer.progress.step)
-
-
-def unsaved(trainer: "Trainer") -> str:
-    """Return what the disk refused, and what there is instead, in words."""
-    step, last = trainer.progress.step, last_save(trainer)
-    return f"the disk refuses what step {step:,} is to save ({trainer.trouble}); {last}"
-
-
-def last_save(trainer: "Trainer") -> str:
-    """Return which checkpoint there is, in words."""
-    if trainer.saved_step is None:
-        return "there is no checkpoint yet"
-    return f"the last checkpoint is step {trainer.saved_step:,}"
-
-
-def _detail(
-    report: "Report", validation: list[float], levels: dict[str, float], speed: float
-) -> str:
-    from chargpt.inference.baselines import NGRAM
-
-    assert report.loss is not None
-    # short enough for a terminal of 80 columns, the bar included
-    words = [f"loss {float(report.loss):.2f}"]
-    if validation:
-        words.append(f"val {validation[-1]:.3f}{console.sparkline(validation, 5)}")
-    # the next line to beat
-    beaten = validation[-1] if validation else math.inf
-    name = next((name for name in ("bigram", NGRAM) if levels[name] < beaten), NGRAM)
-    words.append(f"{name} {levels[name]:.3f}")
-    words.append(f"{console.short(speed)} chars/s")
-    return " ".join(words)
+        view.bar.close()
+    view.end()
+    return view.baselines

@@ -1,4 +1,4 @@
-"""INT, TERM and HUP: a training step and a save are finished first; anything else ends at once."""
+"""Signals: INT, TERM and HUP let a training step finish and save; elsewhere they end at once."""
 
 import os
 import signal
@@ -20,58 +20,60 @@ class Stopped(BaseException):
 
 
 class Signals:
-    """What to do with a signal: `patient`, it is only noted, for the training loop to see.
+    """The handler of the signals that end a process.
 
-    One that is to stop all at once is noted too: Python drops what is raised while it clears an
-    object away. Such a one is seen by the training loop all the same, or at the command's end.
+    Attributes:
+        caught: numbers of the signals so far. All are recorded, as Python drops an exception that
+            is raised while it deletes an object: such a signal ends the command later.
+        is_deferred: whether a signal is only recorded, for the training loop to see.
     """
 
     def __init__(self) -> None:
         self.caught: list[int] = []
-        self.patient = False
-        self.terminals = [number for number in (1, 2) if os.isatty(number)]
+        self.is_deferred = False
+        self.terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
-    def note(self, number: int, _frame: object) -> None:
-        """Note a signal, or stop at once: on a second INT, and where nothing is to be saved.
+    def handle(self, number: int, _frame: object) -> None:
+        """Record a signal; unless signals are deferred, or at a second INT, stop at once.
 
         Raises:
             Stopped: at once.
         """
-        if number == getattr(signal, "SIGHUP", None):  # the terminal is gone, and writing fails
+        if number == getattr(signal, "SIGHUP", None):  # the terminal is gone: writing would fail
             for terminal in self.terminals:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), terminal)
-        at_once = not self.patient or (bool(self.caught) and number == signal.SIGINT)
+        stops_now = not self.is_deferred or (bool(self.caught) and number == signal.SIGINT)
         self.caught.append(number)
-        if at_once:
+        if stops_now:
             raise Stopped(number)
-        if console.is_main():  # not by way of Python's streams, which the signal may have cut into
+        if console.is_main():  # without Python's streams, which the signal may have interrupted
             with suppress(OSError):
                 os.write(2, b"stopping after this step (again to stop at once)\n")
 
 
 @contextmanager
 def catch_signals() -> Iterator[Signals]:
-    """Take over the signals that end a process, but for those it was told to ignore (`nohup`).
+    """Handle the signals that end a process, except those it ignores already (`nohup`).
 
     Raises:
-        Stopped: at the end, if a signal came and has ended nothing yet.
+        Stopped: at the end, if a signal came that has not ended the command yet.
     """
     signals = Signals()
     numbers = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]
-    heeded = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, signals.note) for number in heeded}
-    tell_of_dropped = sys.unraisablehook
+    handled = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+    previous = {number: signal.signal(number, signals.handle) for number in handled}
+    previous_hook = sys.unraisablehook
 
-    def tell_of_others(dropped: "sys.UnraisableHookArgs") -> None:
+    def hide_stopped(dropped: "sys.UnraisableHookArgs") -> None:
         if not isinstance(dropped.exc_value, Stopped):
-            tell_of_dropped(dropped)
+            previous_hook(dropped)
 
-    sys.unraisablehook = tell_of_others
+    sys.unraisablehook = hide_stopped
     try:
         yield signals
         if signals.caught:
             raise Stopped(signals.caught[0])
     finally:
-        sys.unraisablehook = tell_of_dropped
-        for number, handler in before.items():
+        sys.unraisablehook = previous_hook
+        for number, handler in previous.items():
             signal.signal(number, handler)

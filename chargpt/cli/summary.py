@@ -1,52 +1,55 @@
-"""What `chargpt train` says before the first step and after the last."""
+"""What `chargpt train` prints before the first step and after the last."""
 
 import shlex
-from typing import TYPE_CHECKING, Any
 
+import torch
+
+from chargpt.analysis.report import write_report
+from chargpt.analysis.result import Result, result_of, verdict
 from chargpt.cli import console
-from chargpt.cli.loop import REPORTED_SECONDS, Clock
+from chargpt.config import ModelConfig
+from chargpt.errors import ChargptError
+from chargpt.store.run import Run, load_run
+from chargpt.training.budget import RESERVE, Budget
+from chargpt.training.cost import Cost
+from chargpt.training.planner import Plan
+from chargpt.training.session import Session
+from chargpt.training.trainer import Trainer
 
-if TYPE_CHECKING:
-    from chargpt.store.folder import RunFolder
-    from chargpt.training.trainer import Trainer
+
+def show_budget(plan: Plan, budget: Budget) -> None:
+    """Print what a time budget has chosen, and why."""
+    reason = "the size with the lowest expected loss" if plan.chooses_size else "the model as set"
+    seconds = console.duration(budget.seconds)
+    console.say(f"budget  {seconds}: {plan.speed:,.0f} characters/s measured; {reason}")
 
 
-def show_plan(trainer: "Trainer", clock: Clock | None = None) -> None:
-    """Say in a few lines what is about to happen. Without a budget, it measures a few steps.
-
-    To be called on every rank.
-    """
-    from chargpt.training.estimate import estimate
-
+def show_plan(trainer: Trainer, cost: Cost) -> None:
+    """Print what is about to be trained, for how long, and on what."""
     config, corpus = trainer.config, trainer.corpus
-    plan = estimate(trainer, clock.left if clock else None)
     unknown = f", {corpus.unknown_fraction:.2%} of them unknown" if corpus.unknown_fraction else ""
     lengths = ", ".join(
         f"{len(corpus.split(name)):,} {name}"
         for name in ("train", "val", "test")
         if len(corpus.split(name))
     )
-    threads = ""
-    if trainer.device.type == "cpu":
-        import torch
-
-        threads = f", {torch.get_num_threads()} threads"
+    threads = f", {torch.get_num_threads()} threads" if trainer.device.type == "cpu" else ""
     ranks = f" x {trainer.group.size} processes" if trainer.group.size > 1 else ""
     console.say(
         f"text    {corpus.name}: {console.characters(len(corpus.tokens))} ({lengths}){unknown}\n"
         f"vocab   {corpus.tokenizer.vocab_size:,} characters\n"
-        f"model   {describe_model(config.model)}, {plan.parameters:,} parameters\n"
+        f"model   {describe_model(config.model)}, {cost.parameters:,} parameters\n"
         f"device  {trainer.device.type}{ranks} ({trainer.device_reason}{threads}), "
         f"{config.dtype} ({trainer.dtype_reason})\n"
-        f"plan    {plan.steps:,} steps x {config.train.batch_size} blocks x "
-        f"{config.model.block_size} = {console.short(plan.characters)} characters "
-        f"({plan.epochs:.1f} epochs)\n"
-        f"needs   about {console.size(plan.memory_bytes)} of memory and "
-        f"{console.duration(plan.seconds)}"
+        f"plan    {cost.steps:,} steps x {config.train.batch_size} blocks x "
+        f"{config.model.block_size} = {console.short(cost.characters)} characters "
+        f"({cost.epochs:.1f} epochs)\n"
+        f"needs   about {console.size(cost.memory_bytes)} of memory and "
+        f"{console.duration(cost.seconds)}"
     )
 
 
-def describe_model(model: Any) -> str:
+def describe_model(model: ModelConfig) -> str:
     """Return a model's settings in a few words."""
     if model.kind == "bigram":
         return "bigram table"
@@ -58,15 +61,11 @@ def describe_model(model: Any) -> str:
     )
 
 
-def show_result(
-    trainer: "Trainer", folder: "RunFolder", levels: dict[str, float], clock: Clock | None = None
-) -> None:
-    """Print the closing table and a verdict, make the report, and say how to go on."""
-    from chargpt.analysis.result import result_of, verdict
-    from chargpt.store.run import load_run
-
+def show_result(session: Session, baselines: dict[str, float]) -> None:
+    """Print the closing table, write the report of a long run, and name the next commands."""
+    trainer, folder, budget = session.trainer, session.folder, session.budget
     best = load_run(folder.path, "best", trainer.device.type)
-    result = result_of(best, trainer.corpus, levels)
+    result = result_of(best, trainer.corpus, baselines)
     console.table(
         ["model", "split", "nats/char", "bits/char", "perplexity"],
         [
@@ -76,27 +75,29 @@ def show_result(
     )
     for sentence in verdict(best, result, folder.metrics.records()):
         console.out(sentence)
-    path = shlex.quote(str(folder.path))
-    step = trainer.progress.step
+    path, step, seconds = shlex.quote(str(folder.path)), trainer.state.step, trainer.state.seconds
     console.out(
-        f"trained {step:,} steps in {console.duration(trainer.progress.seconds)}; "
-        f"the best checkpoint is step {best.step:,}"
+        f"trained {step:,} steps in {console.duration(seconds)}; the best checkpoint is step "
+        f"{best.step:,}"
     )
-    reported = clock.reports if clock else trainer.progress.seconds >= REPORTED_SECONDS
-    console.out(
-        f"the run is in {path}; go on with any of\n"
-        f"  chargpt sample {path}\n"
-        f"  chargpt evaluate {path}\n"
-        + ("" if reported else f"  chargpt report {path}\n")
-        + f"  chargpt train --resume {path} -s train.max_steps={2 * step}"
-    )
-    if reported:
-        from chargpt.analysis.report import write_report
-        from chargpt.errors import ChargptError
+    has_report = budget.has_report if budget else seconds >= RESERVE.report_from
+    commands = [
+        f"chargpt sample {path}",
+        f"chargpt evaluate {path}",
+        *([] if has_report else [f"chargpt report {path}"]),
+        f"chargpt train --resume {path} -s train.max_steps={2 * step}",
+    ]
+    console.out(f"the run is in {path}; next:\n" + "\n".join(f"  {line}" for line in commands))
+    if has_report:
+        show_report(session, best, result)
 
-        try:
-            page = write_report(best, corpus=trainer.corpus, result=result)
-        except (ChargptError, OSError) as error:  # the run is done and saved all the same
-            console.say(f"no report: {error}; `chargpt report {path}` tries again")
-        else:
-            console.out(f"all about it on one page: {page}")
+
+def show_report(session: Session, best: Run, result: Result) -> None:
+    """Write the report page and print where it is."""
+    try:
+        page = write_report(best, corpus=session.trainer.corpus, result=result)
+    except (ChargptError, OSError) as error:  # the run itself is complete and saved
+        path = shlex.quote(str(session.folder.path))
+        console.say(f"no report: {error}; `chargpt report {path}` tries again")
+    else:
+        console.out(f"report: {page}")

@@ -1,8 +1,8 @@
-"""What one update is made of: batches, gradients, the optimizer, the moving average of weights.
+"""One update: batch, gradients, optimizer, moving average of the weights.
 
-A step's samples, dropout and learning rate are pure functions of (seed, step), so a resumed run
-equals the uninterrupted one bit for bit and no generator's state is stored.
-Shapes in this file: B = sequences of a micro-batch, T = block size, V = vocabulary.
+Samples, dropout and learning rate of a step are pure functions of (seed, step). So a resumed run
+equals the uninterrupted one bit for bit, and no generator state is stored.
+Shapes in this file: B = sequences of a micro-batch, T = block size, V = vocabulary size.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ import hashlib
 import math
 import warnings
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -32,17 +33,18 @@ from chargpt.training.optim import Optimizer
 
 
 class Learner:
-    """A model, and all that changes it.
+    """A model with its batches, optimizer and moving average of weights (EMA).
 
     Args:
-        config: resolved. Its learning rates count until `restore` gives others.
+        config: resolved.
         corpus: the text.
         group: the ranks that train together.
-        device: that it happens on.
-        saved: a checkpoint to go on from.
+        device: of the model.
+        saved: a checkpoint to continue from.
+        ngram: what `fit_ngram` returned, for the soft targets; fitted when first used by default.
 
     Raises:
-        RunError: the checkpoint is another model's.
+        RunError: the checkpoint belongs to another model.
     """
 
     def __init__(
@@ -52,13 +54,17 @@ class Learner:
         group: ProcessGroup,
         device: torch.device,
         saved: Checkpoint | None = None,
+        ngram: NGramLM | None = None,
     ) -> None:
-        self.config = config
+        train = config.train
+        self.seed, self.dropout = config.seed, config.model.dropout
+        self.accumulate, self.clip_norm, self.ema = train.accumulate, train.clip_norm, train.ema
+        self.ngram_target_weight = train.ngram_target_weight
         self.corpus = corpus
         self.group = group
         self.device = device
         self.dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-        self.micro_batch = micro_batch_size(config.train, group)
+        self.micro_batch = micro_batch_size(train, group)
         torch.manual_seed(config.seed)
         model = build_model(config.model, corpus.tokenizer.vocab_size)
         self.model: LanguageModel = model.to(device)
@@ -67,43 +73,44 @@ class Learner:
             self.average = self._start_average(dict(self.model.named_parameters()))
         else:
             self.restore(saved, config.optim)
-        self.counted: NGramLM | None = None
+        self._fitted_ngram = ngram
         self.replica = self._replicate()
-        train = config.train
         self.batches = Batches(
             corpus.split("train"), self.model.block_size, train.batch_size, config.seed
         )
         if device.type != "cpu":
             self.batches.to_device(device)
-        if device.type == "cuda" and group.size == train.accumulate == 1:
+        if device.type == "cuda" and group.size == self.accumulate == 1:
             capture_training_graph(self.model, self.batches.at(0)[:, :-1].to(device), self.dtype)
 
-    def count_targets(self) -> None:
-        """Count the n-gram that has a share in the targets, if one has. It takes a moment."""
-        if self.config.train.ngram_target_weight:
-            self.counted = fit_ngram(self.corpus).to(self.device)
-            self.counted.build_table()
+    @cached_property
+    def ngram(self) -> NGramLM | None:
+        """The n-gram model of the soft targets, on the device; None if they have no weight."""
+        if not self.ngram_target_weight:
+            return None
+        ngram = (self._fitted_ngram or fit_ngram(self.corpus)).to(self.device)
+        if ngram.table is None:
+            ngram.build_table()
+        return ngram
 
     def restore(self, saved: Checkpoint, optim: OptimConfig) -> None:
-        """Become what was saved, to go on at the learning rates of `optim`.
+        """Load a checkpoint and continue with the learning rates of `optim`.
 
         Raises:
-            RunError: it is another model's.
+            RunError: it belongs to another model.
         """
-        load_weights(
-            self.model, saved.model, saved.folder
-        )  # with an average, the raw ones stand apart
+        load_weights(self.model, saved.model, saved.folder)  # with EMA these are the averages
         load_weights(self.model, saved.raw_model, saved.folder)
         self.model.zero_grad(set_to_none=True)
         self.average = self._start_average(saved.model)
         self.optimizer = Optimizer(self.model, optim, self.dtype)
         self.optimizer.load_tensors(saved.optimizer)
 
-    def leave_others(self) -> None:
-        """Let go of the other ranks, before the process group is destroyed.
+    def release_replica(self) -> None:
+        """Drop the data-parallel wrapper before the process group is destroyed.
 
-        If what copies gradients among them went after it, it would be the last to hold the group,
-        whose threads and Python then wait for each other for ever.
+        The wrapper would be the last to hold the group, whose threads and Python would then wait
+        for each other forever.
         """
         self.replica = self.model
         gc.collect()
@@ -112,85 +119,78 @@ class Learner:
 
     def accumulate_gradients(self, step: int) -> Tensor:
         """Run the step's micro-batches forward and backward; return this rank's mean loss."""
-        accumulate = self.config.train.accumulate
-        first = self.group.rank * accumulate * self.micro_batch
-        rows = slice(first, first + accumulate * self.micro_batch)
-        # elsewhere than on CUDA a copy that is not waited for may read what is gone already
-        cuda = self.device.type == "cuda"
-        blocks = self.batches.at(step, rows).to(self.device, non_blocking=cuda)
+        first = self.group.rank * self.accumulate * self.micro_batch
+        rows = slice(first, first + self.accumulate * self.micro_batch)
+        # other devices may read a non-blocking copy after its source is freed
+        non_blocking = self.device.type == "cuda"
+        blocks = self.batches.at(step, rows).to(self.device, non_blocking=non_blocking)
         total = torch.zeros((), device=self.device)
         for micro, block in enumerate(torch.split(blocks, self.micro_batch)):  # (B, T + 1)
             self.seed_dropout(step, micro)
-            last = micro == accumulate - 1
-            with contextlib.nullcontext() if last else self.without_sync():
-                objective, nats = self.objective(block)
-                (objective / accumulate).backward()  # type: ignore[no-untyped-call]
-            total += nats.detach() / accumulate
+            is_last = micro == self.accumulate - 1
+            with contextlib.nullcontext() if is_last else self._without_all_reduce():
+                objective, loss = self.objective(block)
+                (objective / self.accumulate).backward()  # type: ignore[no-untyped-call]
+            total += loss.detach() / self.accumulate
         return total
 
     def objective(self, block: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what is minimised, and the mean loss in nats, of a (B, T + 1) block.
+        """Return the objective and the mean loss in nats of a (B, T + 1) block.
 
-        The two differ if the counted n-gram has a share in the targets (Hinton et al. 2015,
-        section 2): all that might have followed teaches more than the one character that did.
+        They differ with n-gram soft targets (distillation, Hinton et al. 2015, section 2): these
+        hold a probability for every token that may follow, not only for the one that did.
         """
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
             logits = self.replica(block[:, :-1])  # (B, T, V)
-        guesses = logits.float().log_softmax(dim=-1)
-        nats = F.nll_loss(guesses.flatten(0, 1), block[:, 1:].flatten())
-        if self.counted is None:
-            return nats, nats
+        log_probs = logits.float().log_softmax(dim=-1)
+        loss = F.nll_loss(log_probs.flatten(0, 1), block[:, 1:].flatten())
+        if self.ngram is None:
+            return loss, loss
         with torch.no_grad():
-            expected = self.counted.probs(block[:, :-1])  # (B, T, V)
-        counted = -(expected * guesses).sum(dim=-1).mean()
-        share = self.config.train.ngram_target_weight
-        return (1 - share) * nats + share * counted, nats
+            soft_targets = self.ngram.probs(block[:, :-1])  # (B, T, V)
+        soft_loss = -(soft_targets * log_probs).sum(dim=-1).mean()
+        weight = self.ngram_target_weight
+        return (1 - weight) * loss + weight * soft_loss, loss
 
     def clip_gradients(self) -> Tensor:
-        """Bound the gradient's norm; return what it was."""
-        clip = self.config.train.clip_norm or math.inf
-        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip)
+        """Clip the norm of all gradients; return the norm before."""
+        max_norm = self.clip_norm or math.inf
+        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
 
-    def apply_update(self, step: int, rate: float) -> None:
-        """Update the weights and move their average."""
-        self.optimizer.step(step, rate)
+    def apply_update(self, step: int, lr_factor: float) -> None:
+        """Update the weights and their moving average."""
+        self.optimizer.step(step, lr_factor)
         self.model.zero_grad(set_to_none=True)
         if self.average is not None:
-            # a short memory at first, lest the random start stay in it
-            decay = min(self.config.train.ema, (1 + step) / (10 + step))
+            # a smaller decay at first, so that the random initial weights are soon forgotten
+            decay = min(self.ema, (1 + step) / (10 + step))
             torch._foreach_lerp_(
                 list(self.average.values()), list(self.model.parameters()), 1 - decay
             )
 
     def seed_dropout(self, step: int, micro: int) -> None:
-        """Make this micro-batch's dropout a function of its place alone."""
-        if self.config.model.dropout:
-            place = f"{self.config.seed}/{step}/{self.group.rank}/{micro}"
-            digest = hashlib.blake2b(place.encode(), digest_size=8).digest()
-            number = int.from_bytes(digest) >> 1
-            if self.device.type == "cpu":
-                # torch.manual_seed notes each call for GPUs that may yet turn up, and keeps it
-                torch.default_generator.manual_seed(number)
-            else:
-                torch.manual_seed(number)
+        """Seed the generator of dropout from (seed, step, rank, micro-batch)."""
+        if not self.dropout:
+            return
+        key = f"{self.seed}/{step}/{self.group.rank}/{micro}"
+        seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest()) >> 1
+        if self.device.type == "cpu":
+            # torch.manual_seed would record each call for GPUs that are not initialised yet
+            torch.default_generator.manual_seed(seed)
+        else:
+            torch.manual_seed(seed)
 
-    def without_sync(self) -> contextlib.AbstractContextManager[Any]:
-        """Leave gradients on their rank until the step's last micro-batch."""
-        if isinstance(self.replica, DistributedDataParallel):
-            return self.replica.no_sync()
-        return contextlib.nullcontext()
-
-    # -- what came of it --------------------------------------------------------------------
+    # -- weights ----------------------------------------------------------------------------
 
     def has_finite_weights(self) -> bool:
-        """Return whether every weight is a finite number."""
+        """Return whether every weight is finite."""
         norms = torch._foreach_norm(list(self.model.parameters()))
         return math.isfinite(torch.stack(norms).sum().item())
 
     def tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return what a checkpoint keeps: the weights to use, and all else to go on with.
+        """Return the model's and the optimizer's tensors for a checkpoint, without a copy.
 
-        They are the tensors themselves: the next update changes them.
+        With EMA the model's are the averages, and the raw weights are with the optimizer's.
         """
         raw, optimizer = dict(self.model.state_dict()), self.optimizer.state_tensors()
         if self.average is None:
@@ -199,7 +199,7 @@ class Learner:
 
     @contextlib.contextmanager
     def averaged_weights(self) -> Iterator[None]:
-        """Put the moving average, if there is one, in the model's place for a while."""
+        """Use the moving average, if there is one, as the model's weights within the block."""
         if self.average is None:
             yield
             return
@@ -211,9 +211,9 @@ class Learner:
             self._set_weights(raw)
 
     def _start_average(self, source: dict[str, Tensor]) -> dict[str, Tensor] | None:
-        if not self.config.train.ema:
+        if not self.ema:
             return None
-        # in the model's own order: the update walks both side by side
+        # in the order of the parameters, as `apply_update` pairs them
         names = dict(self.model.named_parameters())
         return {name: source[name].detach().clone().to(self.device) for name in names}
 
@@ -222,9 +222,15 @@ class Learner:
             return self.model
         devices = [self.device] if self.device.type == "cuda" else None
         with warnings.catch_warnings():
-            # its later name is not in every torch that we run on
+            # the argument's new name is missing from older supported versions
             warnings.filterwarnings("ignore", "`?broadcast_buffers", FutureWarning)
             return DistributedDataParallel(self.model, device_ids=devices, broadcast_buffers=False)
+
+    def _without_all_reduce(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which gradients are not averaged over the ranks."""
+        if isinstance(self.replica, DistributedDataParallel):
+            return self.replica.no_sync()
+        return contextlib.nullcontext()
 
     @torch.no_grad()
     def _set_weights(self, tensors: dict[str, Tensor]) -> None:
@@ -233,7 +239,7 @@ class Learner:
 
 
 def micro_batch_size(train: TrainConfig, group: ProcessGroup) -> int:
-    """Return how many sequences go through the model at once on one rank.
+    """Return the number of sequences of a micro-batch on one rank.
 
     Raises:
         ConfigError: the batch does not divide over ranks and micro-batches.

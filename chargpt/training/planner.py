@@ -1,144 +1,172 @@
-"""A text, a device and a time: the size and the steps that promise the lowest loss.
+"""Choice of model size and training length for a text, a device and a time budget.
 
-The promise is the law of `plan.json`, which `scripts/fit_plan.py` fits to runs that it records:
+The expected loss comes from a scaling law with fitted coefficients, stored in `plan.json` by
+`scripts/fit_plan.py`:
 
-    loss = floor + a * parameters^-p + b * fresh^-q             (Hoffmann et al. 2022, eq. 2)
+    loss = floor + a * parameters^-p + b * unique^-q            (Hoffmann et al. 2022, eq. 2)
 
-where characters read again count for less and less, the sooner the larger the model is
-(`fresh_characters`). How many characters a size gets through is measured on the spot. All that is
-chosen goes into the config, so that the run can be repeated without a clock.
+`unique` being the unique-token equivalents of all tokens read (`unique_token_equivalents`). The
+speed of each size is measured. All choices go into the config, which repeats the run without a
+clock.
 """
 
 import json
 import math
-import re
-import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from chargpt.config import Config
-from chargpt.device import synchronize
 from chargpt.errors import ConfigError
 from chargpt.models import count_parameters
 from chargpt.text.corpus import SPLITS, Corpus
-from chargpt.training.schedule import cooldown_start
+from chargpt.training.budget import Budget, measure_step_seconds
 from chargpt.training.trainer import Trainer
-
-LEAST_SECONDS = 5
-USABLE = 0.93  # share of the time that is planned for training steps at first
-LEAST_REFITTED = 1 / 8  # of all steps: when fewer are left, their number stays
-REFIT_USABLE = 0.95  # and of what is left, once the real speed is known
-TRIAL_STEPS = 3
-TRIAL_SHARE = 0.05  # of the time: once measuring has taken it, no larger size is tried
-MOST_EPOCHS = 40
-DECAY_EPOCHS, LEAST_DECAY = 5, 0.2  # the decay is whole from here on; before, this share at least
-# from so many epochs on, times the root of the parameters per character of the text
-DROPOUT = ((24, 0.2), (8, 0.1), (0, 0.0))
-LEAST_STEPS = 20
-SHORT_RUN = 350_000  # characters
-BLOCK, SHORT_BLOCK, LEAST_BLOCK = 256, 128, 8
-LONG_RUN, VERY_LONG_RUN = 1_000_000, 3_000_000  # characters
-COUNTED_UNTIL = 1_200_000  # characters; from there on the share of counted targets falls
-LEAST_COUNTED = 0.05
-REPEATED, REPEATED_COUNTED = 2, 0.5  # epochs from which on this much of the share stays
-EVALUATIONS, FEW_EVALUATIONS = 8, 4  # few in short runs, where each takes the time of two steps
-COOLDOWN, LONG_COOLDOWN = 0.6, 0.7  # what comes before it shows the machine's real speed
 
 
 @dataclass(frozen=True)
 class Size:
-    """One of the shapes to choose from; its heads are 64 wide or more."""
+    """Depth and width of a model; its heads are 64 wide or more."""
 
     n_layer: int
     n_embd: int
 
     @property
     def n_head(self) -> int:
-        """One head for each whole 64 channels."""
+        """Number of heads: one per whole 64 channels."""
         return self.n_embd // 64
 
 
-SIZES = (
-    Size(4, 64),
-    Size(4, 96),
-    Size(4, 128),
-    Size(5, 192),
-    Size(6, 256),
-    Size(6, 384),
-)
+SIZES = (Size(4, 64), Size(4, 96), Size(4, 128), Size(5, 192), Size(6, 256), Size(6, 384))
 
 
-def seconds_of(written: str) -> float:
-    """Return the seconds of a time such as `90`, `30s`, `3m`, `1m30s` or `2h`.
+@dataclass(frozen=True)
+class Recipe:
+    """Settings as functions of the training length, found by experiment (benchmarks/LOG.md).
 
-    Raises:
-        ConfigError: it is not a time, or too short to train anything in.
+    Lengths are in characters read, unless they are named otherwise.
+
+    Attributes:
+        usable: fraction of the time planned for training steps before re-planning.
+        trial_steps: steps that measure a size's speed.
+        trial_fraction: of the time: once trials have used it, no larger size is tried.
+        max_epochs: most epochs planned.
+        min_steps: fewest steps planned.
+        short_run: below it, blocks and steps are short.
+        block_size, short_block_size, min_block_size: in characters.
+        step_characters, short_step_characters, long_step_characters: characters per update.
+        long_run: from it on the decay takes `long_cooldown` of the steps instead of `cooldown`.
+            The steps before the decay are there to measure the speed.
+        very_long_run: from it on an update reads `long_step_characters`.
+        evaluations, short_evaluations: validations per run; in a short run each takes as long as
+            two steps.
+        full_decay_epochs: from it on weight decay is whole.
+        min_decay: fraction of the weight decay in runs of up to one epoch.
+        dropout: (memorization, dropout) pairs, highest first, where memorization = epochs *
+            sqrt(parameters per character of the text).
+        ngram_until: beyond it the weight of n-gram soft targets decreases in proportion.
+        ngram_repeated_epochs, ngram_repeated: from so many epochs on at least this fraction of
+            the weight stays.
+        min_ngram_weight: smaller weights become 0.
     """
-    match = re.fullmatch(r"(?:(\d{1,4})h)?(?:(\d{1,6})m)?(?:(\d{1,8})s?)?", written.strip())
-    if not match or not any(match.groups()):
-        raise ConfigError(f"the time {written!r:.40} is not like 30s, 3m, 1m30s or 2h; write it so")
-    hours, minutes, seconds = (int(part or 0) for part in match.groups())
-    total = 3600 * hours + 60 * minutes + seconds
-    if total < LEAST_SECONDS:
-        raise ConfigError(f"{written} is too short to train in; give it {LEAST_SECONDS}s or more")
-    return total
+
+    usable: float = 0.93
+    trial_steps: int = 3
+    trial_fraction: float = 0.05
+    max_epochs: int = 40
+    min_steps: int = 20
+    short_run: int = 350_000
+    block_size: int = 256
+    short_block_size: int = 128
+    min_block_size: int = 8
+    step_characters: int = 2048
+    short_step_characters: int = 1024
+    long_step_characters: int = 4096
+    long_run: int = 1_000_000
+    very_long_run: int = 3_000_000
+    cooldown: float = 0.6
+    long_cooldown: float = 0.7
+    evaluations: int = 8
+    short_evaluations: int = 4
+    full_decay_epochs: float = 5
+    min_decay: float = 0.2
+    dropout: tuple[tuple[float, float], ...] = ((24, 0.2), (8, 0.1), (0, 0.0))
+    ngram_until: int = 1_200_000
+    ngram_repeated_epochs: float = 2
+    ngram_repeated: float = 0.5
+    min_ngram_weight: float = 0.05
+
+
+RECIPE = Recipe()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A planned run: its config, and the measured speed behind it in characters per second."""
+
+    config: Config
+    speed: float
+    chooses_size: bool
 
 
 def expected_loss(parameters: int, characters: float, text_characters: int) -> float:
-    """Return what the law promises on a text like the one that it was fitted to, in nats.
+    """Return the loss in nats that the scaling law expects on a text like the fitted one.
 
     Args:
         parameters: of the model.
-        characters: that it reads in training, repeats included.
-        text_characters: in the training split.
+        characters: read in training, repeats included.
+        text_characters: of the training split.
     """
-    law = _law()
-    fresh = fresh_characters(parameters, characters, text_characters, law)
-    loss = law["floor"] + law["a"] * parameters ** -law["p"] + law["b"] * fresh ** -law["q"]
+    law = _coefficients()
+    unique = unique_token_equivalents(parameters, characters, text_characters, law)
+    loss = law["floor"] + law["a"] * parameters ** -law["p"] + law["b"] * unique ** -law["q"]
     return float(loss)
 
 
-def fresh_characters(
+def unique_token_equivalents(
     parameters: int, characters: float, text_characters: int, law: Mapping[str, float]
 ) -> float:
-    """Return how many characters, each read once, would teach a model as much.
+    """Return how many unique tokens are worth as much as all tokens read, repeats included.
 
-    Repeats are worth less and less, up to R* times the text in all (Muennighoff et al. 2023, eq.
-    5). They find 15.4 where a model has few parameters for its text; a larger one knows its text
-    sooner, so here R* = r * (characters of the text / parameters)^s.
+    Repeated tokens lose value exponentially, with R* epochs as the constant (Muennighoff et al.
+    2023, eq. 5). They fit R* = 15.4 for few parameters per token; here larger models lose it
+    sooner: R* = r * (text_characters / parameters)^s.
 
     Args:
         parameters: of the model.
-        characters: that it reads in training, repeats included.
-        text_characters: in the training split.
-        law: of which r and s count.
+        characters: read in training, repeats included.
+        text_characters: of the training split.
+        law: the coefficients r and s.
     """
-    most: float = law["r"] * (text_characters / parameters) ** law["s"]
+    r_star: float = law["r"] * (text_characters / parameters) ** law["s"]
     repeats = max(0.0, characters / text_characters - 1)
-    worth = most * (1 - math.exp(-repeats / most))
-    return max(1.0, min(characters, text_characters) * (1 + worth))
+    value = r_star * (1 - math.exp(-repeats / r_star))
+    return max(1.0, min(characters, text_characters) * (1 + value))
 
 
 @cache
-def _law() -> dict[str, float]:
+def _coefficients() -> dict[str, float]:
     content = (Path(__file__).parent / "plan.json").read_text(encoding="utf-8")
     law: dict[str, float] = json.loads(content)["law"]
     return law
 
 
-def settings_for(size: Size, characters: float, corpus: Corpus) -> dict[str, object]:
-    """Return the settings that make a run of this size, over about so many characters of a text.
+def size_settings(size: Size, characters: float, corpus: Corpus) -> dict[str, object]:
+    """Return the settings of a run of this size over about `characters` characters.
 
-    Short runs gain more from many small updates than they lose by short blocks; long ones lose
-    nothing by fewer and larger ones, which take less time. A split holds at least a block and a
-    character.
+    Short runs gain more from many small updates than they lose by short blocks. A split must hold
+    a block and one more character.
     """
-    block_size = SHORT_BLOCK if characters < SHORT_RUN else BLOCK
-    while block_size > LEAST_BLOCK and block_size >= min(map(len, map(corpus.split, SPLITS))):
+    recipe = RECIPE
+    is_short = characters < recipe.short_run
+    block_size = recipe.short_block_size if is_short else recipe.block_size
+    shortest_split = min(len(corpus.split(split)) for split in SPLITS)
+    while block_size > recipe.min_block_size and block_size >= shortest_split:
         block_size //= 2
-    per_step = 1024 if characters < SHORT_RUN else 2048 if characters < VERY_LONG_RUN else 4096
+    per_step = recipe.short_step_characters if is_short else recipe.step_characters
+    if characters >= recipe.very_long_run:
+        per_step = recipe.long_step_characters
     return {
         "model.n_layer": size.n_layer,
         "model.n_head": size.n_head,
@@ -148,142 +176,128 @@ def settings_for(size: Size, characters: float, corpus: Corpus) -> dict[str, obj
     }
 
 
-def length_of(
+def length_settings(
     config: Config, characters: float, text_characters: int, parameters: int
 ) -> dict[str, object]:
-    """Return the settings that make a run of this config read about so many characters."""
+    """Return the settings that depend on the training length, for about `characters` characters."""
+    recipe = RECIPE
     steps = int(characters / (config.train.batch_size * config.model.block_size))
-    steps = max(LEAST_STEPS, steps)
-    every = math.ceil(steps / (EVALUATIONS if characters >= SHORT_RUN else FEW_EVALUATIONS))
-    epochs, decay = characters / text_characters, config.optim.weight_decay
-    memorising = epochs * math.sqrt(parameters / text_characters)
-    # what counting teaches is soon learnt; that it is less sure of what was read stays useful
-    least = REPEATED_COUNTED if epochs >= REPEATED else 0.0
-    counted = config.train.ngram_target_weight * max(least, min(1.0, COUNTED_UNTIL / characters))
+    steps = max(recipe.min_steps, steps)
+    is_short = characters < recipe.short_run
+    every = math.ceil(steps / (recipe.short_evaluations if is_short else recipe.evaluations))
+    epochs = characters / text_characters
+    memorization = epochs * math.sqrt(parameters / text_characters)
+    # soft targets soon teach all they can, but they also keep a model from over-fitting
+    at_least = recipe.ngram_repeated if epochs >= recipe.ngram_repeated_epochs else 0.0
+    ngram_fraction = max(at_least, min(1.0, recipe.ngram_until / characters))
+    ngram_weight = config.train.ngram_target_weight * ngram_fraction
+    decay = min(1.0, max(recipe.min_decay, epochs / recipe.full_decay_epochs))
+    is_long = characters >= recipe.long_run
     return {
         "train.max_steps": steps,
         "train.evaluate_every": every,
         "train.evaluate_characters": max(4_000, min(30_000, int(characters / 100))),
         "train.save_every": every,
-        "train.sample_every": 2 * every if steps >= 200 else 0,  # a sample takes a step's time
-        "schedule.cooldown": COOLDOWN if characters < LONG_RUN else LONG_COOLDOWN,
-        "train.ngram_target_weight": round(counted, 3) if counted >= LEAST_COUNTED else 0.0,
-        "optim.weight_decay": round(decay * min(1.0, max(LEAST_DECAY, epochs / DECAY_EPOCHS)), 4),
-        "model.dropout": next(share for least, share in DROPOUT if memorising >= least),
+        # a sample takes as long as a step
+        "train.sample_every": 2 * every if steps >= 200 else 0,
+        "schedule.cooldown": recipe.long_cooldown if is_long else recipe.cooldown,
+        "train.ngram_target_weight": (
+            round(ngram_weight, 3) if ngram_weight >= recipe.min_ngram_weight else 0.0
+        ),
+        "optim.weight_decay": round(config.optim.weight_decay * decay, 4),
+        "model.dropout": next(p for least, p in recipe.dropout if memorization >= least),
     }
 
 
-def plan(
-    config: Config, given: Collection[str], corpus: Corpus, seconds: float
-) -> tuple[Config, str]:
-    """Return the config of a run that takes so many seconds from now, and why it is so.
+def plan(config: Config, corpus: Corpus, budget: Budget) -> Plan:
+    """Choose model size and settings for a run that uses the budget's remaining time.
 
     Args:
-        config: what is known so far.
-        given: the dotted keys that the user has set, which stay as they are.
+        config: settings so far; keys in `budget.fixed` stay as they are.
         corpus: the text.
-        seconds: until the last step is to be done; measuring is part of it.
+        budget: the time, from which the trials here are taken too.
 
     Raises:
-        ConfigError: the user has also said how many steps to train.
+        ConfigError: `train.max_steps` is fixed too.
     """
-    if "train.max_steps" in given:
+    if "train.max_steps" in budget.fixed:
         raise ConfigError(
             "--budget and train.max_steps both say how long to train; drop one of them"
         )
-    start = time.perf_counter()
-    text_characters = len(corpus.split("train"))
-
-    def filled(base: Config, values: dict[str, object]) -> Config:
-        return base.with_values({key: v for key, v in values.items() if key not in given})
-
-    def reachable(speed: float) -> float:
-        left = USABLE * (seconds - (time.perf_counter() - start))
-        return max(1.0, min(left * speed, MOST_EPOCHS * text_characters))  # no time may be left
-
-    own = config.model.kind != "gpt" or any(key.startswith("model.") for key in given)
-    best: tuple[float, Config, float, Size] | None = None
-    for size in SIZES:
-        candidate = config if own else filled(config, settings_for(size, math.inf, corpus))
-        parameters = count_parameters(candidate.model, corpus.tokenizer.vocab_size)
-        if best is not None:  # what is larger is slower, if less than in proportion
-            known = count_parameters(best[1].model, corpus.tokenizer.vocab_size)
-            hoped = reachable(best[2] * (known / parameters) ** 0.5)
-            if expected_loss(parameters, hoped, text_characters) > best[0]:
-                break
-        speed = characters_a_second(candidate, corpus)
-        loss = expected_loss(parameters, reachable(speed), text_characters)
-        if best is not None and loss > best[0]:
-            break
-        best = loss, candidate, speed, size
-        if own or time.perf_counter() - start > TRIAL_SHARE * seconds:
-            break
-    assert best is not None
-    _, chosen, speed, size = best
-    if not own:  # now that it is known how much can be read
-        measured, chosen = chosen, filled(config, settings_for(size, reachable(speed), corpus))
-        if chosen != measured:
-            speed = characters_a_second(chosen, corpus)
-    parameters = count_parameters(chosen.model, corpus.tokenizer.vocab_size)
-    chosen = filled(chosen, length_of(chosen, reachable(speed), text_characters, parameters))
-    why = "the model is as you set it" if own else "the largest that pays in this time"
-    return chosen, f"{speed:,.0f} characters a second measured; {why}"
+    return _Planner(config, corpus, budget).plan()
 
 
-def characters_a_second(config: Config, corpus: Corpus) -> float:
-    """Return how fast a few training steps are, the first left out, on the text's own targets.
+class _Planner:
+    """The search for the size with the lowest expected loss."""
 
-    What counted targets cost, a tenth or less, shows when the steps are fitted to the real speed.
-    """
-    trainer = Trainer(config, corpus)
-    seconds = []
-    for step in range(TRIAL_STEPS):
-        synchronize(trainer.device)
-        start = time.perf_counter()
-        trainer.learner.accumulate_gradients(step)
-        trainer.learner.clip_gradients()
-        trainer.learner.apply_update(step, 1e-6)
-        synchronize(trainer.device)
-        seconds.append(time.perf_counter() - start)
-    return config.train.batch_size * config.model.block_size / min(seconds[1:])
-
-
-def refit(config: Config, step: int, step_seconds: float, seconds: float) -> Config:
-    """Return the config with as many steps as the time left allows, from `step` on.
-
-    A cooldown that has not begun begins here; another goes on at another slope. The rate of the
-    steps done stays what it was, to the bit, so the whole run is a function of the new config.
-
-    Args:
-        step: steps done.
-        step_seconds: what a step takes, all around it included.
-        seconds: until the last step is to be done.
-    """
-    left = max(1, int(REFIT_USABLE * seconds / step_seconds))
-    steps, schedule = step + left, config.schedule
-    values: dict[str, object] = {"train.max_steps": steps}
-    if step <= cooldown_start(schedule, config.train.max_steps) and not schedule.decay_points:
-        values["schedule.cooldown"] = left / steps
-    else:
-        values["schedule.decay_points"] = (
-            *schedule.decay_points,
-            (step - 1, config.train.max_steps),
+    def __init__(self, config: Config, corpus: Corpus, budget: Budget) -> None:
+        self.config, self.corpus, self.budget = config, corpus, budget
+        self.text_characters = len(corpus.split("train"))
+        self.chooses_size = config.model.kind == "gpt" and not any(
+            key.startswith("model.") for key in budget.fixed
         )
-    return config.with_values(values)
+
+    def plan(self) -> Plan:
+        size, config, speed = self.best_size() if self.chooses_size else self.given_size()
+        if size is not None:  # block and batch sizes follow from the length, which is known now
+            measured, config = (
+                config,
+                self.with_free(config, size_settings(size, self.reachable(speed), self.corpus)),
+            )
+            if config != measured:
+                speed = measure_speed(config, self.corpus)
+        length = length_settings(
+            config, self.reachable(speed), self.text_characters, self.parameters(config)
+        )
+        return Plan(self.with_free(config, length), speed, self.chooses_size)
+
+    def given_size(self) -> tuple[None, Config, float]:
+        return None, self.config, measure_speed(self.config, self.corpus)
+
+    def best_size(self) -> tuple[Size, Config, float]:
+        """Measure sizes, smallest first, while a larger one may have a lower loss."""
+        started = self.budget.clock()
+        available = self.budget.remaining
+        best: tuple[float, Size, Config, float] | None = None
+        for size in SIZES:
+            candidate = self.with_free(self.config, size_settings(size, math.inf, self.corpus))
+            if best is not None:
+                # larger models are slower, but by less than their size
+                ratio = self.parameters(best[2]) / self.parameters(candidate)
+                if self.loss(candidate, best[3] * ratio**0.5) > best[0]:
+                    break
+            speed = measure_speed(candidate, self.corpus)
+            loss = self.loss(candidate, speed)
+            if best is not None and loss > best[0]:
+                break
+            best = loss, size, candidate, speed
+            if self.budget.clock() - started > RECIPE.trial_fraction * available:
+                break
+        assert best is not None
+        return best[1:]
+
+    def with_free(self, config: Config, values: dict[str, object]) -> Config:
+        """Return the config with those of the values that the user has not fixed."""
+        return config.with_values({k: v for k, v in values.items() if k not in self.budget.fixed})
+
+    def parameters(self, config: Config) -> int:
+        return count_parameters(config.model, self.corpus.tokenizer.vocab_size)
+
+    def reachable(self, speed: float) -> float:
+        """Return how many characters can be read in the remaining time, at least 1."""
+        readable = RECIPE.usable * self.budget.remaining * speed
+        return max(1.0, min(readable, RECIPE.max_epochs * self.text_characters))
+
+    def loss(self, config: Config, speed: float) -> float:
+        return expected_loss(self.parameters(config), self.reachable(speed), self.text_characters)
 
 
-def next_refit(config: Config, step: int) -> int | None:
-    """Return the step after which to fit again, if any.
+def measure_speed(config: Config, corpus: Corpus) -> float:
+    """Return the characters per second of trial steps, without n-gram soft targets.
 
-    That is where the cooldown begins, then half way through what is left, while it is a good part.
-
-    Args:
-        step: at which the steps were fitted last, 0 if they never were.
+    Those cost a tenth or less, which shows when the run is re-planned.
     """
-    steps = config.train.max_steps
-    if config.schedule.kind != "wsd" or not config.schedule.cooldown:
-        return None
-    if step == 0:
-        return max(2, cooldown_start(config.schedule, steps))
-    left = steps - step
-    return step + left // 2 if left > max(1, LEAST_REFITTED * steps) else None
+    trial = config.with_values({"train.ngram_target_weight": 0.0})
+    learner = Trainer(trial, corpus).learner
+    seconds = measure_step_seconds(learner, RECIPE.trial_steps, update=True)
+    return config.train.batch_size * config.model.block_size / seconds

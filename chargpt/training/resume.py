@@ -1,4 +1,4 @@
-"""Going on with a run: what may change, and what is told."""
+"""Resuming a run: which settings may change, and what the user is told."""
 
 import torch
 
@@ -16,36 +16,42 @@ MAY_CHANGE = (
 
 
 def resume(
-    run: RunFolder, wanted: dict[str, object], *, again: bool = False
+    run: RunFolder, changes: dict[str, object], *, same_command: bool = False
 ) -> tuple[Checkpoint, Config, list[str]]:
-    """Return a run's newest whole checkpoint, the config to go on with, and what to tell the user.
+    """Return a run's latest intact checkpoint, the config to continue with, and notes.
 
     Args:
-        run: to go on with.
-        wanted: settings by their dotted keys. What holds already is no change.
-        again: they are those that the run was begun with: what it has made of them since holds.
+        run: to continue.
+        changes: settings by dotted keys; those that hold already are no changes.
+        same_command: whether they are what started the run. What the run has made of them since,
+            such as its device or the rates after a rollback, is then no change either.
 
     Raises:
-        RunError: there is nothing to go on from.
-        FinishedError: all its steps are done.
+        RunError: there is no intact checkpoint.
+        FinishedError: all steps are done.
         ConfigError: a change would make it another run.
     """
     saved, notes = run.load("latest")
-    changes = {k: value for k, value in wanted.items() if not _holds(saved, k, value, again)}
+    changes = {
+        key: value
+        for key, value in changes.items()
+        if not _is_unchanged(saved, key, value, same_command)
+    }
     for key in changes:
         if key not in MAY_CHANGE and not key.endswith("_every"):
             raise ConfigError(
-                f"{key} cannot change when a run goes on; leave it, or start a new run with --out"
+                f"{key} cannot change when a run is resumed; leave it, or start a new run with "
+                "--out"
             )
     config = saved.config.with_values(changes)
     if config.optim != saved.config.optim:
         notes.append(
-            f"the learning rates change at step {saved.state.step:,}: from here on the run is "
-            "not what its config alone would give"
+            f"the learning rates change at step {saved.state.step:,}: the run can no longer be "
+            "reproduced from its config alone"
         )
     device, _ = choose_device("auto")
     if config.device.split(":")[0] not in ("cpu", device.type) and "device" not in changes:
-        notes.append(f"{config.device} is not here, so the run goes on on {device.type}")
+        notes.append(f"{config.device} is not available, so the run continues on {device.type}")
         config = config.with_values({"device": device.type, "dtype": "auto"})
     threads = saved.state.threads
     if threads != torch.get_num_threads() and config.device == "cpu":
@@ -66,10 +72,10 @@ def resume(
     return saved, config, notes
 
 
-def _holds(saved: Checkpoint, key: str, value: object, again: bool) -> bool:
-    """Return whether a setting is what the run has already, or has made of it."""
-    if again and value == "auto":
-        return True  # what was found then is in the run's config
-    if again and key in RATES and saved.state.rollbacks:
+def _is_unchanged(saved: Checkpoint, key: str, value: object, same_command: bool) -> bool:
+    """Return whether the run has this setting already, or has resolved it to another value."""
+    if same_command and value == "auto":
+        return True
+    if same_command and key in RATES and saved.state.rollbacks:
         return True
     return saved.config.with_values({key: value}) == saved.config

@@ -1,41 +1,45 @@
-"""The learning rate as a pure function of the step."""
+"""Learning-rate schedule as a pure function of the step."""
 
 import math
 
 from chargpt.config import ScheduleConfig
 
+COSINE_FLOOR = 0.1  # last factor of the cosine
 
-def rate_at(step: int, schedule: ScheduleConfig, max_steps: int) -> float:
-    """Return what the learning rate is multiplied with in update `step` (0, 1, ...), in (0, 1].
 
-    Both kinds rise linearly over `warmup` steps. `wsd` then stays at 1 and decays linearly towards
-    0 over the last `cooldown` fraction of all steps, re-planned at each of `decay_points`; the
-    cosine decays to a tenth (Loshchilov and Hutter 2017, section 3, no restarts).
+def lr_factor_at(step: int, schedule: ScheduleConfig, max_steps: int) -> float:
+    """Return the factor on every learning rate in update `step` (0, 1, ...), in (0, 1].
+
+    Both kinds warm up linearly over `warmup` steps. `wsd` (warmup, stable, decay) then stays at 1
+    and decays linearly towards 0 over the last `cooldown` fraction of all steps, re-planned at each
+    of `decay_points`. `cosine` decays to a tenth (Loshchilov and Hutter 2017, section 3, without
+    restarts).
     """
-    rise = min(1.0, (step + 1) / (schedule.warmup + 1))
+    warmup = min(1.0, (step + 1) / (schedule.warmup + 1))
     if schedule.kind == "cosine":
         span = max(1, max_steps - schedule.warmup)
-        done = min(1.0, max(0, step - schedule.warmup) / span)
-        return rise * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
-    return min(rise, _fall(step, schedule, max_steps))
+        progress = min(1.0, max(0, step - schedule.warmup) / span)
+        amplitude = (1 - COSINE_FLOOR) / 2
+        return warmup * (COSINE_FLOOR + amplitude * (1 + math.cos(math.pi * progress)))
+    return min(warmup, _decay_factor(step, schedule, max_steps))
 
 
-def cooldown_start(schedule: ScheduleConfig, max_steps: int) -> int:
-    """Return how many steps the wsd does before its rate begins to fall."""
+def decay_start(schedule: ScheduleConfig, max_steps: int) -> int:
+    """Return the number of steps before the decay of `wsd` begins."""
     planned = schedule.decay_points[0][1] if schedule.decay_points else max_steps
     return planned - round(schedule.cooldown * planned)
 
 
-def _fall(step: int, schedule: ScheduleConfig, max_steps: int) -> float:
-    """Return the height of the wsd, were there no warm-up."""
-    height, start = 1.0, cooldown_start(schedule, max_steps) - 1
+def _decay_factor(step: int, schedule: ScheduleConfig, max_steps: int) -> float:
+    """Return the factor of `wsd` without its warmup."""
+    factor, start = 1.0, decay_start(schedule, max_steps) - 1
     if step <= start:
         return 1.0
     for until, end in schedule.decay_points:
         if step <= until:
             break
-        height *= (end - until) / (end - start)
+        factor *= (end - until) / (end - start)
         start = until
     else:
         end = max_steps
-    return height * (end - step) / (end - start)
+    return factor * (end - step) / (end - start)

@@ -1,4 +1,4 @@
-"""A run's figures for TensorBoard, for those who look at their runs there."""
+"""Metrics of a run as TensorBoard files."""
 
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -10,12 +10,12 @@ from chargpt.errors import ConfigError
 HIDDEN = ("step", "seconds")
 
 
-class Tracker:
-    """Writes each record as TensorBoard's scalars and texts, from its first on.
+class TensorBoardLog:
+    """Writes records as TensorBoard scalars and texts.
 
     Args:
-        folder: of TensorBoard's files.
-        step: what was written of later steps counts no more.
+        folder: of the files, which are created with the first record.
+        step: earlier records of later steps are hidden.
 
     Raises:
         ConfigError: TensorBoard is not installed.
@@ -30,16 +30,16 @@ class Tracker:
         self.folder = folder
         self.step = step
         self.writer: Any = None
-        self.lost = False  # the disk has refused
+        self.is_broken = False  # the disk refused a write
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Write a record under its step. Where the disk refuses, nothing more is written."""
-        if self.lost:
+        """Write a record under its step; after a disk error, write nothing more."""
+        if self.is_broken:
             return
         try:
             self._add(record)
-        except OSError:  # metrics.jsonl has it all
-            self.lost = True
+        except OSError:  # metrics.jsonl holds the same records
+            self.is_broken = True
 
     def _add(self, record: Mapping[str, Any]) -> None:
         if self.writer is None:
@@ -55,7 +55,7 @@ class Tracker:
         self.writer.flush()
 
     def close(self) -> None:
-        """Write out what is left; what is added later goes into another file."""
-        if self.writer is not None and not self.lost:
+        """Flush and close the file; later records go to a new one."""
+        if self.writer is not None and not self.is_broken:
             self.writer.close()
         self.writer = None

@@ -1,16 +1,18 @@
-"""The training loop. It yields a report a step; callers print, plot and stop.
+"""The training loop. It yields a report after each step; the caller prints, plots and stops.
 
 for report in trainer.steps():
     ...
 """
 
-import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import torch
+from torch import Tensor
 
 from chargpt.config import Config
 from chargpt.device import (
@@ -23,42 +25,46 @@ from chargpt.device import (
     tune_malloc,
 )
 from chargpt.errors import DivergedError
-from chargpt.inference.evaluation import Evaluation, evaluate_tokens
-from chargpt.inference.sampling import stream
+from chargpt.models.ngram import NGramLM
 from chargpt.store.checkpoint import Checkpoint
-from chargpt.store.folder import TENSORBOARD, RunFolder
+from chargpt.store.folder import RunFolder
 from chargpt.store.metrics import VALIDATION
 from chargpt.store.state import RunState
-from chargpt.text.corpus import Corpus, Split
-from chargpt.training.estimate import memory_bytes
+from chargpt.text.corpus import Corpus
+from chargpt.training.budget import Budget
+from chargpt.training.cost import training_bytes
 from chargpt.training.learner import Learner, micro_batch_size
-from chargpt.training.progress import Progress, Report
-from chargpt.training.schedule import rate_at
-from chargpt.training.tracking import Tracker
+from chargpt.training.report import StepReport
+from chargpt.training.schedule import lr_factor_at
+from chargpt.training.validator import Validator
+from chargpt.training.writer import RunWriter
 
-METRICS_EVERY = 10  # steps between writes of metrics, each of which waits for the device
-SAMPLE_LENGTH = 200  # characters of a sample along the way
+METRICS_EVERY = 10  # steps between writes of the metrics, which synchronise the device
+SPEED_SECONDS = 1.0  # over which the speed is measured
 
 
 class Trainer:
-    """One training run of one model on one corpus.
+    """A training run of one model on one corpus.
 
     Args:
-        config: resolved or not; `device` and `dtype` are resolved here and kept in `self.config`.
-        corpus: the text; its splits must hold a block each.
-        folder: where checkpoints and metrics go; None keeps nothing.
-        saved: a checkpoint to go on from.
+        config: `device` and `dtype` are resolved here; the result is `self.config`.
+        corpus: the text; each of its splits must hold a block.
+        folder: of checkpoints and metrics; None writes nothing.
+        saved: a checkpoint to continue from.
         group: the ranks that train together.
+        ngram: what `fit_ngram` returned, for the soft targets, if it is at hand.
 
     Raises:
         ConfigError: the batch does not divide over ranks and micro-batches.
         TextError: a split is shorter than a block.
-        DeviceError: the device asked for is not there, or has too little memory.
+        DeviceError: the device is missing, or has too little memory.
 
     Attributes:
-        saved_step: of the newest checkpoint.
-        trouble: why the disk refused the last thing that was to be written, if it did. Training
-            goes on without, and tries again when the next save is due.
+        learner: model, optimizer and batches.
+        validator: validation losses and samples.
+        writer: everything that goes to disk.
+        state: progress of the run.
+        stopped_by: what ended `steps` before the last step.
     """
 
     def __init__(
@@ -69,272 +75,256 @@ class Trainer:
         folder: RunFolder | None = None,
         saved: Checkpoint | None = None,
         group: ProcessGroup | None = None,
+        ngram: NGramLM | None = None,
     ) -> None:
         self.group = group or ProcessGroup()
         self.device, self.device_reason = choose_device(config.device)
-        dtype, self.dtype_reason = choose_dtype(self.device, config.dtype)
-        # ranks may measure different speeds: rank 0's choice is everyone's
-        bfloat16 = self.group.broadcast(float(dtype == torch.bfloat16))
-        self.dtype = torch.bfloat16 if bfloat16 else torch.float32
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # graphs are captured on the current one
-        device_name = self.device.type if config.device == "auto" else config.device
-        self.config = config.with_values({"device": device_name, "dtype": dtype_name(self.dtype)})
+        self.config, self.dtype_reason = self._resolved(config)
         self.corpus = corpus
-        self.folder = folder if self.group.is_main else None
-        self.progress = Progress()
-        self.saved_step: int | None = None
-        self.unsaved_config = False
-        self.best_before: tuple[float, int | None] = (math.inf, None)
-        self.trouble: str | None = None
-        self.tracker: Tracker | None = None
-        if self.folder is not None and config.track.tensorboard:
-            self.tracker = Tracker(self.folder.path / TENSORBOARD, self.progress.step)
-        corpus.require_blocks(self.config.model.block_size)
-        micro_batch = micro_batch_size(self.config.train, self.group)
-        wanted = memory_bytes(self.config, corpus.tokenizer.vocab_size, micro_batch)
-        require_memory(wanted, "a model and batches of these sizes", self.device)
+        self._require_resources()
         if self.config.deterministic:
             make_deterministic(self.device)
         if self.device.type == "cpu":
             tune_malloc()
-        self.learner = Learner(self.config, corpus, self.group, self.device, saved)
-        self.model = self.learner.model
+        self.folder = folder if self.group.is_main else None
+        self.learner = Learner(self.config, corpus, self.group, self.device, saved, ngram)
+        self.model, self.dtype = self.learner.model, self.learner.dtype
+        self.validator = Validator(self.learner, corpus, self.config)
+        self.writer = RunWriter(self.folder, tensorboard=self.config.track.tensorboard)
+        self.state = RunState(step=0)
+        self.pending: list[tuple[int, float, Tensor, Tensor]] = []  # metrics still on the device
+        self.config_is_unsaved = False
+        self.stopped_by: Literal["deadline", "request"] | None = None
         if saved is not None:
-            self._restore_progress(saved.state)
-        self.started = time.perf_counter() - self.progress.seconds
+            self._continue_from(saved.state)
+        self.started = time.perf_counter() - self.state.seconds
+        self.speed = 0.0
+        self.speed_since = self.state.step, self.started
+
+    def _resolved(self, config: Config) -> tuple[Config, str]:
+        """Return the config with the actual device and number format, and the format's reason."""
+        dtype, reason = choose_dtype(self.device, config.dtype)
+        # each rank measures its own speed: rank 0 decides
+        is_bfloat16 = self.group.broadcast(float(dtype == torch.bfloat16))
+        dtype = torch.bfloat16 if is_bfloat16 else torch.float32
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # CUDA graphs are captured on the current device
+        device = self.device.type if config.device == "auto" else config.device
+        return config.with_values({"device": device, "dtype": dtype_name(dtype)}), reason
+
+    def _require_resources(self) -> None:
+        self.corpus.require_blocks(self.config.model.block_size)
+        micro_batch = micro_batch_size(self.config.train, self.group)
+        n_bytes = training_bytes(self.config, self.corpus.tokenizer.vocab_size, micro_batch)
+        require_memory(n_bytes, "a model and batches of these sizes", self.device)
 
     # -- the loop ---------------------------------------------------------------------------
 
-    def steps(self) -> Iterator[Report]:
-        """Yield a report after each step, the first (of a new run) before any update."""
-        self.started = time.perf_counter() - self.progress.seconds
-        self.learner.count_targets()
-        if self.progress.step == 0:
-            report = Report(0)
-            self.evaluate(report)
+    def steps(
+        self, budget: Budget | None = None, should_stop: Callable[[], bool] = lambda: False
+    ) -> Iterator[StepReport]:
+        """Yield a report after each step; in a new run, first one before any update.
+
+        Args:
+            budget: re-plans the run from its measured speed and stops it at the deadline.
+            should_stop: asked after each step. If it returns true on any rank, the run is saved
+                and the iteration ends.
+
+        Raises:
+            DivergedError: the loss, a gradient or a weight is not finite.
+        """
+        self.started = time.perf_counter() - self.state.seconds
+        self.speed_since = self.state.step, time.perf_counter()
+        if budget is not None:
+            budget.start(self.config, self.state.step)
+        for report in self._reports():
+            if not self.finished:
+                self._follow_budget(budget, report)
+            if not self.finished and self.stopped_by is None:
+                self._stop_if(should_stop())
+            report.max_steps = self.config.train.max_steps
+            self._measure_speed(report, budget)
+            yield report
+            if self.stopped_by is not None:
+                break
+        self.writer.close()
+
+    def _reports(self) -> Iterator[StepReport]:
+        if self.state.step == 0:
+            report = StepReport(0, self.config.train.max_steps)
+            self.validate(report)
             yield report
         while not self.finished:
             try:
                 report = self.advance()
             except DivergedError as error:
-                spent = self.progress.rollbacks >= self.config.train.rollbacks
-                alone = self.folder is not None and self.group.size == 1
-                if spent or not alone or self.saved_step is None:
+                if not self._can_roll_back():
                     raise
                 report = self.roll_back(error.step)
             yield report
-        if self.tracker is not None:
-            self.tracker.close()
 
     @property
     def finished(self) -> bool:
-        """Whether all steps are done, or patience ran out."""
-        return self.progress.stopped_early or self.progress.step >= self.config.train.max_steps
+        """Whether all steps are done or early stopping ended the run."""
+        return self.state.stopped_early or self.state.step >= self.config.train.max_steps
 
-    def advance(self) -> Report:
-        """Do one step and what falls due after it."""
-        train, step = self.config.train, self.progress.step
-        report = Report(step + 1, rate_at(step, self.config.schedule, train.max_steps))
+    def advance(self) -> StepReport:
+        """Run one step and whatever is due after it."""
+        train, step = self.config.train, self.state.step
+        lr_factor = lr_factor_at(step, self.config.schedule, train.max_steps)
+        report = StepReport(step + 1, train.max_steps, lr_factor)
         report.loss = self.learner.accumulate_gradients(step)
         report.grad_norm = self.learner.clip_gradients()
-        self.require_finite(report)
-        self.learner.apply_update(step, report.rate)
-        self.progress.step += 1
-        self.progress.pending.append((step + 1, report.rate, report.loss, report.grad_norm))
-        if self.due(METRICS_EVERY):
+        self._require_finite_step(report)
+        self.learner.apply_update(step, lr_factor)
+        self.state = replace(self.state, step=step + 1)
+        self.pending.append((step + 1, lr_factor, report.loss, report.grad_norm))
+        if self._is_due(METRICS_EVERY):
             self.write_metrics()
-        if self.due(train.evaluate_every):
-            self.evaluate(report)
-        if report.is_best or self.unsaved_config or self.due(train.save_every):
-            report.saved = self.save(is_best=report.is_best)
-        if train.sample_every and self.due(train.sample_every):
-            self.write_metrics()  # which finds a loss that went bad
-            self.require_finite_weights(report)
-            report.sample = self.sample()
-            if report.sample is not None:
-                self._record({"step": report.step, "sample": report.sample})
+        if self._is_due(train.evaluate_every):
+            self.validate(report)
+        if report.is_best or self.config_is_unsaved or self._is_due(train.save_every):
+            report.saved = self.save(report)
+        if train.sample_every and self._is_due(train.sample_every):
+            self._sample(report)
         return report
 
     def change_config(self, config: Config) -> None:
-        """Go on with another length or other rates, which the run's folder is told."""
+        """Continue with another number of steps or other learning rates."""
         self.config = config
-        self.unsaved_config = True  # until the next step: resuming goes by the checkpoint's config
-        if self.folder is not None:
-            with self.tolerating_a_full_disk():
-                self.folder.write_config(config)
+        self.config_is_unsaved = True  # resuming reads the checkpoint's config: save it next step
+        self.writer.write_config(config)
 
-    def conclude(self) -> None:
-        """Evaluate and save now, as the last step does, though steps are left."""
-        if self.saved_step != self.progress.step:
-            report = Report(self.progress.step)
-            self.evaluate(report)
-            self.save(is_best=report.is_best)
-
-    def roll_back(self, failed: int) -> Report:
-        """Return to the last checkpoint and go on from there at half the learning rates.
-
-        Args:
-            failed: the step whose numbers were bad.
-        """
-        assert self.folder is not None
-        rollbacks = self.progress.rollbacks + 1
-        saved, _ = self.folder.load("latest")
-        rates = {
-            "optim.lr": self.config.optim.lr / 2,
-            "optim.matrix_lr": self.config.optim.matrix_lr / 2,
-        }
-        self.change_config(self.config.with_values(rates))
-        self.learner.restore(saved, self.config.optim)
-        self._restore_progress(saved.state)
-        self.progress.rollbacks = rollbacks
-        step = self.progress.step
-        self._record({"step": step, "rolled_back_from": failed, **rates})
-        return Report(
-            step,
-            note=f"numbers went bad at step {failed:,}: back to step {step:,}, at half the rates "
-            f"(optim.lr {self.config.optim.lr:.3g}, matrix_lr {self.config.optim.matrix_lr:.3g})",
-        )
-
-    def due(self, every: int) -> bool:
-        """Return whether something done every so many steps is due now; the last step always."""
-        return self.progress.step % every == 0 or self.finished
-
-    def require_finite(self, report: Report) -> None:
-        """Stop before an update would carry what is no number into the weights.
-
-        Elsewhere than on a CPU a look would stall the device, so there it is `write_metrics` that
-        looks: a few steps later, yet before anything is saved.
-
-        Raises:
-            DivergedError: the loss or the gradient is not finite.
-        """
-        assert report.loss is not None
-        assert report.grad_norm is not None
-        if self.device.type == "cpu":
-            # among several ranks only the norm is everyone's, so that all stop or none does
-            loss = report.loss.item() if self.group.size == 1 else 0.0
-            self._require_numbers(loss, report.grad_norm.item(), report.step, report.rate)
-
-    def require_finite_weights(self, report: Report) -> None:
-        """Check every weight.
-
-        Raises:
-            DivergedError: one is not finite.
-        """
-        if not self.learner.has_finite_weights():
-            raise self._diverged("weights", report.step, report.rate)
-
-    # -- what falls due ---------------------------------------------------------------------
-
-    def evaluate(self, report: Report) -> None:
-        """Measure the validation loss and note whether it is the best, or patience ran out."""
-        self.write_metrics()
-        if self.group.is_main:
-            report.validation = self.measure("val", self.config.train.evaluate_characters)
-            self._record({"step": report.step, VALIDATION: report.validation.nats_per_char})
-        loss = report.validation.nats_per_char if report.validation else math.nan
-        shared = self.group.broadcast(loss)
-        progress = self.progress
-        if report.step == 0:
-            return  # what has learnt nothing is no candidate
-        if not math.isfinite(shared):
-            raise self._diverged("weights", report.step, report.rate)
-        before = progress.best_loss, progress.best_step
-        report.is_best = progress.note(report.step, shared, self.config.train.patience)
-        if report.is_best:
-            self.best_before = before
-
-    def measure(self, split: Split, max_characters: int | None) -> Evaluation:
-        """Return the loss on a split, of the averaged weights if there is an average."""
-        with self.learner.averaged_weights():
-            return evaluate_tokens(
-                self.model,
-                self.corpus.split(split),
-                split=split,
-                max_characters=max_characters,
-                dtype=self.dtype,
+    def _follow_budget(self, budget: Budget | None, report: StepReport) -> None:
+        """Stop at the budget's deadline, or re-plan the run where that is due."""
+        if budget is None:
+            return
+        if budget.remaining < 0:
+            max_steps = self.config.train.max_steps
+            report.notes.append(
+                f"the machine slowed down: stopped at step {report.step:,} of {max_steps:,}"
             )
+            self.stopped_by = "deadline"
+            if self.writer.saved_step != self.state.step:
+                self.validate(report)
+                report.saved = self.save(report)
+            return
+        config = budget.replan(self.config, self.state.step)
+        if config is not None:
+            self.change_config(config)
 
-    def sample(self) -> str | None:
-        """Return a short text drawn with the run's sampling settings."""
-        if not self.group.is_main:
-            return None
-        options = self.config.sample.model_copy(
-            update={
-                "length": min(SAMPLE_LENGTH, self.config.sample.length),
-                "num_samples": 1,
-                "seed": self.config.seed,
-            }
-        )
-        tokenizer = self.corpus.tokenizer
-        prompt = tokenizer.encode(options.prompt, unknown="replace")
-        unigram = self.corpus.token_counts("train")
-        with self.learner.averaged_weights():
-            pieces = stream(self.model, tokenizer, prompt, options, unigram=unigram)
-            return options.prompt + "".join(piece for (piece,) in pieces)
+    def _stop_if(self, requested: bool) -> None:
+        if self.group.all_reduce_any(requested):
+            self.stopped_by = "request"
+            self.save()
+
+    def _measure_speed(self, report: StepReport, budget: Budget | None) -> None:
+        """Add the speed, over the last second or more, and the remaining time to a report."""
+        now, train = time.perf_counter(), self.config.train
+        step, since = self.speed_since
+        if now - since >= SPEED_SECONDS and report.step > step:
+            n_characters = train.batch_size * self.config.model.block_size
+            self.speed = (report.step - step) * n_characters / (now - since)
+            self.speed_since = report.step, now
+        report.speed = self.speed
+        if budget is not None:
+            report.remaining_seconds = budget.remaining
+        elif self.speed:
+            n_characters = (train.max_steps - report.step) * train.batch_size
+            report.remaining_seconds = n_characters * self.config.model.block_size / self.speed
+
+    def _is_due(self, every: int) -> bool:
+        """Return whether work done every `every` steps is due; after the last step it always is."""
+        return self.state.step % every == 0 or self.finished
+
+    # -- validation -------------------------------------------------------------------------
+
+    def validate(self, report: StepReport) -> None:
+        """Evaluate the validation split; decide whether it is the best and whether to stop."""
+        self.write_metrics()
+        nats = math.nan
+        if self.group.is_main:
+            report.validation = self.validator.validate()
+            nats = report.validation.nats_per_char
+            self._record({"step": report.step, VALIDATION: nats})
+        nats = self.group.broadcast(nats)
+        if report.step == 0:
+            return  # an untrained model is no candidate
+        if not math.isfinite(nats):
+            raise self._diverged("weights", report.step, report.lr_factor)
+        best, patience = self.state.best_nats_per_char, self.config.train.patience
+        # only rank 0 knows which checkpoints the disk took
+        report.is_best = bool(self.group.broadcast(float(best is None or nats < best)))
+        waited = 0 if report.is_best else self.state.evaluations_since_best + 1
+        stops = patience is not None and waited >= patience
+        self.state = replace(self.state, evaluations_since_best=waited, stopped_early=stops)
+
+    def _sample(self, report: StepReport) -> None:
+        """Add a generated text to a report and to the metrics."""
+        self.write_metrics()  # checks the losses so far
+        self._require_finite_weights(report.step, report.lr_factor)
+        if self.group.is_main:
+            report.sample = self.validator.sample()
+            self._record({"step": report.step, "sample": report.sample})
+
+    # -- metrics and checkpoints ------------------------------------------------------------
 
     def write_metrics(self) -> None:
-        """Write a line for each step since the last time.
+        """Write the pending metrics of each step.
 
         Raises:
-            DivergedError: a loss or a gradient is not finite.
+            DivergedError: a loss or a gradient norm is not finite.
         """
-        pending = self.progress.pending
-        if not pending:
+        if not self.pending:
             return
-        values = torch.stack([torch.stack((loss, norm)) for _, _, loss, norm in pending])
+        values = torch.stack([torch.stack((loss, norm)) for _, _, loss, norm in self.pending])
         rows = self.group.all_reduce_mean(values).tolist()
-        for (step, rate, _, _), (loss, norm) in zip(pending, rows, strict=True):
-            self._require_numbers(loss, norm, step, rate)
-            self._record({"step": step, "loss": loss, "grad_norm": norm, "rate": rate})
-        pending.clear()
+        for (step, factor, _, _), (loss, norm) in zip(self.pending, rows, strict=True):
+            self._require_finite(loss, norm, step, factor)
+            self._record({"step": step, "loss": loss, "grad_norm": norm, "lr_factor": factor})
+        self.pending.clear()
 
-    def save(self, *, is_best: bool = False) -> Path | None:
-        """Commit a checkpoint of this moment; None if nothing is kept, or it is there already.
+    def save(self, report: StepReport | None = None) -> Path | None:
+        """Commit a checkpoint of the current step.
+
+        Args:
+            report: of this step, whose validation decides whether the checkpoint is the best.
+
+        Returns:
+            Its folder; None if nothing is written, the disk refused, or it exists.
 
         Raises:
-            DivergedError: a number in the weights is not finite: they are not saved.
+            DivergedError: a weight is not finite; nothing is saved.
         """
         self.write_metrics()
-        if self.folder is None or self.saved_step == self.progress.step:
+        state = self.state
+        is_best = report is not None and report.is_best
+        if report is not None and is_best and report.validation is not None:
+            nats = report.validation.nats_per_char
+            state = replace(state, best_step=report.step, best_nats_per_char=nats)
+        if self.folder is None or self.writer.saved_step == state.step:
+            self.state = state
             return None
-        self.unsaved_config = False  # if the disk refuses, the next save that is due will do
-        self.progress.seconds = time.perf_counter() - self.started
-        self.require_finite_weights(Report(self.progress.step))
-        model, optimizer = self.learner.tensors()
-        with self.tolerating_a_full_disk():
-            folder = self.folder.save(
-                config=self.config,
-                tokenizer=self.corpus.tokenizer,
-                state=self.state(),
-                model=model,
-                optimizer=optimizer,
-                is_best=is_best,
-            )
-            self.saved_step, self.trouble = self.progress.step, None
-            return folder
-        if is_best:  # it is lost, so the one before it is the best that there is
-            self.progress.best_loss, self.progress.best_step = self.best_before
-        return None
-
-    @contextlib.contextmanager
-    def tolerating_a_full_disk(self) -> Iterator[None]:
-        """Go on without what the disk refuses, but remember that it did."""
-        try:
-            yield
-        except OSError as error:
-            self.trouble = error.strerror or str(error)
+        self.config_is_unsaved = False  # if the disk refuses, the next due save will include it
+        self._require_finite_weights(state.step, 1.0)
+        state = self._with_environment(state)
+        saved = self.writer.save(
+            self.config, self.corpus.tokenizer, state, self.learner.tensors(), is_best=is_best
+        )
+        if saved is not None:
+            self.state = state  # a best that was not saved is not the best
+        return saved
 
     def checkpoint_bytes(self) -> int:
-        """Return how much of the disk a checkpoint takes, nearly."""
-        kept = (tensor for part in self.learner.tensors() for tensor in part.values())
-        return sum(tensor.numel() * tensor.element_size() for tensor in kept)
+        """Return the approximate size of a checkpoint in bytes."""
+        tensors = (tensor for part in self.learner.tensors() for tensor in part.values())
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
-    def state(self) -> RunState:
-        """Return the state that a checkpoint saves."""
-        return RunState(
-            **self.progress.facts(),
+    def _with_environment(self, state: RunState) -> RunState:
+        """Return the state with the training time and the environment of this process."""
+        return replace(
+            state,
+            seconds=round(time.perf_counter() - self.started, 3),
             corpus=self.corpus.key,
             text=self.corpus.name,
             threads=torch.get_num_threads(),
@@ -342,41 +332,78 @@ class Trainer:
             torch=str(torch.__version__),
         )
 
-    def _restore_progress(self, state: RunState) -> None:
-        self.progress = Progress.of(state)
-        self.saved_step = self.progress.step
-        if self.folder is not None:
-            with self.tolerating_a_full_disk():
-                self.folder.metrics.truncate_after(self.progress.step)
-            if self.tracker is not None:
-                self.tracker.close()
-                self.tracker = Tracker(self.tracker.folder, self.progress.step)
-
     def _record(self, record: dict[str, object]) -> None:
-        if self.folder is not None:
-            elapsed = round(time.perf_counter() - self.started, 3)
-            with self.tolerating_a_full_disk():
-                self.folder.metrics.append({**record, "seconds": elapsed})
-            if self.tracker is not None:
-                self.tracker.add(record)
+        self.writer.record({**record, "seconds": round(time.perf_counter() - self.started, 3)})
 
-    def _require_numbers(self, loss: float, norm: float, step: int, rate: float) -> None:
-        if not math.isfinite(loss) or not math.isfinite(norm):
-            raise self._diverged("gradient" if math.isfinite(loss) else "loss", step, rate)
+    # -- continuing and diverging -----------------------------------------------------------
 
-    def _diverged(self, what: str, step: int, rate: float) -> DivergedError:
-        """Return the error that says where numbers went bad, and what to do."""
+    def _continue_from(self, state: RunState) -> None:
+        self.state = replace(state, stopped_early=False)
+        self.pending.clear()
+        self.writer.continue_from(state.step)
+
+    def _can_roll_back(self) -> bool:
+        has_checkpoint = self.folder is not None and self.writer.saved_step is not None
+        is_allowed = self.state.rollbacks < self.config.train.rollbacks
+        return is_allowed and has_checkpoint and self.group.size == 1
+
+    def roll_back(self, failed_step: int) -> StepReport:
+        """Continue from the last checkpoint at half the learning rates, after a non-finite step."""
+        assert self.folder is not None
+        rollbacks = self.state.rollbacks + 1
+        saved, _ = self.folder.load("latest")
         optim = self.config.optim
-        kept = (
+        rates = {"optim.lr": optim.lr / 2, "optim.matrix_lr": optim.matrix_lr / 2}
+        self.change_config(self.config.with_values(rates))
+        self.learner.restore(saved, self.config.optim)
+        self._continue_from(replace(saved.state, rollbacks=rollbacks))
+        step = self.state.step
+        self._record({"step": step, "rolled_back_from": failed_step, **rates})
+        note = (
+            f"non-finite values at step {failed_step:,}: rolled back to step {step:,} at half the "
+            f"learning rates (optim.lr {rates['optim.lr']:.3g}, "
+            f"optim.matrix_lr {rates['optim.matrix_lr']:.3g})"
+        )
+        return StepReport(step, self.config.train.max_steps, notes=[note])
+
+    def _require_finite_step(self, report: StepReport) -> None:
+        """Check loss and gradient before the update.
+
+        Reading them would synchronise other devices than a CPU, so there `write_metrics` checks
+        them every few steps, before anything is saved.
+
+        Raises:
+            DivergedError: one is not finite.
+        """
+        assert report.loss is not None
+        assert report.grad_norm is not None
+        if self.device.type == "cpu":
+            # only the norm is the same on all ranks, so that all of them stop or none
+            loss = report.loss.item() if self.group.size == 1 else 0.0
+            self._require_finite(loss, report.grad_norm.item(), report.step, report.lr_factor)
+
+    def _require_finite(self, loss: float, grad_norm: float, step: int, lr_factor: float) -> None:
+        if not math.isfinite(loss) or not math.isfinite(grad_norm):
+            what = "gradient" if math.isfinite(loss) else "loss"
+            raise self._diverged(what, step, lr_factor)
+
+    def _require_finite_weights(self, step: int, lr_factor: float) -> None:
+        if not self.learner.has_finite_weights():
+            raise self._diverged("weights", step, lr_factor)
+
+    def _diverged(self, what: str, step: int, lr_factor: float) -> DivergedError:
+        """Return the error that names the step and the remedy."""
+        optim, saved_step = self.config.optim, self.writer.saved_step
+        remedy = (
             "there is no checkpoint yet, so start again with"
-            if self.saved_step is None
-            else f"the last good checkpoint is step {self.saved_step:,}; --resume the run with"
+            if saved_step is None
+            else f"the last good checkpoint is step {saved_step:,}; --resume the run with"
         )
-        are = "are" if what == "weights" else "is"
-        words = (
-            f"the {what} {are} no longer finite at step {step:,} (rates {optim.lr:g} and "
-            f"{optim.matrix_lr:g}, times {rate:.3g}), and nothing of that was saved: {kept} lower "
-            f"rates, such as -s optim.lr={optim.lr / 4:g} -s optim.matrix_lr="
-            f"{optim.matrix_lr / 4:g}, or with -s train.rollbacks=3 to have that done by itself"
+        verb = "are" if what == "weights" else "is"
+        message = (
+            f"the {what} {verb} no longer finite at step {step:,} (learning rates {optim.lr:g} and "
+            f"{optim.matrix_lr:g}, factor {lr_factor:.3g}), and nothing of that was saved: "
+            f"{remedy} lower rates, such as -s optim.lr={optim.lr / 4:g} -s optim.matrix_lr="
+            f"{optim.matrix_lr / 4:g}, or with -s train.rollbacks=3 to roll back automatically"
         )
-        return DivergedError(words, step)
+        return DivergedError(message, step)

@@ -9,6 +9,7 @@ older checkpoint at the end (plain files replace the ones before).
 """
 
 import argparse
+import dataclasses
 import hashlib
 import os
 import statistics
@@ -56,8 +57,8 @@ def main() -> None:
                 os.close(descriptor)
 
         def save_ours() -> None:
-            trainer.progress.step += 1
-            assert trainer.save() is not None, trainer.trouble
+            trainer.state = dataclasses.replace(trainer.state, step=trainer.state.step + 1)
+            assert trainer.save() is not None, trainer.writer.disk_error
 
         ways: dict[str, Callable[[], None]] = {
             "plain": save_plainly,

@@ -107,7 +107,7 @@ def send_signal(work: Path, index: int, random: Random) -> str | None:
     run = folder / "R"
     if wrong := check_saves(run, folder / "saves"):
         return f"{name}: {wrong}"
-    if "and saved; go on with" in result.err or not list_checkpoints(run / "checkpoints"):
+    if "and saved; resume with" in result.err or not list_checkpoints(run / "checkpoints"):
         arguments = RESUME if list_checkpoints(run / "checkpoints") else train_arguments()
         result = run_forked(arguments, folder)
         if result.code != 0:

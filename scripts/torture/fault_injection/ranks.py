@@ -97,7 +97,7 @@ def lose_rank(work: Path, index: int, random: Random) -> str | None:
         result = run_ranks(train_arguments(), folder, while_running=send_sigkill)
         if result[rank].code == -signal.SIGKILL and not is_finished(run):
             survivor = result[1 - rank]
-            if survivor.code != 1 or "another of the processes has gone" not in survivor.err:
+            if survivor.code != 1 or "another rank has failed" not in survivor.err:
                 return f"rank {rank}: the other's exit {survivor.code}: {survivor.err[-500:]}"
         if "Traceback" in result[0].err + result[1].err:
             return f"rank {rank}: {result[0].err[-500:]}{result[1].err[-500:]}"
@@ -106,7 +106,7 @@ def lose_rank(work: Path, index: int, random: Random) -> str | None:
         output = _run_torchrun(folder, send_sigkill)
     if "Traceback" in output:
         return f"rank {rank}: {output[-1000:]}"
-    if not any(text in output for text in ("going on with R", "has done all")):
+    if not any(text in output for text in ("resuming R", "has done all")):
         return f"rank {rank}: it was not restarted: {output[-1000:]}"
     if checkpoint_digests(run) != expected:
         return f"rank {rank}: not the weights of the uninterrupted run"

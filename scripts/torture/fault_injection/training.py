@@ -99,9 +99,9 @@ def non_finite(work: Path, index: int, random: Random) -> str | None:
     saved_before = 0
     try:
         for report in trainer.steps():
-            if report.step <= step and trainer.progress.step <= step:
+            if report.step <= step and trainer.state.step <= step:
                 before = {n: p.clone() for n, p in trainer.model.state_dict().items()}
-                saved_before = trainer.saved_step or 0
+                saved_before = trainer.writer.saved_step or 0
         wrong = _check_rollback(run, step + 1) if trainer.finished else "training did not finish"
         if not config.train.rollbacks:
             wrong = "it was not detected"

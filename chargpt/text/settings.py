@@ -1,0 +1,67 @@
+"""From a text's name, a config and overrides to a `Config`, and which keys the user fixed."""
+
+import json
+from collections.abc import Iterable
+from functools import reduce
+from pathlib import Path
+
+from chargpt.config import Config, load_config, parse_override, read_config_tree
+from chargpt.text.catalog import settings_for
+
+
+def build_config(
+    text: str | None = None,
+    config: str | None = None,
+    overrides: Iterable[str] = (),
+    *,
+    device: str | None = None,
+    encoding: str | None = None,
+) -> Config:
+    """Return the config of a run.
+
+    Args:
+        text: a file, folder, glob, name of the catalog, or `-`; None for the embedded text.
+        config: a shipped config's name or a YAML file; `gpt` by default.
+        overrides: texts like `train.max_steps=100`, which take precedence over the config.
+        device: replaces the config's.
+        encoding: of the text; replaces the config's.
+
+    Raises:
+        ConfigError: a key or value is wrong.
+    """
+    defaults: dict[str, object] = {}
+    if text is not None and text != "-" and not Path(text).exists():
+        defaults |= settings_for(text) or {}
+    settings = list(overrides)
+    if text is not None and "text.path" not in defaults:
+        path = text if text == "-" else str(Path(text).absolute())
+        settings = [f"text.path={json.dumps(path)}", *settings]
+    if device is not None:
+        settings.append(f"device={json.dumps(device)}")
+    if encoding is not None:
+        settings.append(f"text.encoding={json.dumps(encoding)}")
+    return load_config(config or "gpt", settings, defaults)
+
+
+def fixed_keys(config: str | None, overrides: Iterable[str] = ()) -> set[str]:
+    """Return the dotted keys that a config and overrides set."""
+    keys = {parse_override(override)[0] for override in overrides}
+    for section, values in read_config_tree(config)[0].items() if config else ():
+        names = values if isinstance(values, dict) else {}
+        keys |= {f"{section}.{name}" for name in names} or {section}
+    return keys
+
+
+def fixed_values(
+    settings: Config,
+    config: str | None,
+    overrides: Iterable[str] = (),
+    *,
+    text: str | None = None,
+    device: str | None = None,
+    encoding: str | None = None,
+) -> dict[str, object]:
+    """Return the values in `settings` of every key that the arguments of `build_config` set."""
+    arguments = {"text.path": text, "device": device, "text.encoding": encoding}
+    keys = fixed_keys(config, overrides) | {k for k, v in arguments.items() if v is not None}
+    return {key: reduce(getattr, key.split("."), settings) for key in sorted(keys)}

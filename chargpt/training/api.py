@@ -1,0 +1,97 @@
+"""`chargpt.train`: from a text to a trained run in one call."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from tqdm import tqdm
+
+from chargpt.errors import FinishedError
+from chargpt.store.run import Run, load_run
+from chargpt.text import Progress
+from chargpt.training.session import Request, Session, StartMode, open_session
+
+
+def train(
+    text: str | Path | None = None,
+    *,
+    config: str | Path | None = None,
+    settings: Mapping[str, object] | None = None,
+    budget: str | float | None = None,
+    out: str | Path | None = None,
+    start: StartMode = StartMode.NEW,
+    device: str | None = None,
+    encoding: str | None = None,
+    progress: bool = False,
+) -> Run:
+    """Train a model on a text and return the run with its best checkpoint.
+
+    Without `config` and `settings`, sizes and steps are chosen for a budget of 150 seconds.
+
+    Args:
+        text: a file, folder, glob, or name of the catalog; by default an embedded text.
+        config: a shipped config's name, such as `gpt` or `bigram`, or a YAML file.
+        settings: by dotted keys, as in {"train.max_steps": 500}; they take precedence.
+        budget: a time, in seconds or as in "3m", that size and steps are chosen for.
+        out: folder of the run; by default a new one under runs/.
+        start: what to do about a run that exists in `out`.
+        device: `auto`, `cpu`, `cuda`, `cuda:N` or `mps`.
+        encoding: of the text, if it is neither UTF-8 nor UTF-16.
+        progress: show a progress bar on stderr.
+
+    Raises:
+        ChargptError: the text, a setting, the folder or the device is unusable.
+    """
+    request = Request(
+        text=None if text is None else str(text),
+        config=None if config is None else str(config),
+        overrides=tuple(f"{key}={json.dumps(value)}" for key, value in (settings or {}).items()),
+        budget=budget if budget is None or isinstance(budget, str) else f"{round(budget)}s",
+        out=None if out is None else Path(out),
+        start=start,
+        device=device,
+        encoding=encoding,
+    )
+    try:
+        path = run_training(request, show_bar if progress else run_quietly)
+    except FinishedError:
+        if start is not StartMode.BEGIN_OR_RESUME or request.out is None:
+            raise
+        path = request.out
+    return load_run(path, device=device or "auto")
+
+
+def run_training(
+    request: Request,
+    run_session: Callable[[Session], None],
+    loading: Progress | None = None,
+) -> Path:
+    """Start a run, train it, and return its folder.
+
+    Args:
+        request: what the user asks for.
+        run_session: runs all steps of the session's trainer.
+        loading: told the progress of preparing the text.
+    """
+    with open_session(request, loading) as session:
+        run_session(session)
+        session.trainer.group.broadcast(0.0)  # other ranks wait until rank 0 has saved
+        return session.folder.path
+
+
+def run_quietly(session: Session) -> None:
+    """Run all steps."""
+    for _ in session.trainer.steps(session.budget):
+        pass
+
+
+def show_bar(session: Session) -> None:
+    """Run all steps with a progress bar on stderr."""
+    trainer = session.trainer
+    total, done = trainer.config.train.max_steps, trainer.state.step
+    with tqdm(total=total, initial=done, unit="step") as bar:
+        for report in trainer.steps(session.budget):
+            bar.total = report.max_steps
+            if report.validation is not None:
+                bar.set_postfix_str(f"val {report.validation.nats_per_char:.3f}", refresh=False)
+            bar.update(report.step - bar.n)

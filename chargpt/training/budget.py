@@ -1,0 +1,243 @@
+"""A time budget: its deadline, the measured speed of training, and the re-planning of the run.
+
+The number of steps is re-planned from the measured step time before the learning rate begins to
+decay, then half way through what is left, and so on. Updates that are done stay as they were, so
+the final config repeats the run without a clock.
+"""
+
+import math
+import re
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from chargpt.config import Config
+from chargpt.device import synchronize
+from chargpt.errors import ConfigError
+from chargpt.inference.evaluation import evaluate_tokens
+from chargpt.models import LanguageModel
+from chargpt.text.corpus import SPLITS, Corpus
+from chargpt.training.learner import Learner
+from chargpt.training.schedule import decay_start
+
+MIN_SECONDS = 5
+SCORED_FRACTION, MIN_SCORED, MAX_SCORED = 1 / 20, 20_000, 300_000  # characters
+TRIAL_LR_FACTOR = 1e-6  # trial updates must not leave the usual range of values
+
+
+@dataclass(frozen=True)
+class Reserve:
+    """Time that a budget keeps for the work after the last step.
+
+    Attributes:
+        seconds: start-up of the closing table, and the process's exit.
+        fraction: of the budget, for scoring, until the time of scoring is measured.
+        report_from: shortest budget, in seconds, that ends with a report.
+        report_seconds: of a report, without its scoring.
+        report_characters: that a report scores.
+        timed_characters: scored to measure the speed of scoring.
+        margin: factor on the measured time of scoring.
+    """
+
+    seconds: float = 0.8
+    fraction: float = 0.04
+    report_from: float = 120
+    report_seconds: float = 7
+    report_characters: int = 40_000
+    timed_characters: int = 8_000
+    margin: float = 1.3
+
+
+@dataclass(frozen=True)
+class Replanning:
+    """Constants of re-planning.
+
+    Attributes:
+        usable: fraction of the remaining time that is planned for steps.
+        min_fraction: of all steps: when fewer remain, their number is final.
+    """
+
+    usable: float = 0.95
+    min_fraction: float = 1 / 8
+
+
+RESERVE, REPLANNING = Reserve(), Replanning()
+
+
+def scored_characters(config: Config, n_steps: int) -> int:
+    """Return how many characters of each split the closing evaluation of a run scores at most.
+
+    It is a fraction of what the run reads in `n_steps` steps, within bounds.
+    """
+    n_read = n_steps * config.train.batch_size * config.model.block_size
+    return min(MAX_SCORED, max(MIN_SCORED, int(SCORED_FRACTION * n_read)))
+
+
+def parse_duration(text: str) -> float:
+    """Return the seconds of a duration such as `90`, `30s`, `3m`, `1m30s` or `2h`.
+
+    Raises:
+        ConfigError: it is not a duration, or under `MIN_SECONDS`.
+    """
+    match = re.fullmatch(r"(?:(\d{1,4})h)?(?:(\d{1,6})m)?(?:(\d{1,8})s?)?", text.strip())
+    if not match or not any(match.groups()):
+        raise ConfigError(f"the time {text!r:.40} is not like 30s, 3m, 1m30s or 2h; write it so")
+    hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    total = 3600 * hours + 60 * minutes + seconds
+    if total < MIN_SECONDS:
+        raise ConfigError(f"{text} is too short to train in; give {MIN_SECONDS}s or more")
+    return total
+
+
+class Budget:
+    """A time budget for a whole training command, start-up and closing work included.
+
+    Args:
+        seconds: the budget.
+        fixed: dotted config keys that the user has set and planning must not change.
+        started: when the command began, as `clock` counts; now by default.
+        clock: returns the time in seconds.
+    """
+
+    def __init__(
+        self,
+        seconds: float,
+        fixed: Collection[str] = (),
+        started: float | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.seconds = seconds
+        self.fixed = frozenset(fixed)
+        self.clock = clock
+        self.started = clock() if started is None else started
+        self.scoring_seconds = RESERVE.fraction * seconds
+        self.replan_step: int | None = None
+        self.replan_remaining = 0.0
+        self.measured_from = (1, math.nan)  # step and time; the first step is slower than others
+
+    @property
+    def has_report(self) -> bool:
+        """Whether the run ends with a report."""
+        return self.seconds >= RESERVE.report_from
+
+    @property
+    def remaining(self) -> float:
+        """Seconds until the last training step has to be done."""
+        closing = RESERVE.seconds + self.scoring_seconds
+        closing += RESERVE.report_seconds if self.has_report else 0
+        return self.seconds - closing - (self.clock() - self.started)
+
+    def measure_scoring(self, model: LanguageModel, corpus: Corpus, config: Config) -> None:
+        """Measure how long the closing evaluations take and reserve that time.
+
+        Args:
+            model: of the run; it may train in a faster format than it is scored in.
+            corpus: its text.
+            config: of the run.
+        """
+        max_characters = scored_characters(config, config.train.max_steps)
+        splits = [corpus.split(split) for split in SPLITS]
+        start = self.clock()
+        timed = evaluate_tokens(model, splits[-1], max_characters=RESERVE.timed_characters)
+        per_character = (self.clock() - start) / timed.characters
+        n_scored = sum(min(max_characters, len(tokens)) for tokens in splits)
+        n_scored += RESERVE.report_characters if self.has_report else 0
+        self.scoring_seconds = RESERVE.margin * per_character * n_scored
+
+    def start(self, config: Config, step: int) -> None:
+        """Begin to measure steps; call it before the first one."""
+        self.measured_from = (max(1, step), self.clock())
+        self._schedule_replanning(config, step, 0)
+
+    def replan(self, config: Config, step: int) -> Config | None:
+        """Return the re-planned config if re-planning is due after `step` steps, else None.
+
+        It is due at its step, or when the time planned for that step has come: a slower machine
+        reaches the time first.
+        """
+        now, remaining = self.clock(), self.remaining
+        first, since = self.measured_from
+        if step == 1:
+            self.measured_from = first, since = 1, now
+        if self.replan_step is None or step <= first:
+            return None
+        if step < self.replan_step and remaining >= self.replan_remaining:
+            return None
+        step_seconds = (now - since) / (step - first)
+        config = replan(config, step, step_seconds, remaining)
+        self.measured_from = step, now
+        self._schedule_replanning(config, step, step)
+        return config
+
+    def _schedule_replanning(self, config: Config, step: int, planned_at: int) -> None:
+        """Set when to re-plan next, as a step and as a remaining time."""
+        self.replan_step = next_replan_step(config, planned_at)
+        if self.replan_step is not None:
+            max_steps = config.train.max_steps
+            fraction = (max_steps - self.replan_step) / (max_steps - step)
+            self.replan_remaining = self.remaining * fraction
+
+
+def replan(config: Config, step: int, step_seconds: float, seconds: float) -> Config:
+    """Return the config with as many steps after `step` as the remaining time allows.
+
+    A decay that has not begun begins here; one that has begun continues with another slope. The
+    learning rates of the steps done stay the same bits.
+
+    Args:
+        config: of the run so far.
+        step: number of steps done.
+        step_seconds: measured time of a step with everything around it.
+        seconds: until the last step has to be done.
+    """
+    n_steps = max(1, int(REPLANNING.usable * seconds / step_seconds))
+    max_steps, schedule = step + n_steps, config.schedule
+    values: dict[str, object] = {"train.max_steps": max_steps}
+    if step <= decay_start(schedule, config.train.max_steps) and not schedule.decay_points:
+        values["schedule.cooldown"] = n_steps / max_steps
+    else:
+        point = (step - 1, config.train.max_steps)
+        values["schedule.decay_points"] = (*schedule.decay_points, point)
+    return config.with_values(values)
+
+
+def next_replan_step(config: Config, step: int) -> int | None:
+    """Return the step after which to re-plan next: where the decay begins, then half way on.
+
+    Args:
+        config: of the run so far.
+        step: of the last re-planning; 0 for none.
+
+    Returns:
+        None when few steps remain, or the schedule has no decay to re-plan.
+    """
+    max_steps = config.train.max_steps
+    if config.schedule.kind != "wsd" or not config.schedule.cooldown:
+        return None
+    if step == 0:
+        return max(2, decay_start(config.schedule, max_steps))
+    remaining = max_steps - step
+    is_enough = remaining > max(1, REPLANNING.min_fraction * max_steps)
+    return step + remaining // 2 if is_enough else None
+
+
+def measure_step_seconds(learner: Learner, n_steps: int, *, update: bool) -> float:
+    """Return the shortest time of a training step; the first step, a warm-up, is left out.
+
+    Args:
+        learner: runs the steps.
+        n_steps: number of trial steps, at least 2.
+        update: whether to update the weights too; without it the model stays as it is.
+    """
+    seconds = []
+    for step in range(n_steps):
+        synchronize(learner.device)
+        start = time.perf_counter()
+        learner.accumulate_gradients(step)
+        learner.clip_gradients()
+        if update:
+            learner.apply_update(step, TRIAL_LR_FACTOR)
+        synchronize(learner.device)
+        seconds.append(time.perf_counter() - start)
+    learner.model.zero_grad(set_to_none=True)
+    return min(seconds[1:])

@@ -1,0 +1,84 @@
+"""Expected cost of a run: memory from its settings, time from a few measured steps."""
+
+from dataclasses import dataclass
+
+from chargpt.config import Config
+from chargpt.models import count_parameters, rotary_bytes
+from chargpt.models.attention import MAX_PRODUCT_ROW_BYTES
+from chargpt.training.budget import measure_step_seconds
+from chargpt.training.learner import Learner
+
+UPDATE_OVERHEAD = 1.15  # the optimizer: 38 ms beside 175 to 280 ms for the default config
+
+
+def training_bytes(config: Config, vocab_size: int, n_sequences: int) -> int:
+    """Return the approximate memory of training in bytes.
+
+    Args:
+        config: of the run.
+        vocab_size: of its tokenizer.
+        n_sequences: of a micro-batch.
+    """
+    model = config.model
+    activations = 3 * vocab_size  # saved for the backward pass, numbers per character
+    if model.kind == "gpt":
+        activations += model.n_layer * (14 * model.n_embd + 5 * model.mlp_width)
+        if model.attention == "full" and model.block_size <= MAX_PRODUCT_ROW_BYTES:
+            activations += 2 * model.n_layer * model.n_head * model.block_size  # scores, weights
+    masks = model.block_size**2 if model.attention == "average" else 0
+    # weights, gradients, two moments of the optimizer, EMA
+    weights = (4 + bool(config.train.ema)) * count_parameters(model, vocab_size)
+    numbers = weights + n_sequences * model.block_size * activations + masks
+    return 4 * numbers + rotary_bytes(model)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Expected cost of the remaining steps of a run.
+
+    Attributes:
+        parameters: of the model.
+        steps: remaining.
+        characters: that they read.
+        epochs: the same in passes over the training split.
+        memory_bytes: at most at once.
+        seconds: including validation.
+    """
+
+    parameters: int
+    steps: int
+    characters: int
+    epochs: float
+    memory_bytes: int
+    seconds: float
+
+
+def expected_cost(
+    config: Config, learner: Learner, step: int, seconds: float | None = None
+) -> Cost:
+    """Return the expected cost of a run from `step` on.
+
+    Args:
+        config: of the run.
+        learner: its model; runs a few trial steps, which change nothing.
+        step: number of steps done.
+        seconds: of a time budget; without it the time follows from the trial steps.
+    """
+    train, corpus = config.train, learner.corpus
+    n_steps = train.max_steps - step
+    step_characters = train.batch_size * config.model.block_size
+    if seconds is None:
+        step_seconds = UPDATE_OVERHEAD * measure_step_seconds(learner, 2, update=False)
+        scored = min(train.evaluate_characters, len(corpus.split("val")))
+        # a forward pass takes about a third of a step, and rank 0 evaluates alone
+        evaluation = step_seconds * scored / step_characters / 3 * learner.group.size
+        n_evaluations = n_steps // train.evaluate_every + 2
+        seconds = n_steps * step_seconds + n_evaluations * evaluation
+    return Cost(
+        parameters=learner.model.parameter_count(),
+        steps=n_steps,
+        characters=n_steps * step_characters,
+        epochs=n_steps * step_characters / len(corpus.split("train")),
+        memory_bytes=training_bytes(config, corpus.tokenizer.vocab_size, learner.micro_batch),
+        seconds=seconds,
+    )

@@ -1,0 +1,297 @@
+"""How a training run starts: new, resumed, begun or resumed, or in place of another."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from chargpt.config import Config, parse_override
+from chargpt.device import (
+    choose_device,
+    destroy_process_group,
+    init_process_group,
+    is_lost_rank_error,
+    is_main_rank,
+    world_size,
+)
+from chargpt.errors import ConfigError, RunError, WorkError
+from chargpt.store.folder import RunFolder, has_checkpoint
+from chargpt.store.run import newest_run, open_run
+from chargpt.text import Progress
+from chargpt.text.corpus import load_corpus
+from chargpt.text.settings import build_config, fixed_keys, fixed_values
+from chargpt.training.budget import Budget, parse_duration
+from chargpt.training.cost import Cost, expected_cost
+from chargpt.training.planner import Plan, plan
+from chargpt.training.resume import resume
+from chargpt.training.trainer import Trainer
+
+DEFAULT_BUDGET = "150s"
+
+
+class StartMode(Enum):
+    """What to do about a run that exists in the output folder.
+
+    NEW refuses it, RESUME continues it, BEGIN_OR_RESUME continues it if there is one, REPLACE
+    deletes it.
+    """
+
+    NEW = "new"
+    RESUME = "resume"
+    BEGIN_OR_RESUME = "begin or resume"
+    REPLACE = "replace"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a user asks `train` for; the fields are those of `chargpt.train`."""
+
+    text: str | None = None
+    config: str | None = None
+    overrides: tuple[str, ...] = ()
+    budget: str | None = None
+    out: Path | None = None
+    start: StartMode = StartMode.NEW
+    device: str | None = None
+    encoding: str | None = None
+    started: float | None = None
+
+    def settings(self) -> Config:
+        """Return the config of a new run."""
+        return build_config(
+            self.text, self.config, self.overrides, device=self.device, encoding=self.encoding
+        )
+
+    def changes(self) -> dict[str, object]:
+        """Return the settings of a resumed run that are to change, by dotted keys.
+
+        Raises:
+            ConfigError: an argument applies only to a new run.
+        """
+        if self.config is not None or self.encoding is not None or self.budget is not None:
+            raise ConfigError(
+                "--resume takes its settings from the run; drop -c, --budget and --encoding, or "
+                "give both a text and --out to begin the run where there is none"
+            )
+        values = dict(parse_override(override) for override in self.overrides)
+        return values if self.device is None else {**values, "device": self.device}
+
+    def time_budget(self) -> Budget | None:
+        """Return the budget asked for, or the default one if nothing else was.
+
+        Raises:
+            ConfigError: it is not a duration, or several processes would have to agree on it.
+        """
+        duration = self.budget
+        if duration is None and self.config is None and not self.overrides and world_size() == 1:
+            duration = DEFAULT_BUDGET
+        if duration is None:
+            return None
+        if world_size() > 1:
+            raise ConfigError("--budget plans for one process; give train.max_steps instead")
+        keys = fixed_keys(self.config, self.overrides)
+        return Budget(parse_duration(duration), keys, self.started)
+
+
+@dataclass
+class Session:
+    """A run that is ready to train.
+
+    Attributes:
+        trainer: at its first step.
+        folder: of the run, locked until the session ends.
+        budget: its time budget, if it has one.
+        cost: expected of its remaining steps.
+        plan: what the budget chose.
+        notes: sentences for the user.
+    """
+
+    trainer: Trainer
+    folder: RunFolder
+    cost: Cost
+    budget: Budget | None = None
+    plan: Plan | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def open_session(request: Request, loading: Progress | None = None) -> Iterator[Session]:
+    """Start a run as requested; unlock its folder and leave the process group at the end.
+
+    Args:
+        request: what the user asks for.
+        loading: told the progress of preparing the text.
+
+    Raises:
+        FinishedError: the run to resume has no steps left.
+        WorkError: another rank has failed.
+        ChargptError: the text, a setting or the folder is unusable.
+    """
+    try:
+        session = START[request.start](request, loading)
+        try:
+            yield session
+        finally:
+            session.folder.unlock()
+        session.trainer.learner.release_replica()
+    except RuntimeError as error:
+        if not is_lost_rank_error(error):
+            raise
+        cause = str(error).splitlines()[0].split("] ")[-1].split(". ")[0]
+        raise WorkError(
+            f"another rank has failed ({cause:.100}); continue from the last checkpoint with "
+            "--resume, with any number of processes"
+        ) from None
+    destroy_process_group()
+
+
+def start_new(request: Request, loading: Progress | None) -> Session:
+    """Start a run in a folder that must be free."""
+    return create_run(request.settings(), request.out, loading, budget=request.time_budget())
+
+
+def start_replacing(request: Request, loading: Progress | None) -> Session:
+    """Start a run in place of the one in its folder."""
+    budget = request.time_budget()
+    return create_run(request.settings(), request.out, loading, budget=budget, force=True)
+
+
+def start_resumed(request: Request, loading: Progress | None) -> Session:
+    """Continue a run: the given one, or the newest."""
+    return continue_run(request.out or request.text, request.changes(), loading)
+
+
+def start_or_resume(request: Request, loading: Progress | None) -> Session:
+    """Continue the run in the folder if it has a checkpoint, else start it."""
+    assert request.out is not None
+    settings = request.settings()
+    if not has_checkpoint(request.out):
+        budget = request.time_budget()
+        return create_run(settings, request.out, loading, budget=budget, allow_unsaved=True)
+    values = fixed_values(
+        settings,
+        request.config,
+        request.overrides,
+        text=request.text,
+        device=request.device,
+        encoding=request.encoding,
+    )
+    return continue_run(request.out, values, loading, same_command=True)
+
+
+START = {
+    StartMode.NEW: start_new,
+    StartMode.REPLACE: start_replacing,
+    StartMode.RESUME: start_resumed,
+    StartMode.BEGIN_OR_RESUME: start_or_resume,
+}
+
+
+def create_run(
+    settings: Config,
+    out: Path | None,
+    loading: Progress | None,
+    *,
+    budget: Budget | None = None,
+    force: bool = False,
+    allow_unsaved: bool = False,
+) -> Session:
+    """Load the text, plan the run, and create its folder.
+
+    Args:
+        settings: of the run.
+        out: its folder; by default a new one under runs/.
+        loading: told the progress of preparing the text.
+        budget: chooses model size and length.
+        force: replace a run in the folder.
+        allow_unsaved: replace what a run leaves in the folder before its first checkpoint.
+
+    Raises:
+        ChargptError: the text, a setting or the folder is unusable.
+    """
+    group = init_process_group(choose_device(settings.device)[0])
+    if out is not None and group.is_main and not force:
+        RunFolder.require_free(out, allow_unsaved=allow_unsaved)
+    corpus = load_corpus(settings.text, progress=loading)
+    planned = None
+    if budget is not None:
+        planned = plan(settings, corpus, budget)
+        settings = planned.config
+    folder = RunFolder(out or free_folder(f"{slug(corpus.name)}-{settings.model.kind}"))
+    trainer = Trainer(settings, corpus, folder=folder, group=group)
+    if budget is not None:
+        budget.measure_scoring(trainer.model, corpus, trainer.config)
+    if group.is_main:
+        # the last ones, the best one and an unfinished one
+        require_space(trainer, folder.path, trainer.config.train.keep_last + 2)
+        folder.create(trainer.config, corpus.tokenizer, force=force, allow_unsaved=allow_unsaved)
+    remaining = None if budget is None else budget.remaining
+    cost = expected_cost(trainer.config, trainer.learner, 0, remaining)
+    return Session(trainer, folder, cost, budget, planned, list(corpus.notes))
+
+
+def continue_run(
+    path: str | Path | None,
+    changes: dict[str, object],
+    loading: Progress | None,
+    *,
+    same_command: bool = False,
+) -> Session:
+    """Load a run's latest checkpoint and its text.
+
+    Args:
+        path: of the run; the newest run by default.
+        changes: settings by dotted keys.
+        loading: told the progress of preparing the text.
+        same_command: whether `changes` are what started the run, not changes to it.
+
+    Raises:
+        FinishedError: the run has no steps left.
+        ChargptError: there is no run, or a change would make it another run.
+    """
+    folder = open_run(path or newest_run())
+    if is_main_rank():
+        folder.lock()  # before it is read, so that no other process writes in between
+    saved, settings, notes = resume(folder, changes, same_command=same_command)
+    group = init_process_group(choose_device(settings.device)[0])
+    corpus = load_corpus(settings.text, key=saved.state.corpus, progress=loading)
+    trainer = Trainer(settings, corpus, folder=folder, saved=saved, group=group)
+    if group.is_main:
+        require_space(trainer, folder.path, 1)
+        folder.write_config(trainer.config)
+    notes = [*notes, *corpus.notes]
+    notes.append(f"resuming {folder.path} from step {trainer.state.step:,}")
+    cost = expected_cost(trainer.config, trainer.learner, trainer.state.step)
+    return Session(trainer, folder, cost, notes=notes)
+
+
+def require_space(trainer: Trainer, path: Path, n_checkpoints: int) -> None:
+    """Check that the disk has room for `n_checkpoints` more checkpoints.
+
+    Raises:
+        RunError: it has not.
+    """
+    n_bytes = n_checkpoints * trainer.checkpoint_bytes()
+    try:
+        if trainer.folder is not None:
+            trainer.folder.require_space(n_bytes)
+    except OSError:
+        raise RunError(
+            f"{path} needs {n_bytes / 1e6:,.1f} MB of disk for {n_checkpoints} checkpoints, and "
+            "less is free; free some space, lower train.keep_last, or name another place with --out"
+        ) from None
+
+
+def slug(name: str) -> str:
+    """Return a text's name as part of a folder name: `novel.txt` gives `novel`."""
+    return re.sub(r"[^\w.-]+", "-", Path(name).stem).strip("-.") or "text"
+
+
+def free_folder(name: str) -> Path:
+    """Return runs/name, or runs/name-N with the first free number."""
+    path, number = Path("runs", name), 2
+    while path.exists():
+        path, number = Path("runs", f"{name}-{number}"), number + 1
+    return path

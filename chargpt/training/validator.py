@@ -1,0 +1,50 @@
+"""Validation during training: losses and samples of the averaged weights."""
+
+from chargpt.config import Config
+from chargpt.inference.evaluation import Evaluation, evaluate_tokens
+from chargpt.inference.sampling import stream
+from chargpt.text.corpus import Corpus, Split
+from chargpt.training.learner import Learner
+
+SAMPLE_LENGTH = 200  # characters
+
+
+class Validator:
+    """Evaluates and samples a model while it trains.
+
+    Args:
+        learner: of the model; with EMA the averaged weights are used.
+        corpus: the text.
+        config: of the run.
+    """
+
+    def __init__(self, learner: Learner, corpus: Corpus, config: Config) -> None:
+        self.learner, self.corpus = learner, corpus
+        self.max_characters = config.train.evaluate_characters
+        length = min(SAMPLE_LENGTH, config.sample.length)
+        update = {"length": length, "num_samples": 1, "seed": config.seed}
+        self.sampling = config.sample.model_copy(update=update)
+
+    def validate(self) -> Evaluation:
+        """Return the loss on evenly spaced blocks of the validation split."""
+        return self.evaluate("val", self.max_characters)
+
+    def evaluate(self, split: Split, max_characters: int | None = None) -> Evaluation:
+        """Return the loss on a split, or on at most `max_characters` of it."""
+        with self.learner.averaged_weights():
+            return evaluate_tokens(
+                self.learner.model,
+                self.corpus.split(split),
+                split=split,
+                max_characters=max_characters,
+                dtype=self.learner.dtype,
+            )
+
+    def sample(self) -> str:
+        """Return a short text generated with the run's sampling settings."""
+        tokenizer, options = self.corpus.tokenizer, self.sampling
+        prompt = tokenizer.encode(options.prompt, unknown="replace")
+        unigram = self.corpus.token_counts("train")
+        with self.learner.averaged_weights():
+            pieces = stream(self.learner.model, tokenizer, prompt, options, unigram=unigram)
+            return options.prompt + "".join(piece for (piece,) in pieces)

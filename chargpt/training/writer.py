@@ -1,0 +1,97 @@
+"""Everything a training run writes to disk: metrics, config, checkpoints."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from chargpt.config import Config
+from chargpt.store.folder import TENSORBOARD, RunFolder
+from chargpt.store.state import RunState
+from chargpt.text.tokenizer import CharTokenizer
+from chargpt.training.tracking import TensorBoardLog
+
+
+class RunWriter:
+    """Writes a run's files. A disk that refuses a write does not stop the training.
+
+    Args:
+        folder: of the run; None writes nothing.
+        tensorboard: whether to write TensorBoard's files too.
+
+    Attributes:
+        saved_step: of the newest checkpoint; None before the first.
+        disk_error: why the disk refused a write; None once a checkpoint is saved again.
+    """
+
+    def __init__(self, folder: RunFolder | None, *, tensorboard: bool = False) -> None:
+        self.folder = folder
+        self.saved_step: int | None = None
+        self.disk_error: str | None = None
+        self.tensorboard: TensorBoardLog | None = None
+        if folder is not None and tensorboard:
+            self.tensorboard = TensorBoardLog(folder.path / TENSORBOARD, 0)
+
+    def record(self, record: Mapping[str, object]) -> None:
+        """Append a record to the metrics."""
+        if self.folder is None:
+            return
+        with self._tolerate_disk_errors():
+            self.folder.metrics.append(record)
+        if self.tensorboard is not None:
+            self.tensorboard.add(record)
+
+    def write_config(self, config: Config) -> None:
+        """Replace the run's config."""
+        if self.folder is not None:
+            with self._tolerate_disk_errors():
+                self.folder.write_config(config)
+
+    def save(
+        self,
+        config: Config,
+        tokenizer: CharTokenizer,
+        state: RunState,
+        tensors: tuple[Mapping[str, Tensor], Mapping[str, Tensor]],
+        *,
+        is_best: bool,
+    ) -> Path | None:
+        """Commit a checkpoint; return its folder, or None if the disk refused."""
+        assert self.folder is not None
+        model, optimizer = tensors
+        with self._tolerate_disk_errors():
+            folder = self.folder.save(
+                config=config,
+                tokenizer=tokenizer,
+                state=state,
+                model=model,
+                optimizer=optimizer,
+                is_best=is_best,
+            )
+            self.saved_step, self.disk_error = state.step, None
+            return folder
+        return None
+
+    def continue_from(self, step: int) -> None:
+        """Drop the metrics after a checkpoint that training continues from."""
+        self.saved_step = step
+        if self.folder is None:
+            return
+        with self._tolerate_disk_errors():
+            self.folder.metrics.truncate_after(step)
+        if self.tensorboard is not None:
+            self.tensorboard.close()
+            self.tensorboard = TensorBoardLog(self.tensorboard.folder, step)
+
+    def close(self) -> None:
+        """Finish TensorBoard's files."""
+        if self.tensorboard is not None:
+            self.tensorboard.close()
+
+    @contextlib.contextmanager
+    def _tolerate_disk_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.disk_error = error.strerror or str(error)

@@ -1,0 +1,170 @@
+"""Training under a time budget and under signals, as the command line runs it."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from chargpt.cli.loop import run_steps
+from chargpt.cli.main import app
+from chargpt.cli.signals import Signals, Stopped, catch_signals
+from chargpt.config import Config, load_config
+from chargpt.store.run import load_run
+from chargpt.training import planner, session
+from chargpt.training.budget import RESERVE, Budget
+from chargpt.training.session import Session, create_run
+
+TINY = (
+    "device=cpu",
+    "model.n_layer=1",
+    "model.n_embd=16",
+    "model.block_size=16",
+    "train.batch_size=4",
+    "train.sample_every=0",
+)
+STEPS = ("train.max_steps=6", "train.evaluate_every=3", "train.save_every=3")
+
+
+class Clock:
+    """A clock that the test sets."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def tiny(verse: Path, *settings: str) -> Config:
+    return load_config("gpt", [f"text.path={verse}", *TINY, *settings])
+
+
+def test_a_machine_that_slows_down_ends_the_run_in_time_with_a_checkpoint(
+    verse: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny(verse, "schedule.cooldown=0.5", *STEPS)
+    created = create_run(config, tmp_path / "run", None)
+    trainer = created.trainer
+
+    class SlowMachine(Budget):
+        """Much time remains until the decay has begun, and then none."""
+
+        @property
+        def remaining(self) -> float:
+            return 1e3 if trainer.state.step < 5 else -1.0
+
+    run_steps(trainer, created.folder, Signals(), SlowMachine(10.0))
+    assert "the machine slowed down: stopped at step 5" in capfd.readouterr().err
+    step = trainer.state.step
+    assert step == 5 < trainer.config.train.max_steps
+    assert load_run(tmp_path / "run", "latest").step == step
+    assert load_config(tmp_path / "run" / "config.yaml") == trainer.config
+
+
+@pytest.mark.parametrize(("before", "after"), [(3.0, 1.0), (1.0, 3.0), (2.0, 2.0)])
+def test_a_budget_is_met_when_the_speed_of_the_machine_changes(
+    before: float,
+    after: float,
+    verse: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    seconds, changes_at = 400.0, 150
+    max_steps = f"train.max_steps={int(0.9 * seconds / before)}"
+    created = create_run(tiny(verse, "schedule.cooldown=0.7", max_steps), tmp_path / "run", None)
+    trainer, clock = created.trainer, Clock()
+    advance = trainer.advance
+
+    def timed_advance() -> Any:
+        clock.now += before if clock.now < changes_at else after
+        return advance()
+
+    monkeypatch.setattr(trainer, "advance", timed_advance)
+    budget = Budget(seconds, started=0.0, clock=clock)
+    until = budget.remaining
+    run_steps(trainer, created.folder, Signals(), budget)
+    assert 0.9 * until < clock.now <= until < seconds
+    assert trainer.finished, "it was cut short"
+    assert "slowed down" not in capfd.readouterr().err
+    assert load_config(tmp_path / "run" / "config.yaml") == trainer.config
+
+
+@pytest.mark.parametrize(
+    ("seconds", "report_seconds", "report_characters"), [(100.0, 0, 0), (300.0, 7, 40_000)]
+)
+def test_a_budget_reserves_the_measured_time_of_scoring(
+    seconds: float,
+    report_seconds: int,
+    report_characters: int,
+    verse: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(planner, "measure_speed", lambda *_: 1e5)
+    clock = Clock()
+    evaluate = session.Trainer  # the first evaluation after the trainer exists is the timed one
+
+    def trainer_of(*words: Any, **options: Any) -> Any:
+        monkeypatch.setattr("chargpt.training.budget.evaluate_tokens", timed)
+        return evaluate(*words, **options)
+
+    def timed(model: Any, tokens: Any, **options: Any) -> Any:
+        clock.now += 2.0  # scoring these takes two seconds
+        return measured(model, tokens, **options)
+
+    from chargpt.training.budget import evaluate_tokens as measured
+
+    monkeypatch.setattr(session, "Trainer", trainer_of)
+    fixed = {word.split("=")[0] for word in (*TINY, *STEPS[1:])}
+    budget = Budget(seconds, fixed, started=0.0, clock=clock)
+    trainer = create_run(tiny(verse, *STEPS), tmp_path / "run", None, budget=budget).trainer
+    clock.now = 10.0
+    val = len(trainer.corpus.split("val"))
+    scored = len(trainer.corpus.split("train")) + val + report_characters
+    timed_characters = min(RESERVE.timed_characters, val - 1)
+    closing = 0.8 + 1.3 * 2 * scored / timed_characters + report_seconds
+    assert budget.remaining == pytest.approx(seconds - 10 - closing)
+
+
+class SignalOnDeletion:
+    """Sends a signal while Python deletes it, when exceptions of a handler are dropped."""
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_whose_exception_python_drops_still_ends_the_command(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    reached = []
+
+    def command() -> None:
+        with catch_signals():
+            SignalOnDeletion()
+            reached.append("the end")
+
+    with pytest.raises(Stopped) as stopped:
+        command()
+    assert reached
+    assert stopped.value.number == signal.SIGTERM
+    assert "ignored" not in capfd.readouterr().err
+
+
+def test_a_dropped_signal_before_the_first_step_still_saves_the_run(
+    verse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def create_and_signal(*words: Any, **options: Any) -> Session:
+        created = create_run(*words, **options)
+        SignalOnDeletion()
+        return created
+
+    monkeypatch.setattr(session, "create_run", create_and_signal)
+    words = [word for setting in (*TINY, *STEPS) for word in ("-s", setting)]
+    with pytest.raises(Stopped) as stopped:
+        CliRunner().invoke(app, ["train", str(verse), *words, "--out", str(tmp_path / "run")])
+    assert stopped.value.number == signal.SIGTERM
+    assert load_run(tmp_path / "run", device="cpu").step < 3
