@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from chargpt.config import Config
 from chargpt.device import choose_device
 from chargpt.errors import RunError, TextError
@@ -37,6 +40,23 @@ class Run:
     state: RunState
     notes: tuple[str, ...] = ()
     checkpoint: str = ""
+
+    @torch.inference_mode()
+    def logits(self, text: str) -> Tensor:
+        """Return the logits after each character of a text, (characters, V), on the CPU.
+
+        Raises:
+            TextError: the text is empty or longer than the block size.
+            UnknownCharacterError: the vocabulary lacks a character.
+        """
+        if not 1 <= len(text) <= self.model.block_size:
+            raise TextError(
+                f"the text has {len(text):,} characters, and logits are computed for 1 to "
+                f"{self.model.block_size:,} (the block size); give a text of that length"
+            )
+        tokens = torch.from_numpy(self.tokenizer.encode(text).astype("int64"))
+        logits: Tensor = self.model(tokens[None].to(self.model.device))[0]  # (characters, V)
+        return logits.float().cpu()
 
     def corpus(self) -> Corpus:
         """Return the text that the run was trained on, from its file or from the cache.

@@ -1,0 +1,78 @@
+"""The Python interface: one line for training, sampling, evaluating, logits."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import chargpt
+from chargpt.errors import ConfigError, RunError, TextError
+from chargpt.training.session import StartMode
+
+TINY = {
+    "model.n_layer": 1,
+    "model.n_embd": 16,
+    "model.block_size": 16,
+    "train.max_steps": 4,
+    "train.batch_size": 4,
+    "train.sample_every": 0,
+}
+
+
+def test_a_run_is_trained_sampled_and_evaluated_in_one_line_each(
+    verse: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = chargpt.train(verse, settings=TINY, out=tmp_path / "run", device="cpu")
+    assert run.step == 4
+    assert chargpt.sample(run, prompt="The ", length=5, seed=1)[0].startswith("The ")
+    assert 0 < chargpt.evaluate(run).nats_per_char < 5
+    printed = capfd.readouterr()
+    assert printed.out == printed.err == ""
+
+
+def test_the_command_line_trains_the_same_model(verse: Path, tmp_path: Path, cli: object) -> None:
+    run = chargpt.train(verse, settings=TINY, out=tmp_path / "a", device="cpu")
+    words = [word for key, value in TINY.items() for word in ("-s", f"{key}={value}")]
+    assert cli("train", verse, *words, "--out", "b", "--device", "cpu").returncode == 0  # type: ignore[operator]
+    other = chargpt.load_run(tmp_path / "b", device="cpu")
+    for name, weight in run.model.state_dict().items():
+        assert torch.equal(weight, other.model.state_dict()[name])
+
+
+def test_a_progress_bar_is_shown_on_request(
+    verse: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    chargpt.train(verse, settings=TINY, out=tmp_path / "run", device="cpu", progress=True)
+    assert "4/4" in capfd.readouterr().err
+
+
+def test_every_start_mode_does_what_it_says(verse: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+
+    def train(start: StartMode, **changes: object) -> int:
+        settings = {**TINY, **changes}
+        return chargpt.train(verse, settings=settings, out=out, device="cpu", start=start).step
+
+    assert train(StartMode.NEW) == 4
+    with pytest.raises(RunError, match="exists"):
+        train(StartMode.NEW)
+    assert train(StartMode.REPLACE, seed=5) == 4
+    assert chargpt.load_run(out).config.seed == 5
+    longer = {"seed": 5, "train.max_steps": 6}
+    assert train(StartMode.BEGIN_OR_RESUME, **longer) == 6
+    assert train(StartMode.BEGIN_OR_RESUME, **longer) == 6  # nothing is left to do
+    resumed = chargpt.train(out, settings={"train.max_steps": 8}, start=StartMode.RESUME)
+    assert resumed.step == 8
+    with pytest.raises(ConfigError, match="--out"):
+        chargpt.train(out, config="gpt", start=StartMode.RESUME)
+
+
+def test_logits_are_the_models_for_each_character(verse: Path, tmp_path: Path) -> None:
+    run = chargpt.train(verse, settings=TINY, out=tmp_path / "run", device="cpu")
+    logits = run.logits("The sea")
+    assert logits.shape == (7, run.tokenizer.vocab_size)
+    assert torch.allclose(run.logits("The")[-1], logits[2], atol=1e-5)
+    with pytest.raises(TextError, match="block size"):
+        run.logits("x" * 17)
+    with pytest.raises(TextError, match="0 characters"):
+        run.logits("")
