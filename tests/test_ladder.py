@@ -14,10 +14,10 @@ from conftest import Cli, refusal
 from chargpt.analysis import ladder
 from chargpt.analysis.ladder import (
     Estimate,
-    compressed_nats,
+    compressed_losses,
     compressors,
-    counted_nats,
     gain_over,
+    ngram_loss,
     rungs_of,
 )
 from chargpt.config import load_config
@@ -54,15 +54,15 @@ def test_each_rung_of_the_gpt_differs_from_the_one_below_in_one_setting() -> Non
 
 def test_an_interval_is_students() -> None:
     # (Gosset 1908): two degrees of freedom, 4.303 standard errors
-    found = Estimate.of([1.0, 2.0, 3.0])
+    found = Estimate.from_values([1.0, 2.0, 3.0])
     assert found.value == 2
     assert found.margin == pytest.approx(4.303 / math.sqrt(3), rel=1e-3)
-    assert Estimate.of([1.5]) == Estimate(1.5, None)
+    assert Estimate.from_values([1.5]) == Estimate(1.5, None)
     quantiles = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
     for count, quantile in enumerate(quantiles, 2):
         values = [float(i) for i in range(count)]
         wanted = quantile * stdev(values) / math.sqrt(count)
-        assert Estimate.of(values).margin == pytest.approx(wanted, rel=1e-3)
+        assert Estimate.from_values(values).margin == pytest.approx(wanted, rel=1e-3)
     # seeds that move both rungs alike say nothing against the gain
     paired = gain_over([1.0, 2.0, 3.0], [0.9, 1.9, 2.9])
     assert paired.value == pytest.approx(0.1)
@@ -94,7 +94,7 @@ def test_the_ladder_trains_every_rung_with_every_seed(cli: Cli, verse: Path) -> 
     counted = {row["model"]: row["nats_per_char"] for row in told["rows"]}
     levels = baselines(corpus_of(verse))
     assert counted["uniform"] == pytest.approx(levels["uniform"])
-    assert counted[f"{NGRAM} (counted)"] == pytest.approx(levels[NGRAM], abs=1e-6)
+    assert counted[f"{NGRAM} (counts)"] == pytest.approx(levels[NGRAM], abs=1e-6)
 
 
 def test_the_table_says_what_each_rung_adds(cli: Cli, verse: Path) -> None:
@@ -117,11 +117,11 @@ def test_compressors_know_the_training_text(tmp_path: Path, verse: Path) -> None
     own = len(lzma.compress((train + val).encode(), preset=9)) - len(
         lzma.compress(train.encode(), preset=9)
     )
-    found = compressed_nats(corpus)
+    found = compressed_losses(corpus)
     assert found["xz -9"] == pytest.approx(8 * math.log(2) * own / len(val))
     # a validation part that the training part holds costs next to nothing
     path.write_text(words * 10)
-    again = compressed_nats(corpus_of(path))
+    again = compressed_losses(corpus_of(path))
     assert again["xz -9"] < 0.02
     assert set(again) == set(compressors()) >= {"gzip -9", "bzip2 -9", "xz -9"}
     assert ("zstd -19" in again) == (shutil.which("zstd") is not None)
@@ -134,7 +134,7 @@ def test_everything_is_scored_on_the_same_characters(
     monkeypatch.setattr(ladder, "SCORED", 500)
     val = corpus.split("val")[:501]
     levels = baselines(corpus, characters=500)
-    assert counted_nats(corpus, ORDER) == pytest.approx(levels[NGRAM], abs=1e-6)
+    assert ngram_loss(corpus, ORDER) == pytest.approx(levels[NGRAM], abs=1e-6)
     bigram = BigramLM.from_counts(corpus.pair_counts("train"), 1000, alpha=0.1)
     own = evaluate_tokens(bigram, val)
     assert own.characters == 500
@@ -143,13 +143,13 @@ def test_everything_is_scored_on_the_same_characters(
     text = corpus.tokenizer.decode(corpus.split("train"))
     added = ladder.compressors()["xz -9"]((text + corpus.tokenizer.decode(val)).encode())
     added -= ladder.compressors()["xz -9"](text.encode())
-    assert compressed_nats(corpus)["xz -9"] == pytest.approx(8 * math.log(2) * added / 501)
+    assert compressed_losses(corpus)["xz -9"] == pytest.approx(8 * math.log(2) * added / 501)
 
 
 def test_counting_longer_grams_is_measured_as_the_baseline_is(verse: Path) -> None:
     corpus = corpus_of(verse)
-    assert counted_nats(corpus, ORDER) == pytest.approx(baselines(corpus)[NGRAM], abs=1e-6)
-    assert counted_nats(corpus, 2) > counted_nats(corpus, 3) > counted_nats(corpus, 4)
+    assert ngram_loss(corpus, ORDER) == pytest.approx(baselines(corpus)[NGRAM], abs=1e-6)
+    assert ngram_loss(corpus, 2) > ngram_loss(corpus, 3) > ngram_loss(corpus, 4)
 
 
 @pytest.mark.parametrize(

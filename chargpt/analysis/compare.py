@@ -1,18 +1,19 @@
-"""Bigram against attention: models on one text, one split, one budget; or runs that exist."""
+"""Comparison of baselines, a bigram and a GPT on one text, or of existing runs."""
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from chargpt.config import Config, load_config
 from chargpt.errors import ConfigError
-from chargpt.inference.baselines import NGRAM, baselines
+from chargpt.inference.baselines import BIGRAM_ALPHA, NGRAM, baselines, fit_ngram
 from chargpt.inference.evaluation import Evaluation, evaluate_tokens
 from chargpt.inference.sampling import sample
 from chargpt.models.bigram import BigramLM
+from chargpt.models.ngram import NGramLM
 from chargpt.store.folder import RunFolder
 from chargpt.store.metrics import validation_curve
 from chargpt.store.run import Run, load_run
@@ -20,15 +21,16 @@ from chargpt.text.corpus import Corpus, load_corpus
 from chargpt.training.trainer import Trainer
 
 MODELS = ("bigram", "gpt")
-ALPHA = 0.1  # counts added in the closed-form bigram, as in `baselines`
-MAX_CHARACTERS = 300_000
-DENSE_VOCABULARY = 4096  # beyond it the closed-form table is not built; its loss is the same
+MAX_CHARACTERS = 300_000  # scored
+MAX_TABLE_VOCAB = 4096  # of a bigram table; beyond it only its loss is computed
 SAMPLE = {"length": 300, "temperature": 0.8, "seed": 1337, "num_samples": 1}
+
+RunTrainer = Callable[[str, Trainer], None]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One model's line of the table. None where a figure does not apply."""
+    """A model's row of the table; None where a figure does not apply."""
 
     model: str
     nats_per_char: float
@@ -39,14 +41,14 @@ class Row:
     evaluation: Evaluation | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the row under the JSON keys that every command uses."""
-        base = {
+        """Return the row under the JSON keys that all commands use."""
+        loss = {
             "nats_per_char": self.nats_per_char,
             "bits_per_char": self.nats_per_char / math.log(2),
             "perplexity": math.exp(self.nats_per_char),
         }
         return {
-            **(self.evaluation.as_dict() if self.evaluation else base),
+            **(self.evaluation.as_dict() if self.evaluation else loss),
             "model": self.model,
             "parameters": self.parameters,
             "seconds": self.seconds,
@@ -57,53 +59,54 @@ class Row:
 
 @dataclass
 class Comparison:
-    """What `compare` found: rows, validation curves, and a sample of each trained model."""
+    """Rows, validation curves and samples of the compared models, and the baselines' losses."""
 
     title: str
     rows: list[Row] = field(default_factory=list)
     curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     samples: dict[str, str] = field(default_factory=dict)
-    lines: dict[str, float] = field(default_factory=dict)
+    baselines: Mapping[str, float] = field(default_factory=dict)
 
     def add_run(self, name: str, run: Run, evaluation: Evaluation) -> None:
-        """Take in a finished run under a name."""
-        self.rows.append(
-            Row(
-                name,
-                evaluation.nats_per_char,
-                run.model.parameter_count(),
-                run.state.seconds,
-                run.step,
-                str(run.folder),
-                evaluation,
-            )
-        )
+        """Add a trained run under a name."""
+        parameters, seconds = run.model.parameter_count(), run.state.seconds
+        nats, path = evaluation.nats_per_char, str(run.folder)
+        self.rows.append(Row(name, nats, parameters, seconds, run.step, path, evaluation))
         self.curves[name] = validation_curve(RunFolder(run.folder).metrics.records())
         self.samples[name] = sample(run, run.config.sample.model_copy(update=SAMPLE))[0]
 
 
-def exhaust(trainer: Trainer) -> None:
-    """Train to the end without a word."""
+def run_to_end(name: str, trainer: Trainer) -> None:
+    """Run all steps of a trainer."""
     for _ in trainer.steps():
         pass
 
 
-def contender(settings: Config, model: str) -> Config:
-    """Return the settings for one model: same text, steps and batch, its own update and targets.
+def model_settings(settings: Config, kind: str) -> Config:
+    """Return the settings of one model: the given text, steps and batch, its own optimizer.
 
     Raises:
         ConfigError: there is no such model.
     """
-    if model not in MODELS:
-        raise ConfigError(f"there is no model {model!r} to compare; there are {', '.join(MODELS)}")
-    if model == settings.model.kind:
+    if kind not in MODELS:
+        raise ConfigError(f"there is no model {kind!r} to compare; there are {', '.join(MODELS)}")
+    if kind == settings.model.kind:
         return settings
-    own = load_config(model)
-    sections = ("optim", "schedule")
-    values = {name: getattr(own, name).model_dump() for name in sections}
-    return settings.with_values(
-        {"model.kind": model, "train.ngram_target_weight": own.train.ngram_target_weight, **values}
-    )
+    own = load_config(kind)
+    values = {name: getattr(own, name).model_dump() for name in ("optim", "schedule")}
+    weight = {"train.ngram_target_weight": own.train.ngram_target_weight}
+    return settings.with_values({"model.kind": kind, **weight, **values})
+
+
+def train_run(
+    config: Config, path: Path, corpus: Corpus, name: str, run_trainer: RunTrainer, ngram: NGramLM
+) -> Run:
+    """Train a new run and return its best checkpoint."""
+    folder = RunFolder(path)
+    trainer = Trainer(config, corpus, folder=folder, ngram=ngram)
+    folder.create(trainer.config, corpus.tokenizer)
+    run_trainer(name, trainer)
+    return load_run(path, "best", trainer.config.device)
 
 
 def compare(
@@ -111,63 +114,69 @@ def compare(
     folder: Path,
     *,
     models: Sequence[str] = MODELS,
-    watch: Callable[[str, Trainer], None] = lambda _, trainer: exhaust(trainer),
+    run_trainer: RunTrainer = run_to_end,
     corpus: Corpus | None = None,
 ) -> Comparison:
-    """Train each model on the same text, split and budget, and measure all on the `full` protocol.
+    """Train each model on the same text, split and steps, and evaluate all under `full`.
 
     Args:
-        settings: the GPT's settings; the others share its text, steps and batch.
-        folder: where each model's run goes, under its name.
-        watch: called with a model's name and trainer; runs the trainer's steps to their end.
-        corpus: the prepared text, if it is at hand.
+        settings: of the GPT; the other models share its text, steps and batch.
+        folder: of the runs; each gets a folder with its model's name.
+        models: of `MODELS`.
+        run_trainer: called with a model's name and trainer; runs all its steps.
+        corpus: the text, if it is loaded.
 
     Raises:
-        ChargptError: the text, a setting or the folder will not do.
+        ChargptError: the text, a setting or the folder is unusable.
     """
     corpus = corpus or load_corpus(settings.text)
-    levels = baselines(corpus)
-    comparison = Comparison(corpus.name, lines=levels)
-    vocab = corpus.tokenizer.vocab_size
+    ngram = fit_ngram(corpus)
+    losses = baselines(corpus, ngram=ngram)
+    vocab_size = corpus.tokenizer.vocab_size
+    comparison = Comparison(corpus.name, baselines=losses)
     comparison.rows += [
-        Row("uniform", levels["uniform"], 0),
-        Row("unigram (counted)", levels["unigram"], vocab),
-        counted_bigram(corpus, settings, levels["bigram"]),
-        Row(f"{NGRAM} (counted)", levels[NGRAM]),
+        Row("uniform", losses["uniform"], 0),
+        Row("unigram (counts)", losses["unigram"], vocab_size),
+        bigram_row(corpus, settings, losses["bigram"]),
+        Row(f"{NGRAM} (counts)", losses[NGRAM]),
     ]
-    for name in models:
-        wanted = contender(settings, name)
-        run = RunFolder(folder / name)
-        trainer = Trainer(wanted, corpus, folder=run)
-        run.create(trainer.config, corpus.tokenizer, force=False)
-        watch(name, trainer)
-        best = load_run(run.path, "best", trainer.config.device)
-        val = corpus.split("val")
-        evaluation = evaluate_tokens(best.model, val, max_characters=MAX_CHARACTERS)
-        comparison.add_run(f"{name} (trained)", best, evaluation)
+    for kind in models:
+        config = model_settings(settings, kind)
+        run = train_run(config, folder / kind, corpus, kind, run_trainer, ngram)
+        comparison.add_run(f"{kind} (trained)", run, evaluate_val(run, corpus))
     return comparison
 
 
-def counted_bigram(corpus: Corpus, settings: Config, nats: float) -> Row:
-    """Return the row of the bigram fitted in closed form from counts."""
-    vocab = corpus.tokenizer.vocab_size
+def evaluate_val(run: Run, corpus: Corpus) -> Evaluation:
+    """Return a run's loss on the validation split."""
+    return evaluate_tokens(run.model, corpus.split("val"), max_characters=MAX_CHARACTERS)
+
+
+def bigram_row(corpus: Corpus, settings: Config, nats: float) -> Row:
+    """Return the row of the bigram estimated from counts.
+
+    Args:
+        corpus: the text.
+        settings: whose block size the model gets.
+        nats: its loss, for a vocabulary too large for a table.
+    """
+    vocab_size = corpus.tokenizer.vocab_size
     start = time.perf_counter()
     evaluation = None
-    if vocab <= DENSE_VOCABULARY:
-        model = BigramLM.from_counts(
-            corpus.pair_counts("train"), settings.model.block_size, alpha=ALPHA
-        )
+    if vocab_size <= MAX_TABLE_VOCAB:
+        pairs, block_size = corpus.pair_counts("train"), settings.model.block_size
+        model = BigramLM.from_counts(pairs, block_size, alpha=BIGRAM_ALPHA)
         evaluation = evaluate_tokens(model, corpus.split("val"), max_characters=MAX_CHARACTERS)
         nats = evaluation.nats_per_char
     seconds = round(time.perf_counter() - start, 3)
-    return Row("bigram (counted)", nats, vocab * vocab, seconds, evaluation=evaluation)
+    return Row("bigram (counts)", nats, vocab_size**2, seconds, evaluation=evaluation)
 
 
 def compare_runs(paths: Sequence[Path], device: str = "auto") -> Comparison:
-    """Measure runs that exist, each on the validation part of its own text.
+    """Evaluate existing runs, each on the validation split of its own text.
 
     Raises:
-        ChargptError: a folder is not a run, or its text is not to be had.
+        ChargptError: a folder is not a run, or its text is not available.
     """
     comparison = Comparison("")
     corpora = {}
@@ -175,10 +184,9 @@ def compare_runs(paths: Sequence[Path], device: str = "auto") -> Comparison:
         run = load_run(path, "best", device)
         corpus = run.corpus()
         corpora[corpus.key] = corpus
-        evaluation = evaluate_tokens(run.model, corpus.split("val"), max_characters=MAX_CHARACTERS)
         name = path.name if path.name not in comparison.curves else str(path)
-        comparison.add_run(name, run, evaluation)
+        comparison.add_run(name, run, evaluate_val(run, corpus))
     comparison.title = ", ".join(sorted({corpus.name for corpus in corpora.values()}))
     if len(corpora) == 1:
-        comparison.lines = baselines(corpora.popitem()[1])
+        comparison.baselines = baselines(corpora.popitem()[1])
     return comparison

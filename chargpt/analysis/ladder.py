@@ -1,9 +1,8 @@
-"""From a bigram to a GPT, one idea at a time: what does each part add?
+"""The ladder from a bigram to a GPT: what each component of a transformer gains.
 
-Every trained rung reads the same batches of the same text for the same number of steps, and differs
-from the rung below it in the one thing that it is named after; only the bigram, another kind of
-model, has its own optimizer. Beside them stand what counting reaches and what general compressors
-make of the same characters once they have seen the training text.
+Each trained rung reads the same batches for the same number of steps and differs from the rung
+below in one component; only the bigram, another kind of model, has its own optimizer. Beside the
+rungs are n-gram baselines, and general compressors that have seen the training text.
 """
 
 import bz2
@@ -20,25 +19,21 @@ from typing import Any
 
 import numpy as np
 
-from chargpt.analysis.compare import SAMPLE, contender
+from chargpt.analysis.compare import SAMPLE, RunTrainer, model_settings, train_run
 from chargpt.config import Config
 from chargpt.errors import ConfigError
-from chargpt.inference.baselines import baselines
+from chargpt.inference.baselines import baselines, fit_ngram
 from chargpt.inference.evaluation import evaluate_tokens
 from chargpt.inference.sampling import sample
 from chargpt.models.ngram import NGramLM
 from chargpt.store.folder import RunFolder
-from chargpt.store.run import Run, load_run
 from chargpt.text.corpus import Corpus
-from chargpt.training.trainer import Trainer
 
-ORDERS = (3, 4, 6, 8)  # of the n-grams that are counted
-SCORED = 300_000  # characters of the validation part, from its start, that everything is scored on
-KNOWN = 20_000_000  # characters of the training text, at its end, that compressors are given
+ORDERS = (3, 4, 6, 8)  # of the n-gram baselines
+SCORED = 300_000  # first characters of the validation split, which everything is scored on
+MAX_KNOWN = 20_000_000  # last characters of the training split that compressors are given
 # Student's t for a two-sided 95% interval, by degrees of freedom from 1 on (Gosset 1908)
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-
-Watch = Callable[[str, Trainer], None]
 
 
 @dataclass(frozen=True)
@@ -46,8 +41,8 @@ class Rung:
     """A model of the ladder.
 
     Attributes:
-        name: what it has that the rung below has not.
-        adds: the same as a sentence's end: "the rung adds ...".
+        name: of the component that it adds to the rung below.
+        adds: what that component is.
         values: its settings, beside those of the whole ladder.
     """
 
@@ -58,14 +53,14 @@ class Rung:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure from several seeds. `margin` is half its 95% interval; None of a single one."""
+    """A mean over seeds. `margin` is half its 95% confidence interval; None for one seed."""
 
     value: float
     margin: float | None
 
     @classmethod
-    def of(cls, values: list[float]) -> "Estimate":
-        """Return the mean, and Student's interval around it."""
+    def from_values(cls, values: list[float]) -> "Estimate":
+        """Return the mean with Student's t interval."""
         if len(values) == 1:
             return cls(values[0], None)
         return cls(mean(values), T_95[len(values) - 2] * stdev(values) / math.sqrt(len(values)))
@@ -75,85 +70,96 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Step:
-    """A trained rung: its losses in nats per character, one a seed, and what it writes."""
+class RungResult:
+    """A trained rung.
+
+    Attributes:
+        rung: what was trained.
+        nats: validation losses, one a seed.
+        parameters: of the model.
+        seconds: mean training time.
+        sample: generated text.
+        below: losses of the rung below, seed by seed; None of the lowest.
+    """
 
     rung: Rung
     nats: list[float]
     parameters: int
     seconds: float
     sample: str
-    below: list[float] | None  # the losses of the rung below, seed by seed
+    below: list[float] | None
 
     @property
     def loss(self) -> Estimate:
-        """The mean loss."""
-        return Estimate.of(self.nats)
+        """Mean loss."""
+        return Estimate.from_values(self.nats)
 
     @property
     def gain(self) -> Estimate | None:
-        """How much lower it is than the rung below, on the same batches; None of the lowest."""
+        """Mean reduction of the loss over the rung below; None of the lowest."""
         return None if self.below is None else gain_over(self.below, self.nats)
 
 
 def gain_over(others: list[float], nats: list[float]) -> Estimate:
-    """Return how much lower the second losses are than the first, seed by seed."""
-    return Estimate.of([other - own for other, own in zip(others, nats, strict=True)])
+    """Return the mean reduction from the first losses to the second, paired by seed."""
+    return Estimate.from_values([other - own for other, own in zip(others, nats, strict=True)])
 
 
 @dataclass
 class Ladder:
-    """What `climb` found. Losses are nats per character of the validation part's SCORED first."""
+    """Results of `run_ladder`, in nats per character of the first `SCORED` of the validation split.
+
+    Attributes:
+        title: name of the text.
+        ngrams: n-gram baselines by name.
+        compressed: compressors by name.
+        results: trained rungs, lowest first.
+    """
 
     title: str
-    counted: dict[str, float] = field(default_factory=dict)
+    ngrams: dict[str, float] = field(default_factory=dict)
     compressed: dict[str, float] = field(default_factory=dict)
-    steps: list[Step] = field(default_factory=list)
+    results: list[RungResult] = field(default_factory=list)
 
     @property
     def attention_gain(self) -> Estimate:
-        """What one scaled head gains over the trained bigram, on the same batches."""
-        by_name = {step.rung.name: step for step in self.steps}
+        """Gain of one scaled head over the trained bigram."""
+        by_name = {result.rung.name: result for result in self.results}
         return gain_over(by_name["bigram (trained)"].nats, by_name["one head, scaled"].nats)
 
     @property
     def whole_gain(self) -> Estimate:
-        """What the topmost rung gains over the lowest."""
-        return gain_over(self.steps[0].nats, self.steps[-1].nats)
+        """Gain of the highest rung over the lowest."""
+        return gain_over(self.results[0].nats, self.results[-1].nats)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it for `--json`."""
+        """Return the results for `--json`."""
 
         def row(model: str, kind: str, nats: float, **more: object) -> dict[str, object]:
-            bits = nats / math.log(2)
-            return {
-                "model": model,
-                "kind": kind,
-                "nats_per_char": nats,
-                "bits_per_char": bits,
-                **more,
-            }
+            loss = {"nats_per_char": nats, "bits_per_char": nats / math.log(2)}
+            return {"model": model, "kind": kind, **loss, **more}
 
+        trained = [
+            row(
+                result.rung.name,
+                "trained",
+                result.loss.value,
+                margin=result.loss.margin,
+                seeds=result.nats,
+                gain=vars(result.gain) if result.gain else None,
+                parameters=result.parameters,
+                seconds=round(result.seconds, 3),
+                adds=result.rung.adds,
+                sample=result.sample,
+            )
+            for result in self.results
+        ]
         return {
             "text": self.title,
             "rows": [
-                *(row(name, "counted", nats) for name, nats in self.counted.items()),
+                *(row(name, "n-gram", nats) for name, nats in self.ngrams.items()),
                 *(row(name, "compressed", nats) for name, nats in self.compressed.items()),
-                *(
-                    row(
-                        step.rung.name,
-                        "trained",
-                        step.loss.value,
-                        margin=step.loss.margin,
-                        seeds=step.nats,
-                        gain=vars(step.gain) if step.gain else None,
-                        parameters=step.parameters,
-                        seconds=round(step.seconds, 3),
-                        adds=step.rung.adds,
-                        sample=step.sample,
-                    )
-                    for step in self.steps
-                ),
+                *trained,
             ],
             "attention_gain": vars(self.attention_gain),
             "whole_gain": vars(self.whole_gain),
@@ -161,10 +167,10 @@ class Ladder:
 
 
 def rungs_of(settings: Config) -> tuple[Rung, ...]:
-    """Return the rungs that lead up to a GPT of these settings.
+    """Return the rungs up to a GPT with these settings.
 
     Raises:
-        ConfigError: the settings are not a GPT's with several heads and layers.
+        ConfigError: the settings are not those of a GPT with several heads and layers.
     """
     model = settings.model
     if model.kind != "gpt" or model.n_head < 2 or model.n_layer < 2 or model.mlp == "none":
@@ -183,98 +189,97 @@ def rungs_of(settings: Config) -> tuple[Rung, ...]:
     average = {**head, "model.attention": "average"}
     scaled = {**head, "model.scaled": True}
     heads = {**scaled, "model.n_head": model.n_head}
-    thinking = {**heads, "model.mlp": model.mlp}
-    deep = {**thinking, "model.n_layer": model.n_layer}
+    mlp = {**heads, "model.mlp": model.mlp}
+    deep = {**mlp, "model.n_layer": model.n_layer}
     whole = {**deep, "model.qk_norm": True}
     return (
-        Rung("bigram (trained)", "which character follows which", {}),
-        Rung("average of the past", "the plain mean of all before", average),
-        Rung("one head, unscaled", "a choice, by content and place, of what to look at", head),
+        Rung("bigram (trained)", "the previous character", {}),
+        Rung("average of the past", "the average of all earlier positions", average),
+        Rung("one head, unscaled", "attention by content and position", head),
         Rung("one head, scaled", "scores divided by sqrt(head size)", scaled),
-        Rung("several heads", f"{model.n_head} choices at a time in place of one", heads),
-        Rung("+ MLP", "thinking about what was found", thinking),
-        Rung("+ depth", f"{model.n_layer} layers, each looking at what the last one made", deep),
-        Rung("+ QK-norm (gpt)", "even scores, and heads that start out looking back", whole),
+        Rung("several heads", f"{model.n_head} heads instead of one", heads),
+        Rung("+ MLP", "an MLP after attention", mlp),
+        Rung("+ depth", f"{model.n_layer} layers", deep),
+        Rung("+ QK-norm (gpt)", "QK-norm and previous-token initialisation", whole),
     )
 
 
-def climb(settings: Config, folder: Path, corpus: Corpus, seeds: int, watch: Watch) -> Ladder:
-    """Train every rung with every seed, and measure all on the `full` protocol.
+def run_ladder(
+    settings: Config, folder: Path, corpus: Corpus, n_seeds: int, run_trainer: RunTrainer
+) -> Ladder:
+    """Train every rung with every seed and evaluate all under `full`.
 
     Args:
-        settings: of the topmost rung; all others share its text, batches and steps.
-        folder: where the runs go, one folder for each rung and seed.
-        corpus: the prepared text.
-        seeds: how many; the first is the settings' own.
-        watch: called with a name and a trainer; runs the trainer's steps to their end.
+        settings: of the highest rung; the others share its text, batches and steps.
+        folder: of the runs; each rung and seed gets a folder.
+        corpus: the text.
+        n_seeds: number of seeds, from the settings' own on.
+        run_trainer: called with a name and a trainer; runs all its steps.
 
     Raises:
-        ChargptError: the text, a setting or the folder will not do.
+        ChargptError: the text, a setting or the folder is unusable.
     """
-    assert 1 <= seeds <= len(T_95) + 1
-    rungs = rungs_of(settings)
+    assert 1 <= n_seeds <= len(T_95) + 1
+    rungs, seeds = rungs_of(settings), range(settings.seed, settings.seed + n_seeds)
     corpus.require_blocks(settings.model.block_size)
     for number in range(1, len(rungs) + 1):
-        for seed in range(settings.seed, settings.seed + seeds):
+        for seed in seeds:
             RunFolder.require_free(folder / f"{number}-{seed}")
-    levels = baselines(corpus, characters=SCORED)
-    ladder = Ladder(corpus.name, {"uniform": levels["uniform"]})
-    for name in ("unigram", "bigram"):
-        ladder.counted[f"{name} (counted)"] = levels[name]
-    for order in ORDERS:
-        ladder.counted[f"{order}-gram (counted)"] = counted_nats(corpus, order)
-    ladder.compressed = compressed_nats(corpus)
+    ngram = fit_ngram(corpus)
+    ladder = Ladder(corpus.name, ngram_losses(corpus, ngram), compressed_losses(corpus))
     below: list[float] | None = None
     for number, rung in enumerate(rungs, 1):
         nats, seconds = [], []
-        for seed in range(settings.seed, settings.seed + seeds):
-            path = folder / f"{number}-{seed}"
-            run = train_rung(settings, rung, path, corpus, seed, watch)
-            found = evaluate_tokens(run.model, corpus.split("val")[: SCORED + 1])
-            nats.append(found.nats_per_char)
-            seconds.append(run.state.seconds)
+        for seed in seeds:
+            base = settings if rung.values else model_settings(settings, "bigram")
+            config = base.with_values({**rung.values, "seed": seed})
+            path, name = folder / f"{number}-{seed}", f"{rung.name}, seed {seed}"
+            run = train_run(config, path, corpus, name, run_trainer, ngram)
+            evaluation = evaluate_tokens(run.model, corpus.split("val")[: SCORED + 1])
+            nats.append(evaluation.nats_per_char)
+            seconds.append(float(run.state.seconds))
             if seed == settings.seed:
-                words = sample(run, run.config.sample.model_copy(update=SAMPLE))[0]
-        size = run.model.parameter_count()
-        ladder.steps.append(Step(rung, nats, size, mean(seconds), words, below))
+                text = sample(run, run.config.sample.model_copy(update=SAMPLE))[0]
+        parameters = run.model.parameter_count()
+        ladder.results.append(RungResult(rung, nats, parameters, mean(seconds), text, below))
         below = nats
     return ladder
 
 
-def train_rung(
-    settings: Config, rung: Rung, path: Path, corpus: Corpus, seed: int, watch: Watch
-) -> Run:
-    """Train one rung from one seed and return the run."""
-    own = settings if rung.values else contender(settings, "bigram")
-    wanted = own.with_values({**rung.values, "seed": seed})
-    folder = RunFolder(path)
-    trainer = Trainer(wanted, corpus, folder=folder)
-    folder.create(trainer.config, corpus.tokenizer, force=False)
-    watch(f"{rung.name}, seed {seed}", trainer)
-    return load_run(path, "best", trainer.config.device)
+def ngram_losses(corpus: Corpus, ngram: NGramLM) -> dict[str, float]:
+    """Return the losses of the n-gram baselines, each character with all of its context.
+
+    Args:
+        corpus: the text.
+        ngram: what `fit_ngram` returned.
+    """
+    losses = baselines(corpus, characters=SCORED, ngram=ngram)
+    named = {"uniform": losses["uniform"]}
+    named |= {f"{name} (counts)": losses[name] for name in ("unigram", "bigram")}
+    return named | {f"{order}-gram (counts)": ngram_loss(corpus, order) for order in ORDERS}
 
 
-def counted_nats(corpus: Corpus, order: int) -> float:
-    """Return what an n-gram of that order reaches, each character with all of its context."""
+def ngram_loss(corpus: Corpus, order: int) -> float:
+    """Return the loss of an n-gram of one order."""
     model = NGramLM.fit(corpus.split("train"), corpus.tokenizer.vocab_size, 1, order)
     losses = model.losses(corpus.split("val")[None, : SCORED + 1])
     return float(losses.mean(dtype=np.float64))
 
 
-def compressed_nats(corpus: Corpus) -> dict[str, float]:
-    """Return what compressors add to the training text's size for the validation text."""
+def compressed_losses(corpus: Corpus) -> dict[str, float]:
+    """Return by how much the validation text lengthens each compressor's training text, as nats."""
     decode = corpus.tokenizer.decode
-    known = decode(corpus.split("train")[-KNOWN:]).encode()
+    known = decode(corpus.split("train")[-MAX_KNOWN:]).encode()
     val = corpus.split("val")[: SCORED + 1]
     both = known + decode(val).encode()
     return {
-        name: 8 * math.log(2) * (pack(both) - pack(known)) / len(val)
-        for name, pack in compressors().items()
+        name: 8 * math.log(2) * (size_of(both) - size_of(known)) / len(val)
+        for name, size_of in compressors().items()
     }
 
 
 def compressors() -> dict[str, Callable[[bytes], int]]:
-    """Return what gives the size of a text under each compressor that is here."""
+    """Return functions from a text to its compressed size in bytes, by compressor."""
     found: dict[str, Callable[[bytes], int]] = {
         "gzip -9": lambda text: len(gzip.compress(text, 9)),
         "bzip2 -9": lambda text: len(bz2.compress(text, 9)),
@@ -282,8 +287,8 @@ def compressors() -> dict[str, Callable[[bytes], int]]:
     }
     zstd = shutil.which("zstd")
     if zstd is not None:
-        words = [zstd, "-19", "--long=27", "-c", "-q"]
+        command = [zstd, "-19", "--long=27", "-c", "-q"]
         found["zstd -19"] = lambda text: len(
-            subprocess.run(words, input=text, capture_output=True, check=True).stdout
+            subprocess.run(command, input=text, capture_output=True, check=True).stdout
         )
     return found

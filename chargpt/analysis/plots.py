@@ -222,9 +222,9 @@ def ladder(found: "Ladder") -> "Figure":
         found: what `climb` gives.
     """
     bars = [
-        *((name, nats, None, GREY) for name, nats in found.counted.items()),
+        *((name, nats, None, GREY) for name, nats in found.ngrams.items()),
         *((name, nats, None, PALE) for name, nats in found.compressed.items()),
-        *((s.rung.name, s.loss.value, s.loss.margin, COLOURS[0]) for s in found.steps),
+        *((s.rung.name, s.loss.value, s.loss.margin, COLOURS[0]) for s in found.results),
     ]
     figure = _figure(8, 0.6 + 0.28 * len(bars))
     axes = figure.add_subplot()

@@ -21,7 +21,7 @@ from chargpt.analysis.attention_maps import (
     typical_line,
 )
 from chargpt.analysis.page import render, write_page
-from chargpt.analysis.result import Result, result_of, verdict
+from chargpt.analysis.result import RunScores, score_run, summarize
 from chargpt.inference.baselines import NGRAM
 from chargpt.inference.sampling import stream_run
 from chargpt.models.gpt import GPT
@@ -50,7 +50,10 @@ PARTS = {
 
 
 def write_report(
-    run: Run, path: Path | None = None, corpus: Corpus | None = None, result: Result | None = None
+    run: Run,
+    path: Path | None = None,
+    corpus: Corpus | None = None,
+    scores: RunScores | None = None,
 ) -> Path:
     """Measure a run and write its page.
 
@@ -58,18 +61,18 @@ def write_report(
         run: what `load_run` gives.
         path: of the page; `report.html` in the run's folder by default.
         corpus: the run's text, if it is at hand.
-        result: what `result_of` gives, if it is at hand.
+        scores: what `score_run` returned, if it is at hand.
 
     Raises:
         TextError: the run's text is not to be had.
         ChargptError: the page cannot be written.
     """
     corpus = corpus or run.corpus()
-    result = result or result_of(run, corpus)
+    scores = scores or score_run(run, corpus)
     records = RunFolder(run.folder).metrics.records()
     facts: dict[str, Any] = {
-        **overview(run, corpus, result, records),
-        **learning(run, corpus, result, records),
+        **overview(run, corpus, scores, records),
+        **learning(run, corpus, scores, records),
         **surprise(run, corpus),
         **strengths(run, corpus),
         **looks(run, corpus),
@@ -84,12 +87,12 @@ def write_report(
 
 
 def overview(
-    run: Run, corpus: Corpus, result: Result, records: Sequence[Mapping[str, Any]]
+    run: Run, corpus: Corpus, scores: RunScores, records: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Return what was trained on what, and what came of it."""
     config, state = run.config, run.state
-    rows = result.rows(config.model.kind)
-    own = result.losses["val"]
+    rows = scores.rows(config.model.kind)
+    own = scores.losses["val"]
     return {
         "title": f"{config.model.kind} on {corpus.name}",
         "version": version("chargpt"),
@@ -107,7 +110,7 @@ def overview(
             ("next character guessed", f"{own.accuracy:.1%}"),
             ("standard error", f"{own.standard_error:.4f} nats"),
         ],
-        "verdict": verdict(run, result, records),
+        "verdict": summarize(run, scores, records),
         "losses": [
             [model, part, f"{nats:.4f}", f"{nats / math.log(2):.4f}", f"{math.exp(nats):,.2f}"]
             for model, part, nats in rows
@@ -117,14 +120,14 @@ def overview(
 
 
 def learning(
-    run: Run, corpus: Corpus, result: Result, records: Sequence[Mapping[str, Any]]
+    run: Run, corpus: Corpus, scores: RunScores, records: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Return the curves."""
     train = run.config.train
     validation = validation_curve(records)
-    last = validation[-1][1] if validation else result.losses["val"].nats_per_char
+    last = validation[-1][1] if validation else scores.losses["val"].nats_per_char
     trained = plots.thinned([(r["step"], r["loss"]) for r in records if "loss" in r])
-    lines = {name: nats for name, nats in result.levels.items() if name in ("bigram", NGRAM)}
+    lines = {name: nats for name, nats in scores.baselines.items() if name in ("bigram", NGRAM)}
     words = ", ".join(f"the {name} at {nats:.3f}" for name, nats in lines.items())
     figure = plots.loss_curves({"validation": validation, "training": trained}, lines, corpus.name)
     pace = plots.pace(records, train.batch_size * run.config.model.block_size)

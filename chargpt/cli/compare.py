@@ -1,4 +1,4 @@
-"""`chargpt compare`: what attention gains over a bigram, on your text."""
+"""`chargpt compare`: baselines, a bigram and a GPT on the same text, or existing runs."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from chargpt.analysis import compare as comparison
 from chargpt.analysis import plots
 from chargpt.analysis.compare import Comparison
 from chargpt.cli import console, options, tables
-from chargpt.cli.ladder import climb_and_show
+from chargpt.cli.ladder import compare_rungs
 from chargpt.cli.loop import run_steps
 from chargpt.cli.progress import LoadingProgress
 from chargpt.cli.signals import catch_signals
@@ -28,13 +28,11 @@ from chargpt.training.trainer import Trainer
 def compare(
     texts: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[TEXT | RUN...]", help="A text to train on, or runs to set side by side."
-        ),
+        typer.Argument(metavar="[TEXT | RUN...]", help="A text to train on, or runs to compare."),
     ] = None,
     models: Annotated[
         str | None,
-        typer.Option("--models", help="Models to train, with commas between: bigram,gpt."),
+        typer.Option("--models", help="Models to train, separated by commas: bigram,gpt."),
     ] = None,
     config: options.ConfigName = None,
     out: Annotated[
@@ -42,11 +40,14 @@ def compare(
     ] = None,
     ladder: Annotated[
         bool,
-        typer.Option("--ladder", help="From a bigram to a GPT, one idea at a time."),
+        typer.Option(
+            "--ladder",
+            help="Train a ladder of models from a bigram to a GPT, adding one component at a time.",
+        ),
     ] = False,
     seeds: Annotated[
         int,
-        typer.Option("--seeds", min=1, max=10, help="With --ladder: train each rung so often."),
+        typer.Option("--seeds", min=1, max=10, help="With --ladder: number of seeds per model."),
     ] = 1,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="The picture: .svg or .png.")
@@ -63,62 +64,69 @@ def compare(
     """
     if plot is not None:
         plots.require_ending(plot)
-    paths = [Path(text) for text in texts or []]
     if seeds > 1 and not ladder:
-        raise ConfigError("--seeds says how often each rung is trained; give --ladder too")
+        raise ConfigError("--seeds is the number of runs per rung; give --ladder too")
     if ladder and models is not None:
         raise ConfigError("--ladder trains its own models; drop --models")
-    if ladder:
-        if len(paths) > 1 or any(is_run(path) for path in paths):
-            raise ConfigError("--ladder trains on one text; give that, and no run")
-        settings = build_config(
-            texts[0] if texts else None,
-            config or "ladder",
-            set_ or (),
-            device=device,
-            encoding=encoding,
-        )
-        climb_and_show(settings, out, seeds, plot, json_=json_)
+    paths = [Path(text) for text in texts or []]
+    n_runs = sum(is_run(path) for path in paths)
+    if ladder and (len(paths) > 1 or n_runs):
+        raise ConfigError("--ladder trains on one text; give that, and no run")
+    if paths and n_runs == len(paths):
+        show(comparison.compare_runs(paths, device or "auto"), paths[0].parent, plot, json_=json_)
         return
-    if paths and all(is_run(path) for path in paths):
-        folder = paths[0].parent
-        found = comparison.compare_runs(paths, device or "auto")
-    elif len(paths) > 1:
+    if len(paths) > 1:
         odd = next(path for path in paths if not is_run(path))
         raise ConfigError(f"{odd} is not a run; give one text, or runs only")
-    else:
-        settings = build_config(
-            texts[0] if texts else None, config, set_ or (), device=device, encoding=encoding
+    settings = build_config(
+        texts[0] if texts else None,
+        config or ("ladder" if ladder else None),
+        set_ or (),
+        device=device,
+        encoding=encoding,
+    )
+    if ladder:
+        compare_rungs(settings, out, seeds, plot, json_=json_)
+        return
+    found, folder = train_models(settings, out, models or "bigram,gpt")
+    show(found, folder, plot, json_=json_)
+
+
+def train_models(settings: Config, out: Path | None, models: str) -> tuple[Comparison, Path]:
+    """Train and evaluate the models with progress bars; return the folder of their runs too."""
+    corpus = load_corpus(settings.text, progress=LoadingProgress())
+    folder = out or free_folder(f"compare-{slug(corpus.name)}")
+
+    def run_trainer(name: str, trainer: Trainer) -> None:
+        assert trainer.folder is not None
+        console.say(f"== {name} ==")
+        show_plan(trainer, expected_cost(trainer.config, trainer.learner, 0))
+        run_steps(trainer, trainer.folder, signals)
+
+    names = [name.strip() for name in models.split(",") if name.strip()]
+    with catch_signals() as signals:
+        found = comparison.compare(
+            settings, folder, models=names, run_trainer=run_trainer, corpus=corpus
         )
-        found, folder = _train(settings, out, models or "bigram,gpt")
-    figure = plots.loss_curves(found.curves, found.lines, found.title)
+    return found, folder
+
+
+def show(found: Comparison, folder: Path, plot: Path | None, *, json_: bool) -> None:
+    """Draw the loss curves and print the comparison."""
+    figure = plots.loss_curves(found.curves, found.baselines, found.title)
     picture = plots.save(figure, plot or folder / "curves.svg")
     if json_:
         rows = [row.as_dict() for row in found.rows]
         console.out(json.dumps({"rows": rows, "picture": str(picture)}, ensure_ascii=False))
         return
-    _show(found)
+    print_rows(found)
+    tables.side_by_side(list(found.samples), list(found.samples.values()))
     console.out(f"loss curves: {picture}")
 
 
-def _train(settings: Config, out: Path | None, models: str) -> tuple[Comparison, Path]:
-    corpus = load_corpus(settings.text, progress=LoadingProgress())
-    folder = out or free_folder(f"compare-{slug(corpus.name)}")
+def print_rows(found: Comparison) -> None:
+    """Print the table, the gain of attention, and a sparkline per run."""
 
-    def run_trainer(name: str, trainer: Trainer) -> None:
-        console.say(f"== {name} ==")
-        show_plan(trainer, expected_cost(trainer.config, trainer.learner, 0))
-        assert trainer.folder is not None
-        run_steps(trainer, trainer.folder, signals)
-
-    names = [name.strip() for name in models.split(",") if name.strip()]
-    with catch_signals() as signals:
-        return comparison.compare(
-            settings, folder, models=names, watch=run_trainer, corpus=corpus
-        ), folder
-
-
-def _show(found: Comparison) -> None:
     def cell(value: float | None, form: str) -> str:
         return "-" if value is None else format(value, form)
 
@@ -135,8 +143,8 @@ def _show(found: Comparison) -> None:
         ],
         title=f"{found.title}: validation loss, protocol full",
     )
-    trained = {row.model: row.nats_per_char for row in found.rows}
-    bigram, gpt = trained.get("bigram (trained)"), trained.get("gpt (trained)")
+    losses = {row.model: row.nats_per_char for row in found.rows}
+    bigram, gpt = losses.get("bigram (trained)"), losses.get("gpt (trained)")
     if bigram is not None and gpt is not None:
         verb = "gains" if gpt <= bigram else "loses"
         console.out(f"attention {verb} {abs(bigram - gpt):.3f} nats per character over the bigram")
@@ -144,4 +152,3 @@ def _show(found: Comparison) -> None:
         line = console.sparkline([nats for _, nats in points])
         if line:
             console.out(f"{name:18} {line} {points[0][1]:.3f} -> {points[-1][1]:.3f}")
-    tables.side_by_side(list(found.samples), list(found.samples.values()))

@@ -1,10 +1,10 @@
-"""`chargpt compare --ladder`: from a bigram to a GPT, one idea at a time."""
+"""`chargpt compare --ladder`: from a bigram to a GPT, one component at a time."""
 
 import json
 from pathlib import Path
 
 from chargpt.analysis import plots
-from chargpt.analysis.ladder import Estimate, Ladder, climb
+from chargpt.analysis.ladder import Estimate, Ladder, run_ladder
 from chargpt.cli import console, tables
 from chargpt.cli.loop import run_steps
 from chargpt.cli.progress import LoadingProgress
@@ -17,71 +17,66 @@ from chargpt.training.trainer import Trainer
 SHOWN = 150  # characters of a rung's sample
 
 
-def climb_and_show(
-    settings: "Config", out: Path | None, seeds: int, plot: Path | None, *, json_: bool
+def compare_rungs(
+    settings: Config, out: Path | None, n_seeds: int, plot: Path | None, *, json_: bool
 ) -> None:
-    """Train the rungs, draw them, and print the table or the JSON.
+    """Train the rungs with progress bars, draw them, and print the table or the JSON.
 
     Raises:
-        ChargptError: the text, a setting or the folder will not do.
+        ChargptError: the text, a setting or the folder is unusable.
     """
-    found, folder = train_rungs(settings, out, seeds)
-    picture = plots.save(plots.ladder(found), plot or folder / "ladder.svg")
-    if json_:
-        facts = {**found.as_dict(), "picture": str(picture)}
-        console.out(json.dumps(facts, ensure_ascii=False))
-        return
-    show(found)
-    console.out(f"the ladder as a picture: {picture}")
-
-
-def train_rungs(settings: "Config", out: Path | None, seeds: int) -> "tuple[Ladder, Path]":
-    """Train every rung, each with a progress bar; return them and the folder of their runs."""
     corpus = load_corpus(settings.text, progress=LoadingProgress())
     folder = out or free_folder(f"ladder-{slug(corpus.name)}")
 
-    def watch(name: str, trainer: "Trainer") -> None:
-        console.say(f"== {name} ==")
+    def run_trainer(name: str, trainer: Trainer) -> None:
         assert trainer.folder is not None
+        console.say(f"== {name} ==")
         run_steps(trainer, trainer.folder, signals)
 
     with catch_signals() as signals:
-        return climb(settings, folder, corpus, seeds, watch), folder
+        ladder = run_ladder(settings, folder, corpus, n_seeds, run_trainer)
+    picture = plots.save(plots.ladder(ladder), plot or folder / "ladder.svg")
+    if json_:
+        facts = {**ladder.as_dict(), "picture": str(picture)}
+        console.out(json.dumps(facts, ensure_ascii=False))
+        return
+    print_ladder(ladder)
+    console.out(f"picture: {picture}")
 
 
-def show(found: "Ladder") -> None:
-    """Print the ladder as a table, what each rung added, and what each writes."""
+def print_ladder(ladder: Ladder) -> None:
+    """Print the ladder as a table, the gain of each rung, and its sample."""
     rows = [
         [name, "-", *console.loss_cells(nats)[:2], "", "-"]
-        for levels in (found.counted, found.compressed)
-        for name, nats in levels.items()
+        for losses in (ladder.ngrams, ladder.compressed)
+        for name, nats in losses.items()
     ]
-    for step in found.steps:
-        loss = step.loss
+    for result in ladder.results:
+        loss = result.loss
         margin = "" if loss.margin is None else f"± {loss.margin:.4f}"
         cells = console.loss_cells(loss.value)[:2]
-        row = [step.rung.name, f"{step.parameters:,}", *cells, margin, f"{step.seconds:.1f}"]
-        rows.append(row)
+        name, parameters = result.rung.name, f"{result.parameters:,}"
+        rows.append([name, parameters, *cells, margin, f"{result.seconds:.1f}"])
     tables.table(
         ["model", "parameters", "nats/char", "bits/char", "95%", "seconds"],
         rows,
-        title=f"{found.title}: validation loss, protocol full",
+        title=f"{ladder.title}: validation loss, protocol full",
     )
-    for step in found.steps:
-        if step.gain is not None:
-            console.out(f"{step.rung.name}: {in_words(step.gain)}, by {step.rung.adds}")
+    for result in ladder.results:
+        if result.gain is not None:
+            console.out(f"{result.rung.name}: {describe_gain(result.gain)}; {result.rung.adds}")
     console.out(
-        f"attention, one scaled head, gains {found.attention_gain} nats per character over the "
-        f"bigram; the whole ladder {found.whole_gain}"
+        f"attention, one scaled head, gains {ladder.attention_gain} nats per character over the "
+        f"bigram; the whole ladder {ladder.whole_gain}"
     )
-    if len(found.steps[0].nats) > 1:
-        console.out("±: half a 95% interval over the seeds (Student's t); gains are of equal seeds")
-    for step in found.steps:
-        words = " / ".join(console.printable(step.sample)[:SHOWN].split("\n"))
-        console.out(f"-- {step.rung.name} --\n{words}")
+    if len(ladder.results[0].nats) > 1:
+        console.out("±: half a 95% confidence interval (Student's t); gains are paired by seed")
+    for result in ladder.results:
+        text = " / ".join(console.printable(result.sample)[:SHOWN].split("\n"))
+        console.out(f"-- {result.rung.name} --\n{text}")
 
 
-def in_words(gain: "Estimate") -> str:
-    """Return a gain with its sign in words."""
+def describe_gain(gain: Estimate) -> str:
+    """Return a gain as `0.1234 ± 0.0123 nats lower`."""
     margin = "" if gain.margin is None else f" ± {gain.margin:.4f}"
     return f"{abs(gain.value):.4f}{margin} nats {'lower' if gain.value >= 0 else 'higher'}"
