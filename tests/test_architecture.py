@@ -13,6 +13,7 @@ ROOMS = (
     "yaml_reader",
     "config",
     "device",
+    "distributed",
     "text",
     "models",
     "store",
