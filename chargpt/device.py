@@ -16,7 +16,7 @@ from chargpt.errors import DeviceError
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 MAX_MMAP_THRESHOLD = 32 * 2**20  # bytes; glibc rejects more
-CPU_FACTS = 10_000  # characters of /proc/cpuinfo: the first processor and more
+MAX_CPU_INFO = 10_000  # characters of /proc/cpuinfo: the first processor and more
 CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
@@ -40,15 +40,15 @@ def choose_device(name: str) -> tuple[torch.device, str]:
         return torch.device("cpu"), "no GPU found"
     if name.startswith("cuda"):
         if not cuda:
-            raise DeviceError("no CUDA GPU can be used here; leave device at auto, or set cpu")
+            raise DeviceError("no CUDA GPU is available; set device to auto or cpu")
         count = torch.cuda.device_count()
         index = int(name[5:]) if ":" in name else local_rank % count
         if index >= count:
-            raise DeviceError(f"{name} is not here; this machine has cuda:0 to cuda:{count - 1}")
-        return torch.device("cuda", index), "as asked"
+            raise DeviceError(f"{name} is not available; use one of cuda:0 to cuda:{count - 1}")
+        return torch.device("cuda", index), "as configured"
     if name == "mps" and not mps:
-        raise DeviceError("no Apple GPU can be used here; leave device at auto, or set cpu")
-    return torch.device(name), "as asked"
+        raise DeviceError("no Apple GPU is available; set device to auto or cpu")
+    return torch.device(name), "as configured"
 
 
 def choose_dtype(device: torch.device, name: str) -> tuple[torch.dtype, str]:
@@ -57,7 +57,7 @@ def choose_dtype(device: torch.device, name: str) -> tuple[torch.dtype, str]:
     `auto` takes bfloat16 only where the hardware has it and it is measurably faster.
     """
     if name != "auto":
-        return (torch.bfloat16 if name == "bfloat16" else torch.float32), "as asked"
+        return (torch.bfloat16 if name == "bfloat16" else torch.float32), "as configured"
     if device.type == "cuda":
         if torch.cuda.get_device_capability(device) >= (8, 0):
             return torch.bfloat16, "this GPU computes in it natively"
@@ -66,13 +66,13 @@ def choose_dtype(device: torch.device, name: str) -> tuple[torch.dtype, str]:
         gain = _matmul_seconds(torch.float32) / _matmul_seconds(torch.bfloat16)
         if gain > 1.5:
             return torch.bfloat16, f"measured {gain:.1f} times as fast here"
-        return torch.float32, "bfloat16 is no faster here"
+        return torch.float32, "bfloat16 is no faster on this CPU"
     return torch.float32, "this device has no faster format"
 
 
 def _cpu_has_bfloat16() -> bool:
-    facts = _cpu_facts()
-    return "avx512_bf16" in facts or "amx_bf16" in facts
+    info = _cpu_info()
+    return "avx512_bf16" in info or "amx_bf16" in info
 
 
 @functools.cache
@@ -84,14 +84,14 @@ def onednn_is_faster() -> bool:
     both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     if not both or "AVX512" not in torch.backends.cpu.get_cpu_capability():
         return False
-    return "AuthenticAMD" in (_cpu_facts() or platform.processor())
+    return "AuthenticAMD" in (_cpu_info() or platform.processor())
 
 
-def _cpu_facts() -> str:
+def _cpu_info() -> str:
     """Return the start of /proc/cpuinfo, or an empty string."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
-            return file.read(CPU_FACTS)
+            return file.read(MAX_CPU_INFO)
     except OSError:
         return ""
 
@@ -154,7 +154,7 @@ def require_memory(wanted: int, what: str, device: torch.device | None = None) -
     limit = memory_limit(device)
     if wanted > limit:
         raise DeviceError(
-            f"{what} would take about {wanted / 1e9:,.1f} GB of memory, and this machine has "
+            f"{what} would need about {wanted / 1e9:,.1f} GB of memory, and this machine has "
             f"{limit / 1e9:,.1f} GB; make it smaller"
         )
 

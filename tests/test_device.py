@@ -41,7 +41,7 @@ def test_auto_falls_back_to_the_cpu_and_says_why() -> None:
 @pytest.mark.usefixtures("no_gpu")
 @pytest.mark.parametrize("name", ["cuda", "cuda:0", "mps"])
 def test_an_unavailable_device_is_rejected(name: str) -> None:
-    with pytest.raises(DeviceError, match="can be used here; leave device at auto, or set cpu"):
+    with pytest.raises(DeviceError, match="GPU is available; set device to auto or cpu"):
         choose_device(name)
 
 
@@ -56,7 +56,7 @@ def test_auto_uses_one_gpu_per_local_rank(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.usefixtures("two_gpus")
 def test_a_gpu_index_out_of_range_is_rejected_with_the_valid_range() -> None:
-    with pytest.raises(DeviceError, match="cuda:2 is not here; this machine has cuda:0 to cuda:1"):
+    with pytest.raises(DeviceError, match="cuda:2 is not available; use one of cuda:0 to cuda:1"):
         choose_device("cuda:2")
 
 
@@ -68,13 +68,13 @@ def test_auto_uses_an_apple_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("two_gpus")
 def test_cpu_is_used_if_configured_even_with_a_gpu() -> None:
-    assert choose_device("cpu") == (CPU, "as asked")
+    assert choose_device("cpu") == (CPU, "as configured")
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "mps"])
 def test_a_configured_dtype_is_used(device: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        assert choose_dtype(torch.device(device), dtype_name(dtype)) == (dtype, "as asked")
+        assert choose_dtype(torch.device(device), dtype_name(dtype)) == (dtype, "as configured")
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_the_timing_on_this_cpu_gives_a_supported_dtype() -> None:
 def test_onednn_is_chosen_on_amd_cpus_with_avx512(
     facts: str, capability: str, mkl: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_module, "_cpu_facts", lambda: facts)
+    monkeypatch.setattr(device_module, "_cpu_info", lambda: facts)
     monkeypatch.setattr(platform, "processor", lambda: "")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: mkl)
