@@ -1,13 +1,18 @@
-"""The rooms import only rooms above them."""
+"""The layers, the size of functions, and what may be imported where."""
 
 import ast
 import re
+from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
+from conftest import REPOSITORY
+
 import chargpt
+from chargpt.cli.main import COMMANDS
 
 PACKAGE = Path(chargpt.__file__).parent
-ROOMS = (
+LAYERS = (
     "errors",
     "files",
     "yaml_reader",
@@ -22,7 +27,8 @@ ROOMS = (
     "analysis",
     "cli",
 )
-TORCHLESS = ("errors.py", "config.py", "cli/main.py", "cli/console.py", "cli/options.py")
+WITHOUT_TORCH = ("errors.py", "config.py", "cli/main.py", "cli/console.py", "cli/signals.py")
+MAX_FUNCTION_LINES = 60  # signature and docstring not counted
 
 
 def imports_of(path: Path, *, top_level: bool = False) -> set[str]:
@@ -39,28 +45,28 @@ def imports_of(path: Path, *, top_level: bool = False) -> set[str]:
     return names
 
 
-def rooms_imported(path: Path) -> set[str]:
+def layers_imported(path: Path) -> set[str]:
     parts = (name.split(".") for name in imports_of(path) if name.startswith("chargpt."))
-    return {part[1] for part in parts} & set(ROOMS)
+    return {part[1] for part in parts} & set(LAYERS)
 
 
-def test_every_room_is_known() -> None:
+def test_every_package_has_a_layer() -> None:
     found = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or path.is_dir()}
-    assert found - {"__init__", "__main__", "__pycache__", "configs"} <= set(ROOMS)
+    assert found - {"__init__", "__main__", "__pycache__", "configs"} <= set(LAYERS)
 
 
-def test_rooms_import_only_rooms_above_them() -> None:
+def test_a_layer_imports_only_those_before_it() -> None:
     seen = 0
-    for number, room in enumerate(ROOMS):
-        files = [*PACKAGE.glob(f"{room}.py"), *(PACKAGE / room).rglob("*.py")]
+    for number, layer in enumerate(LAYERS):
+        files = [*PACKAGE.glob(f"{layer}.py"), *(PACKAGE / layer).rglob("*.py")]
         for path in files:
-            below = rooms_imported(path) & set(ROOMS[number + 1 :])
-            assert not below, f"{path.relative_to(PACKAGE)} imports {below}"
+            later = layers_imported(path) & set(LAYERS[number + 1 :])
+            assert not later, f"{path.relative_to(PACKAGE)} imports {later}"
             seen += 1
     assert seen > 20
 
 
-def test_siblings_import_each_other_without_circles() -> None:
+def test_files_import_each_other_without_cycles() -> None:
     graph = {}
     for path in PACKAGE.rglob("*.py"):
         name = ".".join(("chargpt", *path.relative_to(PACKAGE).with_suffix("").parts))
@@ -76,8 +82,8 @@ def test_siblings_import_each_other_without_circles() -> None:
         visit(name, ())
 
 
-def test_help_needs_no_torch() -> None:
-    for name in TORCHLESS:
+def test_help_imports_no_torch() -> None:
+    for name in WITHOUT_TORCH:
         heavy = {"torch", "numpy", "matplotlib", "pydantic", "yaml"}
         if name == "config.py":
             heavy -= {"pydantic", "yaml"}
@@ -99,3 +105,50 @@ def test_no_pickle_anywhere() -> None:
         source = path.read_text(encoding="utf-8")
         source = source.replace("safetensors.torch.", "")
         assert not re.search(r"torch\.(load|save)\(", source), path
+
+
+def functions() -> Iterator[tuple[Path, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield path, node
+
+
+def test_no_function_is_longer_than_a_screen() -> None:
+    for path, node in functions():
+        body = node.body[1:] if ast.get_docstring(node) else node.body
+        lines = (node.end_lineno or 0) - body[0].lineno + 1 if body else 0
+        assert lines <= MAX_FUNCTION_LINES, f"{path}:{node.lineno} {node.name}: {lines} lines"
+
+
+def test_the_command_line_imports_at_the_top_of_its_files() -> None:
+    for path, node in functions():
+        if path.parent.name == "cli":
+            inner = [n for n in ast.walk(node) if isinstance(n, ast.Import | ast.ImportFrom)]
+            assert not inner, f"{path}:{node.lineno} {node.name} imports"
+
+
+def test_every_help_line_is_its_commands_docstring() -> None:
+    for command in COMMANDS:
+        module = import_module(f"chargpt.cli.{command.module}")
+        if command.name == "data":
+            assert module.app.info.help == command.help
+        else:
+            doc = getattr(module, command.name).__doc__
+            assert doc.splitlines()[0] == command.help, command.name
+
+
+def test_the_glossary_names_what_exists() -> None:
+    rows = [
+        line.split("|")[1:-1]
+        for line in (REPOSITORY / "docs" / "glossary.md").read_text("utf-8").splitlines()
+        if line.startswith("|") and not line.startswith("|-")
+    ][1:]
+    named = {name for row in rows for name in re.findall(r"`([^`]+)`", row[2])}
+    sources = "\n".join(path.read_text("utf-8") for path in PACKAGE.rglob("*.py"))
+    sources += "\n".join(str(path.relative_to(REPOSITORY)) for path in PACKAGE.rglob("*"))
+    for name in named:
+        last = re.split(r"[.(=]", name.removesuffix("()").removesuffix(".py"))[-1].strip()
+        assert re.search(rf"\b{re.escape(last)}\b", sources), name
+    missing = {name for name in chargpt.__all__ if f"`{name}`" not in str(rows)}
+    assert not missing

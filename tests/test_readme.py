@@ -10,7 +10,7 @@ import pytest
 from conftest import REPOSITORY, Cli, run_cli
 
 import chargpt
-from chargpt.text import catalog
+from chargpt.cli import data
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```sh\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
@@ -35,7 +35,7 @@ def test_every_command_of_the_readme_runs(cli: Cli, monkeypatch: pytest.MonkeyPa
     Path("prompt.txt").write_text("ORLA:")
     Path("data").mkdir()
     shutil.copy("novel.txt", "data/tinyshakespeare.txt")
-    monkeypatch.setattr(catalog, "fetch", lambda entry, to, progress: to / f"{entry.name}.txt")
+    monkeypatch.setattr(data, "fetch", lambda entry, to, progress: to / f"{entry.name}.txt")
     ran = 0
     for command in COMMANDS:
         first, _, second = command.replace("&&", "|").partition("|")

@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from noise import noisy_model
 
-from chargpt.cli import console
+from chargpt.cli import progress
 from chargpt.cli.sample import write_texts
 from chargpt.config import Config, SampleConfig
 from chargpt.errors import ConfigError, UnknownCharacterError, WorkError
@@ -414,12 +414,12 @@ def test_sampling_in_groups_gives_the_same_texts(make_run, monkeypatch):
 
 def test_the_command_reports_its_progress(make_run, monkeypatch, capsys):
     run = make_run()
-    monkeypatch.setattr(console, "PLAIN_LINE_SECONDS", 0)
+    monkeypatch.setattr(progress, "PLAIN_LINE_SECONDS", 0)
     options = run.config.sample.model_copy(update={"num_samples": 2})
     assert write_texts(run, options, None) == sample(run, options)
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0].startswith("character 2/40  written")
-    assert lines[-1].startswith("character 40/40  written")
+    assert lines[0].startswith("character 2/40  sampled")
+    assert lines[-1].startswith("character 40/40  sampled")
 
 
 def test_a_run_without_newlines_starts_from_its_texts_unigram(make_run, tmp_path):

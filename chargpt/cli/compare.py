@@ -2,12 +2,27 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from chargpt.cli import console, options
+from chargpt.analysis import compare as comparison
+from chargpt.analysis import plots
+from chargpt.analysis.compare import Comparison
+from chargpt.cli import console, options, tables
 from chargpt.cli.ladder import climb_and_show
+from chargpt.cli.loop import run_steps
+from chargpt.cli.progress import LoadingProgress
+from chargpt.cli.signals import catch_signals
+from chargpt.cli.summary import show_plan
+from chargpt.config import Config
+from chargpt.errors import ConfigError
+from chargpt.store.folder import is_run
+from chargpt.text.corpus import load_corpus
+from chargpt.text.settings import build_config
+from chargpt.training.cost import expected_cost
+from chargpt.training.session import free_folder, slug
+from chargpt.training.trainer import Trainer
 
 
 def compare(
@@ -41,15 +56,11 @@ def compare(
     encoding: options.Encoding = None,
     set_: options.Set = None,
 ) -> None:
-    """Set a bigram, a GPT and what lies between side by side.
+    """Train and compare baselines and a GPT on the same text.
 
     Examples: `chargpt compare novel.txt`, `chargpt compare novel.txt --ladder --seeds 3`,
     `chargpt compare runs/a runs/b --plot curves.png`.
     """
-    from chargpt.analysis import plots
-    from chargpt.errors import ConfigError
-    from chargpt.store.folder import is_run
-
     if plot is not None:
         plots.require_ending(plot)
     paths = [Path(text) for text in texts or []]
@@ -60,22 +71,24 @@ def compare(
     if ladder:
         if len(paths) > 1 or any(is_run(path) for path in paths):
             raise ConfigError("--ladder trains on one text; give that, and no run")
-        settings = options.build_config(
-            texts[0] if texts else None, config or "ladder", set_, device=device, encoding=encoding
+        settings = build_config(
+            texts[0] if texts else None,
+            config or "ladder",
+            set_ or (),
+            device=device,
+            encoding=encoding,
         )
         climb_and_show(settings, out, seeds, plot, json_=json_)
         return
     if paths and all(is_run(path) for path in paths):
-        from chargpt.analysis.compare import compare_runs
-
         folder = paths[0].parent
-        found = compare_runs(paths, device or "auto")
+        found = comparison.compare_runs(paths, device or "auto")
     elif len(paths) > 1:
         odd = next(path for path in paths if not is_run(path))
         raise ConfigError(f"{odd} is not a run; give one text, or runs only")
     else:
-        settings = options.build_config(
-            texts[0] if texts else None, config, set_, device=device, encoding=encoding
+        settings = build_config(
+            texts[0] if texts else None, config, set_ or (), device=device, encoding=encoding
         )
         found, folder = _train(settings, out, models or "bigram,gpt")
     figure = plots.loss_curves(found.curves, found.lines, found.title)
@@ -88,32 +101,28 @@ def compare(
     console.out(f"loss curves: {picture}")
 
 
-def _train(settings: Any, out: Path | None, models: str) -> tuple[Any, Path]:
-    from chargpt.analysis.compare import compare
-    from chargpt.cli.loop import run_steps
-    from chargpt.cli.signals import catch_signals
-    from chargpt.cli.summary import show_plan
-    from chargpt.text.corpus import load_corpus
-    from chargpt.training.cost import expected_cost
+def _train(settings: Config, out: Path | None, models: str) -> tuple[Comparison, Path]:
+    corpus = load_corpus(settings.text, progress=LoadingProgress())
+    folder = out or free_folder(f"compare-{slug(corpus.name)}")
 
-    corpus = load_corpus(settings.text, progress=options.PrepareProgress())
-    folder = out or options.free_folder(f"compare-{options.slug(corpus.name)}")
-
-    def watch(name: str, trainer: Any) -> None:
+    def run_trainer(name: str, trainer: Trainer) -> None:
         console.say(f"== {name} ==")
         show_plan(trainer, expected_cost(trainer.config, trainer.learner, 0))
+        assert trainer.folder is not None
         run_steps(trainer, trainer.folder, signals)
 
     names = [name.strip() for name in models.split(",") if name.strip()]
     with catch_signals() as signals:
-        return compare(settings, folder, models=names, watch=watch, corpus=corpus), folder
+        return comparison.compare(
+            settings, folder, models=names, watch=run_trainer, corpus=corpus
+        ), folder
 
 
-def _show(found: Any) -> None:
+def _show(found: Comparison) -> None:
     def cell(value: float | None, form: str) -> str:
         return "-" if value is None else format(value, form)
 
-    console.table(
+    tables.table(
         ["model", "parameters", "seconds", "nats/char", "bits/char", "perplexity"],
         [
             [
@@ -135,4 +144,4 @@ def _show(found: Any) -> None:
         line = console.sparkline([nats for _, nats in points])
         if line:
             console.out(f"{name:18} {line} {points[0][1]:.3f} -> {points[-1][1]:.3f}")
-    console.side_by_side(list(found.samples), list(found.samples.values()))
+    tables.side_by_side(list(found.samples), list(found.samples.values()))

@@ -8,6 +8,11 @@ from typing import Annotated
 import typer
 
 from chargpt.cli import console, options
+from chargpt.cli.progress import Progress
+from chargpt.errors import ConfigError, TextError
+from chargpt.files import write_atomically
+from chargpt.inference.coding import compress as pack
+from chargpt.inference.coding import decompress as unpack
 
 XZ_BYTES = 20_000_000  # beyond it, xz takes longer than one would wait for a comparison
 Work = Callable[..., bytes]
@@ -23,14 +28,12 @@ def compress(
     checkpoint: options.Checkpoint = "best",
     force: Force = False,
 ) -> None:
-    """Compress a text without loss, by what a run's model expects.
+    """Compress a text losslessly with a run's model.
 
     To get it back, the same run, machine and library versions are needed.
 
     Example: `chargpt compress runs/novel chapter.txt chapter.cgpt`.
     """
-    from chargpt.inference.coding import compress as pack
-
     content = _read(text)
     packed = _work(pack, run, content, checkpoint, out, force=force)
     characters = len(content.decode())
@@ -51,12 +54,10 @@ def decompress(
     checkpoint: options.Checkpoint = "best",
     force: Force = False,
 ) -> None:
-    """Get back a text that was compressed with the same run.
+    """Decompress a text that was compressed with the same run.
 
     Example: `chargpt decompress runs/novel chapter.cgpt chapter.txt`.
     """
-    from chargpt.inference.coding import decompress as unpack
-
     content = _work(unpack, run, _read(packed), checkpoint, out, force=force)
     console.out(f"{console.characters(len(content.decode()))}, {len(content):,} bytes")
 
@@ -67,8 +68,6 @@ def _read(path: Path) -> bytes:
     Raises:
         TextError: it cannot be read.
     """
-    from chargpt.errors import TextError
-
     try:
         return path.read_bytes()
     except OSError as error:
@@ -83,21 +82,10 @@ def _work(
     Raises:
         ChargptError: the run, the content or the file to write will not do.
     """
-    from chargpt.errors import ConfigError
-    from chargpt.files import write_atomically
-
     if out.exists() and not force:
         raise ConfigError(f"{out} exists; name another file, or replace it with --force")
-    loaded = options.load_run(run, checkpoint, "cpu")
-    bar = console.Progress(len(content), "character")
-
-    def watch(done: int, total: int) -> None:
-        bar.change_total(total)
-        bar.move_to(done, "" if bar.wants_detail() else None)
-
-    try:
-        done = work(loaded, content, watch)
-    finally:
-        bar.close()
-    write_atomically(out, done)
-    return done
+    loaded = options.open_run(run, checkpoint, "cpu")
+    with Progress(len(content), "character") as bar:
+        result = work(loaded, content, bar.callback(""))
+    write_atomically(out, result)
+    return result

@@ -1,12 +1,20 @@
 """`chargpt data`: download named texts and describe any text."""
 
+import difflib
+import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from chargpt.cli import console, options
+from chargpt.cli import console, options, tables
+from chargpt.cli.progress import LoadingProgress
+from chargpt.errors import TextError
+from chargpt.text.catalog import CATALOG, fetch
+from chargpt.text.corpus import load_corpus
+from chargpt.text.describe import describe
+from chargpt.text.settings import build_config
 
 app = typer.Typer(
     help="List, describe and fetch texts.",
@@ -18,8 +26,6 @@ app = typer.Typer(
 @app.command("list")
 def list_() -> None:
     """List the named texts. Example: `chargpt data list`."""
-    from chargpt.text.catalog import CATALOG
-
     for entry in CATALOG.values():
         console.out(f"{entry.name:16} {entry.description}")
     console.out("fetch one with `chargpt data get NAME`, then train with `chargpt train NAME`")
@@ -33,16 +39,12 @@ def get(
     ] = Path("data"),
 ) -> None:
     """Fetch a named text and verify its checksum. Example: `chargpt data get tinyshakespeare`."""
-    import difflib
-
-    from chargpt.errors import TextError
-    from chargpt.text.catalog import CATALOG, fetch
 
     if name not in CATALOG:
         near = difflib.get_close_matches(name, CATALOG, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(CATALOG)}"
         raise TextError(f"there is no text named {name!r}; {hint}")
-    path = fetch(CATALOG[name], to, options.PrepareProgress())
+    path = fetch(CATALOG[name], to, LoadingProgress())
     console.out(f"{path} ({console.size(path.stat().st_size)})")
     argument = name if to == Path("data") else str(path)
     console.say(f"train on it with `chargpt train {argument}`")
@@ -61,13 +63,9 @@ def info(
 
     Example: `chargpt data info novel.txt`.
     """
-    import json
 
-    from chargpt.text.corpus import load_corpus
-    from chargpt.text.describe import describe
-
-    settings = options.build_config(text, None, set_, encoding=encoding)
-    corpus = load_corpus(settings.text, progress=options.PrepareProgress())
+    settings = build_config(text, None, set_ or (), encoding=encoding)
+    corpus = load_corpus(settings.text, progress=LoadingProgress())
     facts = describe(corpus)
     if json_:
         console.out(json.dumps(asdict(facts), ensure_ascii=False))
@@ -79,7 +77,7 @@ def _show(name: str, facts: Any) -> None:
     def listed(pairs: Any) -> str:
         return "  ".join(f"{_visible(c)} {count:,}" for c, count in pairs)
 
-    console.table(
+    tables.table(
         ["text", name],
         [
             ["characters", f"{facts.characters:,}"],

@@ -3,18 +3,17 @@
 import json
 from dataclasses import asdict
 
+from chargpt.analysis.doctor import examine
 from chargpt.cli import console, options
 
 
 def doctor(device: options.Device = None, json_: options.Json = False) -> None:
-    """Look at this machine, and say what would help.
+    """Check this machine's device, speed and correctness.
 
     Device, number format, threads, speed, correctness, disk.
 
     Examples: `chargpt doctor`, `chargpt doctor --device cpu`.
     """
-    from chargpt.analysis.doctor import examine
-
     findings = examine(device or "auto")
     if json_:
         console.out(json.dumps({"findings": [asdict(finding) for finding in findings]}))

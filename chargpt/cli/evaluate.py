@@ -5,15 +5,15 @@ import time
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from chargpt.cli import console, options
-
-if TYPE_CHECKING:
-    from chargpt.inference.evaluation import Evaluation
-    from chargpt.store.run import Run
+from chargpt.cli import console, options, tables
+from chargpt.errors import ConfigError
+from chargpt.inference.evaluation import Evaluation
+from chargpt.inference.evaluation import evaluate as measure
+from chargpt.store.run import Run
 
 
 class Split(StrEnum):
@@ -46,22 +46,17 @@ def evaluate(
         typer.Option("--stride", min=1, help="Step of the sliding window; default half a block."),
     ] = None,
     checkpoint: options.Checkpoint = "best",
-    unknown: options.Unknown = None,
+    unknown: options.UnknownPolicy = None,
     json_: options.Json = False,
     device: options.Device = None,
     encoding: options.Encoding = None,
 ) -> None:
-    """Measure a run's loss on its own text or another.
+    """Evaluate a run's loss on its own text or another.
 
     Examples: `chargpt evaluate`, `chargpt evaluate runs/novel --protocol sliding --json`,
     `chargpt evaluate runs/novel --text other.txt --unknown skip`.
     """
-    from chargpt.errors import ConfigError
-    from chargpt.inference.evaluation import evaluate as measure
-    from chargpt.store.run import newest_run
-
-    path = run or newest_run()
-    loaded = options.load_run(path, checkpoint, device)
+    loaded = options.open_run(run, checkpoint, device)
     changes = {"text.encoding": encoding, "text.unknown": options.unknown_policy(unknown)}
     wanted = {key: value for key, value in changes.items() if value is not None}
     if wanted and text is None:
@@ -79,7 +74,7 @@ def evaluate(
             "seconds": round(seconds, 3),
             "chars_per_second": round(result.characters / seconds),
             "text": name,
-            "run": str(path),
+            "run": str(loaded.folder),
         }
         console.out(json.dumps(facts, ensure_ascii=False))
         return
@@ -89,7 +84,7 @@ def evaluate(
 
 def show(loaded: "Run", result: "Evaluation", title: str, seconds: float) -> None:
     """Print what was measured as a table."""
-    console.table(
+    tables.table(
         ["model", "nats/char", "bits/char", "perplexity", "accuracy", "std error"],
         [
             [

@@ -1,16 +1,25 @@
 """`chargpt explain`: attention step by step, on your own text and your own run."""
 
 import json
+import textwrap
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from markupsafe import Markup
 
-from chargpt.cli import console, options
-
-if TYPE_CHECKING:
-    from chargpt.analysis.explain import Maps, Section, Subject
+from chargpt.analysis import explain as tour
+from chargpt.analysis import plots
+from chargpt.analysis.explain import Maps, Section, Subject, Table, subject_of
+from chargpt.analysis.page import render, write_page
+from chargpt.cli import console, options, tables
+from chargpt.cli.progress import LoadingProgress
+from chargpt.errors import ConfigError, RunError
+from chargpt.store.folder import is_run
+from chargpt.store.run import newest_run
+from chargpt.text.corpus import load_corpus
+from chargpt.text.settings import build_config
 
 
 def explain(
@@ -36,20 +45,17 @@ def explain(
     device: options.Device = None,
     encoding: options.Encoding = None,
 ) -> None:
-    """Show how attention works, on your own text and run.
+    """Explain attention step by step on your own text and run.
 
     Sections: averaging, queries, mask, scaling, attention.
 
     Examples: `chargpt explain novel.txt`, `chargpt explain runs/novel --plot attention.png`,
     `chargpt explain runs/novel --section scaling --json`.
     """
-    from chargpt.analysis import plots
-    from chargpt.analysis.explain import Maps, explain
-
     if plot is not None:
         plots.require_ending(plot)
     subject = find_subject(what, checkpoint, device, encoding)
-    sections = explain(subject, section or ())
+    sections = tour.explain(subject, section or ())
     maps = [part for each in sections for part in each.parts if isinstance(part, Maps)]
     if plot is not None:
         draw(maps, plot)
@@ -75,12 +81,6 @@ def find_subject(
     Raises:
         ChargptError: there is no such run or text.
     """
-    from chargpt.analysis.explain import subject_of
-    from chargpt.errors import RunError
-    from chargpt.store.folder import is_run
-    from chargpt.store.run import newest_run
-    from chargpt.text.corpus import load_corpus
-
     path = Path(what) if what else None
     if path is None:
         try:
@@ -88,10 +88,10 @@ def find_subject(
         except RunError:
             path = None
     if path is not None and is_run(path):
-        run = options.load_run(path, checkpoint, device)
+        run = options.open_run(path, checkpoint, device)
         return subject_of(run.corpus(), run)
-    settings = options.build_config(what, None, None, device=device, encoding=encoding)
-    return subject_of(load_corpus(settings.text, progress=options.PrepareProgress()), None)
+    settings = build_config(what, device=device, encoding=encoding)
+    return subject_of(load_corpus(settings.text, progress=LoadingProgress()), None)
 
 
 def draw(maps: "list[Maps]", path: Path) -> None:
@@ -100,9 +100,6 @@ def draw(maps: "list[Maps]", path: Path) -> None:
     Raises:
         ConfigError: there is none among what is explained.
     """
-    from chargpt.analysis import plots
-    from chargpt.errors import ConfigError
-
     if not maps:
         raise ConfigError(
             "--plot draws what a trained gpt looks at; name the run of one, and no other section"
@@ -113,11 +110,6 @@ def draw(maps: "list[Maps]", path: Path) -> None:
 
 def write_tour(sections: "list[Section]", path: Path, name: str) -> None:
     """Write the tour as a page."""
-    from markupsafe import Markup
-
-    from chargpt.analysis import plots
-    from chargpt.analysis.explain import Maps, Table
-    from chargpt.analysis.page import render, write_page
 
     def shown(part: str | Table | Maps) -> tuple[str, object]:
         if isinstance(part, str):
@@ -142,14 +134,11 @@ def write_tour(sections: "list[Section]", path: Path, name: str) -> None:
 
 def show(sections: "list[Section]") -> None:
     """Print the tour."""
-    import textwrap
-
-    from chargpt.analysis.explain import Table
 
     for number, section in enumerate(sections, 1):
         console.out(f"{number}. {section.title}\n")
         for part in section.parts:
             if isinstance(part, Table):
-                console.table(part.columns, part.rows, title=part.caption)
+                tables.table(part.columns, part.rows, title=part.caption)
             elif isinstance(part, str):
                 console.out(textwrap.fill(console.printable(part), 79) + "\n")

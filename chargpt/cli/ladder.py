@@ -2,14 +2,17 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from chargpt.cli import console, options
-
-if TYPE_CHECKING:
-    from chargpt.analysis.ladder import Estimate, Ladder
-    from chargpt.config import Config
-    from chargpt.training.trainer import Trainer
+from chargpt.analysis import plots
+from chargpt.analysis.ladder import Estimate, Ladder, climb
+from chargpt.cli import console, tables
+from chargpt.cli.loop import run_steps
+from chargpt.cli.progress import LoadingProgress
+from chargpt.cli.signals import catch_signals
+from chargpt.config import Config
+from chargpt.text.corpus import load_corpus
+from chargpt.training.session import free_folder, slug
+from chargpt.training.trainer import Trainer
 
 SHOWN = 150  # characters of a rung's sample
 
@@ -22,8 +25,6 @@ def climb_and_show(
     Raises:
         ChargptError: the text, a setting or the folder will not do.
     """
-    from chargpt.analysis import plots
-
     found, folder = train_rungs(settings, out, seeds)
     picture = plots.save(plots.ladder(found), plot or folder / "ladder.svg")
     if json_:
@@ -36,13 +37,8 @@ def climb_and_show(
 
 def train_rungs(settings: "Config", out: Path | None, seeds: int) -> "tuple[Ladder, Path]":
     """Train every rung, each with a progress bar; return them and the folder of their runs."""
-    from chargpt.analysis.ladder import climb
-    from chargpt.cli.loop import run_steps
-    from chargpt.cli.signals import catch_signals
-    from chargpt.text.corpus import load_corpus
-
-    corpus = load_corpus(settings.text, progress=options.PrepareProgress())
-    folder = out or options.free_folder(f"ladder-{options.slug(corpus.name)}")
+    corpus = load_corpus(settings.text, progress=LoadingProgress())
+    folder = out or free_folder(f"ladder-{slug(corpus.name)}")
 
     def watch(name: str, trainer: "Trainer") -> None:
         console.say(f"== {name} ==")
@@ -66,7 +62,7 @@ def show(found: "Ladder") -> None:
         cells = console.loss_cells(loss.value)[:2]
         row = [step.rung.name, f"{step.parameters:,}", *cells, margin, f"{step.seconds:.1f}"]
         rows.append(row)
-    console.table(
+    tables.table(
         ["model", "parameters", "nats/char", "bits/char", "95%", "seconds"],
         rows,
         title=f"{found.title}: validation loss, protocol full",

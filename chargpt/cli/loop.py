@@ -5,6 +5,7 @@ import shlex
 import signal
 
 from chargpt.cli import console
+from chargpt.cli.progress import Progress
 from chargpt.cli.signals import Signals, Stopped
 from chargpt.errors import WorkError
 from chargpt.inference.baselines import NGRAM, baselines
@@ -26,9 +27,7 @@ class StepView:
         self.baselines: dict[str, float] = {}
         if trainer.group.is_main:
             self.baselines = baselines(trainer.corpus, ngram=trainer.learner.ngram)
-        self.bar = console.Progress(
-            trainer.config.train.max_steps, "step", initial=trainer.state.step
-        )
+        self.bar = Progress(trainer.config.train.max_steps, "step", initial=trainer.state.step)
         self.validation: list[float] = []
         self.has_reported_disk_error = False
         signals.is_deferred = True

@@ -1,7 +1,7 @@
-"""The command line: commands by name, errors as one sentence.
+"""The command line: a table of commands, and errors as one sentence with an exit code.
 
-Nothing heavy is imported here: `chargpt --help` has to answer at once, so each command imports
-torch and the rest when it runs.
+A command's module, with torch and the rest, is imported when the command is called, so that
+`chargpt --help` answers at once.
 """
 
 import gc
@@ -9,58 +9,105 @@ import io
 import os
 import sys
 import traceback
-from typing import Annotated, Any, NoReturn
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.metadata import version
+from typing import Annotated, Any, NamedTuple, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
-from chargpt.cli import (
-    compare,
-    compress,
-    console,
-    data,
-    doctor,
-    evaluate,
-    explain,
-    report,
-    sample,
-    score,
-    train,
-    verify,
-)
+from chargpt.cli import console
 from chargpt.cli.signals import Stopped
 from chargpt.errors import ChargptError
 
-# Typer carries its own copy of click in some versions and uses click itself in others; the
-# bases of its public exception are right in both.
+# Typer vendors click in some versions and depends on it in others; the bases of its public
+# exception are right in both.
 ClickException: Any = typer.BadParameter.__mro__[2]
+
+
+class Command(NamedTuple):
+    """A command: `name` is also the function in `module`; `help` is its docstring's first line."""
+
+    name: str
+    module: str
+    help: str
+
+
+COMMANDS = (
+    Command("train", "train", "Train a model on a text."),
+    Command("sample", "sample", "Generate text from a trained model, streamed as it is sampled."),
+    Command("evaluate", "evaluate", "Evaluate a run's loss on its own text or another."),
+    Command("compare", "compare", "Train and compare baselines and a GPT on the same text."),
+    Command("score", "score", "Print the surprisal of a text and its lines under a run."),
+    Command("compress", "compress", "Compress a text losslessly with a run's model."),
+    Command("decompress", "compress", "Decompress a text that was compressed with the same run."),
+    Command("explain", "explain", "Explain attention step by step on your own text and run."),
+    Command("report", "report", "Write a report page about a run."),
+    Command("verify", "verify", "Verify that every file of a run is intact."),
+    Command("doctor", "doctor", "Check this machine's device, speed and correctness."),
+    Command("data", "data", "List, describe and fetch texts."),
+)
+SETTINGS: dict[str, Any] = {
+    "rich_markup_mode": None,
+    "pretty_exceptions_enable": False,
+    "context_settings": {"help_option_names": ["-h", "--help"], "max_content_width": 100},
+}
+
+
+def load_command(command: Command) -> Any:
+    """Import a command's module and return its click command."""
+    module = import_module(f"chargpt.cli.{command.module}")
+    if hasattr(module, "app"):
+        return typer.main.get_command(module.app)
+    app = typer.Typer(add_completion=False, **SETTINGS)
+    app.command(command.name)(getattr(module, command.name))
+    return typer.main.get_command(app)
+
+
+class LazyGroup(TyperGroup):
+    """A group that imports a command when it is called, and lists all of them from the table."""
+
+    is_listing = False
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        found = {command.name: command for command in COMMANDS}.get(cmd_name)
+        if found is None or self.is_listing:
+            return super().get_command(ctx, cmd_name)
+        return load_command(found)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with self._listing():
+            super().format_commands(ctx, formatter)
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        with self._listing():
+            return super().shell_complete(ctx, incomplete)
+
+    @contextmanager
+    def _listing(self) -> Iterator[None]:
+        self.is_listing = True
+        try:
+            yield
+        finally:
+            self.is_listing = False
+
 
 app = typer.Typer(
     name="chargpt",
+    cls=LazyGroup,
     help="Train, sample and measure character-level GPT models.",
     epilog="Start with `chargpt train` (an embedded text) or `chargpt train my.txt`.",
     no_args_is_help=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    **SETTINGS,
 )
-app.command("train")(train.train)
-app.command("sample")(sample.sample)
-app.command("evaluate")(evaluate.evaluate)
-app.command("compare")(compare.compare)
-app.command("score")(score.score)
-app.command("compress")(compress.compress)
-app.command("decompress")(compress.decompress)
-app.command("explain")(explain.explain)
-app.command("report")(report.report)
-app.command("verify")(verify.verify)
-app.command("doctor")(doctor.doctor)
-app.add_typer(data.app, name="data")
+for _command in COMMANDS:  # placeholders, for the list of commands
+    app.command(_command.name, help=_command.help)(lambda: None)
 
 
 def _show_version(value: bool) -> None:
     if value:
-        from importlib.metadata import version
-
         console.out(f"chargpt {version('chargpt')}")
         raise typer.Exit
 
@@ -75,8 +122,54 @@ def main(
     """Train, sample and measure character-level GPT models."""
 
 
-def _explain(error: Any) -> int:
-    """Print what was wrong with the words on the line, or the help if there were none."""
+def run() -> NoReturn:
+    """Run the command line and exit with its code."""
+    console.note_start()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # print ? for what the terminal cannot encode
+    # Importing torch makes a million objects that stay. Collecting garbage among them at Python's
+    # default rate takes a fifth of a start.
+    gc.set_threshold(200_000, 10, 10)
+    command = typer.main.get_command(app)
+    code = exit_code_of(lambda: command.main(prog_name="chargpt", standalone_mode=False))
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        # the command failed on this rank: destroying the process group could wait for the others
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
+    gc.freeze()  # there is no garbage worth finding on exit
+    sys.exit(code)
+
+
+def exit_code_of(command: Callable[[], Any]) -> int:
+    """Run a command; print its error, if any, and return its exit code."""
+    try:
+        code = command()
+    except ChargptError as error:
+        console.fail(str(error))
+        return error.exit_code
+    except ClickException as error:
+        return _usage_error(error)
+    except (typer.Abort, KeyboardInterrupt):
+        console.say("stopped")
+        return 130
+    except Stopped as stop:
+        console.say("stopped")
+        return 128 + stop.number
+    except BrokenPipeError:  # `chargpt sample | head` is no failure
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        return _system_error(error)
+    except Exception as error:
+        return _out_of_memory() if _is_out_of_memory(error) else _unexpected_error()
+    return code if isinstance(code, int) else 0
+
+
+def _usage_error(error: Any) -> int:
+    """Print what was wrong with the arguments, or the help if there were none."""
     if type(error).__name__ == "NoArgsIsHelpError":
         console.out(error.format_message())
         return 0
@@ -86,65 +179,34 @@ def _explain(error: Any) -> int:
     return 2
 
 
+def _system_error(error: OSError) -> int:
+    path = f"{error.filename}: " if error.filename else ""
+    console.fail(
+        f"{path}{error.strerror or error}; free the space or set the permission it needs, "
+        "then try again (training: with --resume)"
+    )
+    return 1
+
+
 def _is_out_of_memory(error: Exception) -> bool:
     """Return whether Python, the CPU's allocator or the GPU's has run out of memory."""
-    words = ("can't allocate memory", "out of memory")
-    return isinstance(error, MemoryError) or any(word in str(error).lower() for word in words)
+    phrases = ("can't allocate memory", "out of memory")
+    return isinstance(error, MemoryError) or any(text in str(error).lower() for text in phrases)
 
 
-def run() -> NoReturn:
-    """Run the command line and leave with its exit code."""
-    console.note_start()
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that lacks a character shows ?
-    # importing torch makes a million objects that stay: looking for garbage among them, as often
-    # as Python does by default, is a fifth of a start
-    gc.set_threshold(200_000, 10, 10)
-    command = typer.main.get_command(app)
-    try:
-        code = command.main(prog_name="chargpt", standalone_mode=False)
-    except ChargptError as error:
-        console.fail(str(error))
-        code = error.exit_code
-    except ClickException as error:
-        code = _explain(error)
-    except (typer.Abort, KeyboardInterrupt):
-        console.say("stopped")
-        code = 130
-    except Stopped as stop:
-        console.say("stopped")
-        code = 128 + stop.number
-    except BrokenPipeError:  # `chargpt sample | head` is no failure
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
-    except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        console.fail(
-            f"{where}{error.strerror or error}; free the space or set the permission it needs, "
-            "then go on (training: with --resume)"
-        )
-        code = 1
-    except Exception as error:
-        code = 1
-        if _is_out_of_memory(error):
-            console.fail(
-                "there is not enough memory; lower train.batch_size or raise train.accumulate, or "
-                "make the model or its block smaller (training: a saved run goes on with --resume)"
-            )
-        else:
-            if console.is_main():
-                traceback.print_exc()
-            console.fail(
-                "this is a mistake in chargpt and not in what you did; please report it with all "
-                "of the above and what `chargpt doctor` prints (training: --resume goes on from "
-                "the last checkpoint)"
-            )
-    together = sys.modules.get("torch.distributed")
-    if together is not None and together.is_initialized():
-        # it failed among others: taking apart what ties it to them may wait for them for ever
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os._exit(code if isinstance(code, int) else 0)
-    gc.freeze()  # nor is there anything to find on the way out
-    sys.exit(code if isinstance(code, int) else 0)
+def _out_of_memory() -> int:
+    console.fail(
+        "there is not enough memory; lower train.batch_size or raise train.accumulate, or "
+        "make the model or its block smaller (training: resume a saved run with --resume)"
+    )
+    return 1
+
+
+def _unexpected_error() -> int:
+    if console.is_main():
+        traceback.print_exc()
+    console.fail(
+        "this is a bug in chargpt; please report it with all of the above and what `chargpt "
+        "doctor` prints (training: --resume continues from the last checkpoint)"
+    )
+    return 1

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from chargpt.analysis.report import write_report
 from chargpt.cli import console, options
 
 
@@ -17,14 +18,11 @@ def report(
     checkpoint: options.Checkpoint = "best",
     device: options.Device = None,
 ) -> None:
-    """Write all about a run on one page.
+    """Write a report page about a run.
 
     Curves, samples, surprise, attention, what it copied; nothing on it needs a network.
 
     Examples: `chargpt report`, `chargpt report runs/novel --out novel.html`.
     """
-    from chargpt.analysis.report import write_report
-    from chargpt.store.run import newest_run
-
-    loaded = options.load_run(run or newest_run(), checkpoint, device)
+    loaded = options.open_run(run, checkpoint, device)
     console.out(str(write_report(loaded, out)))

@@ -5,17 +5,21 @@ import json
 import secrets
 import sys
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from chargpt.cli import console, options
-
-if TYPE_CHECKING:
-    from chargpt.analysis.memorization import Check
-    from chargpt.config import Config, SampleConfig
-    from chargpt.store.run import Run
-    from chargpt.text.tokenizer import Unknown
+from chargpt.analysis.memorization import LEAST, Check
+from chargpt.analysis.memorization import check as check_overlap
+from chargpt.cli import console, options, tables
+from chargpt.cli.progress import Progress
+from chargpt.config import Config, SampleConfig
+from chargpt.errors import ConfigError
+from chargpt.inference.sampling import sample as generate
+from chargpt.inference.sampling import stream_run
+from chargpt.store.run import Run
+from chargpt.text.corpus import read_text
+from chargpt.text.tokenizer import Unknown
 
 
 def sample(
@@ -55,21 +59,17 @@ def sample(
     check: Annotated[
         bool, typer.Option("--check", help="Mark what stands in the training text too.")
     ] = False,
-    unknown: options.Unknown = None,
+    unknown: options.UnknownPolicy = None,
     checkpoint: options.Checkpoint = "best",
     json_: options.Json = False,
     device: options.Device = None,
 ) -> None:
-    """Write text with a trained model, as it comes.
+    """Generate text from a trained model, streamed as it is sampled.
 
     Examples: `chargpt sample`, `chargpt sample runs/novel --prompt "It was" --length 300`,
     `chargpt sample --temperature 0.5 --num-samples 3 --seed 1 --json`.
     """
-    from chargpt.inference.sampling import stream_run
-    from chargpt.store.run import newest_run
-
-    path = run or newest_run()
-    loaded = options.load_run(path, checkpoint, device)
+    loaded = options.open_run(run, checkpoint, device)
     settings = choose(
         loaded.config,
         prompt=given_prompt(prompt, prompt_file),
@@ -92,7 +92,7 @@ def sample(
         facts: dict[str, object] = {
             "samples": texts,
             "seed": settings.seed,
-            "run": str(path),
+            "run": str(loaded.folder),
             "step": loaded.step,
         }
         if found is not None:
@@ -106,35 +106,16 @@ def sample(
         show_check(found, loaded)
 
 
-def write_texts(run: "Run", settings: "SampleConfig", unknown: "Unknown | None") -> list[str]:
-    """Return the texts, with a progress bar while they are written."""
-    from chargpt.inference.sampling import sample as draw
-
-    bar = console.Progress(settings.num_samples * settings.length, "character")
-
-    def watch(done: int, _: int) -> None:
-        bar.move_to(done, "written" if bar.wants_detail() else None)
-
-    try:
-        return draw(run, settings, unknown=unknown, on_progress=watch)
-    finally:
-        bar.close()
+def write_texts(run: Run, settings: SampleConfig, unknown: Unknown | None) -> list[str]:
+    """Return the texts, with a progress bar while they are sampled."""
+    with Progress(settings.num_samples * settings.length, "character") as bar:
+        return generate(run, settings, unknown=unknown, on_progress=bar.callback("sampled"))
 
 
-def check_texts(run: "Run", texts: list[str]) -> "Check":
-    """Return what of the texts stands in the training text, with a progress bar."""
-    from chargpt.analysis.memorization import check
-
-    bar = console.Progress(1, "character")
-
-    def watch(done: int, total: int) -> None:
-        bar.change_total(total)
-        bar.move_to(done, "of the training text" if bar.wants_detail() else None)
-
-    try:
-        return check(run.corpus(), texts, watch)
-    finally:
-        bar.close()
+def check_texts(run: Run, texts: list[str]) -> Check:
+    """Return the verbatim overlap of texts with the training text, with a progress bar."""
+    with Progress(1, "character") as bar:
+        return check_overlap(run.corpus(), texts, bar.callback("of the training text"))
 
 
 def marked(text: str, copied: list[tuple[int, int]]) -> str:
@@ -146,8 +127,6 @@ def marked(text: str, copied: list[tuple[int, int]]) -> str:
 
 def show_check(found: "Check", run: "Run") -> None:
     """Print the longest copy, and how much is novel beside text that the run never saw."""
-    from chargpt.analysis.memorization import LEAST
-
     longest = [memory.longest for memory in found.texts if memory.longest]
     unseen = max((m.longest.length for m in found.held_out if m.longest), default=0)
     beside = f"in unseen text of that length {unseen or f'under {LEAST}'}"
@@ -165,7 +144,7 @@ def show_check(found: "Check", run: "Run") -> None:
         for length, ours, theirs in found.novel()
         if length <= 2 * LEAST
     ]
-    console.table(["characters", "novel here", "in unseen text"], rows)
+    tables.table(["characters", "novel here", "in unseen text"], rows)
 
 
 def given_prompt(prompt: str | None, file: str | None) -> str | None:
@@ -175,9 +154,6 @@ def given_prompt(prompt: str | None, file: str | None) -> str | None:
         ConfigError: both were given.
         TextError: the file cannot be read as text.
     """
-    from chargpt.errors import ConfigError
-    from chargpt.text.corpus import read_text
-
     if prompt is not None and file is not None:
         raise ConfigError("--prompt and --prompt-file both name a prompt; give one")
     return prompt if file is None else read_text(file)

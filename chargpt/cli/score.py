@@ -6,7 +6,9 @@ from typing import Annotated
 
 import typer
 
-from chargpt.cli import console, options
+from chargpt.cli import console, options, tables
+from chargpt.inference.scoring import score as measure
+from chargpt.text.corpus import read_text
 
 SHOWN = 3  # lines at each end of the ranking
 
@@ -19,21 +21,18 @@ def score(
     per_line: Annotated[
         bool, typer.Option("--per-line", help="Every line, the most surprising first.")
     ] = False,
-    unknown: options.Unknown = None,
+    unknown: options.UnknownPolicy = None,
     checkpoint: options.Checkpoint = "best",
     encoding: options.Encoding = None,
     json_: options.Json = False,
     device: options.Device = None,
 ) -> None:
-    """Say how many bits a text and its lines take under a run.
+    """Print the surprisal of a text and its lines under a run.
 
     Examples: `chargpt score runs/novel chapter.txt`,
     `chargpt score runs/novel --per-line < chapter.txt | head`.
     """
-    from chargpt.inference.scoring import score as measure
-    from chargpt.text.corpus import read_text
-
-    loaded = options.load_run(run, checkpoint, device)
+    loaded = options.open_run(run, checkpoint, device)
     content = read_text(text, encoding=encoding or "auto")
     scored = measure(loaded, content, options.unknown_policy(unknown))
     ranked = sorted(scored.lines(), key=lambda line: -line.bits_per_char)
@@ -60,4 +59,4 @@ def score(
             for line in (*ranked[:SHOWN], *ranked[-SHOWN:])
         ]
         rows.insert(SHOWN, ["...", "", ""])
-        console.table(["bits/char", "line", "the most and the least surprising"], rows)
+        tables.table(["bits/char", "line", "the most and the least surprising"], rows)

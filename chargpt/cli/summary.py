@@ -6,7 +6,7 @@ import torch
 
 from chargpt.analysis.report import write_report
 from chargpt.analysis.result import Result, result_of, verdict
-from chargpt.cli import console
+from chargpt.cli import console, tables
 from chargpt.config import ModelConfig
 from chargpt.errors import ChargptError
 from chargpt.store.run import Run, load_run
@@ -66,7 +66,7 @@ def show_result(session: Session, baselines: dict[str, float]) -> None:
     trainer, folder, budget = session.trainer, session.folder, session.budget
     best = load_run(folder.path, "best", trainer.device.type)
     result = result_of(best, trainer.corpus, baselines)
-    console.table(
+    tables.table(
         ["model", "split", "nats/char", "bits/char", "perplexity"],
         [
             [name, split, *console.loss_cells(nats)]

@@ -7,6 +7,7 @@ import typer
 
 from chargpt.cli import console, options
 from chargpt.cli.loop import run_steps
+from chargpt.cli.progress import LoadingProgress
 from chargpt.cli.signals import catch_signals
 from chargpt.cli.summary import show_budget, show_plan, show_result
 from chargpt.errors import ConfigError, FinishedError
@@ -48,7 +49,9 @@ def train(
     encoding: options.Encoding = None,
     set_: options.Set = None,
 ) -> None:
-    """Train a model on a text. Without a text: on one that comes with Python.
+    """Train a model on a text.
+
+    Without a text: on one that comes with Python.
 
     Examples: `chargpt train`, `chargpt train novel.txt --budget 10m`,
     `chargpt train novel.txt -c bigram -s train.max_steps=500`, `chargpt train --resume`.
@@ -77,7 +80,7 @@ def train(
 
     with catch_signals() as signals:
         try:
-            run_training(request, run_session, options.PrepareProgress())
+            run_training(request, run_session, LoadingProgress())
         except FinishedError as error:
             if request.start is not StartMode.BEGIN_OR_RESUME:
                 raise

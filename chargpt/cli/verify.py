@@ -1,11 +1,14 @@
 """`chargpt verify`: integrity check of a run."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from chargpt.cli import console
+from chargpt.cli import console, tables
+from chargpt.store.run import newest_run, open_run
+from chargpt.store.verify import verify as check
 
 
 def verify(
@@ -15,14 +18,12 @@ def verify(
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Check that every file a run has saved is intact; exit with 1 if not.
+    """Verify that every file of a run is intact.
+
+    The exit code is 1 if one is damaged.
 
     Examples: `chargpt verify`, `chargpt verify runs/novel-gpt --json`.
     """
-    import json
-
-    from chargpt.store.run import newest_run, open_run
-    from chargpt.store.verify import verify as check
 
     folder = open_run(run or newest_run())
     result = check(folder)
@@ -54,7 +55,7 @@ def verify(
             ]
             for each in result.checkpoints
         ]
-        console.table(["checkpoint", "used as", "size", "state"], rows_)
+        tables.table(["checkpoint", "used as", "size", "state"], rows_)
         for sentence in (*result.problems, *result.notes):
             console.out(sentence)
         if not result.problems:

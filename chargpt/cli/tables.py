@@ -1,0 +1,41 @@
+"""Tables and columns of text on stdout."""
+
+import os
+import sys
+from collections.abc import Iterable, Sequence
+
+from rich import box
+from rich.columns import Columns
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from chargpt.cli import console
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str = "") -> None:
+    """Print a table on stdout; all columns but the first are right-aligned."""
+    grid = Table(
+        title=title or None,
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        title_justify="left",
+        title_style="bold",
+    )
+    for index, column in enumerate(columns):
+        grid.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
+    for row in rows:
+        grid.add_row(*(Text(cell) for cell in row))
+    Console(file=sys.stdout, highlight=False, no_color="NO_COLOR" in os.environ).print(grid)
+
+
+def side_by_side(titles: Sequence[str], texts: Sequence[str]) -> None:
+    """Print texts in columns on stdout."""
+    target = Console(file=sys.stdout, highlight=False, no_color="NO_COLOR" in os.environ)
+    width = max(24, target.width // len(titles) - 1)
+    panels = [
+        Panel(Text(console.printable(text)), title=title, width=width)
+        for title, text in zip(titles, texts, strict=True)
+    ]
+    target.print(Columns(panels, padding=0))
