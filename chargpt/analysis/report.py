@@ -14,7 +14,12 @@ from typing import Any
 from markupsafe import Markup
 
 from chargpt.analysis import guesses, memorization, plots
-from chargpt.analysis.heads import LINE, attention_on_line, head_words, typical_line
+from chargpt.analysis.attention_maps import (
+    MAX_LINE,
+    attention_maps,
+    describe_heads,
+    typical_line,
+)
 from chargpt.analysis.page import render, write_page
 from chargpt.analysis.result import Result, result_of, verdict
 from chargpt.inference.baselines import NGRAM
@@ -200,12 +205,12 @@ def looks(run: Run, corpus: Corpus) -> dict[str, Any]:
     """Return pictures of what each head looks at on a line of the validation part."""
     if not isinstance(run.model, GPT):
         return {"maps": []}
-    most = min(LINE, run.model.block_size)
+    most = min(MAX_LINE, run.model.block_size)
     line = typical_line(run.tokenizer, corpus.split("val"), most)
-    text, layers = run.tokenizer.decode(line), attention_on_line(run.model, line)
+    text, layers = run.tokenizer.decode(line), attention_maps(run.model, line)
     maps = []
     for number, weights in enumerate(layers, 1):
-        words = "; ".join(head_words(weights))
+        words = "; ".join(describe_heads(weights))
         titles = [f"head {head}" for head in range(1, len(weights) + 1)]
         figure = plots.attention(weights, text, titles)
         maps.append(
