@@ -101,7 +101,7 @@ def test_the_table_says_what_each_rung_adds(cli: Cli, verse: Path) -> None:
     done = cli("compare", verse, "--ladder", "--out", "rungs", "--plot", "steps.png", *TINY)
     assert done.returncode == 0, done.stderr
     assert "one head, scaled: " in done.stdout
-    assert "by scores divided by sqrt(head size)" in done.stdout
+    assert "; scores divided by sqrt(head size)" in done.stdout
     assert "±" not in done.stdout  # a single seed knows no interval
     assert "-- + depth --" in done.stdout
     assert all(len(line) <= 80 for line in done.stdout.splitlines() if "───" in line)
@@ -155,7 +155,7 @@ def test_counting_longer_grams_is_measured_as_the_baseline_is(verse: Path) -> No
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--seeds", "2"], "--seeds says how often each rung is trained; give --ladder too"),
+        (["--seeds", "2"], "--seeds is the number of runs per rung; give --ladder too"),
         (["--ladder", "-c", "bigram"], "the ladder leads up to a gpt of several layers"),
         (["--ladder", "-s", "model.n_head=1"], "set model.n_layer and model.n_head to 2 or more"),
         (["--ladder", "--plot", "a.jpg"], "a.jpg must end in .svg or .png; name it so"),

@@ -10,14 +10,14 @@ import pytest
 
 from chargpt.analysis import plots
 from chargpt.analysis.guesses import Group
-from chargpt.analysis.ladder import Ladder, Rung, Step
+from chargpt.analysis.ladder import Ladder, Rung, RungResult
 
 
 def test_the_ladders_bars_are_bits_in_the_order_of_its_rungs() -> None:
     rungs = [Rung(name, "", {}) for name in ("bigram (trained)", "one head, scaled")]
     steps = [
-        Step(rungs[0], [2.0, 2.2], 1, 1.0, "", None),
-        Step(rungs[1], [1.0, 1.2], 1, 1.0, "", [2.0, 2.2]),
+        RungResult(rungs[0], [2.0, 2.2], 1, 1.0, "", None),
+        RungResult(rungs[1], [1.0, 1.2], 1, 1.0, "", [2.0, 2.2]),
     ]
     figure = plots.ladder(Ladder("a text", {"uniform": 4.0}, {"xz -9": 1.5}, steps))
     (axes,) = figure.axes
