@@ -10,7 +10,7 @@ import torch
 from conftest import Cli
 
 from chargpt.analysis import doctor
-from chargpt.analysis.doctor import examine, gradient_error, matrix_speed
+from chargpt.analysis.doctor import gradient_error, matmul_flops, run_checks
 
 CPU = torch.device("cpu")
 
@@ -18,11 +18,11 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "MEASURED_SECONDS", 0.0)
-    monkeypatch.setattr(doctor, "SIDE", 64)
+    monkeypatch.setattr(doctor, "MATRIX_SIZE", 64)
 
 
 def advice(name: str) -> str:
-    return next(finding.advice for finding in examine("cpu") if finding.name == name)
+    return next(finding.advice for finding in run_checks("cpu") if finding.name == name)
 
 
 def test_gradients_are_as_exact_as_their_format_allows() -> None:
@@ -31,22 +31,22 @@ def test_gradients_are_as_exact_as_their_format_allows() -> None:
     assert 1e-4 < gradient_error(CPU, torch.bfloat16) < 0.1
 
 
-def test_a_device_that_computes_wrongly_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert advice("one training step") == ""
-    exact = doctor._gradients
+def test_a_device_with_wrong_gradients_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert advice("gradient") == ""
+    exact = doctor._gradient
 
     def wrong(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         gradients = exact(device, dtype)
         return gradients if dtype == torch.float64 else gradients * 1.2
 
-    monkeypatch.setattr(doctor, "_gradients", wrong)
-    assert "computes wrongly" in advice("one training step")
+    monkeypatch.setattr(doctor, "_gradient", wrong)
+    assert "gradients are wrong" in advice("gradient")
 
 
 def test_speed_is_counted_in_operations_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 1.0, 1.5, 2.0])  # the deadline, then one product from 1.0 to 1.5
     monkeypatch.setattr(doctor.time, "perf_counter", lambda: next(clock))
-    assert matrix_speed(CPU, torch.float32) == 2 * 64**3 / 0.5
+    assert matmul_flops(CPU, torch.float32) == 2 * 64**3 / 0.5
 
 
 def test_too_many_and_too_few_threads_are_advised_against(
@@ -68,9 +68,9 @@ def test_a_full_disk_is_advised_against(monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_command_says_all_in_words_and_in_json(cli: Cli) -> None:
     done = cli("doctor", "--device", "cpu")
     assert done.returncode == 0, done.stderr
-    for word in ("device", "format", "threads", "float32 products", "one training step", "disk"):
+    for word in ("device", "format", "threads", "float32 products", "gradient", "disk"):
         assert word in done.stdout
     assert "GFLOP/s" in done.stdout
-    found = json.loads(cli("doctor", "--device", "cpu", "--json").stdout)["findings"]
+    found = json.loads(cli("doctor", "--device", "cpu", "--json").stdout)["checks"]
     assert [finding["name"] for finding in found][:2] == ["device", "format"]
     assert str(Path.cwd()) in next(f["value"] for f in found if f["name"] == "disk for runs")

@@ -158,7 +158,7 @@ def test_counting_longer_grams_is_measured_as_the_baseline_is(verse: Path) -> No
         (["--seeds", "2"], "--seeds is the number of runs per rung; give --ladder too"),
         (["--ladder", "-c", "bigram"], "the ladder leads up to a gpt of several layers"),
         (["--ladder", "-s", "model.n_head=1"], "set model.n_layer and model.n_head to 2 or more"),
-        (["--ladder", "--plot", "a.jpg"], "a.jpg must end in .svg or .png; name it so"),
+        (["--ladder", "--plot", "a.jpg"], "a.jpg must end in .svg or .png; rename it"),
         (["--ladder", "other.txt"], "--ladder trains on one text; give that, and no run"),
         (["--ladder", "--models", "gpt"], "--ladder trains its own models; drop --models"),
         (["--ladder", "--seeds", "11"], "Invalid value for '--seeds'"),

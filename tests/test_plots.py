@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from chargpt.analysis import plots
-from chargpt.analysis.guesses import Group
 from chargpt.analysis.ladder import Ladder, Rung, RungResult
+from chargpt.analysis.predictions import Group
+from chargpt.text.tokenizer import display_char
 
 
 def test_the_ladders_bars_are_bits_in_the_order_of_its_rungs() -> None:
@@ -69,7 +70,7 @@ def test_curves_and_levels_are_drawn_where_they_are() -> None:
 def test_thinning_keeps_the_mean_of_equal_shares() -> None:
     points = [(step, float(step)) for step in range(1, 101)]
     assert plots.thinned(points)[:2] == [(3, 2.0), (6, 5.0)]
-    assert len(plots.thinned(points)) <= plots.SMOOTHED
+    assert len(plots.thinned(points)) <= plots.MAX_POINTS
     assert plots.thinned([]) == []
     assert plots.thinned(points[:5]) == points[:5]
 
@@ -94,4 +95,4 @@ def test_a_picture_in_a_page_takes_its_colour_and_has_ids_of_its_own() -> None:
     ("character", "sign"), [(" ", "␣"), ("\n", "⏎"), ("\t", "⇥"), ("\x07", "\ufffd"), ("ж", "ж")]
 )
 def test_what_cannot_be_seen_has_a_sign(character: str, sign: str) -> None:
-    assert plots.visible(character) == sign
+    assert display_char(character) == sign

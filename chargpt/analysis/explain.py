@@ -23,14 +23,13 @@ from chargpt.analysis.attention_maps import (
     typical_line,
 )
 from chargpt.analysis.averages import average_by_loop, average_by_matrix, average_by_softmax
-from chargpt.analysis.plots import visible
 from chargpt.config import Config, ModelConfig
 from chargpt.errors import ConfigError, TextError
 from chargpt.models.attention import attention_scores, causal_mask, explicit_attention
 from chargpt.models.gpt import GPT, Attention, Block
 from chargpt.store.run import Run
 from chargpt.text.corpus import Corpus, Split
-from chargpt.text.tokenizer import Tokens
+from chargpt.text.tokenizer import Tokens, display_char
 
 SHOWN = 8  # characters of the line in tables
 HEAD_SIZES = (1, 4, 16, 64, 256)
@@ -101,7 +100,7 @@ class Subject:
     @property
     def characters(self) -> list[str]:
         """The characters that tables show, in visible form."""
-        return [visible(character) for character in self.line[:SHOWN]]
+        return [display_char(character) for character in self.line[:SHOWN]]
 
 
 def choose_subject(corpus: Corpus, run: Run | None) -> Subject:

@@ -1,42 +1,41 @@
-"""What of a text stands word for word in the training text: copied, or new?
+"""Verbatim overlap: which parts of a text occur word for word in the training split.
 
-Stretches of one length are found by their hash. With prefix sums P_i = sum over j < i of (t_j + 1)
-B^j, all modulo 2^64, the hash of the n characters from i on is (P_{i+n} - P_i) B^{-i} (Karp and
-Rabin 1987, with prefix sums in place of rolling): a few operations on arrays, for any n. So nothing
-has to be indexed: the training text is gone through once, in parts, for all lengths together, and
-what it holds of the texts is looked up in a small table.
-Shapes in this file: N = characters of the training text, M = characters of all texts together.
+n-grams are found by their hash. With prefix sums P_i = sum over j < i of (t_j + 1) B^j modulo 2^64,
+the hash of the n tokens from i on is (P_{i+n} - P_i) B^{-i} (Karp and Rabin 1987, with prefix sums
+instead of a rolling hash): a few array operations for any n. So no index is built: the training
+split is scanned once, in chunks, for all lengths together, and its hashes are looked up in the
+small table of the texts' hashes.
+Shapes in this file: N = tokens of the training split, M = tokens of all texts together.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from chargpt.text.corpus import Corpus
+from chargpt.text.tokenizer import Tokens
 
 LENGTHS = (4, 6, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-LEAST = 20  # characters of a stretch that counts as copied; shorter ones are common phrases
-PART = 2**20  # characters of the training text at a time
-TABLE_BITS = 22  # of a hash, by which nearly all that is not wanted is passed over
-MOST_PLACES = 32  # of one stretch that are remembered; a run of spaces may stand in a million
-BASE = 0x9E3779B97F4A7C15  # any odd number has an inverse
+MIN_MATCH = 20  # characters of a match that counts; shorter ones are common phrases
+CHUNK = 2**20  # tokens of the training split
+TABLE_BITS = 22  # of a hash, by which most n-grams of the training split are skipped
+MAX_POSITIONS = 32  # stored for one n-gram; a run of spaces may occur a million times
+BASE = 0x9E3779B97F4A7C15  # any odd number has an inverse modulo 2^64
 
-Tokens = npt.NDArray[Any]
 Hashes = npt.NDArray[np.uint64]
-Places = npt.NDArray[np.int64]
+Positions = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Copy:
-    """A stretch of a text that stands in the training text as well.
+class VerbatimMatch:
+    """A part of a text that occurs in the training split.
 
     Attributes:
-        start: where it begins in the text.
+        start: in the text.
         length: in characters.
-        place: where it begins in the training text.
+        place: start in the training split.
     """
 
     start: int
@@ -45,191 +44,194 @@ class Copy:
 
 
 @dataclass(frozen=True)
-class Memory:
-    """What one text has of the training text.
+class Overlap:
+    """Verbatim overlap of one text with the training split.
 
     Attributes:
-        longest: its longest stretch that stands there too, of LEAST characters or more. Of one
-            that stands there very often, the first places alone are followed to their ends.
-        copied: what is covered by such stretches, as (start, end), in order, apart.
-        novel: of each length, the share of the text's stretches that do not stand there.
+        longest: longest match of at least MIN_MATCH characters. Of an n-gram that occurs very
+            often only the first positions are extended.
+        matched: parts covered by such matches, as disjoint (start, end) in order.
+        novel: by n, the fraction of the text's n-grams that do not occur in the training split.
     """
 
-    longest: Copy | None
-    copied: list[tuple[int, int]]
+    longest: VerbatimMatch | None
+    matched: list[tuple[int, int]]
     novel: dict[int, float]
 
 
 @dataclass(frozen=True)
-class Check:
-    """What the texts of a run have of its training text, and what text that it never saw has.
+class OverlapReport:
+    """Overlap of generated texts, and of unseen text for comparison.
 
     Attributes:
-        texts: one each.
-        held_out: as many stretches of the validation part, as long as the texts.
-        training: the training part's ids.
+        texts: of each generated text.
+        held_out: of as many parts of the validation split, of the same lengths.
+        training: tokens of the training split.
     """
 
-    texts: list[Memory]
-    held_out: list[Memory]
+    texts: list[Overlap]
+    held_out: list[Overlap]
     training: Tokens
 
-    def novel(self) -> list[tuple[int, float, float]]:
-        """Return (length, share that is novel in the texts, and in text never seen)."""
+    def novel_fractions(self) -> list[tuple[int, float, float]]:
+        """Return (n, novel fraction in the texts, novel fraction in unseen text) by n."""
         rows = []
-        for length in self.texts[0].novel if self.texts else ():
-            ours, theirs = (
-                [memory.novel[length] for memory in memories if length in memory.novel]
-                for memories in (self.texts, self.held_out)
+        for n in self.texts[0].novel if self.texts else ():
+            ours, unseen = (
+                [each.novel[n] for each in overlaps if n in each.novel]
+                for overlaps in (self.texts, self.held_out)
             )
-            if ours and theirs:
-                rows.append((length, sum(ours) / len(ours), sum(theirs) / len(theirs)))
+            if ours and unseen:
+                rows.append((n, sum(ours) / len(ours), sum(unseen) / len(unseen)))
         return rows
 
 
-def check(
-    corpus: Corpus, texts: Sequence[str], watch: Callable[[int, int], object] = lambda *_: None
-) -> Check:
-    """Return what texts that a run has written have of the text that it was trained on.
+def measure_overlap(
+    corpus: Corpus, texts: Sequence[str], on_progress: Callable[[int, int], object] | None = None
+) -> OverlapReport:
+    """Return the verbatim overlap of generated texts with the training split.
 
     Args:
-        corpus: that text.
-        texts: of its vocabulary.
-        watch: told how many characters of the training text are done, and of how many.
+        corpus: the text that the run was trained on.
+        texts: generated ones.
+        on_progress: called with the number of training tokens done, and of all.
     """
     training, unseen = corpus.split("train"), corpus.split("val")
-    written = [corpus.tokenizer.encode(text, unknown="replace") for text in texts]
+    generated = [corpus.tokenizer.encode(text, unknown="replace") for text in texts]
     held_out = []
-    for number, tokens in enumerate(written):
-        start = (len(unseen) - len(tokens)) * number // max(1, len(written) - 1)
+    for number, tokens in enumerate(generated):
+        start = (len(unseen) - len(tokens)) * number // max(1, len(generated) - 1)
         held_out.append(unseen[max(0, start) :][: len(tokens)])
-    found = memorization(training, [*written, *held_out], lambda n: watch(n, len(training)))
-    return Check(found[: len(written)], found[len(written) :], training)
+    found = find_overlap(training, [*generated, *held_out], on_progress)
+    return OverlapReport(found[: len(generated)], found[len(generated) :], training)
 
 
-def memorization(
-    training: Tokens, texts: Sequence[Tokens], watch: Callable[[int], object] = lambda _: None
-) -> list[Memory]:
-    """Return for each text what it has of the training text, in one pass over that.
+def find_overlap(
+    training: Tokens,
+    texts: Sequence[Tokens],
+    on_progress: Callable[[int, int], object] | None = None,
+) -> list[Overlap]:
+    """Return the overlap of each text with the training tokens, in one pass over those.
 
     Args:
-        training: ids of any integer type, (N,); may be mapped from a file.
+        training: ids of any integer type, (N,); may be memory-mapped.
         texts: ids of the same vocabulary.
-        watch: told how many of the N characters are done.
+        on_progress: called with the number of training tokens done, and of all.
     """
     longest = max((len(text) for text in texts), default=0)
     lengths = [n for n in LENGTHS if n <= min(longest, len(training))]
-    wanted = [_Wanted(texts, n) for n in lengths]
-    powers, inverses = _powers(PART + (lengths[-1] if lengths else 0))
-    for first in range(0, len(training) if lengths else 0, PART):
-        part = training[first : first + PART + lengths[-1] - 1]
-        sums = _prefix_sums(part, powers)
-        for each in wanted:
-            # stretches that begin in the next part are that part's
-            count = min(PART, len(part) - each.length + 1)
+    tables = [_NGramTable(texts, n) for n in lengths]
+    powers, inverses = _powers(CHUNK + (lengths[-1] if lengths else 0))
+    for first in range(0, len(training) if lengths else 0, CHUNK):
+        chunk = training[first : first + CHUNK + lengths[-1] - 1]
+        sums = _prefix_sums(chunk, powers)
+        for table in tables:
+            # n-grams that begin in the next chunk belong to it
+            count = min(CHUNK, len(chunk) - table.n + 1)
             if count > 0:
-                each.look_in(sums, inverses, first, count)
-        watch(min(first + PART, len(training)))
-    return [_judge(training, text, number, wanted) for number, text in enumerate(texts)]
+                table.look_up(sums, inverses, first, count)
+        if on_progress is not None:
+            on_progress(min(first + CHUNK, len(training)), len(training))
+    return [_overlap_of(training, text, number, tables) for number, text in enumerate(texts)]
 
 
-class _Wanted:
-    """All stretches of one length that the texts hold, and where the training text has them."""
+class _NGramTable:
+    """All n-grams of the texts for one n, and where the training split has them."""
 
-    def __init__(self, texts: Sequence[Tokens], length: int) -> None:
-        self.length = length
-        hashes = [_hashes_of(text, length) for text in texts]
-        self.ends = np.cumsum([len(each) for each in hashes])
-        self.hashes, self.kinds = np.unique(np.concatenate(hashes), return_inverse=True)
-        self.found = np.zeros(len(self.hashes), dtype=bool)
-        self.places: list[tuple[Places, Places]] = []  # (kinds, places) of each part
-        self.remembered = np.zeros(len(self.hashes), dtype=np.int64)
-        self.table = np.zeros(2**TABLE_BITS, dtype=bool)
-        self.table[self.hashes >> np.uint64(64 - TABLE_BITS)] = True
+    def __init__(self, texts: Sequence[Tokens], n: int) -> None:
+        self.n = n
+        hashes = [_hashes_of(text, n) for text in texts]
+        self.ends = np.cumsum([len(each) for each in hashes])  # of each text's n-grams
+        self.hashes, self.ids = np.unique(np.concatenate(hashes), return_inverse=True)
+        self.occurs = np.zeros(len(self.hashes), dtype=bool)
+        self.positions: list[tuple[Positions, Positions]] = []  # (ids, positions) of each chunk
+        self.n_stored = np.zeros(len(self.hashes), dtype=np.int64)
+        self.filter = np.zeros(2**TABLE_BITS, dtype=bool)
+        self.filter[self.hashes >> np.uint64(64 - TABLE_BITS)] = True
 
-    def look_in(self, sums: Hashes, inverses: Hashes, first: int, count: int) -> None:
-        """Look at the `count` stretches that begin in a part of the training text."""
-        n = self.length
-        hashes = (sums[n : n + count] - sums[:count]) * inverses[:count]
-        near = np.flatnonzero(self.table[hashes >> np.uint64(64 - TABLE_BITS)])
-        kinds = np.searchsorted(self.hashes, hashes[near]).clip(max=len(self.hashes) - 1)
-        right = self.hashes[kinds] == hashes[near]
-        kinds, near = kinds[right], near[right]
-        self.found[kinds] = True
-        if n >= LEAST:
-            self._remember(kinds, near + first)
+    def look_up(self, sums: Hashes, inverses: Hashes, first: int, count: int) -> None:
+        """Look up the `count` n-grams that begin in a chunk of the training split."""
+        hashes = (sums[self.n : self.n + count] - sums[:count]) * inverses[:count]
+        places = np.flatnonzero(self.filter[hashes >> np.uint64(64 - TABLE_BITS)])
+        ids = np.searchsorted(self.hashes, hashes[places]).clip(max=len(self.hashes) - 1)
+        is_equal = self.hashes[ids] == hashes[places]
+        ids, places = ids[is_equal], places[is_equal]
+        self.occurs[ids] = True
+        if self.n >= MIN_MATCH:
+            self._store(ids, places + first)
 
-    def _remember(self, kinds: Places, places: Places) -> None:
-        order = np.argsort(kinds, kind="stable")
-        kinds, places = kinds[order], places[order]
-        earlier = np.arange(len(kinds)) - np.searchsorted(kinds, kinds)  # of its kind, in this part
-        few = self.remembered[kinds] + earlier < MOST_PLACES
-        self.places.append((kinds[few], places[few]))
-        self.remembered += np.bincount(kinds, minlength=len(self.hashes))
+    def _store(self, ids: Positions, positions: Positions) -> None:
+        order = np.argsort(ids, kind="stable")
+        ids, positions = ids[order], positions[order]
+        rank = np.arange(len(ids)) - np.searchsorted(ids, ids)  # among equal ids of this chunk
+        is_kept = self.n_stored[ids] + rank < MAX_POSITIONS
+        self.positions.append((ids[is_kept], positions[is_kept]))
+        self.n_stored += np.bincount(ids, minlength=len(self.hashes))
 
-    def present(self, number: int) -> npt.NDArray[np.bool_]:
-        """Return for each stretch of one text whether the training text has it."""
+    def _ids_of(self, number: int) -> Positions:
         start = self.ends[number - 1] if number else 0
-        return self.found[self.kinds[start : self.ends[number]]]
+        return self.ids[start : self.ends[number]]
 
-    def occurrences(self, number: int) -> tuple[Places, Places]:
-        """Return starts in one text and places in the training text of the stretches found."""
-        start = self.ends[number - 1] if number else 0
-        kinds = self.kinds[start : self.ends[number]]
-        if not self.places:
-            return kinds[:0], kinds[:0]
-        place_kinds = np.concatenate([kinds for kinds, _ in self.places])
-        places = np.concatenate([places for _, places in self.places])
-        order = np.argsort(place_kinds, kind="stable")
-        place_kinds, places = place_kinds[order], places[order]
-        low = np.searchsorted(place_kinds, kinds, side="left")
-        counts = np.searchsorted(place_kinds, kinds, side="right") - low
-        starts = np.repeat(np.arange(len(kinds)), counts)
-        return starts, places[
-            np.arange(len(starts)) + np.repeat(low - counts.cumsum() + counts, counts)
-        ]
+    def occurrence(self, number: int) -> npt.NDArray[np.bool_]:
+        """Return for each n-gram of one text whether it occurs in the training split."""
+        return self.occurs[self._ids_of(number)]
+
+    def pairs(self, number: int) -> tuple[Positions, Positions]:
+        """Return starts in one text and in the training split of all equal n-grams."""
+        ids = self._ids_of(number)
+        if not self.positions:
+            return ids[:0], ids[:0]
+        stored_ids = np.concatenate([ids for ids, _ in self.positions])
+        positions = np.concatenate([positions for _, positions in self.positions])
+        order = np.argsort(stored_ids, kind="stable")
+        stored_ids, positions = stored_ids[order], positions[order]
+        low = np.searchsorted(stored_ids, ids, side="left")
+        counts = np.searchsorted(stored_ids, ids, side="right") - low
+        starts = np.repeat(np.arange(len(ids)), counts)
+        offsets = np.repeat(low - counts.cumsum() + counts, counts)
+        return starts, positions[np.arange(len(starts)) + offsets]
 
 
-def _judge(training: Tokens, text: Tokens, number: int, wanted: list[_Wanted]) -> Memory:
-    present = {each.length: each.present(number) for each in wanted if each.length <= len(text)}
-    novel = {n: 1 - float(found.mean()) for n, found in present.items()}
+def _overlap_of(training: Tokens, text: Tokens, number: int, tables: list[_NGramTable]) -> Overlap:
+    occurrence = {table.n: table.occurrence(number) for table in tables if table.n <= len(text)}
+    novel = {n: 1 - float(occurs.mean()) for n, occurs in occurrence.items()}
     covered = np.zeros(len(text) + 2, dtype=bool)
-    for start in np.flatnonzero(present.get(LEAST, np.zeros(0, dtype=bool))).tolist():
-        covered[start + 1 : start + 1 + LEAST] = True
+    for start in np.flatnonzero(occurrence.get(MIN_MATCH, np.zeros(0, dtype=bool))).tolist():
+        covered[start + 1 : start + 1 + MIN_MATCH] = True
     edges = np.flatnonzero(covered[1:] != covered[:-1]).tolist()
-    copied = list(zip(edges[::2], edges[1::2], strict=True))
+    matched = list(zip(edges[::2], edges[1::2], strict=True))
     longest = None
-    for each in reversed(wanted):
+    for table in reversed(tables):
         if longest is None:
-            longest = _longest(training, text, *each.occurrences(number), each.length)
-    return Memory(longest, copied, novel)
+            longest = _longest(training, text, *table.pairs(number), table.n)
+    return Overlap(longest, matched, novel)
 
 
 def _longest(
-    training: Tokens, text: Tokens, starts: Places, places: Places, length: int
-) -> Copy | None:
-    """Return the longest of the copies that begin there and agree for `length` characters."""
-    best_starts, best_places = starts, places
+    training: Tokens, text: Tokens, starts: Positions, places: Positions, length: int
+) -> VerbatimMatch | None:
+    """Return the longest extension of the matches of `length` tokens at (starts, places)."""
+    longest_starts, longest_places = starts, places
     while len(starts):
-        best_starts, best_places = starts, places
-        inside = (starts + length < len(text)) & (places + length < len(training))
-        starts, places = starts[inside], places[inside]
-        same = text[starts + length] == training[places + length]
-        starts, places = starts[same], places[same]
+        longest_starts, longest_places = starts, places
+        is_inside = (starts + length < len(text)) & (places + length < len(training))
+        starts, places = starts[is_inside], places[is_inside]
+        is_equal = text[starts + length] == training[places + length]
+        starts, places = starts[is_equal], places[is_equal]
         length += len(starts) > 0
-    for start, place in zip(best_starts.tolist(), best_places.tolist(), strict=True):
+    for start, place in zip(longest_starts.tolist(), longest_places.tolist(), strict=True):
         if np.array_equal(text[start : start + length], training[place : place + length]):
-            return Copy(start, length, place)
-    return None  # equal hashes of unequal stretches
+            return VerbatimMatch(start, length, place)
+    return None  # only hashes were equal
 
 
 def _powers(count: int) -> tuple[Hashes, Hashes]:
-    """Return the powers of the base, and of its inverse, modulo 2^64."""
+    """Return the powers of the base and of its inverse modulo 2^64."""
     both = []
     for base in (BASE, pow(BASE, -1, 2**64)):
-        steps = np.full(count, base, dtype=np.uint64)
-        steps[0] = 1
-        both.append(np.multiply.accumulate(steps))
+        factors = np.full(count, base, dtype=np.uint64)
+        factors[0] = 1
+        both.append(np.multiply.accumulate(factors))
     return both[0], both[1]
 
 
@@ -238,11 +240,10 @@ def _prefix_sums(tokens: Tokens, powers: Hashes) -> Hashes:
     return np.concatenate((np.zeros(1, dtype=np.uint64), np.add.accumulate(terms)))
 
 
-def _hashes_of(text: Tokens, length: int) -> Hashes:
-    """Return the hash of every stretch of a text."""
-    if len(text) < length:
+def _hashes_of(text: Tokens, n: int) -> Hashes:
+    """Return the hash of every n-gram of a text."""
+    if len(text) < n:
         return np.zeros(0, dtype=np.uint64)
     powers, inverses = _powers(len(text))
     sums = _prefix_sums(text, powers)
-    count = len(text) - length + 1
-    return (sums[length:] - sums[:-length]) * inverses[:count]
+    return (sums[n:] - sums[:-n]) * inverses[: len(text) - n + 1]

@@ -63,7 +63,7 @@ def compare(
     `chargpt compare runs/a runs/b --plot curves.png`.
     """
     if plot is not None:
-        plots.require_ending(plot)
+        plots.require_suffix(plot)
     if seeds > 1 and not ladder:
         raise ConfigError("--seeds is the number of runs per rung; give --ladder too")
     if ladder and models is not None:

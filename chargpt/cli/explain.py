@@ -54,7 +54,7 @@ def explain(
     `chargpt explain runs/novel --section scaling --json`.
     """
     if plot is not None:
-        plots.require_ending(plot)
+        plots.require_suffix(plot)
     subject = find_subject(what, checkpoint, device, encoding)
     sections = tour.explain(subject, section or ())
     maps = [part for each in sections for part in each.parts if isinstance(part, Maps)]

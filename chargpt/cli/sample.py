@@ -1,16 +1,14 @@
-"""`chargpt sample`: text from a trained model."""
+"""`chargpt sample`: text generated from a trained model."""
 
 import dataclasses
 import json
 import secrets
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Annotated
 
 import typer
 
-from chargpt.analysis.memorization import LEAST, Check
-from chargpt.analysis.memorization import check as check_overlap
+from chargpt.analysis.memorization import MIN_MATCH, OverlapReport, measure_overlap
 from chargpt.cli import console, options, tables
 from chargpt.cli.progress import Progress
 from chargpt.config import Config, SampleConfig
@@ -24,31 +22,33 @@ from chargpt.text.tokenizer import Unknown
 
 def sample(
     run: options.RunOrNewest = None,
-    prompt: Annotated[str | None, typer.Option("--prompt", help="How the text begins.")] = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", help="Start of the text.")] = None,
     prompt_file: Annotated[
         str | None,
         typer.Option("--prompt-file", metavar="FILE", help="The prompt, in a file; - for stdin."),
     ] = None,
     length: Annotated[
-        int | None, typer.Option("--length", min=1, help="Characters to write.")
+        int | None, typer.Option("--length", min=1, help="Number of characters.")
     ] = None,
     temperature: Annotated[
         float | None,
-        typer.Option("--temperature", min=0, help="0: the likeliest character every time."),
+        typer.Option("--temperature", min=0, help="0: always the most likely character."),
     ] = None,
     top_k: Annotated[
-        int | None, typer.Option("--top-k", min=1, help="Only the k likeliest characters.")
+        int | None, typer.Option("--top-k", min=1, help="Sample from the k most likely characters.")
     ] = None,
     top_p: Annotated[
         float | None,
-        typer.Option("--top-p", help="Only the likeliest that together have probability p."),
+        typer.Option("--top-p", help="Sample from the most likely with total probability p."),
     ] = None,
     min_p: Annotated[
         float | None,
-        typer.Option("--min-p", help="Only those at least m times as likely as the likeliest."),
+        typer.Option(
+            "--min-p", help="Sample from those with at least p times the highest probability."
+        ),
     ] = None,
     num_samples: Annotated[
-        int | None, typer.Option("--num-samples", min=1, help="How many texts.")
+        int | None, typer.Option("--num-samples", min=1, help="Number of texts.")
     ] = None,
     seed: Annotated[
         int | None, typer.Option("--seed", min=0, help="The same seed gives the same text.")
@@ -57,7 +57,7 @@ def sample(
         list[str] | None, typer.Option("--stop", help="End before this text; may be repeated.")
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Mark what stands in the training text too.")
+        bool, typer.Option("--check", help="Mark verbatim matches with the training text.")
     ] = False,
     unknown: options.UnknownPolicy = None,
     checkpoint: options.Checkpoint = "best",
@@ -84,10 +84,10 @@ def sample(
     )
     policy = options.unknown_policy(unknown)
     if settings.num_samples == 1 and not json_ and not check:
-        show_as_it_comes(settings.prompt, stream_run(loaded, settings, unknown=policy))
+        print_stream(settings.prompt, stream_run(loaded, settings, unknown=policy))
         return
     texts = write_texts(loaded, settings, policy)
-    found = check_texts(loaded, texts) if check else None
+    overlap = check_texts(loaded, texts) if check else None
     if json_:
         facts: dict[str, object] = {
             "samples": texts,
@@ -95,15 +95,15 @@ def sample(
             "run": str(loaded.folder),
             "step": loaded.step,
         }
-        if found is not None:
-            facts["memorization"] = [dataclasses.asdict(memory) for memory in found.texts]
+        if overlap is not None:
+            facts["memorization"] = [dataclasses.asdict(each) for each in overlap.texts]
         console.out(json.dumps(facts, ensure_ascii=False))
         return
     for number, text in enumerate(texts, 1):
-        copied = found.texts[number - 1].copied if found else []
-        console.out(f"-- sample {number} --\n{for_reader()(marked(text, copied))}")
-    if found is not None:
-        show_check(found, loaded)
+        matched = overlap.texts[number - 1].matched if overlap else []
+        console.out(f"-- sample {number} --\n{console.for_output(mark(text, matched))}")
+    if overlap is not None:
+        print_overlap(overlap, loaded)
 
 
 def write_texts(run: Run, settings: SampleConfig, unknown: Unknown | None) -> list[str]:
@@ -112,39 +112,41 @@ def write_texts(run: Run, settings: SampleConfig, unknown: Unknown | None) -> li
         return generate(run, settings, unknown=unknown, on_progress=bar.callback("sampled"))
 
 
-def check_texts(run: Run, texts: list[str]) -> Check:
-    """Return the verbatim overlap of texts with the training text, with a progress bar."""
+def check_texts(run: Run, texts: list[str]) -> OverlapReport:
+    """Return the verbatim overlap of texts with the training split, with a progress bar."""
     with Progress(1, "character") as bar:
-        return check_overlap(run.corpus(), texts, bar.callback("of the training text"))
+        return measure_overlap(run.corpus(), texts, bar.callback("of the training text"))
 
 
-def marked(text: str, copied: list[tuple[int, int]]) -> str:
-    """Return a text with its copied stretches in brackets that texts hardly hold."""
-    for start, end in reversed(copied):
+def mark(text: str, matched: list[tuple[int, int]]) -> str:
+    """Return a text with its verbatim matches in brackets that texts hardly contain."""
+    for start, end in reversed(matched):
         text = f"{text[:start]}⟦{text[start:end]}⟧{text[end:]}"
     return text
 
 
-def show_check(found: "Check", run: "Run") -> None:
-    """Print the longest copy, and how much is novel beside text that the run never saw."""
-    longest = [memory.longest for memory in found.texts if memory.longest]
-    unseen = max((m.longest.length for m in found.held_out if m.longest), default=0)
-    beside = f"in unseen text of that length {unseen or f'under {LEAST}'}"
-    if longest:
-        copy = max(longest, key=lambda each: each.length)
-        words = run.tokenizer.decode(found.training[copy.place : copy.place + copy.length])
+def print_overlap(overlap: OverlapReport, run: Run) -> None:
+    """Print the longest verbatim match, and the novel fractions beside those of unseen text."""
+    matches = [each.longest for each in overlap.texts if each.longest]
+    unseen = max((each.longest.length for each in overlap.held_out if each.longest), default=0)
+    beside = f"in unseen text of that length {unseen or f'under {MIN_MATCH}'}"
+    if matches:
+        match = max(matches, key=lambda each: each.length)
+        text = run.tokenizer.decode(overlap.training[match.place : match.place + match.length])
         console.out(
-            f"longest stretch that stands in the training text: {copy.length} characters, from "
-            f"character {copy.place:,} on ({beside}): {console.printable(words)[:80]!r}"
+            f"longest verbatim match with the training text: {match.length} characters, from "
+            f"character {match.place:,} on ({beside}): {console.printable(text)[:80]!r}"
         )
     else:
-        console.out(f"no stretch of {LEAST} characters stands in the training text ({beside})")
+        console.out(
+            f"no verbatim match with the training text of {MIN_MATCH} characters ({beside})"
+        )
     rows = [
-        [str(length), f"{ours:.1%}", f"{theirs:.1%}"]
-        for length, ours, theirs in found.novel()
-        if length <= 2 * LEAST
+        [str(n), f"{ours:.1%}", f"{unseen_fraction:.1%}"]
+        for n, ours, unseen_fraction in overlap.novel_fractions()
+        if n <= 2 * MIN_MATCH
     ]
-    tables.table(["characters", "novel here", "in unseen text"], rows)
+    tables.table(["n", "novel n-grams", "in unseen text"], rows)
 
 
 def given_prompt(prompt: str | None, file: str | None) -> str | None:
@@ -172,15 +174,9 @@ def choose(config: "Config", **wanted: object) -> "SampleConfig":
     return settings.model_copy(update={"seed": secrets.randbits(32)})
 
 
-def show_as_it_comes(prompt: str, pieces: Iterable[list[str]]) -> None:
-    """Print one text, piece by piece."""
-    shown = for_reader()
-    console.out(shown(prompt), end="")
+def print_stream(prompt: str, pieces: Iterable[list[str]]) -> None:
+    """Print one text as it is sampled."""
+    console.out(console.for_output(prompt), end="")
     for (piece,) in pieces:
-        console.out(shown(piece), end="")
+        console.out(console.for_output(piece), end="")
     console.out("")
-
-
-def for_reader() -> Callable[[str], str]:
-    """Return what makes a text fit to print: a file gets it as it is, a terminal nothing odd."""
-    return console.printable if sys.stdout.isatty() else str

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from record import facts, write_record
 
-from chargpt.analysis.memorization import memorization
+from chargpt.analysis.memorization import find_overlap
 
 TEXTS, SHORTEST, LONGEST, AROUND = 100, 20, 500, 200
 
@@ -51,7 +51,7 @@ def main() -> None:
         planted.append(length)
     before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.perf_counter()
-    found = memorization(training, texts)
+    found = find_overlap(training, texts)
     seconds = time.perf_counter() - start
     growth_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb
     right = sum(
