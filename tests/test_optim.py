@@ -221,7 +221,7 @@ def test_a_start_does_not_wait_for_torchs_compiler() -> None:
 def test_muon_takes_just_the_matrices_of_the_blocks() -> None:
     model = small_model()
     optimizer = Optimizer(model, OptimConfig(name="muon"))
-    embedding, muon, adamw = optimizer.rules
+    embedding, muon, adamw = optimizer.optimizers
     hidden = set(muon.parameters)
     others = set(embedding.parameters) | set(adamw.parameters)
     assert {name.split(".")[-2] for name in hidden} == {
@@ -237,7 +237,7 @@ def test_muon_takes_just_the_matrices_of_the_blocks() -> None:
 def test_adamw_takes_all_where_it_is_asked_for_or_there_are_no_blocks(kind: str) -> None:
     model = small_model(kind=kind)
     optimizer = Optimizer(model, OptimConfig(name="adamw" if kind == "gpt" else "muon"))
-    (adamw,) = optimizer.rules
+    (adamw,) = optimizer.optimizers
     assert isinstance(adamw, AdamW)
     assert set(adamw.parameters) == {name for name, _ in model.named_parameters()}
 

@@ -29,9 +29,9 @@ class RunScores:
 
     def rows(self, kind: str) -> list[tuple[str, str, float]]:
         """Return (model, split, nats) for the rows of the closing table."""
-        counted = [(name, "val", nats) for name, nats in self.baselines.items()]
+        ngrams = [(name, "val", nats) for name, nats in self.baselines.items()]
         own = [(f"{kind} (trained)", split, e.nats_per_char) for split, e in self.losses.items()]
-        return [*counted, *own]
+        return [*ngrams, *own]
 
 
 def score_run(

@@ -1,4 +1,4 @@
-"""`chargpt compress` and `chargpt decompress`: a text in as few bytes as a run's model needs."""
+"""`chargpt compress` and `chargpt decompress`: lossless compression with a run's model."""
 
 import lzma
 from collections.abc import Callable
@@ -37,13 +37,13 @@ def compress(
     content = _read(text)
     packed = _work(pack, run, content, checkpoint, out, force=force)
     characters = len(content.decode())
-    share = 8 * len(packed) / max(1, characters)
+    bits = 8 * len(packed) / max(1, characters)
     beside = ""
     if len(content) <= XZ_BYTES:
         beside = f"; xz -9: {len(lzma.compress(content, preset=9)):,}"
     console.out(
         f"{console.characters(characters)}, {len(content):,} bytes -> {len(packed):,} bytes: "
-        f"{share:.3f} bits per character{beside}"
+        f"{bits:.3f} bits per character{beside}"
     )
 
 
@@ -77,10 +77,10 @@ def _read(path: Path) -> bytes:
 def _work(
     work: Work, run: Path, content: bytes, checkpoint: str, out: Path, *, force: bool
 ) -> bytes:
-    """Do the work with a progress bar, and write what comes of it.
+    """Compress or decompress with a progress bar, and write the result.
 
     Raises:
-        ChargptError: the run, the content or the file to write will not do.
+        ChargptError: the run, the content or the output file is unusable.
     """
     if out.exists() and not force:
         raise ConfigError(f"{out} exists; name another file, or replace it with --force")

@@ -26,7 +26,7 @@ class StepView:
         self.trainer, self.folder, self.signals = trainer, folder, signals
         self.baselines: dict[str, float] = {}
         if trainer.group.is_main:
-            self.baselines = baselines(trainer.corpus, ngram=trainer.learner.ngram)
+            self.baselines = baselines(trainer.corpus, ngram=trainer.learner.fitted_ngram)
         self.bar = Progress(trainer.config.train.max_steps, "step", initial=trainer.state.step)
         self.validation: list[float] = []
         self.has_reported_disk_error = False

@@ -1,4 +1,4 @@
-"""`chargpt score`: how surprising a text is to a run, line by line."""
+"""`chargpt score`: surprisal of a text and its lines under a run."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ def score(
         str, typer.Argument(metavar="FILE", help="The text; - or nothing for standard input.")
     ] = "-",
     per_line: Annotated[
-        bool, typer.Option("--per-line", help="Every line, the most surprising first.")
+        bool, typer.Option("--per-line", help="Print every line, highest surprisal first.")
     ] = False,
     unknown: options.UnknownPolicy = None,
     checkpoint: options.Checkpoint = "best",
@@ -59,4 +59,4 @@ def score(
             for line in (*ranked[:SHOWN], *ranked[-SHOWN:])
         ]
         rows.insert(SHOWN, ["...", "", ""])
-        tables.table(["bits/char", "line", "the most and the least surprising"], rows)
+        tables.table(["bits/char", "line", "highest and lowest surprisal"], rows)

@@ -1,7 +1,7 @@
-"""AdamW: Adam with weight decay apart from the gradient (Loshchilov and Hutter 2019, algorithm 2).
+"""AdamW: Adam with decoupled weight decay (Loshchilov and Hutter 2019, algorithm 2).
 
-The arithmetic is torch's own fused kernel. `torch.optim.AdamW` around it imports torch's compiler,
-which takes two seconds of every start.
+The update is torch's fused kernel. `torch.optim.AdamW` is avoided because it imports torch's
+compiler, which takes two seconds.
 """
 
 from collections.abc import Mapping
@@ -14,35 +14,35 @@ EPSILON = 1e-8
 
 
 class AdamW:
-    """The optimizer of all that Muon does not take. Weight decay acts on matrices, never gains."""
+    """AdamW for named parameters; weight decay applies to matrices, not to norm weights."""
 
     def __init__(self, parameters: dict[str, nn.Parameter], lr: float, weight_decay: float) -> None:
         self.parameters = parameters
         self.lr = lr
         matrices = {name: p for name, p in parameters.items() if p.dim() >= 2}
-        gains = {name: p for name, p in parameters.items() if p.dim() < 2}
+        vectors = {name: p for name, p in parameters.items() if p.dim() < 2}
         self.groups = [
             (list(group), decay)
-            for group, decay in ((matrices, weight_decay), (gains, 0.0))
+            for group, decay in ((matrices, weight_decay), (vectors, 0.0))
             if group
         ]
-        self.means = {name: torch.zeros_like(p) for name, p in parameters.items()}
-        self.squares = {name: torch.zeros_like(p) for name, p in parameters.items()}
-        self.count = torch.zeros((), device=next(iter(parameters.values())).device)
+        self.exp_avg = {name: torch.zeros_like(p) for name, p in parameters.items()}
+        self.exp_avg_sq = {name: torch.zeros_like(p) for name, p in parameters.items()}
+        self.step_tensor = torch.zeros((), device=next(iter(parameters.values())).device)
 
     @torch.no_grad()
     def step(self, step: int, factor: float) -> None:
-        """Do update `step` (0, 1, ...) at `factor` times the learning rate."""
-        self.count.fill_(step + 1)  # what the running means are corrected by
+        """Apply update `step` (0, 1, ...) at `factor` times the learning rate."""
+        self.step_tensor.fill_(step + 1)  # for the bias correction
         for names, decay in self.groups:
             weights: list[Tensor] = [self.parameters[name] for name in names]
             torch._fused_adamw_(
                 weights,
                 [w.grad for w in weights if w.grad is not None],
-                [self.means[name] for name in names],
-                [self.squares[name] for name in names],
+                [self.exp_avg[name] for name in names],
+                [self.exp_avg_sq[name] for name in names],
                 [],
-                [self.count] * len(names),
+                [self.step_tensor] * len(names),
                 lr=self.lr * factor,
                 beta1=BETAS[0],
                 beta2=BETAS[1],
@@ -53,23 +53,28 @@ class AdamW:
             )
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Return both running means of every parameter under its name."""
-        means = {f"adamw.exp_avg.{name}": tensor for name, tensor in self.means.items()}
-        return means | {f"adamw.exp_avg_sq.{name}": t for name, t in self.squares.items()}
+        """Return both moments of every parameter under its name."""
+        first = {f"adamw.exp_avg.{name}": tensor for name, tensor in self.exp_avg.items()}
+        return first | {f"adamw.exp_avg_sq.{name}": t for name, t in self.exp_avg_sq.items()}
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take back what `state_tensors` gave; KeyError or ValueError if it does not fit."""
+        """Load what `state_tensors` returned.
+
+        Raises:
+            KeyError: a tensor is missing.
+            ValueError: a tensor has another shape.
+        """
         copy_state(self.state_tensors(), tensors)
 
 
 def copy_state(state: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    """Copy every tensor of an optimizer's state from the saved one of its name.
+    """Copy saved tensors into an optimizer's state of the same names.
 
     Raises:
-        KeyError: one is missing.
-        ValueError: one is of another shape.
+        KeyError: a tensor is missing.
+        ValueError: a tensor has another shape.
     """
     for name, tensor in state.items():
-        if saved[name].shape != tensor.shape:  # copy_ would stretch it to fit
+        if saved[name].shape != tensor.shape:  # copy_ would broadcast it
             raise ValueError(f"{name} has shape {tuple(saved[name].shape)}")
         tensor.copy_(saved[name])

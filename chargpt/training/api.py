@@ -71,7 +71,7 @@ def run_training(
     Args:
         request: what the user asks for.
         run_session: runs all steps of the session's trainer.
-        loading: told the progress of preparing the text.
+        loading: called with the progress of preparing the text.
     """
     with open_session(request, loading) as session:
         run_session(session)

@@ -74,7 +74,7 @@ class Learner:
             self.average = self._start_average(dict(self.model.named_parameters()))
         else:
             self.restore(saved, config.optim)
-        self._fitted_ngram = ngram
+        self._given_ngram = ngram
         self.replica = self._replicate()
         self.batches = Batches(
             corpus.split("train"), self.model.block_size, train.batch_size, config.seed
@@ -85,11 +85,16 @@ class Learner:
             capture_training_graph(self.model, self.batches.at(0)[:, :-1].to(device), self.dtype)
 
     @cached_property
+    def fitted_ngram(self) -> NGramLM:
+        """The n-gram model of the training split, whether the soft targets use it or not."""
+        return self._given_ngram or fit_ngram(self.corpus)
+
+    @cached_property
     def ngram(self) -> NGramLM | None:
         """The n-gram model of the soft targets, on the device; None if they have no weight."""
         if not self.ngram_target_weight:
             return None
-        ngram = (self._fitted_ngram or fit_ngram(self.corpus)).to(self.device)
+        ngram = self.fitted_ngram.to(self.device)
         if ngram.table is None:
             ngram.build_table()
         return ngram

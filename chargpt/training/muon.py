@@ -1,8 +1,8 @@
-"""Muon: momentum whose every update is made orthogonal (Jordan et al. 2024).
+"""Muon: momentum with orthogonalised updates (Jordan et al. 2024).
 
-Matrices of one shape, turned to lie wide, are stacked and treated in one batched product, which is
-what makes it cheap for many small ones. Shapes in this file: N = matrices stacked, R x C = their
-shape, R <= C.
+Matrices of the same shape, or its transpose, are stacked and orthogonalised by batched products,
+which is much faster for many small matrices.
+Shapes in this file: N = stacked matrices, R x C = their shape, R <= C.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from chargpt.training.adamw import copy_state
 
-# Polar Express (Amsel et al. 2025): the best odd polynomial for each iteration in turn.
+# Polar Express (Amsel et al. 2025): the optimal odd polynomial of each iteration.
 COEFFICIENTS = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -21,15 +21,15 @@ COEFFICIENTS = (
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
 
-MOMENTUM = 0.8  # short memory: 0.95, which runs of far larger batches use, was worse in every run
+MOMENTUM = 0.8  # 0.95, common with far larger batches, was worse in every run
 
 
 def orthogonalise(matrices: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the nearest matrices with singular values about 1, (N, R, C).
+    """Return the nearest matrices with singular values near 1, (N, R, C).
 
     Args:
-        matrices: float32.
-        dtype: to multiply in. Its rounding is as nothing beside what "about" means here.
+        matrices: float32, (N, R, C).
+        dtype: of the products; its rounding is far below the error of the iteration.
     """
     tall = matrices.size(-2) > matrices.size(-1)
     x = matrices.mT if tall else matrices
@@ -41,13 +41,13 @@ def orthogonalise(matrices: Tensor, dtype: torch.dtype = torch.float32) -> Tenso
     return result
 
 
-def lying(matrix: Tensor) -> Tensor:
-    """Return the matrix or its transpose, whichever is no taller than wide. Nothing is copied."""
+def wide(matrix: Tensor) -> Tensor:
+    """Return the matrix or its transposed view, whichever has no more rows than columns."""
     return matrix.mT if matrix.size(0) > matrix.size(1) else matrix
 
 
 class Muon:
-    """The optimizer of a model's hidden matrices, whose products run in `dtype`."""
+    """Muon for named matrices; the products of the orthogonalisation run in `dtype`."""
 
     def __init__(
         self,
@@ -62,18 +62,18 @@ class Muon:
         self.dtype = dtype
         shapes: dict[torch.Size, list[str]] = {}
         for name, parameter in parameters.items():
-            shapes.setdefault(lying(parameter).shape, []).append(name)
+            shapes.setdefault(wide(parameter).shape, []).append(name)
         self.groups = [
-            (names, torch.stack([torch.zeros_like(lying(parameters[name])) for name in names]))
+            (names, torch.stack([torch.zeros_like(wide(parameters[name])) for name in names]))
             for names in shapes.values()
         ]
 
     @torch.no_grad()
     def step(self, step: int, factor: float) -> None:
-        """Do update `step` at `factor` times the learning rate."""
+        """Apply an update at `factor` times the learning rate."""
         for names, buffer in self.groups:
             weights: list[Tensor] = [self.parameters[name] for name in names]
-            gradient = torch.stack([lying(w.grad) for w in weights if w.grad is not None])
+            gradient = torch.stack([wide(w.grad) for w in weights if w.grad is not None])
             buffer.lerp_(gradient, 1 - MOMENTUM)
             nesterov = gradient.lerp_(buffer, MOMENTUM)
             update = orthogonalise(nesterov, self.dtype)  # (N, R, C)
@@ -81,10 +81,10 @@ class Muon:
             torch._foreach_mul_(weights, 1 - rate * self.weight_decay)
             for weight, change in zip(weights, update.unbind(), strict=True):
                 scale = max(1, weight.size(0) / weight.size(1)) ** 0.5
-                lying(weight).add_(change, alpha=-rate * scale)
+                wide(weight).add_(change, alpha=-rate * scale)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Return every buffer under its parameter's name."""
+        """Return the momentum of every matrix under its name."""
         return {
             f"muon.momentum.{name}": row if row.shape == self.parameters[name].shape else row.mT
             for names, buffer in self.groups
@@ -92,5 +92,10 @@ class Muon:
         }
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take back what `state_tensors` gave; KeyError or ValueError if it does not fit."""
+        """Load what `state_tensors` returned.
+
+        Raises:
+            KeyError: a tensor is missing.
+            ValueError: a tensor has another shape.
+        """
         copy_state(self.state_tensors(), tensors)

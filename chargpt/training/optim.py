@@ -1,4 +1,4 @@
-"""Which parameter is updated by which rule, and the optimizer's state as named tensors."""
+"""The optimizer of a model: which parameter is updated by AdamW and which by Muon."""
 
 from collections.abc import Mapping
 
@@ -10,13 +10,13 @@ from chargpt.errors import RunError
 from chargpt.training.adamw import AdamW
 from chargpt.training.muon import Muon
 
-EMBEDDING_RATE = 4  # beside Muon: few rows of the embedding have a gradient that says much
+EMBEDDING_LR_FACTOR = 4  # with Muon: in each step few rows of the embedding get a gradient
 
 
 class Optimizer:
-    """AdamW for all, or Muon for the blocks' matrices and AdamW for the rest.
+    """AdamW for all parameters, or Muon for the matrices of the blocks and AdamW for the rest.
 
-    Weights and state are float32; Muon's matrix products run in `dtype`.
+    Weights and state are float32; Muon's products run in `dtype`.
     """
 
     def __init__(
@@ -27,32 +27,36 @@ class Optimizer:
         if config.name == "muon":
             hidden = {n: p for n, p in named.items() if n.startswith("blocks.") and p.dim() == 2}
         others = {name: p for name, p in named.items() if name not in hidden}
-        self.rules: list[AdamW | Muon] = []
+        self.optimizers: list[AdamW | Muon] = []
         if hidden:
             embedding = {"embedding.weight": others.pop("embedding.weight")}
-            rate = EMBEDDING_RATE * config.lr
-            self.rules.append(AdamW(embedding, rate, config.weight_decay))
-            self.rules.append(Muon(hidden, config.matrix_lr, config.weight_decay, dtype))
-        self.rules.append(AdamW(others, config.lr, config.weight_decay))
+            rate = EMBEDDING_LR_FACTOR * config.lr
+            self.optimizers.append(AdamW(embedding, rate, config.weight_decay))
+            self.optimizers.append(Muon(hidden, config.matrix_lr, config.weight_decay, dtype))
+        self.optimizers.append(AdamW(others, config.lr, config.weight_decay))
 
     def step(self, step: int, factor: float) -> None:
-        """Do update `step` with every learning rate multiplied by `factor`."""
-        for rule in self.rules:
-            rule.step(step, factor)
+        """Apply update `step` with every learning rate multiplied by `factor`."""
+        for optimizer in self.optimizers:
+            optimizer.step(step, factor)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Return all that a later process needs to go on exactly."""
-        return {n: tensor for rule in self.rules for n, tensor in rule.state_tensors().items()}
+        """Return the complete state of the optimizer."""
+        return {
+            n: tensor
+            for optimizer in self.optimizers
+            for n, tensor in optimizer.state_tensors().items()
+        }
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take back what `state_tensors` gave.
+        """Load what `state_tensors` returned.
 
         Raises:
-            RunError: a tensor is missing or of another shape.
+            RunError: a tensor is missing or has another shape.
         """
         try:
-            for rule in self.rules:
-                rule.load_tensors(tensors)
+            for optimizer in self.optimizers:
+                optimizer.load_tensors(tensors)
         except (KeyError, ValueError) as error:
             cause = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
             raise RunError(

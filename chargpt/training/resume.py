@@ -1,4 +1,4 @@
-"""Resuming a run: which settings may change, and what the user is told."""
+"""Resuming a run: which settings may change, and notes for the user."""
 
 import torch
 

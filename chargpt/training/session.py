@@ -122,7 +122,7 @@ def open_session(request: Request, loading: Progress | None = None) -> Iterator[
 
     Args:
         request: what the user asks for.
-        loading: told the progress of preparing the text.
+        loading: called with the progress of preparing the text.
 
     Raises:
         FinishedError: the run to resume has no steps left.
@@ -203,7 +203,7 @@ def create_run(
     Args:
         settings: of the run.
         out: its folder; by default a new one under runs/.
-        loading: told the progress of preparing the text.
+        loading: called with the progress of preparing the text.
         budget: chooses model size and length.
         force: replace a run in the folder.
         allow_unsaved: replace what a run leaves in the folder before its first checkpoint.
@@ -244,7 +244,7 @@ def continue_run(
     Args:
         path: of the run; the newest run by default.
         changes: settings by dotted keys.
-        loading: told the progress of preparing the text.
+        loading: called with the progress of preparing the text.
         same_command: whether `changes` are what started the run, not changes to it.
 
     Raises:
