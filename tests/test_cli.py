@@ -558,7 +558,7 @@ def test_over_fitting_is_said_in_plain_words(cli: Cli) -> None:
     words += ["-s", "model.n_embd=64", "-s", "model.n_layer=2", "-s", "train.batch_size=16"]
     words += ["-s", "train.evaluate_every=10", "-s", "schedule.cooldown=0"]
     done = cli("train", "noise.txt", *words)
-    assert "It over-fitted: validation was best at step" in done.stdout
+    assert "It over-fits: validation loss was best at step" in done.stdout
     step = int(done.stdout.split("best at step ")[1].split(" ")[0])
     assert load_run("runs/noise-gpt").step == step
 
@@ -783,8 +783,8 @@ def test_compare_sets_bigram_and_gpt_side_by_side(verse: Path, cli: Cli) -> None
     done = cli("compare", verse, *QUICK, "--out", "both")
     assert done.returncode == 0, done.stderr
     for word in (
-        "uniform", "unigram (counted)", "bigram (counted)", "bigram (trained)", "gpt (trained)",
-        "parameters", "nats per character over the bigram", "loss curves: both/curves.svg",
+        "uniform", "unigram (counts)", "bigram (counts)", "bigram (trained)", "gpt (trained)",
+        "parameters", "nats per character better than the bigram", "loss curves: both/curves.svg",
     ):  # fmt: skip
         assert word in done.stdout, word
     picture = Path("both/curves.svg").read_text()

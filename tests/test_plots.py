@@ -10,16 +10,16 @@ import pytest
 
 from chargpt.analysis import plots
 from chargpt.analysis.guesses import Group
-from chargpt.analysis.ladder import Ladder, Rung, Step
+from chargpt.analysis.ladder import Ladder, Rung, RungResult
 
 
 def test_the_ladders_bars_are_bits_in_the_order_of_its_rungs() -> None:
     rungs = [Rung(name, "", {}) for name in ("bigram (trained)", "one head, scaled")]
-    steps = [
-        Step(rungs[0], [2.0, 2.2], 1, 1.0, "", None),
-        Step(rungs[1], [1.0, 1.2], 1, 1.0, "", [2.0, 2.2]),
+    results = [
+        RungResult(rungs[0], [2.0, 2.2], 1, 1.0, "", None),
+        RungResult(rungs[1], [1.0, 1.2], 1, 1.0, "", [2.0, 2.2]),
     ]
-    figure = plots.ladder(Ladder("a text", {"uniform": 4.0}, {"xz -9": 1.5}, steps))
+    figure = plots.ladder(Ladder("a text", {"uniform": 4.0}, {"xz -9": 1.5}, results))
     (axes,) = figure.axes
     widths = [bar.get_width() for bar in axes.patches]
     assert widths == pytest.approx([nats / math.log(2) for nats in (4.0, 1.5, 2.1, 1.1)])
@@ -27,7 +27,7 @@ def test_the_ladders_bars_are_bits_in_the_order_of_its_rungs() -> None:
     assert names == ["uniform", "xz -9", "bigram (trained)", "one head, scaled"]
     (errors,) = axes.collections
     reach = [float(np.ptp(segment[:, 0])) / 2 for segment in errors.get_segments()]
-    margin = steps[0].loss.margin
+    margin = results[0].loss.margin
     assert margin is not None
     assert reach == pytest.approx([0, 0, margin / math.log(2), margin / math.log(2)])
 

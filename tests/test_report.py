@@ -17,7 +17,7 @@ from conftest import REPOSITORY, Cli, refusal, run_cli
 
 from chargpt.analysis import report as module
 from chargpt.analysis.report import pieces_of, write_report
-from chargpt.analysis.result import Result, result_of, verdict
+from chargpt.analysis.result import RunScores, score_run, summarize
 from chargpt.cli import summary
 from chargpt.inference.baselines import baselines
 from chargpt.store.folder import RunFolder
@@ -99,7 +99,7 @@ def test_a_page_has_all_its_parts_and_fetches_nothing(page: Page) -> None:
 
 def test_its_figures_are_the_runs(page: Page) -> None:
     run = load_run(Path("mine"), device="cpu")
-    result = result_of(run, run.corpus())
+    result = score_run(run, run.corpus())
     assert f"{result.losses['val'].nats_per_char:.4f}" in page.text
     assert f"{result.losses['train'].nats_per_char:.4f}" in page.text
     for nats in baselines(run.corpus()).values():
@@ -110,7 +110,7 @@ def test_its_figures_are_the_runs(page: Page) -> None:
     for step, words in samples.items():
         assert f"step {step}" in page.text
         assert " ".join(words.split()) in page.text
-    for sentence in verdict(run, result, records):
+    for sentence in summarize(run, result, records):
         assert sentence in page.text
     assert "chargpt train -c mine/config.yaml" in page.text
     assert "n_embd: 16" in page.text
@@ -228,30 +228,31 @@ def test_copies_are_marked_where_they_are() -> None:
 def test_over_fitting_is_told_from_the_recorded_losses(cli: Cli, verse: Path) -> None:
     cli("train", verse, *TINY, "--out", "mine")
     run = load_run(Path("mine"), device="cpu")
-    result = result_of(run, run.corpus())
+    result = score_run(run, run.corpus())
     records = [{"step": run.step, "val_nats_per_char": 2.0}]
     state = replace(run.state, best_nats_per_char=2.0, best_step=run.step)
     run = replace(run, state=state)
-    assert not any("over-fitted" in words for words in verdict(run, result, records))
+    assert not any("over-fits" in words for words in summarize(run, result, records))
     records += [{"step": run.step + n, "val_nats_per_char": 2.0 + n} for n in (1, 2)]
-    words = " ".join(verdict(run, result, records))
+    words = " ".join(summarize(run, result, records))
     assert f"best at step {run.step}" in words
-    assert "(to 4.000)" in words
+    assert "rose to 4.000 nats" in words
     later = type(run)(run.folder, run.config, run.tokenizer, run.model, run.step + 2, run.state)
-    words = " ".join(verdict(later, result, records))
+    words = " ".join(summarize(later, result, records))
     assert f"best at step {run.step}" in words
-    assert "is the one used" not in words
+    assert "checkpoint is used" not in words
     patient = run.config.with_values({"train.patience": 2})
     stopped = type(run)(run.folder, patient, run.tokenizer, run.model, run.step, run.state)
-    assert "stopped early: 2 evaluations" in " ".join(verdict(stopped, result, records))
+    sentence = "Early stopping: 2 evaluations without a new best."
+    assert sentence in summarize(stopped, result, records)
     val = result.losses["val"]
     easy = type(val)(val.nats_per_char - 0.5, 1, 1, 0, "full", "train", 8)
-    memorised = Result(result.levels, {"train": easy, "val": val})
+    memorised = RunScores(result.baselines, {"train": easy, "val": val})
     for dropout, remedy in ((0.0, "more text or model.dropout would"), (0.1, "more text would")):
         config = run.config.with_values({"model.dropout": dropout})
         dropping = type(run)(run.folder, config, run.tokenizer, run.model, run.step, run.state)
-        words = " ".join(verdict(dropping, memorised, records[:1]))
-        assert f"begun to memorise; {remedy} help" in words
+        words = " ".join(summarize(dropping, memorised, records[:1]))
+        assert f"generalisation gap is 0.50 nats; {remedy} help" in words
 
 
 def test_speed_is_drawn_from_whole_flushes_only() -> None:

@@ -1,4 +1,4 @@
-"""Bigram against attention: models on one text, one split, one budget; or runs that exist."""
+"""Comparison of models trained on one text with one budget, or of existing runs."""
 
 import math
 import time
@@ -9,7 +9,7 @@ from typing import Any
 
 from chargpt.config import Config, load_config
 from chargpt.errors import ConfigError
-from chargpt.inference.baselines import NGRAM, baselines
+from chargpt.inference.baselines import BIGRAM_ALPHA, NGRAM, baselines, fit_ngram
 from chargpt.inference.evaluation import Evaluation, evaluate_tokens
 from chargpt.inference.sampling import sample
 from chargpt.models.bigram import BigramLM
@@ -20,15 +20,16 @@ from chargpt.text.corpus import Corpus, load_corpus
 from chargpt.training.trainer import Trainer
 
 MODELS = ("bigram", "gpt")
-ALPHA = 0.1  # counts added in the closed-form bigram, as in `baselines`
-MAX_CHARACTERS = 300_000
-DENSE_VOCABULARY = 4096  # beyond it the closed-form table is not built; its loss is the same
+MAX_CHARACTERS = 300_000  # scored of the validation split
+MAX_DENSE_VOCAB = 4096  # above it the V x V table of the bigram is not built; its loss is the same
 SAMPLE = {"length": 300, "temperature": 0.8, "seed": 1337, "num_samples": 1}
+
+RunTrainer = Callable[[str, Trainer], None]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One model's line of the table. None where a figure does not apply."""
+    """One model's row of the table; None where a column does not apply."""
 
     model: str
     nats_per_char: float
@@ -39,14 +40,14 @@ class Row:
     evaluation: Evaluation | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the row under the JSON keys that every command uses."""
-        base = {
+        """Return the row for `--json`."""
+        losses = {
             "nats_per_char": self.nats_per_char,
             "bits_per_char": self.nats_per_char / math.log(2),
             "perplexity": math.exp(self.nats_per_char),
         }
         return {
-            **(self.evaluation.as_dict() if self.evaluation else base),
+            **(self.evaluation.as_dict() if self.evaluation else losses),
             "model": self.model,
             "parameters": self.parameters,
             "seconds": self.seconds,
@@ -57,16 +58,26 @@ class Row:
 
 @dataclass
 class Comparison:
-    """What `compare` found: rows, validation curves, and a sample of each trained model."""
+    """Result of `compare`.
+
+    Attributes:
+        title: name of the text.
+        rows: baselines and models.
+        curves: (step, validation loss) of each trained model.
+        samples: a generated text of each trained model.
+        baselines: losses of the baselines in nats per character.
+    """
 
     title: str
     rows: list[Row] = field(default_factory=list)
     curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     samples: dict[str, str] = field(default_factory=dict)
-    lines: dict[str, float] = field(default_factory=dict)
+    baselines: dict[str, float] = field(default_factory=dict)
 
-    def add_run(self, name: str, run: Run, evaluation: Evaluation) -> None:
-        """Take in a finished run under a name."""
+    def add_run(self, name: str, run: Run, corpus: Corpus) -> None:
+        """Evaluate a finished run on a corpus's validation split and add it under a name."""
+        val = corpus.split("val")
+        evaluation = evaluate_tokens(run.model, val, max_characters=MAX_CHARACTERS)
         self.rows.append(
             Row(
                 name,
@@ -82,25 +93,24 @@ class Comparison:
         self.samples[name] = sample(run, run.config.sample.model_copy(update=SAMPLE))[0]
 
 
-def exhaust(trainer: Trainer) -> None:
-    """Train to the end without a word."""
-    for _ in trainer.steps():
+def run_silently(_: str, trainer: Trainer) -> None:
+    """Run a trainer's steps without output."""
+    for _report in trainer.steps():
         pass
 
 
-def contender(settings: Config, model: str) -> Config:
-    """Return the settings for one model: same text, steps and batch, its own update and targets.
+def model_settings(settings: Config, model: str) -> Config:
+    """Return settings for another model: the same text, steps and batches, its own optimizer.
 
     Raises:
-        ConfigError: there is no such model.
+        ConfigError: the model is unknown.
     """
     if model not in MODELS:
-        raise ConfigError(f"there is no model {model!r} to compare; there are {', '.join(MODELS)}")
+        raise ConfigError(f"unknown model {model!r}; use {', '.join(MODELS)}")
     if model == settings.model.kind:
         return settings
     own = load_config(model)
-    sections = ("optim", "schedule")
-    values = {name: getattr(own, name).model_dump() for name in sections}
+    values = {name: getattr(own, name).model_dump() for name in ("optim", "schedule")}
     return settings.with_values(
         {"model.kind": model, "train.ngram_target_weight": own.train.ngram_target_weight, **values}
     )
@@ -111,63 +121,59 @@ def compare(
     folder: Path,
     *,
     models: Sequence[str] = MODELS,
-    watch: Callable[[str, Trainer], None] = lambda _, trainer: exhaust(trainer),
+    run_trainer: RunTrainer = run_silently,
     corpus: Corpus | None = None,
 ) -> Comparison:
-    """Train each model on the same text, split and budget, and measure all on the `full` protocol.
+    """Train each model on the same text, split and budget; evaluate all with protocol `full`.
 
     Args:
-        settings: the GPT's settings; the others share its text, steps and batch.
-        folder: where each model's run goes, under its name.
-        watch: called with a model's name and trainer; runs the trainer's steps to their end.
-        corpus: the prepared text, if it is at hand.
+        settings: of the GPT; the other models share its text, steps and batches.
+        folder: parent of the run folders, which are named after the models.
+        models: names of the models to train.
+        run_trainer: called with a model's name and trainer; runs all of its steps.
+        corpus: what `load_corpus(settings.text)` returned; loaded here by default.
 
     Raises:
-        ChargptError: the text, a setting or the folder will not do.
+        ChargptError: the text, a setting or the folder is not usable.
     """
     corpus = corpus or load_corpus(settings.text)
-    levels = baselines(corpus)
-    comparison = Comparison(corpus.name, lines=levels)
-    vocab = corpus.tokenizer.vocab_size
+    ngram = fit_ngram(corpus)
+    nats = baselines(corpus, ngram=ngram)
+    comparison = Comparison(corpus.name, baselines=nats)
     comparison.rows += [
-        Row("uniform", levels["uniform"], 0),
-        Row("unigram (counted)", levels["unigram"], vocab),
-        counted_bigram(corpus, settings, levels["bigram"]),
-        Row(f"{NGRAM} (counted)", levels[NGRAM]),
+        Row("uniform", nats["uniform"], 0),
+        Row("unigram (counts)", nats["unigram"], corpus.tokenizer.vocab_size),
+        bigram_row(corpus, settings.model.block_size, nats["bigram"]),
+        Row(f"{NGRAM} (counts)", nats[NGRAM]),
     ]
     for name in models:
-        wanted = contender(settings, name)
         run = RunFolder(folder / name)
-        trainer = Trainer(wanted, corpus, folder=run)
+        trainer = Trainer(model_settings(settings, name), corpus, folder=run, ngram=ngram)
         run.create(trainer.config, corpus.tokenizer, force=False)
-        watch(name, trainer)
+        run_trainer(name, trainer)
         best = load_run(run.path, "best", trainer.config.device)
-        val = corpus.split("val")
-        evaluation = evaluate_tokens(best.model, val, max_characters=MAX_CHARACTERS)
-        comparison.add_run(f"{name} (trained)", best, evaluation)
+        comparison.add_run(f"{name} (trained)", best, corpus)
     return comparison
 
 
-def counted_bigram(corpus: Corpus, settings: Config, nats: float) -> Row:
-    """Return the row of the bigram fitted in closed form from counts."""
-    vocab = corpus.tokenizer.vocab_size
+def bigram_row(corpus: Corpus, block_size: int, nats: float) -> Row:
+    """Return the row of the bigram estimated from counts."""
+    vocab_size = corpus.tokenizer.vocab_size
     start = time.perf_counter()
     evaluation = None
-    if vocab <= DENSE_VOCABULARY:
-        model = BigramLM.from_counts(
-            corpus.pair_counts("train"), settings.model.block_size, alpha=ALPHA
-        )
+    if vocab_size <= MAX_DENSE_VOCAB:
+        model = BigramLM.from_counts(corpus.pair_counts("train"), block_size, alpha=BIGRAM_ALPHA)
         evaluation = evaluate_tokens(model, corpus.split("val"), max_characters=MAX_CHARACTERS)
         nats = evaluation.nats_per_char
     seconds = round(time.perf_counter() - start, 3)
-    return Row("bigram (counted)", nats, vocab * vocab, seconds, evaluation=evaluation)
+    return Row("bigram (counts)", nats, vocab_size**2, seconds, evaluation=evaluation)
 
 
 def compare_runs(paths: Sequence[Path], device: str = "auto") -> Comparison:
-    """Measure runs that exist, each on the validation part of its own text.
+    """Evaluate existing runs, each on the validation split of its own text.
 
     Raises:
-        ChargptError: a folder is not a run, or its text is not to be had.
+        ChargptError: a folder is not a run, or its text is missing.
     """
     comparison = Comparison("")
     corpora = {}
@@ -175,10 +181,9 @@ def compare_runs(paths: Sequence[Path], device: str = "auto") -> Comparison:
         run = load_run(path, "best", device)
         corpus = run.corpus()
         corpora[corpus.key] = corpus
-        evaluation = evaluate_tokens(run.model, corpus.split("val"), max_characters=MAX_CHARACTERS)
         name = path.name if path.name not in comparison.curves else str(path)
-        comparison.add_run(name, run, evaluation)
+        comparison.add_run(name, run, corpus)
     comparison.title = ", ".join(sorted({corpus.name for corpus in corpora.values()}))
     if len(corpora) == 1:
-        comparison.lines = baselines(corpora.popitem()[1])
+        comparison.baselines = baselines(corpora.popitem()[1])
     return comparison

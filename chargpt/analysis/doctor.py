@@ -1,4 +1,4 @@
-"""What this machine is to chargpt: what was found, how fast it is, whether it computes rightly."""
+"""Checks of this machine: device, threads, speed, numerical correctness, disk space, torch."""
 
 import math
 import os
@@ -16,70 +16,67 @@ from chargpt.device import choose_device, choose_dtype, dtype_name, synchronize
 from chargpt.models import build_model
 from chargpt.text.cache import cache_folder
 
-SIDE = 1024  # of the square matrices that are multiplied
-MEASURED_SECONDS = 0.3
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of a gradient, relative
-LEAST_FREE = 1_000_000_000  # bytes of disk: some checkpoints of a model of ten million parameters
+MATRIX_SIZE = 1024  # rows and columns of the matrices in the speed measurement
+MIN_SECONDS = 0.3  # of the speed measurement
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # relative error of a gradient
+MIN_FREE_BYTES = 1_000_000_000  # on disk: several checkpoints of a model of 10M parameters
 
 
 @dataclass(frozen=True)
-class Finding:
-    """One thing looked at; `advice` is empty if nothing is to be done."""
+class Check:
+    """Result of one check; `advice` is empty if it passed."""
 
     name: str
     value: str
     advice: str = ""
 
 
-def examine(device_name: str = "auto", folder: Path = Path()) -> list[Finding]:
-    """Return what was found out, in the order that a reader wants it.
+def run_checks(device_name: str = "auto", folder: Path = Path()) -> list[Check]:
+    """Run all checks.
 
     Args:
-        device_name: as in a config.
-        folder: where runs will go.
+        device_name: `auto`, `cpu`, `cuda` or `mps`.
+        folder: of future runs, whose disk is checked.
 
     Raises:
-        DeviceError: that device is not here.
+        DeviceError: the device is not available.
     """
     device, reason = choose_device(device_name)
     dtype, dtype_reason = choose_dtype(device, "auto")
-    findings = [
-        Finding("device", f"{device.type} ({reason})"),
-        Finding("format", f"{dtype_name(dtype)} ({dtype_reason})"),
+    checks = [
+        Check("device", f"{device.type} ({reason})"),
+        Check("number format", f"{dtype_name(dtype)} ({dtype_reason})"),
     ]
     if device.type == "cpu":
-        findings.append(_threads())
-    for kind in (torch.float32, torch.bfloat16):
-        speed = matrix_speed(device, kind)
-        findings.append(Finding(f"{dtype_name(kind)} products", f"{speed / 1e9:,.0f} GFLOP/s"))
-    return [*findings, _training_step(device, dtype), *_disk(folder), _torch()]
+        checks.append(_threads())
+    for kind in TOLERANCE:
+        flops = matmul_flops(device, kind)
+        checks.append(Check(f"{dtype_name(kind)} matmul", f"{flops / 1e9:,.0f} GFLOP/s"))
+    return [*checks, _training_step(device, dtype), *_disk(folder), _torch()]
 
 
-def matrix_speed(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the floating-point operations a second of large matrix products."""
-    left = torch.ones(SIDE, SIDE, dtype=dtype, device=device)
-    best, end = math.inf, time.perf_counter() + MEASURED_SECONDS
+def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the floating-point operations per second of a large matrix product."""
+    left = torch.ones(MATRIX_SIZE, MATRIX_SIZE, dtype=dtype, device=device)
+    best, end = math.inf, time.perf_counter() + MIN_SECONDS
     while best == math.inf or time.perf_counter() < end:
         synchronize(device)
         start = time.perf_counter()
         left @ left
         synchronize(device)
         best = min(best, time.perf_counter() - start)
-    return 2 * SIDE**3 / best
+    return 2 * MATRIX_SIZE**3 / best
 
 
 def gradient_error(device: torch.device, dtype: torch.dtype) -> float:
-    """Return how far one training step's gradients are from float64 ones worked out on the CPU.
-
-    The norm of the difference over the norm, of all parameters together.
-    """
+    """Return the relative error (L2 norm) of a step's gradients against float64 on the CPU."""
     exact = _gradients(torch.device("cpu"), torch.float64)
     difference = _gradients(device, dtype) - exact
     return float(difference.norm() / exact.norm())
 
 
 def _gradients(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return all gradients of a small model's loss, one after another, float64 on the CPU."""
+    """Return the concatenated gradients of a small model's loss, float64 on the CPU."""
     generator = torch.Generator().manual_seed(0)
     model = build_model(ModelConfig(n_layer=2, n_head=2, n_embd=64, block_size=64), 65)
     with torch.no_grad():
@@ -98,32 +95,32 @@ def _gradients(device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.cat(gradients).cpu().double()
 
 
-def _training_step(device: torch.device, dtype: torch.dtype) -> Finding:
-    error, most = gradient_error(device, dtype), TOLERANCE[dtype]
-    advice = "" if error < most else "it computes wrongly: update torch or use --device cpu"
-    return Finding("one training step", f"{error:.1e} from float64 (at most {most})", advice)
+def _training_step(device: torch.device, dtype: torch.dtype) -> Check:
+    error, tolerance = gradient_error(device, dtype), TOLERANCE[dtype]
+    advice = "" if error < tolerance else "gradients are wrong: update torch or use --device cpu"
+    return Check("one training step", f"gradient error {error:.1e} (tolerance {tolerance})", advice)
 
 
-def _threads() -> Finding:
+def _threads() -> Check:
     used, cores = torch.get_num_threads(), os.cpu_count() or 1
     advice = ""
     if used > cores:
-        advice = f"unset OMP_NUM_THREADS: {used} threads wait for each other on {cores} cores"
+        advice = f"unset OMP_NUM_THREADS: {used} threads compete for {cores} cores"
     elif used * 4 < cores:
-        advice = f"set OMP_NUM_THREADS to the number of physical cores, {cores} at most"
-    return Finding("threads", f"{used} of {cores} cores", advice)
+        advice = f"set OMP_NUM_THREADS to the number of physical cores (at most {cores})"
+    return Check("threads", f"{used} of {cores} cores", advice)
 
 
-def _disk(folder: Path) -> list[Finding]:
-    findings = []
-    for name, place in (("disk for runs", folder.absolute()), ("disk for texts", cache_folder())):
-        existing = next(p for p in (place, *place.parents) if p.exists())
+def _disk(folder: Path) -> list[Check]:
+    checks = []
+    for name, path in (("disk for runs", folder.absolute()), ("disk for texts", cache_folder())):
+        existing = next(p for p in (path, *path.parents) if p.exists())
         free = shutil.disk_usage(existing).free
-        advice = "" if free > LEAST_FREE else f"free some space at {existing}"
-        findings.append(Finding(name, f"{free / 1e9:,.1f} GB free at {place}", advice))
-    return findings
+        advice = "" if free > MIN_FREE_BYTES else f"free disk space at {existing}"
+        checks.append(Check(name, f"{free / 1e9:,.1f} GB free at {path}", advice))
+    return checks
 
 
-def _torch() -> Finding:
+def _torch() -> Check:
     compiler = next((name for name in ("c++", "g++", "clang", "cl") if shutil.which(name)), None)
-    return Finding("torch", f"{torch.__version__}, C++ compiler: {compiler or 'none found'}")
+    return Check("torch", f"{torch.__version__}, C++ compiler: {compiler or 'none'}")

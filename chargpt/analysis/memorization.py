@@ -1,11 +1,10 @@
-"""What of a text stands word for word in the training text: copied, or new?
+"""Verbatim overlap of texts with the training text: longest match, matched spans, novel n-grams.
 
-Stretches of one length are found by their hash. With prefix sums P_i = sum over j < i of (t_j + 1)
-B^j, all modulo 2^64, the hash of the n characters from i on is (P_{i+n} - P_i) B^{-i} (Karp and
-Rabin 1987, with prefix sums in place of rolling): a few operations on arrays, for any n. So nothing
-has to be indexed: the training text is gone through once, in parts, for all lengths together, and
-what it holds of the texts is looked up in a small table.
-Shapes in this file: N = characters of the training text, M = characters of all texts together.
+N-grams are compared by a polynomial hash (Karp and Rabin 1987). With prefix sums
+P_i = sum over j < i of (t_j + 1) B^j modulo 2^64, the hash of the n tokens from i on is
+(P_{i+n} - P_i) B^{-i}: a few array operations for any n. The training text is read once, in chunks,
+for all n together; only the n-grams of the texts are indexed.
+Shapes: N = tokens of the training text.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,25 +17,25 @@ import numpy.typing as npt
 from chargpt.text.corpus import Corpus
 
 LENGTHS = (4, 6, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-LEAST = 20  # characters of a stretch that counts as copied; shorter ones are common phrases
-PART = 2**20  # characters of the training text at a time
-TABLE_BITS = 22  # of a hash, by which nearly all that is not wanted is passed over
-MOST_PLACES = 32  # of one stretch that are remembered; a run of spaces may stand in a million
-BASE = 0x9E3779B97F4A7C15  # any odd number has an inverse
+MIN_MATCH = 20  # characters of a verbatim match; shorter ones are common phrases
+CHUNK = 2**20  # tokens of the training text that are hashed at a time
+FILTER_BITS = 22  # leading bits of a hash that index the filter table
+MAX_POSITIONS = 32  # stored per n-gram; a run of spaces may occur a million times
+BASE = 0x9E3779B97F4A7C15  # odd, so it has an inverse modulo 2^64
 
 Tokens = npt.NDArray[Any]
 Hashes = npt.NDArray[np.uint64]
-Places = npt.NDArray[np.int64]
+Indices = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Copy:
-    """A stretch of a text that stands in the training text as well.
+class VerbatimMatch:
+    """A passage that occurs in a text and in the training text.
 
     Attributes:
-        start: where it begins in the text.
+        start: offset in the text.
         length: in characters.
-        place: where it begins in the training text.
+        place: offset in the training text.
     """
 
     start: int
@@ -45,192 +44,190 @@ class Copy:
 
 
 @dataclass(frozen=True)
-class Memory:
-    """What one text has of the training text.
+class Overlap:
+    """Verbatim overlap of one text with the training text.
 
     Attributes:
-        longest: its longest stretch that stands there too, of LEAST characters or more. Of one
-            that stands there very often, the first places alone are followed to their ends.
-        copied: what is covered by such stretches, as (start, end), in order, apart.
-        novel: of each length, the share of the text's stretches that do not stand there.
+        longest: the longest match of at least MIN_MATCH characters; only the first MAX_POSITIONS
+            occurrences of each n-gram are extended.
+        copied: (start, end) of the spans that such matches cover, in order, disjoint.
+        novel: by n, the fraction of the text's n-grams that the training text does not contain.
     """
 
-    longest: Copy | None
+    longest: VerbatimMatch | None
     copied: list[tuple[int, int]]
     novel: dict[int, float]
 
 
 @dataclass(frozen=True)
-class Check:
-    """What the texts of a run have of its training text, and what text that it never saw has.
+class OverlapReport:
+    """Verbatim overlap of generated texts, and of held-out text for reference.
 
     Attributes:
-        texts: one each.
-        held_out: as many stretches of the validation part, as long as the texts.
-        training: the training part's ids.
+        texts: one overlap for each generated text.
+        held_out: one for each of as many passages of the validation split, equally long.
+        training: token ids of the training split, (N,).
     """
 
-    texts: list[Memory]
-    held_out: list[Memory]
+    texts: list[Overlap]
+    held_out: list[Overlap]
     training: Tokens
 
     def novel(self) -> list[tuple[int, float, float]]:
-        """Return (length, share that is novel in the texts, and in text never seen)."""
+        """Return (n, novel fraction of the generated n-grams, and of the held-out ones)."""
         rows = []
-        for length in self.texts[0].novel if self.texts else ():
-            ours, theirs = (
-                [memory.novel[length] for memory in memories if length in memory.novel]
-                for memories in (self.texts, self.held_out)
+        for n in self.texts[0].novel if self.texts else ():
+            generated, held_out = (
+                [overlap.novel[n] for overlap in overlaps if n in overlap.novel]
+                for overlaps in (self.texts, self.held_out)
             )
-            if ours and theirs:
-                rows.append((length, sum(ours) / len(ours), sum(theirs) / len(theirs)))
+            if generated and held_out:
+                mean, reference = (sum(each) / len(each) for each in (generated, held_out))
+                rows.append((n, mean, reference))
         return rows
 
 
-def check(
-    corpus: Corpus, texts: Sequence[str], watch: Callable[[int, int], object] = lambda *_: None
-) -> Check:
-    """Return what texts that a run has written have of the text that it was trained on.
+def measure_overlap(
+    corpus: Corpus,
+    texts: Sequence[str],
+    on_progress: Callable[[int, int], object] = lambda *_: None,
+) -> OverlapReport:
+    """Return the verbatim overlap of generated texts with a corpus's training split.
 
     Args:
-        corpus: that text.
-        texts: of its vocabulary.
-        watch: told how many characters of the training text are done, and of how many.
+        corpus: the text that the model was trained on.
+        texts: generated texts.
+        on_progress: called with the number of training tokens read, and N.
     """
-    training, unseen = corpus.split("train"), corpus.split("val")
-    written = [corpus.tokenizer.encode(text, unknown="replace") for text in texts]
+    training, val = corpus.split("train"), corpus.split("val")
+    generated = [corpus.tokenizer.encode(text, unknown="replace") for text in texts]
     held_out = []
-    for number, tokens in enumerate(written):
-        start = (len(unseen) - len(tokens)) * number // max(1, len(written) - 1)
-        held_out.append(unseen[max(0, start) :][: len(tokens)])
-    found = memorization(training, [*written, *held_out], lambda n: watch(n, len(training)))
-    return Check(found[: len(written)], found[len(written) :], training)
+    for number, tokens in enumerate(generated):
+        start = (len(val) - len(tokens)) * number // max(1, len(generated) - 1)
+        held_out.append(val[max(0, start) :][: len(tokens)])
+    overlaps = find_overlaps(
+        training, [*generated, *held_out], lambda n: on_progress(n, len(training))
+    )
+    return OverlapReport(overlaps[: len(generated)], overlaps[len(generated) :], training)
 
 
-def memorization(
-    training: Tokens, texts: Sequence[Tokens], watch: Callable[[int], object] = lambda _: None
-) -> list[Memory]:
-    """Return for each text what it has of the training text, in one pass over that.
+def find_overlaps(
+    training: Tokens, texts: Sequence[Tokens], on_progress: Callable[[int], object] = lambda _: None
+) -> list[Overlap]:
+    """Return each text's verbatim overlap with the training text, in one pass over the latter.
 
     Args:
-        training: ids of any integer type, (N,); may be mapped from a file.
-        texts: ids of the same vocabulary.
-        watch: told how many of the N characters are done.
+        training: token ids of any integer type, (N,); may be memory-mapped.
+        texts: token ids of the same vocabulary, each (M,).
+        on_progress: called with the number of training tokens read.
     """
     longest = max((len(text) for text in texts), default=0)
     lengths = [n for n in LENGTHS if n <= min(longest, len(training))]
-    wanted = [_Wanted(texts, n) for n in lengths]
-    powers, inverses = _powers(PART + (lengths[-1] if lengths else 0))
-    for first in range(0, len(training) if lengths else 0, PART):
-        part = training[first : first + PART + lengths[-1] - 1]
-        sums = _prefix_sums(part, powers)
-        for each in wanted:
-            # stretches that begin in the next part are that part's
-            count = min(PART, len(part) - each.length + 1)
+    indexes = [_NGramIndex(texts, n) for n in lengths]
+    powers, inverses = _powers(CHUNK + (lengths[-1] if lengths else 0))
+    for first in range(0, len(training) if lengths else 0, CHUNK):
+        chunk = training[first : first + CHUNK + lengths[-1] - 1]
+        sums = _prefix_sums(chunk, powers)
+        for index in indexes:
+            # n-grams that begin in the next chunk are counted there
+            count = min(CHUNK, len(chunk) - index.n + 1)
             if count > 0:
-                each.look_in(sums, inverses, first, count)
-        watch(min(first + PART, len(training)))
-    return [_judge(training, text, number, wanted) for number, text in enumerate(texts)]
+                index.search(sums, inverses, first, count)
+        on_progress(min(first + CHUNK, len(training)))
+    return [_overlap(training, text, number, indexes) for number, text in enumerate(texts)]
 
 
-class _Wanted:
-    """All stretches of one length that the texts hold, and where the training text has them."""
+class _NGramIndex:
+    """Index of the texts' distinct n-grams for one n, and their positions in the training text."""
 
-    def __init__(self, texts: Sequence[Tokens], length: int) -> None:
-        self.length = length
-        hashes = [_hashes_of(text, length) for text in texts]
-        self.ends = np.cumsum([len(each) for each in hashes])
-        self.hashes, self.kinds = np.unique(np.concatenate(hashes), return_inverse=True)
-        self.found = np.zeros(len(self.hashes), dtype=bool)
-        self.places: list[tuple[Places, Places]] = []  # (kinds, places) of each part
-        self.remembered = np.zeros(len(self.hashes), dtype=np.int64)
-        self.table = np.zeros(2**TABLE_BITS, dtype=bool)
-        self.table[self.hashes >> np.uint64(64 - TABLE_BITS)] = True
+    def __init__(self, texts: Sequence[Tokens], n: int) -> None:
+        self.n = n
+        hashes = [_ngram_hashes(text, n) for text in texts]
+        self.ends = np.cumsum([0, *(len(each) for each in hashes)])
+        self.hashes, self.ids = np.unique(np.concatenate(hashes), return_inverse=True)
+        self.is_found = np.zeros(len(self.hashes), dtype=bool)
+        self.positions: list[tuple[Indices, Indices]] = []  # (ids, positions) of each chunk
+        self.n_occurrences = np.zeros(len(self.hashes), dtype=np.int64)
+        self.filter = np.zeros(2**FILTER_BITS, dtype=bool)
+        self.filter[self.hashes >> np.uint64(64 - FILTER_BITS)] = True
 
-    def look_in(self, sums: Hashes, inverses: Hashes, first: int, count: int) -> None:
-        """Look at the `count` stretches that begin in a part of the training text."""
-        n = self.length
-        hashes = (sums[n : n + count] - sums[:count]) * inverses[:count]
-        near = np.flatnonzero(self.table[hashes >> np.uint64(64 - TABLE_BITS)])
-        kinds = np.searchsorted(self.hashes, hashes[near]).clip(max=len(self.hashes) - 1)
-        right = self.hashes[kinds] == hashes[near]
-        kinds, near = kinds[right], near[right]
-        self.found[kinds] = True
-        if n >= LEAST:
-            self._remember(kinds, near + first)
+    def search(self, sums: Hashes, inverses: Hashes, first: int, count: int) -> None:
+        """Look up the `count` n-grams that begin in the chunk at offset `first`."""
+        hashes = (sums[self.n : self.n + count] - sums[:count]) * inverses[:count]
+        offsets = np.flatnonzero(self.filter[hashes >> np.uint64(64 - FILTER_BITS)])
+        ids = np.searchsorted(self.hashes, hashes[offsets]).clip(max=len(self.hashes) - 1)
+        is_equal = self.hashes[ids] == hashes[offsets]
+        ids, offsets = ids[is_equal], offsets[is_equal]
+        self.is_found[ids] = True
+        if self.n >= MIN_MATCH:
+            self._store(ids, offsets + first)
 
-    def _remember(self, kinds: Places, places: Places) -> None:
-        order = np.argsort(kinds, kind="stable")
-        kinds, places = kinds[order], places[order]
-        earlier = np.arange(len(kinds)) - np.searchsorted(kinds, kinds)  # of its kind, in this part
-        few = self.remembered[kinds] + earlier < MOST_PLACES
-        self.places.append((kinds[few], places[few]))
-        self.remembered += np.bincount(kinds, minlength=len(self.hashes))
+    def _store(self, ids: Indices, positions: Indices) -> None:
+        order = np.argsort(ids, kind="stable")
+        ids, positions = ids[order], positions[order]
+        rank_in_chunk = np.arange(len(ids)) - np.searchsorted(ids, ids)
+        is_stored = self.n_occurrences[ids] + rank_in_chunk < MAX_POSITIONS
+        self.positions.append((ids[is_stored], positions[is_stored]))
+        self.n_occurrences += np.bincount(ids, minlength=len(self.hashes))
 
-    def present(self, number: int) -> npt.NDArray[np.bool_]:
-        """Return for each stretch of one text whether the training text has it."""
-        start = self.ends[number - 1] if number else 0
-        return self.found[self.kinds[start : self.ends[number]]]
+    def ids_of(self, number: int) -> Indices:
+        """Return the n-gram ids of one text, (M - n + 1,)."""
+        return self.ids[self.ends[number] : self.ends[number + 1]]
 
-    def occurrences(self, number: int) -> tuple[Places, Places]:
-        """Return starts in one text and places in the training text of the stretches found."""
-        start = self.ends[number - 1] if number else 0
-        kinds = self.kinds[start : self.ends[number]]
-        if not self.places:
-            return kinds[:0], kinds[:0]
-        place_kinds = np.concatenate([kinds for kinds, _ in self.places])
-        places = np.concatenate([places for _, places in self.places])
-        order = np.argsort(place_kinds, kind="stable")
-        place_kinds, places = place_kinds[order], places[order]
-        low = np.searchsorted(place_kinds, kinds, side="left")
-        counts = np.searchsorted(place_kinds, kinds, side="right") - low
-        starts = np.repeat(np.arange(len(kinds)), counts)
-        return starts, places[
-            np.arange(len(starts)) + np.repeat(low - counts.cumsum() + counts, counts)
-        ]
+    def occurrences(self, number: int) -> tuple[Indices, Indices]:
+        """Return all pairs of an offset in one text and a stored position of its n-gram."""
+        ids = self.ids_of(number)
+        if not self.positions:
+            return ids[:0], ids[:0]
+        stored_ids, positions = (np.concatenate(each) for each in zip(*self.positions, strict=True))
+        order = np.argsort(stored_ids, kind="stable")
+        stored_ids, positions = stored_ids[order], positions[order]
+        low = np.searchsorted(stored_ids, ids, side="left")
+        counts = np.searchsorted(stored_ids, ids, side="right") - low
+        starts = np.repeat(np.arange(len(ids)), counts)
+        within = np.arange(len(starts)) - np.repeat(counts.cumsum() - counts, counts)
+        return starts, positions[np.repeat(low, counts) + within]
 
 
-def _judge(training: Tokens, text: Tokens, number: int, wanted: list[_Wanted]) -> Memory:
-    present = {each.length: each.present(number) for each in wanted if each.length <= len(text)}
-    novel = {n: 1 - float(found.mean()) for n, found in present.items()}
-    covered = np.zeros(len(text) + 2, dtype=bool)
-    for start in np.flatnonzero(present.get(LEAST, np.zeros(0, dtype=bool))).tolist():
-        covered[start + 1 : start + 1 + LEAST] = True
-    edges = np.flatnonzero(covered[1:] != covered[:-1]).tolist()
+def _overlap(training: Tokens, text: Tokens, number: int, indexes: list[_NGramIndex]) -> Overlap:
+    found = {each.n: each.is_found[each.ids_of(number)] for each in indexes if each.n <= len(text)}
+    novel = {n: 1 - float(is_found.mean()) for n, is_found in found.items()}
+    is_covered = np.zeros(len(text) + 2, dtype=bool)
+    for start in np.flatnonzero(found.get(MIN_MATCH, np.zeros(0, dtype=bool))).tolist():
+        is_covered[start + 1 : start + 1 + MIN_MATCH] = True
+    edges = np.flatnonzero(is_covered[1:] != is_covered[:-1]).tolist()
     copied = list(zip(edges[::2], edges[1::2], strict=True))
-    longest = None
-    for each in reversed(wanted):
-        if longest is None:
-            longest = _longest(training, text, *each.occurrences(number), each.length)
-    return Memory(longest, copied, novel)
+    matches = (
+        _longest_match(training, text, *each.occurrences(number), each.n)
+        for each in reversed(indexes)
+    )
+    return Overlap(next((match for match in matches if match), None), copied, novel)
 
 
-def _longest(
-    training: Tokens, text: Tokens, starts: Places, places: Places, length: int
-) -> Copy | None:
-    """Return the longest of the copies that begin there and agree for `length` characters."""
-    best_starts, best_places = starts, places
+def _longest_match(
+    training: Tokens, text: Tokens, starts: Indices, positions: Indices, length: int
+) -> VerbatimMatch | None:
+    """Extend matches of `length` tokens to the right as far as possible; return the longest."""
+    best_starts, best_positions = starts, positions
     while len(starts):
-        best_starts, best_places = starts, places
-        inside = (starts + length < len(text)) & (places + length < len(training))
-        starts, places = starts[inside], places[inside]
-        same = text[starts + length] == training[places + length]
-        starts, places = starts[same], places[same]
+        best_starts, best_positions = starts, positions
+        is_inside = (starts + length < len(text)) & (positions + length < len(training))
+        starts, positions = starts[is_inside], positions[is_inside]
+        is_equal = text[starts + length] == training[positions + length]
+        starts, positions = starts[is_equal], positions[is_equal]
         length += len(starts) > 0
-    for start, place in zip(best_starts.tolist(), best_places.tolist(), strict=True):
-        if np.array_equal(text[start : start + length], training[place : place + length]):
-            return Copy(start, length, place)
-    return None  # equal hashes of unequal stretches
+    for start, position in zip(best_starts.tolist(), best_positions.tolist(), strict=True):
+        if np.array_equal(text[start : start + length], training[position : position + length]):
+            return VerbatimMatch(start, length, position)
+    return None  # hash collisions only
 
 
 def _powers(count: int) -> tuple[Hashes, Hashes]:
-    """Return the powers of the base, and of its inverse, modulo 2^64."""
-    both = []
-    for base in (BASE, pow(BASE, -1, 2**64)):
-        steps = np.full(count, base, dtype=np.uint64)
-        steps[0] = 1
-        both.append(np.multiply.accumulate(steps))
-    return both[0], both[1]
+    """Return the first powers of BASE and of its inverse modulo 2^64, each (count,)."""
+    powers = np.full((2, count), [[BASE], [pow(BASE, -1, 2**64)]], dtype=np.uint64)
+    powers[:, 0] = 1
+    ascending, inverses = np.multiply.accumulate(powers, axis=1)
+    return ascending, inverses
 
 
 def _prefix_sums(tokens: Tokens, powers: Hashes) -> Hashes:
@@ -238,11 +235,10 @@ def _prefix_sums(tokens: Tokens, powers: Hashes) -> Hashes:
     return np.concatenate((np.zeros(1, dtype=np.uint64), np.add.accumulate(terms)))
 
 
-def _hashes_of(text: Tokens, length: int) -> Hashes:
-    """Return the hash of every stretch of a text."""
-    if len(text) < length:
+def _ngram_hashes(text: Tokens, n: int) -> Hashes:
+    """Return the hashes of a text's n-grams, (M - n + 1,)."""
+    if len(text) < n:
         return np.zeros(0, dtype=np.uint64)
     powers, inverses = _powers(len(text))
     sums = _prefix_sums(text, powers)
-    count = len(text) - length + 1
-    return (sums[length:] - sums[:-length]) * inverses[:count]
+    return (sums[n:] - sums[:-n]) * inverses[: len(text) - n + 1]

@@ -219,12 +219,12 @@ def ladder(found: "Ladder") -> "Figure":
     """Draw what each rung reaches as bars, in bits per character, beside counts and compressors.
 
     Args:
-        found: what `climb` gives.
+        found: what `run_ladder` returned.
     """
     bars = [
-        *((name, nats, None, GREY) for name, nats in found.counted.items()),
-        *((name, nats, None, PALE) for name, nats in found.compressed.items()),
-        *((s.rung.name, s.loss.value, s.loss.margin, COLOURS[0]) for s in found.steps),
+        *((name, nats, None, GREY) for name, nats in found.baselines.items()),
+        *((name, nats, None, PALE) for name, nats in found.compressors.items()),
+        *((s.rung.name, s.loss.value, s.loss.margin, COLOURS[0]) for s in found.results),
     ]
     figure = _figure(8, 0.6 + 0.28 * len(bars))
     axes = figure.add_subplot()

@@ -16,7 +16,7 @@ from markupsafe import Markup
 from chargpt.analysis import guesses, memorization, plots
 from chargpt.analysis.heads import LINE, attention_on_line, head_words, typical_line
 from chargpt.analysis.page import render, write_page
-from chargpt.analysis.result import Result, result_of, verdict
+from chargpt.analysis.result import RunScores, score_run, summarize
 from chargpt.inference.baselines import NGRAM
 from chargpt.inference.sampling import stream_run
 from chargpt.models.gpt import GPT
@@ -45,7 +45,10 @@ PARTS = {
 
 
 def write_report(
-    run: Run, path: Path | None = None, corpus: Corpus | None = None, result: Result | None = None
+    run: Run,
+    path: Path | None = None,
+    corpus: Corpus | None = None,
+    result: RunScores | None = None,
 ) -> Path:
     """Measure a run and write its page.
 
@@ -53,14 +56,14 @@ def write_report(
         run: what `load_run` gives.
         path: of the page; `report.html` in the run's folder by default.
         corpus: the run's text, if it is at hand.
-        result: what `result_of` gives, if it is at hand.
+        result: what `score_run` returned, if it is at hand.
 
     Raises:
         TextError: the run's text is not to be had.
         ChargptError: the page cannot be written.
     """
     corpus = corpus or run.corpus()
-    result = result or result_of(run, corpus)
+    result = result or score_run(run, corpus)
     records = RunFolder(run.folder).metrics.records()
     facts: dict[str, Any] = {
         **overview(run, corpus, result, records),
@@ -79,7 +82,7 @@ def write_report(
 
 
 def overview(
-    run: Run, corpus: Corpus, result: Result, records: Sequence[Mapping[str, Any]]
+    run: Run, corpus: Corpus, result: RunScores, records: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Return what was trained on what, and what came of it."""
     config, state = run.config, run.state
@@ -102,7 +105,7 @@ def overview(
             ("next character guessed", f"{own.accuracy:.1%}"),
             ("standard error", f"{own.standard_error:.4f} nats"),
         ],
-        "verdict": verdict(run, result, records),
+        "verdict": summarize(run, result, records),
         "losses": [
             [model, part, f"{nats:.4f}", f"{nats / math.log(2):.4f}", f"{math.exp(nats):,.2f}"]
             for model, part, nats in rows
@@ -112,14 +115,14 @@ def overview(
 
 
 def learning(
-    run: Run, corpus: Corpus, result: Result, records: Sequence[Mapping[str, Any]]
+    run: Run, corpus: Corpus, result: RunScores, records: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Return the curves."""
     train = run.config.train
     validation = validation_curve(records)
     last = validation[-1][1] if validation else result.losses["val"].nats_per_char
     trained = plots.thinned([(r["step"], r["loss"]) for r in records if "loss" in r])
-    lines = {name: nats for name, nats in result.levels.items() if name in ("bigram", NGRAM)}
+    lines = {name: nats for name, nats in result.baselines.items() if name in ("bigram", NGRAM)}
     words = ", ".join(f"the {name} at {nats:.3f}" for name, nats in lines.items())
     figure = plots.loss_curves({"validation": validation, "training": trained}, lines, corpus.name)
     pace = plots.pace(records, train.batch_size * run.config.model.block_size)
@@ -235,10 +238,10 @@ def copies(run: Run, corpus: Corpus) -> dict[str, Any]:
     texts = [""] * SAMPLES
     for pieces in stream_run(run, settings):
         texts = [text + piece for text, piece in zip(texts, pieces, strict=True)]
-    found = memorization.check(corpus, texts)
+    found = memorization.measure_overlap(corpus, texts)
     longest = [memory.longest.length for memory in found.texts if memory.longest]
     unseen = [memory.longest.length for memory in found.held_out if memory.longest]
-    least = memorization.LEAST
+    least = memorization.MIN_MATCH
 
     def most(lengths: list[int]) -> str:
         return f"{max(lengths)} characters" if lengths else f"under {least} characters"

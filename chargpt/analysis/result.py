@@ -1,4 +1,4 @@
-"""What a run came to: its loss beside the lines to beat, and a verdict in plain words."""
+"""Losses of a finished run next to the baselines, and a summary in sentences."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,82 +11,83 @@ from chargpt.store.run import Run
 from chargpt.text.corpus import SPLITS, Corpus, Split
 from chargpt.training.budget import scored_characters
 
-# characters scored: of those trained on, but so many at least and at most
-WAVERING = 0.02  # nats by which evaluations differ without any over-fitting
-MEMORISING = 0.3  # nats by which a model may do better on what it was trained on
+MIN_RISE = 0.02  # nats above the best validation loss that count as over-fitting, not as noise
+MIN_GAP = 0.3  # nats of generalisation gap that are worth a sentence
 
 
 @dataclass(frozen=True)
-class Result:
-    """A run's losses.
+class RunScores:
+    """Losses of a run and of the baselines.
 
     Attributes:
-        levels: what counting reaches on the validation part, in nats, by name.
-        losses: the run's own on each part.
+        baselines: losses on the validation split in nats per character, by name.
+        losses: the run's evaluation on each split.
     """
 
-    levels: Mapping[str, float]
+    baselines: Mapping[str, float]
     losses: Mapping[Split, Evaluation]
 
     def rows(self, kind: str) -> list[tuple[str, str, float]]:
-        """Return model, part and nats, as the closing table has them."""
-        counted = [(name, "val", nats) for name, nats in self.levels.items()]
-        own = [(f"{kind} (trained)", split, e.nats_per_char) for split, e in self.losses.items()]
-        return [*counted, *own]
+        """Return (model, split, nats per character) for the final table."""
+        rows = [(name, "val", nats) for name, nats in self.baselines.items()]
+        return rows + [(f"{kind} (trained)", s, e.nats_per_char) for s, e in self.losses.items()]
 
 
-def result_of(run: Run, corpus: Corpus, levels: Mapping[str, float] | None = None) -> Result:
-    """Measure a run on parts of what it was and was not trained on.
+def score_run(
+    run: Run, corpus: Corpus, baseline_nats: Mapping[str, float] | None = None
+) -> RunScores:
+    """Evaluate a run on the training and validation splits.
 
     Args:
-        run: what `load_run` gives.
-        corpus: its text.
-        levels: what `baselines` gives, if it is at hand.
+        run: from `load_run`.
+        corpus: the run's text.
+        baseline_nats: what `baselines(corpus)` returned; computed here by default.
 
     Raises:
         TextError: a split is too short to score.
     """
-    scored = scored_characters(run.config, run.step)
+    max_characters = scored_characters(run.config, run.step)
     losses = {
-        split: evaluate_tokens(run.model, corpus.split(split), split=split, max_characters=scored)
+        split: evaluate_tokens(
+            run.model, corpus.split(split), split=split, max_characters=max_characters
+        )
         for split in SPLITS
     }
-    return Result(levels or baselines(corpus), losses)
+    return RunScores(baseline_nats or baselines(corpus), losses)
 
 
-def verdict(run: Run, result: Result, records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return in plain words whether the model beat counting, and whether it over-fitted.
+def summarize(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return sentences on the gain over the baselines, over-fitting and early stopping.
 
     Args:
         run: at any checkpoint.
-        result: what `result_of` gives.
-        records: of its `metrics.jsonl`.
+        scores: what `score_run` returned.
+        records: of the run's `metrics.jsonl`.
     """
     sentences = []
-    train_loss, val_loss = (result.losses[split].nats_per_char for split in SPLITS)
-    seen = validation_curve(records)
-    last = seen[-1][1] if seen else val_loss
+    train_loss, val_loss = (scores.losses[split].nats_per_char for split in SPLITS)
+    curve = validation_curve(records)
+    last = curve[-1][1] if curve else val_loss
     best, best_step = run.state.best_nats_per_char, run.state.best_step
     if run.config.model.kind == "gpt":
         gains = [
             f"{abs(gain):.3f} nats {'better' if gain > 0 else 'worse'} than the {name}"
-            for name, gain in ((n, result.levels[n] - val_loss) for n in ("bigram", NGRAM))
+            for name, gain in ((n, scores.baselines[n] - val_loss) for n in ("bigram", NGRAM))
         ]
-        sentences.append(f"Attention is {' and '.join(gains)} on text it has not seen.")
-    if best is not None and best_step is not None and last > best + WAVERING:
-        used = ", so that checkpoint is the one used" if run.step == best_step else ""
+        sentences.append(f"Attention is {' and '.join(gains)} on the validation split.")
+    if best is not None and best_step is not None and last > best + MIN_RISE:
+        used = "; that checkpoint is used" if run.step == best_step else ""
         sentences.append(
-            f"It over-fitted: validation was best at step {best_step:,} ({best:.3f} nats) and has "
-            f"risen since (to {last:.3f}){used}; more text, model.dropout or fewer steps would "
-            "help."
+            f"It over-fits: validation loss was best at step {best_step:,} ({best:.3f} nats) and "
+            f"rose to {last:.3f} nats{used}. More text, model.dropout or fewer steps would help."
         )
-    elif val_loss - train_loss > MEMORISING:
+    elif val_loss - train_loss > MIN_GAP:
         remedy = "more text" if run.config.model.dropout else "more text or model.dropout"
         sentences.append(
-            f"It does {val_loss - train_loss:.2f} nats better on the text it trained on: it has "
-            f"begun to memorise; {remedy} would help."
+            f"The generalisation gap is {val_loss - train_loss:.2f} nats; {remedy} would help."
         )
-    patience, since = run.config.train.patience, sum(step > (best_step or 0) for step, _ in seen)
-    if patience is not None and since >= patience:
-        sentences.append(f"It stopped early: {since} evaluations brought nothing new.")
+    patience = run.config.train.patience
+    n_worse = sum(step > (best_step or 0) for step, _ in curve)
+    if patience is not None and n_worse >= patience:
+        sentences.append(f"Early stopping: {n_worse} evaluations without a new best.")
     return sentences

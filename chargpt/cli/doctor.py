@@ -1,9 +1,9 @@
-"""`chargpt doctor`: what this machine is, and what would make it better."""
+"""`chargpt doctor`: check device, speed, numerical correctness and disk space."""
 
 import json
 from dataclasses import asdict
 
-from chargpt.analysis.doctor import examine
+from chargpt.analysis.doctor import run_checks
 from chargpt.cli import console, options
 
 
@@ -14,14 +14,14 @@ def doctor(device: options.Device = None, json_: options.Json = False) -> None:
 
     Examples: `chargpt doctor`, `chargpt doctor --device cpu`.
     """
-    findings = examine(device or "auto")
+    checks = run_checks(device or "auto")
     if json_:
-        console.out(json.dumps({"findings": [asdict(finding) for finding in findings]}))
+        console.out(json.dumps({"checks": [asdict(check) for check in checks]}))
         return
-    for finding in findings:
-        console.out(f"{finding.name:20} {finding.value}")
-    advice = [finding.advice for finding in findings if finding.advice]
+    for check in checks:
+        console.out(f"{check.name:20} {check.value}")
+    advice = [check.advice for check in checks if check.advice]
     for sentence in advice:
         console.out(f"advice: {sentence}")
     if not advice:
-        console.out("nothing to improve that chargpt knows of")
+        console.out("no problems found")

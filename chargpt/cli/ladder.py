@@ -1,10 +1,10 @@
-"""`chargpt compare --ladder`: from a bigram to a GPT, one idea at a time."""
+"""`chargpt compare --ladder`: from a bigram to a GPT, adding one component at a time."""
 
 import json
 from pathlib import Path
 
 from chargpt.analysis import plots
-from chargpt.analysis.ladder import Estimate, Ladder, climb
+from chargpt.analysis.ladder import Estimate, Ladder, run_ladder
 from chargpt.cli import console, tables
 from chargpt.cli.loop import run_steps
 from chargpt.cli.progress import LoadingProgress
@@ -14,74 +14,70 @@ from chargpt.text.corpus import load_corpus
 from chargpt.training.session import free_folder, slug
 from chargpt.training.trainer import Trainer
 
-SHOWN = 150  # characters of a rung's sample
+MAX_SAMPLE = 150  # characters printed of a rung's sample
 
 
-def climb_and_show(
-    settings: "Config", out: Path | None, seeds: int, plot: Path | None, *, json_: bool
+def print_ladder(
+    settings: Config, out: Path | None, n_seeds: int, plot: Path | None, *, json_: bool
 ) -> None:
-    """Train the rungs, draw them, and print the table or the JSON.
+    """Train the rungs with progress bars, plot them, and print a table or JSON.
 
     Raises:
-        ChargptError: the text, a setting or the folder will not do.
+        ChargptError: the text, a setting or the folder is not usable.
     """
-    found, folder = train_rungs(settings, out, seeds)
-    picture = plots.save(plots.ladder(found), plot or folder / "ladder.svg")
-    if json_:
-        facts = {**found.as_dict(), "picture": str(picture)}
-        console.out(json.dumps(facts, ensure_ascii=False))
-        return
-    show(found)
-    console.out(f"the ladder as a picture: {picture}")
-
-
-def train_rungs(settings: "Config", out: Path | None, seeds: int) -> "tuple[Ladder, Path]":
-    """Train every rung, each with a progress bar; return them and the folder of their runs."""
     corpus = load_corpus(settings.text, progress=LoadingProgress())
     folder = out or free_folder(f"ladder-{slug(corpus.name)}")
 
-    def watch(name: str, trainer: "Trainer") -> None:
+    def run_trainer(name: str, trainer: Trainer) -> None:
         console.say(f"== {name} ==")
         assert trainer.folder is not None
         run_steps(trainer, trainer.folder, signals)
 
     with catch_signals() as signals:
-        return climb(settings, folder, corpus, seeds, watch), folder
+        ladder = run_ladder(settings, folder, corpus, n_seeds, run_trainer)
+    picture = plots.save(plots.ladder(ladder), plot or folder / "ladder.svg")
+    if json_:
+        report = {**ladder.as_dict(), "picture": str(picture)}
+        console.out(json.dumps(report, ensure_ascii=False))
+        return
+    _print_table(ladder)
+    _print_gains(ladder)
+    for result in ladder.results:
+        sample = " / ".join(console.printable(result.sample)[:MAX_SAMPLE].split("\n"))
+        console.out(f"-- {result.rung.name} --\n{sample}")
+    console.out(f"picture: {picture}")
 
 
-def show(found: "Ladder") -> None:
-    """Print the ladder as a table, what each rung added, and what each writes."""
+def _print_table(ladder: Ladder) -> None:
     rows = [
         [name, "-", *console.loss_cells(nats)[:2], "", "-"]
-        for levels in (found.counted, found.compressed)
-        for name, nats in levels.items()
+        for name, nats in {**ladder.baselines, **ladder.compressors}.items()
     ]
-    for step in found.steps:
-        loss = step.loss
+    for result in ladder.results:
+        loss = result.loss
         margin = "" if loss.margin is None else f"± {loss.margin:.4f}"
-        cells = console.loss_cells(loss.value)[:2]
-        row = [step.rung.name, f"{step.parameters:,}", *cells, margin, f"{step.seconds:.1f}"]
-        rows.append(row)
+        cells = [*console.loss_cells(loss.value)[:2], margin, f"{result.seconds:.1f}"]
+        rows.append([result.rung.name, f"{result.parameters:,}", *cells])
     tables.table(
-        ["model", "parameters", "nats/char", "bits/char", "95%", "seconds"],
+        ["model", "parameters", "nats/char", "bits/char", "95% CI", "seconds"],
         rows,
-        title=f"{found.title}: validation loss, protocol full",
+        title=f"{ladder.title}: validation loss, protocol full",
     )
-    for step in found.steps:
-        if step.gain is not None:
-            console.out(f"{step.rung.name}: {in_words(step.gain)}, by {step.rung.adds}")
-    console.out(
-        f"attention, one scaled head, gains {found.attention_gain} nats per character over the "
-        f"bigram; the whole ladder {found.whole_gain}"
-    )
-    if len(found.steps[0].nats) > 1:
-        console.out("±: half a 95% interval over the seeds (Student's t); gains are of equal seeds")
-    for step in found.steps:
-        words = " / ".join(console.printable(step.sample)[:SHOWN].split("\n"))
-        console.out(f"-- {step.rung.name} --\n{words}")
 
 
-def in_words(gain: "Estimate") -> str:
-    """Return a gain with its sign in words."""
-    margin = "" if gain.margin is None else f" ± {gain.margin:.4f}"
-    return f"{abs(gain.value):.4f}{margin} nats {'lower' if gain.value >= 0 else 'higher'}"
+def _print_gains(ladder: Ladder) -> None:
+    for result in ladder.results:
+        if result.gain is not None:
+            gain = _signed(result.gain, "lower", "higher")
+            console.out(f"{result.rung.name}: {gain} ({result.rung.adds})")
+    attention = _signed(ladder.attention_gain, "better", "worse")
+    total = _signed(ladder.total_gain, "better", "worse")
+    console.out(f"one scaled attention head is {attention} than the bigram; the gpt is {total}")
+    if len(ladder.results[0].nats) > 1:
+        console.out("±: half the 95% confidence interval over seeds (Student's t), paired by seed")
+
+
+def _signed(gain: Estimate, positive: str, negative: str) -> str:
+    """Return a gain with a comparative in place of its sign."""
+    absolute = Estimate(abs(gain.value), gain.margin)
+    return f"{absolute} nats per character {positive if gain.value >= 0 else negative}"

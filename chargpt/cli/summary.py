@@ -5,7 +5,7 @@ import shlex
 import torch
 
 from chargpt.analysis.report import write_report
-from chargpt.analysis.result import Result, result_of, verdict
+from chargpt.analysis.result import RunScores, score_run, summarize
 from chargpt.cli import console, tables
 from chargpt.config import ModelConfig
 from chargpt.errors import ChargptError
@@ -65,7 +65,7 @@ def show_result(session: Session, baselines: dict[str, float]) -> None:
     """Print the closing table, write the report of a long run, and name the next commands."""
     trainer, folder, budget = session.trainer, session.folder, session.budget
     best = load_run(folder.path, "best", trainer.device.type)
-    result = result_of(best, trainer.corpus, baselines)
+    result = score_run(best, trainer.corpus, baselines)
     tables.table(
         ["model", "split", "nats/char", "bits/char", "perplexity"],
         [
@@ -73,7 +73,7 @@ def show_result(session: Session, baselines: dict[str, float]) -> None:
             for name, split, nats in result.rows(best.config.model.kind)
         ],
     )
-    for sentence in verdict(best, result, folder.metrics.records()):
+    for sentence in summarize(best, result, folder.metrics.records()):
         console.out(sentence)
     path, step, seconds = shlex.quote(str(folder.path)), trainer.state.step, trainer.state.seconds
     console.out(
@@ -92,7 +92,7 @@ def show_result(session: Session, baselines: dict[str, float]) -> None:
         show_report(session, best, result)
 
 
-def show_report(session: Session, best: Run, result: Result) -> None:
+def show_report(session: Session, best: Run, result: RunScores) -> None:
     """Write the report page and print where it is."""
     try:
         page = write_report(best, corpus=session.trainer.corpus, result=result)

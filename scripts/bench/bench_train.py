@@ -63,7 +63,7 @@ print(json.dumps(evaluate_tokens(model, tokens).as_dict()))
 # attention, each a character (Chowdhery et al. 2022, appendix B).
 SHARE = """
 import json, statistics, sys, time
-from chargpt.analysis.doctor import matrix_speed
+from chargpt.analysis.doctor import matmul_flops
 from chargpt.device import synchronize
 from chargpt.store.run import load_run
 from chargpt.text.corpus import load_corpus
@@ -83,7 +83,7 @@ for step in range(13):
 multiplied = trainer.model.parameter_count() - trainer.corpus.tokenizer.vocab_size * model.n_embd
 each = 6 * multiplied + 12 * model.n_layer * model.n_embd * model.block_size
 done = each * train.batch_size * model.block_size / statistics.median(seconds[3:])
-peak = matrix_speed(trainer.device, trainer.dtype)
+peak = matmul_flops(trainer.device, trainer.dtype)
 print(json.dumps({"matrix_gflops": peak / 1e9, "share_of_matrix_peak": done / peak}))
 """
 
