@@ -1,8 +1,8 @@
-"""Every setting of a run: one frozen `Config`, read from YAML, checked once.
+"""The configuration of a run: a frozen, validated `Config`, read from YAML.
 
-A YAML file says only what differs from the defaults here. `load_config` reads it (a shipped name
-such as `gpt`, or a path), lays `section.key=value` overrides on top, and reports every mistake at
-once with its line and the likely right key. Values may be lists in YAML; a `Config` holds tuples.
+A YAML file contains only what differs from the defaults in this file. `load_config` reads it by
+name (`gpt`) or path, applies `section.key=value` overrides, and reports all errors at once, each
+with its line and the most similar valid key. YAML lists become tuples.
 """
 
 import difflib
@@ -29,25 +29,25 @@ from pydantic import (
 from chargpt.errors import ConfigError
 from chargpt.yaml_reader import MAX_YAML_BYTES, dump_yaml, parse_yaml
 
-MAX_PROBLEMS = 20
-NORM_EPS = 1e-6  # of every RMSNorm; a constant, not a setting
+MAX_PROBLEMS = 20  # listed in one message
+NORM_EPS = 1e-6  # of every RMSNorm
 
 
 class Section(BaseModel):
-    """A group of settings: immutable, no unknown keys, no silent conversions of text."""
+    """A group of settings: immutable, without unknown keys or type conversions."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
-    def keeps_its_kind(cls, value: object, info: ValidationInfo) -> object:
-        """Refuse `"5"` or `true` for a number, and `"yes"` or 1 for true or false."""
+    def reject_wrong_type(cls, value: object, info: ValidationInfo) -> object:
+        """Reject `"5"` or `true` as a number, and `"yes"` or 1 as a boolean."""
         annotation = cls.model_fields[str(info.field_name)].annotation
-        kinds = get_args(annotation) or (annotation,)
-        if bool in kinds and not isinstance(value, bool):
-            raise ValueError("it should be true or false")
-        if (int in kinds or float in kinds) and isinstance(value, bool | str):
-            raise ValueError("it should be a number")
+        types = get_args(annotation) or (annotation,)
+        if bool in types and not isinstance(value, bool):
+            raise ValueError("expected true or false")
+        if (int in types or float in types) and isinstance(value, bool | str):
+            raise ValueError("expected a number")
         return value
 
 
@@ -68,9 +68,11 @@ class TextConfig(Section):
     """How prompts and other texts treat characters outside the vocabulary."""
 
     @model_validator(mode="after")
-    def leaves_a_training_part(self) -> Self:
+    def require_training_split(self) -> Self:
         if self.val_fraction + self.test_fraction >= 1:
-            raise ValueError("val_fraction and test_fraction leave nothing to train on")
+            raise ValueError(
+                "val_fraction + test_fraction must be less than 1, or the training split is empty"
+            )
         return self
 
 
@@ -98,10 +100,10 @@ class ModelConfig(Section):
         return self.n_mlp or 64 * math.ceil(self.n_embd * 8 / 3 / 64)
 
     @model_validator(mode="after")
-    def heads_fit(self) -> Self:
+    def require_even_head_size(self) -> Self:
         if self.kind == "gpt" and self.n_embd % (2 * self.n_head):
             raise ValueError(
-                f"n_embd {self.n_embd} does not divide into {self.n_head} heads of an even size"
+                f"n_embd {self.n_embd} must be divisible by 2 * n_head = {2 * self.n_head}"
             )
         return self
 
@@ -161,14 +163,14 @@ class ScheduleConfig(Section):
 
     @field_validator("decay_points")
     @classmethod
-    def decay_points_in_order(
+    def require_rising_decay_points(
         cls, decay_points: tuple[tuple[int, int], ...]
     ) -> tuple[tuple[int, int], ...]:
-        """Reject points whose steps do not rise, or that lie at or after their own end."""
+        """Reject points whose steps do not rise, or whose step is not before their end."""
         if any(end <= step for step, end in decay_points):
-            raise ValueError("each needs a step below its end")
+            raise ValueError("each step must be less than its end")
         if any(later <= step for (step, _), (later, _) in pairwise(decay_points)):
-            raise ValueError("their steps have to rise")
+            raise ValueError("the steps must be strictly increasing")
         return decay_points
 
 
@@ -212,21 +214,21 @@ class Config(Section):
     track: TrackConfig = TrackConfig()
 
     @model_validator(mode="after")
-    def batches_divide(self) -> Self:
+    def require_valid_device_and_batch(self) -> Self:
         if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device):
-            raise ValueError(f"device {self.device!r} is none of auto, cpu, cuda, cuda:N, mps")
+            raise ValueError(f"device {self.device!r} is not one of auto, cpu, cuda, cuda:N, mps")
         if self.train.batch_size % self.train.accumulate:
             raise ValueError(
-                f"train.batch_size {self.train.batch_size} does not divide into "
-                f"train.accumulate {self.train.accumulate} equal micro-batches"
+                f"train.batch_size {self.train.batch_size} must be divisible by "
+                f"train.accumulate {self.train.accumulate}"
             )
         return self
 
     def with_values(self, values: Mapping[str, object]) -> "Config":
-        """Return a copy with dotted keys replaced, checked anew.
+        """Return a validated copy with the values of dotted keys replaced.
 
         Raises:
-            ConfigError: a key is unknown or a value does not fit.
+            ConfigError: a key is unknown or a value is invalid.
         """
         tree = self.model_dump()
         for key, value in values.items():
@@ -234,7 +236,7 @@ class Config(Section):
         return validate(tree, origin="these settings")
 
     def to_yaml(self) -> str:
-        """Return every setting as YAML, which `load_config` reads back to an equal Config."""
+        """Return every setting as YAML, from which `load_config` reads an equal Config."""
         return dump_yaml(self.model_dump(mode="json"))
 
 
@@ -244,27 +246,28 @@ def set_dotted(tree: dict[str, Any], key: str, value: object) -> None:
     for section in sections:
         tree = tree.setdefault(section, {})
         if not isinstance(tree, dict):
-            raise ConfigError(f"{key} is not a setting: {section} has no keys of its own")
+            raise ConfigError(f"{key} is not a setting: {section} is not a section")
     tree[last] = value
 
 
 def _known_keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
+    """Return the dotted keys of all settings and sections."""
     keys = []
     for name, field in model.model_fields.items():
-        kind = field.annotation
+        annotation = field.annotation
         keys.append(prefix + name)
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            keys += _known_keys(kind, f"{prefix}{name}.")
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            keys += _known_keys(annotation, f"{prefix}{name}.")
     return keys
 
 
 def _suggestion(key: str) -> str:
-    """Return '; did you mean ...?' for an unknown dotted key, or how to see them all."""
+    """Return '; did you mean ...?' for an unknown dotted key, or a list of the valid keys."""
     known = _known_keys()
     if key in known:
         section, _, name = key.partition(".")
-        return f"; write {name} on a line of its own, indented under `{section}:`"
-    for other in known:  # the right name in the wrong section, or with none
+        return f"; write {name} on a separate line, indented under `{section}:`"
+    for other in known:  # the right name in the wrong section, or without a section
         if "." in other and other.split(".")[-1] == key.split(".")[-1]:
             return f"; did you mean {other}?"
     section, _, last = key.rpartition(".")
@@ -279,10 +282,10 @@ def _suggestion(key: str) -> str:
 
 
 def validate(tree: dict[str, Any], origin: str, lines: Mapping[str, int] | None = None) -> Config:
-    """Return the Config that a plain dict describes.
+    """Return the Config of a dict, validated.
 
     Raises:
-        ConfigError: naming every mistake with its place.
+        ConfigError: naming every invalid setting and its line.
     """
     try:
         return Config.model_validate(tree)
@@ -295,7 +298,7 @@ def validate(tree: dict[str, Any], origin: str, lines: Mapping[str, int] | None 
 
 
 def _problem(detail: Mapping[str, Any], lines: Mapping[str, int]) -> str:
-    """Return one mistake in words, with its line where it has one."""
+    """Return the message for one invalid setting, with its line if it has one."""
     place = [str(part) for part in detail["loc"] if not isinstance(part, int)]
     dotted = ".".join(place)
     where = f"line {lines[dotted]}: " if dotted in lines else ""
@@ -305,16 +308,16 @@ def _problem(detail: Mapping[str, Any], lines: Mapping[str, int]) -> str:
     message = detail["msg"].removeprefix("Value error, ")
     message = message[0].lower() + message[1:]
     if detail["type"] == "model_type":
-        message = "it should hold settings of its own, `key: value`"
+        message = "expected a section with `key: value` lines"
     value = detail["input"]
     if isinstance(value, dict) and detail["type"] != "value_error":
-        message += ", and has no keys of its own"
+        message += "; it is not a section"
     shown = "" if isinstance(value, dict | BaseModel) else f" (it is {value!r:.60})"
     return f"{where}{key}{': ' if key else ''}{message}{shown}"
 
 
 def shipped_configs() -> dict[str, Path]:
-    """Return the configs that come with the package, by name."""
+    """Return the paths of the configs in the package, by name."""
     package = Path(__file__).parent
     for folder in (package / "configs", package.parent / "configs"):  # wheel, source tree
         if folder.is_dir():
@@ -323,19 +326,21 @@ def shipped_configs() -> dict[str, Path]:
 
 
 def read_config_tree(source: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, int]]:
-    """Read a shipped config by name, or a YAML file by path, as a plain dict with lines.
+    """Return a shipped config (by name) or a YAML file (by path) as a dict, and its keys' lines.
 
     Raises:
         ConfigError: there is no such config, or it cannot be read.
     """
     shipped = shipped_configs()
     path = shipped.get(str(source), Path(source))
-    if not os.path.isfile(path):  # unlike Path.is_file, false for names that cannot be
+    if not os.path.isfile(path):  # unlike Path.is_file, False for invalid names
         near = difflib.get_close_matches(str(source), shipped, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"shipped ones are {', '.join(shipped)}"
+        hint = f"did you mean {near[0]}?" if near else f"the shipped ones are {', '.join(shipped)}"
         raise ConfigError(f"there is no config {str(source)!r:.200}; {hint}")
     if path.stat().st_size > MAX_YAML_BYTES:
-        raise ConfigError(f"{path} is over {MAX_YAML_BYTES:,} bytes: not a config; name another")
+        raise ConfigError(
+            f"{path} is over {MAX_YAML_BYTES:,} bytes, the maximum of a config; name another file"
+        )
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -352,11 +357,11 @@ def load_config(
 
     Args:
         source: a shipped config's name (`gpt`) or a path.
-        overrides: texts like `train.max_steps=100`; the value is read as YAML.
-        defaults: dotted keys that hold where the file says nothing.
+        overrides: such as `train.max_steps=100`; the value is read as YAML.
+        defaults: values by dotted key, for settings that the file omits.
 
     Raises:
-        ConfigError: naming every mistake with its place.
+        ConfigError: naming every invalid setting and its line.
     """
     tree: dict[str, Any] = {}
     for key, value in (defaults or {}).items():
@@ -366,7 +371,7 @@ def load_config(
     for override in overrides:
         key, parsed = parse_override(override)
         set_dotted(tree, key, parsed)
-        # what an override says is not to be looked for in the file
+        # an error in an override has no line in the file
         lines = {k: n for k, n in lines.items() if k != key and not k.startswith(key + ".")}
     return validate(tree, str(source), lines)
 
@@ -375,22 +380,22 @@ def parse_override(written: str) -> tuple[str, object]:
     """Return the dotted key and the value, read as YAML, of `section.key=value`.
 
     Raises:
-        ConfigError: it is not of that form.
+        ConfigError: it has another form.
     """
     key, equals, value = written.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"-s {written!r} is not of the form section.key=value")
     parsed, _ = parse_yaml(f"value: {value}", f"-s {written}")
     if set(parsed) != {"value"}:
-        raise ConfigError(f"-s {written!r} sets more than one key; give each a -s of its own")
+        raise ConfigError(f"-s {written!r} sets more than one key; use one -s per key")
     return key.strip(), parsed["value"]
 
 
 def _or_empty_section(key: str, value: object) -> object:
-    """Return {} for a section whose every line is a comment."""
-    kind = Config.model_fields[key].annotation if key in Config.model_fields else None
-    empty = value is None and isinstance(kind, type) and issubclass(kind, Section)
-    return {} if empty else value
+    """Return {} for a section without values (all its lines are comments)."""
+    annotation = Config.model_fields[key].annotation if key in Config.model_fields else None
+    is_section = isinstance(annotation, type) and issubclass(annotation, Section)
+    return {} if value is None and is_section else value
 
 
 def _merge(tree: dict[str, Any], other: dict[str, Any]) -> None:

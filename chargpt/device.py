@@ -1,4 +1,4 @@
-"""Device, data type, memory limits, CUDA graphs and the process group of distributed training."""
+"""Device, data type, memory limits and CUDA graphs."""
 
 import contextlib
 import ctypes
@@ -7,116 +7,20 @@ import os
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from chargpt.errors import DeviceError
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 MAX_MMAP_THRESHOLD = 32 * 2**20  # bytes; glibc rejects more
-CPU_FACTS = 10_000  # characters of /proc/cpuinfo: the first processor and more
+MAX_CPU_INFO = 10_000  # characters of /proc/cpuinfo: the first processor and more
 CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
-
-
-@dataclass(frozen=True)
-class ProcessGroup:
-    """The ranks that train one model together. Without `torchrun` it is rank 0 of 1."""
-
-    rank: int = 0
-    size: int = 1
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is rank 0, the one that prints and writes."""
-        return self.rank == 0
-
-    def all_reduce_mean(self, value: Tensor) -> Tensor:
-        """Return the mean of a tensor over all ranks (all-reduce)."""
-        if self.size > 1:
-            value = value.clone()
-            dist.all_reduce(value)
-            value /= self.size
-        return value
-
-    def all_reduce_any(self, flag: bool) -> bool:
-        """Return whether the flag is set on any rank."""
-        if self.size == 1:
-            return flag
-        return bool(self.all_reduce_mean(self._scalar(flag)) > 0)
-
-    def broadcast(self, number: float) -> float:
-        """Return rank 0's number on every rank."""
-        if self.size == 1:
-            return number
-        tensor = self._scalar(number)
-        dist.broadcast(tensor, src=0)
-        return float(tensor)
-
-    def _scalar(self, number: float) -> Tensor:
-        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        return torch.tensor(float(number), dtype=torch.float64, device=device)
-
-
-def world_size() -> int:
-    """Return the number of ranks that `torchrun` started."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def is_main_rank() -> bool:
-    """Return whether this process is rank 0 among those that `torchrun` started."""
-    return os.environ.get("RANK", "0") == "0"
-
-
-def init_process_group(device: torch.device) -> ProcessGroup:
-    """Join the process group of `torchrun`, if it started this process.
-
-    Raises:
-        DeviceError: the rendezvous failed.
-    """
-    size = world_size()
-    if size == 1:
-        return ProcessGroup()
-    from torch.distributed.rendezvous import rendezvous
-
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    try:
-        store, rank, size = next(iter(rendezvous("env://")))
-        # ranks restarted by `--max-restarts` find the same store (pytorch issue 135712), with the
-        # addresses of the previous attempt: a prefix per attempt separates them. The restart count
-        # may differ between machines, so this applies on a single machine only.
-        if os.environ.get("LOCAL_WORLD_SIZE") == str(size):
-            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            store = dist.PrefixStore(f"attempt {attempt}", store)  # type: ignore[attr-defined]
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
-    except (RuntimeError, ValueError) as error:
-        raise DeviceError(
-            f"cannot connect the {size} processes ({str(error).splitlines()[0]}); "
-            "start them with `torchrun`"
-        ) from None
-    return ProcessGroup(dist.get_rank(), dist.get_world_size())
-
-
-def is_lost_rank_error(error: Exception) -> bool:
-    """Return whether an error means that the connection to another rank was lost."""
-    is_network_error = isinstance(error, dist.DistNetworkError) or any(
-        words in str(error) for words in ("gloo", "remote process exited", "Connection closed by")
-    )
-    return world_size() > 1 and is_network_error and "out of memory" not in str(error)
-
-
-def destroy_process_group() -> None:
-    """Destroy the process group, if there is one."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def choose_device(name: str) -> tuple[torch.device, str]:
@@ -136,15 +40,15 @@ def choose_device(name: str) -> tuple[torch.device, str]:
         return torch.device("cpu"), "no GPU found"
     if name.startswith("cuda"):
         if not cuda:
-            raise DeviceError("no CUDA GPU can be used here; leave device at auto, or set cpu")
+            raise DeviceError("no CUDA GPU is available; set device to auto or cpu")
         count = torch.cuda.device_count()
         index = int(name[5:]) if ":" in name else local_rank % count
         if index >= count:
-            raise DeviceError(f"{name} is not here; this machine has cuda:0 to cuda:{count - 1}")
-        return torch.device("cuda", index), "as asked"
+            raise DeviceError(f"{name} is not available; use one of cuda:0 to cuda:{count - 1}")
+        return torch.device("cuda", index), "as configured"
     if name == "mps" and not mps:
-        raise DeviceError("no Apple GPU can be used here; leave device at auto, or set cpu")
-    return torch.device(name), "as asked"
+        raise DeviceError("no Apple GPU is available; set device to auto or cpu")
+    return torch.device(name), "as configured"
 
 
 def choose_dtype(device: torch.device, name: str) -> tuple[torch.dtype, str]:
@@ -153,7 +57,7 @@ def choose_dtype(device: torch.device, name: str) -> tuple[torch.dtype, str]:
     `auto` takes bfloat16 only where the hardware has it and it is measurably faster.
     """
     if name != "auto":
-        return (torch.bfloat16 if name == "bfloat16" else torch.float32), "as asked"
+        return (torch.bfloat16 if name == "bfloat16" else torch.float32), "as configured"
     if device.type == "cuda":
         if torch.cuda.get_device_capability(device) >= (8, 0):
             return torch.bfloat16, "this GPU computes in it natively"
@@ -162,13 +66,13 @@ def choose_dtype(device: torch.device, name: str) -> tuple[torch.dtype, str]:
         gain = _matmul_seconds(torch.float32) / _matmul_seconds(torch.bfloat16)
         if gain > 1.5:
             return torch.bfloat16, f"measured {gain:.1f} times as fast here"
-        return torch.float32, "bfloat16 is no faster here"
+        return torch.float32, "bfloat16 is no faster on this CPU"
     return torch.float32, "this device has no faster format"
 
 
 def _cpu_has_bfloat16() -> bool:
-    facts = _cpu_facts()
-    return "avx512_bf16" in facts or "amx_bf16" in facts
+    info = _cpu_info()
+    return "avx512_bf16" in info or "amx_bf16" in info
 
 
 @functools.cache
@@ -180,14 +84,14 @@ def onednn_is_faster() -> bool:
     both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     if not both or "AVX512" not in torch.backends.cpu.get_cpu_capability():
         return False
-    return "AuthenticAMD" in (_cpu_facts() or platform.processor())
+    return "AuthenticAMD" in (_cpu_info() or platform.processor())
 
 
-def _cpu_facts() -> str:
+def _cpu_info() -> str:
     """Return the start of /proc/cpuinfo, or an empty string."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
-            return file.read(CPU_FACTS)
+            return file.read(MAX_CPU_INFO)
     except OSError:
         return ""
 
@@ -250,7 +154,7 @@ def require_memory(wanted: int, what: str, device: torch.device | None = None) -
     limit = memory_limit(device)
     if wanted > limit:
         raise DeviceError(
-            f"{what} would take about {wanted / 1e9:,.1f} GB of memory, and this machine has "
+            f"{what} would need about {wanted / 1e9:,.1f} GB of memory, and this machine has "
             f"{limit / 1e9:,.1f} GB; make it smaller"
         )
 

@@ -1,19 +1,19 @@
-"""Everything that can go wrong for a user, as one small tree.
+"""Exceptions with a message for the user.
 
-Each message is one sentence that says the cause and the remedy. A command prints it and leaves
-with `exit_code`: 2 where the input was wrong, 1 where the input was right and the work failed.
-Broken invariants of the code itself are `assert`s, and those do print a traceback.
+Each message is one sentence that states the cause and the remedy. A command prints it and exits
+with `exit_code`: 2 if the input was invalid, 1 if the input was valid and the operation failed.
+Internal invariants are `assert` statements, which print a traceback.
 """
 
 
 class ChargptError(Exception):
-    """Base of every error that a user can meet and put right."""
+    """Base class of all errors that a user can correct."""
 
     exit_code = 2
 
 
 class ConfigError(ChargptError):
-    """A setting is unknown, malformed, out of range or at odds with another."""
+    """A setting is unknown, malformed, out of range or in conflict with another."""
 
 
 class TextError(ChargptError):
@@ -21,34 +21,34 @@ class TextError(ChargptError):
 
 
 class UnknownCharacterError(TextError):
-    """A text holds characters that the vocabulary does not have."""
+    """A text contains characters outside the vocabulary."""
 
 
 class DeviceError(ChargptError):
-    """The device or number format asked for is not to be had on this machine."""
+    """This machine lacks the device, the memory or the connection that was requested."""
 
 
 class RunError(ChargptError):
-    """A run folder is missing, taken, unfinished or damaged."""
+    """A run folder is missing, in use, incomplete or damaged."""
 
 
 class FinishedError(RunError):
-    """A run that was to go on has nothing left to do."""
+    """The run to resume has no steps left."""
 
 
 class WorkError(ChargptError):
-    """The input was right, and the work failed all the same."""
+    """The input was valid, and the operation failed."""
 
     exit_code = 1
 
 
 class DivergedError(WorkError):
-    """A loss, a gradient or a weight is no longer a finite number, from `step` on."""
+    """A loss, gradient or weight is NaN or infinite, first at `step`."""
 
-    def __init__(self, words: str, step: int) -> None:
-        super().__init__(words)
+    def __init__(self, message: str, step: int) -> None:
+        super().__init__(message)
         self.step = step
 
 
 class DownloadError(WorkError):
-    """A named corpus could not be fetched, or is not what its publisher stated."""
+    """A corpus could not be downloaded, or its checksum is wrong."""

@@ -1,6 +1,6 @@
-"""YAML as people mean it: lines kept, nothing silent, nothing that can cost much.
+"""A strict and bounded YAML reader that records the line of each key.
 
-Repeated keys and aliases are refused; `1e-4` is a number; dates and base-60 numbers stay text.
+Repeated keys and aliases are rejected; `1e-4` is a number; dates and base-60 numbers remain text.
 """
 
 import re
@@ -16,29 +16,29 @@ MAX_NUMBER_CHARACTERS = 100
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people mean it: `1e-4` is a number, aliases are refused."""
+    """Loader that reads `1e-4` as a number and rejects aliases."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
             raise ConfigError(
                 f"{self.name}, line {mark.line + 1}: an alias (*name) is not allowed; "
-                "write the value out, or put it in quotes if it is text"
+                "write out the value, or quote it if it is text"
             )
         return super().compose_node(parent, index)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what `_Loader` reads: a text such as `1e5` in quotes."""
+    """Dumper for `_Loader`: it quotes text that would be read as a number, such as `1e5`."""
 
 
-def _quoted_if_odd(dumper: _Dumper, text: str) -> yaml.ScalarNode:
-    # the other styles lose line breaks such as U+0085
+def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    # only double quotes preserve line breaks such as U+0085
     style = None if text.isprintable() else '"'
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
-_Dumper.add_representer(str, _quoted_if_odd)
+_Dumper.add_representer(str, _represent_text)
 for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver(
         "tag:yaml.org,2002:float",
@@ -54,33 +54,37 @@ def parse_yaml(source: str, origin: str) -> tuple[dict[str, Any], dict[str, int]
         ConfigError: the text is not a YAML mapping, or repeats a key.
     """
     if len(source) > MAX_YAML_BYTES:
-        raise ConfigError(f"{origin} is over {MAX_YAML_BYTES:,} bytes: not a config; name another")
+        raise ConfigError(
+            f"{origin} is over {MAX_YAML_BYTES:,} bytes, the maximum of a config; name another file"
+        )
     try:
         loader = _Loader(source)
         loader.name = origin
         try:
             node = loader.get_single_node()
             lines: dict[str, int] = {}
-            value = {} if node is None else _plain(loader, node, "", lines, origin, 0)
+            value = {} if node is None else _to_python(loader, node, "", lines, origin, 0)
         finally:
             loader.dispose()
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
-        # the last four: numbers, dates and so on that are not what their tag says
+        # the last four: values that do not match their tag, or are nested too deep
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or (str(error) or "empty").splitlines()[0]
         raise ConfigError(f"{origin}{where} is not valid YAML ({problem}); correct it") from None
     if not isinstance(value, dict):
-        raise ConfigError(f"{origin} holds no `key: value` lines; see `configs/gpt.yaml` for one")
+        raise ConfigError(
+            f"{origin} has no `key: value` lines; see `configs/gpt.yaml` for an example"
+        )
     return value, lines
 
 
-def _plain(
+def _to_python(
     loader: _Loader, node: yaml.Node, path: str, lines: dict[str, int], origin: str, depth: int
 ) -> Any:
-    """Turn a node into dicts, lists and scalars, noting lines and refusing repeated keys."""
+    """Return a node as dicts, lists and scalars; record lines and reject repeated keys."""
     if depth > MAX_DEPTH:
-        raise ConfigError(f"{origin} nests more than {MAX_DEPTH} levels deep; flatten it")
+        raise ConfigError(f"{origin} is nested more than {MAX_DEPTH} levels deep; flatten it")
     if isinstance(node, yaml.MappingNode):
         result: dict[str, Any] = {}
         for key_node, value_node in node.value:
@@ -95,12 +99,12 @@ def _plain(
                     f"(first on line {lines[dotted]}); keep one"
                 )
             lines[dotted] = line
-            result[key] = _plain(loader, value_node, dotted, lines, origin, depth + 1)
+            result[key] = _to_python(loader, value_node, dotted, lines, origin, depth + 1)
         return result
     if isinstance(node, yaml.SequenceNode):
-        return [_plain(loader, child, path, lines, origin, depth + 1) for child in node.value]
+        return [_to_python(loader, child, path, lines, origin, depth + 1) for child in node.value]
     if node.tag.endswith((":int", ":float", ":timestamp")) and (
-        # base 60, dates and endless digits are not settings: left as text, and refused as such
+        # dates, base-60 and very long numbers remain text, which no numeric setting accepts
         ":" in node.value or len(node.value) > MAX_NUMBER_CHARACTERS or node.tag.endswith("stamp")
     ):
         return node.value
@@ -108,5 +112,5 @@ def _plain(
 
 
 def dump_yaml(tree: dict[str, Any]) -> str:
-    """Return plain values as YAML that `parse_yaml` reads back equal."""
+    """Return YAML that `parse_yaml` reads back as equal values."""
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)

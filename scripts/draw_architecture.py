@@ -22,7 +22,7 @@ PACKAGES = {  # from the top layer down; each imports only from those after it
     "models": "token ids in, logits out",
     "text": "text in, token ids out",
 }
-MODULES = ("device", "config", "yaml_reader", "files", "errors")
+MODULES = ("distributed", "device", "config", "yaml_reader", "files", "errors")
 WIDTH, MARGIN, GAP, LINE = 920, 20, 26, 18  # pixels
 MAX_CHARACTERS = 125  # of a line of file names
 

@@ -1,8 +1,8 @@
-"""Keep a small run of this release, for later ones to load: `tests/golden/VERSION/`.
+"""Make the golden run of this release, `tests/golden/VERSION/`, which later releases must load.
 
     python scripts/make_golden.py
 
-Made once for each release and never again: a release that reads it otherwise is broken.
+It is made once per release and never changed. See tests/golden/README.md.
 """
 
 import shutil
@@ -23,10 +23,10 @@ REPOSITORY = Path(__file__).parent.parent
 
 
 def main() -> None:
-    """Train the run, and note what its model answers to some tokens."""
+    """Train the run and save the logits of its model for some tokens."""
     release = REPOSITORY / "tests" / "golden" / version("chargpt")
     if release.exists():
-        raise SystemExit(f"{release} is kept for ever; raise the version first")
+        raise SystemExit(f"{release} exists and must not change; increase the version first")
     config = Config().with_values(
         {
             "device": "cpu",

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 class Backend(backend_registration._DummyBackendModule):
-    """What torch asks of a device's module."""
+    """The functions that torch requires of a device module."""
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16]
@@ -26,7 +26,7 @@ class Backend(backend_registration._DummyBackendModule):
 backend_registration._setup_privateuseone_for_python_backend("gpu", backend_module=Backend())
 CPU, GPU = torch.device("cpu"), torch.device("gpu", 0)
 COPYING = {"aten._to_copy.default", "aten.copy_.default"}
-WAITING = {  # for a number of the device, or for a shape that hangs on one
+SYNCHRONISING = {  # they return a value, or a shape that depends on values
     "aten._local_scalar_dense.default",
     "aten.equal.default",
     "aten.masked_select.default",
@@ -34,17 +34,17 @@ WAITING = {  # for a number of the device, or for a shape that hangs on one
     "aten.repeat_interleave.Tensor",
     "aten._unique2.default",
 }
-waits: list[str] = []  # what the program has waited in
+syncs: list[str] = []  # names of the operations that synchronised
 
 
 class OnGPU(Tensor):
-    """A tensor that says that it lies on the fake GPU."""
+    """A CPU tensor that reports the fake GPU as its device."""
 
     inner: Tensor
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> "OnGPU":
-        made: OnGPU = Tensor._make_wrapper_subclass(
+        wrapper: OnGPU = Tensor._make_wrapper_subclass(
             cls,
             inner.size(),
             strides=inner.stride(),
@@ -52,12 +52,12 @@ class OnGPU(Tensor):
             dtype=inner.dtype,
             device=GPU,
         )
-        made.inner = inner
-        return made
+        wrapper.inner = inner
+        return wrapper
 
     def tolist(self) -> Any:
-        """Return the numbers; torch itself does not, of wrapper tensors."""
-        waits.append("tolist")
+        """Return the values, which torch does not do for wrapper tensors."""
+        syncs.append("tolist")
         return self.inner.tolist()
 
     @classmethod
@@ -68,7 +68,7 @@ class OnGPU(Tensor):
 
 
 class Dispatch(TorchDispatchMode):
-    """Sees also what makes a tensor out of nothing, or out of the CPU's."""
+    """Intercepts factory functions and operations on CPU tensors as well."""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -77,26 +77,27 @@ class Dispatch(TorchDispatchMode):
 
 
 def dispatch(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Do an operation on the CPU; what it makes lies where it would have lain."""
+    """Compute an operation on the CPU; its result has the device that it would have had."""
     name = str(function)
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    placed = [x.device == GPU for x in tensors]
-    asked = kwargs.get("device")
+    is_on_gpu = [x.device == GPU for x in tensors]
+    target = kwargs.get("device")
     if name in COPYING:
-        on_gpu = placed[0] if asked is None else torch.device(asked).type == GPU.type
-        waited = placed[-1] and not on_gpu
+        on_gpu = is_on_gpu[0] if target is None else torch.device(target).type == GPU.type
+        synchronises = is_on_gpu[-1] and not on_gpu
     else:
-        # single numbers of the CPU may come along where each element is worked out by itself
-        single = torch.Tag.pointwise in function.tags
-        fitting = (
-            there or (single and not x.dim()) for x, there in zip(tensors, placed, strict=True)
+        # pointwise operations accept scalar CPU tensors
+        is_pointwise = torch.Tag.pointwise in function.tags
+        accepted = (
+            on_device or (is_pointwise and not x.dim())
+            for x, on_device in zip(tensors, is_on_gpu, strict=True)
         )
-        assert not any(placed) or all(fitting), f"{name} meets tensors of two devices"
-        on_gpu = any(placed) or (asked is not None and torch.device(asked).type == GPU.type)
-        waited = any(placed) and name in WAITING
-    if waited:
-        waits.append(name)
-    if asked is not None:
+        assert not any(is_on_gpu) or all(accepted), f"{name} mixes tensors of two devices"
+        on_gpu = any(is_on_gpu) or (target is not None and torch.device(target).type == GPU.type)
+        synchronises = any(is_on_gpu) and name in SYNCHRONISING
+    if synchronises:
+        syncs.append(name)
+    if target is not None:
         kwargs = {**kwargs, "device": CPU}
     bare_args, bare_kwargs = tree_map_only(OnGPU, lambda x: x.inner, (args, kwargs))
     result = function(*bare_args, **bare_kwargs)
@@ -109,9 +110,9 @@ def dispatch(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 @contextlib.contextmanager
 def fake_gpu_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     """Enable the fake device."""
-    # torch refuses inference mode to wrapper tensors
+    # torch does not support wrapper tensors in inference mode
     for name in ("__enter__", "__exit__"):
         monkeypatch.setattr(torch.inference_mode, name, getattr(torch.no_grad, name))
-    waits.clear()
+    syncs.clear()
     with Dispatch():
         yield GPU

@@ -18,6 +18,7 @@ LAYERS = (
     "yaml_reader",
     "config",
     "device",
+    "distributed",
     "text",
     "models",
     "store",

@@ -558,8 +558,8 @@ def test_over_fitting_is_said_in_plain_words(cli: Cli) -> None:
     words += ["-s", "model.n_embd=64", "-s", "model.n_layer=2", "-s", "train.batch_size=16"]
     words += ["-s", "train.evaluate_every=10", "-s", "schedule.cooldown=0"]
     done = cli("train", "noise.txt", *words)
-    assert "It over-fits: validation loss was best at step" in done.stdout
-    step = int(done.stdout.split("best at step ")[1].split(" ")[0])
+    assert "It over-fitted: the validation loss was lowest at step" in done.stdout
+    step = int(done.stdout.split("lowest at step ")[1].split(" ")[0])
     assert load_run("runs/noise-gpt").step == step
 
 
@@ -784,7 +784,7 @@ def test_compare_sets_bigram_and_gpt_side_by_side(verse: Path, cli: Cli) -> None
     assert done.returncode == 0, done.stderr
     for word in (
         "uniform", "unigram (counts)", "bigram (counts)", "bigram (trained)", "gpt (trained)",
-        "parameters", "nats per character better than the bigram", "loss curves: both/curves.svg",
+        "parameters", "nats per character over the bigram", "loss curves: both/curves.svg",
     ):  # fmt: skip
         assert word in done.stdout, word
     picture = Path("both/curves.svg").read_text()

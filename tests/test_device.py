@@ -1,4 +1,4 @@
-"""Where the work runs."""
+"""Choice of device and data type, memory settings, and the process group."""
 
 import platform
 
@@ -7,16 +7,14 @@ import torch
 
 from chargpt import device as device_module
 from chargpt.device import (
-    ProcessGroup,
     choose_device,
     choose_dtype,
-    destroy_process_group,
     dtype_name,
-    init_process_group,
     make_deterministic,
     synchronize,
     tune_malloc,
 )
+from chargpt.distributed import ProcessGroup, destroy_process_group, init_process_group
 from chargpt.errors import DeviceError
 
 CPU = torch.device("cpu")
@@ -42,13 +40,13 @@ def test_auto_falls_back_to_the_cpu_and_says_why() -> None:
 
 @pytest.mark.usefixtures("no_gpu")
 @pytest.mark.parametrize("name", ["cuda", "cuda:0", "mps"])
-def test_a_device_that_is_not_here_is_refused_in_one_sentence(name: str) -> None:
-    with pytest.raises(DeviceError, match="can be used here; leave device at auto, or set cpu"):
+def test_an_unavailable_device_is_rejected(name: str) -> None:
+    with pytest.raises(DeviceError, match="GPU is available; set device to auto or cpu"):
         choose_device(name)
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_auto_takes_a_gpu_and_each_local_rank_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_uses_one_gpu_per_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_device("auto") == (torch.device("cuda", 0), "found a GPU")
     for rank, index in (("1", 1), ("2", 0)):
         monkeypatch.setenv("LOCAL_RANK", rank)
@@ -57,39 +55,39 @@ def test_auto_takes_a_gpu_and_each_local_rank_its_own(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_a_gpu_beyond_the_last_is_refused_with_those_that_are_here() -> None:
-    with pytest.raises(DeviceError, match="cuda:2 is not here; this machine has cuda:0 to cuda:1"):
+def test_a_gpu_index_out_of_range_is_rejected_with_the_valid_range() -> None:
+    with pytest.raises(DeviceError, match="cuda:2 is not available; use one of cuda:0 to cuda:1"):
         choose_device("cuda:2")
 
 
 @pytest.mark.usefixtures("no_gpu")
-def test_auto_takes_an_apple_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_uses_an_apple_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     assert choose_device("auto")[0] == choose_device("mps")[0] == torch.device("mps")
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_the_cpu_is_taken_where_asked_for_even_beside_a_gpu() -> None:
-    assert choose_device("cpu") == (CPU, "as asked")
+def test_cpu_is_used_if_configured_even_with_a_gpu() -> None:
+    assert choose_device("cpu") == (CPU, "as configured")
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "mps"])
-def test_a_format_asked_for_by_name_is_taken(device: str) -> None:
+def test_a_configured_dtype_is_used(device: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        assert choose_dtype(torch.device(device), dtype_name(dtype)) == (dtype, "as asked")
+        assert choose_dtype(torch.device(device), dtype_name(dtype)) == (dtype, "as configured")
 
 
 @pytest.mark.parametrize(
     ("capability", "dtype"), [((9, 0), torch.bfloat16), ((8, 0), torch.bfloat16), ((7, 5), None)]
 )
-def test_auto_takes_bfloat16_only_on_gpus_that_have_it(
+def test_auto_uses_bfloat16_only_on_gpus_that_support_it(
     capability: tuple[int, int], dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert choose_dtype(torch.device("cuda"), "auto")[0] == (dtype or torch.float32)
 
 
-def test_auto_takes_float32_on_an_apple_gpu() -> None:
+def test_auto_uses_float32_on_an_apple_gpu() -> None:
     assert choose_dtype(torch.device("mps"), "auto")[0] == torch.float32
 
 
@@ -97,7 +95,7 @@ def test_auto_takes_float32_on_an_apple_gpu() -> None:
     ("native", "seconds", "dtype"),
     [(True, 0.1, torch.bfloat16), (True, 0.9, torch.float32), (False, 0.1, torch.float32)],
 )
-def test_auto_takes_bfloat16_on_a_cpu_only_if_native_and_measured_faster(
+def test_auto_uses_bfloat16_on_a_cpu_only_if_native_and_measured_faster(
     native: bool, seconds: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timings = {torch.float32: 1.0, torch.bfloat16: seconds}
@@ -106,7 +104,7 @@ def test_auto_takes_bfloat16_on_a_cpu_only_if_native_and_measured_faster(
     assert choose_dtype(CPU, "auto")[0] == dtype
 
 
-def test_the_real_measurement_gives_a_format_that_this_cpu_computes_in() -> None:
+def test_the_timing_on_this_cpu_gives_a_supported_dtype() -> None:
     dtype, why = choose_dtype(CPU, "auto")
     assert dtype in (torch.float32, torch.bfloat16)
     assert why
@@ -115,7 +113,7 @@ def test_the_real_measurement_gives_a_format_that_this_cpu_computes_in() -> None
 
 
 @pytest.mark.parametrize(
-    ("facts", "capability", "mkl", "slow"),
+    ("facts", "capability", "mkl", "expected"),
     [
         ("vendor_id : AuthenticAMD", "AVX512", True, True),
         ("vendor_id : GenuineIntel", "AVX512", True, False),
@@ -123,18 +121,18 @@ def test_the_real_measurement_gives_a_format_that_this_cpu_computes_in() -> None
         ("vendor_id : AuthenticAMD", "AVX512", False, False),
     ],
 )
-def test_mkl_is_slow_where_it_leaves_half_a_processor_unused(
-    facts: str, capability: str, mkl: bool, slow: bool, monkeypatch: pytest.MonkeyPatch
+def test_onednn_is_chosen_on_amd_cpus_with_avx512(
+    facts: str, capability: str, mkl: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_module, "_cpu_facts", lambda: facts)
+    monkeypatch.setattr(device_module, "_cpu_info", lambda: facts)
     monkeypatch.setattr(platform, "processor", lambda: "")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: mkl)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
-    assert device_module.onednn_is_faster.__wrapped__() is slow
+    assert device_module.onednn_is_faster.__wrapped__() is expected
 
 
-def test_a_world_of_one_changes_nothing() -> None:
+def test_a_single_rank_reduces_and_broadcasts_nothing() -> None:
     group = ProcessGroup()
     assert group.is_main
     assert (group.rank, group.size) == (0, 1)
@@ -149,13 +147,13 @@ def test_only_rank_zero_is_main() -> None:
     assert [ProcessGroup(rank, 3).is_main for rank in range(3)] == [True, False, False]
 
 
-def test_without_torchrun_there_is_a_world_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torchrun_the_world_size_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert init_process_group(CPU) == ProcessGroup()
-    destroy_process_group()  # nothing to leave
+    destroy_process_group()  # no group: does nothing
 
 
-def test_a_world_without_an_address_is_refused_in_one_sentence(
+def test_a_missing_rendezvous_address_is_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -166,7 +164,7 @@ def test_a_world_without_an_address_is_refused_in_one_sentence(
     assert "\n" not in str(caught.value)
 
 
-def test_deterministic_makes_torch_refuse_what_is_not() -> None:
+def test_make_deterministic_enables_deterministic_algorithms() -> None:
     make_deterministic(CPU)
     try:
         assert torch.are_deterministic_algorithms_enabled()
@@ -174,9 +172,9 @@ def test_deterministic_makes_torch_refuse_what_is_not() -> None:
         torch.use_deterministic_algorithms(False)
 
 
-def test_waiting_for_the_cpu_returns_at_once() -> None:
+def test_synchronize_does_nothing_on_a_cpu() -> None:
     assert synchronize(CPU) is None  # type: ignore[func-returns-value]
 
 
-def test_glibc_is_told_to_keep_freed_memory():
+def test_malloc_is_tuned_on_glibc_only() -> None:
     assert tune_malloc() is (platform.libc_ver()[0] == "glibc")

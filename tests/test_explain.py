@@ -1,4 +1,4 @@
-"""The tour of attention: figures computed there and then, on the text and run that are given."""
+"""`chargpt explain`: numbers computed on the given text and run."""
 
 import json
 from pathlib import Path
@@ -8,8 +8,8 @@ import pytest
 import torch
 from conftest import Cli, refusal
 
+from chargpt.analysis.attention_maps import describe_heads, typical_line
 from chargpt.analysis.explain import SECTIONS
-from chargpt.analysis.heads import head_words, typical_line
 from chargpt.models.attention import explicit_attention
 from chargpt.store.run import load_run
 from chargpt.text.tokenizer import CharTokenizer
@@ -34,14 +34,14 @@ def russian(tmp_path: Path) -> Path:
     return path
 
 
-def told(cli: Cli, *words: object) -> dict[str, dict]:
+def explain_json(cli: Cli, *words: object) -> dict[str, dict]:
     done = cli("explain", *words, "--json")
     assert done.returncode == 0, done.stderr
     return {section["name"]: section for section in json.loads(done.stdout)["sections"]}
 
 
 def test_the_notebooks_numbers_appear_where_their_inputs_are_used(cli: Cli, verse: Path) -> None:
-    found = told(cli, verse)
+    found = explain_json(cli, verse)
     assert list(found) == list(SECTIONS)
     scaling = found["scaling"]
     assert scaling["notebook_variances"] == pytest.approx(
@@ -61,7 +61,7 @@ def test_the_notebooks_numbers_appear_where_their_inputs_are_used(cli: Cli, vers
     assert sharpness == sorted(sharpness)
 
 
-def test_the_tour_is_of_the_text_that_is_given(cli: Cli, verse: Path, russian: Path) -> None:
+def test_the_given_text_is_explained(cli: Cli, verse: Path, russian: Path) -> None:
     done = cli("explain", russian)
     assert done.returncode == 0, done.stderr
     # the first line of a good length: its first eight characters, on both sides of the tables
@@ -78,7 +78,7 @@ def test_a_runs_own_weights_are_shown(cli: Cli, verse: Path, scaled: str) -> Non
     cli("train", verse, *TINY, "-s", f"model.scaled={scaled}", "--out", "mine")
     words = " ".join(cli("explain", "mine", "--section", "queries").stdout.split())
     assert ("divided by sqrt(8) = 2.83" in words) == (scaled == "true")
-    found = told(cli, "mine")
+    found = explain_json(cli, "mine")
     run = load_run(Path("mine"), device="cpu")
     line = found["queries"]["line"]
     assert line in run.tokenizer.decode(run.corpus().split("val"))
@@ -94,19 +94,19 @@ def test_a_runs_own_weights_are_shown(cli: Cli, verse: Path, scaled: str) -> Non
     assert len(found["attention"]["heads"]) == 2
 
 
-def test_a_text_without_a_run_says_how_to_come_by_attention(cli: Cli, verse: Path) -> None:
+def test_a_text_without_a_run_says_how_to_train_one(cli: Cli, verse: Path) -> None:
     done = cli("explain", verse, "--section", "attention")
     assert "`chargpt train TEXT --out RUN`" in " ".join(done.stdout.split())
     assert "Averaging" not in done.stdout
 
 
 def test_without_a_name_it_explains_the_newest_run_or_a_text(cli: Cli, verse: Path) -> None:
-    assert "has learnt nothing" in cli("explain", "--section", "attention").stdout
+    assert "has not learnt" in cli("explain", "--section", "attention").stdout
     cli("train", verse, *TINY)
     assert "layer 2: head 1 " in cli("explain", "--section", "attention").stdout
 
 
-def test_a_bigram_run_lends_its_text(cli: Cli, verse: Path) -> None:
+def test_of_a_bigram_run_only_the_text_is_used(cli: Cli, verse: Path) -> None:
     cli("train", verse, "-c", "bigram", "-s", "train.max_steps=2", "--out", "pairs")
     assert "of a fresh model" in " ".join(cli("explain", "pairs").stdout.split())
 
@@ -130,7 +130,7 @@ def test_a_text_too_short_to_explain_is_refused(cli: Cli) -> None:
     assert "one.txt is too short to explain anything on" in refusal(cli("explain", "one.txt"))
 
 
-def test_signs_that_the_pictures_font_lacks_disturb_nobody(cli: Cli) -> None:
+def test_characters_missing_from_the_font_do_no_harm(cli: Cli) -> None:
     Path("poem.txt").write_text("床前明月光，疑是地上霜。举头望明月，低头思故乡。\n" * 40)
     Path("a$^$.txt").write_bytes(Path("poem.txt").read_bytes())
     assert cli("train", "a$^$.txt", *TINY, "--out", "a$^$").returncode == 0
@@ -147,24 +147,24 @@ def test_signs_that_the_pictures_font_lacks_disturb_nobody(cli: Cli) -> None:
         (["--section", "maths"], "there is no section 'maths'; there are averaging, queries"),
         (["--section", "mask", "--section", "maths"], "there is no section 'maths'"),
         (["--plot", "a.gif"], "a.gif must end in .svg or .png"),
-        (["--plot", "a.png"], "--plot draws what a trained gpt looks at; name the run of one"),
+        (["--plot", "a.png"], "--plot draws the attention of a trained gpt; name the run of one"),
     ],
 )
-def test_what_cannot_be_explained_is_refused(
+def test_invalid_requests_are_refused(
     cli: Cli, verse: Path, words: list[str], sentence: str
 ) -> None:
     assert sentence in refusal(cli("explain", verse, *words))
 
 
-def test_words_on_heads_are_what_their_weights_say() -> None:
+def test_the_description_of_a_head_follows_from_its_weights() -> None:
     before = np.eye(6, k=-1, dtype=np.float32)
     before[0, 0] = 1
     q = torch.zeros(6, 4)
     _, even = explicit_attention(q, q, q)
-    words = head_words(np.stack([np.eye(6, dtype=np.float32), before, even.numpy()]))
-    assert words[0] == "head 1 looks at itself (100%)"
-    assert words[1] == "head 2 looks 1 character back (100%)"
-    assert words[2] == "head 3 spreads, most of all at itself (41%)"
+    words = describe_heads(np.stack([np.eye(6, dtype=np.float32), before, even.numpy()]))
+    assert words[0] == "head 1 attends to its own position (100%)"
+    assert words[1] == "head 2 attends to the previous character (100%)"
+    assert words[2] == "head 3 is spread out, most on its own position (41%)"
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_words_on_heads_are_what_their_weights_say() -> None:
         ("\n\n\n", 40, "\n\n\n"),
     ],
 )
-def test_a_line_is_chosen_that_can_be_drawn(text: str, most: int, line: str) -> None:
+def test_a_line_of_medium_length_is_chosen(text: str, most: int, line: str) -> None:
     tokenizer = CharTokenizer.fit(text)
     assert tokenizer.decode(typical_line(tokenizer, tokenizer.encode(text), most)) == line
 

@@ -7,7 +7,7 @@ from typing import Literal, cast
 import numpy as np
 import pytest
 import torch
-from fake_gpu import CPU, GPU, fake_gpu_device, waits
+from fake_gpu import CPU, GPU, fake_gpu_device, syncs
 from noise import noisy_model
 from typer.testing import CliRunner
 
@@ -40,7 +40,7 @@ def corpus(verse: Path) -> Corpus:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
-    """A GPU that the config calls `mps`."""
+    """The fake GPU, under the name `mps` in configs."""
 
     def choose(name: str) -> tuple[torch.device, str]:
         return (CPU if name == "cpu" else GPU), "fake"
@@ -60,12 +60,12 @@ def figures(report: StepReport) -> list[float]:
     return loss + ([report.validation.nats_per_char] if report.validation else [])
 
 
-def test_what_lies_on_two_devices_may_not_meet(gpu: torch.device) -> None:
+def test_an_operation_on_two_devices_is_rejected(gpu: torch.device) -> None:
     with pytest.raises(AssertionError, match="two devices"):
         torch.ones(2, device=gpu) + torch.ones(2)
-    assert not waits
+    assert not syncs
     assert (torch.ones(2, device=gpu) + 1).sum().item() == 4
-    assert len(waits) == 1
+    assert len(syncs) == 1
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_what_lies_on_two_devices_may_not_meet(gpu: torch.device) -> None:
         {"optim.name": "adamw", "train.ngram_target_weight": 0.0, "model.attention": "average"},
     ],
 )
-def test_a_run_goes_as_on_the_cpu(
+def test_training_gives_the_losses_and_samples_of_the_cpu(
     values: dict[str, object], corpus: Corpus, gpu: torch.device
 ) -> None:
     runs = [trainer_on(device, corpus, **values) for device in ("cpu", "mps")]
@@ -86,35 +86,35 @@ def test_a_run_goes_as_on_the_cpu(
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-def test_training_waits_for_the_device_only_to_write_metrics(
+def test_training_synchronises_only_to_write_metrics(
     optimizer: str, corpus: Corpus, gpu: torch.device
 ) -> None:
     training = trainer_on("mps", corpus, **{"optim.name": optimizer, "model.dropout": 0.1})
-    training.learner.ngram  # noqa: B018 - fitted before, as it waits
-    waited = []
+    training.learner.ngram  # noqa: B018 - fitted before: fitting synchronises
+    synced = []
     for step in range(1, 25):
-        waits.clear()
+        syncs.clear()
         training.advance()
-        waited += [step] * len(waits)
-    assert waited == [METRICS_EVERY, 2 * METRICS_EVERY]
+        synced += [step] * len(syncs)
+    assert synced == [METRICS_EVERY, 2 * METRICS_EVERY]
 
 
-def test_gradients_are_those_of_the_cpu(gpu: torch.device) -> None:
+def test_gradients_equal_those_on_the_cpu(gpu: torch.device) -> None:
     assert doctor.gradient_error(gpu, torch.float32) < doctor.TOLERANCE[torch.float32]
 
 
-@pytest.mark.parametrize("streams", [1, 3])
-def test_the_same_text_is_written_and_each_character_waited_for_once(
-    streams: int, gpu: torch.device
+@pytest.mark.parametrize("num_samples", [1, 3])
+def test_sampling_gives_the_text_of_the_cpu_with_one_sync_per_character(
+    num_samples: int, gpu: torch.device
 ) -> None:
     tokenizer = CharTokenizer("abcdefghijk")
-    options = SampleConfig(length=40, seed=1, num_samples=streams)
+    options = SampleConfig(length=40, seed=1, num_samples=num_samples)
     texts = [
         list(stream(noisy_model().to(device), tokenizer, tokenizer.encode("a"), options))
         for device in (CPU, gpu)
     ]
     assert texts[0] == texts[1]
-    assert len(waits) == options.length
+    assert len(syncs) == options.length
 
 
 def test_the_captured_decode_step_gives_the_same_logits(gpu: torch.device) -> None:
@@ -123,29 +123,29 @@ def test_the_captured_decode_step_gives_the_same_logits(gpu: torch.device) -> No
     for device in (CPU, gpu):
         model = cast("GPT", noisy_model(block_size=4).to(device))
         decoder = GraphDecoder(model, 2)
-        waits.clear()
+        syncs.clear()
         logits.append(np.stack([decoder.step(each) for each in ids]))
-    assert len(waits) == len(ids)
+    assert len(syncs) == len(ids)
     np.testing.assert_allclose(logits[0], logits[1], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("attention", ["full", "average"])
-def test_what_is_read_in_pieces_and_looked_at_is_the_same(
+def test_cached_logits_and_attention_weights_equal_those_on_the_cpu(
     attention: Literal["full", "average"], gpu: torch.device
 ) -> None:
     tokens = torch.arange(9).view(1, 9)
-    seen = []
+    results = []
     for device in (CPU, gpu):
         model = noisy_model(attention=attention).to(device)
         cache = model.new_cache(1)
         pieces = [model(piece.to(device), cache) for piece in tokens.split([4, 5], dim=1)]
         weights = model.attention_weights(tokens.to(device))
         assert all(each.device == device for each in (*pieces, *weights))
-        seen.append([each.cpu() for each in (*pieces, *weights)])
-    torch.testing.assert_close(*seen)
+        results.append([each.cpu() for each in (*pieces, *weights)])
+    torch.testing.assert_close(*results)
 
 
-def test_counts_say_the_same(corpus: Corpus, gpu: torch.device) -> None:
+def test_ngram_probabilities_equal_those_on_the_cpu(corpus: Corpus, gpu: torch.device) -> None:
     tokens = torch.from_numpy(corpus.split("val")[:200].astype("int64"))[None]
     model = NGramLM.fit(corpus.split("train"), corpus.tokenizer.vocab_size, 256)
     on_cpu = model.probs(tokens)
@@ -153,13 +153,13 @@ def test_counts_say_the_same(corpus: Corpus, gpu: torch.device) -> None:
     assert torch.equal(model.probs(tokens.to(gpu)).cpu(), on_cpu)
     model.build_table()
     assert model.table is not None
-    waits.clear()
-    shares = model.probs(tokens.to(gpu))
-    assert not waits
-    assert torch.equal(shares.cpu(), on_cpu)
+    syncs.clear()
+    probs = model.probs(tokens.to(gpu))
+    assert not syncs
+    assert torch.equal(probs.cpu(), on_cpu)
 
 
-def test_every_command_that_computes_does_it_there(
+def test_every_command_except_compression_computes_on_the_device(
     verse: Path, tmp_path: Path, gpu: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -180,8 +180,8 @@ def test_every_command_that_computes_does_it_there(
         ["decompress", "gpt", "line.cgpt", "back.txt"],
         ["doctor"],
     ):  # fmt: skip
-        waits.clear()
+        syncs.clear()
         done = CliRunner().invoke(app, command)
         assert done.exit_code == 0, (command, done.output, done.exception)
-        # a compressed text must come back whatever GPU there is, so that is the CPU's work
-        assert bool(waits) == ("compress" not in command[0]), command
+        # compression runs on the CPU, so that any machine can decompress
+        assert bool(syncs) == ("compress" not in command[0]), command

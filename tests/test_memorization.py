@@ -1,4 +1,4 @@
-"""Verbatim overlap: matches of every length are found, with their position."""
+"""What was copied from the training text is found, however long, and from where."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chargpt.analysis import memorization as module
-from chargpt.analysis.memorization import LENGTHS, MIN_MATCH, find_overlaps
+from chargpt.analysis.memorization import LENGTHS, MIN_MATCH, find_overlap
 
 QUICK = ("-s", "train.max_steps=2", "-s", "model.n_layer=1", "-s", "model.n_embd=16")
 
@@ -25,7 +25,7 @@ def training(verse: Path) -> str:
     return verse.read_text(encoding="utf-8").encode("ascii", "replace").decode()
 
 
-def test_planted_matches_of_every_length_are_found_with_their_position(training: str) -> None:
+def test_planted_copies_of_every_length_are_found_with_their_place(training: str) -> None:
     random = np.random.default_rng(0)
     texts, planted = [], []
     for _ in range(100):
@@ -35,19 +35,19 @@ def test_planted_matches_of_every_length_are_found_with_their_position(training:
         texts.append(tokens(before + training[place : place + length] + after))
         planted.append((90, length, training[place : place + length]))
     for (start, length, words), found in zip(
-        planted, find_overlaps(tokens(training), texts), strict=True
+        planted, find_overlap(tokens(training), texts), strict=True
     ):
         assert found.longest is not None
         assert (found.longest.start, found.longest.length) == (start, length)
         place = found.longest.place
         assert training[place : place + length] == words
-        assert found.copied == [(start, start + length)]
+        assert found.matched == [(start, start + length)]
 
 
 @given(st.text("ab", min_size=1, max_size=400), st.text("ab", min_size=1, max_size=120))
-def test_result_equals_a_brute_force_search(text: str, sample: str) -> None:
-    with mock.patch.object(module, "MAX_POSITIONS", 400):  # every position
-        (found,) = find_overlaps(tokens(text), [tokens(sample)])
+def test_it_finds_what_searching_by_hand_finds(text: str, sample: str) -> None:
+    with mock.patch.object(module, "MAX_POSITIONS", 400):  # every place
+        (found,) = find_overlap(tokens(text), [tokens(sample)])
     for n in LENGTHS:
         if n <= min(len(sample), len(text)):
             grams = [sample[i : i + n] for i in range(len(sample) - n + 1)]
@@ -65,61 +65,59 @@ def test_result_equals_a_brute_force_search(text: str, sample: str) -> None:
     for i in range(len(sample) - MIN_MATCH + 1):
         if sample[i : i + MIN_MATCH] in text:
             covered |= set(range(i, i + MIN_MATCH))
-    assert {i for start, end in found.copied for i in range(start, end)} == covered
+    assert {i for start, end in found.matched for i in range(start, end)} == covered
 
 
-def test_stored_positions_of_a_frequent_ngram_are_limited(training: str) -> None:
+def test_few_positions_of_a_frequent_ngram_are_stored(training: str) -> None:
     text, sample = tokens(" " * 50_000 + training + " " * 90), [tokens(" " * 90 + training[:300])]
-    with mock.patch.object(module._NGramIndex, "occurrences", autospec=True) as occurrences:
-        occurrences.side_effect = lambda index, number: require_few_positions(index)
-        find_overlaps(text, sample)
-    assert occurrences.call_count
-    (found,) = find_overlaps(text, sample)
+    with mock.patch.object(module._NGramTable, "pairs", autospec=True) as asked:
+        asked.side_effect = lambda table, number: stored_positions(table)
+        find_overlap(text, sample)
+    assert asked.call_count
+    (found,) = find_overlap(text, sample)
     assert found.longest is not None
     assert found.longest.length >= 300
-    assert found.copied == [(0, 390)]
+    assert found.matched == [(0, 390)]
 
 
-def require_few_positions(index: module._NGramIndex) -> tuple[np.ndarray, np.ndarray]:
-    ids = np.concatenate([np.zeros(0, dtype=int), *(ids for ids, _ in index.positions)])
+def stored_positions(table: module._NGramTable) -> tuple[np.ndarray, np.ndarray]:
+    ids = np.concatenate([np.zeros(0, dtype=int), *(ids for ids, _ in table.positions)])
     assert np.bincount(ids, minlength=1).max() <= module.MAX_POSITIONS
     return ids[:0], ids[:0]
 
 
-def test_matches_across_chunk_boundaries_are_found(
-    training: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_matches_across_chunks_are_found(training: str, monkeypatch: pytest.MonkeyPatch) -> None:
     copies = [tokens(training[start : start + 64]) for start in range(0, 2000, 37)]
-    whole = find_overlaps(tokens(training), copies)
+    whole = find_overlap(tokens(training), copies)
     monkeypatch.setattr(module, "CHUNK", 100)
-    assert find_overlaps(tokens(training), copies) == whole
+    assert find_overlap(tokens(training), copies) == whole
     assert all(found.longest and found.longest.length == 64 for found in whole)
 
 
-def test_a_text_without_overlap_is_all_novel(training: str) -> None:
-    (found,) = find_overlaps(tokens(training), [tokens("\xff" * 50)])
+def test_unrelated_text_is_all_novel(training: str) -> None:
+    (found,) = find_overlap(tokens(training), [tokens("\xff" * 50)])
     assert found.longest is None
-    assert found.copied == []
+    assert found.matched == []
     assert set(found.novel.values()) == {1.0}
 
 
-def test_short_texts_and_no_texts_give_empty_results(training: str) -> None:
-    assert find_overlaps(tokens(training), []) == []
-    empty, short = find_overlaps(tokens(training), [tokens(""), tokens("abc")])
+def test_short_texts_and_no_texts_work(training: str) -> None:
+    assert find_overlap(tokens(training), []) == []
+    empty, short = find_overlap(tokens(training), [tokens(""), tokens("abc")])
     assert empty.novel == short.novel == {}
 
 
-def test_sample_check_marks_matches_and_reports_positions(verse: Path, cli: Cli) -> None:
+def test_samples_are_compared_with_unseen_text(verse: Path, cli: Cli) -> None:
     cli("train", verse, *QUICK, "--out", "mine")
     words = verse.read_text(encoding="utf-8")[1000:1080]
     done = cli("sample", "mine", "--prompt", words, "--length", "60", "--check", "--seed", "1")
     assert done.returncode == 0, done.stderr
     marked = done.stdout.replace("\n", " ")
     assert "⟦" + words.replace("\n", " ") in marked
-    assert "longest verbatim match with the training text: 8" in marked
-    assert "at character 1,000" in marked
-    facts = json.loads(
+    assert "verbatim match with the training text: 8" in marked
+    assert "from character 1,000 on" in marked
+    told = json.loads(
         cli("sample", "mine", "--prompt", words, "--length", "60", "--check", "--json").stdout
     )
-    assert facts["memorization"][0]["longest"]["place"] == 1000
-    assert facts["memorization"][0]["copied"][0][0] == 0
+    assert told["memorization"][0]["longest"]["place"] == 1000
+    assert told["memorization"][0]["matched"][0][0] == 0

@@ -9,17 +9,18 @@ import numpy as np
 import pytest
 
 from chargpt.analysis import plots
-from chargpt.analysis.guesses import Group
 from chargpt.analysis.ladder import Ladder, Rung, RungResult
+from chargpt.analysis.predictions import Group
+from chargpt.text.tokenizer import display_char
 
 
 def test_the_ladders_bars_are_bits_in_the_order_of_its_rungs() -> None:
     rungs = [Rung(name, "", {}) for name in ("bigram (trained)", "one head, scaled")]
-    results = [
+    steps = [
         RungResult(rungs[0], [2.0, 2.2], 1, 1.0, "", None),
         RungResult(rungs[1], [1.0, 1.2], 1, 1.0, "", [2.0, 2.2]),
     ]
-    figure = plots.ladder(Ladder("a text", {"uniform": 4.0}, {"xz -9": 1.5}, results))
+    figure = plots.ladder(Ladder("a text", {"uniform": 4.0}, {"xz -9": 1.5}, steps))
     (axes,) = figure.axes
     widths = [bar.get_width() for bar in axes.patches]
     assert widths == pytest.approx([nats / math.log(2) for nats in (4.0, 1.5, 2.1, 1.1)])
@@ -27,7 +28,7 @@ def test_the_ladders_bars_are_bits_in_the_order_of_its_rungs() -> None:
     assert names == ["uniform", "xz -9", "bigram (trained)", "one head, scaled"]
     (errors,) = axes.collections
     reach = [float(np.ptp(segment[:, 0])) / 2 for segment in errors.get_segments()]
-    margin = results[0].loss.margin
+    margin = steps[0].loss.margin
     assert margin is not None
     assert reach == pytest.approx([0, 0, margin / math.log(2), margin / math.log(2)])
 
@@ -69,7 +70,7 @@ def test_curves_and_levels_are_drawn_where_they_are() -> None:
 def test_thinning_keeps_the_mean_of_equal_shares() -> None:
     points = [(step, float(step)) for step in range(1, 101)]
     assert plots.thinned(points)[:2] == [(3, 2.0), (6, 5.0)]
-    assert len(plots.thinned(points)) <= plots.SMOOTHED
+    assert len(plots.thinned(points)) <= plots.MAX_POINTS
     assert plots.thinned([]) == []
     assert plots.thinned(points[:5]) == points[:5]
 
@@ -94,4 +95,4 @@ def test_a_picture_in_a_page_takes_its_colour_and_has_ids_of_its_own() -> None:
     ("character", "sign"), [(" ", "␣"), ("\n", "⏎"), ("\t", "⇥"), ("\x07", "\ufffd"), ("ж", "ж")]
 )
 def test_what_cannot_be_seen_has_a_sign(character: str, sign: str) -> None:
-    assert plots.visible(character) == sign
+    assert display_char(character) == sign

@@ -70,12 +70,12 @@ def test_a_manifest_cannot_reach_outside_its_folder(run: RunFolder, tmp_path: Pa
 
 def test_weights_of_another_shape_or_not_finite_are_rejected(run: RunFolder) -> None:
     save(run, 1, best=True, fill=float("nan"))
-    with pytest.raises(RunError, match="not finite"):
+    with pytest.raises(RunError, match="is NaN or infinite"):
         load_run(run.path, device="cpu")
     save(run, 2)
     narrow = CONFIG.with_values({"model.n_embd": 8})
     rewrite(run.checkpoints / "step-00000002", "config.yaml", narrow.to_yaml().encode())
-    with pytest.raises(RunError, match=r"are not those of its config|larger than"):
+    with pytest.raises(RunError, match=r"do not match its config|larger than"):
         load_run(run.path, "2", "cpu")
 
 
@@ -197,11 +197,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "config not a mapping": (
         lambda folder: rewrite(folder, "config.yaml", b"[1]"),
-        "FOLDER/config.yaml holds no `key: value` lines; see `configs/gpt.yaml` for one",
+        "FOLDER/config.yaml has no `key: value` lines; see `configs/gpt.yaml` for an example",
     ),
     "config with a value of the wrong type": (
         lambda folder: rewrite(folder, "config.yaml", b"\nseed: x\n"),
-        "FOLDER/config.yaml: line 2: seed: it should be a number (it is 'x')",
+        "FOLDER/config.yaml: line 2: seed: expected a number (it is 'x')",
     ),
     "tokenizer malformed": (
         lambda folder: rewrite(folder, "tokenizer.json", b"{}"),
@@ -210,11 +210,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "weights malformed": (
         lambda folder: rewrite(folder, "model.safetensors", b"x"),
-        "FOLDER/model.safetensors does not hold tensors (",
+        "FOLDER/model.safetensors is not a safetensors file (",
     ),
     "optimizer malformed": (
         lambda folder: rewrite(folder, "optimizer.safetensors", b"x"),
-        "FOLDER/optimizer.safetensors does not hold tensors (",
+        "FOLDER/optimizer.safetensors is not a safetensors file (",
     ),
 }
 
@@ -237,7 +237,7 @@ def test_weights_of_another_model_are_rejected_naming_the_first_difference(run: 
     with pytest.raises(RunError) as caught:
         load_run(run.path, "1", "cpu")
     assert str(caught.value) == (
-        f"the weights in {folder} are not those of its config "
+        f"the weights in {folder} do not match its config "
         "(first at blocks.0.attention.key_norm.weight); use another checkpoint"
     )
 
@@ -312,7 +312,7 @@ def test_the_size_limit_of_weights_is_exact(
         with pytest.raises(RunError, match=rf"{name} cannot be read \(it is larger than"):
             run.load("1")
         rewrite(folder, name, bytes(limit))
-        with pytest.raises(RunError, match=f"{name} does not hold tensors"):
+        with pytest.raises(RunError, match=f"{name} is not a safetensors file"):
             run.load("1")
 
 

@@ -16,7 +16,7 @@ import pytest
 from conftest import REPOSITORY, Cli, refusal, run_cli
 
 from chargpt.analysis import report as module
-from chargpt.analysis.report import pieces_of, write_report
+from chargpt.analysis.report import split_at, write_report
 from chargpt.analysis.result import RunScores, score_run, summarize
 from chargpt.cli import summary
 from chargpt.inference.baselines import baselines
@@ -81,7 +81,7 @@ def page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Page:
 
 def test_a_page_has_all_its_parts_and_fetches_nothing(page: Page) -> None:
     assert Path("mine/report.html").stat().st_size < 5_000_000
-    assert set(module.PARTS) <= set(page.ids)
+    assert set(module.SECTIONS) <= set(page.ids)
     assert len(page.ids) == len(set(page.ids))
     assert page.fetched == []
     assert "link" not in page.tags
@@ -116,15 +116,15 @@ def test_its_figures_are_the_runs(page: Page) -> None:
     assert "n_embd: 16" in page.text
 
 
-def test_each_character_of_the_passage_has_its_bits_and_guesses(page: Page) -> None:
+def test_each_character_of_the_passage_has_its_surprisal_and_predictions(page: Page) -> None:
     run = load_run(Path("mine"), device="cpu")
     content = Path("mine/report.html").read_text(encoding="utf-8")
-    match = re.search(r'<script type="application/json" id="places">(.*?)</script>', content)
+    match = re.search(r'<script type="application/json" id="predictions">(.*?)</script>', content)
     assert match
     places = json.loads(match[1])
     text = run.tokenizer.decode(run.corpus().split("val")[1 : module.PASSAGE + 1])
     assert len(places) == len(text) == module.PASSAGE
-    assert [module.quoted(character) for character in text] == [place[0] for place in places]
+    assert [module.name_of(character) for character in text] == [place[0] for place in places]
     for _, bits, best in places:
         shares = [share for _, share in best]
         assert shares == sorted(shares, reverse=True)
@@ -152,7 +152,7 @@ def test_a_bigram_has_a_report_without_attention(cli: Cli, verse: Path) -> None:
     page = Page(Path("pairs/report.html").read_text(encoding="utf-8"))
     assert "attention" not in page.ids
     assert "samples" not in page.ids
-    assert "surprise" in page.ids
+    assert "surprisal" in page.ids
 
 
 def test_a_long_training_makes_its_report_unasked(
@@ -210,13 +210,13 @@ def test_long_training_texts_are_not_searched_for_copies(
     cli: Cli, verse: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cli("train", verse, *TINY, "--out", "mine")
-    monkeypatch.setattr(module, "MOST_SEARCHED", 10)
+    monkeypatch.setattr(module, "MAX_SEARCHED", 10)
     path = write_report(load_run(Path("mine"), device="cpu"))
-    assert "chargpt sample --check searches it" in path.read_text(encoding="utf-8")
+    assert "`chargpt sample --check` searches it" in path.read_text(encoding="utf-8")
 
 
 def test_copies_are_marked_where_they_are() -> None:
-    assert list(pieces_of("abcdef", [(1, 3), (4, 6)])) == [
+    assert list(split_at("abcdef", [(1, 3), (4, 6)])) == [
         ("a", False),
         ("bc", True),
         ("d", False),
@@ -232,19 +232,18 @@ def test_over_fitting_is_told_from_the_recorded_losses(cli: Cli, verse: Path) ->
     records = [{"step": run.step, "val_nats_per_char": 2.0}]
     state = replace(run.state, best_nats_per_char=2.0, best_step=run.step)
     run = replace(run, state=state)
-    assert not any("over-fits" in words for words in summarize(run, result, records))
+    assert not any("over-fitted" in words for words in summarize(run, result, records))
     records += [{"step": run.step + n, "val_nats_per_char": 2.0 + n} for n in (1, 2)]
     words = " ".join(summarize(run, result, records))
-    assert f"best at step {run.step}" in words
-    assert "rose to 4.000 nats" in words
+    assert f"lowest at step {run.step}" in words
+    assert "rose to 4.000" in words
     later = type(run)(run.folder, run.config, run.tokenizer, run.model, run.step + 2, run.state)
     words = " ".join(summarize(later, result, records))
-    assert f"best at step {run.step}" in words
+    assert f"lowest at step {run.step}" in words
     assert "checkpoint is used" not in words
     patient = run.config.with_values({"train.patience": 2})
     stopped = type(run)(run.folder, patient, run.tokenizer, run.model, run.step, run.state)
-    sentence = "Early stopping: 2 evaluations without a new best."
-    assert sentence in summarize(stopped, result, records)
+    assert "stopped early: 2 evaluations" in " ".join(summarize(stopped, result, records))
     val = result.losses["val"]
     easy = type(val)(val.nats_per_char - 0.5, 1, 1, 0, "full", "train", 8)
     memorised = RunScores(result.baselines, {"train": easy, "val": val})
@@ -252,7 +251,7 @@ def test_over_fitting_is_told_from_the_recorded_losses(cli: Cli, verse: Path) ->
         config = run.config.with_values({"model.dropout": dropout})
         dropping = type(run)(run.folder, config, run.tokenizer, run.model, run.step, run.state)
         words = " ".join(summarize(dropping, memorised, records[:1]))
-        assert f"generalisation gap is 0.50 nats; {remedy} help" in words
+        assert f"; {remedy} help" in words
 
 
 def test_speed_is_drawn_from_whole_flushes_only() -> None:
@@ -327,15 +326,15 @@ def test_a_page_runs_no_script_but_its_own(browser: Any, folder: Path, tmp_path:
     page.close()
 
 
-def test_pointer_and_arrow_keys_show_the_guesses(browser: Any, folder: Path) -> None:
+def test_pointer_and_arrow_keys_show_the_predictions(browser: Any, folder: Path) -> None:
     page = browser.new_page()
     page.goto((folder / "mine/report.html").as_uri())
-    places = json.loads(page.locator("#places").text_content())
+    places = json.loads(page.locator("#predictions").text_content())
     guesses = page.locator("#guesses")
 
     def expected(index: int) -> None:
-        came, bits, best = places[index]
-        assert guesses.locator("p").text_content().startswith(f"{came} took {bits:.2f} bits")
+        target, bits, best = places[index]
+        assert guesses.locator("p").text_content().startswith(f"{target}: {bits:.2f} bits")
         shown = guesses.locator("li").all_text_contents()
         assert shown == [f"{character}  {100 * share:.1f}%" for character, share in best]
 

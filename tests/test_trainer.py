@@ -359,7 +359,7 @@ def test_resume_tells_of_another_number_of_threads(corpus: Corpus, tmp_path: Pat
 
 
 def test_a_batch_that_does_not_divide_is_refused(corpus: Corpus) -> None:
-    with pytest.raises(ConfigError, match="does not divide"):
+    with pytest.raises(ConfigError, match="must be divisible"):
         tiny(**{"train.batch_size": 5, "train.accumulate": 2})
 
 

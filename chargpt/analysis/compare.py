@@ -1,8 +1,8 @@
-"""Comparison of models trained on one text with one budget, or of existing runs."""
+"""Comparison of baselines, a bigram and a GPT on one text, or of existing runs."""
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from chargpt.inference.baselines import BIGRAM_ALPHA, NGRAM, baselines, fit_ngra
 from chargpt.inference.evaluation import Evaluation, evaluate_tokens
 from chargpt.inference.sampling import sample
 from chargpt.models.bigram import BigramLM
+from chargpt.models.ngram import NGramLM
 from chargpt.store.folder import RunFolder
 from chargpt.store.metrics import validation_curve
 from chargpt.store.run import Run, load_run
@@ -20,8 +21,8 @@ from chargpt.text.corpus import Corpus, load_corpus
 from chargpt.training.trainer import Trainer
 
 MODELS = ("bigram", "gpt")
-MAX_CHARACTERS = 300_000  # scored of the validation split
-MAX_DENSE_VOCAB = 4096  # above it the V x V table of the bigram is not built; its loss is the same
+MAX_CHARACTERS = 300_000  # scored
+MAX_TABLE_VOCAB = 4096  # of a bigram table; beyond it only its loss is computed
 SAMPLE = {"length": 300, "temperature": 0.8, "seed": 1337, "num_samples": 1}
 
 RunTrainer = Callable[[str, Trainer], None]
@@ -29,7 +30,7 @@ RunTrainer = Callable[[str, Trainer], None]
 
 @dataclass(frozen=True)
 class Row:
-    """One model's row of the table; None where a column does not apply."""
+    """A model's row of the table; None where a figure does not apply."""
 
     model: str
     nats_per_char: float
@@ -40,14 +41,14 @@ class Row:
     evaluation: Evaluation | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the row for `--json`."""
-        losses = {
+        """Return the row under the JSON keys that all commands use."""
+        loss = {
             "nats_per_char": self.nats_per_char,
             "bits_per_char": self.nats_per_char / math.log(2),
             "perplexity": math.exp(self.nats_per_char),
         }
         return {
-            **(self.evaluation.as_dict() if self.evaluation else losses),
+            **(self.evaluation.as_dict() if self.evaluation else loss),
             "model": self.model,
             "parameters": self.parameters,
             "seconds": self.seconds,
@@ -58,62 +59,54 @@ class Row:
 
 @dataclass
 class Comparison:
-    """Result of `compare`.
-
-    Attributes:
-        title: name of the text.
-        rows: baselines and models.
-        curves: (step, validation loss) of each trained model.
-        samples: a generated text of each trained model.
-        baselines: losses of the baselines in nats per character.
-    """
+    """Rows, validation curves and samples of the compared models, and the baselines' losses."""
 
     title: str
     rows: list[Row] = field(default_factory=list)
     curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     samples: dict[str, str] = field(default_factory=dict)
-    baselines: dict[str, float] = field(default_factory=dict)
+    baselines: Mapping[str, float] = field(default_factory=dict)
 
-    def add_run(self, name: str, run: Run, corpus: Corpus) -> None:
-        """Evaluate a finished run on a corpus's validation split and add it under a name."""
-        val = corpus.split("val")
-        evaluation = evaluate_tokens(run.model, val, max_characters=MAX_CHARACTERS)
-        self.rows.append(
-            Row(
-                name,
-                evaluation.nats_per_char,
-                run.model.parameter_count(),
-                run.state.seconds,
-                run.step,
-                str(run.folder),
-                evaluation,
-            )
-        )
+    def add_run(self, name: str, run: Run, evaluation: Evaluation) -> None:
+        """Add a trained run under a name."""
+        parameters, seconds = run.model.parameter_count(), run.state.seconds
+        nats, path = evaluation.nats_per_char, str(run.folder)
+        self.rows.append(Row(name, nats, parameters, seconds, run.step, path, evaluation))
         self.curves[name] = validation_curve(RunFolder(run.folder).metrics.records())
         self.samples[name] = sample(run, run.config.sample.model_copy(update=SAMPLE))[0]
 
 
-def run_silently(_: str, trainer: Trainer) -> None:
-    """Run a trainer's steps without output."""
-    for _report in trainer.steps():
+def run_to_end(name: str, trainer: Trainer) -> None:
+    """Run all steps of a trainer."""
+    for _ in trainer.steps():
         pass
 
 
-def model_settings(settings: Config, model: str) -> Config:
-    """Return settings for another model: the same text, steps and batches, its own optimizer.
+def model_settings(settings: Config, kind: str) -> Config:
+    """Return the settings of one model: the given text, steps and batch, its own optimizer.
 
     Raises:
-        ConfigError: the model is unknown.
+        ConfigError: there is no such model.
     """
-    if model not in MODELS:
-        raise ConfigError(f"unknown model {model!r}; use {', '.join(MODELS)}")
-    if model == settings.model.kind:
+    if kind not in MODELS:
+        raise ConfigError(f"there is no model {kind!r} to compare; there are {', '.join(MODELS)}")
+    if kind == settings.model.kind:
         return settings
-    own = load_config(model)
+    own = load_config(kind)
     values = {name: getattr(own, name).model_dump() for name in ("optim", "schedule")}
-    return settings.with_values(
-        {"model.kind": model, "train.ngram_target_weight": own.train.ngram_target_weight, **values}
-    )
+    weight = {"train.ngram_target_weight": own.train.ngram_target_weight}
+    return settings.with_values({"model.kind": kind, **weight, **values})
+
+
+def train_run(
+    config: Config, path: Path, corpus: Corpus, name: str, run_trainer: RunTrainer, ngram: NGramLM
+) -> Run:
+    """Train a new run and return its best checkpoint."""
+    folder = RunFolder(path)
+    trainer = Trainer(config, corpus, folder=folder, ngram=ngram)
+    folder.create(trainer.config, corpus.tokenizer)
+    run_trainer(name, trainer)
+    return load_run(path, "best", trainer.config.device)
 
 
 def compare(
@@ -121,48 +114,58 @@ def compare(
     folder: Path,
     *,
     models: Sequence[str] = MODELS,
-    run_trainer: RunTrainer = run_silently,
+    run_trainer: RunTrainer = run_to_end,
     corpus: Corpus | None = None,
 ) -> Comparison:
-    """Train each model on the same text, split and budget; evaluate all with protocol `full`.
+    """Train each model on the same text, split and steps, and evaluate all under `full`.
 
     Args:
-        settings: of the GPT; the other models share its text, steps and batches.
-        folder: parent of the run folders, which are named after the models.
-        models: names of the models to train.
-        run_trainer: called with a model's name and trainer; runs all of its steps.
-        corpus: what `load_corpus(settings.text)` returned; loaded here by default.
+        settings: of the GPT; the other models share its text, steps and batch.
+        folder: of the runs; each gets a folder with its model's name.
+        models: of `MODELS`.
+        run_trainer: called with a model's name and trainer; runs all its steps.
+        corpus: the text, if it is loaded.
 
     Raises:
-        ChargptError: the text, a setting or the folder is not usable.
+        ChargptError: the text, a setting or the folder is unusable.
     """
     corpus = corpus or load_corpus(settings.text)
     ngram = fit_ngram(corpus)
-    nats = baselines(corpus, ngram=ngram)
-    comparison = Comparison(corpus.name, baselines=nats)
+    losses = baselines(corpus, ngram=ngram)
+    vocab_size = corpus.tokenizer.vocab_size
+    comparison = Comparison(corpus.name, baselines=losses)
     comparison.rows += [
-        Row("uniform", nats["uniform"], 0),
-        Row("unigram (counts)", nats["unigram"], corpus.tokenizer.vocab_size),
-        bigram_row(corpus, settings.model.block_size, nats["bigram"]),
-        Row(f"{NGRAM} (counts)", nats[NGRAM]),
+        Row("uniform", losses["uniform"], 0),
+        Row("unigram (counts)", losses["unigram"], vocab_size),
+        bigram_row(corpus, settings, losses["bigram"]),
+        Row(f"{NGRAM} (counts)", losses[NGRAM]),
     ]
-    for name in models:
-        run = RunFolder(folder / name)
-        trainer = Trainer(model_settings(settings, name), corpus, folder=run, ngram=ngram)
-        run.create(trainer.config, corpus.tokenizer, force=False)
-        run_trainer(name, trainer)
-        best = load_run(run.path, "best", trainer.config.device)
-        comparison.add_run(f"{name} (trained)", best, corpus)
+    for kind in models:
+        config = model_settings(settings, kind)
+        run = train_run(config, folder / kind, corpus, kind, run_trainer, ngram)
+        comparison.add_run(f"{kind} (trained)", run, evaluate_val(run, corpus))
     return comparison
 
 
-def bigram_row(corpus: Corpus, block_size: int, nats: float) -> Row:
-    """Return the row of the bigram estimated from counts."""
+def evaluate_val(run: Run, corpus: Corpus) -> Evaluation:
+    """Return a run's loss on the validation split."""
+    return evaluate_tokens(run.model, corpus.split("val"), max_characters=MAX_CHARACTERS)
+
+
+def bigram_row(corpus: Corpus, settings: Config, nats: float) -> Row:
+    """Return the row of the bigram estimated from counts.
+
+    Args:
+        corpus: the text.
+        settings: whose block size the model gets.
+        nats: its loss, for a vocabulary too large for a table.
+    """
     vocab_size = corpus.tokenizer.vocab_size
     start = time.perf_counter()
     evaluation = None
-    if vocab_size <= MAX_DENSE_VOCAB:
-        model = BigramLM.from_counts(corpus.pair_counts("train"), block_size, alpha=BIGRAM_ALPHA)
+    if vocab_size <= MAX_TABLE_VOCAB:
+        pairs, block_size = corpus.pair_counts("train"), settings.model.block_size
+        model = BigramLM.from_counts(pairs, block_size, alpha=BIGRAM_ALPHA)
         evaluation = evaluate_tokens(model, corpus.split("val"), max_characters=MAX_CHARACTERS)
         nats = evaluation.nats_per_char
     seconds = round(time.perf_counter() - start, 3)
@@ -173,7 +176,7 @@ def compare_runs(paths: Sequence[Path], device: str = "auto") -> Comparison:
     """Evaluate existing runs, each on the validation split of its own text.
 
     Raises:
-        ChargptError: a folder is not a run, or its text is missing.
+        ChargptError: a folder is not a run, or its text is not available.
     """
     comparison = Comparison("")
     corpora = {}
@@ -182,7 +185,7 @@ def compare_runs(paths: Sequence[Path], device: str = "auto") -> Comparison:
         corpus = run.corpus()
         corpora[corpus.key] = corpus
         name = path.name if path.name not in comparison.curves else str(path)
-        comparison.add_run(name, run, corpus)
+        comparison.add_run(name, run, evaluate_val(run, corpus))
     comparison.title = ", ".join(sorted({corpus.name for corpus in corpora.values()}))
     if len(corpora) == 1:
         comparison.baselines = baselines(corpora.popitem()[1])

@@ -1,41 +1,41 @@
-"""Verbatim overlap of texts with the training text: longest match, matched spans, novel n-grams.
+"""Verbatim overlap: which parts of a text occur word for word in the training split.
 
-N-grams are compared by a polynomial hash (Karp and Rabin 1987). With prefix sums
-P_i = sum over j < i of (t_j + 1) B^j modulo 2^64, the hash of the n tokens from i on is
-(P_{i+n} - P_i) B^{-i}: a few array operations for any n. The training text is read once, in chunks,
-for all n together; only the n-grams of the texts are indexed.
-Shapes: N = tokens of the training text.
+n-grams are found by their hash. With prefix sums P_i = sum over j < i of (t_j + 1) B^j modulo 2^64,
+the hash of the n tokens from i on is (P_{i+n} - P_i) B^{-i} (Karp and Rabin 1987, with prefix sums
+instead of a rolling hash): a few array operations for any n. So no index is built: the training
+split is scanned once, in chunks, for all lengths together, and its hashes are looked up in the
+small table of the texts' hashes.
+Shapes in this file: N = tokens of the training split, M = tokens of all texts together.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from chargpt.text.corpus import Corpus
+from chargpt.text.tokenizer import Tokens
 
 LENGTHS = (4, 6, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-MIN_MATCH = 20  # characters of a verbatim match; shorter ones are common phrases
-CHUNK = 2**20  # tokens of the training text that are hashed at a time
-FILTER_BITS = 22  # leading bits of a hash that index the filter table
-MAX_POSITIONS = 32  # stored per n-gram; a run of spaces may occur a million times
-BASE = 0x9E3779B97F4A7C15  # odd, so it has an inverse modulo 2^64
+MIN_MATCH = 20  # characters of a match that counts; shorter ones are common phrases
+CHUNK = 2**20  # tokens of the training split
+TABLE_BITS = 22  # of a hash, by which most n-grams of the training split are skipped
+MAX_POSITIONS = 32  # stored for one n-gram; a run of spaces may occur a million times
+BASE = 0x9E3779B97F4A7C15  # any odd number has an inverse modulo 2^64
 
-Tokens = npt.NDArray[Any]
 Hashes = npt.NDArray[np.uint64]
-Indices = npt.NDArray[np.int64]
+Positions = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class VerbatimMatch:
-    """A passage that occurs in a text and in the training text.
+    """A part of a text that occurs in the training split.
 
     Attributes:
-        start: offset in the text.
+        start: in the text.
         length: in characters.
-        place: offset in the training text.
+        place: start in the training split.
     """
 
     start: int
@@ -45,189 +45,194 @@ class VerbatimMatch:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Verbatim overlap of one text with the training text.
+    """Verbatim overlap of one text with the training split.
 
     Attributes:
-        longest: the longest match of at least MIN_MATCH characters; only the first MAX_POSITIONS
-            occurrences of each n-gram are extended.
-        copied: (start, end) of the spans that such matches cover, in order, disjoint.
-        novel: by n, the fraction of the text's n-grams that the training text does not contain.
+        longest: longest match of at least MIN_MATCH characters. Of an n-gram that occurs very
+            often only the first positions are extended.
+        matched: parts covered by such matches, as disjoint (start, end) in order.
+        novel: by n, the fraction of the text's n-grams that do not occur in the training split.
     """
 
     longest: VerbatimMatch | None
-    copied: list[tuple[int, int]]
+    matched: list[tuple[int, int]]
     novel: dict[int, float]
 
 
 @dataclass(frozen=True)
 class OverlapReport:
-    """Verbatim overlap of generated texts, and of held-out text for reference.
+    """Overlap of generated texts, and of unseen text for comparison.
 
     Attributes:
-        texts: one overlap for each generated text.
-        held_out: one for each of as many passages of the validation split, equally long.
-        training: token ids of the training split, (N,).
+        texts: of each generated text.
+        held_out: of as many parts of the validation split, of the same lengths.
+        training: tokens of the training split.
     """
 
     texts: list[Overlap]
     held_out: list[Overlap]
     training: Tokens
 
-    def novel(self) -> list[tuple[int, float, float]]:
-        """Return (n, novel fraction of the generated n-grams, and of the held-out ones)."""
+    def novel_fractions(self) -> list[tuple[int, float, float]]:
+        """Return (n, novel fraction in the texts, novel fraction in unseen text) by n."""
         rows = []
         for n in self.texts[0].novel if self.texts else ():
-            generated, held_out = (
-                [overlap.novel[n] for overlap in overlaps if n in overlap.novel]
+            ours, unseen = (
+                [each.novel[n] for each in overlaps if n in each.novel]
                 for overlaps in (self.texts, self.held_out)
             )
-            if generated and held_out:
-                mean, reference = (sum(each) / len(each) for each in (generated, held_out))
-                rows.append((n, mean, reference))
+            if ours and unseen:
+                rows.append((n, sum(ours) / len(ours), sum(unseen) / len(unseen)))
         return rows
 
 
 def measure_overlap(
-    corpus: Corpus,
-    texts: Sequence[str],
-    on_progress: Callable[[int, int], object] = lambda *_: None,
+    corpus: Corpus, texts: Sequence[str], on_progress: Callable[[int, int], object] | None = None
 ) -> OverlapReport:
-    """Return the verbatim overlap of generated texts with a corpus's training split.
+    """Return the verbatim overlap of generated texts with the training split.
 
     Args:
-        corpus: the text that the model was trained on.
-        texts: generated texts.
-        on_progress: called with the number of training tokens read, and N.
+        corpus: the text that the run was trained on.
+        texts: generated ones.
+        on_progress: called with the number of training tokens done, and of all.
     """
-    training, val = corpus.split("train"), corpus.split("val")
+    training, unseen = corpus.split("train"), corpus.split("val")
     generated = [corpus.tokenizer.encode(text, unknown="replace") for text in texts]
     held_out = []
     for number, tokens in enumerate(generated):
-        start = (len(val) - len(tokens)) * number // max(1, len(generated) - 1)
-        held_out.append(val[max(0, start) :][: len(tokens)])
-    overlaps = find_overlaps(
-        training, [*generated, *held_out], lambda n: on_progress(n, len(training))
-    )
-    return OverlapReport(overlaps[: len(generated)], overlaps[len(generated) :], training)
+        start = (len(unseen) - len(tokens)) * number // max(1, len(generated) - 1)
+        held_out.append(unseen[max(0, start) :][: len(tokens)])
+    found = find_overlap(training, [*generated, *held_out], on_progress)
+    return OverlapReport(found[: len(generated)], found[len(generated) :], training)
 
 
-def find_overlaps(
-    training: Tokens, texts: Sequence[Tokens], on_progress: Callable[[int], object] = lambda _: None
+def find_overlap(
+    training: Tokens,
+    texts: Sequence[Tokens],
+    on_progress: Callable[[int, int], object] | None = None,
 ) -> list[Overlap]:
-    """Return each text's verbatim overlap with the training text, in one pass over the latter.
+    """Return the overlap of each text with the training tokens, in one pass over those.
 
     Args:
-        training: token ids of any integer type, (N,); may be memory-mapped.
-        texts: token ids of the same vocabulary, each (M,).
-        on_progress: called with the number of training tokens read.
+        training: ids of any integer type, (N,); may be memory-mapped.
+        texts: ids of the same vocabulary.
+        on_progress: called with the number of training tokens done, and of all.
     """
     longest = max((len(text) for text in texts), default=0)
     lengths = [n for n in LENGTHS if n <= min(longest, len(training))]
-    indexes = [_NGramIndex(texts, n) for n in lengths]
+    tables = [_NGramTable(texts, n) for n in lengths]
     powers, inverses = _powers(CHUNK + (lengths[-1] if lengths else 0))
     for first in range(0, len(training) if lengths else 0, CHUNK):
         chunk = training[first : first + CHUNK + lengths[-1] - 1]
         sums = _prefix_sums(chunk, powers)
-        for index in indexes:
-            # n-grams that begin in the next chunk are counted there
-            count = min(CHUNK, len(chunk) - index.n + 1)
+        for table in tables:
+            # n-grams that begin in the next chunk belong to it
+            count = min(CHUNK, len(chunk) - table.n + 1)
             if count > 0:
-                index.search(sums, inverses, first, count)
-        on_progress(min(first + CHUNK, len(training)))
-    return [_overlap(training, text, number, indexes) for number, text in enumerate(texts)]
+                table.look_up(sums, inverses, first, count)
+        if on_progress is not None:
+            on_progress(min(first + CHUNK, len(training)), len(training))
+    return [_overlap_of(training, text, number, tables) for number, text in enumerate(texts)]
 
 
-class _NGramIndex:
-    """Index of the texts' distinct n-grams for one n, and their positions in the training text."""
+class _NGramTable:
+    """All n-grams of the texts for one n, and where the training split has them."""
 
     def __init__(self, texts: Sequence[Tokens], n: int) -> None:
         self.n = n
-        hashes = [_ngram_hashes(text, n) for text in texts]
-        self.ends = np.cumsum([0, *(len(each) for each in hashes)])
+        hashes = [_hashes_of(text, n) for text in texts]
+        self.ends = np.cumsum([len(each) for each in hashes])  # of each text's n-grams
         self.hashes, self.ids = np.unique(np.concatenate(hashes), return_inverse=True)
-        self.is_found = np.zeros(len(self.hashes), dtype=bool)
-        self.positions: list[tuple[Indices, Indices]] = []  # (ids, positions) of each chunk
-        self.n_occurrences = np.zeros(len(self.hashes), dtype=np.int64)
-        self.filter = np.zeros(2**FILTER_BITS, dtype=bool)
-        self.filter[self.hashes >> np.uint64(64 - FILTER_BITS)] = True
+        self.occurs = np.zeros(len(self.hashes), dtype=bool)
+        self.positions: list[tuple[Positions, Positions]] = []  # (ids, positions) of each chunk
+        self.n_stored = np.zeros(len(self.hashes), dtype=np.int64)
+        self.filter = np.zeros(2**TABLE_BITS, dtype=bool)
+        self.filter[self.hashes >> np.uint64(64 - TABLE_BITS)] = True
 
-    def search(self, sums: Hashes, inverses: Hashes, first: int, count: int) -> None:
-        """Look up the `count` n-grams that begin in the chunk at offset `first`."""
+    def look_up(self, sums: Hashes, inverses: Hashes, first: int, count: int) -> None:
+        """Look up the `count` n-grams that begin in a chunk of the training split."""
         hashes = (sums[self.n : self.n + count] - sums[:count]) * inverses[:count]
-        offsets = np.flatnonzero(self.filter[hashes >> np.uint64(64 - FILTER_BITS)])
-        ids = np.searchsorted(self.hashes, hashes[offsets]).clip(max=len(self.hashes) - 1)
-        is_equal = self.hashes[ids] == hashes[offsets]
-        ids, offsets = ids[is_equal], offsets[is_equal]
-        self.is_found[ids] = True
+        places = np.flatnonzero(self.filter[hashes >> np.uint64(64 - TABLE_BITS)])
+        ids = np.searchsorted(self.hashes, hashes[places]).clip(max=len(self.hashes) - 1)
+        is_equal = self.hashes[ids] == hashes[places]
+        ids, places = ids[is_equal], places[is_equal]
+        self.occurs[ids] = True
         if self.n >= MIN_MATCH:
-            self._store(ids, offsets + first)
+            self._store(ids, places + first)
 
-    def _store(self, ids: Indices, positions: Indices) -> None:
+    def _store(self, ids: Positions, positions: Positions) -> None:
         order = np.argsort(ids, kind="stable")
         ids, positions = ids[order], positions[order]
-        rank_in_chunk = np.arange(len(ids)) - np.searchsorted(ids, ids)
-        is_stored = self.n_occurrences[ids] + rank_in_chunk < MAX_POSITIONS
-        self.positions.append((ids[is_stored], positions[is_stored]))
-        self.n_occurrences += np.bincount(ids, minlength=len(self.hashes))
+        rank = np.arange(len(ids)) - np.searchsorted(ids, ids)  # among equal ids of this chunk
+        is_kept = self.n_stored[ids] + rank < MAX_POSITIONS
+        self.positions.append((ids[is_kept], positions[is_kept]))
+        self.n_stored += np.bincount(ids, minlength=len(self.hashes))
 
-    def ids_of(self, number: int) -> Indices:
-        """Return the n-gram ids of one text, (M - n + 1,)."""
-        return self.ids[self.ends[number] : self.ends[number + 1]]
+    def _ids_of(self, number: int) -> Positions:
+        start = self.ends[number - 1] if number else 0
+        return self.ids[start : self.ends[number]]
 
-    def occurrences(self, number: int) -> tuple[Indices, Indices]:
-        """Return all pairs of an offset in one text and a stored position of its n-gram."""
-        ids = self.ids_of(number)
+    def occurrence(self, number: int) -> npt.NDArray[np.bool_]:
+        """Return for each n-gram of one text whether it occurs in the training split."""
+        return self.occurs[self._ids_of(number)]
+
+    def pairs(self, number: int) -> tuple[Positions, Positions]:
+        """Return starts in one text and in the training split of all equal n-grams."""
+        ids = self._ids_of(number)
         if not self.positions:
             return ids[:0], ids[:0]
-        stored_ids, positions = (np.concatenate(each) for each in zip(*self.positions, strict=True))
+        stored_ids = np.concatenate([ids for ids, _ in self.positions])
+        positions = np.concatenate([positions for _, positions in self.positions])
         order = np.argsort(stored_ids, kind="stable")
         stored_ids, positions = stored_ids[order], positions[order]
         low = np.searchsorted(stored_ids, ids, side="left")
         counts = np.searchsorted(stored_ids, ids, side="right") - low
         starts = np.repeat(np.arange(len(ids)), counts)
-        within = np.arange(len(starts)) - np.repeat(counts.cumsum() - counts, counts)
-        return starts, positions[np.repeat(low, counts) + within]
+        offsets = np.repeat(low - counts.cumsum() + counts, counts)
+        return starts, positions[np.arange(len(starts)) + offsets]
 
 
-def _overlap(training: Tokens, text: Tokens, number: int, indexes: list[_NGramIndex]) -> Overlap:
-    found = {each.n: each.is_found[each.ids_of(number)] for each in indexes if each.n <= len(text)}
-    novel = {n: 1 - float(is_found.mean()) for n, is_found in found.items()}
-    is_covered = np.zeros(len(text) + 2, dtype=bool)
-    for start in np.flatnonzero(found.get(MIN_MATCH, np.zeros(0, dtype=bool))).tolist():
-        is_covered[start + 1 : start + 1 + MIN_MATCH] = True
-    edges = np.flatnonzero(is_covered[1:] != is_covered[:-1]).tolist()
-    copied = list(zip(edges[::2], edges[1::2], strict=True))
-    matches = (
-        _longest_match(training, text, *each.occurrences(number), each.n)
-        for each in reversed(indexes)
-    )
-    return Overlap(next((match for match in matches if match), None), copied, novel)
+def _overlap_of(training: Tokens, text: Tokens, number: int, tables: list[_NGramTable]) -> Overlap:
+    occurrence = {table.n: table.occurrence(number) for table in tables if table.n <= len(text)}
+    novel = {n: 1 - float(occurs.mean()) for n, occurs in occurrence.items()}
+    covered = np.zeros(len(text) + 2, dtype=bool)
+    for start in np.flatnonzero(occurrence.get(MIN_MATCH, np.zeros(0, dtype=bool))).tolist():
+        covered[start + 1 : start + 1 + MIN_MATCH] = True
+    edges = np.flatnonzero(covered[1:] != covered[:-1]).tolist()
+    matched = list(zip(edges[::2], edges[1::2], strict=True))
+    longest = None
+    for table in reversed(tables):
+        if longest is None:
+            longest = _longest(training, text, *table.pairs(number), table.n)
+    return Overlap(longest, matched, novel)
 
 
-def _longest_match(
-    training: Tokens, text: Tokens, starts: Indices, positions: Indices, length: int
+def _longest(
+    training: Tokens, text: Tokens, starts: Positions, places: Positions, length: int
 ) -> VerbatimMatch | None:
-    """Extend matches of `length` tokens to the right as far as possible; return the longest."""
-    best_starts, best_positions = starts, positions
+    """Return the longest extension of the matches of `length` tokens at (starts, places)."""
+    longest_starts, longest_places = starts, places
     while len(starts):
-        best_starts, best_positions = starts, positions
-        is_inside = (starts + length < len(text)) & (positions + length < len(training))
-        starts, positions = starts[is_inside], positions[is_inside]
-        is_equal = text[starts + length] == training[positions + length]
-        starts, positions = starts[is_equal], positions[is_equal]
+        longest_starts, longest_places = starts, places
+        is_inside = (starts + length < len(text)) & (places + length < len(training))
+        starts, places = starts[is_inside], places[is_inside]
+        is_equal = text[starts + length] == training[places + length]
+        starts, places = starts[is_equal], places[is_equal]
         length += len(starts) > 0
-    for start, position in zip(best_starts.tolist(), best_positions.tolist(), strict=True):
-        if np.array_equal(text[start : start + length], training[position : position + length]):
-            return VerbatimMatch(start, length, position)
-    return None  # hash collisions only
+    for start, place in zip(longest_starts.tolist(), longest_places.tolist(), strict=True):
+        if np.array_equal(text[start : start + length], training[place : place + length]):
+            return VerbatimMatch(start, length, place)
+    return None  # only hashes were equal
 
 
 def _powers(count: int) -> tuple[Hashes, Hashes]:
-    """Return the first powers of BASE and of its inverse modulo 2^64, each (count,)."""
-    powers = np.full((2, count), [[BASE], [pow(BASE, -1, 2**64)]], dtype=np.uint64)
-    powers[:, 0] = 1
-    ascending, inverses = np.multiply.accumulate(powers, axis=1)
-    return ascending, inverses
+    """Return the powers of the base and of its inverse modulo 2^64."""
+    both = []
+    for base in (BASE, pow(BASE, -1, 2**64)):
+        factors = np.full(count, base, dtype=np.uint64)
+        factors[0] = 1
+        both.append(np.multiply.accumulate(factors))
+    return both[0], both[1]
 
 
 def _prefix_sums(tokens: Tokens, powers: Hashes) -> Hashes:
@@ -235,8 +240,8 @@ def _prefix_sums(tokens: Tokens, powers: Hashes) -> Hashes:
     return np.concatenate((np.zeros(1, dtype=np.uint64), np.add.accumulate(terms)))
 
 
-def _ngram_hashes(text: Tokens, n: int) -> Hashes:
-    """Return the hashes of a text's n-grams, (M - n + 1,)."""
+def _hashes_of(text: Tokens, n: int) -> Hashes:
+    """Return the hash of every n-gram of a text."""
     if len(text) < n:
         return np.zeros(0, dtype=np.uint64)
     powers, inverses = _powers(len(text))

@@ -1,4 +1,4 @@
-"""Every picture, drawn off screen: as a file, SVG or PNG by its ending, or as part of a page.
+"""Figures, as SVG or PNG files or inline in a page.
 
 Shapes in this file: H = heads, T = characters.
 """
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chargpt.errors import ChargptError
+from chargpt.text.tokenizer import display_char
 from chargpt.training.trainer import METRICS_EVERY
 
 if TYPE_CHECKING:
@@ -21,33 +22,33 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from chargpt.analysis.guesses import Group
     from chargpt.analysis.ladder import Ladder
+    from chargpt.analysis.predictions import Group
 
-# Okabe and Ito's colours, told apart by most colour-blind readers
+# Okabe and Ito's palette, which most colour-blind readers can distinguish
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 GREY, PALE = "#6b7280", "#c9ced6"
-SMOOTHED = 40  # points that are left of a noisy curve
-ENDINGS = (".svg", ".png")
+MAX_POINTS = 40  # of a smoothed curve
+SUFFIXES = (".svg", ".png")
 
 
-def require_ending(path: Path) -> None:
-    """Check, before any work, that a picture can be made under a name.
+def require_suffix(path: Path) -> None:
+    """Check that a path ends in .svg or .png.
 
     Raises:
-        ChargptError: it has another ending.
+        ChargptError: it does not.
     """
-    if path.suffix not in ENDINGS:
-        raise ChargptError(f"{path} must end in .svg or .png; name it so")
+    if path.suffix not in SUFFIXES:
+        raise ChargptError(f"{path} must end in .svg or .png; rename it")
 
 
 def save(figure: "Figure", path: Path) -> Path:
-    """Write a picture to a file.
+    """Write a figure to a file.
 
     Raises:
-        ChargptError: the name has another ending, or the file cannot be written.
+        ChargptError: the suffix is another, or the file cannot be written.
     """
-    require_ending(path)
+    require_suffix(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         metadata = {"Date": None} if path.suffix == ".svg" else None
@@ -58,11 +59,11 @@ def save(figure: "Figure", path: Path) -> Path:
 
 
 def inline(figure: "Figure", name: str) -> str:
-    """Return a picture as SVG to stand in a page: what is black takes the colour of its text.
+    """Return a figure as SVG for a page; black takes the colour of the page's text.
 
     Args:
-        figure: the picture.
-        name: among the page's pictures, which makes its ids its own.
+        figure: is changed.
+        name: prefix of its ids, which must be unique in the page.
     """
     figure.patch.set_alpha(0)
     for axes in figure.axes:
@@ -74,45 +75,45 @@ def inline(figure: "Figure", name: str) -> str:
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     used = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', svg))
     svg = re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in used else "", svg)
-    for mark in used:  # a hash, which stands for nothing else
+    for mark in used:  # hashes, which occur nowhere else
         svg = svg.replace(mark, f"{name}-{mark}")
-    return svg.replace("<svg ", '<svg aria-hidden="true" ', 1)  # what holds it has the words
+    return svg.replace("<svg ", '<svg aria-hidden="true" ', 1)  # its container has a label
 
 
 def loss_curves(
     curves: Mapping[str, Sequence[tuple[int, float]]], lines: Mapping[str, float], title: str
 ) -> "Figure":
-    """Draw validation loss (nats per character) against steps, with level lines to compare with.
+    """Draw losses in nats per character against steps, with a horizontal line per baseline.
 
     Args:
-        curves: for each model, its (step, nats) points.
-        lines: for each baseline, its nats.
-        title: what was trained on.
+        curves: (step, nats) points by name.
+        lines: nats of the baselines by name.
+        title: name of the text.
     """
     figure = _figure(8, 4.5)
     axes = figure.add_subplot()
     for (name, points), colour in zip(curves.items(), _cycle(len(curves)), strict=True):
         _curve(axes, plain(name), points, colour)
     for name, level in lines.items():
-        _level(axes, name, level)
+        _horizontal_line(axes, name, level)
     axes.set(xlabel="step", ylabel="loss (nats per character)", title=plain(title))
     axes.margins(x=0.02)
     axes.grid(alpha=0.25)
-    _open(axes)
+    _remove_spines(axes)
     if curves:
         axes.legend(frameon=False, loc="upper right", bbox_to_anchor=(1, 0.9))
     return figure
 
 
 def pace(records: Sequence[Mapping[str, Any]], characters: int) -> "Figure":
-    """Draw learning rate, gradient norm and speed against steps.
+    """Draw learning-rate factor, gradient norm and speed against steps.
 
     Args:
         records: of `metrics.jsonl`.
-        characters: that a step reads.
+        characters: read per step.
     """
     rows = [record for record in records if "grad_norm" in record]
-    # several steps are recorded at once, the last of them when it was done
+    # metrics of several steps are written at once, at the time of the last
     moments = [(row["seconds"], row["step"]) for row in rows if row["step"] % METRICS_EVERY == 0]
     speeds = [
         (step, characters * (step - before) / (now - then))
@@ -123,7 +124,7 @@ def pace(records: Sequence[Mapping[str, Any]], characters: int) -> "Figure":
     parts = {
         "learning-rate factor": [(row["step"], row["lr_factor"]) for row in rows],
         "gradient norm": thinned([(row["step"], row["grad_norm"]) for row in rows]),
-        "characters a second": thinned(speeds),
+        "characters per second": thinned(speeds),
     }
     for number, ((name, points), colour) in enumerate(
         zip(parts.items(), _cycle(len(parts)), strict=True), 1
@@ -134,40 +135,43 @@ def pace(records: Sequence[Mapping[str, Any]], characters: int) -> "Figure":
         axes.set_xlabel("step", fontsize=9)
         axes.tick_params(labelsize=8)
         axes.set_ylim(bottom=0)
-        _open(axes)
+        _remove_spines(axes)
     return figure
 
 
 def thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Return the means of equal shares of a noisy curve's points."""
-    size = math.ceil(len(points) / SMOOTHED) or 1
-    shares = [points[i : i + size] for i in range(0, len(points), size)]
-    return [(share[-1][0], sum(value for _, value in share) / len(share)) for share in shares]
+    """Smooth a curve: return the means of at most `MAX_POINTS` equal parts."""
+    size = math.ceil(len(points) / MAX_POINTS) or 1
+    parts = [points[i : i + size] for i in range(0, len(points), size)]
+    return [(part[-1][0], sum(value for _, value in part) / len(part)) for part in parts]
 
 
 def calibration(groups: "Sequence[Group]") -> "Figure":
-    """Draw how often the best guess came against how sure the model was of it."""
+    """Draw accuracy against confidence; circles are larger for more characters."""
     figure = _figure(5, 4)
     axes = figure.add_subplot()
     axes.plot((0, 1), (0, 1), color=GREY, linestyle="--", linewidth=1)
-    whole = sum(group.characters for group in groups)
-    axes.plot([g.sure for g in groups], [g.accuracy for g in groups], color=COLOURS[0])
-    sizes = [10 + 300 * group.characters / whole for group in groups]
-    axes.scatter([g.sure for g in groups], [g.accuracy for g in groups], sizes, color=COLOURS[0])
-    axes.set(xlabel="share given to the best guess", ylabel="how often it came")
+    total = sum(group.characters for group in groups)
+    confidence, accuracy = [g.confidence for g in groups], [g.accuracy for g in groups]
+    axes.plot(confidence, accuracy, color=COLOURS[0])
+    sizes = [10 + 300 * group.characters / total for group in groups]
+    axes.scatter(
+        [g.confidence for g in groups], [g.accuracy for g in groups], sizes, color=COLOURS[0]
+    )
+    axes.set(xlabel="confidence", ylabel="accuracy")
     axes.set(xlim=(0, 1), ylim=(0, 1))
-    _open(axes)
+    _remove_spines(axes)
     axes.grid(alpha=0.25)
     return figure
 
 
 def attention(weights: "npt.NDArray[np.float32]", text: str, titles: Sequence[str]) -> "Figure":
-    """Draw how heads attend: a square for each, (H, T, T), with the text's characters at its sides.
+    """Draw the attention weights of heads, a square each, labelled with the characters.
 
     Args:
-        weights: rows sum to 1.
+        weights: (H, T, T), rows sum to 1.
         text: T characters.
-        titles: one a head.
+        titles: one per head.
     """
     from matplotlib.colors import LinearSegmentedColormap
 
@@ -180,7 +184,7 @@ def attention(weights: "npt.NDArray[np.float32]", text: str, titles: Sequence[st
     width, height = size + 0.3, size + 0.5  # of a head, with its characters and its title
     figure = _figure(width * across, height * down)
     figure.set_layout_engine("none")  # finding a layout among so many characters takes seconds
-    labels = [visible(character) for character in text]
+    labels = [display_char(character) for character in text]
     for number, (head, title) in enumerate(zip(weights, titles, strict=True), 1):
         row, column = divmod(number - 1, across)
         axes = figure.add_axes(
@@ -202,28 +206,19 @@ def attention(weights: "npt.NDArray[np.float32]", text: str, titles: Sequence[st
 
 
 def plain(name: str) -> str:
-    """Return a name so that matplotlib takes no part of it for a formula."""
+    """Escape a name, so that matplotlib does not parse it as a formula."""
     return name.replace("$", r"\$")
 
 
-def visible(character: str) -> str:
-    """Return a sign for a character that would not be seen."""
-    return {
-        " ": "\N{OPEN BOX}",
-        "\n": "\N{RETURN SYMBOL}",
-        "\t": "\N{RIGHTWARDS ARROW TO BAR}",
-    }.get(character, character if character.isprintable() else "\N{REPLACEMENT CHARACTER}")
-
-
 def ladder(found: "Ladder") -> "Figure":
-    """Draw what each rung reaches as bars, in bits per character, beside counts and compressors.
+    """Draw the losses of a ladder as bars, in bits per character.
 
     Args:
         found: what `run_ladder` returned.
     """
     bars = [
-        *((name, nats, None, GREY) for name, nats in found.baselines.items()),
-        *((name, nats, None, PALE) for name, nats in found.compressors.items()),
+        *((name, nats, None, GREY) for name, nats in found.ngrams.items()),
+        *((name, nats, None, PALE) for name, nats in found.compressed.items()),
         *((s.rung.name, s.loss.value, s.loss.margin, COLOURS[0]) for s in found.results),
     ]
     figure = _figure(8, 0.6 + 0.28 * len(bars))
@@ -241,16 +236,16 @@ def ladder(found: "Ladder") -> "Figure":
     axes.set_yticks(places, names)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.1 * max(bits))
-    axes.set(xlabel="bits per character of the validation part: the fewer, the better")
+    axes.set(xlabel="bits per character of the validation split (lower is better)")
     axes.set_title(
-        f"{plain(found.title)}: counted (grey), compressed (pale), trained (blue)", fontsize=10
+        f"{plain(found.title)}: n-grams (grey), compressors (pale), trained (blue)", fontsize=10
     )
-    _open(axes)
+    _remove_spines(axes)
     return figure
 
 
 def _figure(width: float, height: float) -> "Figure":
-    """Return an empty figure of so many inches."""
+    """Return an empty figure; sizes in inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -259,8 +254,8 @@ def _figure(width: float, height: float) -> "Figure":
     return figure
 
 
-def _open(axes: "Axes") -> None:
-    """Leave out the frame's upper and right sides."""
+def _remove_spines(axes: "Axes") -> None:
+    """Remove the top and right spines."""
     axes.spines[["top", "right"]].set_visible(False)
 
 
@@ -268,16 +263,16 @@ def _write(figure: "Figure", target: Path | StringIO, **options: Any) -> None:
     from matplotlib import rc_context
 
     settings: Any = {"svg.hashsalt": "chargpt", "svg.fonttype": "none"}
-    if not str(target).endswith(".png"):  # in SVG each word would name a dozen fonts
+    if not str(target).endswith(".png"):  # SVG would otherwise list a dozen fonts per text
         settings["font.sans-serif"] = ["DejaVu Sans"]
     with rc_context(settings), warnings.catch_warnings():
-        # a browser has a font for what this one lacks
+        # a browser has fonts for the missing glyphs
         warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)
         figure.savefig(target, **options)
 
 
 def _curve(axes: "Axes", name: str, points: Sequence[tuple[int, float]], colour: str) -> None:
-    """Draw one model's losses, with the last one in numbers."""
+    """Draw a loss curve labelled with its last value."""
     steps, nats = zip(*points, strict=True) if points else ((), ())
     axes.plot(steps, nats, color=colour, linewidth=2, label=name)
     if points:
@@ -291,8 +286,8 @@ def _curve(axes: "Axes", name: str, points: Sequence[tuple[int, float]], colour:
         )
 
 
-def _level(axes: "Axes", name: str, level: float) -> None:
-    """Draw a level line, with its name and number below."""
+def _horizontal_line(axes: "Axes", name: str, level: float) -> None:
+    """Draw a labelled horizontal line."""
     axes.axhline(level, color=GREY, linewidth=1, linestyle="--")
     axes.annotate(
         f"{name} {level:.3f}",

@@ -1,4 +1,4 @@
-"""Losses of a finished run next to the baselines, and a summary in sentences."""
+"""Closing losses of a run beside the n-gram baselines, and what they say."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,49 +11,48 @@ from chargpt.store.run import Run
 from chargpt.text.corpus import SPLITS, Corpus, Split
 from chargpt.training.budget import scored_characters
 
-MIN_RISE = 0.02  # nats above the best validation loss that count as over-fitting, not as noise
-MIN_GAP = 0.3  # nats of generalisation gap that are worth a sentence
+NOISE = 0.02  # nats by which validation losses vary without over-fitting
+MAX_GAP = 0.3  # nats of generalisation gap without remark
 
 
 @dataclass(frozen=True)
 class RunScores:
-    """Losses of a run and of the baselines.
+    """Losses of a run and its baselines.
 
     Attributes:
-        baselines: losses on the validation split in nats per character, by name.
-        losses: the run's evaluation on each split.
+        baselines: nats per character of the n-gram baselines on the validation split, by name.
+        losses: of the run on each split.
     """
 
     baselines: Mapping[str, float]
     losses: Mapping[Split, Evaluation]
 
     def rows(self, kind: str) -> list[tuple[str, str, float]]:
-        """Return (model, split, nats per character) for the final table."""
-        rows = [(name, "val", nats) for name, nats in self.baselines.items()]
-        return rows + [(f"{kind} (trained)", s, e.nats_per_char) for s, e in self.losses.items()]
+        """Return (model, split, nats) for the rows of the closing table."""
+        counted = [(name, "val", nats) for name, nats in self.baselines.items()]
+        own = [(f"{kind} (trained)", split, e.nats_per_char) for split, e in self.losses.items()]
+        return [*counted, *own]
 
 
 def score_run(
-    run: Run, corpus: Corpus, baseline_nats: Mapping[str, float] | None = None
+    run: Run, corpus: Corpus, baseline_losses: Mapping[str, float] | None = None
 ) -> RunScores:
-    """Evaluate a run on the training and validation splits.
+    """Evaluate a run on parts of its training and validation splits.
 
     Args:
-        run: from `load_run`.
-        corpus: the run's text.
-        baseline_nats: what `baselines(corpus)` returned; computed here by default.
+        run: what `load_run` returned.
+        corpus: its text.
+        baseline_losses: what `baselines` returned, if it is at hand.
 
     Raises:
         TextError: a split is too short to score.
     """
-    max_characters = scored_characters(run.config, run.step)
+    scored = scored_characters(run.config, run.step)
     losses = {
-        split: evaluate_tokens(
-            run.model, corpus.split(split), split=split, max_characters=max_characters
-        )
+        split: evaluate_tokens(run.model, corpus.split(split), split=split, max_characters=scored)
         for split in SPLITS
     }
-    return RunScores(baseline_nats or baselines(corpus), losses)
+    return RunScores(baseline_losses or baselines(corpus), losses)
 
 
 def summarize(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -62,7 +61,7 @@ def summarize(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]])
     Args:
         run: at any checkpoint.
         scores: what `score_run` returned.
-        records: of the run's `metrics.jsonl`.
+        records: of its `metrics.jsonl`.
     """
     sentences = []
     train_loss, val_loss = (scores.losses[split].nats_per_char for split in SPLITS)
@@ -74,20 +73,21 @@ def summarize(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]])
             f"{abs(gain):.3f} nats {'better' if gain > 0 else 'worse'} than the {name}"
             for name, gain in ((n, scores.baselines[n] - val_loss) for n in ("bigram", NGRAM))
         ]
-        sentences.append(f"Attention is {' and '.join(gains)} on the validation split.")
-    if best is not None and best_step is not None and last > best + MIN_RISE:
-        used = "; that checkpoint is used" if run.step == best_step else ""
+        sentences.append(f"On the validation split, attention is {' and '.join(gains)}.")
+    if best is not None and best_step is not None and last > best + NOISE:
+        used = ", so that checkpoint is used" if run.step == best_step else ""
         sentences.append(
-            f"It over-fits: validation loss was best at step {best_step:,} ({best:.3f} nats) and "
-            f"rose to {last:.3f} nats{used}. More text, model.dropout or fewer steps would help."
+            f"It over-fitted: the validation loss was lowest at step {best_step:,} ({best:.3f} "
+            f"nats) and rose to {last:.3f} since{used}; more text, model.dropout or fewer steps "
+            "would help."
         )
-    elif val_loss - train_loss > MIN_GAP:
+    elif val_loss - train_loss > MAX_GAP:
         remedy = "more text" if run.config.model.dropout else "more text or model.dropout"
         sentences.append(
-            f"The generalisation gap is {val_loss - train_loss:.2f} nats; {remedy} would help."
+            f"It over-fits: the generalisation gap (validation minus training loss) is "
+            f"{val_loss - train_loss:.2f} nats; {remedy} would help."
         )
-    patience = run.config.train.patience
-    n_worse = sum(step > (best_step or 0) for step, _ in curve)
-    if patience is not None and n_worse >= patience:
-        sentences.append(f"Early stopping: {n_worse} evaluations without a new best.")
+    patience, waited = run.config.train.patience, sum(step > (best_step or 0) for step, _ in curve)
+    if patience is not None and waited >= patience:
+        sentences.append(f"It stopped early: {waited} evaluations without a new best.")
     return sentences

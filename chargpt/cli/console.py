@@ -106,6 +106,11 @@ def unicode_terminal() -> bool:
     return (sys.stderr.encoding or "").lower().replace("-", "").startswith("utf")
 
 
+def for_output(text: str) -> str:
+    """Return a text as it is for a file, and printable for a terminal."""
+    return printable(text) if sys.stdout.isatty() else text
+
+
 def printable(text: str) -> str:
     """Return text with control characters replaced, so that it cannot control a terminal.
 

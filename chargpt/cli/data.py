@@ -2,9 +2,10 @@
 
 import difflib
 import json
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -13,8 +14,9 @@ from chargpt.cli.progress import LoadingProgress
 from chargpt.errors import TextError
 from chargpt.text.catalog import CATALOG, fetch
 from chargpt.text.corpus import load_corpus
-from chargpt.text.describe import describe
+from chargpt.text.describe import Description, describe
 from chargpt.text.settings import build_config
+from chargpt.text.tokenizer import display_char
 
 app = typer.Typer(
     help="List, describe and fetch texts.",
@@ -70,12 +72,12 @@ def info(
     if json_:
         console.out(json.dumps(asdict(facts), ensure_ascii=False))
         return
-    _show(corpus.name, facts)
+    _print_facts(corpus.name, facts)
 
 
-def _show(name: str, facts: Any) -> None:
-    def listed(pairs: Any) -> str:
-        return "  ".join(f"{_visible(c)} {count:,}" for c, count in pairs)
+def _print_facts(name: str, facts: Description) -> None:
+    def listed(pairs: Iterable[tuple[str, int]]) -> str:
+        return "  ".join(f"{display_char(c)} {count:,}" for c, count in pairs)
 
     tables.table(
         ["text", name],
@@ -92,10 +94,3 @@ def _show(name: str, facts: Any) -> None:
     )
     for warning in facts.warnings:
         console.out(f"note: {warning}")
-
-
-def _visible(character: str) -> str:
-    names = {" ": "space", "\n": "\\n", "\r": "\\r", "\t": "\\t"}
-    if character in names:
-        return names[character]
-    return character if character.isprintable() else f"U+{ord(character):04X}"

@@ -1,4 +1,4 @@
-"""`chargpt doctor`: check device, speed, numerical correctness and disk space."""
+"""`chargpt doctor`: checks of this machine."""
 
 import json
 from dataclasses import asdict
@@ -9,8 +9,6 @@ from chargpt.cli import console, options
 
 def doctor(device: options.Device = None, json_: options.Json = False) -> None:
     """Check this machine's device, speed and correctness.
-
-    Device, number format, threads, speed, correctness, disk.
 
     Examples: `chargpt doctor`, `chargpt doctor --device cpu`.
     """
@@ -24,4 +22,4 @@ def doctor(device: options.Device = None, json_: options.Json = False) -> None:
     for sentence in advice:
         console.out(f"advice: {sentence}")
     if not advice:
-        console.out("no problems found")
+        console.out("all checks passed")

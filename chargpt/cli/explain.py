@@ -1,7 +1,8 @@
-"""`chargpt explain`: attention step by step, on your own text and your own run."""
+"""`chargpt explain`: attention step by step on a text and a run."""
 
 import json
 import textwrap
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +12,7 @@ from markupsafe import Markup
 
 from chargpt.analysis import explain as tour
 from chargpt.analysis import plots
-from chargpt.analysis.explain import Maps, Section, Subject, Table, subject_of
+from chargpt.analysis.explain import Figure, Maps, Section, Subject, Table, choose_subject
 from chargpt.analysis.page import render, write_page
 from chargpt.cli import console, options, tables
 from chargpt.cli.progress import LoadingProgress
@@ -53,21 +54,21 @@ def explain(
     `chargpt explain runs/novel --section scaling --json`.
     """
     if plot is not None:
-        plots.require_ending(plot)
+        plots.require_suffix(plot)
     subject = find_subject(what, checkpoint, device, encoding)
     sections = tour.explain(subject, section or ())
     maps = [part for each in sections for part in each.parts if isinstance(part, Maps)]
     if plot is not None:
-        draw(maps, plot)
+        save_plot(maps, plot)
     if html is not None:
         write_tour(sections, html, subject.corpus.name)
     if json_:
         facts = [{"name": s.name, "title": s.title, **s.facts} for s in sections]
         console.out(json.dumps({"sections": facts}, ensure_ascii=False))
         return
-    show(sections)
+    print_tour(sections)
     if maps and plot is None and html is None:
-        console.out("to see it drawn: --plot attention.png, or --html tour.html")
+        console.out("as pictures: --plot attention.png, or --html tour.html")
     for path in (plot, html):
         if path is not None:
             console.out(f"written: {path}")
@@ -75,66 +76,59 @@ def explain(
 
 def find_subject(
     what: str | None, checkpoint: str, device: str | None, encoding: str | None
-) -> "Subject":
-    """Return what to explain.
+) -> Subject:
+    """Return what to explain: the run or text named, else the newest run, else a text.
 
     Raises:
         ChargptError: there is no such run or text.
     """
     path = Path(what) if what else None
     if path is None:
-        try:
+        with suppress(RunError):
             path = newest_run()
-        except RunError:
-            path = None
     if path is not None and is_run(path):
         run = options.open_run(path, checkpoint, device)
-        return subject_of(run.corpus(), run)
+        return choose_subject(run.corpus(), run)
     settings = build_config(what, device=device, encoding=encoding)
-    return subject_of(load_corpus(settings.text, progress=LoadingProgress()), None)
+    return choose_subject(load_corpus(settings.text, progress=LoadingProgress()), None)
 
 
-def draw(maps: "list[Maps]", path: Path) -> None:
-    """Draw the attention of a trained run.
+def save_plot(maps: list[Maps], path: Path) -> None:
+    """Draw the attention weights of a run.
 
     Raises:
-        ConfigError: there is none among what is explained.
+        ConfigError: there are none.
     """
     if not maps:
         raise ConfigError(
-            "--plot draws what a trained gpt looks at; name the run of one, and no other section"
+            "--plot draws the attention of a trained gpt; name the run of one, and no other section"
         )
-    (found,) = maps
-    plots.save(plots.attention(found.weights, found.text, found.titles), path)
+    plots.save(plots.attention(maps[0].weights, maps[0].text, maps[0].titles), path)
 
 
-def write_tour(sections: "list[Section]", path: Path, name: str) -> None:
-    """Write the tour as a page."""
+def write_tour(sections: list[Section], path: Path, name: str) -> None:
+    """Write the sections as a page."""
 
-    def shown(part: str | Table | Maps) -> tuple[str, object]:
+    def page_part(part: str | Figure) -> tuple[str, object]:
         if isinstance(part, str):
-            return "words", part
+            return "paragraph", part
         if isinstance(part, Table):
             return "table", part
         figure = plots.attention(part.weights, part.text, part.titles)
-        return "picture", {
-            "drawing": Markup(plots.inline(figure, "heads")),
-            "caption": part.caption,
-        }
+        drawing = Markup(plots.inline(figure, "heads"))
+        return "picture", {"drawing": drawing, "caption": part.caption}
 
     pages = [
-        {"name": s.name, "title": s.title, "parts": [shown(part) for part in s.parts]}
+        {"name": s.name, "title": s.title, "parts": [page_part(part) for part in s.parts]}
         for s in sections
     ]
     title = f"Attention, on {name}"
-    write_page(
-        render("explain.html", title=title, version=version("chargpt"), sections=pages), path
-    )
+    page = render("explain.html", title=title, version=version("chargpt"), sections=pages)
+    write_page(page, path)
 
 
-def show(sections: "list[Section]") -> None:
-    """Print the tour."""
-
+def print_tour(sections: list[Section]) -> None:
+    """Print the sections; attention maps are left out."""
     for number, section in enumerate(sections, 1):
         console.out(f"{number}. {section.title}\n")
         for part in section.parts:

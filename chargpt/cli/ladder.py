@@ -1,4 +1,4 @@
-"""`chargpt compare --ladder`: from a bigram to a GPT, adding one component at a time."""
+"""`chargpt compare --ladder`: from a bigram to a GPT, one component at a time."""
 
 import json
 from pathlib import Path
@@ -14,70 +14,69 @@ from chargpt.text.corpus import load_corpus
 from chargpt.training.session import free_folder, slug
 from chargpt.training.trainer import Trainer
 
-MAX_SAMPLE = 150  # characters printed of a rung's sample
+SHOWN = 150  # characters of a rung's sample
 
 
-def print_ladder(
+def compare_rungs(
     settings: Config, out: Path | None, n_seeds: int, plot: Path | None, *, json_: bool
 ) -> None:
-    """Train the rungs with progress bars, plot them, and print a table or JSON.
+    """Train the rungs with progress bars, draw them, and print the table or the JSON.
 
     Raises:
-        ChargptError: the text, a setting or the folder is not usable.
+        ChargptError: the text, a setting or the folder is unusable.
     """
     corpus = load_corpus(settings.text, progress=LoadingProgress())
     folder = out or free_folder(f"ladder-{slug(corpus.name)}")
 
     def run_trainer(name: str, trainer: Trainer) -> None:
-        console.say(f"== {name} ==")
         assert trainer.folder is not None
+        console.say(f"== {name} ==")
         run_steps(trainer, trainer.folder, signals)
 
     with catch_signals() as signals:
         ladder = run_ladder(settings, folder, corpus, n_seeds, run_trainer)
     picture = plots.save(plots.ladder(ladder), plot or folder / "ladder.svg")
     if json_:
-        report = {**ladder.as_dict(), "picture": str(picture)}
-        console.out(json.dumps(report, ensure_ascii=False))
+        facts = {**ladder.as_dict(), "picture": str(picture)}
+        console.out(json.dumps(facts, ensure_ascii=False))
         return
-    _print_table(ladder)
-    _print_gains(ladder)
-    for result in ladder.results:
-        sample = " / ".join(console.printable(result.sample)[:MAX_SAMPLE].split("\n"))
-        console.out(f"-- {result.rung.name} --\n{sample}")
+    print_ladder(ladder)
     console.out(f"picture: {picture}")
 
 
-def _print_table(ladder: Ladder) -> None:
+def print_ladder(ladder: Ladder) -> None:
+    """Print the ladder as a table, the gain of each rung, and its sample."""
     rows = [
         [name, "-", *console.loss_cells(nats)[:2], "", "-"]
-        for name, nats in {**ladder.baselines, **ladder.compressors}.items()
+        for losses in (ladder.ngrams, ladder.compressed)
+        for name, nats in losses.items()
     ]
     for result in ladder.results:
         loss = result.loss
         margin = "" if loss.margin is None else f"± {loss.margin:.4f}"
-        cells = [*console.loss_cells(loss.value)[:2], margin, f"{result.seconds:.1f}"]
-        rows.append([result.rung.name, f"{result.parameters:,}", *cells])
+        cells = console.loss_cells(loss.value)[:2]
+        name, parameters = result.rung.name, f"{result.parameters:,}"
+        rows.append([name, parameters, *cells, margin, f"{result.seconds:.1f}"])
     tables.table(
-        ["model", "parameters", "nats/char", "bits/char", "95% CI", "seconds"],
+        ["model", "parameters", "nats/char", "bits/char", "95%", "seconds"],
         rows,
         title=f"{ladder.title}: validation loss, protocol full",
     )
-
-
-def _print_gains(ladder: Ladder) -> None:
     for result in ladder.results:
         if result.gain is not None:
-            gain = _signed(result.gain, "lower", "higher")
-            console.out(f"{result.rung.name}: {gain} ({result.rung.adds})")
-    attention = _signed(ladder.attention_gain, "better", "worse")
-    total = _signed(ladder.total_gain, "better", "worse")
-    console.out(f"one scaled attention head is {attention} than the bigram; the gpt is {total}")
+            console.out(f"{result.rung.name}: {describe_gain(result.gain)}; {result.rung.adds}")
+    console.out(
+        f"attention, one scaled head, gains {ladder.attention_gain} nats per character over the "
+        f"bigram; the whole ladder {ladder.whole_gain}"
+    )
     if len(ladder.results[0].nats) > 1:
-        console.out("±: half the 95% confidence interval over seeds (Student's t), paired by seed")
+        console.out("±: half a 95% confidence interval (Student's t); gains are paired by seed")
+    for result in ladder.results:
+        text = " / ".join(console.printable(result.sample)[:SHOWN].split("\n"))
+        console.out(f"-- {result.rung.name} --\n{text}")
 
 
-def _signed(gain: Estimate, positive: str, negative: str) -> str:
-    """Return a gain with a comparative in place of its sign."""
-    absolute = Estimate(abs(gain.value), gain.margin)
-    return f"{absolute} nats per character {positive if gain.value >= 0 else negative}"
+def describe_gain(gain: Estimate) -> str:
+    """Return a gain as `0.1234 ± 0.0123 nats lower`."""
+    margin = "" if gain.margin is None else f" ± {gain.margin:.4f}"
+    return f"{abs(gain.value):.4f}{margin} nats {'lower' if gain.value >= 0 else 'higher'}"

@@ -1,9 +1,8 @@
-"""`chargpt sample`: generate text from a trained model."""
+"""`chargpt sample`: text generated from a trained model."""
 
 import dataclasses
 import json
 import secrets
-import sys
 from collections.abc import Iterable
 from typing import Annotated
 
@@ -23,35 +22,39 @@ from chargpt.text.tokenizer import Unknown
 
 def sample(
     run: options.RunOrNewest = None,
-    prompt: Annotated[str | None, typer.Option("--prompt", help="Text to continue.")] = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", help="Start of the text.")] = None,
     prompt_file: Annotated[
         str | None,
-        typer.Option("--prompt-file", metavar="FILE", help="File with the prompt; - for stdin."),
+        typer.Option("--prompt-file", metavar="FILE", help="The prompt, in a file; - for stdin."),
     ] = None,
     length: Annotated[
-        int | None, typer.Option("--length", min=1, help="Characters to generate.")
+        int | None, typer.Option("--length", min=1, help="Number of characters.")
     ] = None,
     temperature: Annotated[
         float | None,
-        typer.Option("--temperature", min=0, help="Divides the logits; 0 is greedy decoding."),
+        typer.Option("--temperature", min=0, help="0: always the most likely character."),
     ] = None,
     top_k: Annotated[
         int | None, typer.Option("--top-k", min=1, help="Sample from the k most likely characters.")
     ] = None,
     top_p: Annotated[
         float | None,
-        typer.Option("--top-p", help="Sample from the most likely, up to total probability p."),
+        typer.Option("--top-p", help="Sample from the most likely with total probability p."),
     ] = None,
     min_p: Annotated[
         float | None,
-        typer.Option("--min-p", help="Drop those less likely than this times the most likely."),
+        typer.Option(
+            "--min-p", help="Sample from those with at least p times the highest probability."
+        ),
     ] = None,
     num_samples: Annotated[
         int | None, typer.Option("--num-samples", min=1, help="Number of texts.")
     ] = None,
-    seed: Annotated[int | None, typer.Option("--seed", min=0, help="Random seed.")] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", min=0, help="The same seed gives the same text.")
+    ] = None,
     stop: Annotated[
-        list[str] | None, typer.Option("--stop", help="Stop before this text; may be repeated.")
+        list[str] | None, typer.Option("--stop", help="End before this text; may be repeated.")
     ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Mark verbatim matches with the training text.")
@@ -67,9 +70,9 @@ def sample(
     `chargpt sample --temperature 0.5 --num-samples 3 --seed 1 --json`.
     """
     loaded = options.open_run(run, checkpoint, device)
-    settings = sample_settings(
+    settings = choose(
         loaded.config,
-        prompt=read_prompt(prompt, prompt_file),
+        prompt=given_prompt(prompt, prompt_file),
         length=length,
         temperature=temperature,
         top_k=top_k,
@@ -83,88 +86,88 @@ def sample(
     if settings.num_samples == 1 and not json_ and not check:
         print_stream(settings.prompt, stream_run(loaded, settings, unknown=policy))
         return
-    texts = sample_with_progress(loaded, settings, policy)
-    overlap = overlap_of(loaded, texts) if check else None
+    texts = write_texts(loaded, settings, policy)
+    overlap = check_texts(loaded, texts) if check else None
     if json_:
-        report: dict[str, object] = {
+        facts: dict[str, object] = {
             "samples": texts,
             "seed": settings.seed,
             "run": str(loaded.folder),
             "step": loaded.step,
         }
         if overlap is not None:
-            report["memorization"] = [dataclasses.asdict(each) for each in overlap.texts]
-        console.out(json.dumps(report, ensure_ascii=False))
+            facts["memorization"] = [dataclasses.asdict(each) for each in overlap.texts]
+        console.out(json.dumps(facts, ensure_ascii=False))
         return
     for number, text in enumerate(texts, 1):
-        spans = overlap.texts[number - 1].copied if overlap else []
-        console.out(f"-- sample {number} --\n{escape_for_terminal(mark_spans(text, spans))}")
+        matched = overlap.texts[number - 1].matched if overlap else []
+        console.out(f"-- sample {number} --\n{console.for_output(mark(text, matched))}")
     if overlap is not None:
         print_overlap(overlap, loaded)
 
 
-def sample_with_progress(run: Run, settings: SampleConfig, unknown: Unknown | None) -> list[str]:
-    """Return generated texts, with a progress bar."""
+def write_texts(run: Run, settings: SampleConfig, unknown: Unknown | None) -> list[str]:
+    """Return the texts, with a progress bar while they are sampled."""
     with Progress(settings.num_samples * settings.length, "character") as bar:
         return generate(run, settings, unknown=unknown, on_progress=bar.callback("sampled"))
 
 
-def overlap_of(run: Run, texts: list[str]) -> OverlapReport:
-    """Return the verbatim overlap of texts with the training text, with a progress bar."""
+def check_texts(run: Run, texts: list[str]) -> OverlapReport:
+    """Return the verbatim overlap of texts with the training split, with a progress bar."""
     with Progress(1, "character") as bar:
         return measure_overlap(run.corpus(), texts, bar.callback("of the training text"))
 
 
-def mark_spans(text: str, spans: list[tuple[int, int]]) -> str:
-    """Return a text with its (start, end) spans in brackets."""
-    for start, end in reversed(spans):
+def mark(text: str, matched: list[tuple[int, int]]) -> str:
+    """Return a text with its verbatim matches in brackets that texts hardly contain."""
+    for start, end in reversed(matched):
         text = f"{text[:start]}⟦{text[start:end]}⟧{text[end:]}"
     return text
 
 
-def print_overlap(report: OverlapReport, run: Run) -> None:
-    """Print the longest verbatim match and the novel n-grams, next to those of held-out text."""
-    matches = [overlap.longest for overlap in report.texts if overlap.longest]
-    held_out = max((o.longest.length for o in report.held_out if o.longest), default=0)
-    reference = f"in held-out text of the same length: {held_out or f'under {MIN_MATCH}'}"
+def print_overlap(overlap: OverlapReport, run: Run) -> None:
+    """Print the longest verbatim match, and the novel fractions beside those of unseen text."""
+    matches = [each.longest for each in overlap.texts if each.longest]
+    unseen = max((each.longest.length for each in overlap.held_out if each.longest), default=0)
+    beside = f"in unseen text of that length {unseen or f'under {MIN_MATCH}'}"
     if matches:
         match = max(matches, key=lambda each: each.length)
-        passage = run.tokenizer.decode(report.training[match.place : match.place + match.length])
+        text = run.tokenizer.decode(overlap.training[match.place : match.place + match.length])
         console.out(
-            f"longest verbatim match with the training text: {match.length} characters, at "
-            f"character {match.place:,} ({reference}): {console.printable(passage)[:80]!r}"
+            f"longest verbatim match with the training text: {match.length} characters, from "
+            f"character {match.place:,} on ({beside}): {console.printable(text)[:80]!r}"
         )
     else:
         console.out(
-            f"no verbatim match of {MIN_MATCH} characters with the training text ({reference})"
+            f"no verbatim match with the training text of {MIN_MATCH} characters ({beside})"
         )
     rows = [
-        [str(n), f"{generated:.1%}", f"{reference_fraction:.1%}"]
-        for n, generated, reference_fraction in report.novel()
+        [str(n), f"{ours:.1%}", f"{unseen_fraction:.1%}"]
+        for n, ours, unseen_fraction in overlap.novel_fractions()
         if n <= 2 * MIN_MATCH
     ]
-    tables.table(["n", "novel n-grams", "in held-out text"], rows)
+    tables.table(["n", "novel n-grams", "in unseen text"], rows)
 
 
-def read_prompt(prompt: str | None, file: str | None) -> str | None:
-    """Return the prompt from the command line or from a file.
+def given_prompt(prompt: str | None, file: str | None) -> str | None:
+    """Return the prompt, from the command line or from a file.
 
     Raises:
         ConfigError: both were given.
         TextError: the file cannot be read as text.
     """
     if prompt is not None and file is not None:
-        raise ConfigError("--prompt and --prompt-file exclude each other; give one")
+        raise ConfigError("--prompt and --prompt-file both name a prompt; give one")
     return prompt if file is None else read_text(file)
 
 
-def sample_settings(config: Config, **options: object) -> SampleConfig:
-    """Return the run's sampling settings with the given options, and a random seed if none is set.
+def choose(config: "Config", **wanted: object) -> "SampleConfig":
+    """Return the run's sampling settings with those that were asked for, and a seed in any case.
 
     Raises:
         ConfigError: a setting is out of its range.
     """
-    changes = {f"sample.{key}": value for key, value in options.items() if value is not None}
+    changes = {f"sample.{key}": value for key, value in wanted.items() if value is not None}
     settings = config.with_values(changes).sample
     if settings.seed is not None:
         return settings
@@ -172,13 +175,8 @@ def sample_settings(config: Config, **options: object) -> SampleConfig:
 
 
 def print_stream(prompt: str, pieces: Iterable[list[str]]) -> None:
-    """Print a prompt and one generated text, piece by piece."""
-    console.out(escape_for_terminal(prompt), end="")
+    """Print one text as it is sampled."""
+    console.out(console.for_output(prompt), end="")
     for (piece,) in pieces:
-        console.out(escape_for_terminal(piece), end="")
+        console.out(console.for_output(piece), end="")
     console.out("")
-
-
-def escape_for_terminal(text: str) -> str:
-    """Return text without control characters if stdout is a terminal, else unchanged."""
-    return console.printable(text) if sys.stdout.isatty() else text

@@ -65,15 +65,15 @@ def show_result(session: Session, baselines: dict[str, float]) -> None:
     """Print the closing table, write the report of a long run, and name the next commands."""
     trainer, folder, budget = session.trainer, session.folder, session.budget
     best = load_run(folder.path, "best", trainer.device.type)
-    result = score_run(best, trainer.corpus, baselines)
+    scores = score_run(best, trainer.corpus, baselines)
     tables.table(
         ["model", "split", "nats/char", "bits/char", "perplexity"],
         [
             [name, split, *console.loss_cells(nats)]
-            for name, split, nats in result.rows(best.config.model.kind)
+            for name, split, nats in scores.rows(best.config.model.kind)
         ],
     )
-    for sentence in summarize(best, result, folder.metrics.records()):
+    for sentence in summarize(best, scores, folder.metrics.records()):
         console.out(sentence)
     path, step, seconds = shlex.quote(str(folder.path)), trainer.state.step, trainer.state.seconds
     console.out(
@@ -89,13 +89,13 @@ def show_result(session: Session, baselines: dict[str, float]) -> None:
     ]
     console.out(f"the run is in {path}; next:\n" + "\n".join(f"  {line}" for line in commands))
     if has_report:
-        show_report(session, best, result)
+        show_report(session, best, scores)
 
 
-def show_report(session: Session, best: Run, result: RunScores) -> None:
+def show_report(session: Session, best: Run, scores: RunScores) -> None:
     """Write the report page and print where it is."""
     try:
-        page = write_report(best, corpus=session.trainer.corpus, result=result)
+        page = write_report(best, corpus=session.trainer.corpus, scores=scores)
     except (ChargptError, OSError) as error:  # the run itself is complete and saved
         path = shlex.quote(str(session.folder.path))
         console.say(f"no report: {error}; `chargpt report {path}` tries again")

@@ -31,10 +31,10 @@ class MetricsLog:
             OSError: the write failed; the line is kept for the next call.
         """
         # a failed write may have left part of a line: end it
-        fresh = "" if not self._unwritten else "\n"
+        prefix = "" if not self._unwritten else "\n"
         self._unwritten.append(json.dumps(record) + "\n")
         with open(self.path, "a", encoding="utf-8") as file:
-            file.write(fresh + "".join(self._unwritten))
+            file.write(prefix + "".join(self._unwritten))
         self._unwritten.clear()
 
     def records(self) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Tensors to the bytes of a safetensors file and back, and from there into a model."""
+"""Serialization of tensors in the safetensors format, and loading of weights into a model."""
 
 import json
 import math
@@ -16,52 +16,56 @@ from chargpt.models import LanguageModel
 
 
 def serialize(tensors: Mapping[str, Tensor]) -> Chunks:
-    """Return the bytes that `safetensors.torch.save` would, but where they lie.
+    """Return the bytes of `safetensors.torch.save` without copying contiguous CPU tensors.
 
-    The library's own way copies all of it twice, which took as long as writing it. Here only what
-    is elsewhere than in this machine's memory, or transposed, is copied. The bytes are valid until
-    a tensor changes. The format: a header's length in 8 bytes, the header as JSON, filled up
-    with spaces to a multiple of 8, and each tensor's bytes.
+    The library copies every tensor twice, which takes as long as writing the file. The returned
+    memory views are valid until a tensor changes. Format: header length (8 bytes, little-endian),
+    JSON header padded with spaces to a multiple of 8 bytes, then each tensor's bytes.
+
+    Args:
+        tensors: float32, by name.
     """
     header, chunks, end = {}, [], 0
     for name, tensor in sorted(tensors.items()):
-        assert tensor.dtype == torch.float32  # others would have to stand in another order
+        assert tensor.dtype == torch.float32  # the format orders tensors by element size first
         chunk = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
         start, end = end, end + len(chunk)
         header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [start, end]}
         chunks.append(chunk)
-    words = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    words += b" " * (-len(words) % 8)
-    return [len(words).to_bytes(8, "little") + words, *chunks]
+    encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    return [len(encoded).to_bytes(8, "little") + encoded, *chunks]
 
 
 def deserialize(path: Path, content: bytes) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file's bytes.
 
     Raises:
-        RunError: it does not hold tensors.
+        RunError: it is not a safetensors file.
     """
     try:
         return safetensors.torch.load(content)
     except (ValueError, KeyError, safetensors.SafetensorError) as error:
-        raise RunError(f"{path} does not hold tensors ({error}); use another checkpoint") from None
+        raise RunError(
+            f"{path} is not a safetensors file ({error}); use another checkpoint"
+        ) from None
 
 
 def load_weights(model: LanguageModel, tensors: Mapping[str, Tensor], origin: Path) -> None:
     """Copy saved weights into a model of the same shape.
 
     Raises:
-        RunError: names or shapes differ, or a weight is not a finite number.
+        RunError: names or shapes differ, or a weight is NaN or infinite.
     """
     wanted = {name: tensor.shape for name, tensor in model.state_dict().items()}
     given = {name: tensor.shape for name, tensor in tensors.items()}
     if wanted != given:
-        odd = sorted(n for n in wanted.keys() | given.keys() if wanted.get(n) != given.get(n))
+        different = sorted(n for n in wanted.keys() | given.keys() if wanted.get(n) != given.get(n))
         raise RunError(
-            f"the weights in {origin} are not those of its config (first at {odd[0]}); "
+            f"the weights in {origin} do not match its config (first at {different[0]}); "
             "use another checkpoint"
         )
     for name, tensor in tensors.items():
         if not math.isfinite(tensor.double().abs().sum().item()):
-            raise RunError(f"{name} in {origin} is not finite; use an earlier checkpoint")
+            raise RunError(f"{name} in {origin} is NaN or infinite; use an earlier checkpoint")
     model.load_state_dict(dict(tensors))

@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from chargpt.config import Config, OptimConfig, TrainConfig
-from chargpt.device import ProcessGroup, capture_training_graph
+from chargpt.device import capture_training_graph
+from chargpt.distributed import ProcessGroup
 from chargpt.errors import ConfigError
 from chargpt.inference.baselines import fit_ngram
 from chargpt.models import LanguageModel, build_model

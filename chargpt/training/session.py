@@ -8,8 +8,8 @@ from enum import Enum
 from pathlib import Path
 
 from chargpt.config import Config, parse_override
-from chargpt.device import (
-    choose_device,
+from chargpt.device import choose_device
+from chargpt.distributed import (
     destroy_process_group,
     init_process_group,
     is_lost_rank_error,

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from chargpt.config import Config
 from chargpt.device import (
-    ProcessGroup,
     choose_device,
     choose_dtype,
     dtype_name,
@@ -24,6 +23,7 @@ from chargpt.device import (
     require_memory,
     tune_malloc,
 )
+from chargpt.distributed import ProcessGroup
 from chargpt.errors import DivergedError
 from chargpt.models.ngram import NGramLM
 from chargpt.store.checkpoint import Checkpoint

@@ -1,7 +1,7 @@
 "use strict";
 const passage = document.getElementById("passage"), out = document.getElementById("guesses");
 const spans = [...passage.querySelectorAll("span")];
-const places = JSON.parse(document.getElementById("places").textContent);
+const predictions = JSON.parse(document.getElementById("predictions").textContent);
 let at = -1;
 function show(index) {
   if (index < 0 || index >= spans.length) return;
@@ -9,16 +9,16 @@ function show(index) {
   at = index;
   spans[at].classList.add("at");
   spans[at].scrollIntoView({ block: "nearest" });
-  const [came, bits, best] = places[at];
+  const [target, bits, top] = predictions[at];
   const list = document.createElement("ol");
-  for (const [character, share] of best) {
+  for (const [character, prob] of top) {
     const item = document.createElement("li");
-    item.textContent = `${character}  ${(100 * share).toFixed(1)}%`;
+    item.textContent = `${character}  ${(100 * prob).toFixed(1)}%`;
     list.append(item);
   }
-  const words = document.createElement("p");
-  words.textContent = `${came} took ${bits.toFixed(2)} bits; the model expected`;
-  out.replaceChildren(words, list);
+  const summary = document.createElement("p");
+  summary.textContent = `${target}: ${bits.toFixed(2)} bits; most likely:`;
+  out.replaceChildren(summary, list);
 }
 passage.addEventListener("pointerover", (event) => show(spans.indexOf(event.target)));
 passage.addEventListener("click", (event) => show(spans.indexOf(event.target)));

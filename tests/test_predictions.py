@@ -1,4 +1,4 @@
-"""What a model expects at each place: it adds up to its loss, and can be grouped."""
+"""Predictions on a text: they agree with its loss, and can be grouped."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 from noise import fill_with_noise
 
-from chargpt.analysis import guesses
+from chargpt.analysis import predictions
 from chargpt.config import ModelConfig, TextConfig
 from chargpt.inference.evaluation import evaluate_tokens, token_losses
 from chargpt.models import build_model
@@ -32,34 +32,34 @@ def model(corpus: Corpus) -> GPT:
     return model.eval()
 
 
-def test_guesses_add_up_to_the_loss_and_accuracy_of_the_protocol(
+def test_predictions_agree_with_the_loss_and_accuracy_of_the_protocol(
     corpus: Corpus, model: GPT
 ) -> None:
     tokens = corpus.split("val")[:500]
-    found = guesses.guess(model, tokens, len(tokens))
+    found = predictions.predict(model, tokens, len(tokens))
     whole = evaluate_tokens(model, tokens)
     assert len(found.nats) == whole.characters == 499
     assert found.nats.mean() == pytest.approx(whole.nats_per_char, abs=1e-6)
-    assert found.right.mean() == pytest.approx(whole.accuracy)
-    np.testing.assert_array_equal(found.came, tokens[1:])
-    np.testing.assert_array_equal(found.context[:26], [*range(1, 25), 1, 2])
-    assert ((found.sure >= 1 / corpus.tokenizer.vocab_size) & (found.sure <= 1)).all()
+    assert found.correct.mean() == pytest.approx(whole.accuracy)
+    np.testing.assert_array_equal(found.targets, tokens[1:])
+    np.testing.assert_array_equal(found.context_length[:26], [*range(1, 25), 1, 2])
+    assert ((found.confidence >= 1 / corpus.tokenizer.vocab_size) & (found.confidence <= 1)).all()
 
 
-def test_groups_take_every_character_once(corpus: Corpus, model: GPT) -> None:
-    found = guesses.guess(model, corpus.split("val")[:700], 700)
+def test_groups_partition_the_characters(corpus: Corpus, model: GPT) -> None:
+    found = predictions.predict(model, corpus.split("val")[:700], 700)
     for groups in (
-        guesses.by_context(found),
-        guesses.by_kind(found, corpus.tokenizer),
-        guesses.calibration(found),
+        predictions.by_context(found),
+        predictions.by_kind(found, corpus.tokenizer),
+        predictions.calibration(found),
     ):
         assert sum(group.characters for group in groups) == len(found.nats)
         mean = sum(g.characters * g.nats for g in groups) / len(found.nats)
         assert mean == pytest.approx(found.nats.mean())
-    names = [group.name for group in guesses.by_context(found)]
+    names = [group.name for group in predictions.by_context(found)]
     assert names == ["1", "2", "3 to 4", "5 to 8", "9 to 16", "17 to 24"]
-    kinds = {group.name for group in guesses.by_kind(found, corpus.tokenizer)}
-    assert {"small letters", "capitals", "spaces", "line ends"} <= kinds
+    kinds = {group.name for group in predictions.by_kind(found, corpus.tokenizer)}
+    assert {"lower-case letters", "upper-case letters", "spaces", "line ends"} <= kinds
 
 
 def test_a_model_of_the_texts_own_counts_is_calibrated_and_a_louder_one_is_not(
@@ -67,46 +67,48 @@ def test_a_model_of_the_texts_own_counts_is_calibrated_and_a_louder_one_is_not(
 ) -> None:
     model = BigramLM.from_counts(corpus.pair_counts("train"), 64, alpha=0.01)
     tokens = corpus.split("train")
-    fitted = guesses.calibration_error(guesses.calibration(guesses.guess(model, tokens, 20_000)))
+    fitted = predictions.calibration_error(
+        predictions.calibration(predictions.predict(model, tokens, 20_000))
+    )
     with torch.no_grad():
         model.table.weight.mul_(3)
-    louder = guesses.calibration(guesses.guess(model, tokens, 20_000))
+    louder = predictions.calibration(predictions.predict(model, tokens, 20_000))
     assert fitted < 0.02
-    assert guesses.calibration_error(louder) > 0.2
-    assert sum(g.characters * (g.sure - g.accuracy) for g in louder) > 0
+    assert predictions.calibration_error(louder) > 0.2
+    assert sum(g.characters * (g.confidence - g.accuracy) for g in louder) > 0
 
 
 def test_a_passage_has_what_scoring_says_and_the_best_guesses(corpus: Corpus, model: GPT) -> None:
     tokens = corpus.split("val")[:101]
-    places = guesses.passage(model, corpus.tokenizer, tokens, 100)
+    places = predictions.score_passage(model, corpus.tokenizer, tokens, 100)
     assert "".join(place.character for place in places) == corpus.tokenizer.decode(tokens[1:])
     bits = token_losses(model, tokens) / np.log(2)
     np.testing.assert_allclose([place.bits for place in places], bits, rtol=1e-5)
     with torch.no_grad():
-        shares = model(torch.from_numpy(tokens[None, :10].astype(np.int64)))[0, 9].softmax(-1)
-    best = places[9].best
-    assert len(best) == guesses.BEST
-    assert [share for _, share in best] == pytest.approx(shares.topk(5).values.tolist(), rel=1e-4)
-    assert best[0][0] == corpus.tokenizer.decode([int(shares.argmax())])
+        probs = model(torch.from_numpy(tokens[None, :10].astype(np.int64)))[0, 9].softmax(-1)
+    best = places[9].top
+    assert len(best) == predictions.TOP_K
+    assert [prob for _, prob in best] == pytest.approx(probs.topk(5).values.tolist(), rel=1e-4)
+    assert best[0][0] == corpus.tokenizer.decode([int(probs.argmax())])
 
 
 @pytest.mark.parametrize(
     ("character", "kind"),
     [
-        ("a", "small letters"),
-        ("ж", "small letters"),
-        ("Q", "capitals"),
+        ("a", "lower-case letters"),
+        ("ж", "lower-case letters"),
+        ("Q", "upper-case letters"),
         ("中", "other letters"),
         ("7", "digits"),
         (" ", "spaces"),
         ("\t", "spaces"),
         ("\n", "line ends"),
-        ("!", "punctuation and signs"),
-        ("🌊", "punctuation and signs"),
+        ("!", "punctuation and symbols"),
+        ("🌊", "punctuation and symbols"),
     ],
 )
 def test_characters_are_of_kinds(character: str, kind: str) -> None:
-    assert guesses.kind_of(character) == kind
+    assert predictions.kind_of(character) == kind
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,52 @@
+"""Attention weights of a GPT's heads on one line of text.
+
+Shapes in this file: H = heads, T = tokens.
+"""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from chargpt.models.gpt import GPT
+from chargpt.text.tokenizer import CharTokenizer, Tokens
+
+MAX_LINE = 40  # characters of a line that is drawn
+SEARCHED = 20_000  # characters that are searched for a line
+MAX_MAPS = 12  # layers, and heads of a layer, that a picture has room for
+
+Weights = npt.NDArray[np.float32]
+
+
+def typical_line(tokenizer: CharTokenizer, tokens: Tokens, max_length: int) -> Tokens:
+    """Return the tokens of the first line of medium length, or of the text's start."""
+    start = 0
+    for line in tokenizer.decode(tokens[:SEARCHED]).split("\n"):
+        if max(1, max_length // 2) <= len(line) <= max_length:
+            return tokens[start : start + len(line)]
+        start += len(line) + 1
+    return tokens[:max_length]
+
+
+def attention_maps(model: GPT, line: Tokens) -> list[Weights]:
+    """Return the attention weights of the first layers and heads on (T,) tokens: (H, T, T) each."""
+    model.eval()
+    tokens = torch.from_numpy(line.astype(np.int64))[None].to(model.device)  # (1, T)
+    layers = model.attention_weights(tokens)[:MAX_MAPS]
+    return [layer[0, :MAX_MAPS].float().cpu().numpy() for layer in layers]
+
+
+def describe_heads(weights: Weights) -> list[str]:
+    """Return for each head of (H, T, T) the distance that it attends to most, on average."""
+    positions = np.arange(weights.shape[-1])
+    distance = positions[:, None] - positions[None]
+    considered = positions[: max(1, 3 * len(positions) // 4)]  # few rows have larger distances
+    sentences = []
+    for number, head in enumerate(weights, 1):
+        fractions = [float(head[distance == d].mean()) for d in considered]
+        best = int(np.argmax(fractions))
+        target = {0: "its own position", 1: "the previous character"}.get(
+            best, f"{best} characters back"
+        )
+        verb = "attends to" if fractions[best] >= 0.5 else "is spread out, most on"
+        sentences.append(f"head {number} {verb} {target} ({fractions[best]:.0%})")
+    return sentences
