@@ -54,16 +54,16 @@ def test_each_rung_of_the_gpt_differs_from_the_one_below_in_one_setting() -> Non
 
 def test_interval_is_students_t() -> None:
     # (Gosset 1908): two degrees of freedom, 4.303 standard errors
-    found = Estimate.from_values([1.0, 2.0, 3.0])
-    assert found.value == 2
-    assert found.margin == pytest.approx(4.303 / math.sqrt(3), rel=1e-3)
+    estimate = Estimate.from_values([1.0, 2.0, 3.0])
+    assert estimate.value == 2
+    assert estimate.margin == pytest.approx(4.303 / math.sqrt(3), rel=1e-3)
     assert Estimate.from_values([1.5]) == Estimate(1.5, None)
     quantiles = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
     for count, quantile in enumerate(quantiles, 2):
         values = [float(i) for i in range(count)]
         wanted = quantile * stdev(values) / math.sqrt(count)
         assert Estimate.from_values(values).margin == pytest.approx(wanted, rel=1e-3)
-    # seeds that move both rungs alike say nothing against the gain
+    # an offset common to both rungs of a seed does not widen the interval
     paired = paired_gain([1.0, 2.0, 3.0], [0.9, 1.9, 2.9])
     assert paired.value == pytest.approx(0.1)
     assert paired.margin == pytest.approx(0, abs=1e-9)
@@ -102,7 +102,7 @@ def test_table_names_each_added_component(cli: Cli, verse: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "one head, scaled: " in done.stdout
     assert "(scores divided by sqrt(head size))" in done.stdout
-    assert "±" not in done.stdout  # a single seed knows no interval
+    assert "±" not in done.stdout  # a single seed has no interval
     assert "-- + depth --" in done.stdout
     assert all(len(line) <= 80 for line in done.stdout.splitlines() if "───" in line)
     assert Path("steps.png").read_bytes().startswith(b"\x89PNG")
@@ -117,14 +117,14 @@ def test_compressors_are_primed_with_the_training_text(tmp_path: Path, verse: Pa
     own = len(lzma.compress((train + val).encode(), preset=9)) - len(
         lzma.compress(train.encode(), preset=9)
     )
-    found = compressed_losses(corpus)
-    assert found["xz -9"] == pytest.approx(8 * math.log(2) * own / len(val))
-    # a validation part that the training part holds costs next to nothing
+    losses = compressed_losses(corpus)
+    assert losses["xz -9"] == pytest.approx(8 * math.log(2) * own / len(val))
+    # a validation split that repeats the training split costs almost nothing
     path.write_text(words * 10)
-    again = compressed_losses(corpus_of(path))
-    assert again["xz -9"] < 0.02
-    assert set(again) == set(compressors()) >= {"gzip -9", "bzip2 -9", "xz -9"}
-    assert ("zstd -19" in again) == (shutil.which("zstd") is not None)
+    repeated = compressed_losses(corpus_of(path))
+    assert repeated["xz -9"] < 0.02
+    assert set(repeated) == set(compressors()) >= {"gzip -9", "bzip2 -9", "xz -9"}
+    assert ("zstd -19" in repeated) == (shutil.which("zstd") is not None)
 
 
 def test_baselines_and_compressors_score_the_same_characters(
@@ -173,4 +173,4 @@ def test_invalid_ladder_options_are_rejected(
     Path("taken/8-1337/config.yaml").touch()
     done = cli("compare", verse, *words)
     assert sentence in refusal(done)
-    assert "== " not in done.stderr  # nothing was trained before
+    assert "== " not in done.stderr  # nothing was trained

@@ -116,8 +116,8 @@ def test_sample_check_reports_matches_and_novel_ngrams(verse: Path, cli: Cli) ->
     assert "⟦" + words.replace("\n", " ") in marked
     assert "verbatim match with the training text: 8" in marked
     assert "at character 1,000" in marked
-    told = json.loads(
+    report = json.loads(
         cli("sample", "mine", "--prompt", words, "--length", "60", "--check", "--json").stdout
     )
-    assert told["memorization"][0]["longest"]["place"] == 1000
-    assert told["memorization"][0]["matched"][0][0] == 0
+    assert report["memorization"][0]["longest"]["place"] == 1000
+    assert report["memorization"][0]["matched"][0][0] == 0
