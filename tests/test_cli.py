@@ -558,7 +558,7 @@ def test_over_fitting_is_said_in_plain_words(cli: Cli) -> None:
     words += ["-s", "model.n_embd=64", "-s", "model.n_layer=2", "-s", "train.batch_size=16"]
     words += ["-s", "train.evaluate_every=10", "-s", "schedule.cooldown=0"]
     done = cli("train", "noise.txt", *words)
-    assert "It over-fitted: the validation loss was lowest at step" in done.stdout
+    assert "It over-fits: the validation loss was lowest at step" in done.stdout
     step = int(done.stdout.split("lowest at step ")[1].split(" ")[0])
     assert load_run("runs/noise-gpt").step == step
 

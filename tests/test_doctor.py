@@ -1,4 +1,4 @@
-"""What the doctor finds out, and what it advises."""
+"""`chargpt doctor`: results of the checks, and their advice."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "MEASURED_SECONDS", 0.0)
+    monkeypatch.setattr(doctor, "MIN_MEASURED_SECONDS", 0.0)
     monkeypatch.setattr(doctor, "MATRIX_SIZE", 64)
 
 
@@ -25,7 +25,7 @@ def advice(name: str) -> str:
     return next(finding.advice for finding in run_checks("cpu") if finding.name == name)
 
 
-def test_gradients_are_as_exact_as_their_format_allows() -> None:
+def test_gradient_error_is_within_the_precision_of_the_dtype() -> None:
     assert gradient_error(CPU, torch.float64) == 0
     assert 1e-9 < gradient_error(CPU, torch.float32) < 1e-5
     assert 1e-4 < gradient_error(CPU, torch.bfloat16) < 0.1
@@ -43,13 +43,13 @@ def test_a_device_with_wrong_gradients_is_reported(monkeypatch: pytest.MonkeyPat
     assert "gradients are wrong" in advice("gradient")
 
 
-def test_speed_is_counted_in_operations_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speed_is_floating_point_operations_per_second(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 1.0, 1.5, 2.0])  # the deadline, then one product from 1.0 to 1.5
     monkeypatch.setattr(doctor.time, "perf_counter", lambda: next(clock))
     assert matmul_flops(CPU, torch.float32) == 2 * 64**3 / 0.5
 
 
-def test_too_many_and_too_few_threads_are_advised_against(
+def test_too_many_and_too_few_threads_give_advice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(doctor.os, "cpu_count", lambda: 8)
@@ -59,18 +59,18 @@ def test_too_many_and_too_few_threads_are_advised_against(
         assert bool(advice("threads")) == bool(words)
 
 
-def test_a_full_disk_is_advised_against(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_gives_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10, 10, 1000))
     assert "free some space" in advice("disk for runs")
 
 
-def test_the_command_says_all_in_words_and_in_json(cli: Cli) -> None:
+def test_command_prints_all_checks_as_text_and_json(cli: Cli) -> None:
     done = cli("doctor", "--device", "cpu")
     assert done.returncode == 0, done.stderr
-    for word in ("device", "format", "threads", "float32 products", "gradient", "disk"):
+    for word in ("device", "format", "threads", "float32 matmul", "gradient", "disk"):
         assert word in done.stdout
     assert "GFLOP/s" in done.stdout
-    found = json.loads(cli("doctor", "--device", "cpu", "--json").stdout)["checks"]
-    assert [finding["name"] for finding in found][:2] == ["device", "format"]
-    assert str(Path.cwd()) in next(f["value"] for f in found if f["name"] == "disk for runs")
+    checks = json.loads(cli("doctor", "--device", "cpu", "--json").stdout)["checks"]
+    assert [check["name"] for check in checks][:2] == ["device", "number format"]
+    assert str(Path.cwd()) in next(c["value"] for c in checks if c["name"] == "disk for runs")

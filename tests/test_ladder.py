@@ -1,4 +1,4 @@
-"""The ladder from a bigram to a GPT: each rung adds one thing, and every gain is measured."""
+"""The ladder from a bigram to a GPT: rungs, confidence intervals, baselines, compressors."""
 
 import itertools
 import json
@@ -16,9 +16,9 @@ from chargpt.analysis.ladder import (
     Estimate,
     compressed_losses,
     compressors,
-    gain_over,
+    ladder_rungs,
     ngram_loss,
-    rungs_of,
+    paired_gain,
 )
 from chargpt.config import load_config
 from chargpt.inference.baselines import NGRAM, baselines
@@ -41,7 +41,7 @@ def corpus_of(path: Path) -> Corpus:
 
 def test_each_rung_of_the_gpt_differs_from_the_one_below_in_one_setting() -> None:
     settings = load_config("ladder")
-    rungs = rungs_of(settings)
+    rungs = ladder_rungs(settings)
     trees = [settings.with_values(rung.values).model.model_dump() for rung in rungs[1:]]
     for below, above in itertools.pairwise(trees):
         assert sum(below[key] != above[key] for key in below) == 1
@@ -52,29 +52,29 @@ def test_each_rung_of_the_gpt_differs_from_the_one_below_in_one_setting() -> Non
         build_model(settings.with_values(rung.values).model, 65)
 
 
-def test_an_interval_is_students() -> None:
+def test_interval_is_students_t() -> None:
     # (Gosset 1908): two degrees of freedom, 4.303 standard errors
-    found = Estimate.from_values([1.0, 2.0, 3.0])
-    assert found.value == 2
-    assert found.margin == pytest.approx(4.303 / math.sqrt(3), rel=1e-3)
+    estimate = Estimate.from_values([1.0, 2.0, 3.0])
+    assert estimate.value == 2
+    assert estimate.margin == pytest.approx(4.303 / math.sqrt(3), rel=1e-3)
     assert Estimate.from_values([1.5]) == Estimate(1.5, None)
     quantiles = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
     for count, quantile in enumerate(quantiles, 2):
         values = [float(i) for i in range(count)]
         wanted = quantile * stdev(values) / math.sqrt(count)
         assert Estimate.from_values(values).margin == pytest.approx(wanted, rel=1e-3)
-    # seeds that move both rungs alike say nothing against the gain
-    paired = gain_over([1.0, 2.0, 3.0], [0.9, 1.9, 2.9])
+    # an offset common to both rungs of a seed does not widen the interval
+    paired = paired_gain([1.0, 2.0, 3.0], [0.9, 1.9, 2.9])
     assert paired.value == pytest.approx(0.1)
     assert paired.margin == pytest.approx(0, abs=1e-9)
 
 
-def test_the_ladder_trains_every_rung_with_every_seed(cli: Cli, verse: Path) -> None:
+def test_every_rung_is_trained_with_every_seed(cli: Cli, verse: Path) -> None:
     done = cli("compare", verse, "--ladder", "--seeds", "2", "--json", "--out", "rungs", *TINY)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    trained = [row for row in told["rows"] if row["kind"] == "trained"]
-    assert len(trained) == len(rungs_of(load_config("ladder"))) == 8
+    report = json.loads(done.stdout)
+    trained = [row for row in report["rows"] if row["kind"] == "trained"]
+    assert len(trained) == len(ladder_rungs(load_config("ladder"))) == 8
     for number, row in enumerate(trained, 1):
         losses = [
             evaluate(load_run(Path("rungs", f"{number}-{seed}"), device="cpu")).nats_per_char
@@ -89,26 +89,26 @@ def test_the_ladder_trains_every_rung_with_every_seed(cli: Cli, verse: Path) -> 
         assert row["gain"]["value"] == pytest.approx(below["nats_per_char"] - row["nats_per_char"])
     heads = {row["model"]: row["nats_per_char"] for row in trained}
     gain = heads["bigram (trained)"] - heads["one head, scaled"]
-    assert told["attention_gain"]["value"] == pytest.approx(gain)
-    assert Path(told["picture"]).read_text().startswith("<?xml")
-    counted = {row["model"]: row["nats_per_char"] for row in told["rows"]}
+    assert report["attention_gain"]["value"] == pytest.approx(gain)
+    assert Path(report["picture"]).read_text().startswith("<?xml")
+    by_name = {row["model"]: row["nats_per_char"] for row in report["rows"]}
     levels = baselines(corpus_of(verse))
-    assert counted["uniform"] == pytest.approx(levels["uniform"])
-    assert counted[f"{NGRAM} (counts)"] == pytest.approx(levels[NGRAM], abs=1e-6)
+    assert by_name["uniform"] == pytest.approx(levels["uniform"])
+    assert by_name[f"{NGRAM} (counts)"] == pytest.approx(levels[NGRAM], abs=1e-6)
 
 
-def test_the_table_says_what_each_rung_adds(cli: Cli, verse: Path) -> None:
+def test_table_names_each_added_component(cli: Cli, verse: Path) -> None:
     done = cli("compare", verse, "--ladder", "--out", "rungs", "--plot", "steps.png", *TINY)
     assert done.returncode == 0, done.stderr
     assert "one head, scaled: " in done.stdout
-    assert "; scores divided by sqrt(head size)" in done.stdout
-    assert "±" not in done.stdout  # a single seed knows no interval
+    assert "(scores divided by sqrt(head size))" in done.stdout
+    assert "±" not in done.stdout  # a single seed has no interval
     assert "-- + depth --" in done.stdout
     assert all(len(line) <= 80 for line in done.stdout.splitlines() if "───" in line)
     assert Path("steps.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_compressors_know_the_training_text(tmp_path: Path, verse: Path) -> None:
+def test_compressors_are_primed_with_the_training_text(tmp_path: Path, verse: Path) -> None:
     words = verse.read_text(encoding="utf-8")
     path = tmp_path / "text.txt"
     path.write_text(words)
@@ -117,21 +117,21 @@ def test_compressors_know_the_training_text(tmp_path: Path, verse: Path) -> None
     own = len(lzma.compress((train + val).encode(), preset=9)) - len(
         lzma.compress(train.encode(), preset=9)
     )
-    found = compressed_losses(corpus)
-    assert found["xz -9"] == pytest.approx(8 * math.log(2) * own / len(val))
-    # a validation part that the training part holds costs next to nothing
+    losses = compressed_losses(corpus)
+    assert losses["xz -9"] == pytest.approx(8 * math.log(2) * own / len(val))
+    # a validation split that repeats the training split costs almost nothing
     path.write_text(words * 10)
-    again = compressed_losses(corpus_of(path))
-    assert again["xz -9"] < 0.02
-    assert set(again) == set(compressors()) >= {"gzip -9", "bzip2 -9", "xz -9"}
-    assert ("zstd -19" in again) == (shutil.which("zstd") is not None)
+    repeated = compressed_losses(corpus_of(path))
+    assert repeated["xz -9"] < 0.02
+    assert set(repeated) == set(compressors()) >= {"gzip -9", "bzip2 -9", "xz -9"}
+    assert ("zstd -19" in repeated) == (shutil.which("zstd") is not None)
 
 
-def test_everything_is_scored_on_the_same_characters(
+def test_baselines_and_compressors_score_the_same_characters(
     verse: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     corpus = corpus_of(verse)
-    monkeypatch.setattr(ladder, "SCORED", 500)
+    monkeypatch.setattr(ladder, "MAX_SCORED", 500)
     val = corpus.split("val")[:501]
     levels = baselines(corpus, characters=500)
     assert ngram_loss(corpus, ORDER) == pytest.approx(levels[NGRAM], abs=1e-6)
@@ -146,7 +146,7 @@ def test_everything_is_scored_on_the_same_characters(
     assert compressed_losses(corpus)["xz -9"] == pytest.approx(8 * math.log(2) * added / 501)
 
 
-def test_counting_longer_grams_is_measured_as_the_baseline_is(verse: Path) -> None:
+def test_ngram_loss_equals_the_baseline_and_falls_with_the_order(verse: Path) -> None:
     corpus = corpus_of(verse)
     assert ngram_loss(corpus, ORDER) == pytest.approx(baselines(corpus)[NGRAM], abs=1e-6)
     assert ngram_loss(corpus, 2) > ngram_loss(corpus, 3) > ngram_loss(corpus, 4)
@@ -155,22 +155,22 @@ def test_counting_longer_grams_is_measured_as_the_baseline_is(verse: Path) -> No
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--seeds", "2"], "--seeds is the number of runs per rung; give --ladder too"),
-        (["--ladder", "-c", "bigram"], "the ladder leads up to a gpt of several layers"),
+        (["--seeds", "2"], "--seeds applies only to --ladder; add --ladder"),
+        (["--ladder", "-c", "bigram"], "the ladder needs a gpt with several layers"),
         (["--ladder", "-s", "model.n_head=1"], "set model.n_layer and model.n_head to 2 or more"),
         (["--ladder", "--plot", "a.jpg"], "a.jpg must end in .svg or .png; rename it"),
-        (["--ladder", "other.txt"], "--ladder trains on one text; give that, and no run"),
-        (["--ladder", "--models", "gpt"], "--ladder trains its own models; drop --models"),
+        (["--ladder", "other.txt"], "--ladder needs one text; name no runs"),
+        (["--ladder", "--models", "gpt"], "--ladder trains a fixed list of models; drop --models"),
         (["--ladder", "--seeds", "11"], "Invalid value for '--seeds'"),
         (["--ladder", "-s", "model.block_size=9000"], "model.block_size 9,000 needs 9,001 of each"),
         (["--ladder", "--out", "taken"], "taken/8-1337 exists; continue it with --resume"),
     ],
 )
-def test_what_makes_no_ladder_is_refused(
+def test_invalid_ladder_options_are_rejected(
     cli: Cli, verse: Path, words: list[str], sentence: str
 ) -> None:
     Path("taken/8-1337").mkdir(parents=True)
     Path("taken/8-1337/config.yaml").touch()
     done = cli("compare", verse, *words)
     assert sentence in refusal(done)
-    assert "== " not in done.stderr  # nothing was trained before
+    assert "== " not in done.stderr  # nothing was trained

@@ -1,4 +1,4 @@
-"""What was copied from the training text is found, however long, and from where."""
+"""Verbatim overlap: matches of every length are found, with their position."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ def training(verse: Path) -> str:
     return verse.read_text(encoding="utf-8").encode("ascii", "replace").decode()
 
 
-def test_planted_copies_of_every_length_are_found_with_their_place(training: str) -> None:
+def test_planted_matches_of_every_length_are_found_with_their_position(training: str) -> None:
     random = np.random.default_rng(0)
     texts, planted = [], []
     for _ in range(100):
@@ -45,7 +45,7 @@ def test_planted_copies_of_every_length_are_found_with_their_place(training: str
 
 
 @given(st.text("ab", min_size=1, max_size=400), st.text("ab", min_size=1, max_size=120))
-def test_it_finds_what_searching_by_hand_finds(text: str, sample: str) -> None:
+def test_result_equals_a_brute_force_search(text: str, sample: str) -> None:
     with mock.patch.object(module, "MAX_POSITIONS", 400):  # every place
         (found,) = find_overlap(tokens(text), [tokens(sample)])
     for n in LENGTHS:
@@ -107,7 +107,7 @@ def test_short_texts_and_no_texts_work(training: str) -> None:
     assert empty.novel == short.novel == {}
 
 
-def test_samples_are_compared_with_unseen_text(verse: Path, cli: Cli) -> None:
+def test_sample_check_reports_matches_and_novel_ngrams(verse: Path, cli: Cli) -> None:
     cli("train", verse, *QUICK, "--out", "mine")
     words = verse.read_text(encoding="utf-8")[1000:1080]
     done = cli("sample", "mine", "--prompt", words, "--length", "60", "--check", "--seed", "1")
@@ -115,9 +115,9 @@ def test_samples_are_compared_with_unseen_text(verse: Path, cli: Cli) -> None:
     marked = done.stdout.replace("\n", " ")
     assert "⟦" + words.replace("\n", " ") in marked
     assert "verbatim match with the training text: 8" in marked
-    assert "from character 1,000 on" in marked
-    told = json.loads(
+    assert "at character 1,000" in marked
+    report = json.loads(
         cli("sample", "mine", "--prompt", words, "--length", "60", "--check", "--json").stdout
     )
-    assert told["memorization"][0]["longest"]["place"] == 1000
-    assert told["memorization"][0]["matched"][0][0] == 0
+    assert report["memorization"][0]["longest"]["place"] == 1000
+    assert report["memorization"][0]["matched"][0][0] == 0

@@ -232,7 +232,7 @@ def test_over_fitting_is_told_from_the_recorded_losses(cli: Cli, verse: Path) ->
     records = [{"step": run.step, "val_nats_per_char": 2.0}]
     state = replace(run.state, best_nats_per_char=2.0, best_step=run.step)
     run = replace(run, state=state)
-    assert not any("over-fitted" in words for words in summarize(run, result, records))
+    assert not any("It over-fits" in words for words in summarize(run, result, records))
     records += [{"step": run.step + n, "val_nats_per_char": 2.0 + n} for n in (1, 2)]
     words = " ".join(summarize(run, result, records))
     assert f"lowest at step {run.step}" in words
@@ -243,7 +243,8 @@ def test_over_fitting_is_told_from_the_recorded_losses(cli: Cli, verse: Path) ->
     assert "checkpoint is used" not in words
     patient = run.config.with_values({"train.patience": 2})
     stopped = type(run)(run.folder, patient, run.tokenizer, run.model, run.step, run.state)
-    assert "stopped early: 2 evaluations" in " ".join(summarize(stopped, result, records))
+    sentence = "Early stopping: 2 evaluations without a new best."
+    assert sentence in summarize(stopped, result, records)
     val = result.losses["val"]
     easy = type(val)(val.nats_per_char - 0.5, 1, 1, 0, "full", "train", 8)
     memorised = RunScores(result.baselines, {"train": easy, "val": val})

@@ -17,7 +17,7 @@ from chargpt.models import build_model
 from chargpt.text.cache import cache_folder
 
 MATRIX_SIZE = 1024  # rows and columns of the matrices that measure speed
-MEASURED_SECONDS = 0.3
+MIN_MEASURED_SECONDS = 0.3
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # relative error of a gradient
 MIN_FREE_BYTES = 1_000_000_000  # of disk: some checkpoints of ten million parameters
 
@@ -45,20 +45,20 @@ def run_checks(device_name: str = "auto", folder: Path = Path()) -> list[Check]:
     dtype, dtype_reason = choose_dtype(device, "auto")
     checks = [
         Check("device", f"{device.type} ({reason})"),
-        Check("format", f"{dtype_name(dtype)} ({dtype_reason})"),
+        Check("number format", f"{dtype_name(dtype)} ({dtype_reason})"),
     ]
     if device.type == "cpu":
         checks.append(_check_threads())
     for kind in (torch.float32, torch.bfloat16):
         speed = matmul_flops(device, kind)
-        checks.append(Check(f"{dtype_name(kind)} products", f"{speed / 1e9:,.0f} GFLOP/s"))
+        checks.append(Check(f"{dtype_name(kind)} matmul", f"{speed / 1e9:,.0f} GFLOP/s"))
     return [*checks, _check_gradient(device, dtype), *_check_disk(folder), _check_torch()]
 
 
 def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Return the floating-point operations per second of large matrix products."""
     matrix = torch.ones(MATRIX_SIZE, MATRIX_SIZE, dtype=dtype, device=device)
-    shortest, end = math.inf, time.perf_counter() + MEASURED_SECONDS
+    shortest, end = math.inf, time.perf_counter() + MIN_MEASURED_SECONDS
     while shortest == math.inf or time.perf_counter() < end:
         synchronize(device)
         start = time.perf_counter()

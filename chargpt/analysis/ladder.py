@@ -25,15 +25,15 @@ from chargpt.errors import ConfigError
 from chargpt.inference.baselines import baselines, fit_ngram
 from chargpt.inference.evaluation import evaluate_tokens
 from chargpt.inference.sampling import sample
-from chargpt.models.ngram import NGramLM
+from chargpt.models.ngram import ORDER, NGramLM
 from chargpt.store.folder import RunFolder
 from chargpt.text.corpus import Corpus
 
-ORDERS = (3, 4, 6, 8)  # of the n-gram baselines
-SCORED = 300_000  # first characters of the validation split, which everything is scored on
-MAX_KNOWN = 20_000_000  # last characters of the training split that compressors are given
-# Student's t for a two-sided 95% interval, by degrees of freedom from 1 on (Gosset 1908)
-T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+ORDERS = (3, 4, ORDER, 8)  # of the n-gram baselines
+MAX_SCORED = 300_000  # characters scored, from the start of the validation split
+MAX_PRIMED = 20_000_000  # characters given to compressors, from the end of the training split
+# 97.5% quantiles of Student's t, by degrees of freedom from 1 on (Gosset 1908)
+T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Rung:
     Attributes:
         name: of the component that it adds to the rung below.
         adds: what that component is.
-        values: its settings, beside those of the whole ladder.
+        values: settings that differ from those of the highest rung.
     """
 
     name: str
@@ -60,10 +60,11 @@ class Estimate:
 
     @classmethod
     def from_values(cls, values: list[float]) -> "Estimate":
-        """Return the mean with Student's t interval."""
+        """Return the mean with its 95% confidence interval (Student's t)."""
         if len(values) == 1:
             return cls(values[0], None)
-        return cls(mean(values), T_95[len(values) - 2] * stdev(values) / math.sqrt(len(values)))
+        standard_error = stdev(values) / math.sqrt(len(values))
+        return cls(mean(values), T_QUANTILES[len(values) - 2] * standard_error)
 
     def __str__(self) -> str:
         return f"{self.value:.4f}" + (f" ± {self.margin:.4f}" if self.margin is not None else "")
@@ -75,7 +76,7 @@ class RungResult:
 
     Attributes:
         rung: what was trained.
-        nats: validation losses, one a seed.
+        nats: validation losses, one per seed.
         parameters: of the model.
         seconds: mean training time.
         sample: generated text.
@@ -97,17 +98,17 @@ class RungResult:
     @property
     def gain(self) -> Estimate | None:
         """Mean reduction of the loss over the rung below; None of the lowest."""
-        return None if self.below is None else gain_over(self.below, self.nats)
+        return None if self.below is None else paired_gain(self.below, self.nats)
 
 
-def gain_over(others: list[float], nats: list[float]) -> Estimate:
-    """Return the mean reduction from the first losses to the second, paired by seed."""
-    return Estimate.from_values([other - own for other, own in zip(others, nats, strict=True)])
+def paired_gain(reference: list[float], nats: list[float]) -> Estimate:
+    """Return the mean of `reference - nats`, paired by seed, with its 95% confidence interval."""
+    return Estimate.from_values([a - b for a, b in zip(reference, nats, strict=True)])
 
 
 @dataclass
 class Ladder:
-    """Results of `run_ladder`, in nats per character of the first `SCORED` of the validation split.
+    """Results of `run_ladder`; losses in nats per character of the validation split.
 
     Attributes:
         title: name of the text.
@@ -125,12 +126,12 @@ class Ladder:
     def attention_gain(self) -> Estimate:
         """Gain of one scaled head over the trained bigram."""
         by_name = {result.rung.name: result for result in self.results}
-        return gain_over(by_name["bigram (trained)"].nats, by_name["one head, scaled"].nats)
+        return paired_gain(by_name["bigram (trained)"].nats, by_name["one head, scaled"].nats)
 
     @property
-    def whole_gain(self) -> Estimate:
+    def total_gain(self) -> Estimate:
         """Gain of the highest rung over the lowest."""
-        return gain_over(self.results[0].nats, self.results[-1].nats)
+        return paired_gain(self.results[0].nats, self.results[-1].nats)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the results for `--json`."""
@@ -162,11 +163,11 @@ class Ladder:
                 *trained,
             ],
             "attention_gain": vars(self.attention_gain),
-            "whole_gain": vars(self.whole_gain),
+            "total_gain": vars(self.total_gain),
         }
 
 
-def rungs_of(settings: Config) -> tuple[Rung, ...]:
+def ladder_rungs(settings: Config) -> tuple[Rung, ...]:
     """Return the rungs up to a GPT with these settings.
 
     Raises:
@@ -175,7 +176,7 @@ def rungs_of(settings: Config) -> tuple[Rung, ...]:
     model = settings.model
     if model.kind != "gpt" or model.n_head < 2 or model.n_layer < 2 or model.mlp == "none":
         raise ConfigError(
-            "the ladder leads up to a gpt of several layers and heads with an mlp; "
+            "the ladder needs a gpt with several layers and heads and an mlp; "
             "set model.n_layer and model.n_head to 2 or more"
         )
     head = {
@@ -190,17 +191,17 @@ def rungs_of(settings: Config) -> tuple[Rung, ...]:
     scaled = {**head, "model.scaled": True}
     heads = {**scaled, "model.n_head": model.n_head}
     mlp = {**heads, "model.mlp": model.mlp}
-    deep = {**mlp, "model.n_layer": model.n_layer}
-    whole = {**deep, "model.qk_norm": True}
+    depth = {**mlp, "model.n_layer": model.n_layer}
+    gpt = {**depth, "model.qk_norm": True}
     return (
-        Rung("bigram (trained)", "the previous character", {}),
-        Rung("average of the past", "the average of all earlier positions", average),
-        Rung("one head, unscaled", "attention by content and position", head),
+        Rung("bigram (trained)", "a table of next-character logits", {}),
+        Rung("causal average", "the mean of the past positions", average),
+        Rung("one head, unscaled", "causal self-attention", head),
         Rung("one head, scaled", "scores divided by sqrt(head size)", scaled),
-        Rung("several heads", f"{model.n_head} heads instead of one", heads),
-        Rung("+ MLP", "an MLP after attention", mlp),
-        Rung("+ depth", f"{model.n_layer} layers", deep),
-        Rung("+ QK-norm (gpt)", "QK-norm and previous-token initialisation", whole),
+        Rung("multi-head", f"{model.n_head} attention heads", heads),
+        Rung("+ MLP", f"an MLP ({model.mlp}) after attention", mlp),
+        Rung("+ depth", f"{model.n_layer} layers", depth),
+        Rung("+ QK-norm (gpt)", "QK-norm and previous-token initialisation", gpt),
     )
 
 
@@ -219,8 +220,8 @@ def run_ladder(
     Raises:
         ChargptError: the text, a setting or the folder is unusable.
     """
-    assert 1 <= n_seeds <= len(T_95) + 1
-    rungs, seeds = rungs_of(settings), range(settings.seed, settings.seed + n_seeds)
+    assert 1 <= n_seeds <= len(T_QUANTILES) + 1
+    rungs, seeds = ladder_rungs(settings), range(settings.seed, settings.seed + n_seeds)
     corpus.require_blocks(settings.model.block_size)
     for number in range(1, len(rungs) + 1):
         for seed in seeds:
@@ -235,7 +236,7 @@ def run_ladder(
             config = base.with_values({**rung.values, "seed": seed})
             path, name = folder / f"{number}-{seed}", f"{rung.name}, seed {seed}"
             run = train_run(config, path, corpus, name, run_trainer, ngram)
-            evaluation = evaluate_tokens(run.model, corpus.split("val")[: SCORED + 1])
+            evaluation = evaluate_tokens(run.model, corpus.split("val")[: MAX_SCORED + 1])
             nats.append(evaluation.nats_per_char)
             seconds.append(float(run.state.seconds))
             if seed == settings.seed:
@@ -253,34 +254,36 @@ def ngram_losses(corpus: Corpus, ngram: NGramLM) -> dict[str, float]:
         corpus: the text.
         ngram: what `fit_ngram` returned.
     """
-    losses = baselines(corpus, characters=SCORED, ngram=ngram)
-    named = {"uniform": losses["uniform"]}
-    named |= {f"{name} (counts)": losses[name] for name in ("unigram", "bigram")}
-    return named | {f"{order}-gram (counts)": ngram_loss(corpus, order) for order in ORDERS}
+    losses = baselines(corpus, characters=MAX_SCORED, ngram=ngram)
+    for order in ORDERS:
+        if order != ORDER:
+            losses[f"{order}-gram"] = ngram_loss(corpus, order)
+    names = ("unigram", "bigram", *(f"{order}-gram" for order in ORDERS))
+    return {"uniform": losses["uniform"]} | {f"{name} (counts)": losses[name] for name in names}
 
 
 def ngram_loss(corpus: Corpus, order: int) -> float:
-    """Return the loss of an n-gram of one order."""
+    """Return the loss of an n-gram model of the given order in nats per character."""
     model = NGramLM.fit(corpus.split("train"), corpus.tokenizer.vocab_size, 1, order)
-    losses = model.losses(corpus.split("val")[None, : SCORED + 1])
+    losses = model.losses(corpus.split("val")[None, : MAX_SCORED + 1])
     return float(losses.mean(dtype=np.float64))
 
 
 def compressed_losses(corpus: Corpus) -> dict[str, float]:
-    """Return by how much the validation text lengthens each compressor's training text, as nats."""
+    """Return size(training + validation text) - size(training text) in nats per character."""
     decode = corpus.tokenizer.decode
-    known = decode(corpus.split("train")[-MAX_KNOWN:]).encode()
-    val = corpus.split("val")[: SCORED + 1]
-    both = known + decode(val).encode()
+    train = decode(corpus.split("train")[-MAX_PRIMED:]).encode()
+    val = corpus.split("val")[: MAX_SCORED + 1]
+    both = train + decode(val).encode()
     return {
-        name: 8 * math.log(2) * (size_of(both) - size_of(known)) / len(val)
+        name: 8 * math.log(2) * (size_of(both) - size_of(train)) / len(val)
         for name, size_of in compressors().items()
     }
 
 
 def compressors() -> dict[str, Callable[[bytes], int]]:
     """Return functions from a text to its compressed size in bytes, by compressor."""
-    found: dict[str, Callable[[bytes], int]] = {
+    sizes: dict[str, Callable[[bytes], int]] = {
         "gzip -9": lambda text: len(gzip.compress(text, 9)),
         "bzip2 -9": lambda text: len(bz2.compress(text, 9)),
         "xz -9": lambda text: len(lzma.compress(text, preset=9)),
@@ -288,7 +291,7 @@ def compressors() -> dict[str, Callable[[bytes], int]]:
     zstd = shutil.which("zstd")
     if zstd is not None:
         command = [zstd, "-19", "--long=27", "-c", "-q"]
-        found["zstd -19"] = lambda text: len(
+        sizes["zstd -19"] = lambda text: len(
             subprocess.run(command, input=text, capture_output=True, check=True).stdout
         )
-    return found
+    return sizes

@@ -61,7 +61,7 @@ class Overlap:
 
 @dataclass(frozen=True)
 class OverlapReport:
-    """Overlap of generated texts, and of unseen text for comparison.
+    """Overlap of generated texts, and of held-out text for reference.
 
     Attributes:
         texts: of each generated text.
@@ -74,7 +74,7 @@ class OverlapReport:
     training: Tokens
 
     def novel_fractions(self) -> list[tuple[int, float, float]]:
-        """Return (n, novel fraction in the texts, novel fraction in unseen text) by n."""
+        """Return (n, novel fraction in the texts, novel fraction in held-out text) by n."""
         rows = []
         for n in self.texts[0].novel if self.texts else ():
             ours, unseen = (

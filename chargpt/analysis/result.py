@@ -1,4 +1,4 @@
-"""Closing losses of a run beside the n-gram baselines, and what they say."""
+"""Losses of a finished run next to the n-gram baselines, and a summary in sentences."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from chargpt.store.run import Run
 from chargpt.text.corpus import SPLITS, Corpus, Split
 from chargpt.training.budget import scored_characters
 
-NOISE = 0.02  # nats by which validation losses vary without over-fitting
-MAX_GAP = 0.3  # nats of generalisation gap without remark
+MIN_RISE = 0.02  # nats above the best validation loss that count as over-fitting, not noise
+MIN_GAP = 0.3  # nats of generalisation gap that are reported
 
 
 @dataclass(frozen=True)
@@ -28,16 +28,15 @@ class RunScores:
     losses: Mapping[Split, Evaluation]
 
     def rows(self, kind: str) -> list[tuple[str, str, float]]:
-        """Return (model, split, nats) for the rows of the closing table."""
-        ngrams = [(name, "val", nats) for name, nats in self.baselines.items()]
-        own = [(f"{kind} (trained)", split, e.nats_per_char) for split, e in self.losses.items()]
-        return [*ngrams, *own]
+        """Return (model, split, nats) per row of the final table."""
+        rows = [(name, "val", nats) for name, nats in self.baselines.items()]
+        return rows + [(f"{kind} (trained)", s, e.nats_per_char) for s, e in self.losses.items()]
 
 
 def score_run(
     run: Run, corpus: Corpus, baseline_losses: Mapping[str, float] | None = None
 ) -> RunScores:
-    """Evaluate a run on parts of its training and validation splits.
+    """Evaluate a run on its training and validation splits.
 
     Args:
         run: what `load_run` returned.
@@ -73,21 +72,22 @@ def summarize(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]])
             f"{abs(gain):.3f} nats {'better' if gain > 0 else 'worse'} than the {name}"
             for name, gain in ((n, scores.baselines[n] - val_loss) for n in ("bigram", NGRAM))
         ]
-        sentences.append(f"On the validation split, attention is {' and '.join(gains)}.")
-    if best is not None and best_step is not None and last > best + NOISE:
-        used = ", so that checkpoint is used" if run.step == best_step else ""
+        sentences.append(f"Attention is {' and '.join(gains)} on the validation split.")
+    if best is not None and best_step is not None and last > best + MIN_RISE:
+        used = "; that checkpoint is used" if run.step == best_step else ""
         sentences.append(
-            f"It over-fitted: the validation loss was lowest at step {best_step:,} ({best:.3f} "
-            f"nats) and rose to {last:.3f} since{used}; more text, model.dropout or fewer steps "
+            f"It over-fits: the validation loss was lowest at step {best_step:,} ({best:.3f} "
+            f"nats) and rose to {last:.3f} nats{used}. More text, model.dropout or fewer steps "
             "would help."
         )
-    elif val_loss - train_loss > MAX_GAP:
+    elif val_loss - train_loss > MIN_GAP:
         remedy = "more text" if run.config.model.dropout else "more text or model.dropout"
         sentences.append(
             f"It over-fits: the generalisation gap (validation minus training loss) is "
             f"{val_loss - train_loss:.2f} nats; {remedy} would help."
         )
-    patience, waited = run.config.train.patience, sum(step > (best_step or 0) for step, _ in curve)
-    if patience is not None and waited >= patience:
-        sentences.append(f"It stopped early: {waited} evaluations without a new best.")
+    patience = run.config.train.patience
+    n_worse = sum(step > (best_step or 0) for step, _ in curve)
+    if patience is not None and n_worse >= patience:
+        sentences.append(f"Early stopping: {n_worse} evaluations without a new best.")
     return sentences

@@ -65,19 +65,21 @@ def compare(
     if plot is not None:
         plots.require_suffix(plot)
     if seeds > 1 and not ladder:
-        raise ConfigError("--seeds is the number of runs per rung; give --ladder too")
+        raise ConfigError("--seeds applies only to --ladder; add --ladder")
     if ladder and models is not None:
-        raise ConfigError("--ladder trains its own models; drop --models")
+        raise ConfigError("--ladder trains a fixed list of models; drop --models")
     paths = [Path(text) for text in texts or []]
     n_runs = sum(is_run(path) for path in paths)
     if ladder and (len(paths) > 1 or n_runs):
-        raise ConfigError("--ladder trains on one text; give that, and no run")
+        raise ConfigError("--ladder needs one text; name no runs")
     if paths and n_runs == len(paths):
-        show(comparison.compare_runs(paths, device or "auto"), paths[0].parent, plot, json_=json_)
+        print_comparison(
+            comparison.compare_runs(paths, device or "auto"), paths[0].parent, plot, json_=json_
+        )
         return
     if len(paths) > 1:
-        odd = next(path for path in paths if not is_run(path))
-        raise ConfigError(f"{odd} is not a run; give one text, or runs only")
+        no_run = next(path for path in paths if not is_run(path))
+        raise ConfigError(f"{no_run} is not a run; give one text, or only runs")
     settings = build_config(
         texts[0] if texts else None,
         config or ("ladder" if ladder else None),
@@ -88,8 +90,8 @@ def compare(
     if ladder:
         compare_rungs(settings, out, seeds, plot, json_=json_)
         return
-    found, folder = train_models(settings, out, models or "bigram,gpt")
-    show(found, folder, plot, json_=json_)
+    result, folder = train_models(settings, out, models or "bigram,gpt")
+    print_comparison(result, folder, plot, json_=json_)
 
 
 def train_models(settings: Config, out: Path | None, models: str) -> tuple[Comparison, Path]:
@@ -105,26 +107,26 @@ def train_models(settings: Config, out: Path | None, models: str) -> tuple[Compa
 
     names = [name.strip() for name in models.split(",") if name.strip()]
     with catch_signals() as signals:
-        found = comparison.compare(
+        result = comparison.compare(
             settings, folder, models=names, run_trainer=run_trainer, corpus=corpus
         )
-    return found, folder
+    return result, folder
 
 
-def show(found: Comparison, folder: Path, plot: Path | None, *, json_: bool) -> None:
+def print_comparison(result: Comparison, folder: Path, plot: Path | None, *, json_: bool) -> None:
     """Draw the loss curves and print the comparison."""
-    figure = plots.loss_curves(found.curves, found.baselines, found.title)
+    figure = plots.loss_curves(result.curves, result.baselines, result.title)
     picture = plots.save(figure, plot or folder / "curves.svg")
     if json_:
-        rows = [row.as_dict() for row in found.rows]
+        rows = [row.as_dict() for row in result.rows]
         console.out(json.dumps({"rows": rows, "picture": str(picture)}, ensure_ascii=False))
         return
-    print_rows(found)
-    tables.side_by_side(list(found.samples), list(found.samples.values()))
+    print_rows(result)
+    tables.side_by_side(list(result.samples), list(result.samples.values()))
     console.out(f"loss curves: {picture}")
 
 
-def print_rows(found: Comparison) -> None:
+def print_rows(result: Comparison) -> None:
     """Print the table, the gain of attention, and a sparkline per run."""
 
     def cell(value: float | None, form: str) -> str:
@@ -139,16 +141,16 @@ def print_rows(found: Comparison) -> None:
                 cell(row.seconds, ",.1f"),
                 *console.loss_cells(row.nats_per_char),
             ]
-            for row in found.rows
+            for row in result.rows
         ],
-        title=f"{found.title}: validation loss, protocol full",
+        title=f"{result.title}: validation loss, protocol full",
     )
-    losses = {row.model: row.nats_per_char for row in found.rows}
+    losses = {row.model: row.nats_per_char for row in result.rows}
     bigram, gpt = losses.get("bigram (trained)"), losses.get("gpt (trained)")
     if bigram is not None and gpt is not None:
         verb = "gains" if gpt <= bigram else "loses"
         console.out(f"attention {verb} {abs(bigram - gpt):.3f} nats per character over the bigram")
-    for name, points in found.curves.items():
+    for name, points in result.curves.items():
         line = console.sparkline([nats for _, nats in points])
         if line:
             console.out(f"{name:18} {line} {points[0][1]:.3f} -> {points[-1][1]:.3f}")

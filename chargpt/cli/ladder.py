@@ -14,7 +14,7 @@ from chargpt.text.corpus import load_corpus
 from chargpt.training.session import free_folder, slug
 from chargpt.training.trainer import Trainer
 
-SHOWN = 150  # characters of a rung's sample
+MAX_SAMPLE = 150  # characters of a rung's sample
 
 
 def compare_rungs(
@@ -37,8 +37,8 @@ def compare_rungs(
         ladder = run_ladder(settings, folder, corpus, n_seeds, run_trainer)
     picture = plots.save(plots.ladder(ladder), plot or folder / "ladder.svg")
     if json_:
-        facts = {**ladder.as_dict(), "picture": str(picture)}
-        console.out(json.dumps(facts, ensure_ascii=False))
+        report = {**ladder.as_dict(), "picture": str(picture)}
+        console.out(json.dumps(report, ensure_ascii=False))
         return
     print_ladder(ladder)
     console.out(f"picture: {picture}")
@@ -58,25 +58,25 @@ def print_ladder(ladder: Ladder) -> None:
         name, parameters = result.rung.name, f"{result.parameters:,}"
         rows.append([name, parameters, *cells, margin, f"{result.seconds:.1f}"])
     tables.table(
-        ["model", "parameters", "nats/char", "bits/char", "95%", "seconds"],
+        ["model", "parameters", "nats/char", "bits/char", "95% CI", "seconds"],
         rows,
         title=f"{ladder.title}: validation loss, protocol full",
     )
     for result in ladder.results:
         if result.gain is not None:
-            console.out(f"{result.rung.name}: {describe_gain(result.gain)}; {result.rung.adds}")
+            console.out(f"{result.rung.name}: {describe_gain(result.gain)} ({result.rung.adds})")
     console.out(
-        f"attention, one scaled head, gains {ladder.attention_gain} nats per character over the "
-        f"bigram; the whole ladder {ladder.whole_gain}"
+        f"one scaled attention head: {describe_gain(ladder.attention_gain)} than the bigram; "
+        f"gpt: {describe_gain(ladder.total_gain)}"
     )
     if len(ladder.results[0].nats) > 1:
         console.out("±: half a 95% confidence interval (Student's t); gains are paired by seed")
     for result in ladder.results:
-        text = " / ".join(console.printable(result.sample)[:SHOWN].split("\n"))
+        text = " / ".join(console.printable(result.sample)[:MAX_SAMPLE].split("\n"))
         console.out(f"-- {result.rung.name} --\n{text}")
 
 
 def describe_gain(gain: Estimate) -> str:
-    """Return a gain as `0.1234 ± 0.0123 nats lower`."""
-    margin = "" if gain.margin is None else f" ± {gain.margin:.4f}"
-    return f"{abs(gain.value):.4f}{margin} nats {'lower' if gain.value >= 0 else 'higher'}"
+    """Return a gain as `0.1234 ± 0.0123 nats per character lower`."""
+    absolute = Estimate(abs(gain.value), gain.margin)
+    return f"{absolute} nats per character {'lower' if gain.value >= 0 else 'higher'}"

@@ -70,9 +70,9 @@ def sample(
     `chargpt sample --temperature 0.5 --num-samples 3 --seed 1 --json`.
     """
     loaded = options.open_run(run, checkpoint, device)
-    settings = choose(
+    settings = sample_settings(
         loaded.config,
-        prompt=given_prompt(prompt, prompt_file),
+        prompt=read_prompt(prompt, prompt_file),
         length=length,
         temperature=temperature,
         top_k=top_k,
@@ -86,18 +86,18 @@ def sample(
     if settings.num_samples == 1 and not json_ and not check:
         print_stream(settings.prompt, stream_run(loaded, settings, unknown=policy))
         return
-    texts = write_texts(loaded, settings, policy)
-    overlap = check_texts(loaded, texts) if check else None
+    texts = sample_with_progress(loaded, settings, policy)
+    overlap = overlap_of(loaded, texts) if check else None
     if json_:
-        facts: dict[str, object] = {
+        report: dict[str, object] = {
             "samples": texts,
             "seed": settings.seed,
             "run": str(loaded.folder),
             "step": loaded.step,
         }
         if overlap is not None:
-            facts["memorization"] = [dataclasses.asdict(each) for each in overlap.texts]
-        console.out(json.dumps(facts, ensure_ascii=False))
+            report["memorization"] = [dataclasses.asdict(each) for each in overlap.texts]
+        console.out(json.dumps(report, ensure_ascii=False))
         return
     for number, text in enumerate(texts, 1):
         matched = overlap.texts[number - 1].matched if overlap else []
@@ -106,50 +106,50 @@ def sample(
         print_overlap(overlap, loaded)
 
 
-def write_texts(run: Run, settings: SampleConfig, unknown: Unknown | None) -> list[str]:
+def sample_with_progress(run: Run, settings: SampleConfig, unknown: Unknown | None) -> list[str]:
     """Return the texts, with a progress bar while they are sampled."""
     with Progress(settings.num_samples * settings.length, "character") as bar:
         return generate(run, settings, unknown=unknown, on_progress=bar.callback("sampled"))
 
 
-def check_texts(run: Run, texts: list[str]) -> OverlapReport:
+def overlap_of(run: Run, texts: list[str]) -> OverlapReport:
     """Return the verbatim overlap of texts with the training split, with a progress bar."""
     with Progress(1, "character") as bar:
         return measure_overlap(run.corpus(), texts, bar.callback("of the training text"))
 
 
 def mark(text: str, matched: list[tuple[int, int]]) -> str:
-    """Return a text with its verbatim matches in brackets that texts hardly contain."""
+    """Return a text with its verbatim matches in brackets that rarely occur in texts."""
     for start, end in reversed(matched):
         text = f"{text[:start]}⟦{text[start:end]}⟧{text[end:]}"
     return text
 
 
 def print_overlap(overlap: OverlapReport, run: Run) -> None:
-    """Print the longest verbatim match, and the novel fractions beside those of unseen text."""
+    """Print the longest verbatim match, and the novel fractions next to those of held-out text."""
     matches = [each.longest for each in overlap.texts if each.longest]
-    unseen = max((each.longest.length for each in overlap.held_out if each.longest), default=0)
-    beside = f"in unseen text of that length {unseen or f'under {MIN_MATCH}'}"
+    held_out = max((each.longest.length for each in overlap.held_out if each.longest), default=0)
+    reference = f"in held-out text of the same length: {held_out or f'under {MIN_MATCH}'}"
     if matches:
         match = max(matches, key=lambda each: each.length)
         text = run.tokenizer.decode(overlap.training[match.place : match.place + match.length])
         console.out(
-            f"longest verbatim match with the training text: {match.length} characters, from "
-            f"character {match.place:,} on ({beside}): {console.printable(text)[:80]!r}"
+            f"longest verbatim match with the training text: {match.length} characters, at "
+            f"character {match.place:,} ({reference}): {console.printable(text)[:80]!r}"
         )
     else:
         console.out(
-            f"no verbatim match with the training text of {MIN_MATCH} characters ({beside})"
+            f"no verbatim match of {MIN_MATCH} characters with the training text ({reference})"
         )
     rows = [
-        [str(n), f"{ours:.1%}", f"{unseen_fraction:.1%}"]
-        for n, ours, unseen_fraction in overlap.novel_fractions()
+        [str(n), f"{ours:.1%}", f"{held_out_fraction:.1%}"]
+        for n, ours, held_out_fraction in overlap.novel_fractions()
         if n <= 2 * MIN_MATCH
     ]
-    tables.table(["n", "novel n-grams", "in unseen text"], rows)
+    tables.table(["n", "novel n-grams", "in held-out text"], rows)
 
 
-def given_prompt(prompt: str | None, file: str | None) -> str | None:
+def read_prompt(prompt: str | None, file: str | None) -> str | None:
     """Return the prompt, from the command line or from a file.
 
     Raises:
@@ -157,17 +157,17 @@ def given_prompt(prompt: str | None, file: str | None) -> str | None:
         TextError: the file cannot be read as text.
     """
     if prompt is not None and file is not None:
-        raise ConfigError("--prompt and --prompt-file both name a prompt; give one")
+        raise ConfigError("--prompt and --prompt-file exclude each other; give one")
     return prompt if file is None else read_text(file)
 
 
-def choose(config: "Config", **wanted: object) -> "SampleConfig":
-    """Return the run's sampling settings with those that were asked for, and a seed in any case.
+def sample_settings(config: Config, **given: object) -> SampleConfig:
+    """Return the run's sampling settings with the given ones, and a random seed if none is set.
 
     Raises:
         ConfigError: a setting is out of its range.
     """
-    changes = {f"sample.{key}": value for key, value in wanted.items() if value is not None}
+    changes = {f"sample.{key}": value for key, value in given.items() if value is not None}
     settings = config.with_values(changes).sample
     if settings.seed is not None:
         return settings
