@@ -38,8 +38,8 @@ def test_predictions_agree_with_the_loss_and_accuracy_of_the_protocol(
     tokens = corpus.split("val")[:500]
     found = predictions.predict(model, tokens, len(tokens))
     whole = evaluate_tokens(model, tokens)
-    assert len(found.nats) == whole.characters == 499
-    assert found.nats.mean() == pytest.approx(whole.nats_per_char, abs=1e-6)
+    assert len(found.nll) == whole.characters == 499
+    assert found.nll.mean() == pytest.approx(whole.nats_per_char, abs=1e-6)
     assert found.correct.mean() == pytest.approx(whole.accuracy)
     np.testing.assert_array_equal(found.targets, tokens[1:])
     np.testing.assert_array_equal(found.context_length[:26], [*range(1, 25), 1, 2])
@@ -53,9 +53,9 @@ def test_groups_partition_the_characters(corpus: Corpus, model: GPT) -> None:
         predictions.by_kind(found, corpus.tokenizer),
         predictions.calibration(found),
     ):
-        assert sum(group.characters for group in groups) == len(found.nats)
-        mean = sum(g.characters * g.nats for g in groups) / len(found.nats)
-        assert mean == pytest.approx(found.nats.mean())
+        assert sum(group.characters for group in groups) == len(found.nll)
+        mean = sum(g.characters * g.nats for g in groups) / len(found.nll)
+        assert mean == pytest.approx(found.nll.mean())
     names = [group.name for group in predictions.by_context(found)]
     assert names == ["1", "2", "3 to 4", "5 to 8", "9 to 16", "17 to 24"]
     kinds = {group.name for group in predictions.by_kind(found, corpus.tokenizer)}

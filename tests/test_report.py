@@ -212,7 +212,7 @@ def test_long_training_texts_are_not_searched_for_copies(
     cli("train", verse, *TINY, "--out", "mine")
     monkeypatch.setattr(module, "MAX_SEARCHED", 10)
     path = write_report(load_run(Path("mine"), device="cpu"))
-    assert "`chargpt sample --check` searches it" in path.read_text(encoding="utf-8")
+    assert "<code>chargpt sample --check</code> searches it" in path.read_text(encoding="utf-8")
 
 
 def test_copies_are_marked_where_they_are() -> None:
@@ -331,7 +331,7 @@ def test_pointer_and_arrow_keys_show_the_predictions(browser: Any, folder: Path)
     page = browser.new_page()
     page.goto((folder / "mine/report.html").as_uri())
     places = json.loads(page.locator("#predictions").text_content())
-    guesses = page.locator("#guesses")
+    guesses = page.locator("#top-characters")
 
     def expected(index: int) -> None:
         target, bits, best = places[index]

@@ -27,14 +27,14 @@ class Predictions:
     Attributes:
         targets: token ids that occurred.
         context_length: number of tokens that the model saw before each, 1 to T.
-        nats: negative log-likelihood of the target.
+        nll: negative log-likelihood of the target, in nats.
         confidence: probability of the most likely token.
         correct: whether that token was the target.
     """
 
     targets: npt.NDArray[np.int64]
     context_length: npt.NDArray[np.int64]
-    nats: npt.NDArray[np.float64]
+    nll: npt.NDArray[np.float64]
     confidence: npt.NDArray[np.float64]
     correct: npt.NDArray[np.bool_]
 
@@ -75,15 +75,15 @@ def predict(model: LanguageModel, tokens: Tokens, max_characters: int) -> Predic
         target_log_probs = log_probs.gather(2, targets[..., None]).squeeze(2)
         lengths = torch.arange(1, targets.size(1) + 1).repeat(len(targets))
         correct = (predicted == targets).flatten()
-        nats, confidence = -target_log_probs.flatten(), best.exp().flatten()
-        columns.append((targets.flatten(), lengths, nats, confidence, correct))
-    targets, lengths, nats, confidence, correct = (
+        nll, confidence = -target_log_probs.flatten(), best.exp().flatten()
+        columns.append((targets.flatten(), lengths, nll, confidence, correct))
+    targets, lengths, nll, confidence, correct = (
         torch.cat(parts).cpu() for parts in zip(*columns, strict=True)
     )
     return Predictions(
         targets.numpy(),
         lengths.numpy(),
-        nats.double().numpy(),
+        nll.double().numpy(),
         confidence.double().numpy(),
         correct.numpy(),
     )
@@ -146,7 +146,7 @@ def _groups(
             name,
             int(chosen.sum()),
             float(predictions.correct[chosen].mean()),
-            float(predictions.nats[chosen].mean()),
+            float(predictions.nll[chosen].mean()),
             float(predictions.confidence[chosen].mean()),
         )
         for name, chosen in members

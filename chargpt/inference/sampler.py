@@ -46,10 +46,12 @@ def generate(
         WorkError: the logits are not finite.
     """
     assert options.seed is not None
-    numbers = uniforms(options.seed, stream_ids)
+    uniform_numbers = uniforms(options.seed, stream_ids)
     next_logits = np.tile(logits, (len(stream_ids), 1))  # (N, V)
     for position in range(1, options.length + 1):
-        tokens = sample_tokens(filter_probs(next_logits, options, unknown_id), next(numbers))
+        tokens = sample_tokens(
+            filter_probs(next_logits, options, unknown_id), next(uniform_numbers)
+        )
         yield tokens
         if position < options.length:
             next_logits = decoder.step(tokens).astype(np.float64)

@@ -30,13 +30,13 @@ MANIFEST = "manifest.json"
 MAX_JSON_BYTES = 64_000_000
 
 
-def commit(folder: Path, files: Mapping[str, Chunks], facts: Mapping[str, object]) -> None:
+def commit(folder: Path, files: Mapping[str, Chunks], metadata: Mapping[str, object]) -> None:
     """Write a directory atomically; if that fails, remove all of it.
 
     Args:
         folder: the directory to make. One of that name is replaced.
         files: content by file name.
-        facts: further entries of the manifest, which `read` compares.
+        metadata: further entries of the manifest, which `read` compares.
 
     Raises:
         OSError: a write failed.
@@ -52,7 +52,7 @@ def commit(folder: Path, files: Mapping[str, Chunks], facts: Mapping[str, object
             name: {"size": sum(map(len, chunks)), "sha256": digests[name].result()}
             for name, chunks in files.items()
         }
-        write_synced(temporary / MANIFEST, [to_json({**facts, "files": manifest})])
+        write_synced(temporary / MANIFEST, [to_json({**metadata, "files": manifest})])
         sync_directory(temporary)
         discard(folder)
         os.rename(temporary, folder)
@@ -137,18 +137,18 @@ def _unreadable(path: Path, error: Exception) -> RunError:
 
 
 def _read_manifest(
-    folder: Path, facts: Mapping[str, object] | None = None
+    folder: Path, metadata: Mapping[str, object] | None = None
 ) -> dict[str, tuple[int, str]]:
     """Return the size and SHA-256 of each file that a manifest lists.
 
     Raises:
-        RunError: the directory or its manifest is missing, malformed, or has other facts.
+        RunError: the directory or its manifest is missing, malformed, or has other metadata.
     """
     if folder.is_symlink():
         raise RunError(f"{folder} is a symbolic link, not a checkpoint; restore it")
     path = folder / MANIFEST
     content = _read_json(path)
-    if any(content.get(key) != value for key, value in (facts or {}).items()):
+    if any(content.get(key) != value for key, value in (metadata or {}).items()):
         raise RunError(f"{path} belongs to another checkpoint; use another")
     files = content.get("files")
     if not isinstance(files, dict):
@@ -164,19 +164,19 @@ def _read_manifest(
 
 
 def read(
-    folder: Path, max_bytes: Mapping[str, int], facts: Mapping[str, object] | None = None
+    folder: Path, max_bytes: Mapping[str, int], metadata: Mapping[str, object] | None = None
 ) -> dict[str, bytes]:
     """Return files of a committed directory, every byte checked against the manifest.
 
     Args:
         folder: committed.
         max_bytes: the files to read, and the largest size accepted for each.
-        facts: further entries that the manifest must have.
+        metadata: further entries that the manifest must have.
 
     Raises:
         RunError: a file is missing, too large, changed, or not a regular file.
     """
-    listed = _read_manifest(folder, facts)
+    listed = _read_manifest(folder, metadata)
     files = {}
     for name, limit in max_bytes.items():
         path = folder / name

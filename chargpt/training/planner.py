@@ -61,9 +61,9 @@ class Recipe:
         very_long_run: from it on an update reads `long_step_characters`.
         evaluations, short_evaluations: validations per run; in a short run each takes as long as
             two steps.
-        full_decay_epochs: from it on weight decay is whole.
-        min_decay: fraction of the weight decay in runs of up to one epoch.
-        dropout: (memorization, dropout) pairs, highest first, where memorization = epochs *
+        full_weight_decay_epochs: from it on weight decay is whole.
+        min_weight_decay: fraction of the weight decay in runs of up to one epoch.
+        dropout: (capacity, dropout) pairs, highest first, where capacity = epochs *
             sqrt(parameters per character of the text).
         ngram_until: beyond it the weight of n-gram soft targets decreases in proportion.
         ngram_repeated_epochs, ngram_repeated: from so many epochs on at least this fraction of
@@ -89,8 +89,8 @@ class Recipe:
     long_cooldown: float = 0.7
     evaluations: int = 8
     short_evaluations: int = 4
-    full_decay_epochs: float = 5
-    min_decay: float = 0.2
+    full_weight_decay_epochs: float = 5
+    min_weight_decay: float = 0.2
     dropout: tuple[tuple[float, float], ...] = ((24, 0.2), (8, 0.1), (0, 0.0))
     ngram_until: int = 1_200_000
     ngram_repeated_epochs: float = 2
@@ -186,12 +186,12 @@ def length_settings(
     is_short = characters < recipe.short_run
     every = math.ceil(steps / (recipe.short_evaluations if is_short else recipe.evaluations))
     epochs = characters / text_characters
-    memorization = epochs * math.sqrt(parameters / text_characters)
+    capacity = epochs * math.sqrt(parameters / text_characters)
     # soft targets soon teach all they can, but they also keep a model from over-fitting
     at_least = recipe.ngram_repeated if epochs >= recipe.ngram_repeated_epochs else 0.0
     ngram_fraction = max(at_least, min(1.0, recipe.ngram_until / characters))
     ngram_weight = config.train.ngram_target_weight * ngram_fraction
-    decay = min(1.0, max(recipe.min_decay, epochs / recipe.full_decay_epochs))
+    decay = min(1.0, max(recipe.min_weight_decay, epochs / recipe.full_weight_decay_epochs))
     is_long = characters >= recipe.long_run
     return {
         "train.max_steps": steps,
@@ -205,7 +205,7 @@ def length_settings(
             round(ngram_weight, 3) if ngram_weight >= recipe.min_ngram_weight else 0.0
         ),
         "optim.weight_decay": round(config.optim.weight_decay * decay, 4),
-        "model.dropout": next(p for least, p in recipe.dropout if memorization >= least),
+        "model.dropout": next(p for least, p in recipe.dropout if capacity >= least),
     }
 
 

@@ -22,7 +22,7 @@ def resume(
 
     Args:
         run: to continue.
-        changes: settings by dotted keys; those that hold already are no changes.
+        changes: settings by dotted keys; values that the run has already are ignored.
         same_command: whether they are what started the run. What the run has made of them since,
             such as its device or the rates after a rollback, is then no change either.
 

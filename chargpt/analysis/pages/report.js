@@ -1,5 +1,5 @@
 "use strict";
-const passage = document.getElementById("passage"), out = document.getElementById("guesses");
+const passage = document.getElementById("passage"), out = document.getElementById("top-characters");
 const spans = [...passage.querySelectorAll("span")];
 const predictions = JSON.parse(document.getElementById("predictions").textContent);
 let at = -1;
