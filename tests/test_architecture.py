@@ -146,7 +146,7 @@ def test_the_glossary_names_what_exists() -> None:
     ][1:]
     named = {name for row in rows for name in re.findall(r"`([^`]+)`", row[2])}
     sources = "\n".join(path.read_text("utf-8") for path in PACKAGE.rglob("*.py"))
-    sources += "\n".join(str(path.relative_to(REPOSITORY)) for path in PACKAGE.rglob("*"))
+    sources += "\n".join(str(path.relative_to(PACKAGE.parent)) for path in PACKAGE.rglob("*"))
     for name in named:
         last = re.split(r"[.(=]", name.removesuffix("()").removesuffix(".py"))[-1].strip()
         assert re.search(rf"\b{re.escape(last)}\b", sources), name
