@@ -11,8 +11,8 @@ import typer
 
 from chargpt.cli import console, options, tables
 from chargpt.errors import ConfigError
+from chargpt.inference import evaluation
 from chargpt.inference.evaluation import Evaluation
-from chargpt.inference.evaluation import evaluate as measure
 from chargpt.store.run import Run
 
 
@@ -63,7 +63,7 @@ def evaluate(
         raise ConfigError("--encoding and --unknown concern another text; name it with --text")
     loaded = replace(loaded, config=loaded.config.with_values(wanted))
     start = time.perf_counter()
-    result = measure(loaded, split.value, protocol.value, text, stride=stride)
+    result = evaluation.evaluate(loaded, split.value, protocol.value, text, stride=stride)
     seconds = time.perf_counter() - start
     name = str(text) if text else loaded.state.text
     if json_:

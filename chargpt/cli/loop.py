@@ -56,7 +56,7 @@ class StepView:
         """End the command if the last save failed or a signal came.
 
         Raises:
-            WorkError: the disk refused the last checkpoint.
+            WorkError: the last checkpoint could not be written.
             Stopped: a signal came.
         """
         trainer = self.trainer
@@ -116,7 +116,7 @@ def run_steps(
         Losses of the n-gram baselines on the validation split, in nats.
 
     Raises:
-        WorkError: the disk refused the last checkpoint.
+        WorkError: the last checkpoint could not be written.
         Stopped: a signal came.
     """
     view = StepView(trainer, folder, signals)

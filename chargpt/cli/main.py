@@ -45,7 +45,7 @@ COMMANDS = (
     Command("decompress", "compress", "Decompress a text that was compressed with the same run."),
     Command("explain", "explain", "Explain attention step by step on your own text and run."),
     Command("report", "report", "Write a report page about a run."),
-    Command("verify", "verify", "Verify that every file of a run is intact."),
+    Command("verify", "verify", "Verify that every checkpoint of a run is intact."),
     Command("doctor", "doctor", "Check this machine's device, speed and correctness."),
     Command("data", "data", "List, describe and fetch texts."),
 )

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from chargpt.cli import console, options, tables
-from chargpt.inference.scoring import score as measure
+from chargpt.inference import scoring
 from chargpt.text.corpus import read_text
 
 SHOWN = 3  # lines at each end of the ranking
@@ -34,7 +34,7 @@ def score(
     """
     loaded = options.open_run(run, checkpoint, device)
     content = read_text(text, encoding=encoding or "auto")
-    scored = measure(loaded, content, options.unknown_policy(unknown))
+    scored = scoring.score(loaded, content, options.unknown_policy(unknown))
     ranked = sorted(scored.lines(), key=lambda line: -line.bits_per_char)
     if json_:
         facts = {

@@ -41,7 +41,7 @@ def show_plan(trainer: Trainer, cost: Cost) -> None:
         f"model   {describe_model(config.model)}, {cost.parameters:,} parameters\n"
         f"device  {trainer.device.type}{ranks} ({trainer.device_reason}{threads}), "
         f"{config.dtype} ({trainer.dtype_reason})\n"
-        f"plan    {cost.steps:,} steps x {config.train.batch_size} blocks x "
+        f"plan    {cost.steps:,} steps x {config.train.batch_size} sequences x "
         f"{config.model.block_size} = {console.short(cost.characters)} characters "
         f"({cost.epochs:.1f} epochs)\n"
         f"needs   about {console.size(cost.memory_bytes)} of memory and "

@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from chargpt.cli import console, tables
+from chargpt.store import verify as checks
 from chargpt.store.run import newest_run, open_run
-from chargpt.store.verify import verify as check
 
 
 def verify(
@@ -18,7 +18,7 @@ def verify(
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Verify that every file of a run is intact.
+    """Verify that every checkpoint of a run is intact.
 
     The exit code is 1 if one is damaged.
 
@@ -26,7 +26,7 @@ def verify(
     """
 
     folder = open_run(run or newest_run())
-    result = check(folder)
+    result = checks.verify(folder)
     used = {name: path.name if path else None for name, path in result.uses.items()}
     if json_:
         rows = [

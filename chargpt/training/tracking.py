@@ -30,7 +30,7 @@ class TensorBoardLog:
         self.folder = folder
         self.step = step
         self.writer: Any = None
-        self.is_broken = False  # the disk refused a write
+        self.is_broken = False  # a write failed
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Write a record under its step; after a disk error, write nothing more."""

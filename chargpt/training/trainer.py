@@ -253,7 +253,7 @@ class Trainer:
         if not math.isfinite(nats):
             raise self._diverged("weights", report.step, report.lr_factor)
         best, patience = self.state.best_nats_per_char, self.config.train.patience
-        # only rank 0 knows which checkpoints the disk took
+        # only rank 0 knows which checkpoints were saved
         report.is_best = bool(self.group.broadcast(float(best is None or nats < best)))
         waited = 0 if report.is_best else self.state.evaluations_since_best + 1
         stops = patience is not None and waited >= patience
@@ -291,7 +291,7 @@ class Trainer:
             report: of this step, whose validation decides whether the checkpoint is the best.
 
         Returns:
-            Its folder; None if nothing is written, the disk refused, or it exists.
+            Its folder; None if nothing is written, the write failed, or it exists.
 
         Raises:
             DivergedError: a weight is not finite; nothing is saved.

@@ -14,7 +14,7 @@ from chargpt.training.tracking import TensorBoardLog
 
 
 class RunWriter:
-    """Writes a run's files. A disk that refuses a write does not stop the training.
+    """Writes a run's files. A failed write does not stop the training.
 
     Args:
         folder: of the run; None writes nothing.
@@ -22,7 +22,7 @@ class RunWriter:
 
     Attributes:
         saved_step: of the newest checkpoint; None before the first.
-        disk_error: why the disk refused a write; None once a checkpoint is saved again.
+        disk_error: why the last write failed; None once a checkpoint is saved again.
     """
 
     def __init__(self, folder: RunFolder | None, *, tensorboard: bool = False) -> None:
@@ -57,7 +57,7 @@ class RunWriter:
         *,
         is_best: bool,
     ) -> Path | None:
-        """Commit a checkpoint; return its folder, or None if the disk refused."""
+        """Commit a checkpoint; return its folder, or None if the write failed."""
         assert self.folder is not None
         model, optimizer = tensors
         with self._tolerate_disk_errors():
