@@ -107,7 +107,7 @@ def result(run: Run, corpus: Corpus, scores: RunScores, records: Records) -> Fac
             ("model", f"{run.model.parameter_count():,} parameters"),
             ("trained", f"{run.step:,} steps, {run.state.seconds:,.0f} s"),
             ("validation loss", f"{val.nats_per_char:.4f} nats/char"),
-            ("in bits", f"{val.bits_per_char:.4f} bits/char"),
+            ("bits per character", f"{val.bits_per_char:.4f} bits/char"),
             ("next-character accuracy", f"{val.accuracy:.1%}"),
             ("standard error", f"{val.standard_error:.4f} nats"),
         ],

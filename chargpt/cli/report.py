@@ -20,7 +20,8 @@ def report(
 ) -> None:
     """Write a report page about a run.
 
-    Curves, samples, surprise, attention, what it copied; nothing on it needs a network.
+    Training curves, samples, surprisal, accuracy, calibration, attention and verbatim overlap,
+    in one file that loads nothing from a network.
 
     Examples: `chargpt report`, `chargpt report runs/novel --out novel.html`.
     """

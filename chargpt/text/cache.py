@@ -26,7 +26,7 @@ import numpy as np
 import platformdirs
 
 from chargpt.errors import RunError, TextError
-from chargpt.files import write_atomically
+from chargpt.files import read_json, write_atomically
 from chargpt.text.tokenizer import CharTokenizer, Counts, Tokens
 
 FORMAT, VERSION = "chargpt-tokens", 1
@@ -190,7 +190,7 @@ def load(key: str) -> CachedText | None:
     if not key.isalnum() or not (folder / "meta.json").exists():
         return None
     try:
-        meta = _read_json(folder / "meta.json", MAX_META_BYTES)
+        meta = read_json(folder / "meta.json", MAX_META_BYTES)
         if meta["format"] != FORMAT or meta["version"] != VERSION:
             raise ValueError("another format")
         count, unknown_count = int(meta["count"]), int(meta["unknown_count"])
@@ -236,21 +236,6 @@ def _try_write(path: Path, content: bytes) -> None:
         pass
 
 
-def _read_json(path: Path, max_bytes: int) -> dict[str, Any]:
-    """Return a JSON object, or raise ValueError."""
-    with open(path, "rb") as file:
-        content = file.read(max_bytes + 1)
-    if len(content) > max_bytes:
-        raise ValueError("too large")
-    try:
-        tree = json.loads(content)
-    except RecursionError:
-        raise ValueError("nested too deep") from None
-    if not isinstance(tree, dict):
-        raise ValueError("not an object")
-    return tree
-
-
 def _index_path(spec: list[Any]) -> Path:
     digest = hashlib.sha256(json.dumps(spec).encode()).hexdigest()
     return cache_folder() / "index" / f"{digest}.json"
@@ -264,7 +249,7 @@ def write_index(spec: list[Any], signature: list[list[str | int]], key: str) -> 
 def read_index(spec: list[Any], signature: list[list[str | int]] | None = None) -> str | None:
     """Return the key noted for this specification; with a signature, only if that is the same."""
     try:
-        entry = _read_json(_index_path(spec), MAX_INDEX_BYTES)
+        entry = read_json(_index_path(spec), MAX_INDEX_BYTES)
         key, is_current = entry["key"], signature is None or entry["files"] == signature
     except (OSError, ValueError, KeyError):
         return None
