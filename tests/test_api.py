@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import chargpt
-from chargpt.errors import ConfigError, RunError, TextError
+from chargpt.errors import ConfigError, RunError, TextError, WorkError
+from chargpt.store.folder import RunFolder
 from chargpt.training.session import StartMode
 
 TINY = {
@@ -65,6 +66,17 @@ def test_every_start_mode_does_what_it_says(verse: Path, tmp_path: Path) -> None
     assert resumed.step == 8
     with pytest.raises(ConfigError, match="--out"):
         chargpt.train(out, config="gpt", start=StartMode.RESUME)
+
+
+def test_a_full_disk_is_an_error_with_its_remedy(
+    verse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(RunFolder, "save", lambda *_, **__: full())
+    with pytest.raises(WorkError, match=r"cannot save step 4 .* \(No space left on device\)"):
+        chargpt.train(verse, settings=TINY, out=tmp_path / "run", device="cpu")
 
 
 def test_logits_are_the_models_for_each_character(verse: Path, tmp_path: Path) -> None:

@@ -27,7 +27,15 @@ LAYERS = (
     "analysis",
     "cli",
 )
-WITHOUT_TORCH = ("errors.py", "config.py", "cli/main.py", "cli/console.py", "cli/signals.py")
+WITHOUT_TORCH = (
+    "errors.py",
+    "config.py",
+    "cli/main.py",
+    "cli/console.py",
+    "cli/signals.py",
+    "cli/options.py",
+    "cli/data.py",
+)
 MAX_FUNCTION_LINES = 60  # signature and docstring not counted
 
 

@@ -820,3 +820,20 @@ def test_data_list_and_get_know_the_names(cli: Cli) -> None:
     assert "tinyshakespeare" in cli("data", "list").stdout
     assert "did you mean tinyshakespeare" in refusal(cli("data", "get", "tinyshakespere"))
     assert "embedded" in refusal(cli("data", "get", "python-docs"))
+
+
+def test_commands_on_texts_import_no_torch(tmp_path: Path) -> None:
+    program = (
+        "import sys; sys.argv = ['chargpt', 'data', 'list']\n"
+        "from chargpt.cli.main import run\n"
+        "try:\n    run()\nexcept SystemExit:\n    print('torch' in sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.endswith("False\n")
+
+
+def test_only_the_main_command_offers_completion(cli: Cli) -> None:
+    assert "--install-completion" in cli("--help").stdout
+    assert "--install-completion" not in cli("data", "--help").stdout

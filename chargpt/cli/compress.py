@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from chargpt.cli import console, options
+from chargpt.cli import console, options, runs
 from chargpt.cli.progress import Progress
 from chargpt.errors import ConfigError, TextError
 from chargpt.files import write_atomically
@@ -84,7 +84,7 @@ def _work(
     """
     if out.exists() and not force:
         raise ConfigError(f"{out} exists; name another file, or replace it with --force")
-    loaded = options.open_run(run, checkpoint, "cpu")
+    loaded = runs.open_run(run, checkpoint, "cpu")
     with Progress(len(content), "character") as bar:
         result = work(loaded, content, bar.callback(""))
     write_atomically(out, result)

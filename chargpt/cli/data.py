@@ -21,6 +21,7 @@ from chargpt.text.tokenizer import display_char
 app = typer.Typer(
     help="List, describe and fetch texts.",
     no_args_is_help=True,
+    add_completion=False,
     rich_markup_mode=None,
 )
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from chargpt.cli import console, options, tables
+from chargpt.cli import console, options, runs, tables
 from chargpt.errors import ConfigError
 from chargpt.inference import evaluation
 from chargpt.inference.evaluation import Evaluation
@@ -56,8 +56,8 @@ def evaluate(
     Examples: `chargpt evaluate`, `chargpt evaluate runs/novel --protocol sliding --json`,
     `chargpt evaluate runs/novel --text other.txt --unknown skip`.
     """
-    loaded = options.open_run(run, checkpoint, device)
-    changes = {"text.encoding": encoding, "text.unknown": options.unknown_policy(unknown)}
+    loaded = runs.open_run(run, checkpoint, device)
+    changes = {"text.encoding": encoding, "text.unknown": runs.unknown_policy(unknown)}
     wanted = {key: value for key, value in changes.items() if value is not None}
     if wanted and text is None:
         raise ConfigError("--encoding and --unknown concern another text; name it with --text")

@@ -14,7 +14,7 @@ from chargpt.analysis import explain as tour
 from chargpt.analysis import plots
 from chargpt.analysis.explain import Figure, Maps, Section, Subject, Table, choose_subject
 from chargpt.analysis.page import render, write_page
-from chargpt.cli import console, options, tables
+from chargpt.cli import console, options, runs, tables
 from chargpt.cli.progress import LoadingProgress
 from chargpt.errors import ConfigError, RunError
 from chargpt.store.folder import is_run
@@ -87,7 +87,7 @@ def find_subject(
         with suppress(RunError):
             path = newest_run()
     if path is not None and is_run(path):
-        run = options.open_run(path, checkpoint, device)
+        run = runs.open_run(path, checkpoint, device)
         return choose_subject(run.corpus(), run)
     settings = build_config(what, device=device, encoding=encoding)
     return choose_subject(load_corpus(settings.text, progress=LoadingProgress()), None)

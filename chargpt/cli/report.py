@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from chargpt.analysis.report import write_report
-from chargpt.cli import console, options
+from chargpt.cli import console, options, runs
 
 
 def report(
@@ -25,5 +25,5 @@ def report(
 
     Examples: `chargpt report`, `chargpt report runs/novel --out novel.html`.
     """
-    loaded = options.open_run(run, checkpoint, device)
+    loaded = runs.open_run(run, checkpoint, device)
     console.out(str(write_report(loaded, out)))

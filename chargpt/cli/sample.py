@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from chargpt.analysis.memorization import MIN_MATCH, OverlapReport, measure_overlap
-from chargpt.cli import console, options, tables
+from chargpt.cli import console, options, runs, tables
 from chargpt.cli.progress import Progress
 from chargpt.config import Config, SampleConfig
 from chargpt.errors import ConfigError
@@ -69,7 +69,7 @@ def sample(
     Examples: `chargpt sample`, `chargpt sample runs/novel --prompt "It was" --length 300`,
     `chargpt sample --temperature 0.5 --num-samples 3 --seed 1 --json`.
     """
-    loaded = options.open_run(run, checkpoint, device)
+    loaded = runs.open_run(run, checkpoint, device)
     settings = sample_settings(
         loaded.config,
         prompt=read_prompt(prompt, prompt_file),
@@ -82,7 +82,7 @@ def sample(
         seed=seed,
         stop=tuple(stop) if stop else None,
     )
-    policy = options.unknown_policy(unknown)
+    policy = runs.unknown_policy(unknown)
     if settings.num_samples == 1 and not json_ and not check:
         print_stream(settings.prompt, stream_run(loaded, settings, unknown=policy))
         return

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from chargpt.cli import console, options, tables
+from chargpt.cli import console, options, runs, tables
 from chargpt.inference import scoring
 from chargpt.text.corpus import read_text
 
@@ -32,9 +32,9 @@ def score(
     Examples: `chargpt score runs/novel chapter.txt`,
     `chargpt score runs/novel --per-line < chapter.txt | head`.
     """
-    loaded = options.open_run(run, checkpoint, device)
+    loaded = runs.open_run(run, checkpoint, device)
     content = read_text(text, encoding=encoding or "auto")
-    scored = scoring.score(loaded, content, options.unknown_policy(unknown))
+    scored = scoring.score(loaded, content, runs.unknown_policy(unknown))
     ranked = sorted(scored.lines(), key=lambda line: -line.bits_per_char)
     if json_:
         facts = {

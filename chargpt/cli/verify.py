@@ -24,7 +24,6 @@ def verify(
 
     Examples: `chargpt verify`, `chargpt verify runs/novel-gpt --json`.
     """
-
     folder = open_run(run or newest_run())
     result = checks.verify(folder)
     used = {name: path.name if path else None for name, path in result.uses.items()}

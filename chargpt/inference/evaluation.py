@@ -31,7 +31,7 @@ from chargpt.text.corpus import Split, read_text
 from chargpt.text.tokenizer import Floats, Tokens
 
 Protocol = Literal["full", "sliding", "nanogpt"]
-Windows = tuple[Tokens, int]  # (B, length + 1) tokens; number of leading targets not to score
+Windows = tuple[Tokens, int]  # (B, length + 1) tokens; number of targets that are context only
 
 MAX_LOGITS_BYTES = 64_000_000  # of one forward pass
 MAX_CALL_CHARACTERS = 16_384  # of one forward pass

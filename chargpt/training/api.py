@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from chargpt.errors import FinishedError
+from chargpt.errors import FinishedError, WorkError
 from chargpt.store.run import Run, load_run
 from chargpt.text import Progress
 from chargpt.training.session import Request, Session, StartMode, open_session
@@ -40,7 +40,8 @@ def train(
         progress: show a progress bar on stderr.
 
     Raises:
-        ChargptError: the text, a setting, the folder or the device is unusable.
+        ChargptError: the text, a setting, the folder or the device is unusable, or the last
+            checkpoint could not be written.
     """
     request = Request(
         text=None if text is None else str(text),
@@ -72,9 +73,18 @@ def run_training(
         request: what the user asks for.
         run_session: runs all steps of the session's trainer.
         loading: called with the progress of preparing the text.
+
+    Raises:
+        WorkError: the last checkpoint could not be written.
     """
     with open_session(request, loading) as session:
         run_session(session)
+        error = session.trainer.writer.disk_error
+        if error is not None:
+            raise WorkError(
+                f"cannot save step {session.trainer.state.step:,} of {session.folder.path} "
+                f"({error}); free some space, then resume the run"
+            )
         session.trainer.group.broadcast(0.0)  # other ranks wait until rank 0 has saved
         return session.folder.path
 

@@ -143,5 +143,5 @@ def is_supported(model: LanguageModel) -> TypeGuard[GPT]:
         and model.device.type == "cpu"
         and model.config.attention == "full"
         and model.config.qk_norm
-        and model.config.mlp != "none"
+        and model.config.mlp == "swiglu"
     )
