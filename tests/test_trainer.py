@@ -40,7 +40,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "muon": {},
     "adamw": {"optim.name": "adamw"},
     "dropout and accumulation": {"model.dropout": 0.3, "train.accumulate": 2},
-    "ema and counted targets": {"train.ema": 0.9, "train.ngram_target_weight": 0.6},
+    "ema and soft targets": {"train.ema": 0.9, "train.ngram_target_weight": 0.6},
     "cosine and bfloat16": {"schedule.kind": "cosine", "dtype": "bfloat16"},
     "bigram": {"model.kind": "bigram", "optim.name": "adamw", "train.clip_norm": None},
     "average rung": {"model.attention": "average", "model.mlp": "none", "train.patience": 50},
