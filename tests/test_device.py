@@ -1,6 +1,9 @@
 """Choice of device and data type, memory settings, and the process group."""
 
 import platform
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from chargpt.distributed import ProcessGroup, destroy_process_group, init_proces
 from chargpt.errors import DeviceError
 
 CPU = torch.device("cpu")
+GOLDEN = Path(__file__).parent / "golden" / "0.1.0" / "run"
 
 
 @pytest.fixture
@@ -178,3 +182,22 @@ def test_synchronize_does_nothing_on_a_cpu() -> None:
 
 def test_malloc_is_tuned_on_glibc_only() -> None:
     assert tune_malloc() is (platform.libc_ver()[0] == "glibc")
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has mallopt")
+def test_a_loaded_run_reuses_freed_memory_without_page_faults() -> None:
+    script = """
+import resource, sys, torch
+from chargpt import load_run
+load_run(sys.argv[1], device="cpu")
+def page_faults():
+    torch.zeros(4, 1 << 20)  # 16 MiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+first = page_faults()
+for _ in range(20):
+    last = page_faults()
+print(last - first)
+"""
+    command = [sys.executable, "-c", script, str(GOLDEN)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 4096  # a single one of the 20 tensors has 4,096 pages

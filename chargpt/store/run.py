@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from chargpt.config import Config
-from chargpt.device import choose_device
+from chargpt.device import choose_device, tune_malloc
 from chargpt.errors import RunError, TextError
 from chargpt.models import LanguageModel, build_model
 from chargpt.store.folder import CHECKPOINTS, RunFolder, is_run
@@ -123,6 +123,8 @@ def load_run(path: str | Path, checkpoint: str = "best", device: str = "auto") -
     run = open_run(path)
     saved, notes = run.load(checkpoint, optimizer=False)
     target, _ = choose_device(device)
+    if target.type == "cpu":
+        tune_malloc()
     model = build_model(saved.config.model, saved.tokenizer.vocab_size)
     load_weights(model, saved.model, saved.folder)
     return Run(
