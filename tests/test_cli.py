@@ -264,7 +264,7 @@ def test_a_budget_contradicts_steps_processes_and_resuming(
     assert "--budget and train.max_steps" in refusal(
         cli("train", verse, "--budget", "30s", "-c", "mine.yaml")
     )
-    assert "write it so" in refusal(cli("train", verse, "--budget", "soon"))
+    assert "is not a duration" in refusal(cli("train", verse, "--budget", "soon"))
     assert "drop -c, --budget" in refusal(cli("train", "--resume", "--budget", "30s"))
     assert not Path("runs").exists()
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -1,4 +1,4 @@
-"""Training under a time budget and under signals, as the command line runs it."""
+"""`chargpt train` under a time budget and under signals."""
 
 import os
 import signal
@@ -42,7 +42,7 @@ def tiny(verse: Path, *settings: str) -> Config:
     return load_config("gpt", [f"text.path={verse}", *TINY, *settings])
 
 
-def test_a_machine_that_slows_down_ends_the_run_in_time_with_a_checkpoint(
+def test_at_the_deadline_the_run_is_saved_and_stops(
     verse: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = tiny(verse, "schedule.cooldown=0.5", *STEPS)
@@ -50,7 +50,7 @@ def test_a_machine_that_slows_down_ends_the_run_in_time_with_a_checkpoint(
     trainer = created.trainer
 
     class SlowMachine(Budget):
-        """Much time remains until the decay has begun, and then none."""
+        """A budget with much time until step 5 and none afterwards."""
 
         @property
         def remaining(self) -> float:
@@ -65,7 +65,7 @@ def test_a_machine_that_slows_down_ends_the_run_in_time_with_a_checkpoint(
 
 
 @pytest.mark.parametrize(("before", "after"), [(3.0, 1.0), (1.0, 3.0), (2.0, 2.0)])
-def test_a_budget_is_met_when_the_speed_of_the_machine_changes(
+def test_a_budget_is_met_when_the_step_time_changes(
     before: float,
     after: float,
     verse: Path,
@@ -88,7 +88,7 @@ def test_a_budget_is_met_when_the_speed_of_the_machine_changes(
     until = budget.remaining
     run_steps(trainer, created.folder, Signals(), budget)
     assert 0.9 * until < clock.now <= until < seconds
-    assert trainer.finished, "it was cut short"
+    assert trainer.finished, "the run stopped before its last step"
     assert "slowed down" not in capfd.readouterr().err
     assert load_config(tmp_path / "run" / "config.yaml") == trainer.config
 
@@ -106,11 +106,11 @@ def test_a_budget_reserves_the_measured_time_of_scoring(
 ) -> None:
     monkeypatch.setattr(planner, "measure_speed", lambda *_: 1e5)
     clock = Clock()
-    evaluate = session.Trainer  # the first evaluation after the trainer exists is the timed one
+    real_trainer = session.Trainer  # the first evaluation after the trainer exists is the timed one
 
-    def trainer_of(*words: Any, **options: Any) -> Any:
+    def create_trainer(*words: Any, **options: Any) -> Any:
         monkeypatch.setattr("chargpt.training.budget.evaluate_tokens", timed)
-        return evaluate(*words, **options)
+        return real_trainer(*words, **options)
 
     def timed(model: Any, tokens: Any, **options: Any) -> Any:
         clock.now += 2.0  # scoring these takes two seconds
@@ -118,7 +118,7 @@ def test_a_budget_reserves_the_measured_time_of_scoring(
 
     from chargpt.training.budget import evaluate_tokens as measured
 
-    monkeypatch.setattr(session, "Trainer", trainer_of)
+    monkeypatch.setattr(session, "Trainer", create_trainer)
     fixed = {word.split("=")[0] for word in (*TINY, *STEPS[1:])}
     budget = Budget(seconds, fixed, started=0.0, clock=clock)
     trainer = create_run(tiny(verse, *STEPS), tmp_path / "run", None, budget=budget).trainer
@@ -131,13 +131,13 @@ def test_a_budget_reserves_the_measured_time_of_scoring(
 
 
 class SignalOnDeletion:
-    """Sends a signal while Python deletes it, when exceptions of a handler are dropped."""
+    """Sends a signal while Python deletes it, when the exceptions of handlers are ignored."""
 
     def __del__(self) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_a_signal_whose_exception_python_drops_still_ends_the_command(
+def test_a_signal_whose_exception_python_ignores_still_ends_the_command(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     reached = []
@@ -154,7 +154,7 @@ def test_a_signal_whose_exception_python_drops_still_ends_the_command(
     assert "ignored" not in capfd.readouterr().err
 
 
-def test_a_dropped_signal_before_the_first_step_still_saves_the_run(
+def test_such_a_signal_before_the_first_step_still_saves_the_run(
     verse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def create_and_signal(*words: Any, **options: Any) -> Session:

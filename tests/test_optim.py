@@ -1,4 +1,4 @@
-"""Muon and AdamW: each fast form against a slow twin, and state that goes on to the bit."""
+"""Muon and AdamW: fast forms against plain ones, parameter groups, and saved state."""
 
 import copy
 import subprocess
@@ -28,7 +28,7 @@ def conditioned(count: int, rows: int, columns: int, seed: int = 0) -> Tensor:
 
 
 def slow_orthogonalise(matrix: Tensor) -> Tensor:
-    """The same polynomials, one matrix at a time, on its singular values themselves."""
+    """Apply the polynomials to the singular values of one matrix."""
     left, values, right = torch.linalg.svd(matrix.double(), full_matrices=False)
     values = values / (values.square().sum().sqrt() * 1.02 + 1e-7)
     for a, b, c in COEFFICIENTS:
@@ -37,7 +37,7 @@ def slow_orthogonalise(matrix: Tensor) -> Tensor:
 
 
 class SlowMuon:
-    """Muon as its formula is written: one matrix, one line at a time."""
+    """Muon as its formula is written, for one matrix after another."""
 
     def __init__(self, parameters: dict[str, nn.Parameter], lr: float, weight_decay: float) -> None:
         self.parameters, self.lr, self.weight_decay = parameters, lr, weight_decay
@@ -95,7 +95,7 @@ def test_orthogonalised_matrices_have_singular_values_near_one(
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_orthogonalising_a_stack_equals_one_by_one(shape: tuple[int, ...]) -> None:
+def test_orthogonalising_a_stack_equals_orthogonalising_each_matrix(shape: tuple[int, ...]) -> None:
     stack = conditioned(*shape)
     stack[0] *= 1e3  # a neighbour's size must not matter
     alone = torch.cat([orthogonalise(matrix[None]) for matrix in stack])
@@ -103,18 +103,18 @@ def test_orthogonalising_a_stack_equals_one_by_one(shape: tuple[int, ...]) -> No
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_orthogonalising_acts_on_singular_values_alone(shape: tuple[int, ...]) -> None:
+def test_orthogonalising_keeps_the_singular_vectors(shape: tuple[int, ...]) -> None:
     stack = conditioned(*shape)
     slow = torch.stack([slow_orthogonalise(matrix) for matrix in stack])
     torch.testing.assert_close(orthogonalise(stack), slow, rtol=1e-3, atol=1e-3)
 
 
-def test_the_scale_of_a_gradient_does_not_matter() -> None:
+def test_the_update_does_not_depend_on_the_scale_of_the_gradient() -> None:
     stack = conditioned(2, 8, 12)
     torch.testing.assert_close(orthogonalise(stack * 64), orthogonalise(stack), atol=1e-4, rtol=0)
 
 
-def test_a_run_in_bfloat16_multiplies_its_updates_in_it_and_keeps_all_else_in_float32() -> None:
+def test_in_bfloat16_only_the_products_of_muon_are_bfloat16() -> None:
     model, twin = small_model(), small_model()
     results = []
     for one, dtype in ((model, torch.bfloat16), (twin, torch.float32)):
@@ -131,11 +131,11 @@ def test_a_run_in_bfloat16_multiplies_its_updates_in_it_and_keeps_all_else_in_fl
     torch.testing.assert_close(rough, exact, rtol=0, atol=0.05 * OptimConfig().matrix_lr)
 
 
-def test_a_gradient_of_zeros_gives_an_update_of_zeros() -> None:
+def test_a_zero_gradient_gives_a_zero_update() -> None:
     assert orthogonalise(torch.zeros(2, 4, 3)).equal(torch.zeros(2, 4, 3))
 
 
-def test_orthogonalising_leaves_its_argument_alone() -> None:
+def test_orthogonalising_does_not_change_its_argument() -> None:
     stack = conditioned(2, 6, 6)
     before = stack.clone()
     orthogonalise(stack)
@@ -165,7 +165,7 @@ def test_the_batched_step_equals_the_plain_loop() -> None:
         torch.testing.assert_close(saved, twin.buffers[name], rtol=1e-5, atol=1e-6)
 
 
-def test_a_muon_step_leaves_gradients_as_they_are() -> None:
+def test_a_muon_step_does_not_change_the_gradients() -> None:
     parameter = nn.Parameter(torch.ones(4, 4))
     gradient = conditioned(1, 4, 4)[0]
     parameter.grad = gradient.clone()
@@ -177,7 +177,7 @@ def test_a_muon_step_leaves_gradients_as_they_are() -> None:
 # -- AdamW -----------------------------------------------------------------------------------
 
 
-def test_adamw_takes_the_steps_of_torchs_own() -> None:
+def test_adamw_equals_torch_optim_adamw() -> None:
     ours, theirs = small_model(), small_model()
     groups = [
         {"params": [p for p in theirs.parameters() if p.dim() >= 2], "weight_decay": 0.3},
@@ -198,7 +198,7 @@ def test_adamw_takes_the_steps_of_torchs_own() -> None:
         torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)
 
 
-def test_a_start_does_not_wait_for_torchs_compiler() -> None:
+def test_importing_the_trainer_does_not_import_torchs_compiler() -> None:
     program = (
         "import sys, torch\n"
         "from chargpt.config import ModelConfig, OptimConfig\n"
@@ -218,7 +218,7 @@ def test_a_start_does_not_wait_for_torchs_compiler() -> None:
 # -- which rule for which parameter ----------------------------------------------------------
 
 
-def test_muon_takes_just_the_matrices_of_the_blocks() -> None:
+def test_muon_updates_only_the_matrices_of_the_blocks() -> None:
     model = small_model()
     optimizer = Optimizer(model, OptimConfig(name="muon"))
     embedding, muon, adamw = optimizer.optimizers
@@ -234,7 +234,7 @@ def test_muon_takes_just_the_matrices_of_the_blocks() -> None:
 
 
 @pytest.mark.parametrize("kind", ["gpt", "bigram"])
-def test_adamw_takes_all_where_it_is_asked_for_or_there_are_no_blocks(kind: str) -> None:
+def test_adamw_updates_everything_if_chosen_or_if_there_are_no_blocks(kind: str) -> None:
     model = small_model(kind=kind)
     optimizer = Optimizer(model, OptimConfig(name="adamw" if kind == "gpt" else "muon"))
     (adamw,) = optimizer.optimizers
@@ -243,7 +243,7 @@ def test_adamw_takes_all_where_it_is_asked_for_or_there_are_no_blocks(kind: str)
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_decay_shrinks_matrices_and_leaves_gains(name: str) -> None:
+def test_weight_decay_applies_to_matrices_and_not_to_norm_weights(name: str) -> None:
     model = small_model()
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     config = OptimConfig(name=name, lr=0.01, matrix_lr=0.02, weight_decay=0.5)
@@ -261,7 +261,7 @@ def test_decay_shrinks_matrices_and_leaves_gains(name: str) -> None:
         torch.testing.assert_close(parameter.detach(), before[n] * kept, rtol=1e-6, atol=1e-7)
 
 
-def test_the_factor_scales_both_rules() -> None:
+def test_the_factor_scales_both_learning_rates() -> None:
     moved = []
     for factor in (1.0, 0.25):
         model = small_model()
@@ -275,7 +275,7 @@ def test_the_factor_scales_both_rules() -> None:
         torch.testing.assert_close(moved[1][name], whole * 0.25, rtol=1e-2, atol=1e-6)
 
 
-def test_both_rules_learn() -> None:
+def test_both_optimizers_reduce_the_loss() -> None:
     for name in ("adamw", "muon"):
         model = build_model(ModelConfig(n_layer=1, n_embd=16, block_size=8), VOCAB)
         optimizer = Optimizer(model, OptimConfig(name=name, lr=0.01, matrix_lr=0.02))
@@ -295,7 +295,7 @@ def test_both_rules_learn() -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_a_restored_optimizer_goes_on_bit_for_bit(name: str) -> None:
+def test_a_restored_optimizer_continues_bit_for_bit(name: str) -> None:
     config = OptimConfig(name=name)
     model = small_model()
     optimizer = Optimizer(model, config)
@@ -316,7 +316,7 @@ def test_a_restored_optimizer_goes_on_bit_for_bit(name: str) -> None:
     assert all(again[n].equal(t) for n, t in optimizer.state_tensors().items())
 
 
-def test_loading_takes_copies() -> None:
+def test_loading_copies_the_tensors() -> None:
     model = small_model()
     optimizer = Optimizer(model, OptimConfig())
     descend(model, optimizer, range(2))
@@ -329,7 +329,7 @@ def test_loading_takes_copies() -> None:
 
 @pytest.mark.parametrize("prefix", ["adamw.exp_avg.", "adamw.exp_avg_sq.", "muon.momentum."])
 @pytest.mark.parametrize("damage", ["missing", "another shape", "a shape that would stretch"])
-def test_a_state_that_does_not_fit_is_refused(prefix: str, damage: str) -> None:
+def test_a_state_of_other_names_or_shapes_is_rejected(prefix: str, damage: str) -> None:
     model = small_model()
     optimizer = Optimizer(model, OptimConfig())
     descend(model, optimizer, range(1))

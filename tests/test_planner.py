@@ -1,4 +1,4 @@
-"""What a budget chooses: sizes by the law, steps by the clock, and nothing that is set already."""
+"""Planning for a time budget: model size, number of steps, settings, and re-planning."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -33,15 +33,15 @@ def corpus(verse: Path) -> Corpus:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
-    """A machine whose speed is known; what it was asked to measure."""
-    asked: list[Config] = []
+    """Replace the measured speed by a formula; return the configs that were measured."""
+    measured: list[Config] = []
 
     def speed(config: Config, corpus: Corpus) -> float:
-        asked.append(config)
+        measured.append(config)
         return 1e10 / count_parameters(config.model, corpus.tokenizer.vocab_size)
 
     monkeypatch.setattr(planner, "measure_speed", speed)
-    return asked
+    return measured
 
 
 class FixedBudget(Budget):
@@ -60,28 +60,30 @@ def choose(config: Config, fixed: Collection[str], corpus: Corpus, seconds: floa
     ("written", "seconds"),
     [("30", 30), ("30s", 30), ("3m", 180), ("1m30s", 90), ("2h", 7200), ("1h1m1s", 3661)],
 )
-def test_times_are_read_as_people_write_them(written: str, seconds: float) -> None:
+def test_durations_are_parsed(written: str, seconds: float) -> None:
     assert parse_duration(written) == seconds
 
 
 @pytest.mark.parametrize("written", ["", "soon", "3 m", "-5s", "m", "1.5h", "4s", "0", "1m1h"])
-def test_what_is_no_time_is_refused(written: str) -> None:
-    with pytest.raises(ConfigError, match=r"write it so|is too short"):
+def test_other_texts_are_rejected_as_durations(written: str) -> None:
+    with pytest.raises(ConfigError, match=r"is not a duration|is too short"):
         parse_duration(written)
 
 
 @given(st.integers(10_000, 10**8), st.integers(10_000, 10**8))
-def test_the_law_promises_more_for_more(parameters: int, characters: int) -> None:
-    loss = expected_loss(parameters, characters, 10**9)  # each is read once
+def test_the_expected_loss_falls_with_parameters_and_characters(
+    parameters: int, characters: int
+) -> None:
+    loss = expected_loss(parameters, characters, 10**9)  # each character is read once
     assert expected_loss(2 * parameters, characters, 10**9) < loss
     assert expected_loss(parameters, 2 * characters, 10**9) < loss
-    again, longer = (expected_loss(parameters, n * characters, 10**6) for n in (1, 2))
+    repeated, longer = (expected_loss(parameters, n * characters, 10**6) for n in (1, 2))
     rounding = 1e-12
-    assert again >= loss - rounding  # reading anew is never better
-    assert longer <= again + rounding
+    assert repeated >= loss - rounding  # repeated characters are worth no more
+    assert longer <= repeated + rounding
 
 
-def test_what_is_read_again_is_worth_less_and_least_to_a_large_model() -> None:
+def test_repeated_tokens_are_worth_less_and_least_to_a_large_model() -> None:
     text = 10**6
 
     def worth(parameters: int, epochs: float, **law: float) -> float:
@@ -95,11 +97,13 @@ def test_what_is_read_again_is_worth_less_and_least_to_a_large_model() -> None:
     # half as much with four parameters a character as with one
     assert worth(10**6, 1000, r=3, s=0.5) == pytest.approx(4)
     assert worth(4 * 10**6, 1000, r=3, s=0.5) == pytest.approx(2.5)
-    again, anew = (expected_loss(4 * 10**6, 10**7, characters) for characters in (text, 10**9))
-    assert again > anew + 0.01
+    repeated, unique = (expected_loss(4 * 10**6, 10**7, characters) for characters in (text, 10**9))
+    assert repeated > unique + 0.01
 
 
-def test_a_longer_time_never_takes_a_smaller_model(corpus: Corpus, machine: list[Config]) -> None:
+def test_a_longer_budget_never_chooses_a_smaller_model(
+    corpus: Corpus, machine: list[Config]
+) -> None:
     sizes = []
     for seconds in (15, 60, 600, 6000, 60000):
         config = choose(Config(), (), corpus, seconds).config
@@ -108,16 +112,18 @@ def test_a_longer_time_never_takes_a_smaller_model(corpus: Corpus, machine: list
 
 
 @pytest.mark.parametrize("seconds", [8, 20])
-def test_the_steps_fill_the_time(seconds: float, corpus: Corpus, machine: list[Config]) -> None:
+def test_the_planned_steps_use_85_to_100_percent_of_the_time(
+    seconds: float, corpus: Corpus, machine: list[Config]
+) -> None:
     planned = choose(Config(), (), corpus, seconds)
     config = planned.config
     parameters = count_parameters(config.model, corpus.tokenizer.vocab_size)
-    a_step = config.train.batch_size * config.model.block_size * parameters / 1e10
-    assert 0.85 * seconds < config.train.max_steps * a_step < seconds
+    step_seconds = config.train.batch_size * config.model.block_size * parameters / 1e10
+    assert 0.85 * seconds < config.train.max_steps * step_seconds < seconds
     assert planned.speed == pytest.approx(1e10 / parameters)
 
 
-def test_where_measuring_took_all_the_time_the_fewest_steps_are_planned(
+def test_if_the_trials_used_up_the_budget_the_fewest_steps_are_planned(
     corpus: Corpus, machine: list[Config]
 ) -> None:
     chosen = choose(load_config("gpt"), (), corpus, -0.5).config
@@ -125,32 +131,32 @@ def test_where_measuring_took_all_the_time_the_fewest_steps_are_planned(
     assert chosen.model.n_embd == SIZES[0].n_embd
 
 
-def test_a_small_text_is_not_read_for_ever(corpus: Corpus, machine: list[Config]) -> None:
+def test_the_number_of_epochs_is_limited(corpus: Corpus, machine: list[Config]) -> None:
     config = choose(Config(), (), corpus, 10**6).config
     read = config.train.max_steps * config.train.batch_size * config.model.block_size
     assert read <= RECIPE.max_epochs * len(corpus.split("train"))
     assert config.model.dropout > 0
 
 
-def test_counts_teach_less_in_a_longer_run_and_decay_grows_with_how_often_a_text_is_read(
+def test_longer_runs_have_less_ngram_weight_and_more_epochs_have_more_weight_decay(
     corpus: Corpus,
 ) -> None:
     base = load_config("gpt")
-    share, decay = base.train.ngram_target_weight, base.optim.weight_decay
+    weight, decay = base.train.ngram_target_weight, base.optim.weight_decay
 
     def chosen(characters: float, text_characters: int) -> object:
         values = length_settings(base, characters, text_characters, 10**6)
         return pytest.approx((values["train.ngram_target_weight"], values["optim.weight_decay"]))
 
-    assert chosen(500_000, 10**6) == (share, decay / 5)
-    assert chosen(1_600_000, 10**6) == (0.75 * share, 0.32 * decay)
-    assert chosen(5_000_000, 10**6) == (share / 2, decay)
-    assert chosen(30_000_000, 10**6) == (share / 2, decay)
-    assert chosen(5_000_000, 10**8) == (pytest.approx(0.24 * share), decay / 5)
+    assert chosen(500_000, 10**6) == (weight, decay / 5)
+    assert chosen(1_600_000, 10**6) == (0.75 * weight, 0.32 * decay)
+    assert chosen(5_000_000, 10**6) == (weight / 2, decay)
+    assert chosen(30_000_000, 10**6) == (weight / 2, decay)
+    assert chosen(5_000_000, 10**8) == (pytest.approx(0.24 * weight), decay / 5)
     assert chosen(30_000_000, 10**8) == (0.0, decay / 5)
 
 
-def test_the_more_a_model_memorises_the_more_dropout_it_gets() -> None:
+def test_dropout_grows_with_epochs_and_parameters_per_character() -> None:
     def dropout(epochs: float, parameters_per_character: float) -> object:
         values = length_settings(
             Config(), epochs * 10**6, 10**6, int(parameters_per_character * 10**6)
@@ -177,7 +183,9 @@ def test_what_the_user_has_set_stays(corpus: Corpus, machine: list[Config]) -> N
     assert not planned.chooses_size
 
 
-def test_a_bigram_gets_steps_and_no_size(corpus: Corpus, machine: list[Config]) -> None:
+def test_for_a_bigram_only_the_number_of_steps_is_planned(
+    corpus: Corpus, machine: list[Config]
+) -> None:
     bigram = load_config("bigram")
     config = choose(bigram, {"model.kind"}, corpus, 30).config
     assert config.model.model_copy(update={"dropout": 0.0}) == bigram.model
@@ -187,12 +195,12 @@ def test_a_bigram_gets_steps_and_no_size(corpus: Corpus, machine: list[Config]) 
     assert config.train.max_steps > RECIPE.min_steps
 
 
-def test_a_time_and_a_number_of_steps_are_a_contradiction(corpus: Corpus) -> None:
+def test_a_budget_and_a_number_of_steps_exclude_each_other(corpus: Corpus) -> None:
     with pytest.raises(ConfigError, match=r"--budget and train\.max_steps"):
         choose(Config(), {"train.max_steps"}, corpus, 30)
 
 
-def test_a_size_is_measured_by_real_steps_that_leave_nothing_behind(corpus: Corpus) -> None:
+def test_the_speed_of_a_config_is_measured(corpus: Corpus) -> None:
     tiny = {"model.n_layer": 1, "model.n_embd": 16, "model.block_size": 16, "train.batch_size": 2}
     assert planner.measure_speed(Config().with_values(tiny), corpus) > 0
 
@@ -207,39 +215,41 @@ def rates(config: Config, steps: int) -> list[float]:
     st.lists(st.tuples(st.floats(0.001, 10), st.floats(0, 1)), min_size=1, max_size=6),
     st.floats(1, 3000),
 )
-def test_fitting_the_steps_leaves_the_past_as_it_was(
+def test_replanning_keeps_past_learning_rates_and_ends_near_zero(
     steps: int, cooldown: float, speeds: list[tuple[float, float]], seconds: float
 ) -> None:
     values = {"train.max_steps": steps, "schedule.cooldown": cooldown, "schedule.warmup": 0}
     config, done = Config().with_values(values), 0
-    for step_seconds, early in speeds:
+    for step_seconds, fraction in speeds:
         planned = next_replan_step(config, done)
         if planned is None or planned >= config.train.max_steps:
             break
-        at = max(done + 1, done + round(early * (planned - done)))  # where the time for it is over
+        at = max(
+            done + 1, done + round(fraction * (planned - done))
+        )  # on a slow machine the planned time comes before the planned step
         new = replan(config, at, step_seconds, min(seconds, 3000 * step_seconds))
         assert rates(new, at) == rates(config, at)
-        left = new.train.max_steps - at
-        assert left == 1 or left * step_seconds <= seconds
+        remaining = new.train.max_steps - at
+        assert remaining == 1 or remaining * step_seconds <= seconds
         falling = rates(new, new.train.max_steps)[at - 1 :]
         assert falling == sorted(falling, reverse=True)
-        # straight to zero, however short the rest has become
+        # linearly to zero, however few steps remain
         assert falling[-1] == pytest.approx(falling[0] / len(falling), rel=0.01)
         config, done = new, at
-    again = Config().with_values(yaml.safe_load(config.to_yaml()))
-    assert again.schedule == config.schedule
+    loaded = Config().with_values(yaml.safe_load(config.to_yaml()))
+    assert loaded.schedule == config.schedule
 
 
-def test_the_steps_are_fitted_ever_closer_to_the_end() -> None:
+def test_replanning_is_due_where_the_decay_begins_and_then_half_way_to_the_end() -> None:
     config = Config().with_values({"train.max_steps": 1000, "schedule.cooldown": 0.7})
-    places, step = [], 0
+    replan_steps, step = [], 0
     while (step := next_replan_step(config, step) or 0) > 0:
-        places.append(step)
-        config = replan(config, step, 1.0, (1000 - step) / 0.95 + 0.5)  # the speed that was planned
-    assert places == [300, 650, 825, 912]
+        replan_steps.append(step)
+        config = replan(config, step, 1.0, (1000 - step) / 0.95 + 0.5)  # as fast as planned
+    assert replan_steps == [300, 650, 825, 912]
     assert config.train.max_steps == 1000
-    without = {"schedule.kind": "cosine"}, {"schedule.cooldown": 0.0}
-    assert all(next_replan_step(config.with_values(values), 0) is None for values in without)
+    no_decay = {"schedule.kind": "cosine"}, {"schedule.cooldown": 0.0}
+    assert all(next_replan_step(config.with_values(values), 0) is None for values in no_decay)
 
 
 def test_every_size_has_heads_of_64_or_more() -> None:

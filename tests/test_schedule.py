@@ -29,22 +29,22 @@ def rates(max_steps: int, **values: object) -> list[float]:
 
 @settings(deadline=None)
 @given(schedules, st.integers(1, 400))
-def test_the_rate_is_always_above_zero_and_at_most_one(
-    schedule: ScheduleConfig, max_steps: int
-) -> None:
+def test_the_factor_is_above_zero_and_at_most_one(schedule: ScheduleConfig, max_steps: int) -> None:
     assert all(0 < lr_factor_at(step, schedule, max_steps) <= 1 for step in range(max_steps))
 
 
 @settings(deadline=None)
 @given(schedules, st.lists(st.integers(0, 299), min_size=1))
-def test_the_rate_depends_on_the_step_alone(schedule: ScheduleConfig, visits: list[int]) -> None:
+def test_the_factor_is_a_pure_function_of_the_step(
+    schedule: ScheduleConfig, visits: list[int]
+) -> None:
     in_order = [lr_factor_at(step, schedule, 300) for step in range(300)]
     assert [lr_factor_at(step, schedule, 300) for step in visits] == [in_order[s] for s in visits]
 
 
 @settings(deadline=None)
 @given(schedules, st.integers(1, 300))
-def test_the_rate_rises_to_one_peak_and_never_rises_again(
+def test_the_factor_rises_to_one_peak_and_then_never_rises(
     schedule: ScheduleConfig, max_steps: int
 ) -> None:
     values = [lr_factor_at(step, schedule, max_steps) for step in range(max_steps)]
@@ -54,7 +54,7 @@ def test_the_rate_rises_to_one_peak_and_never_rises_again(
 
 
 @pytest.mark.parametrize("kind", ["wsd", "cosine"])
-def test_warm_up_is_linear_and_ends_at_the_full_rate(kind: str) -> None:
+def test_the_warmup_is_linear_and_ends_at_the_full_rate(kind: str) -> None:
     values = rates(1000, kind=kind, warmup=9, cooldown=0.5)
     assert values[9] == 1.0
     if kind == "wsd":
@@ -64,30 +64,30 @@ def test_warm_up_is_linear_and_ends_at_the_full_rate(kind: str) -> None:
         assert values[:9] == pytest.approx([(step + 1) / 10 for step in range(9)])
 
 
-def test_without_warm_up_the_first_step_has_the_full_rate() -> None:
+def test_without_warmup_the_first_step_has_the_full_rate() -> None:
     assert rates(10, warmup=0, cooldown=0)[0] == 1.0
     assert rates(10, kind="cosine", warmup=0)[0] == 1.0
 
 
-def test_the_cooldown_falls_in_a_straight_line_to_nearly_zero() -> None:
+def test_the_decay_is_linear_and_ends_near_zero() -> None:
     values = rates(1000, warmup=0, cooldown=0.4)
     assert values[599] == 1.0
-    falls = [a - b for a, b in pairwise(values[600:])]
-    assert falls == pytest.approx([1 / 401] * 399)
+    differences = [a - b for a, b in pairwise(values[600:])]
+    assert differences == pytest.approx([1 / 401] * 399)
     assert values[-1] == pytest.approx(1 / 401)
 
 
-def test_no_cooldown_keeps_the_rate() -> None:
+def test_without_cooldown_the_rate_is_constant() -> None:
     assert rates(50, warmup=0, cooldown=0.0) == [1.0] * 50
 
 
-def test_the_cosine_falls_to_a_tenth_by_way_of_the_middle() -> None:
+def test_the_cosine_passes_055_half_way_and_ends_at_a_tenth() -> None:
     values = rates(1001, kind="cosine", warmup=0)
     assert values[500] == pytest.approx(0.55, abs=1e-3)
     assert values[-1] == pytest.approx(0.1, abs=1e-4)
 
 
-def test_a_warm_up_longer_than_the_run_only_rises() -> None:
+def test_a_warmup_longer_than_the_run_only_rises() -> None:
     for kind in ("wsd", "cosine"):
         values = rates(5, kind=kind, warmup=20, cooldown=0.0)
         assert values == sorted(values)

@@ -1,4 +1,4 @@
-"""TensorBoard sees what `metrics.jsonl` says, once each, however often a run was stopped."""
+"""TensorBoard files have the records of `metrics.jsonl`, each once, also after a resume."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def scalars(folder: Path, name: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in found.Scalars(name)]
 
 
-def test_tensorboard_gets_each_figure_once(cli: Cli, verse: Path) -> None:
+def test_tensorboard_has_every_metric_once_after_a_resume(cli: Cli, verse: Path) -> None:
     assert cli("train", verse, *TINY, "-s", "train.max_steps=4", "--out", "mine").returncode == 0
     resumed = cli("train", "--resume", "mine", "-s", "train.max_steps=8")
     assert resumed.returncode == 0, resumed.stderr
@@ -34,18 +34,18 @@ def test_tensorboard_gets_each_figure_once(cli: Cli, verse: Path) -> None:
     assert len([r for r in records if "sample" in r]) == 4
 
 
-def test_steps_that_are_done_again_are_seen_as_they_were_done_last(tmp_path: Path) -> None:
+def test_records_of_repeated_steps_replace_the_earlier_ones(tmp_path: Path) -> None:
     first = tracking.TensorBoardLog(tmp_path, 0)
     for step in range(1, 6):
         first.add({"step": step, "loss": 1.0, "seconds": 0.1})
     first.close()
-    again = tracking.TensorBoardLog(tmp_path, 3)
-    again.add({"step": 4, "loss": 2.0, "seconds": 0.1})
-    again.close()
+    resumed = tracking.TensorBoardLog(tmp_path, 3)
+    resumed.add({"step": 4, "loss": 2.0, "seconds": 0.1})
+    resumed.close()
     assert scalars(tmp_path, "loss") == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0)]
 
 
-def test_a_disk_that_refuses_its_files_does_not_disturb_training(tmp_path: Path) -> None:
+def test_a_failed_write_is_ignored(tmp_path: Path) -> None:
     tracker = tracking.TensorBoardLog(tmp_path / "file" / "tensorboard", 0)
     (tmp_path / "file").touch()
     for step in (1, 2):
@@ -54,7 +54,7 @@ def test_a_disk_that_refuses_its_files_does_not_disturb_training(tmp_path: Path)
     tracker.close()
 
 
-def test_without_the_package_it_is_refused_before_anything_is_made(
+def test_without_tensorboard_the_setting_is_rejected_and_no_run_is_created(
     cli: Cli, verse: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tracking, "find_spec", lambda name: None)
@@ -63,7 +63,7 @@ def test_without_the_package_it_is_refused_before_anything_is_made(
     assert not Path("mine").exists()
 
 
-def test_without_the_setting_there_are_no_such_files(cli: Cli, verse: Path) -> None:
+def test_without_the_setting_no_tensorboard_files_are_written(cli: Cli, verse: Path) -> None:
     words = [*TINY, "-s", "track.tensorboard=false", "-s", "train.max_steps=2", "--out", "mine"]
     assert cli("train", verse, *words).returncode == 0
     assert not Path("mine/tensorboard").exists()

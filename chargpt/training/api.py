@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
@@ -54,7 +55,7 @@ def train(
         encoding=encoding,
     )
     try:
-        path = run_training(request, show_bar if progress else run_quietly)
+        path = run_training(request, partial(run_steps, progress=progress))
     except FinishedError:
         if start is not StartMode.BEGIN_OR_RESUME or request.out is None:
             raise
@@ -67,12 +68,9 @@ def run_training(
     run_session: Callable[[Session], None],
     loading: Progress | None = None,
 ) -> Path:
-    """Start a run, train it, and return its folder.
+    """Start a run, train it with `run_session`, and return its folder.
 
-    Args:
-        request: what the user asks for.
-        run_session: runs all steps of the session's trainer.
-        loading: called with the progress of preparing the text.
+    `loading` is called with the progress of preparing the text.
 
     Raises:
         WorkError: the last checkpoint could not be written.
@@ -89,17 +87,11 @@ def run_training(
         return session.folder.path
 
 
-def run_quietly(session: Session) -> None:
-    """Run all steps."""
-    for _ in session.trainer.steps(session.budget):
-        pass
-
-
-def show_bar(session: Session) -> None:
-    """Run all steps with a progress bar on stderr."""
+def run_steps(session: Session, *, progress: bool = False) -> None:
+    """Run all steps, with a progress bar on stderr or without."""
     trainer = session.trainer
     total, done = trainer.config.train.max_steps, trainer.state.step
-    with tqdm(total=total, initial=done, unit="step") as bar:
+    with tqdm(total=total, initial=done, unit="step", disable=not progress) as bar:
         for report in trainer.steps(session.budget):
             bar.total = report.max_steps
             if report.validation is not None:

@@ -27,38 +27,23 @@ TRIAL_LR_FACTOR = 1e-6  # trial updates must not leave the usual range of values
 
 @dataclass(frozen=True)
 class Reserve:
-    """Time that a budget keeps for the work after the last step.
+    """Time that a budget keeps for the work after the last step."""
 
-    Attributes:
-        seconds: start-up of the closing table, and the process's exit.
-        fraction: of the budget, for scoring, until the time of scoring is measured.
-        report_from: shortest budget, in seconds, that ends with a report.
-        report_seconds: of a report, without its scoring.
-        report_characters: that a report scores.
-        timed_characters: scored to measure the speed of scoring.
-        margin: factor on the measured time of scoring.
-    """
-
-    seconds: float = 0.8
-    fraction: float = 0.04
-    report_from: float = 120
-    report_seconds: float = 7
-    report_characters: int = 40_000
-    timed_characters: int = 8_000
-    margin: float = 1.3
+    seconds: float = 0.8  # start-up of the closing table, and the process's exit
+    fraction: float = 0.04  # of the budget, for scoring, until the time of scoring is measured
+    report_from: float = 120  # seconds: shortest budget that ends with a report
+    report_seconds: float = 7  # of a report, without its scoring
+    report_characters: int = 40_000  # that a report scores
+    timed_characters: int = 8_000  # scored to measure the speed of scoring
+    margin: float = 1.3  # factor on the measured time of scoring
 
 
 @dataclass(frozen=True)
 class Replanning:
-    """Constants of re-planning.
+    """Constants of re-planning."""
 
-    Attributes:
-        usable: fraction of the remaining time that is planned for steps.
-        min_fraction: of all steps: when fewer remain, their number is final.
-    """
-
-    usable: float = 0.95
-    min_fraction: float = 1 / 8
+    usable: float = 0.95  # fraction of the remaining time that is planned for steps
+    min_fraction: float = 1 / 8  # of all steps: when fewer remain, their number is final
 
 
 RESERVE, REPLANNING = Reserve(), Replanning()
@@ -81,7 +66,9 @@ def parse_duration(text: str) -> float:
     """
     match = re.fullmatch(r"(?:(\d{1,4})h)?(?:(\d{1,6})m)?(?:(\d{1,8})s?)?", text.strip())
     if not match or not any(match.groups()):
-        raise ConfigError(f"the time {text!r:.40} is not like 30s, 3m, 1m30s or 2h; write it so")
+        raise ConfigError(
+            f"the time {text!r:.40} is not a duration; write it like 30s, 3m, 1m30s or 2h"
+        )
     hours, minutes, seconds = (int(part or 0) for part in match.groups())
     total = 3600 * hours + 60 * minutes + seconds
     if total < MIN_SECONDS:
@@ -128,13 +115,7 @@ class Budget:
         return self.seconds - closing - (self.clock() - self.started)
 
     def measure_scoring(self, model: LanguageModel, corpus: Corpus, config: Config) -> None:
-        """Measure how long the closing evaluations take and reserve that time.
-
-        Args:
-            model: of the run; it may train in a faster format than it is scored in.
-            corpus: its text.
-            config: of the run.
-        """
+        """Measure how long the closing evaluations take and reserve that time."""
         max_characters = scored_characters(config, config.train.max_steps)
         splits = [corpus.split(split) for split in SPLITS]
         start = self.clock()
@@ -187,7 +168,7 @@ def replan(config: Config, step: int, step_seconds: float, seconds: float) -> Co
     Args:
         config: of the run so far.
         step: number of steps done.
-        step_seconds: measured time of a step with everything around it.
+        step_seconds: measured time of a step, validation and saving included.
         seconds: until the last step has to be done.
     """
     n_steps = max(1, int(REPLANNING.usable * seconds / step_seconds))
@@ -204,12 +185,8 @@ def replan(config: Config, step: int, step_seconds: float, seconds: float) -> Co
 def next_replan_step(config: Config, step: int) -> int | None:
     """Return the step after which to re-plan next: where the decay begins, then half way on.
 
-    Args:
-        config: of the run so far.
-        step: of the last re-planning; 0 for none.
-
-    Returns:
-        None when few steps remain, or the schedule has no decay to re-plan.
+    `step` is that of the last re-planning, 0 for none. The result is None when few steps remain,
+    or the schedule has no decay to re-plan.
     """
     max_steps = config.train.max_steps
     if config.schedule.kind != "wsd" or not config.schedule.cooldown:
@@ -222,12 +199,9 @@ def next_replan_step(config: Config, step: int) -> int | None:
 
 
 def measure_step_seconds(learner: Learner, n_steps: int, *, update: bool) -> float:
-    """Return the shortest time of a training step; the first step, a warm-up, is left out.
+    """Return the shortest time of `n_steps` trial steps; the first, a warm-up, is left out.
 
-    Args:
-        learner: runs the steps.
-        n_steps: number of trial steps, at least 2.
-        update: whether to update the weights too; without it the model stays as it is.
+    Without `update` the weights stay as they are.
     """
     seconds = []
     for step in range(n_steps):

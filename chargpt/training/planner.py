@@ -46,56 +46,34 @@ class Recipe:
     """Settings as functions of the training length, found by experiment (benchmarks/LOG.md).
 
     Lengths are in characters read, unless they are named otherwise.
-
-    Attributes:
-        usable: fraction of the time planned for training steps before re-planning.
-        trial_steps: steps that measure a size's speed.
-        trial_fraction: of the time: once trials have used it, no larger size is tried.
-        max_epochs: most epochs planned.
-        min_steps: fewest steps planned.
-        short_run: below it, blocks and steps are short.
-        block_size, short_block_size, min_block_size: in characters.
-        step_characters, short_step_characters, long_step_characters: characters per update.
-        long_run: from it on the decay takes `long_cooldown` of the steps instead of `cooldown`.
-            The steps before the decay are there to measure the speed.
-        very_long_run: from it on an update reads `long_step_characters`.
-        evaluations, short_evaluations: validations per run; in a short run each takes as long as
-            two steps.
-        full_weight_decay_epochs: from it on weight decay is whole.
-        min_weight_decay: fraction of the weight decay in runs of up to one epoch.
-        dropout: (capacity, dropout) pairs, highest first, where capacity = epochs *
-            sqrt(parameters per character of the text).
-        ngram_until: beyond it the weight of n-gram soft targets decreases in proportion.
-        ngram_repeated_epochs, ngram_repeated: from so many epochs on at least this fraction of
-            the weight stays.
-        min_ngram_weight: smaller weights become 0.
     """
 
-    usable: float = 0.93
-    trial_steps: int = 3
-    trial_fraction: float = 0.05
+    usable: float = 0.93  # fraction of the time planned for training steps before re-planning
+    trial_steps: int = 3  # that measure a size's speed
+    trial_fraction: float = 0.05  # of the time: once trials have used it, no larger size is tried
     max_epochs: int = 40
     min_steps: int = 20
-    short_run: int = 350_000
+    short_run: int = 350_000  # below it, blocks and steps are short
     block_size: int = 256
     short_block_size: int = 128
     min_block_size: int = 8
-    step_characters: int = 2048
+    step_characters: int = 2048  # per update
     short_step_characters: int = 1024
     long_step_characters: int = 4096
-    long_run: int = 1_000_000
-    very_long_run: int = 3_000_000
-    cooldown: float = 0.6
+    long_run: int = 1_000_000  # from it on, the decay takes `long_cooldown` of the steps
+    very_long_run: int = 3_000_000  # from it on, an update reads `long_step_characters`
+    cooldown: float = 0.6  # fraction of the steps; the steps before it measure the speed
     long_cooldown: float = 0.7
-    evaluations: int = 8
-    short_evaluations: int = 4
-    full_weight_decay_epochs: float = 5
-    min_weight_decay: float = 0.2
+    evaluations: int = 8  # per run
+    short_evaluations: int = 4  # in a short run, where each takes as long as two steps
+    full_weight_decay_epochs: float = 5  # from it on, weight decay is whole
+    min_weight_decay: float = 0.2  # fraction of the weight decay in runs of up to one epoch
+    # (capacity, dropout), where capacity = epochs * sqrt(parameters per character of the text)
     dropout: tuple[tuple[float, float], ...] = ((24, 0.2), (8, 0.1), (0, 0.0))
-    ngram_until: int = 1_200_000
-    ngram_repeated_epochs: float = 2
+    ngram_until: int = 1_200_000  # beyond it, the weight of soft targets decreases in proportion
+    ngram_repeated_epochs: float = 2  # from it on, at least `ngram_repeated` of the weight stays
     ngram_repeated: float = 0.5
-    min_ngram_weight: float = 0.05
+    min_ngram_weight: float = 0.05  # smaller weights become 0
 
 
 RECIPE = Recipe()
@@ -113,10 +91,8 @@ class Plan:
 def expected_loss(parameters: int, characters: float, text_characters: int) -> float:
     """Return the loss in nats that the scaling law expects on a text like the fitted one.
 
-    Args:
-        parameters: of the model.
-        characters: read in training, repeats included.
-        text_characters: of the training split.
+    `characters` are those read in training, repeats included; `text_characters` is the length of
+    the training split.
     """
     law = _coefficients()
     unique = unique_token_equivalents(parameters, characters, text_characters, law)
@@ -131,13 +107,7 @@ def unique_token_equivalents(
 
     Repeated tokens lose value exponentially, with R* epochs as the constant (Muennighoff et al.
     2023, eq. 5). They fit R* = 15.4 for few parameters per token; here larger models lose it
-    sooner: R* = r * (text_characters / parameters)^s.
-
-    Args:
-        parameters: of the model.
-        characters: read in training, repeats included.
-        text_characters: of the training split.
-        law: the coefficients r and s.
+    sooner: R* = r * (text_characters / parameters)^s, with the coefficients r and s in `law`.
     """
     r_star: float = law["r"] * (text_characters / parameters) ** law["s"]
     repeats = max(0.0, characters / text_characters - 1)
@@ -212,10 +182,7 @@ def length_settings(
 def plan(config: Config, corpus: Corpus, budget: Budget) -> Plan:
     """Choose model size and settings for a run that uses the budget's remaining time.
 
-    Args:
-        config: settings so far; keys in `budget.fixed` stay as they are.
-        corpus: the text.
-        budget: the time, from which the trials here are taken too.
+    Keys in `budget.fixed` stay as they are. The trials here take time from the budget too.
 
     Raises:
         ConfigError: `train.max_steps` is fixed too.
@@ -238,25 +205,22 @@ class _Planner:
         )
 
     def plan(self) -> Plan:
-        size, config, speed = self.best_size() if self.chooses_size else self.given_size()
-        if size is not None:  # block and batch sizes follow from the length, which is known now
-            measured, config = (
-                config,
-                self.with_free(config, size_settings(size, self.reachable(speed), self.corpus)),
-            )
-            if config != measured:
-                speed = measure_speed(config, self.corpus)
+        if self.chooses_size:
+            size, config, speed = self.best_size()
+            # block and batch sizes follow from the length, which is known now
+            settings = size_settings(size, self.reachable(speed), self.corpus)
+            resized = self.with_free(config, settings)
+            if resized != config:
+                config, speed = resized, measure_speed(resized, self.corpus)
+        else:
+            config, speed = self.config, measure_speed(self.config, self.corpus)
         length = length_settings(
             config, self.reachable(speed), self.text_characters, self.parameters(config)
         )
         return Plan(self.with_free(config, length), speed, self.chooses_size)
 
-    def given_size(self) -> tuple[None, Config, float]:
-        return None, self.config, measure_speed(self.config, self.corpus)
-
     def best_size(self) -> tuple[Size, Config, float]:
         """Measure sizes, smallest first, while a larger one may have a lower loss."""
-        started = self.budget.clock()
         available = self.budget.remaining
         best: tuple[float, Size, Config, float] | None = None
         for size in SIZES:
@@ -271,7 +235,7 @@ class _Planner:
             if best is not None and loss > best[0]:
                 break
             best = loss, size, candidate, speed
-            if self.budget.clock() - started > RECIPE.trial_fraction * available:
+            if available - self.budget.remaining > RECIPE.trial_fraction * available:
                 break
         assert best is not None
         return best[1:]

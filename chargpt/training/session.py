@@ -32,15 +32,11 @@ DEFAULT_BUDGET = "150s"
 
 
 class StartMode(Enum):
-    """What to do about a run that exists in the output folder.
+    """What to do about a run that exists in the output folder."""
 
-    NEW refuses it, RESUME continues it, BEGIN_OR_RESUME continues it if there is one, REPLACE
-    deletes it.
-    """
-
-    NEW = "new"
+    NEW = "new"  # reject it
     RESUME = "resume"
-    BEGIN_OR_RESUME = "begin or resume"
+    BEGIN_OR_RESUME = "begin or resume"  # resume it if it has a checkpoint
     REPLACE = "replace"
 
 
@@ -78,6 +74,17 @@ class Request:
         values = dict(parse_override(override) for override in self.overrides)
         return values if self.device is None else {**values, "device": self.device}
 
+    def fixed(self, settings: Config) -> dict[str, object]:
+        """Return the values in `settings` of the keys that this request sets."""
+        return fixed_values(
+            settings,
+            self.config,
+            self.overrides,
+            text=self.text,
+            device=self.device,
+            encoding=self.encoding,
+        )
+
     def time_budget(self) -> Budget | None:
         """Return the budget asked for, or the default one if nothing else was.
 
@@ -97,32 +104,21 @@ class Request:
 
 @dataclass
 class Session:
-    """A run that is ready to train.
-
-    Attributes:
-        trainer: at its first step.
-        folder: of the run, locked until the session ends.
-        budget: its time budget, if it has one.
-        cost: expected of its remaining steps.
-        plan: what the budget chose.
-        notes: sentences for the user.
-    """
+    """A run that is ready to train."""
 
     trainer: Trainer
-    folder: RunFolder
-    cost: Cost
+    folder: RunFolder  # locked until the session ends
+    cost: Cost  # expected of the remaining steps
     budget: Budget | None = None
-    plan: Plan | None = None
-    notes: list[str] = field(default_factory=list)
+    plan: Plan | None = None  # what the budget chose
+    notes: list[str] = field(default_factory=list)  # sentences for the user
 
 
 @contextmanager
 def open_session(request: Request, loading: Progress | None = None) -> Iterator[Session]:
     """Start a run as requested; unlock its folder and leave the process group at the end.
 
-    Args:
-        request: what the user asks for.
-        loading: called with the progress of preparing the text.
+    `loading` is called with the progress of preparing the text.
 
     Raises:
         FinishedError: the run to resume has no steps left.
@@ -130,7 +126,7 @@ def open_session(request: Request, loading: Progress | None = None) -> Iterator[
         ChargptError: the text, a setting or the folder is unusable.
     """
     try:
-        session = START[request.start](request, loading)
+        session = start_session(request, loading)
         try:
             yield session
         finally:
@@ -147,70 +143,34 @@ def open_session(request: Request, loading: Progress | None = None) -> Iterator[
     destroy_process_group()
 
 
-def start_new(request: Request, loading: Progress | None) -> Session:
-    """Start a run in a folder that must be free."""
-    return create_run(request.settings(), request.out, loading, budget=request.time_budget())
-
-
-def start_replacing(request: Request, loading: Progress | None) -> Session:
-    """Start a run in place of the one in its folder."""
-    budget = request.time_budget()
-    return create_run(request.settings(), request.out, loading, budget=budget, force=True)
-
-
-def start_resumed(request: Request, loading: Progress | None) -> Session:
-    """Continue a run: the given one, or the newest."""
-    return continue_run(request.out or request.text, request.changes(), loading)
-
-
-def start_or_resume(request: Request, loading: Progress | None) -> Session:
-    """Continue the run in the folder if it has a checkpoint, else start it."""
-    assert request.out is not None
+def start_session(request: Request, loading: Progress | None) -> Session:
+    """Create a run or resume one, as the request's start mode says."""
+    if request.start is StartMode.RESUME:
+        return resume_run(request.out or request.text, request.changes(), loading)
     settings = request.settings()
-    if not has_checkpoint(request.out):
-        budget = request.time_budget()
-        return create_run(settings, request.out, loading, budget=budget, allow_unsaved=True)
-    values = fixed_values(
-        settings,
-        request.config,
-        request.overrides,
-        text=request.text,
-        device=request.device,
-        encoding=request.encoding,
-    )
-    return continue_run(request.out, values, loading, same_command=True)
-
-
-START = {
-    StartMode.NEW: start_new,
-    StartMode.REPLACE: start_replacing,
-    StartMode.RESUME: start_resumed,
-    StartMode.BEGIN_OR_RESUME: start_or_resume,
-}
+    if request.start is StartMode.BEGIN_OR_RESUME:
+        assert request.out is not None
+        if has_checkpoint(request.out):
+            return resume_run(request.out, request.fixed(settings), loading, same_command=True)
+    budget = request.time_budget()
+    return create_run(settings, request.out, loading, budget=budget, start=request.start)
 
 
 def create_run(
     settings: Config,
     out: Path | None,
-    loading: Progress | None,
+    loading: Progress | None = None,
     *,
     budget: Budget | None = None,
-    force: bool = False,
-    allow_unsaved: bool = False,
+    start: StartMode = StartMode.NEW,
 ) -> Session:
-    """Load the text, plan the run, and create its folder.
-
-    Args:
-        settings: of the run.
-        out: its folder; by default a new one under runs/.
-        loading: called with the progress of preparing the text.
-        budget: chooses model size and length.
-        force: replace a run in the folder.
-        allow_unsaved: replace what a run leaves in the folder before its first checkpoint.
+    """Load the text, plan the run for the budget, and create its folder, by default under runs/.
 
     Raises:
         ChargptError: the text, a setting or the folder is unusable.
     """
+    force = start is StartMode.REPLACE
+    allow_unsaved = start is StartMode.BEGIN_OR_RESUME  # a run that has saved nothing is replaced
     group = init_process_group(choose_device(settings.device)[0])
     if out is not None and group.is_main and not force:
         RunFolder.require_free(out, allow_unsaved=allow_unsaved)
@@ -232,17 +192,17 @@ def create_run(
     return Session(trainer, folder, cost, budget, planned, list(corpus.notes))
 
 
-def continue_run(
+def resume_run(
     path: str | Path | None,
     changes: dict[str, object],
-    loading: Progress | None,
+    loading: Progress | None = None,
     *,
     same_command: bool = False,
 ) -> Session:
-    """Load a run's latest checkpoint and its text.
+    """Load the latest checkpoint of a run, by default the newest, and its text.
 
     Args:
-        path: of the run; the newest run by default.
+        path: of the run's folder.
         changes: settings by dotted keys.
         loading: called with the progress of preparing the text.
         same_command: whether `changes` are what started the run, not changes to it.

@@ -44,7 +44,7 @@ SPEED_SECONDS = 1.0  # over which the speed is measured
 
 
 class Trainer:
-    """A training run of one model on one corpus.
+    """A training run: a learner (model, optimizer, batches), a validator and a writer.
 
     Args:
         config: `device` and `dtype` are resolved here; the result is `self.config`.
@@ -58,13 +58,6 @@ class Trainer:
         ConfigError: the batch does not divide over ranks and micro-batches.
         TextError: a split is shorter than a block.
         DeviceError: the device is missing, or has too little memory.
-
-    Attributes:
-        learner: model, optimizer and batches.
-        validator: validation losses and samples.
-        writer: everything that goes to disk.
-        state: progress of the run.
-        stopped_by: what ended `steps` before the last step.
     """
 
     def __init__(
@@ -81,7 +74,10 @@ class Trainer:
         self.device, self.device_reason = choose_device(config.device)
         self.config, self.dtype_reason = self._resolved(config)
         self.corpus = corpus
-        self._require_resources()
+        corpus.require_blocks(config.model.block_size)
+        micro_batch = micro_batch_size(config.train, self.group)
+        n_bytes = training_bytes(self.config, corpus.tokenizer.vocab_size, micro_batch)
+        require_memory(n_bytes, "a model and batches of these sizes", self.device)
         if self.config.deterministic:
             make_deterministic(self.device)
         if self.device.type == "cpu":
@@ -94,7 +90,7 @@ class Trainer:
         self.state = RunState(step=0)
         self.pending: list[tuple[int, float, Tensor, Tensor]] = []  # metrics still on the device
         self.config_is_unsaved = False
-        self.stopped_by: Literal["deadline", "request"] | None = None
+        self.stopped_by: Literal["deadline", "request"] | None = None  # before the last step
         if saved is not None:
             self._continue_from(saved.state)
         self.started = time.perf_counter() - self.state.seconds
@@ -111,12 +107,6 @@ class Trainer:
             torch.cuda.set_device(self.device)  # CUDA graphs are captured on the current device
         device = self.device.type if config.device == "auto" else config.device
         return config.with_values({"device": device, "dtype": dtype_name(dtype)}), reason
-
-    def _require_resources(self) -> None:
-        self.corpus.require_blocks(self.config.model.block_size)
-        micro_batch = micro_batch_size(self.config.train, self.group)
-        n_bytes = training_bytes(self.config, self.corpus.tokenizer.vocab_size, micro_batch)
-        require_memory(n_bytes, "a model and batches of these sizes", self.device)
 
     # -- the loop ---------------------------------------------------------------------------
 
@@ -140,8 +130,10 @@ class Trainer:
         for report in self._reports():
             if not self.finished:
                 self._follow_budget(budget, report)
-            if not self.finished and self.stopped_by is None:
-                self._stop_if(should_stop())
+            may_stop = not self.finished and self.stopped_by is None
+            if may_stop and self.group.all_reduce_any(should_stop()):
+                self.stopped_by = "request"
+                self.save()
             report.max_steps = self.config.train.max_steps
             self._measure_speed(report, budget)
             yield report
@@ -175,7 +167,11 @@ class Trainer:
         report = StepReport(step + 1, train.max_steps, lr_factor)
         report.loss = self.learner.accumulate_gradients(step)
         report.grad_norm = self.learner.clip_gradients()
-        self._require_finite_step(report)
+        if self.device.type == "cpu":
+            # elsewhere reading them would synchronise; `write_metrics` checks before each save.
+            # only the norm is the same on all ranks, so that all of them stop or none
+            loss = report.loss.item() if self.group.size == 1 else 0.0
+            self._require_finite(loss, report.grad_norm.item(), step + 1, lr_factor)
         self.learner.apply_update(step, lr_factor)
         self.state = replace(self.state, step=step + 1)
         self.pending.append((step + 1, lr_factor, report.loss, report.grad_norm))
@@ -199,24 +195,18 @@ class Trainer:
         """Stop at the budget's deadline, or re-plan the run where that is due."""
         if budget is None:
             return
-        if budget.remaining < 0:
-            max_steps = self.config.train.max_steps
-            report.notes.append(
-                f"the machine slowed down: stopped at step {report.step:,} of {max_steps:,}"
-            )
-            self.stopped_by = "deadline"
-            if self.writer.saved_step != self.state.step:
-                self.validate(report)
-                report.saved = self.save(report)
+        if budget.remaining >= 0:
+            config = budget.replan(self.config, self.state.step)
+            if config is not None:
+                self.change_config(config)
             return
-        config = budget.replan(self.config, self.state.step)
-        if config is not None:
-            self.change_config(config)
-
-    def _stop_if(self, requested: bool) -> None:
-        if self.group.all_reduce_any(requested):
-            self.stopped_by = "request"
-            self.save()
+        report.notes.append(
+            f"the machine slowed down: stopped at step {report.step:,} of {report.max_steps:,}"
+        )
+        self.stopped_by = "deadline"
+        if self.writer.saved_step != self.state.step:
+            self.validate(report)
+            report.saved = self.save(report)
 
     def _measure_speed(self, report: StepReport, budget: Budget | None) -> None:
         """Add the speed, over the last second or more, and the remaining time to a report."""
@@ -251,7 +241,7 @@ class Trainer:
         if report.step == 0:
             return  # an untrained model is no candidate
         if not math.isfinite(nats):
-            raise self._diverged("weights", report.step, report.lr_factor)
+            raise self._diverged("weights are", report.step, report.lr_factor)
         best, patience = self.state.best_nats_per_char, self.config.train.patience
         # only rank 0 knows which checkpoints were saved
         report.is_best = bool(self.group.broadcast(float(best is None or nats < best)))
@@ -285,10 +275,7 @@ class Trainer:
         self.pending.clear()
 
     def save(self, report: StepReport | None = None) -> Path | None:
-        """Commit a checkpoint of the current step.
-
-        Args:
-            report: of this step, whose validation decides whether the checkpoint is the best.
+        """Commit a checkpoint of this step; the validation in its report decides the best.
 
         Returns:
             Its folder; None if nothing is written, the write failed, or it exists.
@@ -307,7 +294,15 @@ class Trainer:
             return None
         self.config_is_unsaved = False  # if the disk refuses, the next due save will include it
         self._require_finite_weights(state.step, 1.0)
-        state = self._with_environment(state)
+        state = replace(
+            state,
+            seconds=self._seconds(),
+            corpus=self.corpus.key,
+            text=self.corpus.name,
+            threads=torch.get_num_threads(),
+            world_size=self.group.size,
+            torch=str(torch.__version__),
+        )
         saved = self.writer.save(
             self.config, self.corpus.tokenizer, state, self.learner.tensors(), is_best=is_best
         )
@@ -320,20 +315,12 @@ class Trainer:
         tensors = (tensor for part in self.learner.tensors() for tensor in part.values())
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
-    def _with_environment(self, state: RunState) -> RunState:
-        """Return the state with the training time and the environment of this process."""
-        return replace(
-            state,
-            seconds=round(time.perf_counter() - self.started, 3),
-            corpus=self.corpus.key,
-            text=self.corpus.name,
-            threads=torch.get_num_threads(),
-            world_size=self.group.size,
-            torch=str(torch.__version__),
-        )
+    def _seconds(self) -> float:
+        """Return the training time so far, earlier sessions included."""
+        return round(time.perf_counter() - self.started, 3)
 
     def _record(self, record: dict[str, object]) -> None:
-        self.writer.record({**record, "seconds": round(time.perf_counter() - self.started, 3)})
+        self.writer.record({**record, "seconds": self._seconds()})
 
     # -- continuing and diverging -----------------------------------------------------------
 
@@ -366,30 +353,14 @@ class Trainer:
         )
         return StepReport(step, self.config.train.max_steps, notes=[note])
 
-    def _require_finite_step(self, report: StepReport) -> None:
-        """Check loss and gradient before the update.
-
-        Reading them would synchronise other devices than a CPU, so there `write_metrics` checks
-        them every few steps, before anything is saved.
-
-        Raises:
-            DivergedError: one is not finite.
-        """
-        assert report.loss is not None
-        assert report.grad_norm is not None
-        if self.device.type == "cpu":
-            # only the norm is the same on all ranks, so that all of them stop or none
-            loss = report.loss.item() if self.group.size == 1 else 0.0
-            self._require_finite(loss, report.grad_norm.item(), report.step, report.lr_factor)
-
     def _require_finite(self, loss: float, grad_norm: float, step: int, lr_factor: float) -> None:
         if not math.isfinite(loss) or not math.isfinite(grad_norm):
-            what = "gradient" if math.isfinite(loss) else "loss"
+            what = "gradient is" if math.isfinite(loss) else "loss is"
             raise self._diverged(what, step, lr_factor)
 
     def _require_finite_weights(self, step: int, lr_factor: float) -> None:
         if not self.learner.has_finite_weights():
-            raise self._diverged("weights", step, lr_factor)
+            raise self._diverged("weights are", step, lr_factor)
 
     def _diverged(self, what: str, step: int, lr_factor: float) -> DivergedError:
         """Return the error that names the step and the remedy."""
@@ -399,9 +370,8 @@ class Trainer:
             if saved_step is None
             else f"the last good checkpoint is step {saved_step:,}; --resume the run with"
         )
-        verb = "are" if what == "weights" else "is"
         message = (
-            f"the {what} {verb} no longer finite at step {step:,} (learning rates {optim.lr:g} and "
+            f"the {what} no longer finite at step {step:,} (learning rates {optim.lr:g} and "
             f"{optim.matrix_lr:g}, factor {lr_factor:.3g}), and nothing of that was saved: "
             f"{remedy} lower rates, such as -s optim.lr={optim.lr / 4:g} -s optim.matrix_lr="
             f"{optim.matrix_lr / 4:g}, or with -s train.rollbacks=3 to roll back automatically"
