@@ -17,7 +17,7 @@ from chargpt.store.folder import RunFolder
 from chargpt.store.run import load_run
 from chargpt.text.batches import Batches
 from chargpt.text.corpus import Corpus, load_corpus
-from chargpt.training.cost import expected_cost
+from chargpt.training.cost import expected_cost, training_bytes
 from chargpt.training.report import StepReport
 from chargpt.training.resume import resume
 from chargpt.training.trainer import Trainer
@@ -401,6 +401,19 @@ def test_estimating_the_cost_does_not_change_the_run(corpus: Corpus) -> None:
     estimated = run_steps(trainer)
     plain = run_steps(Trainer(tiny_config(**{"model.dropout": 0.2}), corpus))
     assert [r.loss for r in estimated] == [r.loss for r in plain]
+
+
+def test_memory_grows_with_the_block_squared_only_where_scores_are_stored() -> None:
+    def activations(block_size: int, dtype: str) -> float:
+        values = {"model.block_size": block_size, "dtype": dtype}
+        return (
+            training_bytes(tiny_config(**values), 65, 2)
+            - training_bytes(tiny_config(**values), 65, 1)
+        ) / block_size
+
+    assert activations(256, "float32") > activations(128, "float32")
+    assert activations(1024, "float32") == activations(512, "float32")
+    assert activations(512, "bfloat16") > activations(256, "bfloat16")
 
 
 def test_samples_during_training_do_not_change_the_losses(corpus: Corpus) -> None:

@@ -12,18 +12,13 @@ UPDATE_OVERHEAD = 1.15  # the optimizer: 38 ms beside 175 to 280 ms for the defa
 
 
 def training_bytes(config: Config, vocab_size: int, n_sequences: int) -> int:
-    """Return the approximate memory of training in bytes.
-
-    Args:
-        config: of the run.
-        vocab_size: of its tokenizer.
-        n_sequences: of a micro-batch.
-    """
+    """Return the approximate memory of training with micro-batches of `n_sequences`, in bytes."""
     model = config.model
     activations = 3 * vocab_size  # saved for the backward pass, numbers per character
     if model.kind == "gpt":
         activations += model.n_layer * (14 * model.n_embd + 5 * model.mlp_width)
-        if model.attention == "full" and model.block_size <= MAX_PRODUCT_ROW_BYTES:
+        row_bytes = model.block_size * (2 if config.dtype == "bfloat16" else 4)
+        if model.attention == "full" and row_bytes <= MAX_PRODUCT_ROW_BYTES:
             activations += 2 * model.n_layer * model.n_head * model.block_size  # scores, weights
     masks = model.block_size**2 if model.attention == "average" else 0
     # weights, gradients, two moments of the optimizer, EMA
@@ -34,23 +29,14 @@ def training_bytes(config: Config, vocab_size: int, n_sequences: int) -> int:
 
 @dataclass(frozen=True)
 class Cost:
-    """Expected cost of the remaining steps of a run.
+    """Expected cost of the remaining steps of a run."""
 
-    Attributes:
-        parameters: of the model.
-        steps: remaining.
-        characters: that they read.
-        epochs: the same in passes over the training split.
-        memory_bytes: at most at once.
-        seconds: including validation.
-    """
-
-    parameters: int
+    parameters: int  # of the model
     steps: int
-    characters: int
-    epochs: float
+    characters: int  # that the steps read
+    epochs: float  # the same in passes over the training split
     memory_bytes: int
-    seconds: float
+    seconds: float  # including validation
 
 
 def expected_cost(
@@ -60,7 +46,7 @@ def expected_cost(
 
     Args:
         config: of the run.
-        learner: its model; runs a few trial steps, which change nothing.
+        learner: runs a few trial steps, which change nothing.
         step: number of steps done.
         seconds: of a time budget; without it the time follows from the trial steps.
     """
