@@ -1,16 +1,16 @@
-"""Fit the law by which `chargpt train --budget` chooses a model's size.
+"""Fit the scaling law with which `chargpt train --budget` chooses a model's size.
 
     python scripts/fit_plan.py TEXT [--workers 2] [--more]
 
-Trains the sizes of `chargpt.training.planner.SIZES` on several amounts of TEXT's training part, as
-far as MOST_WORK goes, measures each on the tail of that part (the validation part is never read),
-fits
+Trains the sizes of `chargpt.training.planner.SIZES` on several numbers of characters of TEXT's
+training split, up to MAX_WORK, evaluates each on a held-out tail of that split (the validation
+split is never read), fits
 
-    loss = floor + a * parameters^-p + b * fresh^-q             (Hoffmann et al. 2022, eq. 2)
+    loss = floor + a * parameters^-p + b * unique^-q            (Hoffmann et al. 2022, eq. 2)
 
-where `fresh` are unique-token equivalents (`planner.unique_token_equivalents`), and writes data and
-law to `chargpt/training/plan.json`. Takes about an hour on two cores that multiply in bfloat16.
-With --more, the runs that are recorded there stay, and only those that it lacks are made.
+where `unique` are unique-token equivalents (`planner.unique_token_equivalents`), and writes runs
+and coefficients to `chargpt/training/plan.json`. Takes about an hour on two cores with bfloat16.
+With --more, the recorded runs are kept and only missing ones are trained.
 """
 
 import argparse
@@ -33,8 +33,8 @@ from chargpt.training.planner import SIZES, unique_token_equivalents
 
 TARGET = Path(__file__).parent.parent / "chargpt" / "training" / "plan.json"
 CHARACTERS = (150_000, 300_000, 600_000, 1_200_000, 2_400_000, 4_800_000, 9_600_000)
-MOST_WORK = 2.4e13  # parameters x characters of one run
-SAME_LENGTH = 0.1  # a run has whole steps, so it may be shorter than asked for
+MAX_WORK = 2.4e13  # parameters x characters of one run
+LENGTH_TOLERANCE = 0.1  # a run has whole steps, so it may be shorter than requested
 EXPONENTS = np.arange(0.1, 1.01, 0.05)
 
 TRAIN = """
@@ -57,22 +57,22 @@ tune_malloc()
 trainer = Trainer(config, corpus)
 for report in trainer.steps():
     pass
-found = trainer.validator.evaluate("val")
+result = trainer.validator.evaluate("val")
 train, model = config.train, config.model
 print(json.dumps({"n_layer": model.n_layer, "n_embd": model.n_embd, "block_size": model.block_size,
                   "parameters": parameters,
                   "characters": train.max_steps * train.batch_size * model.block_size,
-                  "nats_per_char": found.nats_per_char}))
+                  "nats_per_char": result.nats_per_char}))
 """
 
 
 def train_all(text: Path, jobs: list[tuple[int, int]], workers: int) -> list[dict[str, Any]]:
-    """Run every (size, characters), some at a time, each on one thread."""
+    """Train every (size, characters), `workers` at a time, each on one thread."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    waiting, running, results = list(jobs), [], []
-    while waiting or running:
-        while waiting and len(running) < workers:
-            words = [sys.executable, "-c", TRAIN, str(text), *map(str, waiting.pop(0))]
+    pending, running, results = list(jobs), [], []
+    while pending or running:
+        while pending and len(running) < workers:
+            words = [sys.executable, "-c", TRAIN, str(text), *map(str, pending.pop(0))]
             running.append(
                 subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment)
             )
@@ -88,18 +88,18 @@ def train_all(text: Path, jobs: list[tuple[int, int]], workers: int) -> list[dic
 
 
 def fit(results: list[dict[str, Any]], text_characters: int) -> dict[str, float]:
-    """Return the law with the least squared error: exponents by search, the rest linear."""
+    """Return the least-squares coefficients: exponents by grid search, the rest by regression."""
     sizes = np.array([result["parameters"] for result in results], dtype=float)
-    amounts = np.array([result["characters"] for result in results], dtype=float)
+    characters = np.array([result["characters"] for result in results], dtype=float)
     losses = np.array([result["nats_per_char"] for result in results])
     best: tuple[float, dict[str, float]] = (np.inf, {})
     for r, s in product((1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48), np.arange(0, 2.01, 0.25)):
-        read = zip(sizes, amounts, strict=True)
-        fresh = np.array(
+        read = zip(sizes, characters, strict=True)
+        unique = np.array(
             [unique_token_equivalents(n, c, text_characters, {"r": r, "s": s}) for n, c in read]
         )
         for p, q in product(EXPONENTS, EXPONENTS):
-            columns = np.stack((np.ones_like(sizes), sizes**-p, fresh**-q), axis=1)
+            columns = np.stack((np.ones_like(sizes), sizes**-p, unique**-q), axis=1)
             (floor, a, b), *_ = np.linalg.lstsq(columns, losses, rcond=None)
             error = float(np.sqrt(((columns @ (floor, a, b) - losses) ** 2).mean()))
             if error < best[0] and min(floor, a, b) > 0:
@@ -124,15 +124,15 @@ def main() -> None:
         done = [run["characters"] for run in known if (run["n_layer"], run["n_embd"]) == shape]
         for characters in CHARACTERS:
             work = parameters * characters
-            if work <= MOST_WORK and all(abs(c / characters - 1) > SAME_LENGTH for c in done):
+            if work <= MAX_WORK and all(abs(c / characters - 1) > LENGTH_TOLERANCE for c in done):
                 jobs.append((work, number, characters))
-    jobs.sort(reverse=True)  # the long ones first, lest one worker ends up alone with them
+    jobs.sort(reverse=True)  # longest first, so that the workers end at about the same time
     with tempfile.TemporaryDirectory() as folder:
         content = arguments.text.read_text(encoding="utf-8")
-        tuning = Path(folder, "training-part.txt")
-        tuning.write_text(content[: int(0.9 * len(content))], encoding="utf-8")
-        text_characters = len(load_corpus(TextConfig(path=str(tuning))).split("train"))
-        results = train_all(tuning, [job[1:] for job in jobs], arguments.workers)
+        training = Path(folder, "training-split.txt")
+        training.write_text(content[: int(0.9 * len(content))], encoding="utf-8")
+        text_characters = len(load_corpus(TextConfig(path=str(training))).split("train"))
+        results = train_all(training, [job[1:] for job in jobs], arguments.workers)
     runs = sorted(known + results, key=lambda run: (run["parameters"], run["characters"]))
     law = fit(runs, text_characters)
     write_record({**facts(), "text_characters": text_characters, "law": law, "runs": runs}, TARGET)

@@ -41,10 +41,7 @@ def main() -> None:
         copy = Path(folder) / "chargpt"
         subprocess.run(["git", "clone", "--quiet", REPOSITORY, copy], check=True)
         (copy / "setup.cfg").write_text(SETTINGS)
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-        }  # mutmut forks, which does not copy threads
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # mutmut forks, without the threads
         start = time.monotonic()
         # one at a time, because the tests of locks and signals interfere with each other
         done = subprocess.run(
