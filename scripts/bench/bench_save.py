@@ -1,4 +1,4 @@
-"""What the commit protocol costs: a checkpoint of ours beside plain files of the same tensors.
+"""Benchmark of saving: a committed checkpoint beside plain files of the same tensors.
 
     python scripts/bench/bench_save.py TEXT [--config gpt-baby] [--repeats 9]
         [--json benchmarks/save.json]
@@ -28,7 +28,7 @@ from chargpt.training.trainer import Trainer
 
 
 def main() -> None:
-    """Do what the command line says."""
+    """Measure and write the record."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("text", type=Path)
     parser.add_argument("--config", default="gpt-baby")

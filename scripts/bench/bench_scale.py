@@ -1,4 +1,4 @@
-"""How cost grows with the text, the parameters, the block and the batch.
+"""Benchmark of time and memory against text length, parameters, block size and batch size.
 
     python scripts/bench/bench_scale.py SEED_TEXT [--gigabytes 1] [--json benchmarks/scale.json]
         [--plot benchmarks/scale.png]
@@ -110,7 +110,7 @@ def cases(seed: Path, folder: Path, largest: float) -> Iterator[tuple[str, Any, 
 
 
 def draw(axes_rows: dict[str, list[dict[str, Any]]], path: Path) -> None:
-    """Draw time and memory of each axis beside what grows in proportion, on logarithmic scales."""
+    """Draw time and memory against each axis, beside proportional growth, on logarithmic scales."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator
 

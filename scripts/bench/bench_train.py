@@ -1,4 +1,4 @@
-"""How soon a loss is reached, beside nanoGPT: whole processes in turn, same text, same measure.
+"""Benchmark of training: loss against time beside nanoGPT, in whole interleaved processes.
 
     python scripts/bench/bench_train.py TEXT --nanogpt DIR [--recipe cpu|gpu] [--pairs 3]
         [--ours "--budget 10s"]... [--json benchmarks/train.json] [--plot benchmarks/train.svg]
@@ -129,7 +129,7 @@ def run_ours(
 
 
 def run_nanogpt(text: Path, checkout: Path, folder: Path, recipe: str) -> dict[str, Any]:
-    """Prepare and train once, as its README says, and score the checkpoint."""
+    """Prepare and train once with nanoGPT's README commands, and score the checkpoint."""
     copy = folder / "nanogpt"
     shutil.copytree(checkout, copy, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".git"))
     data = copy / "data" / "shakespeare_char"
@@ -161,7 +161,7 @@ def curve_of(log: str, seconds: float) -> list[tuple[float, float]]:
 
 
 def draw(results: dict[str, dict[str, Any]], curve: list[tuple[float, float]], path: Path) -> None:
-    """Draw loss against seconds: ours, a point for each whole process, and nanoGPT's."""
+    """Draw loss against seconds: a point per process of ours, and nanoGPT's curve."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -183,7 +183,7 @@ def draw(results: dict[str, dict[str, Any]], curve: list[tuple[float, float]], p
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the medians, with every run's figures beside them."""
+    """Return the medians and all runs."""
     keys = [key for key in runs[0] if isinstance(runs[0][key], int | float)]
     medians = {key: round(statistics.median(run[key] for run in runs), 4) for key in keys}
     return {**medians, "runs": [{key: round(run[key], 4) for key in keys} for run in runs]}
