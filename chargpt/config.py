@@ -205,6 +205,8 @@ class Config(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     deterministic: bool = False
     """Bitwise reproducible results on CUDA, at some cost in speed."""
+    threads: int | None = Field(None, ge=1, le=4096)
+    """PyTorch's threads on a CPU; null: measured at the start, unless OMP_NUM_THREADS is set."""
     text: TextConfig = TextConfig()
     model: ModelConfig = ModelConfig()
     train: TrainConfig = TrainConfig()

@@ -9,11 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chargpt.config import Config, TextConfig, load_config
-from chargpt.errors import ConfigError
+from chargpt.errors import ConfigError, WorkError
 from chargpt.models import count_parameters
 from chargpt.text.corpus import Corpus, load_corpus
 from chargpt.training import planner
-from chargpt.training.budget import Budget, next_replan_step, parse_duration, replan
+from chargpt.training.budget import (
+    Budget,
+    next_replan_step,
+    parse_duration,
+    replan,
+    replanning_notes,
+)
 from chargpt.training.planner import (
     RECIPE,
     SIZES,
@@ -255,3 +261,38 @@ def test_replanning_is_due_where_the_decay_begins_and_then_half_way_to_the_end()
 def test_every_size_has_heads_of_64_or_more() -> None:
     for size in SIZES:
         assert 64 <= size.n_embd / size.n_head < 128
+
+
+def test_a_budget_that_is_too_short_for_the_fewest_steps_is_extended_and_says_so() -> None:
+    budget = FixedBudget(5.0)
+    assert budget.extend_for(20, step_seconds=0.2) is None  # 4 s fit into 5
+    note = budget.extend_for(20, step_seconds=0.4)
+    assert note is not None
+    assert "5 s is too short" in note
+    assert "20 steps" in note
+    assert "about 8 s" in note
+    with pytest.raises(WorkError, match=r"give --budget 20s"):
+        budget.extend_for(20, step_seconds=1.0)
+
+
+def test_an_extended_budget_has_time_for_the_steps() -> None:
+    now = [0.0]
+    budget = Budget(5.0, started=0.0, clock=lambda: now[0])
+    now[0] = 6.0  # start-up took longer than the whole budget
+    assert budget.remaining < 0
+    assert budget.extend_for(20, step_seconds=0.1)
+    assert budget.remaining == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        (182, 4, ["re-planned: 182 -> 4 steps: the machine is 60 times slower than measured"]),
+        (182, 150, ["re-planned: 182 -> 150 steps"]),
+        (182, 400, ["re-planned: 182 -> 400 steps"]),
+        (182, 170, []),
+    ],
+)
+def test_a_changed_number_of_steps_is_noted(old: int, new: int, expected: list[str]) -> None:
+    before, after = (Config().with_values({"train.max_steps": n}) for n in (old, new))
+    assert replanning_notes(before, after, step=1) == expected

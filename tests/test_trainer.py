@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 
@@ -366,7 +367,32 @@ def test_resume_notes_a_changed_number_of_threads(corpus: Corpus, tmp_path: Path
         _, _, notes = resume(RunFolder(tmp_path / "run"), {})
     finally:
         torch.set_num_threads(threads)
-    assert any(f"OMP_NUM_THREADS={threads}" in note for note in notes)
+    assert any(f"-s threads={threads} for the same bits" in note for note in notes)
+
+
+def test_a_resumed_run_keeps_its_number_of_threads(corpus: Corpus, tmp_path: Path) -> None:
+    threads = torch.get_num_threads()
+    other = 1 if threads > 1 else 2
+    try:
+        train(tiny_config(threads=other), corpus, tmp_path / "run", stop_at=3)
+        torch.set_num_threads(threads)
+        saved, config, notes = resume(RunFolder(tmp_path / "run"), {})
+        assert saved.state.threads == config.threads == other
+        if other <= (os.cpu_count() or 1):
+            assert notes == []
+            Trainer(config, corpus)
+            assert torch.get_num_threads() == other
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_run_of_a_machine_with_more_cores_is_resumed_with_the_default_threads(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    train(tiny_config(), corpus, tmp_path / "run", stop_at=3)
+    n_cores = os.cpu_count() or 1
+    _, config, _ = resume(RunFolder(tmp_path / "run"), {"threads": n_cores + 1})
+    assert config.threads is None
 
 
 def test_a_batch_that_does_not_divide_into_micro_batches_is_rejected(corpus: Corpus) -> None:

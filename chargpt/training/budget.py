@@ -10,15 +10,17 @@ import re
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from statistics import fmean
 
 from chargpt.config import Config
 from chargpt.device import synchronize
-from chargpt.errors import ConfigError
+from chargpt.errors import ConfigError, WorkError
 from chargpt.inference.evaluation import evaluate_tokens
 from chargpt.models import LanguageModel
 from chargpt.text.corpus import SPLITS, Corpus
 from chargpt.training.learner import Learner
 from chargpt.training.schedule import decay_start
+from chargpt.training.threads import ThreadTuner
 
 MIN_SECONDS = 5
 SCORED_FRACTION, MIN_SCORED, MAX_SCORED = 1 / 20, 20_000, 300_000  # characters
@@ -44,6 +46,8 @@ class Replanning:
 
     usable: float = 0.95  # fraction of the remaining time that is planned for steps
     min_fraction: float = 1 / 8  # of all steps: when fewer remain, their number is final
+    noted_change: float = 0.1  # of the number of steps: smaller changes are not noted
+    noted_slowdown: float = 2.0  # smaller ones are not noted: steps are measured without validation
 
 
 RESERVE, REPLANNING = Reserve(), Replanning()
@@ -97,9 +101,11 @@ class Budget:
         self.fixed = frozenset(fixed)
         self.clock = clock
         self.started = clock() if started is None else started
+        self.extension = 0.0  # seconds, where the budget is too short
         self.scoring_seconds = RESERVE.fraction * seconds
         self.replan_step: int | None = None
         self.replan_remaining = 0.0
+        self.thread_tuner: ThreadTuner | None = None
         self.measured_from = (1, math.nan)  # step and time; the first step is slower than others
 
     @property
@@ -112,7 +118,28 @@ class Budget:
         """Seconds until the last training step has to be done."""
         closing = RESERVE.seconds + self.scoring_seconds
         closing += RESERVE.report_seconds if self.has_report else 0
-        return self.seconds - closing - (self.clock() - self.started)
+        return self.seconds + self.extension - closing - (self.clock() - self.started)
+
+    def extend_for(self, n_steps: int, step_seconds: float) -> str | None:
+        """Extend a budget in which `n_steps` steps do not fit; return a note about it.
+
+        Raises:
+            WorkError: the steps would take more than the whole budget again.
+        """
+        missing = n_steps * step_seconds - self.remaining
+        if missing <= 0:
+            return None
+        total = math.ceil(self.seconds + missing)
+        if missing > self.seconds:
+            raise WorkError(
+                f"a budget of {self.seconds:g} s is too short for {n_steps} steps, the fewest that "
+                f"are useful, on this machine now; give --budget {total}s, or a smaller model"
+            )
+        self.extension = missing
+        return (
+            f"the budget of {self.seconds:g} s is too short on this machine now: {n_steps} steps, "
+            f"the fewest that are useful, end after about {total} s"
+        )
 
     def measure_scoring(self, model: LanguageModel, corpus: Corpus, config: Config) -> None:
         """Measure how long the closing evaluations take and reserve that time."""
@@ -182,6 +209,17 @@ def replan(config: Config, step: int, step_seconds: float, seconds: float) -> Co
     return config.with_values(values)
 
 
+def replanning_notes(before: Config, after: Config, step: int) -> list[str]:
+    """Return a sentence about a large change of the number of steps, or none."""
+    old, new = before.train.max_steps, after.train.max_steps
+    if abs(new - old) < REPLANNING.noted_change * old:
+        return []
+    slowdown, cause = (old - step) / (new - step), ""
+    if slowdown >= REPLANNING.noted_slowdown:
+        cause = f": the machine is {slowdown:.0f} times slower than measured"
+    return [f"re-planned: {old:,} -> {new:,} steps{cause}"]
+
+
 def next_replan_step(config: Config, step: int) -> int | None:
     """Return the step after which to re-plan next: where the decay begins, then half way on.
 
@@ -199,7 +237,7 @@ def next_replan_step(config: Config, step: int) -> int | None:
 
 
 def measure_step_seconds(learner: Learner, n_steps: int, *, update: bool) -> float:
-    """Return the shortest time of `n_steps` trial steps; the first, a warm-up, is left out.
+    """Return the mean time of `n_steps` trial steps; the first, a warm-up, is left out.
 
     Without `update` the weights stay as they are.
     """
@@ -214,4 +252,4 @@ def measure_step_seconds(learner: Learner, n_steps: int, *, update: bool) -> flo
         synchronize(learner.device)
         seconds.append(time.perf_counter() - start)
     learner.model.zero_grad(set_to_none=True)
-    return min(seconds[1:])
+    return fmean(seconds[1:])

@@ -1,5 +1,7 @@
 """Resuming a run: which settings may change, and notes for the user."""
 
+import os
+
 import torch
 
 from chargpt.config import Config
@@ -11,7 +13,7 @@ from chargpt.store.folder import RunFolder
 RATES = ("optim.lr", "optim.matrix_lr")
 MAY_CHANGE = (
     *("train.max_steps", "train.patience", "train.keep_last", "train.rollbacks"),
-    *(*RATES, "device", "dtype"),
+    *(*RATES, "device", "dtype", "threads"),
 )
 
 
@@ -53,11 +55,13 @@ def resume(
     if config.device.split(":")[0] not in ("cpu", device.type) and "device" not in changes:
         notes.append(f"{config.device} is not available, so the run continues on {device.type}")
         config = config.with_values({"device": device.type, "dtype": "auto"})
-    threads = saved.state.threads
-    if threads != torch.get_num_threads() and config.device == "cpu":
+    if (config.threads or 0) > (os.cpu_count() or 1):
+        config = config.with_values({"threads": None})  # saved on a machine with more cores
+    before, now = saved.state.threads, config.threads or torch.get_num_threads()
+    if before != now and config.device == "cpu":
         notes.append(
-            f"{threads} threads before, {torch.get_num_threads()} now: results may differ in the "
-            f"last digits (set OMP_NUM_THREADS={threads} for the same bits)"
+            f"{before} threads before, {now} now: results may differ in the last digits "
+            f"(-s threads={before} for the same bits)"
         )
     if saved.state.stopped_early and "train.patience" not in changes:
         raise FinishedError(

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
+import torch
+
 from chargpt.config import Config, parse_override
 from chargpt.device import choose_device
 from chargpt.distributed import (
@@ -24,8 +26,9 @@ from chargpt.text.corpus import load_corpus
 from chargpt.text.settings import build_config, fixed_keys, fixed_values
 from chargpt.training.budget import Budget, parse_duration
 from chargpt.training.cost import Cost, expected_cost
-from chargpt.training.planner import Plan, plan
+from chargpt.training.planner import RECIPE, Plan, plan
 from chargpt.training.resume import resume
+from chargpt.training.threads import ThreadTuner, choose_threads, may_choose_threads
 from chargpt.training.trainer import Trainer
 
 DEFAULT_BUDGET = "150s"
@@ -171,7 +174,13 @@ def create_run(
     """
     force = start is StartMode.REPLACE
     allow_unsaved = start is StartMode.BEGIN_OR_RESUME  # a run that has saved nothing is replaced
-    group = init_process_group(choose_device(settings.device)[0])
+    device, _ = choose_device(settings.device)
+    group = init_process_group(device)
+    if settings.threads is None and may_choose_threads(device):
+        max_threads = torch.get_num_threads()
+        settings = settings.with_values({"threads": choose_threads(max_threads)})
+        if budget is not None:
+            budget.thread_tuner = ThreadTuner(max_threads)
     if out is not None and group.is_main and not force:
         RunFolder.require_free(out, allow_unsaved=allow_unsaved)
     corpus = load_corpus(settings.text, progress=loading)
@@ -181,15 +190,20 @@ def create_run(
         settings = planned.config
     folder = RunFolder(out or free_folder(f"{slug(corpus.name)}-{settings.model.kind}"))
     trainer = Trainer(settings, corpus, folder=folder, group=group)
-    if budget is not None:
+    notes = list(corpus.notes)
+    if budget is not None and planned is not None:
         budget.measure_scoring(trainer.model, corpus, trainer.config)
+        step_characters = settings.train.batch_size * settings.model.block_size
+        min_steps = min(RECIPE.min_steps, settings.train.max_steps)
+        note = budget.extend_for(min_steps, step_characters / planned.speed)
+        notes += [] if note is None else [note]
     if group.is_main:
         # the last ones, the best one and an unfinished one
         require_space(trainer, folder.path, trainer.config.train.keep_last + 2)
         folder.create(trainer.config, corpus.tokenizer, force=force, allow_unsaved=allow_unsaved)
     remaining = None if budget is None else budget.remaining
     cost = expected_cost(trainer.config, trainer.learner, 0, remaining)
-    return Session(trainer, folder, cost, budget, planned, list(corpus.notes))
+    return Session(trainer, folder, cost, budget, planned, notes)
 
 
 def resume_run(

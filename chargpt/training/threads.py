@@ -1,0 +1,70 @@
+"""Choice of the number of CPU threads by measurement.
+
+OpenMP's threads spin while they wait for each other. If another process takes one of their cores,
+every parallel operation waits for the delayed thread, and two threads can be ten times slower than
+one. PyTorch can change the number of threads at any time, but not how they wait.
+"""
+
+import os
+import time
+
+import torch
+import torch.nn.functional as F
+
+N_ROUNDS = 16
+N_KEPT_ROUNDS = 5  # before a slow number of threads is dropped
+MIN_GAIN = 1.25  # by which more threads must be faster: on a busy machine their speed varies
+MIN_FALL = 0.5  # of the speed: below this fraction of the highest, threads are chosen again
+RETRY_SECONDS = 20.0  # after which more threads are tried again
+
+
+def may_choose_threads(device: torch.device) -> bool:
+    """Return whether the number of threads matters and the user has not set it."""
+    return device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ
+
+
+def choose_threads(max_threads: int) -> int:
+    """Set the number of threads with the fastest small operations: `max_threads`, half, ... 1.
+
+    It takes about 0.1 s on an idle machine. Return the number.
+    """
+    x, weight = torch.ones(2048, 128), torch.ones(128, 512)
+    seconds = {max_threads >> n: 0.0 for n in range(max_threads.bit_length())}
+    for number in range(N_ROUNDS):
+        for threads in seconds:
+            torch.set_num_threads(threads)
+            start = time.perf_counter()
+            F.silu(x @ weight)
+            x.softmax(dim=-1)
+            if number:  # the first round is a warm-up
+                seconds[threads] += time.perf_counter() - start
+        if number >= N_KEPT_ROUNDS:
+            limit = 2 * min(seconds.values())
+            seconds = {threads: total for threads, total in seconds.items() if total <= limit}
+    best = min(seconds)
+    for threads in sorted(seconds):
+        if seconds[threads] * MIN_GAIN < seconds[best]:
+            best = threads
+    torch.set_num_threads(best)
+    return best
+
+
+class ThreadTuner:
+    """Chooses threads again when the speed of training falls, and later tries more of them."""
+
+    def __init__(self, max_threads: int) -> None:
+        self.max_threads = max_threads
+        self.highest_speed = 0.0
+        self.checked = time.perf_counter()
+
+    def update(self, speed: float) -> int | None:
+        """Choose again if that is due at a measured speed; return the number if it changed."""
+        self.highest_speed = max(self.highest_speed, speed)
+        is_reduced = torch.get_num_threads() < self.max_threads
+        waited = time.perf_counter() - self.checked
+        if speed > MIN_FALL * self.highest_speed and not (is_reduced and waited > RETRY_SECONDS):
+            return None
+        self.highest_speed, self.checked = speed, time.perf_counter()
+        before = torch.get_num_threads()
+        threads = choose_threads(self.max_threads)
+        return None if threads == before else threads

@@ -1,0 +1,82 @@
+"""Benchmark of time budgets beside other busy processes: punctuality, steps and loss.
+
+    python scripts/bench/bench_busy.py TEXT [--budgets 5s 10s 30s 150s] [--processes 0 1 2]
+        [--json benchmarks/busy.json]
+
+Each case is a whole `chargpt train` process beside a number of processes that loop without end.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from record import facts, write_record
+
+from chargpt.training.budget import parse_duration
+
+LOOP = [sys.executable, "-c", "while True: pass"]
+CHARGPT = [sys.executable, "-m", "chargpt"]
+
+
+@contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    """Run processes that loop without end."""
+    processes = [subprocess.Popen(LOOP) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def train(text: Path, budget: str, n_processes: int) -> dict[str, Any]:
+    """Train once beside busy processes; return the seconds, steps, threads and loss."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        with busy_processes(n_processes):
+            start = time.perf_counter()
+            command = [*CHARGPT, "train", str(text), "--budget", budget, "--out", str(run)]
+            subprocess.run(command, check=True, capture_output=True)
+            seconds = time.perf_counter() - start
+        command = [*CHARGPT, "evaluate", str(run), "--json"]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        config = (run / "config.yaml").read_text(encoding="utf-8")
+    result = json.loads(done.stdout)
+    return {
+        "busy_processes": n_processes,
+        "budget": budget,
+        "seconds": round(seconds, 2),
+        "of_budget": round(seconds / parse_duration(budget), 3),
+        "steps": result["steps"],
+        "parameters": result["parameters"],
+        "threads": next(line for line in config.splitlines() if line.startswith("threads:")),
+        "nats_per_char": round(result["nats_per_char"], 4),
+    }
+
+
+def main() -> None:
+    """Measure every case and write the record."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("text", type=Path)
+    parser.add_argument("--budgets", nargs="+", default=["5s", "10s", "30s", "150s"])
+    parser.add_argument("--processes", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--json", type=Path, default=None)
+    args = parser.parse_args()
+    rows = []
+    for n_processes in args.processes:
+        for budget in args.budgets:
+            rows.append(train(args.text.absolute(), budget, n_processes))
+            print(rows[-1], file=sys.stderr, flush=True)
+    write_record({**facts(), "rows": rows}, args.json)
+
+
+if __name__ == "__main__":
+    main()

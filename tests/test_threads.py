@@ -1,0 +1,125 @@
+"""Choice of the number of CPU threads by measurement."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import REPOSITORY
+
+from chargpt.config import load_config
+from chargpt.training import threads as threads_module
+from chargpt.training.threads import ThreadTuner, choose_threads, may_choose_threads
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def restore_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+class Machine:
+    """A clock that advances by the time of an operation, given for each number of threads."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: dict[int, float]) -> None:
+        self.now, self.seconds = 0.0, seconds
+        monkeypatch.setattr(threads_module.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(threads_module.F, "silu", self.operate)
+
+    def operate(self, x: torch.Tensor) -> torch.Tensor:
+        self.now += self.seconds[torch.get_num_threads()]
+        return x
+
+
+@pytest.mark.parametrize(
+    ("seconds", "fastest"),
+    [
+        ({4: 1.0, 2: 1.8, 1: 3.4}, 4),
+        ({4: 9.0, 2: 1.8, 1: 3.4}, 2),  # another process uses one of the cores
+        ({4: 9.0, 2: 3.1, 1: 3.4}, 1),  # a gain that is within the noise
+        ({1: 3.4}, 1),
+    ],
+)
+def test_the_fastest_number_of_threads_is_set(
+    seconds: dict[int, float], fastest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Machine(monkeypatch, seconds)
+    assert choose_threads(max(seconds)) == fastest == torch.get_num_threads()
+
+
+def test_choosing_threads_uses_no_random_numbers() -> None:
+    torch.manual_seed(1)
+    expected = torch.rand(1)
+    torch.manual_seed(1)
+    choose_threads(2)
+    assert torch.equal(torch.rand(1), expected)
+
+
+def test_threads_are_chosen_again_when_the_speed_falls_and_after_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine = Machine(monkeypatch, {2: 1e-3, 1: 2e-3})
+    torch.set_num_threads(2)
+    tuner = ThreadTuner(2)
+    assert tuner.update(1000.0) is None
+    assert tuner.update(600.0) is None
+    machine.seconds[2] = 0.1  # another process starts
+    assert tuner.update(400.0) == 1
+    assert tuner.update(500.0) is None
+    machine.seconds[2] = 1e-3  # it ends
+    assert tuner.update(500.0) is None
+    machine.now += 21
+    assert tuner.update(500.0) == 2
+
+
+def test_the_users_number_of_threads_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert not may_choose_threads(CPU)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert may_choose_threads(CPU)
+    assert not may_choose_threads(torch.device("cuda"))
+
+
+@contextmanager
+def busy_machine(n_processes: int) -> Iterator[None]:
+    """Keep cores busy with other processes."""
+    loops = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(n_processes)
+    ]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+def test_a_budget_beside_busy_processes_trains_some_steps_and_records_its_threads(
+    verse: Path, tmp_path: Path
+) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    command = [sys.executable, "-m", "chargpt", "train", verse, "--budget", "5s", "--out", "run"]
+    with busy_machine(os.cpu_count() or 1):
+        done = subprocess.run(
+            command,
+            cwd=tmp_path,
+            env={**environment, "PYTHONPATH": str(REPOSITORY)},
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+    assert done.returncode == 0, done.stderr
+    records = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert max(json.loads(record)["step"] for record in records) >= 1
+    assert "-" not in done.stderr.split("of memory and ")[1].split(" s")[0]
+    threads = load_config(tmp_path / "run" / "config.yaml").threads
+    assert threads is not None
+    assert 1 <= threads <= (os.cpu_count() or 1)
