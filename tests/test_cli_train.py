@@ -14,8 +14,10 @@ from chargpt.cli.signals import Signals, Stopped, catch_signals
 from chargpt.config import Config, load_config
 from chargpt.store.run import load_run
 from chargpt.training import planner, session
+from chargpt.training import trainer as trainer_module
 from chargpt.training.budget import RESERVE, Budget
 from chargpt.training.session import Session, create_run
+from chargpt.training.threads import ThreadTuner
 
 TINY = (
     "device=cpu",
@@ -62,6 +64,31 @@ def test_at_the_deadline_the_run_is_saved_and_stops(
     assert step == 5 < trainer.config.train.max_steps
     assert load_run(tmp_path / "run", "latest").step == step
     assert load_config(tmp_path / "run" / "config.yaml") == trainer.config
+
+
+def test_a_budget_that_has_run_out_before_the_first_step_still_trains_one(
+    verse: Path, tmp_path: Path
+) -> None:
+    created = create_run(tiny(verse, *STEPS), tmp_path / "run")
+    budget = Budget(5.0, started=0.0, clock=lambda: 100.0)
+    assert budget.remaining < 0
+    run_steps(created.trainer, created.folder, Signals(), budget)
+    assert created.trainer.state.step == 1
+    assert load_run(tmp_path / "run", "latest").step == 1
+
+
+def test_threads_that_became_faster_are_used_and_recorded(
+    verse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    created = create_run(tiny(verse, *STEPS, "schedule.cooldown=0"), tmp_path / "run")
+    monkeypatch.setattr(trainer_module, "SPEED_SECONDS", 0.0)
+    budget = Budget(1000.0)
+    budget.thread_tuner = ThreadTuner(4)
+    monkeypatch.setattr(budget.thread_tuner, "update", lambda speed: 3 if speed else None)
+    run_steps(created.trainer, created.folder, Signals(), budget)
+    assert "continuing with 3 CPU threads" in capfd.readouterr().err
+    assert load_config(tmp_path / "run" / "config.yaml").threads == 3
+    assert load_run(tmp_path / "run", "latest").config.threads == 3
 
 
 @pytest.mark.parametrize(("before", "after"), [(3.0, 1.0), (1.0, 3.0), (2.0, 2.0)])

@@ -14,6 +14,7 @@ from chargpt.models import count_parameters
 from chargpt.text.corpus import Corpus, load_corpus
 from chargpt.training import planner
 from chargpt.training.budget import (
+    REPLANNING,
     Budget,
     next_replan_step,
     parse_duration,
@@ -133,7 +134,7 @@ def test_if_the_trials_used_up_the_budget_the_fewest_steps_are_planned(
     corpus: Corpus, machine: list[Config]
 ) -> None:
     chosen = choose(load_config("gpt"), (), corpus, -0.5).config
-    assert chosen.train.max_steps == RECIPE.min_steps
+    assert chosen.train.max_steps == REPLANNING.min_steps
     assert chosen.model.n_embd == SIZES[0].n_embd
 
 
@@ -198,7 +199,7 @@ def test_for_a_bigram_only_the_number_of_steps_is_planned(
     assert config.train.batch_size == bigram.train.batch_size
     assert config.train.ngram_target_weight == 0
     assert config.optim.weight_decay == bigram.optim.weight_decay
-    assert config.train.max_steps > RECIPE.min_steps
+    assert config.train.max_steps > REPLANNING.min_steps
 
 
 def test_a_budget_and_a_number_of_steps_exclude_each_other(corpus: Corpus) -> None:
@@ -236,7 +237,8 @@ def test_replanning_keeps_past_learning_rates_and_ends_near_zero(
         new = replan(config, at, step_seconds, min(seconds, 3000 * step_seconds))
         assert rates(new, at) == rates(config, at)
         remaining = new.train.max_steps - at
-        assert remaining == 1 or remaining * step_seconds <= seconds
+        fewest = min(REPLANNING.min_steps, config.train.max_steps) - at
+        assert remaining <= max(1, fewest) or remaining * step_seconds <= seconds
         falling = rates(new, new.train.max_steps)[at - 1 :]
         assert falling == sorted(falling, reverse=True)
         # linearly to zero, however few steps remain
@@ -296,3 +298,22 @@ def test_an_extended_budget_has_time_for_the_steps() -> None:
 def test_a_changed_number_of_steps_is_noted(old: int, new: int, expected: list[str]) -> None:
     before, after = (Config().with_values({"train.max_steps": n}) for n in (old, new))
     assert replanning_notes(before, after, step=1) == expected
+
+
+def test_the_first_20_steps_may_overrun_the_budget_a_little() -> None:
+    now = [0.0]
+    budget = Budget(100.0, started=0.0, clock=lambda: now[0])
+    now[0] = 100.0
+    assert -8 < budget.remaining < 0
+    assert not budget.is_over(0)
+    assert not budget.is_over(19)
+    assert budget.is_over(20)
+    now[0] = 104.0
+    assert not budget.is_over(0)
+    assert budget.is_over(1)
+
+
+def test_replanning_leaves_at_least_20_steps() -> None:
+    config = Config().with_values({"train.max_steps": 100})
+    assert replan(config, 5, step_seconds=1.0, seconds=3.0).train.max_steps == 20
+    assert replan(config, 50, step_seconds=1.0, seconds=3.0).train.max_steps == 52

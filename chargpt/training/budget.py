@@ -46,6 +46,8 @@ class Replanning:
 
     usable: float = 0.95  # fraction of the remaining time that is planned for steps
     min_fraction: float = 1 / 8  # of all steps: when fewer remain, their number is final
+    min_steps: int = 20  # fewer are of little use
+    overrun: float = 0.08  # fraction of the budget by which the first `min_steps` may exceed it
     noted_change: float = 0.1  # of the number of steps: smaller changes are not noted
     noted_slowdown: float = 2.0  # smaller ones are not noted: steps are measured without validation
 
@@ -119,6 +121,11 @@ class Budget:
         closing = RESERVE.seconds + self.scoring_seconds
         closing += RESERVE.report_seconds if self.has_report else 0
         return self.seconds + self.extension - closing - (self.clock() - self.started)
+
+    def is_over(self, step: int) -> bool:
+        """Return whether training has to stop after `step` steps."""
+        overrun = REPLANNING.overrun * self.seconds if step < REPLANNING.min_steps else 0.0
+        return step > 0 and self.remaining < -overrun
 
     def extend_for(self, n_steps: int, step_seconds: float) -> str | None:
         """Extend a budget in which `n_steps` steps do not fit; return a note about it.
@@ -198,7 +205,8 @@ def replan(config: Config, step: int, step_seconds: float, seconds: float) -> Co
         step_seconds: measured time of a step, validation and saving included.
         seconds: until the last step has to be done.
     """
-    n_steps = max(1, int(REPLANNING.usable * seconds / step_seconds))
+    fewest = min(REPLANNING.min_steps, config.train.max_steps) - step
+    n_steps = max(1, fewest, int(REPLANNING.usable * seconds / step_seconds))
     max_steps, schedule = step + n_steps, config.schedule
     values: dict[str, object] = {"train.max_steps": max_steps}
     if step <= decay_start(schedule, config.train.max_steps) and not schedule.decay_points:

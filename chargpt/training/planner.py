@@ -21,7 +21,7 @@ from chargpt.config import Config
 from chargpt.errors import ConfigError
 from chargpt.models import count_parameters
 from chargpt.text.corpus import SPLITS, Corpus
-from chargpt.training.budget import Budget, measure_step_seconds
+from chargpt.training.budget import REPLANNING, Budget, measure_step_seconds
 from chargpt.training.trainer import Trainer
 
 
@@ -52,7 +52,6 @@ class Recipe:
     trial_steps: int = 3  # that measure a size's speed
     trial_fraction: float = 0.05  # of the time: once trials have used it, no larger size is tried
     max_epochs: int = 40
-    min_steps: int = 20
     short_run: int = 350_000  # below it, blocks and steps are short
     block_size: int = 256
     short_block_size: int = 128
@@ -152,7 +151,7 @@ def length_settings(
     """Return the settings that depend on the training length, for about `characters` characters."""
     recipe = RECIPE
     steps = int(characters / (config.train.batch_size * config.model.block_size))
-    steps = max(recipe.min_steps, steps)
+    steps = max(REPLANNING.min_steps, steps)
     is_short = characters < recipe.short_run
     every = math.ceil(steps / (recipe.short_evaluations if is_short else recipe.evaluations))
     epochs = characters / text_characters

@@ -24,9 +24,9 @@ from chargpt.store.run import newest_run, open_run
 from chargpt.text import Progress
 from chargpt.text.corpus import load_corpus
 from chargpt.text.settings import build_config, fixed_keys, fixed_values
-from chargpt.training.budget import Budget, parse_duration
+from chargpt.training.budget import REPLANNING, Budget, parse_duration
 from chargpt.training.cost import Cost, expected_cost
-from chargpt.training.planner import RECIPE, Plan, plan
+from chargpt.training.planner import Plan, plan
 from chargpt.training.resume import resume
 from chargpt.training.threads import ThreadTuner, choose_threads, may_choose_threads
 from chargpt.training.trainer import Trainer
@@ -194,7 +194,7 @@ def create_run(
     if budget is not None and planned is not None:
         budget.measure_scoring(trainer.model, corpus, trainer.config)
         step_characters = settings.train.batch_size * settings.model.block_size
-        min_steps = min(RECIPE.min_steps, settings.train.max_steps)
+        min_steps = min(REPLANNING.min_steps, settings.train.max_steps)
         note = budget.extend_for(min_steps, step_characters / planned.speed)
         notes += [] if note is None else [note]
     if group.is_main:

@@ -197,7 +197,7 @@ class Trainer:
         """Stop at the budget's deadline, or re-plan the run where that is due."""
         if budget is None:
             return
-        if budget.remaining >= 0 or report.step == 0:
+        if not budget.is_over(report.step):
             config = budget.replan(self.config, self.state.step)
             if config is not None:
                 report.notes += replanning_notes(self.config, config, report.step)

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import yaml
 from record import facts, write_record
 
 from chargpt.training.budget import parse_duration
@@ -48,7 +49,7 @@ def train(text: Path, budget: str, n_processes: int) -> dict[str, Any]:
             seconds = time.perf_counter() - start
         command = [*CHARGPT, "evaluate", str(run), "--json"]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
-        config = (run / "config.yaml").read_text(encoding="utf-8")
+        config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
     result = json.loads(done.stdout)
     return {
         "busy_processes": n_processes,
@@ -57,7 +58,7 @@ def train(text: Path, budget: str, n_processes: int) -> dict[str, Any]:
         "of_budget": round(seconds / parse_duration(budget), 3),
         "steps": result["steps"],
         "parameters": result["parameters"],
-        "threads": next(line for line in config.splitlines() if line.startswith("threads:")),
+        "threads": config["threads"],
         "nats_per_char": round(result["nats_per_char"], 4),
     }
 
