@@ -76,20 +76,12 @@ class Section:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is explained.
+    """What is explained."""
 
-    Attributes:
-        line: a line of the text, at most `MAX_LINE` characters.
-        ids: its tokens, (T,).
-        model: a GPT with full attention.
-        run: of the model; None of an untrained one.
-        corpus: the text.
-    """
-
-    line: str
-    ids: Tokens
-    model: GPT
-    run: Run | None
+    line: str  # of the text, at most `MAX_LINE` characters
+    ids: Tokens  # of the line, (T,)
+    model: GPT  # with full attention
+    run: Run | None  # of the model; None of an untrained one
     corpus: Corpus
 
     @property

@@ -38,17 +38,11 @@ T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 @dataclass(frozen=True)
 class Rung:
-    """A model of the ladder.
+    """A model of the ladder."""
 
-    Attributes:
-        name: of the component that it adds to the rung below.
-        adds: what that component is.
-        values: settings that differ from those of the highest rung.
-    """
-
-    name: str
-    adds: str
-    values: Mapping[str, object]
+    name: str  # of the component that it adds to the rung below
+    adds: str  # what that component is
+    values: Mapping[str, object]  # settings that differ from those of the highest rung
 
 
 @dataclass(frozen=True)
@@ -72,23 +66,14 @@ class Estimate:
 
 @dataclass(frozen=True)
 class RungResult:
-    """A trained rung.
-
-    Attributes:
-        rung: what was trained.
-        nats: validation losses, one per seed.
-        parameters: of the model.
-        seconds: mean training time.
-        sample: generated text.
-        below: losses of the rung below, seed by seed; None of the lowest.
-    """
+    """A trained rung."""
 
     rung: Rung
-    nats: list[float]
+    nats: list[float]  # validation losses, one per seed
     parameters: int
-    seconds: float
+    seconds: float  # mean training time
     sample: str
-    below: list[float] | None
+    below: list[float] | None  # losses of the rung below, seed by seed; None of the lowest
 
     @property
     def loss(self) -> Estimate:
@@ -108,19 +93,12 @@ def paired_gain(reference: list[float], nats: list[float]) -> Estimate:
 
 @dataclass
 class Ladder:
-    """Results of `run_ladder`; losses in nats per character of the validation split.
+    """Results of `run_ladder`; losses in nats per character of the validation split."""
 
-    Attributes:
-        title: name of the text.
-        ngrams: n-gram baselines by name.
-        compressed: compressors by name.
-        results: trained rungs, lowest first.
-    """
-
-    title: str
-    ngrams: dict[str, float] = field(default_factory=dict)
-    compressed: dict[str, float] = field(default_factory=dict)
-    results: list[RungResult] = field(default_factory=list)
+    title: str  # name of the text
+    ngrams: dict[str, float] = field(default_factory=dict)  # baselines by name
+    compressed: dict[str, float] = field(default_factory=dict)  # compressors by name
+    results: list[RungResult] = field(default_factory=list)  # lowest rung first
 
     @property
     def attention_gain(self) -> Estimate:
@@ -248,12 +226,7 @@ def run_ladder(
 
 
 def ngram_losses(corpus: Corpus, ngram: NGramLM) -> dict[str, float]:
-    """Return the losses of the n-gram baselines, each character with all of its context.
-
-    Args:
-        corpus: the text.
-        ngram: what `fit_ngram` returned.
-    """
+    """Return the losses of the n-gram baselines, each character with all of its context."""
     losses = baselines(corpus, characters=MAX_SCORED, ngram=ngram)
     for order in ORDERS:
         if order != ORDER:

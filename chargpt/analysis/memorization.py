@@ -30,48 +30,30 @@ Positions = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class VerbatimMatch:
-    """A part of a text that occurs in the training split.
+    """A part of a text that occurs in the training split."""
 
-    Attributes:
-        start: in the text.
-        length: in characters.
-        place: start in the training split.
-    """
-
-    start: int
-    length: int
-    place: int
+    start: int  # in the text
+    length: int  # in characters
+    place: int  # start in the training split
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """Verbatim overlap of one text with the training split.
+    """Verbatim overlap of one text with the training split, in matches of MIN_MATCH or more."""
 
-    Attributes:
-        longest: longest match of at least MIN_MATCH characters. Of an n-gram that occurs very
-            often only the first positions are extended.
-        matched: parts covered by such matches, as disjoint (start, end) in order.
-        novel: by n, the fraction of the text's n-grams that do not occur in the training split.
-    """
-
+    # of an n-gram that occurs very often only the first positions are extended
     longest: VerbatimMatch | None
-    matched: list[tuple[int, int]]
-    novel: dict[int, float]
+    matched: list[tuple[int, int]]  # parts covered by matches, as disjoint (start, end) in order
+    novel: dict[int, float]  # by n, the fraction of the text's n-grams that are not in the split
 
 
 @dataclass(frozen=True)
 class OverlapReport:
-    """Overlap of generated texts, and of held-out text for reference.
-
-    Attributes:
-        texts: of each generated text.
-        held_out: of as many parts of the validation split, of the same lengths.
-        training: tokens of the training split.
-    """
+    """Overlap of generated texts, and of held-out text for reference."""
 
     texts: list[Overlap]
-    held_out: list[Overlap]
-    training: Tokens
+    held_out: list[Overlap]  # of as many parts of the validation split, of the same lengths
+    training: Tokens  # of the training split
 
     def novel_fractions(self) -> list[tuple[int, float, float]]:
         """Return (n, novel fraction in the texts, novel fraction in held-out text) by n."""
@@ -89,12 +71,9 @@ class OverlapReport:
 def measure_overlap(
     corpus: Corpus, texts: Sequence[str], on_progress: Callable[[int, int], object] | None = None
 ) -> OverlapReport:
-    """Return the verbatim overlap of generated texts with the training split.
+    """Return the verbatim overlap of generated texts with the training split of their corpus.
 
-    Args:
-        corpus: the text that the run was trained on.
-        texts: generated ones.
-        on_progress: called with the number of training tokens done, and of all.
+    `on_progress` is called with the number of training tokens done, and of all.
     """
     training, unseen = corpus.split("train"), corpus.split("val")
     generated = [corpus.tokenizer.encode(text, unknown="replace") for text in texts]
@@ -111,13 +90,7 @@ def find_overlap(
     texts: Sequence[Tokens],
     on_progress: Callable[[int, int], object] | None = None,
 ) -> list[Overlap]:
-    """Return the overlap of each text with the training tokens, in one pass over those.
-
-    Args:
-        training: ids of any integer type, (N,); may be memory-mapped.
-        texts: ids of the same vocabulary.
-        on_progress: called with the number of training tokens done, and of all.
-    """
+    """Return the overlap of each text with the training tokens (N,), in one pass over those."""
     longest = max((len(text) for text in texts), default=0)
     lengths = [n for n in LENGTHS if n <= min(longest, len(training))]
     tables = [_NGramTable(texts, n) for n in lengths]

@@ -155,11 +155,8 @@ def calibration(groups: "Sequence[Group]") -> "Figure":
     confidence, accuracy = [g.confidence for g in groups], [g.accuracy for g in groups]
     axes.plot(confidence, accuracy, color=COLOURS[0])
     sizes = [10 + 300 * group.characters / total for group in groups]
-    axes.scatter(
-        [g.confidence for g in groups], [g.accuracy for g in groups], sizes, color=COLOURS[0]
-    )
-    axes.set(xlabel="confidence", ylabel="accuracy")
-    axes.set(xlim=(0, 1), ylim=(0, 1))
+    axes.scatter(confidence, accuracy, sizes, color=COLOURS[0])
+    axes.set(xlabel="confidence", ylabel="accuracy", xlim=(0, 1), ylim=(0, 1))
     _remove_spines(axes)
     axes.grid(alpha=0.25)
     return figure

@@ -22,40 +22,24 @@ BINS = 10  # of the calibration curve
 
 @dataclass(frozen=True)
 class Predictions:
-    """Predictions under the protocol `full`, as arrays of shape (N,).
+    """Predictions under the protocol `full`, as arrays of shape (N,)."""
 
-    Attributes:
-        targets: token ids that occurred.
-        context_length: number of tokens that the model saw before each, 1 to T.
-        nll: negative log-likelihood of the target, in nats.
-        confidence: probability of the most likely token.
-        correct: whether that token was the target.
-    """
-
-    targets: npt.NDArray[np.int64]
-    context_length: npt.NDArray[np.int64]
-    nll: npt.NDArray[np.float64]
-    confidence: npt.NDArray[np.float64]
-    correct: npt.NDArray[np.bool_]
+    targets: npt.NDArray[np.int64]  # token ids that occurred
+    context_length: npt.NDArray[np.int64]  # tokens that the model saw before each, 1 to T
+    nll: npt.NDArray[np.float64]  # negative log-likelihood of the target, in nats
+    confidence: npt.NDArray[np.float64]  # probability of the most likely token
+    correct: npt.NDArray[np.bool_]  # whether that token was the target
 
 
 @dataclass(frozen=True)
 class Group:
-    """Means over characters with something in common.
+    """Means over characters with something in common."""
 
-    Attributes:
-        name: what they have in common.
-        characters: how many there are.
-        accuracy: fraction predicted correctly.
-        nats: loss.
-        confidence: probability of the most likely token.
-    """
-
-    name: str
+    name: str  # of what they have in common
     characters: int
-    accuracy: float
-    nats: float
-    confidence: float
+    accuracy: float  # fraction predicted correctly
+    nats: float  # loss
+    confidence: float  # probability of the most likely token
 
 
 @dataclass(frozen=True)

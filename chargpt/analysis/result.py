@@ -17,15 +17,10 @@ MIN_GAP = 0.3  # nats of generalisation gap that are reported
 
 @dataclass(frozen=True)
 class RunScores:
-    """Losses of a run and its baselines.
+    """Losses of a run and its baselines."""
 
-    Attributes:
-        baselines: nats per character of the n-gram baselines on the validation split, by name.
-        losses: of the run on each split.
-    """
-
-    baselines: Mapping[str, float]
-    losses: Mapping[Split, Evaluation]
+    baselines: Mapping[str, float]  # nats per character on the validation split, by name
+    losses: Mapping[Split, Evaluation]  # of the run on each split
 
     def rows(self, kind: str) -> list[tuple[str, str, float]]:
         """Return (model, split, nats) per row of the final table."""
@@ -55,13 +50,7 @@ def score_run(
 
 
 def summarize(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return sentences on the gain over the baselines, over-fitting and early stopping.
-
-    Args:
-        run: at any checkpoint.
-        scores: what `score_run` returned.
-        records: of its `metrics.jsonl`.
-    """
+    """Return sentences on the gain over the baselines, over-fitting and early stopping."""
     sentences = []
     train_loss, val_loss = (scores.losses[split].nats_per_char for split in SPLITS)
     curve = validation_curve(records)
