@@ -291,7 +291,8 @@ def test_without_an_intact_checkpoint_every_damage_is_named(run: RunFolder) -> N
         "threads": "2",
         "corpus": 1,
         "text": None,
-        "anything": 10**18,
+        "world_size": 10**18,
+        "stopped_early": 1,
     }.items(),
 )
 def test_every_field_of_a_state_is_type_checked(key: str, value: object, run: RunFolder) -> None:
@@ -337,3 +338,18 @@ def test_a_missing_optimizer_file_does_not_prevent_loading_the_model(run: RunFol
     assert load_run(run.path, "1", "cpu").notes == ()
     with pytest.raises(RunError, match=r"optimizer\.safetensors"):
         run.load("1")
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-1", "1" * 5000])
+def test_a_number_out_of_range_in_a_state_is_rejected(number: str, run: RunFolder) -> None:
+    folder = save(run, 1)
+    content = '{"step": 1, "best_nats_per_char": %s}' % number  # noqa: UP031
+    rewrite(folder, "state.json", content.encode())
+    with pytest.raises(RunError, match=r"state\.json is malformed \(best_nats_per_char|\(it:"):
+        run.load("1")
+
+
+def test_unknown_keys_of_a_state_are_ignored(run: RunFolder) -> None:
+    folder = save(run, 1)
+    rewrite(folder, "state.json", b'{"step": 1, "added_later": [1]}')
+    assert run.load("1")[0].state.step == 1

@@ -43,25 +43,18 @@ NANOGPT_BATCHES, NANOGPT_ROWS, NANOGPT_BLOCK = 200, 64, 256
 class Evaluation:
     """Result of an evaluation, and how it was measured.
 
-    Attributes:
-        nats_per_char: mean negative log-likelihood of a character.
-        accuracy: fraction of characters that were the most likely one.
-        characters: N.
-        standard_error: cluster-robust standard error of `nats_per_char`, with blocks b as
-            clusters: sqrt(sum_b (L_b - n_b * mean)^2) / N, where L_b is the summed loss and n_b
-            the number of b's characters. With a single block, characters are the clusters.
-        protocol: `full`, `sliding` or `nanogpt`.
-        split: `train`, `val` or `test`; `all` for another text.
-        block_size: T, the maximum context in characters.
+    The standard error is cluster-robust, with blocks b as clusters: sqrt(sum_b (L_b - n_b *
+    mean)^2) / N, where L_b is the summed loss and n_b the number of b's characters. With a single
+    block, characters are the clusters.
     """
 
-    nats_per_char: float
-    accuracy: float
-    characters: int
-    standard_error: float
+    nats_per_char: float  # mean negative log-likelihood
+    accuracy: float  # fraction of characters that were the most likely one
+    characters: int  # N
+    standard_error: float  # of `nats_per_char`
     protocol: str
-    split: str
-    block_size: int
+    split: str  # `train`, `val` or `test`; `all` for another text
+    block_size: int  # T, the maximum context in characters
 
     @property
     def bits_per_char(self) -> float:
@@ -173,12 +166,7 @@ def evaluate_tokens(
 
 
 def token_losses(model: LanguageModel, tokens: Tokens) -> Floats:
-    """Return the loss of each character but the first in nats, (characters - 1,), by `sliding`.
-
-    Args:
-        model: used on its device in evaluation mode; its mode is restored.
-        tokens: at least two tokens, (characters,).
-    """
+    """Return the loss of each character but the first in nats, (characters - 1,), by `sliding`."""
     with eval_mode(model):
         return np.concatenate(
             [
@@ -197,12 +185,7 @@ def iter_log_probs(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield log-probabilities (B, L, V) and targets (B, L) of one forward pass after another.
 
-    Args:
-        model: used on its device in evaluation mode; its mode is restored.
-        tokens: at least two tokens, (characters,).
-        protocol: `full`, or `sliding` with the default stride.
-        max_characters: with `full`, maximum number of targets in total; whole blocks spread evenly
-            are chosen.
+    Arguments are those of `evaluate_tokens`; `sliding` has the default stride.
     """
     if protocol == "full":
         batches = full_windows(tokens, model.block_size, max_characters)

@@ -16,30 +16,19 @@ from chargpt.text.tokenizer import Floats, Unknown
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a scored text.
+    """One line of a scored text."""
 
-    Attributes:
-        number: line number, from 1.
-        text: the line without its newline.
-        bits_per_char: mean surprisal of its characters, including the newline.
-    """
-
-    number: int
-    text: str
-    bits_per_char: float
+    number: int  # from 1
+    text: str  # without its newline
+    bits_per_char: float  # mean surprisal of its characters, including the newline
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A text and the surprisal of its characters.
+    """A text and the surprisal of its characters."""
 
-    Attributes:
-        text: the scored text, without skipped characters.
-        bits: surprisal of each character, (N,).
-    """
-
-    text: str
-    bits: Floats
+    text: str  # without skipped characters
+    bits: Floats  # surprisal of each character, (N,)
 
     @property
     def bits_per_char(self) -> float:

@@ -41,19 +41,12 @@ from chargpt.models.kernels import (
 
 @dataclass(frozen=True)
 class Context:
-    """Inputs of every attention layer apart from the hidden states.
+    """Inputs of every attention layer apart from the hidden states."""
 
-    Attributes:
-        cos: of the rotary angles of the given positions, (T, D).
-        sin: the same, (T, D).
-        mask: bool (T, S), true where a query sees a key; None for causal attention.
-        cache: keys and values of earlier tokens, if any.
-    """
-
-    cos: Tensor
-    sin: Tensor
-    mask: Tensor | None = None
-    cache: KVCache | None = None
+    cos: Tensor  # of the rotary angles of the given positions, (T, D)
+    sin: Tensor  # the same, (T, D)
+    mask: Tensor | None = None  # bool (T, S), true where a query sees a key; None for causal
+    cache: KVCache | None = None  # keys and values of earlier tokens
 
 
 class Dropout(nn.Dropout):

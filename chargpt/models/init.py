@@ -14,19 +14,12 @@ from chargpt.models.kernels import rotary_tables
 
 @dataclass(frozen=True)
 class PreviousTokenInit:
-    """Constants of `init_previous_token_heads`, found by experiment; none is sensitive.
+    """Constants of `init_previous_token_heads`, found by experiment; none is sensitive."""
 
-    Attributes:
-        n_layers: number of layers with such heads, counted from the first.
-        shared_value: of channel 0 of every embedding, in units of sqrt(C).
-        n_pairs: number of rotary pairs used per head, highest frequencies first.
-        noise_scale: factor on the random initial weights of query and key.
-    """
-
-    n_layers: int = 3
-    shared_value: float = 0.25
-    n_pairs: int = 8
-    noise_scale: float = 0.3
+    n_layers: int = 3  # layers with such heads, from the first on
+    shared_value: float = 0.25  # of channel 0 of every embedding, in units of sqrt(C)
+    n_pairs: int = 8  # rotary pairs used per head, highest frequencies first
+    noise_scale: float = 0.3  # factor on the random initial weights of query and key
 
 
 def init_weights(model: nn.Module, config: ModelConfig) -> None:

@@ -29,23 +29,14 @@ MAX_TENSOR_HEADER = 400  # bytes of a safetensors header per tensor
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The content of one checkpoint.
-
-    Attributes:
-        folder: the checkpoint's directory.
-        config: resolved.
-        tokenizer: of the training text.
-        state: progress and environment.
-        model: the weights to evaluate: the moving average where `train.ema` is set.
-        optimizer: its state, and `raw.*`, the weights to train on; empty if it was not read.
-    """
+    """The content of one checkpoint."""
 
     folder: Path
-    config: Config
+    config: Config  # resolved
     tokenizer: CharTokenizer
     state: RunState
-    model: dict[str, Tensor]
-    optimizer: dict[str, Tensor]
+    model: dict[str, Tensor]  # the weights to evaluate: the moving average if `train.ema` is set
+    optimizer: dict[str, Tensor]  # and `raw.*`, the weights to train on; empty if not read
 
     @property
     def raw_model(self) -> dict[str, Tensor]:

@@ -19,27 +19,16 @@ from chargpt.text.tokenizer import CharTokenizer
 
 @dataclass(frozen=True)
 class Run:
-    """A trained model with all that is needed to use it.
-
-    Attributes:
-        folder: the run's folder.
-        config: resolved.
-        tokenizer: of the training text.
-        model: in evaluation mode.
-        step: of the checkpoint.
-        state: saved with the checkpoint.
-        notes: sentences for the user: which checkpoints were damaged and not used.
-        checkpoint: name of the checkpoint's folder.
-    """
+    """A trained model with all that is needed to use it."""
 
     folder: Path
-    config: Config
+    config: Config  # resolved
     tokenizer: CharTokenizer
-    model: LanguageModel
-    step: int
+    model: LanguageModel  # in evaluation mode
+    step: int  # of the checkpoint
     state: RunState
-    notes: tuple[str, ...] = ()
-    checkpoint: str = ""
+    notes: tuple[str, ...] = ()  # for the user: which checkpoints were damaged and not used
+    checkpoint: str = ""  # name of the checkpoint's folder
 
     @torch.inference_mode()
     def logits(self, text: str) -> Tensor:

@@ -1,77 +1,47 @@
 """The state of a training run that a checkpoint saves beside its tensors."""
 
 import dataclasses
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Annotated, Self
 
-from chargpt.files import parse_json, to_json
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
-MAX_NUMBER = 1e18  # above any step count or time in seconds
+from chargpt.files import to_json
 
-TYPES: dict[str, Any] = {
-    "step": int,
-    "seconds": int | float,
-    "best_step": int | None,
-    "best_nats_per_char": int | float | None,
-    "evaluations_since_best": int,
-    "stopped_early": bool,
-    "rollbacks": int,
-    "corpus": str | None,
-    "text": str,
-    "threads": int | None,
-    "world_size": int,
-    "torch": str,
-}
+Count = Annotated[int, Field(ge=0, lt=10**18)]
+Number = Annotated[float, Field(ge=0, lt=1e18)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=ConfigDict(strict=True, allow_inf_nan=False))
 class RunState:
-    """Progress of a training run and the environment it ran in, as saved in `state.json`.
+    """Progress of a training run and the environment it ran in, as saved in `state.json`."""
 
-    Attributes:
-        step: optimizer steps done.
-        seconds: training time, interruptions left out.
-        best_step: step of the lowest validation loss; None before the first evaluation.
-        best_nats_per_char: the lowest validation loss; None before the first evaluation.
-        evaluations_since_best: evaluations since then.
-        stopped_early: whether `train.patience` ended the run.
-        rollbacks: how often the run returned to a checkpoint after a non-finite value.
-        corpus: cache key of the training text.
-        text: name of the training text.
-        threads: CPU threads of PyTorch.
-        world_size: number of ranks.
-        torch: version of PyTorch.
-    """
-
-    step: int
-    seconds: float = 0.0
-    best_step: int | None = None
-    best_nats_per_char: float | None = None
-    evaluations_since_best: int = 0
-    stopped_early: bool = False
-    rollbacks: int = 0
-    corpus: str | None = None
-    text: str = ""
-    threads: int | None = None
-    world_size: int = 1
-    torch: str = "unknown"
+    step: Count  # optimizer steps done
+    seconds: Number = 0.0  # training time, interruptions left out
+    best_step: Count | None = None  # of the lowest validation loss; None before an evaluation
+    best_nats_per_char: Number | None = None  # the lowest validation loss
+    evaluations_since_best: Count = 0
+    stopped_early: bool = False  # whether `train.patience` ended the run
+    rollbacks: Count = 0  # how often the run returned to a checkpoint after a non-finite value
+    corpus: str | None = None  # cache key of the training text
+    text: str = ""  # name of the training text
+    threads: Count | None = None  # CPU threads of PyTorch
+    world_size: Count = 1  # number of ranks
+    torch: str = "unknown"  # version of PyTorch
 
     @classmethod
     def from_json(cls, content: bytes) -> Self:
         """Return the state that `state.json` holds. Unknown keys are ignored.
 
         Raises:
-            ValueError: it is not JSON, a value has the wrong type, or a number is not finite.
+            ValueError: it is not JSON, a value has the wrong type, or a number is out of range.
         """
-        values = parse_json(content)
-        if "step" not in values:
-            raise ValueError("it has no step")
-        for key, value in values.items():
-            if not isinstance(value, TYPES.get(key, object)):
-                raise ValueError(f"{key} has the wrong type")
-            if isinstance(value, int | float) and not abs(value) < MAX_NUMBER:
-                raise ValueError(f"{key} is out of range")
-        return cls(**{key: value for key, value in values.items() if key in TYPES})
+        try:
+            return TypeAdapter(cls).validate_json(content)
+        except ValidationError as error:
+            detail = error.errors(include_url=False)[0]
+            name = ".".join(map(str, detail["loc"])) or "it"
+            raise ValueError(f"{name}: {detail['msg'].lower()}") from None
 
     def to_json(self) -> bytes:
         """Return the content of `state.json`."""

@@ -17,28 +17,21 @@ from chargpt.store.tensors import load_weights
 
 @dataclass(frozen=True)
 class CheckedCheckpoint:
-    """One checkpoint, its size in bytes, and its damage in a sentence, or None if intact."""
+    """The result of checking one checkpoint."""
 
     folder: Path
-    size: int
-    problem: str | None
+    size: int  # in bytes
+    problem: str | None  # its damage in a sentence; None if it is intact
 
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of checking a run.
+    """The result of checking a run."""
 
-    Attributes:
-        checkpoints: oldest first.
-        uses: the checkpoint that `best` and `latest` load now; None if none is intact.
-        problems: one sentence per damage, with the checkpoint that is used instead.
-        notes: harmless leftovers.
-    """
-
-    checkpoints: list[CheckedCheckpoint]
-    uses: dict[str, Path | None]
-    problems: list[str]
-    notes: list[str]
+    checkpoints: list[CheckedCheckpoint]  # oldest first
+    uses: dict[str, Path | None]  # what `best` and `latest` load now; None if none is intact
+    problems: list[str]  # one sentence per damage, with the checkpoint that is used instead
+    notes: list[str]  # harmless leftovers
 
 
 def verify(run: RunFolder) -> Verification:
