@@ -51,10 +51,6 @@ def codec_name(encoding: str) -> str:
 def decode(chunks: Iterable[Chunk], encoding: str = "auto") -> Iterator[str]:
     """Yield the text of chunks, without byte order marks.
 
-    Args:
-        chunks: the bytes of one or more files.
-        encoding: `auto` or a codec's name.
-
     Raises:
         TextError: bytes that do not decode, named with their offset.
     """
@@ -71,7 +67,7 @@ def _decode_file(name: str, codec: str, contents: Iterator[bytes]) -> Iterator[s
     decoder = codecs.getincrementaldecoder(codec)("strict")
     offset = 0  # of the chunk's first byte
     is_start = True
-    for content, is_last in chain([(head, False)], ((c, False) for c in contents), [(b"", True)]):
+    for content in chain([head], contents, [b""]):
         if codec in {"utf-8", "utf-8-sig"} and (index := content.find(b"\0")) >= 0:
             raise TextError(
                 f"{name} holds a NUL byte at offset {offset + index:,}, so it is binary, or UTF-16 "
@@ -79,7 +75,7 @@ def _decode_file(name: str, codec: str, contents: Iterator[bytes]) -> Iterator[s
             )
         n_pending = len(decoder.getstate()[0])  # bytes of an incomplete character
         try:
-            text = decoder.decode(content, is_last)
+            text = decoder.decode(content, final=not content)
         except UnicodeError as error:
             raise TextError(_undecodable(name, codec, offset - n_pending, error)) from None
         offset += len(content)

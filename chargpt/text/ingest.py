@@ -28,6 +28,18 @@ from chargpt.text.tokenizer import CODE_POINTS, CharTokenizer, Counts, code_poin
 MAX_PENDING_CHUNKS = 4  # read and not yet hashed: bounds the memory
 
 
+class _Checksum:
+    """CRC-32 of all bytes of a text, which is far cheaper than a hash."""
+
+    crc32 = 0
+
+    def update(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+        """Pass chunks on and add them to the checksum."""
+        for chunk in chunks:
+            self.crc32 = zlib.crc32(chunk.content, self.crc32)
+            yield chunk
+
+
 def ingest(
     source: Source, settings: TextConfig, progress: Progress | None, notes: list[str]
 ) -> CachedText:
@@ -35,7 +47,7 @@ def ingest(
 
     Args:
         source: the text.
-        settings: its encoding and `min_count`.
+        settings: only its encoding and `min_count` matter here.
         progress: called with "reading" in the first pass and "encoding" in the second.
         notes: receives sentences for the user.
 
@@ -50,8 +62,8 @@ def ingest(
                 spool = stack.enter_context(TemporaryFile(folder))
                 copy_stdin(spool.write)
                 source = replace(source, stream=spool.file)
-            cache.require_room(folder, source.size())
-            counts, digests, checksums = _count_characters(source, settings, progress)
+            first, second = _Checksum(), _Checksum()  # of both passes
+            counts, digests = _count_characters(source, settings, progress, first)
             key = text_key(digests, settings)
             if (cached := load_or_note(key, notes)) is not None:
                 return cached
@@ -61,7 +73,10 @@ def ingest(
             cache.require_room(folder, int(counts.sum()) * tokenizer.dtype.itemsize)
             unknown_count = int(counts.sum() - counts[code_points(tokenizer.characters)].sum())
             tokens = stack.enter_context(TemporaryFile(folder))
-            if _encode(source, settings, tokenizer, tokens, progress) != checksums:
+            chunks = second.update(iter_chunks(source, progress, "encoding"))
+            for text in decode(chunks, settings.encoding):
+                tokens.write(tokenizer.encode(text, "replace").view(np.uint8).data)
+            if first.crc32 != second.crc32:
                 raise TextError(
                     f"{source.name} changed while it was read; try again when nothing writes to it"
                 )
@@ -75,35 +90,19 @@ def ingest(
 
 
 def _count_characters(
-    source: Source, settings: TextConfig, progress: Progress | None
-) -> tuple[Counts, list[str], dict[int, int]]:
-    """Return the number of occurrences of each code point, and each file's digest and checksum."""
+    source: Source, settings: TextConfig, progress: Progress | None, checksum: _Checksum
+) -> tuple[Counts, list[str]]:
+    """Return the number of occurrences of each code point, and each file's digest."""
     counts = np.zeros(CODE_POINTS, dtype=np.int64)
     hashes: dict[int, Any] = {}
-    checksums: dict[int, int] = {}
-    chunks = _hashed(iter_chunks(source, progress, "reading"), hashes)
-    for text in decode(_checksummed(chunks, checksums), settings.encoding):
+    chunks = checksum.update(_hashed(iter_chunks(source, progress, "reading"), hashes))
+    for text in decode(chunks, settings.encoding):
         if text.isascii():
             counts[:128] += count_tokens(np.frombuffer(text.encode("ascii"), np.uint8), 128)
         else:
             found = np.bincount(code_points(text))
             counts[: found.size] += found
-    return counts, [digest.hexdigest() for digest in hashes.values()], checksums
-
-
-def _encode(
-    source: Source,
-    settings: TextConfig,
-    tokenizer: CharTokenizer,
-    tokens: TemporaryFile,
-    progress: Progress | None,
-) -> dict[int, int]:
-    """Write the ids of a text, and return each file's checksum."""
-    checksums: dict[int, int] = {}
-    chunks = iter_chunks(source, progress, "encoding")
-    for text in decode(_checksummed(chunks, checksums), settings.encoding):
-        tokens.write(tokenizer.encode(text, "replace").view(np.uint8).data)
-    return checksums
+    return counts, [digest.hexdigest() for digest in hashes.values()]
 
 
 def _hashed(chunks: Iterator[Chunk], hashes: dict[int, Any]) -> Iterator[Chunk]:
@@ -119,13 +118,6 @@ def _hashed(chunks: Iterator[Chunk], hashes: dict[int, Any]) -> Iterator[Chunk]:
             if len(pending) > MAX_PENDING_CHUNKS:
                 pending.popleft().result()
             yield chunk
-
-
-def _checksummed(chunks: Iterator[Chunk], checksums: dict[int, int]) -> Iterator[Chunk]:
-    """Pass chunks on and compute each file's CRC-32, which is far cheaper than its hash."""
-    for number, name, content in chunks:
-        checksums[number] = zlib.crc32(content, checksums.get(number, 0))
-        yield Chunk(number, name, content)
 
 
 def load_or_note(key: str, notes: list[str]) -> CachedText | None:
