@@ -334,12 +334,9 @@ def read_config_tree(source: str | os.PathLike[str]) -> tuple[dict[str, Any], di
         near = difflib.get_close_matches(str(source), shipped, n=1)
         hint = f"did you mean {near[0]}?" if near else f"the shipped ones are {', '.join(shipped)}"
         raise ConfigError(f"there is no config {str(source)!r:.200}; {hint}")
-    if path.stat().st_size > MAX_YAML_BYTES:
-        raise ConfigError(
-            f"{path} is over {MAX_YAML_BYTES:,} bytes, the maximum of a config; name another file"
-        )
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        with open(path, encoding="utf-8-sig") as file:
+            text = file.read(MAX_YAML_BYTES + 1)  # parse_yaml rejects more
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read as UTF-8 text ({error}); correct it") from None
     return parse_yaml(text, str(path))

@@ -34,7 +34,6 @@ class Corpus:
     Attributes:
         name: short name for messages and tables.
         key: hash of the text's content and of the settings that determine its tokens.
-        tokenizer: the mapping of the ids to characters.
         tokens: the whole text, shape (characters,), memory-mapped, read-only.
         val_fraction, test_fraction: fractions of the text in the splits.
         unknown_fraction: fraction of the characters that became the unknown token.

@@ -22,7 +22,6 @@ BYTE_ORDER_MARK = "\ufeff"
 class Chunk(NamedTuple):
     """Some consecutive bytes of a file, decompressed."""
 
-    file_number: int
     file_name: str
     content: bytes
 
@@ -55,7 +54,7 @@ def decode(chunks: Iterable[Chunk], encoding: str = "auto") -> Iterator[str]:
         TextError: bytes that do not decode, named with their offset.
     """
     codec = codec_name(encoding)
-    for (_, name), group in groupby(chunks, key=lambda chunk: (chunk.file_number, chunk.file_name)):
+    for name, group in groupby(chunks, key=lambda chunk: chunk.file_name):
         yield from _decode_file(name, codec, (chunk.content for chunk in group))
 
 

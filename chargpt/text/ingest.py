@@ -7,7 +7,6 @@ second pass encodes. A checksum in both passes reveals a text that changes in be
 import hashlib
 import json
 import zlib
-from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -24,8 +23,6 @@ from chargpt.text.decoding import Chunk, codec_name, decode
 from chargpt.text.source import Source, copy_stdin, iter_chunks
 from chargpt.text.statistics import count_tokens
 from chargpt.text.tokenizer import CODE_POINTS, CharTokenizer, Counts, code_points
-
-MAX_PENDING_CHUNKS = 4  # read and not yet hashed: bounds the memory
 
 
 class _Checksum:
@@ -94,7 +91,7 @@ def _count_characters(
 ) -> tuple[Counts, list[str]]:
     """Return the number of occurrences of each code point, and each file's digest."""
     counts = np.zeros(CODE_POINTS, dtype=np.int64)
-    hashes: dict[int, Any] = {}
+    hashes: dict[str, Any] = {}  # by file name
     chunks = checksum.update(_hashed(iter_chunks(source, progress, "reading"), hashes))
     for text in decode(chunks, settings.encoding):
         if text.isascii():
@@ -105,18 +102,18 @@ def _count_characters(
     return counts, [digest.hexdigest() for digest in hashes.values()]
 
 
-def _hashed(chunks: Iterator[Chunk], hashes: dict[int, Any]) -> Iterator[Chunk]:
+def _hashed(chunks: Iterator[Chunk], hashes: dict[str, Any]) -> Iterator[Chunk]:
     """Pass chunks on while a second thread hashes each file's bytes (hashlib releases the GIL).
 
     BLAKE2b is as strong as SHA-256 and faster on processors without SHA instructions.
     """
     with ThreadPoolExecutor(1, "hash") as worker:
-        pending: deque[Future[None]] = deque()
+        pending: Future[None] | None = None
         for chunk in chunks:
-            digest = hashes.setdefault(chunk.file_number, hashlib.blake2b(digest_size=32))
-            pending.append(worker.submit(digest.update, chunk.content))
-            if len(pending) > MAX_PENDING_CHUNKS:
-                pending.popleft().result()
+            digest = hashes.setdefault(chunk.file_name, hashlib.blake2b(digest_size=32))
+            if pending:
+                pending.result()  # bounds the memory
+            pending = worker.submit(digest.update, chunk.content)
             yield chunk
 
 

@@ -203,13 +203,13 @@ def iter_chunks(
     assert not source.is_stdin, "standard input must be copied to a seekable stream first"
     total = source.size()
     n_bytes = n_stored = 0
-    for number, name in enumerate([str(path) for path in source.files] or [source.name]):
+    for name in [str(path) for path in source.files] or [source.name]:
         with _explained(name), _open(source, name) as raw:
             for content in _decompress(name, raw):
                 n_bytes += len(content)
                 if n_bytes > MAX_TEXT_BYTES:
                     raise TextError(f"{name} unpacks to over {MAX_TEXT_BYTES:,} bytes; split it")
-                yield Chunk(number, name, content)
+                yield Chunk(name, content)
                 if progress:
                     progress(stage, n_stored + raw.tell(), total)
             n_stored += raw.tell()

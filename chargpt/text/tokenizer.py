@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from chargpt.errors import RunError, TextError, UnknownCharacterError
-from chargpt.files import write_atomically
+from chargpt.files import parse_json, write_atomically
 
 CODE_POINTS = 0x110000
 MAX_JSON_BYTES = 16_000_000  # all code points, escaped, take less
@@ -182,10 +182,10 @@ class CharTokenizer:
             RunError: the text is not the JSON of a tokenizer.
         """
         try:
-            tree = json.loads(text)
-        except (ValueError, RecursionError):
-            raise _unusable(origin, "it is not JSON") from None
-        if not isinstance(tree, dict) or tree.get("format") != FORMAT:
+            tree = parse_json(text)
+        except ValueError as error:
+            raise _unusable(origin, str(error)) from None
+        if tree.get("format") != FORMAT:
             raise _unusable(origin, "it is not a chargpt tokenizer")
         if tree.get("version") != VERSION:
             raise RunError(
