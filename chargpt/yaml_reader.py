@@ -61,11 +61,8 @@ def parse_yaml(source: str, origin: str) -> tuple[dict[str, Any], dict[str, int]
     try:
         loader = _Loader(source)
         loader.name = origin
-        try:
-            node = loader.get_single_node()
-            value = {} if node is None else _to_python(loader, node, "", lines, 0)
-        finally:
-            loader.dispose()
+        node = loader.get_single_node()
+        value = {} if node is None else _to_python(loader, node, "", lines, 0)
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
         # the last four: values that do not match their tag, or are nested too deep
         mark = getattr(error, "problem_mark", None)

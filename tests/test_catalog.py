@@ -104,7 +104,7 @@ def error_message(entry: Entry, folder: Path) -> str:
 def test_a_text_is_downloaded_once_and_verified(server: Server, tmp_path: Path, path: str) -> None:
     reports: list[tuple[str, int, int]] = []
     folder = tmp_path / "new" / "data"
-    found = fetch(server.entry(path), folder, lambda *facts: reports.append(facts))
+    found = fetch(server.entry(path), folder, lambda *report: reports.append(report))
     assert found == folder / "sample.txt"
     assert found.read_bytes() == TEXT
     assert [file.name for file in folder.iterdir()] == ["sample.txt"]

@@ -427,13 +427,15 @@ def test_progress_reaches_the_size_of_the_files_in_both_passes(
     folder = write("ab" * 1500, "a.txt").parent
     write("cd" * 1000, "b.txt")
     reports: list[tuple[str, int, int]] = []
-    corpus = load_corpus(TextConfig(path=str(folder)), progress=lambda *now: reports.append(now))
+    corpus = load_corpus(
+        TextConfig(path=str(folder)), progress=lambda *report: reports.append(report)
+    )
     assert text_of(corpus) == "ab" * 1500 + "cd" * 1000
     stages = ("reading", "encoding")
     assert reports == [(stage, 1000 * n, 5000) for stage in stages for n in range(1, 6)]
 
 
-CHANGES: dict[str, bytes] = {
+CHANGED_CONTENTS: dict[str, bytes] = {
     "other characters": b"xyz" * 10,
     "the same characters": b"cba" * 10,
     "shorter": b"abc" * 9,
@@ -442,7 +444,7 @@ CHANGES: dict[str, bytes] = {
 }
 
 
-@pytest.mark.parametrize("content", CHANGES.values(), ids=CHANGES.keys())
+@pytest.mark.parametrize("content", CHANGED_CONTENTS.values(), ids=CHANGED_CONTENTS.keys())
 def test_a_text_that_changes_between_the_passes_is_rejected(
     write: Write, monkeypatch: pytest.MonkeyPatch, own_cache: Path, content: bytes
 ) -> None:
@@ -459,7 +461,9 @@ def test_a_text_that_changes_between_the_passes_is_rejected(
         patch.setattr(CharTokenizer, "from_counts", change)
         assert "text.txt changed while it was read; try again" in error_message(path)
         write("abc" * 10)
-        patch.setattr(CharTokenizer, "from_counts", lambda *facts: (path.unlink(), fit(*facts))[1])
+        patch.setattr(
+            CharTokenizer, "from_counts", lambda *arguments: (path.unlink(), fit(*arguments))[1]
+        )
         assert "there is no file" in error_message(path)
     assert not list((own_cache / "tokens").iterdir())
     assert text_of(load(write("abd" * 10))) == "abd" * 10
@@ -575,17 +579,17 @@ def test_large_token_files_are_checked_only_if_their_stamp_changed(
     monkeypatch.setattr(cache, "MAX_CHECKED_BYTES", 10)
     path = write("abc" * 10)
     folder = folder_of(load(path))
-    sums: list[int] = []
+    checksums: list[int] = []
     real = cache.zlib.crc32
-    monkeypatch.setattr(cache.zlib, "crc32", lambda *data: sums.append(1) or real(*data))
+    monkeypatch.setattr(cache.zlib, "crc32", lambda *data: checksums.append(1) or real(*data))
     assert load(path).notes == ()
-    assert not sums
+    assert not checksums
     os.utime(folder / "tokens.bin", ns=(1, 1))
     assert load(path).notes == ()
-    assert sums
-    sums.clear()
+    assert checksums
+    checksums.clear()
     assert load(path).notes == ()
-    assert not sums
+    assert not checksums
     flip_bit(folder)
     assert load(path).notes != ()
 
@@ -638,7 +642,7 @@ def test_a_run_uses_its_cached_text_if_the_file_changes(write: Write) -> None:
 def test_an_unwritable_cache_is_rejected_with_the_remedy(
     write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("CHARGPT_CACHE", str(write("a file", "in-the-way")))
+    monkeypatch.setenv("CHARGPT_CACHE", str(write("a file", "file")))
     message = error_message(write("abc"))
     assert "cannot be written" in message
     assert "set CHARGPT_CACHE" in message

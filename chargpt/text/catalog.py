@@ -5,6 +5,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -84,18 +85,15 @@ def embedded_text() -> str:
     Raises:
         TextError: this Python lacks it.
     """
-    try:
-        from pydoc_data import topics as module  # some distributions leave it out
+    with suppress(ImportError):  # some distributions leave it out
+        from pydoc_data.topics import topics
 
-        topics = module.topics
-    except (ImportError, AttributeError):
-        topics = {}
-    if not topics:
-        raise TextError(
-            "this Python lacks its documentation, which is the default text; "
-            "fetch another with `chargpt data get tinyshakespeare`"
-        )
-    return "\n".join(topics[name] for name in sorted(topics))
+        if topics:
+            return "\n".join(topics[name] for name in sorted(topics))
+    raise TextError(
+        "this Python lacks its documentation, which is the default text; "
+        "fetch another with `chargpt data get tinyshakespeare`"
+    )
 
 
 def settings_for(name: str, folder: Path = Path("data")) -> dict[str, object] | None:

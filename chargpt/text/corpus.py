@@ -106,7 +106,6 @@ def load_corpus(
     """Return the text of the settings, from the cache or encoded now.
 
     Args:
-        settings: path, encoding and splits of the text.
         key: of the text that a run was trained on. If the text has changed since or is missing,
             its cached tokens are used instead, with a note.
         progress: called while a text is read.

@@ -42,11 +42,8 @@ def ingest(
 ) -> CachedText:
     """Read a text and store its tokens in the cache, unless they are there and undamaged.
 
-    Args:
-        source: the text.
-        settings: only its encoding and `min_count` matter here.
-        progress: called with "reading" in the first pass and "encoding" in the second.
-        notes: receives sentences for the user.
+    Only `encoding` and `min_count` of the settings are used. `progress` is called with "reading"
+    in the first pass and "encoding" in the second. `notes` receives sentences for the user.
 
     Raises:
         TextError: the text is empty, changes while it is read, cannot be read or decoded, or the

@@ -103,7 +103,7 @@ def find_source(settings: TextConfig) -> Source:
 
 def _find_glob(pattern: str, written: str) -> Source:
     if not glob.has_magic(pattern):
-        raise MissingTextError(_missing(pattern, written))
+        raise MissingTextError(_missing(written))
     matches = (Path(match).absolute() for match in glob.iglob(pattern, recursive=True))
     files = sorted({path for path in matches if path.is_file()})
     if not files:
@@ -141,8 +141,9 @@ def _find_folder(root: Path, suffixes: tuple[str, ...]) -> Source:
     return Source(f"{root.absolute().name}/", tuple(sorted(files)))
 
 
-def _missing(path: str, written: str) -> str:
+def _missing(written: str) -> str:
     """Return the message for a path that does not exist, with the most similar one that does."""
+    path = os.path.expanduser(written)
     name, parent = os.path.basename(path), os.path.dirname(path) or "."
     if written in CATALOG:
         return f"there is no file {written}; fetch the text with `chargpt data get {written}`"
@@ -170,7 +171,7 @@ def _explained(path: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
-        raise MissingTextError(_missing(path, path)) from None
+        raise MissingTextError(_missing(path)) from None
     except OSError as error:
         raise TextError(_unreadable(path, error)) from None
 
