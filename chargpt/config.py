@@ -252,14 +252,13 @@ def set_dotted(tree: dict[str, Any], key: str, value: object) -> None:
     tree[last] = value
 
 
-def _known_keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
+def _known_keys() -> list[str]:
     """Return the dotted keys of all settings and sections."""
     keys = []
-    for name, field in model.model_fields.items():
-        annotation = field.annotation
-        keys.append(prefix + name)
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            keys += _known_keys(annotation, f"{prefix}{name}.")
+    for name, value in Config().model_dump().items():
+        keys.append(name)
+        if isinstance(value, dict):
+            keys += [f"{name}.{key}" for key in value]
     return keys
 
 
@@ -273,13 +272,11 @@ def _suggestion(key: str) -> str:
         if "." in other and other.split(".")[-1] == key.split(".")[-1]:
             return f"; did you mean {other}?"
     section, _, last = key.rpartition(".")
-    near: list[str] = []
-    for pool in ([name for name in known if name.startswith(f"{section}.")], known):
-        by_name = {name.split(".")[-1]: name for name in pool}
-        near = near or [by_name[n] for n in difflib.get_close_matches(last, by_name, n=1)]
-    if near:
-        return f"; did you mean {near[0]}?"
     inside = [name for name in known if name.startswith(f"{section}.")]
+    for pool in (inside, known):
+        by_name = {name.split(".")[-1]: name for name in pool}
+        if near := difflib.get_close_matches(last, by_name, n=1):
+            return f"; did you mean {by_name[near[0]]}?"
     return "; the keys are " + ", ".join(inside or [name for name in known if "." not in name])
 
 
@@ -339,12 +336,9 @@ def read_config_tree(source: str | os.PathLike[str]) -> tuple[dict[str, Any], di
         near = difflib.get_close_matches(str(source), shipped, n=1)
         hint = f"did you mean {near[0]}?" if near else f"the shipped ones are {', '.join(shipped)}"
         raise ConfigError(f"there is no config {str(source)!r:.200}; {hint}")
-    if path.stat().st_size > MAX_YAML_BYTES:
-        raise ConfigError(
-            f"{path} is over {MAX_YAML_BYTES:,} bytes, the maximum of a config; name another file"
-        )
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        with open(path, encoding="utf-8-sig") as file:
+            text = file.read(MAX_YAML_BYTES + 1)  # parse_yaml rejects more
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read as UTF-8 text ({error}); correct it") from None
     return parse_yaml(text, str(path))
@@ -369,7 +363,11 @@ def load_config(
     for key, value in (defaults or {}).items():
         set_dotted(tree, key, value)
     file_tree, lines = read_config_tree(source)
-    _merge(tree, {key: _or_empty_section(key, value) for key, value in file_tree.items()})
+    for key, value in file_tree.items():
+        if value is None and isinstance(getattr(Config(), key, None), Section):
+            value = {}  # all lines of the section are comments
+        is_merged = isinstance(value, dict) and isinstance(tree.get(key), dict)
+        tree[key] = tree[key] | value if is_merged else value
     for override in overrides:
         key, parsed = parse_override(override)
         set_dotted(tree, key, parsed)
@@ -391,18 +389,3 @@ def parse_override(written: str) -> tuple[str, object]:
     if set(parsed) != {"value"}:
         raise ConfigError(f"-s {written!r} sets more than one key; use one -s per key")
     return key.strip(), parsed["value"]
-
-
-def _or_empty_section(key: str, value: object) -> object:
-    """Return {} for a section without values (all its lines are comments)."""
-    annotation = Config.model_fields[key].annotation if key in Config.model_fields else None
-    is_section = isinstance(annotation, type) and issubclass(annotation, Section)
-    return {} if value is None and is_section else value
-
-
-def _merge(tree: dict[str, Any], other: dict[str, Any]) -> None:
-    for key, value in other.items():
-        if isinstance(value, dict) and isinstance(tree.get(key), dict):
-            _merge(tree[key], value)
-        else:
-            tree[key] = value

@@ -57,7 +57,7 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
     return path.read_bytes()
 
 
-def parse_json(content: bytes) -> dict[str, Any]:
+def parse_json(content: bytes | str) -> dict[str, Any]:
     """Return a JSON object.
 
     Raises:

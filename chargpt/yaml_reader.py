@@ -57,15 +57,12 @@ def parse_yaml(source: str, origin: str) -> tuple[dict[str, Any], dict[str, int]
         raise ConfigError(
             f"{origin} is over {MAX_YAML_BYTES:,} bytes, the maximum of a config; name another file"
         )
+    lines: dict[str, int] = {}
     try:
         loader = _Loader(source)
         loader.name = origin
-        try:
-            node = loader.get_single_node()
-            lines: dict[str, int] = {}
-            value = {} if node is None else _to_python(loader, node, "", lines, origin, 0)
-        finally:
-            loader.dispose()
+        node = loader.get_single_node()
+        value = {} if node is None else _to_python(loader, node, "", lines, 0)
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
         # the last four: values that do not match their tag, or are nested too deep
         mark = getattr(error, "problem_mark", None)
@@ -80,29 +77,31 @@ def parse_yaml(source: str, origin: str) -> tuple[dict[str, Any], dict[str, int]
 
 
 def _to_python(
-    loader: _Loader, node: yaml.Node, path: str, lines: dict[str, int], origin: str, depth: int
+    loader: _Loader, node: yaml.Node, path: str, lines: dict[str, int], depth: int
 ) -> Any:
     """Return a node as dicts, lists and scalars; record lines and reject repeated keys."""
     if depth > MAX_DEPTH:
-        raise ConfigError(f"{origin} is nested more than {MAX_DEPTH} levels deep; flatten it")
+        raise ConfigError(f"{loader.name} is nested more than {MAX_DEPTH} levels deep; flatten it")
     if isinstance(node, yaml.MappingNode):
         result: dict[str, Any] = {}
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1
             if not isinstance(key_node, yaml.ScalarNode):
-                raise ConfigError(f"{origin}, line {line}: a key must be a single word; correct it")
+                raise ConfigError(
+                    f"{loader.name}, line {line}: a key must be a single word; correct it"
+                )
             key = str(key_node.value)
             dotted = f"{path}.{key}" if path else key
             if key in result:
                 raise ConfigError(
-                    f"{origin}, line {line}: {dotted} is set twice "
+                    f"{loader.name}, line {line}: {dotted} is set twice "
                     f"(first on line {lines[dotted]}); keep one"
                 )
             lines[dotted] = line
-            result[key] = _to_python(loader, value_node, dotted, lines, origin, depth + 1)
+            result[key] = _to_python(loader, value_node, dotted, lines, depth + 1)
         return result
     if isinstance(node, yaml.SequenceNode):
-        return [_to_python(loader, child, path, lines, origin, depth + 1) for child in node.value]
+        return [_to_python(loader, child, path, lines, depth + 1) for child in node.value]
     if node.tag.endswith((":int", ":float", ":timestamp")) and (
         # dates, base-60 and very long numbers remain text, which no numeric setting accepts
         ":" in node.value or len(node.value) > MAX_NUMBER_CHARACTERS or node.tag.endswith("stamp")

@@ -71,12 +71,12 @@ def test_a_shipped_config_contains_only_what_differs_from_the_defaults(name: str
     defaults = Config().model_dump(mode="json")
     for section, values in tree.items():
         for key, value in values.items():
-            named = key in (
+            is_explicit = key in (
                 "kind",
                 "batch_size",
                 "block_size",
             )  # written out although they are defaults
-            assert defaults[section][key] != value or named, f"{section}.{key}"
+            assert defaults[section][key] != value or is_explicit, f"{section}.{key}"
 
 
 def test_the_notebook_config_has_the_values_of_the_notebooks() -> None:
@@ -97,11 +97,11 @@ def test_a_file_changes_only_the_settings_that_it_contains(write) -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "meant"), [("1e-4", 1e-4), ("1E3", 1e3), ("+2.5e-1", 0.25), ("3", 3.0), (".5", 0.5)]
+    ("written", "value"), [("1e-4", 1e-4), ("1E3", 1e3), ("+2.5e-1", 0.25), ("3", 3.0), (".5", 0.5)]
 )
-def test_numbers_are_read_in_every_notation(written: str, meant: float, write) -> None:
-    assert load_config(write(f"optim:\n  lr: {written}\n")).optim.lr == meant
-    assert load_config("gpt", [f"optim.lr={written}"]).optim.lr == meant
+def test_numbers_are_read_in_every_notation(written: str, value: float, write) -> None:
+    assert load_config(write(f"optim:\n  lr: {written}\n")).optim.lr == value
+    assert load_config("gpt", [f"optim.lr={written}"]).optim.lr == value
 
 
 def test_whole_steps_may_be_written_with_an_exponent() -> None:
@@ -158,7 +158,7 @@ def test_nested_aliases_are_rejected(write) -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "right"),
+    ("written", "suggestion"),
     [
         ("train:\n  max_stepz: 5\n", "train.max_steps"),
         ("train:\n  lr: 5\n", "optim.lr"),
@@ -168,10 +168,10 @@ def test_nested_aliases_are_rejected(write) -> None:
     ],
 )
 def test_an_unknown_key_is_rejected_with_the_most_similar_one(
-    written: str, right: str, write
+    written: str, suggestion: str, write
 ) -> None:
     message = message_of(write("seed: 1\n" + written))
-    assert f"did you mean {right}?" in message
+    assert f"did you mean {suggestion}?" in message
     assert f"line {1 + written.count(chr(10))}" in message or "line 2" in message
 
 
@@ -440,7 +440,7 @@ def test_the_mlp_width_is_8_3_n_embd_rounded_up_to_64(n_embd: int) -> None:
 
 # -- round trip ------------------------------------------------------------------------------
 
-words = st.text(max_size=40) | st.sampled_from(
+texts = st.text(max_size=40) | st.sampled_from(
     ["1e5", "1_0e5", "null", "~", "yes", "2024-01-01", "1:30", "*a", "&a", "!!int", "- x", "a: b",
      "# x", " ", "\n", "\r\n", "\t", "\u2028", "\x85", "\ufeff", "\0", "'", '"', "<<", "=", "0x1f"]
 )  # fmt: skip
@@ -453,16 +453,16 @@ def configs(draw: st.DrawFn) -> Config:
         {
             "seed": draw(st.integers(0, 2**63 - 1)),
             "deterministic": draw(st.booleans()),
-            "text.path": draw(st.none() | words),
-            "text.encoding": draw(words),
-            "text.suffixes": draw(st.lists(words, max_size=3)),
+            "text.path": draw(st.none() | texts),
+            "text.encoding": draw(texts),
+            "text.suffixes": draw(st.lists(texts, max_size=3)),
             "text.val_fraction": draw(st.floats(1e-12, 0.9)),
             "model.rope_theta": draw(positive),
             "model.n_mlp": draw(st.none() | st.integers(1, 9999)),
             "optim.lr": draw(positive),
             "train.clip_norm": draw(st.none() | positive),
-            "sample.prompt": draw(words | st.text(string.printable, min_size=90, max_size=300)),
-            "sample.stop": draw(st.lists(words, max_size=3)),
+            "sample.prompt": draw(texts | st.text(string.printable, min_size=90, max_size=300)),
+            "sample.stop": draw(st.lists(texts, max_size=3)),
         }
     )
 
@@ -472,6 +472,6 @@ def configs(draw: st.DrawFn) -> Config:
 def test_a_config_written_as_yaml_is_read_back_equal(
     tmp_path_factory: pytest.TempPathFactory, config: Config
 ) -> None:
-    path = tmp_path_factory.mktemp("there") / "config.yaml"
+    path = tmp_path_factory.mktemp("config") / "config.yaml"
     path.write_text(config.to_yaml(), encoding="utf-8", newline="")
     assert load_config(path) == config

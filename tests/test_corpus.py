@@ -1,4 +1,4 @@
-"""Texts from every kind of source become tokens and splits; errors are one sentence."""
+"""Loading a text: sources, decoding, encoding, splits, and the cache of tokens."""
 
 import codecs
 import gzip
@@ -21,7 +21,6 @@ from chargpt.config import TextConfig
 from chargpt.errors import TextError, UnknownCharacterError
 from chargpt.text import cache, source
 from chargpt.text.corpus import Corpus, load_corpus, read_text
-from chargpt.text.statistics import count_pairs, count_tokens
 from chargpt.text.tokenizer import CharTokenizer
 
 Write = Callable[..., Path]
@@ -41,7 +40,7 @@ def write(tmp_path: Path) -> Write:
     return write
 
 
-def prepared(path: Path | str | None, **values: object) -> Corpus:
+def load(path: Path | str | None, **values: object) -> Corpus:
     text = None if path is None else str(path)
     return load_corpus(TextConfig.model_validate({"path": text, **values}))
 
@@ -50,9 +49,14 @@ def text_of(corpus: Corpus) -> str:
     return corpus.tokenizer.decode(corpus.tokens)
 
 
-def refusal(path: Path | str, **values: object) -> str:
+def folder_of(corpus: Corpus) -> Path:
+    """Return the folder of the cached tokens."""
+    return cache.cache_folder() / "tokens" / corpus.key
+
+
+def error_message(path: Path | str, **values: object) -> str:
     with pytest.raises(TextError) as caught:
-        prepared(path, **values)
+        load(path, **values)
     message = str(caught.value)
     assert "\n" not in message
     return message
@@ -68,7 +72,7 @@ class Pipe(io.BytesIO):
         raise io.UnsupportedOperation("a pipe cannot seek")
 
 
-def bare_corpus(size: int, val: float = 0.1, test: float = 0.0) -> Corpus:
+def corpus_of_size(size: int, val: float = 0.1, test: float = 0.0) -> Corpus:
     tokens = np.broadcast_to(np.uint8(0), (size,))
     return Corpus("text.txt", "key", CharTokenizer("a"), tokens, val, test)
 
@@ -87,19 +91,19 @@ def bare_corpus(size: int, val: float = 0.1, test: float = 0.0) -> Corpus:
     ],
 )
 def test_split_sizes(size: int, val: float, test: float, sizes: tuple[int, int, int]) -> None:
-    corpus = bare_corpus(size, val, test)
+    corpus = corpus_of_size(size, val, test)
     assert tuple(corpus.split(name).size for name in ("train", "val", "test")) == sizes
 
 
 @given(st.integers(1, 10**6), st.floats(0.001, 0.6), st.floats(0, 0.39))
-def test_splits_are_consecutive_and_lose_nothing(size: int, val: float, test: float) -> None:
-    corpus = bare_corpus(size, val, test)
+def test_splits_are_consecutive_and_cover_the_text(size: int, val: float, test: float) -> None:
+    corpus = corpus_of_size(size, val, test)
     train, validation, last = (corpus._bounds(name) for name in ("train", "val", "test"))
     assert (train[0], train[1], validation[1], last[1]) == (0, validation[0], last[0], size)
 
 
 def test_splits_are_views_in_the_order_of_the_text(write: Write) -> None:
-    corpus = prepared(write("abcdefghij" * 10), val_fraction=0.2, test_fraction=0.1)
+    corpus = load(write("abcdefghij" * 10), val_fraction=0.2, test_fraction=0.1)
     parts = [corpus.tokenizer.decode(corpus.split(name)) for name in ("train", "val", "test")]
     assert "".join(parts) == "abcdefghij" * 10
     assert [len(part) for part in parts] == [70, 20, 10]
@@ -107,18 +111,18 @@ def test_splits_are_views_in_the_order_of_the_text(write: Write) -> None:
     assert not corpus.split("train").flags.writeable
 
 
-def test_a_text_too_short_for_a_block_says_what_to_set() -> None:
-    bare_corpus(1290).require_blocks(128)
+def test_a_text_too_short_for_a_block_names_the_settings_to_change() -> None:
+    corpus_of_size(1290).require_blocks(128)
     with pytest.raises(TextError) as caught:
-        bare_corpus(1280).require_blocks(128)
+        corpus_of_size(1280).require_blocks(128)
     message = str(caught.value)
     assert "holds 1,280 characters, 1,152 to train on and 128 to validate on" in message
     assert "set model.block_size to 127 or less" in message
     assert "set text.val_fraction to 0.101 or more" in message
-    bare_corpus(1280, 0.101).require_blocks(128)
-    bare_corpus(1280).require_blocks(127)
+    corpus_of_size(1280, 0.101).require_blocks(128)
+    corpus_of_size(1280).require_blocks(127)
     with pytest.raises(TextError, match=r"1 character, 0 to train on.*; give a longer text$"):
-        bare_corpus(1).require_blocks(8)
+        corpus_of_size(1).require_blocks(8)
 
 
 # Decoding
@@ -135,7 +139,7 @@ def test_decoding_the_tokens_returns_the_text_for_any_chunk_size(
     monkeypatch.setattr(source, "CHUNK_BYTES", chunk)
     path = tmp_path / "text.txt"
     path.write_bytes(text.encode("utf-8"))
-    corpus = prepared(path)
+    corpus = load(path)
     assert text_of(corpus) == text
     assert corpus.tokenizer == CharTokenizer.fit(text)
 
@@ -146,25 +150,25 @@ def test_a_byte_order_mark_sets_the_encoding_and_is_removed(
     write: Write, monkeypatch: pytest.MonkeyPatch, codec: str, chunk: int
 ) -> None:
     monkeypatch.setattr(source, "CHUNK_BYTES", max(chunk, 4))
-    assert text_of(prepared(write(MIXED.encode(codec)))) == MIXED
+    assert text_of(load(write(MIXED.encode(codec)))) == MIXED
 
 
 @pytest.mark.parametrize(
     ("mark", "codec"), [(codecs.BOM_UTF16_BE, "utf-16-be"), (codecs.BOM_UTF32_BE, "utf-32-be")]
 )
 def test_big_endian_marks_are_recognised(write: Write, mark: bytes, codec: str) -> None:
-    assert text_of(prepared(write(mark + MIXED.encode(codec)))) == MIXED
+    assert text_of(load(write(mark + MIXED.encode(codec)))) == MIXED
 
 
 @pytest.mark.parametrize("codec", ["cp1251", "koi8-r", "UTF-16LE", "latin_1", "shift_jis", "utf8"])
 def test_an_encoding_can_be_named(write: Write, codec: str) -> None:
     text = "Wörld\r\n" if codec == "latin_1" else "Привет\r\n"
-    assert text_of(prepared(write(text.encode(codec)), encoding=codec)) == text
+    assert text_of(load(write(text.encode(codec)), encoding=codec)) == text
 
 
 def test_latin_1_decodes_every_byte(write: Write) -> None:
-    everything = bytes(range(256))
-    corpus = prepared(write(everything), encoding="latin-1")
+    all_bytes = bytes(range(256))
+    corpus = load(write(all_bytes), encoding="latin-1")
     assert corpus.tokens.tolist() == list(range(256))
     assert corpus.tokens.dtype == np.uint8
 
@@ -191,16 +195,16 @@ def test_undecodable_bytes_are_named_with_their_offset(
 ) -> None:
     monkeypatch.setattr(source, "CHUNK_BYTES", chunk)
     path = write(content)
-    message = refusal(path, encoding=encoding)
+    message = error_message(path, encoding=encoding)
     assert where in message
     assert str(path) in message
     assert "--encoding cp1252" in message
 
 
-def test_binaries_are_refused_with_the_offset_of_the_first_nul(write: Write) -> None:
-    assert "NUL byte at offset 7," in refusal(write(b"\x7fELF...\0\0"))
-    assert "--encoding utf-16-le" in refusal(write("hello".encode("utf-16-le")))
-    assert "NUL byte" in refusal(write(b"a\0"), encoding="UTF8")
+def test_a_binary_is_rejected_with_the_offset_of_its_first_nul_byte(write: Write) -> None:
+    assert "NUL byte at offset 7," in error_message(write(b"\x7fELF...\0\0"))
+    assert "--encoding utf-16-le" in error_message(write("hello".encode("utf-16-le")))
+    assert "NUL byte" in error_message(write(b"a\0"), encoding="UTF8")
 
 
 @pytest.mark.parametrize(
@@ -214,26 +218,28 @@ def test_binaries_are_refused_with_the_offset_of_the_first_nul(write: Write) -> 
         ("undefined", "does not decode"),
     ],
 )
-def test_a_wrong_encoding_name_is_explained(write: Write, encoding: str, words: str) -> None:
-    assert words in refusal(write("abc"), encoding=encoding)
+def test_an_unknown_encoding_is_rejected_with_a_suggestion(
+    write: Write, encoding: str, words: str
+) -> None:
+    assert words in error_message(write("abc"), encoding=encoding)
 
 
 # Sources
 
 
-def test_an_empty_text_is_refused(write: Write) -> None:
-    assert "is empty" in refusal(write(""))
-    assert "is empty" in refusal(write(codecs.BOM_UTF8, "mark.txt"))
+def test_an_empty_text_is_rejected(write: Write) -> None:
+    assert "is empty" in error_message(write(""))
+    assert "is empty" in error_message(write(codecs.BOM_UTF8, "mark.txt"))
 
 
 def test_a_gzip_file_is_recognised_by_its_content(write: Write) -> None:
     packed = gzip.compress(MIXED.encode() * 1000)
-    assert text_of(prepared(write(packed, "a.gz"))) == MIXED * 1000
-    assert text_of(prepared(write(packed, "b.txt"))) == MIXED * 1000
-    assert "not a complete gzip file" in refusal(write(packed[:-20], "cut.gz"))
-    assert "not a complete gzip file" in refusal(write(b"plain", "misnamed.gz"))
+    assert text_of(load(write(packed, "a.gz"))) == MIXED * 1000
+    assert text_of(load(write(packed, "b.txt"))) == MIXED * 1000
+    assert "not a complete gzip file" in error_message(write(packed[:-20], "cut.gz"))
+    assert "not a complete gzip file" in error_message(write(b"plain", "misnamed.gz"))
     damaged = packed[:30] + b"\xff\xff\xff\xff" + packed[34:]
-    assert "not a complete gzip file" in refusal(write(damaged, "damaged.gz"))
+    assert "not a complete gzip file" in error_message(write(damaged, "damaged.gz"))
 
 
 def test_the_unpacked_size_of_an_archive_is_bounded(
@@ -241,10 +247,10 @@ def test_the_unpacked_size_of_an_archive_is_bounded(
 ) -> None:
     bomb = write(gzip.compress(b"a" * 50_000_000), "bomb.gz")
     monkeypatch.setattr(source, "MAX_TEXT_BYTES", 3_000_000)
-    assert "unpacks to over 3,000,000 bytes" in refusal(bomb)
+    assert "unpacks to over 3,000,000 bytes" in error_message(bomb)
 
 
-def test_a_full_disk_is_noticed_before_it_is_full(
+def test_a_nearly_full_disk_is_reported_and_temporary_files_are_deleted(
     write: Write, monkeypatch: pytest.MonkeyPatch, own_cache: Path
 ) -> None:
     archive = write(gzip.compress(b"ab" * 3_000_000), "a.gz")
@@ -252,11 +258,10 @@ def test_a_full_disk_is_noticed_before_it_is_full(
     monkeypatch.setattr(
         shutil, "disk_usage", lambda _: usage._replace(free=cache.MIN_FREE_BYTES + 100_000)
     )
-    monkeypatch.setattr(cache, "FREE_CHECK_BYTES", 1_000_000)
-    assert "CHARGPT_CACHE" in refusal(archive)
-    assert "MB free" in refusal(write("abc" * 100_000))
+    assert "CHARGPT_CACHE" in error_message(archive)
+    assert "MB free" in error_message(write("abc" * 100_000))
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ab" * 3_000_000)))
-    assert "MB free" in refusal("-")
+    assert "MB free" in error_message("-")
     assert not list((own_cache / "tokens").glob("*"))
 
 
@@ -267,57 +272,57 @@ def test_a_folder_is_read_recursively_sorted_and_by_suffix(write: Write) -> None
     write("no", "a/code.py")
     write("no", ".hidden.txt")
     folder = write("no", ".git/x.txt").parent.parent
-    corpus = prepared(folder)
+    corpus = load(folder)
     assert text_of(corpus) == "a2b1z3"
     assert corpus.name == "texts/"
-    assert text_of(prepared(folder, suffixes=("py",))) == "no"
-    message = refusal(folder, suffixes=(".rst", ".tex"))
+    assert text_of(load(folder, suffixes=("py",))) == "no"
+    message = error_message(folder, suffixes=(".rst", ".tex"))
     assert ".rst, .tex" in message
     assert "text.suffixes" in message
 
 
-def test_a_symbolic_link_loop_ends(write: Write) -> None:
+def test_a_symbolic_link_to_a_parent_is_not_followed(write: Write) -> None:
     folder = write("abc", "in/a.txt").parent
     (folder / "up").symlink_to(folder)
     (folder / "broken.txt").symlink_to(folder / "none")
-    assert text_of(prepared(folder)) == "abc"
+    assert text_of(load(folder)) == "abc"
 
 
 def test_a_glob_is_read_in_sorted_order(write: Write) -> None:
     folder = write("2", "p/2.log").parent
     write("1", "p/1.log")
     write("no", "p/3.txt")
-    assert text_of(prepared(f"{folder}/*.log")) == "12"
-    assert text_of(prepared(f"{folder.parent}/**/*.log")) == "12"
-    assert "no file matches" in refusal(f"{folder}/*.csv")
+    assert text_of(load(f"{folder}/*.log")) == "12"
+    assert text_of(load(f"{folder.parent}/**/*.log")) == "12"
+    assert "no file matches" in error_message(f"{folder}/*.csv")
 
 
 def test_brackets_in_an_existing_file_name_are_not_a_pattern(write: Write) -> None:
-    assert text_of(prepared(write("abc", "novel [1].txt"))) == "abc"
+    assert text_of(load(write("abc", "novel [1].txt"))) == "abc"
 
 
-def test_standard_input_is_read_once_and_later_found_by_its_key(
+def test_standard_input_is_read_once_and_then_loaded_by_its_key(
     monkeypatch: pytest.MonkeyPatch, own_cache: Path
 ) -> None:
-    def pipe(content: bytes) -> None:
+    def set_stdin(content: bytes) -> None:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(Pipe(content)))
 
-    pipe(MIXED.encode())
-    first = prepared("-")
+    set_stdin(MIXED.encode())
+    first = load("-")
     assert text_of(first) == MIXED
     assert first.name == "standard input"
-    pipe(b"")
-    again = load_corpus(TextConfig(path="-"), key=first.key)
-    assert text_of(again) == MIXED
-    pipe(gzip.compress(b"packed"))
-    assert text_of(prepared("-")) == "packed"
-    pipe(b"")
-    assert "standard input is empty" in refusal("-")
-    pipe("жы".encode() + b"\xff")
-    assert "standard input is not UTF-8 text (byte 0xFF at offset 4" in refusal("-")
+    set_stdin(b"")
+    reloaded = load_corpus(TextConfig(path="-"), key=first.key)
+    assert text_of(reloaded) == MIXED
+    set_stdin(gzip.compress(b"packed"))
+    assert text_of(load("-")) == "packed"
+    set_stdin(b"")
+    assert "standard input is empty" in error_message("-")
+    set_stdin("жы".encode() + b"\xff")
+    assert "standard input is not UTF-8 text (byte 0xFF at offset 4" in error_message("-")
     monkeypatch.setattr("chargpt.text.ingest.copy_stdin.__defaults__", (5,))
-    pipe(MIXED.encode())
-    assert "standard input is over 5 bytes" in refusal("-")
+    set_stdin(MIXED.encode())
+    assert "standard input is over 5 bytes" in error_message("-")
     assert not list((own_cache / "tokens").glob(".*"))  # the copies of the input are deleted
 
 
@@ -336,10 +341,10 @@ def test_a_real_pipe_is_read(tmp_path: Path) -> None:
     assert done.stdout.strip() == b"3000000"
 
 
-def test_a_pipe_by_name_is_refused(tmp_path: Path) -> None:
+def test_a_named_pipe_is_rejected(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.txt")
-    assert "name it `-`" in refusal(tmp_path / "pipe.txt")
-    assert "name it `-`" in refusal("/dev/null")
+    assert "name it `-`" in error_message(tmp_path / "pipe.txt")
+    assert "name it `-`" in error_message("/dev/null")
 
 
 @pytest.mark.parametrize(
@@ -353,21 +358,19 @@ def test_a_pipe_by_name_is_refused(tmp_path: Path) -> None:
         ("a\0b", "cannot be read"),
     ],
 )
-def test_a_missing_file_is_explained(write: Write, name: str, words: str) -> None:
+def test_a_missing_file_is_rejected_with_a_suggestion(write: Write, name: str, words: str) -> None:
     folder = write("abc", "novel.txt").parent
-    assert words in refusal(f"{folder}/{name}")
+    assert words in error_message(f"{folder}/{name}")
 
 
 def test_a_catalog_text_that_is_not_downloaded_names_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert "`chargpt data get text8`" in refusal("text8")
+    assert "`chargpt data get text8`" in error_message("text8")
 
 
-def test_a_text_that_may_not_be_read_is_explained(
-    write: Write, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_text_is_rejected(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write("abc")
     path.chmod(0)
     if os.access(path, os.R_OK):  # the superuser may read everything: let the system refuse
@@ -379,42 +382,42 @@ def test_a_text_that_may_not_be_read_is_explained(
             return real(name, *args, **options)  # type: ignore[call-overload]
 
         monkeypatch.setattr("builtins.open", refuse)
-    assert "may not be read (permission denied)" in refusal(path)
+    assert "may not be read (permission denied)" in error_message(path)
 
 
 def test_the_embedded_text_needs_no_file() -> None:
-    corpus = prepared(None)
+    corpus = load(None)
     assert corpus.name == "python-docs"
     assert corpus.tokens.size > 300_000
     assert "assert" in text_of(corpus)
-    assert prepared(None).key == corpus.key
+    assert load(None).key == corpus.key
 
 
 @pytest.mark.parametrize(
     ("n_characters", "dtype"),
     [(200, "uint8"), (239, "uint8"), (3000, "uint16"), (70_000, "uint32")],
 )
-def test_vocabularies_of_every_dtype_are_encoded(
+def test_texts_of_every_token_dtype_are_encoded(
     write: Write, monkeypatch: pytest.MonkeyPatch, n_characters: int, dtype: str
 ) -> None:
     monkeypatch.setattr(source, "CHUNK_BYTES", 1000)
     characters = [chr(0x20000 - code) for code in range(n_characters)]
     text = "plain ascii first " * 100 + "".join(characters) + "and last " * 100
-    corpus = prepared(write(text))
+    corpus = load(write(text))
     assert corpus.tokens.dtype == np.dtype(dtype)
     assert text_of(corpus) == text
 
 
 def test_rare_characters_become_the_unknown_token(write: Write) -> None:
-    corpus = prepared(write("abab" * 20 + "жx" + "ж"), min_count=2)
+    corpus = load(write("abab" * 20 + "жx" + "ж"), min_count=2)
     assert corpus.tokenizer.characters == "abж"
     assert corpus.unknown_fraction == pytest.approx(1 / 83)
     assert text_of(corpus) == "abab" * 20 + "ж\ufffdж"
     wide = "".join(chr(0x4E00 + index) for index in range(400))
-    corpus = prepared(write(wide + "ab" * 9, "wide.txt"), min_count=2)
+    corpus = load(write(wide + "ab" * 9, "wide.txt"), min_count=2)
     assert corpus.tokens.dtype == np.uint8
     assert text_of(corpus) == "\ufffd" * 400 + "ab" * 9
-    assert "lower text.min_count" in refusal(write("abc", "rare.txt"), min_count=2)
+    assert "lower text.min_count" in error_message(write("abc", "rare.txt"), min_count=2)
 
 
 def test_progress_reaches_the_size_of_the_files_in_both_passes(
@@ -424,13 +427,15 @@ def test_progress_reaches_the_size_of_the_files_in_both_passes(
     folder = write("ab" * 1500, "a.txt").parent
     write("cd" * 1000, "b.txt")
     reports: list[tuple[str, int, int]] = []
-    corpus = load_corpus(TextConfig(path=str(folder)), progress=lambda *now: reports.append(now))
+    corpus = load_corpus(
+        TextConfig(path=str(folder)), progress=lambda *report: reports.append(report)
+    )
     assert text_of(corpus) == "ab" * 1500 + "cd" * 1000
     stages = ("reading", "encoding")
     assert reports == [(stage, 1000 * n, 5000) for stage in stages for n in range(1, 6)]
 
 
-CHANGES: dict[str, bytes] = {
+CHANGED_CONTENTS: dict[str, bytes] = {
     "other characters": b"xyz" * 10,
     "the same characters": b"cba" * 10,
     "shorter": b"abc" * 9,
@@ -439,8 +444,8 @@ CHANGES: dict[str, bytes] = {
 }
 
 
-@pytest.mark.parametrize("content", CHANGES.values(), ids=CHANGES.keys())
-def test_a_text_that_changes_between_the_passes_is_refused(
+@pytest.mark.parametrize("content", CHANGED_CONTENTS.values(), ids=CHANGED_CONTENTS.keys())
+def test_a_text_that_changes_between_the_passes_is_rejected(
     write: Write, monkeypatch: pytest.MonkeyPatch, own_cache: Path, content: bytes
 ) -> None:
     path = write("abc" * 10)
@@ -454,61 +459,65 @@ def test_a_text_that_changes_between_the_passes_is_refused(
 
     with monkeypatch.context() as patch:
         patch.setattr(CharTokenizer, "from_counts", change)
-        assert "text.txt changed while it was read; try again" in refusal(path)
+        assert "text.txt changed while it was read; try again" in error_message(path)
         write("abc" * 10)
-        patch.setattr(CharTokenizer, "from_counts", lambda *facts: (path.unlink(), fit(*facts))[1])
-        assert "there is no file" in refusal(path)
+        patch.setattr(
+            CharTokenizer, "from_counts", lambda *arguments: (path.unlink(), fit(*arguments))[1]
+        )
+        assert "there is no file" in error_message(path)
     assert not list((own_cache / "tokens").iterdir())
-    assert text_of(prepared(write("abd" * 10))) == "abd" * 10
+    assert text_of(load(write("abd" * 10))) == "abd" * 10
 
 
 # The cache
 
 
-def forbid_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+def forbid_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
-        raise AssertionError("the text was read twice")
+        raise AssertionError("the text was encoded a second time")
 
     monkeypatch.setattr("chargpt.text.corpus.ingest", fail)
 
 
-def test_only_a_changed_text_is_read_again(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_changed_text_is_encoded_again(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write("abc" * 10)
-    first = prepared(path)
+    first = load(path)
     changed = write("abd" * 10)
-    assert prepared(changed).key != first.key
+    assert load(changed).key != first.key
     with monkeypatch.context() as patch:
-        forbid_reading(patch)
-        assert text_of(prepared(path)) == "abd" * 10
+        forbid_encoding(patch)
+        assert text_of(load(path)) == "abd" * 10
     os.utime(path, ns=(1, 1))
-    assert text_of(prepared(path)) == "abd" * 10
+    assert text_of(load(path)) == "abd" * 10
 
 
-def test_the_key_depends_on_the_settings_that_determine_the_tokens(write: Write) -> None:
+def test_the_key_depends_on_encoding_and_min_count(write: Write) -> None:
     path = write("Привет".encode("cp1251") * 3)
     keys = {
-        prepared(path, encoding="cp1251").key,
-        prepared(path, encoding="latin-1").key,
-        prepared(path, encoding="latin-1", min_count=2).key,
+        load(path, encoding="cp1251").key,
+        load(path, encoding="latin-1").key,
+        load(path, encoding="latin-1", min_count=2).key,
     }
     assert len(keys) == 3
-    spelt = prepared(path, encoding="windows-1251").key
-    assert spelt == prepared(path, encoding="cp1251", val_fraction=0.3).key
+    spelt = load(path, encoding="windows-1251").key
+    assert spelt == load(path, encoding="cp1251", val_fraction=0.3).key
 
 
-def test_the_keys_and_files_of_the_cache_are_those_of_version_1(write: Write) -> None:
+def test_cache_keys_and_files_have_the_version_1_format(write: Write) -> None:
     path = write("hello, w\u00f6rld\n")
-    corpus = prepared(path)
+    corpus = load(path)
+    folder = folder_of(corpus)
     assert corpus.key == "b82d901cb0674a0e970962a52072f4cf1ecdc5743e5d7007bfc604adfda50cb8"
-    assert corpus.folder is not None
-    assert (corpus.folder / "tokens.bin").read_bytes() == bytes(corpus.tokens.tolist())
+    assert (folder / "tokens.bin").read_bytes() == bytes(corpus.tokens.tolist())
     assert corpus.tokens.tolist() == [5, 4, 6, 6, 7, 2, 1, 9, 10, 8, 6, 3, 0]
-    vocabulary = (corpus.folder / "tokenizer.json").read_bytes()
+    vocabulary = (folder / "tokenizer.json").read_bytes()
     assert vocabulary == (
         b'{"format": "chargpt-tokenizer", "version": 1, "characters": "\\n ,dehlorw\\u00f6", '
         b'"unknown": false}'
     )
-    meta = json.loads((corpus.folder / "meta.json").read_text())
+    meta = json.loads((folder / "meta.json").read_text())
     del meta["unchanged_since"]
     assert meta == {
         "format": "chargpt-tokens",
@@ -518,24 +527,24 @@ def test_the_keys_and_files_of_the_cache_are_those_of_version_1(write: Write) ->
         "unknown_count": 0,
         "tokenizer_sha256": "85715c8317cda2a348b3e2a99f6b6fa7ec8ffe7df019160692a680df74bf325f",
     }
-    rare = prepared(path, encoding="latin-1", min_count=2)
+    rare = load(path, encoding="latin-1", min_count=2)
     assert rare.key == "76a7cac920b63533a1ee4901523ce9524fd55c314793b7805b2eebca6ca01017"
     assert rare.tokens.tolist() == [1, 1, 0, 0, 1, 1, 1, 1, 1, 1, 1, 0, 1, 1]
 
 
-def damage_flip(folder: Path) -> None:
+def flip_bit(folder: Path) -> None:
     content = bytearray((folder / "tokens.bin").read_bytes())
     content[5] ^= 1
     (folder / "tokens.bin").write_bytes(content)
 
 
-def damage_meta(folder: Path, **changes: object) -> None:
+def change_meta(folder: Path, **changes: object) -> None:
     meta = json.loads((folder / "meta.json").read_text())
     (folder / "meta.json").write_text(json.dumps({**meta, **changes}))
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
-    "a flipped bit": damage_flip,
+    "a flipped bit": flip_bit,
     "tokens cut short": lambda folder: os.truncate(folder / "tokens.bin", 7),
     "no tokens": lambda folder: (folder / "tokens.bin").unlink(),
     "no tokenizer": lambda folder: (folder / "tokenizer.json").unlink(),
@@ -545,9 +554,9 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "meta nested": lambda folder: (folder / "meta.json").write_text("[" * 90_000),
     "meta huge": lambda folder: (folder / "meta.json").write_text(" " * 200_000),
     "meta empty": lambda folder: (folder / "meta.json").write_text("{}"),
-    "another version": lambda folder: damage_meta(folder, version=99),
-    "another count": lambda folder: damage_meta(folder, count=10**15),
-    "count no number": lambda folder: damage_meta(folder, count=None),
+    "another version": lambda folder: change_meta(folder, version=99),
+    "another count": lambda folder: change_meta(folder, count=10**15),
+    "count no number": lambda folder: change_meta(folder, count=None),
 }
 
 
@@ -556,145 +565,108 @@ def test_a_damaged_cache_is_rebuilt_with_a_note(
     write: Write, damage: Callable[[Path], object]
 ) -> None:
     path = write("abc" * 10)
-    folder = prepared(path).folder
-    assert folder is not None
+    folder = folder_of(load(path))
     damage(folder)
-    again = prepared(path)
-    assert text_of(again) == "abc" * 10
-    assert again.notes == ("the cached tokens were damaged and have been rebuilt from the text",)
-    assert prepared(path).notes == ()
+    reloaded = load(path)
+    assert text_of(reloaded) == "abc" * 10
+    assert reloaded.notes == ("the cached tokens were damaged and have been rebuilt from the text",)
+    assert load(path).notes == ()
 
 
-def test_large_token_files_are_checked_only_if_their_status_changed(
+def test_large_token_files_are_checked_only_if_their_stamp_changed(
     write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cache, "MAX_CHECKED_BYTES", 10)
     path = write("abc" * 10)
-    folder = prepared(path).folder
-    assert folder is not None
-    sums: list[int] = []
+    folder = folder_of(load(path))
+    checksums: list[int] = []
     real = cache.zlib.crc32
-    monkeypatch.setattr(cache.zlib, "crc32", lambda *data: sums.append(1) or real(*data))
-    assert prepared(path).notes == ()
-    assert not sums
+    monkeypatch.setattr(cache.zlib, "crc32", lambda *data: checksums.append(1) or real(*data))
+    assert load(path).notes == ()
+    assert not checksums
     os.utime(folder / "tokens.bin", ns=(1, 1))
-    assert prepared(path).notes == ()
-    assert sums
-    sums.clear()
-    assert prepared(path).notes == ()
-    assert not sums
-    damage_flip(folder)
-    assert prepared(path).notes != ()
+    assert load(path).notes == ()
+    assert checksums
+    checksums.clear()
+    assert load(path).notes == ()
+    assert not checksums
+    flip_bit(folder)
+    assert load(path).notes != ()
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"key": 7, "files": []}', b"\xff"])
 def test_a_damaged_index_is_ignored(write: Write, own_cache: Path, content: bytes) -> None:
     path = write("abc" * 10)
-    prepared(path)
+    load(path)
     for file in (own_cache / "index").iterdir():
         file.write_bytes(content)
-    assert text_of(prepared(path)) == "abc" * 10
+    assert text_of(load(path)) == "abc" * 10
 
 
 def test_a_cleared_cache_is_filled_again(write: Write, own_cache: Path) -> None:
     path = write("abc" * 10)
-    prepared(path)
+    load(path)
     shutil.rmtree(own_cache / "tokens")
-    again = prepared(path)
-    assert (text_of(again), again.notes) == ("abc" * 10, ())
+    reloaded = load(path)
+    assert (text_of(reloaded), reloaded.notes) == ("abc" * 10, ())
 
 
-def test_a_missing_text_is_used_from_the_cache_with_a_note(write: Write) -> None:
+def test_a_missing_text_is_loaded_from_the_cache_with_a_note(write: Write) -> None:
     path = write("abc" * 10)
-    first = prepared(path)
+    first = load(path)
     path.unlink()
-    for again in (prepared(path), load_corpus(TextConfig(path=str(path)), key=first.key)):
-        assert text_of(again) == "abc" * 10
-        assert again.notes == ("the text text.txt is missing; its cached tokens are used",)
-    assert first.folder is not None
-    damage_flip(first.folder)
-    assert "are damaged" in refusal(path)
-    shutil.rmtree(first.folder)
-    assert "there is no file" in refusal(path)
+    for reloaded in (load(path), load_corpus(TextConfig(path=str(path)), key=first.key)):
+        assert text_of(reloaded) == "abc" * 10
+        assert reloaded.notes == ("the text text.txt is missing; its cached tokens are used",)
+    flip_bit(folder_of(first))
+    assert "are damaged" in error_message(path)
+    shutil.rmtree(folder_of(first))
+    assert "there is no file" in error_message(path)
 
 
-def test_a_run_keeps_its_text_if_the_file_changes(write: Write) -> None:
+def test_a_run_uses_its_cached_text_if_the_file_changes(write: Write) -> None:
     path = write("abc" * 10)
     settings = TextConfig(path=str(path))
     first = load_corpus(settings)
     assert load_corpus(settings, key=first.key).notes == ()
     write("xyz" * 10)
     for _ in range(2):  # the second time, the new text is in the index
-        again = load_corpus(settings, key=first.key)
-        assert text_of(again) == "abc" * 10
-        assert "has changed" in again.notes[0]
-    assert first.folder is not None
-    shutil.rmtree(first.folder)
+        reloaded = load_corpus(settings, key=first.key)
+        assert text_of(reloaded) == "abc" * 10
+        assert "has changed" in reloaded.notes[0]
+    shutil.rmtree(folder_of(first))
     with pytest.raises(TextError, match="has changed since the run was trained on it"):
         load_corpus(settings, key=first.key)
 
 
-def test_a_cache_that_cannot_be_written_is_explained(
+def test_an_unwritable_cache_is_rejected_with_the_remedy(
     write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("CHARGPT_CACHE", str(write("a file", "in-the-way")))
-    message = refusal(write("abc"))
+    monkeypatch.setenv("CHARGPT_CACHE", str(write("a file", "file")))
+    message = error_message(write("abc"))
     assert "cannot be written" in message
     assert "set CHARGPT_CACHE" in message
 
 
-def test_concurrent_preparation_of_one_text_is_safe(write: Write) -> None:
+def test_threads_can_load_the_same_text_concurrently(write: Write) -> None:
     path = write(MIXED * 2000)
     with ThreadPoolExecutor(8) as pool:
-        corpora = list(pool.map(lambda _: prepared(path), range(16)))
+        corpora = list(pool.map(lambda _: load(path), range(16)))
     assert {text_of(corpus) for corpus in corpora} == {MIXED * 2000}
-    folder = corpora[0].folder
-    assert folder is not None
+    folder = folder_of(corpora[0])
     names = sorted(file.name for file in folder.iterdir())
     assert names == ["meta.json", "tokenizer.json", "tokens.bin"]
 
 
 def test_old_temporary_files_are_deleted(write: Write) -> None:
-    folder = prepared(write("abc")).folder
-    assert folder is not None
+    folder = folder_of(load(write("abc")))
     old, new = folder.parent / ".tokens.old.tmp", folder / ".tokens.new.tmp"
     old.write_bytes(b"x")
     new.write_bytes(b"x")
     os.utime(old, (1, 1))
-    prepared(write("abd"))
+    load(write("abd"))
     assert not old.exists()
     assert new.exists()
-
-
-def test_counts_are_saved_and_recomputed_if_damaged(
-    write: Write, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    corpus = prepared(write("the cat sat " * 50))
-    train = corpus.split("train")
-    tokens = count_tokens(train, corpus.tokenizer.vocab_size)
-    pairs = count_pairs(train, corpus.tokenizer.vocab_size)
-    saved = []
-    for _ in range(2):
-        assert corpus.token_counts("train").tolist() == tokens.tolist()
-        found = corpus.pair_counts("train")
-        assert found.counts.tolist() == pairs.counts.tolist()
-        assert found.first.tolist() == pairs.first.tolist()
-        assert found.second.tolist() == pairs.second.tolist()
-        assert corpus.folder is not None
-        saved = sorted(corpus.folder.glob("*.npy"))
-        assert len(saved) == 2
-    for file in saved:
-        content = bytearray(file.read_bytes())
-        content[-1] ^= 1
-        file.write_bytes(content)
-    assert corpus.token_counts("train").tolist() == tokens.tolist()
-    assert corpus.pair_counts("train").counts.tolist() == pairs.counts.tolist()
-    for file in saved:
-        file.write_bytes(b"")
-    assert corpus.token_counts("train").tolist() == tokens.tolist()
-    assert corpus.pair_counts("train").counts.tolist() == pairs.counts.tolist()
-    monkeypatch.setattr("chargpt.text.corpus.count_pairs", None)
-    assert corpus.pair_counts("train").total == train.size - 1  # from the disk
 
 
 # read_text
@@ -711,7 +683,7 @@ def test_read_text_decodes_like_a_corpus(write: Write) -> None:
 
 
 def test_another_text_is_encoded_by_the_corpus_tokenizer(write: Write) -> None:
-    tokenizer = prepared(write("abc" * 10)).tokenizer
+    tokenizer = load(write("abc" * 10)).tokenizer
     with pytest.raises(UnknownCharacterError, match="U\\+0436"):
         tokenizer.encode(read_text(write("aж", "other.txt")))
 

@@ -1,4 +1,4 @@
-"""Counts and entropies equal their definitions; descriptions and warnings of texts."""
+"""Counts, entropies, and the description of a text with its warnings."""
 
 from collections import Counter
 from itertools import pairwise
@@ -24,10 +24,10 @@ from chargpt.text.statistics import (
 DTYPES = ("uint8", "uint16", "uint32", "int64")
 
 
-@pytest.fixture(params=["usual", "tiny chunks", "sparse"])
+@pytest.fixture(params=["default", "small chunks", "sparse"])
 def method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Count with the usual settings, in tiny chunks, or in the sparse way."""
-    if request.param != "usual":
+    """Count with the default settings, in chunks of 3 tokens, or with the sparse method."""
+    if request.param != "default":
         monkeypatch.setattr(statistics, "CHUNK", 3)
         monkeypatch.setattr(statistics, "SPARSE_CHUNK", 4)
     if request.param == "sparse":
@@ -37,14 +37,14 @@ def method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [0, 1, 2, 3, 7, 8, 100])
-def test_counts_equal_their_definition(method: str, dtype: str, size: int) -> None:
+def test_counts_equal_those_of_collections_counter(method: str, dtype: str, size: int) -> None:
     generator = np.random.default_rng(size)
     tokens = generator.integers(0, 11, size).astype(dtype)
-    listed = tokens.tolist()
-    counted = Counter(listed)
-    assert count_tokens(tokens, 11).tolist() == [counted[token] for token in range(11)]
+    ids = tokens.tolist()
+    counter = Counter(ids)
+    assert count_tokens(tokens, 11).tolist() == [counter[token] for token in range(11)]
     pairs = count_pairs(tokens, 11)
-    expected = sorted(Counter(pairwise(listed)).items())
+    expected = sorted(Counter(pairwise(ids)).items())
     found = zip(pairs.first, pairs.second, pairs.counts, strict=True)
     assert [((int(a), int(b)), int(n)) for a, b, n in found] == expected
     assert pairs.total == max(0, size - 1)
@@ -54,13 +54,13 @@ def test_counts_equal_their_definition(method: str, dtype: str, size: int) -> No
 
 
 @given(st.lists(st.integers(0, 255), max_size=50))
-def test_byte_tokens_count_as_wide_ones_do(listed: list[int]) -> None:
-    narrow, wide = np.array(listed, np.uint8), np.array(listed, np.uint16)
+def test_uint8_tokens_have_the_same_counts_as_uint16_tokens(ids: list[int]) -> None:
+    narrow, wide = np.array(ids, np.uint8), np.array(ids, np.uint16)
     assert count_tokens(narrow, 256).tolist() == count_tokens(wide, 256).tolist()
-    ours, theirs = count_pairs(narrow, 256), count_pairs(wide, 256)
-    assert ours.first.tolist() == theirs.first.tolist()
-    assert ours.second.tolist() == theirs.second.tolist()
-    assert ours.counts.tolist() == theirs.counts.tolist()
+    narrow_pairs, wide_pairs = count_pairs(narrow, 256), count_pairs(wide, 256)
+    assert narrow_pairs.first.tolist() == wide_pairs.first.tolist()
+    assert narrow_pairs.second.tolist() == wide_pairs.second.tolist()
+    assert narrow_pairs.counts.tolist() == wide_pairs.counts.tolist()
 
 
 def test_pairs_of_a_large_vocabulary_are_counted_sparsely() -> None:
@@ -85,21 +85,21 @@ def test_conditional_entropy_is_0_for_a_cycle_and_full_for_noise() -> None:
     assert conditional_entropy_bits(count_pairs(noise, 4)) == pytest.approx(2.0, abs=1e-3)
 
 
-def described(folder: Path, text: str, min_count: int = 1) -> Description:
+def describe_text(folder: Path, text: str, min_count: int = 1) -> Description:
     path = folder / "text.txt"
     path.write_bytes(text.encode())
     return describe(load_corpus(TextConfig(path=str(path), min_count=min_count)))
 
 
 def test_a_description_has_the_statistics_of_the_text(tmp_path: Path) -> None:
-    facts = described(tmp_path, "aaab\n" * 4000 + "cc")
-    assert (facts.characters, facts.vocab_size) == (20_002, 4)
-    assert facts.most_frequent[0] == ("a", 12_000)
-    assert facts.least_frequent[0] == ("c", 2)
-    assert (facts.lines, facts.longest_line) == (4001, 4)
-    assert facts.unigram_bits == pytest.approx(1.372, abs=2e-3)
-    assert facts.bigram_bits == pytest.approx(0.551, abs=2e-3)
-    assert facts.warnings == ()
+    description = describe_text(tmp_path, "aaab\n" * 4000 + "cc")
+    assert (description.characters, description.vocab_size) == (20_002, 4)
+    assert description.most_frequent[0] == ("a", 12_000)
+    assert description.least_frequent[0] == ("c", 2)
+    assert (description.lines, description.longest_line) == (4001, 4)
+    assert description.unigram_bits == pytest.approx(1.372, abs=2e-3)
+    assert description.bigram_bits == pytest.approx(0.551, abs=2e-3)
+    assert description.warnings == ()
 
 
 @pytest.mark.parametrize(
@@ -110,8 +110,8 @@ def test_lines_are_measured_across_chunks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, lines: int, longest: int
 ) -> None:
     monkeypatch.setattr(describe_module, "CHUNK", 2)
-    facts = described(tmp_path, text)
-    assert (facts.lines, facts.longest_line) == (lines, longest)
+    description = describe_text(tmp_path, text)
+    assert (description.lines, description.longest_line) == (lines, longest)
 
 
 @pytest.mark.parametrize(
@@ -124,13 +124,13 @@ def test_lines_are_measured_across_chunks(
         ("x" * 1_000_001, "longest line has 1,000,001"),
     ],
 )
-def test_each_problem_of_a_text_gives_one_warning(tmp_path: Path, text: str, warning: str) -> None:
-    warnings = described(tmp_path, text).warnings
+def test_each_problem_of_a_text_causes_one_warning(tmp_path: Path, text: str, warning: str) -> None:
+    warnings = describe_text(tmp_path, text).warnings
     assert len(warnings) == 1
     assert warning in warnings[0]
 
 
 def test_a_description_has_the_unknown_fraction(tmp_path: Path) -> None:
-    facts = described(tmp_path, "ab" * 4999 + "xy", min_count=2)
-    assert facts.unknown_fraction == pytest.approx(2 / 10_000)
-    assert [character for character, _ in facts.most_frequent] == ["a", "b"]
+    description = describe_text(tmp_path, "ab" * 4999 + "xy", min_count=2)
+    assert description.unknown_fraction == pytest.approx(2 / 10_000)
+    assert [character for character, _ in description.most_frequent] == ["a", "b"]

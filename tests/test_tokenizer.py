@@ -1,4 +1,4 @@
-"""Character tokenizer: every text encodes to ids and decodes back to itself."""
+"""Character tokenizer: encoding, decoding, unknown characters, and its JSON file."""
 
 import json
 import random
@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from chargpt.errors import RunError, TextError, UnknownCharacterError
 from chargpt.text.tokenizer import CHUNK, REPLACEMENT, CharTokenizer
 
-RING = "But they were all of them deceived."
-RING_IDS = [2, 15, 14, 0, 14, 8, 6, 18, 0, 17, 6, 13, 6, 0, 3, 10, 10, 0, 12, 7, 0, 14, 8, 6, 11]
-RING_IDS += [0, 5, 6, 4, 6, 9, 16, 6, 5, 1]
+SENTENCE = "But they were all of them deceived."
+IDS = [2, 15, 14, 0, 14, 8, 6, 18, 0, 17, 6, 13, 6, 0, 3, 10, 10, 0, 12, 7, 0, 14, 8, 6, 11]
+IDS += [0, 5, 6, 4, 6, 9, 16, 6, 5, 1]
 
 
 def test_a_known_sentence_has_the_published_ids() -> None:
-    tokenizer = CharTokenizer.fit(RING)
+    tokenizer = CharTokenizer.fit(SENTENCE)
     assert tokenizer.vocab_size == 19
-    assert tokenizer.encode(RING).tolist() == RING_IDS
-    assert tokenizer.decode(RING_IDS) == RING
+    assert tokenizer.encode(SENTENCE).tolist() == IDS
+    assert tokenizer.decode(IDS) == SENTENCE
 
 
 @given(st.text(min_size=1))
@@ -39,8 +39,8 @@ def test_long_texts_get_the_id_of_each_character(alphabet: str, size: int) -> No
     tokenizer = CharTokenizer("".join(sorted(alphabet)))
     expected = [tokenizer.characters.index(character) for character in text]
     assert tokenizer.encode(text).tolist() == expected
-    with_others = text[:-1] + "!"
-    assert tokenizer.encode(with_others, unknown="skip").tolist() == expected[:-1]
+    with_unknown = text[:-1] + "!"
+    assert tokenizer.encode(with_unknown, unknown="skip").tolist() == expected[:-1]
     assert tokenizer.encode("!" + text, unknown="skip").tolist() == expected
 
 
@@ -55,7 +55,7 @@ def test_long_texts_get_the_id_of_each_character(alphabet: str, size: int) -> No
         "文字と字",
     ],
 )
-def test_nothing_is_normalised(text: str) -> None:
+def test_text_is_not_normalised(text: str) -> None:
     tokenizer = CharTokenizer.fit(text)
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
@@ -115,7 +115,7 @@ def test_ids_have_the_smallest_dtype_that_holds_them(n_characters: int, dtype: s
     assert tokenizer.encode(text).tolist() == list(range(n_characters))
 
 
-def test_a_text_without_usable_characters_is_refused() -> None:
+def test_a_text_without_usable_characters_is_rejected() -> None:
     with pytest.raises(TextError, match="empty"):
         CharTokenizer.fit("")
     with pytest.raises(TextError, match=r"fewer than 3 times; lower text\.min_count"):
@@ -133,13 +133,13 @@ def test_a_saved_tokenizer_loads_equal(tmp_path: Path) -> None:
 
 
 def test_a_failed_save_leaves_no_temporary_file(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json" / "taken").mkdir(parents=True)
+    (tmp_path / "tokenizer.json" / "folder").mkdir(parents=True)
     with pytest.raises(OSError, match="tokenizer"):
         CharTokenizer.fit("ab").save(tmp_path / "tokenizer.json")
     assert [path.name for path in tmp_path.iterdir()] == ["tokenizer.json"]
 
 
-GOOD = {"format": "chargpt-tokenizer", "version": 1, "characters": "ab", "unknown": False}
+VALID = {"format": "chargpt-tokenizer", "version": 1, "characters": "ab", "unknown": False}
 
 
 @pytest.mark.parametrize(
@@ -156,19 +156,19 @@ GOOD = {"format": "chargpt-tokenizer", "version": 1, "characters": "ab", "unknow
         ({"unknown": 1}, "missing"),
     ],
 )
-def test_a_tampered_tokenizer_is_refused(change: dict[str, object], reason: str) -> None:
+def test_a_tampered_tokenizer_is_rejected(change: dict[str, object], reason: str) -> None:
     with pytest.raises(RunError, match=reason):
-        CharTokenizer.from_json(json.dumps({**GOOD, **change}), origin="run/tokenizer.json")
-    assert CharTokenizer.from_json(json.dumps(GOOD)).characters == "ab"
+        CharTokenizer.from_json(json.dumps({**VALID, **change}), origin="run/tokenizer.json")
+    assert CharTokenizer.from_json(json.dumps(VALID)).characters == "ab"
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "7", "[" * 100_000])
-def test_json_that_is_not_a_tokenizer_is_refused(text: str) -> None:
+def test_json_that_is_not_a_tokenizer_is_rejected(text: str) -> None:
     with pytest.raises(RunError, match=r"^here cannot be used as a tokenizer"):
         CharTokenizer.from_json(text, origin="here")
 
 
-def test_unreadable_tokenizer_files_are_refused(tmp_path: Path) -> None:
+def test_unreadable_tokenizer_files_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="No such file"):
         CharTokenizer.load(tmp_path / "none.json")
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")

@@ -3,7 +3,6 @@
     <cache>/tokens/<key>/tokens.bin       ids in the smallest unsigned dtype that holds them
     <cache>/tokens/<key>/tokenizer.json
     <cache>/tokens/<key>/meta.json        sizes and checksums of the others; written last
-    <cache>/tokens/<key>/*.npy            counts, saved when first computed
     <cache>/index/<spec>.json             (path, size, mtime, inode) of a text's files -> key
 
 Every file is replaced atomically, and the content is determined by the key, so processes that
@@ -11,7 +10,6 @@ prepare the same text at the same time do not disturb each other.
 """
 
 import hashlib
-import io
 import json
 import os
 import shutil
@@ -27,14 +25,13 @@ import platformdirs
 
 from chargpt.errors import RunError, TextError
 from chargpt.files import read_json, write_atomically
-from chargpt.text.tokenizer import CharTokenizer, Counts, Tokens
+from chargpt.text.tokenizer import CharTokenizer, Tokens
 
 FORMAT, VERSION = "chargpt-tokens", 1
 MAX_META_BYTES = 100_000
 MAX_INDEX_BYTES = 500_000_000
 MAX_CHECKED_BYTES = 100_000_000  # token files up to this size are checked at every start
 MIN_FREE_BYTES = 64_000_000  # to leave on the disk
-FREE_CHECK_BYTES = 64 << 20  # written between checks of the free space
 MAX_TEMPORARY_SECONDS = 24 * 3600  # age at which a temporary file must be a killed process's
 CHUNK_BYTES = 1 << 20
 
@@ -48,7 +45,6 @@ class CachedText:
     """An encoded text, memory-mapped."""
 
     key: str
-    folder: Path
     tokenizer: CharTokenizer
     tokens: Tokens
     unknown_count: int
@@ -101,18 +97,17 @@ def require_room(folder: Path, size: int) -> None:
 
 
 class TemporaryFile:
-    """A temporary file of the cache: checks the free space as it grows, is deleted on exit.
+    """A temporary file of the cache, deleted on exit.
 
     Attributes:
         file: open for reading and writing.
-        size, crc32: of the bytes written.
+        crc32: of the bytes written.
     """
 
     def __init__(self, folder: Path) -> None:
         handle, path = tempfile.mkstemp(dir=folder, prefix=".tokens.", suffix=".tmp")
-        self.folder, self.path = folder, Path(path)
-        self.file = os.fdopen(handle, "w+b")
-        self.size = self.crc32 = self.checked_size = 0
+        self.path, self.file = Path(path), os.fdopen(handle, "w+b")
+        self.crc32 = 0
 
     def __enter__(self) -> Self:
         return self
@@ -127,26 +122,15 @@ class TemporaryFile:
         Raises:
             TextError: the disk is nearly full.
         """
-        size = self.size + len(data)
-        if size > self.checked_size:
-            room = max(FREE_CHECK_BYTES, len(data))
-            require_room(self.folder, room)
-            self.checked_size = self.size + room
+        require_room(self.path.parent, len(data))
         self.crc32 = zlib.crc32(data, self.crc32)
         self.file.write(data)
-        self.size = size
 
 
 def store(
     key: str, tokenizer: CharTokenizer, tokens: TemporaryFile, unknown_count: int
 ) -> CachedText:
-    """Move an encoded text into the cache under its key, and return it.
-
-    Args:
-        key: the folder's name.
-        tokenizer: the mapping of the ids to characters.
-        tokens: the ids, in `tokenizer.dtype`.
-        unknown_count: number of ids that are the unknown token.
+    """Move an encoded text, with ids in `tokenizer.dtype`, into the cache, and return it.
 
     Raises:
         TextError: the disk is full or the cache cannot be written.
@@ -155,17 +139,18 @@ def store(
     try:
         folder.mkdir(exist_ok=True)
         tokens.file.close()
+        size, *_ = stamp = _stamp(tokens.path)
         os.replace(tokens.path, folder / "tokens.bin")
         vocabulary = tokenizer.to_json().encode("ascii")
         write_atomically(folder / "tokenizer.json", vocabulary)
         meta = {
             "format": FORMAT,
             "version": VERSION,
-            "count": tokens.size // tokenizer.dtype.itemsize,
+            "count": size // tokenizer.dtype.itemsize,
             "crc32": tokens.crc32,
             "unknown_count": unknown_count,
             "tokenizer_sha256": hashlib.sha256(vocabulary).hexdigest(),
-            "unchanged_since": _stamp(folder / "tokens.bin"),
+            "unchanged_since": stamp,
         }
         write_atomically(folder / "meta.json", json.dumps(meta, indent=1).encode("ascii"))
     except OSError as error:
@@ -191,40 +176,41 @@ def load(key: str) -> CachedText | None:
         return None
     try:
         meta = read_json(folder / "meta.json", MAX_META_BYTES)
-        if meta["format"] != FORMAT or meta["version"] != VERSION:
-            raise ValueError("another format")
-        count, unknown_count = int(meta["count"]), int(meta["unknown_count"])
         vocabulary = (folder / "tokenizer.json").read_bytes()
-        if hashlib.sha256(vocabulary).hexdigest() != meta["tokenizer_sha256"]:
-            raise ValueError("another tokenizer")
+        digest = hashlib.sha256(vocabulary).hexdigest()
+        if (meta["format"], meta["version"], meta["tokenizer_sha256"]) != (FORMAT, VERSION, digest):
+            raise ValueError
         tokenizer = CharTokenizer.from_json(vocabulary.decode("ascii"))
+        count, unknown_count = int(meta["count"]), int(meta["unknown_count"])
         path = folder / "tokens.bin"
-        _check_tokens(path, meta, count * tokenizer.dtype.itemsize)
+        if not _is_intact(path, meta, count * tokenizer.dtype.itemsize):
+            raise ValueError
         tokens = np.memmap(path, dtype=tokenizer.dtype, mode="r", shape=(count,))
     except (OSError, ValueError, KeyError, TypeError, RunError):
         raise DamagedCacheError(
             f"the cached tokens in {folder} are damaged; delete that folder and give the text again"
         ) from None
-    return CachedText(key, folder, tokenizer, tokens, unknown_count)
+    return CachedText(key, tokenizer, tokens, unknown_count)
 
 
-def _check_tokens(path: Path, meta: dict[str, Any], size: int) -> None:
-    """Raise ValueError unless the token file is what was written."""
+def _is_intact(path: Path, meta: dict[str, Any], size: int) -> bool:
+    """Return whether the token file is what was written."""
     stamp = _stamp(path)
     if stamp[0] != size or size == 0:
-        raise ValueError("another size")
+        return False
     is_unchanged = stamp == meta["unchanged_since"]
     if is_unchanged and size > MAX_CHECKED_BYTES:
-        return
+        return True
     checksum = 0
     with open(path, "rb") as file:
         while chunk := file.read(CHUNK_BYTES):
             checksum = zlib.crc32(chunk, checksum)
     if checksum != meta["crc32"]:
-        raise ValueError("another checksum")
+        return False
     if not is_unchanged:  # a copy of the folder, or written by two processes
         meta = {**meta, "unchanged_since": stamp}
         _try_write(path.with_name("meta.json"), json.dumps(meta, indent=1).encode("ascii"))
+    return True
 
 
 def _try_write(path: Path, content: bytes) -> None:
@@ -254,23 +240,3 @@ def read_index(spec: list[Any], signature: list[list[str | int]] | None = None) 
     except (OSError, ValueError, KeyError):
         return None
     return key if is_current and isinstance(key, str) else None
-
-
-def save_counts(path: Path, counts: Counts) -> None:
-    """Write counts as an array after its checksum."""
-    content = io.BytesIO()
-    np.save(content, counts, allow_pickle=False)
-    checksum = zlib.crc32(content.getbuffer())
-    _try_write(path, checksum.to_bytes(4, "little") + content.getvalue())
-
-
-def load_counts(path: Path) -> Counts | None:
-    """Return what `save_counts` wrote; None if it is missing or damaged."""
-    try:
-        content = path.read_bytes()
-        if zlib.crc32(content[4:]) != int.from_bytes(content[:4], "little"):
-            return None
-        counts = np.load(io.BytesIO(content[4:]), allow_pickle=False)
-    except (OSError, ValueError, EOFError):
-        return None
-    return counts if isinstance(counts, np.ndarray) and counts.dtype == np.int64 else None

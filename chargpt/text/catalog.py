@@ -4,8 +4,8 @@ import hashlib
 import logging
 import os
 import tempfile
-import zipfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,9 +13,7 @@ from chargpt.errors import DownloadError, TextError
 from chargpt.text import Progress
 
 EMBEDDED = "python-docs"
-UNREACHABLE = "cannot be reached"
 TIMEOUT = 30  # seconds without a byte
-CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -24,7 +22,7 @@ class Entry:
 
     Attributes:
         name, description: as `chargpt data list` prints them.
-        url: where it is published; None for the embedded text.
+        url: None for the embedded text.
         known_hash: checksum of the file at `url`, as `algorithm:hexadecimal`.
         content_hash, size: checksum and bytes of the text itself.
         member: the text's name inside a ZIP archive.
@@ -87,18 +85,15 @@ def embedded_text() -> str:
     Raises:
         TextError: this Python lacks it.
     """
-    try:
-        from pydoc_data import topics as module  # some distributions leave it out
+    with suppress(ImportError):  # some distributions leave it out
+        from pydoc_data.topics import topics
 
-        topics = module.topics
-    except (ImportError, AttributeError):
-        topics = {}
-    if not topics:
-        raise TextError(
-            "this Python lacks its documentation, which is the default text; "
-            "fetch another with `chargpt data get tinyshakespeare`"
-        )
-    return "\n".join(topics[name] for name in sorted(topics))
+        if topics:
+            return "\n".join(topics[name] for name in sorted(topics))
+    raise TextError(
+        "this Python lacks its documentation, which is the default text; "
+        "fetch another with `chargpt data get tinyshakespeare`"
+    )
 
 
 def settings_for(name: str, folder: Path = Path("data")) -> dict[str, object] | None:
@@ -121,10 +116,7 @@ def settings_for(name: str, folder: Path = Path("data")) -> dict[str, object] | 
 def fetch(entry: Entry, folder: Path = Path("data"), progress: Progress | None = None) -> Path:
     """Download a named text to FOLDER/NAME.txt and verify it, unless it is there already.
 
-    Args:
-        entry: the text.
-        folder: created if missing.
-        progress: called with "fetching".
+    The folder is created if missing.
 
     Raises:
         DownloadError: the download failed; the folder is unchanged.
@@ -139,8 +131,6 @@ def fetch(entry: Entry, folder: Path = Path("data"), progress: Progress | None =
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".fetching-") as temporary:
             file = _download(entry, Path(temporary), progress)
-            if entry.member is not None:
-                file = _extract(entry, file, Path(temporary) / "text")
             os.chmod(file, 0o644)
             os.replace(file, target)
     except OSError as error:
@@ -175,70 +165,35 @@ class _Meter:
         self.done = 0
 
     def close(self) -> None:
-        self.progress("fetching", self.total, self.total)
+        pass
 
 
 def _download(entry: Entry, folder: Path, progress: Progress | None) -> Path:
-    """Return the published file, its checksum verified."""
+    """Return the text; pooch verifies the checksum of the published file before unpacking it."""
     import pooch  # imported here, since it delays every command
-    import requests
+    from requests import HTTPError, RequestException
 
     pooch.get_logger().setLevel(logging.CRITICAL)  # its lines would break the progress bar
-    downloader = pooch.HTTPDownloader(
-        progressbar=_Meter(progress) if progress else False, timeout=TIMEOUT
-    )
+    later = f"try `chargpt data get {entry.name}` again later"
     try:
-        path = pooch.retrieve(
-            entry.url, entry.known_hash, fname="download", path=folder, downloader=downloader
+        found = pooch.retrieve(
+            entry.url,
+            entry.known_hash,
+            fname="download",
+            path=folder,
+            processor=pooch.Unzip([entry.member]) if entry.member else None,
+            downloader=pooch.HTTPDownloader(
+                progressbar=_Meter(progress) if progress else False, timeout=TIMEOUT
+            ),
         )
-        return Path(path)
-    except (requests.exceptions.RequestException, ValueError) as error:
-        cause = _failure(error)
-    remedy = f"try `chargpt data get {entry.name}` again later"
-    if cause == UNREACHABLE:
-        remedy = "check the network, or download the file yourself and name it as TEXT"
-    raise DownloadError(f"cannot fetch {entry.name}: {entry.url} {cause}; {remedy}")
-
-
-def _failure(error: Exception) -> str:
-    """Return the cause of a failed download, as a sentence whose subject is the URL."""
-    from requests import exceptions
-
-    status = getattr(getattr(error, "response", None), "status_code", "an error")
-    timed_out = "timed out" in str(error)  # amid a transfer, requests raises a ConnectionError
-    causes = (
-        (exceptions.HTTPError, f"answered {status}"),
-        (exceptions.ChunkedEncodingError, "closed the connection before the end"),
-        (exceptions.Timeout, f"did not answer within {TIMEOUT} seconds"),
-        (
-            exceptions.ConnectionError,
-            f"sent nothing for {TIMEOUT} seconds" if timed_out else UNREACHABLE,
-        ),
-        (exceptions.RequestException, f"could not be fetched ({type(error).__name__})"),
-        (ValueError, "sent a file with a checksum other than the published one"),
-    )
-    return next(cause for kind, cause in causes if isinstance(error, kind))
-
-
-def _extract(entry: Entry, archive: Path, target: Path) -> Path:
-    """Unpack and verify the member, reading at most one byte more than the stated size."""
-    assert entry.member is not None
-    try:
-        with (
-            zipfile.ZipFile(archive) as unpacked,
-            unpacked.open(entry.member) as member,
-            open(target, "wb") as file,
-        ):
-            n_left = entry.size + 1
-            while n_left > 0 and (chunk := member.read(min(CHUNK_BYTES, n_left))):
-                file.write(chunk)
-                n_left -= len(chunk)
-        is_intact = _has_content(target, entry)
-    except (zipfile.BadZipFile, KeyError, EOFError, NotImplementedError, RuntimeError):
-        is_intact = False
-    if not is_intact:
-        raise DownloadError(
-            f"cannot fetch {entry.name}: the archive at {entry.url} does not hold the published "
-            "text; try again later"
+        return Path(found[0] if entry.member else found)
+    except HTTPError as error:
+        problem = f"answered {getattr(error.response, 'status_code', 'an error')}; {later}"
+    except RequestException as error:
+        problem = (
+            f"cannot be reached, or the transfer stopped ({type(error).__name__}); "
+            "check the network, or download the file yourself and name it as TEXT"
         )
-    return target
+    except ValueError:
+        problem = f"sent a file with a checksum other than the published one; {later}"
+    raise DownloadError(f"cannot fetch {entry.name}: {entry.url} {problem}")

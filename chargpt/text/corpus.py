@@ -3,13 +3,10 @@
 import math
 import os
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
-
-import numpy as np
 
 from chargpt.config import TextConfig
 from chargpt.errors import TextError
@@ -37,12 +34,10 @@ class Corpus:
     Attributes:
         name: short name for messages and tables.
         key: hash of the text's content and of the settings that determine its tokens.
-        tokenizer: the mapping of the ids to characters.
         tokens: the whole text, shape (characters,), memory-mapped, read-only.
         val_fraction, test_fraction: fractions of the text in the splits.
         unknown_fraction: fraction of the characters that became the unknown token.
         notes: sentences for the user.
-        folder: where counts are saved; None saves none.
     """
 
     name: str
@@ -53,7 +48,6 @@ class Corpus:
     test_fraction: float
     unknown_fraction: float = 0.0
     notes: tuple[str, ...] = ()
-    folder: Path | None = None
 
     def _bounds(self, split: Split) -> tuple[int, int]:
         total = self.tokens.size
@@ -98,34 +92,12 @@ class Corpus:
         )
 
     def token_counts(self, split: Split) -> Counts:
-        """Return the number of occurrences of each id in a split, shape (V,); saved on disk."""
-        size = self.tokenizer.vocab_size
-        return self._saved_counts("tokens", split, lambda ids: count_tokens(ids, size), (size,))
+        """Return the number of occurrences of each id in a split, shape (V,)."""
+        return count_tokens(self.split(split), self.tokenizer.vocab_size)
 
     def pair_counts(self, split: Split) -> PairCounts:
-        """Return the number of occurrences of each pair of ids in a split; saved on disk."""
-        size = self.tokenizer.vocab_size
-
-        def count(ids: Tokens) -> Counts:
-            pairs = count_pairs(ids, size)
-            return np.stack([pairs.first, pairs.second, pairs.counts])
-
-        first, second, counts = self._saved_counts("pairs", split, count, (3, -1))
-        return PairCounts(first, second, counts, size)
-
-    def _saved_counts(
-        self, kind: str, split: Split, count: Callable[[Tokens], Counts], shape: tuple[int, ...]
-    ) -> Counts:
-        """Return the counts on disk if their shape is right (-1: any size), else new ones."""
-        start, stop = self._bounds(split)
-        path = self.folder / f"{kind}-{start}-{stop}.npy" if self.folder else None
-        saved = cache.load_counts(path) if path else None
-        if saved is not None and saved.ndim == len(shape) and saved.shape[0] == shape[0]:
-            return saved
-        counts = count(self.tokens[start:stop])
-        if path:
-            cache.save_counts(path, counts)
-        return counts
+        """Return the number of occurrences of each pair of ids in a split."""
+        return count_pairs(self.split(split), self.tokenizer.vocab_size)
 
 
 def load_corpus(
@@ -134,9 +106,8 @@ def load_corpus(
     """Return the text of the settings, from the cache or encoded now.
 
     Args:
-        settings: path, encoding and splits of the text.
-        key: the key of the text that a run was trained on. If the text has changed since or is
-            missing, its cached tokens are used instead, with a note.
+        key: of the text that a run was trained on. If the text has changed since or is missing,
+            its cached tokens are used instead, with a note.
         progress: called while a text is read.
 
     Raises:
@@ -197,7 +168,6 @@ def _corpus(settings: TextConfig, cached: CachedText, name: str, notes: list[str
         test_fraction=settings.test_fraction,
         unknown_fraction=cached.unknown_count / cached.tokens.size,
         notes=tuple(notes),
-        folder=cached.folder,
     )
 
 

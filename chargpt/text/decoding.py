@@ -22,7 +22,6 @@ BYTE_ORDER_MARK = "\ufeff"
 class Chunk(NamedTuple):
     """Some consecutive bytes of a file, decompressed."""
 
-    file_number: int
     file_name: str
     content: bytes
 
@@ -51,15 +50,11 @@ def codec_name(encoding: str) -> str:
 def decode(chunks: Iterable[Chunk], encoding: str = "auto") -> Iterator[str]:
     """Yield the text of chunks, without byte order marks.
 
-    Args:
-        chunks: the bytes of one or more files.
-        encoding: `auto` or a codec's name.
-
     Raises:
         TextError: bytes that do not decode, named with their offset.
     """
     codec = codec_name(encoding)
-    for (_, name), group in groupby(chunks, key=lambda chunk: (chunk.file_number, chunk.file_name)):
+    for name, group in groupby(chunks, key=lambda chunk: chunk.file_name):
         yield from _decode_file(name, codec, (chunk.content for chunk in group))
 
 
@@ -71,7 +66,7 @@ def _decode_file(name: str, codec: str, contents: Iterator[bytes]) -> Iterator[s
     decoder = codecs.getincrementaldecoder(codec)("strict")
     offset = 0  # of the chunk's first byte
     is_start = True
-    for content, is_last in chain([(head, False)], ((c, False) for c in contents), [(b"", True)]):
+    for content in chain([head], contents, [b""]):
         if codec in {"utf-8", "utf-8-sig"} and (index := content.find(b"\0")) >= 0:
             raise TextError(
                 f"{name} holds a NUL byte at offset {offset + index:,}, so it is binary, or UTF-16 "
@@ -79,7 +74,7 @@ def _decode_file(name: str, codec: str, contents: Iterator[bytes]) -> Iterator[s
             )
         n_pending = len(decoder.getstate()[0])  # bytes of an incomplete character
         try:
-            text = decoder.decode(content, is_last)
+            text = decoder.decode(content, final=not content)
         except UnicodeError as error:
             raise TextError(_undecodable(name, codec, offset - n_pending, error)) from None
         offset += len(content)

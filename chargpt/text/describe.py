@@ -27,7 +27,6 @@ class Description:
     """Statistics of a text.
 
     Attributes:
-        characters, vocab_size, lines: numbers of each.
         longest_line: its number of characters, without the line end.
         most_frequent, least_frequent: (character, count), the most or least frequent first.
         unigram_bits: entropy of a character, in bits.

@@ -7,7 +7,6 @@ second pass encodes. A checksum in both passes reveals a text that changes in be
 import hashlib
 import json
 import zlib
-from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -25,7 +24,17 @@ from chargpt.text.source import Source, copy_stdin, iter_chunks
 from chargpt.text.statistics import count_tokens
 from chargpt.text.tokenizer import CODE_POINTS, CharTokenizer, Counts, code_points
 
-MAX_PENDING_CHUNKS = 4  # read and not yet hashed: bounds the memory
+
+class _Checksum:
+    """CRC-32 of all bytes of a text, which is far cheaper than a hash."""
+
+    crc32 = 0
+
+    def update(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+        """Pass chunks on and add them to the checksum."""
+        for chunk in chunks:
+            self.crc32 = zlib.crc32(chunk.content, self.crc32)
+            yield chunk
 
 
 def ingest(
@@ -33,11 +42,8 @@ def ingest(
 ) -> CachedText:
     """Read a text and store its tokens in the cache, unless they are there and undamaged.
 
-    Args:
-        source: the text.
-        settings: its encoding and `min_count`.
-        progress: called with "reading" in the first pass and "encoding" in the second.
-        notes: receives sentences for the user.
+    Only `encoding` and `min_count` of the settings are used. `progress` is called with "reading"
+    in the first pass and "encoding" in the second. `notes` receives sentences for the user.
 
     Raises:
         TextError: the text is empty, changes while it is read, cannot be read or decoded, or the
@@ -50,8 +56,8 @@ def ingest(
                 spool = stack.enter_context(TemporaryFile(folder))
                 copy_stdin(spool.write)
                 source = replace(source, stream=spool.file)
-            cache.require_room(folder, source.size())
-            counts, digests, checksums = _count_characters(source, settings, progress)
+            first, second = _Checksum(), _Checksum()  # of both passes
+            counts, digests = _count_characters(source, settings, progress, first)
             key = text_key(digests, settings)
             if (cached := load_or_note(key, notes)) is not None:
                 return cached
@@ -61,7 +67,10 @@ def ingest(
             cache.require_room(folder, int(counts.sum()) * tokenizer.dtype.itemsize)
             unknown_count = int(counts.sum() - counts[code_points(tokenizer.characters)].sum())
             tokens = stack.enter_context(TemporaryFile(folder))
-            if _encode(source, settings, tokenizer, tokens, progress) != checksums:
+            chunks = second.update(iter_chunks(source, progress, "encoding"))
+            for text in decode(chunks, settings.encoding):
+                tokens.write(tokenizer.encode(text, "replace").view(np.uint8).data)
+            if first.crc32 != second.crc32:
                 raise TextError(
                     f"{source.name} changed while it was read; try again when nothing writes to it"
                 )
@@ -75,57 +84,34 @@ def ingest(
 
 
 def _count_characters(
-    source: Source, settings: TextConfig, progress: Progress | None
-) -> tuple[Counts, list[str], dict[int, int]]:
-    """Return the number of occurrences of each code point, and each file's digest and checksum."""
+    source: Source, settings: TextConfig, progress: Progress | None, checksum: _Checksum
+) -> tuple[Counts, list[str]]:
+    """Return the number of occurrences of each code point, and each file's digest."""
     counts = np.zeros(CODE_POINTS, dtype=np.int64)
-    hashes: dict[int, Any] = {}
-    checksums: dict[int, int] = {}
-    chunks = _hashed(iter_chunks(source, progress, "reading"), hashes)
-    for text in decode(_checksummed(chunks, checksums), settings.encoding):
+    hashes: dict[str, Any] = {}  # by file name
+    chunks = checksum.update(_hashed(iter_chunks(source, progress, "reading"), hashes))
+    for text in decode(chunks, settings.encoding):
         if text.isascii():
             counts[:128] += count_tokens(np.frombuffer(text.encode("ascii"), np.uint8), 128)
         else:
             found = np.bincount(code_points(text))
             counts[: found.size] += found
-    return counts, [digest.hexdigest() for digest in hashes.values()], checksums
+    return counts, [digest.hexdigest() for digest in hashes.values()]
 
 
-def _encode(
-    source: Source,
-    settings: TextConfig,
-    tokenizer: CharTokenizer,
-    tokens: TemporaryFile,
-    progress: Progress | None,
-) -> dict[int, int]:
-    """Write the ids of a text, and return each file's checksum."""
-    checksums: dict[int, int] = {}
-    chunks = iter_chunks(source, progress, "encoding")
-    for text in decode(_checksummed(chunks, checksums), settings.encoding):
-        tokens.write(tokenizer.encode(text, "replace").view(np.uint8).data)
-    return checksums
-
-
-def _hashed(chunks: Iterator[Chunk], hashes: dict[int, Any]) -> Iterator[Chunk]:
+def _hashed(chunks: Iterator[Chunk], hashes: dict[str, Any]) -> Iterator[Chunk]:
     """Pass chunks on while a second thread hashes each file's bytes (hashlib releases the GIL).
 
     BLAKE2b is as strong as SHA-256 and faster on processors without SHA instructions.
     """
     with ThreadPoolExecutor(1, "hash") as worker:
-        pending: deque[Future[None]] = deque()
+        pending: Future[None] | None = None
         for chunk in chunks:
-            digest = hashes.setdefault(chunk.file_number, hashlib.blake2b(digest_size=32))
-            pending.append(worker.submit(digest.update, chunk.content))
-            if len(pending) > MAX_PENDING_CHUNKS:
-                pending.popleft().result()
+            digest = hashes.setdefault(chunk.file_name, hashlib.blake2b(digest_size=32))
+            if pending:
+                pending.result()  # bounds the memory
+            pending = worker.submit(digest.update, chunk.content)
             yield chunk
-
-
-def _checksummed(chunks: Iterator[Chunk], checksums: dict[int, int]) -> Iterator[Chunk]:
-    """Pass chunks on and compute each file's CRC-32, which is far cheaper than its hash."""
-    for number, name, content in chunks:
-        checksums[number] = zlib.crc32(content, checksums.get(number, 0))
-        yield Chunk(number, name, content)
 
 
 def load_or_note(key: str, notes: list[str]) -> CachedText | None:

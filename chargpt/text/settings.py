@@ -30,7 +30,7 @@ def build_config(
         ConfigError: a key or value is wrong.
     """
     defaults: dict[str, object] = {}
-    if text is not None and text != "-" and not Path(text).exists():
+    if text is not None and not Path(text).exists():
         defaults |= settings_for(text) or {}
     settings = list(overrides)
     if text is not None and "text.path" not in defaults:

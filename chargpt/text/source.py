@@ -12,7 +12,7 @@ import stat
 import sys
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -41,8 +41,8 @@ class Source:
     Attributes:
         name: short name for messages and tables.
         files: the files to read, in order.
-        stream: the whole text as a seekable stream, instead of files; without either the source
-            is standard input, which must be copied to such a stream first.
+        stream: the whole text as a seekable stream, instead of files. A source without either is
+            standard input.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Source:
         """Return the path, size, mtime and inode of each file, which change with its content."""
         rows: list[list[str | int]] = []
         for path in self.files:
-            with _explained(path):
+            with _explained(str(path)):
                 status = os.stat(path)
             rows.append([str(path), status.st_size, status.st_mtime_ns, status.st_ino])
         return rows
@@ -103,7 +103,7 @@ def find_source(settings: TextConfig) -> Source:
 
 def _find_glob(pattern: str, written: str) -> Source:
     if not glob.has_magic(pattern):
-        raise MissingTextError(_missing(pattern, written))
+        raise MissingTextError(_missing(written))
     matches = (Path(match).absolute() for match in glob.iglob(pattern, recursive=True))
     files = sorted({path for path in matches if path.is_file()})
     if not files:
@@ -141,8 +141,9 @@ def _find_folder(root: Path, suffixes: tuple[str, ...]) -> Source:
     return Source(f"{root.absolute().name}/", tuple(sorted(files)))
 
 
-def _missing(path: str, written: str) -> str:
+def _missing(written: str) -> str:
     """Return the message for a path that does not exist, with the most similar one that does."""
+    path = os.path.expanduser(written)
     name, parent = os.path.basename(path), os.path.dirname(path) or "."
     if written in CATALOG:
         return f"there is no file {written}; fetch the text with `chargpt data get {written}`"
@@ -165,14 +166,14 @@ def _unreadable(path: str, error: OSError | ValueError) -> str:
 
 
 @contextmanager
-def _explained(path: Path) -> Iterator[None]:
+def _explained(path: str) -> Iterator[None]:
     """Raise what the system reports about a file as a TextError."""
     try:
         yield
     except FileNotFoundError:
-        raise MissingTextError(_missing(str(path), str(path))) from None
+        raise MissingTextError(_missing(path)) from None
     except OSError as error:
-        raise TextError(_unreadable(str(path), error)) from None
+        raise TextError(_unreadable(path, error)) from None
 
 
 def copy_stdin(write: Callable[[bytes], object], max_bytes: int = MAX_TEXT_BYTES) -> None:
@@ -194,10 +195,8 @@ def iter_chunks(
 ) -> Iterator[Chunk]:
     """Yield the bytes of a source's files, decompressed.
 
-    Args:
-        source: the text; not standard input.
-        progress: called with the bytes read, as stored.
-        stage: the name that `progress` receives.
+    Standard input must be copied to a stream first. `progress` is called with the stage and the
+    bytes read, as stored.
 
     Raises:
         TextError: a file cannot be read or is a damaged archive, or the text is too large.
@@ -205,39 +204,34 @@ def iter_chunks(
     assert not source.is_stdin, "standard input must be copied to a seekable stream first"
     total = source.size()
     n_bytes = n_stored = 0
-    for number, (name, contents) in enumerate(_iter_files(source)):
-        position = 0
-        for content, position in contents:
-            n_bytes += len(content)
-            if n_bytes > MAX_TEXT_BYTES:
-                raise TextError(f"{name} unpacks to over {MAX_TEXT_BYTES:,} bytes; split it")
-            yield Chunk(number, name, content)
-            if progress:
-                progress(stage, n_stored + position, total)
-        n_stored += position
+    for name in [str(path) for path in source.files] or [source.name]:
+        with _explained(name), _open(source, name) as raw:
+            for content in _decompress(name, raw):
+                n_bytes += len(content)
+                if n_bytes > MAX_TEXT_BYTES:
+                    raise TextError(f"{name} unpacks to over {MAX_TEXT_BYTES:,} bytes; split it")
+                yield Chunk(name, content)
+                if progress:
+                    progress(stage, n_stored + raw.tell(), total)
+            n_stored += raw.tell()
 
 
-def _iter_files(source: Source) -> Iterator[tuple[str, Iterator[tuple[bytes, int]]]]:
-    """Yield each file's name and an iterator over its chunks and their positions as stored."""
+def _open(source: Source, name: str) -> AbstractContextManager[IO[bytes]]:
     if source.stream is not None:
-        yield source.name, _read(source.name, source.stream)
-    for path in source.files:
-        with _explained(path), open(path, "rb", buffering=0) as raw:
-            yield str(path), _read(str(path), raw)
+        return nullcontext(source.stream)
+    return open(name, "rb", buffering=0)
 
 
-def _read(name: str, raw: IO[bytes]) -> Iterator[tuple[bytes, int]]:
-    """Yield chunks of a stream, decompressed, with the bytes read of the stream so far."""
-    with _explained(Path(name)):
-        raw.seek(0)
-        is_gzip = raw.read(len(GZIP_MAGIC)) == GZIP_MAGIC or name.lower().endswith(".gz")
-        raw.seek(0)
-        stream = gzip.GzipFile(fileobj=raw) if is_gzip else raw
-        try:
-            while content := stream.read(CHUNK_BYTES):
-                yield content, raw.tell()
-        except (gzip.BadGzipFile, EOFError, zlib.error):
-            raise TextError(
-                f"{name} is not a complete gzip file (damaged, cut short or misnamed); "
-                "fetch it again"
-            ) from None
+def _decompress(name: str, raw: IO[bytes]) -> Iterator[bytes]:
+    """Yield chunks of a stream, decompressed if it is a gzip file."""
+    raw.seek(0)
+    is_gzip = raw.read(len(GZIP_MAGIC)) == GZIP_MAGIC or name.lower().endswith(".gz")
+    raw.seek(0)
+    stream = gzip.GzipFile(fileobj=raw) if is_gzip else raw
+    try:
+        while content := stream.read(CHUNK_BYTES):
+            yield content
+    except (gzip.BadGzipFile, EOFError, zlib.error):
+        raise TextError(
+            f"{name} is not a complete gzip file (damaged, cut short or misnamed); fetch it again"
+        ) from None

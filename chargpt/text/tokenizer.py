@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from chargpt.errors import RunError, TextError, UnknownCharacterError
-from chargpt.files import write_atomically
+from chargpt.files import parse_json, write_atomically
 
 CODE_POINTS = 0x110000
 MAX_JSON_BYTES = 16_000_000  # all code points, escaped, take less
@@ -134,7 +134,6 @@ class CharTokenizer:
         """Return the ids of a text, shape (characters,), in `dtype`.
 
         Args:
-            text: any string.
             unknown: what to do with a character outside the vocabulary: `error` raises, `skip`
                 leaves it out, `replace` puts `replacement_id`. Only `replace` uses the unknown
                 token, so that no character is lost by default.
@@ -177,20 +176,16 @@ class CharTokenizer:
 
     @classmethod
     def from_json(cls, text: str, origin: str = "tokenizer") -> Self:
-        """Return the tokenizer that `to_json` wrote.
-
-        Args:
-            text: the JSON.
-            origin: the file's name, for messages.
+        """Return the tokenizer that `to_json` wrote; messages name `origin`.
 
         Raises:
             RunError: the text is not the JSON of a tokenizer.
         """
         try:
-            tree = json.loads(text)
-        except (ValueError, RecursionError):
-            raise _unusable(origin, "it is not JSON") from None
-        if not isinstance(tree, dict) or tree.get("format") != FORMAT:
+            tree = parse_json(text)
+        except ValueError as error:
+            raise _unusable(origin, str(error)) from None
+        if tree.get("format") != FORMAT:
             raise _unusable(origin, "it is not a chargpt tokenizer")
         if tree.get("version") != VERSION:
             raise RunError(
@@ -220,15 +215,10 @@ class CharTokenizer:
         """
         try:
             if os.path.getsize(path) > MAX_JSON_BYTES:
-                raise _unusable(str(path), f"it is over {MAX_JSON_BYTES:,} bytes")
+                raise _unusable(path, f"it is over {MAX_JSON_BYTES:,} bytes")
             text = Path(path).read_text(encoding="utf-8")
-        except OSError as error:
-            reason = error.strerror or type(error).__name__
-            raise RunError(
-                f"the tokenizer {path} cannot be read ({reason}); name a complete run"
-            ) from None
-        except UnicodeDecodeError:
-            raise _unusable(str(path), "it is not UTF-8") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise _unusable(path, getattr(error, "strerror", None) or "it is not UTF-8") from None
         return cls.from_json(text, str(path))
 
     def __repr__(self) -> str:
@@ -247,7 +237,7 @@ def _has_surrogates(codes: npt.NDArray[np.int64]) -> bool:
     return bool(((codes >= 0xD800) & (codes < 0xE000)).any())
 
 
-def _unusable(origin: str, reason: str) -> RunError:
+def _unusable(origin: str | os.PathLike[str], reason: str) -> RunError:
     return RunError(f"{origin} cannot be used as a tokenizer ({reason}); restore it or train again")
 
 
