@@ -623,6 +623,11 @@ def test_standard_input_is_a_text(verse: Path, tmp_path: Path) -> None:
     assert (tmp_path / "runs" / "standard-input-gpt").is_dir()
 
 
+def test_a_closed_standard_input_is_rejected(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)  # as Python does for `<&-`
+    assert "standard input is closed" in refusal(cli("data", "info", "-"))
+
+
 # -- settings ---------------------------------------------------------------------------------
 
 
@@ -716,7 +721,9 @@ def test_unknown_prompt_characters_follow_the_policy(trained: Path, cli: Cli) ->
     assert "U+0436" in refusal(cli(*words))
     assert cli(*words, "--unknown", "skip").returncode == 0
     assert cli(*words, "--unknown", "replace").returncode == 0
-    assert "none of error, skip" in refusal(cli(*words, "--unknown", "guess"))
+    assert "'guess' is not one of 'error', 'skip', 'replace'" in refusal(
+        cli(*words, "--unknown", "guess")
+    )
 
 
 def test_settings_of_sampling_are_checked(trained: Path, cli: Cli) -> None:
@@ -837,3 +844,7 @@ def test_commands_on_texts_import_no_torch(tmp_path: Path) -> None:
 def test_only_the_main_command_offers_completion(cli: Cli) -> None:
     assert "--install-completion" in cli("--help").stdout
     assert "--install-completion" not in cli("data", "--help").stdout
+
+
+def test_help_of_the_data_commands_is_not_cut_off(cli: Cli) -> None:
+    assert "..." not in cli("data", "--help").stdout.split("Commands:")[1]

@@ -1,6 +1,7 @@
 """Training under a time budget and under signals, as the command line runs it."""
 
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from chargpt.cli.loop import run_steps
 from chargpt.cli.main import app
 from chargpt.cli.signals import Signals, Stopped, catch_signals
 from chargpt.config import Config, load_config
+from chargpt.store.folder import RunFolder
 from chargpt.store.run import load_run
 from chargpt.training import planner, session
 from chargpt.training.budget import RESERVE, Budget
@@ -128,6 +130,29 @@ def test_a_budget_reserves_the_measured_time_of_scoring(
     timed_characters = min(RESERVE.timed_characters, val - 1)
     closing = 0.8 + 1.3 * 2 * scored / timed_characters + report_seconds
     assert budget.remaining == pytest.approx(seconds - 10 - closing)
+
+
+def test_every_failure_to_save_after_a_success_is_announced(
+    verse: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    saves = iter(["fails", "fails", "succeeds", "fails", "succeeds", "succeeds"])
+    save = RunFolder.save
+
+    def save_or_fail(*args: Any, **options: Any) -> Path:
+        if next(saves) == "fails":
+            raise OSError(28, "No space left on device")
+        return save(*args, **options)
+
+    monkeypatch.setattr(RunFolder, "save", save_or_fail)
+    settings = ("train.max_steps=6", "train.save_every=1", "train.evaluate_every=6")
+    created = create_run(tiny(verse, *settings), tmp_path / "run", None)
+    run_steps(created.trainer, created.folder, Signals())
+    announced = re.findall(r"cannot save step (\d) .* training continues", capfd.readouterr().err)
+    assert announced == ["1", "4"]
+    assert load_run(tmp_path / "run", "latest").step == 6
 
 
 class SignalOnDeletion:

@@ -3,6 +3,9 @@
 import math
 import shlex
 import signal
+from functools import partial
+
+from torch import Tensor
 
 from chargpt.cli import console
 from chargpt.cli.progress import Progress
@@ -32,25 +35,21 @@ class StepView:
         self.has_reported_disk_error = False
         signals.is_deferred = True
 
-    def should_stop(self) -> bool:
-        """Return whether a signal has come."""
-        return bool(self.signals.caught)
-
     def show(self, report: StepReport) -> None:
         """Show a step on the bar, and its sample and notes above it."""
         if report.validation is not None:
             self.validation.append(report.validation.nats_per_char)
-        self.bar.change_total(report.max_steps)
-        has_detail = report.loss is not None and self.bar.wants_detail()
-        self.bar.move_to(report.step, self._detail(report) if has_detail else None)
+        detail = None if report.loss is None else partial(self._detail, report, report.loss)
+        self.bar.move_to(report.step, report.max_steps, detail)
         if report.sample is not None:
             self.bar.write(f"-- sample at step {report.step:,} --")
             self.bar.write(console.printable(report.sample).strip("\n"))
         for note in report.notes:
             self.bar.write(note)
-        if self.trainer.writer.disk_error and not self.has_reported_disk_error:
+        has_disk_error = self.trainer.writer.disk_error is not None
+        if has_disk_error and not self.has_reported_disk_error:
             self.bar.write(f"{self._disk_error()}; training continues: free some space")
-            self.has_reported_disk_error = True
+        self.has_reported_disk_error = has_disk_error
 
     def end(self) -> None:
         """End the command if the last save failed or a signal came.
@@ -93,10 +92,9 @@ class StepView:
         step, error = self.trainer.state.step, self.trainer.writer.disk_error
         return f"cannot save step {step:,} ({error}); {self._last_checkpoint()}"
 
-    def _detail(self, report: StepReport) -> str:
+    def _detail(self, report: StepReport, loss: Tensor) -> str:
         """Return loss, validation, next baseline and speed, short enough for 80 columns."""
-        assert report.loss is not None
-        parts = [f"loss {float(report.loss):.2f}"]
+        parts = [f"loss {float(loss):.2f}"]
         last = math.inf
         if self.validation:
             last = self.validation[-1]
@@ -121,7 +119,7 @@ def run_steps(
     """
     view = StepView(trainer, folder, signals)
     try:
-        for report in trainer.steps(budget, view.should_stop):
+        for report in trainer.steps(budget, lambda: bool(signals.caught)):
             view.show(report)
     except Stopped:
         view.say_last_checkpoint()

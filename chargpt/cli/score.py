@@ -1,6 +1,5 @@
 """`chargpt score`: surprisal of a text and its lines under a run."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -34,7 +33,7 @@ def score(
     """
     loaded = runs.open_run(run, checkpoint, device)
     content = read_text(text, encoding=encoding or "auto")
-    scored = scoring.score(loaded, content, runs.unknown_policy(unknown))
+    scored = scoring.score(loaded, content, unknown)
     ranked = sorted(scored.lines(), key=lambda line: -line.bits_per_char)
     if json_:
         facts = {
@@ -44,7 +43,7 @@ def score(
             "text": text,
             "lines": [vars(line) for line in sorted(ranked, key=lambda line: line.number)],
         }
-        console.out(json.dumps(facts, ensure_ascii=False))
+        console.out_json(facts)
         return
     if per_line:
         for line in ranked:
