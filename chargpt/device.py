@@ -5,7 +5,7 @@ import ctypes
 import functools
 import os
 import platform
-import time
+import timeit
 from collections.abc import Callable
 from pathlib import Path
 
@@ -89,22 +89,15 @@ def onednn_is_faster() -> bool:
 
 def _cpu_info() -> str:
     """Return the start of /proc/cpuinfo, or an empty string."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            return file.read(MAX_CPU_INFO)
-    except OSError:
-        return ""
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
+        return file.read(MAX_CPU_INFO)
+    return ""
 
 
 def _matmul_seconds(dtype: torch.dtype) -> float:
     """Return the fastest of five timings of a matrix product of a small GPT's size."""
     left, right = torch.ones(4096, 128, dtype=dtype), torch.ones(128, 384, dtype=dtype)
-    timings = []
-    for _ in range(5):
-        start = time.perf_counter()
-        left @ right
-        timings.append(time.perf_counter() - start)
-    return min(timings)
+    return min(timeit.repeat(lambda: left @ right, number=1, repeat=5))
 
 
 def make_deterministic(device: torch.device) -> None:
@@ -118,7 +111,8 @@ def tune_malloc() -> bool:
     """Make glibc's malloc keep freed memory for reuse; return whether it does.
 
     By default it returns large blocks to the system, and each new one costs page faults: thousands
-    in every training step on a CPU, half of the time of an evaluation. Other C libraries have no such setting.
+    in every training step on a CPU, half of the time of an evaluation. Other C libraries have no
+    such setting.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
     if mallopt is None:
@@ -136,12 +130,9 @@ def memory_limit(device: torch.device | None = None) -> int:
         return 2**63  # unknown: Windows has no sysconf
     limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for path in CGROUP_LIMITS:
-        try:
+        with contextlib.suppress(OSError):
             written = path.read_text(encoding="ascii").strip()
-        except OSError:
-            continue
-        if written.isdigit():
-            limit = min(limit, int(written))
+            limit = min(limit, int(written)) if written.isdigit() else limit
     return limit
 
 
