@@ -5,6 +5,7 @@ import ctypes
 import functools
 import os
 import platform
+import re
 import timeit
 from collections.abc import Callable
 from pathlib import Path
@@ -30,23 +31,23 @@ def choose_device(name: str) -> tuple[torch.device, str]:
         DeviceError: this machine has no such device.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    has_cuda, has_mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     if name == "auto":
-        if cuda:
+        if has_cuda:
             device = torch.device("cuda", local_rank % torch.cuda.device_count())
             return device, f"found {torch.cuda.get_device_name(device)}"
-        if mps:
+        if has_mps:
             return torch.device("mps"), "found an Apple GPU"
         return torch.device("cpu"), "no GPU found"
     if name.startswith("cuda"):
-        if not cuda:
+        if not has_cuda:
             raise DeviceError("no CUDA GPU is available; set device to auto or cpu")
         count = torch.cuda.device_count()
         index = int(name[5:]) if ":" in name else local_rank % count
         if index >= count:
             raise DeviceError(f"{name} is not available; use one of cuda:0 to cuda:{count - 1}")
         return torch.device("cuda", index), "as configured"
-    if name == "mps" and not mps:
+    if name == "mps" and not has_mps:
         raise DeviceError("no Apple GPU is available; set device to auto or cpu")
     return torch.device(name), "as configured"
 
@@ -62,17 +63,12 @@ def choose_dtype(device: torch.device, name: str) -> tuple[torch.dtype, str]:
         if torch.cuda.get_device_capability(device) >= (8, 0):
             return torch.bfloat16, "this GPU computes in it natively"
         return torch.float32, "this GPU has no native bfloat16"
-    if device.type == "cpu" and _cpu_has_bfloat16():
+    if device.type == "cpu" and re.search("avx512_bf16|amx_bf16", _cpu_info()):
         gain = _matmul_seconds(torch.float32) / _matmul_seconds(torch.bfloat16)
         if gain > 1.5:
             return torch.bfloat16, f"measured {gain:.1f} times as fast here"
         return torch.float32, "bfloat16 is no faster on this CPU"
     return torch.float32, "this device has no faster format"
-
-
-def _cpu_has_bfloat16() -> bool:
-    info = _cpu_info()
-    return "avx512_bf16" in info or "amx_bf16" in info
 
 
 @functools.cache

@@ -52,12 +52,7 @@ class StepView:
         self.has_reported_disk_error = has_disk_error
 
     def end(self) -> None:
-        """End the command if the last save failed or a signal came.
-
-        Raises:
-            WorkError: the last checkpoint could not be written.
-            Stopped: a signal came.
-        """
+        """End the command, as `run_steps` does, if the last save failed or a signal came."""
         trainer = self.trainer
         # another rank's signal stops this one too; from here on a signal changes nothing
         default = signal.SIGTERM if trainer.stopped_by == "request" else None
@@ -65,14 +60,15 @@ class StepView:
         self.signals.caught = []
         if trainer.writer.disk_error:
             raise WorkError(f"{self._disk_error()}; free some space, then {self._how_to_resume()}")
-        if number is not None:
+        if number is None:
+            self.signals.is_deferred = False
+            return
+        if trainer.finished:
+            console.say(f"all steps are done and saved in {self.folder.path}")
+        else:
             step = trainer.state.step
-            if trainer.finished:
-                console.say(f"all steps are done and saved in {self.folder.path}")
-            else:
-                console.say(f"stopped at step {step:,} and saved; {self._how_to_resume()}")
-            raise Stopped(number)
-        self.signals.is_deferred = False
+            console.say(f"stopped at step {step:,} and saved; {self._how_to_resume()}")
+        raise Stopped(number)
 
     def say_last_checkpoint(self) -> None:
         """Name the last checkpoint after a signal has stopped a step."""
@@ -94,15 +90,15 @@ class StepView:
 
     def _detail(self, report: StepReport, loss: Tensor) -> str:
         """Return loss, validation, next baseline and speed, short enough for 80 columns."""
-        parts = [f"loss {float(loss):.2f}"]
-        last = math.inf
+        last, val = math.inf, ""
         if self.validation:
             last = self.validation[-1]
-            parts.append(f"val {last:.3f}{console.sparkline(self.validation, 5)}")
-        name = next((n for n in ("bigram", NGRAM) if self.baselines[n] < last), NGRAM)
-        parts.append(f"{name} {self.baselines[name]:.3f}")
-        parts.append(f"{console.short(report.speed)} chars/s")
-        return " ".join(parts)
+            val = f"val {last:.3f}{console.sparkline(self.validation, 5)} "
+        name = "bigram" if self.baselines["bigram"] < last else NGRAM
+        return (
+            f"loss {float(loss):.2f} {val}{name} {self.baselines[name]:.3f} "
+            f"{console.short(report.speed)} chars/s"
+        )
 
 
 def run_steps(
