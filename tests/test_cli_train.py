@@ -44,7 +44,7 @@ def tiny(verse: Path, *settings: str) -> Config:
     return load_config("gpt", [f"text.path={verse}", *TINY, *settings])
 
 
-def test_a_machine_that_slows_down_ends_the_run_in_time_with_a_checkpoint(
+def test_a_run_on_a_slowing_machine_ends_in_time_with_a_checkpoint(
     verse: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = tiny(verse, "schedule.cooldown=0.5", *STEPS)
@@ -52,7 +52,7 @@ def test_a_machine_that_slows_down_ends_the_run_in_time_with_a_checkpoint(
     trainer = created.trainer
 
     class SlowMachine(Budget):
-        """Much time remains until the decay has begun, and then none."""
+        """Time remains until the decay has begun, and then none."""
 
         @property
         def remaining(self) -> float:
@@ -90,7 +90,7 @@ def test_a_budget_is_met_when_the_speed_of_the_machine_changes(
     until = budget.remaining
     run_steps(trainer, created.folder, Signals(), budget)
     assert 0.9 * until < clock.now <= until < seconds
-    assert trainer.finished, "it was cut short"
+    assert trainer.finished, "the run was stopped early"
     assert "slowed down" not in capfd.readouterr().err
     assert load_config(tmp_path / "run" / "config.yaml") == trainer.config
 
@@ -110,12 +110,12 @@ def test_a_budget_reserves_the_measured_time_of_scoring(
     clock = Clock()
     evaluate = session.Trainer  # the first evaluation after the trainer exists is the timed one
 
-    def trainer_of(*words: Any, **options: Any) -> Any:
+    def trainer_of(*args: Any, **options: Any) -> Any:
         monkeypatch.setattr("chargpt.training.budget.evaluate_tokens", timed)
-        return evaluate(*words, **options)
+        return evaluate(*args, **options)
 
     def timed(model: Any, tokens: Any, **options: Any) -> Any:
-        clock.now += 2.0  # scoring these takes two seconds
+        clock.now += 2.0  # seconds of scoring
         return measured(model, tokens, **options)
 
     from chargpt.training.budget import evaluate_tokens as measured
@@ -182,14 +182,14 @@ def test_a_signal_whose_exception_python_drops_still_ends_the_command(
 def test_a_dropped_signal_before_the_first_step_still_saves_the_run(
     verse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def create_and_signal(*words: Any, **options: Any) -> Session:
-        created = create_run(*words, **options)
+    def create_and_signal(*args: Any, **options: Any) -> Session:
+        created = create_run(*args, **options)
         SignalOnDeletion()
         return created
 
     monkeypatch.setattr(session, "create_run", create_and_signal)
-    words = [word for setting in (*TINY, *STEPS) for word in ("-s", setting)]
+    args = [word for setting in (*TINY, *STEPS) for word in ("-s", setting)]
     with pytest.raises(Stopped) as stopped:
-        CliRunner().invoke(app, ["train", str(verse), *words, "--out", str(tmp_path / "run")])
+        CliRunner().invoke(app, ["train", str(verse), *args, "--out", str(tmp_path / "run")])
     assert stopped.value.number == signal.SIGTERM
     assert load_run(tmp_path / "run", device="cpu").step < 3
