@@ -16,13 +16,12 @@ from chargpt.inference.coding import compress as pack
 from chargpt.inference.coding import decompress as unpack
 
 XZ_BYTES = 20_000_000  # beyond it, xz takes longer than one would wait for a comparison
-RunPath = Annotated[Path, typer.Argument(help="The run's folder.")]
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="The file to write.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace OUT.")]
 
 
 def compress(
-    run: RunPath,
+    run: options.RunPath,
     text: Annotated[Path, typer.Argument(metavar="IN", help="A text, as UTF-8.")],
     out: Out,
     checkpoint: options.Checkpoint = "best",
@@ -47,7 +46,7 @@ def compress(
 
 
 def decompress(
-    run: RunPath,
+    run: options.RunPath,
     packed: Annotated[
         Path, typer.Argument(metavar="IN", help="A file that `chargpt compress` wrote.")
     ],

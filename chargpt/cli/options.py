@@ -7,6 +7,7 @@ import typer
 
 from chargpt.text.tokenizer import Unknown
 
+RunPath = Annotated[Path, typer.Argument(help="The run's folder.")]
 RunOrNewest = Annotated[
     Path | None, typer.Argument(help="The run's folder. Without it: the newest run.")
 ]

@@ -14,13 +14,7 @@ PLAIN_LINE_SECONDS = 5.0
 
 
 class Progress:
-    """A tqdm bar on a terminal; elsewhere a plain line every few seconds.
-
-    Args:
-        total: number of units.
-        unit: what is counted.
-        initial: number of units done before.
-    """
+    """A tqdm bar on a terminal; elsewhere a plain line every few seconds."""
 
     def __init__(self, total: int, unit: str, *, initial: int = 0) -> None:
         self.unit, self.done = unit, initial
@@ -40,10 +34,7 @@ class Progress:
     def move_to(self, done: int, total: int, detail: Callable[[], str] | None) -> None:
         """Show that `done` of `total` units are done.
 
-        Args:
-            done: units.
-            total: units.
-            detail: called only when its text is shown, since it may synchronise the device.
+        `detail` is called only when its text is shown, since it may synchronise the device.
         """
         step, self.done = done - self.done, done
         if self.bar is not None:

@@ -1,6 +1,5 @@
 """`chargpt score`: surprisal of a text and its lines under a run."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,7 +12,7 @@ SHOWN = 3  # lines at each end of the ranking
 
 
 def score(
-    run: Annotated[Path, typer.Argument(help="The run's folder.")],
+    run: options.RunPath,
     text: Annotated[
         str, typer.Argument(metavar="FILE", help="The text; - or nothing for standard input.")
     ] = "-",
