@@ -28,8 +28,10 @@ def choose_device(name: str) -> tuple[torch.device, str]:
     """Return the device for `auto`, `cpu`, `cuda`, `cuda:N` or `mps`, and the reason for it.
 
     Raises:
-        DeviceError: this machine has no such device.
+        DeviceError: it is none of these, or this machine has no such device.
     """
+    if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", name):
+        raise DeviceError(f"device {name!r} is not one of auto, cpu, cuda, cuda:N, mps")
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     has_cuda, has_mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     if name == "auto":

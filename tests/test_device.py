@@ -49,6 +49,12 @@ def test_an_unavailable_device_is_rejected(name: str) -> None:
         choose_device(name)
 
 
+@pytest.mark.parametrize("name", ["tpu", "cuda:", "cuda:x", "CPU", ""])
+def test_an_unknown_device_is_rejected(name: str) -> None:
+    with pytest.raises(DeviceError, match="is not one of auto, cpu, cuda, cuda:N, mps"):
+        choose_device(name)
+
+
 @pytest.mark.usefixtures("two_gpus")
 def test_auto_uses_one_gpu_per_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_device("auto") == (torch.device("cuda", 0), "found a GPU")
