@@ -282,33 +282,6 @@ def test_evaluate_uses_the_cached_tokens_if_the_text_has_changed(verse: Path, cl
     assert json.loads(done.stdout)["nats_per_char"] == before
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_saves_the_run_and_prints_how_to_resume(
-    number: signal.Signals, verse: Path, tmp_path: Path
-) -> None:
-    args = [word.replace("max_steps=6", "max_steps=100000") for word in QUICK]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "chargpt", "train", str(verse), *args, "--out", "run"],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-    )
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 60
-    while not (metrics.exists() and metrics.read_text().count("\n") > 20):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    process.send_signal(number)
-    _, message = process.communicate(timeout=30)
-    assert process.returncode == 128 + number
-    assert "chargpt train --resume run" in message
-    assert "Traceback" not in message
-    step = RunFolder(tmp_path / "run").load("latest")[0].state.step
-    assert f"stopped at step {step:,}" in message
-
-
 STARTED: list[subprocess.Popen[str]] = []
 
 
@@ -337,6 +310,20 @@ def start_training(*args: object, cwd: Path, **streams: Any) -> subprocess.Popen
 
 
 LONG = [word.replace("max_steps=6", "max_steps=100000") for word in QUICK]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_saves_the_run_and_prints_how_to_resume(
+    number: signal.Signals, verse: Path, tmp_path: Path
+) -> None:
+    process = start_training(verse, *LONG, "--out", "run", cwd=tmp_path)
+    process.send_signal(number)
+    _, message = process.communicate(timeout=30)
+    assert process.returncode == 128 + number
+    assert "chargpt train --resume run" in message
+    assert "Traceback" not in message
+    step = RunFolder(tmp_path / "run").load("latest")[0].state.step
+    assert f"stopped at step {step:,}" in message
 
 
 def test_a_second_interrupt_stops_at_once_and_leaves_an_intact_checkpoint(
