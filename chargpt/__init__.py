@@ -12,37 +12,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from chargpt.analysis.compare import compare
-    from chargpt.config import Config, load_config
-    from chargpt.errors import ChargptError
-    from chargpt.inference.evaluation import evaluate
-    from chargpt.inference.sampling import sample
-    from chargpt.models.bigram import BigramLM
-    from chargpt.models.gpt import GPT
-    from chargpt.models.ngram import NGramLM
-    from chargpt.store.run import load_run
-    from chargpt.text.corpus import Corpus, load_corpus
-    from chargpt.text.tokenizer import CharTokenizer
-    from chargpt.training.api import train
-    from chargpt.training.trainer import Trainer
-
-__all__ = [
-    "GPT",
-    "BigramLM",
-    "CharTokenizer",
-    "ChargptError",
-    "Config",
-    "Corpus",
-    "NGramLM",
-    "Trainer",
-    "compare",
-    "evaluate",
-    "load_config",
-    "load_corpus",
-    "load_run",
-    "sample",
-    "train",
-]
+    from chargpt.analysis.compare import compare as compare
+    from chargpt.config import Config as Config
+    from chargpt.config import load_config as load_config
+    from chargpt.errors import ChargptError as ChargptError
+    from chargpt.inference.evaluation import evaluate as evaluate
+    from chargpt.inference.sampling import sample as sample
+    from chargpt.models.bigram import BigramLM as BigramLM
+    from chargpt.models.gpt import GPT as GPT
+    from chargpt.models.ngram import NGramLM as NGramLM
+    from chargpt.store.run import load_run as load_run
+    from chargpt.text.corpus import Corpus as Corpus
+    from chargpt.text.corpus import load_corpus as load_corpus
+    from chargpt.text.tokenizer import CharTokenizer as CharTokenizer
+    from chargpt.training.api import train as train
+    from chargpt.training.trainer import Trainer as Trainer
 
 _MODULES = {
     "GPT": "chargpt.models.gpt",
@@ -61,6 +45,8 @@ _MODULES = {
     "sample": "chargpt.inference.sampling",
     "train": "chargpt.training.api",
 }
+
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:

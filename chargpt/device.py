@@ -5,7 +5,8 @@ import ctypes
 import functools
 import os
 import platform
-import time
+import re
+import timeit
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,26 +28,28 @@ def choose_device(name: str) -> tuple[torch.device, str]:
     """Return the device for `auto`, `cpu`, `cuda`, `cuda:N` or `mps`, and the reason for it.
 
     Raises:
-        DeviceError: this machine has no such device.
+        DeviceError: it is none of these, or this machine has no such device.
     """
+    if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", name):
+        raise DeviceError(f"device {name!r} is not one of auto, cpu, cuda, cuda:N, mps")
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    has_cuda, has_mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     if name == "auto":
-        if cuda:
+        if has_cuda:
             device = torch.device("cuda", local_rank % torch.cuda.device_count())
             return device, f"found {torch.cuda.get_device_name(device)}"
-        if mps:
+        if has_mps:
             return torch.device("mps"), "found an Apple GPU"
         return torch.device("cpu"), "no GPU found"
     if name.startswith("cuda"):
-        if not cuda:
+        if not has_cuda:
             raise DeviceError("no CUDA GPU is available; set device to auto or cpu")
         count = torch.cuda.device_count()
         index = int(name[5:]) if ":" in name else local_rank % count
         if index >= count:
             raise DeviceError(f"{name} is not available; use one of cuda:0 to cuda:{count - 1}")
         return torch.device("cuda", index), "as configured"
-    if name == "mps" and not mps:
+    if name == "mps" and not has_mps:
         raise DeviceError("no Apple GPU is available; set device to auto or cpu")
     return torch.device(name), "as configured"
 
@@ -62,17 +65,12 @@ def choose_dtype(device: torch.device, name: str) -> tuple[torch.dtype, str]:
         if torch.cuda.get_device_capability(device) >= (8, 0):
             return torch.bfloat16, "this GPU computes in it natively"
         return torch.float32, "this GPU has no native bfloat16"
-    if device.type == "cpu" and _cpu_has_bfloat16():
+    if device.type == "cpu" and re.search("avx512_bf16|amx_bf16", _cpu_info()):
         gain = _matmul_seconds(torch.float32) / _matmul_seconds(torch.bfloat16)
         if gain > 1.5:
             return torch.bfloat16, f"measured {gain:.1f} times as fast here"
         return torch.float32, "bfloat16 is no faster on this CPU"
     return torch.float32, "this device has no faster format"
-
-
-def _cpu_has_bfloat16() -> bool:
-    info = _cpu_info()
-    return "avx512_bf16" in info or "amx_bf16" in info
 
 
 @functools.cache
@@ -89,22 +87,15 @@ def onednn_is_faster() -> bool:
 
 def _cpu_info() -> str:
     """Return the start of /proc/cpuinfo, or an empty string."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            return file.read(MAX_CPU_INFO)
-    except OSError:
-        return ""
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
+        return file.read(MAX_CPU_INFO)
+    return ""
 
 
 def _matmul_seconds(dtype: torch.dtype) -> float:
     """Return the fastest of five timings of a matrix product of a small GPT's size."""
     left, right = torch.ones(4096, 128, dtype=dtype), torch.ones(128, 384, dtype=dtype)
-    timings = []
-    for _ in range(5):
-        start = time.perf_counter()
-        left @ right
-        timings.append(time.perf_counter() - start)
-    return min(timings)
+    return min(timeit.repeat(lambda: left @ right, number=1, repeat=5))
 
 
 def make_deterministic(device: torch.device) -> None:
@@ -118,8 +109,13 @@ def tune_malloc() -> bool:
     """Make glibc's malloc keep freed memory for reuse; return whether it does.
 
     By default it returns large blocks to the system, and each new one costs page faults: thousands
+<<<<<<< HEAD
     in every training step on a CPU, and up to half of the time of an evaluation. Other C libraries
     have no such setting.
+=======
+    in every training step on a CPU, half of the time of an evaluation. Other C libraries have no
+    such setting.
+>>>>>>> slim-cli
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
     if mallopt is None:
@@ -137,12 +133,9 @@ def memory_limit(device: torch.device | None = None) -> int:
         return 2**63  # unknown: Windows has no sysconf
     limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for path in CGROUP_LIMITS:
-        try:
+        with contextlib.suppress(OSError):
             written = path.read_text(encoding="ascii").strip()
-        except OSError:
-            continue
-        if written.isdigit():
-            limit = min(limit, int(written))
+            limit = min(limit, int(written)) if written.isdigit() else limit
     return limit
 
 

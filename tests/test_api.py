@@ -1,4 +1,4 @@
-"""The Python interface: one line for training, sampling, evaluating, logits."""
+"""The Python interface: train, sample, evaluate, logits."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ TINY = {
 }
 
 
-def test_a_run_is_trained_sampled_and_evaluated_in_one_line_each(
+def test_train_sample_and_evaluate_print_nothing(
     verse: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = chargpt.train(verse, settings=TINY, out=tmp_path / "run", device="cpu")
@@ -33,8 +33,8 @@ def test_a_run_is_trained_sampled_and_evaluated_in_one_line_each(
 
 def test_the_command_line_trains_the_same_model(verse: Path, tmp_path: Path, cli: object) -> None:
     run = chargpt.train(verse, settings=TINY, out=tmp_path / "a", device="cpu")
-    words = [word for key, value in TINY.items() for word in ("-s", f"{key}={value}")]
-    assert cli("train", verse, *words, "--out", "b", "--device", "cpu").returncode == 0  # type: ignore[operator]
+    args = [word for key, value in TINY.items() for word in ("-s", f"{key}={value}")]
+    assert cli("train", verse, *args, "--out", "b", "--device", "cpu").returncode == 0  # type: ignore[operator]
     other = chargpt.load_run(tmp_path / "b", device="cpu")
     for name, weight in run.model.state_dict().items():
         assert torch.equal(weight, other.model.state_dict()[name])
@@ -47,7 +47,7 @@ def test_a_progress_bar_is_shown_on_request(
     assert "4/4" in capfd.readouterr().err
 
 
-def test_every_start_mode_does_what_it_says(verse: Path, tmp_path: Path) -> None:
+def test_start_modes_create_replace_and_resume_runs(verse: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
 
     def train(start: StartMode, **changes: object) -> int:
@@ -61,7 +61,7 @@ def test_every_start_mode_does_what_it_says(verse: Path, tmp_path: Path) -> None
     assert chargpt.load_run(out).config.seed == 5
     longer = {"seed": 5, "train.max_steps": 6}
     assert train(StartMode.BEGIN_OR_RESUME, **longer) == 6
-    assert train(StartMode.BEGIN_OR_RESUME, **longer) == 6  # nothing is left to do
+    assert train(StartMode.BEGIN_OR_RESUME, **longer) == 6  # no steps are left
     resumed = chargpt.train(out, settings={"train.max_steps": 8}, start=StartMode.RESUME)
     assert resumed.step == 8
     with pytest.raises(ConfigError, match="--out"):
@@ -79,7 +79,7 @@ def test_a_full_disk_is_an_error_with_its_remedy(
         chargpt.train(verse, settings=TINY, out=tmp_path / "run", device="cpu")
 
 
-def test_logits_are_the_models_for_each_character(verse: Path, tmp_path: Path) -> None:
+def test_run_logits_have_one_row_per_character(verse: Path, tmp_path: Path) -> None:
     run = chargpt.train(verse, settings=TINY, out=tmp_path / "run", device="cpu")
     logits = run.logits("The sea")
     assert logits.shape == (7, run.tokenizer.vocab_size)

@@ -1,4 +1,4 @@
-"""What a user sees: every command on real texts, every mistake as one sentence."""
+"""Every command on real texts, and every user error as one sentence with an exit code."""
 
 import gzip
 import json
@@ -31,12 +31,12 @@ QUICK = (
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small run, trained once for all the tests that only read it."""
+    """Train a small run once for all the tests that only read it."""
     folder = tmp_path_factory.mktemp("trained")
     shutil.copy(REPOSITORY / "data" / "lighthouse.txt", folder / "novel.txt")
-    words = [word.replace("max_steps=6", "max_steps=40") for word in QUICK]
+    args = [word.replace("max_steps=6", "max_steps=40") for word in QUICK]
     done = run_cli(
-        "train", "novel.txt", *words, "--out", "run", cwd=folder, CHARGPT_CACHE=str(folder / "c")
+        "train", "novel.txt", *args, "--out", "run", cwd=folder, CHARGPT_CACHE=str(folder / "c")
     )
     assert done.returncode == 0, done.stderr
     return folder / "run"
@@ -79,7 +79,7 @@ def test_every_command_has_an_example_in_its_help(command: str, cli: Cli) -> Non
     assert f"chargpt {command}" in done.stdout.split("Example")[1]
 
 
-def test_no_words_show_the_help_and_version_is_known(cli: Cli) -> None:
+def test_no_arguments_show_the_help_and_version_is_printed(cli: Cli) -> None:
     assert "Commands:" in cli().stdout
     assert cli("--version").stdout.startswith("chargpt 0.")
 
@@ -87,7 +87,7 @@ def test_no_words_show_the_help_and_version_is_known(cli: Cli) -> None:
 # -- train ------------------------------------------------------------------------------------
 
 
-def test_train_says_what_it_will_do_and_ends_with_a_table(verse: Path, cli: Cli) -> None:
+def test_train_prints_its_plan_and_a_table_of_losses(verse: Path, cli: Cli) -> None:
     done = cli("train", verse, *QUICK)
     assert done.returncode == 0, done.stderr
     for word in ("text ", "vocab ", "model ", "device ", "plan ", "needs ", "epochs", "cpu"):
@@ -99,12 +99,12 @@ def test_train_says_what_it_will_do_and_ends_with_a_table(verse: Path, cli: Cli)
     assert load_run("runs/lighthouse-gpt").step in (3, 6)
 
 
-def test_the_printed_commands_work(verse: Path, cli: Cli) -> None:
+def test_the_commands_that_train_prints_succeed(verse: Path, cli: Cli) -> None:
     done = cli("train", verse, *QUICK)
     commands = [line.split() for line in done.stdout.splitlines() if line.startswith("  chargpt")]
     assert len(commands) == 4
-    for _, *words in commands:
-        assert cli(*words).returncode == 0
+    for _, *args in commands:
+        assert cli(*args).returncode == 0
     assert RunFolder(Path("runs/lighthouse-gpt")).load("latest")[0].state.step == 12
 
 
@@ -122,9 +122,7 @@ def test_a_second_run_never_overwrites_the_first(verse: Path, cli: Cli) -> None:
         assert Path(name).is_dir()
 
 
-def test_resume_goes_on_where_a_run_stopped_and_ends_as_if_it_had_not(
-    verse: Path, cli: Cli
-) -> None:
+def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(verse: Path, cli: Cli) -> None:
     cli("train", verse, *QUICK, "--out", "whole")
     shorter = [w.replace("max_steps=6", "max_steps=3") for w in QUICK]
     shorter += ["-s", "schedule.cooldown=0"]
@@ -138,19 +136,19 @@ def test_resume_goes_on_where_a_run_stopped_and_ends_as_if_it_had_not(
     assert Path("whole", model).read_bytes() == Path("parts", model).read_bytes()
 
 
-def test_resume_takes_the_newest_run_and_refuses_what_it_cannot_change(
+def test_resume_uses_the_newest_run_and_rejects_settings_that_cannot_change(
     verse: Path, cli: Cli
 ) -> None:
     assert "no run under runs" in refusal(cli("train", "--resume"))
     cli("train", verse, *QUICK)
     assert "has done all its 6 steps" in refusal(cli("train", "--resume"))
     assert "drop -c" in refusal(cli("train", "--resume", "-c", "gpt"))
-    for words in (("--resume", "--force"), (verse, "--out", "x", "--resume", "--force")):
-        assert "give one of them" in refusal(cli("train", *words))
+    for args in (("--resume", "--force"), (verse, "--out", "x", "--resume", "--force")):
+        assert "give one of them" in refusal(cli("train", *args))
     assert "seed cannot change" in refusal(cli("train", "--resume", "-s", "seed=3"))
 
 
-def test_a_text_is_compressed_and_comes_back(verse: Path, cli: Cli) -> None:
+def test_decompress_restores_a_compressed_text(verse: Path, cli: Cli) -> None:
     cli("train", verse, *QUICK, "--out", "mine")
     part = verse.read_bytes()[:3000].decode(errors="ignore").encode()
     Path("part.txt").write_bytes(part)
@@ -169,46 +167,42 @@ def test_a_text_is_compressed_and_comes_back(verse: Path, cli: Cli) -> None:
     assert not Path("x.txt").exists()
 
 
-def test_the_same_command_with_resume_begins_a_run_and_goes_on_with_it(
-    verse: Path, cli: Cli
-) -> None:
-    words = ["train", verse, *QUICK, "-s", "schedule.cooldown=0", "--out", "mine", "--resume"]
-    begun = cli(*[str(word).replace("max_steps=6", "max_steps=3") for word in words])
+def test_the_same_command_with_resume_starts_a_run_and_continues_it(verse: Path, cli: Cli) -> None:
+    args = ["train", verse, *QUICK, "-s", "schedule.cooldown=0", "--out", "mine", "--resume"]
+    begun = cli(*[str(word).replace("max_steps=6", "max_steps=3") for word in args])
     assert begun.returncode == 0, begun.stderr
-    done = cli(*words, "--device", "auto")
+    done = cli(*args, "--device", "auto")
     assert "resuming mine from step 3" in done.stderr
     assert done.returncode == 0, done.stderr
-    assert cli("train", verse, *words[2:-3], "--out", "whole").returncode == 0
+    assert cli("train", verse, *args[2:-3], "--out", "whole").returncode == 0
     model = "checkpoints/step-00000006/model.safetensors"
     assert Path("whole", model).read_bytes() == Path("mine", model).read_bytes()
-    again = cli(*words)
+    again = cli(*args)
     assert again.returncode == 0
     assert "has done all its 6 steps" in again.stderr
 
 
-def test_another_text_or_setting_is_not_taken_for_the_run_that_is_there(
-    verse: Path, cli: Cli
-) -> None:
-    words = ["train", verse, *QUICK, "--out", "mine", "--resume"]
-    assert cli(*words).returncode == 0
+def test_resume_rejects_another_text_or_setting_than_the_run_has(verse: Path, cli: Cli) -> None:
+    args = ["train", verse, *QUICK, "--out", "mine", "--resume"]
+    assert cli(*args).returncode == 0
     Path("other.txt").write_text(verse.read_text())
-    assert "text.path cannot change" in refusal(cli("train", "other.txt", *words[2:]))
+    assert "text.path cannot change" in refusal(cli("train", "other.txt", *args[2:]))
     for more, key in (
         (("-s", "seed=9"), "seed"),
         (("-c", "bigram"), "model.kind"),
         (("--encoding", "latin-1"), "text.encoding"),
     ):
-        assert f"{key} cannot change" in refusal(cli(*words, *more))
+        assert f"{key} cannot change" in refusal(cli(*args, *more))
 
 
 @pytest.mark.parametrize("kind", ["no manifests", "other files", "a link"])
-def test_what_may_be_worth_something_is_never_begun_anew(
+def test_resume_never_replaces_files_that_it_cannot_resume(
     kind: str, verse: Path, cli: Cli, tmp_path: Path
 ) -> None:
-    words = ["train", verse, *QUICK, "--out", "mine", "--resume"]
+    args = ["train", verse, *QUICK, "--out", "mine", "--resume"]
     checkpoints = Path("mine/checkpoints")
     if kind == "no manifests":
-        assert cli(*words).returncode == 0
+        assert cli(*args).returncode == 0
         for manifest in Path("mine").rglob("manifest.json"):
             manifest.unlink()
     elif kind == "other files":
@@ -216,27 +210,25 @@ def test_what_may_be_worth_something_is_never_begun_anew(
         Path("mine/config.yaml").write_text("theirs: true")
         (checkpoints / "epoch10.pt").write_bytes(b"precious")
     else:
-        assert cli(*words).returncode == 0
+        assert cli(*args).returncode == 0
         checkpoints.rename("scratch")
         checkpoints.symlink_to(tmp_path / "not-mounted")
     before = sorted(Path("mine").rglob("*"))
-    refusal(cli(*words))
+    refusal(cli(*args))
     assert sorted(Path("mine").rglob("*")) == before
 
 
-def test_a_run_that_died_before_its_first_save_is_begun_anew(verse: Path, cli: Cli) -> None:
-    words = ["train", verse, *QUICK, "--out", "mine", "--resume"]
-    assert cli(*words).returncode == 0
+def test_resume_restarts_a_run_without_a_checkpoint(verse: Path, cli: Cli) -> None:
+    args = ["train", verse, *QUICK, "--out", "mine", "--resume"]
+    assert cli(*args).returncode == 0
     for left in Path("mine/checkpoints").iterdir():
         shutil.rmtree(left) if left.is_dir() else left.unlink()
     Path("mine/checkpoints/step-00000003.tmp").mkdir()
-    assert cli(*words).returncode == 0
+    assert cli(*args).returncode == 0
 
 
 @pytest.mark.slow
-def test_a_budgets_run_can_be_repeated_from_its_config_without_the_clock(
-    verse: Path, cli: Cli
-) -> None:
+def test_the_config_of_a_run_with_a_budget_reproduces_its_losses(verse: Path, cli: Cli) -> None:
     small = ["-s", "model.n_layer=1", "-s", "model.n_embd=16", "-s", "model.block_size=16"]
     done = cli("train", verse, "--budget", "10s", "--out", "timed", "--device", "cpu", *small)
     assert done.returncode == 0, done.stderr
@@ -246,7 +238,7 @@ def test_a_budgets_run_can_be_repeated_from_its_config_without_the_clock(
     assert 0 < config.schedule.cooldown < 1
     again = cli("train", verse, "-c", "timed/config.yaml", "--out", "again")
     assert again.returncode == 0, again.stderr
-    # a machine that slowed down has cut the first short, but what it did is the same
+    # the first run may have been stopped early on a slow machine: compare the steps that it did
     timed, repeated = (
         {record["step"]: record["loss"] for record in folder.metrics.records() if "loss" in record}
         for folder in (RunFolder(Path("timed")), RunFolder(Path("again")))
@@ -255,7 +247,7 @@ def test_a_budgets_run_can_be_repeated_from_its_config_without_the_clock(
     assert {step: repeated[step] for step in timed} == timed
 
 
-def test_a_budget_contradicts_steps_processes_and_resuming(
+def test_a_budget_is_rejected_with_max_steps_several_processes_or_resume(
     verse: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = cli("train", verse, "--budget", "30s", "-s", "train.max_steps=5")
@@ -271,7 +263,7 @@ def test_a_budget_contradicts_steps_processes_and_resuming(
     assert "plans for one process" in refusal(cli("train", verse, "--budget", "30s"))
 
 
-def test_training_goes_on_from_cached_tokens_when_the_text_has_gone(verse: Path, cli: Cli) -> None:
+def test_a_run_resumes_from_cached_tokens_if_its_text_is_deleted(verse: Path, cli: Cli) -> None:
     shutil.copy(verse, "gone.txt")
     cli("train", "gone.txt", *QUICK)
     Path("gone.txt").unlink()
@@ -281,7 +273,7 @@ def test_training_goes_on_from_cached_tokens_when_the_text_has_gone(verse: Path,
     assert cli("evaluate").returncode == 0
 
 
-def test_a_text_that_changed_is_not_taken_for_the_one_trained_on(verse: Path, cli: Cli) -> None:
+def test_evaluate_uses_the_cached_tokens_if_the_text_has_changed(verse: Path, cli: Cli) -> None:
     shutil.copy(verse, "novel.txt")
     cli("train", "novel.txt", *QUICK)
     before = json.loads(cli("evaluate", "--json").stdout)["nats_per_char"]
@@ -290,47 +282,20 @@ def test_a_text_that_changed_is_not_taken_for_the_one_trained_on(verse: Path, cl
     assert json.loads(done.stdout)["nats_per_char"] == before
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_saves_the_run_and_says_how_to_go_on(
-    number: signal.Signals, verse: Path, tmp_path: Path
-) -> None:
-    words = [word.replace("max_steps=6", "max_steps=100000") for word in QUICK]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "chargpt", "train", str(verse), *words, "--out", "run"],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-    )
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 60
-    while not (metrics.exists() and metrics.read_text().count("\n") > 20):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    process.send_signal(number)
-    _, said = process.communicate(timeout=30)
-    assert process.returncode == 128 + number
-    assert "chargpt train --resume run" in said
-    assert "Traceback" not in said
-    step = RunFolder(tmp_path / "run").load("latest")[0].state.step
-    assert f"stopped at step {step:,}" in said
-
-
 STARTED: list[subprocess.Popen[str]] = []
 
 
 @pytest.fixture(autouse=True)
-def no_process_outlives_its_test() -> Iterator[None]:
+def kill_started_processes() -> Iterator[None]:
     yield
     while STARTED:
         STARTED.pop().kill()
 
 
-def start(*words: object, cwd: Path, **streams: Any) -> subprocess.Popen[str]:
-    """Start a training that goes on for long, and wait until it has saved something."""
+def start_training(*args: object, cwd: Path, **streams: Any) -> subprocess.Popen[str]:
+    """Start a long training run and wait for its first checkpoint."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "chargpt", "train", *map(str, words)],
+        [sys.executable, "-m", "chargpt", "train", *map(str, args)],
         cwd=cwd,
         text=True,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
@@ -347,30 +312,42 @@ def start(*words: object, cwd: Path, **streams: Any) -> subprocess.Popen[str]:
 LONG = [word.replace("max_steps=6", "max_steps=100000") for word in QUICK]
 
 
-def test_a_second_interrupt_stops_at_once_and_the_last_checkpoint_is_whole(
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_saves_the_run_and_prints_how_to_resume(
+    number: signal.Signals, verse: Path, tmp_path: Path
+) -> None:
+    process = start_training(verse, *LONG, "--out", "run", cwd=tmp_path)
+    process.send_signal(number)
+    _, message = process.communicate(timeout=30)
+    assert process.returncode == 128 + number
+    assert "chargpt train --resume run" in message
+    assert "Traceback" not in message
+    step = RunFolder(tmp_path / "run").load("latest")[0].state.step
+    assert f"stopped at step {step:,}" in message
+
+
+def test_a_second_interrupt_stops_at_once_and_leaves_an_intact_checkpoint(
     verse: Path, tmp_path: Path
 ) -> None:
     # signals are noticed between micro-batches, so there are many of them in a step
     slow = ["model.n_embd=256", "model.block_size=128", "train.batch_size=64"]
     slow += ["train.accumulate=64", "train.save_every=1"]
     changes = [word for setting in slow for word in ("-s", setting)]
-    process = start(verse, *LONG, *changes, "--out", "run", cwd=tmp_path)
+    process = start_training(verse, *LONG, *changes, "--out", "run", cwd=tmp_path)
     assert process.stderr is not None
     process.send_signal(signal.SIGTERM)
     while "stopping after this step" not in process.stderr.readline():
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    said = process.stderr.read()
+    message = process.stderr.read()
     assert process.wait(timeout=30) == 130
-    assert "the last checkpoint is step" in said
-    assert "Traceback" not in said
+    assert "the last checkpoint is step" in message
+    assert "Traceback" not in message
     assert not RunFolder(tmp_path / "run").load("latest")[1]
 
 
-def test_a_closed_terminal_does_not_end_a_run_that_was_told_to_ignore_it(
-    verse: Path, tmp_path: Path
-) -> None:
-    process = start(
+def test_a_run_that_ignores_hangups_continues_after_sighup(verse: Path, tmp_path: Path) -> None:
+    process = start_training(
         verse,
         *LONG,
         "--out",
@@ -386,9 +363,9 @@ def test_a_closed_terminal_does_not_end_a_run_that_was_told_to_ignore_it(
     assert process.returncode == 128 + signal.SIGTERM
 
 
-def test_a_terminal_that_goes_away_leaves_a_saved_run(verse: Path, tmp_path: Path) -> None:
+def test_a_closed_terminal_leaves_a_saved_run(verse: Path, tmp_path: Path) -> None:
     terminal, other_end = pty.openpty()
-    process = start(
+    process = start_training(
         verse,
         *LONG,
         "--out",
@@ -407,8 +384,8 @@ def test_a_terminal_that_goes_away_leaves_a_saved_run(verse: Path, tmp_path: Pat
     assert not skipped
 
 
-def test_training_goes_on_when_nobody_listens_any_more(verse: Path, tmp_path: Path) -> None:
-    process = start(verse, *LONG, "--out", "run", cwd=tmp_path)
+def test_training_continues_after_stderr_is_closed(verse: Path, tmp_path: Path) -> None:
+    process = start_training(verse, *LONG, "--out", "run", cwd=tmp_path)
     assert process.stderr is not None
     process.stderr.close()
     time.sleep(6)  # a plain line every five seconds
@@ -417,26 +394,26 @@ def test_training_goes_on_when_nobody_listens_any_more(verse: Path, tmp_path: Pa
     assert process.wait(timeout=30) == 128 + signal.SIGTERM
 
 
-def test_a_second_process_is_refused_the_run_of_a_first(verse: Path, tmp_path: Path) -> None:
-    first = start(verse, *LONG, "-s", "train.save_every=5", "--out", "run", cwd=tmp_path)
+def test_a_run_in_use_by_another_process_is_rejected(verse: Path, tmp_path: Path) -> None:
+    first = start_training(verse, *LONG, "-s", "train.save_every=5", "--out", "run", cwd=tmp_path)
     try:
-        for words in (["--resume", "run"], [verse, *QUICK, "--out", "run", "--force"]):
-            said = refusal(run_cli("train", *words, cwd=tmp_path))
-            assert "another process is training into run" in said
+        for args in (["--resume", "run"], [verse, *QUICK, "--out", "run", "--force"]):
+            message = refusal(run_cli("train", *args, cwd=tmp_path))
+            assert "another process is training into run" in message
     finally:
         first.kill()
         first.communicate()
     step = RunFolder(tmp_path / "run").load("latest")[0].state.step
-    words = ("--resume", "run", "-s", f"train.max_steps={step + 3}")
-    assert run_cli("train", *words, cwd=tmp_path).returncode == 0
+    args = ("--resume", "run", "-s", f"train.max_steps={step + 3}")
+    assert run_cli("train", *args, cwd=tmp_path).returncode == 0
 
 
-def test_a_disk_that_refuses_a_save_gets_one_sentence_while_training_goes_on(
+def test_a_failed_save_is_announced_once_while_training_continues(
     verse: Path, tmp_path: Path
 ) -> None:
-    words = " ".join(QUICK)
+    args = " ".join(QUICK)
     command = (
-        f"ulimit -f 100; exec {sys.executable} -m chargpt train {verse} {words} "
+        f"ulimit -f 100; exec {sys.executable} -m chargpt train {verse} {args} "
         "-s model.n_embd=64 -s model.n_layer=2 --out run"
     )
     done = subprocess.run(
@@ -449,38 +426,36 @@ def test_a_disk_that_refuses_a_save_gets_one_sentence_while_training_goes_on(
     )
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
-    told = [line for line in done.stderr.splitlines() if "File too large" in line]
-    assert len(told) == 2  # once on the way, once at the end
-    assert "training continues" in told[0]
-    assert told[1].startswith("chargpt: cannot save step 6")
+    announced = [line for line in done.stderr.splitlines() if "File too large" in line]
+    assert len(announced) == 2  # once during training, once at the end
+    assert "training continues" in announced[0]
+    assert announced[1].startswith("chargpt: cannot save step 6")
     assert len(RunFolder(tmp_path / "run").metrics.records()) > 6
     assert not list(tmp_path.rglob("*.tmp"))
 
 
-def test_a_run_that_cannot_fit_on_the_disk_is_refused_before_it_starts(
+def test_a_run_that_does_not_fit_on_the_disk_is_rejected_before_it_starts(
     verse: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert cli("data", "info", verse).returncode == 0  # its tokens are cached
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 10))
-    said = refusal(cli("train", verse, *QUICK, "--out", "run"))
-    assert "of disk for 4 checkpoints" in said
+    message = refusal(cli("train", verse, *QUICK, "--out", "run"))
+    assert "of disk for 4 checkpoints" in message
     assert not Path("run").exists()
 
 
-def test_settings_that_ask_for_terabytes_are_refused_before_memory_is_taken(
-    verse: Path, cli: Cli
-) -> None:
-    for words in (
+def test_settings_that_need_terabytes_are_rejected_before_allocation(verse: Path, cli: Cli) -> None:
+    for args in (
         ["model.n_embd=65536", "model.n_head=2"],
         ["train.batch_size=1000000000"],
         ["model.attention=average", "model.n_layer=200", "model.n_embd=20000"],
     ):
-        changes = [word for setting in words for word in ("-s", setting)]
-        said = refusal(cli("train", verse, *QUICK, *changes))
-        assert re.search("GB of memory|parameters", said)
+        changes = [word for setting in args for word in ("-s", setting)]
+        message = refusal(cli("train", verse, *QUICK, *changes))
+        assert re.search("GB of memory|parameters", message)
 
 
-def test_a_mistake_of_our_own_prints_a_traceback_and_how_to_report_it(
+def test_an_unexpected_exception_prints_a_traceback_and_how_to_report_it(
     verse: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> None:
@@ -497,7 +472,7 @@ def test_a_mistake_of_our_own_prints_a_traceback_and_how_to_report_it(
 @pytest.mark.parametrize(
     "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: 1 GB")]
 )
-def test_memory_that_runs_out_is_one_sentence(
+def test_out_of_memory_is_reported_in_one_sentence(
     error: Exception, verse: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
@@ -510,7 +485,7 @@ def test_memory_that_runs_out_is_one_sentence(
     assert "there is not enough memory" in done.stderr
 
 
-def test_verify_says_intact_or_names_the_damage_and_what_is_used_instead(
+def test_verify_names_the_damaged_file_and_the_checkpoint_used_instead(
     verse: Path, cli: Cli
 ) -> None:
     assert cli("train", verse, *QUICK, "-s", "train.save_every=2", "--out", "run").returncode == 0
@@ -534,7 +509,7 @@ def test_verify_says_intact_or_names_the_damage_and_what_is_used_instead(
     assert not states["step-00000006"]
 
 
-def test_a_terminal_without_the_characters_still_gets_text(trained: Path, tmp_path: Path) -> None:
+def test_an_ascii_terminal_gets_a_table(trained: Path, tmp_path: Path) -> None:
     done = run_cli(
         "evaluate", trained, cwd=tmp_path, PYTHONUTF8="0", PYTHONIOENCODING="ascii", LC_ALL="C"
     )
@@ -542,28 +517,28 @@ def test_a_terminal_without_the_characters_still_gets_text(trained: Path, tmp_pa
     assert "nats/char" in done.stdout
 
 
-def test_the_embedded_text_needs_no_network_and_no_name(cli: Cli) -> None:
+def test_train_without_a_text_uses_the_embedded_one(cli: Cli) -> None:
     done = cli("train", *QUICK)
     assert done.returncode == 0, done.stderr
     assert "python-docs" in done.stderr
     assert Path("runs/python-docs-gpt").is_dir()
 
 
-def test_over_fitting_is_said_in_plain_words(cli: Cli) -> None:
+def test_over_fitting_is_reported_with_its_best_step(cli: Cli) -> None:
     import random
 
     source = random.Random(0)
     Path("noise.txt").write_text("".join(source.choice("abcdefgh ") for _ in range(2500)))
-    words = [w.replace("max_steps=6", "max_steps=120") for w in QUICK]
-    words += ["-s", "model.n_embd=64", "-s", "model.n_layer=2", "-s", "train.batch_size=16"]
-    words += ["-s", "train.evaluate_every=10", "-s", "schedule.cooldown=0"]
-    done = cli("train", "noise.txt", *words)
+    args = [w.replace("max_steps=6", "max_steps=120") for w in QUICK]
+    args += ["-s", "model.n_embd=64", "-s", "model.n_layer=2", "-s", "train.batch_size=16"]
+    args += ["-s", "train.evaluate_every=10", "-s", "schedule.cooldown=0"]
+    done = cli("train", "noise.txt", *args)
     assert "It over-fits: the validation loss was lowest at step" in done.stdout
     step = int(done.stdout.split("lowest at step ")[1].split(" ")[0])
     assert load_run("runs/noise-gpt").step == step
 
 
-# -- texts that people have -------------------------------------------------------------------
+# -- encodings and scripts --------------------------------------------------------------------
 
 TEXTS: dict[str, bytes] = {
     "windows line ends": b"Zeile eins\r\nZeile zwei\r\n" * 100,
@@ -578,7 +553,7 @@ TEXTS: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_texts_that_people_have_train(name: str, cli: Cli) -> None:
+def test_common_encodings_and_scripts_train(name: str, cli: Cli) -> None:
     path = Path("text.txt.gz" if name == "gzip" else "text.txt")
     path.write_bytes(TEXTS[name])
     done = cli("train", path, *QUICK)
@@ -598,7 +573,7 @@ BAD_TEXTS: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("name", BAD_TEXTS)
-def test_texts_that_cannot_be_trained_on_get_one_sentence(name: str, cli: Cli) -> None:
+def test_unusable_texts_are_rejected_with_one_sentence(name: str, cli: Cli) -> None:
     content, word = BAD_TEXTS[name]
     Path("bad.txt").write_bytes(content)
     assert word in refusal(cli("train", "bad.txt", "--device", "cpu"))
@@ -611,7 +586,7 @@ def test_an_encoding_can_be_named(cli: Cli) -> None:
     assert "é" in load_run("runs/old-gpt").tokenizer.characters
 
 
-def test_a_missing_text_suggests_its_neighbour(cli: Cli) -> None:
+def test_a_missing_text_suggests_a_similar_name(cli: Cli) -> None:
     Path("novel.txt").write_text("x")
     assert "novel.txt" in refusal(cli("train", "novle.txt"))
     assert "data get tinyshakespeare" in refusal(cli("train", "tinyshakespeare"))
@@ -623,11 +598,16 @@ def test_standard_input_is_a_text(verse: Path, tmp_path: Path) -> None:
     assert (tmp_path / "runs" / "standard-input-gpt").is_dir()
 
 
+def test_a_closed_standard_input_is_rejected(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)  # as Python does for `<&-`
+    assert "standard input is closed" in refusal(cli("data", "info", "-"))
+
+
 # -- settings ---------------------------------------------------------------------------------
 
 
-def test_mistakes_in_settings_get_one_sentence_with_the_right_key(verse: Path, cli: Cli) -> None:
-    for words, right in (
+def test_invalid_settings_are_rejected_with_the_right_key(verse: Path, cli: Cli) -> None:
+    for args, right in (
         (["-s", "train.max_step=5"], "train.max_steps"),
         (["-s", "max_steps=5"], "train.max_steps"),
         (["-s", "nonsense"], "section.key=value"),
@@ -636,7 +616,7 @@ def test_mistakes_in_settings_get_one_sentence_with_the_right_key(verse: Path, c
         (["--device", "tpu"], "auto, cpu, cuda"),
         (["--frobnicate"], "--help"),
     ):
-        assert right in refusal(cli("train", verse, *words)), words
+        assert right in refusal(cli("train", verse, *args)), args
     assert not Path("runs").exists()
 
 
@@ -652,7 +632,7 @@ def test_a_yaml_file_configures_a_run(verse: Path, cli: Cli) -> None:
 # -- sample -----------------------------------------------------------------------------------
 
 
-def test_sample_writes_the_prompt_and_what_follows(trained: Path, cli: Cli) -> None:
+def test_sample_prints_the_prompt_and_its_continuation(trained: Path, cli: Cli) -> None:
     done = cli("sample", trained, "--prompt", "The ", "--length", "50", "--seed", "1")
     assert done.returncode == 0
     assert done.stdout.startswith("The ")
@@ -661,15 +641,17 @@ def test_sample_writes_the_prompt_and_what_follows(trained: Path, cli: Cli) -> N
     assert again.stdout == done.stdout
 
 
-def test_a_sample_cannot_steer_a_terminal_but_is_written_as_it_is(tmp_path: Path, cli: Cli) -> None:
+def test_control_characters_of_a_sample_are_replaced_on_a_terminal_only(
+    tmp_path: Path, cli: Cli
+) -> None:
     Path("odd.txt").write_text("red \x1b[31m and back \x1b[0m\r\n" * 200, newline="")
     assert cli("train", "odd.txt", *QUICK, "--out", "run").returncode == 0
-    words = ["sample", "run", "--prompt", "\x1b[31m", "--length", "200", "--seed", "1"]
-    words += ["--temperature", "2"]
-    assert cli(*words).stdout.count("\x1b") > 1
+    args = ["sample", "run", "--prompt", "\x1b[31m", "--length", "200", "--seed", "1"]
+    args += ["--temperature", "2"]
+    assert cli(*args).stdout.count("\x1b") > 1
     terminal, other_end = pty.openpty()
     subprocess.run(
-        [sys.executable, "-m", "chargpt", *words],
+        [sys.executable, "-m", "chargpt", *args],
         stdout=other_end,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONUTF8": "1"},
         check=True,
@@ -681,10 +663,10 @@ def test_a_sample_cannot_steer_a_terminal_but_is_written_as_it_is(tmp_path: Path
     assert "\N{REPLACEMENT CHARACTER}[31m".encode() in shown
 
 
-def test_many_samples_and_one_are_the_same_text(trained: Path, cli: Cli) -> None:
-    words = ["sample", trained, "--length", "40", "--seed", "5", "--json"]
-    many = json.loads(cli(*words, "--num-samples", "3").stdout)
-    one = json.loads(cli(*words).stdout)
+def test_the_first_of_several_samples_equals_a_single_sample(trained: Path, cli: Cli) -> None:
+    args = ["sample", trained, "--length", "40", "--seed", "5", "--json"]
+    many = json.loads(cli(*args, "--num-samples", "3").stdout)
+    one = json.loads(cli(*args).stdout)
     assert many["samples"][0] == one["samples"][0]
     assert len(set(many["samples"])) == 3
     assert cli("sample", trained, "--num-samples", "2").stdout.count("-- sample") == 2
@@ -712,21 +694,23 @@ def test_a_prompt_comes_from_a_file_or_standard_input(trained: Path, tmp_path: P
 
 
 def test_unknown_prompt_characters_follow_the_policy(trained: Path, cli: Cli) -> None:
-    words = ["sample", trained, "--prompt", "The ж", "--length", "5", "--device", "cpu"]
-    assert "U+0436" in refusal(cli(*words))
-    assert cli(*words, "--unknown", "skip").returncode == 0
-    assert cli(*words, "--unknown", "replace").returncode == 0
-    assert "none of error, skip" in refusal(cli(*words, "--unknown", "guess"))
+    args = ["sample", trained, "--prompt", "The ж", "--length", "5", "--device", "cpu"]
+    assert "U+0436" in refusal(cli(*args))
+    assert cli(*args, "--unknown", "skip").returncode == 0
+    assert cli(*args, "--unknown", "replace").returncode == 0
+    assert "'guess' is not one of 'error', 'skip', 'replace'" in refusal(
+        cli(*args, "--unknown", "guess")
+    )
 
 
-def test_settings_of_sampling_are_checked(trained: Path, cli: Cli) -> None:
+def test_invalid_sampling_settings_are_rejected(trained: Path, cli: Cli) -> None:
     assert "sample.top_p" in refusal(cli("sample", trained, "--top-p", "1.5"))
     assert "give one" in refusal(cli("sample", trained, "--prompt", "a", "--prompt-file", "b"))
     assert "no run under" in refusal(cli("sample"))
     assert "there is no folder" in refusal(cli("sample", "nowhere"))
 
 
-def test_a_reader_that_leaves_early_is_no_error(trained: Path, tmp_path: Path) -> None:
+def test_a_closed_output_pipe_is_no_error(trained: Path, tmp_path: Path) -> None:
     command = f"{sys.executable} -m chargpt sample {trained} --length 5000 | head -c 20"
     done = subprocess.run(
         ["bash", "-c", f"set -o pipefail; {command}"],
@@ -750,7 +734,7 @@ KEYS = {
 
 
 @pytest.mark.parametrize("protocol", ["full", "sliding", "nanogpt"])
-def test_evaluate_prints_one_json_object_with_the_promised_keys(
+def test_evaluate_prints_one_json_object_with_the_documented_keys(
     protocol: str, trained: Path, cli: Cli
 ) -> None:
     shutil.copytree(trained.parent / "c", os.environ["CHARGPT_CACHE"], dirs_exist_ok=True)
@@ -761,14 +745,14 @@ def test_evaluate_prints_one_json_object_with_the_promised_keys(
     assert 1 < facts["nats_per_char"] < 4.5
 
 
-def test_evaluate_says_protocol_split_and_block(trained: Path, cli: Cli) -> None:
+def test_evaluate_prints_protocol_split_and_block_size(trained: Path, cli: Cli) -> None:
     shown = cli("evaluate", trained, "--split", "train").stdout
     assert "train split: protocol full, T = 16" in shown
     assert "characters scored" in shown
     assert "text.test_fraction" in refusal(cli("evaluate", trained, "--split", "test"))
 
 
-def test_any_other_text_can_be_evaluated(trained: Path, cli: Cli) -> None:
+def test_another_text_can_be_evaluated(trained: Path, cli: Cli) -> None:
     Path("other.txt").write_text("The light, the sea, the night. Ж" * 20)
     assert "U+0416" in refusal(cli("evaluate", trained, "--text", "other.txt"))
     done = cli("evaluate", trained, "--text", "other.txt", "--unknown", "skip", "--json")
@@ -779,7 +763,7 @@ def test_any_other_text_can_be_evaluated(trained: Path, cli: Cli) -> None:
 # -- compare ----------------------------------------------------------------------------------
 
 
-def test_compare_sets_bigram_and_gpt_side_by_side(verse: Path, cli: Cli) -> None:
+def test_compare_trains_and_compares_bigram_and_gpt(verse: Path, cli: Cli) -> None:
     done = cli("compare", verse, *QUICK, "--out", "both")
     assert done.returncode == 0, done.stderr
     for word in (
@@ -797,7 +781,9 @@ def test_compare_sets_bigram_and_gpt_side_by_side(verse: Path, cli: Cli) -> None
     assert Path("two.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_compare_refuses_what_it_cannot_compare(verse: Path, trained: Path, cli: Cli) -> None:
+def test_compare_rejects_unknown_models_mixed_arguments_and_picture_formats(
+    verse: Path, trained: Path, cli: Cli
+) -> None:
     assert "bigram, gpt" in refusal(cli("compare", verse, "--models", "bigram,lstm", *QUICK))
     assert "is not a run" in refusal(cli("compare", trained, verse))
     assert ".svg or .png" in refusal(cli("compare", trained, "--plot", "x.jpg"))
@@ -806,7 +792,7 @@ def test_compare_refuses_what_it_cannot_compare(verse: Path, trained: Path, cli:
 # -- data -------------------------------------------------------------------------------------
 
 
-def test_data_info_shows_what_is_in_a_text_and_what_will_hurt(verse: Path, cli: Cli) -> None:
+def test_data_info_describes_a_text_and_warns_about_training_on_it(verse: Path, cli: Cli) -> None:
     shown = cli("data", "info", verse).stdout
     for word in ("characters", "vocabulary", "most frequent", "bigram entropy", "bits/character"):
         assert word in shown
@@ -816,7 +802,7 @@ def test_data_info_shows_what_is_in_a_text_and_what_will_hurt(verse: Path, cli: 
     assert facts["characters"] == 48
 
 
-def test_data_list_and_get_know_the_names(cli: Cli) -> None:
+def test_data_list_and_get_use_the_names_of_the_catalog(cli: Cli) -> None:
     assert "tinyshakespeare" in cli("data", "list").stdout
     assert "did you mean tinyshakespeare" in refusal(cli("data", "get", "tinyshakespere"))
     assert "embedded" in refusal(cli("data", "get", "python-docs"))
@@ -837,3 +823,7 @@ def test_commands_on_texts_import_no_torch(tmp_path: Path) -> None:
 def test_only_the_main_command_offers_completion(cli: Cli) -> None:
     assert "--install-completion" in cli("--help").stdout
     assert "--install-completion" not in cli("data", "--help").stdout
+
+
+def test_help_of_the_data_commands_is_not_cut_off(cli: Cli) -> None:
+    assert "..." not in cli("data", "--help").stdout.split("Commands:")[1]

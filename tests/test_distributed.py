@@ -1,4 +1,4 @@
-"""Two processes train as one: the same samples, the same losses, one voice."""
+"""Two ranks train to the losses of one process, and only rank 0 prints."""
 
 import json
 import os
@@ -16,7 +16,7 @@ SETTINGS = (
 ).split()
 
 
-def torchrun(*words: object, cwd: Path, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+def torchrun(*args: object, cwd: Path, ranks: int = 2) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [
             sys.executable,
@@ -26,7 +26,7 @@ def torchrun(*words: object, cwd: Path, ranks: int = 2) -> subprocess.CompletedP
             f"--nproc-per-node={ranks}",
             "-m",
             "chargpt",
-            *map(str, words),
+            *map(str, args),
         ],
         cwd=cwd,
         capture_output=True,
@@ -43,7 +43,7 @@ def losses(run: Path) -> list[float]:
     ]
 
 
-def test_two_ranks_train_as_one_process_does(verse: Path, tmp_path: Path) -> None:
+def test_two_ranks_train_to_the_losses_of_one_process(verse: Path, tmp_path: Path) -> None:
     alone = run_cli("train", verse, *SETTINGS, "--out", "alone", cwd=tmp_path)
     assert alone.returncode == 0, alone.stderr
     together = torchrun("train", verse, *SETTINGS, "--out", "together", cwd=tmp_path)
@@ -51,14 +51,16 @@ def test_two_ranks_train_as_one_process_does(verse: Path, tmp_path: Path) -> Non
     one, two = losses(tmp_path / "alone"), losses(tmp_path / "together")
     assert len(one) == len(two) == 8 + 3
     assert two == pytest.approx(one, abs=1e-5)
-    assert together.stderr.count("vocab ") == 1  # rank 0 alone speaks
+    assert together.stderr.count("vocab ") == 1  # only rank 0 prints
     assert "x 2 processes" in together.stderr
     assert together.stdout.count("perplexity") == 1
     assert "Warning" not in together.stderr
 
 
-def test_a_batch_that_does_not_share_out_is_refused(verse: Path, tmp_path: Path) -> None:
-    words = [*SETTINGS, "-s", "train.batch_size=7", "-s", "train.accumulate=1"]
-    done = torchrun("train", verse, *words, cwd=tmp_path)
+def test_a_batch_that_does_not_divide_over_the_ranks_is_rejected(
+    verse: Path, tmp_path: Path
+) -> None:
+    args = [*SETTINGS, "-s", "train.batch_size=7", "-s", "train.accumulate=1"]
+    done = torchrun("train", verse, *args, cwd=tmp_path)
     assert done.returncode != 0
     assert "does not divide over 2 processes" in done.stderr

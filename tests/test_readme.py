@@ -1,4 +1,4 @@
-"""Every command of the README does what it is there for."""
+"""Every command, setting, link and figure of the README is valid."""
 
 import importlib.util
 import re
@@ -28,7 +28,7 @@ def test_the_readme_begins_with_its_two_commands() -> None:
 
 
 def test_every_command_of_the_readme_runs(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In order, in one folder, as a reader would; training is cut short."""
+    """Run them in order in one folder, with few training steps."""
     shutil.copy(REPOSITORY / "data" / "lighthouse.txt", "novel.txt")
     Path("books").mkdir()
     shutil.copy("novel.txt", "books/one.txt")
@@ -39,25 +39,25 @@ def test_every_command_of_the_readme_runs(cli: Cli, monkeypatch: pytest.MonkeyPa
     ran = 0
     for command in COMMANDS:
         first, _, second = command.replace("&&", "|").partition("|")
-        words = shlex.split(second or first)
-        if words[0] in ("pytest", "torchrun"):
-            continue  # this very suite; and test_distributed.py
-        assert words[0] == "chargpt", command
+        args = shlex.split(second or first)
+        if args[0] in ("pytest", "torchrun"):
+            continue  # the tests themselves; and test_distributed.py
+        assert args[0] == "chargpt", command
         assert not second or first.split()[0] in ("pip", "cat"), command
-        if words[1] in ("train", "compare") and "--resume" not in words:
-            words += [*SHORT, "--device", "cpu"]
-        if "--ladder" in words:  # which has a rung for several heads and layers
-            words += ["-s", "model.n_layer=2", "-s", "model.n_head=2"]
-        if "--budget" in words:  # which no four steps can fill: see test_cli.py
-            del words[words.index("--budget") : words.index("--budget") + 2]
-        if words[1] == "train" and "--resume" in words:
-            words += ["-s", "train.max_steps=6"]
-        if words[1] == "sample":
-            words += ["--length", "20"]
-        if "-" in words:
-            done = run_cli(*words[1:], cwd=Path.cwd(), stdin=Path("novel.txt").read_text())
+        if args[1] in ("train", "compare") and "--resume" not in args:
+            args += [*SHORT, "--device", "cpu"]
+        if "--ladder" in args:  # it trains models with several heads and layers
+            args += ["-s", "model.n_layer=2", "-s", "model.n_head=2"]
+        if "--budget" in args:  # a budget excludes max_steps: see test_cli.py
+            del args[args.index("--budget") : args.index("--budget") + 2]
+        if args[1] == "train" and "--resume" in args:
+            args += ["-s", "train.max_steps=6"]
+        if args[1] == "sample":
+            args += ["--length", "20"]
+        if "-" in args:
+            done = run_cli(*args[1:], cwd=Path.cwd(), stdin=Path("novel.txt").read_text())
         else:
-            done = cli(*words[1:])
+            done = cli(*args[1:])
         assert done.returncode == 0, f"{command}\n{done.stderr}"
         ran += 1
     assert ran >= 25
@@ -89,7 +89,7 @@ def test_the_python_of_the_readme_runs(verse: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_links_of_the_readme_and_docs_lead_somewhere() -> None:
+def test_local_links_of_the_readme_and_docs_exist() -> None:
     folders = (REPOSITORY, REPOSITORY / "docs", REPOSITORY / "data", REPOSITORY / "benchmarks")
     for page in (path for folder in folders for path in folder.glob("*.md")):
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
@@ -97,7 +97,7 @@ def test_links_of_the_readme_and_docs_lead_somewhere() -> None:
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
-def test_the_public_names_are_there_and_cost_nothing_until_used(tmp_path: Path) -> None:
+def test_every_public_name_can_be_imported(tmp_path: Path) -> None:
     for name in chargpt.__all__:
         assert getattr(chargpt, name).__doc__
     assert set(chargpt.__all__) <= set(dir(chargpt))
@@ -107,7 +107,7 @@ def test_the_public_names_are_there_and_cost_nothing_until_used(tmp_path: Path) 
     assert done.stdout.startswith("chargpt ")
 
 
-def test_no_figure_between_the_markers_was_typed_by_hand() -> None:
+def test_figures_between_the_markers_equal_the_generated_ones() -> None:
     spec = importlib.util.spec_from_file_location(
         "write_figures", REPOSITORY / "scripts" / "bench" / "write_figures.py"
     )

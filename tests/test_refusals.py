@@ -322,9 +322,7 @@ def test_memory_is_checked_before_a_checkpoint_is_read(
 ) -> None:
     folder = save(run, 1)
     asked: list[tuple[int, str]] = []
-    monkeypatch.setattr(
-        "chargpt.store.checkpoint.require_memory", lambda *words: asked.append(words)
-    )
+    monkeypatch.setattr("chargpt.store.checkpoint.require_memory", lambda *args: asked.append(args))
     run.load("1")
     n_parameters = count_parameters(CONFIG.model, TOKENIZER.vocab_size)
     files = 5 * (4 * n_parameters + 400 * (12 * CONFIG.model.n_layer + 8))

@@ -2,6 +2,7 @@
 
 import lzma
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
@@ -15,14 +16,12 @@ from chargpt.inference.coding import compress as pack
 from chargpt.inference.coding import decompress as unpack
 
 XZ_BYTES = 20_000_000  # beyond it, xz takes longer than one would wait for a comparison
-Work = Callable[..., bytes]
-RunPath = Annotated[Path, typer.Argument(help="The run's folder.")]
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="The file to write.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace OUT.")]
 
 
 def compress(
-    run: RunPath,
+    run: options.RunPath,
     text: Annotated[Path, typer.Argument(metavar="IN", help="A text, as UTF-8.")],
     out: Out,
     checkpoint: options.Checkpoint = "best",
@@ -34,22 +33,23 @@ def compress(
 
     Example: `chargpt compress runs/novel chapter.txt chapter.cgpt`.
     """
-    content = _read(text)
-    packed = _work(pack, run, content, checkpoint, out, force=force)
+    content, packed = _convert(pack, run, text, checkpoint, out, force=force)
     characters = len(content.decode())
     bits = 8 * len(packed) / max(1, characters)
-    beside = ""
+    xz = ""
     if len(content) <= XZ_BYTES:
-        beside = f"; xz -9: {len(lzma.compress(content, preset=9)):,}"
+        xz = f"; xz -9: {len(lzma.compress(content, preset=9)):,}"
     console.out(
         f"{console.characters(characters)}, {len(content):,} bytes -> {len(packed):,} bytes: "
-        f"{bits:.3f} bits per character{beside}"
+        f"{bits:.3f} bits per character{xz}"
     )
 
 
 def decompress(
-    run: RunPath,
-    packed: Annotated[Path, typer.Argument(metavar="IN", help="What `chargpt compress` has made.")],
+    run: options.RunPath,
+    packed: Annotated[
+        Path, typer.Argument(metavar="IN", help="A file that `chargpt compress` wrote.")
+    ],
     out: Out,
     checkpoint: options.Checkpoint = "best",
     force: Force = False,
@@ -58,34 +58,26 @@ def decompress(
 
     Example: `chargpt decompress runs/novel chapter.cgpt chapter.txt`.
     """
-    content = _work(unpack, run, _read(packed), checkpoint, out, force=force)
+    _, content = _convert(unpack, run, packed, checkpoint, out, force=force)
     console.out(f"{console.characters(len(content.decode()))}, {len(content):,} bytes")
 
 
-def _read(path: Path) -> bytes:
-    """Return a file's content.
+def _convert(
+    coder: Callable[..., bytes], run: Path, source: Path, checkpoint: str, out: Path, *, force: bool
+) -> tuple[bytes, bytes]:
+    """Compress or decompress a file with a progress bar; return its content and the result.
 
     Raises:
-        TextError: it cannot be read.
+        ChargptError: the run, the file or the output file is unusable.
     """
     try:
-        return path.read_bytes()
+        content = source.read_bytes()
     except OSError as error:
-        raise TextError(f"{path} cannot be read ({error.strerror}); name another file") from None
-
-
-def _work(
-    work: Work, run: Path, content: bytes, checkpoint: str, out: Path, *, force: bool
-) -> bytes:
-    """Compress or decompress with a progress bar, and write the result.
-
-    Raises:
-        ChargptError: the run, the content or the output file is unusable.
-    """
+        raise TextError(f"{source} cannot be read ({error.strerror}); name another file") from None
     if out.exists() and not force:
         raise ConfigError(f"{out} exists; name another file, or replace it with --force")
     loaded = runs.open_run(run, checkpoint, "cpu")
-    with Progress(len(content), "character") as bar:
-        result = work(loaded, content, bar.callback(""))
+    with closing(Progress(len(content), "character")) as bar:
+        result = coder(loaded, content, bar.callback(""))
     write_atomically(out, result)
-    return result
+    return content, result

@@ -1,5 +1,6 @@
 """The only printer: data on stdout, messages on stderr, and numbers with units."""
 
+import json
 import math
 import os
 import sys
@@ -9,13 +10,7 @@ from contextlib import suppress
 
 SPARKS = "▁▂▃▄▅▆▇█"
 
-started = time.perf_counter()  # when the command began
-
-
-def note_start() -> None:
-    """Note when the command began."""
-    global started
-    started = time.perf_counter()
+started = time.perf_counter()  # when the command began; `run` sets it
 
 
 def is_main() -> bool:
@@ -38,12 +33,22 @@ def out(text: str, end: str = "\n") -> None:
         print(text, end=end, flush=True)
 
 
+def out_json(value: object) -> None:
+    """Print one JSON value on stdout."""
+    out(json.dumps(value, ensure_ascii=False))
+
+
+def has_process_group() -> bool:
+    """Return whether this process is a rank of a process group; does not import torch."""
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and bool(distributed.is_initialized())
+
+
 def fail(text: str) -> None:
     """Print an error message: on rank 0, or on any rank once the process group exists."""
-    distributed = sys.modules.get("torch.distributed")
     if is_main():
         say(f"chargpt: {text}")
-    elif distributed is not None and distributed.is_initialized():
+    elif has_process_group():
         with suppress(OSError):
             print(f"chargpt: process {os.environ['RANK']}: {text}", file=sys.stderr, flush=True)
 
@@ -55,20 +60,23 @@ def characters(count: int) -> str:
 
 def size(count: float) -> str:
     """Return bytes as `13.9 MB`."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
-            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
-        count /= 1000
-    raise AssertionError
+    value, unit = _scale(count, ("bytes", "kB", "MB", "GB"))
+    return f"{value:.0f} bytes" if unit == "bytes" else f"{value:.1f} {unit}"
 
 
 def short(count: float) -> str:
     """Return a number as `870k` or `3.7M`."""
-    for unit in ("", "k", "M", "G"):
-        if count < 1000 or unit == "G":
-            return f"{count:.3g}{unit}" if count < 1000 else f"{count:.0f}{unit}"
+    value, unit = _scale(count, ("", "k", "M", "G"))
+    return f"{value:.3g}{unit}" if value < 1000 else f"{value:.0f}{unit}"
+
+
+def _scale(count: float, units: Sequence[str]) -> tuple[float, str]:
+    """Divide by 1000 until the number is below it; return the number and its unit."""
+    for unit in units[:-1]:
+        if count < 1000:
+            return count, unit
         count /= 1000
-    raise AssertionError
+    return count, units[-1]
 
 
 def duration(seconds: float) -> str:
@@ -89,21 +97,15 @@ def loss_cells(nats: float) -> list[str]:
 
 
 def sparkline(values: Sequence[float], width: int = 24) -> str:
-    """Return values as a row of bars, thinned evenly to at most `width`."""
+    """Return values as a row of bars, thinned evenly to `width`; empty if stderr is not Unicode."""
+    if not values or not (sys.stderr.encoding or "").lower().startswith("utf"):
+        return ""
     if len(values) > width:
         picks = [round(i * (len(values) - 1) / (width - 1)) for i in range(width)]
         values = [values[i] for i in picks]
-    if not values:
-        return ""
-    low, high = min(values), max(values)
-    span = (high - low) or 1.0
-    bars = "".join(SPARKS[int((v - low) / span * (len(SPARKS) - 1))] for v in values)
-    return bars if unicode_terminal() else ""
-
-
-def unicode_terminal() -> bool:
-    """Return whether stderr can show bars."""
-    return (sys.stderr.encoding or "").lower().replace("-", "").startswith("utf")
+    low = min(values)
+    span = (max(values) - low) or 1.0
+    return "".join(SPARKS[int((v - low) / span * (len(SPARKS) - 1))] for v in values)
 
 
 def for_output(text: str) -> str:
@@ -117,7 +119,7 @@ def printable(text: str) -> str:
     Carriage returns, which end the lines of many texts, are removed.
     """
     return "".join(
-        c if c in "\n\t" or (c.isprintable() or c == "\u200d") else "\N{REPLACEMENT CHARACTER}"
+        c if c in "\n\t\u200d" or c.isprintable() else "\N{REPLACEMENT CHARACTER}"
         for c in text
         if c != "\r"
     )

@@ -1,7 +1,6 @@
 """`chargpt data`: download named texts and describe any text."""
 
 import difflib
-import json
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -42,7 +41,6 @@ def get(
     ] = Path("data"),
 ) -> None:
     """Fetch a named text and verify its checksum. Example: `chargpt data get tinyshakespeare`."""
-
     if name not in CATALOG:
         near = difflib.get_close_matches(name, CATALOG, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(CATALOG)}"
@@ -62,18 +60,19 @@ def info(
     encoding: options.Encoding = None,
     set_: options.Set = None,
 ) -> None:
-    """Show the size, characters and entropy of a text, with warnings about training on it.
+    """Describe a text, with warnings about training on it.
+
+    Shows its size, characters and entropy.
 
     Example: `chargpt data info novel.txt`.
     """
-
     settings = build_config(text, None, set_ or (), encoding=encoding)
     corpus = load_corpus(settings.text, progress=LoadingProgress())
     facts = describe(corpus)
     if json_:
-        console.out(json.dumps(asdict(facts), ensure_ascii=False))
-        return
-    _print_facts(corpus.name, facts)
+        console.out_json(asdict(facts))
+    else:
+        _print_facts(corpus.name, facts)
 
 
 def _print_facts(name: str, facts: Description) -> None:

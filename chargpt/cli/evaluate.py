@@ -1,11 +1,9 @@
 """`chargpt evaluate`: how well a run predicts a text."""
 
-import json
 import time
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -16,31 +14,18 @@ from chargpt.inference.evaluation import Evaluation
 from chargpt.store.run import Run
 
 
-class Split(StrEnum):
-    """Part of the run's own text."""
-
-    train = "train"
-    val = "val"
-    test = "test"
-
-
-class Protocol(StrEnum):
-    """How the loss is measured."""
-
-    full = "full"
-    sliding = "sliding"
-    nanogpt = "nanogpt"
-
-
 def evaluate(
     run: options.RunOrNewest = None,
     text: Annotated[
         Path | None, typer.Option("--text", metavar="FILE", help="Another text to measure on.")
     ] = None,
-    split: Annotated[Split, typer.Option("--split", help="Part of the run's text.")] = Split.val,
+    split: Annotated[
+        Literal["train", "val", "test"], typer.Option("--split", help="Part of the run's text.")
+    ] = "val",
     protocol: Annotated[
-        Protocol, typer.Option("--protocol", help="How the loss is measured.")
-    ] = Protocol.full,
+        Literal["full", "sliding", "nanogpt"],
+        typer.Option("--protocol", help="How the loss is measured."),
+    ] = "full",
     stride: Annotated[
         int | None,
         typer.Option("--stride", min=1, help="Step of the sliding window; default half a block."),
@@ -57,13 +42,13 @@ def evaluate(
     `chargpt evaluate runs/novel --text other.txt --unknown skip`.
     """
     loaded = runs.open_run(run, checkpoint, device)
-    changes = {"text.encoding": encoding, "text.unknown": runs.unknown_policy(unknown)}
+    changes = {"text.encoding": encoding, "text.unknown": unknown}
     wanted = {key: value for key, value in changes.items() if value is not None}
     if wanted and text is None:
         raise ConfigError("--encoding and --unknown concern another text; name it with --text")
     loaded = replace(loaded, config=loaded.config.with_values(wanted))
     start = time.perf_counter()
-    result = evaluation.evaluate(loaded, split.value, protocol.value, text, stride=stride)
+    result = evaluation.evaluate(loaded, split, protocol, text, stride=stride)
     seconds = time.perf_counter() - start
     name = str(text) if text else loaded.state.text
     if json_:
@@ -76,13 +61,13 @@ def evaluate(
             "text": name,
             "run": str(loaded.folder),
         }
-        console.out(json.dumps(facts, ensure_ascii=False))
+        console.out_json(facts)
         return
-    part = "all of it" if text else f"{split.value} split"
+    part = "all of it" if text else f"{split} split"
     show(loaded, result, f"{console.printable(name)}, {part}", seconds)
 
 
-def show(loaded: "Run", result: "Evaluation", title: str, seconds: float) -> None:
+def show(loaded: Run, result: Evaluation, title: str, seconds: float) -> None:
     """Print what was measured as a table."""
     tables.table(
         ["model", "nats/char", "bits/char", "perplexity", "accuracy", "std error"],

@@ -3,6 +3,9 @@
 import math
 import shlex
 import signal
+from functools import partial
+
+from torch import Tensor
 
 from chargpt.cli import console
 from chargpt.cli.progress import Progress
@@ -32,33 +35,24 @@ class StepView:
         self.has_reported_disk_error = False
         signals.is_deferred = True
 
-    def should_stop(self) -> bool:
-        """Return whether a signal has come."""
-        return bool(self.signals.caught)
-
     def show(self, report: StepReport) -> None:
         """Show a step on the bar, and its sample and notes above it."""
         if report.validation is not None:
             self.validation.append(report.validation.nats_per_char)
-        self.bar.change_total(report.max_steps)
-        has_detail = report.loss is not None and self.bar.wants_detail()
-        self.bar.move_to(report.step, self._detail(report) if has_detail else None)
+        detail = None if report.loss is None else partial(self._detail, report, report.loss)
+        self.bar.move_to(report.step, report.max_steps, detail)
         if report.sample is not None:
             self.bar.write(f"-- sample at step {report.step:,} --")
             self.bar.write(console.printable(report.sample).strip("\n"))
         for note in report.notes:
             self.bar.write(note)
-        if self.trainer.writer.disk_error and not self.has_reported_disk_error:
+        has_disk_error = self.trainer.writer.disk_error is not None
+        if has_disk_error and not self.has_reported_disk_error:
             self.bar.write(f"{self._disk_error()}; training continues: free some space")
-            self.has_reported_disk_error = True
+        self.has_reported_disk_error = has_disk_error
 
     def end(self) -> None:
-        """End the command if the last save failed or a signal came.
-
-        Raises:
-            WorkError: the last checkpoint could not be written.
-            Stopped: a signal came.
-        """
+        """End the command, as `run_steps` does, if the last save failed or a signal came."""
         trainer = self.trainer
         # another rank's signal stops this one too; from here on a signal changes nothing
         default = signal.SIGTERM if trainer.stopped_by == "request" else None
@@ -66,14 +60,15 @@ class StepView:
         self.signals.caught = []
         if trainer.writer.disk_error:
             raise WorkError(f"{self._disk_error()}; free some space, then {self._how_to_resume()}")
-        if number is not None:
+        if number is None:
+            self.signals.is_deferred = False
+            return
+        if trainer.finished:
+            console.say(f"all steps are done and saved in {self.folder.path}")
+        else:
             step = trainer.state.step
-            if trainer.finished:
-                console.say(f"all steps are done and saved in {self.folder.path}")
-            else:
-                console.say(f"stopped at step {step:,} and saved; {self._how_to_resume()}")
-            raise Stopped(number)
-        self.signals.is_deferred = False
+            console.say(f"stopped at step {step:,} and saved; {self._how_to_resume()}")
+        raise Stopped(number)
 
     def say_last_checkpoint(self) -> None:
         """Name the last checkpoint after a signal has stopped a step."""
@@ -93,18 +88,17 @@ class StepView:
         step, error = self.trainer.state.step, self.trainer.writer.disk_error
         return f"cannot save step {step:,} ({error}); {self._last_checkpoint()}"
 
-    def _detail(self, report: StepReport) -> str:
+    def _detail(self, report: StepReport, loss: Tensor) -> str:
         """Return loss, validation, next baseline and speed, short enough for 80 columns."""
-        assert report.loss is not None
-        parts = [f"loss {float(report.loss):.2f}"]
-        last = math.inf
+        last, val = math.inf, ""
         if self.validation:
             last = self.validation[-1]
-            parts.append(f"val {last:.3f}{console.sparkline(self.validation, 5)}")
-        name = next((n for n in ("bigram", NGRAM) if self.baselines[n] < last), NGRAM)
-        parts.append(f"{name} {self.baselines[name]:.3f}")
-        parts.append(f"{console.short(report.speed)} chars/s")
-        return " ".join(parts)
+            val = f"val {last:.3f}{console.sparkline(self.validation, 5)} "
+        name = "bigram" if self.baselines["bigram"] < last else NGRAM
+        return (
+            f"loss {float(loss):.2f} {val}{name} {self.baselines[name]:.3f} "
+            f"{console.short(report.speed)} chars/s"
+        )
 
 
 def run_steps(
@@ -121,7 +115,7 @@ def run_steps(
     """
     view = StepView(trainer, folder, signals)
     try:
-        for report in trainer.steps(budget, view.should_stop):
+        for report in trainer.steps(budget, lambda: bool(signals.caught)):
             view.show(report)
     except Stopped:
         view.say_last_checkpoint()

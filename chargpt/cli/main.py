@@ -8,9 +8,9 @@ import gc
 import io
 import os
 import sys
+import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import version
 from typing import Annotated, Any, NamedTuple, NoReturn
@@ -67,37 +67,17 @@ def load_command(command: Command) -> Any:
 
 
 class LazyGroup(TyperGroup):
-    """A group that imports a command when it is called, and lists all of them from the table."""
+    """A group that imports a command when it is called, not when it is listed."""
 
-    is_listing = False
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        found = {command.name: command for command in COMMANDS}.get(cmd_name)
-        if found is None or self.is_listing:
-            return super().get_command(ctx, cmd_name)
-        return load_command(found)
-
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        with self._listing():
-            super().format_commands(ctx, formatter)
-
-    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
-        with self._listing():
-            return super().shell_complete(ctx, incomplete)
-
-    @contextmanager
-    def _listing(self) -> Iterator[None]:
-        self.is_listing = True
-        try:
-            yield
-        finally:
-            self.is_listing = False
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, _, remaining = super().resolve_command(ctx, args)
+        found = next((command for command in COMMANDS if command.name == name), None)
+        return name, found and load_command(found), remaining
 
 
 app = typer.Typer(
     name="chargpt",
     cls=LazyGroup,
-    help="Train, sample and measure character-level GPT models.",
     epilog="Start with `chargpt train` (an embedded text) or `chargpt train my.txt`.",
     no_args_is_help=True,
     **SETTINGS,
@@ -124,7 +104,7 @@ def main(
 
 def run() -> NoReturn:
     """Run the command line and exit with its code."""
-    console.note_start()
+    console.started = time.perf_counter()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # print ? for what the terminal cannot encode
@@ -133,8 +113,7 @@ def run() -> NoReturn:
     gc.set_threshold(200_000, 10, 10)
     command = typer.main.get_command(app)
     code = exit_code_of(lambda: command.main(prog_name="chargpt", standalone_mode=False))
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_initialized():
+    if console.has_process_group():
         # the command failed on this rank: destroying the process group could wait for the others
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
@@ -147,11 +126,17 @@ def exit_code_of(command: Callable[[], Any]) -> int:
     """Run a command; print its error, if any, and return its exit code."""
     try:
         code = command()
+        return code if isinstance(code, int) else 0
     except ChargptError as error:
-        console.fail(str(error))
-        return error.exit_code
+        message, code = str(error), error.exit_code
     except ClickException as error:
-        return _usage_error(error)
+        if type(error).__name__ == "NoArgsIsHelpError":
+            console.out(error.format_message())
+            return 0
+        context = getattr(error, "ctx", None)
+        hint = f"; see `{context.command_path} --help`" if context else ""
+        message = str(error.format_message()).rstrip(".").replace("\n", " ") + hint
+        code = 2
     except (typer.Abort, KeyboardInterrupt):
         console.say("stopped")
         return 130
@@ -161,52 +146,29 @@ def exit_code_of(command: Callable[[], Any]) -> int:
     except BrokenPipeError:  # `chargpt sample | head` is no failure
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except OSError as error:
-        return _system_error(error)
     except Exception as error:
-        return _out_of_memory() if _is_out_of_memory(error) else _unexpected_error()
-    return code if isinstance(code, int) else 0
+        message, code = _describe(error), 1
+    console.fail(message)
+    return code
 
 
-def _usage_error(error: Any) -> int:
-    """Print what was wrong with the arguments, or the help if there were none."""
-    if type(error).__name__ == "NoArgsIsHelpError":
-        console.out(error.format_message())
-        return 0
-    context = getattr(error, "ctx", None)
-    hint = f"; see `{context.command_path} --help`" if context else ""
-    console.fail(str(error.format_message()).rstrip(".").replace("\n", " ") + hint)
-    return 2
-
-
-def _system_error(error: OSError) -> int:
-    path = f"{error.filename}: " if error.filename else ""
-    console.fail(
-        f"{path}{error.strerror or error}; free the space or set the permission it needs, "
-        "then try again (training: with --resume)"
-    )
-    return 1
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """Return whether Python, the CPU's allocator or the GPU's has run out of memory."""
+def _describe(error: Exception) -> str:
+    """Return the sentence about an error of the system or a bug; print a bug's traceback."""
+    if isinstance(error, OSError):
+        path = f"{error.filename}: " if error.filename else ""
+        return (
+            f"{path}{error.strerror or error}; free the space or set the permission it needs, "
+            "then try again (training: with --resume)"
+        )
     phrases = ("can't allocate memory", "out of memory")
-    return isinstance(error, MemoryError) or any(text in str(error).lower() for text in phrases)
-
-
-def _out_of_memory() -> int:
-    console.fail(
-        "there is not enough memory; lower train.batch_size or raise train.accumulate, or "
-        "make the model or its block smaller (training: resume a saved run with --resume)"
-    )
-    return 1
-
-
-def _unexpected_error() -> int:
+    if isinstance(error, MemoryError) or any(text in str(error).lower() for text in phrases):
+        return (
+            "there is not enough memory; lower train.batch_size or raise train.accumulate, or "
+            "make the model or its block smaller (training: resume a saved run with --resume)"
+        )
     if console.is_main():
-        traceback.print_exc()
-    console.fail(
+        traceback.print_exception(error)
+    return (
         "this is a bug in chargpt; please report it with all of the above and what `chargpt "
         "doctor` prints (training: --resume continues from the last checkpoint)"
     )
-    return 1

@@ -5,6 +5,9 @@ from typing import Annotated
 
 import typer
 
+from chargpt.text.tokenizer import Unknown
+
+RunPath = Annotated[Path, typer.Argument(help="The run's folder.")]
 RunOrNewest = Annotated[
     Path | None, typer.Argument(help="The run's folder. Without it: the newest run.")
 ]
@@ -27,7 +30,7 @@ Checkpoint = Annotated[
     str, typer.Option("--checkpoint", metavar="best|latest|STEP", help="Which checkpoint.")
 ]
 UnknownPolicy = Annotated[
-    str | None,
-    typer.Option("--unknown", help="Characters outside the vocabulary: error, skip or replace."),
+    Unknown | None,
+    typer.Option("--unknown", help="What to do with characters outside the vocabulary."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]

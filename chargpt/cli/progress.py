@@ -4,7 +4,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NoReturn, Self
+from typing import NoReturn
 
 from tqdm import tqdm
 
@@ -14,22 +14,13 @@ PLAIN_LINE_SECONDS = 5.0
 
 
 class Progress:
-    """A tqdm bar on a terminal; elsewhere a plain line every few seconds.
-
-    Args:
-        total: number of units.
-        unit: what is counted.
-        initial: number of units done before.
-    """
+    """A tqdm bar on a terminal; elsewhere a plain line every few seconds."""
 
     def __init__(self, total: int, unit: str, *, initial: int = 0) -> None:
-        self.total = total
-        self.unit = unit
-        self.done = initial
-        self.quiet = not console.is_main()
+        self.unit, self.done = unit, initial
         self.bar: tqdm[NoReturn] | None = None
         self.last_line, self.last_done = time.monotonic(), initial
-        if not self.quiet and sys.stderr.isatty():
+        if console.is_main() and sys.stderr.isatty():
             self.bar = tqdm(
                 total=total,
                 initial=initial,
@@ -40,68 +31,46 @@ class Progress:
                 bar_format="{n_fmt}/{total_fmt} |{bar:6}| {elapsed}<{remaining}{postfix}",
             )
 
-    def wants_detail(self) -> bool:
-        """Return whether a detail would be shown now; making one may synchronise the device."""
-        if self.quiet:
-            return False
-        if self.bar is not None:
-            return bool(time.time() - self.bar.last_print_t >= self.bar.mininterval)
-        return time.monotonic() - self.last_line >= PLAIN_LINE_SECONDS
+    def move_to(self, done: int, total: int, detail: Callable[[], str] | None) -> None:
+        """Show that `done` of `total` units are done.
 
-    def move_to(self, done: int, detail: str | None = None) -> None:
-        """Show that `done` units are done, with a detail if there is one."""
+        `detail` is called only when its text is shown, since it may synchronise the device.
+        """
         step, self.done = done - self.done, done
         if self.bar is not None:
-            if detail is not None:
-                self.bar.set_postfix_str(detail, refresh=False)
-            self.bar.update(step)
-        elif detail is not None and not self.quiet:
-            now = time.monotonic()
-            rate = (done - self.last_done) / max(now - self.last_line, 1e-9)
-            left = f", {console.duration((self.total - done) / rate)} left" if rate else ""
-            console.say(f"{self.unit} {done:,}/{self.total:,}  {detail}{left}")
-            self.last_line, self.last_done = now, done
-
-    def change_total(self, total: int) -> None:
-        """Change the total."""
-        self.total = total
-        if self.bar is not None:
             self.bar.total = total
+            is_due = time.time() - self.bar.last_print_t >= self.bar.mininterval
+            if detail is not None and is_due:
+                self.bar.set_postfix_str(detail(), refresh=False)
+            self.bar.update(step)
+            return
+        now = time.monotonic()
+        if detail is not None and console.is_main() and now - self.last_line >= PLAIN_LINE_SECONDS:
+            rate = (done - self.last_done) / max(now - self.last_line, 1e-9)
+            left = f", {console.duration((total - done) / rate)} left" if rate else ""
+            console.say(f"{self.unit} {done:,}/{total:,}  {detail()}{left}")
+            self.last_line, self.last_done = now, done
 
     def write(self, text: str) -> None:
         """Print lines above the bar."""
-        if self.quiet:
-            return
-        if self.bar is not None:
-            with suppress(OSError):  # the terminal is closed
-                self.bar.write(text, file=sys.stderr)
-        else:
+        if self.bar is None:
             console.say(text)
+            return
+        with suppress(OSError):  # the terminal is closed
+            self.bar.write(text, file=sys.stderr)
 
     def close(self) -> None:
         """Remove the bar."""
         if self.bar is not None:
             self.bar.close()
-            self.bar = None
 
     def callback(self, label: str) -> Callable[[int, int], None]:
         """Return a function of (done, total) that shows both, with a label."""
-
-        def show(done: int, total: int) -> None:
-            self.change_total(total)
-            self.move_to(done, label if self.wants_detail() else None)
-
-        return show
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        return lambda done, total: self.move_to(done, total, lambda: label)
 
 
 class LoadingProgress:
-    """Shows how a text is downloaded, or a long one prepared; of a short one nothing."""
+    """Shows the download of a text, and the preparation of a long one."""
 
     MIN_BYTES = 50_000_000
 
@@ -114,7 +83,7 @@ class LoadingProgress:
         if self.bar is None:
             self.bar = Progress(total, stage)
         detail = f"{stage} {console.size(done)} of {console.size(total)}"
-        self.bar.move_to(done, detail if self.bar.wants_detail() else None)
+        self.bar.move_to(done, total, lambda: detail)
         if done >= total:
             self.bar.close()
             self.bar = None

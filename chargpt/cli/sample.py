@@ -1,10 +1,10 @@
 """`chargpt sample`: text generated from a trained model."""
 
 import dataclasses
-import json
 import secrets
-from collections.abc import Iterable
-from typing import Annotated
+from collections.abc import Mapping
+from contextlib import closing
+from typing import Annotated, Any
 
 import typer
 
@@ -21,6 +21,7 @@ from chargpt.text.tokenizer import Unknown
 
 
 def sample(
+    ctx: typer.Context,
     run: options.RunOrNewest = None,
     prompt: Annotated[str | None, typer.Option("--prompt", help="Start of the text.")] = None,
     prompt_file: Annotated[
@@ -70,23 +71,19 @@ def sample(
     `chargpt sample --temperature 0.5 --num-samples 3 --seed 1 --json`.
     """
     loaded = runs.open_run(run, checkpoint, device)
-    settings = sample_settings(
-        loaded.config,
-        prompt=read_prompt(prompt, prompt_file),
-        length=length,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        num_samples=num_samples,
-        seed=seed,
-        stop=tuple(stop) if stop else None,
-    )
-    policy = runs.unknown_policy(unknown)
+    if prompt_file is not None:
+        if prompt is not None:
+            raise ConfigError("--prompt and --prompt-file exclude each other; give one")
+        prompt = read_text(prompt_file)
+    settings = sample_settings(loaded.config, {**ctx.params, "prompt": prompt})
     if settings.num_samples == 1 and not json_ and not check:
-        print_stream(settings.prompt, stream_run(loaded, settings, unknown=policy))
+        pieces = stream_run(loaded, settings, unknown=unknown)
+        console.out(console.for_output(settings.prompt), end="")
+        for (piece,) in pieces:
+            console.out(console.for_output(piece), end="")
+        console.out("")
         return
-    texts = sample_with_progress(loaded, settings, policy)
+    texts = sample_with_progress(loaded, settings, unknown)
     overlap = overlap_of(loaded, texts) if check else None
     if json_:
         report: dict[str, object] = {
@@ -97,7 +94,7 @@ def sample(
         }
         if overlap is not None:
             report["memorization"] = [dataclasses.asdict(each) for each in overlap.texts]
-        console.out(json.dumps(report, ensure_ascii=False))
+        console.out_json(report)
         return
     for number, text in enumerate(texts, 1):
         matched = overlap.texts[number - 1].matched if overlap else []
@@ -106,15 +103,32 @@ def sample(
         print_overlap(overlap, loaded)
 
 
+def sample_settings(config: Config, given: Mapping[str, Any]) -> SampleConfig:
+    """Return the run's sampling settings with the given ones, and a random seed if none is set.
+
+    Raises:
+        ConfigError: a setting is out of its range.
+    """
+    changes = {
+        f"sample.{name}": given[name]
+        for name in SampleConfig.model_fields
+        if given[name] not in (None, [], ())
+    }
+    settings = config.with_values(changes).sample
+    if settings.seed is not None:
+        return settings
+    return settings.model_copy(update={"seed": secrets.randbits(32)})
+
+
 def sample_with_progress(run: Run, settings: SampleConfig, unknown: Unknown | None) -> list[str]:
     """Return the texts, with a progress bar while they are sampled."""
-    with Progress(settings.num_samples * settings.length, "character") as bar:
+    with closing(Progress(settings.num_samples * settings.length, "character")) as bar:
         return generate(run, settings, unknown=unknown, on_progress=bar.callback("sampled"))
 
 
 def overlap_of(run: Run, texts: list[str]) -> OverlapReport:
     """Return the verbatim overlap of texts with the training split, with a progress bar."""
-    with Progress(1, "character") as bar:
+    with closing(Progress(1, "character")) as bar:
         return measure_overlap(run.corpus(), texts, bar.callback("of the training text"))
 
 
@@ -147,36 +161,3 @@ def print_overlap(overlap: OverlapReport, run: Run) -> None:
         if n <= 2 * MIN_MATCH
     ]
     tables.table(["n", "novel n-grams", "in held-out text"], rows)
-
-
-def read_prompt(prompt: str | None, file: str | None) -> str | None:
-    """Return the prompt, from the command line or from a file.
-
-    Raises:
-        ConfigError: both were given.
-        TextError: the file cannot be read as text.
-    """
-    if prompt is not None and file is not None:
-        raise ConfigError("--prompt and --prompt-file exclude each other; give one")
-    return prompt if file is None else read_text(file)
-
-
-def sample_settings(config: Config, **given: object) -> SampleConfig:
-    """Return the run's sampling settings with the given ones, and a random seed if none is set.
-
-    Raises:
-        ConfigError: a setting is out of its range.
-    """
-    changes = {f"sample.{key}": value for key, value in given.items() if value is not None}
-    settings = config.with_values(changes).sample
-    if settings.seed is not None:
-        return settings
-    return settings.model_copy(update={"seed": secrets.randbits(32)})
-
-
-def print_stream(prompt: str, pieces: Iterable[list[str]]) -> None:
-    """Print one text as it is sampled."""
-    console.out(console.for_output(prompt), end="")
-    for (piece,) in pieces:
-        console.out(console.for_output(piece), end="")
-    console.out("")

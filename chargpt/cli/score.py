@@ -1,7 +1,5 @@
 """`chargpt score`: surprisal of a text and its lines under a run."""
 
-import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,7 +12,7 @@ SHOWN = 3  # lines at each end of the ranking
 
 
 def score(
-    run: Annotated[Path, typer.Argument(help="The run's folder.")],
+    run: options.RunPath,
     text: Annotated[
         str, typer.Argument(metavar="FILE", help="The text; - or nothing for standard input.")
     ] = "-",
@@ -34,7 +32,7 @@ def score(
     """
     loaded = runs.open_run(run, checkpoint, device)
     content = read_text(text, encoding=encoding or "auto")
-    scored = scoring.score(loaded, content, runs.unknown_policy(unknown))
+    scored = scoring.score(loaded, content, unknown)
     ranked = sorted(scored.lines(), key=lambda line: -line.bits_per_char)
     if json_:
         facts = {
@@ -44,7 +42,7 @@ def score(
             "text": text,
             "lines": [vars(line) for line in sorted(ranked, key=lambda line: line.number)],
         }
-        console.out(json.dumps(facts, ensure_ascii=False))
+        console.out_json(facts)
         return
     if per_line:
         for line in ranked:

@@ -1,7 +1,5 @@
 """Tables and columns of text on stdout."""
 
-import os
-import sys
 from collections.abc import Iterable, Sequence
 
 from rich import box
@@ -27,12 +25,12 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str =
         grid.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
     for row in rows:
         grid.add_row(*(Text(cell) for cell in row))
-    Console(file=sys.stdout, highlight=False, no_color="NO_COLOR" in os.environ).print(grid)
+    Console(highlight=False).print(grid)
 
 
 def side_by_side(titles: Sequence[str], texts: Sequence[str]) -> None:
     """Print texts in columns on stdout."""
-    target = Console(file=sys.stdout, highlight=False, no_color="NO_COLOR" in os.environ)
+    target = Console(highlight=False)
     width = max(24, target.width // len(titles) - 1)
     panels = [
         Panel(Text(console.printable(text)), title=title, width=width)

@@ -180,8 +180,10 @@ def copy_stdin(write: Callable[[bytes], object], max_bytes: int = MAX_TEXT_BYTES
     """Copy standard input to a file, since a pipe cannot be read twice.
 
     Raises:
-        TextError: it is larger than `max_bytes`.
+        TextError: it is closed, or larger than `max_bytes`.
     """
+    if sys.stdin is None:
+        raise TextError("standard input is closed; pipe a text in, or name a file")
     size = 0
     while content := sys.stdin.buffer.read(CHUNK_BYTES):
         size += len(content)
