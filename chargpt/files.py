@@ -42,6 +42,12 @@ def write_atomically(path: Path, content: bytes) -> None:
     sync_directory(path.parent)
 
 
+def file_stamp(path: Path) -> list[int]:
+    """Return the size, mtime in ns and inode of a file, at least one of which changes with it."""
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns, status.st_ino]
+
+
 def read_regular(path: Path, max_bytes: int) -> bytes:
     """Return the content of a regular file. Links, pipes and devices are rejected unopened.
 

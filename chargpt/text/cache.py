@@ -24,7 +24,7 @@ import numpy as np
 import platformdirs
 
 from chargpt.errors import RunError, TextError
-from chargpt.files import read_json, write_atomically
+from chargpt.files import file_stamp, read_json, write_atomically
 from chargpt.text.tokenizer import CharTokenizer, Tokens
 
 FORMAT, VERSION = "chargpt-tokens", 1
@@ -139,7 +139,7 @@ def store(
     try:
         folder.mkdir(exist_ok=True)
         tokens.file.close()
-        size, *_ = stamp = _stamp(tokens.path)
+        size, *_ = stamp = file_stamp(tokens.path)
         os.replace(tokens.path, folder / "tokens.bin")
         vocabulary = tokenizer.to_json().encode("ascii")
         write_atomically(folder / "tokenizer.json", vocabulary)
@@ -158,11 +158,6 @@ def store(
     stored = load(key)
     assert stored is not None
     return stored
-
-
-def _stamp(path: Path) -> list[int]:
-    status = path.stat()
-    return [status.st_size, status.st_mtime_ns, status.st_ino]
 
 
 def load(key: str) -> CachedText | None:
@@ -195,7 +190,7 @@ def load(key: str) -> CachedText | None:
 
 def _is_intact(path: Path, meta: dict[str, Any], size: int) -> bool:
     """Return whether the token file is what was written."""
-    stamp = _stamp(path)
+    stamp = file_stamp(path)
     if stamp[0] != size or size == 0:
         return False
     is_unchanged = stamp == meta["unchanged_since"]

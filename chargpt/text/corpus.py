@@ -49,21 +49,18 @@ class Corpus:
     unknown_fraction: float = 0.0
     notes: tuple[str, ...] = ()
 
-    def _bounds(self, split: Split) -> tuple[int, int]:
+    def split(self, name: Split) -> Tokens:
+        """Return a split as a view, shape (characters,): train is first, then val, then test.
+
+        The sizes of the validation and test splits are rounded up to whole characters.
+        """
         total = self.tokens.size
         # Exact decimals: in floating point, 0.1 of 10 characters could round up to 2.
         val = math.ceil(total * Fraction(str(self.val_fraction)))
         test = min(math.ceil(total * Fraction(str(self.test_fraction))), total - val)
         train = total - val - test
         bounds = {"train": (0, train), "val": (train, train + val), "test": (train + val, total)}
-        return bounds[split]
-
-    def split(self, name: Split) -> Tokens:
-        """Return a split as a view, shape (characters,): train is first, then val, then test.
-
-        The sizes of the validation and test splits are rounded up to whole characters.
-        """
-        start, stop = self._bounds(name)
+        start, stop = bounds[name]
         return self.tokens[start:stop]
 
     def require_blocks(self, block_size: int) -> None:

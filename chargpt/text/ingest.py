@@ -89,29 +89,33 @@ def _count_characters(
     """Return the number of occurrences of each code point, and each file's digest."""
     counts = np.zeros(CODE_POINTS, dtype=np.int64)
     hashes: dict[str, Any] = {}  # by file name
-    chunks = checksum.update(_hashed(iter_chunks(source, progress, "reading"), hashes))
-    for text in decode(chunks, settings.encoding):
-        if text.isascii():
-            counts[:128] += count_tokens(np.frombuffer(text.encode("ascii"), np.uint8), 128)
-        else:
-            found = np.bincount(code_points(text))
-            counts[: found.size] += found
+    chunks = checksum.update(iter_chunks(source, progress, "reading"))
+    # The thread ends here even on an error: a generator that garbage collection closes would
+    # join it at any time, which can deadlock.
+    with ThreadPoolExecutor(1, "hash") as worker:
+        for text in decode(_hashed(chunks, hashes, worker), settings.encoding):
+            if text.isascii():
+                counts[:128] += count_tokens(np.frombuffer(text.encode("ascii"), np.uint8), 128)
+            else:
+                found = np.bincount(code_points(text))
+                counts[: found.size] += found
     return counts, [digest.hexdigest() for digest in hashes.values()]
 
 
-def _hashed(chunks: Iterator[Chunk], hashes: dict[str, Any]) -> Iterator[Chunk]:
+def _hashed(
+    chunks: Iterator[Chunk], hashes: dict[str, Any], worker: ThreadPoolExecutor
+) -> Iterator[Chunk]:
     """Pass chunks on while a second thread hashes each file's bytes (hashlib releases the GIL).
 
     BLAKE2b is as strong as SHA-256 and faster on processors without SHA instructions.
     """
-    with ThreadPoolExecutor(1, "hash") as worker:
-        pending: Future[None] | None = None
-        for chunk in chunks:
-            digest = hashes.setdefault(chunk.file_name, hashlib.blake2b(digest_size=32))
-            if pending:
-                pending.result()  # bounds the memory
-            pending = worker.submit(digest.update, chunk.content)
-            yield chunk
+    pending: Future[None] | None = None
+    for chunk in chunks:
+        digest = hashes.setdefault(chunk.file_name, hashlib.blake2b(digest_size=32))
+        if pending:
+            pending.result()  # bounds the memory
+        pending = worker.submit(digest.update, chunk.content)
+        yield chunk
 
 
 def load_or_note(key: str, notes: list[str]) -> CachedText | None:

@@ -19,6 +19,7 @@ from typing import IO
 
 from chargpt.config import TextConfig
 from chargpt.errors import TextError
+from chargpt.files import file_stamp
 from chargpt.text import Progress
 from chargpt.text.catalog import CATALOG, EMBEDDED, embedded_text
 from chargpt.text.decoding import Chunk
@@ -59,8 +60,7 @@ class Source:
         rows: list[list[str | int]] = []
         for path in self.files:
             with _explained(str(path)):
-                status = os.stat(path)
-            rows.append([str(path), status.st_size, status.st_mtime_ns, status.st_ino])
+                rows.append([str(path), *file_stamp(path)])
         return rows
 
     def size(self) -> int:
@@ -117,10 +117,10 @@ def _find_folder(root: Path, suffixes: tuple[str, ...]) -> Source:
     files: list[Path] = []
     visited: set[tuple[int, int]] = set()
 
-    def refuse(error: OSError) -> None:
+    def reject(error: OSError) -> None:
         raise TextError(_unreadable(str(error.filename), error))
 
-    for folder, subfolders, names in os.walk(root, followlinks=True, onerror=refuse):
+    for folder, subfolders, names in os.walk(root, followlinks=True, onerror=reject):
         status = os.stat(folder)
         if (status.st_dev, status.st_ino) in visited:  # a symbolic link to a parent
             subfolders.clear()
