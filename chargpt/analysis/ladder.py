@@ -38,13 +38,7 @@ T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 @dataclass(frozen=True)
 class Rung:
-    """A model of the ladder.
-
-    Attributes:
-        name: of the component that it adds to the rung below.
-        adds: what that component is.
-        values: settings that differ from those of the highest rung.
-    """
+    """A model, what it adds to the rung below, and settings that differ from the highest rung."""
 
     name: str
     adds: str
@@ -75,11 +69,8 @@ class RungResult:
     """A trained rung.
 
     Attributes:
-        rung: what was trained.
         nats: validation losses, one per seed.
-        parameters: of the model.
         seconds: mean training time.
-        sample: generated text.
         below: losses of the rung below, seed by seed; None of the lowest.
     """
 
@@ -108,14 +99,7 @@ def paired_gain(reference: list[float], nats: list[float]) -> Estimate:
 
 @dataclass
 class Ladder:
-    """Results of `run_ladder`; losses in nats per character of the validation split.
-
-    Attributes:
-        title: name of the text.
-        ngrams: n-gram baselines by name.
-        compressed: compressors by name.
-        results: trained rungs, lowest first.
-    """
+    """Losses in nats per character of the validation split; trained rungs, lowest first."""
 
     title: str
     ngrams: dict[str, float] = field(default_factory=dict)
@@ -248,12 +232,7 @@ def run_ladder(
 
 
 def ngram_losses(corpus: Corpus, ngram: NGramLM) -> dict[str, float]:
-    """Return the losses of the n-gram baselines, each character with all of its context.
-
-    Args:
-        corpus: the text.
-        ngram: what `fit_ngram` returned.
-    """
+    """Return the losses of the n-gram baselines, each character with all of its context."""
     losses = baselines(corpus, characters=MAX_SCORED, ngram=ngram)
     for order in ORDERS:
         if order != ORDER:

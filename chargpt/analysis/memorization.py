@@ -30,13 +30,7 @@ Positions = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class VerbatimMatch:
-    """A part of a text that occurs in the training split.
-
-    Attributes:
-        start: in the text.
-        length: in characters.
-        place: start in the training split.
-    """
+    """A part of a text that occurs in the training split, there from `place` on."""
 
     start: int
     length: int

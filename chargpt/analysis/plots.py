@@ -153,13 +153,10 @@ def calibration(groups: "Sequence[Group]") -> "Figure":
     axes.plot((0, 1), (0, 1), color=GREY, linestyle="--", linewidth=1)
     total = sum(group.characters for group in groups)
     confidence, accuracy = [g.confidence for g in groups], [g.accuracy for g in groups]
-    axes.plot(confidence, accuracy, color=COLOURS[0])
     sizes = [10 + 300 * group.characters / total for group in groups]
-    axes.scatter(
-        [g.confidence for g in groups], [g.accuracy for g in groups], sizes, color=COLOURS[0]
-    )
-    axes.set(xlabel="confidence", ylabel="accuracy")
-    axes.set(xlim=(0, 1), ylim=(0, 1))
+    axes.plot(confidence, accuracy, color=COLOURS[0])
+    axes.scatter(confidence, accuracy, sizes, color=COLOURS[0])
+    axes.set(xlabel="confidence", ylabel="accuracy", xlim=(0, 1), ylim=(0, 1))
     _remove_spines(axes)
     axes.grid(alpha=0.25)
     return figure
@@ -197,8 +194,7 @@ def attention(weights: "npt.NDArray[np.float32]", text: str, titles: Sequence[st
         )
         axes.imshow(head, cmap=clear_to_blue, vmin=0, vmax=1, interpolation="nearest")
         axes.set_title(title, fontsize=9, pad=12)
-        axes.set_xticks([])
-        axes.set_yticks([])
+        axes.set(xticks=[], yticks=[])
         for place, label in enumerate(labels):
             axes.text(place, -0.7, label, fontsize=6, ha="center", va="bottom")
             axes.text(-0.8, place, label, fontsize=6, ha="right", va="center")
@@ -211,11 +207,7 @@ def plain(name: str) -> str:
 
 
 def ladder(found: "Ladder") -> "Figure":
-    """Draw the losses of a ladder as bars, in bits per character.
-
-    Args:
-        found: what `run_ladder` returned.
-    """
+    """Draw the losses of a ladder as bars, in bits per character."""
     bars = [
         *((name, nats, None, GREY) for name, nats in found.ngrams.items()),
         *((name, nats, None, PALE) for name, nats in found.compressed.items()),
