@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 GREY, PALE = "#6b7280", "#c9ced6"
 MAX_POINTS = 40  # of a smoothed curve
+LABEL_HEIGHT = 12  # points between the labels of two curves
 SUFFIXES = (".svg", ".png")
 
 
@@ -85,6 +86,8 @@ def loss_curves(
 ) -> "Figure":
     """Draw losses in nats per character against steps, with a horizontal line per baseline.
 
+    Each curve is labelled with its last value; labels that would overlap are moved up.
+
     Args:
         curves: (step, nats) points by name.
         lines: nats of the baselines by name.
@@ -92,14 +95,31 @@ def loss_curves(
     """
     figure = _figure(8, 4.5)
     axes = figure.add_subplot()
-    for (name, points), colour in zip(curves.items(), _cycle(len(curves)), strict=True):
-        _curve(axes, plain(name), points, colour)
+    colours = _cycle(len(curves))
+    for (name, points), colour in zip(curves.items(), colours, strict=True):
+        steps, nats = zip(*points, strict=True) if points else ((), ())
+        axes.plot(steps, nats, color=colour, linewidth=2, label=plain(name))
     for name, level in lines.items():
         _horizontal_line(axes, name, level)
     axes.set(xlabel="step", ylabel="loss (nats per character)", title=plain(title))
     axes.margins(x=0.02)
     axes.grid(alpha=0.25)
     _remove_spines(axes)
+    ends = [(*points[-1], c) for points, c in zip(curves.values(), colours, strict=True) if points]
+    axes.autoscale_view()  # pixels depend on the limits
+    below = -math.inf  # in points, of the label below
+    for step, nats, colour in sorted(ends, key=lambda end: end[1]):
+        height = axes.transData.transform((step, nats))[1] * 72 / figure.dpi
+        below = max(height, below + LABEL_HEIGHT)
+        offset = (4, below - height)
+        axes.annotate(
+            f"{nats:.3f}",
+            (step, nats),
+            offset,
+            textcoords="offset points",
+            color=colour,
+            va="center",
+        )
     if curves:
         axes.legend(frameon=False, loc="upper right", bbox_to_anchor=(1, 0.9))
     return figure
@@ -261,21 +281,6 @@ def _write(figure: "Figure", target: Path | StringIO, **options: Any) -> None:
         # a browser has fonts for the missing glyphs
         warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)
         figure.savefig(target, **options)
-
-
-def _curve(axes: "Axes", name: str, points: Sequence[tuple[int, float]], colour: str) -> None:
-    """Draw a loss curve labelled with its last value."""
-    steps, nats = zip(*points, strict=True) if points else ((), ())
-    axes.plot(steps, nats, color=colour, linewidth=2, label=name)
-    if points:
-        axes.annotate(
-            f"{nats[-1]:.3f}",
-            (steps[-1], nats[-1]),
-            (4, 0),
-            textcoords="offset points",
-            color=colour,
-            va="center",
-        )
 
 
 def _horizontal_line(axes: "Axes", name: str, level: float) -> None:
