@@ -108,13 +108,13 @@ def loss_curves(
     ends = [(*points[-1], c) for points, c in zip(curves.values(), colours, strict=True) if points]
     axes.autoscale_view()  # pixels depend on the limits
     below = -math.inf  # in points, of the label below
-    for step, nats, colour in sorted(ends, key=lambda end: end[1]):
-        height = axes.transData.transform((step, nats))[1] * 72 / figure.dpi
+    for step, last, colour in sorted(ends, key=lambda end: end[1]):
+        height = axes.transData.transform((step, last))[1] * 72 / figure.dpi
         below = max(height, below + LABEL_HEIGHT)
         offset = (4, below - height)
         axes.annotate(
-            f"{nats:.3f}",
-            (step, nats),
+            f"{last:.3f}",
+            (step, last),
             offset,
             textcoords="offset points",
             color=colour,
