@@ -1,5 +1,6 @@
 """Pictures show the numbers that they are given."""
 
+import itertools
 import math
 import re
 import warnings
@@ -14,7 +15,7 @@ from chargpt.analysis.predictions import Group
 from chargpt.text.tokenizer import display_char
 
 
-def test_the_ladders_bars_are_bits_in_the_order_of_its_rungs() -> None:
+def test_ladder_bars_are_bits_per_character_in_rung_order() -> None:
     rungs = [Rung(name, "", {}) for name in ("bigram (trained)", "one head, scaled")]
     steps = [
         RungResult(rungs[0], [2.0, 2.2], 1, 1.0, "", None),
@@ -33,7 +34,7 @@ def test_the_ladders_bars_are_bits_in_the_order_of_its_rungs() -> None:
     assert reach == pytest.approx([0, 0, margin / math.log(2), margin / math.log(2)])
 
 
-def test_attention_is_drawn_as_it_is_with_its_characters_on_both_sides() -> None:
+def test_attention_maps_show_the_weights_with_characters_on_both_axes() -> None:
     weights = np.random.default_rng(0).random((3, 4, 4)).astype(np.float32)
     figure = plots.attention(weights, "a\n b", ["one", "two", "three"])
     assert [axes.get_title() for axes in figure.axes] == ["one", "two", "three"]
@@ -42,7 +43,7 @@ def test_attention_is_drawn_as_it_is_with_its_characters_on_both_sides() -> None
         assert [text.get_text() for text in axes.texts] == [c for c in "a⏎␣b" for _ in range(2)]
 
 
-def test_signs_that_the_font_lacks_are_drawn_without_a_word(tmp_path: Path) -> None:
+def test_glyphs_missing_from_the_font_cause_no_warning(tmp_path: Path) -> None:
     weights = np.eye(4, dtype=np.float32)[None]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -52,22 +53,32 @@ def test_signs_that_the_font_lacks_are_drawn_without_a_word(tmp_path: Path) -> N
     assert "<svg" in page
 
 
-def test_calibration_sets_how_often_against_how_sure() -> None:
+def test_calibration_plots_accuracy_against_confidence() -> None:
     groups = [Group("low", 10, 0.2, 1.0, 0.3), Group("high", 30, 0.9, 0.1, 0.8)]
     line = plots.calibration(groups).axes[0].lines[1]
     np.testing.assert_allclose(line.get_xydata(), [[0.3, 0.2], [0.8, 0.9]])
 
 
-def test_curves_and_levels_are_drawn_where_they_are() -> None:
+def test_loss_curves_and_baselines_are_plotted_at_their_values() -> None:
     figure = plots.loss_curves({"$^$": [(0, 4.0), (10, 2.0)]}, {"bigram": 2.5}, "$_$")
     (axes,) = figure.axes
     np.testing.assert_allclose(axes.lines[0].get_xydata(), [[0, 4], [10, 2]])
     assert axes.lines[1].get_ydata()[0] == 2.5
     assert "2.000" in [text.get_text() for text in axes.texts]
-    plots.inline(figure, "curves")  # signs of a formula in a name are no formula
+    plots.inline(figure, "curves")  # dollar signs in a name are not parsed as a formula
 
 
-def test_thinning_keeps_the_mean_of_equal_shares() -> None:
+def test_labels_of_loss_curves_that_end_close_together_do_not_overlap() -> None:
+    curves = {"a": [(0, 4.0), (10, 2.0)], "b": [(0, 4.0), (10, 2.01)], "c": [(0, 4.0), (10, 2.02)]}
+    figure = plots.loss_curves(curves, {}, "")
+    figure.draw_without_rendering()
+    boxes = [text.get_window_extent() for text in figure.axes[0].texts]
+    assert len(boxes) == 3
+    for lower, upper in itertools.pairwise(sorted(boxes, key=lambda box: box.y0)):
+        assert lower.y1 <= upper.y0
+
+
+def test_thinning_returns_the_means_of_equal_parts() -> None:
     points = [(step, float(step)) for step in range(1, 101)]
     assert plots.thinned(points)[:2] == [(3, 2.0), (6, 5.0)]
     assert len(plots.thinned(points)) <= plots.MAX_POINTS
@@ -75,7 +86,7 @@ def test_thinning_keeps_the_mean_of_equal_shares() -> None:
     assert plots.thinned(points[:5]) == points[:5]
 
 
-def test_a_picture_in_a_page_takes_its_colour_and_has_ids_of_its_own() -> None:
+def test_inline_svg_uses_the_page_colour_and_unique_ids() -> None:
     first, second = (
         plots.inline(plots.loss_curves({"a": [(0, 1.0), (1, 0.5)]}, {}, ""), name)
         for name in ("one", "two")
@@ -94,5 +105,5 @@ def test_a_picture_in_a_page_takes_its_colour_and_has_ids_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("character", "sign"), [(" ", "␣"), ("\n", "⏎"), ("\t", "⇥"), ("\x07", "\ufffd"), ("ж", "ж")]
 )
-def test_what_cannot_be_seen_has_a_sign(character: str, sign: str) -> None:
+def test_invisible_characters_are_displayed_as_symbols(character: str, sign: str) -> None:
     assert display_char(character) == sign

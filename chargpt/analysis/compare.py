@@ -67,8 +67,10 @@ class Comparison:
     samples: dict[str, str] = field(default_factory=dict)
     baselines: Mapping[str, float] = field(default_factory=dict)
 
-    def add_run(self, name: str, run: Run, evaluation: Evaluation) -> None:
-        """Add a trained run under a name."""
+    def add_run(self, name: str, run: Run, corpus: Corpus) -> None:
+        """Evaluate a trained run on the validation split of its text and add it under a name."""
+        split = corpus.split("val")
+        evaluation = evaluate_tokens(run.model, split, max_characters=MAX_CHARACTERS)
         parameters, seconds = run.model.parameter_count(), run.state.seconds
         nats, path = evaluation.nats_per_char, str(run.folder)
         self.rows.append(Row(name, nats, parameters, seconds, run.step, path, evaluation))
@@ -143,23 +145,12 @@ def compare(
     for kind in models:
         config = model_settings(settings, kind)
         run = train_run(config, folder / kind, corpus, kind, run_trainer, ngram)
-        comparison.add_run(f"{kind} (trained)", run, evaluate_val(run, corpus))
+        comparison.add_run(f"{kind} (trained)", run, corpus)
     return comparison
 
 
-def evaluate_val(run: Run, corpus: Corpus) -> Evaluation:
-    """Return a run's loss on the validation split."""
-    return evaluate_tokens(run.model, corpus.split("val"), max_characters=MAX_CHARACTERS)
-
-
 def bigram_row(corpus: Corpus, settings: Config, nats: float) -> Row:
-    """Return the row of the bigram estimated from counts.
-
-    Args:
-        corpus: the text.
-        settings: whose block size the model gets.
-        nats: its loss, for a vocabulary too large for a table.
-    """
+    """Return the row of the bigram estimated from counts; `nats` if its table is too large."""
     vocab_size = corpus.tokenizer.vocab_size
     start = time.perf_counter()
     evaluation = None
@@ -185,7 +176,7 @@ def compare_runs(paths: Sequence[Path], device: str = "auto") -> Comparison:
         corpus = run.corpus()
         corpora[corpus.key] = corpus
         name = path.name if path.name not in comparison.curves else str(path)
-        comparison.add_run(name, run, evaluate_val(run, corpus))
+        comparison.add_run(name, run, corpus)
     comparison.title = ", ".join(sorted({corpus.name for corpus in corpora.values()}))
     if len(corpora) == 1:
         comparison.baselines = baselines(corpora.popitem()[1])

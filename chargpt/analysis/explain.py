@@ -156,14 +156,8 @@ def explain_averaging(subject: Subject) -> Section:
         for name, average in (("matrix", average_by_matrix), ("softmax", average_by_softmax))
     }
     means = average_by_matrix(one_hot)[0]  # (T, kinds)
-    table = Table(
-        "mean of each position and all earlier ones",
-        ["after", *distinct],
-        [
-            [character, *(f"{value:.2f}" for value in row)]
-            for character, row in zip(characters, means.tolist(), strict=True)
-        ],
-    )
+    caption = "mean of each position and all earlier ones"
+    table = value_table(caption, ["after", *distinct], characters, means)
     rows = average_by_loop(notebook)[0, :3].tolist()
     facts = {"largest_difference": gaps, "notebook_means": rows}
     return fill_template("averaging", facts, {"means": table}, gaps=gaps, notebook=rows)
@@ -188,13 +182,12 @@ def explain_queries(subject: Subject) -> Section:
         ],
     )
     best = scores.masked_fill(~causal_mask(len(q), len(q)), -math.inf).argmax(dim=-1)
+    caption = "scores: a row per query, a column per key"
+    table = value_table(caption, ["", *characters], characters, scores, "{:+.2f}")
     return fill_template(
         "queries",
         {"head_size": size, "scores": scores.tolist(), "line": subject.line},
-        {
-            "vectors": vectors,
-            "scores": matrix("scores: a row per query, a column per key", characters, scores, True),
-        },
+        {"vectors": vectors, "scores": table},
         size=size,
         scaled=scaled,
         root=math.sqrt(size),
@@ -210,7 +203,8 @@ def explain_mask(subject: Subject) -> Section:
     _, weights = explicit_attention(q, k, v, scaled=scaled)  # (T, T)
     _, unmasked = explicit_attention(q, k, v, causal=False, scaled=scaled)
     future = float(unmasked.triu(1).sum() / max(1, len(weights) - 1))  # the last row has no future
-    table = matrix("weights: a row per query, a column per key", subject.characters, weights)
+    characters, caption = subject.characters, "weights: a row per query, a column per key"
+    table = value_table(caption, ["", *characters], characters, weights)
     facts = {"weights": weights.tolist(), "future_without_mask": future}
     return fill_template("mask", facts, {"weights": table}, future=future)
 
@@ -259,15 +253,10 @@ def explain_attention(subject: Subject) -> Section:
     if subject.run is None:
         return fill_template("attention", {}, {}, heads=[])
     layers = attention_maps(subject.model, subject.ids)
-    heads = [
-        f"layer {number}: {'; '.join(describe_heads(weights))}"
-        for number, weights in enumerate(layers, 1)
-    ]
-    titles = [
-        f"layer {layer}, head {head}"
-        for layer, weights in enumerate(layers, 1)
-        for head in range(1, len(weights) + 1)
-    ]
+    heads, titles = [], []
+    for layer, weights in enumerate(layers, 1):
+        heads.append(f"layer {layer}: {'; '.join(describe_heads(weights))}")
+        titles += [f"layer {layer}, head {head}" for head in range(1, len(weights) + 1)]
     caption = "a row per query, a column per key; the darker, the larger the weight"
     maps = Maps(caption, subject.line, np.concatenate(layers), titles)
     facts = {"line": subject.line, "heads": heads}
@@ -325,14 +314,15 @@ def notebook_scaling() -> tuple[list[float], list[float], list[float]]:
     )
 
 
-def matrix(caption: str, characters: Sequence[str], values: Tensor, sign: bool = False) -> Table:
-    """Return a (T, T) matrix as a table with the characters on both sides."""
-    form = "{:+.2f}" if sign else "{:.2f}"
+def value_table(
+    caption: str, columns: list[str], characters: list[str], values: Tensor, form: str = "{:.2f}"
+) -> Table:
+    """Return a matrix as a table with a character before each row."""
     rows = [
-        [character, *(form.format(value) for value in row)]
+        [character, *map(form.format, row)]
         for character, row in zip(characters, values.tolist(), strict=True)
     ]
-    return Table(caption, ["", *characters], rows)
+    return Table(caption, columns, rows)
 
 
 def four_decimals(values: Sequence[float]) -> str:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 GREY, PALE = "#6b7280", "#c9ced6"
 MAX_POINTS = 40  # of a smoothed curve
+LABEL_HEIGHT = 12  # points between the labels of two curves
 SUFFIXES = (".svg", ".png")
 
 
@@ -85,6 +86,8 @@ def loss_curves(
 ) -> "Figure":
     """Draw losses in nats per character against steps, with a horizontal line per baseline.
 
+    Each curve is labelled with its last value; labels that would overlap are moved up.
+
     Args:
         curves: (step, nats) points by name.
         lines: nats of the baselines by name.
@@ -92,14 +95,31 @@ def loss_curves(
     """
     figure = _figure(8, 4.5)
     axes = figure.add_subplot()
-    for (name, points), colour in zip(curves.items(), _cycle(len(curves)), strict=True):
-        _curve(axes, plain(name), points, colour)
+    colours = _cycle(len(curves))
+    for (name, points), colour in zip(curves.items(), colours, strict=True):
+        steps, nats = zip(*points, strict=True) if points else ((), ())
+        axes.plot(steps, nats, color=colour, linewidth=2, label=plain(name))
     for name, level in lines.items():
         _horizontal_line(axes, name, level)
     axes.set(xlabel="step", ylabel="loss (nats per character)", title=plain(title))
     axes.margins(x=0.02)
     axes.grid(alpha=0.25)
     _remove_spines(axes)
+    ends = [(*points[-1], c) for points, c in zip(curves.values(), colours, strict=True) if points]
+    axes.autoscale_view()  # pixels depend on the limits
+    below = -math.inf  # in points, of the label below
+    for step, last, colour in sorted(ends, key=lambda end: end[1]):
+        height = axes.transData.transform((step, last))[1] * 72 / figure.dpi
+        below = max(height, below + LABEL_HEIGHT)
+        offset = (4, below - height)
+        axes.annotate(
+            f"{last:.3f}",
+            (step, last),
+            offset,
+            textcoords="offset points",
+            color=colour,
+            va="center",
+        )
     if curves:
         axes.legend(frameon=False, loc="upper right", bbox_to_anchor=(1, 0.9))
     return figure
@@ -153,8 +173,8 @@ def calibration(groups: "Sequence[Group]") -> "Figure":
     axes.plot((0, 1), (0, 1), color=GREY, linestyle="--", linewidth=1)
     total = sum(group.characters for group in groups)
     confidence, accuracy = [g.confidence for g in groups], [g.accuracy for g in groups]
-    axes.plot(confidence, accuracy, color=COLOURS[0])
     sizes = [10 + 300 * group.characters / total for group in groups]
+    axes.plot(confidence, accuracy, color=COLOURS[0])
     axes.scatter(confidence, accuracy, sizes, color=COLOURS[0])
     axes.set(xlabel="confidence", ylabel="accuracy", xlim=(0, 1), ylim=(0, 1))
     _remove_spines(axes)
@@ -194,8 +214,7 @@ def attention(weights: "npt.NDArray[np.float32]", text: str, titles: Sequence[st
         )
         axes.imshow(head, cmap=clear_to_blue, vmin=0, vmax=1, interpolation="nearest")
         axes.set_title(title, fontsize=9, pad=12)
-        axes.set_xticks([])
-        axes.set_yticks([])
+        axes.set(xticks=[], yticks=[])
         for place, label in enumerate(labels):
             axes.text(place, -0.7, label, fontsize=6, ha="center", va="bottom")
             axes.text(-0.8, place, label, fontsize=6, ha="right", va="center")
@@ -208,11 +227,7 @@ def plain(name: str) -> str:
 
 
 def ladder(found: "Ladder") -> "Figure":
-    """Draw the losses of a ladder as bars, in bits per character.
-
-    Args:
-        found: what `run_ladder` returned.
-    """
+    """Draw the losses of a ladder as bars, in bits per character."""
     bars = [
         *((name, nats, None, GREY) for name, nats in found.ngrams.items()),
         *((name, nats, None, PALE) for name, nats in found.compressed.items()),
@@ -266,21 +281,6 @@ def _write(figure: "Figure", target: Path | StringIO, **options: Any) -> None:
         # a browser has fonts for the missing glyphs
         warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)
         figure.savefig(target, **options)
-
-
-def _curve(axes: "Axes", name: str, points: Sequence[tuple[int, float]], colour: str) -> None:
-    """Draw a loss curve labelled with its last value."""
-    steps, nats = zip(*points, strict=True) if points else ((), ())
-    axes.plot(steps, nats, color=colour, linewidth=2, label=name)
-    if points:
-        axes.annotate(
-            f"{nats[-1]:.3f}",
-            (steps[-1], nats[-1]),
-            (4, 0),
-            textcoords="offset points",
-            color=colour,
-            va="center",
-        )
 
 
 def _horizontal_line(axes: "Axes", name: str, level: float) -> None:

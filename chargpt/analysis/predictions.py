@@ -75,11 +75,11 @@ def predict(model: LanguageModel, tokens: Tokens, max_characters: int) -> Predic
 
 def by_context(predictions: Predictions) -> list[Group]:
     """Group by context length: 1, 2, 3 to 4, 5 to 8, ... tokens."""
-    groups, low, high, longest = [], 1, 1, int(predictions.context_length.max())
+    length = predictions.context_length
+    groups, low, high, longest = [], 1, 1, int(length.max())
     while low <= longest:
         end = min(high, longest)
         name = f"{low}" if low == end else f"{low} to {end}"
-        length = predictions.context_length
         groups.append((name, (length >= low) & (length <= high)))
         low, high = high + 1, 2 * high
     return _groups(predictions, groups)

@@ -15,12 +15,7 @@ from typing import Any
 from markupsafe import Markup
 
 from chargpt.analysis import memorization, plots, predictions
-from chargpt.analysis.attention_maps import (
-    MAX_LINE,
-    attention_maps,
-    describe_heads,
-    typical_line,
-)
+from chargpt.analysis.attention_maps import MAX_LINE, attention_maps, describe_heads, typical_line
 from chargpt.analysis.page import render, write_page
 from chargpt.analysis.result import RunScores, score_run, summarize
 from chargpt.inference.baselines import NGRAM
