@@ -1,9 +1,9 @@
-"""What every test shares: a cache of its own, small texts, and the command line as a process."""
+"""Fixtures of all tests: a cache of its own, small texts, and the command line."""
 
 import os
 
-# Tiny models are no faster on two threads, and two threads that wait for each other on a busy
-# machine are far slower; processes that the tests start inherit this.
+# Tiny models are not faster with two threads, and far slower on a busy machine. Processes that the
+# tests start inherit this.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import signal
@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-# A suite started with `nohup` or in a script's background is to ignore these, and so would be all
-# that it starts; chargpt heeds that.
+# A suite started with `nohup` or in the background of a script ignores these signals, and so would
+# the processes that it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 if hasattr(signal, "SIGHUP"):
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -29,7 +29,7 @@ REPOSITORY = Path(__file__).parent.parent
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Keep the user's cache out of the tests, and the tests out of it."""
+    """Give each test a cache of its own."""
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("CHARGPT_CACHE", str(folder))
     return folder
@@ -44,7 +44,7 @@ def verse() -> Path:
 def run_cli(
     *words: object, cwd: Path, stdin: str | bytes | None = None, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run `chargpt` as a process of its own and return what it printed."""
+    """Run `chargpt` as a process and return its result."""
     return subprocess.run(
         [sys.executable, "-m", "chargpt", *map(str, words)],
         cwd=cwd,
@@ -58,7 +58,7 @@ def run_cli(
 
 
 def refusal(done: subprocess.CompletedProcess[str]) -> str:
-    """Check that a command refused its input as it should, and return its one sentence."""
+    """Check that a command rejected its input with one sentence; return it."""
     assert done.returncode == 2, (done.returncode, done.stdout, done.stderr)
     assert "Traceback" not in done.stderr
     lines = [line for line in done.stderr.splitlines() if line.startswith("chargpt: ")]
@@ -67,7 +67,7 @@ def refusal(done: subprocess.CompletedProcess[str]) -> str:
 
 
 class Cli:
-    """The command line within this process: quick, and with the same exit codes and words."""
+    """The command line within this process: faster, with the same exit codes and output."""
 
     def __init__(self, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
         self.capfd = capfd

@@ -65,7 +65,7 @@ def test_a_full_disk_gives_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "free some space" in advice("disk for runs")
 
 
-def test_command_prints_all_checks_as_text_and_json(cli: Cli) -> None:
+def test_the_command_prints_all_checks_as_text_and_json(cli: Cli) -> None:
     done = cli("doctor", "--device", "cpu")
     assert done.returncode == 0, done.stderr
     for word in ("device", "format", "threads", "float32 matmul", "gradient", "disk"):

@@ -40,7 +40,7 @@ def explain_json(cli: Cli, *words: object) -> dict[str, dict]:
     return {section["name"]: section for section in json.loads(done.stdout)["sections"]}
 
 
-def test_the_notebooks_numbers_appear_where_their_inputs_are_used(cli: Cli, verse: Path) -> None:
+def test_the_notebooks_inputs_give_the_notebooks_numbers(cli: Cli, verse: Path) -> None:
     found = explain_json(cli, verse)
     assert list(found) == list(SECTIONS)
     scaling = found["scaling"]
@@ -125,12 +125,12 @@ def test_pictures_and_pages_are_written(cli: Cli, verse: Path) -> None:
     assert cli("explain", "mine", *twice).returncode == 0
 
 
-def test_a_text_too_short_to_explain_is_refused(cli: Cli) -> None:
+def test_a_text_too_short_to_explain_is_rejected(cli: Cli) -> None:
     Path("one.txt").write_text("a")
     assert "one.txt is too short to explain anything on" in refusal(cli("explain", "one.txt"))
 
 
-def test_characters_missing_from_the_font_do_no_harm(cli: Cli) -> None:
+def test_characters_missing_from_the_font_give_no_warning(cli: Cli) -> None:
     Path("poem.txt").write_text("床前明月光，疑是地上霜。举头望明月，低头思故乡。\n" * 40)
     Path("a$^$.txt").write_bytes(Path("poem.txt").read_bytes())
     assert cli("train", "a$^$.txt", *TINY, "--out", "a$^$").returncode == 0
@@ -150,7 +150,7 @@ def test_characters_missing_from_the_font_do_no_harm(cli: Cli) -> None:
         (["--plot", "a.png"], "--plot draws the attention of a trained gpt; name the run of one"),
     ],
 )
-def test_invalid_requests_are_refused(
+def test_invalid_requests_are_rejected(
     cli: Cli, verse: Path, words: list[str], sentence: str
 ) -> None:
     assert sentence in refusal(cli("explain", verse, *words))
@@ -190,7 +190,9 @@ def test_a_line_of_medium_length_is_chosen(text: str, most: int, line: str) -> N
     ],
     ids=["two characters", "blocks of one", "unknown characters"],
 )
-def test_odd_runs_can_be_explained_and_reported(cli: Cli, words: str, settings: list[str]) -> None:
+def test_runs_with_unusual_settings_can_be_explained_and_reported(
+    cli: Cli, words: str, settings: list[str]
+) -> None:
     Path("odd.txt").write_text(words)
     assert "Averaging" in cli("explain", "odd.txt").stdout
     done = cli("train", "odd.txt", *TINY, "-s", "model.block_size=4", *settings, "--out", "odd")

@@ -45,7 +45,7 @@ def test_planted_matches_of_every_length_are_found_with_their_position(training:
 
 
 @given(st.text("ab", min_size=1, max_size=400), st.text("ab", min_size=1, max_size=120))
-def test_result_equals_a_brute_force_search(text: str, sample: str) -> None:
+def test_the_result_equals_a_brute_force_search(text: str, sample: str) -> None:
     with mock.patch.object(module, "MAX_POSITIONS", 400):  # every place
         (found,) = find_overlap(tokens(text), [tokens(sample)])
     for n in LENGTHS:
@@ -101,7 +101,7 @@ def test_unrelated_text_is_all_novel(training: str) -> None:
     assert set(found.novel.values()) == {1.0}
 
 
-def test_short_texts_and_no_texts_work(training: str) -> None:
+def test_short_texts_and_no_texts_are_accepted(training: str) -> None:
     assert find_overlap(tokens(training), []) == []
     empty, short = find_overlap(tokens(training), [tokens(""), tokens("abc")])
     assert empty.novel == short.novel == {}

@@ -1,4 +1,4 @@
-"""Predictions on a text: they agree with its loss, and can be grouped."""
+"""Predictions on a text: agreement with the loss, groups, calibration, attention weights."""
 
 from pathlib import Path
 
@@ -62,7 +62,7 @@ def test_groups_partition_the_characters(corpus: Corpus, model: GPT) -> None:
     assert {"lower-case letters", "upper-case letters", "spaces", "line ends"} <= kinds
 
 
-def test_a_model_of_the_texts_own_counts_is_calibrated_and_a_louder_one_is_not(
+def test_a_model_of_the_texts_counts_is_calibrated_and_one_with_scaled_logits_is_not(
     corpus: Corpus,
 ) -> None:
     model = BigramLM.from_counts(corpus.pair_counts("train"), 64, alpha=0.01)
@@ -78,7 +78,9 @@ def test_a_model_of_the_texts_own_counts_is_calibrated_and_a_louder_one_is_not(
     assert sum(g.characters * (g.confidence - g.accuracy) for g in louder) > 0
 
 
-def test_a_passage_has_what_scoring_says_and_the_best_guesses(corpus: Corpus, model: GPT) -> None:
+def test_a_passage_has_the_surprisal_of_scoring_and_the_most_likely_characters(
+    corpus: Corpus, model: GPT
+) -> None:
     tokens = corpus.split("val")[:101]
     places = predictions.score_passage(model, corpus.tokenizer, tokens, 100)
     assert "".join(place.character for place in places) == corpus.tokenizer.decode(tokens[1:])
@@ -107,7 +109,7 @@ def test_a_passage_has_what_scoring_says_and_the_best_guesses(corpus: Corpus, mo
         ("🌊", "punctuation and symbols"),
     ],
 )
-def test_characters_are_of_kinds(character: str, kind: str) -> None:
+def test_characters_are_grouped_by_kind(character: str, kind: str) -> None:
     assert predictions.kind_of(character) == kind
 
 
@@ -116,7 +118,7 @@ def test_characters_are_of_kinds(character: str, kind: str) -> None:
     [{}, {"qk_norm": False}, {"scaled": False}, {"attention": "average"}],
     ids=["full", "plain", "unscaled", "average"],
 )
-def test_the_weights_that_are_shown_are_those_that_the_model_uses(changes: dict) -> None:
+def test_attention_maps_are_the_weights_of_the_forward_pass(changes: dict) -> None:
     config = CONFIG.model_copy(update={"n_layer": 1, "mlp": "none", **changes})
     model = build_model(config, 11)
     assert isinstance(model, GPT)
@@ -136,7 +138,7 @@ def test_the_weights_that_are_shown_are_those_that_the_model_uses(changes: dict)
     torch.testing.assert_close(logits, model(tokens), rtol=1e-4, atol=1e-4)
 
 
-def test_a_model_without_attention_has_no_weights_to_show() -> None:
+def test_a_model_without_attention_has_no_attention_maps() -> None:
     model = build_model(CONFIG.model_copy(update={"attention": "none"}), 11)
     assert isinstance(model, GPT)
     assert model.attention_weights(torch.zeros(1, 5, dtype=torch.int64)) == []

@@ -1,4 +1,4 @@
-"""The report: one page that needs no network, true to its run, and safe whatever the text."""
+"""The report: its content, its figures, escaping of texts, and the page in a browser."""
 
 import base64
 import hashlib
@@ -79,7 +79,7 @@ def page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Page:
     return Page(Path("mine/report.html").read_text(encoding="utf-8"))
 
 
-def test_a_page_has_all_its_parts_and_fetches_nothing(page: Page) -> None:
+def test_the_page_has_all_sections_and_loads_nothing(page: Page) -> None:
     assert Path("mine/report.html").stat().st_size < 5_000_000
     assert set(module.SECTIONS) <= set(page.ids)
     assert len(page.ids) == len(set(page.ids))
@@ -97,7 +97,7 @@ def test_a_page_has_all_its_parts_and_fetches_nothing(page: Page) -> None:
     assert page.tags.count("svg") == 5
 
 
-def test_its_figures_are_the_runs(page: Page) -> None:
+def test_the_figures_are_those_of_the_run(page: Page) -> None:
     run = load_run(Path("mine"), device="cpu")
     result = score_run(run, run.corpus())
     assert f"{result.losses['val'].nats_per_char:.4f}" in page.text
@@ -133,7 +133,7 @@ def test_each_character_of_the_passage_has_its_surprisal_and_predictions(page: P
         assert bits >= 0
 
 
-def test_a_text_cannot_put_anything_into_the_page(cli: Cli, tmp_path: Path) -> None:
+def test_markup_in_a_text_is_escaped(cli: Cli, tmp_path: Path) -> None:
     Path("odd.txt").write_text(HOSTILE * 40)
     assert cli("train", "odd.txt", *TINY, "--out", "odd").returncode == 0
     assert cli("report", "odd", "--out", "odd.html").returncode == 0
@@ -155,7 +155,7 @@ def test_a_bigram_has_a_report_without_attention(cli: Cli, verse: Path) -> None:
     assert "surprisal" in page.ids
 
 
-def test_a_long_training_makes_its_report_unasked(
+def test_a_long_training_writes_its_report(
     cli: Cli, verse: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     brief = cli("train", verse, *TINY, "--out", "brief")
@@ -169,7 +169,7 @@ def test_a_long_training_makes_its_report_unasked(
     assert cli("train", verse, *TINY, "--out", "long", "--force").returncode == 0
 
 
-def test_a_report_that_fails_leaves_a_finished_run_finished(
+def test_a_failed_report_does_not_fail_the_training(
     cli: Cli, verse: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(summary, "RESERVE", Reserve(report_from=0))
@@ -184,7 +184,7 @@ def test_a_report_that_fails_leaves_a_finished_run_finished(
     assert "no report: mine/report.html cannot be written (No space left on device)" in done.stderr
 
 
-def test_a_report_that_cannot_be_made_is_refused(cli: Cli, verse: Path) -> None:
+def test_a_report_without_its_text_or_an_unwritable_page_is_an_error(cli: Cli, verse: Path) -> None:
     Path("novel.txt").write_text(verse.read_text(encoding="utf-8"))
     cli("train", "novel.txt", *TINY, "--out", "mine")
     Path("file").touch()
@@ -206,7 +206,7 @@ def test_a_run_from_a_pipe_whose_text_is_gone_says_so(
         assert "piped was trained on standard input, and the cache no longer has that text" in said
 
 
-def test_long_training_texts_are_not_searched_for_copies(
+def test_overlap_is_left_out_for_a_long_training_split(
     cli: Cli, verse: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cli("train", verse, *TINY, "--out", "mine")
@@ -215,7 +215,7 @@ def test_long_training_texts_are_not_searched_for_copies(
     assert "<code>chargpt sample --check</code> searches it" in path.read_text(encoding="utf-8")
 
 
-def test_copies_are_marked_where_they_are() -> None:
+def test_verbatim_matches_are_marked_at_their_position() -> None:
     assert list(split_at("abcdef", [(1, 3), (4, 6)])) == [
         ("a", False),
         ("bc", True),
@@ -225,7 +225,7 @@ def test_copies_are_marked_where_they_are() -> None:
     ]
 
 
-def test_over_fitting_is_told_from_the_recorded_losses(cli: Cli, verse: Path) -> None:
+def test_over_fitting_is_reported_from_the_recorded_losses(cli: Cli, verse: Path) -> None:
     cli("train", verse, *TINY, "--out", "mine")
     run = load_run(Path("mine"), device="cpu")
     result = score_run(run, run.corpus())
@@ -255,7 +255,7 @@ def test_over_fitting_is_told_from_the_recorded_losses(cli: Cli, verse: Path) ->
         assert f"; {remedy} help" in words
 
 
-def test_speed_is_drawn_from_whole_flushes_only() -> None:
+def test_the_speed_curve_uses_only_metrics_written_on_time() -> None:
     from chargpt.analysis import plots
 
     # ten steps a second; the nine before each tenth were recorded along with it
@@ -292,7 +292,7 @@ def browser() -> Iterator[Any]:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", list(WIDTHS))
 @pytest.mark.parametrize("name", ["mine/report.html", "tour.html"])
-def test_a_browser_finds_nothing_wrong_with_a_page(
+def test_a_browser_reports_no_error_for_the_page(
     browser: Any, folder: Path, name: str, width: str, scheme: str
 ) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright")
