@@ -108,14 +108,9 @@ def make_deterministic(device: torch.device) -> None:
 def tune_malloc() -> bool:
     """Make glibc's malloc keep freed memory for reuse; return whether it does.
 
-        By default it returns large blocks to the system, and each new one costs page faults: thousands
-    <<<<<<< HEAD
-        in every training step on a CPU, and up to half of the time of an evaluation. Other C libraries
-        have no such setting.
-    =======
-        in every training step on a CPU, half of the time of an evaluation. Other C libraries have no
-        such setting.
-    >>>>>>> slim-cli
+    By default it returns large blocks to the system, and each new one costs page faults: thousands
+    in every training step on a CPU, and up to half of the time of an evaluation. Other C libraries
+    have no such setting.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
     if mallopt is None:

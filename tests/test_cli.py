@@ -528,7 +528,7 @@ def test_over_fitting_is_reported_with_its_best_step(cli: Cli) -> None:
     import random
 
     source = random.Random(0)
-    Path("noise.txt").write_text("".join(source.choice("abcdefgh ") for _ in range(2500)))
+    Path("noise.txt").write_text("".join(source.choice("aaaaaabbc ") for _ in range(2500)))
     args = [w.replace("max_steps=6", "max_steps=120") for w in QUICK]
     args += ["-s", "model.n_embd=64", "-s", "model.n_layer=2", "-s", "train.batch_size=16"]
     args += ["-s", "train.evaluate_every=10", "-s", "schedule.cooldown=0"]
@@ -768,7 +768,7 @@ def test_compare_trains_and_compares_bigram_and_gpt(verse: Path, cli: Cli) -> No
     assert done.returncode == 0, done.stderr
     for word in (
         "uniform", "unigram (counts)", "bigram (counts)", "bigram (trained)", "gpt (trained)",
-        "parameters", "nats per character over the bigram", "loss curves: both/curves.svg",
+        "parameters", "the gpt is", "best bigram", "loss curves: both/curves.svg",
     ):  # fmt: skip
         assert word in done.stdout, word
     picture = Path("both/curves.svg").read_text()
@@ -779,6 +779,32 @@ def test_compare_trains_and_compares_bigram_and_gpt(verse: Path, cli: Cli) -> No
     assert [row["model"] for row in rows] == ["bigram", "gpt"]
     assert KEYS - {"chars_per_second", "text"} <= set(rows[0])
     assert Path("two.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_comparing_runs_writes_no_picture_unless_asked(trained: Path, cli: Cli) -> None:
+    before = sorted(trained.parent.rglob("*"))
+    report = json.loads(cli("compare", trained, "--json").stdout)
+    assert report["picture"] is None
+    assert sorted(trained.parent.rglob("*")) == before
+
+
+def test_runs_of_different_texts_are_not_compared(verse: Path, trained: Path, cli: Cli) -> None:
+    Path("other.txt").write_text("another text altogether. " * 200)
+    assert cli("train", "other.txt", *QUICK, "--out", "other").returncode == 0
+    message = refusal(cli("compare", trained, "other"))
+    assert "another validation split" in message
+    assert "name runs of one text" in message
+
+
+def test_a_diverged_run_is_reported_as_such(verse: Path, cli: Cli) -> None:
+    args = [w.replace("max_steps=6", "max_steps=30") for w in QUICK]
+    args += ["-s", "optim.lr=3", "-s", "optim.matrix_lr=0.8"]
+    done = cli("train", verse, *args, "-s", "schedule.cooldown=0", "--out", "diverged")
+    assert done.returncode == 0, done.stderr
+    assert "The training diverged" in done.stdout
+    assert "no checkpoint is better than the untrained model" in done.stdout
+    assert "lower learning rates, such as -s optim.lr=0.75 -s optim.matrix_lr=0.2" in done.stdout
+    assert "over-fits" not in done.stdout
 
 
 def test_compare_rejects_unknown_models_mixed_arguments_and_picture_formats(

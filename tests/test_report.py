@@ -17,9 +17,10 @@ from conftest import REPOSITORY, Cli, refusal, run_cli
 
 from chargpt.analysis import report as module
 from chargpt.analysis.report import split_at, write_report
-from chargpt.analysis.result import RunScores, score_run, summarize
+from chargpt.analysis.result import RunScores, describe_difference, score_run, summarize
 from chargpt.cli import summary
 from chargpt.inference.baselines import baselines
+from chargpt.inference.evaluation import Evaluation
 from chargpt.store.folder import RunFolder
 from chargpt.store.run import load_run
 from chargpt.training.budget import Reserve
@@ -348,3 +349,17 @@ def test_pointer_and_arrow_keys_show_the_predictions(browser: Any, folder: Path)
     page.keyboard.press("ArrowUp")
     expected(33)
     page.close()
+
+
+@pytest.mark.parametrize(
+    ("nats", "expected"),
+    [
+        (1.50, "0.100 nats better than the 6-gram"),
+        (1.70, "0.100 nats worse than the 6-gram"),
+        (1.59, "no different from the 6-gram within the error of 0.040 nats"),
+        (1.60, "no different from the 6-gram within the error of 0.040 nats"),
+    ],
+)
+def test_a_difference_within_twice_the_standard_error_is_none(nats: float, expected: str) -> None:
+    evaluation = Evaluation(nats, 0.5, 1000, 0.02, "full", "val", 128)
+    assert describe_difference(evaluation, "6-gram", 1.6) == expected

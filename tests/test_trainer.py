@@ -176,15 +176,28 @@ def test_patience_stops_a_run_whose_validation_loss_no_longer_falls(
 def test_best_names_the_checkpoint_with_the_lowest_validation_loss(
     corpus: Corpus, tmp_path: Path
 ) -> None:
-    high_rates = {"optim.lr": 3.0, "optim.matrix_lr": 3.0, "train.evaluate_every": 1}
+    high_rates = {"optim.lr": 0.5, "optim.matrix_lr": 0.5, "train.evaluate_every": 1}
     reports = train(
-        tiny_config(**high_rates, **{"train.clip_norm": None}), corpus, tmp_path / "run"
+        tiny_config(**high_rates, **{"train.clip_norm": None, "schedule.cooldown": 0.0}),
+        corpus,
+        tmp_path / "run",
     )
     measured = {r.step: r.validation.nats_per_char for r in reports if r.validation and r.step}
     best = min(measured, key=lambda step: measured[step])
     assert best != 12
     loaded = load_run(tmp_path / "run", "best", "cpu")
     assert loaded.step == best
+
+
+def test_a_checkpoint_worse_than_the_untrained_model_is_not_the_best(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    rates = {"optim.lr": 20.0, "optim.matrix_lr": 20.0, "train.evaluate_every": 1}
+    reports = train(tiny_config(**rates, **{"train.clip_norm": None}), corpus, tmp_path / "run")
+    assert not any(report.is_best for report in reports)
+    loaded = load_run(tmp_path / "run", "best", "cpu")
+    assert loaded.state.best_step == 0
+    assert loaded.step == 12  # the newest
 
 
 def make_gradient_infinite(trainer: Trainer, step: int, times: int = 1) -> None:
@@ -298,7 +311,7 @@ def test_a_checkpoint_that_could_not_be_written_does_not_count_as_the_best(
         if report.validation:
             validated[report.step] = report.validation.nats_per_char
         if report.step == 11:
-            assert trainer.state.best_step is None
+            assert trainer.state.best_step == 0
             monkeypatch.undo()
     assert min(validated, key=lambda step: validated[step]) == 12  # the loss falls to the end
     assert load_run(tmp_path / "run", "best", "cpu").step == 12

@@ -164,20 +164,23 @@ def bigram_row(corpus: Corpus, settings: Config, nats: float) -> Row:
 
 
 def compare_runs(paths: Sequence[Path], device: str = "auto") -> Comparison:
-    """Evaluate existing runs, each on the validation split of its own text.
+    """Evaluate existing runs on the validation split that they share.
 
     Raises:
+        ConfigError: the runs have different texts or validation splits.
         ChargptError: a folder is not a run, or its text is not available.
     """
-    comparison = Comparison("")
-    corpora = {}
-    for path in paths:
-        run = load_run(path, "best", device)
-        corpus = run.corpus()
-        corpora[corpus.key] = corpus
+    runs = [load_run(path, "best", device) for path in paths]
+    corpora = [run.corpus() for run in runs]
+    splits = [(corpus.key, corpus.val_fraction, corpus.test_fraction) for corpus in corpora]
+    for path, split, corpus in zip(paths, splits, corpora, strict=True):
+        if split != splits[0]:
+            raise ConfigError(
+                f"{path} ({corpus.name}) has another validation split than {paths[0]} "
+                f"({corpora[0].name}), so their losses cannot be compared; name runs of one text"
+            )
+    comparison = Comparison(corpora[0].name, baselines=baselines(corpora[0]))
+    for path, run in zip(paths, runs, strict=True):
         name = path.name if path.name not in comparison.curves else str(path)
-        comparison.add_run(name, run, corpus)
-    comparison.title = ", ".join(sorted({corpus.name for corpus in corpora.values()}))
-    if len(corpora) == 1:
-        comparison.baselines = baselines(corpora.popitem()[1])
+        comparison.add_run(name, run, corpora[0])
     return comparison

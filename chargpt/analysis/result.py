@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from chargpt.inference.baselines import NGRAM, baselines
@@ -12,6 +13,7 @@ from chargpt.text.corpus import SPLITS, Corpus, Split
 from chargpt.training.budget import scored_characters
 
 MIN_RISE = 0.02  # nats above the best validation loss that count as over-fitting, not noise
+LAST_STEPS = 10  # whose mean is the last training loss
 MIN_GAP = 0.3  # nats of generalisation gap that are reported
 
 
@@ -49,6 +51,14 @@ def score_run(
     return RunScores(baseline_losses or baselines(corpus), losses)
 
 
+def describe_difference(evaluation: Evaluation, name: str, reference: float) -> str:
+    """Return how a loss compares with that of a baseline, within twice its standard error."""
+    gain, error = reference - evaluation.nats_per_char, 2 * evaluation.standard_error
+    if abs(gain) < error:
+        return f"no different from the {name} within the error of {error:.3f} nats"
+    return f"{abs(gain):.3f} nats {'better' if gain > 0 else 'worse'} than the {name}"
+
+
 def summarize(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return sentences on the gain over the baselines, over-fitting and early stopping."""
     sentences = []
@@ -57,16 +67,28 @@ def summarize(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]])
     last = curve[-1][1] if curve else val_loss
     best, best_step = run.state.best_nats_per_char, run.state.best_step
     if run.config.model.kind == "gpt":
-        gains = [
-            f"{abs(gain):.3f} nats {'better' if gain > 0 else 'worse'} than the {name}"
-            for name, gain in ((n, scores.baselines[n] - val_loss) for n in ("bigram", NGRAM))
+        differences = [
+            describe_difference(scores.losses["val"], name, scores.baselines[name])
+            for name in ("bigram", NGRAM)
         ]
-        sentences.append(f"Attention is {' and '.join(gains)} on the validation split.")
-    if best is not None and best_step is not None and last > best + MIN_RISE:
+        sentences.append(f"The gpt is {' and '.join(differences)} on the validation split.")
+    uniform = scores.baselines["uniform"]
+    training = [record["loss"] for record in records if "loss" in record][-LAST_STEPS:]
+    if last > uniform + MIN_RISE and training and fmean(training) > uniform:
+        optim = run.config.optim
+        used = f"step {best_step:,} is used" if best_step else "no checkpoint is better than it"
+        sentences.append(
+            f"The training diverged: its losses, last {last:.3f} nats, are above the "
+            f"{uniform:.3f} of an untrained model; {used}. Train again with lower learning rates, "
+            "such as "
+            f"-s optim.lr={optim.lr / 4:g} -s optim.matrix_lr={optim.matrix_lr / 4:g}."
+        )
+    elif best is not None and last > best + MIN_RISE:
+        lowest = f"at step {best_step:,}" if best_step else "before training"
         used = "; that checkpoint is used" if run.step == best_step else ""
         sentences.append(
-            f"It over-fits: the validation loss was lowest at step {best_step:,} ({best:.3f} "
-            f"nats) and rose to {last:.3f} nats{used}. More text, model.dropout or fewer steps "
+            f"It over-fits: the validation loss was lowest {lowest} ({best:.3f} nats) and rose to "
+            f"{last:.3f} nats{used}. More text, model.dropout or fewer steps "
             "would help."
         )
     elif val_loss - train_loss > MIN_GAP:

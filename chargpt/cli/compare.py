@@ -1,6 +1,5 @@
 """`chargpt compare`: baselines, a bigram and a GPT on the same text, or existing runs."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +8,7 @@ import typer
 from chargpt.analysis import compare as comparison
 from chargpt.analysis import plots
 from chargpt.analysis.compare import Comparison
+from chargpt.analysis.result import describe_difference
 from chargpt.cli import console, options, tables
 from chargpt.cli.ladder import compare_rungs
 from chargpt.cli.loop import run_steps
@@ -73,9 +73,7 @@ def compare(
     if ladder and (len(paths) > 1 or n_runs):
         raise ConfigError("--ladder needs one text; name no runs")
     if paths and n_runs == len(paths):
-        print_comparison(
-            comparison.compare_runs(paths, device or "auto"), paths[0].parent, plot, json_=json_
-        )
+        print_comparison(comparison.compare_runs(paths, device or "auto"), plot, json_=json_)
         return
     if len(paths) > 1:
         no_run = next(path for path in paths if not is_run(path))
@@ -91,7 +89,7 @@ def compare(
         compare_rungs(settings, out, seeds, plot, json_=json_)
         return
     result, folder = train_models(settings, out, models or "bigram,gpt")
-    print_comparison(result, folder, plot, json_=json_)
+    print_comparison(result, plot or folder / "curves.svg", json_=json_)
 
 
 def train_models(settings: Config, out: Path | None, models: str) -> tuple[Comparison, Path]:
@@ -113,21 +111,22 @@ def train_models(settings: Config, out: Path | None, models: str) -> tuple[Compa
     return result, folder
 
 
-def print_comparison(result: Comparison, folder: Path, plot: Path | None, *, json_: bool) -> None:
-    """Draw the loss curves and print the comparison."""
-    figure = plots.loss_curves(result.curves, result.baselines, result.title)
-    picture = plots.save(figure, plot or folder / "curves.svg")
+def print_comparison(result: Comparison, plot: Path | None, *, json_: bool) -> None:
+    """Draw the loss curves, if a file is given, and print the comparison."""
+    if plot is not None:
+        plots.save(plots.loss_curves(result.curves, result.baselines, result.title), plot)
+    picture = None if plot is None else str(plot)
     if json_:
-        rows = [row.as_dict() for row in result.rows]
-        console.out(json.dumps({"rows": rows, "picture": str(picture)}, ensure_ascii=False))
+        console.out_json({"rows": [row.as_dict() for row in result.rows], "picture": picture})
         return
     print_rows(result)
     tables.side_by_side(list(result.samples), list(result.samples.values()))
-    console.out(f"loss curves: {picture}")
+    if picture is not None:
+        console.out(f"loss curves: {picture}")
 
 
 def print_rows(result: Comparison) -> None:
-    """Print the table, the gain of attention, and a sparkline per run."""
+    """Print the table, the gain of the GPT, and a sparkline per run."""
 
     def cell(value: float | None, form: str) -> str:
         return "-" if value is None else format(value, form)
@@ -145,11 +144,11 @@ def print_rows(result: Comparison) -> None:
         ],
         title=f"{result.title}: validation loss, protocol full",
     )
-    losses = {row.model: row.nats_per_char for row in result.rows}
-    bigram, gpt = losses.get("bigram (trained)"), losses.get("gpt (trained)")
-    if bigram is not None and gpt is not None:
-        verb = "gains" if gpt <= bigram else "loses"
-        console.out(f"attention {verb} {abs(bigram - gpt):.3f} nats per character over the bigram")
+    bigrams = [row.nats_per_char for row in result.rows if row.model.startswith("bigram")]
+    gpt = next((row.evaluation for row in result.rows if row.model == "gpt (trained)"), None)
+    if bigrams and gpt is not None:
+        difference = describe_difference(gpt, "best bigram", min(bigrams))
+        console.out(f"the gpt is {difference}")
     for name, points in result.curves.items():
         line = console.sparkline([nats for _, nats in points])
         if line:

@@ -1,6 +1,5 @@
 """`chargpt doctor`: checks of this machine."""
 
-import json
 from dataclasses import asdict
 
 from chargpt.analysis.doctor import run_checks
@@ -14,7 +13,7 @@ def doctor(device: options.Device = None, json_: options.Json = False) -> None:
     """
     checks = run_checks(device or "auto")
     if json_:
-        console.out(json.dumps({"checks": [asdict(check) for check in checks]}))
+        console.out_json({"checks": [asdict(check) for check in checks]})
         return
     for check in checks:
         console.out(f"{check.name:20} {check.value}")

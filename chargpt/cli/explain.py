@@ -1,6 +1,5 @@
 """`chargpt explain`: attention step by step on a text and a run."""
 
-import json
 import textwrap
 from contextlib import suppress
 from importlib.metadata import version
@@ -64,7 +63,7 @@ def explain(
         write_tour(sections, html, subject.corpus.name)
     if json_:
         facts = [{"name": s.name, "title": s.title, **s.facts} for s in sections]
-        console.out(json.dumps({"sections": facts}, ensure_ascii=False))
+        console.out_json({"sections": facts})
         return
     print_tour(sections)
     if maps and plot is None and html is None:

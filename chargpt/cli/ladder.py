@@ -1,6 +1,5 @@
 """`chargpt compare --ladder`: from a bigram to a GPT, one component at a time."""
 
-import json
 from pathlib import Path
 
 from chargpt.analysis import plots
@@ -38,7 +37,7 @@ def compare_rungs(
     picture = plots.save(plots.ladder(ladder), plot or folder / "ladder.svg")
     if json_:
         report = {**ladder.as_dict(), "picture": str(picture)}
-        console.out(json.dumps(report, ensure_ascii=False))
+        console.out_json(report)
         return
     print_ladder(ladder)
     console.out(f"picture: {picture}")

@@ -76,10 +76,10 @@ def show_result(session: Session, baselines: dict[str, float]) -> None:
     for sentence in summarize(best, scores, folder.metrics.records()):
         console.out(sentence)
     path, step, seconds = shlex.quote(str(folder.path)), trainer.state.step, trainer.state.seconds
-    console.out(
-        f"trained {step:,} steps in {console.duration(seconds)}; the best checkpoint is step "
-        f"{best.step:,}"
-    )
+    best_step = f"the best checkpoint is step {best.step:,}"
+    if trainer.state.best_step == 0:
+        best_step = "no checkpoint is better than the untrained model"
+    console.out(f"trained {step:,} steps in {console.duration(seconds)}; {best_step}")
     has_report = budget.has_report if budget else seconds >= RESERVE.report_from
     commands = [
         f"chargpt sample {path}",

@@ -213,7 +213,7 @@ class RunFolder:
         self.require_space(sum(len(chunk) for chunks in files.values() for chunk in chunks))
         folder = write_checkpoint(self.checkpoints, state.step, files)
         # `latest` last: after a crash before it, the resumed run repeats the save with `best`
-        if is_best or state.best_step is None:
+        if is_best or not state.best_step:
             commit.write_pointer(self.checkpoints, "best", folder)
         commit.write_pointer(self.checkpoints, "latest", folder)
         try:

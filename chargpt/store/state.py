@@ -18,7 +18,7 @@ class RunState:
 
     step: Count  # optimizer steps done
     seconds: Number = 0.0  # training time, interruptions left out
-    best_step: Count | None = None  # of the lowest validation loss; None before an evaluation
+    best_step: Count | None = None  # of the lowest validation loss; 0 is the untrained model
     best_nats_per_char: Number | None = None  # the lowest validation loss
     evaluations_since_best: Count = 0
     stopped_early: bool = False  # whether `train.patience` ended the run

@@ -251,8 +251,9 @@ class Trainer:
             nats = report.validation.nats_per_char
             self._record({"step": report.step, VALIDATION: nats})
         nats = self.group.broadcast(nats)
-        if report.step == 0:
-            return  # an untrained model is no candidate
+        if report.step == 0:  # a checkpoint is the best only if it beats the untrained model
+            self.state = replace(self.state, best_step=0, best_nats_per_char=nats)
+            return
         if not math.isfinite(nats):
             raise self._diverged("weights are", report.step, report.lr_factor)
         best, patience = self.state.best_nats_per_char, self.config.train.patience
