@@ -8,7 +8,7 @@ import torch
 import chargpt
 from chargpt.errors import ConfigError, RunError, TextError, WorkError
 from chargpt.store.folder import RunFolder
-from chargpt.training.session import StartMode
+from chargpt.training.request import StartMode
 
 TINY = {
     "model.n_layer": 1,

@@ -12,7 +12,8 @@ from chargpt.cli.signals import catch_signals
 from chargpt.cli.summary import show_budget, show_plan, show_result
 from chargpt.errors import ConfigError, FinishedError
 from chargpt.training.api import run_training
-from chargpt.training.session import DEFAULT_BUDGET, Request, Session, StartMode
+from chargpt.training.request import DEFAULT_BUDGET, Request, StartMode
+from chargpt.training.session import Session
 
 
 def train(

@@ -10,7 +10,8 @@ from tqdm import tqdm
 from chargpt.errors import FinishedError, WorkError
 from chargpt.store.run import Run, load_run
 from chargpt.text import Progress
-from chargpt.training.session import Request, Session, StartMode, open_session
+from chargpt.training.request import Request, StartMode
+from chargpt.training.session import Session, open_session
 
 
 def train(

@@ -164,6 +164,18 @@ class Budget:
         self.measured_from = (max(1, step), self.clock())
         self._schedule_replanning(config, step, 0)
 
+    def adjust(self, config: Config, step: int, speed: float, notes: list[str]) -> Config:
+        """Return the config to continue with after `step` steps; add sentences to `notes`."""
+        replanned = self.replan(config, step)
+        if replanned is not None:
+            notes += replanning_notes(config, replanned, step)
+            config = replanned
+        threads = self.thread_tuner.update(speed) if self.thread_tuner and speed else None
+        if threads is not None:
+            notes.append(f"continuing with {threads} CPU threads: that is faster now")
+            config = config.with_values({"threads": threads})
+        return config
+
     def replan(self, config: Config, step: int) -> Config | None:
         """Return the re-planned config if re-planning is due after `step` steps, else None.
 

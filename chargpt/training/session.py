@@ -1,108 +1,33 @@
-"""How a training run starts: new, resumed, begun or resumed, or in place of another."""
+"""The start of a training run: new, resumed, or in place of another."""
 
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
 
 import torch
 
-from chargpt.config import Config, parse_override
+from chargpt.config import Config
 from chargpt.device import choose_device
 from chargpt.distributed import (
     destroy_process_group,
     init_process_group,
     is_lost_rank_error,
     is_main_rank,
-    world_size,
 )
-from chargpt.errors import ConfigError, RunError, WorkError
+from chargpt.errors import RunError, WorkError
 from chargpt.store.folder import RunFolder, has_checkpoint
 from chargpt.store.run import newest_run, open_run
 from chargpt.text import Progress
 from chargpt.text.corpus import load_corpus
-from chargpt.text.settings import build_config, fixed_keys, fixed_values
-from chargpt.training.budget import REPLANNING, Budget, parse_duration
+from chargpt.training.budget import REPLANNING, Budget
 from chargpt.training.cost import Cost, expected_cost
 from chargpt.training.planner import Plan, plan
+from chargpt.training.request import Request, StartMode
 from chargpt.training.resume import resume
 from chargpt.training.threads import ThreadTuner, choose_threads, may_choose_threads
 from chargpt.training.trainer import Trainer
-
-DEFAULT_BUDGET = "150s"
-
-
-class StartMode(Enum):
-    """What to do about a run that exists in the output folder."""
-
-    NEW = "new"  # reject it
-    RESUME = "resume"
-    BEGIN_OR_RESUME = "begin or resume"  # resume it if it has a checkpoint
-    REPLACE = "replace"
-
-
-@dataclass(frozen=True)
-class Request:
-    """What a user asks `train` for; the fields are those of `chargpt.train`."""
-
-    text: str | None = None
-    config: str | None = None
-    overrides: tuple[str, ...] = ()
-    budget: str | None = None
-    out: Path | None = None
-    start: StartMode = StartMode.NEW
-    device: str | None = None
-    encoding: str | None = None
-    started: float | None = None
-
-    def settings(self) -> Config:
-        """Return the config of a new run."""
-        return build_config(
-            self.text, self.config, self.overrides, device=self.device, encoding=self.encoding
-        )
-
-    def changes(self) -> dict[str, object]:
-        """Return the settings of a resumed run that are to change, by dotted keys.
-
-        Raises:
-            ConfigError: an argument applies only to a new run.
-        """
-        if self.config is not None or self.encoding is not None or self.budget is not None:
-            raise ConfigError(
-                "--resume takes its settings from the run; drop -c, --budget and --encoding, or "
-                "give both a text and --out to begin the run where there is none"
-            )
-        values = dict(parse_override(override) for override in self.overrides)
-        return values if self.device is None else {**values, "device": self.device}
-
-    def fixed(self, settings: Config) -> dict[str, object]:
-        """Return the values in `settings` of the keys that this request sets."""
-        return fixed_values(
-            settings,
-            self.config,
-            self.overrides,
-            text=self.text,
-            device=self.device,
-            encoding=self.encoding,
-        )
-
-    def time_budget(self) -> Budget | None:
-        """Return the budget asked for, or the default one if nothing else was.
-
-        Raises:
-            ConfigError: it is not a duration, or several processes would have to agree on it.
-        """
-        duration = self.budget
-        if duration is None and self.config is None and not self.overrides and world_size() == 1:
-            duration = DEFAULT_BUDGET
-        if duration is None:
-            return None
-        if world_size() > 1:
-            raise ConfigError("--budget plans for one process; give train.max_steps instead")
-        keys = fixed_keys(self.config, self.overrides)
-        return Budget(parse_duration(duration), keys, self.started)
 
 
 @dataclass

@@ -31,7 +31,7 @@ from chargpt.store.folder import RunFolder
 from chargpt.store.metrics import VALIDATION
 from chargpt.store.state import RunState
 from chargpt.text.corpus import Corpus
-from chargpt.training.budget import Budget, replanning_notes
+from chargpt.training.budget import Budget
 from chargpt.training.cost import training_bytes
 from chargpt.training.learner import Learner, micro_batch_size
 from chargpt.training.report import StepReport
@@ -194,13 +194,12 @@ class Trainer:
         self.writer.write_config(config)
 
     def _follow_budget(self, budget: Budget | None, report: StepReport) -> None:
-        """Stop at the budget's deadline, or re-plan the run where that is due."""
+        """Stop at the budget's deadline, or adjust the run where that is due."""
         if budget is None:
             return
         if not budget.is_over(report.step):
-            config = budget.replan(self.config, self.state.step)
-            if config is not None:
-                report.notes += replanning_notes(self.config, config, report.step)
+            config = budget.adjust(self.config, report.step, self.speed, report.notes)
+            if config is not self.config:
                 self.change_config(config)
             return
         report.notes.append(
@@ -219,22 +218,12 @@ class Trainer:
             n_characters = train.batch_size * self.config.model.block_size
             self.speed = (report.step - step) * n_characters / (now - since)
             self.speed_since = report.step, now
-            self._tune_threads(budget, report)
         report.speed = self.speed
         if budget is not None:
             report.remaining_seconds = budget.remaining
         elif self.speed:
             n_characters = (train.max_steps - report.step) * train.batch_size
             report.remaining_seconds = n_characters * self.config.model.block_size / self.speed
-
-    def _tune_threads(self, budget: Budget | None, report: StepReport) -> None:
-        """Continue with another number of threads if that is faster by now."""
-        if budget is None or budget.thread_tuner is None or self.finished:
-            return
-        threads = budget.thread_tuner.update(self.speed)
-        if threads is not None:
-            report.notes.append(f"continuing with {threads} CPU threads: that is faster now")
-            self.change_config(self.config.with_values({"threads": threads}))
 
     def _is_due(self, every: int) -> bool:
         """Return whether work done every `every` steps is due; after the last step it always is."""
