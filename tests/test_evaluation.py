@@ -14,7 +14,7 @@ from noise import fill_with_noise, noisy_model
 
 from chargpt.config import Config
 from chargpt.errors import ConfigError, TextError, UnknownCharacterError
-from chargpt.inference import evaluation
+from chargpt.inference import evaluation, windows
 from chargpt.inference.baselines import BIGRAM_ALPHA, baselines, bigram_nats
 from chargpt.inference.evaluation import Evaluation, evaluate, evaluate_tokens
 from chargpt.models.bigram import BigramLM
@@ -130,7 +130,7 @@ def test_a_limit_above_the_length_changes_nothing():
 
 @pytest.mark.parametrize("protocol", ["full", "sliding", "nanogpt"])
 def test_the_batch_size_of_a_forward_pass_does_not_matter(protocol, monkeypatch):
-    monkeypatch.setattr(evaluation, "NANOGPT_BATCHES", 2)
+    monkeypatch.setattr(windows, "NANOGPT_BATCHES", 2)
     model, tokens = noisy_model(n_layer=1), random_tokens(10 * T + 3)
     large = evaluate_tokens(model, tokens, protocol=protocol)
     monkeypatch.setattr(evaluation, "MAX_LOGITS_BYTES", 4 * 11 * T * 3)
