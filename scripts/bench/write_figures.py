@@ -129,6 +129,22 @@ def other_times(*records: dict[str, Any]) -> list[str]:
     return [head, "", *lines, *commands]
 
 
+def busy(found: dict[str, Any]) -> list[str]:
+    """Return the table of time budgets beside busy processes."""
+    lines = [
+        f"Beside other processes that keep a core busy each ({found['hardware']}, {found['date']}):",
+        "",
+        "| busy processes | budget | seconds | steps | threads at the end | `full` |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row['busy_processes']} | {row['budget']} | {row['seconds']:.1f} | {row['steps']:,} "
+        f"| {row['threads']} | {row['nats_per_char']:.3f} |"
+        for row in found["rows"]
+    ]
+    return [*lines, "", f"`{command(found)}`"]
+
+
 def sampling(found: dict[str, Any]) -> list[str]:
     """Return the lines on the speed of sampling."""
     speeds = found["characters_per_second"]
@@ -230,6 +246,7 @@ def benchmarks() -> str:
         ["### Training"],
         training(record("train")),
         other_times(record("short-budgets"), record("budgets"), record("ten-minutes")),
+        busy(record("busy")),
         ["### Sampling"],
         sampling(record("sample")),
         ["### Preparing a text"],
