@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from conftest import REPOSITORY, Cli, refusal, run_cli
 
+from chargpt.cli import console
 from chargpt.config import load_config
 from chargpt.store.folder import RunFolder
 from chargpt.store.run import load_run
@@ -853,3 +854,9 @@ def test_only_the_main_command_offers_completion(cli: Cli) -> None:
 
 def test_help_of_the_data_commands_is_not_cut_off(cli: Cli) -> None:
     assert "..." not in cli("data", "--help").stdout.split("Commands:")[1]
+
+
+def test_a_huge_perplexity_is_shown_in_few_digits() -> None:
+    assert console.loss_cells(math.log(65)) == ["4.1744", "6.0224", "65.00"]
+    assert console.loss_cells(146.184)[2] == "3.1e+63"
+    assert console.loss_cells(5000.0)[2] == "1.0e+304"

@@ -93,7 +93,9 @@ def duration(seconds: float) -> str:
 
 def loss_cells(nats: float) -> list[str]:
     """Return a loss as nats, bits and perplexity for the row of a table."""
-    return [f"{nats:.4f}", f"{nats / math.log(2):.4f}", f"{math.exp(min(nats, 700)):,.2f}"]
+    perplexity = math.exp(min(nats, 700))
+    shown = f"{perplexity:,.2f}" if perplexity < 1e6 else f"{perplexity:.1e}"
+    return [f"{nats:.4f}", f"{nats / math.log(2):.4f}", shown]
 
 
 def sparkline(values: Sequence[float], width: int = 24) -> str:
