@@ -132,7 +132,7 @@ def other_times(*records: dict[str, Any]) -> list[str]:
 def busy(found: dict[str, Any]) -> list[str]:
     """Return the table of time budgets beside busy processes."""
     lines = [
-        f"Beside other processes that keep a core busy each ({found['hardware']}, {found['date']}):",
+        f"Beside processes that loop without end ({found['hardware']}, {found['date']}):",
         "",
         "| busy processes | budget | seconds | steps | threads at the end | `full` |",
         "|---|---|---|---|---|---|",
