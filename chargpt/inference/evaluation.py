@@ -15,7 +15,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -25,9 +24,9 @@ from torch import Tensor
 from chargpt.errors import TextError
 from chargpt.inference.windows import (
     NANOGPT_BLOCK,
+    Protocol,
     Windows,
-    full_windows,
-    nanogpt_windows,
+    protocol_windows,
     sliding_windows,
 )
 from chargpt.models import LanguageModel
@@ -35,8 +34,6 @@ from chargpt.models.base import eval_mode
 from chargpt.store.run import Run
 from chargpt.text.corpus import Split, read_text
 from chargpt.text.tokenizer import Floats, Tokens
-
-Protocol = Literal["full", "sliding", "nanogpt"]
 
 MAX_LOGITS_BYTES = 64_000_000  # of one forward pass
 MAX_CALL_CHARACTERS = 16_384  # of one forward pass
@@ -158,13 +155,11 @@ def evaluate_tokens(
             f"{remedy}"
         )
     block_size = model.block_size
-    if protocol == "full":
-        batches = full_windows(tokens, block_size, max_characters)
-    elif protocol == "sliding":
-        batches = sliding_windows(tokens, block_size, stride)
-    else:
+    if protocol == "nanogpt":
         block_size = min(block_size, NANOGPT_BLOCK)
-        batches = nanogpt_windows(tokens, block_size, seed)
+    batches = protocol_windows(
+        tokens, block_size, protocol, stride=stride, max_characters=max_characters, seed=seed
+    )
     nats, accuracy, characters, error = _score(model, batches, dtype)
     return Evaluation(nats, accuracy, characters, error, protocol, split, block_size)
 
@@ -184,19 +179,17 @@ def token_losses(model: LanguageModel, tokens: Tokens) -> Floats:
 def iter_log_probs(
     model: LanguageModel,
     tokens: Tokens,
-    protocol: Literal["full", "sliding"] = "full",
+    protocol: Protocol = "full",
     max_characters: int | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield log-probabilities (B, L, V) and targets (B, L) of one forward pass after another.
 
-    Arguments are those of `evaluate_tokens`; `sliding` has the default stride.
+    Its arguments are those of `evaluate_tokens`.
     """
-    if protocol == "full":
-        batches = full_windows(tokens, model.block_size, max_characters)
-    else:
-        batches = sliding_windows(tokens, model.block_size)
     with eval_mode(model):
-        for windows in batches:
+        for windows in protocol_windows(
+            tokens, model.block_size, protocol, max_characters=max_characters
+        ):
             for logits, targets in _iter_logits(model, windows):
                 yield logits.log_softmax(dim=-1), targets
 

@@ -4,6 +4,7 @@ Shapes in this file: B = windows, T = block size, S = stride.
 """
 
 from collections.abc import Iterator
+from typing import Literal
 
 import numpy as np
 
@@ -11,9 +12,27 @@ from chargpt.errors import ConfigError, TextError
 from chargpt.text.batches import Batches
 from chargpt.text.tokenizer import Tokens
 
+Protocol = Literal["full", "sliding", "nanogpt"]
 Windows = tuple[Tokens, int]  # (B, length + 1) tokens; number of targets that are context only
 
 NANOGPT_BATCHES, NANOGPT_ROWS, NANOGPT_BLOCK = 200, 64, 256
+
+
+def protocol_windows(
+    tokens: Tokens,
+    block_size: int,
+    protocol: Protocol,
+    *,
+    stride: int | None = None,
+    max_characters: int | None = None,
+    seed: int = 1337,
+) -> Iterator[Windows]:
+    """Yield the windows of a protocol; its arguments are those of `evaluate_tokens`."""
+    if protocol == "full":
+        return full_windows(tokens, block_size, max_characters)
+    if protocol == "sliding":
+        return sliding_windows(tokens, block_size, stride)
+    return nanogpt_windows(tokens, block_size, seed)
 
 
 def full_windows(

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from chargpt.models.base import LanguageModel
 from chargpt.models.cache import KVCache
+from chargpt.text.tokenizer import Floats
 
 Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 
 ORDER = 6  # higher orders gain nothing on texts of a million characters
 MAX_TOKENS = 4_000_000  # counted tokens: two seconds of work
