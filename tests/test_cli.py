@@ -860,3 +860,18 @@ def test_a_huge_perplexity_is_shown_in_few_digits() -> None:
     assert console.loss_cells(math.log(65)) == ["4.1744", "6.0224", "65.00"]
     assert console.loss_cells(146.184)[2] == "3.1e+63"
     assert console.loss_cells(5000.0)[2] == "1.0e+304"
+
+
+def test_commands_name_the_run_that_they_took(trained: Path, cli: Cli) -> None:
+    shutil.copytree(trained, "runs/mine")
+    for args in (("sample", "--length", "5"), ("evaluate",), ("verify",), ("explain",)):
+        done = cli(*args)
+        assert done.returncode == 0, done.stderr
+        assert "run: runs/mine" in done.stderr
+        assert "run: " not in cli(args[0], "runs/mine", *args[1:]).stderr
+
+
+def test_help_of_sample_shows_the_defaults(cli: Cli) -> None:
+    text = " ".join(cli("sample", "--help").stdout.split())
+    assert "Number of characters; 500 by default." in text
+    assert "0: always the most likely character; 0.8 by default." in text

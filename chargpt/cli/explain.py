@@ -17,7 +17,6 @@ from chargpt.cli import console, options, runs, tables
 from chargpt.cli.progress import LoadingProgress
 from chargpt.errors import ConfigError, RunError
 from chargpt.store.folder import is_run
-from chargpt.store.run import newest_run
 from chargpt.text.corpus import load_corpus
 from chargpt.text.settings import build_config
 
@@ -84,7 +83,7 @@ def find_subject(
     path = Path(what) if what else None
     if path is None:
         with suppress(RunError):
-            path = newest_run()
+            path = runs.find_run(None)
     if path is not None and is_run(path):
         run = runs.open_run(path, checkpoint, device)
         return choose_subject(run.corpus(), run)

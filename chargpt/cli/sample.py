@@ -19,6 +19,8 @@ from chargpt.store.run import Run
 from chargpt.text.corpus import read_text
 from chargpt.text.tokenizer import Unknown
 
+DEFAULTS = SampleConfig()  # the run's config may contain others
+
 
 def sample(
     ctx: typer.Context,
@@ -29,11 +31,18 @@ def sample(
         typer.Option("--prompt-file", metavar="FILE", help="The prompt, in a file; - for stdin."),
     ] = None,
     length: Annotated[
-        int | None, typer.Option("--length", min=1, help="Number of characters.")
+        int | None,
+        typer.Option(
+            "--length", min=1, help=f"Number of characters; {DEFAULTS.length} by default."
+        ),
     ] = None,
     temperature: Annotated[
         float | None,
-        typer.Option("--temperature", min=0, help="0: always the most likely character."),
+        typer.Option(
+            "--temperature",
+            min=0,
+            help=f"0: always the most likely character; {DEFAULTS.temperature} by default.",
+        ),
     ] = None,
     top_k: Annotated[
         int | None, typer.Option("--top-k", min=1, help="Sample from the k most likely characters.")
@@ -49,10 +58,14 @@ def sample(
         ),
     ] = None,
     num_samples: Annotated[
-        int | None, typer.Option("--num-samples", min=1, help="Number of texts.")
+        int | None,
+        typer.Option(
+            "--num-samples", min=1, help=f"Number of texts; {DEFAULTS.num_samples} by default."
+        ),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option("--seed", min=0, help="The same seed gives the same text.")
+        int | None,
+        typer.Option("--seed", min=0, help="The same seed gives the same text; random by default."),
     ] = None,
     stop: Annotated[
         list[str] | None, typer.Option("--stop", help="End before this text; may be repeated.")

@@ -27,7 +27,10 @@ def train(
     ] = None,
     config: options.ConfigName = None,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="RUN", help="The run's folder.")
+        Path | None,
+        typer.Option(
+            "--out", metavar="RUN", help="The run's folder; a new one in runs/ by default."
+        ),
     ] = None,
     budget: Annotated[
         str | None,

@@ -2,9 +2,9 @@
 
 import typer
 
-from chargpt.cli import console, options, tables
+from chargpt.cli import console, options, runs, tables
 from chargpt.store import verify as checks
-from chargpt.store.run import newest_run, open_run
+from chargpt.store.run import open_run
 
 
 def verify(run: options.RunOrNewest = None, json_: options.Json = False) -> None:
@@ -14,7 +14,7 @@ def verify(run: options.RunOrNewest = None, json_: options.Json = False) -> None
 
     Examples: `chargpt verify`, `chargpt verify runs/novel-gpt --json`.
     """
-    folder = open_run(run or newest_run())
+    folder = open_run(runs.find_run(run))
     result = checks.verify(folder)
     if json_:
         checkpoints = [
