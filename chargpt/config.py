@@ -55,7 +55,7 @@ class TextConfig(Section):
     """The training text, its encoding, and its splits."""
 
     path: str | None = None
-    """A file, folder or glob, or `-` for standard input; null: the embedded text."""
+    """A file, folder or glob, or `-` for standard input; null: the built-in text."""
     encoding: str = "auto"
     """`auto`: UTF-8, or what a byte order mark states."""
     suffixes: tuple[str, ...] = (".txt", ".md", ".gz")

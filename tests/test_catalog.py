@@ -18,7 +18,7 @@ import pytest
 from chargpt.config import load_config
 from chargpt.errors import DownloadError, TextError
 from chargpt.text import catalog
-from chargpt.text.catalog import CATALOG, Entry, embedded_text, fetch, settings_for
+from chargpt.text.catalog import CATALOG, Entry, built_in_text, fetch, settings_for
 
 TEXT = b"First Citizen:\nBefore we proceed any further, hear me speak.\n" * 5000
 
@@ -175,11 +175,11 @@ def test_a_folder_that_cannot_be_created_is_rejected(server: Server, tmp_path: P
     assert "cannot be written to" in error_message(server.entry(), tmp_path / "data" / "texts")
 
 
-def test_the_embedded_text_is_long_and_the_same_at_every_call() -> None:
-    text = embedded_text()
+def test_the_built_in_text_is_long_and_the_same_at_every_call() -> None:
+    text = built_in_text()
     assert len(text) > 300_000
     assert "expression" in text
-    assert embedded_text() == text
+    assert built_in_text() == text
 
 
 @pytest.mark.parametrize("topics", [None, {}])
@@ -192,11 +192,11 @@ def test_a_python_without_its_documentation_names_another_text(
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", empty)
     monkeypatch.setattr("pydoc_data.topics", empty, raising=False)
     with pytest.raises(TextError, match="chargpt data get tinyshakespeare"):
-        embedded_text()
+        built_in_text()
 
 
-def test_the_embedded_text_cannot_be_fetched(tmp_path: Path) -> None:
-    with pytest.raises(TextError, match="embedded"):
+def test_the_built_in_text_cannot_be_fetched(tmp_path: Path) -> None:
+    with pytest.raises(TextError, match="built in"):
         fetch(CATALOG["python-docs"], tmp_path)
 
 

@@ -832,7 +832,7 @@ def test_data_info_describes_a_text_and_warns_about_training_on_it(verse: Path, 
 def test_data_list_and_get_use_the_names_of_the_catalog(cli: Cli) -> None:
     assert "tinyshakespeare" in cli("data", "list").stdout
     assert "did you mean tinyshakespeare" in refusal(cli("data", "get", "tinyshakespere"))
-    assert "embedded" in refusal(cli("data", "get", "python-docs"))
+    assert "built in" in refusal(cli("data", "get", "python-docs"))
 
 
 def test_commands_on_texts_import_no_torch(tmp_path: Path) -> None:

@@ -386,7 +386,7 @@ def test_an_unreadable_text_is_rejected(write: Write, monkeypatch: pytest.Monkey
     assert "may not be read (permission denied)" in error_message(path)
 
 
-def test_the_embedded_text_needs_no_file() -> None:
+def test_the_built_in_text_needs_no_file() -> None:
     corpus = load(None)
     assert corpus.name == "python-docs"
     assert corpus.tokens.size > 300_000

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -359,6 +360,20 @@ def test_a_resumed_run_may_change_its_learning_rate_and_says_so(
     assert any("rates change at step 5" in note for note in notes)
 
 
+def test_resume_notes_that_more_steps_raise_the_learning_rate(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    train(tiny_config(), corpus, tmp_path / "run")
+    _, _, notes = resume(RunFolder(tmp_path / "run"), {"train.max_steps": 24})
+    (note,) = notes
+    assert re.search(r"rise to \d+% of their peak at step 12: the loss rises too", note)
+    train(tiny_config(), corpus, tmp_path / "stopped", stop_at=3)
+    assert resume(RunFolder(tmp_path / "stopped"), {})[2] == []
+    constant = {"schedule.cooldown": 0.0}
+    train(tiny_config(**constant), corpus, tmp_path / "constant")
+    assert resume(RunFolder(tmp_path / "constant"), {"train.max_steps": 24})[2] == []
+
+
 def test_resume_rejects_finished_runs_and_changes_of_the_model(
     corpus: Corpus, tmp_path: Path
 ) -> None:
@@ -549,5 +564,5 @@ def test_repeating_a_command_keeps_the_rates_of_a_rollback_and_the_resolved_devi
     _, config, notes = resume(folder, wanted, same_command=True)
     assert (config.optim.lr, config.device, config.dtype) == (0.001, "cpu", "float32")
     assert config.train.max_steps == 9
-    assert notes == []
+    assert all("of their peak" in note for note in notes)  # the run is longer now
     assert resume(folder, {"optim.lr": 0.002, "train.max_steps": 9})[1].optim.lr == 0.002

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from markupsafe import Markup
 
-from chargpt.analysis import explain as tour
+from chargpt.analysis import explain as explanation
 from chargpt.analysis import plots
 from chargpt.analysis.explain import Figure, Maps, Section, Subject, Table, choose_subject
 from chargpt.analysis.page import render, write_page
@@ -30,10 +30,10 @@ def explain(
     ] = None,
     section: Annotated[
         list[str] | None,
-        typer.Option("--section", metavar="NAME", help="One part of the tour; may be repeated."),
+        typer.Option("--section", metavar="NAME", help="One section; may be repeated."),
     ] = None,
     html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write the tour as a page.")
+        Path | None, typer.Option("--html", metavar="FILE", help="Write the sections as a page.")
     ] = None,
     plot: Annotated[
         Path | None,
@@ -54,19 +54,19 @@ def explain(
     if plot is not None:
         plots.require_suffix(plot)
     subject = find_subject(what, checkpoint, device, encoding)
-    sections = tour.explain(subject, section or ())
+    sections = explanation.explain(subject, section or ())
     maps = [part for each in sections for part in each.parts if isinstance(part, Maps)]
     if plot is not None:
         save_plot(maps, plot)
     if html is not None:
-        write_tour(sections, html, subject.corpus.name)
+        write_sections(sections, html, subject.corpus.name)
     if json_:
         facts = [{"name": s.name, "title": s.title, **s.facts} for s in sections]
         console.out_json({"sections": facts})
         return
-    print_tour(sections)
+    print_sections(sections)
     if maps and plot is None and html is None:
-        console.out("as pictures: --plot attention.png, or --html tour.html")
+        console.out("as pictures: --plot attention.png, or --html attention.html")
     for path in (plot, html):
         if path is not None:
             console.out(f"written: {path}")
@@ -104,7 +104,7 @@ def save_plot(maps: list[Maps], path: Path) -> None:
     plots.save(plots.attention(maps[0].weights, maps[0].text, maps[0].titles), path)
 
 
-def write_tour(sections: list[Section], path: Path, name: str) -> None:
+def write_sections(sections: list[Section], path: Path, name: str) -> None:
     """Write the sections as a page."""
 
     def page_part(part: str | Figure) -> tuple[str, object]:
@@ -125,7 +125,7 @@ def write_tour(sections: list[Section], path: Path, name: str) -> None:
     write_page(page, path)
 
 
-def print_tour(sections: list[Section]) -> None:
+def print_sections(sections: list[Section]) -> None:
     """Print the sections; attention maps are left out."""
     for number, section in enumerate(sections, 1):
         console.out(f"{number}. {section.title}\n")

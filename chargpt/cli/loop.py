@@ -89,7 +89,7 @@ class StepView:
         return f"cannot save step {step:,} ({error}); {self._last_checkpoint()}"
 
     def _detail(self, report: StepReport, loss: Tensor) -> str:
-        """Return loss, validation, next baseline and speed, short enough for 80 columns."""
+        """Return loss, validation, the next baseline to beat and speed, within 80 columns."""
         last, val = math.inf, ""
         if self.validation:
             last = self.validation[-1]

@@ -78,7 +78,7 @@ class LazyGroup(TyperGroup):
 app = typer.Typer(
     name="chargpt",
     cls=LazyGroup,
-    epilog="Start with `chargpt train` (an embedded text) or `chargpt train my.txt`.",
+    epilog="Start with `chargpt train` (a built-in text) or `chargpt train my.txt`.",
     no_args_is_help=True,
     **SETTINGS,
 )

@@ -21,7 +21,7 @@ def train(
         str | None,
         typer.Argument(
             help="A file, folder, glob, name from `chargpt data list`, or - for standard input; "
-            "with --resume, a run. Without it: an embedded text, or the newest run.",
+            "with --resume, a run. Without it: a built-in text, or the newest run.",
             show_default=False,
         ),
     ] = None,

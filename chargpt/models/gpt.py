@@ -1,8 +1,9 @@
 """The transformer: a pre-norm decoder with the architecture of the Qwen3 family.
 
-RMSNorm (Zhang and Sennrich 2019), rotary position embedding in the half-split layout (Su et al.
-2021), QK-norm over the head size before the rotation (Dehghani et al. 2023), SwiGLU (Shazeer 2020),
-no biases, an untied output head. With its tensors renamed it is a `Qwen3ForCausalLM`.
+RMSNorm (Zhang and Sennrich 2019), rotary position embedding (Su et al. 2021; channels i and
+i + D/2 form a pair), QK-norm over the head size before the rotation (Dehghani et al. 2023), SwiGLU
+(Shazeer 2020), no biases, an untied output head. With its tensors renamed it is a
+`Qwen3ForCausalLM`.
 
 The steps from averaging to a full transformer are settings of this one class: `attention` (`full`,
 `average`, `none`), `scaled`, `qk_norm`, `mlp`, and the sizes.

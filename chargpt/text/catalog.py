@@ -1,4 +1,4 @@
-"""Named texts: the embedded one, and others to download, with their checksums."""
+"""Named texts: the built-in one, and others to download, with their checksums."""
 
 import hashlib
 import logging
@@ -12,7 +12,7 @@ from pathlib import Path
 from chargpt.errors import DownloadError, TextError
 from chargpt.text import Progress
 
-EMBEDDED = "python-docs"
+BUILT_IN = "python-docs"
 TIMEOUT = 30  # seconds without a byte
 
 
@@ -22,7 +22,7 @@ class Entry:
 
     Attributes:
         name, description: as `chargpt data list` prints them.
-        url: None for the embedded text.
+        url: None for the built-in text.
         known_hash: checksum of the file at `url`, as `algorithm:hexadecimal`.
         content_hash, size: checksum and bytes of the text itself.
         member: the text's name inside a ZIP archive.
@@ -45,7 +45,7 @@ _TINYSHAKESPEARE = "sha256:86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca
 CATALOG: dict[str, Entry] = {
     entry.name: entry
     for entry in (
-        Entry(EMBEDDED, "the Python language reference, part of every CPython: no download"),
+        Entry(BUILT_IN, "the Python language reference, part of every CPython: no download"),
         Entry(
             "tinyshakespeare",
             "40,000 lines of Shakespeare's plays: 1,115,394 characters, 65 distinct",
@@ -79,8 +79,8 @@ CATALOG: dict[str, Entry] = {
 }
 
 
-def embedded_text() -> str:
-    """Return the embedded text: the topics of Python's language reference, in sorted order.
+def built_in_text() -> str:
+    """Return the built-in text: the topics of Python's language reference, in sorted order.
 
     Raises:
         TextError: this Python lacks it.
@@ -120,10 +120,10 @@ def fetch(entry: Entry, folder: Path = Path("data"), progress: Progress | None =
 
     Raises:
         DownloadError: the download failed; the folder is unchanged.
-        TextError: the text is embedded, so there is nothing to download.
+        TextError: the text is built in, so there is nothing to download.
     """
     if entry.url is None:
-        raise TextError(f"{entry.name} is embedded; train on it with `chargpt train` without TEXT")
+        raise TextError(f"{entry.name} is built in; train on it with `chargpt train` without TEXT")
     target = folder / f"{entry.name}.txt"
     try:
         if _has_content(target, entry):

@@ -12,7 +12,7 @@ from chargpt.config import TextConfig
 from chargpt.errors import TextError
 from chargpt.text import Progress, cache
 from chargpt.text.cache import CachedText
-from chargpt.text.catalog import EMBEDDED
+from chargpt.text.catalog import BUILT_IN
 from chargpt.text.decoding import codec_name, decode
 from chargpt.text.ingest import ingest, load_or_note
 from chargpt.text.source import STDIN, MissingTextError, copy_stdin, find_source, iter_chunks
@@ -122,7 +122,7 @@ def load_corpus(
         cached = cache.load(noted) if noted else None
         if cached is None:
             raise
-        name = Path(settings.path).name if settings.path else EMBEDDED
+        name = Path(settings.path).name if settings.path else BUILT_IN
         notes.append(f"the text {name} is missing; its cached tokens are used")
         return _corpus(settings, cached, name, notes)
     current = cache.read_index(spec, signature) if source.files else None

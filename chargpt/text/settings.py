@@ -20,7 +20,7 @@ def build_config(
     """Return the config of a run.
 
     Args:
-        text: a file, folder, glob, name of the catalog, or `-`; None for the embedded text.
+        text: a file, folder, glob, name in the catalog, or `-`; None for the built-in text.
         config: a shipped config's name or a YAML file; `gpt` by default.
         overrides: texts like `train.max_steps=100`, which take precedence over the config.
         device: replaces the config's.

@@ -21,7 +21,7 @@ from chargpt.config import TextConfig
 from chargpt.errors import TextError
 from chargpt.files import file_stamp
 from chargpt.text import Progress
-from chargpt.text.catalog import CATALOG, EMBEDDED, embedded_text
+from chargpt.text.catalog import BUILT_IN, CATALOG, built_in_text
 from chargpt.text.decoding import Chunk
 
 CHUNK_BYTES = 1 << 19  # small enough for a processor's cache, with its text and tokens
@@ -79,7 +79,7 @@ def find_source(settings: TextConfig) -> Source:
     path = settings.path
     if path is None:
         try:
-            return Source(EMBEDDED, stream=io.BytesIO(embedded_text().encode()))
+            return Source(BUILT_IN, stream=io.BytesIO(built_in_text().encode()))
         except TextError as error:
             raise MissingTextError(str(error)) from None
     if path == STDIN:

@@ -31,7 +31,8 @@ def train(
     Without `config` and `settings`, sizes and steps are chosen for a budget of 150 seconds.
 
     Args:
-        text: a file, folder, glob, or name of the catalog; by default an embedded text.
+        text: a file, folder, glob, or a name from `chargpt data list`; by default the built-in
+            text.
         config: a shipped config's name, such as `gpt` or `bigram`, or a YAML file.
         settings: by dotted keys, as in {"train.max_steps": 500}; they take precedence.
         budget: a time, in seconds or as in "3m", that size and steps are chosen for.

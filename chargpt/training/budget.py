@@ -49,7 +49,7 @@ class Replanning:
     min_steps: int = 20  # fewer are of little use
     overrun: float = 0.08  # fraction of the budget by which the first `min_steps` may exceed it
     noted_change: float = 0.1  # of the number of steps: smaller changes are not noted
-    noted_slowdown: float = 2.0  # smaller ones are not noted: steps are measured without validation
+    noted_slowdown: float = 2.0  # some is always expected: steps are measured without validation
 
 
 RESERVE, REPLANNING = Reserve(), Replanning()

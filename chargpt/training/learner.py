@@ -105,7 +105,7 @@ class Learner:
         Raises:
             RunError: it belongs to another model.
         """
-        load_weights(self.model, saved.model, saved.folder)  # with EMA these are the averages
+        load_weights(self.model, saved.model, saved.folder)  # checks them; with EMA the averages
         load_weights(self.model, saved.raw_model, saved.folder)
         self.model.zero_grad(set_to_none=True)
         self.average = self._start_average(saved.model)

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from chargpt.training.adamw import copy_state
 
-# Polar Express (Amsel et al. 2025): the optimal odd polynomial of each iteration.
+# Polar Express (Amsel et al. 2025): (a, b, c) of the iterations x <- a x + b (x x^T) x +
+# c (x x^T)^2 x.
 COEFFICIENTS = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),

@@ -9,7 +9,9 @@ from chargpt.device import choose_device
 from chargpt.errors import ConfigError, FinishedError
 from chargpt.store.checkpoint import Checkpoint
 from chargpt.store.folder import RunFolder
+from chargpt.training.schedule import lr_factor_at
 
+MIN_RATE_RISE = 1.5  # factor of the learning rates from which a rise is noted
 RATES = ("optim.lr", "optim.matrix_lr")
 MAY_CHANGE = (
     *("train.max_steps", "train.patience", "train.keep_last", "train.rollbacks"),
@@ -51,17 +53,25 @@ def resume(
             f"the learning rates change at step {saved.state.step:,}: the run can no longer be "
             "reproduced from its config alone"
         )
+    step, max_steps = saved.state.step, saved.config.train.max_steps
+    before = lr_factor_at(max(0, step - 1), saved.config.schedule, max_steps)
+    now = lr_factor_at(step, config.schedule, config.train.max_steps)
+    if config.train.max_steps != max_steps and now > MIN_RATE_RISE * before:
+        notes.append(
+            f"the learning rates rise to {now:.0%} of their peak at step {step:,}: the "
+            "loss rises too before it falls"
+        )
     device, _ = choose_device("auto")
     if config.device.split(":")[0] not in ("cpu", device.type) and "device" not in changes:
         notes.append(f"{config.device} is not available, so the run continues on {device.type}")
         config = config.with_values({"device": device.type, "dtype": "auto"})
     if (config.threads or 0) > (os.cpu_count() or 1):
         config = config.with_values({"threads": None})  # saved on a machine with more cores
-    before, now = saved.state.threads, config.threads or torch.get_num_threads()
-    if before != now and config.device == "cpu":
+    threads = config.threads or torch.get_num_threads()
+    if saved.state.threads != threads and config.device == "cpu":
         notes.append(
-            f"{before} threads before, {now} now: results may differ in the last digits "
-            f"(-s threads={before} for the same bits)"
+            f"{saved.state.threads} threads before, {threads} now: results may differ in the last "
+            f"digits (-s threads={saved.state.threads} for the same bits)"
         )
     if saved.state.stopped_early and "train.patience" not in changes:
         raise FinishedError(

@@ -35,6 +35,7 @@ def _decay_factor(step: int, schedule: ScheduleConfig, max_steps: int) -> float:
     factor, start = 1.0, decay_start(schedule, max_steps) - 1
     if step <= start:
         return 1.0
+    # each pair is a straight line towards zero at `end`, followed up to the step `until`
     for until, end in schedule.decay_points:
         if step <= until:
             break

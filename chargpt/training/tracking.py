@@ -7,7 +7,7 @@ from typing import Any
 
 from chargpt.errors import ConfigError
 
-HIDDEN = ("step", "seconds")
+NOT_LOGGED = ("step", "seconds")
 
 
 class TensorBoardLog:
@@ -50,7 +50,7 @@ class TensorBoardLog:
         for name, value in record.items():
             if isinstance(value, str):
                 self.writer.add_text(name, f"```\n{value}\n```", self.step)
-            elif name not in HIDDEN:
+            elif name not in NOT_LOGGED:
                 self.writer.add_scalar(name, value, self.step)
         self.writer.flush()
 

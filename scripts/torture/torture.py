@@ -43,13 +43,13 @@ class Row:
 
 
 ROWS = (
-    Row("interruption", "sigkill", 200, "SIGKILL: no acknowledged save lost, same bits on resume"),
+    Row("interruption", "sigkill", 200, "SIGKILL: no completed save lost, same bits on resume"),
     Row("disk", "file_errors", 200, "failing file operation: earlier saves intact, one message"),
     Row("disk", "disk_full", 10, "full file system (ENOSPC): reported, saves intact, resumable"),
     Row("corruption", "corrupt_checkpoint", 1000, "corrupted or hostile checkpoints: rejected"),
     Row("training", "resume_at", 300, "resume from every step of six kinds of run: same bits"),
     Row("training", "non_finite", 60, "NaN or infinity: stop before the update, or roll back"),
-    Row("interruption", "send_signal", 60, "INT, TERM, HUP: saved, exit 128 + n within 5 s"),
+    Row("interruption", "send_signal", 60, "INT, TERM, HUP: saved, exit 128 + signal within 5 s"),
     Row("ranks", "resume_ranks", 30, "two ranks resumed from every step: same bits"),
     Row("ranks", "change_world_size", 12, "world sizes 1, 2, 4 in any order: losses within 1e-5"),
     Row("ranks", "signal_ranks", 60, "signals to one or both of two ranks: saved, as for one"),
@@ -58,7 +58,12 @@ ROWS = (
     Row("inputs", "random_config", 10_000, "random configs: accepted, or rejected with a message"),
     Row("inputs", "misspelled_key", 100, "misspelled config keys: the correct key suggested"),
     Row("inputs", "round_trip", 10_000, "tokenizer round trip: fit, encode, decode, save, load"),
-    Row("inputs", "unseen_characters", 500, "unseen characters in prompts: rejected, or as asked"),
+    Row(
+        "inputs",
+        "unseen_characters",
+        500,
+        "unseen characters in prompts: treated as --unknown says",
+    ),
     Row("corruption", "golden", 1, "runs saved by earlier releases: same logits"),
 )
 
