@@ -158,7 +158,7 @@ def _iter_distributions(
 
 
 class ArithmeticEncoder:
-    """Range coder: encodes a sequence of frequency intervals as bytes."""
+    """Arithmetic coder (as a range coder): encodes a sequence of frequency intervals as bytes."""
 
     def __init__(self) -> None:
         self.low = 0

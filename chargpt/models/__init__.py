@@ -36,7 +36,12 @@ def count_parameters(config: ModelConfig, vocab_size: int) -> int:
 
 def rotary_bytes(config: ModelConfig) -> int:
     """Return the peak memory of computing a model's rotary tables, in bytes."""
-    return 28 * config.block_size * (config.n_embd // config.n_head) * (config.kind == "gpt")
+    # per entry: angles in float64 before and after concatenation, one table in float64, two in
+    # float32
+    entry_bytes = 4 + 8 + 8 + 4 + 4
+    return (
+        entry_bytes * config.block_size * (config.n_embd // config.n_head) * (config.kind == "gpt")
+    )
 
 
 def build_model(config: ModelConfig, vocab_size: int) -> LanguageModel:

@@ -181,7 +181,7 @@ def read_text(
     size = 0
     with tempfile.SpooledTemporaryFile(MAX_MEMORY_BYTES) as spool:
         if source.is_stdin:
-            copy_stdin(spool.write, 4 * (max_characters + 1))  # at most 4 bytes each, and a mark
+            copy_stdin(spool.write, 4 * (max_characters + 1))  # 4 bytes each, and a byte order mark
             source = replace(source, stream=spool)
         for text in decode(iter_chunks(source), encoding):
             size += len(text)

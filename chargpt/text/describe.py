@@ -15,7 +15,7 @@ from chargpt.text.statistics import (
 from chargpt.text.tokenizer import Counts, Tokens
 
 MAX_SHOWN = 10  # characters listed as the most or least frequent
-MAX_VOCAB_SIZE = 5_000  # here and below: limits without a warning
+MAX_VOCAB_SIZE = 5_000  # beyond this and the following limits there is a warning
 MIN_CHARACTERS = 10_000
 MAX_LINE = 1_000_000  # characters
 MAX_ONCE_FRACTION = 0.2  # of the vocabulary, for characters that occur once

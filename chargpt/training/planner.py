@@ -258,7 +258,7 @@ class _Planner:
 def measure_speed(config: Config, corpus: Corpus) -> float:
     """Return the characters per second of trial steps, without n-gram soft targets.
 
-    Those cost a tenth or less, which shows when the run is re-planned.
+    Soft targets cost a tenth or less, which re-planning takes into account.
     """
     trial = config.with_values({"train.ngram_target_weight": 0.0})
     learner = Trainer(trial, corpus).learner
