@@ -15,10 +15,12 @@ from types import ModuleType
 
 import pytest
 
-from chargpt.config import load_config
+from chargpt.config import TextConfig, load_config
 from chargpt.errors import DownloadError, TextError
 from chargpt.text import catalog
 from chargpt.text.catalog import CATALOG, Entry, built_in_text, fetch, settings_for
+from chargpt.text.corpus import load_corpus
+from chargpt.text.describe import compare_splits
 
 TEXT = b"First Citizen:\nBefore we proceed any further, hear me speak.\n" * 5000
 
@@ -180,6 +182,10 @@ def test_the_built_in_text_is_long_and_the_same_at_every_call() -> None:
     assert len(text) > 300_000
     assert "expression" in text
     assert built_in_text() == text
+
+
+def test_the_splits_of_the_built_in_text_are_alike() -> None:
+    assert compare_splits(load_corpus(TextConfig())) is None
 
 
 @pytest.mark.parametrize("topics", [None, {}])

@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 from conftest import REPOSITORY, Cli, refusal, run_cli
 
+from chargpt.analysis import compare as comparison
+from chargpt.analysis.compare import compare_runs
 from chargpt.cli import console
 from chargpt.config import load_config
 from chargpt.store.folder import RunFolder
@@ -780,6 +782,17 @@ def test_compare_trains_and_compares_bigram_and_gpt(verse: Path, cli: Cli) -> No
     assert [row["model"] for row in rows] == ["bigram", "gpt"]
     assert KEYS - {"chars_per_second", "text"} <= set(rows[0])
     assert Path("two.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_compared_runs_score_the_same_characters(
+    verse: Path, trained: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longer = [word.replace("block_size=16", "block_size=64") for word in QUICK]
+    assert cli("train", trained.parent / "novel.txt", *longer, "--out", "longer").returncode == 0
+    monkeypatch.setattr(comparison, "MAX_CHARACTERS", 1000)
+    result = compare_runs([trained, Path("longer")], device="cpu")
+    assert {row.evaluation.characters for row in result.rows if row.evaluation} == {960}
+    assert result.sample == "960 of 2,844 validation characters, protocol full"
 
 
 def test_comparing_runs_writes_no_picture_unless_asked(trained: Path, cli: Cli) -> None:

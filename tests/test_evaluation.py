@@ -15,8 +15,9 @@ from noise import fill_with_noise, noisy_model
 from chargpt.config import Config
 from chargpt.errors import ConfigError, TextError, UnknownCharacterError
 from chargpt.inference import evaluation, windows
-from chargpt.inference.baselines import BIGRAM_ALPHA, baselines, bigram_nats
+from chargpt.inference.baselines import BIGRAM_ALPHA, Baselines, bigram_log_probs
 from chargpt.inference.evaluation import Evaluation, evaluate, evaluate_tokens
+from chargpt.inference.windows import even_spans
 from chargpt.models.bigram import BigramLM
 from chargpt.models.ngram import NGramLM
 from chargpt.store.run import Run
@@ -267,34 +268,35 @@ def corpus_of(text=TEXT, val_fraction=0.2):
     return Corpus("verse", key, tokenizer, tokenizer.encode(text), val_fraction, 0.0)
 
 
+def val_losses(corpus):
+    return Baselines(corpus).losses(corpus.split("val"))
+
+
 def test_the_sparse_bigram_has_the_loss_of_the_dense_one():
     corpus = corpus_of(TEXT[:300] + "a few quite different words, judged by nobody")
     fitted = corpus.pair_counts("train")
+    val = corpus.split("val").astype(np.int64)
     for alpha in (BIGRAM_ALPHA, 1.0):
-        dense = evaluate_tokens(
-            BigramLM.from_counts(fitted, 16, alpha), corpus.split("val")
-        ).nats_per_char
-        assert bigram_nats(fitted, corpus.pair_counts("val"), alpha) == pytest.approx(
-            dense, abs=1e-6
-        )
-    assert baselines(corpus)["bigram"] == bigram_nats(
-        fitted, corpus.pair_counts("val"), BIGRAM_ALPHA
-    )
+        dense = evaluate_tokens(BigramLM.from_counts(fitted, 16, alpha), val).nats_per_char
+        sparse = -bigram_log_probs(fitted, val[:-1], val[1:], alpha).mean()
+        assert sparse == pytest.approx(dense, abs=1e-6)
+    sparse = -bigram_log_probs(fitted, val[:-1], val[1:], BIGRAM_ALPHA).mean()
+    assert val_losses(corpus)["bigram"] == sparse
 
 
 def test_the_baselines_equal_losses_computed_by_hand():
     corpus = corpus_of("ab" * 8 + "abba", val_fraction=0.2)  # train (ab) x 8, val abba
-    result = baselines(corpus)
+    result = val_losses(corpus)
     assert result["uniform"] == pytest.approx(math.log(2))
     assert result["unigram"] == pytest.approx(math.log(2))
     pairs = {"ab": 8.1 / 8.2, "bb": 0.1 / 7.2, "ba": 7.1 / 7.2}
     assert result["bigram"] == pytest.approx(-sum(map(math.log, pairs.values())) / 3)
     lopsided = corpus_of("aaaaaaab" + "bb", val_fraction=0.2)
-    assert baselines(lopsided)["unigram"] == pytest.approx(-math.log(2 / 10))
+    assert val_losses(lopsided)["unigram"] == pytest.approx(-math.log(2 / 10))
 
 
 def test_the_baselines_are_ordered():
-    result = baselines(corpus_of())
+    result = val_losses(corpus_of())
     assert list(result) == ["uniform", "unigram", "bigram", "6-gram"]
     assert result["uniform"] > result["unigram"] > result["bigram"]
 
@@ -304,21 +306,45 @@ def test_the_n_gram_scores_each_character_with_all_of_its_context():
     ngram = NGramLM.fit(corpus.split("train"), corpus.tokenizer.vocab_size, 10_000)
     whole = evaluate_tokens(ngram, corpus.split("val"))
     assert len(corpus.split("val")) < 10_000  # a single block
-    assert baselines(corpus)["6-gram"] == pytest.approx(whole.nats_per_char, abs=1e-6)
+    assert val_losses(corpus)["6-gram"] == pytest.approx(whole.nats_per_char, abs=1e-6)
 
 
 def test_a_large_vocabulary_needs_no_table():
     text = "".join(map(chr, range(0x4E00, 0x4E00 + 20_000))) * 2
-    result = baselines(corpus_of(text, val_fraction=0.5))
+    result = val_losses(corpus_of(text, val_fraction=0.5))
     assert result["uniform"] == pytest.approx(math.log(20_000))
     assert result["bigram"] == pytest.approx(-math.log(1.1 / 2001), rel=1e-4)
 
 
 def test_baselines_of_an_empty_split_are_rejected():
-    with pytest.raises(
-        TextError, match=r"the test split contains fewer than 2.*text\.test_fraction"
-    ):
-        baselines(corpus_of(), "test")
+    corpus = corpus_of()
+    with pytest.raises(TextError, match=r"fewer than 2 characters.*text\.test_fraction"):
+        Baselines(corpus).losses(corpus.split("test"))
+
+
+@pytest.mark.parametrize("limit", [1, 8, 100, 400, 10**6])
+@pytest.mark.parametrize("block_size", [5, 16])
+def test_baselines_and_models_score_the_same_characters(limit, block_size):
+    corpus = corpus_of(TEXT * 3)
+    fitted, val = Baselines(corpus), corpus.split("val")
+    bigram = BigramLM.from_counts(fitted.pair_counts, block_size, BIGRAM_ALPHA)
+    span = 16  # the same characters for any block size
+    own = evaluate_tokens(bigram, val, max_characters=limit, span=span)
+    losses = fitted.losses(val, max_characters=limit, span=span)
+    # a bigram needs no context but the character before, so blocks do not matter to it
+    assert losses["bigram"] == pytest.approx(own.nats_per_char, abs=1e-6)
+    assert own.characters <= min(limit, len(val) - 1)
+
+
+def test_the_n_gram_has_all_of_its_context_in_every_span():
+    corpus = corpus_of(TEXT * 3)
+    fitted, val = Baselines(corpus), corpus.split("val")
+    of_each = fitted.ngram.losses(val[None])[0]  # of every character but the first
+    for limit in (8, 100, 400):
+        starts, length = even_spans(len(val) - 1, 16, limit)
+        expected = np.mean([of_each[start : start + length] for start in starts])
+        losses = fitted.losses(val, max_characters=limit, span=16)
+        assert losses["6-gram"] == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.fixture

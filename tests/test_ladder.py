@@ -21,7 +21,7 @@ from chargpt.analysis.ladder import (
     paired_gain,
 )
 from chargpt.config import load_config
-from chargpt.inference.baselines import NGRAM, baselines
+from chargpt.inference.baselines import NGRAM, Baselines
 from chargpt.inference.evaluation import evaluate, evaluate_tokens
 from chargpt.models import build_model, count_parameters
 from chargpt.models.bigram import BigramLM
@@ -37,6 +37,10 @@ TINY = (
 
 def corpus_of(path: Path) -> Corpus:
     return load_corpus(load_config("gpt", [f"text.path={path}"]).text)
+
+
+def val_losses(corpus: Corpus) -> dict[str, float]:
+    return Baselines(corpus).losses(corpus.split("val"))
 
 
 def test_each_rung_of_the_gpt_differs_from_the_one_below_in_one_setting() -> None:
@@ -92,7 +96,7 @@ def test_every_rung_is_trained_with_every_seed(cli: Cli, verse: Path) -> None:
     assert report["attention_gain"]["value"] == pytest.approx(gain)
     assert Path(report["picture"]).read_text().startswith("<?xml")
     by_name = {row["model"]: row["nats_per_char"] for row in report["rows"]}
-    levels = baselines(corpus_of(verse))
+    levels = val_losses(corpus_of(verse))
     assert by_name["uniform"] == pytest.approx(levels["uniform"])
     assert by_name[f"{NGRAM} (counts)"] == pytest.approx(levels[NGRAM], abs=1e-6)
 
@@ -133,13 +137,13 @@ def test_baselines_and_compressors_score_the_same_characters(
     corpus = corpus_of(verse)
     monkeypatch.setattr(ladder, "MAX_SCORED", 500)
     val = corpus.split("val")[:501]
-    levels = baselines(corpus, characters=500)
+    levels = Baselines(corpus).losses(val)
     assert ngram_loss(corpus, ORDER) == pytest.approx(levels[NGRAM], abs=1e-6)
     bigram = BigramLM.from_counts(corpus.pair_counts("train"), 1000, alpha=0.1)
     own = evaluate_tokens(bigram, val)
     assert own.characters == 500
     assert levels["bigram"] == pytest.approx(own.nats_per_char, abs=1e-6)
-    assert baselines(corpus)["bigram"] != pytest.approx(levels["bigram"], abs=1e-3)
+    assert val_losses(corpus)["bigram"] != pytest.approx(levels["bigram"], abs=1e-3)
     text = corpus.tokenizer.decode(corpus.split("train"))
     added = ladder.compressors()["xz -9"]((text + corpus.tokenizer.decode(val)).encode())
     added -= ladder.compressors()["xz -9"](text.encode())
@@ -148,7 +152,7 @@ def test_baselines_and_compressors_score_the_same_characters(
 
 def test_ngram_loss_equals_the_baseline_and_falls_with_the_order(verse: Path) -> None:
     corpus = corpus_of(verse)
-    assert ngram_loss(corpus, ORDER) == pytest.approx(baselines(corpus)[NGRAM], abs=1e-6)
+    assert ngram_loss(corpus, ORDER) == pytest.approx(val_losses(corpus)[NGRAM], abs=1e-6)
     assert ngram_loss(corpus, 2) > ngram_loss(corpus, 3) > ngram_loss(corpus, 4)
 
 

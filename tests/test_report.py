@@ -19,7 +19,7 @@ from chargpt.analysis import report as module
 from chargpt.analysis.report import split_at, write_report
 from chargpt.analysis.result import RunScores, describe_difference, score_run, summarize
 from chargpt.cli import summary
-from chargpt.inference.baselines import baselines
+from chargpt.inference.baselines import Baselines
 from chargpt.inference.evaluation import Evaluation
 from chargpt.store.folder import RunFolder
 from chargpt.store.run import load_run
@@ -103,7 +103,7 @@ def test_the_figures_are_those_of_the_run(page: Page) -> None:
     result = score_run(run, run.corpus())
     assert f"{result.losses['val'].nats_per_char:.4f}" in page.text
     assert f"{result.losses['train'].nats_per_char:.4f}" in page.text
-    for nats in baselines(run.corpus()).values():
+    for nats in result.baselines.values():
         assert f"{nats:.4f}" in page.text
     records = RunFolder(run.folder).metrics.records()
     samples = {r["step"]: r["sample"] for r in records if "sample" in r}
@@ -226,6 +226,39 @@ def test_verbatim_matches_are_marked_at_their_position() -> None:
     ]
 
 
+def test_a_sorted_list_is_said_to_have_unlike_splits_instead_of_over_fitting(
+    cli: Cli, tmp_path: Path
+) -> None:
+    words = sorted(f"{'abcdefghij'[n % 10] * 3}{n:03d}" for n in range(1000))
+    path = tmp_path / "list.txt"
+    path.write_text("\n".join(words))
+    done = cli("train", path, *TINY, "-s", "train.max_steps=40", "--out", "mine")
+    assert "The validation split, the end of the text, differs from the training" in done.stdout
+    assert "shuffle its lines" in done.stdout
+    assert "generalisation gap" not in done.stdout
+    path.write_text("\n".join(np.random.default_rng(0).permutation(words)))
+    done = cli("train", path, *TINY, "--out", "other")
+    assert "differs from the training" not in done.stdout
+
+
+def test_all_rows_of_the_closing_table_score_the_same_characters(
+    cli: Cli, verse: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = cli("train", verse, *TINY, "--out", "mine")
+    run = load_run(Path("mine"), device="cpu")
+    corpus = run.corpus()
+    val = corpus.split("val")
+    assert f"Losses on {len(val) - 1:,} of {len(val):,} validation characters" in done.stdout
+    monkeypatch.setattr("chargpt.training.budget.MIN_SCORED", 200)
+    result = score_run(run, corpus)
+    span = run.model.block_size
+    assert result.losses["val"].characters == 200 // span * span
+    fitted = Baselines(corpus)
+    assert result.baselines == fitted.losses(val, max_characters=200, span=span)
+    assert result.baselines != fitted.losses(val)
+    assert f"{200 // span * span} of {len(val):,} validation" in result.sample
+
+
 def test_over_fitting_is_reported_from_the_recorded_losses(cli: Cli, verse: Path) -> None:
     cli("train", verse, *TINY, "--out", "mine")
     run = load_run(Path("mine"), device="cpu")
@@ -248,7 +281,7 @@ def test_over_fitting_is_reported_from_the_recorded_losses(cli: Cli, verse: Path
     assert sentence in summarize(stopped, result, records)
     val = result.losses["val"]
     easy = type(val)(val.nats_per_char - 0.5, 1, 1, 0, "full", "train", 8)
-    memorised = RunScores(result.baselines, {"train": easy, "val": val})
+    memorised = RunScores(result.baselines, {"train": easy, "val": val}, 9)
     for dropout, remedy in ((0.0, "more text or model.dropout would"), (0.1, "more text would")):
         config = run.config.with_values({"model.dropout": dropout})
         dropping = type(run)(run.folder, config, run.tokenizer, run.model, run.step, run.state)

@@ -13,7 +13,7 @@ from chargpt.config import TextConfig
 from chargpt.text import describe as describe_module
 from chargpt.text import statistics
 from chargpt.text.corpus import load_corpus
-from chargpt.text.describe import Description, describe
+from chargpt.text.describe import Description, compare_splits, describe
 from chargpt.text.statistics import (
     conditional_entropy_bits,
     count_pairs,
@@ -112,6 +112,26 @@ def test_lines_are_measured_across_chunks(
     monkeypatch.setattr(describe_module, "CHUNK", 2)
     description = describe_text(tmp_path, text)
     assert (description.lines, description.longest_line) == (lines, longest)
+
+
+def test_unlike_splits_are_told_from_alike_ones(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    letters = np.array(list("etaoin shrdlu\n"))
+    alike = "".join(rng.choice(letters, 20_000))
+    other = "".join(rng.choice(letters[::2], 2_000))
+
+    def warning_of(text: str) -> str | None:
+        path = tmp_path / "text.txt"
+        path.write_text(text)
+        return compare_splits(load_corpus(TextConfig(path=str(path))))
+
+    assert warning_of(alike) is None
+    warning = warning_of(alike[:18_000] + other)
+    assert warning is not None
+    assert "differs from the training split" in warning
+    # a short split differs by chance
+    assert warning_of(alike[:200]) is None
+    assert warning_of("ab") is None
 
 
 @pytest.mark.parametrize(

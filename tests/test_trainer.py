@@ -14,7 +14,7 @@ import torch
 
 from chargpt.config import Config, TextConfig, load_config
 from chargpt.errors import ConfigError, DivergedError, RunError, TextError
-from chargpt.inference.baselines import baselines
+from chargpt.inference.baselines import Baselines
 from chargpt.store.folder import RunFolder
 from chargpt.store.run import load_run
 from chargpt.text.batches import Batches
@@ -122,7 +122,10 @@ def test_the_loss_starts_at_ln_v_and_falls_below_the_unigram_baseline(corpus: Co
     ln_v = math.log(corpus.tokenizer.vocab_size)
     assert reports[0].validation.nats_per_char == pytest.approx(ln_v, rel=0.01)
     assert reports[-1].validation is not None
-    assert reports[-1].validation.nats_per_char < baselines(corpus)["unigram"]
+    assert (
+        reports[-1].validation.nats_per_char
+        < Baselines(corpus).losses(corpus.split("val"))["unigram"]
+    )
 
 
 def test_gradient_accumulation_gives_the_losses_of_the_whole_batch(corpus: Corpus) -> None:
@@ -536,7 +539,9 @@ def test_the_notebooks_bigram_trains_to_within_005_nats_of_the_counted_bigram(
     for _ in trainer.steps():
         pass
     trained = trainer.validator.evaluate("val").nats_per_char
-    assert trained == pytest.approx(baselines(corpus)["bigram"], abs=0.05)
+    assert trained == pytest.approx(
+        Baselines(corpus).losses(corpus.split("val"))["bigram"], abs=0.05
+    )
 
 
 def test_the_shipped_bigram_trains_to_within_001_nats_of_the_counted_bigram(corpus: Corpus) -> None:
@@ -545,7 +550,9 @@ def test_the_shipped_bigram_trains_to_within_001_nats_of_the_counted_bigram(corp
     for _ in trainer.steps():
         pass
     trained = trainer.validator.evaluate("train").nats_per_char
-    assert trained == pytest.approx(baselines(corpus, "train")["bigram"], abs=0.01)
+    assert trained == pytest.approx(
+        Baselines(corpus).losses(corpus.split("train"))["bigram"], abs=0.01
+    )
 
 
 def test_repeating_a_command_keeps_the_rates_of_a_rollback_and_the_resolved_device(

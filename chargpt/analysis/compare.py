@@ -9,7 +9,7 @@ from typing import Any
 
 from chargpt.config import Config, load_config
 from chargpt.errors import ConfigError
-from chargpt.inference.baselines import BIGRAM_ALPHA, NGRAM, baselines, fit_ngram
+from chargpt.inference.baselines import BIGRAM_ALPHA, NGRAM, Baselines
 from chargpt.inference.evaluation import Evaluation, evaluate_tokens
 from chargpt.inference.sampling import sample
 from chargpt.models.bigram import BigramLM
@@ -59,18 +59,31 @@ class Row:
 
 @dataclass
 class Comparison:
-    """Rows, validation curves and samples of the compared models, and the baselines' losses."""
+    """Rows, validation curves and samples of the compared models, and the baselines' losses.
+
+    All rows score the same characters of the validation split, in spans of `span` if it is long.
+    """
 
     title: str
+    val_characters: int  # of the validation split
+    span: int
     rows: list[Row] = field(default_factory=list)
     curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     samples: dict[str, str] = field(default_factory=dict)
     baselines: Mapping[str, float] = field(default_factory=dict)
 
+    @property
+    def sample(self) -> str:
+        """What the losses were measured on."""
+        scored = max(row.evaluation.characters for row in self.rows if row.evaluation)
+        return f"{scored:,} of {self.val_characters:,} validation characters, protocol full"
+
     def add_run(self, name: str, run: Run, corpus: Corpus) -> None:
         """Evaluate a trained run on the validation split of its text and add it under a name."""
         split = corpus.split("val")
-        evaluation = evaluate_tokens(run.model, split, max_characters=MAX_CHARACTERS)
+        evaluation = evaluate_tokens(
+            run.model, split, max_characters=MAX_CHARACTERS, span=self.span
+        )
         parameters, seconds = run.model.parameter_count(), run.state.seconds
         nats, path = evaluation.nats_per_char, str(run.folder)
         self.rows.append(Row(name, nats, parameters, seconds, run.step, path, evaluation))
@@ -132,31 +145,30 @@ def compare(
         ChargptError: the text, a setting or the folder is unusable.
     """
     corpus = corpus or load_corpus(settings.text)
-    ngram = fit_ngram(corpus)
-    losses = baselines(corpus, ngram=ngram)
+    baselines, span = Baselines(corpus), settings.model.block_size
+    losses = baselines.losses(corpus.split("val"), max_characters=MAX_CHARACTERS, span=span)
     vocab_size = corpus.tokenizer.vocab_size
-    comparison = Comparison(corpus.name, baselines=losses)
+    comparison = Comparison(corpus.name, len(corpus.split("val")), span, baselines=losses)
     comparison.rows += [
         Row("uniform", losses["uniform"], 0),
         Row("unigram (counts)", losses["unigram"], vocab_size),
-        bigram_row(corpus, settings, losses["bigram"]),
+        bigram_row(corpus, baselines, span, losses["bigram"]),
         Row(f"{NGRAM} (counts)", losses[NGRAM]),
     ]
     for kind in models:
         config = model_settings(settings, kind)
-        run = train_run(config, folder / kind, corpus, kind, run_trainer, ngram)
+        run = train_run(config, folder / kind, corpus, kind, run_trainer, baselines.ngram)
         comparison.add_run(f"{kind} (trained)", run, corpus)
     return comparison
 
 
-def bigram_row(corpus: Corpus, settings: Config, nats: float) -> Row:
+def bigram_row(corpus: Corpus, baselines: Baselines, span: int, nats: float) -> Row:
     """Return the row of the bigram estimated from counts; `nats` if its table is too large."""
     vocab_size = corpus.tokenizer.vocab_size
     start = time.perf_counter()
     evaluation = None
     if vocab_size <= MAX_TABLE_VOCAB:
-        pairs, block_size = corpus.pair_counts("train"), settings.model.block_size
-        model = BigramLM.from_counts(pairs, block_size, alpha=BIGRAM_ALPHA)
+        model = BigramLM.from_counts(baselines.pair_counts, span, alpha=BIGRAM_ALPHA)
         evaluation = evaluate_tokens(model, corpus.split("val"), max_characters=MAX_CHARACTERS)
         nats = evaluation.nats_per_char
     seconds = round(time.perf_counter() - start, 3)
@@ -179,7 +191,10 @@ def compare_runs(paths: Sequence[Path], device: str = "auto") -> Comparison:
                 f"{path} ({corpus.name}) has another validation split than {paths[0]} "
                 f"({corpora[0].name}), so their losses cannot be compared; name runs of one text"
             )
-    comparison = Comparison(corpora[0].name, baselines=baselines(corpora[0]))
+    span = max(run.model.block_size for run in runs)
+    val = corpora[0].split("val")
+    losses = Baselines(corpora[0]).losses(val, max_characters=MAX_CHARACTERS, span=span)
+    comparison = Comparison(corpora[0].name, len(val), span, baselines=losses)
     for path, run in zip(paths, runs, strict=True):
         name = path.name if path.name not in comparison.curves else str(path)
         comparison.add_run(name, run, corpora[0])

@@ -22,7 +22,7 @@ import numpy as np
 from chargpt.analysis.compare import SAMPLE, RunTrainer, model_settings, train_run
 from chargpt.config import Config
 from chargpt.errors import ConfigError
-from chargpt.inference.baselines import baselines, fit_ngram
+from chargpt.inference.baselines import Baselines, fit_ngram
 from chargpt.inference.evaluation import evaluate_tokens
 from chargpt.inference.sampling import sample
 from chargpt.models.ngram import ORDER, NGramLM
@@ -227,7 +227,7 @@ def run_ladder(
 
 def ngram_losses(corpus: Corpus, ngram: NGramLM) -> dict[str, float]:
     """Return the losses of the n-gram baselines, each character with all of its context."""
-    losses = baselines(corpus, characters=MAX_SCORED, ngram=ngram)
+    losses = Baselines(corpus, ngram).losses(corpus.split("val")[: MAX_SCORED + 1])
     for order in ORDERS:
         if order != ORDER:
             losses[f"{order}-gram"] = ngram_loss(corpus, order)

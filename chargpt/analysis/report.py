@@ -93,7 +93,7 @@ def result(run: Run, corpus: Corpus, scores: RunScores, records: Records) -> Fac
         "title": f"{run.config.model.kind} on {corpus.name}",
         "version": version("chargpt"),
         "block_size": val.block_size,
-        "scored": f"{val.characters:,}",
+        "scored": scores.sample,
         "ngram": NGRAM,
         "ngram_context": ORDER - 1,
         "cards": [

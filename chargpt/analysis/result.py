@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from chargpt.inference.baselines import NGRAM, baselines
+from chargpt.inference.baselines import NGRAM, Baselines
 from chargpt.inference.evaluation import Evaluation, evaluate_tokens
 from chargpt.store.metrics import validation_curve
 from chargpt.store.run import Run
 from chargpt.text.corpus import SPLITS, Corpus, Split
+from chargpt.text.describe import compare_splits
 from chargpt.training.budget import scored_characters
 
 MIN_RISE = 0.02  # nats above the best validation loss that count as over-fitting, not noise
@@ -21,8 +22,19 @@ MIN_GAP = 0.3  # nats of generalisation gap that are reported
 class RunScores:
     """Losses of a run and its baselines."""
 
-    baselines: Mapping[str, float]  # nats per character on the validation split, by name
+    baselines: Mapping[str, float]  # nats per character, by name, on the same characters
     losses: Mapping[Split, Evaluation]  # of the run on each split
+    val_characters: int  # of the validation split
+    split_warning: str | None = None  # if the validation split differs from the training split
+
+    @property
+    def sample(self) -> str:
+        """What the validation losses were measured on, and their standard error."""
+        val = self.losses["val"]
+        return (
+            f"{val.characters:,} of {self.val_characters:,} validation characters "
+            f"({val.protocol}), standard error {val.standard_error:.3f}"
+        )
 
     def rows(self, kind: str) -> list[tuple[str, str, float]]:
         """Return (model, split, nats) per row of the final table."""
@@ -30,15 +42,13 @@ class RunScores:
         return rows + [(f"{kind} (trained)", s, e.nats_per_char) for s, e in self.losses.items()]
 
 
-def score_run(
-    run: Run, corpus: Corpus, baseline_losses: Mapping[str, float] | None = None
-) -> RunScores:
-    """Evaluate a run on its training and validation splits.
+def score_run(run: Run, corpus: Corpus, baselines: Baselines | None = None) -> RunScores:
+    """Evaluate a run on its training and validation splits, and the baselines on the latter.
 
     Args:
         run: what `load_run` returned.
         corpus: its text.
-        baseline_losses: what `baselines` returned, if it is at hand.
+        baselines: of the text, if they are at hand.
 
     Raises:
         TextError: a split is too short to score.
@@ -48,7 +58,10 @@ def score_run(
         split: evaluate_tokens(run.model, corpus.split(split), split=split, max_characters=scored)
         for split in SPLITS
     }
-    return RunScores(baseline_losses or baselines(corpus), losses)
+    val = corpus.split("val")
+    baselines = baselines or Baselines(corpus)
+    reference = baselines.losses(val, max_characters=scored, span=run.model.block_size)
+    return RunScores(reference, losses, len(val), compare_splits(corpus))
 
 
 def describe_difference(evaluation: Evaluation, name: str, reference: float) -> str:
@@ -72,6 +85,8 @@ def summarize(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]])
             for name in ("bigram", NGRAM)
         ]
         sentences.append(f"The gpt is {' and '.join(differences)} on the validation split.")
+    if scores.split_warning is not None:
+        sentences.append(f"{scores.split_warning[0].upper()}{scores.split_warning[1:]}.")
     uniform = scores.baselines["uniform"]
     training = [record["loss"] for record in records if "loss" in record][-LAST_STEPS:]
     if last > uniform + MIN_RISE and training and fmean(training) > uniform:
@@ -91,7 +106,7 @@ def summarize(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]])
             f"{last:.3f} nats{used}. More text, model.dropout or fewer steps "
             "would help."
         )
-    elif val_loss - train_loss > MIN_GAP:
+    elif val_loss - train_loss > MIN_GAP and scores.split_warning is None:
         remedy = "more text" if run.config.model.dropout else "more text or model.dropout"
         sentences.append(
             f"It over-fits: the generalisation gap (validation minus training loss) is "

@@ -142,7 +142,7 @@ def print_rows(result: Comparison) -> None:
             ]
             for row in result.rows
         ],
-        title=f"{result.title}: validation loss, protocol full",
+        title=f"{result.title}: loss on {result.sample}",
     )
     bigrams = [row.nats_per_char for row in result.rows if row.model.startswith("bigram")]
     gpt = next((row.evaluation for row in result.rows if row.model == "gpt (trained)"), None)

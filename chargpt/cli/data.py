@@ -77,7 +77,8 @@ def info(
 
 def _print_facts(name: str, facts: Description) -> None:
     def listed(pairs: Iterable[tuple[str, int]]) -> str:
-        return "  ".join(f"{display_char(c)} {count:,}" for c, count in pairs)
+        cells = [f"{display_char(c)} {count:,}" for c, count in pairs]
+        return "\n".join("  ".join(cells[i : i + 5]) for i in range(0, len(cells), 5))
 
     tables.table(
         ["text", name],

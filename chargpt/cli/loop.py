@@ -11,7 +11,7 @@ from chargpt.cli import console
 from chargpt.cli.progress import Progress
 from chargpt.cli.signals import Signals, Stopped
 from chargpt.errors import WorkError
-from chargpt.inference.baselines import NGRAM, baselines
+from chargpt.inference.baselines import NGRAM, Baselines
 from chargpt.store.folder import RunFolder
 from chargpt.training.budget import Budget
 from chargpt.training.report import StepReport
@@ -22,14 +22,22 @@ class StepView:
     """Shows the steps of one trainer and stops it at a signal.
 
     Attributes:
-        baselines: losses of the n-gram baselines on the validation split, in nats.
+        baselines: of the text; None on other ranks than 0.
+        baseline_losses: in nats per character, on the characters that training validates on.
     """
 
     def __init__(self, trainer: Trainer, folder: RunFolder, signals: Signals) -> None:
         self.trainer, self.folder, self.signals = trainer, folder, signals
-        self.baselines: dict[str, float] = {}
+        self.baselines: Baselines | None = None
+        self.baseline_losses: dict[str, float] = {}
         if trainer.group.is_main:
-            self.baselines = baselines(trainer.corpus, ngram=trainer.learner.fitted_ngram)
+            config = trainer.config
+            self.baselines = Baselines(trainer.corpus, trainer.learner.fitted_ngram)
+            self.baseline_losses = self.baselines.losses(
+                trainer.corpus.split("val"),
+                max_characters=config.train.evaluate_characters,
+                span=config.model.block_size,
+            )
         self.bar = Progress(trainer.config.train.max_steps, "step", initial=trainer.state.step)
         self.validation: list[float] = []
         self.has_reported_disk_error = False
@@ -94,20 +102,20 @@ class StepView:
         if self.validation:
             last = self.validation[-1]
             val = f"val {last:.3f}{console.sparkline(self.validation, 5)} "
-        name = "bigram" if self.baselines["bigram"] < last else NGRAM
+        name = "bigram" if self.baseline_losses["bigram"] < last else NGRAM
         return (
-            f"loss {float(loss):.2f} {val}{name} {self.baselines[name]:.3f} "
+            f"loss {float(loss):.2f} {val}{name} {self.baseline_losses[name]:.3f} "
             f"{console.short(report.speed)} chars/s"
         )
 
 
 def run_steps(
     trainer: Trainer, folder: RunFolder, signals: Signals, budget: Budget | None = None
-) -> dict[str, float]:
+) -> Baselines | None:
     """Run all steps with a progress bar; a signal saves the run and ends the command.
 
     Returns:
-        Losses of the n-gram baselines on the validation split, in nats.
+        The baselines of the text, on rank 0.
 
     Raises:
         WorkError: the last checkpoint could not be written.

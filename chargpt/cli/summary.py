@@ -9,6 +9,7 @@ from chargpt.analysis.result import RunScores, score_run, summarize
 from chargpt.cli import console, tables
 from chargpt.config import ModelConfig
 from chargpt.errors import ChargptError
+from chargpt.inference.baselines import Baselines
 from chargpt.store.run import Run, load_run
 from chargpt.training.budget import RESERVE, Budget
 from chargpt.training.cost import Cost
@@ -61,7 +62,7 @@ def describe_model(model: ModelConfig) -> str:
     )
 
 
-def show_result(session: Session, baselines: dict[str, float]) -> None:
+def show_result(session: Session, baselines: Baselines | None) -> None:
     """Print the closing table, write the report of a long run, and name the next commands."""
     trainer, folder, budget = session.trainer, session.folder, session.budget
     best = load_run(folder.path, "best", trainer.device.type)
@@ -73,6 +74,7 @@ def show_result(session: Session, baselines: dict[str, float]) -> None:
             for name, split, nats in scores.rows(best.config.model.kind)
         ],
     )
+    console.out(f"Losses on {scores.sample}.")
     for sentence in summarize(best, scores, folder.metrics.records()):
         console.out(sentence)
     path, step, seconds = shlex.quote(str(folder.path)), trainer.state.step, trainer.state.seconds

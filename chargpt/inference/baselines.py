@@ -5,59 +5,69 @@ import math
 import numpy as np
 
 from chargpt.errors import TextError
+from chargpt.inference.windows import even_spans
 from chargpt.models.ngram import ORDER, NGramLM
-from chargpt.text.corpus import Corpus, Split
-from chargpt.text.statistics import PairCounts, count_pairs
+from chargpt.text.corpus import Corpus
+from chargpt.text.statistics import PairCounts
+from chargpt.text.tokenizer import Floats, Tokens
 
 UNIGRAM_ALPHA = 1.0  # pseudo-count of additive smoothing
 BIGRAM_ALPHA = 0.1
 NGRAM = f"{ORDER}-gram"
-NGRAM_CHARACTERS = 1_000_000  # scored by the n-gram baseline at most
 MAX_BLOCK_SIZE = 65_536  # the maximum of model.block_size
 
 
-def baselines(
-    corpus: Corpus,
-    split: Split = "val",
-    characters: int | None = None,
-    ngram: NGramLM | None = None,
-) -> dict[str, float]:
-    """Return the loss of each baseline on a split, in nats per character.
+class Baselines:
+    """The baselines of a text, fitted to its training split.
+
+    `uniform`: ln V. `unigram` and `bigram`: frequencies in the training split, with 1 added to each
+    character's count and 0.1 to each pair's. `6-gram`: `NGramLM`, fitted to at most the last
+    4,000,000 characters of the training split.
 
     Args:
-        corpus: its training split is counted.
-        split: the split to score.
-        characters: score only this many characters from the start of the split; all by default.
+        corpus: the text.
         ngram: the model from `fit_ngram(corpus)`; fitted here by default.
-
-    Returns:
-        `uniform`: ln V. `unigram` and `bigram`: frequencies in the training split, with 1 added to
-        each character's count and 0.1 to each pair's. `6-gram`: `NGramLM`, fitted to at most the
-        last 4,000,000 characters of the training split. They score the same characters as the
-        protocol `full`, each with all of its context; `6-gram` at most the first 1,000,000.
-
-    Raises:
-        TextError: the split has fewer than 2 characters.
     """
-    vocab_size = corpus.tokenizer.vocab_size
-    scored = corpus.pair_counts(split)
-    if characters is not None:
-        scored = count_pairs(corpus.split(split)[: characters + 1], vocab_size)
-    if not scored.total:
-        raise TextError(
-            f"the {split} split contains fewer than 2 characters; give a longer text or a larger "
-            f"text.{split}_fraction"
-        )
-    counts = corpus.token_counts("train") + UNIGRAM_ALPHA
-    unigram_log_probs = np.log(counts / counts.sum())
-    ngram = ngram or fit_ngram(corpus)
-    scored_by_ngram = corpus.split(split)[None, : (characters or NGRAM_CHARACTERS) + 1]
-    return {
-        "uniform": math.log(vocab_size),
-        "unigram": float(-(unigram_log_probs[scored.second] * scored.counts).sum()) / scored.total,
-        "bigram": bigram_nats(corpus.pair_counts("train"), scored, BIGRAM_ALPHA),
-        NGRAM: float(ngram.losses(scored_by_ngram).mean(dtype=np.float64)),
-    }
+
+    def __init__(self, corpus: Corpus, ngram: NGramLM | None = None) -> None:
+        self.token_counts = corpus.token_counts("train")  # (V,)
+        self.pair_counts = corpus.pair_counts("train")
+        self.ngram = ngram or fit_ngram(corpus)
+
+    def losses(
+        self, tokens: Tokens, *, max_characters: int | None = None, span: int | None = None
+    ) -> dict[str, float]:
+        """Return the loss of each baseline in nats per character, by name.
+
+        They score the characters that `evaluate_tokens` scores with the same arguments, each with
+        all of its context.
+
+        Args:
+            tokens: of a split, shape (characters,).
+            max_characters: score at most this many, in evenly spread spans; all by default.
+            span: length of the spans, required with `max_characters`: the model's block size.
+
+        Raises:
+            TextError: there are fewer than 2 characters.
+        """
+        n_inputs = len(tokens) - 1
+        if n_inputs < 1:
+            raise TextError(
+                "the split contains fewer than 2 characters; give a longer text or a larger "
+                "text.val_fraction or text.test_fraction"
+            )
+        starts, length = even_spans(n_inputs, span or n_inputs, max_characters)
+        rows = _spans(tokens, starts - (ORDER - 2), length + ORDER - 2)  # with earlier context
+        first, second = rows[:, ORDER - 2 : -1].ravel(), rows[:, ORDER - 1 :].ravel()
+        counts = self.token_counts + UNIGRAM_ALPHA
+        return {
+            "uniform": math.log(len(counts)),
+            "unigram": -float(np.log(counts / counts.sum())[second].mean()),
+            "bigram": -float(
+                bigram_log_probs(self.pair_counts, first, second, BIGRAM_ALPHA).mean()
+            ),
+            NGRAM: float(self.ngram.losses(rows)[:, ORDER - 2 :].mean(dtype=np.float64)),
+        }
 
 
 def fit_ngram(corpus: Corpus) -> NGramLM:
@@ -65,14 +75,21 @@ def fit_ngram(corpus: Corpus) -> NGramLM:
     return NGramLM.fit(corpus.split("train"), corpus.tokenizer.vocab_size, MAX_BLOCK_SIZE)
 
 
-def bigram_nats(fitted: PairCounts, scored: PairCounts, alpha: float) -> float:
-    """Return the mean loss of a bigram model in nats, without its V x V table.
+def _spans(tokens: Tokens, starts: Tokens, length: int) -> Tokens:
+    """Return length + 1 tokens from each start, (spans, length + 1); -1 before the first token."""
+    index = starts[:, None] + np.arange(length + 1)
+    return np.where(index < 0, -1, tokens[index.clip(min=0)].astype(np.int64))
 
-    Equal to the loss of `BigramLM.from_counts(fitted, ..., alpha)`.
+
+def bigram_log_probs(fitted: PairCounts, first: Tokens, second: Tokens, alpha: float) -> Floats:
+    """Return the log-probability of each token after the one before it, without a V x V table.
+
+    Equal to that of `BigramLM.from_counts(fitted, ..., alpha)`.
 
     Args:
         fitted: pair counts that the model is fitted to.
-        scored: pair counts that are scored.
+        first: the tokens before, shape (N,).
+        second: the predicted tokens, shape (N,).
         alpha: pseudo-count of additive smoothing.
     """
     vocab_size = fitted.vocab_size
@@ -80,8 +97,7 @@ def bigram_nats(fitted: PairCounts, scored: PairCounts, alpha: float) -> float:
     # A last entry that equals no pair, for pairs beyond all fitted ones.
     codes = np.append(fitted.first * vocab_size + fitted.second, -1)
     counts = np.append(fitted.counts, 0)
-    wanted = scored.first * vocab_size + scored.second
+    wanted = first * vocab_size + second
     index = np.searchsorted(codes[:-1], wanted)
     found = np.where(codes[index] == wanted, counts[index], 0)
-    log_probs = np.log((found + alpha) / (row_sums[scored.first] + alpha * vocab_size))
-    return float(-(log_probs * scored.counts).sum()) / scored.total
+    return np.log((found + alpha) / (row_sums[first] + alpha * vocab_size))

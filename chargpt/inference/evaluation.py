@@ -127,6 +127,7 @@ def evaluate_tokens(
     split: str = "val",
     stride: int | None = None,
     max_characters: int | None = None,
+    span: int | None = None,
     dtype: torch.dtype | None = None,
     seed: int = 1337,
 ) -> Evaluation:
@@ -138,7 +139,9 @@ def evaluate_tokens(
         protocol: `full`, `sliding` or `nanogpt`.
         split: name of the split in the result.
         stride: S of `sliding`, 1 to T; max(1, T // 2) by default.
-        max_characters: with `full`, maximum N; whole blocks spread evenly are scored.
+        max_characters: with `full`, maximum N; evenly spread spans are scored.
+        span: length of such a span; the block size by default. Models with different block sizes
+            score the same characters if it is the same.
         dtype: torch.bfloat16 for mixed precision; float32 by default.
         seed: of the random batches of `nanogpt`.
 
@@ -158,7 +161,13 @@ def evaluate_tokens(
     if protocol == "nanogpt":
         block_size = min(block_size, NANOGPT_BLOCK)
     batches = protocol_windows(
-        tokens, block_size, protocol, stride=stride, max_characters=max_characters, seed=seed
+        tokens,
+        block_size,
+        protocol,
+        stride=stride,
+        max_characters=max_characters,
+        span=span,
+        seed=seed,
     )
     nats, accuracy, characters, error = _score(model, batches, dtype)
     return Evaluation(nats, accuracy, characters, error, protocol, split, block_size)

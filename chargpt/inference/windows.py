@@ -10,7 +10,7 @@ import numpy as np
 
 from chargpt.errors import ConfigError, TextError
 from chargpt.text.batches import Batches
-from chargpt.text.tokenizer import Tokens
+from chargpt.text.tokenizer import Counts, Tokens
 
 Protocol = Literal["full", "sliding", "nanogpt"]
 Windows = tuple[Tokens, int]  # (B, length + 1) tokens; number of targets that are context only
@@ -25,32 +25,47 @@ def protocol_windows(
     *,
     stride: int | None = None,
     max_characters: int | None = None,
+    span: int | None = None,
     seed: int = 1337,
 ) -> Iterator[Windows]:
     """Yield the windows of a protocol; its arguments are those of `evaluate_tokens`."""
     if protocol == "full":
-        return full_windows(tokens, block_size, max_characters)
+        return full_windows(tokens, block_size, max_characters, span)
     if protocol == "sliding":
         return sliding_windows(tokens, block_size, stride)
     return nanogpt_windows(tokens, block_size, seed)
 
 
 def full_windows(
-    tokens: Tokens, block_size: int, max_characters: int | None = None
+    tokens: Tokens, block_size: int, max_characters: int | None = None, span: int | None = None
 ) -> Iterator[Windows]:
-    """Yield non-overlapping blocks of T inputs and a shorter last one, or whole ones of them."""
+    """Yield non-overlapping blocks of T inputs and a shorter last one, or those of `even_spans`."""
     n_inputs = len(tokens) - 1
-    n_blocks = n_inputs // block_size
-    if max_characters is not None and max_characters < n_inputs:
-        length = min(block_size, max(1, max_characters))
-        count = max(1, min(n_blocks, max_characters // block_size))
-        chosen = (2 * np.arange(count) + 1) * n_blocks // (2 * count)  # middles of equal parts
-        yield _all_windows(tokens, length)[chosen * block_size], 0
+    starts, length = even_spans(n_inputs, span or block_size, max_characters)
+    if length < n_inputs:
+        rows = _all_windows(tokens, length)[starts]
+        for first in range(0, length, block_size):
+            yield rows[:, first : first + block_size + 1], 0
         return
+    n_blocks = n_inputs // block_size
     if n_blocks:
         yield _all_windows(tokens, block_size)[::block_size], 0
     if n_inputs % block_size:
         yield tokens[None, n_blocks * block_size :], 0
+
+
+def even_spans(n_inputs: int, span: int, max_characters: int | None) -> tuple[Counts, int]:
+    """Return the first input of each scored span, shape (spans,), and the length of the spans.
+
+    It is one span of all inputs, or spans of at most `span` inputs that are spread evenly and hold
+    at most `max_characters`.
+    """
+    if max_characters is None or max_characters >= n_inputs:
+        return np.zeros(1, dtype=np.int64), n_inputs
+    n_spans = n_inputs // span
+    count = max(1, min(n_spans, max_characters // span))
+    middles = (2 * np.arange(count) + 1) * n_spans // (2 * count)  # of equal parts
+    return middles * span, min(span, max(1, max_characters))
 
 
 def sliding_windows(

@@ -1,5 +1,6 @@
 """Statistics of a text, and warnings about it: the result of `chargpt data info`."""
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,7 @@ from chargpt.text.statistics import (
     conditional_entropy_bits,
     count_pairs,
     count_tokens,
+    divergence_nats,
     entropy_bits,
 )
 from chargpt.text.tokenizer import Counts, Tokens
@@ -20,6 +22,10 @@ MIN_CHARACTERS = 10_000
 MAX_LINE = 1_000_000  # characters
 MAX_ONCE_FRACTION = 0.2  # of the vocabulary, for characters that occur once
 CHUNK = 1 << 20  # tokens
+# nats between the character frequencies of the splits that change the loss noticeably
+MIN_DIVERGENCE = 0.05
+MIN_DIVERGENCE_RATIO = 5  # to that of a sample of the training split
+SAMPLE_BLOCK = 64  # characters of that sample's blocks
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,32 @@ def describe(corpus: Corpus) -> Description:
     )
 
 
+def compare_splits(corpus: Corpus) -> str | None:
+    """Return a warning if the validation split differs from the training split, else None.
+
+    The KL divergence of their character frequencies is compared with that of a sample of the
+    training split as long as the validation split, in evenly spread blocks, from the rest of it.
+    """
+    train, val = corpus.split("train"), corpus.split("val")
+    counts, vocab_size = corpus.token_counts("train"), corpus.tokenizer.vocab_size
+    n_blocks = len(train) // SAMPLE_BLOCK
+    n_sampled = min(n_blocks // 2, math.ceil(len(val) / SAMPLE_BLOCK))
+    if not n_sampled:
+        return None
+    blocks = train[: n_blocks * SAMPLE_BLOCK].reshape(n_blocks, SAMPLE_BLOCK)
+    sample = blocks[np.arange(n_sampled) * n_blocks // n_sampled].ravel()
+    sampled = count_tokens(sample, vocab_size)
+    by_chance = divergence_nats(sampled, counts - sampled)
+    divergence = divergence_nats(corpus.token_counts("val"), counts)
+    if divergence < max(MIN_DIVERGENCE, MIN_DIVERGENCE_RATIO * by_chance):
+        return None
+    return (
+        "the validation split, the end of the text, differs from the training split: the KL "
+        f"divergence of its character frequencies is {divergence:.3f} nats, {by_chance:.3f} by "
+        "chance. Its loss measures that difference too; if the text is a list, shuffle its lines"
+    )
+
+
 def _lines(tokens: Tokens, newline: int) -> tuple[int, int]:
     """Return the number of lines and the longest one's length; `newline` is an id, -1 if absent."""
     lines = longest = 0
@@ -119,4 +151,5 @@ def _warnings(corpus: Corpus, known: Counts, pairs: PairCounts, longest: int) ->
             f"{returns:,} lines end in CR LF (Windows), which the model will reproduce; "
             "convert them to LF if that is unwanted"
         )
-    return warnings
+    warning = compare_splits(corpus)
+    return warnings if warning is None else [*warnings, warning]

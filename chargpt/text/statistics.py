@@ -92,6 +92,13 @@ def _merge(tables: list[tuple[Counts, Counts]]) -> tuple[Counts, Counts]:
     return codes, counts
 
 
+def divergence_nats(counts: Counts, reference: Counts) -> float:
+    """Return the KL divergence in nats of frequencies from others, which are smoothed by 1."""
+    probs, reference_probs = counts / counts.sum(), (reference + 1) / (reference + 1).sum()
+    present = probs > 0
+    return float((probs * np.log(probs / reference_probs, where=present, out=0 * probs)).sum())
+
+
 def entropy_bits(counts: npt.NDArray[Any]) -> float:
     """Return the entropy in bits of the distribution with these counts (0 for no counts)."""
     present = counts[counts > 0].astype(np.float64)

@@ -165,7 +165,7 @@ def length_settings(
     return {
         "train.max_steps": steps,
         "train.evaluate_every": every,
-        "train.evaluate_characters": max(4_000, min(30_000, int(characters / 100))),
+        "train.evaluate_characters": max(8_000, min(30_000, int(characters / 100))),
         "train.save_every": every,
         # a sample takes as long as a step
         "train.sample_every": 2 * every if steps >= 200 else 0,
