@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
     BaseModel,
@@ -32,11 +32,15 @@ from chargpt.yaml_reader import MAX_YAML_BYTES, dump_yaml, parse_yaml
 MAX_PROBLEMS = 20  # listed in one message
 NORM_EPS = 1e-6  # of every RMSNorm
 
+Fraction = Annotated[float, Field(gt=0, le=1)]
+
 
 class Section(BaseModel):
     """A group of settings: immutable, without unknown keys or type conversions."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
     @field_validator("*", mode="before")
     @classmethod
@@ -61,7 +65,9 @@ class TextConfig(Section):
     suffixes: tuple[str, ...] = (".txt", ".md", ".gz")
     """Which files of a folder are read."""
     val_fraction: float = Field(0.1, gt=0, lt=1)
+    """Fraction of the text in the validation split, after the training split."""
     test_fraction: float = Field(0.0, ge=0, lt=1)
+    """Fraction of the text in the test split, its end."""
     min_count: int = Field(1, ge=1)
     """Rarer characters share one unknown token."""
     unknown: Literal["error", "skip", "replace"] = "error"
@@ -80,19 +86,29 @@ class ModelConfig(Section):
     """The model. All settings but `kind` and `block_size` apply to the GPT only."""
 
     kind: Literal["gpt", "bigram"] = "gpt"
+    """The architecture: a transformer, or a table of bigram logits."""
     n_layer: int = Field(4, ge=1, le=256)
+    """Transformer blocks."""
     n_head: int = Field(2, ge=1, le=256)
+    """Attention heads of a block."""
     n_embd: int = Field(128, ge=2, le=65536)
+    """Embedding width, a multiple of 2 * n_head."""
     n_mlp: int | None = Field(None, ge=1, le=262144)
     """Hidden width of the MLP; null is 8/3 of n_embd, rounded up to a multiple of 64."""
     block_size: int = Field(128, ge=1, le=65536)
+    """Context length in characters."""
     dropout: float = Field(0.0, ge=0, lt=1)
+    """Probability of dropout on embeddings and the outputs of attention and MLP."""
     rope_theta: float = Field(10_000.0, gt=0)
+    """Base of the rotary embedding's wavelengths."""
     attention: Literal["full", "average", "none"] = "full"
+    """`full`: causal self-attention; `average`: the mean of the past values; `none`: left out."""
     scaled: bool = True
     """Divide attention scores by sqrt(head size)."""
     qk_norm: bool = True
+    """Normalise queries and keys by RMSNorm."""
     mlp: Literal["swiglu", "none"] = "swiglu"
+    """The MLP of a block; `none`: left out."""
 
     @property
     def mlp_width(self) -> int:
@@ -112,21 +128,25 @@ class TrainConfig(Section):
     """The training loop. Intervals are in steps."""
 
     max_steps: int = Field(650, ge=1)
+    """Updates in all."""
     batch_size: int = Field(16, ge=1)
     """Sequences per update, over all ranks and micro-batches."""
     accumulate: int = Field(1, ge=1)
     """Micro-batches per update (gradient accumulation)."""
     evaluate_every: int = Field(65, ge=1)
+    """Interval of evaluations on the validation split."""
     evaluate_characters: int = Field(30_000, ge=1)
     """Maximum characters of the validation split, spread evenly, per evaluation in training."""
     save_every: int = Field(65, ge=1)
+    """Interval of checkpoints; a new best is saved at once."""
     sample_every: int = Field(325, ge=0)
-    """0: no samples during training."""
+    """Interval of samples printed during training; 0: none."""
     keep_last: int = Field(2, ge=1)
     """Number of newest checkpoints to keep; the best one is kept as well."""
     patience: int | None = Field(None, ge=1)
     """Stop early after this many evaluations without a new best loss; null: never."""
     clip_norm: float | None = Field(1.0, gt=0)
+    """Maximum norm of the gradient; null: no clipping."""
     rollbacks: int = Field(0, ge=0, le=20)
     """Maximum returns to the last checkpoint, at half the learning rates, on non-finite values."""
     ema: float = Field(0.0, ge=0, lt=1)
@@ -145,13 +165,14 @@ class OptimConfig(Section):
     matrix_lr: float = Field(0.05, gt=0)
     """Muon's learning rate."""
     weight_decay: float = Field(0.1, ge=0)
+    """Decoupled weight decay of the matrices, times the learning rate."""
 
 
 class ScheduleConfig(Section):
     """The learning rate over the steps."""
 
     kind: Literal["wsd", "cosine"] = "wsd"
-    """`wsd`: warmup, stable, decay (cooldown)."""
+    """`wsd`: warmup, stable, decay (cooldown); `cosine`: warmup and cosine decay to a tenth."""
     warmup: int = Field(5, ge=0)
     """Steps of linear warmup."""
     cooldown: float = Field(0.9, ge=0, le=1)
@@ -160,6 +181,20 @@ class ScheduleConfig(Section):
     """Re-planned decay of a run with a time budget: pairs (step, end). Up to that step the rate
     decays towards zero at `end`; after it, towards the next pair's end, and after the last pair
     towards train.max_steps. The first end decides where the decay begins."""
+
+    restarts: tuple[tuple[PositiveInt, Fraction], ...] = ()
+    """Resumed runs with more steps: pairs (step, fraction of the peak). At that step the rate warms
+    up to this fraction again, then decays linearly to zero."""
+
+    @field_validator("restarts")
+    @classmethod
+    def require_rising_restarts(
+        cls, restarts: tuple[tuple[int, float], ...]
+    ) -> tuple[tuple[int, float], ...]:
+        """Reject restarts whose steps do not rise."""
+        if any(later <= step for (step, _), (later, _) in pairwise(restarts)):
+            raise ValueError("the steps must be strictly increasing")
+        return restarts
 
     @field_validator("decay_points")
     @classmethod
@@ -178,16 +213,23 @@ class SampleConfig(Section):
     """How text is sampled from the model."""
 
     prompt: str = ""
+    """Text to continue; empty: the text starts after a newline."""
     length: int = Field(500, ge=1)
+    """Characters to sample."""
     temperature: float = Field(0.8, ge=0)
     """0: always the most probable character (greedy)."""
     top_k: int | None = Field(None, ge=1)
+    """Sample from the k most likely characters; null: from all."""
     top_p: float | None = Field(None, gt=0, le=1)
+    """Sample from the most likely characters with total probability p; null: from all."""
     min_p: float | None = Field(None, ge=0, le=1)
+    """Sample from characters with at least p times the highest probability; null: from all."""
     num_samples: int = Field(1, ge=1, le=4096)
+    """Number of texts."""
     seed: int | None = Field(None, ge=0, lt=2**63)
     """null: a new seed each time."""
     stop: tuple[str, ...] = ()
+    """End a text before any of these."""
 
 
 class TrackConfig(Section):
@@ -201,8 +243,11 @@ class Config(Section):
     """All settings of a run."""
 
     seed: int = Field(1337, ge=0, lt=2**63)
+    """Of initial weights, batches and dropout."""
     device: str = "auto"
+    """`auto`, `cpu`, `cuda`, `cuda:N` or `mps`; `auto`: a GPU if there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Number format of matrix products; `auto`: bfloat16 where it is faster."""
     deterministic: bool = False
     """Bitwise reproducible results on CUDA, at some cost in speed."""
     threads: int | None = Field(None, ge=1, le=4096)
@@ -262,7 +307,7 @@ def _known_keys() -> list[str]:
     return keys
 
 
-def _suggestion(key: str) -> str:
+def describe_unknown_key(key: str) -> str:
     """Return '; did you mean ...?' for an unknown dotted key, or a list of the valid keys."""
     known = _known_keys()
     if key in known:
@@ -303,7 +348,7 @@ def _problem(detail: Mapping[str, Any], lines: Mapping[str, int]) -> str:
     where = f"line {lines[dotted]}: " if dotted in lines else ""
     key = dotted if dotted.isprintable() else ascii(dotted)
     if detail["type"] == "extra_forbidden":
-        return f"{where}{key:.100} is not a setting{_suggestion(dotted[:100])}"
+        return f"{where}{key:.100} is not a setting{describe_unknown_key(dotted[:100])}"
     message = detail["msg"].removeprefix("Value error, ")
     message = message[0].lower() + message[1:]
     if detail["type"] == "model_type":

@@ -54,6 +54,18 @@ def test_the_factor_rises_to_one_peak_and_then_never_rises(
 
 
 @pytest.mark.parametrize("kind", ["wsd", "cosine"])
+def test_a_restart_ends_the_schedule_before_it_and_warms_up_to_its_fraction(kind: str) -> None:
+    restarts = ((100, 0.5), (160, 0.25))
+    values = rates(200, kind=kind, warmup=4, cooldown=0.6, restarts=restarts)
+    assert values[:100] == rates(100, kind=kind, warmup=4, cooldown=0.6)
+    assert max(values[100:160]) == pytest.approx(0.5 * 56 / 60)
+    assert values[100] == pytest.approx(0.5 / 5)
+    assert values[159] == pytest.approx(0.5 / 60)
+    assert max(values[160:]) <= 0.25
+    assert values[-1] == pytest.approx(0.25 / 40)
+
+
+@pytest.mark.parametrize("kind", ["wsd", "cosine"])
 def test_the_warmup_is_linear_and_ends_at_the_full_rate(kind: str) -> None:
     values = rates(1000, kind=kind, warmup=9, cooldown=0.5)
     assert values[9] == 1.0

@@ -4,8 +4,8 @@ import dataclasses
 import json
 import math
 import os
-import re
 import shutil
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +22,7 @@ from chargpt.text.corpus import Corpus, load_corpus
 from chargpt.training.cost import expected_cost, training_bytes
 from chargpt.training.report import StepReport
 from chargpt.training.resume import resume
+from chargpt.training.schedule import lr_factor_at
 from chargpt.training.trainer import Trainer
 
 TINY = {
@@ -363,18 +364,51 @@ def test_a_resumed_run_may_change_its_learning_rate_and_says_so(
     assert any("rates change at step 5" in note for note in notes)
 
 
-def test_resume_notes_that_more_steps_raise_the_learning_rate(
+def factors(config: Config) -> list[float]:
+    steps = config.train.max_steps
+    return [lr_factor_at(step, config.schedule, steps) for step in range(steps)]
+
+
+def test_a_finished_run_goes_on_with_a_short_warmup_to_a_fraction_of_its_rates(
     corpus: Corpus, tmp_path: Path
 ) -> None:
     train(tiny_config(), corpus, tmp_path / "run")
-    _, _, notes = resume(RunFolder(tmp_path / "run"), {"train.max_steps": 24})
-    (note,) = notes
-    assert re.search(r"rise to \d+% of their peak at step 12: the loss rises too", note)
+    saved, config, notes = resume(RunFolder(tmp_path / "run"), {"train.max_steps": 24})
+    assert config.schedule.restarts == ((12, 0.4),)
+    assert any("warm up to 40% of their peak and decay again" in note for note in notes)
+    assert factors(config)[:12] == factors(saved.config)  # the config still repeats the run
+    assert max(factors(config)[12:]) <= 0.4
+    assert factors(config)[-1] == pytest.approx(0.4 / 12)
+    run_steps(Trainer(config, corpus, folder=RunFolder(tmp_path / "run"), saved=saved))
+    again = resume(RunFolder(tmp_path / "run"), {"train.max_steps": 30})[1]
+    assert again.schedule.restarts == ((12, 0.4), (24, 0.2))
+    assert factors(again)[:24] == factors(config)
+    own = {"train.max_steps": 30, "schedule.restarts": [[24, 0.1]]}
+    assert resume(RunFolder(tmp_path / "run"), own)[1].schedule.restarts == ((24, 0.1),)
+
+
+def test_a_decay_that_has_begun_goes_on_without_a_rise_of_the_rates(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    train(tiny_config(**{"schedule.cooldown": 0.8}), corpus, tmp_path / "run", stop_at=8)
+    for max_steps in (10, 30):
+        changes = {"train.max_steps": max_steps}
+        saved, config, notes = resume(RunFolder(tmp_path / "run"), changes)
+        assert notes == []
+        assert factors(config)[:8] == factors(saved.config)[:8]
+        assert all(a > b for a, b in pairwise(factors(config)[7:]))
+
+
+def test_runs_whose_rates_have_not_decayed_go_on_as_they_are(
+    corpus: Corpus, tmp_path: Path
+) -> None:
     train(tiny_config(), corpus, tmp_path / "stopped", stop_at=3)
-    assert resume(RunFolder(tmp_path / "stopped"), {})[2] == []
-    constant = {"schedule.cooldown": 0.0}
-    train(tiny_config(**constant), corpus, tmp_path / "constant")
-    assert resume(RunFolder(tmp_path / "constant"), {"train.max_steps": 24})[2] == []
+    assert resume(RunFolder(tmp_path / "stopped"), {})[1].schedule == tiny_config().schedule
+    constant = tiny_config(**{"schedule.cooldown": 0.0})
+    train(constant, corpus, tmp_path / "constant")
+    _, config, notes = resume(RunFolder(tmp_path / "constant"), {"train.max_steps": 24})
+    assert config.schedule == constant.schedule
+    assert notes == []
 
 
 def test_resume_rejects_finished_runs_and_changes_of_the_model(

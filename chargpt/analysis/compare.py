@@ -1,7 +1,6 @@
 """Comparison of baselines, a bigram and a GPT on one text, or of existing runs."""
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,20 +8,19 @@ from typing import Any
 
 from chargpt.config import Config, load_config
 from chargpt.errors import ConfigError
-from chargpt.inference.baselines import BIGRAM_ALPHA, NGRAM, Baselines
+from chargpt.inference.baselines import NGRAM, Baselines
 from chargpt.inference.evaluation import Evaluation, evaluate_tokens
 from chargpt.inference.sampling import sample
-from chargpt.models.bigram import BigramLM
 from chargpt.models.ngram import NGramLM
 from chargpt.store.folder import RunFolder
 from chargpt.store.metrics import validation_curve
 from chargpt.store.run import Run, load_run
 from chargpt.text.corpus import Corpus, load_corpus
+from chargpt.text.tokenizer import Tokens
 from chargpt.training.trainer import Trainer
 
 MODELS = ("bigram", "gpt")
 MAX_CHARACTERS = 300_000  # scored
-MAX_TABLE_VOCAB = 4096  # of a bigram table; beyond it only its loss is computed
 SAMPLE = {"length": 300, "temperature": 0.8, "seed": 1337, "num_samples": 1}
 
 RunTrainer = Callable[[str, Trainer], None]
@@ -67,6 +65,7 @@ class Comparison:
     title: str
     val_characters: int  # of the validation split
     span: int
+    max_characters: int  # scored at most
     rows: list[Row] = field(default_factory=list)
     curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     samples: dict[str, str] = field(default_factory=dict)
@@ -78,11 +77,15 @@ class Comparison:
         scored = max(row.evaluation.characters for row in self.rows if row.evaluation)
         return f"{scored:,} of {self.val_characters:,} validation characters, protocol full"
 
+    def add_baselines(self, baselines: Baselines, val: Tokens) -> None:
+        """Score the baselines on the validation split."""
+        self.baselines = baselines.losses(val, max_characters=self.max_characters, span=self.span)
+
     def add_run(self, name: str, run: Run, corpus: Corpus) -> None:
         """Evaluate a trained run on the validation split of its text and add it under a name."""
         split = corpus.split("val")
         evaluation = evaluate_tokens(
-            run.model, split, max_characters=MAX_CHARACTERS, span=self.span
+            run.model, split, max_characters=self.max_characters, span=self.span
         )
         parameters, seconds = run.model.parameter_count(), run.state.seconds
         nats, path = evaluation.nats_per_char, str(run.folder)
@@ -131,6 +134,7 @@ def compare(
     models: Sequence[str] = MODELS,
     run_trainer: RunTrainer = run_to_end,
     corpus: Corpus | None = None,
+    max_characters: int = MAX_CHARACTERS,
 ) -> Comparison:
     """Train each model on the same text, split and steps, and evaluate all under `full`.
 
@@ -140,19 +144,20 @@ def compare(
         models: of `MODELS`.
         run_trainer: called with a model's name and trainer; runs all its steps.
         corpus: the text, if it is loaded.
+        max_characters: scored of the validation split.
 
     Raises:
         ChargptError: the text, a setting or the folder is unusable.
     """
     corpus = corpus or load_corpus(settings.text)
-    baselines, span = Baselines(corpus), settings.model.block_size
-    losses = baselines.losses(corpus.split("val"), max_characters=MAX_CHARACTERS, span=span)
-    vocab_size = corpus.tokenizer.vocab_size
-    comparison = Comparison(corpus.name, len(corpus.split("val")), span, baselines=losses)
+    baselines, val = Baselines(corpus), corpus.split("val")
+    comparison = Comparison(corpus.name, len(val), settings.model.block_size, max_characters)
+    comparison.add_baselines(baselines, val)
+    vocab_size, losses = corpus.tokenizer.vocab_size, comparison.baselines
     comparison.rows += [
         Row("uniform", losses["uniform"], 0),
         Row("unigram (counts)", losses["unigram"], vocab_size),
-        bigram_row(corpus, baselines, span, losses["bigram"]),
+        Row("bigram (counts)", losses["bigram"], vocab_size**2),
         Row(f"{NGRAM} (counts)", losses[NGRAM]),
     ]
     for kind in models:
@@ -160,19 +165,6 @@ def compare(
         run = train_run(config, folder / kind, corpus, kind, run_trainer, baselines.ngram)
         comparison.add_run(f"{kind} (trained)", run, corpus)
     return comparison
-
-
-def bigram_row(corpus: Corpus, baselines: Baselines, span: int, nats: float) -> Row:
-    """Return the row of the bigram estimated from counts; `nats` if its table is too large."""
-    vocab_size = corpus.tokenizer.vocab_size
-    start = time.perf_counter()
-    evaluation = None
-    if vocab_size <= MAX_TABLE_VOCAB:
-        model = BigramLM.from_counts(baselines.pair_counts, span, alpha=BIGRAM_ALPHA)
-        evaluation = evaluate_tokens(model, corpus.split("val"), max_characters=MAX_CHARACTERS)
-        nats = evaluation.nats_per_char
-    seconds = round(time.perf_counter() - start, 3)
-    return Row("bigram (counts)", nats, vocab_size**2, seconds, evaluation=evaluation)
 
 
 def compare_runs(paths: Sequence[Path], device: str = "auto") -> Comparison:
@@ -191,10 +183,9 @@ def compare_runs(paths: Sequence[Path], device: str = "auto") -> Comparison:
                 f"{path} ({corpus.name}) has another validation split than {paths[0]} "
                 f"({corpora[0].name}), so their losses cannot be compared; name runs of one text"
             )
-    span = max(run.model.block_size for run in runs)
-    val = corpora[0].split("val")
-    losses = Baselines(corpora[0]).losses(val, max_characters=MAX_CHARACTERS, span=span)
-    comparison = Comparison(corpora[0].name, len(val), span, baselines=losses)
+    val, span = corpora[0].split("val"), max(run.model.block_size for run in runs)
+    comparison = Comparison(corpora[0].name, len(val), span, MAX_CHARACTERS)
+    comparison.add_baselines(Baselines(corpora[0]), val)
     for path, run in zip(paths, runs, strict=True):
         name = path.name if path.name not in comparison.curves else str(path)
         comparison.add_run(name, run, corpora[0])

@@ -1,5 +1,6 @@
 """`chargpt compare`: baselines, a bigram and a GPT on the same text, or existing runs."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -15,13 +16,14 @@ from chargpt.cli.loop import run_steps
 from chargpt.cli.progress import LoadingProgress
 from chargpt.cli.signals import catch_signals
 from chargpt.cli.summary import show_plan
-from chargpt.config import Config
 from chargpt.errors import ConfigError
 from chargpt.store.folder import is_run
 from chargpt.text.corpus import load_corpus
-from chargpt.text.settings import build_config
+from chargpt.training.budget import scored_characters
 from chargpt.training.cost import expected_cost
-from chargpt.training.session import free_folder, slug
+from chargpt.training.planner import plan
+from chargpt.training.request import Request
+from chargpt.training.session import free_folder, measure_threads, slug
 from chargpt.training.trainer import Trainer
 
 
@@ -32,11 +34,25 @@ def compare(
     ] = None,
     models: Annotated[
         str | None,
-        typer.Option("--models", help="Models to train, separated by commas: bigram,gpt."),
+        typer.Option("--models", help="Models to train; bigram,gpt by default."),
     ] = None,
     config: options.ConfigName = None,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FOLDER", help="Where the runs go.")
+        Path | None,
+        typer.Option(
+            "-o",
+            "--out",
+            metavar="FOLDER",
+            help="Where the runs go; a new folder in runs/ by default.",
+        ),
+    ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            "--budget",
+            metavar="TIME",
+            help="Total time, as in 30s or 3m: the gpt's size and all models' steps fit it.",
+        ),
     ] = None,
     ladder: Annotated[
         bool,
@@ -53,6 +69,7 @@ def compare(
         Path | None, typer.Option("--plot", metavar="FILE", help="The picture: .svg or .png.")
     ] = None,
     json_: options.Json = False,
+    seed: options.Seed = None,
     device: options.Device = None,
     encoding: options.Encoding = None,
     set_: options.Set = None,
@@ -66,8 +83,8 @@ def compare(
         plots.require_suffix(plot)
     if seeds > 1 and not ladder:
         raise ConfigError("--seeds applies only to --ladder; add --ladder")
-    if ladder and models is not None:
-        raise ConfigError("--ladder trains a fixed list of models; drop --models")
+    if ladder and (models is not None or budget is not None):
+        raise ConfigError("--ladder trains a fixed list of models; drop --models and --budget")
     paths = [Path(text) for text in texts or []]
     n_runs = sum(is_run(path) for path in paths)
     if ladder and (len(paths) > 1 or n_runs):
@@ -78,35 +95,54 @@ def compare(
     if len(paths) > 1:
         no_run = next(path for path in paths if not is_run(path))
         raise ConfigError(f"{no_run} is not a run; give one text, or only runs")
-    settings = build_config(
-        texts[0] if texts else None,
-        config or ("ladder" if ladder else None),
-        set_ or (),
+    request = Request(
+        text=texts[0] if texts else None,
+        config=config or ("ladder" if ladder else None),
+        overrides=options.with_seed(set_, seed),
+        budget=budget,
         device=device,
         encoding=encoding,
+        started=console.started,
     )
     if ladder:
-        compare_rungs(settings, out, seeds, plot, json_=json_)
+        compare_rungs(request.settings(), out, seeds, plot, json_=json_)
         return
-    result, folder = train_models(settings, out, models or "bigram,gpt")
+    result, folder = train_models(request, out, models or "bigram,gpt")
     print_comparison(result, plot or folder / "curves.svg", json_=json_)
 
 
-def train_models(settings: Config, out: Path | None, models: str) -> tuple[Comparison, Path]:
+def train_models(request: Request, out: Path | None, models: str) -> tuple[Comparison, Path]:
     """Train and evaluate the models with progress bars; return the folder of their runs too."""
+    settings = request.settings()
+    budget = request.time_budget() if request.budget else None
     corpus = load_corpus(settings.text, progress=LoadingProgress())
     folder = out or free_folder(f"compare-{slug(corpus.name)}")
+    settings = measure_threads(settings, budget)
+    if budget is not None:
+        settings = plan(settings, corpus, budget).config
 
     def run_trainer(name: str, trainer: Trainer) -> None:
         assert trainer.folder is not None
         console.say(f"== {name} ==")
-        show_plan(trainer, expected_cost(trainer.config, trainer.learner, 0))
-        run_steps(trainer, trainer.folder, signals)
+        own_budget = budget if name == settings.model.kind else None
+        if own_budget is not None:
+            own_budget.measure_scoring(trainer.model, corpus, trainer.config)
+        seconds = own_budget.remaining if own_budget is not None else None
+        show_plan(trainer, expected_cost(trainer.config, trainer.learner, 0, seconds))
+        run_steps(trainer, trainer.folder, signals, own_budget)
 
     names = [name.strip() for name in models.split(",") if name.strip()]
+    max_characters = comparison.MAX_CHARACTERS
+    if budget is not None:
+        max_characters = scored_characters(settings, settings.train.max_steps)
     with catch_signals() as signals:
         result = comparison.compare(
-            settings, folder, models=names, run_trainer=run_trainer, corpus=corpus
+            settings,
+            folder,
+            models=names,
+            run_trainer=run_trainer,
+            corpus=corpus,
+            max_characters=max_characters,
         )
     return result, folder
 
@@ -148,8 +184,8 @@ def print_rows(result: Comparison) -> None:
     gpt = next((row.evaluation for row in result.rows if row.model == "gpt (trained)"), None)
     if bigrams and gpt is not None:
         difference = describe_difference(gpt, "best bigram", min(bigrams))
-        console.out(f"the gpt is {difference}")
+        console.out_sentence(f"the gpt is {difference}")
     for name, points in result.curves.items():
-        line = console.sparkline([nats for _, nats in points])
-        if line:
+        line = console.sparkline([nats for _, nats in points], sys.stdout)
+        if points:
             console.out(f"{name:18} {line} {points[0][1]:.3f} -> {points[-1][1]:.3f}")

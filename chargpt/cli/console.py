@@ -3,10 +3,13 @@
 import json
 import math
 import os
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any, TextIO
 
 SPARKS = "▁▂▃▄▅▆▇█"
 
@@ -18,11 +21,26 @@ def is_main() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def wrapped(text: str, stream: TextIO, indent: str = "") -> str:
+    """Return sentences with line breaks between words, to the width of the terminal, if it is one.
+
+    Lines that begin with a space are commands to copy and stay whole.
+    """
+    width = shutil.get_terminal_size().columns if stream.isatty() else 10**6
+    options: Any = {"break_long_words": False, "break_on_hyphens": False}
+    return "\n".join(
+        line
+        if line.startswith(" ")
+        else textwrap.fill(line, width, initial_indent=indent, subsequent_indent=indent, **options)
+        for line in text.split("\n")
+    )
+
+
 def say(text: str) -> None:
     """Print a message on stderr; a closed stderr stops no work."""
     if is_main():
         try:
-            print(text, file=sys.stderr, flush=True)
+            print(wrapped(text, sys.stderr), file=sys.stderr, flush=True)
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
@@ -31,6 +49,11 @@ def out(text: str, end: str = "\n") -> None:
     """Print data on stdout."""
     if is_main():
         print(text, end=end, flush=True)
+
+
+def out_sentence(text: str, indent: str = "") -> None:
+    """Print sentences on stdout, wrapped on a terminal."""
+    out(wrapped(text, sys.stdout, indent))
 
 
 def out_json(value: object) -> None:
@@ -98,9 +121,10 @@ def loss_cells(nats: float) -> list[str]:
     return [f"{nats:.4f}", f"{nats / math.log(2):.4f}", shown]
 
 
-def sparkline(values: Sequence[float], width: int = 24) -> str:
-    """Return values as a row of bars, thinned evenly to `width`; empty if stderr is not Unicode."""
-    if not values or not (sys.stderr.encoding or "").lower().startswith("utf"):
+def sparkline(values: Sequence[float], stream: TextIO, width: int = 24) -> str:
+    """Return values as a row of bars, thinned evenly to `width`; empty off a Unicode terminal."""
+    is_unicode = (stream.encoding or "").lower().startswith("utf")
+    if not values or not is_unicode or not stream.isatty():
         return ""
     if len(values) > width:
         picks = [round(i * (len(values) - 1) / (width - 1)) for i in range(width)]

@@ -30,7 +30,9 @@ def list_() -> None:
     """List the named texts. Example: `chargpt data list`."""
     for entry in CATALOG.values():
         console.out(f"{entry.name:16} {entry.description}")
-    console.out("fetch one with `chargpt data get NAME`, then train with `chargpt train NAME`")
+    console.out_sentence(
+        "fetch one with `chargpt data get NAME`, then train with `chargpt train NAME`"
+    )
 
 
 @app.command()
@@ -94,4 +96,4 @@ def _print_facts(name: str, facts: Description) -> None:
         ],
     )
     for warning in facts.warnings:
-        console.out(f"note: {warning}")
+        console.out_sentence(f"note: {warning}")

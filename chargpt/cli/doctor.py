@@ -19,6 +19,6 @@ def doctor(device: options.Device = None, json_: options.Json = False) -> None:
         console.out(f"{check.name:20} {check.value}")
     advice = [check.advice for check in checks if check.advice]
     for sentence in advice:
-        console.out(f"advice: {sentence}")
+        console.out_sentence(f"advice: {sentence}")
     if not advice:
         console.out("all checks passed")

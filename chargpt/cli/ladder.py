@@ -63,13 +63,17 @@ def print_ladder(ladder: Ladder) -> None:
     )
     for result in ladder.results:
         if result.gain is not None:
-            console.out(f"{result.rung.name}: {describe_gain(result.gain)} ({result.rung.adds})")
-    console.out(
+            console.out_sentence(
+                f"{result.rung.name}: {describe_gain(result.gain)} ({result.rung.adds})"
+            )
+    console.out_sentence(
         f"one scaled attention head: {describe_gain(ladder.attention_gain)} than the bigram; "
         f"gpt: {describe_gain(ladder.total_gain)}"
     )
     if len(ladder.results[0].nats) > 1:
-        console.out("±: half a 95% confidence interval (Student's t); gains are paired by seed")
+        console.out_sentence(
+            "±: half a 95% confidence interval (Student's t); gains are paired by seed"
+        )
     for result in ladder.results:
         text = " / ".join(console.printable(result.sample)[:MAX_SAMPLE].split("\n"))
         console.out(f"-- {result.rung.name} --\n{text}")

@@ -2,7 +2,9 @@
 
 import math
 import shlex
+import shutil
 import signal
+import sys
 from functools import partial
 
 from torch import Tensor
@@ -16,6 +18,8 @@ from chargpt.store.folder import RunFolder
 from chargpt.training.budget import Budget
 from chargpt.training.report import StepReport
 from chargpt.training.trainer import Trainer
+
+MIN_SPARKLINE_COLUMNS = 100  # of the terminal
 
 
 class StepView:
@@ -101,7 +105,9 @@ class StepView:
         last, val = math.inf, ""
         if self.validation:
             last = self.validation[-1]
-            val = f"val {last:.3f}{console.sparkline(self.validation, 5)} "
+            val = f"val {last:.3f} "
+            if shutil.get_terminal_size().columns >= MIN_SPARKLINE_COLUMNS:
+                val += f"{console.sparkline(self.validation, sys.stderr, 5)} "
         name = "bigram" if self.baseline_losses["bigram"] < last else NGRAM
         return (
             f"loss {float(loss):.2f} {val}{name} {self.baseline_losses[name]:.3f} "

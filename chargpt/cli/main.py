@@ -45,8 +45,10 @@ COMMANDS = (
     Command("decompress", "compress", "Decompress a text that was compressed with the same run."),
     Command("explain", "explain", "Explain attention step by step on your own text and run."),
     Command("report", "report", "Write a report page about a run."),
+    Command("runs", "runs", "List runs with their text, size, steps, loss and state."),
     Command("verify", "verify", "Verify that every checkpoint of a run is intact."),
     Command("doctor", "doctor", "Check this machine's device, speed and correctness."),
+    Command("config", "config", "List every setting with its type, default and meaning."),
     Command("data", "data", "List, describe and fetch texts."),
 )
 SETTINGS: dict[str, Any] = {

@@ -7,6 +7,10 @@ import typer
 
 from chargpt.text.tokenizer import Unknown
 
+Seed = Annotated[
+    int | None,
+    typer.Option("--seed", min=0, help="Of initial weights and batches; 1337 by default."),
+]
 RunPath = Annotated[Path, typer.Argument(help="The run's folder.")]
 RunOrNewest = Annotated[
     Path | None, typer.Argument(help="The run's folder. Without it: the newest run.")
@@ -17,10 +21,18 @@ Set = Annotated[
 ]
 ConfigName = Annotated[
     str | None,
-    typer.Option("-c", "--config", metavar="NAME|FILE", help="A shipped config or a YAML file."),
+    typer.Option(
+        "-c",
+        "--config",
+        metavar="NAME|FILE",
+        help="A shipped config or a YAML file; gpt by default.",
+    ),
 ]
 Device = Annotated[
-    str | None, typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda, cuda:N or mps.")
+    str | None,
+    typer.Option(
+        "--device", metavar="DEVICE", help="cpu, cuda, cuda:N or mps; a GPU by default, if any."
+    ),
 ]
 Encoding = Annotated[
     str | None,
@@ -31,6 +43,14 @@ Checkpoint = Annotated[
 ]
 UnknownPolicy = Annotated[
     Unknown | None,
-    typer.Option("--unknown", help="What to do with characters outside the vocabulary."),
+    typer.Option(
+        "--unknown",
+        help="What to do with characters outside the vocabulary; error by default.",
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def with_seed(overrides: list[str] | None, seed: int | None) -> tuple[str, ...]:
+    """Return the overrides of -s with that of --seed."""
+    return (*(overrides or ()), *([] if seed is None else [f"seed={seed}"]))

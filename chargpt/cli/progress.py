@@ -1,5 +1,6 @@
 """Progress bars on stderr."""
 
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from tqdm import tqdm
 from chargpt.cli import console
 
 PLAIN_LINE_SECONDS = 5.0
+BAR = "{percentage:3.0f}% {bar} {n_fmt}/{total_fmt} {elapsed}<{remaining}{postfix}"
 
 
 class Progress:
@@ -28,7 +30,8 @@ class Progress:
                 dynamic_ncols=True,
                 file=sys.stderr,
                 leave=False,
-                bar_format="{n_fmt}/{total_fmt} |{bar:6}| {elapsed}<{remaining}{postfix}",
+                bar_format=BAR,
+                colour=None if os.environ.get("NO_COLOR") else "cyan",
             )
 
     def move_to(self, done: int, total: int, detail: Callable[[], str] | None) -> None:
@@ -57,7 +60,7 @@ class Progress:
             console.say(text)
             return
         with suppress(OSError):  # the terminal is closed
-            self.bar.write(text, file=sys.stderr)
+            self.bar.write(console.wrapped(text, sys.stderr), file=sys.stderr)
 
     def close(self) -> None:
         """Remove the bar."""

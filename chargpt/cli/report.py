@@ -13,7 +13,9 @@ def report(
     run: options.RunOrNewest = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FILE", help="The page; report.html in the run by default."),
+        typer.Option(
+            "-o", "--out", metavar="FILE", help="The page; report.html in the run by default."
+        ),
     ] = None,
     checkpoint: options.Checkpoint = "best",
     device: options.Device = None,

@@ -1,9 +1,59 @@
-"""Loading the run that a command line names."""
+"""`chargpt runs`: the runs in a folder; and loading the run that a command line names."""
 
+from dataclasses import asdict
 from pathlib import Path
+from typing import Annotated
 
-from chargpt.cli import console
+import typer
+
+from chargpt.cli import console, options, tables
+from chargpt.errors import RunError
+from chargpt.store.listing import RunSummary, list_runs
 from chargpt.store.run import Run, load_run, newest_run
+
+
+def runs(
+    folder: Annotated[Path, typer.Argument(help="Where to look, two levels deep.")] = Path("runs"),
+    json_: options.Json = False,
+) -> None:
+    """List runs with their text, size, steps, loss and state.
+
+    The run that was saved last, which other commands take by default, is first.
+
+    Examples: `chargpt runs`, `chargpt runs experiments --json`.
+    """
+    if not folder.is_dir():
+        raise RunError(f"there is no folder {folder}; train a run first, or name another folder")
+    found = list_runs(folder)
+    if json_:
+        console.out_json([as_json(run) for run in found])
+        return
+    if not found:
+        raise RunError(f"there is no run in {folder}; train one with `chargpt train`")
+    tables.table(
+        ["run", "text", "size", "progress", "nats/char", "saved"],
+        [cells(run, folder) for run in found],
+    )
+    console.out_sentence(
+        "size: parameters; nats/char: the lowest validation loss in training. Newest first."
+    )
+
+
+def as_json(run: RunSummary) -> dict[str, object]:
+    """Return a run under the JSON keys that all commands use."""
+    saved = run.saved.isoformat(timespec="seconds") if run.saved else None
+    return {**asdict(run), "run": str(run.run), "saved": saved}
+
+
+def cells(run: RunSummary, folder: Path) -> list[str]:
+    """Return a run as a row of the table."""
+    name = str(run.run.relative_to(folder))
+    if run.saved is None:
+        return [name, "-", "-", run.state, "-", "-"]
+    progress = f"{run.step:,} of {run.max_steps:,}" if run.state == "unfinished" else run.state
+    nats = "-" if run.best_nats_per_char is None else f"{run.best_nats_per_char:.3f}"
+    text, size = console.printable(run.text or "-"), console.short(run.parameters or 0)
+    return [name, text, size, progress, nats, f"{run.saved:%Y-%m-%d}"]
 
 
 def find_run(path: Path | None) -> Path:

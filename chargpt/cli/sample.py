@@ -10,6 +10,7 @@ import typer
 
 from chargpt.analysis.memorization import MIN_MATCH, OverlapReport, measure_overlap
 from chargpt.cli import console, options, runs, tables
+from chargpt.cli.interactive import interact
 from chargpt.cli.progress import Progress
 from chargpt.config import Config, SampleConfig
 from chargpt.errors import ConfigError
@@ -25,7 +26,7 @@ DEFAULTS = SampleConfig()  # the run's config may contain others
 def sample(
     ctx: typer.Context,
     run: options.RunOrNewest = None,
-    prompt: Annotated[str | None, typer.Option("--prompt", help="Start of the text.")] = None,
+    prompt: Annotated[str | None, typer.Option("-p", "--prompt", help="Start of the text.")] = None,
     prompt_file: Annotated[
         str | None,
         typer.Option("--prompt-file", metavar="FILE", help="The prompt, in a file; - for stdin."),
@@ -33,7 +34,7 @@ def sample(
     length: Annotated[
         int | None,
         typer.Option(
-            "--length", min=1, help=f"Number of characters; {DEFAULTS.length} by default."
+            "-n", "--length", min=1, help=f"Number of characters; {DEFAULTS.length} by default."
         ),
     ] = None,
     temperature: Annotated[
@@ -70,6 +71,10 @@ def sample(
     stop: Annotated[
         list[str] | None, typer.Option("--stop", help="End before this text; may be repeated.")
     ] = None,
+    interactive: Annotated[
+        bool,
+        typer.Option("--interactive", "-i", help="Continue what you type, until Ctrl-D."),
+    ] = False,
     check: Annotated[
         bool, typer.Option("--check", help="Mark verbatim matches with the training text.")
     ] = False,
@@ -80,15 +85,24 @@ def sample(
 ) -> None:
     """Generate text from a trained model, streamed as it is sampled.
 
-    Examples: `chargpt sample`, `chargpt sample runs/novel --prompt "It was" --length 300`,
-    `chargpt sample --temperature 0.5 --num-samples 3 --seed 1 --json`.
+    Examples: `chargpt sample`, `chargpt sample runs/novel -p "It was" -n 300`,
+    `chargpt sample --temperature 0.5 --num-samples 3 --seed 1 --json`,
+    `chargpt sample --interactive`.
     """
     loaded = runs.open_run(run, checkpoint, device)
     if prompt_file is not None:
         if prompt is not None:
             raise ConfigError("--prompt and --prompt-file exclude each other; give one")
         prompt = read_text(prompt_file)
-    settings = sample_settings(loaded.config, {**ctx.params, "prompt": prompt})
+    config = sample_config(loaded.config, {**ctx.params, "prompt": prompt})
+    if interactive:
+        if json_ or check or config.sample.num_samples > 1:
+            raise ConfigError(
+                "--interactive prints one text at a time; drop --json, --check and --num-samples"
+            )
+        interact(loaded, config, unknown)
+        return
+    settings = with_seed(config.sample)
     if settings.num_samples == 1 and not json_ and not check:
         pieces = stream_run(loaded, settings, unknown=unknown)
         console.out(console.for_output(settings.prompt), end="")
@@ -116,8 +130,8 @@ def sample(
         print_overlap(overlap, loaded)
 
 
-def sample_settings(config: Config, given: Mapping[str, Any]) -> SampleConfig:
-    """Return the run's sampling settings with the given ones, and a random seed if none is set.
+def sample_config(config: Config, given: Mapping[str, Any]) -> Config:
+    """Return the run's config with the given sampling settings.
 
     Raises:
         ConfigError: a setting is out of its range.
@@ -127,7 +141,11 @@ def sample_settings(config: Config, given: Mapping[str, Any]) -> SampleConfig:
         for name in SampleConfig.model_fields
         if given[name] not in (None, [], ())
     }
-    settings = config.with_values(changes).sample
+    return config.with_values(changes)
+
+
+def with_seed(settings: SampleConfig) -> SampleConfig:
+    """Return the settings with a random seed if none is set."""
     if settings.seed is not None:
         return settings
     return settings.model_copy(update={"seed": secrets.randbits(32)})
@@ -160,12 +178,12 @@ def print_overlap(overlap: OverlapReport, run: Run) -> None:
     if matches:
         match = max(matches, key=lambda each: each.length)
         text = run.tokenizer.decode(overlap.training[match.place : match.place + match.length])
-        console.out(
+        console.out_sentence(
             f"longest verbatim match with the training text: {match.length} characters, at "
             f"character {match.place:,} ({reference}): {console.printable(text)[:80]!r}"
         )
     else:
-        console.out(
+        console.out_sentence(
             f"no verbatim match of {MIN_MATCH} characters with the training text ({reference})"
         )
     rows = [

@@ -62,39 +62,64 @@ def describe_model(model: ModelConfig) -> str:
     )
 
 
-def show_result(session: Session, baselines: Baselines | None) -> None:
-    """Print the closing table, write the report of a long run, and name the next commands."""
+def show_result(session: Session, baselines: Baselines | None, *, json_: bool = False) -> None:
+    """Print the closing table or the JSON, and write the report of a long run."""
     trainer, folder, budget = session.trainer, session.folder, session.budget
     best = load_run(folder.path, "best", trainer.device.type)
     scores = score_run(best, trainer.corpus, baselines)
+    sentences = summarize(best, scores, folder.metrics.records())
+    state = trainer.state
+    has_report = budget.has_report if budget else state.seconds >= RESERVE.report_from
+    if json_:
+        console.out_json(
+            {
+                "run": str(folder.path),
+                "steps": state.step,
+                "best_step": state.best_step,
+                "seconds": state.seconds,
+                "parameters": best.model.parameter_count(),
+                "baselines": scores.baselines,
+                "losses": {split: loss.as_dict() for split, loss in scores.losses.items()},
+                "summary": sentences,
+            }
+        )
+    else:
+        print_result(session, scores, sentences, has_report=has_report)
+    if has_report:
+        show_report(session, best, scores, json_=json_)
+
+
+def print_result(
+    session: Session, scores: RunScores, sentences: list[str], *, has_report: bool
+) -> None:
+    """Print losses beside those of the baselines, the summary, and the next commands."""
+    state, config = session.trainer.state, session.trainer.config
     tables.table(
         ["model", "split", "nats/char", "bits/char", "perplexity"],
         [
             [name, split, *console.loss_cells(nats)]
-            for name, split, nats in scores.rows(best.config.model.kind)
+            for name, split, nats in scores.rows(config.model.kind)
         ],
     )
-    console.out(f"Losses on {scores.sample}.")
-    for sentence in summarize(best, scores, folder.metrics.records()):
-        console.out(sentence)
-    path, step, seconds = shlex.quote(str(folder.path)), trainer.state.step, trainer.state.seconds
-    best_step = f"the best checkpoint is step {best.step:,}"
-    if trainer.state.best_step == 0:
+    for sentence in (f"Losses on {scores.sample}.", *sentences):
+        console.out_sentence(sentence)
+    best_step = f"the best checkpoint is step {state.best_step:,}"
+    if state.best_step == 0:
         best_step = "no checkpoint is better than the untrained model"
-    console.out(f"trained {step:,} steps in {console.duration(seconds)}; {best_step}")
-    has_report = budget.has_report if budget else seconds >= RESERVE.report_from
+    seconds = console.duration(state.seconds)
+    console.out_sentence(f"trained {state.step:,} steps in {seconds}; {best_step}")
+    path = shlex.quote(str(session.folder.path))
     commands = [
         f"chargpt sample {path}",
         f"chargpt evaluate {path}",
         *([] if has_report else [f"chargpt report {path}"]),
-        f"chargpt train --resume {path} -s train.max_steps={2 * step}",
+        f"chargpt train --resume {path} -s train.max_steps={2 * state.step}",
     ]
-    console.out(f"the run is in {path}; next:\n" + "\n".join(f"  {line}" for line in commands))
-    if has_report:
-        show_report(session, best, scores)
+    lines = [f"the run is in {path}; next:", *(f"  {command}" for command in commands)]
+    console.out_sentence("\n".join(lines))
 
 
-def show_report(session: Session, best: Run, scores: RunScores) -> None:
+def show_report(session: Session, best: Run, scores: RunScores, *, json_: bool) -> None:
     """Write the report page and print where it is."""
     try:
         page = write_report(best, corpus=session.trainer.corpus, scores=scores)
@@ -102,4 +127,5 @@ def show_report(session: Session, best: Run, scores: RunScores) -> None:
         path = shlex.quote(str(session.folder.path))
         console.say(f"no report: {error}; `chargpt report {path}` tries again")
     else:
-        console.out(f"report: {page}")
+        show = console.say if json_ else console.out
+        show(f"report: {page}")

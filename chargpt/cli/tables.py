@@ -1,6 +1,7 @@
 """Tables and columns of text on stdout."""
 
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 from rich import box
 from rich.columns import Columns
@@ -11,9 +12,12 @@ from rich.text import Text
 
 from chargpt.cli import console
 
+MAX_WHOLE = 24  # characters of a cell that is not wrapped
+
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str = "") -> None:
-    """Print a table on stdout; all columns but the first are right-aligned."""
+    """Print a table on stdout; all columns but the first are right-aligned, short cells whole."""
+    rows = list(rows)
     grid = Table(
         title=title or None,
         box=box.SIMPLE_HEAD,
@@ -22,7 +26,15 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str =
         title_style="bold",
     )
     for index, column in enumerate(columns):
-        grid.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
+        is_short = all(len(row[index]) <= MAX_WHOLE for row in rows)
+        justify: Literal["left", "right"] = "left" if index == 0 else "right"
+        grid.add_column(
+            column,
+            justify=justify,
+            overflow="fold",
+            no_wrap=bool(index) and is_short,
+            style="" if index else "cyan",
+        )
     for row in rows:
         grid.add_row(*(Text(cell) for cell in row))
     Console(highlight=False).print(grid)

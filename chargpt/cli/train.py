@@ -29,7 +29,7 @@ def train(
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", metavar="RUN", help="The run's folder; a new one in runs/ by default."
+            "-o", "--out", metavar="RUN", help="The run's folder; a new one in runs/ by default."
         ),
     ] = None,
     budget: Annotated[
@@ -49,6 +49,8 @@ def train(
         ),
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace the run in --out.")] = False,
+    seed: options.Seed = None,
+    json_: options.Json = False,
     device: options.Device = None,
     encoding: options.Encoding = None,
     set_: options.Set = None,
@@ -63,7 +65,7 @@ def train(
     request = Request(
         text=text,
         config=config,
-        overrides=tuple(set_ or ()),
+        overrides=options.with_seed(set_, seed),
         budget=budget,
         out=out,
         start=start_mode(text, out, resume=resume, force=force),
@@ -80,7 +82,7 @@ def train(
         show_plan(session.trainer, session.cost)
         baselines = run_steps(session.trainer, session.folder, signals, session.budget)
         if session.trainer.group.is_main:
-            show_result(session, baselines)
+            show_result(session, baselines, json_=json_)
 
     with catch_signals() as signals:
         try:

@@ -43,8 +43,8 @@ def verify(run: options.RunOrNewest = None, json_: options.Json = False) -> None
         ]
         tables.table(["checkpoint", "used as", "size", "state"], rows)
         for sentence in (*result.problems, *result.notes):
-            console.out(sentence)
+            console.out_sentence(sentence)
         if not result.problems:
-            console.out(f"{folder.path} is intact: every byte matches its SHA-256.")
+            console.out_sentence(f"{folder.path} is intact: every byte matches its SHA-256.")
     if result.problems:
         raise typer.Exit(1)

@@ -97,15 +97,7 @@ def read_checkpoint(folder: Path, *, optimizer: bool = True) -> Checkpoint:
     Raises:
         ChargptError: a file is missing, damaged, or inconsistent with the others.
     """
-    facts = {"step": step_of(folder)}
-    texts = commit.read(folder, dict.fromkeys((CONFIG, TOKENIZER, STATE), MAX_TEXT_BYTES), facts)
-    try:
-        tree, lines = parse_yaml(texts[CONFIG].decode(), str(folder / CONFIG))
-        tokenizer = CharTokenizer.from_json(texts[TOKENIZER].decode(), str(folder / TOKENIZER))
-    except UnicodeDecodeError as error:
-        raise RunError(f"{folder} is not a checkpoint ({error}); use another") from None
-    config = validate(tree, str(folder / CONFIG), lines)
-    state = _read_state(folder, texts[STATE])
+    config, tokenizer, state = read_settings(folder)
     weight_bytes = 4 * count_parameters(config.model, tokenizer.vocab_size)
     header_bytes = MAX_TENSOR_HEADER * (12 * config.model.n_layer + 8)
     max_bytes = {MODEL: weight_bytes + header_bytes}
@@ -116,9 +108,26 @@ def read_checkpoint(folder: Path, *, optimizer: bool = True) -> Checkpoint:
     require_memory(wanted, f"the checkpoint {folder}")
     tensors = {
         name: deserialize(folder / name, content)
-        for name, content in commit.read(folder, max_bytes, facts).items()
+        for name, content in commit.read(folder, max_bytes, {"step": state.step}).items()
     }
     return Checkpoint(folder, config, tokenizer, state, tensors[MODEL], tensors.get(OPTIMIZER, {}))
+
+
+def read_settings(folder: Path) -> tuple[Config, CharTokenizer, RunState]:
+    """Return a checkpoint's content but its tensors.
+
+    Raises:
+        ChargptError: a file is missing, damaged, or inconsistent with the others.
+    """
+    facts = {"step": step_of(folder)}
+    texts = commit.read(folder, dict.fromkeys((CONFIG, TOKENIZER, STATE), MAX_TEXT_BYTES), facts)
+    try:
+        tree, lines = parse_yaml(texts[CONFIG].decode(), str(folder / CONFIG))
+        tokenizer = CharTokenizer.from_json(texts[TOKENIZER].decode(), str(folder / TOKENIZER))
+    except UnicodeDecodeError as error:
+        raise RunError(f"{folder} is not a checkpoint ({error}); use another") from None
+    config = validate(tree, str(folder / CONFIG), lines)
+    return config, tokenizer, _read_state(folder, texts[STATE])
 
 
 def _read_state(folder: Path, content: bytes) -> RunState:

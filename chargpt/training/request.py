@@ -73,12 +73,11 @@ class Request:
         Raises:
             ConfigError: it is not a duration, or several processes would have to agree on it.
         """
-        duration = self.budget
-        if duration is None and self.config is None and not self.overrides and world_size() == 1:
+        duration, keys = self.budget, fixed_keys(self.config, self.overrides)
+        if duration is None and self.config is None and keys <= {"seed"} and world_size() == 1:
             duration = DEFAULT_BUDGET
         if duration is None:
             return None
         if world_size() > 1:
             raise ConfigError("--budget plans for one process; give train.max_steps instead")
-        keys = fixed_keys(self.config, self.overrides)
         return Budget(parse_duration(duration), keys, self.started)

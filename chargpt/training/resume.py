@@ -1,5 +1,6 @@
 """Resuming a run: which settings may change, and notes for the user."""
 
+import math
 import os
 
 import torch
@@ -9,12 +10,15 @@ from chargpt.device import choose_device
 from chargpt.errors import ConfigError, FinishedError
 from chargpt.store.checkpoint import Checkpoint
 from chargpt.store.folder import RunFolder
-from chargpt.training.schedule import lr_factor_at
+from chargpt.training.schedule import decay_start, lr_factor_at
 
-MIN_RATE_RISE = 1.5  # factor of the learning rates from which a rise is noted
+# Fraction of the peak of the learning rates when a finished run goes on: RESTART times the root of
+# (steps to come / steps done), at most MAX_RESTART.
+RESTART, MAX_RESTART = 0.4, 0.5
 RATES = ("optim.lr", "optim.matrix_lr")
 MAY_CHANGE = (
     *("train.max_steps", "train.patience", "train.keep_last", "train.rollbacks"),
+    "schedule.restarts",
     *(*RATES, "device", "dtype", "threads"),
 )
 
@@ -53,14 +57,7 @@ def resume(
             f"the learning rates change at step {saved.state.step:,}: the run can no longer be "
             "reproduced from its config alone"
         )
-    step, max_steps = saved.state.step, saved.config.train.max_steps
-    before = lr_factor_at(max(0, step - 1), saved.config.schedule, max_steps)
-    now = lr_factor_at(step, config.schedule, config.train.max_steps)
-    if config.train.max_steps != max_steps and now > MIN_RATE_RISE * before:
-        notes.append(
-            f"the learning rates rise to {now:.0%} of their peak at step {step:,}: the "
-            "loss rises too before it falls"
-        )
+    config = continue_schedule(saved.config, config, saved.state.step, notes)
     device, _ = choose_device("auto")
     if config.device.split(":")[0] not in ("cpu", device.type) and "device" not in changes:
         notes.append(f"{config.device} is not available, so the run continues on {device.type}")
@@ -84,6 +81,39 @@ def resume(
             "give it more with -s train.max_steps=N"
         )
     return saved, config, notes
+
+
+def continue_schedule(before: Config, after: Config, step: int, notes: list[str]) -> Config:
+    """Return the config with a schedule for its new number of steps that does not harm the weights.
+
+    A decay that has begun continues from its present rate to the new end. After the end of the run
+    the rates warm up to a fraction of their peak and decay again (benchmarks/LOG.md).
+
+    Args:
+        before: of the run so far.
+        after: of the resumed run; returned as it is if the steps or the schedule stay the same.
+        step: number of steps done.
+        notes: where a rise of the rates is noted.
+    """
+    old, new = before.train.max_steps, after.train.max_steps
+    schedule = after.schedule
+    if new <= step or new == old or schedule != before.schedule:
+        return after
+    now = lr_factor_at(step, schedule, new)
+    if step >= old:
+        if now <= 1.5 * lr_factor_at(old - 1, schedule, old):  # a constant rate
+            return after
+        fraction = round(min(MAX_RESTART, RESTART * math.sqrt((new - step) / step)), 3)
+        notes.append(
+            f"the learning rates warm up to {fraction:.0%} of their peak and decay again: the loss "
+            "rises a little before it falls"
+        )
+        return after.with_values({"schedule.restarts": (*schedule.restarts, (step, fraction))})
+    has_decayed = schedule.kind == "wsd" and step > decay_start(schedule, old)
+    if has_decayed and not schedule.restarts:
+        point = (step - 1, old)
+        return after.with_values({"schedule.decay_points": (*schedule.decay_points, point)})
+    return after
 
 
 def _is_unchanged(saved: Checkpoint, key: str, value: object, same_command: bool) -> bool:

@@ -101,11 +101,7 @@ def create_run(
     allow_unsaved = start is StartMode.BEGIN_OR_RESUME  # a run that has saved nothing is replaced
     device, _ = choose_device(settings.device)
     group = init_process_group(device)
-    if settings.threads is None and may_choose_threads(device):
-        max_threads = torch.get_num_threads()
-        settings = settings.with_values({"threads": choose_threads(max_threads)})
-        if budget is not None:
-            budget.thread_tuner = ThreadTuner(max_threads)
+    settings = measure_threads(settings, budget)
     if out is not None and group.is_main and not force:
         RunFolder.require_free(out, allow_unsaved=allow_unsaved)
     corpus = load_corpus(settings.text, progress=loading)
@@ -129,6 +125,17 @@ def create_run(
     remaining = None if budget is None else budget.remaining
     cost = expected_cost(trainer.config, trainer.learner, 0, remaining)
     return Session(trainer, folder, cost, budget, planned, notes)
+
+
+def measure_threads(settings: Config, budget: Budget | None = None) -> Config:
+    """Return the config with the number of CPU threads that is fastest now, unless it is fixed."""
+    device, _ = choose_device(settings.device)
+    if settings.threads is not None or not may_choose_threads(device):
+        return settings
+    max_threads = torch.get_num_threads()
+    if budget is not None:
+        budget.thread_tuner = ThreadTuner(max_threads)
+    return settings.with_values({"threads": choose_threads(max_threads)})
 
 
 def resume_run(

@@ -1,0 +1,114 @@
+"""`chargpt config`: every setting with its type, default and meaning."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import typer
+from pydantic.fields import FieldInfo
+
+from chargpt.cli import console, options
+from chargpt.config import Config, Section, describe_unknown_key, load_config
+from chargpt.errors import ConfigError
+from chargpt.store.checkpoint import CONFIG
+from chargpt.store.run import open_run
+
+TYPES = {int: "whole number", float: "number", bool: "true or false", str: "text"}
+BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A setting; `value` is the run's, or the default."""
+
+    key: str  # dotted
+    type: str
+    default: Any
+    value: Any
+    meaning: str
+
+
+def config(
+    key: Annotated[
+        str | None, typer.Argument(help="A setting, or a section such as train; all by default.")
+    ] = None,
+    run: Annotated[
+        Path | None, typer.Option("--run", metavar="RUN", help="Show the values of a run.")
+    ] = None,
+    json_: options.Json = False,
+) -> None:
+    """List every setting with its type, default and meaning.
+
+    Settings are changed with -s, as in `chargpt train -s train.max_steps=500`, or in a YAML file.
+
+    Examples: `chargpt config`, `chargpt config train`, `chargpt config model.n_layer --run runs/a`.
+    """
+    values = Config() if run is None else load_config(open_run(run).path / CONFIG)
+    found = [
+        setting
+        for setting in settings(values)
+        if key is None or setting.key == key or setting.key.startswith(f"{key}.")
+    ]
+    if not found:
+        raise ConfigError(f"{key} is not a setting{describe_unknown_key(str(key))}")
+    if json_:
+        console.out_json([asdict(setting) for setting in found])
+        return
+    for setting in found:
+        default = (
+            "" if setting.value == setting.default else f"default {in_yaml(setting.default)}; "
+        )
+        console.out(f"{setting.key} = {in_yaml(setting.value)}   ({default}{setting.type})")
+        console.out_sentence(setting.meaning, indent="    ")
+
+
+def settings(values: Config) -> Iterator[Setting]:
+    """Yield all settings in the order of the YAML file, with the values of a config."""
+    yield from _settings_of("", values, Config())
+
+
+def _settings_of(prefix: str, values: Section, defaults: Section) -> Iterator[Setting]:
+    for name, field in type(values).model_fields.items():
+        value, default = getattr(values, name), getattr(defaults, name)
+        if isinstance(value, Section):
+            yield from _settings_of(f"{name}.", value, default)
+        else:
+            meaning = " ".join((field.description or "").split())
+            yield Setting(f"{prefix}{name}", describe_type(field), default, value, meaning)
+
+
+def describe_type(field: FieldInfo) -> str:
+    """Return a setting's type and range in words."""
+    types = [t for t in _alternatives(field.annotation) if t is not NoneType]
+    bounds = [
+        f"{sign} {limit if abs(limit) < 2**62 else '2^63'}"
+        for metadata in field.metadata
+        for name, sign in BOUNDS.items()
+        if (limit := getattr(metadata, name, None)) is not None
+    ]
+    words = " or ".join(_name_of(t) for t in types) + "".join(
+        f"{',' if i else ''} {bound}" for i, bound in enumerate(bounds)
+    )
+    return f"{words}, or null" if NoneType in _alternatives(field.annotation) else words
+
+
+def _alternatives(annotation: Any) -> tuple[Any, ...]:
+    """Return the members of a union; another type alone."""
+    is_union = get_origin(annotation) not in (None, Literal, tuple)
+    return get_args(annotation) if is_union else (annotation,)
+
+
+def _name_of(annotation: Any) -> str:
+    if get_origin(annotation) is Literal:
+        return "one of " + ", ".join(get_args(annotation))
+    if get_origin(annotation) is tuple:
+        return "list of texts" if get_args(annotation)[0] is str else "list of pairs"
+    return TYPES[annotation]
+
+
+def in_yaml(value: Any) -> str:
+    """Return a value as it is written in YAML."""
+    return value if isinstance(value, str) and value else json.dumps(value)

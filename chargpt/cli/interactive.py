@@ -1,0 +1,77 @@
+"""`chargpt sample --interactive`: the model continues what the user types."""
+
+import secrets
+import sys
+from contextlib import suppress
+
+from chargpt.cli import console
+from chargpt.config import Config, parse_override
+from chargpt.errors import ChargptError
+from chargpt.inference.sampling import stream_run
+from chargpt.store.run import Run
+from chargpt.text.tokenizer import Unknown
+
+with suppress(ImportError):
+    import readline  # noqa: F401  # input() then edits the line and remembers earlier ones
+
+HELP = (
+    "Type the start of a text and press Enter: the model continues it. An empty line continues the "
+    "last text. `/temperature 0.5` changes a setting, also length, top_k, top_p, min_p, seed and "
+    "stop. Ctrl-C ends a text, Ctrl-D the command."
+)
+
+
+def interact(run: Run, config: Config, unknown: Unknown | None) -> None:
+    """Read lines from standard input until its end; print a continuation of each.
+
+    Args:
+        run: the model.
+        config: its `sample` section is used; a seed of null is a new seed for each text.
+        unknown: how characters outside the vocabulary are treated.
+    """
+    console.say(HELP)
+    text = config.sample.prompt
+    while True:
+        try:
+            line = input("> ")
+        except KeyboardInterrupt:
+            console.out("")
+            continue
+        except EOFError:
+            break
+        try:
+            if line.startswith("/"):
+                config = change_setting(config, line[1:])
+            else:
+                text = continue_text(run, config, line or text, unknown)
+        except ChargptError as error:
+            console.say(f"chargpt: {error}")
+    if sys.stdin.isatty():
+        console.out("")
+
+
+def change_setting(config: Config, written: str) -> Config:
+    """Return the config with a setting changed, written like `temperature 0.5`.
+
+    Raises:
+        ConfigError: there is no such setting, or the value is invalid.
+    """
+    name, _, value = written.strip().partition(" ")
+    key, parsed = parse_override(f"sample.{name.replace('-', '_')}={value.strip() or 'null'}")
+    config = config.with_values({key: parsed})
+    console.say(f"{name} is {value.strip() or 'null'}")
+    return config
+
+
+def continue_text(run: Run, config: Config, text: str, unknown: Unknown | None) -> str:
+    """Print a text with its continuation, until its end or Ctrl-C, and return both."""
+    seed = secrets.randbits(32) if config.sample.seed is None else config.sample.seed
+    settings = config.sample.model_copy(update={"prompt": text, "seed": seed})
+    pieces = stream_run(run, settings, unknown=unknown)
+    console.out(console.for_output(text), end="")
+    with suppress(KeyboardInterrupt):
+        for (piece,) in pieces:
+            text += piece
+            console.out(console.for_output(piece), end="")
+    console.out("")
+    return text

@@ -1,0 +1,68 @@
+"""A folder's runs, each with what its latest checkpoint says about it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Literal
+
+from chargpt.errors import ChargptError
+from chargpt.models import count_parameters
+from chargpt.store import commit
+from chargpt.store.checkpoint import NAME, read_settings
+from chargpt.store.folder import RunFolder, has_checkpoint, is_run
+
+State = Literal["finished", "stopped early", "unfinished", "no checkpoint", "damaged"]
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What a run's latest checkpoint says; None where there is no intact one."""
+
+    run: Path
+    state: State
+    text: str | None = None  # name of the training text
+    kind: str | None = None  # of the model
+    parameters: int | None = None
+    step: int | None = None  # updates done
+    max_steps: int | None = None
+    best_nats_per_char: float | None = None  # lowest validation loss in training
+    seconds: float | None = None  # training time
+    saved: datetime | None = None  # when the latest checkpoint was saved, local time
+
+
+def list_runs(parent: Path) -> list[RunSummary]:
+    """Return the runs in a folder, at most two levels deep, the one saved last first."""
+    found = [summarize(path) for path in _run_paths(parent)]
+    return sorted(found, key=lambda run: run.saved.timestamp() if run.saved else 0, reverse=True)
+
+
+def _run_paths(parent: Path) -> Iterator[Path]:
+    for depth in ("*", "*/*"):
+        yield from (path for path in parent.glob(depth) if is_run(path))
+
+
+def summarize(path: Path) -> RunSummary:
+    """Return what a run's latest checkpoint says, without reading its tensors."""
+    if not has_checkpoint(path):
+        return RunSummary(path, "no checkpoint")
+    checkpoints = RunFolder(path).checkpoints
+    try:
+        folder = commit.resolve_pointer(checkpoints, "latest", NAME)
+        config, tokenizer, state = read_settings(folder)
+        saved = datetime.fromtimestamp(folder.stat().st_mtime).astimezone()
+    except (ChargptError, OSError):
+        return RunSummary(path, "damaged")
+    is_finished = state.step >= config.train.max_steps
+    return RunSummary(
+        path,
+        "stopped early" if state.stopped_early else "finished" if is_finished else "unfinished",
+        text=state.text,
+        kind=config.model.kind,
+        parameters=count_parameters(config.model, tokenizer.vocab_size),
+        step=state.step,
+        max_steps=config.train.max_steps,
+        best_nats_per_char=state.best_nats_per_char,
+        seconds=state.seconds,
+        saved=saved,
+    )
