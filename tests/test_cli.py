@@ -763,6 +763,24 @@ def test_another_text_can_be_evaluated(trained: Path, cli: Cli) -> None:
     assert "name it with --text" in refusal(cli("evaluate", trained, "--unknown", "skip"))
 
 
+def test_train_prints_its_result_as_json(verse: Path, cli: Cli) -> None:
+    done = cli("train", verse, *QUICK, "--seed", "4", "-o", "mine", "--json")
+    report = json.loads(done.stdout)
+    assert report["run"] == "mine"
+    assert report["steps"] == 6
+    assert set(report["losses"]) == {"train", "val"}
+    again = json.loads(cli("evaluate", "mine", "--json").stdout)
+    assert report["losses"]["val"]["nats_per_char"] == pytest.approx(again["nats_per_char"])
+    assert load_config("mine/config.yaml").seed == 4
+
+
+def test_the_short_options_are_those_of_other_programs(trained: Path, cli: Cli) -> None:
+    short = cli("sample", trained, "-p", "The", "-n", "20", "--seed", "1").stdout
+    long = cli("sample", trained, "--prompt", "The", "--length", "20", "--seed", "1").stdout
+    assert short == long
+    assert len(short) == len("The") + 20 + 1
+
+
 # -- compare ----------------------------------------------------------------------------------
 
 
@@ -782,6 +800,18 @@ def test_compare_trains_and_compares_bigram_and_gpt(verse: Path, cli: Cli) -> No
     assert [row["model"] for row in rows] == ["bigram", "gpt"]
     assert KEYS - {"chars_per_second", "text"} <= set(rows[0])
     assert Path("two.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_compare_trains_within_a_budget(verse: Path, cli: Cli) -> None:
+    done = cli("compare", verse, "--budget", "6s", "--seed", "3", "-o", "both", "--json")
+    assert done.returncode == 0, done.stderr
+    rows = {row["model"]: row for row in json.loads(done.stdout)["rows"]}
+    assert rows["gpt (trained)"]["nats_per_char"] < rows["unigram (counts)"]["nats_per_char"]
+    config = load_config("both/gpt/config.yaml")
+    assert config.seed == 3
+    assert config.schedule.cooldown < 0.9  # planned, not the default
+    ladder = cli("compare", verse, "--ladder", "--budget", "6s")
+    assert "drop --models and --budget" in refusal(ladder)
 
 
 def test_compared_runs_score_the_same_characters(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPOSITORY
+from conftest import REPOSITORY, Cli
 
 from chargpt.config import load_config
 from chargpt.training import threads as threads_module
-from chargpt.training.threads import ThreadTuner, choose_threads, may_choose_threads
+from chargpt.training.threads import ThreadTuner, choose_threads, measure_threads
 
 CPU = torch.device("cpu")
 
@@ -81,11 +82,29 @@ def test_threads_are_chosen_again_when_the_speed_falls_and_after_a_while(
 
 
 def test_the_users_number_of_threads_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    Machine(monkeypatch, {2: 0.1, 1: 1e-3})
+    torch.set_num_threads(2)
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    assert not may_choose_threads(CPU)
+    assert measure_threads(CPU) is None
     monkeypatch.delenv("OMP_NUM_THREADS")
-    assert may_choose_threads(CPU)
-    assert not may_choose_threads(torch.device("cuda"))
+    assert measure_threads(torch.device("cuda")) is None
+    assert torch.get_num_threads() == 2
+    assert measure_threads(CPU) == torch.get_num_threads() == 1
+
+
+@pytest.mark.parametrize("command", [["evaluate"], ["score"], ["compare"]])
+def test_long_work_on_a_run_uses_the_fastest_threads(
+    monkeypatch: pytest.MonkeyPatch, cli: Cli, verse: Path, command: list[str]
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    Machine(monkeypatch, {2: 0.1, 1: 1e-3})
+    torch.set_num_threads(2)
+    run = REPOSITORY / "tests" / "golden" / "0.1.0" / "run"
+    shutil.copy(verse, "lighthouse.txt")  # the text of that run
+    text = [verse] if command == ["score"] else []
+    done = cli(*command, run, *text, "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    assert torch.get_num_threads() == 1
 
 
 @contextmanager

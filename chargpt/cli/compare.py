@@ -16,6 +16,7 @@ from chargpt.cli.loop import run_steps
 from chargpt.cli.progress import LoadingProgress
 from chargpt.cli.signals import catch_signals
 from chargpt.cli.summary import show_plan
+from chargpt.device import choose_device
 from chargpt.errors import ConfigError
 from chargpt.store.folder import is_run
 from chargpt.text.corpus import load_corpus
@@ -23,7 +24,8 @@ from chargpt.training.budget import scored_characters
 from chargpt.training.cost import expected_cost
 from chargpt.training.planner import plan
 from chargpt.training.request import Request
-from chargpt.training.session import free_folder, measure_threads, slug
+from chargpt.training.session import free_folder, slug, with_measured_threads
+from chargpt.training.threads import measure_threads
 from chargpt.training.trainer import Trainer
 
 
@@ -90,6 +92,7 @@ def compare(
     if ladder and (len(paths) > 1 or n_runs):
         raise ConfigError("--ladder needs one text; name no runs")
     if paths and n_runs == len(paths):
+        measure_threads(choose_device(device or "auto")[0])
         print_comparison(comparison.compare_runs(paths, device or "auto"), plot, json_=json_)
         return
     if len(paths) > 1:
@@ -117,7 +120,7 @@ def train_models(request: Request, out: Path | None, models: str) -> tuple[Compa
     budget = request.time_budget() if request.budget else None
     corpus = load_corpus(settings.text, progress=LoadingProgress())
     folder = out or free_folder(f"compare-{slug(corpus.name)}")
-    settings = measure_threads(settings, budget)
+    settings = with_measured_threads(settings, budget)
     if budget is not None:
         settings = plan(settings, corpus, budget).config
 

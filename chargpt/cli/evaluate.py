@@ -1,6 +1,7 @@
 """`chargpt evaluate`: how well a run predicts a text."""
 
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -8,6 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from chargpt.cli import console, options, runs, tables
+from chargpt.cli.progress import Progress
 from chargpt.errors import ConfigError
 from chargpt.inference import evaluation
 from chargpt.inference.evaluation import Evaluation
@@ -41,14 +43,17 @@ def evaluate(
     Examples: `chargpt evaluate`, `chargpt evaluate runs/novel --protocol sliding --json`,
     `chargpt evaluate runs/novel --text other.txt --unknown skip`.
     """
-    loaded = runs.open_run(run, checkpoint, device)
+    loaded = runs.open_run(run, checkpoint, device, choose_threads=True)
     changes = {"text.encoding": encoding, "text.unknown": unknown}
     wanted = {key: value for key, value in changes.items() if value is not None}
     if wanted and text is None:
         raise ConfigError("--encoding and --unknown concern another text; name it with --text")
     loaded = replace(loaded, config=loaded.config.with_values(wanted))
     start = time.perf_counter()
-    result = evaluation.evaluate(loaded, split, protocol, text, stride=stride)
+    with closing(Progress(1, "character")) as bar:
+        result = evaluation.evaluate(
+            loaded, split, protocol, text, stride=stride, on_progress=bar.callback("scored")
+        )
     seconds = time.perf_counter() - start
     name = str(text) if text else loaded.state.text
     if json_:

@@ -27,5 +27,5 @@ def report(
 
     Examples: `chargpt report`, `chargpt report runs/novel --out novel.html`.
     """
-    loaded = runs.open_run(run, checkpoint, device)
+    loaded = runs.open_run(run, checkpoint, device, choose_threads=True)
     console.out(str(write_report(loaded, out)))

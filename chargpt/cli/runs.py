@@ -10,6 +10,7 @@ from chargpt.cli import console, options, tables
 from chargpt.errors import RunError
 from chargpt.store.listing import RunSummary, list_runs
 from chargpt.store.run import Run, load_run, newest_run
+from chargpt.training.threads import measure_threads
 
 
 def runs(
@@ -68,8 +69,12 @@ def find_run(path: Path | None) -> Path:
     return path
 
 
-def open_run(path: Path | None, checkpoint: str, device: str | None) -> Run:
+def open_run(
+    path: Path | None, checkpoint: str, device: str | None, *, choose_threads: bool = False
+) -> Run:
     """Load a run, or the newest one, and print which checkpoints were damaged.
+
+    With `choose_threads`, for long work, the number of CPU threads that is fastest now is used.
 
     Raises:
         ChargptError: there is no such run or checkpoint, or none is intact.
@@ -77,4 +82,6 @@ def open_run(path: Path | None, checkpoint: str, device: str | None) -> Run:
     run = load_run(find_run(path), checkpoint, device or "auto")
     for note in run.notes:
         console.say(note)
+    if choose_threads:
+        measure_threads(run.model.device)
     return run

@@ -1,10 +1,12 @@
 """`chargpt score`: surprisal of a text and its lines under a run."""
 
+from contextlib import closing
 from typing import Annotated
 
 import typer
 
 from chargpt.cli import console, options, runs, tables
+from chargpt.cli.progress import Progress
 from chargpt.inference import scoring
 from chargpt.text.corpus import read_text
 
@@ -30,9 +32,10 @@ def score(
     Examples: `chargpt score runs/novel chapter.txt`,
     `chargpt score runs/novel --per-line < chapter.txt | head`.
     """
-    loaded = runs.open_run(run, checkpoint, device)
+    loaded = runs.open_run(run, checkpoint, device, choose_threads=True)
     content = read_text(text, encoding=encoding or "auto")
-    scored = scoring.score(loaded, content, unknown)
+    with closing(Progress(1, "character")) as bar:
+        scored = scoring.score(loaded, content, unknown, bar.callback("scored"))
     ranked = sorted(scored.lines(), key=lambda line: -line.bits_per_char)
     if json_:
         facts = {

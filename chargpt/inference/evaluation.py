@@ -12,7 +12,7 @@ V = vocabulary size, N = scored characters in total.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -23,7 +23,9 @@ from torch import Tensor
 
 from chargpt.errors import TextError
 from chargpt.inference.windows import (
+    NANOGPT_BATCHES,
     NANOGPT_BLOCK,
+    NANOGPT_ROWS,
     Protocol,
     Windows,
     protocol_windows,
@@ -34,6 +36,8 @@ from chargpt.models.base import eval_mode
 from chargpt.store.run import Run
 from chargpt.text.corpus import Split, read_text
 from chargpt.text.tokenizer import Floats, Tokens
+
+OnProgress = Callable[[int, int], object]  # of the number done, and of all
 
 MAX_LOGITS_BYTES = 64_000_000  # of one forward pass
 MAX_CALL_CHARACTERS = 16_384  # of one forward pass
@@ -86,6 +90,7 @@ def evaluate(
     stride: int | None = None,
     dtype: torch.dtype | None = None,
     seed: int = 1337,
+    on_progress: OnProgress = lambda *_: None,
 ) -> Evaluation:
     """Evaluate a run on a split of its own text, or on all of another text.
 
@@ -97,6 +102,7 @@ def evaluate(
         stride: S of `sliding`, 1 to T; max(1, T // 2) by default.
         dtype: torch.bfloat16 for mixed precision; float32 by default.
         seed: of the random batches of `nanogpt`.
+        on_progress: called with the number of characters scored, and of all.
 
     Raises:
         TextError: the text is missing, unreadable, too short, or contains unknown characters.
@@ -116,6 +122,7 @@ def evaluate(
         stride=stride,
         dtype=dtype,
         seed=seed,
+        on_progress=on_progress,
     )
 
 
@@ -130,6 +137,7 @@ def evaluate_tokens(
     span: int | None = None,
     dtype: torch.dtype | None = None,
     seed: int = 1337,
+    on_progress: OnProgress = lambda *_: None,
 ) -> Evaluation:
     """Evaluate a model on token ids.
 
@@ -144,6 +152,7 @@ def evaluate_tokens(
             score the same characters if it is the same.
         dtype: torch.bfloat16 for mixed precision; float32 by default.
         seed: of the random batches of `nanogpt`.
+        on_progress: called with the number of characters scored, and of all.
 
     Raises:
         TextError: there are too few characters.
@@ -169,20 +178,29 @@ def evaluate_tokens(
         span=span,
         seed=seed,
     )
-    nats, accuracy, characters, error = _score(model, batches, dtype)
+    total = len(tokens) - 1
+    if protocol == "nanogpt":
+        total = NANOGPT_BATCHES * NANOGPT_ROWS * block_size
+    total = min(total, max_characters or total)
+    nats, accuracy, characters, error = _score(
+        model, batches, dtype, lambda done: on_progress(done, total)
+    )
     return Evaluation(nats, accuracy, characters, error, protocol, split, block_size)
 
 
-def token_losses(model: LanguageModel, tokens: Tokens) -> Floats:
+def token_losses(
+    model: LanguageModel, tokens: Tokens, on_progress: OnProgress = lambda *_: None
+) -> Floats:
     """Return the loss of each character but the first in nats, (characters - 1,), by `sliding`."""
+    found: list[Floats] = []
+    done = 0
     with eval_mode(model):
-        return np.concatenate(
-            [
-                losses.flatten()
-                for windows in sliding_windows(tokens, model.block_size)
-                for losses, _ in _iter_losses(model, windows)
-            ]
-        )
+        for windows in sliding_windows(tokens, model.block_size):
+            for losses, _ in _iter_losses(model, windows):
+                found.append(losses.flatten())
+                done += losses.size
+                on_progress(done, len(tokens) - 1)
+    return np.concatenate(found)
 
 
 def iter_log_probs(
@@ -204,10 +222,13 @@ def iter_log_probs(
 
 
 def _score(
-    model: LanguageModel, batches: Iterator[Windows], dtype: torch.dtype | None
+    model: LanguageModel,
+    batches: Iterator[Windows],
+    dtype: torch.dtype | None,
+    on_progress: Callable[[int], object],
 ) -> tuple[float, float, int, float]:
     """Return mean loss, accuracy, number of characters and standard error over all windows."""
-    block_losses, block_sizes, n_correct, squares = [], [], 0.0, 0.0
+    block_losses, block_sizes, n_correct, squares, done = [], [], 0.0, 0.0, 0
     with eval_mode(model):
         for windows in batches:
             for losses, correct in _iter_losses(model, windows, dtype):
@@ -215,6 +236,8 @@ def _score(
                 block_sizes.append(np.full(len(losses), losses.shape[1]))
                 n_correct += correct.sum()
                 squares += (losses**2).sum()
+                done += losses.size
+                on_progress(done)
     loss, size = np.concatenate(block_losses), np.concatenate(block_sizes)
     characters = int(size.sum())
     mean = float(loss.sum()) / characters

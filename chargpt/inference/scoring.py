@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from chargpt.errors import TextError
-from chargpt.inference.evaluation import token_losses
+from chargpt.inference.evaluation import OnProgress, token_losses
 from chargpt.store.run import Run
 from chargpt.text.tokenizer import Floats, Unknown
 
@@ -46,7 +46,9 @@ class Scored:
         return lines
 
 
-def score(run: Run, text: str, unknown: Unknown | None = None) -> Scored:
+def score(
+    run: Run, text: str, unknown: Unknown | None = None, on_progress: OnProgress = lambda *_: None
+) -> Scored:
     """Return the surprisal of each character, -log2 of its probability, by `sliding` evaluation.
 
     The text is scored as if a newline preceded it. If the vocabulary has no newline, the first
@@ -56,6 +58,7 @@ def score(run: Run, text: str, unknown: Unknown | None = None) -> Scored:
         run: a run from `load_run`.
         text: of any length.
         unknown: policy for characters outside the vocabulary; the run's `text.unknown` by default.
+        on_progress: called with the number of characters scored, and of all.
 
     Raises:
         TextError: the text is empty, or contains unknown characters.
@@ -69,6 +72,6 @@ def score(run: Run, text: str, unknown: Unknown | None = None) -> Scored:
         tokens = np.concatenate((tokenizer.encode("\n"), tokens))
     else:
         first = np.full(1, math.log(tokenizer.vocab_size))
-    rest = token_losses(run.model, tokens) if len(tokens) > 1 else np.zeros(0)
+    rest = token_losses(run.model, tokens, on_progress) if len(tokens) > 1 else np.zeros(0)
     scored = tokens[len(tokens) - len(first) - len(rest) :]
     return Scored(tokenizer.decode(scored), np.concatenate((first, rest)) / math.log(2))

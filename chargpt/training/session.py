@@ -26,7 +26,7 @@ from chargpt.training.cost import Cost, expected_cost
 from chargpt.training.planner import Plan, plan
 from chargpt.training.request import Request, StartMode
 from chargpt.training.resume import resume
-from chargpt.training.threads import ThreadTuner, choose_threads, may_choose_threads
+from chargpt.training.threads import ThreadTuner, measure_threads
 from chargpt.training.trainer import Trainer
 
 
@@ -101,7 +101,7 @@ def create_run(
     allow_unsaved = start is StartMode.BEGIN_OR_RESUME  # a run that has saved nothing is replaced
     device, _ = choose_device(settings.device)
     group = init_process_group(device)
-    settings = measure_threads(settings, budget)
+    settings = with_measured_threads(settings, budget)
     if out is not None and group.is_main and not force:
         RunFolder.require_free(out, allow_unsaved=allow_unsaved)
     corpus = load_corpus(settings.text, progress=loading)
@@ -127,15 +127,15 @@ def create_run(
     return Session(trainer, folder, cost, budget, planned, notes)
 
 
-def measure_threads(settings: Config, budget: Budget | None = None) -> Config:
+def with_measured_threads(settings: Config, budget: Budget | None = None) -> Config:
     """Return the config with the number of CPU threads that is fastest now, unless it is fixed."""
-    device, _ = choose_device(settings.device)
-    if settings.threads is not None or not may_choose_threads(device):
+    max_threads, (device, _) = torch.get_num_threads(), choose_device(settings.device)
+    threads = measure_threads(device) if settings.threads is None else None
+    if threads is None:
         return settings
-    max_threads = torch.get_num_threads()
     if budget is not None:
         budget.thread_tuner = ThreadTuner(max_threads)
-    return settings.with_values({"threads": choose_threads(max_threads)})
+    return settings.with_values({"threads": threads})
 
 
 def resume_run(

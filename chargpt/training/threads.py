@@ -18,11 +18,6 @@ MIN_FALL = 0.5  # of the speed: below this fraction of the highest, threads are 
 RETRY_SECONDS = 20.0  # after which more threads are tried again
 
 
-def may_choose_threads(device: torch.device) -> bool:
-    """Return whether the number of threads matters and the user has not set it."""
-    return device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ
-
-
 def choose_threads(max_threads: int) -> int:
     """Set the number of threads with the fastest small operations: `max_threads`, half, ... 1.
 
@@ -47,6 +42,13 @@ def choose_threads(max_threads: int) -> int:
             best = threads
     torch.set_num_threads(best)
     return best
+
+
+def measure_threads(device: torch.device) -> int | None:
+    """Set the fastest number of threads and return it; None if it does not matter or is set."""
+    if device.type != "cpu" or "OMP_NUM_THREADS" in os.environ:
+        return None
+    return choose_threads(torch.get_num_threads())
 
 
 class ThreadTuner:

@@ -1,0 +1,153 @@
+"""The commands `runs`, `config` and `sample --interactive`."""
+
+import json
+import os
+import pty
+import re
+import shutil
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY, Cli, refusal, run_cli
+from test_docs import load_script
+
+from chargpt.config import Config
+
+QUICK = (
+    "-s train.max_steps=6 -s train.batch_size=4 -s train.evaluate_every=3 -s train.save_every=3 "
+    "-s train.evaluate_characters=300 -s train.sample_every=0 -s model.n_layer=1 "
+    "-s model.n_embd=16 -s model.block_size=16 -s sample.length=40 --device cpu -s dtype=float32"
+).split()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train two small runs for the tests that only read them, and damage a copy of one."""
+    folder = tmp_path_factory.mktemp("runs")
+    shutil.copy(REPOSITORY / "data" / "lighthouse.txt", folder / "novel.txt")
+    for name, extra in (("a", []), ("group/b", ["--seed", "5", "-s", "train.max_steps=9"])):
+        args = ("train", "novel.txt", *QUICK, *extra, "-o", f"runs/{name}")
+        done = run_cli(*args, cwd=folder, CHARGPT_CACHE=str(folder / "c"))
+        assert done.returncode == 0, done.stderr
+    shutil.copytree(folder / "runs" / "a", folder / "runs" / "damaged")
+    (folder / "runs" / "damaged" / "checkpoints" / "latest.json").write_text("{}")
+    shutil.copytree(folder / "runs" / "a", folder / "runs" / "unsaved")
+    shutil.rmtree(folder / "runs" / "unsaved" / "checkpoints")
+    return folder / "runs"
+
+
+# -- runs -------------------------------------------------------------------------------------
+
+
+def test_runs_lists_each_run_with_its_state(runs: Path, cli: Cli) -> None:
+    listed = json.loads(cli("runs", runs, "--json").stdout)
+    by_name = {Path(each["run"]).relative_to(runs).as_posix(): each for each in listed}
+    assert {name: each["state"] for name, each in by_name.items()} == {
+        "a": "finished",
+        "group/b": "finished",
+        "damaged": "damaged",
+        "unsaved": "no checkpoint",
+    }
+    assert next(iter(by_name)) == "group/b"  # it was saved last
+    assert by_name["a"]["text"] == "novel.txt"
+    assert by_name["a"]["step"] == by_name["a"]["max_steps"] == 6
+    state = json.loads((runs / "a" / "checkpoints" / "step-00000006" / "state.json").read_text())
+    assert by_name["a"]["best_nats_per_char"] == state["best_nats_per_char"]
+    table = cli("runs", runs).stdout
+    for word in ("novel.txt", "finished", "damaged", "no checkpoint", "group/b"):
+        assert word in table
+    assert max(map(len, table.splitlines())) <= 82
+
+
+def test_runs_of_an_empty_folder_names_the_next_command(tmp_path: Path, cli: Cli) -> None:
+    assert "train one with `chargpt train`" in refusal(cli("runs", tmp_path))
+    assert "there is no folder" in refusal(cli("runs", tmp_path / "missing"))
+
+
+# -- config -----------------------------------------------------------------------------------
+
+
+def test_config_lists_every_setting_with_a_meaning(cli: Cli) -> None:
+    listed = json.loads(cli("config", "--json").stdout)
+    tree = Config().model_dump(mode="json")
+    for each in listed:
+        section, _, name = each["key"].rpartition(".")
+        assert each["default"] == (tree[section] if section else tree)[name]
+        assert each["meaning"].endswith(".")
+    sections = [value for value in tree.values() if isinstance(value, dict)]
+    assert len(listed) == len(tree) - len(sections) + sum(map(len, sections))
+    types = {each["key"]: each["type"] for each in listed}
+    assert types["model.n_layer"] == "whole number >= 1, <= 256"
+    assert types["train.patience"] == "whole number >= 1, or null"
+    assert types["text.unknown"] == "one of error, skip, replace"
+
+
+def test_config_shows_one_setting_or_section_and_a_runs_values(runs: Path, cli: Cli) -> None:
+    one = cli("config", "train.max_steps", "--run", runs / "a").stdout
+    assert one.startswith("train.max_steps = 6   (default 650; whole number >= 1)\n")
+    section = cli("config", "optim").stdout
+    assert section.count("optim.") == 4
+    assert "did you mean model.n_layer" in refusal(cli("config", "n_layers"))
+
+
+def test_the_page_of_settings_is_up_to_date() -> None:
+    script = load_script(REPOSITORY / "scripts" / "write_config_page.py")
+    assert script.TARGET.read_text(encoding="utf-8") == script.page()
+
+
+# -- sample --interactive ---------------------------------------------------------------------
+
+
+def test_interactive_sampling_continues_each_line(runs: Path, cli: Cli) -> None:
+    typed = "The sea\n/length 5\n/temperature 0\nThe light\n\n/seed x\nΩ\n"
+    done = run_cli("sample", runs / "a", "-i", "--seed", "1", cwd=runs, stdin=typed)
+    assert done.returncode == 0, done.stderr
+    assert "Ctrl-D" in done.stderr
+    first, second, third = (part for part in done.stdout.split("> ") if part.startswith("The"))
+    assert len(first.rstrip("\n")) >= len("The sea") + 38
+    assert len(second.removesuffix("\n")) == len("The light") + 5
+    assert third.startswith(second.removesuffix("\n"))  # an empty line continues the text
+    assert "sample.seed" in done.stderr
+    assert "U+03A9" in done.stderr  # a mistake does not end it
+    assert "drop --json" in refusal(cli("sample", runs / "a", "-i", "--json"))
+
+
+# -- a terminal of 80 columns -----------------------------------------------------------------
+
+
+def on_terminal(*arguments: str, cwd: Path) -> str:
+    """Return what a command prints on a terminal of 80 columns."""
+    main, other = pty.openpty()
+    termios.tcsetwinsize(other, (24, 80))
+    environment = os.environ | {"TERM": "xterm", "CHARGPT_CACHE": str(cwd / "c")}
+    command = [sys.executable, "-m", "chargpt", *arguments]
+    with subprocess.Popen(command, stdout=other, stderr=other, cwd=cwd, env=environment) as process:
+        os.close(other)
+        chunks = []
+        try:
+            while chunk := os.read(main, 65536):
+                chunks.append(chunk)
+        except OSError:  # Linux's way to say that the other end is closed
+            pass
+        os.close(main)
+    assert process.returncode == 0
+    return b"".join(chunks).decode()
+
+
+def test_a_terminal_breaks_sentences_between_words(runs: Path) -> None:
+    wide = run_cli("config", "schedule", cwd=runs.parent).stdout
+    shown = on_terminal("config", "schedule", cwd=runs.parent).replace("\r\n", "\n")
+    assert max(map(len, shown.splitlines())) <= 80
+    assert shown.split() == wide.split()
+    assert len(shown.splitlines()) > len(wide.splitlines())
+
+
+def test_training_on_a_terminal_shows_a_percentage_in_80_columns(runs: Path) -> None:
+    shown = on_terminal("train", "novel.txt", *QUICK, "-s", "train.max_steps=300", cwd=runs.parent)
+    frames = [re.sub("\x1b\\[[0-9;]*[A-Za-z]", "", frame) for frame in shown.split("\r")]
+    bars = [frame.strip() for frame in frames if "chars/s" in frame]
+    assert bars
+    assert all("%" in bar and len(bar) <= 80 for bar in bars)
