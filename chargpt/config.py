@@ -6,6 +6,7 @@ with its line and the most similar valid key. YAML lists become tuples.
 """
 
 import difflib
+import json
 import math
 import os
 import re
@@ -30,6 +31,24 @@ from chargpt.errors import ConfigError
 from chargpt.yaml_reader import MAX_YAML_BYTES, dump_yaml, parse_yaml
 
 MAX_PROBLEMS = 20  # listed in one message
+MESSAGES = {  # by pydantic's error type
+    "model_type": "expected a section with `key: value` lines",
+    "greater_than_equal": "expected {ge} or more",
+    "greater_than": "expected more than {gt}",
+    "less_than_equal": "expected {le} or less",
+    "less_than": "expected less than {lt}",
+    "finite_number": "expected a finite number",
+    "int_type": "expected a whole number",
+    "int_from_float": "expected a whole number",
+    "int_parsing_size": "expected a smaller number",
+    "float_type": "expected a number",
+    "string_type": "expected a text",
+    "string_unicode": "expected a text of whole characters",
+    "literal_error": "expected {expected}",
+    "tuple_type": "expected a list",
+    "missing": "expected a pair",
+    "too_long": "expected a pair",
+}
 NORM_EPS = 1e-6  # of every RMSNorm
 
 Fraction = Annotated[float, Field(gt=0, le=1)]
@@ -52,6 +71,8 @@ class Section(BaseModel):
             raise ValueError("expected true or false")
         if (int in types or float in types) and isinstance(value, bool | str):
             raise ValueError("expected a number")
+        if types == (str, ...) and isinstance(value, str):
+            return (value,)
         return value
 
 
@@ -62,8 +83,17 @@ class TextConfig(Section):
     """A file, folder or glob, or `-` for standard input; null: the built-in text."""
     encoding: str = "auto"
     """`auto`: UTF-8, or what a byte order mark states."""
+    encoding_errors: Literal["strict", "replace"] = "strict"
+    """Bytes that do not decode: an error, or each the character U+FFFD."""
     suffixes: tuple[str, ...] = (".txt", ".md", ".gz")
     """Which files of a folder are read."""
+
+    @field_validator("suffixes", mode="after")
+    @classmethod
+    def split_suffixes(cls, suffixes: tuple[str, ...]) -> tuple[str, ...]:
+        """Accept `.py,.md` as two suffixes."""
+        return tuple(suffix for each in suffixes for suffix in each.split(","))
+
     val_fraction: float = Field(0.1, gt=0, lt=1)
     """Fraction of the text in the validation split, after the training split."""
     test_fraction: float = Field(0.0, ge=0, lt=1)
@@ -334,7 +364,7 @@ def validate(tree: dict[str, Any], origin: str, lines: Mapping[str, int] | None 
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        details = error.errors(include_url=False, include_context=False)
+        details = error.errors(include_url=False)
         problems = [_problem(detail, lines or {}) for detail in details[:MAX_PROBLEMS]]
         if len(details) > MAX_PROBLEMS:
             problems.append(f"and {len(details) - MAX_PROBLEMS} more")
@@ -350,13 +380,16 @@ def _problem(detail: Mapping[str, Any], lines: Mapping[str, int]) -> str:
     if detail["type"] == "extra_forbidden":
         return f"{where}{key:.100} is not a setting{describe_unknown_key(dotted[:100])}"
     message = detail["msg"].removeprefix("Value error, ")
-    message = message[0].lower() + message[1:]
-    if detail["type"] == "model_type":
-        message = "expected a section with `key: value` lines"
+    if detail["type"] in MESSAGES:
+        limits = detail.get("ctx", {}).items()
+        message = MESSAGES[detail["type"]].format(
+            **{name: f"{limit:g}" if isinstance(limit, float) else limit for name, limit in limits}
+        )
     value = detail["input"]
     if isinstance(value, dict) and detail["type"] != "value_error":
         message += "; it is not a section"
-    shown = "" if isinstance(value, dict | BaseModel) else f" (it is {value!r:.60})"
+    in_yaml = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
+    shown = "" if isinstance(value, dict | BaseModel) else f" (it is {in_yaml:.60})"
     return f"{where}{key}{': ' if key else ''}{message}{shown}"
 
 

@@ -260,7 +260,7 @@ def test_a_budget_is_rejected_with_max_steps_several_processes_or_resume(
         cli("train", verse, "--budget", "30s", "-c", "mine.yaml")
     )
     assert "is not a duration" in refusal(cli("train", verse, "--budget", "soon"))
-    assert "drop -c, --budget" in refusal(cli("train", "--resume", "--budget", "30s"))
+    assert "drop -c and --budget" in refusal(cli("train", "--resume", "--budget", "30s"))
     assert not Path("runs").exists()
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "plans for one process" in refusal(cli("train", verse, "--budget", "30s"))
@@ -732,7 +732,7 @@ def test_a_closed_output_pipe_is_no_error(trained: Path, tmp_path: Path) -> None
 KEYS = {
     "nats_per_char", "bits_per_char", "perplexity", "accuracy", "characters", "standard_error",
     "protocol", "split", "block_size", "parameters", "steps", "seconds", "chars_per_second",
-    "text", "run",
+    "text", "run", "unknown",
 }  # fmt: skip
 
 
@@ -761,6 +761,36 @@ def test_another_text_can_be_evaluated(trained: Path, cli: Cli) -> None:
     done = cli("evaluate", trained, "--text", "other.txt", "--unknown", "skip", "--json")
     assert json.loads(done.stdout)["characters"] == 31 * 20 - 1
     assert "name it with --text" in refusal(cli("evaluate", trained, "--unknown", "skip"))
+
+
+def test_the_number_of_unknown_characters_is_printed(trained: Path, cli: Cli) -> None:
+    Path("other.txt").write_text("the sea Ω and Ж the light\n" * 10)
+    for command, text in (("evaluate", ["--text", "other.txt"]), ("score", ["other.txt"])):
+        for policy, done in (("skip", "left out"), ("replace", "replaced")):
+            result = cli(command, trained, *text, "--unknown", policy, "--json")
+            assert json.loads(result.stdout)["unknown"] == 20
+            assert f"20 characters outside the vocabulary: {done}" in result.stderr
+
+
+def test_compress_leaves_out_unknown_characters_only_if_asked(trained: Path, cli: Cli) -> None:
+    Path("other.txt").write_text("the sea Ω and the light\n" * 10)
+    message = refusal(cli("compress", trained, "other.txt", "packed"))
+    assert "--unknown skip|replace" in message  # what it advises works
+    done = cli("compress", trained, "other.txt", "packed", "--unknown", "skip")
+    assert "10 characters outside the vocabulary: left out" in done.stderr
+    assert cli("decompress", trained, "packed", "back.txt").returncode == 0
+    assert Path("back.txt").read_text() == "the sea  and the light\n" * 10
+
+
+def test_bytes_that_do_not_decode_are_replaced_if_asked(verse: Path, cli: Cli) -> None:
+    Path("old.txt").write_bytes(verse.read_bytes() + b"caf\xe9")
+    offset = len(verse.read_bytes()) + 3
+    message = refusal(cli("train", "old.txt", *QUICK))
+    assert f"byte 0xE9 at offset {offset:,}" in message
+    assert "--encoding-errors replace" in message
+    done = cli("train", "old.txt", *QUICK, "--encoding-errors", "replace", "-o", "run")
+    assert "bytes that do not decode, replaced by U+FFFD: 1" in done.stderr
+    assert cli("evaluate", "run", "--text", "old.txt").returncode == 0
 
 
 def test_train_prints_its_result_as_json(verse: Path, cli: Cli) -> None:

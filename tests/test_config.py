@@ -1,5 +1,7 @@
 """Configuration: reading YAML and overrides, validation, and error messages."""
 
+import contextlib
+import re
 import string
 import time
 from pathlib import Path
@@ -12,6 +14,7 @@ from pydantic import ValidationError
 from chargpt.config import (
     Config,
     ModelConfig,
+    _known_keys,
     load_config,
     parse_override,
     shipped_configs,
@@ -220,7 +223,7 @@ def test_all_errors_are_reported_at_once_with_their_lines(write) -> None:
         ("model.scaled", "1"),
         ("model.scaled", "'yes'"),
         ("text.path", "5"),
-        ("text.suffixes", ".txt"),
+        ("text.suffixes", "5"),
         ("text.suffixes", "[1]"),
         ("text.encoding", "2024-01-01x: 1"),
         ("seed", "0x" + "f" * 5000),
@@ -234,6 +237,26 @@ def test_a_value_of_the_wrong_type_is_rejected(key: str, value: str) -> None:
     message = message_of("gpt", f"{key}={value}")
     assert key in message
     assert len(message) < 6000
+
+
+WRONG = "true null x -1 1.5 1e400 [1] [[1]] [[1,2,3]] {a: 1} 9999999999999999999999 '5' .nan"
+
+
+@pytest.mark.parametrize("key", _known_keys())
+def test_the_messages_are_in_our_own_words(key: str) -> None:
+    for value in WRONG.replace("{a: 1}", "{a:1}").split():
+        with contextlib.suppress(ConfigError):
+            load_config("gpt", [f"{key}={value.replace(':', ': ')}"])
+            continue
+        message = message_of("gpt", f"{key}={value.replace(':', ': ')}")
+        assert not re.search(r"[Ii]nput|should|valid|type=|tuple|True|None", message), message
+
+
+def test_a_single_text_is_a_list_of_one() -> None:
+    assert load_config("gpt", ["text.suffixes=.py"]).text.suffixes == (".py",)
+    assert load_config("gpt", ["text.suffixes=.py,.md"]).text.suffixes == (".py", ".md")
+    assert load_config("gpt", ["text.suffixes=[.py, .md]"]).text.suffixes == (".py", ".md")
+    assert load_config("gpt", ["sample.stop='a, b'"]).sample.stop == ("a, b",)
 
 
 @pytest.mark.parametrize("written", ["2024-01-01", "1:30", "12345678901234567890.txt"])

@@ -200,6 +200,16 @@ def test_undecodable_bytes_are_named_with_their_offset(
     assert where in message
     assert str(path) in message
     assert "--encoding cp1252" in message
+    assert "--encoding-errors replace" in message
+    replaced = load(path, encoding=encoding, encoding_errors="replace")
+    text = text_of(replaced)
+    assert "\ufffd" in text
+    known = codecs.lookup("utf-16" if content[:1] == b"\xff" else encoding.replace("auto", "utf-8"))
+    assert text == known.decode(content, "replace")[0].removeprefix("\ufeff")
+    n_replaced = text.count("\ufffd")
+    note = f"bytes that do not decode, replaced by U+FFFD: {n_replaced}"
+    assert replaced.notes == load(path, encoding=encoding, encoding_errors="replace").notes
+    assert note in replaced.notes
 
 
 def test_a_binary_is_rejected_with_the_offset_of_its_first_nul_byte(write: Write) -> None:

@@ -256,6 +256,7 @@ def test_a_loss_is_reported_in_three_units():
         "protocol": "full",
         "split": "val",
         "block_size": 16,
+        "unknown": 0,
     }
 
 

@@ -74,6 +74,7 @@ def compare(
     seed: options.Seed = None,
     device: options.Device = None,
     encoding: options.Encoding = None,
+    encoding_errors: options.EncodingErrors = None,
     set_: options.Set = None,
 ) -> None:
     """Train and compare baselines and a GPT on the same text.
@@ -101,10 +102,11 @@ def compare(
     request = Request(
         text=texts[0] if texts else None,
         config=config or ("ladder" if ladder else None),
-        overrides=options.with_seed(set_, seed),
+        overrides=options.overrides(
+            set_, seed=seed, encoding=encoding, encoding_errors=encoding_errors
+        ),
         budget=budget,
         device=device,
-        encoding=encoding,
         started=console.started,
     )
     if ladder:

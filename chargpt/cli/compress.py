@@ -14,6 +14,8 @@ from chargpt.errors import ConfigError, TextError
 from chargpt.files import write_atomically
 from chargpt.inference.coding import compress as pack
 from chargpt.inference.coding import decompress as unpack
+from chargpt.inference.evaluation import OnProgress
+from chargpt.store.run import Run
 
 XZ_BYTES = 20_000_000  # beyond it, xz takes longer than one would wait for a comparison
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="The file to write.")]
@@ -24,16 +26,24 @@ def compress(
     run: options.RunPath,
     text: Annotated[Path, typer.Argument(metavar="IN", help="A text, as UTF-8.")],
     out: Out,
+    unknown: options.UnknownPolicy = None,
     checkpoint: options.Checkpoint = "best",
     force: Force = False,
 ) -> None:
     """Compress a text losslessly with a run's model.
 
-    To get it back, the same run, machine and library versions are needed.
+    To get it back, the same run, machine and library versions are needed. With --unknown skip or
+    replace, characters outside the vocabulary are lost.
 
     Example: `chargpt compress runs/novel chapter.txt chapter.cgpt`.
     """
-    content, packed = _convert(pack, run, text, checkpoint, out, force=force)
+
+    def pack_text(loaded: Run, content: bytes, on_progress: OnProgress) -> bytes:
+        packed = pack(loaded, content, on_progress, unknown or "error")
+        console.say_unknown(loaded.tokenizer.count_unknown(content.decode()), unknown or "error")
+        return packed
+
+    content, packed = _convert(pack_text, run, text, checkpoint, out, force=force)
     characters = len(content.decode())
     bits = 8 * len(packed) / max(1, characters)
     xz = ""

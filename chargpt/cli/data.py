@@ -60,6 +60,7 @@ def info(
     ] = None,
     json_: options.Json = False,
     encoding: options.Encoding = None,
+    encoding_errors: options.EncodingErrors = None,
     set_: options.Set = None,
 ) -> None:
     """Describe a text, with warnings about training on it.
@@ -68,7 +69,8 @@ def info(
 
     Example: `chargpt data info novel.txt`.
     """
-    settings = build_config(text, None, set_ or (), encoding=encoding)
+    overrides = options.overrides(set_, encoding=encoding, encoding_errors=encoding_errors)
+    settings = build_config(text, None, overrides)
     corpus = load_corpus(settings.text, progress=LoadingProgress())
     facts = describe(corpus)
     if json_:

@@ -37,6 +37,7 @@ def evaluate(
     json_: options.Json = False,
     device: options.Device = None,
     encoding: options.Encoding = None,
+    encoding_errors: options.EncodingErrors = None,
 ) -> None:
     """Evaluate a run's loss on its own text or another.
 
@@ -44,10 +45,16 @@ def evaluate(
     `chargpt evaluate runs/novel --text other.txt --unknown skip`.
     """
     loaded = runs.open_run(run, checkpoint, device, choose_threads=True)
-    changes = {"text.encoding": encoding, "text.unknown": unknown}
+    changes = {
+        "text.encoding": encoding,
+        "text.encoding_errors": encoding_errors,
+        "text.unknown": unknown,
+    }
     wanted = {key: value for key, value in changes.items() if value is not None}
     if wanted and text is None:
-        raise ConfigError("--encoding and --unknown concern another text; name it with --text")
+        raise ConfigError(
+            "--encoding, --encoding-errors and --unknown concern another text; name it with --text"
+        )
     loaded = replace(loaded, config=loaded.config.with_values(wanted))
     start = time.perf_counter()
     with closing(Progress(1, "character")) as bar:
@@ -55,6 +62,7 @@ def evaluate(
             loaded, split, protocol, text, stride=stride, on_progress=bar.callback("scored")
         )
     seconds = time.perf_counter() - start
+    console.say_unknown(result.unknown, loaded.config.text.unknown)
     name = str(text) if text else loaded.state.text
     if json_:
         facts = {

@@ -43,6 +43,7 @@ def explain(
     json_: options.Json = False,
     device: options.Device = None,
     encoding: options.Encoding = None,
+    encoding_errors: options.EncodingErrors = None,
 ) -> None:
     """Explain attention step by step on your own text and run.
 
@@ -53,7 +54,8 @@ def explain(
     """
     if plot is not None:
         plots.require_suffix(plot)
-    subject = find_subject(what, checkpoint, device, encoding)
+    overrides = options.overrides(None, encoding=encoding, encoding_errors=encoding_errors)
+    subject = find_subject(what, checkpoint, device, overrides)
     sections = explanation.explain(subject, section or ())
     maps = [part for each in sections for part in each.parts if isinstance(part, Maps)]
     if plot is not None:
@@ -73,7 +75,7 @@ def explain(
 
 
 def find_subject(
-    what: str | None, checkpoint: str, device: str | None, encoding: str | None
+    what: str | None, checkpoint: str, device: str | None, overrides: tuple[str, ...]
 ) -> Subject:
     """Return what to explain: the run or text named, else the newest run, else a text.
 
@@ -87,7 +89,7 @@ def find_subject(
     if path is not None and is_run(path):
         run = runs.open_run(path, checkpoint, device)
         return choose_subject(run.corpus(), run)
-    settings = build_config(what, device=device, encoding=encoding)
+    settings = build_config(what, None, overrides, device=device)
     return choose_subject(load_corpus(settings.text, progress=LoadingProgress()), None)
 
 

@@ -1,7 +1,8 @@
 """Options that several commands share."""
 
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -38,6 +39,13 @@ Encoding = Annotated[
     str | None,
     typer.Option("--encoding", help="How the text's bytes are written, if not UTF-8 or UTF-16."),
 ]
+EncodingErrors = Annotated[
+    Literal["strict", "replace"] | None,
+    typer.Option(
+        "--encoding-errors",
+        help="Bytes that do not decode: an error (strict, the default), or U+FFFD (replace).",
+    ),
+]
 Checkpoint = Annotated[
     str, typer.Option("--checkpoint", metavar="best|latest|STEP", help="Which checkpoint.")
 ]
@@ -51,6 +59,14 @@ UnknownPolicy = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
-def with_seed(overrides: list[str] | None, seed: int | None) -> tuple[str, ...]:
-    """Return the overrides of -s with that of --seed."""
-    return (*(overrides or ()), *([] if seed is None else [f"seed={seed}"]))
+def overrides(
+    set_: list[str] | None,
+    *,
+    seed: int | None = None,
+    encoding: str | None = None,
+    encoding_errors: str | None = None,
+) -> tuple[str, ...]:
+    """Return the overrides of -s, and those of the options that are settings too."""
+    values = {"seed": seed, "text.encoding": encoding, "text.encoding_errors": encoding_errors}
+    given = {key: value for key, value in values.items() if value is not None}
+    return (*(set_ or ()), *(f"{key}={json.dumps(value)}" for key, value in given.items()))

@@ -24,6 +24,7 @@ def score(
     unknown: options.UnknownPolicy = None,
     checkpoint: options.Checkpoint = "best",
     encoding: options.Encoding = None,
+    encoding_errors: options.EncodingErrors = None,
     json_: options.Json = False,
     device: options.Device = None,
 ) -> None:
@@ -33,14 +34,16 @@ def score(
     `chargpt score runs/novel --per-line < chapter.txt | head`.
     """
     loaded = runs.open_run(run, checkpoint, device, choose_threads=True)
-    content = read_text(text, encoding=encoding or "auto")
+    content = read_text(text, encoding or "auto", encoding_errors or "strict")
     with closing(Progress(1, "character")) as bar:
         scored = scoring.score(loaded, content, unknown, bar.callback("scored"))
+    console.say_unknown(scored.unknown, unknown or loaded.config.text.unknown)
     ranked = sorted(scored.lines(), key=lambda line: -line.bits_per_char)
     if json_:
         facts = {
             "bits_per_char": scored.bits_per_char,
             "characters": len(scored.bits),
+            "unknown": scored.unknown,
             "run": str(run),
             "text": text,
             "lines": [vars(line) for line in sorted(ranked, key=lambda line: line.number)],

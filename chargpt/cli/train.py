@@ -53,6 +53,7 @@ def train(
     json_: options.Json = False,
     device: options.Device = None,
     encoding: options.Encoding = None,
+    encoding_errors: options.EncodingErrors = None,
     set_: options.Set = None,
 ) -> None:
     """Train a model on a text.
@@ -65,12 +66,13 @@ def train(
     request = Request(
         text=text,
         config=config,
-        overrides=options.with_seed(set_, seed),
+        overrides=options.overrides(
+            set_, seed=seed, encoding=encoding, encoding_errors=encoding_errors
+        ),
         budget=budget,
         out=out,
         start=start_mode(text, out, resume=resume, force=force),
         device=device,
-        encoding=encoding,
         started=console.started,
     )
 

@@ -31,7 +31,7 @@ from chargpt.models import LanguageModel
 from chargpt.models.base import eval_mode
 from chargpt.store.run import Run
 from chargpt.store.tensors import serialize
-from chargpt.text.tokenizer import TokenIds
+from chargpt.text.tokenizer import TokenIds, Unknown
 
 MAX_LANES = 64
 MIN_LANE_CHARACTERS = 4096  # so that the first characters of lanes add little to the size
@@ -46,24 +46,31 @@ MAX_RANGE, MIN_RANGE = 2**56, 2**48  # of the arithmetic coder's interval
 Progress = Callable[[int, int], object]  # called with the characters done and their total
 
 
-def compress(run: Run, content: bytes, on_progress: Progress = lambda *_: None) -> bytes:
+def compress(
+    run: Run,
+    content: bytes,
+    on_progress: Progress = lambda *_: None,
+    unknown: Unknown = "error",
+) -> bytes:
     """Compress a UTF-8 text with a run's model.
 
     Args:
         run: a run on the CPU; `decompress` needs the same.
-        content: UTF-8 text whose characters are all in the run's vocabulary.
+        content: UTF-8 text.
+        unknown: policy for characters outside the vocabulary: only `error` is lossless.
         on_progress: called after each step.
 
     Raises:
         TextError: the text is not UTF-8, or too long.
-        UnknownCharacterError: a character is not in the vocabulary.
+        UnknownCharacterError: a character is not in the vocabulary, and `unknown` is `error`.
         WorkError: the model's logits are not finite.
     """
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
         raise TextError(f"the text is not UTF-8 ({error}); convert it first") from None
-    tokens = run.tokenizer.encode(text, unknown="error").astype(np.int64)
+    tokens = run.tokenizer.encode(text, unknown=unknown).astype(np.int64)
+    content = run.tokenizer.decode(tokens).encode()  # what `decompress` will return
     if len(tokens) > MAX_CHARACTERS:
         raise TextError(f"the text is over {MAX_CHARACTERS:,} characters; compress it in parts")
     encoder = ArithmeticEncoder()

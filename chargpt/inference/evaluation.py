@@ -13,7 +13,7 @@ V = vocabulary size, N = scored characters in total.
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -60,6 +60,7 @@ class Evaluation:
     protocol: str
     split: str  # `train`, `val` or `test`; `all` for another text
     block_size: int  # T, the maximum context in characters
+    unknown: int = 0  # characters outside the vocabulary, left out or replaced
 
     @property
     def bits_per_char(self) -> float:
@@ -108,13 +109,14 @@ def evaluate(
         TextError: the text is missing, unreadable, too short, or contains unknown characters.
         ConfigError: the stride is out of range.
     """
-    settings = run.config.text
+    settings, n_unknown = run.config.text, 0
     if text is None:
         tokens = run.corpus().split(split)
     else:
-        content = read_text(text, encoding=settings.encoding)
+        content = read_text(text, settings.encoding, settings.encoding_errors)
         tokens = run.tokenizer.encode(content, unknown=settings.unknown)
-    return evaluate_tokens(
+        n_unknown = run.tokenizer.count_unknown(content)
+    result = evaluate_tokens(
         run.model,
         tokens,
         protocol=protocol,
@@ -124,6 +126,7 @@ def evaluate(
         seed=seed,
         on_progress=on_progress,
     )
+    return replace(result, unknown=n_unknown)
 
 
 def evaluate_tokens(

@@ -29,6 +29,7 @@ class Scored:
 
     text: str  # without skipped characters
     bits: Floats  # surprisal of each character, (N,)
+    unknown: int = 0  # characters outside the vocabulary, left out or replaced
 
     @property
     def bits_per_char(self) -> float:
@@ -74,4 +75,5 @@ def score(
         first = np.full(1, math.log(tokenizer.vocab_size))
     rest = token_losses(run.model, tokens, on_progress) if len(tokens) > 1 else np.zeros(0)
     scored = tokens[len(tokens) - len(first) - len(rest) :]
-    return Scored(tokenizer.decode(scored), np.concatenate((first, rest)) / math.log(2))
+    bits = np.concatenate((first, rest)) / math.log(2)
+    return Scored(tokenizer.decode(scored), bits, tokenizer.count_unknown(text))

@@ -13,7 +13,7 @@ from chargpt.errors import TextError
 from chargpt.text import Progress, cache
 from chargpt.text.cache import CachedText
 from chargpt.text.catalog import BUILT_IN
-from chargpt.text.decoding import codec_name, decode
+from chargpt.text.decoding import REPLACEMENT, Errors, codec_name, decode
 from chargpt.text.ingest import ingest, load_or_note
 from chargpt.text.source import STDIN, MissingTextError, copy_stdin, find_source, iter_chunks
 from chargpt.text.statistics import PairCounts, count_pairs, count_tokens
@@ -152,10 +152,15 @@ def _specification(settings: TextConfig) -> list[Any]:
     """Return what determines the tokens of a text, together with the content of its files."""
     path = settings.path
     absolute = None if path is None else os.path.abspath(os.path.expanduser(path))
-    return [absolute, settings.suffixes, codec_name(settings.encoding), settings.min_count]
+    encoding = [codec_name(settings.encoding), settings.encoding_errors]
+    return [absolute, settings.suffixes, *encoding, settings.min_count]
 
 
 def _corpus(settings: TextConfig, cached: CachedText, name: str, notes: list[str]) -> Corpus:
+    if settings.encoding_errors == "replace" and REPLACEMENT in cached.tokenizer.characters:
+        counts = count_tokens(cached.tokens, cached.tokenizer.vocab_size)
+        count = int(counts[cached.tokenizer.characters.index(REPLACEMENT)])
+        notes.append(f"bytes that do not decode, replaced by U+FFFD: {count:,}")
     return Corpus(
         name=name,
         key=cached.key,
@@ -169,7 +174,10 @@ def _corpus(settings: TextConfig, cached: CachedText, name: str, notes: list[str
 
 
 def read_text(
-    path: str | os.PathLike[str], encoding: str = "auto", max_characters: int = MAX_READ_CHARACTERS
+    path: str | os.PathLike[str],
+    encoding: str = "auto",
+    errors: Errors = "strict",
+    max_characters: int = MAX_READ_CHARACTERS,
 ) -> str:
     """Return a whole text: a file, folder, glob or `-`, read like a corpus.
 
@@ -183,7 +191,7 @@ def read_text(
         if source.is_stdin:
             copy_stdin(spool.write, 4 * (max_characters + 1))  # 4 bytes each, and a byte order mark
             source = replace(source, stream=spool)
-        for text in decode(iter_chunks(source), encoding):
+        for text in decode(iter_chunks(source), encoding, errors):
             size += len(text)
             if size > max_characters:
                 raise TextError(

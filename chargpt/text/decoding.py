@@ -5,7 +5,7 @@ import difflib
 import encodings.aliases
 from collections.abc import Iterable, Iterator
 from itertools import chain, groupby
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from chargpt.errors import TextError
 
@@ -17,6 +17,8 @@ BOMS = (  # UTF-32 before UTF-16, whose little-endian mark is a prefix of UTF-32
     (codecs.BOM_UTF16_BE, "utf-16-be"),
 )
 BYTE_ORDER_MARK = "\ufeff"
+REPLACEMENT = "\ufffd"  # stands for bytes that do not decode
+Errors = Literal["strict", "replace"]
 
 
 class Chunk(NamedTuple):
@@ -47,23 +49,25 @@ def codec_name(encoding: str) -> str:
     raise TextError(f"{problem}; " + (f"did you mean {similar[0]}?" if similar else common))
 
 
-def decode(chunks: Iterable[Chunk], encoding: str = "auto") -> Iterator[str]:
+def decode(
+    chunks: Iterable[Chunk], encoding: str = "auto", errors: Errors = "strict"
+) -> Iterator[str]:
     """Yield the text of chunks, without byte order marks.
 
     Raises:
-        TextError: bytes that do not decode, named with their offset.
+        TextError: bytes that do not decode, named with their offset, if errors are `strict`.
     """
     codec = codec_name(encoding)
     for name, group in groupby(chunks, key=lambda chunk: chunk.file_name):
-        yield from _decode_file(name, codec, (chunk.content for chunk in group))
+        yield from _decode_file(name, codec, errors, (chunk.content for chunk in group))
 
 
-def _decode_file(name: str, codec: str, contents: Iterator[bytes]) -> Iterator[str]:
+def _decode_file(name: str, codec: str, errors: Errors, contents: Iterator[bytes]) -> Iterator[str]:
     """Yield the text of one file's chunks, which may end inside a character."""
     head = next(contents)
     if codec == "auto":
         codec = next((marked for mark, marked in BOMS if head.startswith(mark)), "utf-8")
-    decoder = codecs.getincrementaldecoder(codec)("strict")
+    decoder = codecs.getincrementaldecoder(codec)(errors)
     offset = 0  # of the chunk's first byte
     is_start = True
     for content in chain([head], contents, [b""]):
@@ -89,5 +93,8 @@ def _undecodable(name: str, codec: str, offset: int, error: UnicodeError) -> str
     if isinstance(error, UnicodeDecodeError):
         where = f"byte 0x{error.object[error.start]:02X} at offset {offset + error.start:,}"
     shown = {"utf-8": "UTF-8", "utf-8-sig": "UTF-8"}.get(codec, codec)
-    remedy = "name its true encoding, for example --encoding cp1252, cp1251 or latin-1"
+    remedy = (
+        "name its true encoding, for example --encoding cp1252, cp1251 or latin-1, or replace such "
+        "bytes with --encoding-errors replace"
+    )
     return f"{name} is not {shown} text ({where} does not decode); {remedy}"

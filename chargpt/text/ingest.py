@@ -42,7 +42,7 @@ def ingest(
 ) -> CachedText:
     """Read a text and store its tokens in the cache, unless they are there and undamaged.
 
-    Only `encoding` and `min_count` of the settings are used. `progress` is called with "reading"
+    Only the encoding and `min_count` of the settings are used. `progress` is called with "reading"
     in the first pass and "encoding" in the second. `notes` receives sentences for the user.
 
     Raises:
@@ -68,7 +68,7 @@ def ingest(
             unknown_count = int(counts.sum() - counts[code_points(tokenizer.characters)].sum())
             tokens = stack.enter_context(TemporaryFile(folder))
             chunks = second.update(iter_chunks(source, progress, "encoding"))
-            for text in decode(chunks, settings.encoding):
+            for text in decode(chunks, settings.encoding, settings.encoding_errors):
                 tokens.write(tokenizer.encode(text, "replace").view(np.uint8).data)
             if first.crc32 != second.crc32:
                 raise TextError(
@@ -93,7 +93,9 @@ def _count_characters(
     # The thread ends here even on an error: a generator that garbage collection closes would
     # join it at any time, which can deadlock.
     with ThreadPoolExecutor(1, "hash") as worker:
-        for text in decode(_hashed(chunks, hashes, worker), settings.encoding):
+        for text in decode(
+            _hashed(chunks, hashes, worker), settings.encoding, settings.encoding_errors
+        ):
             if text.isascii():
                 counts[:128] += count_tokens(np.frombuffer(text.encode("ascii"), np.uint8), 128)
             else:
@@ -132,4 +134,6 @@ def load_or_note(key: str, notes: list[str]) -> CachedText | None:
 def text_key(digests: list[str], settings: TextConfig) -> str:
     """Return the SHA-256 of the files' digests and of the settings that determine the tokens."""
     facts = [cache.VERSION, codec_name(settings.encoding), settings.min_count, digests]
+    if settings.encoding_errors != "strict":
+        facts.append(settings.encoding_errors)
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()

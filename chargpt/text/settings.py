@@ -15,7 +15,6 @@ def build_config(
     overrides: Iterable[str] = (),
     *,
     device: str | None = None,
-    encoding: str | None = None,
 ) -> Config:
     """Return the config of a run.
 
@@ -24,7 +23,6 @@ def build_config(
         config: a shipped config's name or a YAML file; `gpt` by default.
         overrides: texts like `train.max_steps=100`, which take precedence over the config.
         device: replaces the config's.
-        encoding: of the text; replaces the config's.
 
     Raises:
         ConfigError: a key or value is wrong.
@@ -38,8 +36,6 @@ def build_config(
         settings = [f"text.path={json.dumps(path)}", *settings]
     if device is not None:
         settings.append(f"device={json.dumps(device)}")
-    if encoding is not None:
-        settings.append(f"text.encoding={json.dumps(encoding)}")
     return load_config(config or "gpt", settings, defaults)
 
 
@@ -59,9 +55,8 @@ def fixed_values(
     *,
     text: str | None = None,
     device: str | None = None,
-    encoding: str | None = None,
 ) -> dict[str, object]:
     """Return the values in `settings` of every key that the arguments of `build_config` set."""
-    arguments = {"text.path": text, "device": device, "text.encoding": encoding}
+    arguments = {"text.path": text, "device": device}
     keys = fixed_keys(config, overrides) | {k for k, v in arguments.items() if v is not None}
     return {key: reduce(getattr, key.split("."), settings) for key in sorted(keys)}

@@ -163,6 +163,10 @@ class CharTokenizer:
                 ids[is_unknown] = self.replacement_id
         return ids.astype(self.dtype, copy=False)
 
+    def count_unknown(self, text: str) -> int:
+        """Return the number of characters of a text that are not in the vocabulary."""
+        return len(text) - len(self.encode(text, "skip"))
+
     def decode(self, ids: npt.ArrayLike) -> str:
         """Return the text of token ids; the unknown token becomes U+FFFD."""
         index = np.atleast_1d(np.asarray(ids)).astype(np.int64)

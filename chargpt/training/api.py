@@ -46,15 +46,17 @@ def train(
         ChargptError: the text, a setting, the folder or the device is unusable, or the last
             checkpoint could not be written.
     """
+    overrides = [f"{key}={json.dumps(value)}" for key, value in (settings or {}).items()]
+    if encoding is not None:
+        overrides.append(f"text.encoding={json.dumps(encoding)}")
     request = Request(
         text=None if text is None else str(text),
         config=None if config is None else str(config),
-        overrides=tuple(f"{key}={json.dumps(value)}" for key, value in (settings or {}).items()),
+        overrides=tuple(overrides),
         budget=budget if budget is None or isinstance(budget, str) else f"{round(budget)}s",
         out=None if out is None else Path(out),
         start=start,
         device=device,
-        encoding=encoding,
     )
     try:
         path = run_training(request, partial(run_steps, progress=progress))

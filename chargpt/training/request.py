@@ -11,6 +11,7 @@ from chargpt.text.settings import build_config, fixed_keys, fixed_values
 from chargpt.training.budget import Budget, parse_duration
 
 DEFAULT_BUDGET = "150s"
+UNPLANNED = {"seed", "text.encoding", "text.encoding_errors"}  # settings that no budget plans
 
 
 class StartMode(Enum):
@@ -33,14 +34,11 @@ class Request:
     out: Path | None = None
     start: StartMode = StartMode.NEW
     device: str | None = None
-    encoding: str | None = None
     started: float | None = None
 
     def settings(self) -> Config:
         """Return the config of a new run."""
-        return build_config(
-            self.text, self.config, self.overrides, device=self.device, encoding=self.encoding
-        )
+        return build_config(self.text, self.config, self.overrides, device=self.device)
 
     def changes(self) -> dict[str, object]:
         """Return the settings of a resumed run that are to change, by dotted keys.
@@ -48,9 +46,9 @@ class Request:
         Raises:
             ConfigError: an argument applies only to a new run.
         """
-        if self.config is not None or self.encoding is not None or self.budget is not None:
+        if self.config is not None or self.budget is not None:
             raise ConfigError(
-                "--resume takes its settings from the run; drop -c, --budget and --encoding, or "
+                "--resume takes its settings from the run; drop -c and --budget, or "
                 "give both a text and --out to begin the run where there is none"
             )
         values = dict(parse_override(override) for override in self.overrides)
@@ -59,12 +57,7 @@ class Request:
     def fixed(self, settings: Config) -> dict[str, object]:
         """Return the values in `settings` of the keys that this request sets."""
         return fixed_values(
-            settings,
-            self.config,
-            self.overrides,
-            text=self.text,
-            device=self.device,
-            encoding=self.encoding,
+            settings, self.config, self.overrides, text=self.text, device=self.device
         )
 
     def time_budget(self) -> Budget | None:
@@ -74,7 +67,7 @@ class Request:
             ConfigError: it is not a duration, or several processes would have to agree on it.
         """
         duration, keys = self.budget, fixed_keys(self.config, self.overrides)
-        if duration is None and self.config is None and keys <= {"seed"} and world_size() == 1:
+        if duration is None and self.config is None and keys <= UNPLANNED and world_size() == 1:
             duration = DEFAULT_BUDGET
         if duration is None:
             return None
