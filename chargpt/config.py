@@ -166,7 +166,7 @@ class TrainConfig(Section):
     evaluate_every: int = Field(65, ge=1)
     """Interval of evaluations on the validation split."""
     evaluate_characters: int = Field(30_000, ge=1)
-    """Maximum characters of the validation split, spread evenly, per evaluation in training."""
+    """Maximum characters of a split, spread evenly, per evaluation in training and at its end."""
     save_every: int = Field(65, ge=1)
     """Interval of checkpoints; a new best is saved at once."""
     sample_every: int = Field(325, ge=0)

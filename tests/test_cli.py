@@ -794,7 +794,8 @@ def test_bytes_that_do_not_decode_are_replaced_if_asked(verse: Path, cli: Cli) -
 
 
 def test_train_prints_its_result_as_json(verse: Path, cli: Cli) -> None:
-    done = cli("train", verse, *QUICK, "--seed", "4", "-o", "mine", "--json")
+    whole = ("-s", "train.evaluate_characters=30000")
+    done = cli("train", verse, *QUICK, *whole, "--seed", "4", "-o", "mine", "--json")
     report = json.loads(done.stdout)
     assert report["run"] == "mine"
     assert report["steps"] == 6

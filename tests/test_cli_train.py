@@ -151,7 +151,9 @@ def test_a_budget_reserves_the_measured_time_of_scoring(
     trainer = create_run(tiny(verse, *STEPS), tmp_path / "run", None, budget=budget).trainer
     clock.now = 10.0
     val = len(trainer.corpus.split("val"))
-    scored = len(trainer.corpus.split("train")) + val + report_characters
+    limit = trainer.config.train.evaluate_characters
+    scored = sum(min(limit, len(trainer.corpus.split(name))) for name in ("train", "val"))
+    scored += report_characters
     timed_characters = min(RESERVE.timed_characters, val - 1)
     closing = 0.8 + 1.3 * 2 * scored / timed_characters + report_seconds
     assert budget.remaining == pytest.approx(seconds - 10 - closing)

@@ -22,6 +22,7 @@ from chargpt.cli import summary
 from chargpt.inference.baselines import Baselines
 from chargpt.inference.evaluation import Evaluation
 from chargpt.store.folder import RunFolder
+from chargpt.store.metrics import validation_curve
 from chargpt.store.run import load_run
 from chargpt.training.budget import Reserve
 
@@ -241,22 +242,23 @@ def test_a_sorted_list_is_said_to_have_unlike_splits_instead_of_over_fitting(
     assert "differs from the training" not in done.stdout
 
 
-def test_all_rows_of_the_closing_table_score_the_same_characters(
-    cli: Cli, verse: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_rows_of_the_closing_table_score_the_same_characters(cli: Cli, verse: Path) -> None:
     done = cli("train", verse, *TINY, "--out", "mine")
     run = load_run(Path("mine"), device="cpu")
     corpus = run.corpus()
     val = corpus.split("val")
-    assert f"Losses on {len(val) - 1:,} of {len(val):,} validation characters" in done.stdout
-    monkeypatch.setattr("chargpt.training.budget.MIN_SCORED", 200)
+    scored = 300 // run.model.block_size * run.model.block_size
+    assert f"Losses on {scored} of {len(val):,} validation characters" in done.stdout
     result = score_run(run, corpus)
-    span = run.model.block_size
-    assert result.losses["val"].characters == 200 // span * span
+    assert result.losses["val"].characters == scored
     fitted = Baselines(corpus)
-    assert result.baselines == fitted.losses(val, max_characters=200, span=span)
+    span = run.model.block_size
+    assert result.baselines == fitted.losses(val, max_characters=300, span=span)
     assert result.baselines != fitted.losses(val)
-    assert f"{200 // span * span} of {len(val):,} validation" in result.sample
+    # the last validation of training is that of the table
+    records = RunFolder(run.folder).metrics.records()
+    last = validation_curve(records)[-1][1]
+    assert result.losses["val"].nats_per_char == pytest.approx(last, abs=2e-3)
 
 
 def test_over_fitting_is_reported_from_the_recorded_losses(cli: Cli, verse: Path) -> None:

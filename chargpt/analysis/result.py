@@ -11,7 +11,6 @@ from chargpt.store.metrics import validation_curve
 from chargpt.store.run import Run
 from chargpt.text.corpus import SPLITS, Corpus, Split
 from chargpt.text.describe import compare_splits
-from chargpt.training.budget import scored_characters
 
 MIN_RISE = 0.02  # nats above the best validation loss that count as over-fitting, not noise
 LAST_STEPS = 10  # whose mean is the last training loss
@@ -53,7 +52,7 @@ def score_run(run: Run, corpus: Corpus, baselines: Baselines | None = None) -> R
     Raises:
         TextError: a split is too short to score.
     """
-    scored = scored_characters(run.config, run.step)
+    scored = run.config.train.evaluate_characters
     losses = {
         split: evaluate_tokens(run.model, corpus.split(split), split=split, max_characters=scored)
         for split in SPLITS
@@ -101,10 +100,11 @@ def summarize(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]])
     elif best is not None and last > best + MIN_RISE:
         lowest = f"at step {best_step:,}" if best_step else "before training"
         used = "; that checkpoint is used" if run.step == best_step else ""
+        is_alike = scores.split_warning is None
+        remedy = " More text, model.dropout or fewer steps would help." if is_alike else ""
         sentences.append(
-            f"It over-fits: the validation loss was lowest {lowest} ({best:.3f} nats) and rose to "
-            f"{last:.3f} nats{used}. More text, model.dropout or fewer steps "
-            "would help."
+            f"{'It over-fits: t' if is_alike else 'T'}he validation loss was lowest {lowest} "
+            f"({best:.3f} nats) and rose to {last:.3f} nats{used}.{remedy}"
         )
     elif val_loss - train_loss > MIN_GAP and scores.split_warning is None:
         remedy = "more text" if run.config.model.dropout else "more text or model.dropout"

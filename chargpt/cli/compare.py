@@ -20,7 +20,6 @@ from chargpt.device import choose_device
 from chargpt.errors import ConfigError
 from chargpt.store.folder import is_run
 from chargpt.text.corpus import load_corpus
-from chargpt.training.budget import scored_characters
 from chargpt.training.cost import expected_cost
 from chargpt.training.planner import plan
 from chargpt.training.request import Request
@@ -139,7 +138,7 @@ def train_models(request: Request, out: Path | None, models: str) -> tuple[Compa
     names = [name.strip() for name in models.split(",") if name.strip()]
     max_characters = comparison.MAX_CHARACTERS
     if budget is not None:
-        max_characters = scored_characters(settings, settings.train.max_steps)
+        max_characters = settings.train.evaluate_characters
     with catch_signals() as signals:
         result = comparison.compare(
             settings,

@@ -20,7 +20,7 @@ from chargpt.training.trainer import Trainer
 
 def show_budget(plan: Plan, budget: Budget) -> None:
     """Print what a time budget has chosen, and why."""
-    reason = "the size with the lowest expected loss" if plan.chooses_size else "the model as set"
+    reason = "size with the lowest expected loss" if plan.chooses_size else "model as set"
     seconds = console.duration(budget.seconds)
     console.say(f"budget  {seconds}: {plan.speed:,.0f} characters/s measured; {reason}")
 
@@ -34,7 +34,9 @@ def show_plan(trainer: Trainer, cost: Cost) -> None:
         for name in ("train", "val", "test")
         if len(corpus.split(name))
     )
-    threads = f", {torch.get_num_threads()} threads" if trainer.device.type == "cpu" else ""
+    n_threads = torch.get_num_threads()
+    threads = f", {n_threads} thread{'' if n_threads == 1 else 's'}"
+    threads = threads if trainer.device.type == "cpu" else ""
     ranks = f" x {trainer.group.size} processes" if trainer.group.size > 1 else ""
     console.say(
         f"text    {corpus.name}: {console.characters(len(corpus.tokens))} ({lengths}){unknown}\n"

@@ -45,7 +45,7 @@ def side_by_side(titles: Sequence[str], texts: Sequence[str]) -> None:
     target = Console(highlight=False)
     width = max(24, target.width // len(titles) - 1)
     panels = [
-        Panel(Text(console.printable(text)), title=title, width=width)
+        Panel(Text(console.printable(text), overflow="fold"), title=title, width=width)
         for title, text in zip(titles, texts, strict=True)
     ]
     target.print(Columns(panels, padding=0))

@@ -11,6 +11,7 @@ import os
 import stat
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -115,6 +116,7 @@ def _find_folder(root: Path, suffixes: tuple[str, ...]) -> Source:
     """Return the folder's files, sorted by path, without hidden ones."""
     endings = tuple("." + suffix.lower().lstrip("*").lstrip(".") for suffix in suffixes)
     files: list[Path] = []
+    others: Counter[str] = Counter()  # endings of the files that are left out
     visited: set[tuple[int, int]] = set()
 
     def reject(error: OSError) -> None:
@@ -129,14 +131,19 @@ def _find_folder(root: Path, suffixes: tuple[str, ...]) -> Source:
         subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
         for name in names:
             path = Path(folder, name)
-            if not name.startswith(".") and name.lower().endswith(endings) and path.is_file():
+            if name.startswith(".") or not path.is_file():
+                continue
+            if name.lower().endswith(endings):
                 files.append(path.absolute())
+            else:
+                others[path.suffix] += 1
         if len(files) > MAX_FILES:
             raise TextError(f"{root} holds over {MAX_FILES:,} files; join them into fewer")
     if not files:
+        common = max(others, key=others.__getitem__, default="") or ".py"
         raise MissingTextError(
-            f"the folder {root} holds no file that ends in {', '.join(endings)}; "
-            "set text.suffixes to the endings of its texts"
+            f"the folder {root} holds no file that ends in {', '.join(endings)}; name the endings "
+            f"of its texts, such as -s text.suffixes={common}"
         )
     return Source(f"{root.absolute().name}/", tuple(sorted(files)))
 

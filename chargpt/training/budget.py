@@ -23,7 +23,6 @@ from chargpt.training.schedule import decay_start
 from chargpt.training.threads import ThreadTuner
 
 MIN_SECONDS = 5
-SCORED_FRACTION, MIN_SCORED, MAX_SCORED = 1 / 20, 20_000, 300_000  # characters
 TRIAL_LR_FACTOR = 1e-6  # trial updates must not leave the usual range of values
 
 
@@ -53,15 +52,6 @@ class Replanning:
 
 
 RESERVE, REPLANNING = Reserve(), Replanning()
-
-
-def scored_characters(config: Config, n_steps: int) -> int:
-    """Return how many characters of each split the closing evaluation of a run scores at most.
-
-    It is a fraction of what the run reads in `n_steps` steps, within bounds.
-    """
-    n_read = n_steps * config.train.batch_size * config.model.block_size
-    return min(MAX_SCORED, max(MIN_SCORED, int(SCORED_FRACTION * n_read)))
 
 
 def parse_duration(text: str) -> float:
@@ -150,7 +140,7 @@ class Budget:
 
     def measure_scoring(self, model: LanguageModel, corpus: Corpus, config: Config) -> None:
         """Measure how long the closing evaluations take and reserve that time."""
-        max_characters = scored_characters(config, config.train.max_steps)
+        max_characters = config.train.evaluate_characters
         splits = [corpus.split(split) for split in SPLITS]
         start = self.clock()
         timed = evaluate_tokens(model, splits[-1], max_characters=RESERVE.timed_characters)

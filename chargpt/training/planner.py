@@ -63,8 +63,10 @@ class Recipe:
     very_long_run: int = 3_000_000  # from it on, an update reads `long_step_characters`
     cooldown: float = 0.6  # fraction of the steps; the steps before it measure the speed
     long_cooldown: float = 0.7
-    evaluations: int = 8  # per run
-    short_evaluations: int = 4  # in a short run, where each takes as long as two steps
+    evaluations: int = 6  # per run
+    short_evaluations: int = 2  # in a short run, where each takes as long as four steps
+    min_evaluated: int = 12_000  # characters of the validation split per evaluation
+    max_evaluated: int = 300_000
     full_weight_decay_epochs: float = 5  # from it on, weight decay is whole
     min_weight_decay: float = 0.2  # fraction of the weight decay in runs of up to one epoch
     # (capacity, dropout), where capacity = epochs * sqrt(parameters per character of the text)
@@ -165,7 +167,9 @@ def length_settings(
     return {
         "train.max_steps": steps,
         "train.evaluate_every": every,
-        "train.evaluate_characters": max(8_000, min(30_000, int(characters / 100))),
+        "train.evaluate_characters": max(
+            recipe.min_evaluated, min(recipe.max_evaluated, int(characters / 100))
+        ),
         "train.save_every": every,
         # a sample takes as long as a step
         "train.sample_every": 2 * every if steps >= 200 else 0,
