@@ -374,14 +374,14 @@ def test_a_finished_run_goes_on_with_a_short_warmup_to_a_fraction_of_its_rates(
 ) -> None:
     train(tiny_config(), corpus, tmp_path / "run")
     saved, config, notes = resume(RunFolder(tmp_path / "run"), {"train.max_steps": 24})
-    assert config.schedule.restarts == ((12, 0.4),)
-    assert any("warm up to 40% of their peak and decay again" in note for note in notes)
+    assert config.schedule.restarts == ((12, 0.5),)
+    assert any("warm up to 50% of their peak and decay again" in note for note in notes)
     assert factors(config)[:12] == factors(saved.config)  # the config still repeats the run
-    assert max(factors(config)[12:]) <= 0.4
-    assert factors(config)[-1] == pytest.approx(0.4 / 12)
+    assert max(factors(config)[12:]) <= 0.5
+    assert factors(config)[-1] == pytest.approx(0.5 / 12)
     run_steps(Trainer(config, corpus, folder=RunFolder(tmp_path / "run"), saved=saved))
     again = resume(RunFolder(tmp_path / "run"), {"train.max_steps": 30})[1]
-    assert again.schedule.restarts == ((12, 0.4), (24, 0.2))
+    assert again.schedule.restarts == ((12, 0.5), (24, 0.25))
     assert factors(again)[:24] == factors(config)
     own = {"train.max_steps": 30, "schedule.restarts": [[24, 0.1]]}
     assert resume(RunFolder(tmp_path / "run"), own)[1].schedule.restarts == ((24, 0.1),)

@@ -14,7 +14,7 @@ from chargpt.training.schedule import decay_start, lr_factor_at
 
 # Fraction of the peak of the learning rates when a finished run goes on: RESTART times the root of
 # (steps to come / steps done), at most MAX_RESTART.
-RESTART, MAX_RESTART = 0.4, 0.5
+RESTART, MAX_RESTART = 0.5, 0.5
 RATES = ("optim.lr", "optim.matrix_lr")
 MAY_CHANGE = (
     *("train.max_steps", "train.patience", "train.keep_last", "train.rollbacks"),
