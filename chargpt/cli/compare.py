@@ -31,11 +31,11 @@ from chargpt.training.trainer import Trainer
 def compare(
     texts: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[TEXT | RUN...]", help="A text to train on, or runs to compare."),
+        typer.Argument(metavar="TEXT|RUN", help="A text to train on, or runs to compare."),
     ] = None,
     models: Annotated[
         str | None,
-        typer.Option("--models", help="Models to train; bigram,gpt by default."),
+        typer.Option("--models", metavar="NAMES", help="Models to train; bigram,gpt by default."),
     ] = None,
     config: options.ConfigName = None,
     out: Annotated[
@@ -64,7 +64,9 @@ def compare(
     ] = False,
     seeds: Annotated[
         int,
-        typer.Option("--seeds", min=1, max=10, help="With --ladder: number of seeds per model."),
+        typer.Option(
+            "--seeds", metavar="N", min=1, max=10, help="With --ladder: number of seeds per model."
+        ),
     ] = 1,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="The picture: .svg or .png.")

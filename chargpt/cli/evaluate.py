@@ -30,7 +30,9 @@ def evaluate(
     ] = "full",
     stride: Annotated[
         int | None,
-        typer.Option("--stride", min=1, help="Step of the sliding window; default half a block."),
+        typer.Option(
+            "--stride", metavar="N", min=1, help="Step of the sliding window; default half a block."
+        ),
     ] = None,
     checkpoint: options.Checkpoint = "best",
     unknown: options.UnknownPolicy = None,

@@ -10,7 +10,9 @@ from chargpt.text.tokenizer import Unknown
 
 Seed = Annotated[
     int | None,
-    typer.Option("--seed", min=0, help="Of initial weights and batches; 1337 by default."),
+    typer.Option(
+        "--seed", metavar="N", min=0, help="Of initial weights and batches; 1337 by default."
+    ),
 ]
 RunPath = Annotated[Path, typer.Argument(help="The run's folder.")]
 RunOrNewest = Annotated[
@@ -18,7 +20,12 @@ RunOrNewest = Annotated[
 ]
 Set = Annotated[
     list[str] | None,
-    typer.Option("-s", "--set", metavar="KEY=VALUE", help="Change a setting: train.max_steps=500."),
+    typer.Option(
+        "-s",
+        "--set",
+        metavar="KEY=VALUE",
+        help="Change a setting: train.max_steps=500; `chargpt config` lists all.",
+    ),
 ]
 ConfigName = Annotated[
     str | None,
@@ -37,7 +44,11 @@ Device = Annotated[
 ]
 Encoding = Annotated[
     str | None,
-    typer.Option("--encoding", help="How the text's bytes are written, if not UTF-8 or UTF-16."),
+    typer.Option(
+        "--encoding",
+        metavar="NAME",
+        help="How the text's bytes are written, if not UTF-8 or UTF-16.",
+    ),
 ]
 EncodingErrors = Annotated[
     Literal["strict", "replace"] | None,

@@ -26,7 +26,9 @@ DEFAULTS = SampleConfig()  # the run's config may contain others
 def sample(
     ctx: typer.Context,
     run: options.RunOrNewest = None,
-    prompt: Annotated[str | None, typer.Option("-p", "--prompt", help="Start of the text.")] = None,
+    prompt: Annotated[
+        str | None, typer.Option("-p", "--prompt", metavar="TEXT", help="Start of the text.")
+    ] = None,
     prompt_file: Annotated[
         str | None,
         typer.Option("--prompt-file", metavar="FILE", help="The prompt, in a file; - for stdin."),
@@ -34,42 +36,63 @@ def sample(
     length: Annotated[
         int | None,
         typer.Option(
-            "-n", "--length", min=1, help=f"Number of characters; {DEFAULTS.length} by default."
+            "-n",
+            "--length",
+            metavar="N",
+            min=1,
+            help=f"Number of characters; {DEFAULTS.length} by default.",
         ),
     ] = None,
     temperature: Annotated[
         float | None,
         typer.Option(
             "--temperature",
+            metavar="T",
             min=0,
             help=f"0: always the most likely character; {DEFAULTS.temperature} by default.",
         ),
     ] = None,
     top_k: Annotated[
-        int | None, typer.Option("--top-k", min=1, help="Sample from the k most likely characters.")
+        int | None,
+        typer.Option(
+            "--top-k", metavar="K", min=1, help="Sample from the k most likely characters."
+        ),
     ] = None,
     top_p: Annotated[
         float | None,
-        typer.Option("--top-p", help="Sample from the most likely with total probability p."),
+        typer.Option(
+            "--top-p", metavar="P", help="Sample from the most likely with total probability p."
+        ),
     ] = None,
     min_p: Annotated[
         float | None,
         typer.Option(
-            "--min-p", help="Sample from those with at least p times the highest probability."
+            "--min-p",
+            metavar="P",
+            help="Sample from those with at least p times the highest probability.",
         ),
     ] = None,
     num_samples: Annotated[
         int | None,
         typer.Option(
-            "--num-samples", min=1, help=f"Number of texts; {DEFAULTS.num_samples} by default."
+            "--num-samples",
+            metavar="N",
+            min=1,
+            help=f"Number of texts; {DEFAULTS.num_samples} by default.",
         ),
     ] = None,
     seed: Annotated[
         int | None,
-        typer.Option("--seed", min=0, help="The same seed gives the same text; random by default."),
+        typer.Option(
+            "--seed",
+            metavar="N",
+            min=0,
+            help="The same seed gives the same text; random by default.",
+        ),
     ] = None,
     stop: Annotated[
-        list[str] | None, typer.Option("--stop", help="End before this text; may be repeated.")
+        list[str] | None,
+        typer.Option("--stop", metavar="TEXT", help="End before this text; may be repeated."),
     ] = None,
     interactive: Annotated[
         bool,
