@@ -18,15 +18,19 @@ if TYPE_CHECKING:
     from chargpt.errors import ChargptError as ChargptError
     from chargpt.inference.evaluation import evaluate as evaluate
     from chargpt.inference.sampling import sample as sample
+    from chargpt.inference.sampling import stream as stream
     from chargpt.models.bigram import BigramLM as BigramLM
     from chargpt.models.gpt import GPT as GPT
     from chargpt.models.ngram import NGramLM as NGramLM
+    from chargpt.store.run import Run as Run
     from chargpt.store.run import load_run as load_run
     from chargpt.text.corpus import Corpus as Corpus
     from chargpt.text.corpus import load_corpus as load_corpus
     from chargpt.text.tokenizer import CharTokenizer as CharTokenizer
     from chargpt.training.api import train as train
     from chargpt.training.trainer import Trainer as Trainer
+
+    __version__: str
 
 _MODULES = {
     "GPT": "chargpt.models.gpt",
@@ -36,6 +40,7 @@ _MODULES = {
     "Config": "chargpt.config",
     "Corpus": "chargpt.text.corpus",
     "NGramLM": "chargpt.models.ngram",
+    "Run": "chargpt.store.run",
     "Trainer": "chargpt.training.trainer",
     "compare": "chargpt.analysis.compare",
     "evaluate": "chargpt.inference.evaluation",
@@ -43,6 +48,7 @@ _MODULES = {
     "load_run": "chargpt.store.run",
     "load_corpus": "chargpt.text.corpus",
     "sample": "chargpt.inference.sampling",
+    "stream": "chargpt.inference.sampling",
     "train": "chargpt.training.api",
 }
 
@@ -50,6 +56,8 @@ __all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return import_module("importlib.metadata").version("chargpt")
     if name not in _MODULES:
         raise AttributeError(f"module 'chargpt' has no attribute {name!r}")
     return getattr(import_module(_MODULES[name]), name)

@@ -1,12 +1,17 @@
 """The Python interface: train, sample, evaluate, logits."""
 
+import importlib.metadata
+import os
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 import chargpt
+from chargpt.config import TextConfig
 from chargpt.errors import ConfigError, RunError, TextError, WorkError
+from chargpt.models import build_model
 from chargpt.store.folder import RunFolder
 from chargpt.training.request import StartMode
 
@@ -88,3 +93,69 @@ def test_run_logits_have_one_row_per_character(verse: Path, tmp_path: Path) -> N
         run.logits("x" * 17)
     with pytest.raises(TextError, match="0 characters"):
         run.logits("")
+
+
+@pytest.fixture
+def tiny_run(verse: Path, tmp_path: Path) -> chargpt.Run:
+    return chargpt.train(verse, settings=TINY, out=tmp_path / "tiny", device="cpu")
+
+
+def test_a_model_takes_the_ids_of_its_tokenizer(tiny_run: chargpt.Run) -> None:
+    ids = torch.from_numpy(tiny_run.tokenizer.encode("The light"))
+    assert ids.dtype == torch.uint8
+    logits = tiny_run.model(ids[None])
+    for dtype in (torch.int16, torch.int32, torch.int64, torch.uint16):
+        assert torch.equal(tiny_run.model(ids[None].to(dtype)), logits)
+    assert torch.equal(logits[0], tiny_run.logits("The light"))
+
+
+@pytest.mark.parametrize("kind", ["gpt", "bigram"])
+def test_a_wrong_shape_of_tokens_is_a_sentence(kind: str) -> None:
+    config = chargpt.Config().with_values({"model.kind": kind, "model.block_size": 8}).model
+    model = build_model(config, 5)
+    if kind == "gpt":
+        with pytest.raises(TextError, match="9 tokens exceed the block size 8; give the last ones"):
+            model(torch.zeros(2, 9, dtype=torch.int64))
+    cache = model.new_cache(1)
+    model(torch.zeros(1, 6, dtype=torch.int64), cache)
+    with pytest.raises(TextError, match="9 tokens exceed the block size 8"):
+        model(torch.zeros(1, 3, dtype=torch.int64), cache)
+    with pytest.raises(TextError, match=r"shape \(4,\) are not \(batch, tokens\)"):
+        model(torch.zeros(4, dtype=torch.int64), cache)
+
+
+def test_a_text_in_memory_trains_evaluates_and_resumes(verse: Path, tmp_path: Path) -> None:
+    out, text = tmp_path / "run", verse.read_text(encoding="utf-8")
+    run = chargpt.train(content=text, settings=TINY, out=out, device="cpu")
+    other = chargpt.train(verse, settings=TINY, out=tmp_path / "other", device="cpu")
+    assert run.state.text == "text in memory"
+    assert chargpt.evaluate(run).nats_per_char == chargpt.evaluate(other).nats_per_char
+    resumed = chargpt.train(out, settings={"train.max_steps": 6}, start=StartMode.RESUME)
+    assert resumed.step == 6
+    shutil.rmtree(os.environ["CHARGPT_CACHE"])
+    with pytest.raises(TextError, match="a text in memory, which the cache no longer has"):
+        chargpt.evaluate(run)
+    with pytest.raises(ConfigError, match="not both"):
+        chargpt.train(verse, content=text)
+
+
+def test_pieces_are_streamed_as_they_are_sampled(tiny_run: chargpt.Run) -> None:
+    pieces = chargpt.stream(tiny_run, prompt="The ", length=20, seed=1)
+    first = next(pieces)
+    assert len(first) == 1
+    (text,) = chargpt.sample(tiny_run, prompt="The ", length=20, seed=1)
+    assert "The " + first + "".join(pieces) == text
+    with pytest.raises(ConfigError, match=r"sample\.heat is not a setting"):
+        chargpt.stream(tiny_run, heat=1)
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert chargpt.__version__ == importlib.metadata.version("chargpt")
+
+
+def test_a_trainer_without_a_folder_trains_but_does_not_save(verse: Path) -> None:
+    config = chargpt.load_config("gpt", [f"{k}={v}" for k, v in TINY.items()])
+    trainer = chargpt.Trainer(config, chargpt.load_corpus(TextConfig(path=str(verse))))
+    assert [report.step for report in trainer.steps()][-1] == 4
+    with pytest.raises(RunError, match="no folder to save in; create it with folder="):
+        trainer.save()

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from noise import fill_with_noise
 
 from chargpt.config import ModelConfig
-from chargpt.errors import ConfigError
+from chargpt.errors import ConfigError, TextError
 from chargpt.models import build_model, count_parameters
 from chargpt.models.bigram import BigramLM
 from chargpt.text.statistics import PairCounts, count_pairs
@@ -97,7 +97,7 @@ def test_a_cached_bigram_gives_the_same_logits_and_updates_the_cache_length():
     model.evict_oldest_half(cache)
     assert cache.length == 3
     assert torch.equal(model(tokens[:, :3], cache), model(tokens[:, :3]))
-    with pytest.raises(AssertionError):
+    with pytest.raises(TextError, match="7 tokens exceed the block size 6"):
         model(tokens[:, :1], cache)
 
 

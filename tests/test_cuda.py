@@ -10,7 +10,7 @@ from chargpt.analysis.doctor import TOLERANCE, gradient_error
 from chargpt.config import SampleConfig, TextConfig, load_config
 from chargpt.device import capture_graph
 from chargpt.inference.evaluation import evaluate_tokens
-from chargpt.inference.sampling import stream
+from chargpt.inference.sampling import stream_pieces
 from chargpt.models.ngram import NGramLM
 from chargpt.store.folder import RunFolder
 from chargpt.store.run import load_run
@@ -80,7 +80,7 @@ def test_greedy_text_is_the_same_on_both_devices(streams: int) -> None:
     texts = []
     for device in ("cpu", "cuda"):
         model = noisy_model().to(device)
-        steps = list(stream(model, tokenizer, tokenizer.encode("a"), options))
+        steps = list(stream_pieces(model, tokenizer, tokenizer.encode("a"), options))
         texts.append(["".join(pieces) for pieces in zip(*steps, strict=True)])
     assert texts[0] == texts[1]
 
@@ -92,7 +92,7 @@ def test_decoding_replays_one_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> Non
         torch.cuda.CUDAGraph, "replay", lambda graph: (replays.append(graph), replay(graph))
     )
     tokenizer = CharTokenizer("abcdefghijk")
-    for _ in stream(
+    for _ in stream_pieces(
         noisy_model().to(CUDA), tokenizer, tokenizer.encode("a"), SampleConfig(length=40, seed=1)
     ):
         pass

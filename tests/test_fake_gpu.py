@@ -16,7 +16,7 @@ from chargpt.analysis import doctor
 from chargpt.cli.main import app
 from chargpt.config import SampleConfig, TextConfig, load_config
 from chargpt.inference.decoders import GraphDecoder
-from chargpt.inference.sampling import stream
+from chargpt.inference.sampling import stream_pieces
 from chargpt.models.gpt import GPT
 from chargpt.models.ngram import NGramLM
 from chargpt.store import run
@@ -110,7 +110,7 @@ def test_sampling_gives_the_text_of_the_cpu_with_one_sync_per_character(
     tokenizer = CharTokenizer("abcdefghijk")
     options = SampleConfig(length=40, seed=1, num_samples=num_samples)
     texts = [
-        list(stream(noisy_model().to(device), tokenizer, tokenizer.encode("a"), options))
+        list(stream_pieces(noisy_model().to(device), tokenizer, tokenizer.encode("a"), options))
         for device in (CPU, gpu)
     ]
     assert texts[0] == texts[1]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from noise import RUNGS, fill_with_noise, noisy_model, random_tokens
 
 from chargpt.config import ModelConfig
-from chargpt.errors import ConfigError
+from chargpt.errors import ConfigError, TextError
 from chargpt.models import GPT, build_model, count_parameters, gpt
 from chargpt.models.attention import average_weights, causal_mask, explicit_attention
 from chargpt.models.kernels import NORM_EPS
@@ -276,11 +276,11 @@ def test_a_model_with_too_many_parameters_is_rejected_before_allocation():
 
 def test_more_tokens_than_the_block_size_are_rejected():
     model = noisy_model()
-    with pytest.raises(AssertionError):
+    with pytest.raises(TextError, match="block size"):
         model(random_tokens(steps=13))
     cache = model.new_cache(2)
     model(random_tokens(steps=12), cache)
-    with pytest.raises(AssertionError):
+    with pytest.raises(TextError, match="block size"):
         model(random_tokens(steps=1), cache)
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from chargpt.config import SampleConfig
 from chargpt.inference.evaluation import evaluate_tokens
-from chargpt.inference.sampling import stream
+from chargpt.inference.sampling import stream_pieces
 from chargpt.models import ngram
 from chargpt.models.ngram import NGramLM
 from chargpt.text.tokenizer import CharTokenizer
@@ -182,5 +182,5 @@ def test_it_generates_text_as_any_model_does() -> None:
     tokenizer = CharTokenizer.fit(VERSE)
     model = NGramLM.fit(tokenizer.encode(VERSE), tokenizer.vocab_size, block_size=16)
     options = SampleConfig(length=60, temperature=0.0, seed=1)
-    pieces = stream(model, tokenizer, tokenizer.encode("The keep"), options)
+    pieces = stream_pieces(model, tokenizer, tokenizer.encode("The keep"), options)
     assert "".join(piece for (piece,) in pieces).startswith("er")

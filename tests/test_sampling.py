@@ -23,7 +23,7 @@ from chargpt.errors import ConfigError, UnknownCharacterError, WorkError
 from chargpt.inference import sampling
 from chargpt.inference.decoders import NumpyDecoder
 from chargpt.inference.sampler import filter_probs, sample_tokens, uniforms
-from chargpt.inference.sampling import sample, stream, stream_run
+from chargpt.inference.sampling import sample, stream_pieces, stream_run
 from chargpt.models.bigram import BigramLM
 from chargpt.store.run import Run
 from chargpt.store.state import RunState
@@ -37,7 +37,9 @@ NO_NEWLINE = CharTokenizer("abcdefghijk")
 def continuations(model, prompt="", tokenizer=NO_NEWLINE, stream_ids=None, **options):
     """Return the whole text of each stream, without the prompt."""
     settings = SampleConfig(**{"length": 40, "seed": 5, "temperature": 1.0} | options)
-    steps = stream(model, tokenizer, tokenizer.encode(prompt), settings, stream_ids=stream_ids)
+    steps = stream_pieces(
+        model, tokenizer, tokenizer.encode(prompt), settings, stream_ids=stream_ids
+    )
     return ["".join(pieces) for pieces in zip(*steps, strict=True)]
 
 
@@ -128,7 +130,7 @@ def first_characters(model, count=400, unigram=None, **options):
     chosen = SampleConfig(
         **{"length": 1, "num_samples": count, "seed": 3, "temperature": 1} | options
     )
-    (pieces,) = stream(model, NO_NEWLINE, NO_NEWLINE.encode(""), chosen, unigram=unigram)
+    (pieces,) = stream_pieces(model, NO_NEWLINE, NO_NEWLINE.encode(""), chosen, unigram=unigram)
     return pieces
 
 
@@ -323,7 +325,7 @@ def test_a_stopped_stream_yields_empty_pieces_until_all_have_stopped():
     plain = continuations(model, num_samples=3, length=200)
     stop = "a"
     steps = list(
-        stream(
+        stream_pieces(
             model,
             NO_NEWLINE,
             NO_NEWLINE.encode(""),
@@ -363,7 +365,7 @@ def test_sampling_is_without_dropout_and_restores_the_mode(training, attention):
     assert continuations(model, "a") == continuations(noisy_model(attention=attention), "a")
     assert model.training is training
     options = SampleConfig(length=9)
-    pieces = stream(model, NO_NEWLINE, NO_NEWLINE.encode("a"), options)
+    pieces = stream_pieces(model, NO_NEWLINE, NO_NEWLINE.encode("a"), options)
     next(pieces)
     assert torch.is_inference_mode_enabled() is False
     pieces.close()

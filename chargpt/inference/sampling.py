@@ -7,7 +7,7 @@ Shapes in this file: N = streams sampled together, T = prompt length, V = vocabu
 """
 
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -52,9 +52,7 @@ def sample(
         UnknownCharacterError: the prompt contains unknown characters and `unknown` is `error`.
         WorkError: the model's logits are not finite.
     """
-    config = run.config.model_copy(update={"sample": options or run.config.sample})
-    chosen = config.with_values({f"sample.{key}": value for key, value in changes.items()}).sample
-    chosen = _with_seed(chosen)
+    chosen = _with_changes(run, options, changes)
     group_size = _max_streams(run.model)
     texts: list[str] = []
     for first in range(0, chosen.num_samples, group_size):
@@ -68,6 +66,31 @@ def sample(
     return texts
 
 
+def stream(
+    run: Run,
+    options: SampleConfig | None = None,
+    *,
+    unknown: Unknown | None = None,
+    **changes: object,
+) -> Iterator[str]:
+    """Yield the continuation of one text as it is sampled, a character or more at a time.
+
+    The arguments and errors are those of `sample`; joined, the pieces are its first text without
+    the prompt.
+    """
+    chosen = _with_changes(run, options, {**changes, "num_samples": 1})
+    return (piece for (piece,) in stream_run(run, chosen, unknown=unknown))
+
+
+def _with_changes(
+    run: Run, options: SampleConfig | None, changes: Mapping[str, object]
+) -> SampleConfig:
+    """Return the options, by default the run's, with changes, and a random seed if none is set."""
+    config = run.config.model_copy(update={"sample": options or run.config.sample})
+    values = {f"sample.{key}": value for key, value in changes.items()}
+    return _with_seed(config.with_values(values).sample)
+
+
 def stream_run(
     run: Run,
     options: SampleConfig,
@@ -75,7 +98,7 @@ def stream_run(
     unknown: Unknown | None = None,
     stream_ids: Sequence[int] | None = None,
 ) -> Iterator[list[str]]:
-    """Yield the continuations that `sample` returns, piece by piece as `stream` does.
+    """Yield the continuations that `sample` returns, piece by piece as `stream_pieces` does.
 
     Raises:
         ConfigError, UnknownCharacterError: as `sample` does, before the first piece.
@@ -86,10 +109,12 @@ def stream_run(
     if not prompt.size and "\n" not in tokenizer.characters:
         with suppress(ChargptError):  # the text may have been deleted
             unigram = run.corpus().token_counts("train")
-    return stream(run.model, tokenizer, prompt, options, stream_ids=stream_ids, unigram=unigram)
+    return stream_pieces(
+        run.model, tokenizer, prompt, options, stream_ids=stream_ids, unigram=unigram
+    )
 
 
-def stream(
+def stream_pieces(
     model: LanguageModel,
     tokenizer: CharTokenizer,
     prompt_ids: Tokens,

@@ -11,6 +11,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
+from chargpt.errors import TextError
 from chargpt.models.cache import KVCache
 
 
@@ -29,10 +30,26 @@ class LanguageModel(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Return logits (B, T, V) for int64 `tokens` (B, T).
+        """Return logits (B, T, V) for `tokens` (B, T) of any integer type.
 
         With a cache, `tokens` continue the cached ones and are appended to it.
+
+        Raises:
+            TextError: the tokens are not (B, T), or exceed the block size.
         """
+
+    def check_tokens(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
+        """Return tokens as int64; raise as `forward` does."""
+        if tokens.dim() != 2:
+            shape = tuple(tokens.shape)
+            raise TextError(f"tokens of shape {shape} are not (batch, tokens); add a dimension")
+        n_tokens = tokens.size(1) + (0 if cache is None else cache.length)
+        if n_tokens > self.block_size:
+            raise TextError(
+                f"{n_tokens:,} tokens exceed the block size {self.block_size:,}; give the last "
+                "ones, or use chargpt.evaluate or chargpt.sample"
+            )
+        return tokens.long()
 
     @abstractmethod
     def new_cache(self, batch_size: int) -> KVCache:

@@ -57,10 +57,10 @@ class BigramLM(LanguageModel):
         return model
 
     def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
-        if cache is not None:
+        if cache is not None:  # without one, the number of tokens is not limited
+            tokens = self.check_tokens(tokens, cache)
             cache.advance(tokens.size(1))
-            assert cache.length <= cache.capacity, "the tokens exceed the block size"
-        logits: Tensor = self.table(tokens)  # (B, T, V)
+        logits: Tensor = self.table(tokens.long())  # (B, T, V)
         return logits
 
     def new_cache(self, batch_size: int) -> KVCache:

@@ -178,6 +178,7 @@ class GPT(LanguageModel):
         init_weights(self, config)
 
     def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
+        tokens = self.check_tokens(tokens, cache)
         context = self.context(tokens.size(1), cache)
         x = self.dropout(self.embedding(tokens))  # (B, T, C)
         x = x.to(context.cos.dtype)  # bfloat16 under autocast
@@ -189,8 +190,6 @@ class GPT(LanguageModel):
 
     def context(self, n_tokens: int, cache: KVCache | None = None) -> Context:
         """Return the context of the next `n_tokens` tokens after those in the cache."""
-        start = 0 if cache is None else cache.length
-        assert start + n_tokens <= self.block_size, "the tokens exceed the block size"
         positions = slice(n_tokens) if cache is None else cache.positions(n_tokens)
         cos, sin = self.cos[positions], self.sin[positions]  # (T, D)
         if torch.is_autocast_enabled(cos.device.type):
@@ -204,6 +203,7 @@ class GPT(LanguageModel):
 
         Rows sum to 1. A model without attention has none.
         """
+        tokens = self.check_tokens(tokens)
         context = self.context(tokens.size(1))
         x = self.embedding(tokens)  # (B, T, C)
         weights = []

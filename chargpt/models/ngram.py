@@ -84,6 +84,7 @@ class NGramLM(LanguageModel):
         return cls(vocab_size, block_size, orders)
 
     def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
+        tokens = self.check_tokens(tokens, cache)
         n_tokens = tokens.size(1)
         if cache is not None:
             new = tokens[:, None, :, None]  # (B, 1, T, 1)

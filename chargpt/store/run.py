@@ -56,8 +56,8 @@ class Run:
         key = self.state.corpus
         if self.config.text.path == "-" and not is_cached(key):
             raise TextError(
-                f"{self.folder} was trained on standard input, and the cache no longer has that "
-                "text; name a text where the command takes one, or train on a file"
+                f"{self.folder} was trained on standard input or a text in memory, which the cache "
+                "no longer has; name a text where the command takes one, or train on a file"
             )
         corpus = load_corpus(self.config.text, key=key)
         if corpus.tokenizer != self.tokenizer:

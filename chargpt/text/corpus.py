@@ -15,7 +15,14 @@ from chargpt.text.cache import CachedText
 from chargpt.text.catalog import BUILT_IN
 from chargpt.text.decoding import REPLACEMENT, Errors, codec_name, decode
 from chargpt.text.ingest import ingest, load_or_note
-from chargpt.text.source import STDIN, MissingTextError, copy_stdin, find_source, iter_chunks
+from chargpt.text.source import (
+    STDIN,
+    MissingTextError,
+    copy_stdin,
+    find_source,
+    iter_chunks,
+    text_in_memory,
+)
 from chargpt.text.statistics import PairCounts, count_pairs, count_tokens
 from chargpt.text.tokenizer import CharTokenizer, Counts, Tokens
 
@@ -98,13 +105,18 @@ class Corpus:
 
 
 def load_corpus(
-    settings: TextConfig, *, key: str | None = None, progress: Progress | None = None
+    settings: TextConfig,
+    *,
+    key: str | None = None,
+    content: str | None = None,
+    progress: Progress | None = None,
 ) -> Corpus:
     """Return the text of the settings, from the cache or encoded now.
 
     Args:
         key: of the text that a run was trained on. If the text has changed since or is missing,
             its cached tokens are used instead, with a note.
+        content: the text itself, instead of what `settings.path` names.
         progress: called while a text is read.
 
     Raises:
@@ -115,7 +127,7 @@ def load_corpus(
     notes: list[str] = []
     spec = _specification(settings)
     try:
-        source = find_source(settings)
+        source = find_source(settings) if content is None else text_in_memory(content)
         signature = source.signature()
     except MissingTextError:
         noted = key or cache.read_index(spec)

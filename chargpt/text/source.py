@@ -71,6 +71,11 @@ class Source:
         return sum(int(row[1]) for row in self.signature())
 
 
+def text_in_memory(content: str) -> Source:
+    """Return a source that holds the text itself."""
+    return Source("text in memory", stream=io.BytesIO(content.encode()))
+
+
 def find_source(settings: TextConfig) -> Source:
     """Return the source at `settings.path`: a file, folder, glob, `-` or null.
 

@@ -17,6 +17,7 @@ from chargpt.training.session import Session, open_session
 def train(
     text: str | Path | None = None,
     *,
+    content: str | None = None,
     config: str | Path | None = None,
     settings: Mapping[str, object] | None = None,
     budget: str | float | None = None,
@@ -33,6 +34,8 @@ def train(
     Args:
         text: a file, folder, glob, or a name from `chargpt data list`; by default the built-in
             text.
+        content: the text itself, instead of `text`. To evaluate or resume the run later, the cache
+            must still have it.
         config: a shipped config's name, such as `gpt` or `bigram`, or a YAML file.
         settings: by dotted keys, as in {"train.max_steps": 500}; they take precedence.
         budget: a time, in seconds or as in "3m", that size and steps are chosen for.
@@ -51,6 +54,7 @@ def train(
         overrides.append(f"text.encoding={json.dumps(encoding)}")
     request = Request(
         text=None if text is None else str(text),
+        content=content,
         config=None if config is None else str(config),
         overrides=tuple(overrides),
         budget=budget if budget is None or isinstance(budget, str) else f"{round(budget)}s",

@@ -8,6 +8,7 @@ from chargpt.config import Config, parse_override
 from chargpt.distributed import world_size
 from chargpt.errors import ConfigError
 from chargpt.text.settings import build_config, fixed_keys, fixed_values
+from chargpt.text.source import STDIN
 from chargpt.training.budget import Budget, parse_duration
 
 DEFAULT_BUDGET = "150s"
@@ -28,6 +29,7 @@ class Request:
     """What a user asks `train` for; the fields are those of `chargpt.train`."""
 
     text: str | None = None
+    content: str | None = None
     config: str | None = None
     overrides: tuple[str, ...] = ()
     budget: str | None = None
@@ -37,8 +39,15 @@ class Request:
     started: float | None = None
 
     def settings(self) -> Config:
-        """Return the config of a new run."""
-        return build_config(self.text, self.config, self.overrides, device=self.device)
+        """Return the config of a new run.
+
+        Raises:
+            ConfigError: a setting is wrong, or there are two texts.
+        """
+        if self.content is not None and self.text is not None:
+            raise ConfigError("give a text by its path or as `content`, not both")
+        text = self.text if self.content is None else STDIN
+        return build_config(text, self.config, self.overrides, device=self.device)
 
     def changes(self) -> dict[str, object]:
         """Return the settings of a resumed run that are to change, by dotted keys.

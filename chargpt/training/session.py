@@ -81,7 +81,14 @@ def start_session(request: Request, loading: Progress | None) -> Session:
         if has_checkpoint(request.out):
             return resume_run(request.out, request.fixed(settings), loading, same_command=True)
     budget = request.time_budget()
-    return create_run(settings, request.out, loading, budget=budget, start=request.start)
+    return create_run(
+        settings,
+        request.out,
+        loading,
+        content=request.content,
+        budget=budget,
+        start=request.start,
+    )
 
 
 def create_run(
@@ -89,10 +96,13 @@ def create_run(
     out: Path | None,
     loading: Progress | None = None,
     *,
+    content: str | None = None,
     budget: Budget | None = None,
     start: StartMode = StartMode.NEW,
 ) -> Session:
     """Load the text, plan the run for the budget, and create its folder, by default under runs/.
+
+    `content` is the text itself, instead of what the settings name.
 
     Raises:
         ChargptError: the text, a setting or the folder is unusable.
@@ -104,7 +114,7 @@ def create_run(
     settings = with_measured_threads(settings, budget)
     if out is not None and group.is_main and not force:
         RunFolder.require_free(out, allow_unsaved=allow_unsaved)
-    corpus = load_corpus(settings.text, progress=loading)
+    corpus = load_corpus(settings.text, content=content, progress=loading)
     planned = None
     if budget is not None:
         planned = plan(settings, corpus, budget)

@@ -24,7 +24,7 @@ from chargpt.device import (
     tune_malloc,
 )
 from chargpt.distributed import ProcessGroup
-from chargpt.errors import DivergedError
+from chargpt.errors import DivergedError, RunError
 from chargpt.models.ngram import NGramLM
 from chargpt.store.checkpoint import Checkpoint
 from chargpt.store.folder import RunFolder
@@ -135,7 +135,7 @@ class Trainer:
             may_stop = not self.finished and self.stopped_by is None
             if may_stop and self.group.all_reduce_any(should_stop()):
                 self.stopped_by = "request"
-                self.save()
+                self._save()
             report.max_steps = self.config.train.max_steps
             self._measure_speed(report, budget)
             yield report
@@ -182,7 +182,7 @@ class Trainer:
         if self._is_due(train.evaluate_every):
             self.validate(report)
         if report.is_best or self.config_is_unsaved or self._is_due(train.save_every):
-            report.saved = self.save(report)
+            report.saved = self._save(report)
         if train.sample_every and self._is_due(train.sample_every):
             self._sample(report)
         return report
@@ -208,7 +208,7 @@ class Trainer:
         self.stopped_by = "deadline"
         if self.writer.saved_step != self.state.step:
             self.validate(report)
-            report.saved = self.save(report)
+            report.saved = self._save(report)
 
     def _measure_speed(self, report: StepReport, budget: Budget | None) -> None:
         """Add the speed, over the last second or more, and the remaining time to a report."""
@@ -277,7 +277,21 @@ class Trainer:
             self._record({"step": step, "loss": loss, "grad_norm": norm, "lr_factor": factor})
         self.pending.clear()
 
-    def save(self, report: StepReport | None = None) -> Path | None:
+    def save(self) -> Path | None:
+        """Commit a checkpoint of this step, between steps.
+
+        Returns:
+            Its folder; None if the write failed, it exists, or another rank writes it.
+
+        Raises:
+            RunError: the trainer has no folder.
+            DivergedError: a weight is not finite; nothing is saved.
+        """
+        if self.folder is None and self.group.is_main:
+            raise RunError("this trainer has no folder to save in; create it with folder=")
+        return self._save()
+
+    def _save(self, report: StepReport | None = None) -> Path | None:
         """Commit a checkpoint of this step; the validation in its report decides the best.
 
         Returns:

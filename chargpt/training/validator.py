@@ -2,7 +2,7 @@
 
 from chargpt.config import Config
 from chargpt.inference.evaluation import Evaluation, evaluate_tokens
-from chargpt.inference.sampling import stream
+from chargpt.inference.sampling import stream_pieces
 from chargpt.text.corpus import Corpus, Split
 from chargpt.training.learner import Learner
 
@@ -46,5 +46,5 @@ class Validator:
         prompt = tokenizer.encode(options.prompt, unknown="replace")
         unigram = self.corpus.token_counts("train")
         with self.learner.averaged_weights():
-            pieces = stream(self.learner.model, tokenizer, prompt, options, unigram=unigram)
+            pieces = stream_pieces(self.learner.model, tokenizer, prompt, options, unigram=unigram)
             return options.prompt + "".join(piece for (piece,) in pieces)

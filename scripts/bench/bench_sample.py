@@ -23,7 +23,7 @@ import sys, time
 import torch
 from chargpt.config import ModelConfig, SampleConfig
 from chargpt.device import choose_device
-from chargpt.inference.sampling import stream
+from chargpt.inference.sampling import stream_pieces
 from chargpt.models import build_model
 from chargpt.text.tokenizer import CharTokenizer
 
@@ -34,7 +34,7 @@ torch.nn.init.normal_(model.head.weight, std=0.02)
 model.to(choose_device("auto")[0])
 tokenizer = CharTokenizer("".join(map(chr, range(40, 105))))
 options = SampleConfig(length=20 + length, num_samples=streams, seed=1)
-pieces = stream(model, tokenizer, tokenizer.encode("0"), options)
+pieces = stream_pieces(model, tokenizer, tokenizer.encode("0"), options)
 for _ in range(20):
     next(pieces)
 start = time.perf_counter()
