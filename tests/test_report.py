@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from conftest import REPOSITORY, Cli, refusal, run_cli
 
+from chargpt.analysis import passage
 from chargpt.analysis import report as module
 from chargpt.analysis.report import split_at, write_report
 from chargpt.analysis.result import RunScores, describe_difference, score_run, summarize
@@ -122,10 +123,10 @@ def test_each_character_of_the_passage_has_its_surprisal_and_predictions(page: P
     content = Path("mine/report.html").read_text(encoding="utf-8")
     match = re.search(r'<script type="application/json" id="predictions">(.*?)</script>', content)
     assert match
-    places = json.loads(match[1])
-    text = run.tokenizer.decode(run.corpus().split("val")[1 : module.PASSAGE + 1])
-    assert len(places) == len(text) == module.PASSAGE
-    assert [module.name_of(character) for character in text] == [place[0] for place in places]
+    places = [place for grapheme in json.loads(match[1]) for place in grapheme]
+    text = run.tokenizer.decode(run.corpus().split("val")[1 : passage.PASSAGE + 1])
+    assert len(places) == len(text) == passage.PASSAGE
+    assert [passage.name_of(character) for character in text] == [place[0] for place in places]
     for _, bits, best in places:
         shares = [share for _, share in best]
         assert shares == sorted(shares, reverse=True)
@@ -368,7 +369,7 @@ def test_pointer_and_arrow_keys_show_the_predictions(browser: Any, folder: Path)
     guesses = page.locator("#top-characters")
 
     def expected(index: int) -> None:
-        target, bits, best = places[index]
+        ((target, bits, best),) = places[index]
         assert guesses.locator("p").text_content().startswith(f"{target}: {bits:.2f} bits")
         shown = guesses.locator("li").all_text_contents()
         assert shown == [f"{character}  {100 * share:.1f}%" for character, share in best]
@@ -381,6 +382,56 @@ def test_pointer_and_arrow_keys_show_the_predictions(browser: Any, folder: Path)
     expected(43)
     page.keyboard.press("ArrowUp")
     expected(33)
+    page.close()
+
+
+FAMILY, FLAG, KEYCAP = "👨\u200d👩\u200d👧", "🇩🇪", "1\ufe0f\u20e3"
+JOINED = (FAMILY, FLAG, "👋🏿", KEYCAP, "e\u0301")
+
+
+@pytest.fixture(scope="module")
+def joined(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run on a text of joined emoji, its report and a tour of its attention."""
+    folder = tmp_path_factory.mktemp("joined")
+    (folder / "emoji.txt").write_text(f"We {' '.join(JOINED)} ok.\n" * 60, encoding="utf-8")
+    for words in (
+        ["train", "emoji.txt", *TINY, "--out", "mine"],
+        ["report", "mine"],
+        ["explain", "mine", "--html", "tour.html"],
+    ):
+        done = run_cli(*words, cwd=folder, CHARGPT_CACHE=str(folder / "cache"))
+        assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_joined_emoji_stay_whole_wherever_a_page_shows_text(joined: Path) -> None:
+    content = (joined / "mine/report.html").read_text(encoding="utf-8")
+    tour = (joined / "tour.html").read_text(encoding="utf-8")
+    for sign in JOINED:
+        assert re.search(f'<span class="s[0-6]">{sign}</span>', content)
+        assert f">{sign}</text>" in content  # an axis of an attention map
+        assert f">{sign}</text>" in tour
+        assert not re.search(f"{sign[0]}<[^>]*>{sign[1]}", content + tour)
+    assert "\\u200d" not in re.sub(r"<script.*?</script>", "", content + tour, flags=re.DOTALL)
+
+
+def test_each_character_of_a_joined_emoji_keeps_its_predictions(browser: Any, joined: Path) -> None:
+    page = browser.new_page()
+    page.goto((joined / "mine/report.html").as_uri())
+    places = json.loads(page.locator("#predictions").text_content())
+    spans = page.locator("#passage span")
+    assert spans.count() == len(places)
+    index = spans.all_text_contents().index(FAMILY)
+    assert [name for name, _, _ in places[index]] == ["👨", "ZWJ", "👩", "ZWJ", "👧"]
+    level = sum(max(bits for _, bits, _ in places[index]) >= n for n in passage.SURPRISAL_BITS)
+    assert spans.nth(index).get_attribute("class") == f"s{level}"
+    spans.nth(index - 1).hover()
+    before = spans.nth(index).bounding_box()
+    spans.nth(index).hover()
+    shown = page.locator("#top-characters p").all_text_contents()
+    assert shown == [f"{name}: {bits:.2f} bits; most likely:" for name, bits, _ in places[index]]
+    assert page.locator("#top-characters li").count() == 5 * len(shown)
+    assert spans.nth(index).bounding_box() == before  # the text stays under the pointer
     page.close()
 
 

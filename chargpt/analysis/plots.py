@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chargpt.errors import ChargptError
-from chargpt.text.tokenizer import display_char
+from chargpt.text.display import display_text, graphemes
 from chargpt.training.trainer import METRICS_EVERY
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ def attention(weights: "npt.NDArray[np.float32]", text: str, titles: Sequence[st
     width, height = size + 0.3, size + 0.5  # of a head, with its characters and its title
     figure = _figure(width * across, height * down)
     figure.set_layout_engine("none")  # finding a layout among so many characters takes seconds
-    labels = [display_char(character) for character in text]
+    labels = [((i + end - 1) / 2, display_text(text[i:end])) for i, end in graphemes(text)]
     for number, (head, title) in enumerate(zip(weights, titles, strict=True), 1):
         row, column = divmod(number - 1, across)
         axes = figure.add_axes(
@@ -215,7 +215,7 @@ def attention(weights: "npt.NDArray[np.float32]", text: str, titles: Sequence[st
         axes.imshow(head, cmap=clear_to_blue, vmin=0, vmax=1, interpolation="nearest")
         axes.set_title(title, fontsize=9, pad=12)
         axes.set(xticks=[], yticks=[])
-        for place, label in enumerate(labels):
+        for place, label in labels:
             axes.text(place, -0.7, label, fontsize=6, ha="center", va="bottom")
             axes.text(-0.8, place, label, fontsize=6, ha="right", va="center")
     return figure

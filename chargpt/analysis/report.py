@@ -17,6 +17,7 @@ from markupsafe import Markup
 from chargpt.analysis import memorization, plots, predictions
 from chargpt.analysis.attention_maps import MAX_LINE, attention_maps, describe_heads, typical_line
 from chargpt.analysis.page import render, write_page
+from chargpt.analysis.passage import passage_facts
 from chargpt.analysis.result import RunScores, score_run, summarize
 from chargpt.inference.baselines import NGRAM
 from chargpt.inference.sampling import sample
@@ -26,13 +27,11 @@ from chargpt.store.folder import REPORT, RunFolder
 from chargpt.store.metrics import validation_curve
 from chargpt.store.run import Run
 from chargpt.text.corpus import Corpus
-from chargpt.text.tokenizer import display_char
+from chargpt.text.display import whole_graphemes
 
-PASSAGE = 800  # characters whose surprisal is shown
 MAX_PREDICTED = 30_000  # characters of the validation split behind accuracy and calibration
 N_SAMPLES, SAMPLE_LENGTH, SEED = 3, 400, 1337
 MAX_SEARCHED = 20_000_000  # characters of the training split that are searched for overlap
-SURPRISAL_BITS = (0.5, 1, 2, 3.5, 5, 7)  # from which on the colour becomes darker
 SECTIONS = {
     "result": "Result",
     "curves": "Training curves",
@@ -74,7 +73,7 @@ def write_report(
         **result(run, corpus, scores, records),
         **curves(run, corpus, scores, records),
         "samples": [(f"step {r['step']:,}", r["sample"]) for r in records if "sample" in r],
-        **surprisal(run, corpus),
+        **passage_facts(run, corpus),
         **accuracy_and_calibration(run, corpus),
         **attention(run, corpus),
         **overlap(run, corpus),
@@ -133,49 +132,6 @@ def curves(run: Run, corpus: Corpus, scores: RunScores, records: Records) -> Fac
     }
 
 
-def surprisal(run: Run, corpus: Corpus) -> Facts:
-    """Return a passage of the validation split with the surprisal of each character."""
-    scored = predictions.score_passage(run.model, run.tokenizer, corpus.split("val"), PASSAGE)
-    text = "".join(each.character for each in scored)
-    highest = sorted(range(len(scored)), key=lambda i: -scored[i].bits)[:8]
-    return {
-        "passage": [
-            {
-                "character": each.character,
-                # a line end is a visible sign before the line break
-                "shown": " " if each.character == " " else display_char(each.character),
-                "level": sum(each.bits >= bits for bits in SURPRISAL_BITS),
-            }
-            for each in scored
-        ],
-        "passage_bits": sum(each.bits for each in scored) / len(scored),
-        "top_k": len(scored[0].top),
-        "predictions": [
-            [
-                name_of(each.character),
-                round(each.bits, 3),
-                [[name_of(character), round(prob, 4)] for character, prob in each.top],
-            ]
-            for each in scored
-        ],
-        "highest": [
-            [
-                "".join(map(display_char, text[max(0, i - 20) : i])),
-                display_char(scored[i].character),
-                f"{scored[i].bits:.1f}",
-                ", ".join(f"{display_char(c)} {prob:.0%}" for c, prob in scored[i].top[:3]),
-            ]
-            for i in highest
-        ],
-    }
-
-
-def name_of(character: str) -> str:
-    """Return a character as it is named in a sentence."""
-    names = {" ": "space", "\n": "line end", "\t": "tab"}
-    return names.get(character, display_char(character))
-
-
 def accuracy_and_calibration(run: Run, corpus: Corpus) -> Facts:
     """Return accuracy by context and by kind of character, and the calibration."""
     found = predictions.predict(run.model, corpus.split("val"), MAX_PREDICTED)
@@ -228,7 +184,7 @@ def overlap(run: Run, corpus: Corpus) -> Facts:
                 if n <= 2 * memorization.MIN_MATCH
             ],
             "marked": [
-                list(split_at(text, each.matched))
+                list(split_at(text, whole_graphemes(text, each.matched)))
                 for text, each in zip(texts, found.texts, strict=True)
             ],
         }
