@@ -12,6 +12,7 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from chargpt.analysis.fonts import DEFAULT, set_fallback_fonts
 from chargpt.errors import ChargptError
 from chargpt.text.display import display_text, graphemes
 from chargpt.training.trainer import METRICS_EVERY
@@ -43,20 +44,24 @@ def require_suffix(path: Path) -> None:
         raise ChargptError(f"{path} must end in .svg or .png; rename it")
 
 
-def save(figure: "Figure", path: Path) -> Path:
+def save(figure: "Figure", path: Path) -> str:
     """Write a figure to a file.
+
+    Returns:
+        The characters that no installed font has, of a PNG; an SVG takes its fonts from its viewer.
 
     Raises:
         ChargptError: the suffix is another, or the file cannot be written.
     """
     require_suffix(path)
+    missing = set_fallback_fonts(figure) if path.suffix == ".png" else ""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         metadata = {"Date": None} if path.suffix == ".svg" else None
         _write(figure, path, dpi=130, metadata=metadata)
     except OSError as error:
         raise ChargptError(f"{path} cannot be written ({error.strerror}); name another") from None
-    return path
+    return missing
 
 
 def inline(figure: "Figure", name: str) -> str:
@@ -276,9 +281,9 @@ def _write(figure: "Figure", target: Path | StringIO, **options: Any) -> None:
 
     settings: Any = {"svg.hashsalt": "chargpt", "svg.fonttype": "none"}
     if not str(target).endswith(".png"):  # SVG would otherwise list a dozen fonts per text
-        settings["font.sans-serif"] = ["DejaVu Sans"]
+        settings["font.sans-serif"] = [DEFAULT]
     with rc_context(settings), warnings.catch_warnings():
-        # a browser has fonts for the missing glyphs
+        # of an SVG the viewer has the fonts, of a PNG the caller is told
         warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)
         figure.savefig(target, **options)
 

@@ -14,6 +14,7 @@ from chargpt.analysis import plots
 from chargpt.analysis.explain import Figure, Maps, Section, Subject, Table, choose_subject
 from chargpt.analysis.page import render, write_page
 from chargpt.cli import console, options, runs, tables
+from chargpt.cli.pictures import save_picture
 from chargpt.cli.progress import LoadingProgress
 from chargpt.errors import ConfigError, RunError
 from chargpt.store.folder import is_run
@@ -101,7 +102,7 @@ def save_plot(maps: list[Maps], path: Path) -> None:
         raise ConfigError(
             "--plot draws the attention of a trained gpt; name the run of one, and no other section"
         )
-    plots.save(plots.attention(maps[0].weights, maps[0].text, maps[0].titles), path)
+    save_picture(plots.attention(maps[0].weights, maps[0].text, maps[0].titles), path)
 
 
 def write_sections(sections: list[Section], path: Path, name: str) -> None:
