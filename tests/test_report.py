@@ -95,8 +95,8 @@ def test_the_page_has_all_sections_and_loads_nothing(page: Page) -> None:
         "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
         f"script-src 'sha256-{digest}'"
     )
-    # five drawings: curves, pace, calibration, and a layer each
-    assert page.tags.count("svg") == 5
+    # curves, pace, calibration, and two heads of two layers
+    assert page.tags.count("svg") == 3 + 2 * 2
 
 
 def test_the_figures_are_those_of_the_run(page: Page) -> None:
@@ -395,7 +395,7 @@ def joined(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("joined")
     (folder / "emoji.txt").write_text(f"We {' '.join(JOINED)} ok.\n" * 60, encoding="utf-8")
     for words in (
-        ["train", "emoji.txt", *TINY, "--out", "mine"],
+        ["train", "emoji.txt", *TINY, "-s", "model.n_head=4", "--out", "mine"],
         ["report", "mine"],
         ["explain", "mine", "--html", "tour.html"],
     ):
@@ -433,6 +433,69 @@ def test_each_character_of_a_joined_emoji_keeps_its_predictions(browser: Any, jo
     assert page.locator("#top-characters li").count() == 5 * len(shown)
     assert spans.nth(index).bounding_box() == before  # the text stays under the pointer
     page.close()
+
+
+@pytest.fixture
+def phone(browser: Any) -> Iterator[Any]:
+    """A page on the screen of a phone."""
+    page = browser.new_page(viewport={"width": 390, "height": 844})
+    yield page
+    page.close()
+
+
+@pytest.mark.parametrize("name", ["mine/report.html", "tour.html"])
+def test_what_is_wider_than_a_phone_scrolls_in_its_own_box_and_shows_it(
+    phone: Any, joined: Path, name: str
+) -> None:
+    phone.goto((joined / name).as_uri())
+    phone.evaluate("document.querySelectorAll('details').forEach((each) => each.open = true)")
+    assert phone.evaluate("document.documentElement.scrollWidth") == 390
+    cut_off = phone.evaluate(
+        """[...document.querySelectorAll("main *")].filter((each) =>
+          each.getBoundingClientRect().right > 390 && !each.closest(".wide, pre"))
+        .map((each) => each.outerHTML.slice(0, 80))"""
+    )
+    assert cut_off == []
+    boxes = [
+        box
+        for box in phone.locator(".wide:has(table)").all()
+        if box.evaluate("box => box.scrollWidth > box.clientWidth")
+    ]
+    assert boxes
+    for box in boxes:
+
+        def edge(box: Any = box) -> bytes:
+            """Return a picture of the box's lower right corner, which is empty."""
+            area = box.bounding_box()
+            right, bottom = area["x"] + area["width"], area["y"] + area["height"]
+            clip = {"x": right - 4, "y": bottom - 5, "width": 4, "height": 4}
+            picture: bytes = phone.screenshot(clip=clip, full_page=True)
+            return picture
+
+        with_more = edge()
+        box.evaluate("box => box.scrollLeft = box.scrollWidth")
+        assert edge() != with_more
+
+
+def test_heads_stand_in_a_row_of_four_and_wrap_on_a_phone(phone: Any, joined: Path) -> None:
+    for name in ("mine/report.html", "tour.html"):
+        phone.goto((joined / name).as_uri())
+        for width, in_a_row in ((1280, 4), (390, 1)):
+            phone.set_viewport_size({"width": width, "height": 844})
+            boxes = [svg.bounding_box() for svg in phone.locator(".heads svg").all()]
+            tops = [box["y"] for box in boxes]
+            assert len(tops) == 8
+            assert {tops.count(top) for top in tops} == {in_a_row}
+            assert all(box["x"] >= 0 and box["x"] + box["width"] <= width for box in boxes)
+
+
+@pytest.mark.parametrize("width", [320, 390, 1280])
+def test_a_number_stays_with_its_unit_in_a_tile(phone: Any, joined: Path, width: int) -> None:
+    phone.set_viewport_size({"width": width, "height": 844})
+    phone.goto((joined / "mine/report.html").as_uri())
+    for tile in phone.locator(".cards dt, .cards dd").all():
+        lines = tile.evaluate("e => e.clientHeight / parseFloat(getComputedStyle(e).lineHeight)")
+        assert lines == pytest.approx(1, abs=0.2), tile.text_content()
 
 
 @pytest.mark.parametrize(

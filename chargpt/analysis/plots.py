@@ -12,6 +12,8 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from markupsafe import Markup
+
 from chargpt.analysis.fonts import DEFAULT, set_fallback_fonts
 from chargpt.errors import ChargptError
 from chargpt.text.display import display_text, graphemes
@@ -64,7 +66,7 @@ def save(figure: "Figure", path: Path) -> str:
     return missing
 
 
-def inline(figure: "Figure", name: str) -> str:
+def inline(figure: "Figure", name: str) -> Markup:
     """Return a figure as SVG for a page; black takes the colour of the page's text.
 
     Args:
@@ -83,7 +85,7 @@ def inline(figure: "Figure", name: str) -> str:
     svg = re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in used else "", svg)
     for mark in used:  # hashes, which occur nowhere else
         svg = svg.replace(mark, f"{name}-{mark}")
-    return svg.replace("<svg ", '<svg aria-hidden="true" ', 1)  # its container has a label
+    return Markup(svg.replace("<svg ", '<svg aria-hidden="true" ', 1))  # its container has a label
 
 
 def loss_curves(
@@ -221,9 +223,20 @@ def attention(weights: "npt.NDArray[np.float32]", text: str, titles: Sequence[st
         axes.set_title(title, fontsize=9, pad=12)
         axes.set(xticks=[], yticks=[])
         for place, label in labels:
-            axes.text(place, -0.7, label, fontsize=6, ha="center", va="bottom")
-            axes.text(-0.8, place, label, fontsize=6, ha="right", va="center")
+            axes.text(place, -0.7, label, fontsize=7, ha="center", va="bottom")
+            axes.text(-0.8, place, label, fontsize=7, ha="right", va="center")
     return figure
+
+
+def inline_heads(
+    weights: "npt.NDArray[np.float32]", text: str, titles: Sequence[str], name: str
+) -> list[Markup]:
+    """Return the attention weights of heads as SVG for a page, one each, which a page can wrap."""
+    drawings = []
+    for number, title in enumerate(titles):
+        figure = attention(weights[number : number + 1], text, [title])
+        drawings.append(inline(figure, f"{name}-{number + 1}"))
+    return drawings
 
 
 def plain(name: str) -> str:

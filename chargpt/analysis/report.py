@@ -12,8 +12,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
-
 from chargpt.analysis import memorization, plots, predictions
 from chargpt.analysis.attention_maps import MAX_LINE, attention_maps, describe_heads, typical_line
 from chargpt.analysis.page import render, write_page
@@ -124,11 +122,11 @@ def curves(run: Run, corpus: Corpus, scores: RunScores, records: Records) -> Fac
     pace = plots.pace(records, train.batch_size * run.config.model.block_size)
     last = validation[-1][1] if validation else scores.losses["val"].nats_per_char
     return {
-        "loss_curves": Markup(plots.inline(losses, "loss")),
+        "loss_curves": plots.inline(losses, "loss"),
         "last_validation": last,
         "lines": list(lines.items()),
         "evaluated": f"{train.evaluate_characters:,}",
-        "pace": Markup(plots.inline(pace, "pace")),
+        "pace": plots.inline(pace, "pace"),
     }
 
 
@@ -139,7 +137,7 @@ def accuracy_and_calibration(run: Run, corpus: Corpus) -> Facts:
     return {
         "by_context": predictions.by_context(found),
         "by_kind": predictions.by_kind(found, run.tokenizer),
-        "calibration": Markup(plots.inline(plots.calibration(groups), "confidence")),
+        "calibration": plots.inline(plots.calibration(groups), "confidence"),
         "calibration_error": predictions.calibration_error(groups),
         "confidence_gap": float(found.confidence.mean() - found.correct.mean()),
         "predicted": f"{len(found.targets):,}",
@@ -155,10 +153,9 @@ def attention(run: Run, corpus: Corpus) -> Facts:
     text, maps = run.tokenizer.decode(line), []
     for number, weights in enumerate(attention_maps(run.model, line), 1):
         titles = [f"head {head}" for head in range(1, len(weights) + 1)]
-        figure = plots.attention(weights, text, titles)
-        drawing = Markup(plots.inline(figure, f"layer{number}"))
+        drawings = plots.inline_heads(weights, text, titles, f"layer{number}")
         caption = f"layer {number}: {'; '.join(describe_heads(weights))}"
-        maps.append((caption, drawing, f"layer {number}"))
+        maps.append((caption, drawings, f"layer {number}"))
     return {"maps": maps}
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from markupsafe import Markup
 
 from chargpt.analysis import explain as explanation
 from chargpt.analysis import plots
@@ -113,9 +112,8 @@ def write_sections(sections: list[Section], path: Path, name: str) -> None:
             return "paragraph", part
         if isinstance(part, Table):
             return "table", part
-        figure = plots.attention(part.weights, part.text, part.titles)
-        drawing = Markup(plots.inline(figure, "heads"))
-        return "picture", {"drawing": drawing, "caption": part.caption}
+        drawings = plots.inline_heads(part.weights, part.text, part.titles, "heads")
+        return "heads", {"drawings": drawings, "caption": part.caption}
 
     pages = [
         {"name": s.name, "title": s.title, "parts": [page_part(part) for part in s.parts]}
