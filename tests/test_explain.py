@@ -117,7 +117,7 @@ def test_pictures_and_pages_are_written(cli: Cli, verse: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert Path("heads.png").read_bytes().startswith(b"\x89PNG")
     page = Path("tour.html").read_text(encoding="utf-8")
-    assert page.count("<svg") == 1
+    assert page.count("<svg") == 2 * 2  # heads of layers
     for section in SECTIONS:
         assert f'id="{section}"' in page
     assert "written: heads.png" in done.stdout

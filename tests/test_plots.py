@@ -12,7 +12,7 @@ import pytest
 from chargpt.analysis import plots
 from chargpt.analysis.ladder import Ladder, Rung, RungResult
 from chargpt.analysis.predictions import Group
-from chargpt.text.tokenizer import display_char
+from chargpt.text.display import display_char
 
 
 def test_ladder_bars_are_bits_per_character_in_rung_order() -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from conftest import REPOSITORY, Cli, refusal, run_cli
 
+from chargpt.analysis import passage
 from chargpt.analysis import report as module
 from chargpt.analysis.report import split_at, write_report
 from chargpt.analysis.result import RunScores, describe_difference, score_run, summarize
@@ -95,8 +96,8 @@ def test_the_page_has_all_sections_and_loads_nothing(page: Page) -> None:
         "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
         f"script-src 'sha256-{digest}'"
     )
-    # five drawings: curves, pace, calibration, and a layer each
-    assert page.tags.count("svg") == 5
+    # curves, pace, calibration, and two heads of two layers
+    assert page.tags.count("svg") == 3 + 2 * 2
 
 
 def test_the_figures_are_those_of_the_run(page: Page) -> None:
@@ -123,10 +124,10 @@ def test_each_character_of_the_passage_has_its_surprisal_and_predictions(page: P
     content = Path("mine/report.html").read_text(encoding="utf-8")
     match = re.search(r'<script type="application/json" id="predictions">(.*?)</script>', content)
     assert match
-    places = json.loads(match[1])
-    text = run.tokenizer.decode(run.corpus().split("val")[1 : module.PASSAGE + 1])
-    assert len(places) == len(text) == module.PASSAGE
-    assert [module.name_of(character) for character in text] == [place[0] for place in places]
+    places = [place for grapheme in json.loads(match[1]) for place in grapheme]
+    text = run.tokenizer.decode(run.corpus().split("val")[1 : passage.PASSAGE + 1])
+    assert len(places) == len(text) == passage.PASSAGE
+    assert [passage.name_of(character) for character in text] == [place[0] for place in places]
     for _, bits, best in places:
         shares = [share for _, share in best]
         assert shares == sorted(shares, reverse=True)
@@ -370,7 +371,7 @@ def test_pointer_and_arrow_keys_show_the_predictions(browser: Any, folder: Path)
     guesses = page.locator("#top-characters")
 
     def expected(index: int) -> None:
-        target, bits, best = places[index]
+        ((target, bits, best),) = places[index]
         assert guesses.locator("p").text_content().startswith(f"{target}: {bits:.2f} bits")
         shown = guesses.locator("li").all_text_contents()
         assert shown == [f"{character}  {100 * share:.1f}%" for character, share in best]
@@ -384,6 +385,119 @@ def test_pointer_and_arrow_keys_show_the_predictions(browser: Any, folder: Path)
     page.keyboard.press("ArrowUp")
     expected(33)
     page.close()
+
+
+FAMILY, FLAG, KEYCAP = "👨\u200d👩\u200d👧", "🇩🇪", "1\ufe0f\u20e3"
+JOINED = (FAMILY, FLAG, "👋🏿", KEYCAP, "e\u0301")
+
+
+@pytest.fixture(scope="module")
+def joined(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run on a text of joined emoji, its report and a tour of its attention."""
+    folder = tmp_path_factory.mktemp("joined")
+    (folder / "emoji.txt").write_text(f"We {' '.join(JOINED)} ok.\n" * 60, encoding="utf-8")
+    for words in (
+        ["train", "emoji.txt", *TINY, "-s", "model.n_head=4", "--out", "mine"],
+        ["report", "mine"],
+        ["explain", "mine", "--html", "tour.html"],
+    ):
+        done = run_cli(*words, cwd=folder, CHARGPT_CACHE=str(folder / "cache"))
+        assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_joined_emoji_stay_whole_wherever_a_page_shows_text(joined: Path) -> None:
+    content = (joined / "mine/report.html").read_text(encoding="utf-8")
+    tour = (joined / "tour.html").read_text(encoding="utf-8")
+    for sign in JOINED:
+        assert re.search(f'<span class="s[0-6]">{sign}</span>', content)
+        assert f">{sign}</text>" in content  # an axis of an attention map
+        assert f">{sign}</text>" in tour
+        assert not re.search(f"{sign[0]}<[^>]*>{sign[1]}", content + tour)
+    assert "\\u200d" not in re.sub(r"<script.*?</script>", "", content + tour, flags=re.DOTALL)
+
+
+def test_each_character_of_a_joined_emoji_keeps_its_predictions(browser: Any, joined: Path) -> None:
+    page = browser.new_page()
+    page.goto((joined / "mine/report.html").as_uri())
+    places = json.loads(page.locator("#predictions").text_content())
+    spans = page.locator("#passage span")
+    assert spans.count() == len(places)
+    index = spans.all_text_contents().index(FAMILY)
+    assert [name for name, _, _ in places[index]] == ["👨", "ZWJ", "👩", "ZWJ", "👧"]
+    level = sum(max(bits for _, bits, _ in places[index]) >= n for n in passage.SURPRISAL_BITS)
+    assert spans.nth(index).get_attribute("class") == f"s{level}"
+    spans.nth(index - 1).hover()
+    before = spans.nth(index).bounding_box()
+    spans.nth(index).hover()
+    shown = page.locator("#top-characters p").all_text_contents()
+    assert shown == [f"{name}: {bits:.2f} bits; most likely:" for name, bits, _ in places[index]]
+    assert page.locator("#top-characters li").count() == 5 * len(shown)
+    assert spans.nth(index).bounding_box() == before  # the text stays under the pointer
+    page.close()
+
+
+@pytest.fixture
+def phone(browser: Any) -> Iterator[Any]:
+    """A page on the screen of a phone."""
+    page = browser.new_page(viewport={"width": 390, "height": 844})
+    yield page
+    page.close()
+
+
+@pytest.mark.parametrize("name", ["mine/report.html", "tour.html"])
+def test_what_is_wider_than_a_phone_scrolls_in_its_own_box_and_shows_it(
+    phone: Any, joined: Path, name: str
+) -> None:
+    phone.goto((joined / name).as_uri())
+    phone.evaluate("document.querySelectorAll('details').forEach((each) => each.open = true)")
+    assert phone.evaluate("document.documentElement.scrollWidth") == 390
+    cut_off = phone.evaluate(
+        """[...document.querySelectorAll("main *")].filter((each) =>
+          each.getBoundingClientRect().right > 390 && !each.closest(".wide, pre"))
+        .map((each) => each.outerHTML.slice(0, 80))"""
+    )
+    assert cut_off == []
+    boxes = [
+        box
+        for box in phone.locator(".wide:has(table)").all()
+        if box.evaluate("box => box.scrollWidth > box.clientWidth")
+    ]
+    assert boxes
+    for box in boxes:
+
+        def edge(box: Any = box) -> bytes:
+            """Return a picture of the box's lower right corner, which is empty."""
+            area = box.bounding_box()
+            right, bottom = area["x"] + area["width"], area["y"] + area["height"]
+            clip = {"x": right - 4, "y": bottom - 5, "width": 4, "height": 4}
+            picture: bytes = phone.screenshot(clip=clip, full_page=True)
+            return picture
+
+        with_more = edge()
+        box.evaluate("box => box.scrollLeft = box.scrollWidth")
+        assert edge() != with_more
+
+
+def test_heads_stand_in_a_row_of_four_and_wrap_on_a_phone(phone: Any, joined: Path) -> None:
+    for name in ("mine/report.html", "tour.html"):
+        phone.goto((joined / name).as_uri())
+        for width, in_a_row in ((1280, 4), (390, 1)):
+            phone.set_viewport_size({"width": width, "height": 844})
+            boxes = [svg.bounding_box() for svg in phone.locator(".heads svg").all()]
+            tops = [box["y"] for box in boxes]
+            assert len(tops) == 8
+            assert {tops.count(top) for top in tops} == {in_a_row}
+            assert all(box["x"] >= 0 and box["x"] + box["width"] <= width for box in boxes)
+
+
+@pytest.mark.parametrize("width", [320, 390, 1280])
+def test_a_number_stays_with_its_unit_in_a_tile(phone: Any, joined: Path, width: int) -> None:
+    phone.set_viewport_size({"width": width, "height": 844})
+    phone.goto((joined / "mine/report.html").as_uri())
+    for tile in phone.locator(".cards dt, .cards dd").all():
+        lines = tile.evaluate("e => e.clientHeight / parseFloat(getComputedStyle(e).lineHeight)")
+        assert lines == pytest.approx(1, abs=0.2), tile.text_content()
 
 
 @pytest.mark.parametrize(

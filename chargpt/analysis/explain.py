@@ -29,7 +29,8 @@ from chargpt.models.attention import attention_scores, causal_mask, explicit_att
 from chargpt.models.gpt import GPT, Attention, Block
 from chargpt.store.run import Run
 from chargpt.text.corpus import Corpus, Split
-from chargpt.text.tokenizer import Tokens, display_char
+from chargpt.text.display import display_char, display_text
+from chargpt.text.tokenizer import Tokens
 
 SHOWN = 8  # characters of the line in tables
 HEAD_SIZES = (1, 4, 16, 64, 256)
@@ -260,7 +261,8 @@ def explain_attention(subject: Subject) -> Section:
     caption = "a row per query, a column per key; the darker, the larger the weight"
     maps = Maps(caption, subject.line, np.concatenate(layers), titles)
     facts = {"line": subject.line, "heads": heads}
-    return fill_template("attention", facts, {"maps": maps}, heads=heads, line=repr(subject.line))
+    line = display_text(subject.line).replace(display_char(" "), " ")  # a paragraph, which wraps
+    return fill_template("attention", facts, {"maps": maps}, heads=heads, line=f'"{line}"')
 
 
 SECTIONS: dict[str, Callable[[Subject], Section]] = {

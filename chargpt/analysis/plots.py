@@ -12,8 +12,11 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from markupsafe import Markup
+
+from chargpt.analysis.fonts import DEFAULT, set_fallback_fonts
 from chargpt.errors import ChargptError
-from chargpt.text.tokenizer import display_char
+from chargpt.text.display import display_text, graphemes
 from chargpt.training.trainer import METRICS_EVERY
 
 if TYPE_CHECKING:
@@ -43,23 +46,27 @@ def require_suffix(path: Path) -> None:
         raise ChargptError(f"{path} must end in .svg or .png; rename it")
 
 
-def save(figure: "Figure", path: Path) -> Path:
+def save(figure: "Figure", path: Path) -> str:
     """Write a figure to a file.
+
+    Returns:
+        The characters that no installed font has, of a PNG; an SVG takes its fonts from its viewer.
 
     Raises:
         ChargptError: the suffix is another, or the file cannot be written.
     """
     require_suffix(path)
+    missing = set_fallback_fonts(figure) if path.suffix == ".png" else ""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         metadata = {"Date": None} if path.suffix == ".svg" else None
         _write(figure, path, dpi=130, metadata=metadata)
     except OSError as error:
         raise ChargptError(f"{path} cannot be written ({error.strerror}); name another") from None
-    return path
+    return missing
 
 
-def inline(figure: "Figure", name: str) -> str:
+def inline(figure: "Figure", name: str) -> Markup:
     """Return a figure as SVG for a page; black takes the colour of the page's text.
 
     Args:
@@ -78,7 +85,7 @@ def inline(figure: "Figure", name: str) -> str:
     svg = re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in used else "", svg)
     for mark in used:  # hashes, which occur nowhere else
         svg = svg.replace(mark, f"{name}-{mark}")
-    return svg.replace("<svg ", '<svg aria-hidden="true" ', 1)  # its container has a label
+    return Markup(svg.replace("<svg ", '<svg aria-hidden="true" ', 1))  # its container has a label
 
 
 def loss_curves(
@@ -201,7 +208,7 @@ def attention(weights: "npt.NDArray[np.float32]", text: str, titles: Sequence[st
     width, height = size + 0.3, size + 0.5  # of a head, with its characters and its title
     figure = _figure(width * across, height * down)
     figure.set_layout_engine("none")  # finding a layout among so many characters takes seconds
-    labels = [display_char(character) for character in text]
+    labels = [((i + end - 1) / 2, display_text(text[i:end])) for i, end in graphemes(text)]
     for number, (head, title) in enumerate(zip(weights, titles, strict=True), 1):
         row, column = divmod(number - 1, across)
         axes = figure.add_axes(
@@ -215,10 +222,21 @@ def attention(weights: "npt.NDArray[np.float32]", text: str, titles: Sequence[st
         axes.imshow(head, cmap=clear_to_blue, vmin=0, vmax=1, interpolation="nearest")
         axes.set_title(title, fontsize=9, pad=12)
         axes.set(xticks=[], yticks=[])
-        for place, label in enumerate(labels):
-            axes.text(place, -0.7, label, fontsize=6, ha="center", va="bottom")
-            axes.text(-0.8, place, label, fontsize=6, ha="right", va="center")
+        for place, label in labels:
+            axes.text(place, -0.7, label, fontsize=7, ha="center", va="bottom")
+            axes.text(-0.8, place, label, fontsize=7, ha="right", va="center")
     return figure
+
+
+def inline_heads(
+    weights: "npt.NDArray[np.float32]", text: str, titles: Sequence[str], name: str
+) -> list[Markup]:
+    """Return the attention weights of heads as SVG for a page, one each, which a page can wrap."""
+    drawings = []
+    for number, title in enumerate(titles):
+        figure = attention(weights[number : number + 1], text, [title])
+        drawings.append(inline(figure, f"{name}-{number + 1}"))
+    return drawings
 
 
 def plain(name: str) -> str:
@@ -276,9 +294,9 @@ def _write(figure: "Figure", target: Path | StringIO, **options: Any) -> None:
 
     settings: Any = {"svg.hashsalt": "chargpt", "svg.fonttype": "none"}
     if not str(target).endswith(".png"):  # SVG would otherwise list a dozen fonts per text
-        settings["font.sans-serif"] = ["DejaVu Sans"]
+        settings["font.sans-serif"] = [DEFAULT]
     with rc_context(settings), warnings.catch_warnings():
-        # a browser has fonts for the missing glyphs
+        # of an SVG the viewer has the fonts, of a PNG the caller is told
         warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)
         figure.savefig(target, **options)
 

@@ -12,11 +12,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
-
 from chargpt.analysis import memorization, plots, predictions
 from chargpt.analysis.attention_maps import MAX_LINE, attention_maps, describe_heads, typical_line
 from chargpt.analysis.page import render, write_page
+from chargpt.analysis.passage import passage_facts
 from chargpt.analysis.result import RunScores, score_run, summarize
 from chargpt.inference.baselines import NGRAM
 from chargpt.inference.sampling import sample
@@ -26,13 +25,11 @@ from chargpt.store.folder import REPORT, RunFolder
 from chargpt.store.metrics import validation_curve
 from chargpt.store.run import Run
 from chargpt.text.corpus import Corpus
-from chargpt.text.tokenizer import display_char
+from chargpt.text.display import whole_graphemes
 
-PASSAGE = 800  # characters whose surprisal is shown
 MAX_PREDICTED = 30_000  # characters of the validation split behind accuracy and calibration
 N_SAMPLES, SAMPLE_LENGTH, SEED = 3, 400, 1337
 MAX_SEARCHED = 20_000_000  # characters of the training split that are searched for overlap
-SURPRISAL_BITS = (0.5, 1, 2, 3.5, 5, 7)  # from which on the colour becomes darker
 SECTIONS = {
     "result": "Result",
     "curves": "Training curves",
@@ -74,7 +71,7 @@ def write_report(
         **result(run, corpus, scores, records),
         **curves(run, corpus, scores, records),
         "samples": [(f"step {r['step']:,}", r["sample"]) for r in records if "sample" in r],
-        **surprisal(run, corpus),
+        **passage_facts(run, corpus),
         **accuracy_and_calibration(run, corpus),
         **attention(run, corpus),
         **overlap(run, corpus),
@@ -125,55 +122,12 @@ def curves(run: Run, corpus: Corpus, scores: RunScores, records: Records) -> Fac
     pace = plots.pace(records, train.batch_size * run.config.model.block_size)
     last = validation[-1][1] if validation else scores.losses["val"].nats_per_char
     return {
-        "loss_curves": Markup(plots.inline(losses, "loss")),
+        "loss_curves": plots.inline(losses, "loss"),
         "last_validation": last,
         "lines": list(lines.items()),
         "evaluated": f"{train.evaluate_characters:,}",
-        "pace": Markup(plots.inline(pace, "pace")),
+        "pace": plots.inline(pace, "pace"),
     }
-
-
-def surprisal(run: Run, corpus: Corpus) -> Facts:
-    """Return a passage of the validation split with the surprisal of each character."""
-    scored = predictions.score_passage(run.model, run.tokenizer, corpus.split("val"), PASSAGE)
-    text = "".join(each.character for each in scored)
-    highest = sorted(range(len(scored)), key=lambda i: -scored[i].bits)[:8]
-    return {
-        "passage": [
-            {
-                "character": each.character,
-                # a line end is a visible sign before the line break
-                "shown": " " if each.character == " " else display_char(each.character),
-                "level": sum(each.bits >= bits for bits in SURPRISAL_BITS),
-            }
-            for each in scored
-        ],
-        "passage_bits": sum(each.bits for each in scored) / len(scored),
-        "top_k": len(scored[0].top),
-        "predictions": [
-            [
-                name_of(each.character),
-                round(each.bits, 3),
-                [[name_of(character), round(prob, 4)] for character, prob in each.top],
-            ]
-            for each in scored
-        ],
-        "highest": [
-            [
-                "".join(map(display_char, text[max(0, i - 20) : i])),
-                display_char(scored[i].character),
-                f"{scored[i].bits:.1f}",
-                ", ".join(f"{display_char(c)} {prob:.0%}" for c, prob in scored[i].top[:3]),
-            ]
-            for i in highest
-        ],
-    }
-
-
-def name_of(character: str) -> str:
-    """Return a character as it is named in a sentence."""
-    names = {" ": "space", "\n": "line end", "\t": "tab"}
-    return names.get(character, display_char(character))
 
 
 def accuracy_and_calibration(run: Run, corpus: Corpus) -> Facts:
@@ -183,7 +137,7 @@ def accuracy_and_calibration(run: Run, corpus: Corpus) -> Facts:
     return {
         "by_context": predictions.by_context(found),
         "by_kind": predictions.by_kind(found, run.tokenizer),
-        "calibration": Markup(plots.inline(plots.calibration(groups), "confidence")),
+        "calibration": plots.inline(plots.calibration(groups), "confidence"),
         "calibration_error": predictions.calibration_error(groups),
         "confidence_gap": float(found.confidence.mean() - found.correct.mean()),
         "predicted": f"{len(found.targets):,}",
@@ -199,10 +153,9 @@ def attention(run: Run, corpus: Corpus) -> Facts:
     text, maps = run.tokenizer.decode(line), []
     for number, weights in enumerate(attention_maps(run.model, line), 1):
         titles = [f"head {head}" for head in range(1, len(weights) + 1)]
-        figure = plots.attention(weights, text, titles)
-        drawing = Markup(plots.inline(figure, f"layer{number}"))
+        drawings = plots.inline_heads(weights, text, titles, f"layer{number}")
         caption = f"layer {number}: {'; '.join(describe_heads(weights))}"
-        maps.append((caption, drawing, f"layer {number}"))
+        maps.append((caption, drawings, f"layer {number}"))
     return {"maps": maps}
 
 
@@ -228,7 +181,7 @@ def overlap(run: Run, corpus: Corpus) -> Facts:
                 if n <= 2 * memorization.MIN_MATCH
             ],
             "marked": [
-                list(split_at(text, each.matched))
+                list(split_at(text, whole_graphemes(text, each.matched)))
                 for text, each in zip(texts, found.texts, strict=True)
             ],
         }

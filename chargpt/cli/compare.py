@@ -13,6 +13,7 @@ from chargpt.analysis.result import describe_difference
 from chargpt.cli import console, options, tables
 from chargpt.cli.ladder import compare_rungs
 from chargpt.cli.loop import run_steps
+from chargpt.cli.pictures import save_picture
 from chargpt.cli.progress import LoadingProgress
 from chargpt.cli.signals import catch_signals
 from chargpt.cli.summary import show_plan
@@ -156,7 +157,7 @@ def train_models(request: Request, out: Path | None, models: str) -> tuple[Compa
 def print_comparison(result: Comparison, plot: Path | None, *, json_: bool) -> None:
     """Draw the loss curves, if a file is given, and print the comparison."""
     if plot is not None:
-        plots.save(plots.loss_curves(result.curves, result.baselines, result.title), plot)
+        save_picture(plots.loss_curves(result.curves, result.baselines, result.title), plot)
     picture = None if plot is None else str(plot)
     if json_:
         console.out_json({"rows": [row.as_dict() for row in result.rows], "picture": picture})

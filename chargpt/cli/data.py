@@ -14,8 +14,8 @@ from chargpt.errors import TextError
 from chargpt.text.catalog import CATALOG, fetch
 from chargpt.text.corpus import load_corpus
 from chargpt.text.describe import Description, describe
+from chargpt.text.display import display_char
 from chargpt.text.settings import build_config
-from chargpt.text.tokenizer import display_char
 
 app = typer.Typer(
     help="List, describe and fetch texts.",

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from markupsafe import Markup
 
 from chargpt.analysis import explain as explanation
 from chargpt.analysis import plots
 from chargpt.analysis.explain import Figure, Maps, Section, Subject, Table, choose_subject
 from chargpt.analysis.page import render, write_page
 from chargpt.cli import console, options, runs, tables
+from chargpt.cli.pictures import save_picture
 from chargpt.cli.progress import LoadingProgress
 from chargpt.errors import ConfigError, RunError
 from chargpt.store.folder import is_run
@@ -103,7 +103,7 @@ def save_plot(maps: list[Maps], path: Path) -> None:
         raise ConfigError(
             "--plot draws the attention of a trained gpt; name the run of one, and no other section"
         )
-    plots.save(plots.attention(maps[0].weights, maps[0].text, maps[0].titles), path)
+    save_picture(plots.attention(maps[0].weights, maps[0].text, maps[0].titles), path)
 
 
 def write_sections(sections: list[Section], path: Path, name: str) -> None:
@@ -114,9 +114,8 @@ def write_sections(sections: list[Section], path: Path, name: str) -> None:
             return "paragraph", part
         if isinstance(part, Table):
             return "table", part
-        figure = plots.attention(part.weights, part.text, part.titles)
-        drawing = Markup(plots.inline(figure, "heads"))
-        return "picture", {"drawing": drawing, "caption": part.caption}
+        drawings = plots.inline_heads(part.weights, part.text, part.titles, "heads")
+        return "heads", {"drawings": drawings, "caption": part.caption}
 
     pages = [
         {"name": s.name, "title": s.title, "parts": [page_part(part) for part in s.parts]}

@@ -6,6 +6,7 @@ from chargpt.analysis import plots
 from chargpt.analysis.ladder import Estimate, Ladder, run_ladder
 from chargpt.cli import console, tables
 from chargpt.cli.loop import run_steps
+from chargpt.cli.pictures import save_picture
 from chargpt.cli.progress import LoadingProgress
 from chargpt.cli.signals import catch_signals
 from chargpt.config import Config
@@ -34,7 +35,8 @@ def compare_rungs(
 
     with catch_signals() as signals:
         ladder = run_ladder(settings, folder, corpus, n_seeds, run_trainer)
-    picture = plots.save(plots.ladder(ladder), plot or folder / "ladder.svg")
+    picture = plot or folder / "ladder.svg"
+    save_picture(plots.ladder(ladder), picture)
     if json_:
         report = {**ladder.as_dict(), "picture": str(picture)}
         console.out_json(report)

@@ -18,6 +18,7 @@ from chargpt.inference.sampling import sample as generate
 from chargpt.inference.sampling import stream_run
 from chargpt.store.run import Run
 from chargpt.text.corpus import read_text
+from chargpt.text.display import whole_graphemes
 from chargpt.text.tokenizer import Unknown
 
 DEFAULTS = SampleConfig()  # the run's config may contain others
@@ -188,7 +189,7 @@ def overlap_of(run: Run, texts: list[str]) -> OverlapReport:
 
 def mark(text: str, matched: list[tuple[int, int]]) -> str:
     """Return a text with its verbatim matches in brackets that rarely occur in texts."""
-    for start, end in reversed(matched):
+    for start, end in reversed(whole_graphemes(text, matched)):
         text = f"{text[:start]}⟦{text[start:end]}⟧{text[end:]}"
     return text
 

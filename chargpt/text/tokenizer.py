@@ -245,16 +245,6 @@ def _unusable(origin: str | os.PathLike[str], reason: str) -> RunError:
     return RunError(f"{origin} cannot be used as a tokenizer ({reason}); restore it or train again")
 
 
-def display_char(character: str) -> str:
-    """Return a visible sign for a character: white space and control characters get one."""
-    signs = {
-        " ": "\N{OPEN BOX}",
-        "\n": "\N{RETURN SYMBOL}",
-        "\t": "\N{RIGHTWARDS ARROW TO BAR}",
-    }
-    return signs.get(character, character if character.isprintable() else REPLACEMENT)
-
-
 def _name_character(code: int) -> str:
     """Return a character with its code point: 'ж' U+0436."""
     shown = chr(code)

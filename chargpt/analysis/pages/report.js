@@ -8,22 +8,27 @@ function show(index) {
   if (at >= 0) spans[at].classList.remove("at");
   at = index;
   spans[at].classList.add("at");
-  spans[at].scrollIntoView({ block: "nearest" });
-  const [target, bits, top] = predictions[at];
+  out.replaceChildren(...predictions[at].map(describe));
+}
+function describe([target, bits, top]) {
   const list = document.createElement("ol");
   for (const [character, prob] of top) {
     const item = document.createElement("li");
     item.textContent = `${character}  ${(100 * prob).toFixed(1)}%`;
     list.append(item);
   }
-  const summary = document.createElement("p");
+  const summary = document.createElement("p"), entry = document.createElement("div");
   summary.textContent = `${target}: ${bits.toFixed(2)} bits; most likely:`;
-  out.replaceChildren(summary, list);
+  entry.append(summary, list);
+  return entry;
 }
 passage.addEventListener("pointerover", (event) => show(spans.indexOf(event.target)));
 passage.addEventListener("click", (event) => show(spans.indexOf(event.target)));
 passage.addEventListener("focus", () => { if (at < 0) show(0); });
 passage.addEventListener("keydown", (event) => {
   const step = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10 }[event.key];
-  if (step) { show(Math.max(0, Math.min(spans.length - 1, at + step))); event.preventDefault(); }
+  if (!step) return;
+  show(Math.max(0, Math.min(spans.length - 1, at + step)));
+  spans[at].scrollIntoView({ block: "nearest" });
+  event.preventDefault();
 });

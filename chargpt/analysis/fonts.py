@@ -1,0 +1,109 @@
+"""Fonts for the characters of a figure that its default font lacks."""
+
+import unicodedata
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from matplotlib.font_manager import FontEntry
+
+DEFAULT = "DejaVu Sans"  # which matplotlib brings
+# first words of the names of characters that Noto Sans CJK has
+CJK = ("BOPOMOFO", "CJK", "FULLWIDTH", "HALFWIDTH", "HANGUL", "HIRAGANA", "IDEOGRAPHIC", "KATAKANA")
+
+
+def set_fallback_fonts(figure: "Figure") -> str:
+    """Give the texts of a figure installed fonts that have the characters the default font lacks.
+
+    The installed fonts are searched only if a character is missing, for regular ones first.
+
+    Returns:
+        The characters that no installed font has, sorted.
+    """
+    from matplotlib import font_manager
+    from matplotlib.text import Text
+
+    texts = [text for text in figure.findobj(Text) if isinstance(text, Text)]
+    missing = {c for text in texts for c in text.get_text() if has_glyph(c)}
+    missing -= found_in(font_manager.findfont(DEFAULT), missing)
+    families = [DEFAULT]
+    for fonts in (font_manager.fontManager.ttflist, new_fonts()):
+        if missing:
+            chosen = choose_fonts(missing, fonts)
+            families += chosen
+            missing -= set().union(*chosen.values())
+    if len(families) > 1:
+        for text in texts:
+            text.set_fontfamily(families)
+    return "".join(sorted(missing))
+
+
+def has_glyph(character: str) -> bool:
+    """Return whether a font needs a glyph of its own for a character."""
+    return (
+        not character.isascii()
+        and unicodedata.category(character) not in ("Cf", "Cc")
+        and not "\ufe00" <= character <= "\ufe0f"  # variation selectors
+    )
+
+
+def choose_fonts(characters: set[str], fonts: "Iterable[FontEntry]") -> dict[str, set[str]]:
+    """Return families that together have as many of the characters as any, and what each adds."""
+    found: dict[str, set[str]] = {}
+    paths = set()
+    for font in sorted(fonts, key=lambda font: (font.style != "normal", font.weight != 400)):
+        is_placeholder = "lastresort" in font.name.replace(" ", "").lower()
+        if font.fname in paths or is_placeholder:
+            continue
+        paths.add(font.fname)
+        found.setdefault(font.name, found_in(font.fname, characters))
+        if found[font.name] == characters:
+            break
+    chosen = {}
+    missing = set(characters)
+    while found:
+        name = max(found, key=lambda name: len(found[name] & missing))
+        if not found[name] & missing:
+            break
+        chosen[name] = found.pop(name) & missing
+        missing -= chosen[name]
+    return chosen
+
+
+def found_in(path: str, characters: set[str]) -> set[str]:
+    """Return those of the characters that a font file has; none if it cannot be read."""
+    from matplotlib.ft2font import FT2Font
+
+    try:
+        font = FT2Font(path)
+    except (OSError, RuntimeError):  # removed since matplotlib listed it, or damaged
+        return set()
+    return {c for c in characters if font.get_char_index(ord(c))}
+
+
+def new_fonts() -> "Iterator[FontEntry]":
+    """Yield the fonts installed since matplotlib listed them, now known to it."""
+    from matplotlib import font_manager
+
+    manager = font_manager.fontManager
+    listed = {font.fname for font in manager.ttflist}
+    for path in font_manager.findSystemFonts():
+        if path not in listed:
+            count = len(manager.ttflist)
+            try:
+                manager.addfont(path)
+            except Exception:  # a damaged file, or one of bitmaps; its kinds of error are many
+                continue
+            yield from manager.ttflist[count:]
+
+
+def fonts_for(characters: str) -> list[str]:
+    """Return the names of fonts to install for such characters."""
+    names = []
+    for character in characters:
+        script = unicodedata.name(character, "CJK").split()[0]
+        is_symbol = unicodedata.category(character).startswith("S")
+        font = "Sans CJK" if script in CJK else f"Sans {script.title()}"
+        names.append("Noto Emoji" if is_symbol else f"Noto {font}")
+    return list(dict.fromkeys(names))

@@ -1,0 +1,29 @@
+"""Pictures that commands write, with a message about characters that no font has."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from chargpt.analysis import plots
+from chargpt.analysis.fonts import fonts_for
+from chargpt.cli import console
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MAX_NAMED = 5
+
+
+def save_picture(figure: "Figure", path: Path) -> None:
+    """Write a figure to a file.
+
+    Raises:
+        ChargptError: the suffix is another, or the file cannot be written.
+    """
+    missing = plots.save(figure, path)
+    if missing:
+        others = len(missing) - MAX_NAMED
+        named = " ".join(missing[:MAX_NAMED]) + (f" and {others} more" if others > 0 else "")
+        console.say(
+            f"{path}: no installed font has {named}, so boxes stand for them; install "
+            f"{', '.join(fonts_for(missing)[:3])}, or name an .svg file, whose viewer brings fonts"
+        )

@@ -1,0 +1,79 @@
+"""Text for display: visible signs for invisible characters, and graphemes.
+
+A grapheme is what a reader sees as one character, such as a family emoji or an accented letter. The
+rules are those of UAX #29 for marks, joiners, emoji, flags, Hangul and conjuncts, by category
+instead of its tables: Python has no such tables, and drawing a text needs no exact agreement. Where
+they differ they mostly join more, such as conjuncts of every Indic script.
+"""
+
+import itertools
+import unicodedata
+from collections.abc import Sequence
+
+import numpy as np
+
+from chargpt.text.tokenizer import REPLACEMENT
+
+ZWJ = "\N{ZERO WIDTH JOINER}"
+
+
+def graphemes(text: str) -> list[tuple[int, int]]:
+    """Return the graphemes of a text as (start, end) positions in order."""
+    edges, flag_letters = [], 0  # consecutive letters of flags are paired from the left
+    for place, character in enumerate(text):
+        is_flag_letter = "\U0001f1e6" <= character <= "\U0001f1ff"
+        completes_flag = is_flag_letter and flag_letters % 2 == 1
+        if place == 0 or not (completes_flag or _extends(text[place - 1], character)):
+            edges.append(place)
+        flag_letters = flag_letters + 1 if is_flag_letter else 0
+    return list(itertools.pairwise([*edges, len(text)]))
+
+
+def _extends(before: str, character: str) -> bool:
+    """Return whether a character belongs to the grapheme of the one before; flags aside."""
+    if unicodedata.category(before) in ("Cc", "Zl", "Zp"):
+        return False  # a line end or another control character stays alone
+    category = unicodedata.category(character)
+    return (
+        category[0] == "M"  # combining marks, variation selectors and keycaps
+        or character in (ZWJ, "\N{ZERO WIDTH NON-JOINER}")
+        or "\U0001f3fb" <= character <= "\U0001f3ff"  # skin tones
+        or "\U000e0020" <= character <= "\U000e007f"  # tags: the flags of regions
+        or "\u1160" <= character <= "\u11ff"  # Hangul vowels and final consonants
+        or "\ud7b0" <= character <= "\ud7fb"
+        or character in "\u0e33\u0eb3"  # the vowel sign am of Thai and Lao
+        or (before == ZWJ and (category[0] == "S" or category in ("Cn", "Po", "Lo")))
+        or (unicodedata.combining(before) == 9 and category == "Lo")  # conjuncts
+    )
+
+
+def display_char(character: str) -> str:
+    """Return a visible sign for a character: invisible characters and marks get one."""
+    signs = {
+        " ": "\N{OPEN BOX}",
+        "\n": "\N{RETURN SYMBOL}",
+        "\t": "\N{RIGHTWARDS ARROW TO BAR}",
+        "\N{ZERO WIDTH JOINER}": "ZWJ",
+        "\N{VARIATION SELECTOR-16}": "VS16",
+    }
+    if character not in signs and unicodedata.category(character).startswith("M"):
+        return f"\N{DOTTED CIRCLE}{character}"  # a mark alone would be drawn on its neighbour
+    return signs.get(character, character if character.isprintable() else REPLACEMENT)
+
+
+def display_text(text: str) -> str:
+    """Return a text with its invisible characters as signs, unless they are part of a grapheme."""
+    return "".join(
+        display_char(text[start:end]) if end - start == 1 else text[start:end]
+        for start, end in graphemes(text)
+    )
+
+
+def whole_graphemes(text: str, parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return (start, end) parts of a text, shrunk to graphemes that lie inside; empty ones go."""
+    starts = np.array([start for start, _ in graphemes(text)] + [len(text)])
+    shrunk = [
+        (int(starts[starts >= start].min()), int(starts[starts <= end].max()))
+        for start, end in parts
+    ]
+    return [(start, end) for start, end in shrunk if start < end]
