@@ -18,6 +18,7 @@ from chargpt.analysis.page import render, write_page
 from chargpt.analysis.passage import passage_facts
 from chargpt.analysis.result import RunScores, score_run, summarize
 from chargpt.inference.baselines import NGRAM
+from chargpt.inference.evaluation import OnProgress
 from chargpt.inference.sampling import sample
 from chargpt.models.gpt import GPT
 from chargpt.models.ngram import ORDER
@@ -51,6 +52,7 @@ def write_report(
     path: Path | None = None,
     corpus: Corpus | None = None,
     scores: RunScores | None = None,
+    on_progress: OnProgress = lambda *_: None,
 ) -> Path:
     """Evaluate a run and write its page.
 
@@ -59,6 +61,7 @@ def write_report(
         path: of the page; `report.html` in the run's folder by default.
         corpus: the run's text, if it is loaded.
         scores: what `score_run` returned, if it is at hand.
+        on_progress: called with the number of sections done, and of all.
 
     Raises:
         TextError: the run's text is not available.
@@ -71,12 +74,13 @@ def write_report(
         **result(run, corpus, scores, records),
         **curves(run, corpus, scores, records),
         "samples": [(f"step {r['step']:,}", r["sample"]) for r in records if "sample" in r],
-        **passage_facts(run, corpus),
-        **accuracy_and_calibration(run, corpus),
-        **attention(run, corpus),
-        **overlap(run, corpus),
         **reproduction(run),
     }
+    slow = (passage_facts, accuracy_and_calibration, attention, overlap)
+    for number, section in enumerate(slow, 1):
+        on_progress(number, len(slow) + 1)
+        facts |= section(run, corpus)
+    on_progress(len(slow) + 1, len(slow) + 1)
     present = {"samples": bool(facts["samples"]), "attention": bool(facts["maps"])}
     facts["sections"] = [(key, title) for key, title in SECTIONS.items() if present.get(key, True)]
     page = render("report.html", script="report.js", **facts)

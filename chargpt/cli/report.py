@@ -1,5 +1,6 @@
 """`chargpt report`: all about a run on one page."""
 
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
@@ -7,6 +8,7 @@ import typer
 
 from chargpt.analysis.report import write_report
 from chargpt.cli import console, options, runs
+from chargpt.cli.progress import Progress
 
 
 def report(
@@ -28,4 +30,6 @@ def report(
     Examples: `chargpt report`, `chargpt report runs/novel --out novel.html`.
     """
     loaded = runs.open_run(run, checkpoint, device, choose_threads=True)
-    console.out(str(write_report(loaded, out)))
+    with closing(Progress(1, "section")) as bar:
+        page = write_report(loaded, out, on_progress=bar.callback("written"))
+    console.out(str(page))
