@@ -68,7 +68,7 @@ def choose_dtype(device: torch.device, name: str) -> tuple[torch.dtype, str]:
     if device.type == "cpu" and re.search("avx512_bf16|amx_bf16", _cpu_info()):
         gain = _matmul_seconds(torch.float32) / _matmul_seconds(torch.bfloat16)
         if gain > 1.5:
-            return torch.bfloat16, f"measured {gain:.1f} times as fast here"
+            return torch.bfloat16, f"{gain:.1f} times as fast here"
         return torch.float32, "bfloat16 is no faster on this CPU"
     return torch.float32, "this device has no faster format"
 
