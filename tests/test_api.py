@@ -106,6 +106,7 @@ def test_a_model_takes_the_ids_of_its_tokenizer(tiny_run: chargpt.Run) -> None:
     logits = tiny_run.model(ids[None])
     for dtype in (torch.int16, torch.int32, torch.int64, torch.uint16):
         assert torch.equal(tiny_run.model(ids[None].to(dtype)), logits)
+    assert torch.equal(tiny_run.model(tiny_run.tokenizer.encode("The light")[None]), logits)
     assert torch.equal(logits[0], tiny_run.logits("The light"))
 
 
@@ -137,6 +138,18 @@ def test_a_text_in_memory_trains_evaluates_and_resumes(verse: Path, tmp_path: Pa
         chargpt.evaluate(run)
     with pytest.raises(ConfigError, match="not both"):
         chargpt.train(verse, content=text)
+    for mistaken in (text, "x" * 5000):
+        with pytest.raises(ConfigError, match="give the text itself as `content`"):
+            chargpt.train(mistaken)
+    with pytest.raises(TextError, match="lone surrogate at index 3"):
+        chargpt.train(content="abc\ud800", settings=TINY, out=tmp_path / "bad")
+
+
+def test_another_text_in_memory_is_evaluated(tiny_run: chargpt.Run, tmp_path: Path) -> None:
+    (tmp_path / "other.txt").write_text("the light, the sea")
+    assert chargpt.evaluate(tiny_run, content="the light, the sea") == chargpt.evaluate(
+        tiny_run, text=tmp_path / "other.txt"
+    )
 
 
 def test_pieces_are_streamed_as_they_are_sampled(tiny_run: chargpt.Run) -> None:

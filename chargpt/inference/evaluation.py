@@ -88,6 +88,7 @@ def evaluate(
     protocol: Protocol = "full",
     text: str | Path | None = None,
     *,
+    content: str | None = None,
     stride: int | None = None,
     dtype: torch.dtype | None = None,
     seed: int = 1337,
@@ -97,9 +98,10 @@ def evaluate(
 
     Args:
         run: a run from `load_run`.
-        split: `train`, `val` or `test` of the run's text; not used if `text` is given.
+        split: `train`, `val` or `test` of the run's text; not used if another text is given.
         protocol: `full`, `sliding` or `nanogpt`.
         text: path of another text; characters outside the vocabulary follow `text.unknown`.
+        content: another text itself, instead of its path.
         stride: S of `sliding`, 1 to T; max(1, T // 2) by default.
         dtype: torch.bfloat16 for mixed precision; float32 by default.
         seed: of the random batches of `nanogpt`.
@@ -110,17 +112,18 @@ def evaluate(
         ConfigError: the stride is out of range.
     """
     settings, n_unknown = run.config.text, 0
-    if text is None:
+    if text is not None:
+        content = read_text(text, settings.encoding, settings.encoding_errors)
+    if content is None:
         tokens = run.corpus().split(split)
     else:
-        content = read_text(text, settings.encoding, settings.encoding_errors)
         tokens = run.tokenizer.encode(content, unknown=settings.unknown)
         n_unknown = run.tokenizer.count_unknown(content)
     result = evaluate_tokens(
         run.model,
         tokens,
         protocol=protocol,
-        split=split if text is None else "all",
+        split=split if content is None else "all",
         stride=stride,
         dtype=dtype,
         seed=seed,

@@ -39,10 +39,12 @@ class LanguageModel(nn.Module, ABC):
         """
 
     def check_tokens(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Return tokens as int64; raise as `forward` does."""
+        """Return tokens, or a NumPy array of them, as int64; raise as `forward` does."""
+        if not isinstance(tokens, Tensor):
+            tokens = torch.as_tensor(tokens, device=self.device)
         if tokens.dim() != 2:
             shape = tuple(tokens.shape)
-            raise TextError(f"tokens of shape {shape} are not (batch, tokens); add a dimension")
+            raise TextError(f"tokens of shape {shape} are not (batch, tokens): write tokens[None]")
         n_tokens = tokens.size(1) + (0 if cache is None else cache.length)
         if n_tokens > self.block_size:
             raise TextError(

@@ -1,6 +1,7 @@
 """From a text's name, a config and overrides to a `Config`, and which keys the user fixed."""
 
 import json
+import os
 from collections.abc import Iterable
 from functools import reduce
 from pathlib import Path
@@ -28,7 +29,7 @@ def build_config(
         ConfigError: a key or value is wrong.
     """
     defaults: dict[str, object] = {}
-    if text is not None and not Path(text).exists():
+    if text is not None and not os.path.exists(text):  # unlike Path.exists, False for any text
         defaults |= settings_for(text) or {}
     settings = list(overrides)
     if text is not None and "text.path" not in defaults:

@@ -72,8 +72,18 @@ class Source:
 
 
 def text_in_memory(content: str) -> Source:
-    """Return a source that holds the text itself."""
-    return Source("text in memory", stream=io.BytesIO(content.encode()))
+    """Return a source that holds the text itself.
+
+    Raises:
+        TextError: it holds lone surrogates.
+    """
+    try:
+        return Source("text in memory", stream=io.BytesIO(content.encode()))
+    except UnicodeEncodeError as error:
+        raise TextError(
+            f"the text holds a lone surrogate at index {error.start:,}, which is not a character; "
+            "decode its bytes with their true encoding"
+        ) from None
 
 
 def find_source(settings: TextConfig) -> Source:

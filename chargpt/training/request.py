@@ -12,6 +12,7 @@ from chargpt.text.source import STDIN
 from chargpt.training.budget import Budget, parse_duration
 
 DEFAULT_BUDGET = "150s"
+MAX_PATH = 4096  # characters; longer is a text in place of its path
 UNPLANNED = {"seed", "text.encoding", "text.encoding_errors"}  # settings that no budget plans
 
 
@@ -46,6 +47,8 @@ class Request:
         """
         if self.content is not None and self.text is not None:
             raise ConfigError("give a text by its path or as `content`, not both")
+        if self.text is not None and (len(self.text) > MAX_PATH or "\n" in self.text):
+            raise ConfigError("`text` is the path of a text; give the text itself as `content`")
         text = self.text if self.content is None else STDIN
         return build_config(text, self.config, self.overrides, device=self.device)
 
