@@ -25,7 +25,7 @@ CGROUP_LIMITS = (
 
 
 def choose_device(name: str) -> tuple[torch.device, str]:
-    """Return the device for `auto`, `cpu`, `cuda`, `cuda:N` or `mps`, and the reason for it.
+    """Return the device for `auto`, `cpu`, `cuda`, `cuda:N` or `mps`, and why `auto` chose it.
 
     Raises:
         DeviceError: it is none of these, or this machine has no such device.
@@ -48,19 +48,19 @@ def choose_device(name: str) -> tuple[torch.device, str]:
         index = int(name[5:]) if ":" in name else local_rank % count
         if index >= count:
             raise DeviceError(f"{name} is not available; use one of cuda:0 to cuda:{count - 1}")
-        return torch.device("cuda", index), "as configured"
+        return torch.device("cuda", index), ""
     if name == "mps" and not has_mps:
         raise DeviceError("no Apple GPU is available; set device to auto or cpu")
-    return torch.device(name), "as configured"
+    return torch.device(name), ""
 
 
 def choose_dtype(device: torch.device, name: str) -> tuple[torch.dtype, str]:
-    """Return the data type of matrix products, and the reason for it; weights stay float32.
+    """Return the data type of matrix products, and why `auto` chose it; weights stay float32.
 
     `auto` takes bfloat16 only where the hardware has it and it is measurably faster.
     """
     if name != "auto":
-        return (torch.bfloat16 if name == "bfloat16" else torch.float32), "as configured"
+        return (torch.bfloat16 if name == "bfloat16" else torch.float32), ""
     if device.type == "cuda":
         if torch.cuda.get_device_capability(device) >= (8, 0):
             return torch.bfloat16, "this GPU computes in it natively"

@@ -793,6 +793,13 @@ def test_bytes_that_do_not_decode_are_replaced_if_asked(verse: Path, cli: Cli) -
     assert cli("evaluate", "run", "--text", "old.txt").returncode == 0
 
 
+def test_the_plan_gives_reasons_only_for_what_was_chosen(verse: Path, cli: Cli) -> None:
+    said = cli("train", verse, *QUICK, "-o", "mine").stderr
+    assert "device  cpu (1 thread), float32\n" in said
+    resumed = cli("train", "--resume", "mine", "-s", "train.max_steps=7").stderr
+    assert "device  cpu (1 thread), float32\n" in resumed
+
+
 def test_train_prints_its_result_as_json(verse: Path, cli: Cli) -> None:
     whole = ("-s", "train.evaluate_characters=30000")
     done = cli("train", verse, *QUICK, *whole, "--seed", "4", "-o", "mine", "--json")

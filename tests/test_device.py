@@ -78,13 +78,13 @@ def test_auto_uses_an_apple_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("two_gpus")
 def test_cpu_is_used_if_configured_even_with_a_gpu() -> None:
-    assert choose_device("cpu") == (CPU, "as configured")
+    assert choose_device("cpu") == (CPU, "")
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "mps"])
 def test_a_configured_dtype_is_used(device: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        assert choose_dtype(torch.device(device), dtype_name(dtype)) == (dtype, "as configured")
+        assert choose_dtype(torch.device(device), dtype_name(dtype)) == (dtype, "")
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def run_checks(device_name: str = "auto", folder: Path = Path()) -> list[Check]:
     device, reason = choose_device(device_name)
     dtype, dtype_reason = choose_dtype(device, "auto")
     checks = [
-        Check("device", f"{device.type} ({reason})"),
+        Check("device", f"{device.type} ({reason or 'as asked'})"),
         Check("number format", f"{dtype_name(dtype)} ({dtype_reason})"),
     ]
     if device.type == "cpu":

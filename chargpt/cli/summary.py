@@ -37,21 +37,27 @@ def show_plan(trainer: Trainer, cost: Cost) -> None:
         if len(corpus.split(name))
     )
     n_threads = torch.get_num_threads()
-    threads = f", {n_threads} thread{'' if n_threads == 1 else 's'}"
-    threads = threads if trainer.device.type == "cpu" else ""
+    threads = f"{n_threads} thread{'' if n_threads == 1 else 's'}"
+    on_device = in_brackets(trainer.device_reason, threads if trainer.device.type == "cpu" else "")
     ranks = f" x {trainer.group.size} processes" if trainer.group.size > 1 else ""
     console.say(
         f"text    {corpus.name}: {console.characters(len(corpus.tokens))} ({lengths}){unknown}\n"
         f"vocab   {corpus.tokenizer.vocab_size:,} characters\n"
         f"model   {describe_model(config.model)}, {cost.parameters:,} parameters\n"
-        f"device  {trainer.device.type}{ranks} ({trainer.device_reason}{threads}), "
-        f"{config.dtype} ({trainer.dtype_reason})\n"
+        f"device  {trainer.device.type}{ranks}{on_device}, "
+        f"{config.dtype}{in_brackets(trainer.dtype_reason)}\n"
         f"plan    {cost.steps:,} steps x {config.train.batch_size} sequences x "
         f"{config.model.block_size} = {console.short(cost.characters)} characters "
         f"({cost.epochs:.1f} epochs)\n"
         f"needs   about {console.size(cost.memory_bytes)} of memory and "
         f"{console.duration(cost.seconds)}"
     )
+
+
+def in_brackets(*words: str) -> str:
+    """Return the words that are not empty in brackets."""
+    present = ", ".join(word for word in words if word)
+    return f" ({present})" if present else ""
 
 
 def describe_model(model: ModelConfig) -> str:
