@@ -12,6 +12,7 @@ from tqdm import tqdm
 from chargpt.cli import console
 
 PLAIN_LINE_SECONDS = 5.0
+DELAY_SECONDS = 0.5  # shorter work shows no bar
 BAR = "{percentage:3.0f}% {bar} {n_fmt}/{total_fmt} {elapsed}<{remaining}{postfix}"
 
 
@@ -31,6 +32,7 @@ class Progress:
                 file=sys.stderr,
                 leave=False,
                 bar_format=BAR,
+                delay=DELAY_SECONDS,
                 colour=None if os.environ.get("NO_COLOR") else "cyan",
             )
 

@@ -45,10 +45,10 @@ _TINYSHAKESPEARE = "sha256:86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca
 CATALOG: dict[str, Entry] = {
     entry.name: entry
     for entry in (
-        Entry(BUILT_IN, "the Python language reference, part of every CPython: no download"),
+        Entry(BUILT_IN, "Python's language reference, which comes with it: no download"),
         Entry(
             "tinyshakespeare",
-            "40,000 lines of Shakespeare's plays: 1,115,394 characters, 65 distinct",
+            "plays of Shakespeare: 1.1 million characters, 65 distinct",
             "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
             _TINYSHAKESPEARE,
             content_hash=_TINYSHAKESPEARE,
@@ -56,7 +56,7 @@ CATALOG: dict[str, Entry] = {
         ),
         Entry(
             "text8",
-            "English Wikipedia, letters and spaces only: 100,000,000 characters, 27 distinct",
+            "English Wikipedia, letters and spaces: 100 million, 27 distinct",
             "http://mattmahoney.net/dc/text8.zip",
             "sha256:a6640522afe85d1963ad56c05b0ede0a0c000dddc9671758a6cc09b7a38e5232",
             content_hash="md5:3bea1919949baf155f99411df5fada7e",
@@ -66,7 +66,7 @@ CATALOG: dict[str, Entry] = {
         ),
         Entry(
             "enwik8",
-            "English Wikipedia as XML, byte by byte: 100,000,000 bytes, 205 distinct",
+            "English Wikipedia as XML: 100 million bytes, 205 distinct",
             "http://mattmahoney.net/dc/enwik8.zip",
             "sha256:547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc",
             content_hash="md5:a1fa5ffddb56f4953e226637dabbb36a",
