@@ -333,8 +333,8 @@ def test_a_second_interrupt_stops_at_once_and_leaves_an_intact_checkpoint(
     verse: Path, tmp_path: Path
 ) -> None:
     # signals are noticed between micro-batches, so there are many of them in a step
-    slow = ["model.n_embd=256", "model.block_size=128", "train.batch_size=64"]
-    slow += ["train.accumulate=64", "train.save_every=1"]
+    slow = ["model.n_embd=256", "model.block_size=128", "train.batch_size=128"]
+    slow += ["train.accumulate=128", "train.save_every=1"]
     changes = [word for setting in slow for word in ("-s", setting)]
     process = start_training(verse, *LONG, *changes, "--out", "run", cwd=tmp_path)
     assert process.stderr is not None
