@@ -138,6 +138,7 @@ def exit_code_of(command: Callable[[], Any]) -> int:
         context = getattr(error, "ctx", None)
         hint = f"; see `{context.command_path} --help`" if context else ""
         message = str(error.format_message()).rstrip(".").replace("\n", " ") + hint
+        message = message.replace("Value error, ", "")
         code = 2
     except (typer.Abort, KeyboardInterrupt):
         console.say("stopped")

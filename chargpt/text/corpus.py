@@ -28,6 +28,7 @@ from chargpt.text.tokenizer import CharTokenizer, Counts, Tokens
 
 MAX_READ_CHARACTERS = 1 << 30
 MAX_MEMORY_BYTES = 64 << 20  # of standard input, before it goes to a temporary file
+MIN_BLOCK_SIZE = 8  # shorter ones are not advised
 CHANGED = "the text has changed since the run was trained on it; the old text's tokens are used"
 
 Split = Literal["train", "val", "test"]
@@ -83,11 +84,11 @@ class Corpus:
         total = self.tokens.size
         needed = block_size + 1
         remedies = ["give a longer text"]
-        if shorter > 1:
+        if shorter > MIN_BLOCK_SIZE:
             remedies.insert(0, f"set model.block_size to {shorter - 1:,} or less")
         fraction = math.ceil(1000 * needed / total) / 1000
         if val < needed and fraction + self.test_fraction < 1 and total * (1 - fraction) > needed:
-            remedies.insert(1, f"set text.val_fraction to {fraction:g} or more")
+            remedies.insert(0, f"set text.val_fraction to {fraction:g} or more")
         characters = "1 character" if total == 1 else f"{total:,} characters"
         raise TextError(
             f"{self.name} holds {characters}, {train:,} to train on and {val:,} to validate on, "
