@@ -775,11 +775,31 @@ def test_the_number_of_unknown_characters_is_printed(trained: Path, cli: Cli) ->
 def test_compress_leaves_out_unknown_characters_only_if_asked(trained: Path, cli: Cli) -> None:
     Path("other.txt").write_text("the sea Ω and the light\n" * 10)
     message = refusal(cli("compress", trained, "other.txt", "packed"))
-    assert "--unknown skip|replace" in message  # what it advises works
+    assert "--unknown skip or replace" in message  # what it advises works
     done = cli("compress", trained, "other.txt", "packed", "--unknown", "skip")
     assert "10 characters outside the vocabulary: left out" in done.stderr
+    assert "xz" not in done.stdout  # which would compress the characters left out too
+    size, bits = Path("packed").stat().st_size, float(done.stdout.split(": ")[1].split()[0])
+    assert bits == pytest.approx(8 * size / 230, abs=1e-3)
     assert cli("decompress", trained, "packed", "back.txt").returncode == 0
     assert Path("back.txt").read_text() == "the sea  and the light\n" * 10
+
+
+def test_each_advice_can_be_followed(trained: Path, verse: Path, cli: Cli) -> None:
+    Path("both/gpt").mkdir(parents=True)
+    message = refusal(cli("compare", verse, *QUICK, "--out", "both"))
+    assert message.endswith("both/gpt exists; name another folder with --out")
+    assert "there is no folder nowhere" in refusal(cli("compress", trained, verse, "nowhere/x"))
+    assert "only to --protocol sliding" in refusal(cli("evaluate", trained, "--stride", "3"))
+    parent = trained.parent
+    assert f"such as {trained}" in refusal(cli("sample", parent))
+    assert f"did you mean {trained}?" in refusal(cli("sample", parent / "ru"))
+    Path("mine").mkdir()
+    Path("mine/notes.md").write_text("my own")
+    message = refusal(cli("train", verse, *QUICK, "--out", "mine"))
+    assert "holds 'notes.md', which no run writes; name another folder" in message
+    done = refusal(cli("train", "--resume", trained, "-s", "train.max_steps=30"))
+    assert "has done all its 40 steps" in done
 
 
 def test_bytes_that_do_not_decode_are_replaced_if_asked(verse: Path, cli: Cli) -> None:

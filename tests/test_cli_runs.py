@@ -102,7 +102,7 @@ def test_the_page_of_settings_is_up_to_date() -> None:
 
 
 def test_interactive_sampling_continues_each_line(runs: Path, cli: Cli) -> None:
-    typed = "The sea\n/length 5\n/temperature 0\nThe light\n\n/seed x\nΩ\n"
+    typed = "The sea\n/num_samples 3\n/length 5\n/temperature 0\nThe light\n\n/seed x\nΩ\n"
     done = run_cli("sample", runs / "a", "-i", "--seed", "1", cwd=runs, stdin=typed)
     assert done.returncode == 0, done.stderr
     assert "Ctrl-D" in done.stderr
@@ -110,7 +110,8 @@ def test_interactive_sampling_continues_each_line(runs: Path, cli: Cli) -> None:
     assert len(first.rstrip("\n")) >= len("The sea") + 38
     assert len(second.removesuffix("\n")) == len("The light") + 5
     assert third.startswith(second.removesuffix("\n"))  # an empty line continues the text
-    assert "sample.seed" in done.stderr
+    assert "chargpt: seed: expected a number" in done.stderr
+    assert "there is no setting 'num_samples'" in done.stderr
     assert "U+03A9" in done.stderr  # a mistake does not end it
     assert "drop --json" in refusal(cli("sample", runs / "a", "-i", "--json"))
 

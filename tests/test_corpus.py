@@ -199,7 +199,7 @@ def test_undecodable_bytes_are_named_with_their_offset(
     message = error_message(path, encoding=encoding)
     assert where in message
     assert str(path) in message
-    assert "--encoding cp1252" in message
+    assert ("--encoding cp1251" if encoding == "cp1252" else "--encoding cp1252") in message
     assert "--encoding-errors replace" in message
     replaced = load(path, encoding=encoding, encoding_errors="replace")
     text = text_of(replaced)
@@ -209,7 +209,7 @@ def test_undecodable_bytes_are_named_with_their_offset(
     n_replaced = text.count("\ufffd")
     note = f"bytes that do not decode, replaced by U+FFFD: {n_replaced}"
     assert replaced.notes == load(path, encoding=encoding, encoding_errors="replace").notes
-    assert note in replaced.notes
+    assert any(each.startswith(note) for each in replaced.notes)
 
 
 def test_a_binary_is_rejected_with_the_offset_of_its_first_nul_byte(write: Write) -> None:

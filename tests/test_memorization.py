@@ -107,17 +107,25 @@ def test_short_texts_and_no_texts_are_accepted(training: str) -> None:
     assert empty.novel == short.novel == {}
 
 
-def test_sample_check_reports_matches_and_novel_ngrams(verse: Path, cli: Cli) -> None:
-    cli("train", verse, *QUICK, "--out", "mine")
-    words = verse.read_text(encoding="utf-8")[1000:1080]
-    done = cli("sample", "mine", "--prompt", words, "--length", "60", "--check", "--seed", "1")
+def test_sample_check_reports_matches_and_novel_ngrams(cli: Cli) -> None:
+    Path("letters.txt").write_text("abcdefghijklmnopqrstuvwxyz\n" * 100)
+    steps = ["-s", "train.max_steps=300", "-s", "model.block_size=16", "-s", "train.batch_size=8"]
+    cli("train", "letters.txt", "-c", "bigram", *steps, "--out", "mine")
+    args = [
+        "sample",
+        "mine",
+        "--prompt",
+        "xyz\n",
+        "--length",
+        "60",
+        "--temperature",
+        "0",
+        "--check",
+    ]
+    done = cli(*args)
     assert done.returncode == 0, done.stderr
-    marked = done.stdout.replace("\n", " ")
-    assert "⟦" + words.replace("\n", " ") in marked
-    assert "verbatim match with the training text: 8" in marked
-    assert "at character 1,000" in marked
-    report = json.loads(
-        cli("sample", "mine", "--prompt", words, "--length", "60", "--check", "--json").stdout
-    )
-    assert report["memorization"][0]["longest"]["place"] == 1000
-    assert report["memorization"][0]["matched"][0][0] == 0
+    assert "xyz\n⟦abcdefghijklmnopqrstuvwxyz\n" in done.stdout  # the prompt is not marked
+    assert "verbatim match with the training text: 60" in done.stdout
+    (overlap,) = json.loads(cli(*args, "--json").stdout)["memorization"]
+    assert overlap["longest"]["length"] == 60
+    assert overlap["matched"] == [[0, 60]]

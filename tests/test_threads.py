@@ -142,7 +142,7 @@ def test_a_budget_beside_busy_processes_trains_some_steps_or_is_rejected(
     assert done.returncode == 0, done.stderr
     records = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert max(json.loads(record)["step"] for record in records) >= 1
-    assert "-" not in done.stderr.split("of memory and ")[1].split(" s")[0]
+    assert "-" not in done.stderr.split("for model and batches, and ")[1].split(" s")[0]
     threads = load_config(tmp_path / "run" / "config.yaml").threads
     assert threads is not None
     assert 1 <= threads <= (os.cpu_count() or 1)

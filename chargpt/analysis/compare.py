@@ -176,7 +176,7 @@ def compare_runs(paths: Sequence[Path], device: str = "auto") -> Comparison:
     """
     runs = [load_run(path, "best", device) for path in paths]
     corpora = [run.corpus() for run in runs]
-    splits = [(corpus.key, corpus.val_fraction, corpus.test_fraction) for corpus in corpora]
+    splits = [(corpus.tokenizer, corpus.split("val").tobytes()) for corpus in corpora]
     for path, split, corpus in zip(paths, splits, corpora, strict=True):
         if split != splits[0]:
             raise ConfigError(

@@ -101,7 +101,7 @@ def result(run: Run, corpus: Corpus, scores: RunScores, records: Records) -> Fac
             ("text", f"{len(corpus.tokens):,} characters"),
             ("vocabulary", f"{corpus.tokenizer.vocab_size:,} characters"),
             ("model", f"{run.model.parameter_count():,} parameters"),
-            ("trained", f"{run.step:,} steps, {run.state.seconds:,.0f} s"),
+            ("checkpoint", f"step {run.step:,}, {run.state.seconds:,.0f} s"),
             ("validation loss", f"{val.nats_per_char:.4f} nats/char"),
             ("bits per character", f"{val.bits_per_char:.4f} bits/char"),
             ("next-character accuracy", f"{val.accuracy:.1%}"),

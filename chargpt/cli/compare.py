@@ -19,6 +19,7 @@ from chargpt.cli.signals import catch_signals
 from chargpt.cli.summary import show_plan
 from chargpt.device import choose_device
 from chargpt.errors import ConfigError
+from chargpt.inference.baselines import NGRAM
 from chargpt.store.folder import is_run
 from chargpt.text.corpus import load_corpus
 from chargpt.training.cost import expected_cost
@@ -81,6 +82,8 @@ def compare(
 ) -> None:
     """Train and compare baselines and a GPT on the same text.
 
+    Without a text: on one that comes with Python.
+
     Examples: `chargpt compare novel.txt`, `chargpt compare novel.txt --ladder --seeds 3`,
     `chargpt compare runs/a runs/b --plot curves.png`.
     """
@@ -124,6 +127,10 @@ def train_models(request: Request, out: Path | None, models: str) -> tuple[Compa
     budget = request.time_budget() if request.budget else None
     corpus = load_corpus(settings.text, progress=LoadingProgress())
     folder = out or free_folder(f"compare-{slug(corpus.name)}")
+    names = [name.strip() for name in models.split(",") if name.strip()]
+    used = next((name for name in names if (folder / name).exists()), None)
+    if used is not None:
+        raise ConfigError(f"{folder / used} exists; name another folder with --out")
     settings = with_measured_threads(settings, budget)
     if budget is not None:
         settings = plan(settings, corpus, budget).config
@@ -138,7 +145,6 @@ def train_models(request: Request, out: Path | None, models: str) -> tuple[Compa
         show_plan(trainer, expected_cost(trainer.config, trainer.learner, 0, seconds))
         run_steps(trainer, trainer.folder, signals, own_budget)
 
-    names = [name.strip() for name in models.split(",") if name.strip()]
     max_characters = comparison.MAX_CHARACTERS
     if budget is not None:
         max_characters = settings.train.evaluate_characters
@@ -187,11 +193,18 @@ def print_rows(result: Comparison) -> None:
         ],
         title=f"{result.title}: loss on {result.sample}",
     )
+    others = [row.nats_per_char for row in result.rows if row.model.startswith(NGRAM)]
     bigrams = [row.nats_per_char for row in result.rows if row.model.startswith("bigram")]
     gpt = next((row.evaluation for row in result.rows if row.model == "gpt (trained)"), None)
     if bigrams and gpt is not None:
-        difference = describe_difference(gpt, "best bigram", min(bigrams))
-        console.out_sentence(f"the gpt is {difference}")
+        differences = [
+            describe_difference(gpt, name, min(losses))
+            for name, losses in (("best bigram", bigrams), (NGRAM, others))
+            if losses
+        ]
+        console.out_sentence(f"the gpt is {' and '.join(differences)}")
+    if result.curves:
+        console.out("validation during training:")
     for name, points in result.curves.items():
         line = console.sparkline([nats for _, nats in points], sys.stdout)
         if points:

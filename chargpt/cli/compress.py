@@ -38,21 +38,23 @@ def compress(
     Example: `chargpt compress runs/novel chapter.txt chapter.cgpt`.
     """
 
+    lost = 0
+
     def pack_text(loaded: Run, content: bytes, on_progress: OnProgress) -> bytes:
+        nonlocal lost
         packed = pack(loaded, content, on_progress, unknown or "error")
-        console.say_unknown(loaded.tokenizer.count_unknown(content.decode()), unknown or "error")
+        lost = loaded.tokenizer.count_unknown(content.decode())
+        console.say_unknown(lost, unknown or "error")
         return packed
 
     content, packed = _convert(pack_text, run, text, checkpoint, out, force=force)
-    characters = len(content.decode())
-    bits = 8 * len(packed) / max(1, characters)
+    characters = len(content.decode()) - (lost if unknown == "skip" else 0)
+    bits = f": {8 * len(packed) / characters:.3f} bits per character" if characters else ""
     xz = ""
-    if len(content) <= XZ_BYTES:
-        xz = f"; xz -9: {len(lzma.compress(content, preset=9)):,}"
-    console.out(
-        f"{console.characters(characters)}, {len(content):,} bytes -> {len(packed):,} bytes: "
-        f"{bits:.3f} bits per character{xz}"
-    )
+    if len(content) <= XZ_BYTES and not lost:
+        xz = f"; xz -9: {len(lzma.compress(content, preset=9)):,} bytes"
+    sizes = f"{len(content):,} bytes -> {len(packed):,} bytes"
+    console.out_sentence(f"{console.characters(characters)}, {sizes}{bits}{xz}")
 
 
 def decompress(
@@ -84,6 +86,8 @@ def _convert(
         content = source.read_bytes()
     except OSError as error:
         raise TextError(f"{source} cannot be read ({error.strerror}); name another file") from None
+    if not out.parent.is_dir():
+        raise ConfigError(f"there is no folder {out.parent}; create it, or name another file")
     if out.exists() and not force:
         raise ConfigError(f"{out} exists; name another file, or replace it with --force")
     loaded = runs.open_run(run, checkpoint, "cpu")

@@ -38,15 +38,22 @@ def config(
     run: Annotated[
         Path | None, typer.Option("--run", metavar="RUN", help="Show the values of a run.")
     ] = None,
+    config_: Annotated[
+        str | None,
+        typer.Option("-c", "--config", metavar="NAME|FILE", help="Show the values of a config."),
+    ] = None,
     json_: options.Json = False,
 ) -> None:
     """List every setting with its type, default and meaning.
 
     Settings are changed with -s, as in `chargpt train -s train.max_steps=500`, or in a YAML file.
+    `chargpt train` starts from the config gpt.
 
-    Examples: `chargpt config`, `chargpt config train`, `chargpt config model.n_layer --run runs/a`.
+    Examples: `chargpt config`, `chargpt config train -c gpt`,
+    `chargpt config model.n_layer --run runs/a`.
     """
-    values = Config() if run is None else load_config(open_run(run).path / CONFIG)
+    source = config_ if run is None else open_run(run).path / CONFIG
+    values = Config() if source is None else load_config(source)
     found = [
         setting
         for setting in settings(values)

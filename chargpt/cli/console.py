@@ -45,10 +45,21 @@ def say(text: str) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
+class OutputClosed(BaseException):
+    """The program that reads stdout has ended, as in `chargpt sample | head`."""
+
+
 def out(text: str, end: str = "\n") -> None:
-    """Print data on stdout."""
+    """Print data on stdout.
+
+    Raises:
+        OutputClosed: nobody reads it.
+    """
     if is_main():
-        print(text, end=end, flush=True)
+        try:
+            print(text, end=end, flush=True)
+        except BrokenPipeError:  # which the parser of options would make exit code 1
+            raise OutputClosed from None
 
 
 def out_sentence(text: str, indent: str = "") -> None:

@@ -72,6 +72,8 @@ def info(
     overrides = options.overrides(set_, encoding=encoding, encoding_errors=encoding_errors)
     settings = build_config(text, None, overrides)
     corpus = load_corpus(settings.text, progress=LoadingProgress())
+    for note in corpus.notes:
+        console.say(note)
     facts = describe(corpus)
     if json_:
         console.out_json(asdict(facts))

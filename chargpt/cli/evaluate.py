@@ -46,6 +46,8 @@ def evaluate(
     Examples: `chargpt evaluate`, `chargpt evaluate runs/novel --protocol sliding --json`,
     `chargpt evaluate runs/novel --text other.txt --unknown skip`.
     """
+    if stride is not None and protocol != "sliding":
+        raise ConfigError("--stride applies only to --protocol sliding; add it")
     loaded = runs.open_run(run, checkpoint, device, choose_threads=True)
     changes = {
         "text.encoding": encoding,

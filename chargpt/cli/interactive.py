@@ -1,12 +1,13 @@
 """`chargpt sample --interactive`: the model continues what the user types."""
 
+import json
 import secrets
 import sys
 from contextlib import suppress
 
 from chargpt.cli import console
 from chargpt.config import Config, parse_override
-from chargpt.errors import ChargptError
+from chargpt.errors import ChargptError, ConfigError
 from chargpt.inference.sampling import stream_run
 from chargpt.store.run import Run
 from chargpt.text.tokenizer import Unknown
@@ -16,9 +17,10 @@ with suppress(ImportError):
 
 HELP = (
     "Type the start of a text and press Enter: the model continues it. An empty line continues the "
-    "last text. `/temperature 0.5` changes a setting, also length, top_k, top_p, min_p, seed and "
-    "stop. Ctrl-C ends a text, Ctrl-D the command."
+    "last text. `/temperature 0.5` changes a setting and `/temperature` prints it, also length, "
+    "top_k, top_p, min_p, seed and stop. Ctrl-C ends a text, Ctrl-D the command."
 )
+CHANGEABLE = ("temperature", "length", "top_k", "top_p", "min_p", "seed", "stop")
 
 
 def interact(run: Run, config: Config, unknown: Unknown | None) -> None:
@@ -40,26 +42,32 @@ def interact(run: Run, config: Config, unknown: Unknown | None) -> None:
         except EOFError:
             break
         try:
-            if line.startswith("/"):
+            if line.strip() == "/help":
+                console.say(HELP)
+            elif line.startswith("/"):
                 config = change_setting(config, line[1:])
             else:
                 text = continue_text(run, config, line or text, unknown)
         except ChargptError as error:
-            console.say(f"chargpt: {error}")
+            console.say("chargpt: " + str(error).replace("these settings: sample.", ""))
     if sys.stdin.isatty():
         console.out("")
 
 
 def change_setting(config: Config, written: str) -> Config:
-    """Return the config with a setting changed, written like `temperature 0.5`.
+    """Return the config with a setting changed, written like `temperature 0.5`; print its value.
 
     Raises:
         ConfigError: there is no such setting, or the value is invalid.
     """
-    name, _, value = written.strip().partition(" ")
-    key, parsed = parse_override(f"sample.{name.replace('-', '_')}={value.strip() or 'null'}")
-    config = config.with_values({key: parsed})
-    console.say(f"{name} is {value.strip() or 'null'}")
+    name, _, value = written.strip().replace("=", " ").partition(" ")
+    name = name.replace("-", "_")
+    if name not in CHANGEABLE:
+        raise ConfigError(f"there is no setting {name!r:.40}; there are {', '.join(CHANGEABLE)}")
+    if value.strip():
+        key, parsed = parse_override(f"sample.{name}={value.strip()}")
+        config = config.with_values({key: parsed})
+    console.say(f"{name} is {json.dumps(getattr(config.sample, name), ensure_ascii=False)}")
     return config
 
 

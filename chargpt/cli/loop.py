@@ -109,10 +109,8 @@ class StepView:
             if shutil.get_terminal_size().columns >= MIN_SPARKLINE_COLUMNS:
                 val += f"{console.sparkline(self.validation, sys.stderr, 5)} "
         name = "bigram" if self.baseline_losses["bigram"] < last else NGRAM
-        return (
-            f"loss {float(loss):.2f} {val}{name} {self.baseline_losses[name]:.3f} "
-            f"{console.short(report.speed)} chars/s"
-        )
+        speed = f" {console.short(report.speed)} chars/s" if report.speed else ""
+        return f"loss {float(loss):.2f} {val}{name} {self.baseline_losses[name]:.3f}{speed}"
 
 
 def run_steps(

@@ -138,7 +138,7 @@ def exit_code_of(command: Callable[[], Any]) -> int:
         context = getattr(error, "ctx", None)
         hint = f"; see `{context.command_path} --help`" if context else ""
         message = str(error.format_message()).rstrip(".").replace("\n", " ") + hint
-        message = message.replace("Value error, ", "")
+        message = message.replace("Value error, ", "").replace("Input should be", "it should be")
         code = 2
     except (typer.Abort, KeyboardInterrupt):
         console.say("stopped")
@@ -146,7 +146,7 @@ def exit_code_of(command: Callable[[], Any]) -> int:
     except Stopped as stop:
         console.say("stopped")
         return 128 + stop.number
-    except BrokenPipeError:  # `chargpt sample | head` is no failure
+    except (BrokenPipeError, console.OutputClosed):  # `chargpt sample | head` is no failure
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:

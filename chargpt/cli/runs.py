@@ -12,6 +12,8 @@ from chargpt.store.listing import RunSummary, list_runs
 from chargpt.store.run import Run, load_run, newest_run
 from chargpt.training.threads import measure_threads
 
+MAX_TEXT = 12  # characters of a text's name in the table: the run's name has to stay whole
+
 
 def runs(
     folder: Annotated[Path, typer.Argument(help="Where to look, two levels deep.")] = Path("runs"),
@@ -32,11 +34,11 @@ def runs(
     if not found:
         raise RunError(f"there is no run in {folder}; train one with `chargpt train`")
     tables.table(
-        ["run", "text", "size", "progress", "nats/char", "saved"],
+        ["run", "text", "size", "progress", "nats", "saved"],
         [cells(run, folder) for run in found],
     )
     console.out_sentence(
-        "size: parameters; nats/char: the lowest validation loss in training. Newest first."
+        "size: parameters; nats: the lowest validation loss per character. Newest first."
     )
 
 
@@ -54,7 +56,9 @@ def cells(run: RunSummary, folder: Path) -> list[str]:
     progress = f"{run.step:,} of {run.max_steps:,}" if run.state == "unfinished" else run.state
     nats = "-" if run.best_nats_per_char is None else f"{run.best_nats_per_char:.3f}"
     text, size = console.printable(run.text or "-"), console.short(run.parameters or 0)
-    return [name, text, size, progress, nats, f"{run.saved:%Y-%m-%d}"]
+    if len(text) > MAX_TEXT:
+        text = f"{text[: MAX_TEXT - 1]}…"
+    return [name, text, size, progress, nats, f"{run.saved:%d %b}"]
 
 
 def find_run(path: Path | None) -> Path:

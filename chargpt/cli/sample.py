@@ -135,7 +135,8 @@ def sample(
         console.out("")
         return
     texts = sample_with_progress(loaded, settings, unknown)
-    overlap = overlap_of(loaded, texts) if check else None
+    n_prompt = len(settings.prompt)
+    overlap = overlap_of(loaded, [text[n_prompt:] for text in texts]) if check else None
     if json_:
         report: dict[str, object] = {
             "samples": texts,
@@ -149,7 +150,8 @@ def sample(
         return
     for number, text in enumerate(texts, 1):
         matched = overlap.texts[number - 1].matched if overlap else []
-        console.out(f"-- sample {number} --\n{console.for_output(mark(text, matched))}")
+        marked = text[:n_prompt] + mark(text[n_prompt:], matched)
+        console.out(f"-- sample {number} --\n{console.for_output(marked)}")
     if overlap is not None:
         print_overlap(overlap, loaded)
 

@@ -1,5 +1,6 @@
 """`chargpt score`: surprisal of a text and its lines under a run."""
 
+import sys
 from contextlib import closing
 from typing import Annotated
 
@@ -34,6 +35,8 @@ def score(
     `chargpt score runs/novel --per-line < chapter.txt | head`.
     """
     loaded = runs.open_run(run, checkpoint, device, choose_threads=True)
+    if text == "-" and sys.stdin.isatty():
+        console.say("type the text; Ctrl-D ends it")
     content = read_text(text, encoding or "auto", encoding_errors or "strict")
     with closing(Progress(1, "character")) as bar:
         scored = scoring.score(loaded, content, unknown, bar.callback("scored"))

@@ -49,7 +49,7 @@ def show_plan(trainer: Trainer, cost: Cost) -> None:
         f"plan    {cost.steps:,} steps x {config.train.batch_size} sequences x "
         f"{config.model.block_size} = {console.short(cost.characters)} characters "
         f"({cost.epochs:.1f} epochs)\n"
-        f"needs   about {console.size(cost.memory_bytes)} of memory and "
+        f"needs   about {console.size(cost.memory_bytes)} for model and batches, and "
         f"{console.duration(cost.seconds)}"
     )
 

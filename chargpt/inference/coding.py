@@ -68,7 +68,10 @@ def compress(
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
-        raise TextError(f"the text is not UTF-8 ({error}); convert it first") from None
+        raise TextError(
+            f"the text is not UTF-8 (byte 0x{error.object[error.start]:02X} at offset "
+            f"{error.start:,} does not decode); convert it first, for example with iconv"
+        ) from None
     tokens = run.tokenizer.encode(text, unknown=unknown).astype(np.int64)
     content = run.tokenizer.decode(tokens).encode()  # what `decompress` will return
     if len(tokens) > MAX_CHARACTERS:

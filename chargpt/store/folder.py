@@ -102,6 +102,12 @@ class RunFolder:
                 return
         elif all(p.name == LOCK for p in path.iterdir()):
             return
+        foreign = find_foreign_file(path)
+        if foreign is not None and not is_run(path):
+            raise RunError(
+                f"{path} exists and holds {foreign!r}, which no run writes; name another folder "
+                "with --out"
+            )
         raise RunError(
             f"{path} exists; continue it with --resume, replace it with --force, "
             "or name another folder with --out"

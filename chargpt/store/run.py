@@ -1,5 +1,6 @@
 """Loading a trained run: `load_run` is the one way from disk to a model."""
 
+import difflib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,7 +94,14 @@ def open_run(path: str | Path) -> RunFolder:
     path = Path(path)
     if not is_run(path):
         what = "there is no folder" if not path.exists() else "there is no run in"
-        raise RunError(f"{what} {path}; train one with `chargpt train`, or name another")
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*")], n=1)
+        inside = [p for p in sorted(path.glob("*")) if is_run(p)]
+        if inside:
+            raise RunError(f"{path} is a folder of runs; name one of them, such as {inside[0]}")
+        hint = f"did you mean {path.parent / near[0]}?" if near and not path.exists() else ""
+        raise RunError(
+            f"{what} {path}; {hint or 'train one with `chargpt train`, or name another'}"
+        )
     return RunFolder(path)
 
 

@@ -28,6 +28,7 @@ from chargpt.text.tokenizer import CharTokenizer, Counts, Tokens
 
 MAX_READ_CHARACTERS = 1 << 30
 MAX_MEMORY_BYTES = 64 << 20  # of standard input, before it goes to a temporary file
+MANY_REPLACED = 0.01  # of all characters: the encoding is wrong
 MIN_BLOCK_SIZE = 8  # shorter ones are not advised
 CHANGED = "the text has changed since the run was trained on it; the old text's tokens are used"
 
@@ -173,7 +174,9 @@ def _corpus(settings: TextConfig, cached: CachedText, name: str, notes: list[str
     if settings.encoding_errors == "replace" and REPLACEMENT in cached.tokenizer.characters:
         counts = count_tokens(cached.tokens, cached.tokenizer.vocab_size)
         count = int(counts[cached.tokenizer.characters.index(REPLACEMENT)])
-        notes.append(f"bytes that do not decode, replaced by U+FFFD: {count:,}")
+        note = f"bytes that do not decode, replaced by U+FFFD: {count:,}"
+        many = count > MANY_REPLACED * cached.tokens.size
+        notes.append(f"{note}; the encoding is probably another" if many else note)
     return Corpus(
         name=name,
         key=cached.key,

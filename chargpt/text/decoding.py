@@ -93,8 +93,9 @@ def _undecodable(name: str, codec: str, offset: int, error: UnicodeError) -> str
     if isinstance(error, UnicodeDecodeError):
         where = f"byte 0x{error.object[error.start]:02X} at offset {offset + error.start:,}"
     shown = {"utf-8": "UTF-8", "utf-8-sig": "UTF-8"}.get(codec, codec)
+    others = ", ".join(name for name in ("cp1252", "cp1251", "latin-1") if name != codec)
     remedy = (
-        "name its true encoding, for example --encoding cp1252, cp1251 or latin-1, or replace such "
-        "bytes with --encoding-errors replace"
+        f"name its true encoding, for example --encoding {others}, or if few bytes are damaged, "
+        "replace them with --encoding-errors replace"
     )
     return f"{name} is not {shown} text ({where} does not decode); {remedy}"

@@ -78,6 +78,17 @@ def describe(corpus: Corpus) -> Description:
     )
 
 
+def warn_of_length(corpus: Corpus) -> list[str]:
+    """Return a warning if the text is too short to train on, else nothing."""
+    total = corpus.tokens.size
+    if total >= MIN_CHARACTERS:
+        return []
+    return [
+        f"{total:,} characters are too few: a model will memorise them; "
+        f"give at least {MIN_CHARACTERS:,}, better a million"
+    ]
+
+
 def compare_splits(corpus: Corpus) -> str | None:
     """Return a warning if the validation split differs from the training split, else None.
 
@@ -122,13 +133,8 @@ def _lines(tokens: Tokens, newline: int) -> tuple[int, int]:
 
 
 def _warnings(corpus: Corpus, known: Counts, pairs: PairCounts, longest: int) -> list[str]:
-    tokenizer, total = corpus.tokenizer, corpus.tokens.size
-    warnings = []
-    if total < MIN_CHARACTERS:
-        warnings.append(
-            f"{total:,} characters are too few: a model will memorise them; "
-            f"give at least {MIN_CHARACTERS:,}, better a million"
-        )
+    tokenizer = corpus.tokenizer
+    warnings = warn_of_length(corpus)
     if tokenizer.vocab_size > MAX_VOCAB_SIZE:
         warnings.append(
             f"a vocabulary of {tokenizer.vocab_size:,} characters makes the model large and slow, "

@@ -260,5 +260,5 @@ def _describe_unknown(codes: npt.NDArray[np.uint32]) -> str:
     subject = "1 character is" if codes.size == 1 else f"{codes.size:,} characters are"
     return (
         f"{subject} not in the vocabulary: {names}{others}; "
-        "set text.unknown to skip or replace (--unknown skip|replace)"
+        "leave them out or replace them with --unknown skip or replace (setting text.unknown)"
     )

@@ -96,6 +96,7 @@ class Budget:
         self.extension = 0.0  # seconds, where the budget is too short
         self.scoring_seconds = RESERVE.fraction * seconds
         self.replan_step: int | None = None
+        self.has_replanned = False
         self.replan_remaining = 0.0
         self.thread_tuner: ThreadTuner | None = None
         self.measured_from = (1, math.nan)  # step and time; the first step is slower than others
@@ -158,8 +159,8 @@ class Budget:
         """Return the config to continue with after `step` steps; add sentences to `notes`."""
         replanned = self.replan(config, step)
         if replanned is not None:
-            notes += replanning_notes(config, replanned, step)
-            config = replanned
+            notes += replanning_notes(config, replanned, step, is_first=not self.has_replanned)
+            config, self.has_replanned = replanned, True
         threads = self.thread_tuner.update(speed) if self.thread_tuner and speed else None
         if threads is not None:
             notes.append(f"continuing with {threads} CPU threads: that is faster now")
@@ -219,13 +220,18 @@ def replan(config: Config, step: int, step_seconds: float, seconds: float) -> Co
     return config.with_values(values)
 
 
-def replanning_notes(before: Config, after: Config, step: int) -> list[str]:
-    """Return a sentence about a large change of the number of steps, or none."""
+def replanning_notes(
+    before: Config, after: Config, step: int, *, is_first: bool = True
+) -> list[str]:
+    """Return a sentence about a large change of the number of steps, or none.
+
+    Only the first change compares the machine with its speed as measured before training.
+    """
     old, new = before.train.max_steps, after.train.max_steps
     if abs(new - old) < REPLANNING.noted_change * old:
         return []
     slowdown, cause = (old - step) / (new - step), ""
-    if slowdown >= REPLANNING.noted_slowdown:
+    if is_first and slowdown >= REPLANNING.noted_slowdown:
         cause = f": the machine is {slowdown:.0f} times slower than measured"
     return [f"re-planned: {old:,} -> {new:,} steps{cause}"]
 

@@ -77,7 +77,7 @@ def resume(
         )
     if saved.state.step >= config.train.max_steps:
         raise FinishedError(
-            f"{run.path} has done all its {config.train.max_steps} steps; "
+            f"{run.path} has done all its {saved.state.step} steps; "
             "give it more with -s train.max_steps=N"
         )
     return saved, config, notes

@@ -21,6 +21,7 @@ from chargpt.store.folder import RunFolder, has_checkpoint
 from chargpt.store.run import newest_run, open_run
 from chargpt.text import Progress
 from chargpt.text.corpus import load_corpus
+from chargpt.text.describe import warn_of_length
 from chargpt.training.budget import REPLANNING, Budget
 from chargpt.training.cost import Cost, expected_cost
 from chargpt.training.planner import Plan, plan
@@ -121,7 +122,7 @@ def create_run(
         settings = planned.config
     folder = RunFolder(out or free_folder(f"{slug(corpus.name)}-{settings.model.kind}"))
     trainer = Trainer(settings, corpus, folder=folder, group=group)
-    notes = list(corpus.notes)
+    notes = [*corpus.notes, *warn_of_length(corpus)]
     if budget is not None and planned is not None:
         budget.measure_scoring(trainer.model, corpus, trainer.config)
         step_characters = settings.train.batch_size * settings.model.block_size
