@@ -11,6 +11,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping
+from functools import reduce
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
@@ -311,6 +312,15 @@ class Config(Section):
         for key, value in values.items():
             set_dotted(tree, key, value)
         return validate(tree, origin="these settings")
+
+    def differing_keys(self, other: "Config") -> list[str]:
+        """Return the dotted keys of the settings that differ from another config's."""
+        values = {key: reduce(getattr, key.split("."), self) for key in _known_keys()}
+        return [
+            key
+            for key, value in values.items()
+            if not isinstance(value, Section) and value != reduce(getattr, key.split("."), other)
+        ]
 
     def to_yaml(self) -> str:
         """Return every setting as YAML, from which `load_config` reads an equal Config."""

@@ -32,6 +32,10 @@ class RunError(ChargptError):
     """A run folder is missing, in use, incomplete or damaged."""
 
 
+class UnreadableError(RunError):
+    """A file of a run exists, and the system cannot read it now; it may be intact."""
+
+
 class FinishedError(RunError):
     """The run to resume has no steps left."""
 

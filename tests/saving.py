@@ -16,15 +16,20 @@ TOKENIZER = CharTokenizer.fit("hello world")
 CONFIG = Config().with_values(
     {"model.n_layer": 1, "model.n_embd": 16, "model.block_size": 8, "train.keep_last": 2}
 )
+BEST_STEPS: dict[Path, int] = {}  # of each run, as a trainer knows it
 
 
 def save(run: RunFolder, step: int, *, best: bool = False, fill: float = 0.5) -> Path:
     model = build_model(CONFIG.model, TOKENIZER.vocab_size)
     weights = {name: torch.full_like(t, fill) for name, t in model.state_dict().items()}
+    for done in range(len(run.metrics.records()), min(step, 100)):
+        run.metrics.append({"step": done + 1, "loss": 1.0})
+    if best:
+        BEST_STEPS[run.path] = step
     return run.save(
         config=CONFIG,
         tokenizer=TOKENIZER,
-        state=RunState(step, best_step=1),
+        state=RunState(step, best_step=BEST_STEPS.get(run.path)),
         model=weights,
         optimizer={"adamw.step": torch.tensor(float(step))},
         is_best=best,

@@ -19,7 +19,8 @@ from chargpt.errors import RunError
 from chargpt.files import to_json
 from chargpt.models import build_model
 from chargpt.store.checkpoint import list_checkpoints, step_of
-from chargpt.store.folder import RunFolder, has_checkpoint
+from chargpt.store.folder import RunFolder
+from chargpt.store.layout import has_checkpoint
 from chargpt.store.run import load_run, newest_run
 from chargpt.store.state import RunState
 from chargpt.store.tensors import serialize
@@ -193,6 +194,7 @@ def test_pruning_keeps_checkpoints_newer_than_the_resumed_one(
 def test_before_the_first_evaluation_best_is_the_newest(run: RunFolder) -> None:
     for step in (1, 2):
         model = build_model(CONFIG.model, TOKENIZER.vocab_size)
+        run.metrics.append({"step": step, "loss": 1.0})
         run.save(
             config=CONFIG,
             tokenizer=TOKENIZER,
@@ -277,7 +279,7 @@ def test_a_run_with_a_checkpoint_or_foreign_files_is_not_replaced(run: RunFolder
         RunFolder(run.path).create(CONFIG, TOKENIZER, allow_unsaved=True)
     assert folder.exists()
     shutil.rmtree(folder)
-    (run.path / ".config.yaml.0123.tmp").write_text("half")  # a process died while it wrote
+    (run.path / ".config.yaml.0123456789ab.tmp").write_text("half")  # a process died while it wrote
     with pytest.raises(RunError, match="continue it with --resume"):
         RunFolder(run.path).create(CONFIG, TOKENIZER)
     precious = run.checkpoints / "epoch10.pt"
@@ -333,7 +335,7 @@ def test_malformed_metrics_are_skipped_and_pipes_are_rejected(run: RunFolder) ->
 def test_force_replaces_an_incomplete_run(tmp_path: Path) -> None:
     path = tmp_path / "run"
     (path / "checkpoints").mkdir(parents=True)
-    (path / "tokenizer.json").write_text("{}")
+    TOKENIZER.save(path / "tokenizer.json")
     with pytest.raises(RunError, match="--force"):
         RunFolder(path).create(CONFIG, TOKENIZER, force=False)
     RunFolder(path).create(CONFIG, TOKENIZER, force=True)

@@ -22,7 +22,8 @@ from chargpt.inference.evaluation import OnProgress
 from chargpt.inference.sampling import sample
 from chargpt.models.gpt import GPT
 from chargpt.models.ngram import ORDER
-from chargpt.store.folder import REPORT, RunFolder
+from chargpt.store.folder import RunFolder
+from chargpt.store.layout import REPORT
 from chargpt.store.metrics import validation_curve
 from chargpt.store.run import Run
 from chargpt.text.corpus import Corpus

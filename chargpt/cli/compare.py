@@ -20,7 +20,7 @@ from chargpt.cli.summary import show_plan
 from chargpt.device import choose_device
 from chargpt.errors import ConfigError
 from chargpt.inference.baselines import NGRAM
-from chargpt.store.folder import is_run
+from chargpt.store.layout import is_run
 from chargpt.text.corpus import load_corpus
 from chargpt.training.cost import expected_cost
 from chargpt.training.planner import plan

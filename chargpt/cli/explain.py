@@ -16,7 +16,7 @@ from chargpt.cli import console, options, runs, tables
 from chargpt.cli.pictures import save_picture
 from chargpt.cli.progress import LoadingProgress
 from chargpt.errors import ConfigError, RunError
-from chargpt.store.folder import is_run
+from chargpt.store.layout import is_run
 from chargpt.text.corpus import load_corpus
 from chargpt.text.settings import build_config
 

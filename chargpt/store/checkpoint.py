@@ -1,27 +1,31 @@
 """Checkpoints: `step-N/` directories with weights, optimizer state, config, tokenizer, progress."""
 
 import re
-import shutil
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from chargpt.config import Config, validate
 from chargpt.device import require_memory
 from chargpt.errors import RunError
-from chargpt.files import Chunks
-from chargpt.models import count_parameters, rotary_bytes
+from chargpt.files import Chunks, entry_names
+from chargpt.models import build_model, count_parameters, rotary_bytes
 from chargpt.store import commit
 from chargpt.store.state import RunState
-from chargpt.store.tensors import deserialize
+from chargpt.store.tensors import deserialize, load_weights
 from chargpt.text.tokenizer import CharTokenizer
 from chargpt.yaml_reader import parse_yaml
 
 CONFIG, TOKENIZER, STATE = "config.yaml", "tokenizer.json", "state.json"
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
+FILES = (CONFIG, TOKENIZER, STATE, MODEL, OPTIMIZER, commit.MANIFEST)
+KEEP = "keep"  # a file of this name in a checkpoint protects it from deletion
 NAME = re.compile(r"step-[0-9]{8,18}")
+UNFINISHED = re.compile(rf"{NAME.pattern}(\.old)?\.tmp")
 MAX_TEXT_BYTES = 64_000_000  # of the config, tokenizer and state files
 MAX_OPTIMIZER_COPIES = 4  # optimizer values per parameter: moments and raw weights, and a margin
 MAX_TENSOR_HEADER = 400  # bytes of a safetensors header per tensor
@@ -57,7 +61,7 @@ def list_checkpoints(parent: Path) -> list[Path]:
 
 def unfinished_checkpoints(parent: Path) -> list[Path]:
     """Return what saves or deletions that a crash interrupted have left."""
-    return sorted(parent.glob("step-*.tmp"))
+    return sorted(parent / name for name in entry_names(parent) if UNFINISHED.fullmatch(name))
 
 
 def write_checkpoint(parent: Path, step: int, files: Mapping[str, Chunks]) -> Path:
@@ -67,22 +71,24 @@ def write_checkpoint(parent: Path, step: int, files: Mapping[str, Chunks]) -> Pa
         OSError: a write failed; no part of the checkpoint is left.
     """
     for path in unfinished_checkpoints(parent):
-        shutil.rmtree(path, ignore_errors=True)
+        commit.remove(path, FILES)
     folder = parent / f"step-{step:08d}"
     commit.commit(folder, files, {"step": step})
     return folder
 
 
-def prune_checkpoints(parent: Path, keep: Iterable[Path], keep_last: int, newest: Path) -> None:
-    """Delete old checkpoints except the last `keep_last` up to `newest`, and those in `keep`.
+def prune_checkpoints(parent: Path, keep: Iterable[str], keep_last: int, newest: Path) -> None:
+    """Delete old checkpoints except the last `keep_last` up to `newest`, and those named `keep`.
 
-    Checkpoints after `newest` were skipped as damaged; they are left for the user.
+    Checkpoints after `newest` were skipped as damaged; they are left for the user. So are those
+    that hold a file of another name than ours, such as `keep`. An error ends the deletion; the
+    next save tries again.
     """
-    names = {path.name for path in keep}
-    older = [path for path in list_checkpoints(parent) if step_of(path) <= step_of(newest)]
-    for folder in older[:-keep_last]:
-        if folder.name not in names:
-            commit.discard(folder)
+    with suppress(OSError, RunError):
+        older = [path for path in list_checkpoints(parent) if step_of(path) <= step_of(newest)]
+        for folder in older[:-keep_last]:
+            if folder.name not in keep and set(entry_names(folder)) <= set(FILES):
+                commit.discard(folder, FILES)
 
 
 def read_checkpoint(folder: Path, *, optimizer: bool = True) -> Checkpoint:
@@ -110,6 +116,9 @@ def read_checkpoint(folder: Path, *, optimizer: bool = True) -> Checkpoint:
         name: deserialize(folder / name, content)
         for name, content in commit.read(folder, max_bytes, {"step": state.step}).items()
     }
+    if 4 * sum(tensor.numel() for tensor in tensors[MODEL].values()) != weight_bytes:
+        with torch.device("meta"):  # without memory: the config may be forged
+            load_weights(build_model(config.model, tokenizer.vocab_size), tensors[MODEL], folder)
     return Checkpoint(folder, config, tokenizer, state, tensors[MODEL], tensors.get(OPTIMIZER, {}))
 
 
@@ -122,12 +131,22 @@ def read_settings(folder: Path) -> tuple[Config, CharTokenizer, RunState]:
     facts = {"step": step_of(folder)}
     texts = commit.read(folder, dict.fromkeys((CONFIG, TOKENIZER, STATE), MAX_TEXT_BYTES), facts)
     try:
-        tree, lines = parse_yaml(texts[CONFIG].decode(), str(folder / CONFIG))
+        config = parse_config(texts[CONFIG], folder / CONFIG)
         tokenizer = CharTokenizer.from_json(texts[TOKENIZER].decode(), str(folder / TOKENIZER))
     except UnicodeDecodeError as error:
         raise RunError(f"{folder} is not a checkpoint ({error}); use another") from None
-    config = validate(tree, str(folder / CONFIG), lines)
     return config, tokenizer, _read_state(folder, texts[STATE])
+
+
+def parse_config(content: bytes, path: Path) -> Config:
+    """Return the config in a file's content.
+
+    Raises:
+        ConfigError: it is not a config.
+        UnicodeDecodeError: it is not UTF-8.
+    """
+    tree, lines = parse_yaml(content.decode(), str(path))
+    return validate(tree, str(path), lines)
 
 
 def _read_state(folder: Path, content: bytes) -> RunState:

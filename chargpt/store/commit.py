@@ -9,15 +9,18 @@ against the manifest, and read no file that is larger than they expect.
 import hashlib
 import os
 import re
-import shutil
-from collections.abc import Mapping
+import stat
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from chargpt.errors import RunError
+from chargpt.errors import RunError, UnreadableError
 from chargpt.files import (
     Chunks,
+    entry_names,
+    exists,
     read_json,
     read_regular,
     sync_directory,
@@ -34,7 +37,8 @@ def commit(folder: Path, files: Mapping[str, Chunks], metadata: Mapping[str, obj
     """Write a directory atomically; if that fails, remove all of it.
 
     Args:
-        folder: the directory to make. One of that name is replaced.
+        folder: the directory to make. One of that name is replaced; files in it that are not
+            among `files` are kept.
         files: content by file name.
         metadata: further entries of the manifest, which `read` compares.
 
@@ -42,8 +46,9 @@ def commit(folder: Path, files: Mapping[str, Chunks], metadata: Mapping[str, obj
         OSError: a write failed.
     """
     temporary = folder.with_name(f"{folder.name}.tmp")
+    names = (*files, MANIFEST)
     try:
-        temporary.mkdir(parents=True)
+        temporary.mkdir(parents=True, exist_ok=True)
         with ThreadPoolExecutor(len(files)) as pool:  # hashing takes longer than writing
             digests = {name: pool.submit(_sha256, chunks) for name, chunks in files.items()}
             for name, chunks in files.items():
@@ -54,10 +59,12 @@ def commit(folder: Path, files: Mapping[str, Chunks], metadata: Mapping[str, obj
         }
         write_synced(temporary / MANIFEST, [to_json({**metadata, "files": manifest})])
         sync_directory(temporary)
-        discard(folder)
+        for name in set(entry_names(folder)) - set(names):
+            os.rename(folder / name, temporary / name)
+        discard(folder, names)
         os.rename(temporary, folder)
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        remove(temporary, names)
         raise
     sync_directory(folder.parent)
 
@@ -69,17 +76,34 @@ def _sha256(chunks: Chunks) -> str:
     return digest.hexdigest()
 
 
-def discard(folder: Path) -> None:
+def discard(folder: Path, names: Iterable[str]) -> None:
     """Delete a directory, renamed first so that no part of it can be taken for a complete one."""
-    if folder.exists():
+    if exists(folder):
         temporary = folder.with_name(f"{folder.name}.old.tmp")
         os.rename(folder, temporary)
-        shutil.rmtree(temporary, ignore_errors=True)
+        remove(temporary, names)
+
+
+def remove(folder: Path, names: Iterable[str]) -> None:
+    """Delete the named files of a directory, and the directory unless it holds others."""
+    for name in names:
+        with suppress(OSError):
+            (folder / name).unlink()
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def committed(parent: Path, name: re.Pattern[str]) -> list[Path]:
-    """Return the committed directories whose name matches, in no order."""
-    return [p for p in parent.glob("*") if name.fullmatch(p.name) and (p / MANIFEST).is_file()]
+    """Return the committed directories whose name matches, in no order.
+
+    Raises:
+        UnreadableError: they cannot be listed.
+    """
+    try:
+        paths = [parent / entry for entry in entry_names(parent) if name.fullmatch(entry)]
+        return [path for path in paths if exists(path / MANIFEST)]
+    except OSError as error:
+        raise _unreadable(parent, error) from None
 
 
 def write_pointer(parent: Path, pointer: str, folder: Path) -> None:
@@ -97,7 +121,8 @@ def read_pointer(parent: Path, pointer: str, name: re.Pattern[str]) -> tuple[Pat
         name: what a directory's name must match.
 
     Raises:
-        RunError: the pointer is missing or malformed.
+        UnreadableError: the pointer exists and cannot be read.
+        RunError: it is missing or malformed.
     """
     path = parent / f"{pointer}.json"
     content = _read_json(path)
@@ -115,13 +140,17 @@ def resolve_pointer(parent: Path, pointer: str, name: re.Pattern[str]) -> Path:
     """
     folder, digest = read_pointer(parent, pointer, name)
     _read_manifest(folder)
-    if _manifest_sha256(folder) != digest:
+    try:
+        is_same = _manifest_sha256(folder) == digest
+    except OSError as error:
+        raise _unreadable(folder / MANIFEST, error) from None
+    if not is_same:
         raise RunError(f"{folder} is not the checkpoint that {pointer}.json names; use another")
     return folder
 
 
 def _manifest_sha256(folder: Path) -> str:
-    return _sha256([(folder / MANIFEST).read_bytes()])
+    return _sha256([read_regular(folder / MANIFEST, MAX_JSON_BYTES)])
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -132,6 +161,12 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _unreadable(path: Path, error: Exception) -> RunError:
+    """Return the error about a file: it is damaged or missing, or the system cannot read it."""
+    if isinstance(error, OSError) and not isinstance(error, FileNotFoundError | NotADirectoryError):
+        return UnreadableError(
+            f"{path} cannot be read ({error.strerror}); try again, and if that does not help, "
+            "check the disk and the permissions"
+        )
     cause = error.strerror if isinstance(error, OSError) else error
     return RunError(f"{path} cannot be read ({cause}); restore it or use another checkpoint")
 
@@ -144,9 +179,13 @@ def _read_manifest(
     Raises:
         RunError: the directory or its manifest is missing, malformed, or has other metadata.
     """
-    if folder.is_symlink():
-        raise RunError(f"{folder} is a symbolic link, not a checkpoint; restore it")
     path = folder / MANIFEST
+    try:
+        is_link = stat.S_ISLNK(folder.lstat().st_mode)
+    except OSError as error:
+        raise _unreadable(folder, error) from None
+    if is_link:
+        raise RunError(f"{folder} is a symbolic link, not a checkpoint; restore it")
     content = _read_json(path)
     if any(content.get(key) != value for key, value in (metadata or {}).items()):
         raise RunError(f"{path} belongs to another checkpoint; use another")

@@ -1,13 +1,10 @@
-"""The run folder on disk: its file names, its creation, its lock and its checkpoints.
-
-runs/<name>/config.yaml  tokenizer.json  metrics.jsonl  report.html  checkpoints/
-"""
+"""The run folder on disk: its creation, its lock and its checkpoints."""
 
 import errno
 import os
-import re
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -15,11 +12,12 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 
 from chargpt.config import Config
-from chargpt.errors import ChargptError, RunError
-from chargpt.files import write_atomically
+from chargpt.errors import ChargptError, RunError, UnreadableError
+from chargpt.files import UNSUPPORTED, exists, read_regular, write_atomically
 from chargpt.store import commit
 from chargpt.store.checkpoint import (
     CONFIG,
+    MAX_TEXT_BYTES,
     MODEL,
     NAME,
     OPTIMIZER,
@@ -27,56 +25,47 @@ from chargpt.store.checkpoint import (
     TOKENIZER,
     Checkpoint,
     list_checkpoints,
+    parse_config,
     prune_checkpoints,
     read_checkpoint,
+    read_settings,
     step_of,
     write_checkpoint,
+)
+from chargpt.store.layout import (
+    CHECKPOINTS,
+    LOCK,
+    METRICS,
+    POINTERS,
+    REPLACED,
+    RUN_FILES,
+    TENSORBOARD,
+    delete_run_files,
+    find_foreign_file,
+    has_checkpoint,
+    has_own_checkpoint,
+    is_run,
 )
 from chargpt.store.metrics import MetricsLog
 from chargpt.store.state import RunState
 from chargpt.store.tensors import serialize
 from chargpt.text.tokenizer import CharTokenizer
 
-METRICS, CHECKPOINTS = "metrics.jsonl", "checkpoints"
-REPORT, TENSORBOARD, LOCK = "report.html", "tensorboard", ".lock"
-RUN_FILES = (CONFIG, TOKENIZER, METRICS, CHECKPOINTS, REPORT, TENSORBOARD, LOCK)
-CHECKPOINT_FILES = re.compile(r"step-[0-9]{8,18}(\.old)?(\.tmp)?|(latest|best)\.json|\..*\.tmp")
-
-
-def is_run(path: Path) -> bool:
-    """Return whether a folder is a run."""
-    return (path / CONFIG).is_file()
-
-
-def has_checkpoint(path: Path) -> bool:
-    """Return whether a run has saved a checkpoint, intact or damaged."""
-    checkpoints = path / CHECKPOINTS
-    if checkpoints.is_symlink():
-        return True  # its target may be on a disk that is not mounted now
-    return checkpoints.is_dir() and any(NAME.fullmatch(name) for name in os.listdir(checkpoints))
-
-
-def find_foreign_file(path: Path) -> str | None:
-    """Return the name of a file in a run's folder that no run writes, or None."""
-    if not path.exists():
-        return None
-    for entry in path.iterdir():
-        if entry.name not in RUN_FILES and not entry.name.endswith(".tmp"):
-            return entry.name
-    checkpoints = path / CHECKPOINTS
-    if checkpoints.is_symlink() or (checkpoints.exists() and not checkpoints.is_dir()):
-        return CHECKPOINTS
-    for entry in checkpoints.iterdir() if checkpoints.exists() else ():
-        if not CHECKPOINT_FILES.fullmatch(entry.name):
-            return f"{CHECKPOINTS}/{entry.name}"
-    return None
+MAX_TRIES = 20  # of reading a run that a training process changes at the same time
+# What `--force` moves aside, in this order: a run is whole where its checkpoints are.
+REPLACED_PARTS = (CHECKPOINTS, TENSORBOARD, *RUN_FILES)
 
 
 class RunFolder:
-    """The folder of one run: creation, lock, checkpoints and metrics."""
+    """The folder of one run: creation, lock, checkpoints and metrics.
+
+    Attributes:
+        notes: sentences for the user about what was found and mended.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.notes: list[str] = []
         self.checkpoints = path / CHECKPOINTS
         self.metrics = MetricsLog(path / METRICS)
         self._lock = FileLock(path / LOCK)
@@ -132,7 +121,7 @@ class RunFolder:
         Raises:
             RunError: the path is in use, or cannot be written.
         """
-        path, is_new = self.path, not self.path.exists()
+        path, is_new = self.path, not exists(self.path)
         try:
             if not force:
                 self.require_free(path, allow_unsaved=allow_unsaved)
@@ -145,17 +134,23 @@ class RunFolder:
             self.lock()
             if not force:  # again: another process may have created it before the lock
                 self.require_free(path, allow_unsaved=allow_unsaved)
-            for entry in path.iterdir():
-                if entry.is_dir() and not entry.is_symlink():
-                    shutil.rmtree(entry)
-                elif entry.name != LOCK:
-                    entry.unlink()
-            self.checkpoints.mkdir()
+            if force and has_own_checkpoint(path):
+                (path / REPLACED).mkdir(exist_ok=True)
+                for name in REPLACED_PARTS:
+                    if exists(path / name):
+                        os.rename(path / name, path / REPLACED / name)
+            delete_run_files(path)
+            self.checkpoints.mkdir(exist_ok=True)
             write_atomically(path / TOKENIZER, tokenizer.to_json().encode())
             self.write_config(config)
         except OSError as error:
-            if is_new:
-                shutil.rmtree(path, ignore_errors=True)
+            with suppress(OSError):
+                self._restore_replaced()
+                if is_new:
+                    delete_run_files(path)
+                    self.unlock()
+                    (path / LOCK).unlink(missing_ok=True)
+                    path.rmdir()
             raise RunError(
                 f"{path} cannot be written ({error.strerror}); name another folder with --out"
             ) from None
@@ -175,10 +170,39 @@ class RunFolder:
                 f"another process is training into {self.path}; wait for it or stop it, or name "
                 "another folder with --out"
             ) from None
+        except (OSError, NotImplementedError) as error:
+            if isinstance(error, OSError) and error.errno not in UNSUPPORTED:
+                raise
+            self.notes.append(
+                f"the file system of {self.path} has no locks; let no other process train into it"
+            )
+        self._restore_replaced()
 
     def unlock(self) -> None:
-        """Release the lock."""
+        """Release the lock. A run that was to be replaced by one that saved nothing is restored."""
+        with suppress(OSError):
+            self._restore_replaced()
         self._lock.release()
+
+    def _restore_replaced(self) -> None:
+        """Put back the run that `--force` moved aside, unless the new one has saved."""
+        aside = self.path / REPLACED
+        if not exists(aside):
+            return
+        if not has_own_checkpoint(self.path):
+            for name in reversed(REPLACED_PARTS):
+                if exists(aside / name):
+                    delete_run_files(self.path, name)
+                    os.replace(aside / name, self.path / name)
+        self._delete_replaced()
+
+    def _delete_replaced(self) -> None:
+        """Delete the run that `--force` moved aside."""
+        aside = self.path / REPLACED
+        if exists(aside):
+            delete_run_files(aside)
+            with suppress(OSError):
+                aside.rmdir()
 
     def require_space(self, n_bytes: int) -> None:
         """Check that the disk has `n_bytes` free.
@@ -222,15 +246,54 @@ class RunFolder:
         if is_best or not state.best_step:
             commit.write_pointer(self.checkpoints, "best", folder)
         commit.write_pointer(self.checkpoints, "latest", folder)
-        try:
-            best = [commit.resolve_pointer(self.checkpoints, "best", NAME)]
-        except RunError:
-            best = []
-        prune_checkpoints(self.checkpoints, best, config.train.keep_last, folder)
+        self._delete_replaced()
+        with suppress(RunError):  # while it is not known which one is the best, all are kept
+            best, _ = commit.read_pointer(self.checkpoints, "best", NAME)
+            keep = {best.name, f"step-{state.best_step or 0:08d}"}
+            prune_checkpoints(self.checkpoints, keep, config.train.keep_last, folder)
         return folder
+
+    def repair_pointer(self, saved: Checkpoint) -> None:
+        """Let `best.json` name the best checkpoint again if it is missing or damaged.
+
+        Args:
+            saved: the checkpoint that training continues from. It knows which one is the best, and
+                is named if that one is gone.
+        """
+        best = self.checkpoints / f"step-{saved.state.best_step or 0:08d}"
+        try:
+            commit.resolve_pointer(self.checkpoints, "best", NAME)
+        except UnreadableError:  # it may be intact
+            return
+        except RunError as error:
+            with suppress(ChargptError, OSError):
+                if exists(best):
+                    read_checkpoint(best, optimizer=False)
+                else:
+                    best = saved.folder
+                commit.write_pointer(self.checkpoints, "best", best)
+                self.notes.append(f"{error}: repaired, best.json names {best.name} now")
+
+    def note_edits(self, config: Config) -> None:
+        """Note that the run's `config.yaml` is not what its checkpoint has, which is used."""
+        path = self.path / CONFIG
+        try:
+            edited = parse_config(read_regular(path, MAX_TEXT_BYTES), path)
+            differences = ", ".join(edited.differing_keys(config))
+        except FileNotFoundError:
+            return
+        except (ChargptError, OSError, ValueError) as error:
+            differences = f"that it cannot be read ({error})"
+        if differences:
+            self.notes.append(
+                f"{path} differs from the checkpoint in {differences}; the checkpoint's settings "
+                "are used, and -s KEY=VALUE changes them"
+            )
 
     def load(self, which: str, *, optimizer: bool = True) -> tuple[Checkpoint, list[str]]:
         """Return a checkpoint, every byte checked; instead of a damaged one the newest intact one.
+
+        If a training process saves at the same time and deletes what is read, it is read again.
 
         Args:
             which: `best`, `latest`, or a step's number, for which there is no substitute.
@@ -240,12 +303,39 @@ class RunFolder:
             The checkpoint, and one sentence for each checkpoint that was skipped.
 
         Raises:
+            UnreadableError: the system cannot read the checkpoint, which may be intact.
             RunError: no checkpoint is intact.
         """
+        for _ in range(MAX_TRIES):
+            before = self._pointers()
+            try:
+                saved, skipped = self._load(which, optimizer=optimizer)
+                if not skipped or self._pointers() == before:
+                    return saved, skipped
+            except UnreadableError:
+                raise
+            except RunError:
+                if self._pointers() == before:
+                    raise
+        return self._load(which, optimizer=optimizer)
+
+    def _pointers(self) -> list[bytes | None]:
+        """Return the content of the pointers, which changes with every save."""
+        contents: list[bytes | None] = []
+        for name in POINTERS:
+            try:
+                contents.append(read_regular(self.checkpoints / name, commit.MAX_JSON_BYTES))
+            except (OSError, ValueError):
+                contents.append(None)
+        return contents
+
+    def _load(self, which: str, *, optimizer: bool) -> tuple[Checkpoint, list[str]]:
         candidates, skipped = self._candidates(which)
         for folder in candidates:
             try:
                 return read_checkpoint(folder, optimizer=optimizer), skipped
+            except UnreadableError:
+                raise
             except ChargptError as error:
                 skipped.append(str(error))
         raise RunError(
@@ -269,11 +359,24 @@ class RunFolder:
             return [steps[which]], []
         try:
             named, _ = commit.read_pointer(self.checkpoints, which, NAME)
+        except UnreadableError:
+            raise
         except RunError as error:
-            return folders, [str(error)]
+            best = self._recorded_best(folders) if which == "best" else []
+            return [*best, *(folder for folder in folders if folder not in best)], [str(error)]
         others = [folder for folder in folders if folder != named]
         try:
             commit.resolve_pointer(self.checkpoints, which, NAME)
+        except UnreadableError:
+            raise
         except RunError as error:
             return others, [str(error)]
         return [named, *others], []
+
+    def _recorded_best(self, folders: list[Path]) -> list[Path]:
+        """Return the best checkpoint as the newest intact one knows it, if both exist."""
+        for folder in folders:
+            with suppress(ChargptError):
+                _, _, state = read_settings(folder)
+                return [each for each in folders if step_of(each) == state.best_step]
+        return []

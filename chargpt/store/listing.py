@@ -10,7 +10,8 @@ from chargpt.errors import ChargptError
 from chargpt.models import count_parameters
 from chargpt.store import commit
 from chargpt.store.checkpoint import NAME, read_settings
-from chargpt.store.folder import RunFolder, has_checkpoint, is_run
+from chargpt.store.folder import RunFolder
+from chargpt.store.layout import has_checkpoint, is_run
 
 State = Literal["finished", "stopped early", "unfinished", "no checkpoint", "damaged"]
 

@@ -1,15 +1,18 @@
 """The metrics log `metrics.jsonl`: one JSON object per line, of numbers and sampled text."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from chargpt.errors import RunError
-from chargpt.files import read_regular, write_atomically
+from chargpt.errors import RunError, UnreadableError
+from chargpt.files import open_regular, write_atomically
 
 VALIDATION = "val_nats_per_char"
 MAX_METRICS_BYTES = 2_000_000_000  # about 100 bytes per step
+MAX_LINE_BYTES = 10_000_000
+MAX_RECORDS = 200_000  # in memory: about 100 MB
+MAX_VALUE = 1e39  # beyond it no float32 is finite
 
 
 def validation_curve(records: Iterable[Mapping[str, Any]]) -> list[tuple[int, float]]:
@@ -40,40 +43,100 @@ class MetricsLog:
     def records(self) -> list[dict[str, Any]]:
         """Return the records in order, without malformed lines (a crash may cut the last short).
 
+        Of a log that is too long for memory, records are left out evenly: training losses first.
+
         Raises:
-            RunError: the file is not a regular file, or too large.
+            UnreadableError: the system cannot read the file.
+            RunError: it is not a regular file, or too large.
         """
+        kept: list[dict[str, Any]] = []
+        every = 1
         try:
-            content = read_regular(self.path, MAX_METRICS_BYTES)
-        except OSError:
-            return []
+            for number, line in enumerate(self._lines()):
+                record = parse_record(line)
+                if record is not None and (number % every == 0 or VALIDATION in record):
+                    kept.append(record)
+                if len(kept) == MAX_RECORDS:
+                    kept, every = _thinned(kept), 2 * every
+        except OSError as error:
+            raise UnreadableError(
+                f"{self.path} cannot be read ({error.strerror}); try again, and if that does not "
+                "help, check the disk and the permissions"
+            ) from None
+        return kept
+
+    def _lines(self) -> Iterator[bytes]:
+        """Yield the lines; none if there is no file."""
+        try:
+            with open_regular(self.path, MAX_METRICS_BYTES) as file:
+                while line := file.readline(MAX_LINE_BYTES):
+                    yield line
+        except FileNotFoundError:
+            return
         except ValueError as error:
             raise RunError(f"{self.path} cannot be read ({error}); restore or delete it") from None
-        records = []
-        for line in content.decode(errors="replace").splitlines():
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if (
-                isinstance(record, dict)
-                and isinstance(record.get("step"), int)
-                and all(
-                    isinstance(value, str if key == "sample" else int | float)
-                    for key, value in record.items()
-                )
-            ):
-                records.append(record)
-        return records
 
     def truncate_after(self, step: int) -> None:
-        """Drop the records of later steps, which a resumed run repeats.
+        """Drop the records of later steps, which a resumed run repeats; keep all other lines.
 
         Raises:
-            OSError: the write failed.
+            OSError: the file cannot be read or written; it is unchanged.
             RunError: the file is not a regular file, or too large.
         """
         self._unwritten.clear()
-        kept = [record for record in self.records() if record["step"] <= step]
-        text = "".join(json.dumps(record) + "\n" for record in kept)
-        write_atomically(self.path, text.encode())
+        kept = (
+            line for line in self._lines() if (parse_record(line) or {"step": 0})["step"] <= step
+        )
+        write_atomically(self.path, (line.rstrip(b"\n") + b"\n" for line in kept))
+
+    def problems(self, step: int) -> list[str]:
+        """Return a sentence for malformed lines, and one for training steps up to `step` missing.
+
+        Raises:
+            RunError: the file is not a regular file, or too large.
+            OSError: it cannot be read.
+        """
+        n_lines = malformed = n_steps = last = 0
+        is_cut = False
+        for line in self._lines():
+            n_lines += 1
+            record = parse_record(line)
+            is_cut = record is None and not line.endswith(b"\n")  # by a crash
+            malformed += record is None
+            if record is not None and "loss" in record and last < record["step"] <= step:
+                n_steps, last = n_steps + 1, record["step"]
+        malformed -= is_cut
+        problems = []
+        if malformed:
+            problems.append(f"{self.path} has malformed lines: {malformed:,} of {n_lines:,}")
+        if missing := step - n_steps:
+            problems.append(f"{self.path} lacks the training loss of {missing:,} of {step:,} steps")
+        return problems
+
+
+def parse_record(line: bytes) -> dict[str, Any] | None:
+    """Return the record in a line, or None if it is malformed."""
+    try:
+        record = json.loads(line)
+        is_valid = (
+            isinstance(record, dict)
+            and type(record.get("step")) is int
+            and 0 <= record["step"] < 10**18
+            and all(_is_valid(*item) for item in record.items())
+        )
+    except (ValueError, RecursionError):
+        return None
+    return record if is_valid else None
+
+
+def _is_valid(key: str, value: object) -> bool:
+    if key == "sample":
+        return isinstance(value, str) and value.encode(errors="ignore") == value.encode(
+            errors="replace"
+        )
+    return type(value) in (int, float) and -MAX_VALUE < value < MAX_VALUE  # type: ignore[operator]
+
+
+def _thinned(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    kept = [r for number, r in enumerate(records) if number % 2 == 0 or VALIDATION in r]
+    return kept if len(kept) < 0.75 * len(records) else records[::2]

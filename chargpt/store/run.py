@@ -11,7 +11,8 @@ from chargpt.config import Config
 from chargpt.device import choose_device, tune_malloc
 from chargpt.errors import RunError, TextError
 from chargpt.models import LanguageModel, build_model
-from chargpt.store.folder import CHECKPOINTS, RunFolder, is_run
+from chargpt.store.folder import RunFolder
+from chargpt.store.layout import CHECKPOINTS, REPLACED, has_own_checkpoint, is_run
 from chargpt.store.state import RunState
 from chargpt.store.tensors import load_weights
 from chargpt.text.corpus import Corpus, is_cached, load_corpus
@@ -86,7 +87,7 @@ def newest_run(parent: Path = Path("runs")) -> Path:
 
 
 def open_run(path: str | Path) -> RunFolder:
-    """Return an existing run's folder.
+    """Return an existing run's folder; of one being replaced, the old run until the new one saves.
 
     Raises:
         RunError: it is not a run.
@@ -102,7 +103,8 @@ def open_run(path: str | Path) -> RunFolder:
         raise RunError(
             f"{what} {path}; {hint or 'train one with `chargpt train`, or name another'}"
         )
-    return RunFolder(path)
+    is_replaced = not has_own_checkpoint(path) and has_own_checkpoint(path / REPLACED)
+    return RunFolder(path / REPLACED if is_replaced else path)
 
 
 def load_run(path: str | Path, checkpoint: str = "best", device: str = "auto") -> Run:

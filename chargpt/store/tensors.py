@@ -44,11 +44,18 @@ def deserialize(path: Path, content: bytes) -> dict[str, Tensor]:
         RunError: it is not a safetensors file.
     """
     try:
-        return safetensors.torch.load(content)
-    except (ValueError, KeyError, safetensors.SafetensorError) as error:
+        tensors: dict[str, Tensor] = safetensors.torch.load(content)
+        for name, tensor in tensors.items():
+            if tensor.dtype != torch.float32:
+                raise ValueError(f"{name:.80} is {tensor.dtype}, not float32")
+    except (
+        *(ValueError, KeyError, TypeError, RuntimeError, OverflowError),
+        safetensors.SafetensorError,
+    ) as error:
         raise RunError(
-            f"{path} is not a safetensors file ({error}); use another checkpoint"
+            f"{path} is not a safetensors file ({str(error)[:200]}); use another checkpoint"
         ) from None
+    return tensors
 
 
 def load_weights(model: LanguageModel, tensors: Mapping[str, Tensor], origin: Path) -> None:
@@ -65,7 +72,16 @@ def load_weights(model: LanguageModel, tensors: Mapping[str, Tensor], origin: Pa
             f"the weights in {origin} do not match its config (first at {different[0]}); "
             "use another checkpoint"
         )
+    require_finite(tensors, origin)
+    model.load_state_dict(dict(tensors))
+
+
+def require_finite(tensors: Mapping[str, Tensor], origin: Path) -> None:
+    """Check that every value is finite.
+
+    Raises:
+        RunError: one is NaN or infinite.
+    """
     for name, tensor in tensors.items():
         if not math.isfinite(tensor.double().abs().sum().item()):
             raise RunError(f"{name} in {origin} is NaN or infinite; use an earlier checkpoint")
-    model.load_state_dict(dict(tensors))

@@ -4,15 +4,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from chargpt.errors import ChargptError, RunError
+from chargpt.files import exists
 from chargpt.models import build_model
 from chargpt.store.checkpoint import (
+    TOKENIZER,
     Checkpoint,
     list_checkpoints,
     read_checkpoint,
+    read_settings,
     unfinished_checkpoints,
 )
 from chargpt.store.folder import RunFolder
-from chargpt.store.tensors import load_weights
+from chargpt.store.tensors import load_weights, require_finite
+from chargpt.text.tokenizer import CharTokenizer
 
 
 @dataclass(frozen=True)
@@ -35,20 +39,36 @@ class Verification:
 
 
 def verify(run: RunFolder) -> Verification:
-    """Check every byte of a run's checkpoints, and what its pointers load."""
+    """Check every byte of a run's checkpoints, what its pointers load, and its other files."""
     checked = [_check(folder) for folder in list_checkpoints(run.checkpoints)]
     # a running training process deletes old checkpoints
-    checked = [each for each in checked if each.folder.exists()]
+    checked = [each for each in checked if exists(each.folder)]
     problems = [each.problem for each in checked if each.problem]
     uses = {}
     for pointer in ("best", "latest"):
         uses[pointer], found = _resolve(run, pointer)
         problems += [sentence for sentence in found if sentence not in problems]
+    if uses["latest"] is not None:
+        problems += _check_files(run, uses["latest"])
     notes = [
         f"{path} was left by a save that did not finish; the next save deletes it"
         for path in unfinished_checkpoints(run.checkpoints)
     ]
-    return Verification(checked, uses, problems, notes)
+    return Verification(checked, uses, problems, [*notes, *run.notes])
+
+
+def _check_files(run: RunFolder, latest: Path) -> list[str]:
+    """Return what is wrong with the run's own files, next to those of its latest checkpoint."""
+    problems = []
+    try:
+        config, tokenizer, state = read_settings(latest)
+        run.note_edits(config)
+        if exists(run.path / TOKENIZER) and CharTokenizer.load(run.path / TOKENIZER) != tokenizer:
+            problems.append(f"{run.path / TOKENIZER} is not the tokenizer of {latest.name}")
+        problems += run.metrics.problems(state.step)
+    except (ChargptError, OSError) as error:
+        problems.append(str(error))
+    return problems
 
 
 def _check(folder: Path) -> CheckedCheckpoint:
@@ -62,7 +82,7 @@ def _check(folder: Path) -> CheckedCheckpoint:
 
 
 def require_intact(saved: Checkpoint) -> None:
-    """Check that a checkpoint's weights are finite and of its config's shapes.
+    """Check that a checkpoint's tensors are finite, and its weights of its config's shapes.
 
     Raises:
         ChargptError: they are not.
@@ -70,6 +90,16 @@ def require_intact(saved: Checkpoint) -> None:
     model = build_model(saved.config.model, saved.tokenizer.vocab_size)
     load_weights(model, saved.model, saved.folder)
     load_weights(model, saved.raw_model, saved.folder)
+    require_finite(saved.optimizer, saved.folder)
+    shapes = {name: tensor.shape for name, tensor in saved.model.items()}
+    for name, tensor in saved.optimizer.items():
+        parameter = name.removeprefix("raw.").removeprefix("adamw.exp_avg.")
+        expected = shapes.get(parameter.removeprefix("adamw.exp_avg_sq."))
+        if expected is not None and tensor.shape != expected:
+            raise RunError(
+                f"{name} in {saved.folder} has another shape than its parameter; "
+                "use another checkpoint"
+            )
 
 
 def _resolve(run: RunFolder, pointer: str) -> tuple[Path | None, list[str]]:

@@ -17,7 +17,8 @@ from chargpt.distributed import (
     is_main_rank,
 )
 from chargpt.errors import RunError, WorkError
-from chargpt.store.folder import RunFolder, has_checkpoint
+from chargpt.store.folder import RunFolder
+from chargpt.store.layout import has_checkpoint
 from chargpt.store.run import newest_run, open_run
 from chargpt.text import Progress
 from chargpt.text.corpus import load_corpus
@@ -133,6 +134,7 @@ def create_run(
         # the last ones, the best one and an unfinished one
         require_space(trainer, folder.path, trainer.config.train.keep_last + 2)
         folder.create(trainer.config, corpus.tokenizer, force=force, allow_unsaved=allow_unsaved)
+        notes += folder.notes
     remaining = None if budget is None else budget.remaining
     cost = expected_cost(trainer.config, trainer.learner, 0, remaining)
     return Session(trainer, folder, cost, budget, planned, notes)
@@ -177,8 +179,10 @@ def resume_run(
     trainer = Trainer(settings, corpus, folder=folder, saved=saved, group=group)
     if group.is_main:
         require_space(trainer, folder.path, 1)
+        folder.repair_pointer(saved)
+        folder.note_edits(saved.config)
         folder.write_config(trainer.config)
-    notes = [*notes, *corpus.notes]
+    notes = [*notes, *folder.notes, *corpus.notes]
     notes.append(f"resuming {folder.path} from step {trainer.state.step:,}")
     cost = expected_cost(trainer.config, trainer.learner, trainer.state.step)
     return Session(trainer, folder, cost, notes=notes)

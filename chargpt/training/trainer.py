@@ -95,6 +95,11 @@ class Trainer:
         self.stopped_by: Literal["deadline", "request"] | None = None  # before the last step
         if saved is not None:
             self._continue_from(saved.state)
+            if self.writer.disk_error is not None:  # appending now would repeat steps
+                raise RunError(
+                    f"the metrics of the run cannot be continued ({self.writer.disk_error}); check "
+                    "the disk and the permissions, then try again"
+                )
         self.started = time.perf_counter() - self.state.seconds
         self.speed = 0.0
         self.speed_since = self.state.step, self.started

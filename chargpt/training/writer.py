@@ -7,7 +7,8 @@ from pathlib import Path
 from torch import Tensor
 
 from chargpt.config import Config
-from chargpt.store.folder import TENSORBOARD, RunFolder
+from chargpt.store.folder import RunFolder
+from chargpt.store.layout import TENSORBOARD
 from chargpt.store.state import RunState
 from chargpt.text.tokenizer import CharTokenizer
 from chargpt.training.tracking import TensorBoardLog
