@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from chargpt import ranks
 from chargpt.errors import DeviceError
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
@@ -32,7 +33,7 @@ def choose_device(name: str) -> tuple[torch.device, str]:
     """
     if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", name):
         raise DeviceError(f"device {name!r} is not one of auto, cpu, cuda, cuda:N, mps")
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_rank = ranks.local_rank()
     has_cuda, has_mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     if name == "auto":
         if has_cuda:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from chargpt.errors import DeviceError
+from chargpt.ranks import world_size
 
 
 @dataclass(frozen=True)
@@ -47,16 +48,6 @@ class ProcessGroup:
     def _scalar(self, number: float) -> Tensor:
         device = "cuda" if dist.get_backend() == "nccl" else "cpu"
         return torch.tensor(float(number), dtype=torch.float64, device=device)
-
-
-def world_size() -> int:
-    """Return the number of ranks that `torchrun` started."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def is_main_rank() -> bool:
-    """Return whether this process is rank 0 among those that `torchrun` started."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def init_process_group(device: torch.device) -> ProcessGroup:

@@ -7,11 +7,16 @@ import re
 import secrets
 import stat
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+from chargpt.errors import ConfigError
+
 Chunks = Sequence[bytes | memoryview]  # the content of a file, in parts
 UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK}  # by a network file system
+# What pages and pictures of ours begin with; they may be written again without asking.
+MARKS = (b'content="chargpt', b"<dc:title>chargpt", b"Software\0chargpt")
 TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{12}\.tmp")  # what a killed `write_atomically` leaves
 
 
@@ -65,21 +70,71 @@ def sync_directory(folder: Path) -> None:
         os.close(descriptor)
 
 
-def write_atomically(path: Path, content: bytes | Iterable[bytes]) -> None:
-    """Replace a file: readers see the old content or the new, never a part."""
+def write_atomically(
+    path: Path, content: bytes | Iterable[bytes], like: os.stat_result | None = None
+) -> None:
+    """Replace a file: readers see the old content or the new, never a part.
+
+    It gets the mode and the owner of `like`.
+    """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:
         write_synced(temporary, [content] if isinstance(content, bytes) else content)
+        if like is not None:
+            os.chmod(temporary, stat.S_IMODE(like.st_mode))
+            with suppress(OSError):  # only root may
+                os.chown(temporary, like.st_uid, like.st_gid)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
     sync_directory(path.parent)
 
 
+def write_output(path: Path, content: bytes, *, force: bool = False) -> None:
+    """Write a file that a user named, if `require_output` accepts it.
+
+    A link stays and its target is written; a file keeps its mode; a device or pipe is written to.
+
+    Raises:
+        ConfigError: there is a file of another origin.
+        OSError: it cannot be written.
+    """
+    require_output(path, force=force)
+    status = path.stat() if path.exists() else None
+    if status is None or (stat.S_ISREG(status.st_mode) and not _is_stream(path)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(Path(os.path.realpath(path)), content, status)
+        return
+    with open(path, "ab") as file:  # a redirected /dev/stdout is a file, and not to be cut
+        file.write(content)
+
+
+def require_output(path: Path, *, force: bool = False) -> None:
+    """Check that a file may be written: that there is none, or one of ours, or no regular one.
+
+    Raises:
+        ConfigError: there is a file of another origin, and not `force`.
+    """
+    if force or not path.is_file() or _is_stream(path):
+        return
+    with open(path, "rb") as file:
+        head = file.read(4096)
+    if head and not any(mark in head for mark in MARKS):
+        raise ConfigError(f"{path} exists and was not made by chargpt; name another file")
+
+
+def _is_stream(path: Path) -> bool:
+    """Return whether a path stands for an open file, as /dev/stdout does."""
+    return path.is_absolute() and path.parts[1:2] in (("dev",), ("proc",))
+
+
 def file_stamp(path: Path) -> list[int]:
-    """Return the size, mtime in ns and inode of a file, at least one of which changes with it."""
+    """Return size, inode, mtime and ctime in ns of a file: one of them changes with its content.
+
+    A user can restore the mtime, but not the ctime.
+    """
     status = path.stat()
-    return [status.st_size, status.st_mtime_ns, status.st_ino]
+    return [status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
 
 
 def read_regular(path: Path, max_bytes: int) -> bytes:

@@ -3,6 +3,7 @@
 Repeated keys and aliases are rejected; `1e-4` is a number; dates and base-60 numbers remain text.
 """
 
+import json
 import re
 from typing import Any
 
@@ -108,6 +109,20 @@ def _to_python(
     ):
         return node.value
     return loader.construct_object(node)
+
+
+def to_yaml(value: object) -> str:
+    """Return a setting's value as YAML on one line, in ASCII: any path, and lists."""
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(to_yaml, value))}]"
+    if not isinstance(value, str):
+        return json.dumps(value)
+    # unlike JSON's, the escapes of YAML do not join two halves of a character
+    return (
+        '"'
+        + "".join(c if " " <= c <= "~" and c not in '"\\' else f"\\U{ord(c):08X}" for c in value)
+        + '"'
+    )
 
 
 def dump_yaml(tree: dict[str, Any]) -> str:

@@ -134,7 +134,7 @@ def test_a_text_in_memory_trains_evaluates_and_resumes(verse: Path, tmp_path: Pa
     resumed = chargpt.train(out, settings={"train.max_steps": 6}, start=StartMode.RESUME)
     assert resumed.step == 6
     shutil.rmtree(os.environ["CHARGPT_CACHE"])
-    with pytest.raises(TextError, match="a text in memory, which the cache no longer has"):
+    with pytest.raises(TextError, match="text in memory, which the cache no longer has"):
         chargpt.evaluate(run)
     with pytest.raises(ConfigError, match="not both"):
         chargpt.train(verse, content=text)

@@ -14,6 +14,7 @@ from chargpt.cli.main import COMMANDS
 PACKAGE = Path(chargpt.__file__).parent
 LAYERS = (
     "errors",
+    "ranks",
     "files",
     "yaml_reader",
     "config",

@@ -130,7 +130,7 @@ def test_a_wrong_checksum_keeps_the_existing_file(
 ) -> None:
     (tmp_path / "sample.txt").write_bytes(b"older")
     entry = replace(server.entry(path), known_hash="sha256:" + "0" * 64)
-    assert "with a checksum other than the published one" in error_message(entry, tmp_path)
+    assert "with another checksum than the published one" in error_message(entry, tmp_path)
     assert (tmp_path / "sample.txt").read_bytes() == b"older"
     assert capfd.readouterr() == ("", "")
     assert logging.getLogger("pooch").level in (logging.NOTSET, logging.CRITICAL)
@@ -145,7 +145,7 @@ def test_a_modified_archive_is_rejected_before_it_is_unzip_of(
     entry = server.entry("/zip")
     server.bodies["/zip"] = body
     monkeypatch.setattr(zipfile, "ZipFile", None)
-    assert "with a checksum other than the published one" in error_message(entry, tmp_path)
+    assert "with another checksum than the published one" in error_message(entry, tmp_path)
 
 
 @pytest.mark.parametrize("path", ["/text-broken", "/text-slow"])

@@ -188,8 +188,10 @@ def test_the_same_command_with_resume_starts_a_run_and_continues_it(verse: Path,
 def test_resume_rejects_another_text_or_setting_than_the_run_has(verse: Path, cli: Cli) -> None:
     args = ["train", verse, *QUICK, "--out", "mine", "--resume"]
     assert cli(*args).returncode == 0
-    Path("other.txt").write_text(verse.read_text())
-    assert "text.path cannot change" in refusal(cli("train", "other.txt", *args[2:]))
+    shutil.copy(verse, "moved.txt")
+    assert "has done all its 6 steps" in cli("train", "moved.txt", *args[2:]).stderr
+    Path("other.txt").write_text(verse.read_text() + "!")
+    assert "other.txt is not the text" in refusal(cli("train", "other.txt", *args[2:]))
     for more, key in (
         (("-s", "seed=9"), "seed"),
         (("-c", "bigram"), "model.kind"),
@@ -513,6 +515,7 @@ def test_verify_names_the_damaged_file_and_the_checkpoint_used_instead(
 
 
 def test_an_ascii_terminal_gets_a_table(trained: Path, tmp_path: Path) -> None:
+    run_cli("data", "info", trained.parent / "novel.txt", cwd=tmp_path)
     done = run_cli(
         "evaluate", trained, cwd=tmp_path, PYTHONUTF8="0", PYTHONIOENCODING="ascii", LC_ALL="C"
     )
@@ -749,6 +752,7 @@ def test_evaluate_prints_one_json_object_with_the_documented_keys(
 
 
 def test_evaluate_prints_protocol_split_and_block_size(trained: Path, cli: Cli) -> None:
+    cli("data", "info", trained.parent / "novel.txt")
     shown = cli("evaluate", trained, "--split", "train").stdout
     assert "train split: protocol full, T = 16" in shown
     assert "characters scored" in shown
@@ -884,6 +888,7 @@ def test_compared_runs_score_the_same_characters(
 
 
 def test_comparing_runs_writes_no_picture_unless_asked(trained: Path, cli: Cli) -> None:
+    cli("data", "info", trained.parent / "novel.txt")
     before = sorted(trained.parent.rglob("*"))
     report = json.loads(cli("compare", trained, "--json").stdout)
     assert report["picture"] is None
@@ -891,6 +896,7 @@ def test_comparing_runs_writes_no_picture_unless_asked(trained: Path, cli: Cli) 
 
 
 def test_runs_of_different_texts_are_not_compared(verse: Path, trained: Path, cli: Cli) -> None:
+    cli("data", "info", trained.parent / "novel.txt")
     Path("other.txt").write_text("another text altogether. " * 200)
     assert cli("train", "other.txt", *QUICK, "--out", "other").returncode == 0
     message = refusal(cli("compare", trained, "other"))
@@ -964,6 +970,7 @@ def test_a_huge_perplexity_is_shown_in_few_digits() -> None:
 
 
 def test_commands_name_the_run_that_they_took(trained: Path, cli: Cli) -> None:
+    cli("data", "info", trained.parent / "novel.txt")
     shutil.copytree(trained, "runs/mine")
     for args in (("sample", "--length", "5"), ("evaluate",), ("verify",), ("explain",)):
         done = cli(*args)

@@ -187,7 +187,7 @@ def test_decompression_uses_the_thread_count_of_compression() -> None:
 
     before, blas_before = torch.get_num_threads(), blas_threads()
     packed = compress(RUN, b"some words")
-    assert packed[5] == min(before, 255)
+    assert packed[5] == min(before, 255)  # magic, version, threads
     try:
         torch.set_num_threads(before + 1)
         assert decompress(RUN, packed) == b"some words"

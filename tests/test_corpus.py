@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from chargpt.config import TextConfig
 from chargpt.errors import TextError, UnknownCharacterError
 from chargpt.text import cache, source
-from chargpt.text.corpus import Corpus, load_corpus, read_text
+from chargpt.text.corpus import Corpus, load_cached, load_corpus, read_text
 from chargpt.text.tokenizer import CharTokenizer
 
 Write = Callable[..., Path]
@@ -323,7 +323,7 @@ def test_standard_input_is_read_once_and_then_loaded_by_its_key(
     assert text_of(first) == MIXED
     assert first.name == "standard input"
     set_stdin(b"")
-    reloaded = load_corpus(TextConfig(path="-"), key=first.key)
+    reloaded = load_cached(TextConfig(path="-"), first.key, first.name)
     assert text_of(reloaded) == MIXED
     set_stdin(gzip.compress(b"packed"))
     assert text_of(load("-")) == "packed"

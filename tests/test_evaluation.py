@@ -381,14 +381,15 @@ def test_a_run_is_evaluated_after_its_text_was_deleted(make_run, tmp_path):
     assert evaluate(run) == before
 
 
-def test_a_run_is_not_evaluated_on_a_changed_text(make_run, tmp_path):
+def test_a_run_is_evaluated_on_the_text_it_was_trained_on_and_reads_no_other(make_run, tmp_path):
     run = make_run()
     before = evaluate(run)
     (tmp_path / "sea.txt").write_text(TEXT.replace("sea", "ash") + "!?")
     assert evaluate(run) == before
-    run = replace(run, state=RunState(run.step))
-    with pytest.raises(TextError, match=r"not the one that .* was trained on; restore"):
+    run = replace(run, state=RunState(run.step, text="sea.txt"))  # not in the cache
+    with pytest.raises(TextError, match="no longer has the text sea.txt of this run") as caught:
         evaluate(run)
+    assert str(tmp_path / "sea.txt") in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["other.txt", "other.txt.gz"])

@@ -28,6 +28,7 @@ from chargpt.models.bigram import BigramLM
 from chargpt.models.ngram import ORDER
 from chargpt.store.run import load_run
 from chargpt.text.corpus import Corpus, load_corpus
+from chargpt.text.tokenizer import CharTokenizer
 
 TINY = (
     "-s train.max_steps=4 -s train.batch_size=4 -s model.n_layer=2 -s model.n_head=2 "
@@ -175,6 +176,7 @@ def test_invalid_ladder_options_are_rejected(
 ) -> None:
     Path("taken/8-1337").mkdir(parents=True)
     Path("taken/8-1337/config.yaml").touch()
+    CharTokenizer.fit("ab").save("taken/8-1337/tokenizer.json")
     done = cli("compare", verse, *words)
     assert sentence in refusal(done)
     assert "== " not in done.stderr  # nothing was trained

@@ -20,11 +20,13 @@ from chargpt.analysis import report as module
 from chargpt.analysis.report import split_at, write_report
 from chargpt.analysis.result import RunScores, describe_difference, score_run, summarize
 from chargpt.cli import summary
+from chargpt.config import TextConfig
 from chargpt.inference.baselines import Baselines
 from chargpt.inference.evaluation import Evaluation
 from chargpt.store.folder import RunFolder
 from chargpt.store.metrics import validation_curve
 from chargpt.store.run import load_run
+from chargpt.text.corpus import load_corpus
 from chargpt.training.budget import Reserve
 
 TINY = (
@@ -100,7 +102,13 @@ def test_the_page_has_all_sections_and_loads_nothing(page: Page) -> None:
     assert page.tags.count("svg") == 3 + 2 * 2
 
 
-def test_the_figures_are_those_of_the_run(page: Page) -> None:
+def read_again(text: Path) -> None:
+    """Put a text into the cache of this test; the page was made with another one."""
+    load_corpus(TextConfig(path=str(text)))
+
+
+def test_the_figures_are_those_of_the_run(page: Page, verse: Path) -> None:
+    read_again(verse)
     run = load_run(Path("mine"), device="cpu")
     result = score_run(run, run.corpus())
     assert f"{result.losses['val'].nats_per_char:.4f}" in page.text
@@ -119,7 +127,10 @@ def test_the_figures_are_those_of_the_run(page: Page) -> None:
     assert "n_embd: 16" in page.text
 
 
-def test_each_character_of_the_passage_has_its_surprisal_and_predictions(page: Page) -> None:
+def test_each_character_of_the_passage_has_its_surprisal_and_predictions(
+    page: Page, verse: Path
+) -> None:
+    read_again(verse)
     run = load_run(Path("mine"), device="cpu")
     content = Path("mine/report.html").read_text(encoding="utf-8")
     match = re.search(r'<script type="application/json" id="predictions">(.*?)</script>', content)
@@ -180,7 +191,7 @@ def test_a_failed_report_does_not_fail_the_training(
     def full(path: Path, content: bytes) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("chargpt.analysis.page.write_atomically", full)
+    monkeypatch.setattr("chargpt.analysis.page.write_output", full)
     done = cli("train", verse, *TINY, "--out", "mine")
     assert done.returncode == 0
     assert "chargpt sample mine" in done.stdout
@@ -206,7 +217,7 @@ def test_a_run_from_a_pipe_whose_text_is_gone_says_so(
     monkeypatch.setenv("CHARGPT_CACHE", str(tmp_path / "another"))
     for command in (["report"], ["explain"], ["sample", "--check"], ["evaluate"]):
         said = refusal(cli(command[0], "piped", *command[1:]))
-        assert "piped was trained on standard input or a text in memory" in said
+        assert "trained on standard input, which the cache no longer has" in said
 
 
 def test_overlap_is_left_out_for_a_long_training_split(

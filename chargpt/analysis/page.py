@@ -9,7 +9,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from chargpt.errors import ChargptError
-from chargpt.files import write_atomically
+from chargpt.files import write_output
 
 
 def render(name: str, script: str | None = None, **facts: Any) -> str:
@@ -38,8 +38,7 @@ def write_page(content: str, path: Path) -> Path:
         ChargptError: the file cannot be written.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, content.encode())
+        write_output(path, content.encode(errors="replace"))
     except OSError as error:
         raise ChargptError(f"{path} cannot be written ({error.strerror}); name another") from None
     return path

@@ -8,7 +8,7 @@ import math
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from io import StringIO
+from io import BytesIO, StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from markupsafe import Markup
 
 from chargpt.analysis.fonts import DEFAULT, set_fallback_fonts
 from chargpt.errors import ChargptError
+from chargpt.files import write_output
 from chargpt.text.display import display_text, graphemes
 from chargpt.training.trainer import METRICS_EVERY
 
@@ -58,9 +59,11 @@ def save(figure: "Figure", path: Path) -> str:
     require_suffix(path)
     missing = set_fallback_fonts(figure) if path.suffix == ".png" else ""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        metadata = {"Date": None} if path.suffix == ".svg" else None
-        _write(figure, path, dpi=130, metadata=metadata)
+        metadata = {".svg": {"Date": None, "Title": "chargpt"}, ".png": {"Software": "chargpt"}}
+        content = BytesIO()
+        suffix = path.suffix
+        _write(figure, content, format=suffix[1:], dpi=130, metadata=metadata[suffix])
+        write_output(path, content.getvalue())
     except OSError as error:
         raise ChargptError(f"{path} cannot be written ({error.strerror}); name another") from None
     return missing
@@ -289,7 +292,7 @@ def _remove_spines(axes: "Axes") -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _write(figure: "Figure", target: Path | StringIO, **options: Any) -> None:
+def _write(figure: "Figure", target: BytesIO | StringIO, **options: Any) -> None:
     from matplotlib import rc_context
 
     settings: Any = {"svg.hashsalt": "chargpt", "svg.fonttype": "none"}

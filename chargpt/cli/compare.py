@@ -19,13 +19,14 @@ from chargpt.cli.signals import catch_signals
 from chargpt.cli.summary import show_plan
 from chargpt.device import choose_device
 from chargpt.errors import ConfigError
+from chargpt.files import require_output
 from chargpt.inference.baselines import NGRAM
 from chargpt.store.layout import is_run
 from chargpt.text.corpus import load_corpus
 from chargpt.training.cost import expected_cost
 from chargpt.training.planner import plan
 from chargpt.training.request import Request
-from chargpt.training.session import free_folder, slug, with_measured_threads
+from chargpt.training.session import output_folder, slug, with_measured_threads
 from chargpt.training.threads import measure_threads
 from chargpt.training.trainer import Trainer
 
@@ -89,6 +90,7 @@ def compare(
     """
     if plot is not None:
         plots.require_suffix(plot)
+        require_output(plot)
     if seeds > 1 and not ladder:
         raise ConfigError("--seeds applies only to --ladder; add --ladder")
     if ladder and (models is not None or budget is not None):
@@ -126,11 +128,10 @@ def train_models(request: Request, out: Path | None, models: str) -> tuple[Compa
     settings = request.settings()
     budget = request.time_budget() if request.budget else None
     corpus = load_corpus(settings.text, progress=LoadingProgress())
-    folder = out or free_folder(f"compare-{slug(corpus.name)}")
     names = [name.strip() for name in models.split(",") if name.strip()]
-    used = next((name for name in names if (folder / name).exists()), None)
+    used = next((out / name for name in names if out and (out / name).exists()), None)
     if used is not None:
-        raise ConfigError(f"{folder / used} exists; name another folder with --out")
+        raise ConfigError(f"{used} exists; name another folder with --out")
     settings = with_measured_threads(settings, budget)
     if budget is not None:
         settings = plan(settings, corpus, budget).config
@@ -148,7 +149,8 @@ def train_models(request: Request, out: Path | None, models: str) -> tuple[Compa
     max_characters = comparison.MAX_CHARACTERS
     if budget is not None:
         max_characters = settings.train.evaluate_characters
-    with catch_signals() as signals:
+    name = f"compare-{slug(corpus.name)}"
+    with catch_signals() as signals, output_folder(out, name) as folder:
         result = comparison.compare(
             settings,
             folder,

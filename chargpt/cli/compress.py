@@ -1,6 +1,9 @@
 """`chargpt compress` and `chargpt decompress`: lossless compression with a run's model."""
 
 import lzma
+import os
+import stat
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -10,88 +13,151 @@ import typer
 
 from chargpt.cli import console, options, runs
 from chargpt.cli.progress import Progress
-from chargpt.errors import ConfigError, TextError
-from chargpt.files import write_atomically
+from chargpt.device import memory_limit
+from chargpt.errors import ConfigError, RunError, TextError
+from chargpt.files import write_output
+from chargpt.inference.coding import BYTES_PER_CHARACTER, packed_step
 from chargpt.inference.coding import compress as pack
 from chargpt.inference.coding import decompress as unpack
 from chargpt.inference.evaluation import OnProgress
+from chargpt.store.folder import RunFolder
 from chargpt.store.run import Run
+from chargpt.text.source import STDIN
 
 XZ_BYTES = 20_000_000  # beyond it, xz takes longer than one would wait for a comparison
-Out = Annotated[Path, typer.Argument(metavar="OUT", help="The file to write.")]
+Out = Annotated[
+    Path, typer.Argument(metavar="OUT", help="The file to write; - for standard output.")
+]
 Force = Annotated[bool, typer.Option("--force", help="Replace OUT.")]
 
 
 def compress(
     run: options.RunPath,
-    text: Annotated[Path, typer.Argument(metavar="IN", help="A text, as UTF-8.")],
+    text: Annotated[
+        Path, typer.Argument(metavar="IN", help="A text, as UTF-8; - for standard input.")
+    ],
     out: Out,
     unknown: options.UnknownPolicy = None,
     checkpoint: options.Checkpoint = "best",
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Never delete the checkpoint, which OUT needs.")
+    ] = False,
     force: Force = False,
 ) -> None:
     """Compress a text losslessly with a run's model.
 
-    To get it back, the same run, machine and library versions are needed. With --unknown skip or
-    replace, characters outside the vocabulary are lost.
+    To get it back, the same checkpoint, machine and library versions are needed. With --unknown
+    skip or replace, characters outside the vocabulary are lost.
 
-    Example: `chargpt compress runs/novel chapter.txt chapter.cgpt`.
+    Example: `chargpt compress runs/novel chapter.txt chapter.cgpt --keep`.
     """
-
-    lost = 0
-
-    def pack_text(loaded: Run, content: bytes, on_progress: OnProgress) -> bytes:
-        nonlocal lost
-        packed = pack(loaded, content, on_progress, unknown or "error")
-        lost = loaded.tokenizer.count_unknown(content.decode())
-        console.say_unknown(lost, unknown or "error")
-        return packed
-
-    content, packed = _convert(pack_text, run, text, checkpoint, out, force=force)
+    content = read_input(text, out, force=force)
+    loaded = runs.open_run(run, checkpoint, "cpu")
+    packed = convert(pack, loaded, content, unknown or "error")
+    lost = loaded.tokenizer.count_unknown(content.decode())
+    console.say_unknown(lost, unknown or "error")
+    write(packed, out, force=force)
     characters = len(content.decode()) - (lost if unknown == "skip" else 0)
     bits = f": {8 * len(packed) / characters:.3f} bits per character" if characters else ""
     xz = ""
     if len(content) <= XZ_BYTES and not lost:
         xz = f"; xz -9: {len(lzma.compress(content, preset=9)):,} bytes"
     sizes = f"{len(content):,} bytes -> {len(packed):,} bytes"
-    console.out_sentence(f"{console.characters(characters)}, {sizes}{bits}{xz}")
+    tell(f"{console.characters(characters)}, {sizes}{bits}{xz}", out)
+    folder = RunFolder(loaded.folder)
+    if keep:
+        folder.keep(loaded.step)
+    elif not folder.is_kept(loaded.step):
+        console.say(
+            f"decompression needs step {loaded.step:,} of {loaded.folder}, which is deleted when "
+            "the run is resumed and a better one is found; --keep protects it"
+        )
 
 
 def decompress(
     run: options.RunPath,
     packed: Annotated[
-        Path, typer.Argument(metavar="IN", help="A file that `chargpt compress` wrote.")
+        Path,
+        typer.Argument(
+            metavar="IN", help="A file that `chargpt compress` wrote; - for standard input."
+        ),
     ],
     out: Out,
-    checkpoint: options.Checkpoint = "best",
     force: Force = False,
 ) -> None:
     """Decompress a text that was compressed with the same run.
 
     Example: `chargpt decompress runs/novel chapter.cgpt chapter.txt`.
     """
-    _, content = _convert(unpack, run, packed, checkpoint, out, force=force)
-    console.out(f"{console.characters(len(content.decode()))}, {len(content):,} bytes")
+    content = read_input(packed, out, force=force)
+    step = packed_step(content)
+    try:
+        loaded = runs.open_run(run, str(step), "cpu")
+    except RunError as error:
+        raise RunError(
+            f"{packed} was compressed with step {step:,} of a run, but {error}"
+        ) from None
+    text = convert(unpack, loaded, content)
+    write(text, out, force=force)
+    tell(f"{console.characters(len(text.decode()))}, {len(text):,} bytes", out)
 
 
-def _convert(
-    coder: Callable[..., bytes], run: Path, source: Path, checkpoint: str, out: Path, *, force: bool
-) -> tuple[bytes, bytes]:
-    """Compress or decompress a file with a progress bar; return its content and the result.
+def read_input(path: Path, out: Path, *, force: bool) -> bytes:
+    """Return the content of a file, after checking that the output file can be written.
 
     Raises:
-        ChargptError: the run, the file or the output file is unusable.
+        ChargptError: a file is unusable.
     """
-    try:
-        content = source.read_bytes()
-    except OSError as error:
-        raise TextError(f"{source} cannot be read ({error.strerror}); name another file") from None
-    if not out.parent.is_dir():
-        raise ConfigError(f"there is no folder {out.parent}; create it, or name another file")
-    if out.exists() and not force:
-        raise ConfigError(f"{out} exists; name another file, or replace it with --force")
-    loaded = runs.open_run(run, checkpoint, "cpu")
+    if str(out) != STDIN:
+        if not out.parent.is_dir():
+            raise ConfigError(f"there is no folder {out.parent}; create it, or name another file")
+        if out.is_dir():
+            raise ConfigError(f"{out} is a folder; name a file in it")
+        if out.is_file() and not force:
+            raise ConfigError(f"{out} exists; name another file, or replace it with --force")
+    limit = memory_limit(None) // BYTES_PER_CHARACTER
+    if str(path) == STDIN:
+        if sys.stdin is None:
+            raise TextError("standard input is closed; pipe a text in, or name a file")
+        content = sys.stdin.buffer.read(limit + 1)
+    else:
+        try:
+            status = os.stat(path)
+            if not stat.S_ISREG(status.st_mode):
+                raise TextError(f"{path} is no file; name one, or pipe the text in and name it `-`")
+            content = b"" if status.st_size > limit else path.read_bytes()
+        except OSError as error:
+            raise TextError(
+                f"{path} cannot be read ({error.strerror}); name another file"
+            ) from None
+        limit = limit if status.st_size <= limit else -1
+    if len(content) > limit:
+        raise TextError(f"{path} is too large for this machine's memory; split it")
+    return content
+
+
+def convert(coder: Callable[..., bytes], run: Run, content: bytes, *arguments: object) -> bytes:
+    """Compress or decompress with a progress bar."""
     with closing(Progress(len(content), "character")) as bar:
-        result = coder(loaded, content, bar.callback(""))
-    write_atomically(out, result)
-    return content, result
+        on_progress: OnProgress = bar.callback("")
+        return coder(run, content, on_progress, *arguments)
+
+
+def write(content: bytes, out: Path, *, force: bool) -> None:
+    """Write the result to a file or to standard output."""
+    if str(out) != STDIN:
+        write_output(out, content, force=force)
+        return
+    try:
+        sys.stdout.buffer.write(content)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise console.OutputClosed from None
+
+
+def tell(sentence: str, out: Path) -> None:
+    """Print a sentence about the result, on stderr if the result itself is on stdout."""
+    if str(out) == STDIN:
+        console.say(sentence)
+    else:
+        console.out_sentence(sentence)

@@ -11,14 +11,23 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, TextIO
 
+from chargpt.errors import DeviceError, TextError, WorkError
+from chargpt.ranks import is_main_rank
+
 SPARKS = "▁▂▃▄▅▆▇█"
 
 started = time.perf_counter()  # when the command began; `run` sets it
 
 
+has_ranks = False  # whether the command is one that `torchrun` starts; `run` sets it
+
+
 def is_main() -> bool:
-    """Return whether this process is rank 0, the only one that prints."""
-    return os.environ.get("RANK", "0") == "0"
+    """Return whether this process prints: it is rank 0, or its command has no ranks."""
+    try:
+        return not has_ranks or is_main_rank()
+    except DeviceError:
+        return True
 
 
 def wrapped(text: str, stream: TextIO, indent: str = "") -> str:
@@ -40,7 +49,7 @@ def say(text: str) -> None:
     """Print a message on stderr; a closed stderr stops no work."""
     if is_main():
         try:
-            print(wrapped(text, sys.stderr), file=sys.stderr, flush=True)
+            print(wrapped(printable(text), sys.stderr), file=sys.stderr, flush=True)
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
@@ -50,14 +59,43 @@ class OutputClosed(BaseException):
 
 
 def out(text: str, end: str = "\n") -> None:
-    """Print data on stdout.
+    """Print results on stdout, without control characters.
+
+    Raises:
+        OutputClosed: nobody reads it.
+    """
+    write_out(printable(text) + end)
+
+
+def out_text(text: str, end: str = "") -> None:
+    """Print a generated text on stdout: as it is for a file, and printable for a terminal.
+
+    Raises:
+        OutputClosed: nobody reads it.
+        TextError: the encoding of stdout, which is no terminal, lacks a character.
+    """
+    if sys.stdout.isatty():
+        out(text, end)
+        return
+    try:
+        text.encode(sys.stdout.encoding)
+    except UnicodeEncodeError as error:
+        raise TextError(
+            f"the output is written as {sys.stdout.encoding}, which has no "
+            f"{text[error.start]!r}; set PYTHONIOENCODING=utf-8"
+        ) from None
+    write_out(text + end)
+
+
+def write_out(text: str) -> None:
+    """Write to stdout; the only place that does.
 
     Raises:
         OutputClosed: nobody reads it.
     """
     if is_main():
         try:
-            print(text, end=end, flush=True)
+            print(text, end="", flush=True)
         except BrokenPipeError:  # which the parser of options would make exit code 1
             raise OutputClosed from None
 
@@ -68,8 +106,19 @@ def out_sentence(text: str, indent: str = "") -> None:
 
 
 def out_json(value: object) -> None:
-    """Print one JSON value on stdout."""
-    out(json.dumps(value, ensure_ascii=False))
+    """Print one JSON value on stdout; what stdout or a terminal cannot take is escaped.
+
+    Raises:
+        WorkError: a number in it is NaN or infinite.
+    """
+    is_ascii = (sys.stdout.encoding or "").lower().replace("-", "") != "utf8"
+    try:
+        text = json.dumps(value, ensure_ascii=is_ascii, allow_nan=False)
+    except ValueError:
+        raise WorkError(
+            "a result is NaN or infinite: the model's weights are too large; use another checkpoint"
+        ) from None
+    write_out("".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text) + "\n")
 
 
 def has_process_group() -> bool:
@@ -84,7 +133,8 @@ def fail(text: str) -> None:
         say(f"chargpt: {text}")
     elif has_process_group():
         with suppress(OSError):
-            print(f"chargpt: process {os.environ['RANK']}: {text}", file=sys.stderr, flush=True)
+            text = f"chargpt: process {os.environ['RANK']}: {printable(text)}"
+            print(text, file=sys.stderr, flush=True)
 
 
 def characters(count: int) -> str:
@@ -150,11 +200,6 @@ def sparkline(values: Sequence[float], stream: TextIO, width: int = 24) -> str:
     low = min(values)
     span = (max(values) - low) or 1.0
     return "".join(SPARKS[int((v - low) / span * (len(SPARKS) - 1))] for v in values)
-
-
-def for_output(text: str) -> str:
-    """Return a text as it is for a file, and printable for a terminal."""
-    return printable(text) if sys.stdout.isatty() else text
 
 
 def printable(text: str) -> str:

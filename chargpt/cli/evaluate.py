@@ -81,7 +81,7 @@ def evaluate(
         console.out_json(facts)
         return
     part = "all of it" if text else f"{split} split"
-    show(loaded, result, f"{console.printable(name)}, {part}", seconds)
+    show(loaded, result, f"{name}, {part}", seconds)
 
 
 def show(loaded: Run, result: Evaluation, title: str, seconds: float) -> None:

@@ -16,6 +16,7 @@ from chargpt.cli import console, options, runs, tables
 from chargpt.cli.pictures import save_picture
 from chargpt.cli.progress import LoadingProgress
 from chargpt.errors import ConfigError, RunError
+from chargpt.files import require_output
 from chargpt.store.layout import is_run
 from chargpt.text.corpus import load_corpus
 from chargpt.text.settings import build_config
@@ -52,6 +53,9 @@ def explain(
     Examples: `chargpt explain novel.txt`, `chargpt explain runs/novel --plot attention.png`,
     `chargpt explain runs/novel --section scaling --json`.
     """
+    for path in (plot, html):
+        if path is not None:
+            require_output(path)
     if plot is not None:
         plots.require_suffix(plot)
     overrides = options.overrides(None, encoding=encoding, encoding_errors=encoding_errors)
@@ -134,4 +138,4 @@ def print_sections(sections: list[Section]) -> None:
             if isinstance(part, Table):
                 tables.table(part.columns, part.rows, title=part.caption)
             elif isinstance(part, str):
-                console.out(textwrap.fill(console.printable(part), 79) + "\n")
+                console.out(textwrap.fill(part, 79) + "\n")

@@ -50,7 +50,7 @@ def interact(run: Run, config: Config, unknown: Unknown | None) -> None:
                 text = continue_text(run, config, line or text, unknown)
         except ChargptError as error:
             console.say("chargpt: " + str(error).replace("these settings: sample.", ""))
-    if sys.stdin.isatty():
+    if sys.stdin is not None and sys.stdin.isatty():
         console.out("")
 
 
@@ -76,10 +76,10 @@ def continue_text(run: Run, config: Config, text: str, unknown: Unknown | None) 
     seed = secrets.randbits(32) if config.sample.seed is None else config.sample.seed
     settings = config.sample.model_copy(update={"prompt": text, "seed": seed})
     pieces = stream_run(run, settings, unknown=unknown)
-    console.out(console.for_output(text), end="")
+    console.out_text(text)
     with suppress(KeyboardInterrupt):
         for (piece,) in pieces:
             text += piece
-            console.out(console.for_output(piece), end="")
+            console.out_text(piece)
     console.out("")
     return text

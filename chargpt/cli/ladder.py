@@ -11,7 +11,7 @@ from chargpt.cli.progress import LoadingProgress
 from chargpt.cli.signals import catch_signals
 from chargpt.config import Config
 from chargpt.text.corpus import load_corpus
-from chargpt.training.session import free_folder, slug
+from chargpt.training.session import output_folder, slug
 from chargpt.training.trainer import Trainer
 
 MAX_SAMPLE = 150  # characters of a rung's sample
@@ -26,14 +26,14 @@ def compare_rungs(
         ChargptError: the text, a setting or the folder is unusable.
     """
     corpus = load_corpus(settings.text, progress=LoadingProgress())
-    folder = out or free_folder(f"ladder-{slug(corpus.name)}")
 
     def run_trainer(name: str, trainer: Trainer) -> None:
         assert trainer.folder is not None
         console.say(f"== {name} ==")
         run_steps(trainer, trainer.folder, signals)
 
-    with catch_signals() as signals:
+    name = f"ladder-{slug(corpus.name)}"
+    with catch_signals() as signals, output_folder(out, name) as folder:
         ladder = run_ladder(settings, folder, corpus, n_seeds, run_trainer)
     picture = plot or folder / "ladder.svg"
     save_picture(plots.ladder(ladder), picture)
@@ -77,7 +77,7 @@ def print_ladder(ladder: Ladder) -> None:
             "±: half a 95% confidence interval (Student's t); gains are paired by seed"
         )
     for result in ladder.results:
-        text = " / ".join(console.printable(result.sample)[:MAX_SAMPLE].split("\n"))
+        text = " / ".join(result.sample[:MAX_SAMPLE].split("\n"))
         console.out(f"-- {result.rung.name} --\n{text}")
 
 

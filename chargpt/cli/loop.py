@@ -55,7 +55,7 @@ class StepView:
         self.bar.move_to(report.step, report.max_steps, detail)
         if report.sample is not None:
             self.bar.write(f"-- sample at step {report.step:,} --")
-            self.bar.write(console.printable(report.sample).strip("\n"))
+            self.bar.write(report.sample.strip("\r\n"))
         for note in report.notes:
             self.bar.write(note)
         has_disk_error = self.trainer.writer.disk_error is not None

@@ -107,9 +107,8 @@ def main(
 def run() -> NoReturn:
     """Run the command line and exit with its code."""
     console.started = time.perf_counter()
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # print ? for what the terminal cannot encode
+    console.has_ranks = sys.argv[1:2] == ["train"]
+    open_streams()
     # Importing torch makes a million objects that stay. Collecting garbage among them at Python's
     # default rate takes a fifth of a start.
     gc.set_threshold(200_000, 10, 10)
@@ -122,6 +121,21 @@ def run() -> NoReturn:
         os._exit(code)
     gc.freeze()  # there is no garbage worth finding on exit
     sys.exit(code)
+
+
+def open_streams() -> None:
+    """Make stdout and stderr print ? for what they cannot encode, and go nowhere if closed."""
+    for descriptor in (0, 1, 2):  # else the next file opened would get the number of a closed one
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def exit_code_of(command: Callable[[], Any]) -> int:

@@ -1,12 +1,12 @@
 """Options that several commands share."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from chargpt.text.tokenizer import Unknown
+from chargpt.yaml_reader import to_yaml
 
 Seed = Annotated[
     int | None,
@@ -80,4 +80,4 @@ def overrides(
     """Return the overrides of -s, and those of the options that are settings too."""
     values = {"seed": seed, "text.encoding": encoding, "text.encoding_errors": encoding_errors}
     given = {key: value for key, value in values.items() if value is not None}
-    return (*(set_ or ()), *(f"{key}={json.dumps(value)}" for key, value in given.items()))
+    return (*(set_ or ()), *(f"{key}={to_yaml(value)}" for key, value in given.items()))

@@ -46,7 +46,7 @@ class Progress:
             self.bar.total = total
             is_due = time.time() - self.bar.last_print_t >= self.bar.mininterval
             if detail is not None and is_due:
-                self.bar.set_postfix_str(detail(), refresh=False)
+                self.bar.set_postfix_str(console.printable(detail()), refresh=False)
             self.bar.update(step)
             return
         now = time.monotonic()
@@ -62,7 +62,7 @@ class Progress:
             console.say(text)
             return
         with suppress(OSError):  # the terminal is closed
-            self.bar.write(console.wrapped(text, sys.stderr), file=sys.stderr)
+            self.bar.write(console.wrapped(console.printable(text), sys.stderr), file=sys.stderr)
 
     def close(self) -> None:
         """Remove the bar."""

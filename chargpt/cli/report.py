@@ -9,6 +9,7 @@ import typer
 from chargpt.analysis.report import write_report
 from chargpt.cli import console, options, runs
 from chargpt.cli.progress import Progress
+from chargpt.files import require_output
 
 
 def report(
@@ -29,7 +30,10 @@ def report(
 
     Examples: `chargpt report`, `chargpt report runs/novel --out novel.html`.
     """
+    if out is not None:
+        require_output(out)
     loaded = runs.open_run(run, checkpoint, device, choose_threads=True)
     with closing(Progress(1, "section")) as bar:
         page = write_report(loaded, out, on_progress=bar.callback("written"))
-    console.out(str(page))
+    if page.is_file():
+        console.out(str(page))

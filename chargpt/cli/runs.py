@@ -55,7 +55,7 @@ def cells(run: RunSummary, folder: Path) -> list[str]:
         return [name, "-", "-", run.state, "-", "-"]
     progress = f"{run.step:,} of {run.max_steps:,}" if run.state == "unfinished" else run.state
     nats = "-" if run.best_nats_per_char is None else f"{run.best_nats_per_char:.3f}"
-    text, size = console.printable(run.text or "-"), console.short(run.parameters or 0)
+    text, size = run.text or "-", console.short(run.parameters or 0)
     if len(text) > MAX_TEXT:
         text = f"{text[: MAX_TEXT - 1]}…"
     return [name, text, size, progress, nats, f"{run.saved:%d %b}"]

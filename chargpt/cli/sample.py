@@ -129,9 +129,9 @@ def sample(
     settings = with_seed(config.sample)
     if settings.num_samples == 1 and not json_ and not check:
         pieces = stream_run(loaded, settings, unknown=unknown)
-        console.out(console.for_output(settings.prompt), end="")
+        console.out_text(settings.prompt)
         for (piece,) in pieces:
-            console.out(console.for_output(piece), end="")
+            console.out_text(piece)
         console.out("")
         return
     texts = sample_with_progress(loaded, settings, unknown)
@@ -151,7 +151,8 @@ def sample(
     for number, text in enumerate(texts, 1):
         matched = overlap.texts[number - 1].matched if overlap else []
         marked = text[:n_prompt] + mark(text[n_prompt:], matched)
-        console.out(f"-- sample {number} --\n{console.for_output(marked)}")
+        console.out(f"-- sample {number} --")
+        console.out_text(marked, "\n")
     if overlap is not None:
         print_overlap(overlap, loaded)
 

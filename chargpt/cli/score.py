@@ -35,7 +35,7 @@ def score(
     `chargpt score runs/novel --per-line < chapter.txt | head`.
     """
     loaded = runs.open_run(run, checkpoint, device, choose_threads=True)
-    if text == "-" and sys.stdin.isatty():
+    if text == "-" and sys.stdin is not None and sys.stdin.isatty():
         console.say("type the text; Ctrl-D ends it")
     content = read_text(text, encoding or "auto", encoding_errors or "strict")
     with closing(Progress(1, "character")) as bar:
@@ -55,14 +55,14 @@ def score(
         return
     if per_line:
         for line in ranked:
-            console.out(f"{line.bits_per_char:.3f}\t{line.number}\t{console.printable(line.text)}")
+            console.out(f"{line.bits_per_char:.3f}\t{line.number}\t{line.text}")
         return
     console.out(
         f"{console.characters(len(scored.bits))}: {scored.bits_per_char:.3f} bits per character"
     )
     if len(ranked) > 2 * SHOWN:
         rows = [
-            [f"{line.bits_per_char:.3f}", f"{line.number:,}", console.printable(line.text)[:60]]
+            [f"{line.bits_per_char:.3f}", f"{line.number:,}", line.text[:60]]
             for line in (*ranked[:SHOWN], *ranked[-SHOWN:])
         ]
         rows.insert(SHOWN, ["...", "", ""])

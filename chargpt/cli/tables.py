@@ -5,7 +5,7 @@ from typing import Literal
 
 from rich import box
 from rich.columns import Columns
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -19,7 +19,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str =
     """Print a table on stdout; all columns but the first are right-aligned, short cells whole."""
     rows = list(rows)
     grid = Table(
-        title=title or None,
+        title=Text(console.printable(title)) if title else None,
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         title_justify="left",
@@ -36,8 +36,15 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str =
             style="" if index else "cyan",
         )
     for row in rows:
-        grid.add_row(*(Text(cell) for cell in row))
-    Console(highlight=False).print(grid)
+        grid.add_row(*(Text(console.printable(cell)) for cell in row))
+    print_rich(Console(highlight=False), grid)
+
+
+def print_rich(target: Console, content: RenderableType) -> None:
+    """Print a table or columns on stdout; rich itself would end the command if nobody reads it."""
+    with target.capture() as captured:
+        target.print(content)
+    console.write_out(captured.get())
 
 
 def side_by_side(titles: Sequence[str], texts: Sequence[str]) -> None:
@@ -45,7 +52,11 @@ def side_by_side(titles: Sequence[str], texts: Sequence[str]) -> None:
     target = Console(highlight=False)
     width = max(24, target.width // len(titles) - 1)
     panels = [
-        Panel(Text(console.printable(text), overflow="fold"), title=title, width=width)
+        Panel(
+            Text(console.printable(text), overflow="fold"),
+            title=Text(console.printable(title)),
+            width=width,
+        )
         for title, text in zip(titles, texts, strict=True)
     ]
-    target.print(Columns(panels, padding=0))
+    print_rich(target, Columns(panels, padding=0))

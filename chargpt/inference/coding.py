@@ -31,16 +31,18 @@ from chargpt.models import LanguageModel
 from chargpt.models.base import eval_mode
 from chargpt.store.run import Run
 from chargpt.store.tensors import serialize
-from chargpt.text.tokenizer import TokenIds, Unknown
+from chargpt.text.tokenizer import TokenIds, Tokens, Unknown
 
 MAX_LANES = 64
 MIN_LANE_CHARACTERS = 4096  # so that the first characters of lanes add little to the size
-HEADER = struct.Struct("<4sBBI8s4sI")  # magic, version, threads, N, model, platform, checksum
+# magic, version, threads, N, step of the checkpoint, model, platform, checksum
+HEADER = struct.Struct("<4sBBIQ8s4sI")
 MAGIC = b"cgpt"
-VERSION = 3  # raised when the format changes or predictions are rounded differently
+VERSION = 4  # raised when the format changes or predictions are rounded differently
 MAX_CHARACTERS = 2**32 - 1
 MAX_CHARACTERS_PER_BYTE = 10_000  # so that a small file cannot expand without bound
 FREQUENCY_SCALE = 2**30  # sum of a distribution's frequencies, before each is raised to at least 1
+BYTES_PER_CHARACTER = 16  # of memory, measured: tokens, text and UTF-8
 MAX_RANGE, MIN_RANGE = 2**56, 2**48  # of the arithmetic coder's interval
 
 Progress = Callable[[int, int], object]  # called with the characters done and their total
@@ -72,7 +74,7 @@ def compress(
             f"the text is not UTF-8 (byte 0x{error.object[error.start]:02X} at offset "
             f"{error.start:,} does not decode); convert it first, for example with iconv"
         ) from None
-    tokens = run.tokenizer.encode(text, unknown=unknown).astype(np.int64)
+    tokens = run.tokenizer.encode(text, unknown=unknown)
     content = run.tokenizer.decode(tokens).encode()  # what `decompress` will return
     if len(tokens) > MAX_CHARACTERS:
         raise TextError(f"the text is over {MAX_CHARACTERS:,} characters; compress it in parts")
@@ -87,8 +89,25 @@ def compress(
                 encoder.encode(start, int(ends[lane, token]), totals[lane])
     body = encoder.finish()
     body += bytes(max(0, len(tokens) // MAX_CHARACTERS_PER_BYTE - len(body)))
-    header = (threads, len(tokens), _model_key(run), _platform_key(), zlib.crc32(content))
-    return HEADER.pack(MAGIC, VERSION, *header) + body
+    keys = (run.step, _model_key(run), _platform_key())
+    return HEADER.pack(MAGIC, VERSION, threads, len(tokens), *keys, zlib.crc32(content)) + body
+
+
+def packed_step(packed: bytes) -> int:
+    """Return the step of the checkpoint that a text was compressed with.
+
+    Raises:
+        ChargptError: the file is of another format or version.
+    """
+    if len(packed) < HEADER.size or packed[:4] != MAGIC:
+        raise ChargptError("the file was not made by `chargpt compress`; name another")
+    _, version, _, _, step, *_ = HEADER.unpack(packed[: HEADER.size])
+    if version != VERSION:
+        raise ChargptError(
+            f"the file has version {version}, and this chargpt reads and writes version {VERSION}; "
+            "decompress it with the chargpt that made it"
+        )
+    return int(step)
 
 
 def decompress(run: Run, packed: bytes, on_progress: Progress = lambda *_: None) -> bytes:
@@ -103,19 +122,15 @@ def decompress(run: Run, packed: bytes, on_progress: Progress = lambda *_: None)
         ChargptError: the file is of another format, version, run or platform.
         WorkError: the checksum differs: the file is damaged, or this machine rounds differently.
     """
-    if len(packed) < HEADER.size or packed[:4] != MAGIC:
-        raise ChargptError("the file was not made by `chargpt compress`; name another")
-    _, version, threads, count, model_key, platform_key, checksum = HEADER.unpack(
-        packed[: HEADER.size]
-    )
+    step = packed_step(packed)
+    header = HEADER.unpack(packed[: HEADER.size])
+    _, _, threads, count, _, model_key, platform_key, checksum = header
     body = packed[HEADER.size :]
-    if version != VERSION:
-        raise ChargptError(
-            f"the file has version {version}, and this chargpt reads and writes version {VERSION}; "
-            "decompress it with the chargpt that made it"
-        )
     if model_key != _model_key(run):
-        raise ChargptError("the file was compressed with another model; name the run that made it")
+        raise ChargptError(
+            f"the file was compressed with another model (step {step:,}, weights "
+            f"{model_key.hex()}); name the run that made it"
+        )
     if platform_key != _platform_key():
         raise ChargptError(
             "the file was compressed with another processor, torch or numpy, which rounds "
@@ -123,9 +138,9 @@ def decompress(run: Run, packed: bytes, on_progress: Progress = lambda *_: None)
         )
     if count > MAX_CHARACTERS_PER_BYTE * (len(body) + 1) or not threads:
         raise ChargptError("the file is damaged: it is too short for its text; restore it")
-    require_memory(9 * count, f"a text of {count:,} characters")
+    require_memory(BYTES_PER_CHARACTER * count, f"a text of {count:,} characters")
     decoder = ArithmeticDecoder(body)
-    lanes = split_into_lanes(np.zeros(count, dtype=np.int64))
+    lanes = split_into_lanes(np.zeros(count, dtype=run.tokenizer.dtype))
     with _inference_with_threads(run.model, threads):
         for column, ends in _iter_distributions(run.model, lanes, count, on_progress):
             totals = ends[:, -1].tolist()
@@ -144,8 +159,8 @@ def decompress(run: Run, packed: bytes, on_progress: Progress = lambda *_: None)
 
 
 def _iter_distributions(
-    model: LanguageModel, lanes: TokenIds, count: int, on_progress: Progress
-) -> Iterator[tuple[TokenIds, TokenIds]]:
+    model: LanguageModel, lanes: Tokens, count: int, on_progress: Progress
+) -> Iterator[tuple[Tokens, TokenIds]]:
     """Yield the tokens at each position of the lanes, without padding, and their distributions.
 
     A distribution is cumulative frequencies, (L, V): token i of a lane has the interval from the
@@ -158,7 +173,9 @@ def _iter_distributions(
     frequencies = np.ones((num_lanes, model.vocab_size), dtype=np.int64)
     for position in range(length if count else 0):
         if position:
-            logits = decoder.step(lanes[:, position - 1]).astype(np.float64)  # (L, V)
+            logits = decoder.step(lanes[:, position - 1].astype(np.int64)).astype(
+                np.float64
+            )  # (L, V)
             probs = np.exp(logits - max_logits(logits))
             probs *= FREQUENCY_SCALE / probs.sum(axis=1, keepdims=True)
             frequencies = probs.astype(np.int64) + 1  # no character is impossible
@@ -238,11 +255,11 @@ class ArithmeticDecoder:
             self.range <<= 8
 
 
-def split_into_lanes(tokens: TokenIds) -> TokenIds:
+def split_into_lanes(tokens: Tokens) -> Tokens:
     """Return the tokens as (L, characters per lane), padded with zeros."""
     max_lanes = min(MAX_LANES, max(1, len(tokens) // MIN_LANE_CHARACTERS))
     length = max(1, -(-len(tokens) // max_lanes))
-    lanes = np.zeros((max(1, -(-len(tokens) // length)), length), dtype=np.int64)
+    lanes = np.zeros((max(1, -(-len(tokens) // length)), length), dtype=tokens.dtype)
     lanes.reshape(-1)[: len(tokens)] = tokens
     return lanes
 

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from chargpt.errors import TextError
+from chargpt.errors import TextError, WorkError
 from chargpt.inference.windows import (
     NANOGPT_BATCHES,
     NANOGPT_BLOCK,
@@ -110,6 +110,7 @@ def evaluate(
     Raises:
         TextError: the text is missing, unreadable, too short, or contains unknown characters.
         ConfigError: the stride is out of range.
+        WorkError: the loss is not finite.
     """
     settings, n_unknown = run.config.text, 0
     if text is not None:
@@ -129,6 +130,8 @@ def evaluate(
         seed=seed,
         on_progress=on_progress,
     )
+    if not math.isfinite(result.nats_per_char):
+        raise WorkError("the model's loss is not finite: its weights are too large; use another")
     return replace(result, unknown=n_unknown)
 
 

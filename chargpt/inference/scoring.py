@@ -8,10 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from chargpt.errors import TextError
+from chargpt.device import require_memory
+from chargpt.errors import TextError, WorkError
 from chargpt.inference.evaluation import OnProgress, token_losses
 from chargpt.store.run import Run
 from chargpt.text.tokenizer import Floats, Unknown
+
+BYTES_PER_CHARACTER = 40  # of memory, measured
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,10 @@ def score(
 
     Raises:
         TextError: the text is empty, or contains unknown characters.
+        DeviceError: it is too long for the memory.
+        WorkError: the losses are not finite.
     """
+    require_memory(BYTES_PER_CHARACTER * len(text), f"a text of {len(text):,} characters")
     tokenizer = run.tokenizer
     tokens = tokenizer.encode(text, unknown=unknown or run.config.text.unknown)
     if not len(tokens):
@@ -76,4 +82,6 @@ def score(
     rest = token_losses(run.model, tokens, on_progress) if len(tokens) > 1 else np.zeros(0)
     scored = tokens[len(tokens) - len(first) - len(rest) :]
     bits = np.concatenate((first, rest)) / math.log(2)
+    if not np.isfinite(bits).all():
+        raise WorkError("the model's losses are not finite: its weights are too large; use another")
     return Scored(tokenizer.decode(scored), bits, tokenizer.count_unknown(text))

@@ -17,6 +17,7 @@ from chargpt.files import UNSUPPORTED, exists, read_regular, write_atomically
 from chargpt.store import commit
 from chargpt.store.checkpoint import (
     CONFIG,
+    KEEP,
     MAX_TEXT_BYTES,
     MODEL,
     NAME,
@@ -252,6 +253,18 @@ class RunFolder:
             keep = {best.name, f"step-{state.best_step or 0:08d}"}
             prune_checkpoints(self.checkpoints, keep, config.train.keep_last, folder)
         return folder
+
+    def keep(self, step: int) -> None:
+        """Protect a checkpoint from being deleted as an old one.
+
+        Raises:
+            OSError: its folder cannot be written.
+        """
+        write_atomically(self.checkpoints / f"step-{step:08d}" / KEEP, b"")
+
+    def is_kept(self, step: int) -> bool:
+        """Return whether a checkpoint is protected."""
+        return exists(self.checkpoints / f"step-{step:08d}" / KEEP)
 
     def repair_pointer(self, saved: Checkpoint) -> None:
         """Let `best.json` name the best checkpoint again if it is missing or damaged.

@@ -15,7 +15,7 @@ from chargpt.store.folder import RunFolder
 from chargpt.store.layout import CHECKPOINTS, REPLACED, has_own_checkpoint, is_run
 from chargpt.store.state import RunState
 from chargpt.store.tensors import load_weights
-from chargpt.text.corpus import Corpus, is_cached, load_corpus
+from chargpt.text.corpus import Corpus, load_cached
 from chargpt.text.tokenizer import CharTokenizer
 
 
@@ -50,18 +50,12 @@ class Run:
         return logits.float().cpu()
 
     def corpus(self) -> Corpus:
-        """Return the text that the run was trained on, from its file or from the cache.
+        """Return the text that the run was trained on, from the cache.
 
         Raises:
-            TextError: it is no longer available, or has changed.
+            TextError: the cache no longer has it.
         """
-        key = self.state.corpus
-        if self.config.text.path == "-" and not is_cached(key):
-            raise TextError(
-                f"{self.folder} was trained on standard input or a text in memory, which the cache "
-                "no longer has; name a text where the command takes one, or train on a file"
-            )
-        corpus = load_corpus(self.config.text, key=key)
+        corpus = load_cached(self.config.text, self.state.corpus, self.state.text)
         if corpus.tokenizer != self.tokenizer:
             raise TextError(
                 f"the text {corpus.name} is not the one that {self.folder} was trained on; "

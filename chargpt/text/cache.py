@@ -53,7 +53,16 @@ class CachedText:
 def cache_folder() -> Path:
     """Return the folder of encoded texts: `$CHARGPT_CACHE`, or the system's cache folder."""
     chosen = os.environ.get("CHARGPT_CACHE")
-    return Path(chosen).expanduser() if chosen else platformdirs.user_cache_path("chargpt")
+    try:
+        path = Path(chosen).expanduser() if chosen else platformdirs.user_cache_path("chargpt")
+        if not chosen and not path.is_absolute():
+            raise RuntimeError
+        return path
+    except RuntimeError:  # no such user, or this one has no home
+        raise TextError(
+            f"there is no home folder for the cache {chosen or ''!r:.80}; set CHARGPT_CACHE to a "
+            "writable folder"
+        ) from None
 
 
 def make_tokens_folder() -> Path:
@@ -65,7 +74,7 @@ def make_tokens_folder() -> Path:
     folder = cache_folder() / "tokens"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for leftover in (*folder.glob(".*.tmp"), *folder.glob("*/.*.tmp")):
+        for leftover in (*folder.glob(".tokens.*.tmp"), *folder.glob("*/.*.json.*.tmp")):
             if time.time() - leftover.stat().st_mtime > MAX_TEMPORARY_SECONDS:
                 leftover.unlink(missing_ok=True)
     except FileNotFoundError:  # another process has deleted it
@@ -138,9 +147,11 @@ def store(
     folder = make_tokens_folder() / key
     try:
         folder.mkdir(exist_ok=True)
+        tokens.file.flush()
+        os.fsync(tokens.file.fileno())
         tokens.file.close()
-        size, *_ = stamp = file_stamp(tokens.path)
         os.replace(tokens.path, folder / "tokens.bin")
+        size, *_ = stamp = file_stamp(folder / "tokens.bin")
         vocabulary = tokenizer.to_json().encode("ascii")
         write_atomically(folder / "tokenizer.json", vocabulary)
         meta = {

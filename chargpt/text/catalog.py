@@ -3,7 +3,9 @@
 import hashlib
 import logging
 import os
+import shutil
 import tempfile
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,6 +16,9 @@ from chargpt.text import Progress
 
 BUILT_IN = "python-docs"
 TIMEOUT = 30  # seconds without a byte
+MAX_SLACK = 1_000_000  # bytes that a download may have beyond the text: a ZIP header, a chunk
+PREFIX = ".fetching-"  # of temporary folders
+MAX_TEMPORARY_SECONDS = 24 * 3600  # age at which one must be a killed process's
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,7 @@ CATALOG: dict[str, Entry] = {
         Entry(
             "text8",
             "English Wikipedia, letters and spaces: 100 million, 27 distinct",
-            "http://mattmahoney.net/dc/text8.zip",
+            "https://mattmahoney.net/dc/text8.zip",
             "sha256:a6640522afe85d1963ad56c05b0ede0a0c000dddc9671758a6cc09b7a38e5232",
             content_hash="md5:3bea1919949baf155f99411df5fada7e",
             size=100_000_000,
@@ -67,7 +72,7 @@ CATALOG: dict[str, Entry] = {
         Entry(
             "enwik8",
             "English Wikipedia as XML: 100 million bytes, 205 distinct",
-            "http://mattmahoney.net/dc/enwik8.zip",
+            "https://mattmahoney.net/dc/enwik8.zip",
             "sha256:547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc",
             content_hash="md5:a1fa5ffddb56f4953e226637dabbb36a",
             size=100_000_000,
@@ -132,7 +137,10 @@ def fetch(entry: Entry, folder: Path = Path("data"), progress: Progress | None =
         if _has_content(target, entry):
             return target
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".fetching-") as temporary:
+        for leftover in folder.glob(f"{PREFIX}????????"):  # of a killed process
+            if time.time() - leftover.stat().st_mtime > MAX_TEMPORARY_SECONDS:
+                shutil.rmtree(leftover, ignore_errors=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=PREFIX) as temporary:
             file = _download(entry, Path(temporary), progress)
             os.chmod(file, 0o644)
             os.replace(file, target)
@@ -155,13 +163,16 @@ def _has_content(path: Path, entry: Entry) -> bool:
 
 
 class _Meter:
-    """The methods of a tqdm bar that pooch's downloader calls."""
+    """The methods of a tqdm bar that pooch's downloader calls; it bounds the download."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: Progress, max_bytes: int) -> None:
         self.progress, self.done, self.total = progress, 0, 0
+        self.max_bytes = max_bytes
 
     def update(self, size: int) -> None:
         self.done += size
+        if self.done > self.max_bytes:
+            raise ValueError
         self.progress("fetching", min(self.done, self.total or self.done), self.total)
 
     def reset(self) -> None:
@@ -186,7 +197,8 @@ def _download(entry: Entry, folder: Path, progress: Progress | None) -> Path:
             path=folder,
             processor=pooch.Unzip([entry.member]) if entry.member else None,
             downloader=pooch.HTTPDownloader(
-                progressbar=_Meter(progress) if progress else False, timeout=TIMEOUT
+                progressbar=_Meter(progress or (lambda *_: None), entry.size + MAX_SLACK),
+                timeout=TIMEOUT,
             ),
         )
         return Path(found[0] if entry.member else found)
@@ -198,5 +210,5 @@ def _download(entry: Entry, folder: Path, progress: Progress | None) -> Path:
             "check the network, or download the file yourself and name it as TEXT"
         )
     except ValueError:
-        problem = f"sent a file with a checksum other than the published one; {later}"
+        problem = f"sent a file with another checksum than the published one; {later}"
     raise DownloadError(f"cannot fetch {entry.name}: {entry.url} {problem}")

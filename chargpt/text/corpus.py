@@ -2,6 +2,7 @@
 
 import math
 import os
+import shlex
 import tempfile
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -11,7 +12,7 @@ from typing import Any, Literal
 from chargpt.config import TextConfig
 from chargpt.errors import TextError
 from chargpt.text import Progress, cache
-from chargpt.text.cache import CachedText
+from chargpt.text.cache import CachedText, DamagedCacheError
 from chargpt.text.catalog import BUILT_IN
 from chargpt.text.decoding import REPLACEMENT, Errors, codec_name, decode
 from chargpt.text.ingest import ingest, load_or_note
@@ -25,10 +26,12 @@ from chargpt.text.source import (
 )
 from chargpt.text.statistics import PairCounts, count_pairs, count_tokens
 from chargpt.text.tokenizer import CharTokenizer, Counts, Tokens
+from chargpt.yaml_reader import to_yaml
 
 MAX_READ_CHARACTERS = 1 << 30
 MAX_MEMORY_BYTES = 64 << 20  # of standard input, before it goes to a temporary file
 MANY_REPLACED = 0.01  # of all characters: the encoding is wrong
+READ_SETTINGS = ("suffixes", "encoding", "encoding_errors", "min_count")
 MIN_BLOCK_SIZE = 8  # shorter ones are not advised
 CHANGED = "the text has changed since the run was trained on it; the old text's tokens are used"
 
@@ -106,6 +109,43 @@ class Corpus:
         return count_pairs(self.split(split), self.tokenizer.vocab_size)
 
 
+def load_cached(settings: TextConfig, key: str | None, name: str) -> Corpus:
+    """Return the text that a run was trained on from the cache, or the built-in text.
+
+    Whoever made the run has chosen its `settings.path`, so that is not read.
+
+    Args:
+        settings: of the run.
+        key: of its text in the cache.
+        name: of the text.
+
+    Raises:
+        TextError: the cache does not have it; the message says how to read it again.
+    """
+    try:
+        cached = cache.load(key) if key else None
+    except DamagedCacheError:
+        cached = None
+    if cached is not None:
+        return _corpus(settings, cached, name, [])
+    if settings.path is None:
+        return load_corpus(settings, key=key)
+    if settings.path == STDIN:
+        raise TextError(
+            f"the run was trained on {name}, which the cache no longer has; give another text "
+            "where the command takes one, or train on a file"
+        )
+    defaults = TextConfig().model_dump(mode="json")
+    words = ["chargpt", "data", "info", settings.path]
+    for setting, value in settings.model_dump(mode="json").items():
+        if setting in READ_SETTINGS and value != defaults[setting]:
+            words += ["-s", f"text.{setting}={to_yaml(value)}"]
+    raise TextError(
+        f"the cache no longer has the text {name} of this run; read it again with\n  "
+        + shlex.join(words)
+    )
+
+
 def load_corpus(
     settings: TextConfig,
     *,
@@ -124,8 +164,6 @@ def load_corpus(
     Raises:
         TextError: there is no such text, it cannot be read, or it is not the text of `key`.
     """
-    if settings.path == STDIN and key and (cached := cache.load(key)):
-        return _corpus(settings, cached, "standard input", [])  # the pipe is already consumed
     notes: list[str] = []
     spec = _specification(settings)
     try:
@@ -155,11 +193,6 @@ def load_corpus(
             "no longer has the old one; restore the text or train a new run"
         )
     return _corpus(settings, cached, source.name, [CHANGED])
-
-
-def is_cached(key: str | None) -> bool:
-    """Return whether the cache has the tokens of a text, so that its source is not needed."""
-    return key is not None and cache.load(key) is not None
 
 
 def _specification(settings: TextConfig) -> list[Any]:

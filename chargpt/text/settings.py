@@ -1,13 +1,15 @@
 """From a text's name, a config and overrides to a `Config`, and which keys the user fixed."""
 
-import json
 import os
+import sys
 from collections.abc import Iterable
 from functools import reduce
 from pathlib import Path
 
 from chargpt.config import Config, load_config, parse_override, read_config_tree
+from chargpt.errors import TextError
 from chargpt.text.catalog import settings_for
+from chargpt.yaml_reader import to_yaml
 
 
 def build_config(
@@ -27,16 +29,24 @@ def build_config(
 
     Raises:
         ConfigError: a key or value is wrong.
+        TextError: the path of the text is not Unicode.
     """
     defaults: dict[str, object] = {}
+    try:
+        (text or "").encode()
+    except UnicodeEncodeError:
+        raise TextError(
+            f"the path {text} is not {sys.getfilesystemencoding()}; rename the text, or set "
+            "PYTHONUTF8=1 if its name is right"
+        ) from None
     if text is not None and not os.path.exists(text):  # unlike Path.exists, False for any text
         defaults |= settings_for(text) or {}
     settings = list(overrides)
     if text is not None and "text.path" not in defaults:
         path = text if text == "-" else str(Path(text).absolute())
-        settings = [f"text.path={json.dumps(path)}", *settings]
+        settings = [f"text.path={to_yaml(path)}", *settings]
     if device is not None:
-        settings.append(f"device={json.dumps(device)}")
+        settings.append(f"device={to_yaml(device)}")
     return load_config(config or "gpt", settings, defaults)
 
 

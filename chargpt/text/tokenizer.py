@@ -18,6 +18,7 @@ import numpy.typing as npt
 from chargpt.errors import RunError, TextError, UnknownCharacterError
 from chargpt.files import parse_json, write_atomically
 
+DECODE_CHUNK = 1 << 20  # ids decoded at once, to bound the memory
 CODE_POINTS = 0x110000
 MAX_JSON_BYTES = 16_000_000  # all code points, escaped, take less
 MAX_NAMED = 5  # unknown characters that an error lists one by one
@@ -169,9 +170,12 @@ class CharTokenizer:
 
     def decode(self, ids: npt.ArrayLike) -> str:
         """Return the text of token ids; the unknown token becomes U+FFFD."""
-        index = np.atleast_1d(np.asarray(ids)).astype(np.int64)
+        index = np.atleast_1d(np.asarray(ids))
+        if index.dtype.kind not in "iu":
+            index = index.astype(np.int64)
         assert index.size == 0 or (index.min() >= 0 and index.max() < self.vocab_size)
-        return self._code_points[index].tobytes().decode("utf-32-le")
+        parts = (index[i : i + DECODE_CHUNK] for i in range(0, len(index), DECODE_CHUNK))
+        return "".join(self._code_points[part].tobytes().decode("utf-32-le") for part in parts)
 
     def to_json(self) -> str:
         """Return the vocabulary as JSON (ASCII only, one line)."""

@@ -1,6 +1,5 @@
 """`chargpt.train`: from a text to a trained run in one call."""
 
-import json
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -12,6 +11,7 @@ from chargpt.store.run import Run, load_run
 from chargpt.text import Progress
 from chargpt.training.request import Request, StartMode
 from chargpt.training.session import Session, open_session
+from chargpt.yaml_reader import to_yaml
 
 
 def train(
@@ -49,9 +49,9 @@ def train(
         ChargptError: the text, a setting, the folder or the device is unusable, or the last
             checkpoint could not be written.
     """
-    overrides = [f"{key}={json.dumps(value)}" for key, value in (settings or {}).items()]
+    overrides = [f"{key}={to_yaml(value)}" for key, value in (settings or {}).items()]
     if encoding is not None:
-        overrides.append(f"text.encoding={json.dumps(encoding)}")
+        overrides.append(f"text.encoding={to_yaml(encoding)}")
     request = Request(
         text=None if text is None else str(text),
         content=content,

@@ -5,8 +5,8 @@ from enum import Enum
 from pathlib import Path
 
 from chargpt.config import Config, parse_override
-from chargpt.distributed import world_size
 from chargpt.errors import ConfigError
+from chargpt.ranks import world_size
 from chargpt.text.settings import build_config, fixed_keys, fixed_values
 from chargpt.text.source import STDIN
 from chargpt.training.budget import Budget, parse_duration

@@ -7,9 +7,10 @@ import torch
 
 from chargpt.config import Config
 from chargpt.device import choose_device
-from chargpt.errors import ConfigError, FinishedError
+from chargpt.errors import ConfigError, FinishedError, TextError
 from chargpt.store.checkpoint import Checkpoint
 from chargpt.store.folder import RunFolder
+from chargpt.text.corpus import load_corpus
 from chargpt.training.schedule import decay_start, lr_factor_at
 
 # Fraction of the peak of the learning rates when a finished run goes on: RESTART times the root of
@@ -38,6 +39,7 @@ def resume(
         RunError: there is no intact checkpoint.
         FinishedError: all steps are done.
         ConfigError: a change would make it another run.
+        TextError: so would another text.
     """
     saved, notes = run.load("latest")
     changes = {
@@ -45,8 +47,10 @@ def resume(
         for key, value in changes.items()
         if not _is_unchanged(saved, key, value, same_command)
     }
-    for key in changes:
-        if key not in MAY_CHANGE and not key.endswith("_every"):
+    for key, value in changes.items():
+        if same_command and key == "text.path":
+            require_same_text(saved, value)
+        elif key not in MAY_CHANGE and not key.endswith("_every"):
             raise ConfigError(
                 f"{key} cannot change when a run is resumed; leave it, or start a new run with "
                 "--out"
@@ -81,6 +85,20 @@ def resume(
             "give it more with -s train.max_steps=N"
         )
     return saved, config, notes
+
+
+def require_same_text(saved: Checkpoint, path: object) -> None:
+    """Check that a text has the content that a run was trained on, wherever it is now.
+
+    Raises:
+        TextError: it has not, or cannot be read.
+    """
+    corpus = load_corpus(saved.config.with_values({"text.path": path}).text)
+    if corpus.key != saved.state.corpus:
+        raise TextError(
+            f"{corpus.name} is not the text that the run was trained on; name that one, or start a "
+            "new run with --out"
+        )
 
 
 def continue_schedule(before: Config, after: Config, step: int, notes: list[str]) -> Config:

@@ -1,8 +1,9 @@
 """The start of a training run: new, resumed, or in place of another."""
 
+import itertools
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,15 +15,16 @@ from chargpt.distributed import (
     destroy_process_group,
     init_process_group,
     is_lost_rank_error,
-    is_main_rank,
 )
 from chargpt.errors import RunError, WorkError
+from chargpt.ranks import is_main_rank
 from chargpt.store.folder import RunFolder
 from chargpt.store.layout import has_checkpoint
 from chargpt.store.run import newest_run, open_run
 from chargpt.text import Progress
-from chargpt.text.corpus import load_corpus
+from chargpt.text.corpus import load_cached, load_corpus
 from chargpt.text.describe import warn_of_length
+from chargpt.text.source import STDIN
 from chargpt.training.budget import REPLANNING, Budget
 from chargpt.training.cost import Cost, expected_cost
 from chargpt.training.planner import Plan, plan
@@ -121,20 +123,25 @@ def create_run(
     if budget is not None:
         planned = plan(settings, corpus, budget)
         settings = planned.config
-    folder = RunFolder(out or free_folder(f"{slug(corpus.name)}-{settings.model.kind}"))
-    trainer = Trainer(settings, corpus, folder=folder, group=group)
-    notes = [*corpus.notes, *warn_of_length(corpus)]
-    if budget is not None and planned is not None:
-        budget.measure_scoring(trainer.model, corpus, trainer.config)
-        step_characters = settings.train.batch_size * settings.model.block_size
-        min_steps = min(REPLANNING.min_steps, settings.train.max_steps)
-        note = budget.extend_for(min_steps, step_characters / planned.speed)
-        notes += [] if note is None else [note]
-    if group.is_main:
-        # the last ones, the best one and an unfinished one
-        require_space(trainer, folder.path, trainer.config.train.keep_last + 2)
-        folder.create(trainer.config, corpus.tokenizer, force=force, allow_unsaved=allow_unsaved)
-        notes += folder.notes
+    if not group.is_main:
+        out = out or Path("runs")  # of no use
+    with output_folder(out, f"{slug(corpus.name)}-{settings.model.kind}") as path:
+        folder = RunFolder(path)
+        trainer = Trainer(settings, corpus, folder=folder, group=group)
+        notes = [*corpus.notes, *warn_of_length(corpus)]
+        if budget is not None and planned is not None:
+            budget.measure_scoring(trainer.model, corpus, trainer.config)
+            step_characters = settings.train.batch_size * settings.model.block_size
+            min_steps = min(REPLANNING.min_steps, settings.train.max_steps)
+            note = budget.extend_for(min_steps, step_characters / planned.speed)
+            notes += [] if note is None else [note]
+        if group.is_main:
+            # the last ones, the best one and an unfinished one
+            require_space(trainer, folder.path, trainer.config.train.keep_last + 2)
+            folder.create(
+                trainer.config, corpus.tokenizer, force=force, allow_unsaved=allow_unsaved
+            )
+            notes += folder.notes
     remaining = None if budget is None else budget.remaining
     cost = expected_cost(trainer.config, trainer.learner, 0, remaining)
     return Session(trainer, folder, cost, budget, planned, notes)
@@ -175,7 +182,11 @@ def resume_run(
         folder.lock()  # before it is read, so that no other process writes in between
     saved, settings, notes = resume(folder, changes, same_command=same_command)
     group = init_process_group(choose_device(settings.device)[0])
-    corpus = load_corpus(settings.text, key=saved.state.corpus, progress=loading)
+    key = saved.state.corpus
+    if same_command and settings.text.path != STDIN:  # the command names the text
+        corpus = load_corpus(settings.text, key=key, progress=loading)
+    else:
+        corpus = load_cached(settings.text, key, saved.state.text)
     trainer = Trainer(settings, corpus, folder=folder, saved=saved, group=group)
     if group.is_main:
         require_space(trainer, folder.path, 1)
@@ -210,9 +221,31 @@ def slug(name: str) -> str:
     return re.sub(r"[^\w.-]+", "-", Path(name).stem).strip("-.") or "text"
 
 
-def free_folder(name: str) -> Path:
-    """Return runs/name, or runs/name-N with the first free number."""
-    path, number = Path("runs", name), 2
-    while path.exists():
-        path, number = Path("runs", f"{name}-{number}"), number + 1
-    return path
+@contextmanager
+def output_folder(out: Path | None, name: str) -> Iterator[Path]:
+    """Return OUT, or else create runs/NAME, or runs/NAME-N with the first free number.
+
+    A folder that stays empty is deleted.
+
+    Raises:
+        RunError: it cannot be created.
+    """
+    if out is not None:
+        yield out
+        return
+    for number in itertools.count(1):
+        path = Path("runs", name if number == 1 else f"{name}-{number}")
+        try:
+            path.mkdir(parents=True)
+            break
+        except OSError as error:
+            if isinstance(error, FileExistsError) and path.exists():
+                continue
+            raise RunError(
+                f"{path} cannot be created ({error.strerror}); name another folder with --out"
+            ) from None
+    try:
+        yield path
+    finally:
+        with suppress(OSError):
+            path.rmdir()
