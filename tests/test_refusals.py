@@ -248,7 +248,7 @@ def test_a_malformed_pointer_is_skipped_with_a_note(run: RunFolder) -> None:
     pointer.write_text('{"checkpoint": "../../elsewhere"}')
     saved, notes = run.load("latest")
     assert saved.folder == folder
-    assert notes == [f"{pointer} names no checkpoint; delete it"]
+    assert notes == [f"{pointer} names no checkpoint; resuming the run repairs it"]
     pointer.unlink()
     assert run.load("latest")[1] == [
         f"{pointer} cannot be read (No such file or directory); "

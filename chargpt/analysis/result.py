@@ -1,10 +1,12 @@
 """Losses of a finished run next to the n-gram baselines, and a summary in sentences."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from chargpt.errors import WorkError
 from chargpt.inference.baselines import NGRAM, Baselines
 from chargpt.inference.evaluation import Evaluation, evaluate_tokens
 from chargpt.store.metrics import validation_curve
@@ -51,12 +53,15 @@ def score_run(run: Run, corpus: Corpus, baselines: Baselines | None = None) -> R
 
     Raises:
         TextError: a split is too short to score.
+        WorkError: a loss is not finite.
     """
     scored = run.config.train.evaluate_characters
     losses = {
         split: evaluate_tokens(run.model, corpus.split(split), split=split, max_characters=scored)
         for split in SPLITS
     }
+    if not all(math.isfinite(loss.nats_per_char) for loss in losses.values()):
+        raise WorkError("the model's loss is not finite: its weights are too large; use another")
     val = corpus.split("val")
     baselines = baselines or Baselines(corpus)
     reference = baselines.losses(val, max_characters=scored, span=run.model.block_size)

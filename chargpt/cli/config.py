@@ -13,7 +13,6 @@ from pydantic.fields import FieldInfo
 from chargpt.cli import console, options
 from chargpt.config import Config, Section, describe_unknown_key, load_config
 from chargpt.errors import ConfigError
-from chargpt.store.checkpoint import CONFIG
 from chargpt.store.run import open_run
 
 TYPES = {int: "whole number", float: "number", bool: "true or false", str: "text"}
@@ -52,8 +51,10 @@ def config(
     Examples: `chargpt config`, `chargpt config train -c gpt`,
     `chargpt config model.n_layer --run runs/a`.
     """
-    source = config_ if run is None else open_run(run).path / CONFIG
-    values = Config() if source is None else load_config(source)
+    if run is not None:
+        values = open_run(run).read_config()
+    else:
+        values = Config() if config_ is None else load_config(config_)
     found = [
         setting
         for setting in settings(values)

@@ -81,8 +81,8 @@ def out_text(text: str, end: str = "") -> None:
         text.encode(sys.stdout.encoding)
     except UnicodeEncodeError as error:
         raise TextError(
-            f"the output is written as {sys.stdout.encoding}, which has no "
-            f"{text[error.start]!r}; set PYTHONIOENCODING=utf-8"
+            f"the output is written as {sys.stdout.encoding}, which lacks "
+            f"U+{ord(text[error.start]):04X}; set PYTHONIOENCODING=utf-8"
         ) from None
     write_out(text + end)
 

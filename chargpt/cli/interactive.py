@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from chargpt.cli import console
 from chargpt.config import Config, parse_override
-from chargpt.errors import ChargptError, ConfigError
+from chargpt.errors import ChargptError, ConfigError, TextError
 from chargpt.inference.sampling import stream_run
 from chargpt.store.run import Run
 from chargpt.text.tokenizer import Unknown
@@ -31,6 +31,8 @@ def interact(run: Run, config: Config, unknown: Unknown | None) -> None:
         config: its `sample` section is used; a seed of null is a new seed for each text.
         unknown: how characters outside the vocabulary are treated.
     """
+    if sys.stdin is None:
+        raise TextError("standard input is closed; type or pipe the prompts")
     console.say(HELP)
     text = config.sample.prompt
     while True:
@@ -50,7 +52,7 @@ def interact(run: Run, config: Config, unknown: Unknown | None) -> None:
                 text = continue_text(run, config, line or text, unknown)
         except ChargptError as error:
             console.say("chargpt: " + str(error).replace("these settings: sample.", ""))
-    if sys.stdin is not None and sys.stdin.isatty():
+    if sys.stdin.isatty():
         console.out("")
 
 

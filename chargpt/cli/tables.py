@@ -29,7 +29,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str =
         is_short = all(len(row[index]) <= MAX_WHOLE for row in rows)
         justify: Literal["left", "right"] = "left" if index == 0 else "right"
         grid.add_column(
-            column,
+            Text(console.printable(column)),
             justify=justify,
             overflow="fold",
             no_wrap=bool(index) and is_short,

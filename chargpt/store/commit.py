@@ -46,9 +46,11 @@ def commit(folder: Path, files: Mapping[str, Chunks], metadata: Mapping[str, obj
         OSError: a write failed.
     """
     temporary = folder.with_name(f"{folder.name}.tmp")
+    if exists(temporary):  # it holds somebody's file
+        temporary = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
     names = (*files, MANIFEST)
     try:
-        temporary.mkdir(parents=True, exist_ok=True)
+        temporary.mkdir(parents=True)
         with ThreadPoolExecutor(len(files)) as pool:  # hashing takes longer than writing
             digests = {name: pool.submit(_sha256, chunks) for name, chunks in files.items()}
             for name, chunks in files.items():
@@ -128,7 +130,7 @@ def read_pointer(parent: Path, pointer: str, name: re.Pattern[str]) -> tuple[Pat
     content = _read_json(path)
     target, digest = str(content.get("checkpoint")), str(content.get("manifest_sha256"))
     if not name.fullmatch(target):
-        raise RunError(f"{path} names no checkpoint; delete it")
+        raise RunError(f"{path} names no checkpoint; resuming the run repairs it")
     return parent / target, digest
 
 

@@ -278,14 +278,25 @@ class RunFolder:
             commit.resolve_pointer(self.checkpoints, "best", NAME)
         except UnreadableError:  # it may be intact
             return
-        except RunError as error:
+        except RunError:
             with suppress(ChargptError, OSError):
                 if exists(best):
                     read_checkpoint(best, optimizer=False)
                 else:
                     best = saved.folder
                 commit.write_pointer(self.checkpoints, "best", best)
-                self.notes.append(f"{error}: repaired, best.json names {best.name} now")
+                self.notes.append(f"best.json was missing or damaged; it names {best.name} again")
+
+    def read_config(self) -> Config:
+        """Return the config that the newest intact checkpoint was saved with.
+
+        Raises:
+            RunError: there is none.
+        """
+        for folder in list_checkpoints(self.checkpoints)[::-1]:
+            with suppress(ChargptError):
+                return read_settings(folder)[0]
+        raise RunError(f"{self.path} holds no checkpoint yet; train it first, or name another run")
 
     def note_edits(self, config: Config) -> None:
         """Note that the run's `config.yaml` is not what its checkpoint has, which is used."""

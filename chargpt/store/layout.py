@@ -11,7 +11,15 @@ from contextlib import suppress
 from pathlib import Path
 
 from chargpt.files import TEMPORARY, entry_names, exists, open_regular
-from chargpt.store.checkpoint import CONFIG, FILES, KEEP, MAX_TEXT_BYTES, NAME, TOKENIZER
+from chargpt.store.checkpoint import (
+    CONFIG,
+    FILES,
+    KEEP,
+    MAX_TEXT_BYTES,
+    NAME,
+    TOKENIZER,
+    UNFINISHED,
+)
 from chargpt.text.tokenizer import FORMAT
 
 METRICS, CHECKPOINTS = "metrics.jsonl", "checkpoints"
@@ -19,7 +27,6 @@ REPORT, TENSORBOARD, LOCK = "report.html", "tensorboard", ".lock"
 REPLACED = ".replaced"  # the run that `--force` replaces, until the new one has saved
 RUN_FILES = (METRICS, REPORT, CONFIG, TOKENIZER)
 POINTERS = ("latest.json", "best.json")
-STEP_FOLDER = re.compile(rf"{NAME.pattern}(\.old)?(\.tmp)?")
 EVENTS = re.compile(r"events\.out\.tfevents\..+")  # TensorBoard's
 
 
@@ -115,9 +122,12 @@ def _is_own(parts: tuple[str, ...]) -> bool:
     if first != CHECKPOINTS:
         return False
     if len(rest) == 1:
-        return STEP_FOLDER.fullmatch(rest[0]) is not None or _is_written(rest[0], POINTERS)
-    is_step = STEP_FOLDER.fullmatch(rest[0]) is not None
-    return is_step and len(rest) == 2 and rest[1] in (*FILES, KEEP)
+        return _is_step_folder(rest[0]) or _is_written(rest[0], POINTERS)
+    return _is_step_folder(rest[0]) and len(rest) == 2 and rest[1] in (*FILES, KEEP)
+
+
+def _is_step_folder(name: str) -> bool:
+    return bool(NAME.fullmatch(name) or UNFINISHED.fullmatch(name))
 
 
 def _is_written(name: str, names: tuple[str, ...]) -> bool:

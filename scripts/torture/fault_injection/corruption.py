@@ -78,7 +78,7 @@ def corrupt_checkpoint(work: Path, index: int, random: Random) -> str | None:
         what = f"{path.name} replaced by a pickle"
         path.write_bytes(stream + bytes(random.randrange(100)))
         if random.random() < 0.5 and path.name not in ("manifest.json", "latest.json"):
-            _forge_manifest(folder, run)
+            forge_manifest(folder, run)
     else:
         what = _write_hostile_content(random, folder, run, work)
     try:
@@ -123,7 +123,7 @@ def _remove_or_swap(random: Random, path: Path, folder: Path, foreign: Path, run
     return f"another run's weights and {name}"
 
 
-def _forge_manifest(folder: Path, run: Path) -> None:
+def forge_manifest(folder: Path, run: Path, step: int = 1) -> None:
     """Make manifest and pointer match the files, as an attacker would."""
     files = {}
     for path in sorted(folder.iterdir()):
@@ -131,7 +131,7 @@ def _forge_manifest(folder: Path, run: Path) -> None:
             content = path.read_bytes()
             digest = hashlib.sha256(content).hexdigest()
             files[path.name] = {"size": len(content), "sha256": digest}
-    manifest = json.dumps({"step": 1, "files": files})
+    manifest = json.dumps({"step": step, "files": files})
     (folder / "manifest.json").write_text(manifest)
     digest = hashlib.sha256(manifest.encode()).hexdigest()
     pointer = {"checkpoint": folder.name, "manifest_sha256": digest}
@@ -173,7 +173,7 @@ def _write_hostile_content(random: Random, folder: Path, run: Path, work: Path) 
     what, write = random.choice(contents)
     write()
     if what not in ("a file of 1 TB", "a pipe", "a linked folder"):
-        _forge_manifest(folder, run)
+        forge_manifest(folder, run)
     if random.random() < 0.2:  # or a path that leaves the folder
         manifest = json.loads((folder / "manifest.json").read_text())
         manifest["files"]["../../../config.yaml"] = manifest["files"].pop("config.yaml")

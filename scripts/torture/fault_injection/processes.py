@@ -25,6 +25,7 @@ from chargpt.store.folder import RunFolder
 
 WRITES = ("open", "write", "fsync", "rename", "replace", "mkdir")
 DELETES = ("unlink", "rmdir")
+READS = ("stat", "lstat", "listdir", "scandir", "open to read")
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,14 @@ class Fault:
         number: index of the operation, from 1.
         errno: error code of the failure; None sends SIGKILL.
         persistent: whether all later writes fail too. Deleting still works, as on a full disk.
+        reads: count only what reads files, lists folders or asks for their status.
     """
 
     under: Path
     number: int
     errno: int | None = None
     persistent: bool = False
+    reads: bool = False
 
 
 @dataclass
@@ -82,7 +85,8 @@ class FaultyFiles:
 
     def install(self) -> None:
         """Replace the functions of `os` and `open` by counting ones."""
-        for name in (*WRITES, *DELETES):
+        reads = self.fault.reads
+        for name in READS if reads else (*WRITES, *DELETES):
             if hasattr(os, name) and name not in ("open", "write"):
                 setattr(os, name, self._wrap(name, getattr(os, name)))
         real_open = builtins.open
@@ -90,6 +94,10 @@ class FaultyFiles:
 
         def faulty_open(file: Any, mode: str = "r", *rest: Any, **named: Any) -> Any:
             if not any(letter in mode for letter in "wax+"):
+                if reads:
+                    faults.maybe_fail("open to read", file)
+                return real_open(file, mode, *rest, **named)
+            if reads:
                 return real_open(file, mode, *rest, **named)
             faults.maybe_fail("open", file)
             return _TruncatingFile(real_open(file, mode, *rest, **named), file, faults)

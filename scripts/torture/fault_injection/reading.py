@@ -1,0 +1,194 @@
+"""Reads that fail or find damage, and reads beside a process that writes."""
+
+import errno
+import functools
+import hashlib
+import json
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+from chargpt.store.folder import RunFolder
+from chargpt.store.verify import verify
+from fault_injection.processes import Fault, run_forked
+from fault_injection.tiny_run import RESUME, empty_folder, error_lines, train_arguments
+
+ERRORS = (errno.EIO, errno.ESTALE, errno.EACCES)
+BEST, LATEST = 4, 16
+MORE = (*RESUME, "-s", f"train.max_steps={LATEST + 8}", "-s", "train.patience=null")
+COMMANDS = (
+    MORE,
+    ("report", "R"),
+    ("verify", "R"),
+    ("sample", "R", "-n", "5"),
+    ("evaluate", "R"),
+    ("runs", "."),
+)
+READS_PER_CASE = 100
+
+
+@functools.cache
+def finished_run(work: Path) -> Path:
+    """Return a run with steps 4 (never to be bettered), 12 and 16, in a folder of its own."""
+    folder = empty_folder(work / "finished")
+    changes = {"train.max_steps": LATEST, "train.keep_last": 2, "train.evaluate_every": 100}
+    result = run_forked(train_arguments(**{**changes, "train.max_steps": BEST}), folder)
+    assert result.code == 0, result.err
+    _let_best_be(folder / "R", BEST)
+    longer = (*RESUME, "-s", f"train.max_steps={LATEST}")
+    result = run_forked(list(longer), folder)
+    assert result.code == 0, result.err
+    names = sorted(path.name for path in (folder / "R" / "checkpoints").glob("step-*"))
+    assert names == [f"step-{step:08d}" for step in (BEST, 12, LATEST)], names
+    return folder / "R"
+
+
+def _let_best_be(run: Path, step: int) -> None:
+    """Save a run's latest checkpoint again, with a validation loss that no other can better."""
+    folder = RunFolder(run)
+    saved, _ = folder.load("latest")
+    state = replace(saved.state, best_step=step, best_nats_per_char=0.0)
+    folder.save(
+        config=saved.config,
+        tokenizer=saved.tokenizer,
+        state=state,
+        model=saved.model,
+        optimizer=saved.optimizer,
+        is_best=True,
+    )
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of each file in a folder, by name."""
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.iterdir()
+        if path.is_file()
+    }
+
+
+def history(run: Path) -> list[str]:
+    """Return the lines of the metrics up to the latest step of the finished run."""
+    path = run / "metrics.jsonl"
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    return [line for line in lines if not _is_later(line)]
+
+
+def _is_later(line: str) -> bool:
+    try:
+        return bool(json.loads(line)["step"] > LATEST)
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def read_errors(work: Path, index: int, random: Random) -> str | None:
+    """Fail one read of a command; the best checkpoint and the metrics must survive it."""
+    intact = finished_run(work)
+    folder = empty_folder(work / "reading")
+    run = folder / "R"
+    shutil.copytree(intact, run)
+    best = run / "checkpoints" / f"step-{BEST:08d}"
+    command = list(COMMANDS[index % len(COMMANDS)] if index >= 150 else MORE)
+    number = index + 1 if index < 150 else random.randint(1, 150)
+    fault = Fault(run, number, ERRORS[index % len(ERRORS)], reads=True)
+    result = run_forked(command, folder, fault=fault)
+    what = f"{command[0]}, read {number}"
+    if "Traceback" in result.err or result.code not in (0, 1, 2):
+        return f"{what}: exit {result.code}: {result.err[-700:]}"
+    if len(error_lines(result)) != (0 if result.code == 0 else 1) and command[0] != "verify":
+        return f"{what}: exit {result.code} with {error_lines(result)}"
+    if digests(best) != digests(intact / "checkpoints" / best.name):
+        return f"{what}: the best checkpoint is lost"
+    if history(run) != history(intact):
+        return f"{what}: the history is lost"
+    again = run_forked(list(MORE), folder)
+    if again.code != 0 and "has done all its" not in again.err:
+        return f"{what}: then resume: exit {again.code}: {again.err[-500:]}"
+    if problems := verify(RunFolder(run)).problems:
+        return f"{what}: then verify: {problems}"
+    return None
+
+
+def damaged_file(work: Path, index: int, random: Random) -> str | None:
+    """Damage one file of a run, then resume it; what was intact must remain."""
+    intact = finished_run(work)
+    folder = empty_folder(work / "damaged")
+    run = folder / "R"
+    shutil.copytree(intact, run)
+    best = run / "checkpoints" / f"step-{BEST:08d}"
+    files = sorted(path for path in run.rglob("*") if path.is_file() and path.name != ".lock")
+    path = files[index % len(files)]
+    content = bytearray(path.read_bytes())
+    kind = ("bit flipped", "removed", "truncated")[index // len(files) % 3]
+    if kind == "removed":
+        path.unlink()
+    elif kind == "truncated":
+        path.write_bytes(content[: random.randrange(len(content))])
+    else:
+        bit = random.randrange(8 * len(content))
+        content[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(content)
+    what = f"{path.relative_to(run)} {kind}"
+    before, kept = digests(best), set(history(run))
+    result = run_forked(list(MORE), folder)
+    if "Traceback" in result.err or result.code not in (0, 2):
+        return f"{what}: exit {result.code}: {result.err[-700:]}"
+    if not best.is_dir() or digests(best) != before:
+        return f"{what}: the best checkpoint was changed"
+    if path.parent.name != f"step-{LATEST:08d}" and not kept <= set(history(run)):
+        return f"{what}: the history was changed"
+    if result.code == 0 and best not in path.parents:
+        named = json.loads((run / "checkpoints" / "best.json").read_text())["checkpoint"]
+        if named != best.name:
+            return f"{what}: best.json names {named}"
+    return None
+
+
+@contextmanager
+def saving_process(run: Path) -> Iterator[None]:
+    """Save a checkpoint of the next step again and again in a fork."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            folder = RunFolder(run)
+            saved, _ = folder.load("latest")
+            for step in range(saved.state.step + 1, 10**6):
+                folder.save(
+                    config=saved.config,
+                    tokenizer=saved.tokenizer,
+                    state=replace(saved.state, step=step, best_step=step - step % 3),
+                    model=saved.model,
+                    optimizer=saved.optimizer,
+                    is_best=step % 3 == 0,
+                )
+        finally:
+            os._exit(1)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def read_beside_writer(work: Path, index: int, _: Random) -> str | None:
+    """Load the best, load the latest, and verify, while another process saves at every step."""
+    folder = empty_folder(work / "beside")
+    run = folder / "R"
+    shutil.copytree(finished_run(work), run)
+    metrics = run / "metrics.jsonl"
+    metrics.write_text("".join(f'{{"step": {step}, "loss": 1.0}}\n' for step in range(1, 20_000)))
+    reader = RunFolder(run)
+    with saving_process(run):
+        for number in range(READS_PER_CASE):
+            if number % 4 == 3:
+                found = verify(reader).problems
+            else:
+                found = reader.load("best" if number % 2 else "latest")[1]
+            if found:
+                return f"read {number} of case {index}: {found}"
+    return None
