@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from chargpt.errors import DeviceError
-from chargpt.ranks import world_size
+from chargpt.ranks import is_main_rank, world_size
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ def init_process_group(device: torch.device) -> ProcessGroup:
         DeviceError: the rendezvous failed.
     """
     size = world_size()
+    is_main_rank()  # checks the variable
     if size == 1:
         return ProcessGroup()
     from torch.distributed.rendezvous import rendezvous

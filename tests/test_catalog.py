@@ -3,6 +3,7 @@
 import hashlib
 import io
 import logging
+import os
 import socket
 import sys
 import threading
@@ -229,3 +230,28 @@ def test_every_entry_has_checksums_of_the_right_length(entry: Entry) -> None:
         algorithm, _, digits = checksum.partition(":")
         assert len(bytes.fromhex(digits)) == hashlib.new(algorithm).digest_size
     assert entry.size > 1_000_000
+
+
+def test_a_download_that_is_longer_than_the_text_is_cut_off(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalog, "MAX_SLACK", 1000)
+    entry = server.entry()
+    server.bodies["/text"] = TEXT * 50
+    assert "with another checksum than the published one" in error_message(entry, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_download_left_is_deleted_a_day_later(server: Server, tmp_path: Path) -> None:
+    for name in (".fetching-abcdefgh", ".fetching-12345678"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "download").write_bytes(b"half")
+    os.utime(tmp_path / ".fetching-abcdefgh", (0, 0))
+    (tmp_path / ".fetching-mine-for-ever").mkdir()
+    fetch(server.entry(), tmp_path)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"sample.txt", ".fetching-12345678", ".fetching-mine-for-ever"}
+
+
+def test_every_text_is_fetched_over_https() -> None:
+    assert all((entry.url or "https://").startswith("https://") for entry in CATALOG.values())

@@ -3,6 +3,8 @@
 import contextlib
 import functools
 import math
+import os
+import tracemalloc
 import zlib
 from fractions import Fraction
 from pathlib import Path
@@ -12,6 +14,7 @@ import numpy.typing as npt
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import REPOSITORY, Cli, refusal
 from formula import logits_of_long_text
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,13 +22,14 @@ from noise import fill_with_noise
 from threadpoolctl import threadpool_info
 
 from chargpt.config import Config, ModelConfig
-from chargpt.errors import ChargptError, TextError, UnknownCharacterError, WorkError
+from chargpt.errors import ChargptError, DeviceError, TextError, UnknownCharacterError, WorkError
 from chargpt.inference import coding
 from chargpt.inference.coding import (
     ArithmeticDecoder,
     ArithmeticEncoder,
     compress,
     decompress,
+    packed_step,
 )
 from chargpt.models import LanguageModel, build_model
 from chargpt.store.run import Run
@@ -199,3 +203,56 @@ def test_decompression_uses_the_thread_count_of_compression() -> None:
     finally:
         torch.set_num_threads(before)
     assert zlib.crc32(b"some words").to_bytes(4, "little") == packed[30:34]
+
+
+def test_a_compressed_file_names_the_step_that_it_needs() -> None:
+    packed = compress(RUN, b"some words")
+    assert packed_step(packed) == RUN.step
+    with pytest.raises(ChargptError, match=r"another model \(step 1, weights [0-9a-f]{16}\)"):
+        decompress(run_of(seed=1), packed)
+
+
+def test_memory_is_bounded_by_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "a" * 300_000
+    tracemalloc.start()
+    try:
+        packed = compress(RUN, text.encode())
+        _, compressing = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        assert decompress(RUN, packed).decode() == text
+        _, decompressing = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert max(compressing, decompressing) < coding.BYTES_PER_CHARACTER * len(text)
+    monkeypatch.setattr("chargpt.device.memory_limit", lambda _: 1000)
+    with pytest.raises(DeviceError, match="a text of 300,000 characters would need"):
+        decompress(RUN, packed)
+
+
+def test_the_checkpoint_of_a_compressed_file_can_be_kept(cli: Cli, verse: Path) -> None:
+    tiny = (
+        "-s train.max_steps=4 -s train.batch_size=4 -s model.n_layer=1 -s model.n_embd=16 "
+        "-s model.block_size=16 -s train.keep_last=1 --device cpu -s dtype=float32"
+    ).split()
+    assert cli("train", verse, *tiny, "--out", "r").returncode == 0
+    Path("t.txt").write_text(verse.read_text(encoding="utf-8")[:300])
+    longer = ("train", "--resume", "r", "-s")
+    assert "--keep protects it" in cli("compress", "r", "t.txt", "a").stderr
+    assert "--keep" not in cli("compress", "r", "t.txt", "a", "--keep", "--force").stderr
+    assert cli(*longer, "train.max_steps=60").returncode == 0
+    assert cli("decompress", "r", "a", "b").returncode == 0
+    assert Path("b").read_text() == Path("t.txt").read_text()
+    Path("r/checkpoints/step-00000004/keep").unlink()
+    assert cli(*longer, "train.max_steps=120").returncode == 0
+    said = refusal(cli("decompress", "r", "a", "c"))
+    assert "a was compressed with step 4 of a run, but r has no checkpoint '4'" in said
+
+
+def test_a_pipe_or_a_folder_is_not_compressed(cli: Cli, tmp_path: Path) -> None:
+    os.mkfifo("pipe")
+    run = REPOSITORY / "tests" / "golden" / "0.1.0" / "run"
+    assert "pipe is no file" in refusal(cli("compress", run, "pipe", "out"))
+    assert "is a folder; name a file in it" in refusal(cli("compress", run, __file__, "."))
+    with open("sparse", "wb") as file:
+        file.truncate(10**12)
+    assert "too large for this machine's memory" in refusal(cli("compress", run, "sparse", "out"))

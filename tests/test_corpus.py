@@ -5,6 +5,7 @@ import gzip
 import io
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -719,3 +720,48 @@ def test_memory_stays_bounded_for_a_large_text(tmp_path: Path) -> None:
     )
     assert path.stat().st_size > 300_000_000
     assert int(done.stdout) < 200  # MB
+
+
+def test_an_edit_in_place_with_its_time_restored_is_noticed(write: Write) -> None:
+    path = write("abc" * 10)
+    load(path)
+    status = path.stat()
+    with open(path, "r+b") as file:
+        file.write(b"xyz")
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert text_of(load(path)) == "xyz" + "abc" * 9
+
+
+def test_tokens_are_flushed_to_disk_before_the_index_names_them(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[str] = []
+    real = os.fsync
+    monkeypatch.setattr(
+        "os.fsync",
+        lambda number: (flushed.append(os.readlink(f"/proc/self/fd/{number}")), real(number))[1],
+    )
+    load(write("abc" * 10))
+    names = [Path(name).name for name in flushed]
+    tokens = next(i for i, name in enumerate(names) if name.startswith(".tokens."))
+    assert tokens < next(i for i, name in enumerate(names) if "meta.json" in name)
+
+
+@pytest.mark.parametrize("path", ["/proc/kmsg", "/**/*", "/etc/passwd", "secret.txt"])
+def test_a_run_does_not_choose_which_files_are_read(
+    path: str, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = write("secret")
+    wanted = str(secret) if path == "secret.txt" else path
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("it was opened")
+
+    monkeypatch.setattr("builtins.open", refuse)
+    monkeypatch.setattr("os.stat", refuse)
+    monkeypatch.setattr("glob.iglob", refuse)
+    monkeypatch.setattr("chargpt.text.cache.load", lambda _: None)
+    with pytest.raises(TextError, match="read it again with\n  chargpt data info") as caught:
+        load_cached(TextConfig(path=wanted, min_count=2), "0" * 64, "novel.txt")
+    assert shlex.quote(wanted) in str(caught.value)
+    assert "-s text.min_count=2" in str(caught.value)

@@ -3,29 +3,35 @@
 import dataclasses
 import errno
 import json
+import math
 import os
+import resource
 import shutil
+import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
 from conftest import REPOSITORY
-from saving import CONFIG, TOKENIZER, save
+from saving import BEST_STEPS, CONFIG, TOKENIZER, rewrite, save
 
-from chargpt.errors import RunError
+from chargpt.errors import RunError, UnreadableError
 from chargpt.files import to_json
 from chargpt.models import build_model
 from chargpt.store.checkpoint import list_checkpoints, step_of
 from chargpt.store.folder import RunFolder
 from chargpt.store.layout import has_checkpoint
-from chargpt.store.run import load_run, newest_run
+from chargpt.store.run import load_run, newest_run, open_run
 from chargpt.store.state import RunState
 from chargpt.store.tensors import serialize
 from chargpt.store.verify import verify
 from chargpt.text.corpus import load_corpus
+from chargpt.text.tokenizer import CharTokenizer
 from chargpt.training.trainer import Trainer
 
 
@@ -511,3 +517,303 @@ def test_verify_lists_sizes_and_each_problem_once(run: RunFolder) -> None:
         f"no intact checkpoint for latest: {missing}",
     ]
     assert result.uses == {"best": None, "latest": None}
+
+
+# -- what cannot be read, and what is not ours ------------------------------------------------
+
+
+def run_with_best(run: RunFolder) -> RunFolder:
+    """Save steps 1 (the best), 2 and 3 with keep_last 2; step 1 remains only as the best."""
+    save(run, 1, best=True)
+    save(run, 2)
+    save(run, 3)
+    return run
+
+
+@pytest.mark.parametrize("damage", ["bit flipped", "removed", "emptied", "wrong digest"])
+def test_the_best_checkpoint_survives_a_damaged_pointer(run: RunFolder, damage: str) -> None:
+    run_with_best(run)
+    pointer = run.checkpoints / "best.json"
+    content = bytearray(pointer.read_bytes())
+    if damage == "removed":
+        pointer.unlink()
+    elif damage == "emptied":
+        pointer.write_bytes(b"")
+    elif damage == "wrong digest":
+        pointer.write_bytes(content.replace(content[-10:-5], b"00000"))
+    else:
+        content[20] ^= 1
+        pointer.write_bytes(content)
+    loaded = load_run(run.path, "best", "cpu")
+    assert loaded.step in (1, 3)
+    assert len(loaded.notes) == 1
+    save(run, 4)
+    save(run, 5)
+    assert (run.checkpoints / "step-00000001").is_dir()
+    run.repair_pointer(run.load("latest")[0])
+    assert run.notes == ["best.json was missing or damaged; it names step-00000001 again"]
+    assert load_run(run.path, "best", "cpu").step == 1
+    assert not verify(run).problems
+
+
+def test_without_its_pointer_the_best_is_the_one_that_the_state_names(run: RunFolder) -> None:
+    run_with_best(run)
+    (run.checkpoints / "best.json").unlink()
+    assert load_run(run.path, "best", "cpu").step == 1
+
+
+def test_if_the_best_is_gone_the_newest_takes_its_place(run: RunFolder) -> None:
+    run_with_best(run)
+    (run.checkpoints / "best.json").unlink()
+    shutil.rmtree(run.checkpoints / "step-00000001")
+    run.repair_pointer(run.load("latest")[0])
+    assert load_run(run.path, "best", "cpu").step == 3
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])
+def test_what_cannot_be_read_now_is_neither_skipped_nor_deleted(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    run_with_best(run)
+    before = sorted(run.path.rglob("*"))
+    real, failing = os.stat, "best.json"
+
+    def stat(path: os.PathLike[str], *rest: object, **named: object) -> os.stat_result:
+        if str(path).endswith(failing):
+            raise OSError(number, os.strerror(number), str(path))
+        return real(path, *rest, **named)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.stat", stat)
+        with pytest.raises(UnreadableError, match="try again"):
+            run.load("best")
+        save(run, 4)
+        failing = "latest.json"
+        with pytest.raises(UnreadableError, match="try again"):
+            run.load("latest")
+        failing = "metrics.jsonl"
+        with pytest.raises(UnreadableError, match="try again"):
+            run.metrics.records()
+        with pytest.raises(OSError, match=os.strerror(number)):
+            run.metrics.truncate_after(1)
+    assert set(before) <= set(run.path.rglob("*"))
+    assert [record["step"] for record in run.metrics.records()] == [1, 2, 3, 4]
+
+
+def test_truncating_the_metrics_keeps_every_line_that_is_not_of_a_later_step(
+    run: RunFolder,
+) -> None:
+    path = run.path / "metrics.jsonl"
+    lines = ['{"step": 1, "loss": 1}', "damaged", '{"step": 3, "loss": 1}', '{"step": 2, "x": 1}']
+    path.write_text("\n".join(lines))
+    run.metrics.truncate_after(2)
+    assert path.read_text() == "\n".join([lines[0], lines[1], lines[3], ""])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"step": NaN}',
+        '{"step": 1, "loss": Infinity}',
+        '{"step": 1, "loss": 1e400}',
+        '{"step": 1, "loss": ' + "9" * 400 + "}",
+        '{"step": true}',
+        '{"step": -1}',
+        '{"step": 1000000000000000000000}',
+        '{"step": 1, "sample": 5}',
+        '{"step": 1, "sample": "\\ud800"}',
+        '{"step": 1, "loss": null}',
+        "[1]",
+        "{" * 10_000,
+    ],
+)
+def test_hostile_metrics_are_malformed_lines(run: RunFolder, line: str) -> None:
+    (run.path / "metrics.jsonl").write_text(f'{line}\n{{"step": 1, "loss": 2.0}}\n')
+    assert run.metrics.records() == [{"step": 1, "loss": 2.0}]
+    assert run.metrics.problems(1) == [f"{run.path / 'metrics.jsonl'} has malformed lines: 1 of 2"]
+
+
+def test_a_log_too_long_for_memory_is_thinned_evenly_but_for_its_validations(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("chargpt.store.metrics.MAX_RECORDS", 100)
+    for step in range(1, 1001):
+        kind = "val_nats_per_char" if step % 100 == 0 else "loss"
+        run.metrics.append({"step": step, kind: 1.0})
+    records = run.metrics.records()
+    assert 40 < len(records) <= 100
+    validated = [r["step"] for r in records if "val_nats_per_char" in r]
+    assert validated == list(range(100, 1001, 100))
+    gaps = np.diff([r["step"] for r in records if "loss" in r])
+    assert gaps.max() <= 2 * np.median(gaps)
+
+
+def test_verify_finds_damage_in_the_files_beside_the_checkpoints(run: RunFolder) -> None:
+    run_with_best(run)
+    assert verify(run).problems == []
+    (run.path / "metrics.jsonl").write_text('{"step": 2, "loss": 1.0}\njunk\n')
+    CharTokenizer.fit("another").save(run.path / "tokenizer.json")
+    run.write_config(CONFIG.with_values({"seed": 5}))
+    result = verify(run)
+    assert result.problems == [
+        f"{run.path / 'tokenizer.json'} is not the tokenizer of step-00000003",
+        f"{run.path / 'metrics.jsonl'} has malformed lines: 1 of 2",
+        f"{run.path / 'metrics.jsonl'} lacks the training loss of 2 of 3 steps",
+    ]
+    assert result.notes == [
+        f"{run.path / 'config.yaml'} differs from the checkpoint in seed; the checkpoint's "
+        "settings are used, and -s KEY=VALUE changes them"
+    ]
+
+
+def test_a_last_line_that_a_crash_cut_short_is_no_damage(run: RunFolder) -> None:
+    save(run, 1)
+    with open(run.path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 2, "lo')
+    assert verify(run).problems == []
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("adamw.exp_avg.embedding.weight", torch.zeros(3)),
+        ("adamw.exp_avg_sq.embedding.weight", torch.full((8, 16), math.nan)),
+    ],
+)
+def test_verify_finds_an_optimizer_of_another_shape_or_not_finite(
+    run: RunFolder, name: str, tensor: torch.Tensor
+) -> None:
+    folder = save(run, 1)
+    rewrite(folder, "optimizer.safetensors", safetensors.torch.save({name: tensor}))
+    assert any(name in problem for problem in verify(run).problems)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.float16])
+def test_weights_of_another_type_than_float32_are_rejected(
+    run: RunFolder, dtype: torch.dtype
+) -> None:
+    folder = save(run, 1)
+    weights = run.load("1")[0].model
+    changed = {name: tensor.to(dtype) for name, tensor in weights.items()}
+    rewrite(folder, "model.safetensors", safetensors.torch.save(changed))
+    with pytest.raises(RunError, match=f"is {dtype}, not float32"):
+        run.load("1")
+
+
+def test_a_run_without_its_config_is_still_a_run(run: RunFolder) -> None:
+    save(run, 1)
+    (run.path / "config.yaml").unlink()
+    assert load_run(run.path, device="cpu").step == 1
+    assert open_run(run.path).read_config() == CONFIG
+
+
+FOREIGN = (
+    *("notes.txt", "draft.tmp", "data.tmp/x", "checkpoints/model.pt", ".replaced/notes"),
+    *("checkpoints/step-00000001/notes.txt", "checkpoints/step-00000009.tmp/x", "tensorboard/x"),
+    *("checkpoints/step-00000003.old.tmp/x", ".config.yaml.tmp", "checkpoints/latest.json.bak"),
+)
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_force_and_saving_leave_files_of_others(run: RunFolder, name: str) -> None:
+    run_with_best(run)
+    path = run.path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("precious")
+    for step in range(4, 10):
+        save(run, step, best=step == 5)
+    run.unlock()
+    with pytest.raises(RunError, match="which no run writes"):
+        RunFolder(run.path).create(CONFIG, TOKENIZER, force=True)
+    assert path.read_text() == "precious"
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "report.html", "tokenizer.json"])
+def test_a_file_that_is_called_like_ours_in_a_folder_that_is_no_run_is_not_ours(
+    tmp_path: Path, name: str
+) -> None:
+    (tmp_path / name).write_text("{}")
+    for options in ({"force": True}, {"allow_unsaved": True}, {}):
+        with pytest.raises(RunError, match=f"holds '{name}'"):
+            RunFolder(tmp_path).create(CONFIG, TOKENIZER, **options)
+    assert (tmp_path / name).read_text() == "{}"
+
+
+def test_a_replaced_run_remains_until_the_new_one_has_saved(run: RunFolder) -> None:
+    run_with_best(run)
+    run.unlock()
+    old = sorted(path.relative_to(run.path) for path in run.path.rglob("*"))
+    new = RunFolder(run.path).create(CONFIG, TOKENIZER, force=True)
+    assert load_run(run.path, device="cpu").step == 1  # the old one
+    assert has_checkpoint(run.path)
+    new.unlock()  # without a save, as when training fails at once
+    assert sorted(path.relative_to(run.path) for path in run.path.rglob("*")) == old
+    assert load_run(run.path, device="cpu").step == 1
+    new = RunFolder(run.path).create(CONFIG, TOKENIZER, force=True)
+    BEST_STEPS.clear()
+    save(new, 7)
+    assert not (run.path / ".replaced").exists()
+    assert [path.name for path in list_checkpoints(run.checkpoints)] == ["step-00000007"]
+    assert [record["step"] for record in new.metrics.records()] == list(range(1, 8))
+
+
+def test_a_kept_checkpoint_is_not_pruned(run: RunFolder) -> None:
+    save(run, 1)
+    run.keep(1)
+    for step in range(2, 6):
+        save(run, step)
+    assert [step_of(path) for path in list_checkpoints(run.checkpoints)] == [1, 4, 5]
+    assert run.is_kept(1)
+    assert not run.is_kept(5)
+
+
+def test_a_reader_beside_a_saving_run_sees_no_damage(run: RunFolder) -> None:
+    run_with_best(run)
+    reader, stop = RunFolder(run.path), threading.Event()
+
+    def write() -> None:
+        step = 4
+        while not stop.is_set():
+            save(run, step, best=step % 2 == 0)
+            step += 1
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for number in range(60):
+            _, skipped = reader.load("best" if number % 2 else "latest")
+            assert skipped == []
+    finally:
+        stop.set()
+        writer.join()
+
+
+def test_a_file_system_without_locks_or_flushing_of_folders_is_used_with_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        real(descriptor)
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    monkeypatch.setattr("os.fsync", fsync)
+    run = RunFolder(tmp_path / "run").create(CONFIG, TOKENIZER)
+    save(run, 1)
+    assert "has no locks" in run.notes[0]
+    assert load_run(run.path, device="cpu").step == 1
+
+
+def test_a_small_file_with_the_config_of_a_large_model_allocates_nothing(run: RunFolder) -> None:
+    folder = save(run, 1)
+    large = CONFIG.with_values({"model.n_embd": 2048, "model.n_layer": 8})
+    rewrite(folder, "config.yaml", large.to_yaml().encode())
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(RunError, match="do not match its config"):
+        run.load("1")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000  # kB, not 6 GB

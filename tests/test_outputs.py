@@ -1,0 +1,281 @@
+"""What commands write and print: files of others, devices, links, encodings, control characters."""
+
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY, Cli, refusal, run_cli
+
+from chargpt.cli import console, tables
+from chargpt.errors import ConfigError, DeviceError, TextError, WorkError
+from chargpt.files import write_output
+from chargpt.ranks import is_main_rank, world_size
+from chargpt.yaml_reader import parse_yaml, to_yaml
+
+TINY = (
+    "-s train.max_steps=4 -s train.batch_size=4 -s model.n_layer=1 -s model.n_embd=16 "
+    "-s model.block_size=16 --device cpu -s dtype=float32"
+).split()
+PAGE = b'<meta name="generator" content="chargpt">'
+
+
+# -- files -------------------------------------------------------------------------------------
+
+
+def test_only_a_file_of_ours_is_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "page.html"
+    for _ in range(2):
+        write_output(path, PAGE)
+    path.write_text("a novel")
+    with pytest.raises(ConfigError, match=r"page\.html exists and was not made by chargpt"):
+        write_output(path, PAGE)
+    assert path.read_text() == "a novel"
+    write_output(path, PAGE, force=True)
+    assert path.read_bytes() == PAGE
+
+
+def test_links_and_modes_are_kept(tmp_path: Path) -> None:
+    target, link = tmp_path / "target", tmp_path / "link"
+    link.symlink_to(target)
+    write_output(link, PAGE)
+    assert link.is_symlink()
+    target.chmod(0o600)
+    write_output(link, PAGE + PAGE)
+    assert target.read_bytes() == PAGE + PAGE
+    assert stat.S_IMODE(target.stat().st_mode) == 0o600
+
+
+def test_a_pipe_is_written_to(tmp_path: Path) -> None:
+    path, received = tmp_path / "pipe", []
+    os.mkfifo(path)
+    reader = threading.Thread(target=lambda: received.append(path.read_bytes()))
+    reader.start()
+    write_output(path, b"x" * 100_000)
+    reader.join()
+    assert received == [b"x" * 100_000]
+    assert stat.S_ISFIFO(path.stat().st_mode)
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root may")
+def test_a_device_stays_a_device(tmp_path: Path) -> None:
+    path = tmp_path / "null"
+    os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+    write_output(path, PAGE)
+    assert stat.S_ISCHR(path.stat().st_mode)
+
+
+def test_pages_and_pictures_are_written_again_and_other_files_are_not(
+    cli: Cli, verse: Path
+) -> None:
+    assert cli("train", verse, *TINY, "--out", "r").returncode == 0
+    for words in (
+        ("report", "r", "--out", "a.html"),
+        ("explain", "r", "--html", "b.html"),
+        ("explain", "r", "--plot", "c.svg"),
+        ("explain", "r", "--plot", "d.png"),
+        ("compare", "r", "--plot", "e.png"),
+    ):
+        for _ in range(2):
+            done = cli(*words)
+            assert done.returncode == 0, done.stderr
+        Path(words[-1]).write_text("mine")
+        assert "was not made by chargpt" in refusal(cli(*words))
+        assert Path(words[-1]).read_text() == "mine"
+    for path in (".", "/", ""):
+        assert "Traceback" not in cli("report", "r", "--out", path).stderr
+
+
+# -- streams -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def russian(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on a Russian text."""
+    folder = tmp_path_factory.mktemp("russian")
+    (folder / "t.txt").write_text("Буря мглою небо кроет, вихри снежные крутя; " * 60, "utf-8")
+    done = run_cli("train", "t.txt", *TINY, "--out", "r", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder / "r"
+
+
+def shell(command: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[bytes]:
+    """Run a shell command in which $CHARGPT is the program."""
+    own = {"CHARGPT": f"{sys.executable} -m chargpt", "PYTHONPATH": str(REPOSITORY)}
+    return subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command}"],
+        cwd=cwd,
+        env={**os.environ, **own, **environment},
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_json_is_right_and_text_an_error_where_stdout_lacks_the_characters(russian: Path) -> None:
+    words = "$CHARGPT sample r -n 9 --seed 1"
+    right = shell(f"{words} --json", russian.parent, PYTHONIOENCODING="utf-8")
+    samples = json.loads(right.stdout)["samples"]
+    assert not samples[0].isascii()
+    done = shell(f"{words} --json", russian.parent, PYTHONIOENCODING="latin-1")
+    assert done.stdout.isascii()
+    assert json.loads(done.stdout)["samples"] == samples
+    done = shell(f"{words} > f", russian.parent, PYTHONIOENCODING="latin-1")
+    assert done.returncode == 2
+    assert b"the output is written as iso8859-1, which lacks U+04" in done.stderr
+    assert (russian.parent / "f").read_bytes() == b""
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        ("$CHARGPT sample r -n 5 2>&-", 0),
+        ("$CHARGPT sample r -n 5 >&-", 0),
+        ("$CHARGPT evaluate r | true", 0),
+        ("$CHARGPT runs . | true", 0),
+        ("$CHARGPT train - <&-", 2),
+        ("$CHARGPT score r <&-", 2),
+        ("$CHARGPT sample r -i <&-", 2),
+        ("$CHARGPT compress r - out <&-", 2),
+    ],
+)
+def test_closed_streams_are_no_error_of_ours(russian: Path, command: str, code: int) -> None:
+    shell("$CHARGPT data info t.txt", russian.parent)
+    done = shell(command, russian.parent)
+    assert done.returncode == code, done.stderr
+    assert b"Traceback" not in done.stderr
+
+
+def test_a_text_is_compressed_and_restored_through_pipes(russian: Path) -> None:
+    pack, unpack = "$CHARGPT compress r - -", "$CHARGPT decompress r - -"
+    done = shell(f"head -c 399 t.txt | {pack} | {unpack}", russian.parent)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == (russian.parent / "t.txt").read_bytes()[:399]
+
+
+# -- names and encodings -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["😀.txt", "d[/b].txt", "x[abridged].txt", "повесть.txt", 'a"\\b'])
+def test_any_name_of_a_text_is_trained_on_resumed_and_shown(
+    cli: Cli, verse: Path, name: str
+) -> None:
+    Path(name).parent.mkdir(exist_ok=True)
+    shutil.copy(verse, name)
+    done = cli("train", name, *TINY, "--out", "r")
+    assert done.returncode == 0, done.stderr
+    assert cli("train", "--resume", "r", "-s", "train.max_steps=6").returncode == 0
+    done = cli("evaluate", "r", "--text", name)
+    assert done.returncode == 0, done.stderr
+    assert name in done.stdout
+
+
+def test_a_name_that_is_not_unicode_is_one_sentence(cli: Cli, verse: Path) -> None:
+    name = os.fsdecode(b"t\xff.txt")
+    shutil.copy(verse, name)
+    assert "rename the text, or set PYTHONUTF8=1" in refusal(cli("train", name, *TINY))
+    assert not Path("runs").exists()
+    run = os.fsdecode(b"r\xff")
+    assert cli("train", verse, *TINY, "--out", run).returncode == 0
+    done = cli("report", run)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "value", ["😀", "\udcff", 'a"b\\c\n\x85\u2028\x00', "~", "1e5", ["😀", ".py"], 0.5, None, True]
+)
+def test_every_value_survives_being_written_as_yaml(value: object) -> None:
+    written = to_yaml(value)
+    assert written.isascii()
+    assert parse_yaml(f"key: {written}", "test")[0] == {"key": value}
+
+
+def test_nothing_printed_controls_the_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hostile = "a\x1b[2J\x9b31m\x07\r\udcff"
+    console.say(hostile)
+    console.out(hostile)
+    console.out_sentence(hostile)
+    console.out_json({hostile: hostile})
+    console.fail(hostile)
+    tables.table([hostile], [[hostile]], title=hostile)
+    tables.side_by_side([hostile], [hostile])
+    printed = "".join(capsys.readouterr())
+    assert printed.count("\N{REPLACEMENT CHARACTER}") > 10
+    assert not set(printed) & set("\x1b\x9b\x07\r\udcff")
+    assert json.loads(next(line for line in printed.splitlines() if line.startswith("{")))
+
+
+def test_json_has_no_numbers_that_are_none() -> None:
+    with pytest.raises(WorkError, match="NaN or infinite"):
+        console.out_json({"loss": float("nan")})
+
+
+def test_a_terminal_gets_a_question_mark_and_a_file_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with open(tmp_path / "f", "w", encoding="latin-1", errors="replace") as file:
+        monkeypatch.setattr(sys, "stdout", file)
+        with pytest.raises(TextError, match=r"lacks U\+0436"):
+            console.out_text("ж")
+        monkeypatch.setattr(file, "isatty", lambda: True, raising=False)
+        console.out_text("ж")
+    assert (tmp_path / "f").read_text("latin-1") == "?"
+
+
+# -- ranks -------------------------------------------------------------------------------------
+
+
+def test_a_rank_in_the_environment_silences_only_training(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for size in ("1", "2", ""):
+        monkeypatch.setenv("RANK", "1")
+        monkeypatch.setenv("WORLD_SIZE", size)
+        assert "python-docs" in cli("data", "list").stdout
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK", "LOCAL_RANK"])
+def test_a_rank_that_is_no_number_is_one_sentence(
+    cli: Cli, verse: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv(name, "x")
+    assert f"the environment variable {name} is 'x'" in refusal(cli("train", verse, *TINY))
+
+
+def test_empty_variables_mean_no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "")
+    monkeypatch.setenv("RANK", "")
+    assert world_size() == 1
+    assert is_main_rank()
+    monkeypatch.setenv("WORLD_SIZE", "9" * 5000)
+    with pytest.raises(DeviceError):
+        world_size()
+
+
+@pytest.mark.parametrize("cache", ["~nosuch/x", ""])
+def test_a_user_without_a_home_is_told_to_name_a_cache(
+    cli: Cli, verse: Path, monkeypatch: pytest.MonkeyPatch, cache: str
+) -> None:
+    monkeypatch.setenv("CHARGPT_CACHE", cache)
+    monkeypatch.delenv("HOME")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda _: (_ for _ in ()).throw(KeyError))
+    assert "set CHARGPT_CACHE" in refusal(cli("data", "info", verse))
+    assert not Path("~").exists()
+
+
+def test_several_trainings_at_once_each_get_a_folder(verse: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "chargpt", "train", str(verse), *TINY]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    processes = [subprocess.Popen(command, cwd=tmp_path, env=environment) for _ in range(3)]
+    assert [process.wait(120) for process in processes] == [0, 0, 0]
+    names = sorted(path.name for path in (tmp_path / "runs").iterdir())
+    assert names == ["lighthouse-gpt", "lighthouse-gpt-2", "lighthouse-gpt-3"]
