@@ -87,13 +87,13 @@ class TextConfig(Section):
     encoding_errors: Literal["strict", "replace"] = "strict"
     """Bytes that do not decode: an error, or each the character U+FFFD."""
     suffixes: tuple[str, ...] = (".txt", ".md", ".gz")
-    """Which files of a folder are read."""
+    """Which files of a folder are read, by their endings: `.py,.txt`."""
 
     @field_validator("suffixes", mode="after")
     @classmethod
     def split_suffixes(cls, suffixes: tuple[str, ...]) -> tuple[str, ...]:
-        """Accept `.py,.md` as two suffixes."""
-        return tuple(suffix for each in suffixes for suffix in each.split(","))
+        """Accept `.py,.md` and `.py .md` as two suffixes."""
+        return tuple(suffix for each in suffixes for suffix in re.split(r"[,\s]+", each) if suffix)
 
     val_fraction: float = Field(0.1, gt=0, lt=1)
     """Fraction of the text in the validation split, after the training split."""
@@ -460,7 +460,12 @@ def load_config(
         key, parsed = parse_override(override)
         set_dotted(tree, key, parsed)
         # an error in an override has no line in the file
-        lines = {k: n for k, n in lines.items() if k != key and not k.startswith(key + ".")}
+        section = key.partition(".")[0]
+        lines = {
+            k: n
+            for k, n in lines.items()
+            if k not in (key, section) and not k.startswith(key + ".")
+        }
     return validate(tree, str(source), lines)
 
 

@@ -113,8 +113,10 @@ def require_output(path: Path, *, force: bool = False) -> None:
     """Check that a file may be written: that there is none, or one of ours, or no regular one.
 
     Raises:
-        ConfigError: there is a file of another origin, and not `force`.
+        ConfigError: there is a folder, or a file of another origin, and not `force`.
     """
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder; name a file in it")
     if force or not path.is_file() or _is_stream(path):
         return
     with open(path, "rb") as file:

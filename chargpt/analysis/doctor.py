@@ -42,10 +42,10 @@ def run_checks(device_name: str = "auto", folder: Path = Path()) -> list[Check]:
         DeviceError: the device is not available.
     """
     device, reason = choose_device(device_name)
-    dtype, dtype_reason = choose_dtype(device, "auto")
+    dtype, _ = choose_dtype(device, "auto")
     checks = [
         Check("device", f"{device.type} ({reason or 'as asked'})"),
-        Check("number format", f"{dtype_name(dtype)} ({dtype_reason})"),
+        Check("number format", dtype_name(dtype)),
     ]
     if device.type == "cpu":
         checks.append(_check_threads())

@@ -1,5 +1,6 @@
 """`chargpt compare`: baselines, a bigram and a GPT on the same text, or existing runs."""
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -121,6 +122,11 @@ def compare(
         return
     result, folder = train_models(request, out, models or "bigram,gpt")
     print_comparison(result, plot or folder / "curves.svg", json_=json_)
+    if not json_:
+        console.out(f"the runs are in {folder}; next:")
+        for name in result.curves:
+            run = shlex.quote(str(folder / name.split()[0]))
+            console.out(f"  chargpt sample {run}")
 
 
 def train_models(request: Request, out: Path | None, models: str) -> tuple[Comparison, Path]:
@@ -129,6 +135,8 @@ def train_models(request: Request, out: Path | None, models: str) -> tuple[Compa
     budget = request.time_budget() if request.budget else None
     corpus = load_corpus(settings.text, progress=LoadingProgress())
     names = [name.strip() for name in models.split(",") if name.strip()]
+    for name in names:
+        comparison.model_settings(settings, name)  # rejects unknown names before any training
     used = next((out / name for name in names if out and (out / name).exists()), None)
     if used is not None:
         raise ConfigError(f"{used} exists; name another folder with --out")

@@ -15,7 +15,7 @@ from chargpt.cli import console, options, runs
 from chargpt.cli.progress import Progress
 from chargpt.device import memory_limit
 from chargpt.errors import ConfigError, RunError, TextError
-from chargpt.files import write_output
+from chargpt.files import require_output, write_output
 from chargpt.inference.coding import BYTES_PER_CHARACTER, packed_step
 from chargpt.inference.coding import compress as pack
 from chargpt.inference.coding import decompress as unpack
@@ -111,8 +111,7 @@ def read_input(path: Path, out: Path, *, force: bool) -> bytes:
     if str(out) != STDIN:
         if not out.parent.is_dir():
             raise ConfigError(f"there is no folder {out.parent}; create it, or name another file")
-        if out.is_dir():
-            raise ConfigError(f"{out} is a folder; name a file in it")
+        require_output(out, force=True)
         if out.is_file() and not force:
             raise ConfigError(f"{out} exists; name another file, or replace it with --force")
     limit = memory_limit(None) // BYTES_PER_CHARACTER

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -37,12 +38,15 @@ def wrapped(text: str, stream: TextIO, indent: str = "") -> str:
     """
     width = shutil.get_terminal_size().columns if stream.isatty() else 10**6
     options: Any = {"break_long_words": False, "break_on_hyphens": False}
+    text = re.sub(
+        r"( --?[a-z][\w-]*) (?=\S)", r"\1\0", text
+    )  # an option and its value stay together
     return "\n".join(
         line
         if line.startswith(" ")
         else textwrap.fill(line, width, initial_indent=indent, subsequent_indent=indent, **options)
         for line in text.split("\n")
-    )
+    ).replace("\0", " ")
 
 
 def say(text: str) -> None:

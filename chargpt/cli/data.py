@@ -81,9 +81,15 @@ def info(
         _print_facts(corpus.name, facts)
 
 
+def shown(character: str) -> str:
+    """Return a character as a sign, or by its code point if it has none."""
+    sign = display_char(character)
+    return f"U+{ord(character):04X}" if sign == "\N{REPLACEMENT CHARACTER}" else sign
+
+
 def _print_facts(name: str, facts: Description) -> None:
     def listed(pairs: Iterable[tuple[str, int]]) -> str:
-        cells = [f"{display_char(c)} {count:,}" for c, count in pairs]
+        cells = [f"{shown(c)} {count:,}" for c, count in pairs]
         return "\n".join("  ".join(cells[i : i + 5]) for i in range(0, len(cells), 5))
 
     tables.table(

@@ -80,7 +80,7 @@ class StepView:
         else:
             step = trainer.state.step
             console.say(f"stopped at step {step:,} and saved; {self._how_to_resume()}")
-        raise Stopped(number)
+        raise Stopped(number, is_said=True)
 
     def say_last_checkpoint(self) -> None:
         """Name the last checkpoint after a signal has stopped a step."""

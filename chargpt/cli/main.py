@@ -158,7 +158,8 @@ def exit_code_of(command: Callable[[], Any]) -> int:
         console.say("stopped")
         return 130
     except Stopped as stop:
-        console.say("stopped")
+        if not stop.is_said:
+            console.say("stopped")
         return 128 + stop.number
     except (BrokenPipeError, console.OutputClosed):  # `chargpt sample | head` is no failure
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

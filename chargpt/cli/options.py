@@ -39,7 +39,9 @@ ConfigName = Annotated[
 Device = Annotated[
     str | None,
     typer.Option(
-        "--device", metavar="DEVICE", help="cpu, cuda, cuda:N or mps; a GPU by default, if any."
+        "--device",
+        metavar="DEVICE",
+        help="auto, cpu, cuda, cuda:N or mps; auto, a GPU if any, by default.",
     ),
 ]
 Encoding = Annotated[

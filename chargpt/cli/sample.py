@@ -1,6 +1,7 @@
 """`chargpt sample`: text generated from a trained model."""
 
 import dataclasses
+import re
 import secrets
 from collections.abc import Mapping
 from contextlib import closing
@@ -18,7 +19,7 @@ from chargpt.inference.sampling import sample as generate
 from chargpt.inference.sampling import stream_run
 from chargpt.store.run import Run
 from chargpt.text.corpus import read_text
-from chargpt.text.display import whole_graphemes
+from chargpt.text.display import display_text, whole_graphemes
 from chargpt.text.tokenizer import Unknown
 
 DEFAULTS = SampleConfig()  # the run's config may contain others
@@ -93,7 +94,11 @@ def sample(
     ] = None,
     stop: Annotated[
         list[str] | None,
-        typer.Option("--stop", metavar="TEXT", help="End before this text; may be repeated."),
+        typer.Option(
+            "--stop",
+            metavar="TEXT",
+            help="End before this text (\\n: a line end); may be repeated.",
+        ),
     ] = None,
     interactive: Annotated[
         bool,
@@ -106,6 +111,7 @@ def sample(
     checkpoint: options.Checkpoint = "best",
     json_: options.Json = False,
     device: options.Device = None,
+    encoding: options.Encoding = None,
 ) -> None:
     """Generate text from a trained model, streamed as it is sampled.
 
@@ -117,8 +123,12 @@ def sample(
     if prompt_file is not None:
         if prompt is not None:
             raise ConfigError("--prompt and --prompt-file exclude each other; give one")
-        prompt = read_text(prompt_file)
+        prompt = read_text(prompt_file, encoding or "auto")
+    if stop is not None:
+        ctx.params["stop"] = [text.replace("\\n", "\n").replace("\\t", "\t") for text in stop]
     config = sample_config(loaded.config, {**ctx.params, "prompt": prompt})
+    if prompt is not None and unknown not in (None, "error"):
+        console.say_unknown(loaded.tokenizer.count_unknown(prompt), unknown)
     if interactive:
         if json_ or check or config.sample.num_samples > 1:
             raise ConfigError(
@@ -168,7 +178,15 @@ def sample_config(config: Config, given: Mapping[str, Any]) -> Config:
         for name in SampleConfig.model_fields
         if given[name] not in (None, [], ())
     }
-    return config.with_values(changes)
+    try:
+        return config.with_values(changes)
+    except ConfigError as error:  # name the options instead of the settings
+        name = re.sub(
+            r"these settings: sample\.(\w+)",
+            lambda found: "--" + found[1].replace("_", "-"),
+            str(error),
+        )
+        raise ConfigError(name) from None
 
 
 def with_seed(settings: SampleConfig) -> SampleConfig:
@@ -206,8 +224,8 @@ def print_overlap(overlap: OverlapReport, run: Run) -> None:
         match = max(matches, key=lambda each: each.length)
         text = run.tokenizer.decode(overlap.training[match.place : match.place + match.length])
         console.out_sentence(
-            f"longest verbatim match with the training text: {match.length} characters, at "
-            f"character {match.place:,} ({reference}): {console.printable(text)[:80]!r}"
+            f"⟦ ⟧: verbatim matches of {MIN_MATCH} characters or more; longest with the training text: {match.length} characters, at "
+            f"character {match.place:,} ({reference}): {display_text(text)[:80]}"
         )
     else:
         console.out_sentence(

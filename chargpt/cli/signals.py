@@ -12,11 +12,15 @@ NAMES = ("SIGINT", "SIGTERM", "SIGHUP")
 
 
 class Stopped(BaseException):
-    """A signal has ended the command; its number decides the exit code."""
+    """A signal has ended the command; its number decides the exit code.
 
-    def __init__(self, number: int) -> None:
+    Attributes:
+        is_said: whether a message has said so.
+    """
+
+    def __init__(self, number: int, *, is_said: bool = False) -> None:
         super().__init__(number)
-        self.number = number
+        self.number, self.is_said = number, is_said
 
 
 class Signals:

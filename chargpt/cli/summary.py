@@ -48,7 +48,7 @@ def show_plan(trainer: Trainer, cost: Cost) -> None:
         f"{config.dtype}{in_brackets(trainer.dtype_reason)}\n"
         f"plan    {cost.steps:,} steps x {config.train.batch_size} sequences x "
         f"{config.model.block_size} = {console.short(cost.characters)} characters "
-        f"({cost.epochs:.1f} epochs)\n"
+        f"({cost.epochs:{'.1f' if cost.epochs >= 0.1 else '.1g'}} epochs)\n"
         f"needs   about {console.size(cost.memory_bytes)} for model and batches, and "
         f"{console.duration(cost.seconds)}"
     )
@@ -119,11 +119,12 @@ def print_result(
     seconds = console.duration(state.seconds)
     console.out_sentence(f"trained {state.step:,} steps in {seconds}; {best_step}")
     path = shlex.quote(str(session.folder.path))
+    more = f" -s train.max_steps={2 * state.step}" if session.trainer.finished else ""
     commands = [
         f"chargpt sample {path}",
         f"chargpt evaluate {path}",
         *([] if has_report else [f"chargpt report {path}"]),
-        f"chargpt train --resume {path} -s train.max_steps={2 * state.step}",
+        f"chargpt train --resume {path}{more}",
     ]
     lines = [f"the run is in {path}; next:", *(f"  {command}" for command in commands)]
     console.out_sentence("\n".join(lines))

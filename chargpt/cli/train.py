@@ -20,7 +20,7 @@ def train(
     text: Annotated[
         str | None,
         typer.Argument(
-            help="A file, folder, glob, name from `chargpt data list`, or - for standard input; "
+            help="A file, folder (of .txt, .md and .gz files), glob, name from `chargpt data list`, or - for standard input; "
             "with --resume, a run. Without it: a built-in text, or the newest run.",
             show_default=False,
         ),

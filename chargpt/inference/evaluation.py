@@ -169,12 +169,13 @@ def evaluate_tokens(
     """
     assert max_characters is None or protocol == "full"
     if len(tokens) < 2:
+        if split == "test":
+            raise TextError(
+                "the run's text has no test split; evaluate another split, or train with "
+                "-s text.test_fraction=0.1"
+            )
         what = "text" if split == "all" else f"{split} split"
-        remedy = "set text.test_fraction" if split == "test" else "give a longer text"
-        raise TextError(
-            f"the {what} contains {len(tokens)} of the 2 characters that an evaluation needs; "
-            f"{remedy}"
-        )
+        raise TextError(f"the {what} is shorter than 2 characters; give a longer text")
     block_size = model.block_size
     if protocol == "nanogpt":
         block_size = min(block_size, NANOGPT_BLOCK)

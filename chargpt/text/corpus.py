@@ -168,6 +168,7 @@ def load_corpus(
     spec = _specification(settings)
     try:
         source = find_source(settings) if content is None else text_in_memory(content)
+        notes += source.notes
         signature = source.signature()
     except MissingTextError:
         noted = key or cache.read_index(spec)

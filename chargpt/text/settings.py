@@ -32,6 +32,8 @@ def build_config(
         TextError: the path of the text is not Unicode.
     """
     defaults: dict[str, object] = {}
+    if text == "":
+        raise TextError("the path of the text is empty; name a file, a folder or a pattern")
     try:
         (text or "").encode()
     except UnicodeEncodeError:

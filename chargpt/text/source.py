@@ -45,11 +45,13 @@ class Source:
         files: the files to read, in order.
         stream: the whole text as a seekable stream, instead of files. A source without either is
             standard input.
+        notes: sentences for the user.
     """
 
     name: str
     files: tuple[Path, ...] = ()
     stream: IO[bytes] | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def is_stdin(self) -> bool:
@@ -124,7 +126,7 @@ def _find_glob(pattern: str, written: str) -> Source:
     files = sorted({path for path in matches if path.is_file()})
     if not files:
         raise MissingTextError(f"no file matches {written}; correct the pattern or quote it")
-    return Source(written, tuple(files))
+    return Source("/".join(Path(written).parts[-2:]), tuple(files))
 
 
 def _find_folder(root: Path, suffixes: tuple[str, ...]) -> Source:
@@ -155,12 +157,21 @@ def _find_folder(root: Path, suffixes: tuple[str, ...]) -> Source:
         if len(files) > MAX_FILES:
             raise TextError(f"{root} holds over {MAX_FILES:,} files; join them into fewer")
     if not files:
-        common = max(others, key=others.__getitem__, default="") or ".py"
+        if not others:
+            raise MissingTextError(f"the folder {root} holds no files; name another")
+        common = max(others, key=others.__getitem__) or ".py"
         raise MissingTextError(
-            f"the folder {root} holds no file that ends in {', '.join(endings)}; name the endings "
-            f"of its texts, such as -s text.suffixes={common}"
+            f"the folder {root} holds no file that ends in {', '.join(endings)}; name its files by a "
+            f"pattern, such as '{root}/**/*{common}'"
         )
-    return Source(f"{root.absolute().name}/", tuple(sorted(files)))
+    name, notes = f"{root.absolute().name}/", ()
+    if n_others := others.total():
+        listed = ", ".join(f"{n:,} {ending or 'without'}" for ending, n in others.most_common(3))
+        notes = (
+            f"{name}: {len(files):,} files are read, those that end in {', '.join(endings)}; "
+            f"{n_others:,} others are not ({listed})",
+        )
+    return Source(name, tuple(sorted(files)), notes=notes)
 
 
 def _missing(written: str) -> str:
@@ -173,7 +184,7 @@ def _missing(written: str) -> str:
         names = sorted(entry for entry in os.listdir(parent) if not entry.startswith("."))[:2000]
     except OSError:
         return f"there is no file {written}, nor its folder; correct the path"
-    if similar := difflib.get_close_matches(name, names, n=1):
+    if similar := difflib.get_close_matches(name, names, n=1, cutoff=0.75):
         return f"there is no file {written}; did you mean {os.path.join(parent, similar[0])}?"
     if similar := difflib.get_close_matches(name, CATALOG, n=1):
         return f"there is no file {written}; did you mean `chargpt data get {similar[0]}`?"

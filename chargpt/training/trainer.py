@@ -211,9 +211,9 @@ class Trainer:
             f"the machine slowed down: stopped at step {report.step:,} of {report.max_steps:,}"
         )
         self.stopped_by = "deadline"
-        if self.writer.saved_step != self.state.step:
+        if report.validation is None:
             self.validate(report)
-            report.saved = self._save(report)
+        report.saved = self._save(report)
 
     def _measure_speed(self, report: StepReport, budget: Budget | None) -> None:
         """Add the speed, over the last second or more, and the remaining time to a report."""
@@ -311,7 +311,7 @@ class Trainer:
         if report is not None and is_best and report.validation is not None:
             nats = report.validation.nats_per_char
             state = replace(state, best_step=report.step, best_nats_per_char=nats)
-        if self.folder is None or self.writer.saved_step == state.step:
+        if self.folder is None or (self.writer.saved_step == state.step and not is_best):
             self.state = state
             return None
         self.config_is_unsaved = False  # if the disk refuses, the next due save will include it
