@@ -44,10 +44,11 @@ def tiny(verse: Path, *settings: str) -> Config:
     return load_config("gpt", [f"text.path={verse}", *TINY, *settings])
 
 
-def test_at_the_deadline_the_run_is_saved_and_stops(
-    verse: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("every", "best"), [(3, 5), (100, 5)])
+def test_at_the_deadline_the_run_is_evaluated_saved_and_stops(
+    verse: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], every: int, best: int
 ) -> None:
-    config = tiny(verse, "schedule.cooldown=0.5", *STEPS)
+    config = tiny(verse, "schedule.cooldown=0.5", *STEPS, f"train.evaluate_every={every}")
     created = create_run(config, tmp_path / "run", None)
     trainer = created.trainer
 
@@ -63,6 +64,7 @@ def test_at_the_deadline_the_run_is_saved_and_stops(
     step = trainer.state.step
     assert step == 5 < trainer.config.train.max_steps
     assert load_run(tmp_path / "run", "latest").step == step
+    assert trainer.state.best_step == load_run(tmp_path / "run").step == best
     assert load_config(tmp_path / "run" / "config.yaml") == trainer.config
 
 

@@ -287,10 +287,21 @@ def test_a_folder_is_read_recursively_sorted_and_by_suffix(write: Write) -> None
     corpus = load(folder)
     assert text_of(corpus) == "a2b1z3"
     assert corpus.name == "texts/"
+    assert corpus.notes == (
+        "texts/: 3 files are read, those that end in .txt, .md, .gz; 1 others are not (1 .py)",
+    )
     assert text_of(load(folder, suffixes=("py",))) == "no"
     message = error_message(folder, suffixes=(".rst", ".tex"))
     assert ".rst, .tex" in message
-    assert "text.suffixes" in message
+    assert "/**/*.gz" in message
+
+
+@pytest.mark.parametrize("suffixes", [(".md,.py",), (".md .py",), ("md", "*.py")])
+def test_several_endings_can_be_named(write: Write, suffixes: tuple[str, ...]) -> None:
+    folder = write("b", "b.py").parent
+    write("a", "a.md")
+    write("no", "c.txt")
+    assert text_of(load(folder, suffixes=suffixes)) == "ab"
 
 
 def test_a_symbolic_link_to_a_parent_is_not_followed(write: Write) -> None:

@@ -516,8 +516,8 @@ def test_a_number_stays_with_its_unit_in_a_tile(phone: Any, joined: Path, width:
     [
         (1.50, "0.100 nats better than the 6-gram"),
         (1.70, "0.100 nats worse than the 6-gram"),
-        (1.59, "no different from the 6-gram within the error of 0.040 nats"),
-        (1.60, "no different from the 6-gram within the error of 0.040 nats"),
+        (1.59, "no different from the 6-gram within twice the standard error, 0.040 nats"),
+        (1.60, "no different from the 6-gram within twice the standard error, 0.040 nats"),
     ],
 )
 def test_a_difference_within_twice_the_standard_error_is_none(nats: float, expected: str) -> None:

@@ -39,6 +39,7 @@ def show_plan(trainer: Trainer, cost: Cost) -> None:
     n_threads = torch.get_num_threads()
     threads = f"{n_threads} thread{'' if n_threads == 1 else 's'}"
     on_device = in_brackets(trainer.device_reason, threads if trainer.device.type == "cpu" else "")
+    epochs = f"{cost.epochs:.1f}" if cost.epochs >= 0.1 else f"{cost.epochs:.1g}"
     ranks = f" x {trainer.group.size} processes" if trainer.group.size > 1 else ""
     console.say(
         f"text    {corpus.name}: {console.characters(len(corpus.tokens))} ({lengths}){unknown}\n"
@@ -48,7 +49,7 @@ def show_plan(trainer: Trainer, cost: Cost) -> None:
         f"{config.dtype}{in_brackets(trainer.dtype_reason)}\n"
         f"plan    {cost.steps:,} steps x {config.train.batch_size} sequences x "
         f"{config.model.block_size} = {console.short(cost.characters)} characters "
-        f"({cost.epochs:{'.1f' if cost.epochs >= 0.1 else '.1g'}} epochs)\n"
+        f"({epochs} epochs)\n"
         f"needs   about {console.size(cost.memory_bytes)} for model and batches, and "
         f"{console.duration(cost.seconds)}"
     )

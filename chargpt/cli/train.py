@@ -20,8 +20,9 @@ def train(
     text: Annotated[
         str | None,
         typer.Argument(
-            help="A file, folder (of .txt, .md and .gz files), glob, name from `chargpt data list`, or - for standard input; "
-            "with --resume, a run. Without it: a built-in text, or the newest run.",
+            help="A file, folder (of .txt, .md and .gz files), glob, name from `chargpt data "
+            "list`, or - for standard input; with --resume, a run. Without it: a built-in text, "
+            "or the newest run.",
             show_default=False,
         ),
     ] = None,

@@ -161,10 +161,11 @@ def _find_folder(root: Path, suffixes: tuple[str, ...]) -> Source:
             raise MissingTextError(f"the folder {root} holds no files; name another")
         common = max(others, key=others.__getitem__) or ".py"
         raise MissingTextError(
-            f"the folder {root} holds no file that ends in {', '.join(endings)}; name its files by a "
-            f"pattern, such as '{root}/**/*{common}'"
+            f"the folder {root} holds no file that ends in {', '.join(endings)}; name its files by "
+            f"a pattern, such as '{root}/**/*{common}'"
         )
-    name, notes = f"{root.absolute().name}/", ()
+    name = f"{root.absolute().name}/"
+    notes: tuple[str, ...] = ()
     if n_others := others.total():
         listed = ", ".join(f"{n:,} {ending or 'without'}" for ending, n in others.most_common(3))
         notes = (

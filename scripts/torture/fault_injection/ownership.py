@@ -114,7 +114,8 @@ def special_target(work: Path, index: int, _: Random) -> str | None:
 
 def _run(command: list[str], folder: Path, code: int = 0) -> ProcessResult:
     result = run_forked(command, folder)
-    assert result.code == code and "Traceback" not in result.err, (result.code, result.err[-500:])
+    assert result.code == code, result.err[-500:]
+    assert "Traceback" not in result.err, result.err[-500:]
     return result
 
 
