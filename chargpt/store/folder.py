@@ -14,7 +14,7 @@ from torch import Tensor
 from chargpt.config import Config
 from chargpt.errors import ChargptError, RunError, UnreadableError
 from chargpt.files import UNSUPPORTED, exists, read_regular, write_atomically
-from chargpt.store import commit
+from chargpt.store import commit, loading, replacement
 from chargpt.store.checkpoint import (
     CONFIG,
     KEEP,
@@ -25,36 +25,24 @@ from chargpt.store.checkpoint import (
     STATE,
     TOKENIZER,
     Checkpoint,
-    list_checkpoints,
     parse_config,
     prune_checkpoints,
     read_checkpoint,
-    read_settings,
-    step_of,
     write_checkpoint,
 )
 from chargpt.store.layout import (
     CHECKPOINTS,
     LOCK,
     METRICS,
-    POINTERS,
-    REPLACED,
-    RUN_FILES,
-    TENSORBOARD,
     delete_run_files,
     find_foreign_file,
     has_checkpoint,
-    has_own_checkpoint,
     is_run,
 )
 from chargpt.store.metrics import MetricsLog
 from chargpt.store.state import RunState
 from chargpt.store.tensors import serialize
 from chargpt.text.tokenizer import CharTokenizer
-
-MAX_TRIES = 20  # of reading a run that a training process changes at the same time
-# What `--force` moves aside, in this order: a run is whole where its checkpoints are.
-REPLACED_PARTS = (CHECKPOINTS, TENSORBOARD, *RUN_FILES)
 
 
 class RunFolder:
@@ -135,18 +123,15 @@ class RunFolder:
             self.lock()
             if not force:  # again: another process may have created it before the lock
                 self.require_free(path, allow_unsaved=allow_unsaved)
-            if force and has_own_checkpoint(path):
-                (path / REPLACED).mkdir(exist_ok=True)
-                for name in REPLACED_PARTS:
-                    if exists(path / name):
-                        os.rename(path / name, path / REPLACED / name)
+            if force:
+                replacement.move_aside(path)
             delete_run_files(path)
             self.checkpoints.mkdir(exist_ok=True)
             write_atomically(path / TOKENIZER, tokenizer.to_json().encode())
             self.write_config(config)
         except OSError as error:
             with suppress(OSError):
-                self._restore_replaced()
+                replacement.restore(self.path)
                 if is_new:
                     delete_run_files(path)
                     self.unlock()
@@ -177,33 +162,13 @@ class RunFolder:
             self.notes.append(
                 f"the file system of {self.path} has no locks; let no other process train into it"
             )
-        self._restore_replaced()
+        replacement.restore(self.path)
 
     def unlock(self) -> None:
         """Release the lock. A run that was to be replaced by one that saved nothing is restored."""
         with suppress(OSError):
-            self._restore_replaced()
+            replacement.restore(self.path)
         self._lock.release()
-
-    def _restore_replaced(self) -> None:
-        """Put back the run that `--force` moved aside, unless the new one has saved."""
-        aside = self.path / REPLACED
-        if not exists(aside):
-            return
-        if not has_own_checkpoint(self.path):
-            for name in reversed(REPLACED_PARTS):
-                if exists(aside / name):
-                    delete_run_files(self.path, name)
-                    os.replace(aside / name, self.path / name)
-        self._delete_replaced()
-
-    def _delete_replaced(self) -> None:
-        """Delete the run that `--force` moved aside."""
-        aside = self.path / REPLACED
-        if exists(aside):
-            delete_run_files(aside)
-            with suppress(OSError):
-                aside.rmdir()
 
     def require_space(self, n_bytes: int) -> None:
         """Check that the disk has `n_bytes` free.
@@ -247,7 +212,7 @@ class RunFolder:
         if is_best or not state.best_step:
             commit.write_pointer(self.checkpoints, "best", folder)
         commit.write_pointer(self.checkpoints, "latest", folder)
-        self._delete_replaced()
+        replacement.delete(self.path)
         with suppress(RunError):  # while it is not known which one is the best, all are kept
             best, _ = commit.read_pointer(self.checkpoints, "best", NAME)
             keep = {best.name, f"step-{state.best_step or 0:08d}"}
@@ -293,10 +258,7 @@ class RunFolder:
         Raises:
             RunError: there is none.
         """
-        for folder in list_checkpoints(self.checkpoints)[::-1]:
-            with suppress(ChargptError):
-                return read_settings(folder)[0]
-        raise RunError(f"{self.path} holds no checkpoint yet; train it first, or name another run")
+        return loading.newest_settings(self.path)[0]
 
     def note_edits(self, config: Config) -> None:
         """Note that the run's `config.yaml` is not what its checkpoint has, which is used."""
@@ -330,77 +292,4 @@ class RunFolder:
             UnreadableError: the system cannot read the checkpoint, which may be intact.
             RunError: no checkpoint is intact.
         """
-        for _ in range(MAX_TRIES):
-            before = self._pointers()
-            try:
-                saved, skipped = self._load(which, optimizer=optimizer)
-                if not skipped or self._pointers() == before:
-                    return saved, skipped
-            except UnreadableError:
-                raise
-            except RunError:
-                if self._pointers() == before:
-                    raise
-        return self._load(which, optimizer=optimizer)
-
-    def _pointers(self) -> list[bytes | None]:
-        """Return the content of the pointers, which changes with every save."""
-        contents: list[bytes | None] = []
-        for name in POINTERS:
-            try:
-                contents.append(read_regular(self.checkpoints / name, commit.MAX_JSON_BYTES))
-            except (OSError, ValueError):
-                contents.append(None)
-        return contents
-
-    def _load(self, which: str, *, optimizer: bool) -> tuple[Checkpoint, list[str]]:
-        candidates, skipped = self._candidates(which)
-        for folder in candidates:
-            try:
-                return read_checkpoint(folder, optimizer=optimizer), skipped
-            except UnreadableError:
-                raise
-            except ChargptError as error:
-                skipped.append(str(error))
-        raise RunError(
-            skipped[0] if len(skipped) == 1 else "no checkpoint is intact: " + "; ".join(skipped)
-        )
-
-    def _candidates(self, which: str) -> tuple[list[Path], list[str]]:
-        """Return the checkpoints to try, in order, and why the one named is not among them."""
-        folders = list_checkpoints(self.checkpoints)[::-1]
-        if not folders:
-            raise RunError(
-                f"{self.path} holds no checkpoint yet; train it first, or name another run"
-            )
-        if which not in ("best", "latest"):
-            steps = {str(step_of(folder)): folder for folder in folders}
-            if which not in steps:
-                raise RunError(
-                    f"{self.path} has no checkpoint {which!r}; it has best, latest and steps "
-                    + ", ".join(reversed(steps))
-                )
-            return [steps[which]], []
-        try:
-            named, _ = commit.read_pointer(self.checkpoints, which, NAME)
-        except UnreadableError:
-            raise
-        except RunError as error:
-            best = self._recorded_best(folders) if which == "best" else []
-            return [*best, *(folder for folder in folders if folder not in best)], [str(error)]
-        others = [folder for folder in folders if folder != named]
-        try:
-            commit.resolve_pointer(self.checkpoints, which, NAME)
-        except UnreadableError:
-            raise
-        except RunError as error:
-            return others, [str(error)]
-        return [named, *others], []
-
-    def _recorded_best(self, folders: list[Path]) -> list[Path]:
-        """Return the best checkpoint as the newest intact one knows it, if both exist."""
-        for folder in folders:
-            with suppress(ChargptError):
-                _, _, state = read_settings(folder)
-                return [each for each in folders if step_of(each) == state.best_step]
-        return []
+        return loading.load(self.path, which, optimizer=optimizer)
