@@ -153,6 +153,12 @@ def edit_manifest(folder: Path, **changes: object) -> None:
     (folder / "manifest.json").write_text(json.dumps({**manifest, **changes}))
 
 
+def with_header(header: dict[str, object]) -> bytes:
+    """Return a safetensors file that consists of a header."""
+    content = json.dumps(header).encode()
+    return len(content).to_bytes(8, "little") + content
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "manifest not an object": (
         lambda folder: (folder / "manifest.json").write_text("[1]"),
@@ -210,6 +216,14 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "weights malformed": (
         lambda folder: rewrite(folder, "model.safetensors", b"x"),
+        "FOLDER/model.safetensors is not a safetensors file (",
+    ),
+    "a tensor of 2^63 columns and no rows": (
+        lambda folder: rewrite(
+            folder,
+            "model.safetensors",
+            with_header({"w": {"dtype": "F32", "shape": [0, 2**63], "data_offsets": [0, 0]}}),
+        ),
         "FOLDER/model.safetensors is not a safetensors file (",
     ),
     "optimizer malformed": (

@@ -1,0 +1,172 @@
+"""Unusual but valid conditions: killed and stopped processes, large numbers, copies, -O."""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY, Cli, refusal, run_cli
+
+from chargpt.store.run import load_run
+from chargpt.text.corpus import load_corpus
+from chargpt.text.settings import build_config
+
+TINY = (
+    "-s train.max_steps=4 -s train.batch_size=4 -s train.evaluate_characters=300 "
+    "-s model.n_layer=1 -s model.n_embd=16 -s model.block_size=16 --device cpu -s dtype=float32"
+).split()
+
+
+def start(*words: object, cwd: Path, prefix: str = "") -> subprocess.Popen[bytes]:
+    command = f'{prefix} exec "$@"'
+    return subprocess.Popen(
+        ["bash", "-c", command, "bash", sys.executable, "-m", "chargpt", *map(str, words)],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def test_texts_prepared_by_two_killed_processes_at_once_are_never_wrong(tmp_path: Path) -> None:
+    text = tmp_path / "t.txt"
+    code = (
+        "import sys; from chargpt.text.corpus import load_corpus;"
+        "from chargpt.text.settings import build_config;"
+        "load_corpus(build_config(sys.argv[1]).text)"
+    )
+    for round_ in range(6):
+        text.write_text(f"{round_}" + "the sea, the light, жук " * 300_000, encoding="utf-8")
+        command = [sys.executable, "-c", code, str(text)]
+        processes = [subprocess.Popen(command, cwd=REPOSITORY) for _ in range(2)]
+        time.sleep(0.5 + 0.15 * round_)
+        for process in processes:
+            process.kill()
+            process.wait()
+        corpus = load_corpus(build_config(str(text)).text)
+        assert corpus.tokenizer.decode(corpus.tokens) == text.read_text(encoding="utf-8")
+
+
+def test_of_three_processes_on_one_new_folder_one_trains(verse: Path, tmp_path: Path) -> None:
+    processes = [start("train", verse, *TINY, "--out", "r", cwd=tmp_path) for _ in range(3)]
+    outputs = [process.communicate(timeout=120) for process in processes]
+    codes = [process.returncode for process in processes]
+    assert sorted(codes) == [0, 2, 2], outputs
+    assert all(b"Traceback" not in err for _, err in outputs)
+    assert load_run(tmp_path / "r", device="cpu").step
+
+
+def test_training_survives_the_loss_of_its_cache(
+    verse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "r"
+    done = run_cli("train", verse, *TINY, "--out", folder, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    shutil.rmtree(os.environ["CHARGPT_CACHE"])
+    done = run_cli("train", "--resume", folder, "-s", "train.max_steps=6", cwd=tmp_path)
+    assert f"chargpt data info {verse}" in refusal(done) + done.stderr
+    done = run_cli(
+        "train", verse, "--out", folder, "--resume", "-s", "train.max_steps=4", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert load_run(folder, "latest").step == 4
+
+
+def test_a_run_that_is_moved_away_while_it_trains_is_saved_again(
+    verse: Path, tmp_path: Path
+) -> None:
+    arguments = [word.replace("max_steps=4", "max_steps=100000") for word in TINY]
+    process = start(
+        "train", verse, *arguments, "-s", "train.save_every=5", "--out", "r", cwd=tmp_path
+    )
+    latest = tmp_path / "r" / "checkpoints" / "latest.json"
+    for folder in ("r", "away"):
+        end = time.monotonic() + 60
+        while not latest.exists():
+            assert time.monotonic() < end, process.communicate(timeout=5)
+            time.sleep(0.05)
+        if folder == "r":
+            (tmp_path / "r").rename(tmp_path / "away")
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert load_run(tmp_path / "away", "latest", "cpu").step
+    assert load_run(tmp_path / "r", "latest", "cpu").step
+
+
+def test_a_process_that_was_stopped_beyond_its_budget_saves_and_ends(
+    verse: Path, tmp_path: Path
+) -> None:
+    process = start("train", verse, "--budget", "9s", "--out", "r", cwd=tmp_path)
+    end = time.monotonic() + 60
+    while not (tmp_path / "r" / "config.yaml").exists():
+        assert time.monotonic() < end, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(9)
+    process.send_signal(signal.SIGCONT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert load_run(tmp_path / "r", "latest", "cpu").step
+
+
+def test_few_open_files_are_enough(verse: Path, tmp_path: Path) -> None:
+    process = start("train", verse, *TINY, "--out", "r", cwd=tmp_path, prefix="ulimit -n 40;")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+
+
+def test_a_folder_of_many_files_is_read(cli: Cli, tmp_path: Path) -> None:
+    for number in range(5_000):
+        (tmp_path / f"{number:05}.txt").write_text("abc")
+    assert "15,000" in cli("data", "info", tmp_path).stdout
+
+
+def test_a_vocabulary_of_a_hundred_thousand_characters(cli: Cli, tmp_path: Path) -> None:
+    alphabet = "".join(map(chr, (*range(0x4E00, 0x9FFF), *range(0x20000, 0x33000))))[:100_000]
+    (tmp_path / "t.txt").write_text(alphabet[::-1] + alphabet, encoding="utf-8")
+    assert f"{len(alphabet):,}" in cli("data", "info", "t.txt").stdout
+    assert "would need about" in refusal(cli("train", "t.txt", "-c", "bigram"))
+    done = cli("train", "t.txt", *TINY, "-s", "train.evaluate_every=4", "--out", "r")
+    assert done.returncode == 0, done.stderr
+    assert len(cli("sample", "r", "-n", "9", "--seed", "1").stdout) == 10
+
+
+def test_a_block_of_thousands_of_characters(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_text("the sea and the light " * 5_000)
+    long = [word.replace("block_size=16", "block_size=8192") for word in TINY]
+    changes = {"max_steps=4": "max_steps=1", "batch_size=4": "batch_size=1"}
+    for old, new in changes.items():
+        long = [word.replace(old, new) for word in long]
+    done = cli("train", "t.txt", *long, "--out", "r")
+    assert done.returncode == 0, done.stderr
+    assert cli("sample", "r", "-n", "20").returncode == 0
+
+
+def test_python_without_assertions_and_docstrings(verse: Path, tmp_path: Path) -> None:
+    for words in (["train", verse, *TINY, "--out", "r"], ["sample", "r"]):
+        done = subprocess.run(
+            [sys.executable, "-OO", "-m", "chargpt", *map(str, words)],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            capture_output=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+
+
+def test_a_run_is_used_through_a_link_and_after_being_zipped(tmp_path: Path) -> None:
+    golden = REPOSITORY / "tests" / "golden" / "0.1.0" / "run"
+    (tmp_path / "link").symlink_to(golden)
+    with zipfile.ZipFile(tmp_path / "run.zip", "w") as archive:
+        for path in golden.rglob("*"):
+            archive.write(path, path.relative_to(golden))
+    with contextlib.chdir(tmp_path), zipfile.ZipFile("run.zip") as archive:
+        archive.extractall("copy")
+    runs = [load_run(path, device="cpu") for path in (golden, tmp_path / "link", tmp_path / "copy")]
+    assert len({tuple(run.logits("light").flatten().tolist()) for run in runs}) == 1
