@@ -765,6 +765,8 @@ def test_another_text_can_be_evaluated(trained: Path, cli: Cli) -> None:
     done = cli("evaluate", trained, "--text", "other.txt", "--unknown", "skip", "--json")
     assert json.loads(done.stdout)["characters"] == 31 * 20 - 1
     assert "name it with --text" in refusal(cli("evaluate", trained, "--unknown", "skip"))
+    both = ("--text", "other.txt", "--split", "train")
+    assert "--text is measured as a whole" in refusal(cli("evaluate", trained, *both))
 
 
 def test_the_number_of_unknown_characters_is_printed(trained: Path, cli: Cli) -> None:

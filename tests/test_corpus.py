@@ -296,6 +296,11 @@ def test_a_folder_is_read_recursively_sorted_and_by_suffix(write: Write) -> None
     assert "/**/*.gz" in message
 
 
+def test_a_run_is_not_taken_for_a_text(write: Write) -> None:
+    folder = write("x", "runs/a/checkpoints/latest.json").parent.parent
+    assert "is a run, not a text; continue it with" in error_message(folder)
+
+
 @pytest.mark.parametrize("suffixes", [(".md,.py",), (".md .py",), ("md", "*.py")])
 def test_several_endings_can_be_named(write: Write, suffixes: tuple[str, ...]) -> None:
     folder = write("b", "b.py").parent

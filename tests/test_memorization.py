@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chargpt.analysis import memorization as module
-from chargpt.analysis.memorization import LENGTHS, MIN_MATCH, find_overlap
+from chargpt.analysis.memorization import LENGTHS, MIN_MATCH, OverlapReport, find_overlap
+from chargpt.config import TextConfig
+from chargpt.text.corpus import load_corpus
 
 QUICK = ("-s", "train.max_steps=2", "-s", "model.n_layer=1", "-s", "model.n_embd=16")
 
@@ -129,3 +131,12 @@ def test_sample_check_reports_matches_and_novel_ngrams(cli: Cli) -> None:
     (overlap,) = json.loads(cli(*args, "--json").stdout)["memorization"]
     assert overlap["longest"]["length"] == 60
     assert overlap["matched"] == [[0, 60]]
+
+
+def test_copied_lines_of_a_list_are_counted_across_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("chargpt.analysis.memorization.CHUNK", 7)
+    names = "anna\nbert\ncarla\ndora\n" * 3
+    corpus = load_corpus(TextConfig(), content=names)
+    report = OverlapReport([], [], corpus.tokens)
+    texts = ["bert\nanna\nanna\nbe", "carl\ndora\nann\nx"]
+    assert report.copied_lines(corpus.tokenizer, texts) == (3, 5)

@@ -109,7 +109,8 @@ def _check_threads() -> Check:
         advice = f"unset OMP_NUM_THREADS: {used} threads compete for {cores} cores"
     elif used * 4 < cores:
         advice = f"set OMP_NUM_THREADS to the number of physical cores, {cores} at most"
-    return Check("threads", f"{used} of {cores} cores", advice)
+    shown = f"{used} of {cores} cores at most; training takes as many as are fastest"
+    return Check("threads", shown, advice)
 
 
 def _check_disk(folder: Path) -> list[Check]:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from chargpt.text.corpus import Corpus
-from chargpt.text.tokenizer import Tokens
+from chargpt.text.tokenizer import CharTokenizer, Tokens
 
 LENGTHS = (4, 6, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 MIN_MATCH = 20  # characters of a match that counts; shorter ones are common phrases
@@ -54,6 +54,21 @@ class OverlapReport:
     texts: list[Overlap]
     held_out: list[Overlap]  # of as many parts of the validation split, of the same lengths
     training: Tokens  # of the training split
+
+    def copied_lines(self, tokenizer: CharTokenizer, texts: Sequence[str]) -> tuple[int, int]:
+        """Return how many different lines of the texts are in the training split, and of how many.
+
+        Of a list, a line is a whole item, far shorter than a verbatim match. The last line of a
+        text may be cut short and does not count.
+        """
+        generated = {line for text in texts for line in text.split("\n")[:-1] if line}
+        known: set[str] = set()
+        rest = ""
+        for start in range(0, len(self.training), CHUNK):
+            lines = (rest + tokenizer.decode(self.training[start : start + CHUNK])).split("\n")
+            rest = lines.pop()
+            known |= generated.intersection(lines)
+        return len(known), len(generated)
 
     def novel_fractions(self) -> list[tuple[int, float, float]]:
         """Return (n, novel fraction in the texts, novel fraction in held-out text) by n."""

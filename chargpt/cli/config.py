@@ -51,6 +51,8 @@ def config(
     Examples: `chargpt config`, `chargpt config train -c gpt`,
     `chargpt config model.n_layer --run runs/a`.
     """
+    if run is not None and config_ is not None:
+        raise ConfigError("--run and -c exclude each other; give one")
     if run is not None:
         values = open_run(run).read_config()
     else:
@@ -71,6 +73,8 @@ def config(
         )
         console.out(f"{setting.key} = {in_yaml(setting.value)}   ({default}{setting.type})")
         console.out_sentence(setting.meaning, indent="    ")
+    if key is None and run is None and config_ is None:
+        console.say("these are the defaults; -c gpt shows what `chargpt train` starts from")
 
 
 def settings(values: Config) -> Iterator[Setting]:

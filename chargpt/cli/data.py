@@ -56,7 +56,11 @@ def get(
 @app.command()
 def info(
     text: Annotated[
-        str | None, typer.Argument(help="A file, folder, glob or name; - for standard input.")
+        str | None,
+        typer.Argument(
+            help="A file, folder, glob or name; - for standard input. Without it: the text that "
+            "comes with Python."
+        ),
     ] = None,
     json_: options.Json = False,
     encoding: options.Encoding = None,

@@ -22,8 +22,9 @@ def evaluate(
         Path | None, typer.Option("--text", metavar="FILE", help="Another text to measure on.")
     ] = None,
     split: Annotated[
-        Literal["train", "val", "test"], typer.Option("--split", help="Part of the run's text.")
-    ] = "val",
+        Literal["train", "val", "test"] | None,
+        typer.Option("--split", help="Part of the run's text; val by default."),
+    ] = None,
     protocol: Annotated[
         Literal["full", "sliding", "nanogpt"],
         typer.Option("--protocol", help="How the loss is measured."),
@@ -48,6 +49,9 @@ def evaluate(
     """
     if stride is not None and protocol != "sliding":
         raise ConfigError("--stride applies only to --protocol sliding; add it")
+    if split is not None and text is not None:
+        raise ConfigError("--text is measured as a whole; drop --split, a part of the run's text")
+    split = split or "val"
     loaded = runs.open_run(run, checkpoint, device, choose_threads=True)
     changes = {
         "text.encoding": encoding,
@@ -103,3 +107,5 @@ def show(loaded: Run, result: Evaluation, title: str, seconds: float) -> None:
         f"({console.short(result.characters / seconds)} characters/s) on "
         f"{next(loaded.model.parameters()).device.type}"
     )
+    if result.protocol == "nanogpt":
+        console.out_sentence("its random blocks overlap: the standard error is too small")

@@ -1,6 +1,7 @@
 """`chargpt runs`: the runs in a folder; and loading the run that a command line names."""
 
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +13,7 @@ from chargpt.store.listing import RunSummary, list_runs
 from chargpt.store.run import Run, load_run, newest_run
 from chargpt.training.threads import measure_threads
 
-MAX_TEXT = 12  # characters of a text's name in the table: the run's name has to stay whole
+MAX_TEXT = 24  # characters of a text's name in the table: the run's name has to stay whole
 
 
 def runs(
@@ -58,7 +59,9 @@ def cells(run: RunSummary, folder: Path) -> list[str]:
     text, size = run.text or "-", console.short(run.parameters or 0)
     if len(text) > MAX_TEXT:
         text = f"{text[: MAX_TEXT - 1]}…"
-    return [name, text, size, progress, nats, f"{run.saved:%d %b}"]
+    is_today = run.saved.date() == datetime.now(UTC).astimezone().date()
+    saved = f"{run.saved:%H:%M}" if is_today else f"{run.saved:%d %b}"
+    return [name, text, size, progress, nats, saved]
 
 
 def find_run(path: Path | None) -> Path:

@@ -165,6 +165,12 @@ def sample(
         console.out_text(marked, "\n")
     if overlap is not None:
         print_overlap(overlap, loaded)
+        generated = [text[n_prompt:] for text in texts]
+        copied, lines = overlap.copied_lines(loaded.tokenizer, generated)
+        if lines > 1:
+            console.out_sentence(
+                f"of {lines:,} different lines, {copied:,} are in the training text"
+            )
 
 
 def sample_config(config: Config, given: Mapping[str, Any]) -> Config:

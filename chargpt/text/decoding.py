@@ -89,7 +89,7 @@ def _decode_file(name: str, codec: str, errors: Errors, contents: Iterator[bytes
 
 def _undecodable(name: str, codec: str, offset: int, error: UnicodeError) -> str:
     """Return the message for an error in bytes that begin at `offset` of the file."""
-    where = "some of its bytes"
+    where = "a part"
     if isinstance(error, UnicodeDecodeError):
         where = f"byte 0x{error.object[error.start]:02X} at offset {offset + error.start:,}"
     shown = {"utf-8": "UTF-8", "utf-8-sig": "UTF-8"}.get(codec, codec)

@@ -111,7 +111,8 @@ def compare_splits(corpus: Corpus) -> str | None:
     return (
         "the validation split, the end of the text, differs from the training split: the KL "
         f"divergence of its character frequencies is {divergence:.3f} nats, {by_chance:.3f} by "
-        "chance. Its loss measures that difference too; if the text is a list, shuffle its lines"
+        "chance. Its loss measures that difference too; if the text is a list, shuffle its lines "
+        "(shuf in.txt > out.txt)"
     )
 
 

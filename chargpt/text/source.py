@@ -157,6 +157,10 @@ def _find_folder(root: Path, suffixes: tuple[str, ...]) -> Source:
         if len(files) > MAX_FILES:
             raise TextError(f"{root} holds over {MAX_FILES:,} files; join them into fewer")
     if not files:
+        if (root / "checkpoints").is_dir():
+            raise MissingTextError(
+                f"{root} is a run, not a text; continue it with `chargpt train --resume`"
+            )
         if not others:
             raise MissingTextError(f"the folder {root} holds no files; name another")
         common = max(others, key=others.__getitem__) or ".py"
