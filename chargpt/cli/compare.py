@@ -203,6 +203,10 @@ def print_rows(result: Comparison) -> None:
         ],
         title=f"{result.title}: loss on {result.sample}",
     )
+    steps = {row.model.split()[0]: row.steps for row in result.rows if row.steps}
+    if len(set(steps.values())) > 1:
+        each = ", ".join(f"{name} {count:,}" for name, count in steps.items())
+        console.out_sentence(f"the numbers of steps differ: {each}")
     others = [row.nats_per_char for row in result.rows if row.model.startswith(NGRAM)]
     bigrams = [row.nats_per_char for row in result.rows if row.model.startswith("bigram")]
     gpt = next((row.evaluation for row in result.rows if row.model == "gpt (trained)"), None)

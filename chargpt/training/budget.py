@@ -232,7 +232,8 @@ def replanning_notes(
         return []
     slowdown, cause = (old - step) / (new - step), ""
     if is_first and slowdown >= REPLANNING.noted_slowdown:
-        cause = f": the machine is {slowdown:.0f} times slower than measured"
+        times = f"{slowdown:.1f}" if slowdown < 9.95 else f"{slowdown:.0f}"
+        cause = f": the machine is {times} times slower than measured"
     return [f"re-planned: {old:,} -> {new:,} steps{cause}"]
 
 
