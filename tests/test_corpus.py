@@ -288,7 +288,7 @@ def test_a_folder_is_read_recursively_sorted_and_by_suffix(write: Write) -> None
     assert text_of(corpus) == "a2b1z3"
     assert corpus.name == "texts/"
     assert corpus.notes == (
-        "texts/: 3 files are read, those that end in .txt, .md, .gz; 1 others are not (1 .py)",
+        "files read of texts/: 3, which end in .txt, .md, .gz; not read: 1 (1 .py)",
     )
     assert text_of(load(folder, suffixes=("py",))) == "no"
     message = error_message(folder, suffixes=(".rst", ".tex"))

@@ -173,8 +173,8 @@ def _find_folder(root: Path, suffixes: tuple[str, ...]) -> Source:
     if n_others := others.total():
         listed = ", ".join(f"{n:,} {ending or 'without'}" for ending, n in others.most_common(3))
         notes = (
-            f"{name}: {len(files):,} files are read, those that end in {', '.join(endings)}; "
-            f"{n_others:,} others are not ({listed})",
+            f"files read of {name}: {len(files):,}, which end in {', '.join(endings)}; "
+            f"not read: {n_others:,} ({listed})",
         )
     return Source(name, tuple(sorted(files)), notes=notes)
 
