@@ -562,6 +562,16 @@ def test_without_its_pointer_the_best_is_the_one_that_the_state_names(run: RunFo
     assert load_run(run.path, "best", "cpu").step == 1
 
 
+def test_a_first_save_that_was_killed_before_its_pointers_is_whole(run: RunFolder) -> None:
+    save(run, 1)
+    for name in ("best.json", "latest.json"):
+        (run.checkpoints / name).unlink()
+    for which in ("best", "latest"):
+        saved, skipped = run.load(which)
+        assert (saved.state.step, skipped) == (1, [])
+    assert verify(run).problems == []
+
+
 def test_if_the_best_is_gone_the_newest_takes_its_place(run: RunFolder) -> None:
     run_with_best(run)
     (run.checkpoints / "best.json").unlink()

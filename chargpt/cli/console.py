@@ -38,9 +38,8 @@ def wrapped(text: str, stream: TextIO, indent: str = "") -> str:
     """
     width = shutil.get_terminal_size().columns if stream.isatty() else 10**6
     options: Any = {"break_long_words": False, "break_on_hyphens": False}
-    text = re.sub(
-        r"( --?[a-z][\w-]*) (?=\S)", r"\1\0", text
-    )  # an option and its value stay together
+    # an option and its value stay together
+    text = re.sub(r"( --?[a-z][\w-]*) (?=\S)| (?=-\d)", lambda found: f"{found[1] or ''}\0", text)
     return "\n".join(
         line
         if line.startswith(" ")

@@ -89,6 +89,8 @@ def _candidates(run: Path, which: str) -> tuple[list[Path], list[str]]:
                 + ", ".join(reversed(steps))
             )
         return [steps[which]], []
+    if len(folders) == 1 and not any(_pointers(run)):
+        return folders, []  # the process was killed in its first save, before it wrote them
     try:
         named, _ = commit.read_pointer(parent, which, NAME)
     except UnreadableError:

@@ -19,7 +19,7 @@ from fault_injection.processes import Fault, run_forked
 from fault_injection.tiny_run import RESUME, empty_folder, error_lines, train_arguments
 
 ERRORS = (errno.EIO, errno.ESTALE, errno.EACCES)
-BEST, LATEST = 4, 16
+BEST, BEFORE_LATEST, LATEST = 4, 12, 16
 MORE = (*RESUME, "-s", f"train.max_steps={LATEST + 8}", "-s", "train.patience=null")
 COMMANDS = (
     MORE,
@@ -72,16 +72,16 @@ def digests(folder: Path) -> dict[str, str]:
     }
 
 
-def history(run: Path) -> list[str]:
-    """Return the lines of the metrics up to the latest step of the finished run."""
+def history(run: Path, last: int = LATEST) -> list[str]:
+    """Return the lines of the metrics up to a step, by default the last of the finished run."""
     path = run / "metrics.jsonl"
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-    return [line for line in lines if not _is_later(line)]
+    return [line for line in lines if not _is_later(line, last)]
 
 
-def _is_later(line: str) -> bool:
+def _is_later(line: str, last: int) -> bool:
     try:
-        return bool(json.loads(line)["step"] > LATEST)
+        return bool(json.loads(line)["step"] > last)
     except (ValueError, KeyError, TypeError):
         return False
 
@@ -134,13 +134,16 @@ def damaged_file(work: Path, index: int, random: Random) -> str | None:
         content[bit // 8] ^= 1 << bit % 8
         path.write_bytes(content)
     what = f"{path.relative_to(run)} {kind}"
-    before, kept = digests(best), set(history(run))
+    # without an intact latest checkpoint, the steps since the one before are repeated
+    names_latest = path.parent.name == f"step-{LATEST:08d}" or path.name == "latest.json"
+    last = BEFORE_LATEST if names_latest else LATEST
+    before, kept = digests(best), set(history(run, last))
     result = run_forked(list(MORE), folder)
     if "Traceback" in result.err or result.code not in (0, 2):
         return f"{what}: exit {result.code}: {result.err[-700:]}"
     if not best.is_dir() or digests(best) != before:
         return f"{what}: the best checkpoint was changed"
-    if path.parent.name != f"step-{LATEST:08d}" and not kept <= set(history(run)):
+    if not kept <= set(history(run, last)):
         return f"{what}: the history was changed"
     if result.code == 0 and best not in path.parents:
         named = json.loads((run / "checkpoints" / "best.json").read_text())["checkpoint"]
