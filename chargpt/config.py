@@ -133,7 +133,7 @@ class ModelConfig(Section):
     rope_theta: float = Field(10_000.0, gt=0)
     """Base of the rotary embedding's wavelengths."""
     attention: Literal["full", "average", "none"] = "full"
-    """`full`: causal self-attention; `average`: the mean of the past values; `none`: left out."""
+    """`full`: causal self-attention; `average`: the mean of the current and past values; `none`: left out."""
     scaled: bool = True
     """Divide attention scores by sqrt(head size)."""
     qk_norm: bool = True
@@ -211,7 +211,7 @@ class ScheduleConfig(Section):
     decay_points: tuple[tuple[NonNegativeInt, PositiveInt], ...] = ()
     """Re-planned decay of a run with a time budget: pairs (step, end). Up to that step the rate
     decays towards zero at `end`; after it, towards the next pair's end, and after the last pair
-    towards train.max_steps. The first end decides where the decay begins."""
+    towards train.max_steps. The decay begins `cooldown` times the first end before that end."""
 
     restarts: tuple[tuple[PositiveInt, Fraction], ...] = ()
     """Resumed runs with more steps: pairs (step, fraction of the peak). At that step the rate warms
@@ -252,7 +252,7 @@ class SampleConfig(Section):
     top_k: int | None = Field(None, ge=1)
     """Sample from the k most likely characters; null: from all."""
     top_p: float | None = Field(None, gt=0, le=1)
-    """Sample from the most likely characters with total probability p; null: from all."""
+    """Sample from the fewest most likely characters with total probability p or more; null: from all."""
     min_p: float | None = Field(None, ge=0, le=1)
     """Sample from characters with at least p times the highest probability; null: from all."""
     num_samples: int = Field(1, ge=1, le=4096)

@@ -280,7 +280,7 @@ def test_a_run_is_never_overwritten_without_force(run: RunFolder, tmp_path: Path
 def test_a_run_with_a_checkpoint_or_foreign_files_is_not_replaced(run: RunFolder) -> None:
     folder = save(run, 1)
     run.unlock()
-    RunFolder.require_free(run.path.with_name("none"), allow_unsaved=True)
+    RunFolder.require_unused(run.path.with_name("none"), allow_unsaved=True)
     with pytest.raises(RunError, match="continue it with --resume"):
         RunFolder(run.path).create(CONFIG, TOKENIZER, allow_unsaved=True)
     assert folder.exists()

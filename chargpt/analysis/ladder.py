@@ -173,7 +173,7 @@ def ladder_rungs(settings: Config) -> tuple[Rung, ...]:
     gpt = {**depth, "model.qk_norm": True}
     return (
         Rung("bigram (trained)", "a table of next-character logits", {}),
-        Rung("causal average", "the mean of the past positions", average),
+        Rung("causal average", "the mean of the current and past positions", average),
         Rung("one head, unscaled", "causal self-attention", head),
         Rung("one head, scaled", "scores divided by sqrt(head size)", scaled),
         Rung("multi-head", f"{model.n_head} attention heads", heads),
@@ -203,7 +203,7 @@ def run_ladder(
     corpus.require_blocks(settings.model.block_size)
     for number in range(1, len(rungs) + 1):
         for seed in seeds:
-            RunFolder.require_free(folder / f"{number}-{seed}")
+            RunFolder.require_unused(folder / f"{number}-{seed}")
     ngram = fit_ngram(corpus)
     ladder = Ladder(corpus.name, ngram_losses(corpus, ngram), compressed_losses(corpus))
     below: list[float] | None = None

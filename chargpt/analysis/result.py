@@ -34,7 +34,7 @@ class RunScores:
         val = self.losses["val"]
         return (
             f"{val.characters:,} of {self.val_characters:,} validation characters "
-            f"({val.protocol}), standard error {val.standard_error:.3f}"
+            f"(protocol {val.protocol}), standard error {val.standard_error:.3f}"
         )
 
     def rows(self, kind: str) -> list[tuple[str, str, float]]:

@@ -63,7 +63,9 @@ def sample(
     top_p: Annotated[
         float | None,
         typer.Option(
-            "--top-p", metavar="P", help="Sample from the most likely with total probability p."
+            "--top-p",
+            metavar="P",
+            help="Sample from the fewest most likely with total probability p or more.",
         ),
     ] = None,
     min_p: Annotated[

@@ -1,9 +1,9 @@
-"""Exact losses of a model on a text, by three protocols.
+"""Losses of a model on a text, by three protocols.
 
 `full`     non-overlapping blocks: every character but the first is scored exactly once, the short
            last block included. The protocol to quote.
 `sliding`  a window of T characters moves by the stride S: every character but the first is scored
-           once, with at least T - S characters of context except near the start.
+           once, with at least T - S + 1 characters of context except near the start.
 `nanogpt`  the mean over 200 seeded random batches of 64 x min(T, 256), as nanoGPT evaluates.
 
 Losses are float32 on the device; all sums are float64 on the CPU.

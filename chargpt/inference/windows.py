@@ -13,7 +13,9 @@ from chargpt.text.batches import Batches
 from chargpt.text.tokenizer import Counts, Tokens
 
 Protocol = Literal["full", "sliding", "nanogpt"]
-Windows = tuple[Tokens, int]  # (B, length + 1) tokens; number of targets that are context only
+Windows = tuple[
+    Tokens, int
+]  # (B, length + 1) tokens; number of leading targets that are not scored
 
 NANOGPT_BATCHES, NANOGPT_ROWS, NANOGPT_BLOCK = 200, 64, 256
 
@@ -71,7 +73,9 @@ def even_spans(n_inputs: int, span: int, max_characters: int | None) -> tuple[Co
 def sliding_windows(
     tokens: Tokens, block_size: int, stride: int | None = None
 ) -> Iterator[Windows]:
-    """Yield a first window scored whole, then windows whose last S are scored, then the rest.
+    """Yield a first window scored whole, then windows whose last S targets are scored.
+
+    A last window, aligned to the end, has the targets that are left scored.
 
     Raises:
         ConfigError: the stride is not between 1 and T.

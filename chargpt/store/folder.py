@@ -60,7 +60,7 @@ class RunFolder:
         self._lock = FileLock(path / LOCK)
 
     @staticmethod
-    def require_free(path: Path, *, allow_unsaved: bool = False) -> None:
+    def require_unused(path: Path, *, allow_unsaved: bool = False) -> None:
         """Check that a new run at `path` would overwrite nothing.
 
         Args:
@@ -113,7 +113,7 @@ class RunFolder:
         path, is_new = self.path, not exists(self.path)
         try:
             if not force:
-                self.require_free(path, allow_unsaved=allow_unsaved)
+                self.require_unused(path, allow_unsaved=allow_unsaved)
             elif foreign := find_foreign_file(path):
                 raise RunError(
                     f"{path} holds {foreign!r}, which no run writes, so --force does not delete "
@@ -122,7 +122,7 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=True)
             self.lock()
             if not force:  # again: another process may have created it before the lock
-                self.require_free(path, allow_unsaved=allow_unsaved)
+                self.require_unused(path, allow_unsaved=allow_unsaved)
             if force:
                 replacement.move_aside(path)
             delete_run_files(path)
@@ -208,7 +208,8 @@ class RunFolder:
         }
         self.require_space(sum(len(chunk) for chunks in files.values() for chunk in chunks))
         folder = write_checkpoint(self.checkpoints, state.step, files)
-        # `latest` last: after a crash before it, the resumed run repeats the save with `best`
+        # `latest` last: after a crash in between it names the older checkpoint, so that resuming
+        # repeats the steps and this save
         if is_best or not state.best_step:
             commit.write_pointer(self.checkpoints, "best", folder)
         commit.write_pointer(self.checkpoints, "latest", folder)

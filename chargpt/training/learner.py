@@ -75,7 +75,7 @@ class Learner:
         else:
             self.restore(saved, config.optim)
         self._given_ngram = ngram
-        self.replica = self._replicate()
+        self.ddp_model = self._wrap_for_ddp()
         self.batches = Batches(
             corpus.split("train"), self.model.block_size, train.batch_size, config.seed
         )
@@ -118,7 +118,7 @@ class Learner:
         The wrapper would be the last to hold the group, whose threads and Python would then wait
         for each other forever.
         """
-        self.replica = self.model
+        self.ddp_model = self.model
         gc.collect()
 
     # -- one update -------------------------------------------------------------------------
@@ -147,7 +147,7 @@ class Learner:
         hold a probability for every token that may follow, not only for the one that did.
         """
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
-            logits = self.replica(block[:, :-1])  # (B, T, V)
+            logits = self.ddp_model(block[:, :-1])  # (B, T, V)
         log_probs = logits.float().log_softmax(dim=-1)
         loss = F.nll_loss(log_probs.flatten(0, 1), block[:, 1:].flatten())
         if self.ngram is None:
@@ -223,7 +223,7 @@ class Learner:
         names = dict(self.model.named_parameters())
         return {name: source[name].detach().clone().to(self.device) for name in names}
 
-    def _replicate(self) -> torch.nn.Module:
+    def _wrap_for_ddp(self) -> torch.nn.Module:
         if self.group.size == 1:
             return self.model
         devices = [self.device] if self.device.type == "cuda" else None
@@ -234,8 +234,8 @@ class Learner:
 
     def _without_all_reduce(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which gradients are not averaged over the ranks."""
-        if isinstance(self.replica, DistributedDataParallel):
-            return self.replica.no_sync()
+        if isinstance(self.ddp_model, DistributedDataParallel):
+            return self.ddp_model.no_sync()
         return contextlib.nullcontext()
 
     @torch.no_grad()

@@ -69,9 +69,9 @@ class Recipe:
     max_evaluated: int = 300_000
     full_weight_decay_epochs: float = 5  # from it on, weight decay is whole
     min_weight_decay: float = 0.2  # fraction of the weight decay in runs of up to one epoch
-    # (capacity, dropout), where capacity = epochs * sqrt(parameters per character of the text)
+    # (risk, dropout), where risk = epochs * sqrt(parameters per character of the text)
     dropout: tuple[tuple[float, float], ...] = ((24, 0.2), (8, 0.1), (0, 0.0))
-    ngram_until: int = 1_200_000  # beyond it, the weight of soft targets decreases in proportion
+    ngram_until: int = 1_200_000  # beyond it, the weight of soft targets falls as 1 / characters
     ngram_repeated_epochs: float = 2  # from it on, at least `ngram_repeated` of the weight stays
     ngram_repeated: float = 0.5
     min_ngram_weight: float = 0.05  # smaller weights become 0
@@ -157,7 +157,7 @@ def length_settings(
     is_short = characters < recipe.short_run
     every = math.ceil(steps / (recipe.short_evaluations if is_short else recipe.evaluations))
     epochs = characters / text_characters
-    capacity = epochs * math.sqrt(parameters / text_characters)
+    risk = epochs * math.sqrt(parameters / text_characters)
     # soft targets soon teach all they can, but they also keep a model from over-fitting
     at_least = recipe.ngram_repeated if epochs >= recipe.ngram_repeated_epochs else 0.0
     ngram_fraction = max(at_least, min(1.0, recipe.ngram_until / characters))
@@ -178,7 +178,7 @@ def length_settings(
             round(ngram_weight, 3) if ngram_weight >= recipe.min_ngram_weight else 0.0
         ),
         "optim.weight_decay": round(config.optim.weight_decay * decay, 4),
-        "model.dropout": next(p for least, p in recipe.dropout if capacity >= least),
+        "model.dropout": next(p for least, p in recipe.dropout if risk >= least),
     }
 
 

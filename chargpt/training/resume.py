@@ -13,8 +13,8 @@ from chargpt.store.folder import RunFolder
 from chargpt.text.corpus import load_corpus
 from chargpt.training.schedule import decay_start, lr_factor_at
 
-# Fraction of the peak of the learning rates when a finished run goes on: RESTART times the root of
-# (steps to come / steps done), at most MAX_RESTART.
+# Fraction of the peak of the learning rates when a finished run goes on: RESTART times the square
+# root of (steps to come / steps done), at most MAX_RESTART.
 RESTART, MAX_RESTART = 0.5, 0.5
 RATES = ("optim.lr", "optim.matrix_lr")
 MAY_CHANGE = (

@@ -10,11 +10,11 @@ COSINE_FLOOR = 0.1  # last factor of the cosine
 def lr_factor_at(step: int, schedule: ScheduleConfig, max_steps: int) -> float:
     """Return the factor on every learning rate in update `step` (0, 1, ...), in (0, 1].
 
-    Up to the first of `restarts`, which is then the end instead of `max_steps`, both kinds warm up
-    linearly over `warmup` steps. `wsd` (warmup, stable, decay) then stays at 1
-    and decays linearly towards 0 over the last `cooldown` fraction of all steps, re-planned at each
-    of `decay_points`. `cosine` decays to a tenth (Loshchilov and Hutter 2017, section 3, without
-    restarts). From each restart on, the factor warms up to the restart's fraction and decays
+    The factor warms up linearly over `warmup` steps. With `wsd` (warmup, stable, decay) it then
+    stays at 1 and decays linearly towards 0 over the last `cooldown` fraction of all steps,
+    re-planned at each of `decay_points`. With `cosine` it decays to a tenth (Loshchilov and Hutter
+    2017, section 3, without restarts). The end is `max_steps`, or the first of `restarts`, if there
+    are any. From each restart on, the factor warms up to the restart's fraction and decays
     linearly towards 0 at the next one or the end.
     """
     start, peak = 0, 1.0

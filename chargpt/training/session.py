@@ -117,7 +117,7 @@ def create_run(
     group = init_process_group(device)
     settings = with_measured_threads(settings, budget)
     if out is not None and group.is_main and not force:
-        RunFolder.require_free(out, allow_unsaved=allow_unsaved)
+        RunFolder.require_unused(out, allow_unsaved=allow_unsaved)
     corpus = load_corpus(settings.text, content=content, progress=loading)
     planned = None
     if budget is not None:

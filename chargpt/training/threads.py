@@ -14,7 +14,7 @@ import torch.nn.functional as F
 N_ROUNDS = 16
 N_KEPT_ROUNDS = 5  # before a slow number of threads is dropped
 MIN_GAIN = 1.25  # by which more threads must be faster: on a busy machine their speed varies
-MIN_FALL = 0.5  # of the speed: below this fraction of the highest, threads are chosen again
+MIN_SPEED = 0.5  # fraction of the highest speed: below it, threads are chosen again
 RETRY_SECONDS = 20.0  # after which more threads are tried again
 
 
@@ -64,7 +64,7 @@ class ThreadTuner:
         self.highest_speed = max(self.highest_speed, speed)
         is_reduced = torch.get_num_threads() < self.max_threads
         waited = time.perf_counter() - self.checked
-        if speed > MIN_FALL * self.highest_speed and not (is_reduced and waited > RETRY_SECONDS):
+        if speed > MIN_SPEED * self.highest_speed and not (is_reduced and waited > RETRY_SECONDS):
             return None
         self.highest_speed, self.checked = speed, time.perf_counter()
         before = torch.get_num_threads()
