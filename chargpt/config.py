@@ -133,7 +133,8 @@ class ModelConfig(Section):
     rope_theta: float = Field(10_000.0, gt=0)
     """Base of the rotary embedding's wavelengths."""
     attention: Literal["full", "average", "none"] = "full"
-    """`full`: causal self-attention; `average`: the mean of the current and past values; `none`: left out."""
+    """`full`: causal self-attention; `average`: the mean of the current and past values; `none`:
+    left out."""
     scaled: bool = True
     """Divide attention scores by sqrt(head size)."""
     qk_norm: bool = True
@@ -252,7 +253,8 @@ class SampleConfig(Section):
     top_k: int | None = Field(None, ge=1)
     """Sample from the k most likely characters; null: from all."""
     top_p: float | None = Field(None, gt=0, le=1)
-    """Sample from the fewest most likely characters with total probability p or more; null: from all."""
+    """Sample from the fewest most likely characters with total probability p or more; null: from
+    all."""
     min_p: float | None = Field(None, ge=0, le=1)
     """Sample from characters with at least p times the highest probability; null: from all."""
     num_samples: int = Field(1, ge=1, le=4096)

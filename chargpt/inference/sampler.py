@@ -5,8 +5,8 @@ A token is the inverse of the cumulative distribution at one uniform number, whi
 sampled together, except where rounding changes the logits.
 
 Filters, in this order: temperature; top-k (the k most likely tokens); top-p (the smallest set of
-most likely tokens whose probabilities sum to at least p; Holtzman et al. 2020, section 3.1); min-p (tokens
-at least p times as likely as the most likely one). The unknown token is never sampled.
+most likely tokens whose probabilities sum to at least p; Holtzman et al. 2020, section 3.1); min-p
+(tokens at least p times as likely as the most likely one). The unknown token is never sampled.
 
 Shapes in this file: N = streams, V = vocabulary size.
 """

@@ -13,9 +13,7 @@ from chargpt.text.batches import Batches
 from chargpt.text.tokenizer import Counts, Tokens
 
 Protocol = Literal["full", "sliding", "nanogpt"]
-Windows = tuple[
-    Tokens, int
-]  # (B, length + 1) tokens; number of leading targets that are not scored
+Windows = tuple[Tokens, int]  # (B, length + 1) tokens; leading targets that are not scored
 
 NANOGPT_BATCHES, NANOGPT_ROWS, NANOGPT_BLOCK = 200, 64, 256
 

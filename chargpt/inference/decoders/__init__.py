@@ -1,7 +1,8 @@
 """Incremental decoders: one token of N streams in, the logits of their next tokens out.
 
-On a CPU a GPT with full attention, QK-norm and SwiGLU is decoded by numpy (numpy_decoder.py). All other models
-run their own forward pass with a KV cache, a GPT on CUDA as a graph (model_decoder.py).
+On a CPU a GPT with full attention, QK-norm and SwiGLU is decoded by numpy (numpy_decoder.py). All
+other models run their own forward pass with a KV cache, a GPT on CUDA as a graph
+(model_decoder.py).
 """
 
 from typing import Protocol
