@@ -43,8 +43,8 @@ def restore(run: Path) -> None:
 
 
 def delete(run: Path) -> None:
-    """Delete the old run."""
-    if exists(run / REPLACED):
-        delete_run_files(run / REPLACED)
-        with suppress(OSError):
+    """Delete the old run; what cannot be deleted now is left to the next call."""
+    with suppress(OSError):
+        if exists(run / REPLACED):
+            delete_run_files(run / REPLACED)
             (run / REPLACED).rmdir()
