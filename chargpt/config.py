@@ -362,7 +362,8 @@ def describe_unknown_key(key: str) -> str:
     inside = [name for name in known if name.startswith(f"{section}.")]
     for pool in (inside, known):
         by_name = {name.split(".")[-1]: name for name in pool}
-        if near := difflib.get_close_matches(last, by_name, n=1):
+        if near := difflib.get_close_matches(last, by_name):
+            near.sort(key=lambda name: sorted(name) != sorted(last))  # swapped letters first
             return f"; did you mean {by_name[near[0]]}?"
     return "; the keys are " + ", ".join(inside or [name for name in known if "." not in name])
 
