@@ -127,12 +127,14 @@ def run_steps(
     """
     view = StepView(trainer, folder, signals)
     try:
-        for report in trainer.steps(budget, lambda: bool(signals.caught)):
-            view.show(report)
-    except Stopped:
-        view.say_last_checkpoint()
+        try:
+            for report in trainer.steps(budget, lambda: bool(signals.caught)):
+                view.show(report)
+        finally:
+            view.bar.close()
+        view.end()
+    except Stopped as stop:
+        if not stop.is_said:
+            view.say_last_checkpoint()
         raise
-    finally:
-        view.bar.close()
-    view.end()
     return view.baselines
