@@ -127,7 +127,7 @@ def require_output(path: Path, *, force: bool = False) -> None:
 
 def _is_stream(path: Path) -> bool:
     """Return whether a path stands for an open file, as /dev/stdout does."""
-    return path.is_absolute() and path.parts[1:2] in (("dev",), ("proc",))
+    return str(path).startswith(("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/self/fd/"))
 
 
 def file_stamp(path: Path) -> list[int]:

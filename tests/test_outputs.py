@@ -6,6 +6,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -38,6 +39,14 @@ def test_only_a_file_of_ours_is_overwritten(tmp_path: Path) -> None:
     assert path.read_text() == "a novel"
     write_output(path, PAGE, force=True)
     assert path.read_bytes() == PAGE
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="there is no /dev/shm")
+def test_a_file_on_a_memory_disk_is_replaced_not_appended_to() -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        for _ in range(2):
+            write_output(Path(folder, "page.html"), PAGE)
+        assert Path(folder, "page.html").read_bytes() == PAGE
 
 
 def test_links_and_modes_are_kept(tmp_path: Path) -> None:
