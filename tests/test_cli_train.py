@@ -44,11 +44,12 @@ def tiny(verse: Path, *settings: str) -> Config:
     return load_config("gpt", [f"text.path={verse}", *TINY, *settings])
 
 
-@pytest.mark.parametrize(("every", "best"), [(3, 5), (100, 5)])
+@pytest.mark.parametrize(("every", "save_every"), [(3, 3), (100, 3), (100, 1)])
 def test_at_the_deadline_the_run_is_evaluated_saved_and_stops(
-    verse: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], every: int, best: int
+    verse: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], every: int, save_every: int
 ) -> None:
     config = tiny(verse, "schedule.cooldown=0.5", *STEPS, f"train.evaluate_every={every}")
+    config = config.with_values({"train.save_every": save_every})
     created = create_run(config, tmp_path / "run", None)
     trainer = created.trainer
 
@@ -64,7 +65,7 @@ def test_at_the_deadline_the_run_is_evaluated_saved_and_stops(
     step = trainer.state.step
     assert step == 5 < trainer.config.train.max_steps
     assert load_run(tmp_path / "run", "latest").step == step
-    assert trainer.state.best_step == load_run(tmp_path / "run").step == best
+    assert trainer.state.best_step == load_run(tmp_path / "run").step == step
     assert load_config(tmp_path / "run" / "config.yaml") == trainer.config
 
 

@@ -160,6 +160,14 @@ def test_closed_streams_are_no_error_of_ours(russian: Path, command: str, code: 
     assert b"Traceback" not in done.stderr
 
 
+def test_no_file_gets_the_number_of_a_closed_stream(tmp_path: Path) -> None:
+    code = "import os; from chargpt.cli.main import open_streams as o; o(); open('f', 'w').fileno()"
+    check = f"{code}; file = open('g', 'w'); assert file.fileno() > 2; file.write('x')"
+    done = shell(f'{sys.executable} -c "{check}" <&- >&- 2>&-', tmp_path)
+    assert done.returncode == 0
+    assert (tmp_path / "g").read_text() == "x"
+
+
 def test_a_text_is_compressed_and_restored_through_pipes(russian: Path) -> None:
     pack, unpack = "$CHARGPT compress r - -", "$CHARGPT decompress r - -"
     done = shell(f"head -c 399 t.txt | {pack} | {unpack}", russian.parent)

@@ -23,7 +23,8 @@ from saving import BEST_STEPS, CONFIG, TOKENIZER, rewrite, save
 from chargpt.errors import RunError, UnreadableError
 from chargpt.files import to_json
 from chargpt.models import build_model
-from chargpt.store.checkpoint import list_checkpoints, step_of
+from chargpt.store import loading
+from chargpt.store.checkpoint import Checkpoint, list_checkpoints, step_of
 from chargpt.store.folder import RunFolder
 from chargpt.store.layout import has_checkpoint
 from chargpt.store.run import load_run, newest_run, open_run
@@ -572,6 +573,31 @@ def test_a_first_save_that_was_killed_before_its_pointers_is_whole(run: RunFolde
     assert verify(run).problems == []
 
 
+def test_the_best_survives_a_pointer_that_names_another_checkpoint(run: RunFolder) -> None:
+    run_with_best(run)
+    shutil.copy(run.checkpoints / "latest.json", run.checkpoints / "best.json")
+    save(run, 4)
+    save(run, 5)
+    assert (run.checkpoints / "step-00000001").is_dir()
+
+
+def test_a_checkpoint_deleted_while_it_is_read_is_no_damage(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(run, 1)
+    save(run, 2)
+    real, saves = loading.read_checkpoint, iter((3, 4))
+
+    def read(folder: Path, *, optimizer: bool) -> Checkpoint:
+        for step in saves:  # with keep_last 2, the second one deletes step 2
+            save(run, step)
+        return real(folder, optimizer=optimizer)
+
+    monkeypatch.setattr(loading, "read_checkpoint", read)
+    saved, skipped = RunFolder(run.path).load("latest")
+    assert (saved.state.step, skipped) == (4, [])
+
+
 def test_if_the_best_is_gone_the_newest_takes_its_place(run: RunFolder) -> None:
     run_with_best(run)
     (run.checkpoints / "best.json").unlink()
@@ -599,6 +625,9 @@ def test_what_cannot_be_read_now_is_neither_skipped_nor_deleted(
             run.load("best")
         save(run, 4)
         failing = "latest.json"
+        with pytest.raises(UnreadableError, match="try again"):
+            run.load("latest")
+        failing = "step-00000004/model.safetensors"
         with pytest.raises(UnreadableError, match="try again"):
             run.load("latest")
         failing = "metrics.jsonl"
