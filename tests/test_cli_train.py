@@ -66,6 +66,7 @@ def test_at_the_deadline_the_run_is_evaluated_saved_and_stops(
     assert step == 5 < trainer.config.train.max_steps
     assert load_run(tmp_path / "run", "latest").step == step
     assert trainer.state.best_step == load_run(tmp_path / "run").step == step
+    assert load_run(tmp_path / "run").state.best_step == step
     assert load_config(tmp_path / "run" / "config.yaml") == trainer.config
 
 
