@@ -156,7 +156,7 @@ class RunFolder:
                 f"another process is training into {self.path}; wait for it or stop it, or name "
                 "another folder with --out"
             ) from None
-        except (OSError, NotImplementedError) as error:
+        except (OSError, NotImplementedError) as error:  # the library's two ways to say "no locks"
             if isinstance(error, OSError) and error.errno not in UNSUPPORTED:
                 raise
             self.notes.append(

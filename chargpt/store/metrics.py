@@ -134,7 +134,9 @@ def _is_valid(key: str, value: object) -> bool:
         return isinstance(value, str) and value.encode(errors="ignore") == value.encode(
             errors="replace"
         )
-    return type(value) in (int, float) and -MAX_VALUE < value < MAX_VALUE  # type: ignore[operator]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) < MAX_VALUE
 
 
 def _thinned(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
