@@ -11,10 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from chargpt import ranks
-from chargpt.errors import DeviceError
+from chargpt.errors import CaptureError, DeviceError
+
+# deterministic algorithms require it, and cuBLAS reads it only once, at its first call
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 MAX_MMAP_THRESHOLD = 32 * 2**20  # bytes; glibc rejects more
@@ -99,13 +102,6 @@ def _matmul_seconds(dtype: torch.dtype) -> float:
     return min(timeit.repeat(lambda: left @ right, number=1, repeat=5))
 
 
-def make_deterministic(device: torch.device) -> None:
-    """Use deterministic algorithms only; an operation that has none raises."""
-    if device.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-
-
 def tune_malloc() -> bool:
     """Make glibc's malloc keep freed memory for reuse; return whether it does.
 
@@ -149,50 +145,51 @@ def require_memory(wanted: int, what: str, device: torch.device | None = None) -
         )
 
 
-def capture_training_graph(model: nn.Module, tokens: Tensor, dtype: torch.dtype) -> None:
-    """Capture a model's forward and backward pass as CUDA graphs, replayed in training mode.
-
-    A small model is launch-bound: launching its kernels one by one takes longer than running them,
-    and a graph launches them all at once. If capture fails, the model stays as it is.
-
-    Args:
-        model: in training mode, on a CUDA device. Evaluation does not use the graphs.
-        tokens: int64 (B, T), the shape of every training batch.
-        dtype: of matrix products.
-    """
-    mixed = torch.autocast(
-        "cuda", torch.bfloat16, enabled=dtype == torch.bfloat16, cache_enabled=False
-    )
-    with mixed, contextlib.suppress(RuntimeError):
-        torch.cuda.make_graphed_callables(model, (tokens,))
+def can_capture(device: torch.device) -> bool:
+    """Return whether the device has CUDA graphs."""
+    return device.type == "cuda"
 
 
-def capture_graph(step: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
+def capture_graph(
+    step: Callable[[], Tensor], device: torch.device, *, is_random: bool = False
+) -> Callable[[], Tensor]:
     """Return a function that replays `step` as a CUDA graph.
 
-    Off CUDA, if capture fails, or if the replayed result differs, return `step` itself.
+    A small model is launch-bound: launching its kernels one by one takes longer than running them,
+    and a graph launches all of them at once.
 
     Args:
         step: runs the same operations on the same tensors each time; called several times here.
+        device: with CUDA graphs.
+        is_random: whether the results of two calls differ, because of dropout.
+
+    Raises:
+        CaptureError: capture failed, or the replayed result differs; `step` itself can be used.
     """
-    if device.type != "cuda":
-        return step
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.device(device):  # capture uses the current device
+    with torch.cuda.device(device):  # capture uses the current device
+        stream = torch.cuda.current_stream()
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        generator_state = generator.clone_state()
+        try:
             side_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            side_stream.wait_stream(torch.cuda.current_stream())
+            side_stream.wait_stream(stream)
             with torch.cuda.stream(side_stream):  # warm-up: first calls allocate memory
                 for _ in range(3):
                     expected = step().clone()
-            torch.cuda.current_stream().wait_stream(side_stream)
+            stream.wait_stream(side_stream)
+            graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 result = step()
-        graph.replay()
-    except RuntimeError:
-        return step
-    if not torch.allclose(result, expected, rtol=1e-3, atol=1e-3):
-        return step
+            graph.replay()
+            is_equal = is_random or torch.allclose(result, expected, rtol=1e-3, atol=1e-3)
+        except RuntimeError as error:
+            # a failed capture leaves both behind in the state of capturing
+            torch.cuda.set_stream(stream)
+            generator.graphsafe_set_state(generator_state)
+            reason = str(error).partition("\n")[0]
+            raise CaptureError(f"CUDA graph capture failed ({reason:.200})") from None
+    if not is_equal:
+        raise CaptureError("a replayed CUDA graph gave another result")
 
     def replay() -> Tensor:
         graph.replay()

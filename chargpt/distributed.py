@@ -10,6 +10,15 @@ from torch import Tensor
 from chargpt.errors import DeviceError
 from chargpt.ranks import is_main_rank, world_size
 
+LOST_RANK = (  # in the messages of gloo, NCCL and NCCL's watchdog
+    "gloo",
+    "remote process exited",
+    "Connection closed by",
+    "ncclRemoteError",
+    "NCCL communicator was aborted",
+    "Watchdog caught collective operation timeout",
+)
+
 
 @dataclass(frozen=True)
 class ProcessGroup:
@@ -46,8 +55,8 @@ class ProcessGroup:
         return float(tensor)
 
     def _scalar(self, number: float) -> Tensor:
-        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        return torch.tensor(float(number), dtype=torch.float64, device=device)
+        # on the CPU, which has a backend of its own: on a GPU each number would synchronise
+        return torch.tensor(float(number), dtype=torch.float64)
 
 
 def init_process_group(device: torch.device) -> ProcessGroup:
@@ -72,7 +81,7 @@ def init_process_group(device: torch.device) -> ProcessGroup:
         if os.environ.get("LOCAL_WORLD_SIZE") == str(size):
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             store = dist.PrefixStore(f"attempt {attempt}", store)  # type: ignore[attr-defined]
-        backend = "nccl" if device.type == "cuda" else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     except (RuntimeError, ValueError) as error:
         raise DeviceError(
@@ -85,7 +94,7 @@ def init_process_group(device: torch.device) -> ProcessGroup:
 def is_lost_rank_error(error: Exception) -> bool:
     """Return whether an error means that the connection to another rank was lost."""
     is_network_error = isinstance(error, dist.DistNetworkError) or any(
-        words in str(error) for words in ("gloo", "remote process exited", "Connection closed by")
+        words in str(error) for words in LOST_RANK
     )
     return world_size() > 1 and is_network_error and "out of memory" not in str(error)
 

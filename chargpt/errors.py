@@ -28,6 +28,10 @@ class DeviceError(ChargptError):
     """This machine lacks the device, the memory or the connection that was requested."""
 
 
+class CaptureError(ChargptError):
+    """A computation cannot be captured as a CUDA graph."""
+
+
 class RunError(ChargptError):
     """A run folder is missing, in use, incomplete or damaged."""
 

@@ -1,6 +1,6 @@
 """Fit the scaling law with which `chargpt train --budget` chooses a model's size.
 
-    python scripts/fit_plan.py TEXT [--workers 2] [--more]
+    python scripts/fit_plan.py TEXT [--workers 2] [--device cpu] [--more | --refit]
 
 Trains the sizes of `chargpt.training.planner.SIZES` on several numbers of characters of TEXT's
 training split, up to MAX_WORK, evaluates each on a held-out tail of that split (the validation
@@ -10,7 +10,12 @@ split is never read), fits
 
 where `unique` are unique-token equivalents (`planner.unique_token_equivalents`), and writes runs
 and coefficients to `chargpt/training/plan.json`. Takes about an hour on two cores with bfloat16.
-With --more, the recorded runs are kept and only missing ones are trained.
+With --more, the recorded runs are kept and only missing ones are trained; with --refit, none.
+
+Many coefficients fit runs of this length about equally well, but differ in how large a model they
+choose for far longer ones. Of those whose error is within TOLERANCE of the smallest, the fit takes
+those whose compute-optimal number of characters per parameter, at LARGE parameters, is nearest to
+the published 20 tokens (Hoffmann et al. 2022, table 3).
 """
 
 import argparse
@@ -35,7 +40,12 @@ TARGET = Path(__file__).parent.parent / "chargpt" / "training" / "plan.json"
 CHARACTERS = (150_000, 300_000, 600_000, 1_200_000, 2_400_000, 4_800_000, 9_600_000)
 MAX_WORK = 2.4e13  # parameters x characters of one run
 LENGTH_TOLERANCE = 0.1  # a run has whole steps, so it may be shorter than requested
-EXPONENTS = np.arange(0.1, 1.01, 0.05)
+EXPONENTS = np.arange(0.1, 1.21, 0.05)
+R_VALUES = 2.0 ** np.arange(13)
+S_VALUES = np.arange(0, 5.01, 0.25)
+TOLERANCE = 1.1
+LARGE = 1e8
+PUBLISHED_RATIO = 20
 
 TRAIN = """
 import json, sys
@@ -47,7 +57,7 @@ from chargpt.training.planner import SIZES, length_settings, size_settings
 from chargpt.training.trainer import Trainer
 
 text, size, characters = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-config = load_config("gpt").with_values({"text.path": text, "device": "cpu"})
+config = load_config("gpt").with_values({"text.path": text, "device": sys.argv[4]})
 corpus = load_corpus(config.text)
 config = config.with_values(size_settings(SIZES[size], characters, corpus))
 parameters = count_parameters(config.model, corpus.tokenizer.vocab_size)
@@ -66,13 +76,15 @@ print(json.dumps({"n_layer": model.n_layer, "n_embd": model.n_embd, "block_size"
 """
 
 
-def train_all(text: Path, jobs: list[tuple[int, int]], workers: int) -> list[dict[str, Any]]:
+def train_all(
+    text: Path, jobs: list[tuple[int, int]], workers: int, device: str
+) -> list[dict[str, Any]]:
     """Train every (size, characters), `workers` at a time, each on one thread."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     pending, running, results = list(jobs), [], []
     while pending or running:
         while pending and len(running) < workers:
-            words = [sys.executable, "-c", TRAIN, str(text), *map(str, pending.pop(0))]
+            words = [sys.executable, "-c", TRAIN, str(text), *map(str, pending.pop(0)), device]
             running.append(
                 subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment)
             )
@@ -88,12 +100,12 @@ def train_all(text: Path, jobs: list[tuple[int, int]], workers: int) -> list[dic
 
 
 def fit(results: list[dict[str, Any]], text_characters: int) -> dict[str, float]:
-    """Return the least-squares coefficients: exponents by grid search, the rest by regression."""
+    """Return the coefficients: exponents, r and s by grid search, the rest by least squares."""
     sizes = np.array([result["parameters"] for result in results], dtype=float)
     characters = np.array([result["characters"] for result in results], dtype=float)
     losses = np.array([result["nats_per_char"] for result in results])
-    best: tuple[float, dict[str, float]] = (np.inf, {})
-    for r, s in product((1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48), np.arange(0, 2.01, 0.25)):
+    laws = []
+    for r, s in product(R_VALUES, S_VALUES):
         read = zip(sizes, characters, strict=True)
         unique = np.array(
             [unique_token_equivalents(n, c, text_characters, {"r": r, "s": s}) for n, c in read]
@@ -101,23 +113,39 @@ def fit(results: list[dict[str, Any]], text_characters: int) -> dict[str, float]
         for p, q in product(EXPONENTS, EXPONENTS):
             columns = np.stack((np.ones_like(sizes), sizes**-p, unique**-q), axis=1)
             (floor, a, b), *_ = np.linalg.lstsq(columns, losses, rcond=None)
-            error = float(np.sqrt(((columns @ (floor, a, b) - losses) ** 2).mean()))
-            if error < best[0] and min(floor, a, b) > 0:
+            error = np.sqrt(((columns @ (floor, a, b) - losses) ** 2).mean())
+            if min(floor, a, b) > 0:
                 law = {"floor": floor, "a": a, "p": p, "b": b, "q": q, "r": r, "s": s}
-                law["rms_error"] = error
-                best = error, {name: round(float(value), 5) for name, value in law.items()}
-    return best[1]
+                laws.append({**law, "rms_error": error})
+    smallest = min(law["rms_error"] for law in laws)
+    close = [law for law in laws if law["rms_error"] <= TOLERANCE * smallest]
+    chosen = min(close, key=lambda law: abs(np.log(optimal_ratio(law, LARGE) / PUBLISHED_RATIO)))
+    return {name: round(float(value), 5) for name, value in chosen.items()}
+
+
+def optimal_ratio(law: dict[str, float], parameters: float) -> float:
+    """Return the compute-optimal number of unique characters per parameter.
+
+    At a fixed product of parameters N and characters D the loss is smallest where
+    a p N^-p = b q D^-q (Hoffmann et al. 2022, eq. 4).
+    """
+    gain = law["a"] * law["p"] * parameters ** -law["p"]
+    return float((law["b"] * law["q"] / gain) ** (1 / law["q"]) / parameters)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("text", type=Path)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--more", action="store_true")
+    parser.add_argument("--refit", action="store_true")
     arguments = parser.parse_args()
-    known = json.loads(TARGET.read_text(encoding="utf-8"))["runs"] if arguments.more else []
+    keeps = arguments.more or arguments.refit
+    recorded = json.loads(TARGET.read_text(encoding="utf-8")) if keeps else {}
+    known = recorded.get("runs", [])
     jobs = []
-    for number, size in enumerate(SIZES):
+    for number, size in enumerate(() if arguments.refit else SIZES):
         config = ModelConfig(n_layer=size.n_layer, n_head=size.n_head, n_embd=size.n_embd)
         parameters = count_parameters(config, 65)
         shape = (size.n_layer, size.n_embd)
@@ -132,10 +160,14 @@ def main() -> None:
         training = Path(folder, "training-split.txt")
         training.write_text(content[: int(0.9 * len(content))], encoding="utf-8")
         text_characters = len(load_corpus(TextConfig(path=str(training))).split("train"))
-        results = train_all(training, [job[1:] for job in jobs], arguments.workers)
+        tasks = [job[1:] for job in jobs]
+        results = train_all(training, tasks, arguments.workers, arguments.device)
     runs = sorted(known + results, key=lambda run: (run["parameters"], run["characters"]))
     law = fit(runs, text_characters)
-    write_record({**facts(), "text_characters": text_characters, "law": law, "runs": runs}, TARGET)
+    record = {**facts(), "text_characters": text_characters, "law": law, "runs": runs}
+    if arguments.refit:  # the facts of the runs stay
+        record = {**recorded, "refitted": facts(), "law": law}
+    write_record(record, TARGET)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """A fake GPU device: the CPU computes, but tensors must be moved to the device first.
 
 It rejects operations that mix devices (CPU indices too, which a real GPU would copy) and records
-host-device syncs. It covers what MPS runs, and what CUDA runs without CUDA graphs.
+host-device syncs. Fake CUDA graphs repeat the captured operations on the same memory, and capture
+fails as on CUDA: at a sync, or at a copy from the CPU. First calls can be slow, as on a GPU.
 """
 
 import contextlib
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +16,9 @@ from torch import Tensor
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from chargpt.inference.decoders import model_decoder
+from chargpt.training import learner
 
 
 class Backend(backend_registration._DummyBackendModule):
@@ -35,6 +40,8 @@ SYNCHRONISING = {  # they return a value, or a shape that depends on values
     "aten._unique2.default",
 }
 syncs: list[str] = []  # names of the operations that synchronised
+warm: set[str] = set()  # names of the operations that ran before, if first calls are slow
+first_call_seconds = 0.0
 
 
 class OnGPU(Tensor):
@@ -97,14 +104,113 @@ def dispatch(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         synchronises = any(is_on_gpu) and name in SYNCHRONISING
     if synchronises:
         syncs.append(name)
+    if on_gpu and first_call_seconds and name not in warm:
+        warm.add(name)
+        time.sleep(first_call_seconds)
+    if FakeGraph.capturing is not None:
+        from_cpu = on_gpu and name in COPYING and not is_on_gpu[-1] and tensors[-1].dim()
+        if synchronises or from_cpu:
+            raise RuntimeError(f"{name}: operation not permitted when stream is capturing")
     if target is not None:
         kwargs = {**kwargs, "device": CPU}
     bare_args, bare_kwargs = tree_map_only(OnGPU, lambda x: x.inner, (args, kwargs))
     result = function(*bare_args, **bare_kwargs)
+    if on_gpu and FakeGraph.capturing is not None:
+        FakeGraph.capturing.operations.append((function, bare_args, bare_kwargs, result))
     if on_gpu:
         result = tree_map_only(Tensor, OnGPU, result)
         return return_and_correct_aliasing(function, args, kwargs, result)
     return result
+
+
+class FakeGraph:
+    """A CUDA graph: the operations of a capture, with their memory."""
+
+    capturing: "FakeGraph | None" = None
+    replays = 0
+
+    def __init__(self) -> None:
+        self.operations: list[tuple[Any, Any, Any, Any]] = []
+
+    def clear(self) -> None:
+        """Fill new tensors with NaN: on CUDA, capture computes nothing."""
+        for _, args, kwargs, result in self.operations:
+            given = {_memory(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+            for x in tree_leaves(result):
+                if isinstance(x, Tensor) and x.is_floating_point() and _memory(x) not in given:
+                    x.detach().fill_(torch.nan)
+
+    def replay(self) -> None:
+        """Repeat the operations and write their results into the same memory."""
+        FakeGraph.replays += 1
+        for function, args, kwargs, result in self.operations:
+            repeated = function(*args, **kwargs)
+            for old, new in zip(tree_leaves(result), tree_leaves(repeated), strict=True):
+                if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                    old.detach().copy_(new)
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class FakeStream:
+    def wait_stream(self, other: "FakeStream") -> None:
+        """Do nothing: operations run in order."""
+
+
+class FakeGenerator:
+    """The part of a CUDA generator that a failed capture leaves behind."""
+
+    is_capturing = False
+
+    def clone_state(self) -> "FakeGenerator":
+        return FakeGenerator()
+
+    def graphsafe_set_state(self, state: "FakeGenerator") -> None:
+        self.is_capturing = state.is_capturing
+
+
+class FakeCuda:
+    """The functions of `torch.cuda` that capture uses."""
+
+    CUDAGraph, Stream = FakeGraph, FakeStream
+
+    def __init__(self) -> None:
+        self.stream_now = FakeStream()
+        self.default_generators = [FakeGenerator()]
+        FakeGraph.replays = 0
+
+    def device(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def current_device(self) -> int:
+        return 0
+
+    def current_stream(self) -> FakeStream:
+        return self.stream_now
+
+    def set_stream(self, stream: FakeStream) -> None:
+        self.stream_now = stream
+
+    @contextlib.contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        before, self.stream_now = self.stream_now, stream
+        yield
+        self.stream_now = before
+
+    @contextlib.contextmanager
+    def graph(self, graph: FakeGraph) -> Iterator[None]:
+        """Record the operations; after an error the stream and the generator stay as they were."""
+        (generator,) = self.default_generators
+        generator.is_capturing, FakeGraph.capturing = True, graph
+        try:
+            with self.stream(FakeStream()):
+                yield
+        finally:
+            FakeGraph.capturing = None
+        generator.is_capturing = False
+        graph.clear()
 
 
 @contextlib.contextmanager
@@ -116,3 +222,22 @@ def fake_gpu_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     syncs.clear()
     with Dispatch():
         yield GPU
+
+
+def enable_graphs(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    """Give the fake device CUDA graphs."""
+    cuda = FakeCuda()
+    for name in (
+        *("CUDAGraph", "Stream", "default_generators", "device", "current_device"),
+        *("current_stream", "set_stream", "stream", "graph"),
+    ):
+        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    for module in (learner, model_decoder):
+        monkeypatch.setattr(module, "can_capture", lambda device: device == GPU)
+    return cuda
+
+
+def slow_first_calls(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Make the first call of each operation on the fake device take `seconds`."""
+    warm.clear()
+    monkeypatch.setattr("fake_gpu.first_call_seconds", seconds)

@@ -7,7 +7,7 @@ from typing import Literal, cast
 import numpy as np
 import pytest
 import torch
-from fake_gpu import CPU, GPU, fake_gpu_device, syncs
+from fake_gpu import CPU, GPU, FakeGraph, enable_graphs, fake_gpu_device, syncs
 from noise import noisy_model
 from typer.testing import CliRunner
 
@@ -17,6 +17,7 @@ from chargpt.cli.main import app
 from chargpt.config import SampleConfig, TextConfig, load_config
 from chargpt.inference.decoders import GraphDecoder
 from chargpt.inference.sampling import stream_pieces
+from chargpt.models import kernels
 from chargpt.models.gpt import GPT
 from chargpt.models.ngram import NGramLM
 from chargpt.store import run
@@ -87,8 +88,9 @@ def test_training_gives_the_losses_and_samples_of_the_cpu(
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 def test_training_synchronises_only_to_write_metrics(
-    optimizer: str, corpus: Corpus, gpu: torch.device
+    optimizer: str, corpus: Corpus, gpu: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(trainer, "METRICS_SECONDS", 0.0)
     training = trainer_on("mps", corpus, **{"optim.name": optimizer, "model.dropout": 0.1})
     training.learner.ngram  # noqa: B018 - fitted before: fitting synchronises
     synced = []
@@ -97,6 +99,73 @@ def test_training_synchronises_only_to_write_metrics(
         training.advance()
         synced += [step] * len(syncs)
     assert synced == [METRICS_EVERY, 2 * METRICS_EVERY]
+    monkeypatch.setattr(trainer, "METRICS_SECONDS", 1000.0)  # since the last write
+    syncs.clear()
+    far = dict.fromkeys(("max_steps", "evaluate_every", "save_every"), 1000)
+    training.config = training.config.with_values({f"train.{key}": n for key, n in far.items()})
+    for _ in range(2 * METRICS_EVERY):
+        training.advance()
+    assert not syncs
+
+
+@pytest.mark.parametrize("values", [{}, {"model.dropout": 0.1, "train.ngram_target_weight": 0.0}])
+def test_training_replays_one_cuda_graph_with_the_losses_of_the_cpu(
+    values: dict[str, object], corpus: Corpus, gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enable_graphs(monkeypatch)
+    on_cpu, on_gpu = (trainer_on(device, corpus, **values) for device in ("cpu", "mps"))
+    monkeypatch.setattr(kernels, "uses_custom_autograd", lambda _: False)  # same dropout masks
+    assert on_gpu.learner.capture_error is None
+    before = FakeGraph.replays
+    for one, other in zip(on_cpu.steps(), on_gpu.steps(), strict=True):
+        assert figures(other) == pytest.approx(figures(one), abs=1e-4)
+    assert FakeGraph.replays - before == TINY["train.max_steps"]
+
+
+def test_a_failed_capture_is_reported_and_training_goes_on(
+    verse: Path, tmp_path: Path, gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = enable_graphs(monkeypatch)
+    stream, (generator,) = cuda.current_stream(), cuda.default_generators
+    monkeypatch.setattr("chargpt.models.ngram.MAX_TABLE_ENTRIES", 0)  # look-ups then synchronise
+    settings = load_config("gpt").with_values({**TINY, "device": "mps", "text.path": str(verse)})
+    made = session.create_run(settings, tmp_path / "run")
+    made.folder.unlock()
+    (note,) = [note for note in made.notes if "CUDA graph" in note]
+    assert "capture failed (aten." in note
+    assert cuda.current_stream() is stream
+    assert not generator.is_capturing
+    assert FakeGraph.replays == 0
+    on_cpu = trainer_on("cpu", made.trainer.corpus)
+    for one, other in zip(on_cpu.steps(), made.trainer.steps(), strict=True):
+        assert figures(other) == pytest.approx(figures(one), abs=1e-4)
+
+
+@pytest.mark.parametrize("num_streams", [1, 3])
+def test_sampling_replays_one_cuda_graph_with_the_text_of_the_cpu(
+    num_streams: int, gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enable_graphs(monkeypatch)
+    ids = np.arange(20 * num_streams).reshape(20, num_streams) % 11
+    on_cpu, on_gpu = (
+        GraphDecoder(cast("GPT", noisy_model(block_size=8).to(device)), num_streams)
+        for device in (CPU, gpu)
+    )
+    for each in ids:
+        np.testing.assert_allclose(on_gpu.step(each), on_cpu.step(each), rtol=1e-5, atol=1e-5)
+    assert FakeGraph.replays == len(ids) + 1  # one checks the graph
+
+
+def test_sampling_without_a_graph_says_so(
+    gpu: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    enable_graphs(monkeypatch)
+    monkeypatch.setattr(FakeGraph, "replay", lambda _: None)  # gives another result
+    decoder = GraphDecoder(cast("GPT", noisy_model().to(gpu)), 1)
+    for token in (1, 2):
+        decoder.step(np.array([token]))
+    assert "slower than it could be: a replayed CUDA graph gave another result" in caplog.text
+    assert len(caplog.records) == 1
 
 
 def test_gradients_equal_those_on_the_cpu(gpu: torch.device) -> None:

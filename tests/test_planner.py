@@ -1,8 +1,10 @@
 """Planning for a time budget: model size, number of steps, settings, and re-planning."""
 
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from hypothesis import given
@@ -21,6 +23,7 @@ from chargpt.training.budget import (
     replan,
     replanning_notes,
 )
+from chargpt.training.cost import training_bytes
 from chargpt.training.planner import (
     RECIPE,
     SIZES,
@@ -28,6 +31,7 @@ from chargpt.training.planner import (
     expected_loss,
     length_settings,
     plan,
+    step_characters,
     unique_token_equivalents,
 )
 from chargpt.training.schedule import lr_factor_at
@@ -138,11 +142,48 @@ def test_if_the_trials_used_up_the_budget_the_fewest_steps_are_planned(
     assert chosen.model.n_embd == SIZES[0].n_embd
 
 
-def test_the_number_of_epochs_is_limited(corpus: Corpus, machine: list[Config]) -> None:
-    config = choose(Config(), (), corpus, 10**6).config
-    read = config.train.max_steps * config.train.batch_size * config.model.block_size
-    assert read <= RECIPE.max_epochs * len(corpus.split("train"))
+def test_the_number_of_epochs_is_limited_also_in_replanning(
+    corpus: Corpus, machine: list[Config]
+) -> None:
+    budget = FixedBudget(10**6)
+    planned = plan(Config(), corpus, budget)
+    config, limit = planned.config, RECIPE.max_epochs * len(corpus.split("train"))
+    assert limit - step_characters(config) < config.train.max_steps * step_characters(config)
+    assert config.train.max_steps * step_characters(config) <= limit
     assert config.model.dropout > 0
+    assert any("more epochs would only over-fit" in note for note in planned.notes)
+    assert not plan(Config(), corpus, FixedBudget(10)).notes
+
+    # planned for fewer steps, on a machine that turns out a thousand times faster
+    before = config.with_values({"train.max_steps": 100})
+    after = replan(before, 40, 1e-3, 10**6, budget.max_steps)
+    assert after.train.max_steps == budget.max_steps == config.train.max_steps
+    assert replan(before, 40, 1e-3, 10**6).train.max_steps > 10**6
+    (note,) = replanning_notes(before, after, 40, limit=budget.max_steps)
+    assert note.startswith(f"re-planned: 100 -> {budget.max_steps:,} steps: training ends before")
+
+
+def test_a_fast_machine_gets_a_large_model_a_long_block_and_a_word_of_caution(
+    corpus: Corpus, machine: list[Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planner, "memory_limit", lambda _: 80 * 10**9)
+    long = replace(corpus, tokens=np.broadcast_to(np.uint8(0), (10**10,)))
+    planned = choose(Config(), (), long, 10**7)
+    assert planned.config.model.n_embd == SIZES[-1].n_embd
+    assert planned.config.model.block_size == 1024
+    assert len(machine) < len(SIZES)  # sizes that must be worse were skipped
+    (note,) = [note for note in planned.notes if "extrapolated" in note]
+    assert "11M parameters and 10M characters" in note
+
+
+def test_models_that_do_not_fit_into_the_memory_are_not_tried(
+    corpus: Corpus, machine: list[Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planner, "memory_limit", lambda _: 500_000_000)
+    chosen = choose(Config(), (), corpus, 10**6).config
+    for config in (*machine, chosen):
+        used = training_bytes(config, corpus.tokenizer.vocab_size, config.train.batch_size)
+        assert used <= 500_000_000 * RECIPE.usable_memory
 
 
 def test_longer_runs_have_less_ngram_weight_and_more_epochs_have_more_weight_decay(

@@ -18,7 +18,6 @@ from chargpt.analysis.fonts import DEFAULT, set_fallback_fonts
 from chargpt.errors import ChargptError
 from chargpt.files import write_output
 from chargpt.text.display import display_text, graphemes
-from chargpt.training.trainer import METRICS_EVERY
 
 if TYPE_CHECKING:
     import numpy as np
@@ -143,8 +142,8 @@ def pace(records: Sequence[Mapping[str, Any]], characters: int) -> "Figure":
         characters: read per step.
     """
     rows = [record for record in records if "grad_norm" in record]
-    # metrics of several steps are written at once, at the time of the last
-    moments = [(row["seconds"], row["step"]) for row in rows if row["step"] % METRICS_EVERY == 0]
+    # metrics of several steps are written at once, with the time of the last
+    moments = list({row["seconds"]: row["step"] for row in rows}.items())
     speeds = [
         (step, characters * (step - before) / (now - then))
         for (then, before), (now, step) in itertools.pairwise(moments)

@@ -7,8 +7,6 @@ import signal
 import sys
 from functools import partial
 
-from torch import Tensor
-
 from chargpt.cli import console
 from chargpt.cli.progress import Progress
 from chargpt.cli.signals import Signals, Stopped
@@ -51,7 +49,7 @@ class StepView:
         """Show a step on the bar, and its sample and notes above it."""
         if report.validation is not None:
             self.validation.append(report.validation.nats_per_char)
-        detail = None if report.loss is None else partial(self._detail, report, report.loss)
+        detail = None if report.loss is None else partial(self._detail, report)
         self.bar.move_to(report.step, report.max_steps, detail)
         if report.sample is not None:
             self.bar.write(f"-- sample at step {report.step:,} --")
@@ -100,8 +98,10 @@ class StepView:
         step, error = self.trainer.state.step, self.trainer.writer.disk_error
         return f"cannot save step {step:,} ({error}); {self._last_checkpoint()}"
 
-    def _detail(self, report: StepReport, loss: Tensor) -> str:
+    def _detail(self, report: StepReport) -> str:
         """Return loss, validation, the next baseline to beat and speed, within 80 columns."""
+        # the last one that was read: reading the step's own would synchronise a GPU
+        loss = "" if self.trainer.last_loss is None else f"loss {self.trainer.last_loss:.2f} "
         last, val = math.inf, ""
         if self.validation:
             last = self.validation[-1]
@@ -110,7 +110,7 @@ class StepView:
                 val += f"{console.sparkline(self.validation, sys.stderr, 5)} "
         name = "bigram" if self.baseline_losses["bigram"] < last else NGRAM
         speed = f" {console.short(report.speed)} chars/s" if report.speed else ""
-        return f"loss {float(loss):.2f} {val}{name} {self.baseline_losses[name]:.3f}{speed}"
+        return f"{loss}{val}{name} {self.baseline_losses[name]:.3f}{speed}"
 
 
 def run_steps(

@@ -28,7 +28,8 @@ def rms_norm(x: Tensor) -> Tensor:
     """Return x / sqrt(mean(x^2) + eps) over the last dimension, without a weight."""
     if uses_custom_autograd(x):
         return cast("Tensor", _RMSNorm.apply(x))  # type: ignore[no-untyped-call]
-    return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
+    with torch.autocast(x.device.type, enabled=False):  # autocast would compute in float32
+        return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
 
 
 class RMSNorm(nn.Module):

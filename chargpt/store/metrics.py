@@ -27,15 +27,15 @@ class MetricsLog:
         self.path = path
         self._unwritten: list[str] = []  # lines whose write failed
 
-    def append(self, record: Mapping[str, object]) -> None:
-        """Append one line, after any lines whose earlier write failed.
+    def append(self, *records: Mapping[str, object]) -> None:
+        """Append a line each, after any lines whose earlier write failed.
 
         Raises:
-            OSError: the write failed; the line is kept for the next call.
+            OSError: the write failed; the lines are kept for the next call.
         """
         # a failed write may have left part of a line: end it
         prefix = "" if not self._unwritten else "\n"
-        self._unwritten.append(json.dumps(record) + "\n")
+        self._unwritten += [json.dumps(record) + "\n" for record in records]
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(prefix + "".join(self._unwritten))
         self._unwritten.clear()

@@ -10,7 +10,6 @@ import re
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from statistics import fmean
 
 from chargpt.config import Config
 from chargpt.device import synchronize
@@ -23,6 +22,8 @@ from chargpt.training.schedule import decay_start
 from chargpt.training.threads import ThreadTuner
 
 MIN_SECONDS = 5
+MIN_TRIAL_SECONDS = 0.05  # of trial steps on a GPU, where a step may take less than a millisecond
+OVERFITTING = "training ends before its time, because more epochs would only over-fit"
 TRIAL_LR_FACTOR = 1e-6  # trial updates must not leave the usual range of values
 
 
@@ -94,6 +95,7 @@ class Budget:
         self.clock = clock
         self.started = clock() if started is None else started
         self.extension = 0.0  # seconds, where the budget is too short
+        self.max_steps: int | None = None  # more would only over-fit; set by planning
         self.scoring_seconds = RESERVE.fraction * seconds
         self.replan_step: int | None = None
         self.has_replanned = False
@@ -143,8 +145,9 @@ class Budget:
         """Measure how long the closing evaluations take and reserve that time."""
         max_characters = config.train.evaluate_characters
         splits = [corpus.split(split) for split in SPLITS]
-        start = self.clock()
-        timed = evaluate_tokens(model, splits[-1], max_characters=RESERVE.timed_characters)
+        for _ in range(2):  # the first call is a warm-up: a GPU loads its kernels
+            start = self.clock()
+            timed = evaluate_tokens(model, splits[-1], max_characters=RESERVE.timed_characters)
         per_character = (self.clock() - start) / timed.characters
         n_scored = sum(min(max_characters, len(tokens)) for tokens in splits)
         n_scored += RESERVE.report_characters if self.has_report else 0
@@ -159,7 +162,10 @@ class Budget:
         """Return the config to continue with after `step` steps; add sentences to `notes`."""
         replanned = self.replan(config, step)
         if replanned is not None:
-            notes += replanning_notes(config, replanned, step, is_first=not self.has_replanned)
+            is_first = not self.has_replanned
+            notes += replanning_notes(
+                config, replanned, step, is_first=is_first, limit=self.max_steps
+            )
             config, self.has_replanned = replanned, True
         threads = self.thread_tuner.update(speed) if self.thread_tuner and speed else None
         if threads is not None:
@@ -182,7 +188,7 @@ class Budget:
         if step < self.replan_step and remaining >= self.replan_remaining:
             return None
         step_seconds = (now - since) / (step - first)
-        config = replan(config, step, step_seconds, remaining)
+        config = replan(config, step, step_seconds, remaining, self.max_steps)
         self.measured_from = step, now
         self._schedule_replanning(config, step, step)
         return config
@@ -196,7 +202,9 @@ class Budget:
             self.replan_remaining = self.remaining * fraction
 
 
-def replan(config: Config, step: int, step_seconds: float, seconds: float) -> Config:
+def replan(
+    config: Config, step: int, step_seconds: float, seconds: float, limit: int | None = None
+) -> Config:
     """Return the config with as many steps after `step` as the remaining time allows.
 
     A decay that has not begun begins here; one that has begun continues with another slope. The
@@ -207,9 +215,12 @@ def replan(config: Config, step: int, step_seconds: float, seconds: float) -> Co
         step: number of steps done.
         step_seconds: measured time of a step, validation and saving included.
         seconds: until the last step has to be done.
+        limit: of the number of all steps, however much time remains.
     """
     fewest = min(REPLANNING.min_steps, config.train.max_steps) - step
     n_steps = max(1, fewest, int(REPLANNING.usable * seconds / step_seconds))
+    if limit is not None:
+        n_steps = min(n_steps, max(1, limit - step))
     max_steps, schedule = step + n_steps, config.schedule
     values: dict[str, object] = {"train.max_steps": max_steps}
     if step <= decay_start(schedule, config.train.max_steps) and not schedule.decay_points:
@@ -221,15 +232,23 @@ def replan(config: Config, step: int, step_seconds: float, seconds: float) -> Co
 
 
 def replanning_notes(
-    before: Config, after: Config, step: int, *, is_first: bool = True
+    before: Config,
+    after: Config,
+    step: int,
+    *,
+    is_first: bool = True,
+    limit: int | None = None,
 ) -> list[str]:
     """Return a sentence about a large change of the number of steps, or none.
 
-    Only the first change compares the machine with its speed as measured before training.
+    Only the first change compares the machine with its speed as measured before training. `limit`
+    is that of `replan`.
     """
     old, new = before.train.max_steps, after.train.max_steps
     if abs(new - old) < REPLANNING.noted_change * old:
         return []
+    if new == limit:
+        return [f"re-planned: {old:,} -> {new:,} steps: {OVERFITTING}"]
     slowdown, cause = (old - step) / (new - step), ""
     if is_first and slowdown >= REPLANNING.noted_slowdown:
         times = f"{slowdown:.1f}" if slowdown < 9.95 else f"{slowdown:.0f}"
@@ -256,17 +275,24 @@ def next_replan_step(config: Config, step: int) -> int | None:
 def measure_step_seconds(learner: Learner, n_steps: int, *, update: bool) -> float:
     """Return the mean time of `n_steps` trial steps; the first, a warm-up, is left out.
 
-    Without `update` the weights stay as they are.
+    On a GPU it is that of more steps. Without `update` the weights stay as they are.
     """
-    seconds = []
-    for step in range(n_steps):
+
+    def run(number: int) -> float:
+        """Return the mean time of some steps, which a GPU runs without waiting in between."""
         synchronize(learner.device)
         start = time.perf_counter()
-        learner.accumulate_gradients(step)
-        learner.clip_gradients()
-        if update:
-            learner.apply_update(step, TRIAL_LR_FACTOR)
+        for step in range(number):
+            learner.accumulate_gradients(step)
+            learner.clip_gradients()
+            if update:
+                learner.apply_update(step, TRIAL_LR_FACTOR)
         synchronize(learner.device)
-        seconds.append(time.perf_counter() - start)
+        return (time.perf_counter() - start) / number
+
+    run(1)
+    seconds = run(n_steps - 1)
+    if learner.device.type != "cpu":
+        seconds = run(math.ceil(MIN_TRIAL_SECONDS / seconds))
     learner.model.zero_grad(set_to_none=True)
-    return fmean(seconds[1:])
+    return seconds

@@ -10,7 +10,7 @@ import gc
 import hashlib
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from chargpt.config import Config, OptimConfig, TrainConfig
-from chargpt.device import capture_training_graph
+from chargpt.device import can_capture, capture_graph
 from chargpt.distributed import ProcessGroup
-from chargpt.errors import ConfigError
+from chargpt.errors import CaptureError, ConfigError
 from chargpt.inference.baselines import fit_ngram
 from chargpt.models import LanguageModel, build_model
 from chargpt.models.ngram import NGramLM
@@ -43,6 +43,10 @@ class Learner:
         device: of the model.
         saved: a checkpoint to continue from.
         ngram: what `fit_ngram` returned, for the soft targets; fitted when first used by default.
+
+    Attributes:
+        capture_error: why forward and backward pass are not replayed as a CUDA graph on a device
+            that has them; None if they are, or with several ranks or micro-batches.
 
     Raises:
         RunError: the checkpoint belongs to another model.
@@ -81,8 +85,13 @@ class Learner:
         )
         if device.type != "cpu":
             self.batches.to_device(device)
-        if device.type == "cuda" and group.size == self.accumulate == 1:
-            capture_training_graph(self.model, self.batches.at(0)[:, :-1].to(device), self.dtype)
+        self.gradients: Callable[[Tensor], Tensor] = self._gradients
+        self.capture_error: str | None = None
+        if can_capture(device) and group.size == self.accumulate == 1:
+            try:
+                self.gradients = self._captured_gradients()
+            except CaptureError as error:
+                self.capture_error = str(error)
 
     @cached_property
     def fitted_ngram(self) -> NGramLM:
@@ -94,10 +103,10 @@ class Learner:
         """The n-gram model of the soft targets, on the device; None if they have no weight."""
         if not self.ngram_target_weight:
             return None
-        ngram = self.fitted_ngram.to(self.device)
+        ngram = self.fitted_ngram
         if ngram.table is None:
-            ngram.build_table()
-        return ngram
+            ngram.build_table()  # before it is moved: scattered additions are slow on some GPUs
+        return ngram.to(self.device)
 
     def restore(self, saved: Checkpoint, optim: OptimConfig) -> None:
         """Load a checkpoint and continue with the learning rates of `optim`.
@@ -135,10 +144,43 @@ class Learner:
             self.seed_dropout(step, micro)
             is_last = micro == self.accumulate - 1
             with contextlib.nullcontext() if is_last else self._without_all_reduce():
-                objective, loss = self.objective(block)
-                (objective / self.accumulate).backward()  # type: ignore[no-untyped-call]
-            total += loss.detach() / self.accumulate
+                total += self.gradients(block) / self.accumulate
         return total
+
+    def _gradients(self, block: Tensor) -> Tensor:
+        """Add the gradients of a (B, T + 1) block; return its mean loss."""
+        objective, loss = self.objective(block)
+        (objective / self.accumulate).backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def _captured_gradients(self) -> Callable[[Tensor], Tensor]:
+        """Return `_gradients` of a single micro-batch as a CUDA graph.
+
+        Raises:
+            CaptureError: capture failed.
+        """
+        parameters = list(self.model.parameters())
+        static_block = self.batches.at(0).to(self.device)
+        self.ngram  # noqa: B018 - fitted before: that cannot be captured
+
+        def step() -> Tensor:
+            self.model.zero_grad(set_to_none=True)  # so that the graph writes into new gradients
+            return self._gradients(static_block)
+
+        try:
+            replay = capture_graph(step, self.device, is_random=self.dropout > 0)
+            gradients = [parameter.grad for parameter in parameters]
+        finally:
+            self.model.zero_grad(set_to_none=True)
+
+        def replayed(block: Tensor) -> Tensor:
+            static_block.copy_(block)
+            loss = replay().clone()
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+            return loss
+
+        return replayed
 
     def objective(self, block: Tensor) -> tuple[Tensor, Tensor]:
         """Return the objective and the mean loss in nats of a (B, T + 1) block.

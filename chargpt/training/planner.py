@@ -13,15 +13,24 @@ clock.
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 from chargpt.config import Config
+from chargpt.device import choose_device, memory_limit
 from chargpt.errors import ConfigError
 from chargpt.models import count_parameters
 from chargpt.text.corpus import SPLITS, Corpus
-from chargpt.training.budget import REPLANNING, Budget, measure_step_seconds
+from chargpt.training.budget import (
+    OVERFITTING,
+    REPLANNING,
+    Budget,
+    measure_step_seconds,
+)
+from chargpt.training.cost import training_bytes
 from chargpt.training.trainer import Trainer
 
 
@@ -38,33 +47,45 @@ class Size:
         return self.n_embd // 64
 
 
-SIZES = (Size(4, 64), Size(4, 96), Size(4, 128), Size(5, 192), Size(6, 256), Size(6, 384))
+SIZES = (
+    *(Size(4, 64), Size(4, 96), Size(4, 128), Size(5, 192), Size(6, 256), Size(6, 384)),
+    *(Size(8, 512), Size(10, 640), Size(12, 768)),  # larger than those of the fitted runs
+)
+
+
+@dataclass(frozen=True)
+class Length:
+    """Settings of runs from a number of characters on, repeats included."""
+
+    characters: int
+    block_size: int
+    step_characters: int  # per update
+    cooldown: float  # fraction of the steps; the steps before it measure the speed
+    evaluations: int = 6
+
+
+LENGTHS = (
+    Length(0, 128, 1024, 0.6, evaluations=2),  # each takes as long as four steps
+    Length(350_000, 256, 2048, 0.6),
+    Length(1_000_000, 256, 2048, 0.7),
+    Length(3_000_000, 256, 4096, 0.7),
+    # longer than the runs that the others were found by
+    Length(100_000_000, 512, 8192, 0.7),
+    Length(1_000_000_000, 1024, 16384, 0.7),
+)
+USUAL_LENGTH = 3_000_000  # characters, until a speed is measured
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Settings as functions of the training length, found by experiment (benchmarks/LOG.md).
-
-    Lengths are in characters read, unless they are named otherwise.
-    """
+    """Settings found by experiment (benchmarks/LOG.md); lengths are in characters read."""
 
     usable: float = 0.93  # fraction of the time planned for training steps before re-planning
     trial_steps: int = 3  # that measure a size's speed
     trial_fraction: float = 0.05  # of the time: once trials have used it, no larger size is tried
+    usable_memory: float = 0.6  # fraction: the memory of a run is an estimate
     max_epochs: int = 40
-    short_run: int = 350_000  # below it, blocks and steps are short
-    block_size: int = 256
-    short_block_size: int = 128
     min_block_size: int = 8
-    step_characters: int = 2048  # per update
-    short_step_characters: int = 1024
-    long_step_characters: int = 4096
-    long_run: int = 1_000_000  # from it on, the decay takes `long_cooldown` of the steps
-    very_long_run: int = 3_000_000  # from it on, an update reads `long_step_characters`
-    cooldown: float = 0.6  # fraction of the steps; the steps before it measure the speed
-    long_cooldown: float = 0.7
-    evaluations: int = 6  # per run
-    short_evaluations: int = 2  # in a short run, where each takes as long as four steps
     min_evaluated: int = 12_000  # characters of the validation split per evaluation
     max_evaluated: int = 300_000
     full_weight_decay_epochs: float = 5  # from it on, weight decay is whole
@@ -87,6 +108,7 @@ class Plan:
     config: Config
     speed: float
     chooses_size: bool
+    notes: list[str] = field(default_factory=list)  # sentences for the user
 
 
 def expected_loss(parameters: int, characters: float, text_characters: int) -> float:
@@ -95,7 +117,7 @@ def expected_loss(parameters: int, characters: float, text_characters: int) -> f
     `characters` are those read in training, repeats included; `text_characters` is the length of
     the training split.
     """
-    law = _coefficients()
+    law = _fitted()["law"]
     unique = unique_token_equivalents(parameters, characters, text_characters, law)
     loss = law["floor"] + law["a"] * parameters ** -law["p"] + law["b"] * unique ** -law["q"]
     return float(loss)
@@ -117,10 +139,30 @@ def unique_token_equivalents(
 
 
 @cache
-def _coefficients() -> dict[str, float]:
+def _fitted() -> dict[str, Any]:
+    """Return the coefficients of the law, and the runs that it was fitted to."""
     content = (Path(__file__).parent / "plan.json").read_text(encoding="utf-8")
-    law: dict[str, float] = json.loads(content)["law"]
-    return law
+    fitted: dict[str, Any] = json.loads(content)
+    return fitted
+
+
+def extrapolation(parameters: int, characters: float) -> str | None:
+    """Return a sentence if a run is larger or longer than those that the law was fitted to."""
+    largest = max(run["parameters"] for run in _fitted()["runs"])
+    longest = max(run["characters"] for run in _fitted()["runs"])
+    if parameters <= 1.1 * largest and characters <= 1.1 * longest:
+        return None
+    return (
+        "the size and the settings are extrapolated from runs of up to "
+        f"{largest / 1e6:.0f}M parameters and {longest / 1e6:.0f}M characters"
+    )
+
+
+def length_of(characters: float) -> Length:
+    """Return the settings of a run over about `characters` characters."""
+    return max(
+        (each for each in LENGTHS if each.characters <= characters), key=attrgetter("characters")
+    )
 
 
 def size_settings(size: Size, characters: float, corpus: Corpus) -> dict[str, object]:
@@ -129,33 +171,33 @@ def size_settings(size: Size, characters: float, corpus: Corpus) -> dict[str, ob
     Short runs gain more from many small updates than they lose by short blocks. A split must hold
     a block and one more character.
     """
-    recipe = RECIPE
-    is_short = characters < recipe.short_run
-    block_size = recipe.short_block_size if is_short else recipe.block_size
+    length = length_of(characters)
+    block_size = length.block_size
     shortest_split = min(len(corpus.split(split)) for split in SPLITS)
-    while block_size > recipe.min_block_size and block_size >= shortest_split:
+    while block_size > RECIPE.min_block_size and block_size >= shortest_split:
         block_size //= 2
-    per_step = recipe.short_step_characters if is_short else recipe.step_characters
-    if characters >= recipe.very_long_run:
-        per_step = recipe.long_step_characters
     return {
         "model.n_layer": size.n_layer,
         "model.n_head": size.n_head,
         "model.n_embd": size.n_embd,
         "model.block_size": block_size,
-        "train.batch_size": per_step // block_size,
+        "train.batch_size": length.step_characters // block_size,
     }
+
+
+def step_characters(config: Config) -> int:
+    """Return the number of characters that an update reads."""
+    return config.train.batch_size * config.model.block_size
 
 
 def length_settings(
     config: Config, characters: float, text_characters: int, parameters: int
 ) -> dict[str, object]:
     """Return the settings that depend on the training length, for about `characters` characters."""
-    recipe = RECIPE
-    steps = int(characters / (config.train.batch_size * config.model.block_size))
+    recipe, length = RECIPE, length_of(characters)
+    steps = int(characters / step_characters(config))
     steps = max(REPLANNING.min_steps, steps)
-    is_short = characters < recipe.short_run
-    every = math.ceil(steps / (recipe.short_evaluations if is_short else recipe.evaluations))
+    every = math.ceil(steps / length.evaluations)
     epochs = characters / text_characters
     risk = epochs * math.sqrt(parameters / text_characters)
     # soft targets soon teach all they can, but they also keep a model from over-fitting
@@ -163,7 +205,6 @@ def length_settings(
     ngram_fraction = max(at_least, min(1.0, recipe.ngram_until / characters))
     ngram_weight = config.train.ngram_target_weight * ngram_fraction
     decay = min(1.0, max(recipe.min_weight_decay, epochs / recipe.full_weight_decay_epochs))
-    is_long = characters >= recipe.long_run
     return {
         "train.max_steps": steps,
         "train.evaluate_every": every,
@@ -173,7 +214,7 @@ def length_settings(
         "train.save_every": every,
         # a sample takes as long as a step
         "train.sample_every": 2 * every if steps >= 200 else 0,
-        "schedule.cooldown": recipe.long_cooldown if is_long else recipe.cooldown,
+        "schedule.cooldown": length.cooldown,
         "train.ngram_target_weight": (
             round(ngram_weight, 3) if ngram_weight >= recipe.min_ngram_weight else 0.0
         ),
@@ -217,31 +258,55 @@ class _Planner:
                 config, speed = resized, measure_speed(resized, self.corpus)
         else:
             config, speed = self.config, measure_speed(self.config, self.corpus)
-        length = length_settings(
-            config, self.reachable(speed), self.text_characters, self.parameters(config)
-        )
-        return Plan(self.with_free(config, length), speed, self.chooses_size)
+        characters, parameters = self.reachable(speed), self.parameters(config)
+        length = length_settings(config, characters, self.text_characters, parameters)
+        max_characters = RECIPE.max_epochs * self.text_characters
+        self.budget.max_steps = max(REPLANNING.min_steps, max_characters // step_characters(config))
+        notes = [OVERFITTING] if characters == max_characters else []
+        if self.chooses_size and (note := extrapolation(parameters, characters)):
+            notes.append(note)
+        return Plan(self.with_free(config, length), speed, self.chooses_size, notes)
 
     def best_size(self) -> tuple[Size, Config, float]:
-        """Measure sizes, smallest first, while a larger one may have a lower loss."""
-        available = self.budget.remaining
-        best: tuple[float, Size, Config, float] | None = None
-        for size in SIZES:
-            candidate = self.with_free(self.config, size_settings(size, math.inf, self.corpus))
-            if best is not None:
-                # larger models are slower, but by less than their size
-                ratio = self.parameters(best[2]) / self.parameters(candidate)
-                if self.loss(candidate, best[3] * ratio**0.5) > best[0]:
-                    break
-            speed = measure_speed(candidate, self.corpus)
-            loss = self.loss(candidate, speed)
-            if best is not None and loss > best[0]:
+        """Measure sizes, smallest first, while a larger one may have a lower loss.
+
+        Sizes that must have a higher loss than a larger one are left out: a model is slower than
+        a smaller one by less than its size.
+        """
+        number, config = 0, self.sized(SIZES[0], USUAL_LENGTH)
+        speed = measure_speed(config, self.corpus)
+        available = self.budget.remaining  # without the first trial: on a GPU it loads the kernels
+        while available - self.budget.remaining <= RECIPE.trial_fraction * available:
+            larger = self.larger_sizes(number + 1, self.reachable(speed))
+            slowdowns = [self.parameters(each) / self.parameters(config) for each in larger]
+            loss = self.loss(config, speed)
+            if not larger or self.loss(larger[0], speed / slowdowns[0] ** 0.5) > loss:
                 break
-            best = loss, size, candidate, speed
-            if available - self.budget.remaining > RECIPE.trial_fraction * available:
+            highest = [
+                self.loss(each, speed / slowdown)
+                for each, slowdown in zip(larger, slowdowns, strict=True)
+            ]
+            skipped = highest.index(min(highest))
+            candidate = larger[skipped]
+            candidate_speed = measure_speed(candidate, self.corpus)
+            if self.loss(candidate, candidate_speed) > loss:
                 break
-        assert best is not None
-        return best[1:]
+            number, config, speed = number + 1 + skipped, candidate, candidate_speed
+        return SIZES[number], config, speed
+
+    def larger_sizes(self, first: int, characters: float) -> list[Config]:
+        """Return the configs of the sizes from number `first` on that fit into the memory."""
+        vocab_size = self.corpus.tokenizer.vocab_size
+        usable = RECIPE.usable_memory * memory_limit(choose_device(self.config.device)[0])
+        configs = [self.sized(size, max(USUAL_LENGTH, characters)) for size in SIZES[first:]]
+        return [
+            each
+            for each in configs
+            if training_bytes(each, vocab_size, each.train.batch_size) <= usable
+        ]
+
+    def sized(self, size: Size, characters: float) -> Config:
+        return self.with_free(self.config, size_settings(size, characters, self.corpus))
 
     def with_free(self, config: Config, values: dict[str, object]) -> Config:
         """Return the config with those of the values that the user has not fixed."""
@@ -267,4 +332,4 @@ def measure_speed(config: Config, corpus: Corpus) -> float:
     trial = config.with_values({"train.ngram_target_weight": 0.0})
     learner = Trainer(trial, corpus).learner
     seconds = measure_step_seconds(learner, RECIPE.trial_steps, update=True)
-    return config.train.batch_size * config.model.block_size / seconds
+    return step_characters(config) / seconds

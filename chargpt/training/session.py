@@ -27,7 +27,7 @@ from chargpt.text.describe import warn_of_length
 from chargpt.text.source import STDIN
 from chargpt.training.budget import REPLANNING, Budget
 from chargpt.training.cost import Cost, expected_cost
-from chargpt.training.planner import Plan, plan
+from chargpt.training.planner import RECIPE, Plan, plan, step_characters
 from chargpt.training.request import Request, StartMode
 from chargpt.training.resume import resume
 from chargpt.training.threads import ThreadTuner, measure_threads
@@ -44,6 +44,10 @@ class Session:
     budget: Budget | None = None
     plan: Plan | None = None  # what the budget chose
     notes: list[str] = field(default_factory=list)  # sentences for the user
+
+    def __post_init__(self) -> None:
+        if error := self.trainer.learner.capture_error:
+            self.notes.append(f"{error}: training works, but a small model trains more slowly")
 
 
 @contextmanager
@@ -128,12 +132,12 @@ def create_run(
     with output_folder(out, f"{slug(corpus.name)}-{settings.model.kind}") as path:
         folder = RunFolder(path)
         trainer = Trainer(settings, corpus, folder=folder, group=group)
-        notes = [*corpus.notes, *warn_of_length(corpus)]
+        notes = [*corpus.notes, *warn_of_length(corpus), *(planned.notes if planned else [])]
         if budget is not None and planned is not None:
             budget.measure_scoring(trainer.model, corpus, trainer.config)
-            step_characters = settings.train.batch_size * settings.model.block_size
             min_steps = min(REPLANNING.min_steps, settings.train.max_steps)
-            note = budget.extend_for(min_steps, step_characters / planned.speed)
+            step_seconds = step_characters(settings) / planned.speed
+            note = budget.extend_for(min_steps, step_seconds)
             notes += [] if note is None else [note]
         if group.is_main:
             # the last ones, the best one and an unfinished one
@@ -142,8 +146,11 @@ def create_run(
                 trainer.config, corpus.tokenizer, force=force, allow_unsaved=allow_unsaved
             )
             notes += folder.notes
-    remaining = None if budget is None else budget.remaining
-    cost = expected_cost(trainer.config, trainer.learner, 0, remaining)
+    seconds = None
+    if budget is not None and planned is not None:
+        planned_seconds = settings.train.max_steps * step_seconds / RECIPE.usable
+        seconds = min(budget.remaining, planned_seconds)
+    cost = expected_cost(trainer.config, trainer.learner, 0, seconds)
     return Session(trainer, folder, cost, budget, planned, notes)
 
 

@@ -32,12 +32,14 @@ class TensorBoardLog:
         self.writer: Any = None
         self.is_broken = False  # a write failed
 
-    def add(self, record: Mapping[str, Any]) -> None:
-        """Write a record under its step; after a disk error, write nothing more."""
+    def add(self, *records: Mapping[str, Any]) -> None:
+        """Write records under their steps; after a disk error, write nothing more."""
         if self.is_broken:
             return
         try:
-            self._add(record)
+            for record in records:
+                self._add(record)
+            self.writer.flush()
         except OSError:  # metrics.jsonl holds the same records
             self.is_broken = True
 
@@ -52,7 +54,6 @@ class TensorBoardLog:
                 self.writer.add_text(name, f"```\n{value}\n```", self.step)
             elif name not in NOT_LOGGED:
                 self.writer.add_scalar(name, value, self.step)
-        self.writer.flush()
 
     def close(self) -> None:
         """Flush and close the file; later records go to a new one."""

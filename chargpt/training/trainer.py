@@ -19,7 +19,6 @@ from chargpt.device import (
     choose_device,
     choose_dtype,
     dtype_name,
-    make_deterministic,
     require_memory,
     tune_malloc,
 )
@@ -39,7 +38,8 @@ from chargpt.training.schedule import lr_factor_at
 from chargpt.training.validator import Validator
 from chargpt.training.writer import RunWriter
 
-METRICS_EVERY = 10  # steps between writes of the metrics, which synchronise the device
+METRICS_EVERY = 10  # steps between writes of the metrics
+METRICS_SECONDS = 0.5  # the same in seconds, at least, on a GPU, where reading them synchronises
 SPEED_SECONDS = 1.0  # over which the speed is measured
 
 
@@ -79,7 +79,7 @@ class Trainer:
         n_bytes = training_bytes(self.config, corpus.tokenizer.vocab_size, micro_batch)
         require_memory(n_bytes, "a model and batches of these sizes", self.device)
         if self.config.deterministic:
-            make_deterministic(self.device)
+            torch.use_deterministic_algorithms(True)  # an operation that has none raises
         if self.device.type == "cpu":
             tune_malloc()
             if config.threads is not None:
@@ -91,6 +91,8 @@ class Trainer:
         self.writer = RunWriter(self.folder, tensorboard=self.config.track.tensorboard)
         self.state = RunState(step=0)
         self.pending: list[tuple[int, float, Tensor, Tensor]] = []  # metrics still on the device
+        self.metrics_written = -math.inf  # time
+        self.last_loss: float | None = None  # of the last step whose loss was read
         self.config_is_unsaved = False
         self.stopped_by: Literal["deadline", "request"] | None = None  # before the last step
         if saved is not None:
@@ -177,12 +179,15 @@ class Trainer:
         if self.device.type == "cpu":
             # elsewhere reading them would synchronise; `write_metrics` checks before each save.
             # only the norm is the same on all ranks, so that all of them stop or none
-            loss = report.loss.item() if self.group.size == 1 else 0.0
-            self._require_finite(loss, report.grad_norm.item(), step + 1, lr_factor)
+            loss = report.loss.item()
+            self._require_finite(
+                loss if self.group.size == 1 else 0.0, report.grad_norm.item(), step + 1, lr_factor
+            )
+            self.last_loss = loss
         self.learner.apply_update(step, lr_factor)
         self.state = replace(self.state, step=step + 1)
         self.pending.append((step + 1, lr_factor, report.loss, report.grad_norm))
-        if self._is_due(METRICS_EVERY):
+        if self._is_due(METRICS_EVERY) and self._may_synchronise():
             self.write_metrics()
         if self._is_due(train.evaluate_every):
             self.validate(report)
@@ -191,6 +196,11 @@ class Trainer:
         if train.sample_every and self._is_due(train.sample_every):
             self._sample(report)
         return report
+
+    def _may_synchronise(self) -> bool:
+        """Return, the same on all ranks, whether reading values on the device now costs little."""
+        waited = time.perf_counter() - self.metrics_written
+        return self.device.type == "cpu" or self.group.all_reduce_any(waited >= METRICS_SECONDS)
 
     def change_config(self, config: Config) -> None:
         """Continue with another number of steps or other learning rates."""
@@ -273,13 +283,19 @@ class Trainer:
         Raises:
             DivergedError: a loss or a gradient norm is not finite.
         """
+        self.metrics_written = time.perf_counter()
         if not self.pending:
             return
         values = torch.stack([torch.stack((loss, norm)) for _, _, loss, norm in self.pending])
         rows = self.group.all_reduce_mean(values).tolist()
-        for (step, factor, _, _), (loss, norm) in zip(self.pending, rows, strict=True):
-            self._require_finite(loss, norm, step, factor)
-            self._record({"step": step, "loss": loss, "grad_norm": norm, "lr_factor": factor})
+        records: list[dict[str, object]] = []
+        try:
+            for (step, factor, _, _), (loss, norm) in zip(self.pending, rows, strict=True):
+                self._require_finite(loss, norm, step, factor)
+                records.append({"step": step, "loss": loss, "grad_norm": norm, "lr_factor": factor})
+                self.last_loss = loss
+        finally:
+            self._record(*records)
         self.pending.clear()
 
     def save(self) -> Path | None:
@@ -341,8 +357,12 @@ class Trainer:
         """Return the training time so far, earlier sessions included."""
         return round(time.perf_counter() - self.started, 3)
 
-    def _record(self, record: dict[str, object]) -> None:
-        self.writer.record({**record, "seconds": self._seconds()})
+    def _record(self, *records: dict[str, object]) -> None:
+        """Add records to the metrics, with the time now."""
+        if not records:
+            return
+        seconds = self._seconds()
+        self.writer.record(*({**record, "seconds": seconds} for record in records))
 
     # -- continuing and diverging -----------------------------------------------------------
 

@@ -34,14 +34,14 @@ class RunWriter:
         if folder is not None and tensorboard:
             self.tensorboard = TensorBoardLog(folder.path / TENSORBOARD, 0)
 
-    def record(self, record: Mapping[str, object]) -> None:
-        """Append a record to the metrics."""
+    def record(self, *records: Mapping[str, object]) -> None:
+        """Append records to the metrics."""
         if self.folder is None:
             return
         with self._tolerate_disk_errors():
-            self.folder.metrics.append(record)
+            self.folder.metrics.append(*records)
         if self.tensorboard is not None:
-            self.tensorboard.add(record)
+            self.tensorboard.add(*records)
 
     def write_config(self, config: Config) -> None:
         """Replace the run's config."""

@@ -3,6 +3,7 @@
 Shapes in this file: N = streams, V = vocabulary size.
 """
 
+import logging
 from collections.abc import Callable
 
 import numpy as np
@@ -10,10 +11,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from chargpt.device import capture_graph
+from chargpt.device import can_capture, capture_graph
+from chargpt.errors import CaptureError
 from chargpt.models import GPT, LanguageModel
 from chargpt.models.cache import KVCache
 from chargpt.text.tokenizer import TokenIds
+
+logger = logging.getLogger(__name__)
 
 
 class ModelDecoder:
@@ -58,10 +62,19 @@ class GraphDecoder:
             self.model.evict_oldest_half(self.cache)
         self.tokens.copy_(torch.from_numpy(tokens[:, None]))
         if self.forward is None:  # captured here, under the inference mode that replays run in
-            self.forward = capture_graph(self._forward, self.model.device)
+            self.forward = self._capture()
         logits = self.forward()
         self.cache.set_length(self.cache.length + 1)
         return _to_numpy(logits)
+
+    def _capture(self) -> Callable[[], Tensor]:
+        """Return `_forward` as a CUDA graph, or `_forward` itself if capture fails."""
+        if can_capture(self.model.device):
+            try:
+                return capture_graph(self._forward, self.model.device)
+            except CaptureError as error:
+                logger.warning("sampling is slower than it could be: %s", error)
+        return self._forward
 
     def _forward(self) -> Tensor:
         """Return the logits after `self.tokens`, (N, V), without advancing the cache."""
