@@ -9,9 +9,11 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 
 # A suite started with `nohup` or in the background of a script ignores these signals, and so would
@@ -33,6 +35,13 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("CHARGPT_CACHE", str(folder))
     return folder
+
+
+@pytest.fixture(autouse=True)
+def usual_algorithms() -> Iterator[None]:
+    """Undo what a deterministic run sets for the whole process."""
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from chargpt.analysis import doctor
 from chargpt.inference.decoders import model_decoder
 from chargpt.training import learner
 
@@ -232,7 +233,7 @@ def enable_graphs(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
         *("current_stream", "set_stream", "stream", "graph"),
     ):
         monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
-    for module in (learner, model_decoder):
+    for module in (learner, model_decoder, doctor):
         monkeypatch.setattr(module, "can_capture", lambda device: device == GPU)
     return cuda
 

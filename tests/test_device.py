@@ -1,5 +1,6 @@
 """Choice of device and data type, memory settings, and the process group."""
 
+import os
 import platform
 import subprocess
 import sys
@@ -13,11 +14,15 @@ from chargpt.device import (
     choose_device,
     choose_dtype,
     dtype_name,
-    make_deterministic,
     synchronize,
     tune_malloc,
 )
-from chargpt.distributed import ProcessGroup, destroy_process_group, init_process_group
+from chargpt.distributed import (
+    ProcessGroup,
+    destroy_process_group,
+    init_process_group,
+    is_lost_rank_error,
+)
 from chargpt.errors import DeviceError
 
 CPU = torch.device("cpu")
@@ -174,12 +179,34 @@ def test_a_missing_rendezvous_address_is_rejected(
     assert "\n" not in str(caught.value)
 
 
-def test_make_deterministic_enables_deterministic_algorithms() -> None:
-    make_deterministic(CPU)
-    try:
-        assert torch.are_deterministic_algorithms_enabled()
-    finally:
-        torch.use_deterministic_algorithms(False)
+def test_importing_the_package_prepares_cublas_for_deterministic_algorithms() -> None:
+    # cuBLAS reads the variable once, at its first call
+    words = "import os, chargpt.device; print(os.environ['CUBLAS_WORKSPACE_CONFIG'])"
+    for given, expected in ((None, ":4096:8"), (":16:8", ":16:8")):
+        environment = {k: v for k, v in os.environ.items() if k != "CUBLAS_WORKSPACE_CONFIG"}
+        if given:
+            environment["CUBLAS_WORKSPACE_CONFIG"] = given
+        done = subprocess.run([sys.executable, "-c", words], env=environment, capture_output=True)
+        assert done.stdout.decode().strip() == expected
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "[../third_party/gloo/gloo/transport/tcp/pair.cc:598] Connection closed by peer [::1]:2917",
+        "NCCL error in: ProcessGroupNCCL.cpp:3763, remote process exited or there was a network "
+        "error, NCCL version 2.28.8\nncclRemoteError: A call failed possibly",
+        "NCCL communicator was aborted on rank 1.  Original reason for failure was: timeout",
+        "[Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=4)",
+    ],
+)
+def test_the_errors_of_a_lost_rank_are_known(message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = RuntimeError(message)
+    assert not is_lost_rank_error(error)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert is_lost_rank_error(error)
+    assert not is_lost_rank_error(RuntimeError("CUDA out of memory"))
+    assert not is_lost_rank_error(RuntimeError("NCCL error: unhandled cuda error: out of memory"))
 
 
 def test_synchronize_does_nothing_on_a_cpu() -> None:

@@ -10,7 +10,7 @@ import torch
 from conftest import Cli
 
 from chargpt.analysis import doctor
-from chargpt.analysis.doctor import gradient_error, matmul_flops, run_checks
+from chargpt.analysis.doctor import describe_gpu, gradient_error, matmul_flops, run_checks
 
 CPU = torch.device("cpu")
 
@@ -19,6 +19,7 @@ CPU = torch.device("cpu")
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "MIN_MEASURED_SECONDS", 0.0)
     monkeypatch.setattr(doctor, "MATRIX_SIZE", 64)
+    monkeypatch.setattr(doctor, "GPU_MATRIX_SIZE", 128)
 
 
 def advice(name: str) -> str:
@@ -74,3 +75,19 @@ def test_the_command_prints_all_checks_as_text_and_json(cli: Cli) -> None:
     checks = json.loads(cli("doctor", "--device", "cpu", "--json").stdout)["checks"]
     assert [check["name"] for check in checks][:2] == ["device", "number format"]
     assert str(Path.cwd()) in next(c["value"] for c in checks if c["name"] == "disk for runs")
+
+
+def test_the_gpu_is_described_by_nvidia_smi(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert describe_gpu() is None
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'H100, 580.1, 345 MHz, 1980 MHz, 2619 MHz, 700.00 W'\n")
+    program.chmod(0o755)
+    assert describe_gpu() == (
+        "name H100, driver version 580.1, clocks.sm 345 MHz, clocks.max.sm 1980 MHz, "
+        "clocks.mem 2619 MHz, power.limit 700.00 W"
+    )
+    program.write_text("#!/bin/sh\necho 'no devices were found'\nexit 6\n")
+    assert describe_gpu() is None

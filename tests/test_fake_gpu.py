@@ -1,20 +1,30 @@
 """Device placement, results and host-device syncs, on a fake GPU."""
 
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, cast
 
 import numpy as np
 import pytest
 import torch
-from fake_gpu import CPU, GPU, FakeGraph, enable_graphs, fake_gpu_device, syncs
+from fake_gpu import (
+    CPU,
+    GPU,
+    FakeGraph,
+    enable_graphs,
+    fake_gpu_device,
+    slow_first_calls,
+    syncs,
+)
 from noise import noisy_model
 from typer.testing import CliRunner
 
 import chargpt.device
 from chargpt.analysis import doctor
 from chargpt.cli.main import app
-from chargpt.config import SampleConfig, TextConfig, load_config
+from chargpt.config import Config, SampleConfig, TextConfig, load_config
 from chargpt.inference.decoders import GraphDecoder
 from chargpt.inference.sampling import stream_pieces
 from chargpt.models import kernels
@@ -23,7 +33,8 @@ from chargpt.models.ngram import NGramLM
 from chargpt.store import run
 from chargpt.text.corpus import Corpus, load_corpus
 from chargpt.text.tokenizer import CharTokenizer
-from chargpt.training import resume, session, trainer
+from chargpt.training import planner, resume, session, trainer
+from chargpt.training.budget import Budget, measure_step_seconds
 from chargpt.training.report import StepReport
 from chargpt.training.trainer import METRICS_EVERY, Trainer
 
@@ -42,11 +53,12 @@ def corpus(verse: Path) -> Corpus:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     """The fake GPU, under the name `mps` in configs."""
+    monkeypatch.setattr(doctor, "GPU_MATRIX_SIZE", 64)
 
     def choose(name: str) -> tuple[torch.device, str]:
         return (CPU if name == "cpu" else GPU), "fake"
 
-    for module in (chargpt.device, doctor, run, trainer, session, resume):
+    for module in (chargpt.device, doctor, run, planner, trainer, session, resume):
         monkeypatch.setattr(module, "choose_device", choose)
     with fake_gpu_device(monkeypatch) as device:
         yield device
@@ -168,6 +180,20 @@ def test_sampling_without_a_graph_says_so(
     assert len(caplog.records) == 1
 
 
+def test_doctor_says_whether_graphs_can_be_captured(
+    gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found() -> doctor.Check:
+        (check,) = [check for check in doctor.run_checks("mps") if check.name == "CUDA graphs"]
+        return check
+
+    enable_graphs(monkeypatch)
+    assert (found().value, found().advice) == ("captured and replayed", "")
+    monkeypatch.setattr(FakeGraph, "replay", lambda _: None)
+    assert found().value == "a replayed CUDA graph gave another result"
+    assert found().advice
+
+
 def test_gradients_equal_those_on_the_cpu(gpu: torch.device) -> None:
     assert doctor.gradient_error(gpu, torch.float32) < doctor.TOLERANCE[torch.float32]
 
@@ -254,3 +280,42 @@ def test_every_command_except_compression_computes_on_the_device(
         assert done.exit_code == 0, (command, done.output, done.exception)
         # compression runs on the CPU, so that any machine can decompress
         assert bool(syncs) == ("compress" not in command[0]), command
+
+
+def test_slow_first_calls_are_not_measured(
+    corpus: Corpus, gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cold = 0.01  # seconds of each of about a hundred operations
+    slow_first_calls(monkeypatch, cold)
+    training = trainer_on("mps", corpus)
+    start = time.perf_counter()
+    step_seconds = measure_step_seconds(training.learner, 3, update=True)
+    assert time.perf_counter() - start > 50 * cold
+    assert step_seconds < 20 * cold
+    slow_first_calls(monkeypatch, cold)
+    budget = Budget(1000.0)
+    start = time.perf_counter()
+    budget.measure_scoring(training.model, corpus, training.config)
+    assert time.perf_counter() - start > 10 * cold
+    scored = len(corpus.tokens) + 40_000  # all splits, and the report
+    seconds_of_all_cold = 1.3 * scored / len(corpus.split("val")) * 10 * cold
+    assert budget.scoring_seconds < seconds_of_all_cold
+
+
+def test_a_slow_first_trial_does_not_use_up_the_share_of_time_for_trials(
+    corpus: Corpus, gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, trials = [0.0], []
+
+    def speed(config: Config, _: Corpus) -> float:
+        now[0] += 0.1 if trials else 20.0
+        trials.append(config)
+        return 1e9  # a launch-bound device: no model is slower than another
+
+    monkeypatch.setattr(planner, "measure_speed", speed)
+    monkeypatch.setattr(planner, "memory_limit", lambda _: 80 * 10**9)
+    budget = Budget(60.0, started=0.0, clock=lambda: now[0])
+    long = replace(corpus, tokens=np.broadcast_to(np.uint8(0), (10**9,)))
+    planned = planner.plan(load_config("gpt").with_values({"device": "mps"}), long, budget)
+    assert len(trials) > 1
+    assert planned.config.model.n_embd > planner.SIZES[0].n_embd

@@ -1,6 +1,7 @@
 """Custom autograd functions against the plain forms, values and gradients."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -83,6 +84,22 @@ def test_custom_gradients_equal_finite_differences(name: str) -> None:
     function, shapes = CASES[name]
     inputs = [randn(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
     assert torch.autograd.gradcheck(function, inputs)
+
+
+def test_autocast_does_not_apply_to_the_plain_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    # on CUDA, newer torch would compute it in float32
+    monkeypatch.setattr(kernels, "uses_custom_autograd", lambda x: False)
+    states, compute = [], torch.nn.functional.rms_norm
+
+    def recorded(*args: Any, **kwargs: Any) -> Tensor:
+        states.append(torch.is_autocast_enabled("cpu"))
+        return compute(*args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "rms_norm", recorded)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert RMSNorm(8)(randn(3, 8, dtype=torch.bfloat16)).dtype == torch.bfloat16
+        assert torch.is_autocast_enabled("cpu")
+    assert states == [False]
 
 
 def test_only_a_cpu_runs_the_custom_autograd_functions() -> None:

@@ -3,7 +3,9 @@
 import math
 import os
 import shutil
+import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,11 +14,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from chargpt.config import ModelConfig
-from chargpt.device import choose_device, choose_dtype, dtype_name, synchronize
-from chargpt.models import build_model
+from chargpt.device import (
+    can_capture,
+    capture_graph,
+    choose_device,
+    choose_dtype,
+    dtype_name,
+    synchronize,
+)
+from chargpt.errors import CaptureError
+from chargpt.models import LanguageModel, build_model
 from chargpt.text.cache import cache_folder
 
-MATRIX_SIZE = 1024  # rows and columns of the matrices that measure speed
+MATRIX_SIZE = 1024  # rows and columns of the matrices that measure a CPU's speed
+GPU_MATRIX_SIZE = 8192  # of smaller ones a GPU would show how fast it is launched
+GPU_FACTS = "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit"
 MIN_MEASURED_SECONDS = 0.3
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # relative error of a gradient
 MIN_FREE_BYTES = 1_000_000_000  # of disk: some checkpoints of ten million parameters
@@ -47,6 +59,10 @@ def run_checks(device_name: str = "auto", folder: Path = Path()) -> list[Check]:
         Check("device", f"{device.type} ({reason or 'as asked'})"),
         Check("number format", dtype_name(dtype)),
     ]
+    if device.type == "cuda":
+        checks.append(Check("GPU", describe_gpu() or "nvidia-smi does not answer"))
+    if can_capture(device):
+        checks.append(_check_graphs(device))
     if device.type == "cpu":
         checks.append(_check_threads())
     for kind in (torch.float32, torch.bfloat16):
@@ -57,7 +73,9 @@ def run_checks(device_name: str = "auto", folder: Path = Path()) -> list[Check]:
 
 def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Return the floating-point operations per second of large matrix products."""
-    matrix = torch.ones(MATRIX_SIZE, MATRIX_SIZE, dtype=dtype, device=device)
+    size = MATRIX_SIZE if device.type == "cpu" else GPU_MATRIX_SIZE
+    # random, because a GPU multiplies ones and zeros faster than other numbers
+    matrix = torch.randn(size, size, device=device).to(dtype)
     shortest, end = math.inf, time.perf_counter() + MIN_MEASURED_SECONDS
     while shortest == math.inf or time.perf_counter() < end:
         synchronize(device)
@@ -65,7 +83,23 @@ def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
         matrix @ matrix
         synchronize(device)
         shortest = min(shortest, time.perf_counter() - start)
-    return 2 * MATRIX_SIZE**3 / shortest
+    return 2 * size**3 / shortest
+
+
+def describe_gpu() -> str | None:
+    """Return name, driver, clocks and power limit of the NVIDIA GPUs; None without nvidia-smi."""
+    command = ["nvidia-smi", f"--query-gpu={GPU_FACTS}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    names = [name.replace("_", " ") for name in GPU_FACTS.split(",")]
+    return "; ".join(
+        ", ".join(
+            f"{name} {value.strip()}" for name, value in zip(names, line.split(","), strict=False)
+        )
+        for line in done.stdout.splitlines()
+    )
 
 
 def gradient_error(device: torch.device, dtype: torch.dtype) -> float:
@@ -77,6 +111,16 @@ def gradient_error(device: torch.device, dtype: torch.dtype) -> float:
 
 def _gradient(device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return the concatenated gradients of a small model's loss, float64 on the CPU."""
+    model, run = _small_model(device, dtype)
+    run()
+    gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    return torch.cat(gradients).cpu().double()
+
+
+def _small_model(
+    device: torch.device, dtype: torch.dtype
+) -> tuple[LanguageModel, Callable[[], Tensor]]:
+    """Return a small model, and a function that computes its gradients and returns its loss."""
     generator = torch.Generator().manual_seed(0)
     model = build_model(ModelConfig(n_layer=2, n_head=2, n_embd=64, block_size=64), 65)
     with torch.no_grad():
@@ -85,14 +129,29 @@ def _gradient(device: torch.device, dtype: torch.dtype) -> Tensor:
             parameter.copy_(1 + noise / 4 if parameter.dim() == 1 else noise / 8)
     tokens = torch.randint(65, (4, 65), generator=generator).to(device)
     model.to(device, torch.float64 if dtype == torch.float64 else torch.float32)
-    with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
-        logits = model(tokens[:, :-1])  # (B, T, V)
-    if dtype != torch.float64:
-        logits = logits.float()
-    loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-    loss.backward()  # type: ignore[no-untyped-call]
-    gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
-    return torch.cat(gradients).cpu().double()
+
+    def run() -> Tensor:
+        model.zero_grad(set_to_none=True)
+        with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+            logits = model(tokens[:, :-1])  # (B, T, V)
+        if dtype != torch.float64:
+            logits = logits.float()
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    return model, run
+
+
+def _check_graphs(device: torch.device) -> Check:
+    """Check that the gradients of a small model can be captured as a CUDA graph."""
+    try:
+        capture_graph(_small_model(device, torch.float32)[1], device)
+    except CaptureError as error:
+        return Check(
+            "CUDA graphs", str(error), "small models train and sample slowly: update torch"
+        )
+    return Check("CUDA graphs", "captured and replayed")
 
 
 def _check_gradient(device: torch.device, dtype: torch.dtype) -> Check:

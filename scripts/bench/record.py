@@ -11,26 +11,37 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from chargpt.analysis.doctor import describe_gpu
+
 
 def facts() -> dict[str, Any]:
     """Return the metadata of this benchmark, without absolute paths."""
     arguments = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
     script = Path(sys.argv[0]).absolute().relative_to(Path(__file__).parents[2])
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
+    gpu = (
+        {"gpu": f"{described}, CUDA {torch.version.cuda}"} if (described := describe_gpu()) else {}
     )
     return {
         "command": shlex.join(["python", str(script), *arguments]),
         "date": datetime.now(UTC).date().isoformat(),
-        "commit": commit.stdout.strip(),
+        "commit": commit(),
         "hardware": f"{cpu()}, {os.cpu_count()} cores",
+        **gpu,
         "python": platform.python_version(),
         "torch": version("torch"),
     }
+
+
+def commit() -> str:
+    """Return the commit's short hash; where git or the history is absent, $CHARGPT_COMMIT."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("CHARGPT_COMMIT", "unknown")
+    return done.stdout.strip()
 
 
 def cpu() -> str:
@@ -44,7 +55,11 @@ def cpu() -> str:
 
 def write_record(record: dict[str, Any], path: Path | None) -> None:
     """Print a record and write it to a file if a path is given."""
-    content = json.dumps(record, indent=2) + "\n"
-    print(content, end="")
+    print(json.dumps(record, indent=2))
+    save_record(record, path)
+
+
+def save_record(record: dict[str, Any], path: Path | None) -> None:
+    """Write a record, whole or not yet, to a file if a path is given."""
     if path is not None:
-        path.write_text(content, encoding="utf-8")
+        path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
