@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_a
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from chargpt.analysis import doctor
+from chargpt.inference import decoders
 from chargpt.inference.decoders import model_decoder
 from chargpt.training import learner
 
@@ -233,7 +234,7 @@ def enable_graphs(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
         *("current_stream", "set_stream", "stream", "graph"),
     ):
         monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
-    for module in (learner, model_decoder, doctor):
+    for module in (learner, decoders, model_decoder, doctor):
         monkeypatch.setattr(module, "can_capture", lambda device: device == GPU)
     return cuda
 

@@ -129,4 +129,3 @@ def test_only_supported_architectures_use_the_numpy_decoder():
     for other in ({"attention": "average"}, {"qk_norm": False}, {"mlp": "none"}):
         assert isinstance(build_decoder(noisy_model(**other), 1), ModelDecoder)
     assert not is_supported(BigramLM(5, block_size=4))
-    assert not is_supported(noisy_model().to("meta"))

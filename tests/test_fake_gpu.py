@@ -1,10 +1,12 @@
 """Device placement, results and host-device syncs, on a fake GPU."""
 
+import errno
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -25,12 +27,19 @@ import chargpt.device
 from chargpt.analysis import doctor
 from chargpt.cli.main import app
 from chargpt.config import Config, SampleConfig, TextConfig, load_config
-from chargpt.inference.decoders import GraphDecoder
+from chargpt.inference import decoders
+from chargpt.inference.decoders import (
+    GraphDecoder,
+    ModelDecoder,
+    NumpyDecoder,
+    build_decoder,
+)
 from chargpt.inference.sampling import stream_pieces
 from chargpt.models import kernels
 from chargpt.models.gpt import GPT
 from chargpt.models.ngram import NGramLM
 from chargpt.store import run
+from chargpt.store.folder import RunFolder
 from chargpt.text.corpus import Corpus, load_corpus
 from chargpt.text.tokenizer import CharTokenizer
 from chargpt.training import planner, resume, session, trainer
@@ -168,6 +177,50 @@ def test_sampling_replays_one_cuda_graph_with_the_text_of_the_cpu(
     assert FakeGraph.replays == len(ids) + 1  # one checks the graph
 
 
+@pytest.mark.parametrize("fastest", [NumpyDecoder, ModelDecoder, GraphDecoder])
+def test_few_streams_of_a_small_model_are_decoded_where_it_is_fastest(
+    fastest: type, gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if fastest is GraphDecoder:
+        enable_graphs(monkeypatch)
+    model, prompt = noisy_model(block_size=8), torch.tensor([[1, 2, 3]])
+    prefilled = []
+    for device in (CPU, gpu):
+        model.to(device)
+        prefilled.append(model.new_cache(1))
+        model(prompt.to(device), prefilled[-1])
+    on_cpu = build_decoder(noisy_model(block_size=8), 2, prefilled[0])
+    tried = []
+
+    def seconds(decoder: object, num_streams: int) -> float:
+        tried.append(type(decoder))
+        decoder.step(np.array([5, 6]))  # type: ignore[attr-defined]
+        return 0.1 if isinstance(decoder, fastest) else 0.2
+
+    monkeypatch.setattr(decoders, "trial_seconds", seconds)
+    chosen = build_decoder(model, 2, prefilled[1])
+    assert type(chosen) is fastest
+    assert tried == [NumpyDecoder, GraphDecoder if fastest is GraphDecoder else ModelDecoder]
+    for token in range(10):  # the trials left nothing behind
+        tokens = np.array([token, 10 - token])
+        np.testing.assert_allclose(chosen.step(tokens), on_cpu.step(tokens), rtol=1e-4, atol=1e-4)
+    monkeypatch.setattr(decoders, "MAX_CPU_WORK", model.parameter_count())
+    tried.clear()
+    assert type(build_decoder(model, 2)) is not NumpyDecoder
+    assert not tried
+
+
+def test_a_trial_leaves_out_the_first_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Cold:
+        n_steps = 0
+
+        def step(self, tokens: Any) -> Any:
+            time.sleep(0.2 if self.n_steps < 2 else 0.001)
+            self.n_steps += 1
+
+    assert decoders.TRIAL_STEPS * 0.001 <= decoders.trial_seconds(Cold(), 1) < 0.2
+
+
 def test_sampling_without_a_graph_says_so(
     gpu: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -200,8 +253,9 @@ def test_gradients_equal_those_on_the_cpu(gpu: torch.device) -> None:
 
 @pytest.mark.parametrize("num_samples", [1, 3])
 def test_sampling_gives_the_text_of_the_cpu_with_one_sync_per_character(
-    num_samples: int, gpu: torch.device
+    num_samples: int, gpu: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(decoders, "MAX_CPU_WORK", 0)
     tokenizer = CharTokenizer("abcdefghijk")
     options = SampleConfig(length=40, seed=1, num_samples=num_samples)
     texts = [
@@ -319,3 +373,57 @@ def test_a_slow_first_trial_does_not_use_up_the_share_of_time_for_trials(
     planned = planner.plan(load_config("gpt").with_values({"device": "mps"}), long, budget)
     assert len(trials) > 1
     assert planned.config.model.n_embd > planner.SIZES[0].n_embd
+
+
+def saving_run(
+    verse: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, events: list[str]
+) -> Trainer:
+    """Return a trainer with a folder, whose saves take longer than a step."""
+    save = RunFolder.save
+
+    def slow(self: RunFolder, **values: Any) -> Path:
+        time.sleep(0.5)
+        path = save(self, **values)
+        events.append(f"saved {values['state'].step}")
+        return path
+
+    monkeypatch.setattr(RunFolder, "save", slow)
+    values = {"device": "mps", "text.path": str(verse), "train.save_every": 5, "train.max_steps": 8}
+    made = session.create_run(load_config("gpt").with_values({**TINY, **values}), folder)
+    made.folder.unlock()
+    return made.trainer
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(
+    verse: Path, tmp_path: Path, gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    training = saving_run(verse, tmp_path / "run", monkeypatch, events)
+    weights = None
+    for report in training.steps():
+        events.append(f"step {report.step}")
+        if report.step == 5:
+            weights = {name: x.cpu().clone() for name, x in training.model.state_dict().items()}
+    assert events.index("saved 5") > events.index("step 6")
+    assert events[-2:] == ["saved 8", "step 8"]
+    saved, _ = training.folder.load("5")
+    assert weights is not None
+    torch.testing.assert_close(saved.model, weights, rtol=0, atol=0)
+
+
+def test_a_best_checkpoint_that_could_not_be_written_in_the_background_is_not_the_best(
+    verse: Path, tmp_path: Path, gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = saving_run(verse, tmp_path / "run", monkeypatch, [])
+    first = next(training.steps()).validation
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(RunFolder, "save", Mock(side_effect=full))
+    *_, last = training.steps()
+    assert last.is_best
+    assert last.saved is None
+    assert training.writer.disk_error == "No space left on device"
+    assert first is not None
+    assert (training.state.best_step, training.state.best_nats_per_char) == (
+        0,
+        first.nats_per_char,
+    )

@@ -22,5 +22,5 @@ class StepReport:
     validation: Evaluation | None = None  # of the validation split, if it was due
     is_best: bool = False  # whether that is the lowest validation loss so far
     sample: str | None = None  # generated text, if it was due
-    saved: Path | None = None  # folder of the checkpoint, if one was written
+    saved: Path | None = None  # folder of the checkpoint, if one was written (not in background)
     notes: list[str] = field(default_factory=list)  # sentences for the user

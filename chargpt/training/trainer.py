@@ -7,6 +7,7 @@ for report in trainer.steps():
 import math
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -94,6 +95,7 @@ class Trainer:
         self.metrics_written = -math.inf  # time
         self.last_loss: float | None = None  # of the last step whose loss was read
         self.config_is_unsaved = False
+        self.saving: Future[Path | None] | None = None  # a checkpoint that is being written
         self.stopped_by: Literal["deadline", "request"] | None = None  # before the last step
         if saved is not None:
             self._continue_from(saved.state)
@@ -136,18 +138,23 @@ class Trainer:
         self.speed_since = self.state.step, time.perf_counter()
         if budget is not None:
             budget.start(self.config, self.state.step)
-        for report in self._reports():
-            if not self.finished:
-                self._follow_budget(budget, report)
-            may_stop = not self.finished and self.stopped_by is None
-            if may_stop and self.group.all_reduce_any(should_stop()):
-                self.stopped_by = "request"
-                self._save()
-            report.max_steps = self.config.train.max_steps
-            self._measure_speed(report, budget)
-            yield report
-            if self.stopped_by is not None:
-                break
+        try:
+            for report in self._reports():
+                if not self.finished:
+                    self._follow_budget(budget, report)
+                may_stop = not self.finished and self.stopped_by is None
+                if may_stop and self.group.all_reduce_any(should_stop()):
+                    self.stopped_by = "request"
+                    self._save()
+                if self.finished or self.stopped_by is not None:
+                    report.saved = self._finish_saving() or report.saved
+                report.max_steps = self.config.train.max_steps
+                self._measure_speed(report, budget)
+                yield report
+                if self.stopped_by is not None:
+                    break
+        finally:
+            self._finish_saving()
         self.writer.close()
 
     def _reports(self) -> Iterator[StepReport]:
@@ -248,6 +255,7 @@ class Trainer:
 
     def validate(self, report: StepReport) -> None:
         """Evaluate the validation split; decide whether it is the best and whether to stop."""
+        self._finish_saving()
         self.write_metrics()
         nats = math.nan
         if self.group.is_main:
@@ -310,17 +318,19 @@ class Trainer:
         """
         if self.folder is None and self.group.is_main:
             raise RunError("this trainer has no folder to save in; create it with folder=")
-        return self._save()
+        return self._save() or self._finish_saving()
 
     def _save(self, report: StepReport | None = None) -> Path | None:
         """Commit a checkpoint of this step; the validation in its report decides the best.
 
         Returns:
-            Its folder; None if nothing is written, the write failed, or it exists.
+            Its folder; None if nothing is written, the write failed, it exists, or it is written in
+            the background.
 
         Raises:
             DivergedError: a weight is not finite; nothing is saved.
         """
+        self._finish_saving()
         self.write_metrics()
         state = self.state
         is_best = report is not None and report.is_best
@@ -341,11 +351,21 @@ class Trainer:
             world_size=self.group.size,
             torch=str(torch.__version__),
         )
-        saved = self.writer.save(
+        self.saving = self.writer.save(
             self.config, self.corpus.tokenizer, state, self.learner.tensors(), is_best=is_best
         )
-        if saved is not None:
-            self.state = state  # a best that was not saved is not the best
+        self.best_before = self.state.best_step, self.state.best_nats_per_char
+        self.state = state
+        return self._finish_saving() if self.saving.done() else None
+
+    def _finish_saving(self) -> Path | None:
+        """Wait for the checkpoint that is being written; return its folder, None if it failed."""
+        if self.saving is None:
+            return None
+        saved, self.saving = self.saving.result(), None
+        if saved is None:  # a best that was not saved is not the best
+            step, nats = self.best_before
+            self.state = replace(self.state, best_step=step, best_nats_per_char=nats)
         return saved
 
     def checkpoint_bytes(self) -> int:
@@ -406,6 +426,7 @@ class Trainer:
 
     def _diverged(self, what: str, step: int, lr_factor: float) -> DivergedError:
         """Return the error that names the step and the remedy."""
+        self._finish_saving()
         optim, saved_step = self.config.optim, self.writer.saved_step
         remedy = (
             "there is no checkpoint yet, so start again with"

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from torch import Tensor
@@ -31,6 +32,7 @@ class RunWriter:
         self.saved_step: int | None = None
         self.disk_error: str | None = None
         self.tensorboard: TensorBoardLog | None = None
+        self.thread = ThreadPoolExecutor(1)  # starts with the first save from a GPU
         if folder is not None and tensorboard:
             self.tensorboard = TensorBoardLog(folder.path / TENSORBOARD, 0)
 
@@ -57,10 +59,32 @@ class RunWriter:
         tensors: tuple[Mapping[str, Tensor], Mapping[str, Tensor]],
         *,
         is_best: bool,
-    ) -> Path | None:
-        """Commit a checkpoint; return its folder, or None if the write failed."""
-        assert self.folder is not None
+    ) -> Future[Path | None]:
+        """Commit a checkpoint, from a GPU in the background.
+
+        Returns:
+            A future of its folder, or of None if the write failed.
+        """
         model, optimizer = tensors
+        if next(iter(model.values())).device.type == "cpu":
+            done: Future[Path | None] = Future()
+            done.set_result(self._save(config, tokenizer, state, model, optimizer, is_best))
+            return done
+        model, optimizer = (
+            {name: x.detach().cpu() for name, x in part.items()} for part in tensors
+        )
+        return self.thread.submit(self._save, config, tokenizer, state, model, optimizer, is_best)
+
+    def _save(
+        self,
+        config: Config,
+        tokenizer: CharTokenizer,
+        state: RunState,
+        model: Mapping[str, Tensor],
+        optimizer: Mapping[str, Tensor],
+        is_best: bool,
+    ) -> Path | None:
+        assert self.folder is not None
         with self._tolerate_disk_errors():
             folder = self.folder.save(
                 config=config,

@@ -2,14 +2,18 @@
 
 On a CPU a GPT with full attention, QK-norm and SwiGLU is decoded by numpy (numpy_decoder.py). All
 other models run their own forward pass with a KV cache, a GPT on CUDA as a graph
-(model_decoder.py).
+(model_decoder.py). Few streams of a small model on a GPU are launch-bound: there the faster of both
+is measured.
 """
 
+import time
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from chargpt.device import can_capture
 from chargpt.inference.decoders.model_decoder import GraphDecoder, ModelDecoder
 from chargpt.inference.decoders.numpy_decoder import NumpyDecoder, is_supported
 from chargpt.models import GPT, LanguageModel
@@ -30,6 +34,10 @@ class Decoder(Protocol):
         ...
 
 
+MAX_CPU_WORK = 100_000_000  # parameters x streams: beyond it no CPU is faster than a GPU
+TRIAL_STEPS = 10  # after two, which capture a graph and load kernels
+
+
 def build_decoder(
     model: LanguageModel, num_streams: int, prefilled: KVCache | None = None
 ) -> Decoder:
@@ -41,8 +49,24 @@ def build_decoder(
         num_streams: N.
         prefilled: cache of one sequence, which every stream continues; empty by default.
     """
-    if is_supported(model):
-        return NumpyDecoder(model, num_streams, prefilled)
-    if isinstance(model, GPT) and model.device.type == "cuda":
-        return GraphDecoder(model, num_streams, prefilled)
-    return ModelDecoder(model, num_streams, prefilled)
+    candidates: list[Callable[..., Decoder]] = []
+    is_on_cpu = model.device.type == "cpu"
+    is_small = is_on_cpu or model.parameter_count() * num_streams <= MAX_CPU_WORK
+    if is_supported(model) and is_small:
+        candidates.append(NumpyDecoder)
+    if not (is_on_cpu and candidates):
+        has_graphs = isinstance(model, GPT) and can_capture(model.device)
+        candidates.append(GraphDecoder if has_graphs else ModelDecoder)
+    if len(candidates) > 1:
+        candidates.sort(key=lambda decoder: trial_seconds(decoder(model, num_streams), num_streams))
+    return candidates[0](model, num_streams, prefilled)
+
+
+def trial_seconds(decoder: Decoder, num_streams: int) -> float:
+    """Return the time of a few steps."""
+    tokens = np.zeros(num_streams, np.int64)
+    for number in range(2 + TRIAL_STEPS):
+        if number == 2:
+            start = time.perf_counter()
+        decoder.step(tokens)
+    return time.perf_counter() - start

@@ -106,7 +106,8 @@ class NumpyDecoder:
         """Copy the keys and values of one sequence into the cache of every stream."""
         self.length = cache.length
         pairs = interleave(cache.keys.size(-1))
-        for cached, new in ((self.keys, cache.keys[..., pairs]), (self.values, cache.values)):
+        keys, values = cache.keys.cpu()[..., pairs], cache.values.cpu()
+        for cached, new in ((self.keys, keys), (self.values, values)):
             layers = to_numpy(new[:, :, :, : self.length])  # (L, 1, H, S, D)
             cached[..., : self.length, :] = layers if self.is_batch else layers[:, 0]
 
@@ -137,10 +138,9 @@ def _swiglu(gate_up: Array) -> Array:
 
 
 def is_supported(model: LanguageModel) -> TypeGuard[GPT]:
-    """Return whether `NumpyDecoder` implements a model's architecture, and it is on the CPU."""
+    """Return whether `NumpyDecoder` implements a model's architecture."""
     return (
         isinstance(model, GPT)
-        and model.device.type == "cpu"
         and model.config.attention == "full"
         and model.config.qk_norm
         and model.config.mlp == "swiglu"

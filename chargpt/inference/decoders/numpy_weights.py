@@ -84,7 +84,7 @@ def pack_weights(model: GPT) -> Weights:
         embedding=to_numpy(weight["embedding"]),
         layers=layers,
         head=to_numpy((weight["head"] * weight["norm"] * root).mT),
-        rotary=torch.complex(model.cos, model.sin)[:, : size // 2].numpy(),
+        rotary=torch.complex(model.cos.cpu(), model.sin.cpu())[:, : size // 2].numpy(),
     )
 
 
