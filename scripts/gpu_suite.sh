@@ -1,44 +1,63 @@
 #!/usr/bin/env bash
 # Run everything that needs a GPU in under ten minutes: the doctor, the CUDA tests, and training and
-# sampling benchmarks beside nanoGPT. Writes OUT/gpu.json and OUT/gpu.txt.
+# sampling benchmarks beside nanoGPT. Writes OUT/gpu.txt as it goes and OUT/gpu.json at its end,
+# also when it is stopped.
 #
 #   scripts/gpu_suite.sh OUT TEXT [NANOGPT]
 #
-# TEXT is a file, NANOGPT a checkout. On a machine without a network, first put the wheels of the
-# missing dependencies into wheels/ (`pip download -d wheels ...`).
-# CHARGPT_SUITE_SECONDS (150) is the training budget; a small value tests this script on a CPU.
+# TEXT is a file, NANOGPT a checkout. On a machine without a network, fill wheels/ beforehand with
+# scripts/fetch_wheels.sh. PYTHON is the interpreter (python3), CHARGPT_SUITE_SECONDS the longer
+# training budget (100) and CHARGPT_SUITE_LIMIT the seconds after which nanoGPT is stopped (540);
+# small values test this script on a CPU. Where git is absent, CHARGPT_COMMIT names the commit.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=$(mkdir -p "$1" && cd "$1" && pwd) text=$(realpath "$2") nanogpt=${3:+$(realpath "$3")}
-seconds=${CHARGPT_SUITE_SECONDS:-150}
+seconds=${CHARGPT_SUITE_SECONDS:-100} limit=${CHARGPT_SUITE_LIMIT:-540} python=${PYTHON:-python3}
 exec > >(tee "$out/gpu.txt") 2>&1
 export PYTHONPATH=$PWD CHARGPT_CACHE="$out/cache" PYTHONUNBUFFERED=1
-[ -d wheels ] && python -m pip install --quiet --no-index --find-links wheels --no-deps wheels/*.whl
-step() { printf '\n== %s (%ss) ==\n' "$*" "$SECONDS"; }
+if [ -d wheels ]; then
+  $python -m pip install --quiet --disable-pip-version-check --no-index --no-deps \
+    --target "$out/site" wheels/*.whl
+  PYTHONPATH=$PYTHONPATH:$out/site
+fi
+recipe=$($python -c 'import torch; print("gpu" if torch.cuda.is_available() else "cpu")')
 
-step "doctor"
-python -m chargpt doctor --json | tee "$out/doctor.json"
-step "tests that need CUDA"
-python -m pytest -q -m cuda -rs tests/test_cuda.py -p no:cacheprovider; tests=$?
-step "training"
-timeout 400 python scripts/bench/bench_train.py "$text" ${nanogpt:+--nanogpt "$nanogpt"} --recipe gpu --pairs 1 \
-  --ours "--budget 30s" --ours "--budget ${seconds}s" --json "$out/train.json"; training=$?
-step "sampling"
-timeout 150 python scripts/bench/bench_sample.py --repeats 1 ${nanogpt:+--nanogpt "$nanogpt"} \
-  --json "$out/sample.json"; sampling=$?
-step "done"
-rm -rf "$out/cache"
-python - "$out" "$tests" "$training" "$sampling" <<'PYTHON'
+step() { printf '\n== %s (after %s s) ==\n' "$1" "$SECONDS"; }
+gather() {
+  rm -rf "$out/cache" "$out/site"
+  $python - "$out" "$SECONDS" "${codes[@]}" <<'PYTHON'
 import json, sys
 from pathlib import Path
 
-out = Path(sys.argv[1])
-result = dict(zip(("tests", "training", "sampling"), map(int, sys.argv[2:]), strict=True))
-result = {"exit_codes": result}
-for name in ("doctor", "train", "sample"):
+out, seconds, *codes = Path(sys.argv[1]), *sys.argv[2:]
+result = {"seconds": int(seconds), "exit_codes": dict(code.split("=") for code in codes)}
+for name in ("doctor", "train", "sample", "nanogpt"):
     path = out / f"{name}.json"
     text = path.read_text() if path.exists() else ""
     result[name] = json.loads(text) if text.strip() else None
 (out / "gpu.json").write_text(json.dumps(result, indent=2) + "\n")
 PYTHON
-exit $((tests + training + sampling > 0))
+}
+codes=()
+trap gather EXIT
+trap 'exit 143' TERM INT
+
+step "doctor"
+timeout 60 $python -m chargpt doctor --json | tee "$out/doctor.json"; codes+=("doctor=$?")
+step "training"
+timeout 260 $python scripts/bench/bench_train.py "$text" --pairs 1 --protocols full \
+  --ours "--budget 30s" --ours "--budget ${seconds}s" --json "$out/train.json"; codes+=("train=$?")
+step "sampling"
+timeout 90 $python scripts/bench/bench_sample.py --repeats 1 --json "$out/sample.json"
+codes+=("sample=$?")
+step "tests that need CUDA"
+timeout 120 $python -m pytest -q -m cuda -rs tests/test_cuda.py -p no:cacheprovider
+codes+=("tests=$?")
+if [ -n "$nanogpt" ]; then
+  step "nanoGPT"
+  $python scripts/bench/bench_train.py "$text" --pairs 1 --nanogpt "$nanogpt" --recipe "$recipe" \
+    --peer-seconds $((limit - SECONDS > 30 ? limit - SECONDS : 30)) --json "$out/nanogpt.json"
+  codes+=("nanogpt=$?")
+fi
+step "done: ${codes[*]}"
+[[ "${codes[*]}" =~ ^([a-z]+=0 ?)+$ ]]

@@ -10,13 +10,15 @@ chargpt and on the CPU for nanoGPT. The first 20 characters are a warm-up and no
 """
 
 import argparse
+import json
 import os
 import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-from record import facts, write_record
+from record import facts, save_record
 
 CHARGPT = """
 import sys, time
@@ -99,22 +101,28 @@ def main() -> None:
     for _ in range(arguments.repeats):
         for name, case in CASES.items():
             speeds.setdefault(name, []).append(measure(CHARGPT, case))
-        if nanogpt:
-            for name, case in NANOGPT_CASES.items():
-                speeds.setdefault(name, []).append(measure(NANOGPT, case, nanogpt))
+            save_record(record_of(speeds), arguments.json)
+        for name, case in NANOGPT_CASES.items() if nanogpt else ():
+            speeds.setdefault(name, []).append(measure(NANOGPT, case, nanogpt))
+            save_record(record_of(speeds), arguments.json)
+    print(json.dumps(record_of(speeds), indent=2))
+
+
+def record_of(speeds: dict[str, list[float]]) -> dict[str, Any]:
+    """Return the record of the measurements so far."""
     medians = {name: round(statistics.median(values)) for name, values in speeds.items()}
     record = {
         **facts(),
         "characters_per_second": medians,
         "all": {name: [round(value) for value in values] for name, values in speeds.items()},
     }
-    if nanogpt:
-        record["times_nanogpt"] = {
-            name: round(medians[name] / medians[f"nanoGPT, {name.partition(',')[0]}"], 1)
-            for name in CASES
-            if name != "16 streams"
-        }
-    write_record(record, arguments.json)
+    peers = {name: f"nanoGPT, {name.partition(',')[0]}" for name in medians}
+    times = {
+        name: round(medians[name] / medians[peer], 1)
+        for name, peer in peers.items()
+        if peer in medians
+    }
+    return record | {"times_nanogpt": times} if times else record
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
 """Benchmark of training: loss against time beside nanoGPT, in whole interleaved processes.
 
-    python scripts/bench/bench_train.py TEXT --nanogpt DIR [--recipe cpu|gpu] [--pairs 3]
+    python scripts/bench/bench_train.py TEXT [--nanogpt DIR] [--recipe cpu|gpu] [--pairs 3]
         [--ours "--budget 10s"]... [--json benchmarks/train.json] [--plot benchmarks/train.svg]
+        [--peer-seconds N]
 
-TEXT is a file. DIR is a checkout of nanoGPT; its README's recipe runs in a copy of it.
+TEXT is a file. DIR is a checkout of nanoGPT; its README's recipe runs in a copy of it, and is
+stopped after N seconds if they are given: its best checkpoint until then is scored. The JSON is
+written after every run.
 Each of --ours is what follows `chargpt train TEXT -s seed=N`, N being the pair's number. A time
 is that of a whole process, from a cold start to its end with the checkpoint saved; scoring comes
 after. Both are scored by chargpt's `full` protocol on the same last tenth, nanoGPT at its own block
@@ -16,6 +19,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -24,7 +28,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from record import facts, write_record
+from record import facts, save_record
 
 SMALL = (
     "--device=cpu --compile=False --eval_iters=20 --log_interval=1 --block_size=64 "
@@ -38,6 +42,7 @@ SCORE = """
 import json, sys, torch
 from model import GPT, GPTConfig
 from chargpt.config import TextConfig
+from chargpt.device import choose_device
 from chargpt.inference.evaluation import evaluate_tokens
 from chargpt.models import LanguageModel
 from chargpt.text.corpus import load_corpus
@@ -47,13 +52,15 @@ class Peer(LanguageModel):
         super().__init__(checkpoint["model_args"]["vocab_size"],
                          checkpoint["model_args"]["block_size"])
         self.gpt = GPT(GPTConfig(**checkpoint["model_args"]))
-        self.gpt.load_state_dict(checkpoint["model"])
+        # a compiled model's names have this prefix
+        self.gpt.load_state_dict(
+            {name.removeprefix("_orig_mod."): x for name, x in checkpoint["model"].items()})
     def forward(self, tokens, cache=None):
         return self.gpt(tokens, tokens.contiguous())[0]
     def new_cache(self, batch_size):
         raise NotImplementedError
 
-model = Peer(torch.load(sys.argv[1], weights_only=True))
+model = Peer(torch.load(sys.argv[1], weights_only=True)).to(choose_device("auto")[0])
 tokens = load_corpus(TextConfig(path=sys.argv[2])).split("val")
 print(json.dumps(evaluate_tokens(model, tokens).as_dict()))
 """
@@ -88,12 +95,23 @@ print(json.dumps({"matrix_gflops": peak / 1e9, "share_of_matrix_peak": done / pe
 """
 
 
-def timed(words: list[str], cwd: Path, log: Path) -> float:
-    """Run a command to its end and return its seconds."""
+def timed(words: list[str], cwd: Path, log: Path, limit: float | None = None) -> float:
+    """Run a command to its end, or for at most `limit` seconds, and return its seconds."""
     with open(log, "w", encoding="utf-8") as file:
         start = time.perf_counter()
-        subprocess.run(words, cwd=cwd, stdout=file, stderr=subprocess.STDOUT, check=True)
-        return time.perf_counter() - start
+        process = subprocess.Popen(
+            words, cwd=cwd, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            process.wait(limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # with its compiler's processes
+            process.wait()
+            return time.perf_counter() - start
+        seconds = time.perf_counter() - start
+    if process.returncode:
+        sys.exit(f"{shlex.join(words)} failed:\n{log.read_text(encoding='utf-8')[-2000:]}")
+    return seconds
 
 
 def printed(words: list[str], cwd: Path, **environment: str) -> dict[str, Any]:
@@ -128,20 +146,36 @@ def run_ours(
     return {"seconds": seconds, **losses, **facts, **share}
 
 
-def run_nanogpt(text: Path, checkout: Path, folder: Path, recipe: str) -> dict[str, Any]:
-    """Prepare and train once with nanoGPT's README commands, and score the checkpoint."""
+def run_nanogpt(
+    text: Path, checkout: Path, folder: Path, recipe: str, limit: float | None
+) -> dict[str, Any]:
+    """Prepare and train once with nanoGPT's README commands, and score the checkpoint.
+
+    Raises:
+        SystemExit: it failed, or saved no checkpoint within `limit` seconds.
+    """
     copy = folder / "nanogpt"
     shutil.copytree(checkout, copy, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".git"))
     data = copy / "data" / "shakespeare_char"
     shutil.copy(text, data / "input.txt")
+    (data / "requests.py").touch()  # imported for a download that is not needed
     preparing = timed([sys.executable, "prepare.py"], data, folder / "prepare.txt")
     words = ["train.py", "config/train_shakespeare_char.py", *RECIPES[recipe]]
-    training = timed([sys.executable, *words], copy, folder / "log.txt")
+    training = timed([sys.executable, *words], copy, folder / "log.txt", limit)
     checkpoint = copy / "out-shakespeare-char" / "ckpt.pt"
+    if not checkpoint.exists():
+        sys.exit(f"nanoGPT saved no checkpoint within {training:.0f} s")
     score = [sys.executable, "-c", SCORE, str(checkpoint), str(text)]
     found = printed(score, copy, PYTHONPATH=os.pathsep.join([str(copy), *sys.path[1:]]))
-    result = {"seconds": training, "prepare_seconds": preparing, "full": found["nats_per_char"]}
-    return result | {"curve": curve_of((folder / "log.txt").read_text(), training)}
+    log = (folder / "log.txt").read_text()
+    iterations = [int(number) for number in re.findall(r"^iter (\d+):", log, re.M)]
+    result = {
+        "seconds": training,
+        "prepare_seconds": preparing,
+        "full": found["nats_per_char"],
+        "iterations": iterations[-1],
+    }
+    return result | {"curve": curve_of(log, training)}
 
 
 def curve_of(log: str, seconds: float) -> list[tuple[float, float]]:
@@ -199,34 +233,47 @@ def main() -> None:
     parser.add_argument("--protocols", nargs="+", default=["full", "sliding", "nanogpt"])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
+    parser.add_argument("--peer-seconds", type=float)
     arguments = parser.parse_args()
     text = arguments.text.absolute()
     results: dict[str, list[dict[str, Any]]] = {}
     curve: list[tuple[float, float]] = []
-    for number in range(arguments.pairs):
-        if arguments.nanogpt:
-            with tempfile.TemporaryDirectory() as folder:
-                run = run_nanogpt(
-                    text, arguments.nanogpt.absolute(), Path(folder), arguments.recipe
-                )
-            curve = curve or run.pop("curve")
-            results.setdefault("nanoGPT", []).append(run)
-            print(f"pair {number + 1}: nanoGPT {run}", file=sys.stderr)
+    record: dict[str, Any] = {}
+
+    def add(name: str, number: int, run: dict[str, Any]) -> None:
+        print(f"pair {number}: {name}: {run}", file=sys.stderr, flush=True)
+        results.setdefault(name, []).append(run)
+        record.update(record_of(text, results, curve))
+        save_record(record, arguments.json)
+
+    for number in range(1, arguments.pairs + 1):
         for words in arguments.ours:
             with tempfile.TemporaryDirectory() as folder:
-                run = run_ours(text, words, number + 1, Path(folder), arguments.protocols)
-            results.setdefault(f"chargpt train {words}", []).append(run)
-            print(f"pair {number + 1}: {words}: {run}", file=sys.stderr)
-    record = {**facts(), "text": text.name, "results": {n: summary(r) for n, r in results.items()}}
-    peer = record["results"].get("nanoGPT")
-    for name, result in record["results"].items():
+                run = run_ours(text, words, number, Path(folder), arguments.protocols)
+            add(f"chargpt train {words}", number, run)
+        if arguments.nanogpt:
+            checkout, limit = arguments.nanogpt.absolute(), arguments.peer_seconds
+            with tempfile.TemporaryDirectory() as folder:
+                run = run_nanogpt(text, checkout, Path(folder), arguments.recipe, limit)
+            curve = curve or run["curve"]
+            del run["curve"]
+            add("nanoGPT", number, run)
+    if arguments.plot:
+        draw(record["results"], curve, arguments.plot)
+    print(json.dumps(record, indent=2))
+
+
+def record_of(
+    text: Path, results: dict[str, list[dict[str, Any]]], curve: list[tuple[float, float]]
+) -> dict[str, Any]:
+    """Return the record of the runs so far."""
+    summaries = {name: summary(runs) for name, runs in results.items()}
+    peer = summaries.get("nanoGPT")
+    for name, result in summaries.items():
         if peer and name != "nanoGPT":
             result["time_against_nanogpt"] = round(peer["seconds"] / result["seconds"], 2)
             result["nats_below_nanogpt"] = round(peer["full"] - result["full"], 4)
-    record["nanogpt_curve"] = curve
-    if arguments.plot:
-        draw(record["results"], curve, arguments.plot)
-    write_record(record, arguments.json)
+    return {**facts(), "text": text.name, "results": summaries, "nanogpt_curve": curve}
 
 
 if __name__ == "__main__":
