@@ -340,6 +340,7 @@ def test_a_second_interrupt_stops_at_once_and_leaves_an_intact_checkpoint(
     changes = [word for setting in slow for word in ("-s", setting)]
     process = start_training(verse, *LONG, *changes, "--out", "run", cwd=tmp_path)
     assert process.stderr is not None
+    time.sleep(0.5)  # the save that wrote the pointer ends
     process.send_signal(signal.SIGTERM)
     while "stopping after this step" not in process.stderr.readline():
         assert process.poll() is None

@@ -14,7 +14,7 @@ from chargpt.config import Config, TextConfig, load_config
 from chargpt.errors import ConfigError, WorkError
 from chargpt.models import count_parameters
 from chargpt.text.corpus import Corpus, load_corpus
-from chargpt.training import planner
+from chargpt.training import planner, session
 from chargpt.training.budget import (
     REPLANNING,
     Budget,
@@ -358,3 +358,28 @@ def test_replanning_leaves_at_least_20_steps() -> None:
     config = Config().with_values({"train.max_steps": 100})
     assert replan(config, 5, step_seconds=1.0, seconds=3.0).train.max_steps == 20
     assert replan(config, 50, step_seconds=1.0, seconds=3.0).train.max_steps == 52
+
+
+def test_a_device_a_thousand_times_faster_than_measured_keeps_to_the_cap_on_epochs(
+    verse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(verse.read_text()[:1500])
+    values = {
+        "text.path": str(text), "device": "cpu", "dtype": "float32", "model.n_layer": 1,
+        "model.n_head": 1, "model.n_embd": 16, "model.block_size": 16, "train.batch_size": 16,
+        "train.sample_every": 0, "threads": 1,
+    }  # fmt: skip
+    clock = iter(range(10**9))
+    budget = Budget(60.0, values, 0.0, clock=lambda: next(clock) / 1000)
+    monkeypatch.setattr(planner, "measure_speed", lambda *_: 60.0)  # characters per second, cold
+    made = session.create_run(
+        load_config("gpt").with_values(values), tmp_path / "run", budget=budget
+    )
+    assert made.trainer.config.train.max_steps == REPLANNING.min_steps
+    reports = list(made.trainer.steps(budget))
+    made.folder.unlock()
+    read = RECIPE.max_epochs * len(made.trainer.corpus.split("train"))
+    assert reports[-1].step == made.trainer.state.step == read // (16 * 16)
+    assert budget.remaining > 30
+    assert any("more epochs would only over-fit" in note for r in reports for note in r.notes)

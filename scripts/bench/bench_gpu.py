@@ -1,0 +1,211 @@
+"""Measurements for the first runs on a GPU, which print as they go.
+
+    python scripts/bench/bench_gpu.py TEXT [--parts steps profile variants epochs] [--steps 100]
+        [--json benchmarks/gpu-parts.json] [-s KEY=VALUE]...
+
+steps      a training step of three sizes: eager and as a CUDA graph, and the optimizer's share
+profile    the kernels of a training step that take the longest
+variants   the norm and attention in each implementation, forward and backward
+epochs     validation loss after 10, 20 and 40 epochs with three batch sizes
+
+TEXT is a file. -s changes settings of `steps`, `profile` and `epochs`; small models try this script
+on a CPU. The JSON is written after each measurement.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import yaml
+from record import facts, save_record
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from chargpt.config import Config, load_config
+from chargpt.device import choose_device, choose_dtype, synchronize
+from chargpt.models.kernels import RMSNorm
+from chargpt.text.corpus import Corpus, load_corpus
+from chargpt.training.planner import Size, length_settings, size_settings, step_characters
+from chargpt.training.trainer import Trainer
+
+SIZES = (Size(4, 128), Size(6, 384), Size(12, 768))
+BATCHES = (16, 32, 64)  # sequences
+EPOCHS = (10, 20, 40)
+LONG = 10_000_000  # characters: block and batch size of such a run
+
+
+class Measurements:
+    """What was measured so far, printed and saved after each."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.values: dict[str, dict[str, Any]] = {}
+
+    def add(self, part: str, name: str, value: object) -> None:
+        """Record, print and save a value."""
+        print(f"{part:9} {name}: {value}", flush=True)
+        self.values.setdefault(part, {})[name] = value
+        save_record({**facts(), **self.values}, self.path)
+
+
+def milliseconds(function: Callable[[], object], device: torch.device, number: int) -> float:
+    """Return the mean time of a call, after a tenth as many as a warm-up."""
+    for _ in range(max(3, number // 10)):
+        function()
+    synchronize(device)
+    start = time.perf_counter()
+    for _ in range(number):
+        function()
+    synchronize(device)
+    return round(1000 * (time.perf_counter() - start) / number, 4)
+
+
+def measure_steps(configs: list[Config], corpus: Corpus, number: int, found: Measurements) -> None:
+    """Measure the gradients of a step, eager and captured, and the rest of it."""
+    for config in configs:
+        trainer = Trainer(config, corpus)
+        learner, device = trainer.learner, trainer.device
+        name = f"{config.model.n_layer} x {config.model.n_embd}"
+        if learner.capture_error:
+            found.add("steps", f"{name}, capture", learner.capture_error)
+        block = learner.batches.at(0).to(device)
+        eager = milliseconds(lambda: learner._gradients(block), device, number)  # noqa: B023
+        found.add("steps", f"{name}, eager gradients (ms)", eager)
+        if learner.gradients != learner._gradients:
+            captured = milliseconds(lambda: learner.gradients(block), device, number)  # noqa: B023
+            found.add("steps", f"{name}, captured gradients (ms)", captured)
+
+        def step() -> None:
+            learner.accumulate_gradients(0)  # noqa: B023
+            learner.clip_gradients()  # noqa: B023
+            learner.apply_update(0, 0.001)  # noqa: B023
+
+        whole = milliseconds(step, device, number)
+        found.add("steps", f"{name}, whole step (ms)", whole)
+        characters = round(1000 * step_characters(config) / whole)
+        found.add("steps", f"{name}, characters per second", characters)
+
+
+def profile_step(config: Config, corpus: Corpus, found: Measurements) -> None:
+    """Print the kernels of an eager step that take the longest."""
+    trainer = Trainer(config, corpus)
+    learner = trainer.learner
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if trainer.device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    block = learner.batches.at(0).to(trainer.device)
+    for name, gradients in (("eager", learner._gradients), ("as trained", learner.gradients)):
+        gradients(block)
+        with torch.profiler.profile(activities=activities) as profile:
+            for _ in range(5):
+                gradients(block)
+                learner.clip_gradients()
+                learner.apply_update(0, 0.001)
+            synchronize(trainer.device)
+        averages = profile.key_averages()
+        order = f"self_{'device' if len(activities) > 1 else 'cpu'}_time_total"
+        print(averages.table(sort_by=order, row_limit=15, max_name_column_width=50), flush=True)
+        times = {event.key[:80]: round(getattr(event, order) / 5) for event in averages}
+        largest = sorted(times, key=times.__getitem__, reverse=True)[:15]
+        kernels = {name: times[name] for name in largest}
+        found.add("profile", f"{name}: microseconds of a step", kernels)
+
+
+def measure_variants(device: torch.device, number: int, found: Measurements) -> None:
+    """Measure implementations of the norm and of attention."""
+    dtype, _ = choose_dtype(device, "auto")
+    for width in (size.n_embd for size in SIZES):
+        x = torch.randn(16, 256, width, device=device, dtype=dtype, requires_grad=True)
+        weight = RMSNorm(width).to(device, dtype).weight
+        variants = {
+            "F.rms_norm": lambda x=x, w=weight: F.rms_norm(x, (x.size(-1),), eps=1e-6) * w,
+            "F.rms_norm with weight": lambda x=x, w=weight: F.rms_norm(x, (x.size(-1),), w, 1e-6),
+            "written out": lambda x=x, w=weight: (
+                x * (x.float().square().mean(-1, keepdim=True) + 1e-6).rsqrt().to(x.dtype) * w
+            ),
+        }
+        for name, norm in variants.items():
+            found.add("variants", f"norm {width}, {name} (ms)", both(norm, [x], device, number))
+        heads = width // 64
+        q, k, v = (
+            torch.randn(16, heads, 256, 64, device=device, dtype=dtype, requires_grad=True)
+            for _ in range(3)
+        )
+        backends = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+        for backend in (*backends, SDPBackend.CUDNN_ATTENTION):
+            name = f"attention {width}, {backend.name.lower()} (ms)"
+            try:
+                with sdpa_kernel(backend):
+                    seconds: object = both(
+                        lambda q=q, k=k, v=v: F.scaled_dot_product_attention(
+                            q, k, v, is_causal=True
+                        ),
+                        [q, k, v],
+                        device,
+                        number,
+                    )
+            except RuntimeError as error:
+                seconds = str(error).partition("\n")[0][:100]
+            found.add("variants", name, seconds)
+
+
+def both(
+    function: Callable[[], Tensor], inputs: list[Tensor], device: torch.device, number: int
+) -> float:
+    """Return the time of a function's forward and backward pass."""
+    gradient = torch.randn_like(function())
+    return milliseconds(lambda: torch.autograd.grad(function(), inputs, gradient), device, number)
+
+
+def measure_epochs(config: Config, corpus: Corpus, found: Measurements) -> None:
+    """Train for several numbers of epochs with several batch sizes."""
+    text_characters = len(corpus.split("train"))
+    for batch_size in BATCHES:
+        for epochs in EPOCHS:
+            sized = config.with_values({"train.batch_size": batch_size})
+            start, trainer = time.perf_counter(), Trainer(sized, corpus)
+            settings = length_settings(
+                sized, epochs * text_characters, text_characters, trainer.model.parameter_count()
+            )
+            trainer = Trainer(sized.with_values({**settings, "train.sample_every": 0}), corpus)
+            validation = [r.validation for r in trainer.steps() if r.validation is not None]
+            value = {
+                "nats_per_char": round(trainer.validator.evaluate("val").nats_per_char, 4),
+                "lowest": round(min(each.nats_per_char for each in validation), 4),
+                "seconds": round(time.perf_counter() - start, 1),
+            }
+            found.add("epochs", f"{epochs} epochs, batch {batch_size}", value)
+
+
+def main() -> None:
+    """Run the chosen parts."""
+    parts = ("steps", "profile", "variants", "epochs")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("text", type=Path)
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("-s", "--set", action="append", default=[])
+    arguments = parser.parse_args()
+    pairs = (each.partition("=") for each in arguments.set)
+    changes = {key: yaml.safe_load(value) for key, _, value in pairs}
+    base = load_config("gpt").with_values({"text.path": str(arguments.text)})
+    corpus = load_corpus(base.text)
+    configs = [base.with_values({**size_settings(size, LONG, corpus), **changes}) for size in SIZES]
+    device, found = choose_device(base.device)[0], Measurements(arguments.json)
+    if "steps" in arguments.parts:
+        measure_steps(configs, corpus, arguments.steps, found)
+    if "profile" in arguments.parts:
+        profile_step(configs[1], corpus, found)
+    if "variants" in arguments.parts:
+        measure_variants(device, arguments.steps, found)
+    if "epochs" in arguments.parts:
+        measure_epochs(configs[1], corpus, found)
+
+
+if __name__ == "__main__":
+    main()
