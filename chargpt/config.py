@@ -210,9 +210,10 @@ class ScheduleConfig(Section):
     cooldown: float = Field(0.9, ge=0, le=1)
     """Fraction of all steps in which `wsd` decays to zero; 0 keeps the rate constant."""
     decay_points: tuple[tuple[NonNegativeInt, PositiveInt], ...] = ()
-    """Re-planned decay of a run with a time budget: pairs (step, end). Up to that step the rate
-    decays towards zero at `end`; after it, towards the next pair's end, and after the last pair
-    towards train.max_steps. The decay begins `cooldown` times the first end before that end."""
+    """Re-planned decay of a run with a time budget: pairs (step, end). Up to that step, counted
+    from 0, the rate decays towards zero at `end`; after it, towards the next pair's end, and after
+    the last pair towards train.max_steps. The decay begins at (1 - `cooldown`) times the first
+    end."""
 
     restarts: tuple[tuple[PositiveInt, Fraction], ...] = ()
     """Resumed runs with more steps: pairs (step, fraction of the peak). At that step the rate warms

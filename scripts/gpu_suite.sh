@@ -41,18 +41,19 @@ PYTHON
 codes=()
 trap gather EXIT
 trap 'exit 143' TERM INT
+trap '' PIPE # of tee, which a signal to all of them ends first
 
 step "doctor"
-timeout 60 $python -m chargpt doctor --json | tee "$out/doctor.json"; codes+=("doctor=$?")
+timeout --foreground 60 $python -m chargpt doctor --json | tee "$out/doctor.json"; codes+=("doctor=$?")
 step "training"
-timeout 260 $python scripts/bench/bench_train.py "$text" --pairs 1 --protocols full \
-  --ours "--budget 30s" --ours "--budget ${seconds}s" --json "$out/train.json"; codes+=("train=$?")
+timeout --foreground 260 $python scripts/bench/bench_train.py "$text" --pairs 1 --protocols full \
+  --ours "--budget $((seconds * 3 / 10))s" --ours "--budget ${seconds}s" --json "$out/train.json"; codes+=("train=$?")
 step "sampling"
-timeout 90 $python scripts/bench/bench_sample.py --repeats 1 --json "$out/sample.json"
+timeout --foreground 90 $python scripts/bench/bench_sample.py --repeats 1 --json "$out/sample.json"
 codes+=("sample=$?")
 step "tests that need CUDA"
 if [ "$recipe" = gpu ]; then
-  timeout 120 $python -m pytest -q -m cuda -rs tests/test_cuda.py -p no:cacheprovider
+  timeout --foreground 120 $python -m pytest -q -m cuda -rs tests/test_cuda.py -p no:cacheprovider
   codes+=("tests=$?")
 else
   echo "skipped: no CUDA GPU"; codes+=("tests=skipped")

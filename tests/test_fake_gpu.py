@@ -44,7 +44,7 @@ from chargpt.text.corpus import Corpus, load_corpus
 from chargpt.text.tokenizer import CharTokenizer
 from chargpt.training import planner, resume, session, trainer
 from chargpt.training.budget import Budget, measure_step_seconds
-from chargpt.training.report import StepReport
+from chargpt.training.step_report import StepReport
 from chargpt.training.trainer import METRICS_EVERY, Trainer
 
 TINY = {

@@ -20,9 +20,9 @@ from chargpt.store.run import load_run
 from chargpt.text.batches import Batches
 from chargpt.text.corpus import Corpus, load_corpus
 from chargpt.training.cost import expected_cost, training_bytes
-from chargpt.training.report import StepReport
 from chargpt.training.resume import resume
 from chargpt.training.schedule import lr_factor_at
+from chargpt.training.step_report import StepReport
 from chargpt.training.trainer import Trainer
 
 TINY = {

@@ -282,7 +282,7 @@ def project(subject: Subject, *, whole_line: bool = False) -> tuple[Tensor, Tens
     block = model.blocks[0]
     assert isinstance(block, Block)
     assert isinstance(block.attention, Attention)
-    context = model.context(tokens.size(1))
+    context = model.attention_inputs(tokens.size(1))
     qkv = block.attention.project(model.embedding(tokens), block.attention_norm, context)
     q, k, v = (part[0, 0].float().cpu() for part in qkv)  # (T, D) each
     return q, k, v

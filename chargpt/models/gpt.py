@@ -41,7 +41,7 @@ from chargpt.models.kernels import (
 
 
 @dataclass(frozen=True)
-class Context:
+class AttentionInputs:
     """Inputs of every attention layer apart from the hidden states."""
 
     cos: Tensor  # of the rotary angles of the given positions, (T, D)
@@ -51,7 +51,7 @@ class Context:
 
 
 class Dropout(nn.Dropout):
-    """`nn.Dropout` with the fused kernel."""
+    """`nn.Dropout` with the custom autograd function."""
 
     def forward(self, x: Tensor) -> Tensor:
         return dropout(x, self.p) if self.training and self.p else x
@@ -73,23 +73,25 @@ class Attention(nn.Module):
         self.value = nn.Linear(width, width, bias=False)
         self.output = nn.Linear(width, width, bias=False)
 
-    def forward(self, x: Tensor, norm: RMSNorm, context: Context) -> Tensor:
+    def forward(self, x: Tensor, norm: RMSNorm, inputs: AttentionInputs) -> Tensor:
         """Return the attention output of norm(x), (B, T, C)."""
-        q, k, v = self.project(x, norm, context)  # (B, H, T, D) each
-        if context.cache is not None:
-            k, v = context.cache.append(self.layer, k, v)  # (B, H, S, D) each
-        heads = fused_attention(q, k, v, scaled=self.scaled, mask=context.mask)  # (B, H, T, D)
+        q, k, v = self.project(x, norm, inputs)  # (B, H, T, D) each
+        if inputs.cache is not None:
+            k, v = inputs.cache.append(self.layer, k, v)  # (B, H, S, D) each
+        heads = fused_attention(q, k, v, scaled=self.scaled, mask=inputs.mask)  # (B, H, T, D)
         return linear(heads.transpose(1, 2).flatten(2), self.output.weight)  # (B, T, C)
 
-    def project(self, x: Tensor, norm: RMSNorm, context: Context) -> tuple[Tensor, Tensor, Tensor]:
+    def project(
+        self, x: Tensor, norm: RMSNorm, inputs: AttentionInputs
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values of norm(x), (B, H, T, D) each, as attention uses them."""
         qkv = norm_linear(x, norm, self.query, self.key, self.value)  # (B, T, 3C)
         norms = (self.query_norm, self.key_norm) if self.qk_norm else None
-        return split_heads_qk_norm_rope(qkv, norms, context.cos, context.sin, self.n_head)
+        return split_heads_qk_norm_rope(qkv, norms, inputs.cos, inputs.sin, self.n_head)
 
-    def weights(self, x: Tensor, norm: RMSNorm, context: Context) -> Tensor:
+    def weights(self, x: Tensor, norm: RMSNorm, inputs: AttentionInputs) -> Tensor:
         """Return the attention weights of norm(x), (B, H, T, T), by the explicit form."""
-        return explicit_attention(*self.project(x, norm, context), scaled=self.scaled)[1]
+        return explicit_attention(*self.project(x, norm, inputs), scaled=self.scaled)[1]
 
 
 class AverageAttention(nn.Module):
@@ -101,19 +103,19 @@ class AverageAttention(nn.Module):
         self.value = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.output = nn.Linear(config.n_embd, config.n_embd, bias=False)
 
-    def forward(self, x: Tensor, norm: RMSNorm, context: Context) -> Tensor:
+    def forward(self, x: Tensor, norm: RMSNorm, inputs: AttentionInputs) -> Tensor:
         """Return the averaged values of norm(x), (B, T, C)."""
         v = norm_linear(x, norm, self.value)  # (B, T, C)
         v = v.view(*v.shape[:2], self.n_head, -1).transpose(1, 2)  # (B, H, T, D)
-        if context.cache is not None:
-            _, v = context.cache.append(self.layer, v, v)  # (B, H, S, D)
-        mask = context.mask
+        if inputs.cache is not None:
+            _, v = inputs.cache.append(self.layer, v, v)  # (B, H, S, D)
+        mask = inputs.mask
         if mask is None:
             mask = causal_mask(x.size(1), v.size(2), x.device)  # (T, S)
         heads = average_weights(mask).to(v.dtype) @ v  # (B, H, T, D)
         return linear(heads.transpose(1, 2).flatten(2), self.output.weight)  # (B, T, C)
 
-    def weights(self, x: Tensor, norm: RMSNorm, context: Context) -> Tensor:
+    def weights(self, x: Tensor, norm: RMSNorm, inputs: AttentionInputs) -> Tensor:
         """Return the attention weights, (B, H, T, T)."""
         weights = average_weights(causal_mask(x.size(1), x.size(1), x.device))  # (T, T)
         return weights.expand(x.size(0), self.n_head, -1, -1)
@@ -149,9 +151,9 @@ class Block(nn.Module):
             self.mlp = SwiGLU(config.n_embd, config.mlp_width)
         self.dropout = Dropout(config.dropout)
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
+    def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
         if self.attention is not None:
-            x = x + self.dropout(self.attention(x, self.attention_norm, context))
+            x = x + self.dropout(self.attention(x, self.attention_norm, inputs))
         if self.mlp is not None:
             x = x + self.dropout(self.mlp(x, self.mlp_norm))
         return x
@@ -179,23 +181,23 @@ class GPT(LanguageModel):
 
     def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
         tokens = self.check_tokens(tokens, cache)
-        context = self.context(tokens.size(1), cache)
+        inputs = self.attention_inputs(tokens.size(1), cache)
         x = self.dropout(self.embedding(tokens))  # (B, T, C)
-        x = x.to(context.cos.dtype)  # bfloat16 under autocast
+        x = x.to(inputs.cos.dtype)  # bfloat16 under autocast
         for block in self.blocks:
-            x = block(x, context)
+            x = block(x, inputs)
         if cache is not None:
             cache.advance(tokens.size(1))
         return norm_linear(x, self.norm, self.head)  # (B, T, V)
 
-    def context(self, n_tokens: int, cache: KVCache | None = None) -> Context:
-        """Return the context of the next `n_tokens` tokens after those in the cache."""
+    def attention_inputs(self, n_tokens: int, cache: KVCache | None = None) -> AttentionInputs:
+        """Return the attention inputs of the next `n_tokens` tokens after those in the cache."""
         positions = slice(n_tokens) if cache is None else cache.positions(n_tokens)
         cos, sin = self.cos[positions], self.sin[positions]  # (T, D)
         if torch.is_autocast_enabled(cos.device.type):
             dtype = torch.get_autocast_dtype(cos.device.type)
             cos, sin = cos.to(dtype), sin.to(dtype)
-        return Context(cos, sin, None if cache is None else cache.mask(), cache)
+        return AttentionInputs(cos, sin, None if cache is None else cache.mask(), cache)
 
     @torch.no_grad()
     def attention_weights(self, tokens: Tensor) -> list[Tensor]:
@@ -204,13 +206,13 @@ class GPT(LanguageModel):
         Rows sum to 1. A model without attention has none.
         """
         tokens = self.check_tokens(tokens)
-        context = self.context(tokens.size(1))
+        inputs = self.attention_inputs(tokens.size(1))
         x = self.embedding(tokens)  # (B, T, C)
         weights = []
         for block in cast("list[Block]", self.blocks):
             if block.attention is not None:
-                weights.append(block.attention.weights(x, block.attention_norm, context))
-            x = block(x, context)
+                weights.append(block.attention.weights(x, block.attention_norm, inputs))
+            x = block(x, inputs)
         return weights
 
     def new_cache(self, batch_size: int) -> KVCache:

@@ -14,7 +14,8 @@ from chargpt.models.kernels import rotary_tables
 
 @dataclass(frozen=True)
 class PreviousTokenInit:
-    """Constants of `init_previous_token_heads`, found by experiment; none is sensitive."""
+    """Constants of `init_previous_token_heads`, found by experiment; the loss depends
+    little on any of them."""
 
     n_layers: int = 3  # layers with such heads, from the first on
     shared_value: float = 0.25  # of channel 0 of every embedding, in units of sqrt(C)

@@ -1,4 +1,4 @@
-"""Fused kernels of the transformer, each with its plain form.
+"""Custom autograd functions of the transformer, each with its plain form.
 
 On a CPU the operations between the matrix products take as long as the products: autograd makes
 many passes over memory, most of them in the backward pass. The custom autograd functions here make
@@ -171,7 +171,7 @@ class _QKNormRope(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         unit, inverse, weights, cos, sin = ctx.saved_tensors
-        _, batch, n_head, steps, size = unit.shape
+        _, batch, n_head, length, size = unit.shape
         unrotated = torch.empty_like(unit)  # R^T dy, (2, B, H, T, D)
         _apply_rotary(grad[:2], cos, sin, _rotate_half_matrix(cos).mT, out=unrotated)
         product = (unrotated * unit).view(2, -1, size)  # (2, B H T, D)
@@ -179,7 +179,7 @@ class _QKNormRope(Function):
         weights_grad = product.new_ones(2, 1, product.size(1)) @ product  # (2, 1, D)
         minus_mean = (product @ weights.view(2, size, 1)).div_(-size).view_as(inverse)
         qk_grad = unrotated.mul_(weights).addcmul_(unit, minus_mean).mul_(inverse)
-        result = grad.new_empty(batch, steps, 3, n_head, size)
+        result = grad.new_empty(batch, length, 3, n_head, size)
         by_part = result.permute(2, 0, 3, 1, 4)  # (3, B, H, T, D)
         by_part[:2] = qk_grad
         by_part[2] = grad[2]

@@ -2,7 +2,7 @@
 
 The number of steps is re-planned from the measured step time before the learning rate begins to
 decay, then half way through what is left, and so on. Updates that are done stay as they were, so
-the final config repeats the run without a clock.
+the final config repeats the run without a budget.
 """
 
 import math
@@ -33,9 +33,9 @@ class Reserve:
 
     seconds: float = 0.8  # start-up of the closing table, and the process's exit
     fraction: float = 0.04  # of the budget, for scoring, until the time of scoring is measured
-    report_from: float = 120  # seconds: shortest budget that ends with a report
-    report_seconds: float = 7  # of a report, without its scoring
-    report_characters: int = 40_000  # that a report scores
+    report_from: float = 120  # seconds: shortest budget that ends with a report page
+    report_seconds: float = 7  # of a report page, without its scoring
+    report_characters: int = 40_000  # that a report page scores
     timed_characters: int = 8_000  # scored to measure the speed of scoring
     margin: float = 1.3  # factor on the measured time of scoring
 
@@ -105,7 +105,7 @@ class Budget:
 
     @property
     def has_report(self) -> bool:
-        """Whether the run ends with a report."""
+        """Whether the run ends with a report page."""
         return self.seconds >= RESERVE.report_from
 
     @property

@@ -1,6 +1,6 @@
 """One update: batch, gradients, optimizer, moving average of the weights.
 
-Samples, dropout and learning rate of a step are pure functions of (seed, step). So a resumed run
+Batch, dropout and learning rate of a step are pure functions of (seed, step). So a resumed run
 equals the uninterrupted one bit for bit, and no generator state is stored.
 Shapes in this file: B = sequences of a micro-batch, T = block size, V = vocabulary size.
 """
@@ -37,7 +37,7 @@ class Learner:
     """A model with its batches, optimizer and moving average of weights (EMA).
 
     Args:
-        config: resolved.
+        config: with the actual device and number format.
         corpus: the text.
         group: the ranks that train together.
         device: of the model.
@@ -114,8 +114,9 @@ class Learner:
         Raises:
             RunError: it belongs to another model.
         """
-        load_weights(self.model, saved.model, saved.folder)  # checks them; with EMA the averages
-        load_weights(self.model, saved.raw_model, saved.folder)
+        load_weights(self.model, saved.model, saved.folder)
+        if saved.raw_model is not saved.model:  # with EMA: those were the averages, now checked
+            load_weights(self.model, saved.raw_model, saved.folder)
         self.model.zero_grad(set_to_none=True)
         self.average = self._start_average(saved.model)
         self.optimizer = Optimizer(self.model, optim, self.dtype)

@@ -34,6 +34,7 @@ def orthogonalise(matrices: Tensor, dtype: torch.dtype = torch.float32) -> Tenso
     """
     tall = matrices.size(-2) > matrices.size(-1)
     x = matrices.mT if tall else matrices
+    # the iteration needs singular values of at most 1: a margin for the rounding of `dtype`
     x = (x / (x.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-7)).to(dtype)
     for a, b, c in COEFFICIENTS:
         gram = x @ x.mT

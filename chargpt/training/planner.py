@@ -7,7 +7,7 @@ The expected loss comes from a scaling law with fitted coefficients, stored in `
 
 `unique` being the unique-token equivalents of all tokens read (`unique_token_equivalents`). The
 speed of each size is measured. All choices go into the config, which repeats the run without a
-clock.
+budget.
 """
 
 import json
@@ -90,7 +90,7 @@ class Recipe:
     max_evaluated: int = 300_000
     full_weight_decay_epochs: float = 5  # from it on, weight decay is whole
     min_weight_decay: float = 0.2  # fraction of the weight decay in runs of up to one epoch
-    # (risk, dropout), where risk = epochs * sqrt(parameters per character of the text)
+    # (overfitting, dropout), where overfitting = epochs * sqrt(parameters / text_characters)
     dropout: tuple[tuple[float, float], ...] = ((24, 0.2), (8, 0.1), (0, 0.0))
     ngram_until: int = 1_200_000  # beyond it, the weight of soft targets falls as 1 / characters
     ngram_repeated_epochs: float = 2  # from it on, at least `ngram_repeated` of the weight stays
@@ -199,7 +199,7 @@ def length_settings(
     steps = max(REPLANNING.min_steps, steps)
     every = math.ceil(steps / length.evaluations)
     epochs = characters / text_characters
-    risk = epochs * math.sqrt(parameters / text_characters)
+    overfitting = epochs * math.sqrt(parameters / text_characters)
     # soft targets soon teach all they can, but they also keep a model from over-fitting
     at_least = recipe.ngram_repeated if epochs >= recipe.ngram_repeated_epochs else 0.0
     ngram_fraction = max(at_least, min(1.0, recipe.ngram_until / characters))
@@ -219,7 +219,7 @@ def length_settings(
             round(ngram_weight, 3) if ngram_weight >= recipe.min_ngram_weight else 0.0
         ),
         "optim.weight_decay": round(config.optim.weight_decay * decay, 4),
-        "model.dropout": next(p for least, p in recipe.dropout if risk >= least),
+        "model.dropout": next(p for least, p in recipe.dropout if overfitting >= least),
     }
 
 

@@ -32,8 +32,9 @@ def resume(
     Args:
         run: to continue.
         changes: settings by dotted keys; values that the run has already are ignored.
-        same_command: whether they are what started the run. What the run has made of them since,
-            such as its device or the rates after a rollback, is then no change either.
+        same_command: whether they are the settings that started the run, given again. Those that
+            the run itself has changed since, such as its device or the rates after a rollback, then
+            stay as they are.
 
     Raises:
         RunError: there is no intact checkpoint.
@@ -119,7 +120,7 @@ def continue_schedule(before: Config, after: Config, step: int, notes: list[str]
         return after
     now = lr_factor_at(step, schedule, new)
     if step >= old:
-        if now <= 1.5 * lr_factor_at(old - 1, schedule, old):  # a constant rate
+        if now <= 1.5 * lr_factor_at(old - 1, schedule, old):  # no rise to speak of
             return after
         fraction = round(min(MAX_RESTART, RESTART * math.sqrt((new - step) / step)), 3)
         notes.append(

@@ -128,7 +128,7 @@ def create_run(
         planned = plan(settings, corpus, budget)
         settings = planned.config
     if not group.is_main:
-        out = out or Path("runs")  # of no use
+        out = out or Path("runs")  # any path: other ranks write nothing
     with output_folder(out, f"{slug(corpus.name)}-{settings.model.kind}") as path:
         folder = RunFolder(path)
         trainer = Trainer(settings, corpus, folder=folder, group=group)
@@ -178,7 +178,7 @@ def resume_run(
         path: of the run's folder.
         changes: settings by dotted keys.
         loading: called with the progress of preparing the text.
-        same_command: whether `changes` are what started the run, not changes to it.
+        same_command: whether `changes` are the settings that started the run, given again.
 
     Raises:
         FinishedError: the run has no steps left.

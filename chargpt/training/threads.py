@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 N_ROUNDS = 16
-N_KEPT_ROUNDS = 5  # before a slow number of threads is dropped
+ROUNDS_BEFORE_DROPPING = 5  # a slow number of threads
 MIN_GAIN = 1.25  # by which more threads must be faster: on a busy machine their speed varies
 MIN_SPEED = 0.5  # fraction of the highest speed: below it, threads are chosen again
 RETRY_SECONDS = 20.0  # after which more threads are tried again
@@ -33,7 +33,7 @@ def choose_threads(max_threads: int) -> int:
             x.softmax(dim=-1)
             if number:  # the first round is a warm-up
                 seconds[threads] += time.perf_counter() - start
-        if number >= N_KEPT_ROUNDS:
+        if number >= ROUNDS_BEFORE_DROPPING:
             limit = 2 * min(seconds.values())
             seconds = {threads: total for threads, total in seconds.items() if total <= limit}
     best = min(seconds)

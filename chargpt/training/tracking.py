@@ -15,7 +15,7 @@ class TensorBoardLog:
 
     Args:
         folder: of the files, which are created with the first record.
-        step: earlier records of later steps are hidden.
+        step: that training continues from; records of later steps, from before, are hidden.
 
     Raises:
         ConfigError: TensorBoard is not installed.

@@ -34,8 +34,8 @@ from chargpt.text.corpus import Corpus
 from chargpt.training.budget import Budget
 from chargpt.training.cost import training_bytes
 from chargpt.training.learner import Learner, micro_batch_size
-from chargpt.training.report import StepReport
 from chargpt.training.schedule import lr_factor_at
+from chargpt.training.step_report import StepReport
 from chargpt.training.validator import Validator
 from chargpt.training.writer import RunWriter
 
@@ -210,7 +210,7 @@ class Trainer:
         return self.device.type == "cpu" or self.group.all_reduce_any(waited >= METRICS_SECONDS)
 
     def change_config(self, config: Config) -> None:
-        """Continue with another number of steps or other learning rates."""
+        """Continue with another number of steps or threads, or other learning rates."""
         self.config = config
         self.config_is_unsaved = True  # resuming reads the checkpoint's config: save it next step
         self.writer.write_config(config)
