@@ -8,12 +8,15 @@ import shutil
 import subprocess
 import sys
 import termios
+import time
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY, Cli, refusal, run_cli
 from test_docs import load_script
 
+from chargpt.cli import main as main_module
 from chargpt.config import Config
 
 QUICK = (
@@ -103,17 +106,38 @@ def test_the_page_of_settings_is_up_to_date() -> None:
 
 def test_interactive_sampling_continues_each_line(runs: Path, cli: Cli) -> None:
     typed = "The sea\n/num_samples 3\n/length 5\n/temperature 0\nThe light\n\n/seed x\nΩ\n"
+    typed += "/unknown x\n/unknown skip\nThe Ω end\n"
     done = run_cli("sample", runs / "a", "-i", "--seed", "1", cwd=runs, stdin=typed)
     assert done.returncode == 0, done.stderr
     assert "Ctrl-D" in done.stderr
-    first, second, third = (part for part in done.stdout.split("> ") if part.startswith("The"))
+    first, second, third, fourth = (
+        part for part in done.stdout.split("> ") if part.startswith("The")
+    )
     assert len(first.rstrip("\n")) >= len("The sea") + 38
     assert len(second.removesuffix("\n")) == len("The light") + 5
     assert third.startswith(second.removesuffix("\n"))  # an empty line continues the text
     assert "chargpt: seed: expected a number" in done.stderr
     assert "there is no setting 'num_samples'" in done.stderr
     assert "U+03A9" in done.stderr  # a mistake does not end it
+    assert "chargpt: unknown: expected 'error', 'skip' or 'replace'" in done.stderr
+    assert 'unknown is "skip"' in done.stderr
+    assert len(fourth.removesuffix("\n")) == len("The Ω end") + 5
     assert "drop --json" in refusal(cli("sample", runs / "a", "-i", "--json"))
+
+
+def test_slow_loading_is_said_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def slow(name: str) -> object:
+        time.sleep(0.3)
+        return import_module(name)
+
+    monkeypatch.setattr(main_module, "import_module", slow)
+    for is_terminal, seconds, expected in ((True, 0.1, 1), (True, 10, 0), (False, 0.1, 0)):
+        monkeypatch.setattr(main_module, "NOTICE_SECONDS", seconds)
+        monkeypatch.setattr(sys.stderr, "isatty", lambda result=is_terminal: result)
+        main_module.load_command(main_module.COMMANDS[0])
+        assert capsys.readouterr().err.count("loading PyTorch") == expected
 
 
 # -- a terminal of 80 columns -----------------------------------------------------------------

@@ -18,9 +18,9 @@ with suppress(ImportError):
 HELP = (
     "Type the start of a text and press Enter: the model continues it. An empty line continues the "
     "last text. `/temperature 0.5` changes a setting and `/temperature` prints it, also length, "
-    "top_k, top_p, min_p, seed and stop. Ctrl-C ends a text, Ctrl-D the command."
+    "top_k, top_p, min_p, seed, stop and unknown. Ctrl-C ends a text, Ctrl-D the command."
 )
-CHANGEABLE = ("temperature", "length", "top_k", "top_p", "min_p", "seed", "stop")
+CHANGEABLE = ("temperature", "length", "top_k", "top_p", "min_p", "seed", "stop", "unknown")
 
 
 def interact(run: Run, config: Config, unknown: Unknown | None) -> None:
@@ -29,11 +29,13 @@ def interact(run: Run, config: Config, unknown: Unknown | None) -> None:
     Args:
         run: the model.
         config: its `sample` section is used; a seed of null is a new seed for each text.
-        unknown: how characters outside the vocabulary are treated.
+        unknown: how characters outside the vocabulary are treated; as the run says by default.
     """
     if sys.stdin is None:
         raise TextError("standard input is closed; type or pipe the prompts")
     console.say(HELP)
+    if unknown is not None:
+        config = config.with_values({"text.unknown": unknown})
     text = config.sample.prompt
     while True:
         try:
@@ -49,9 +51,10 @@ def interact(run: Run, config: Config, unknown: Unknown | None) -> None:
             elif line.startswith("/"):
                 config = change_setting(config, line[1:])
             else:
-                text = continue_text(run, config, line or text, unknown)
+                text = continue_text(run, config, line or text)
         except ChargptError as error:
-            console.say("chargpt: " + str(error).replace("these settings: sample.", ""))
+            message = str(error).removeprefix("these settings: ")
+            console.say("chargpt: " + message.removeprefix("sample.").removeprefix("text."))
     if sys.stdin.isatty():
         console.out("")
 
@@ -66,18 +69,20 @@ def change_setting(config: Config, written: str) -> Config:
     name = name.replace("-", "_")
     if name not in CHANGEABLE:
         raise ConfigError(f"there is no setting {name!r:.40}; there are {', '.join(CHANGEABLE)}")
+    section = "text" if name == "unknown" else "sample"
     if value.strip():
-        key, parsed = parse_override(f"sample.{name}={value.strip()}")
+        key, parsed = parse_override(f"{section}.{name}={value.strip()}")
         config = config.with_values({key: parsed})
-    console.say(f"{name} is {json.dumps(getattr(config.sample, name), ensure_ascii=False)}")
+    now = getattr(getattr(config, section), name)
+    console.say(f"{name} is {json.dumps(now, ensure_ascii=False)}")
     return config
 
 
-def continue_text(run: Run, config: Config, text: str, unknown: Unknown | None) -> str:
+def continue_text(run: Run, config: Config, text: str) -> str:
     """Print a text with its continuation, until its end or Ctrl-C, and return both."""
     seed = secrets.randbits(32) if config.sample.seed is None else config.sample.seed
     settings = config.sample.model_copy(update={"prompt": text, "seed": seed})
-    pieces = stream_run(run, settings, unknown=unknown)
+    pieces = stream_run(run, settings, unknown=config.text.unknown)
     console.out_text(text)
     with suppress(KeyboardInterrupt):
         for (piece,) in pieces:
