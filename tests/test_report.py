@@ -355,6 +355,8 @@ def test_a_browser_reports_no_error_for_the_page(
     page.goto(address)
     assert requests == [address]
     assert page.evaluate("document.documentElement.scrollWidth") <= size["width"]
+    heights = page.evaluate("[...document.querySelectorAll('.text')].map(x => x.clientHeight)")
+    assert max(heights, default=0) <= 24 * 16 + 30  # a text of many short lines scrolls
     found = axe.Axe().run(page).response["violations"]
     assert [(each["id"], each["impact"], each["nodes"][0]["html"]) for each in found] == []
     assert errors == []
