@@ -1,7 +1,9 @@
 """Device placement, results and host-device syncs, on a fake GPU."""
 
 import errno
+import gc
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -141,6 +143,22 @@ def test_training_replays_one_cuda_graph_with_the_losses_of_the_cpu(
     for one, other in zip(on_cpu.steps(), on_gpu.steps(), strict=True):
         assert figures(other) == pytest.approx(figures(one), abs=1e-4)
     assert FakeGraph.replays - before == TINY["train.max_steps"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "mps"])
+def test_a_trial_model_is_freed_at_once(
+    device: str, corpus: Corpus, gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enable_graphs(monkeypatch)
+    learner = trainer_on(device, corpus).learner
+    learner.accumulate_gradients(0)
+    freed = weakref.ref(learner.model)
+    gc.disable()
+    try:
+        del learner
+        assert freed() is None
+    finally:
+        gc.enable()
 
 
 def test_a_failed_capture_is_reported_and_training_goes_on(

@@ -45,8 +45,9 @@ class Learner:
         ngram: what `fit_ngram` returned, for the soft targets; fitted when first used by default.
 
     Attributes:
-        capture_error: why forward and backward pass are not replayed as a CUDA graph on a device
-            that has them; None if they are, or with several ranks or micro-batches.
+        captured_gradients: `gradients` as a CUDA graph; None on other devices, with several ranks
+            or micro-batches, or if capture failed.
+        capture_error: why capture failed.
 
     Raises:
         RunError: the checkpoint belongs to another model.
@@ -85,11 +86,11 @@ class Learner:
         )
         if device.type != "cpu":
             self.batches.to_device(device)
-        self.gradients: Callable[[Tensor], Tensor] = self._gradients
+        self.captured_gradients: Callable[[Tensor], Tensor] | None = None
         self.capture_error: str | None = None
         if can_capture(device) and group.size == self.accumulate == 1:
             try:
-                self.gradients = self._captured_gradients()
+                self.captured_gradients = self._capture_gradients()
             except CaptureError as error:
                 self.capture_error = str(error)
 
@@ -145,17 +146,20 @@ class Learner:
             self.seed_dropout(step, micro)
             is_last = micro == self.accumulate - 1
             with contextlib.nullcontext() if is_last else self._without_all_reduce():
-                total += self.gradients(block) / self.accumulate
+                total += (self.captured_gradients or self.gradients)(block) / self.accumulate
         return total
 
-    def _gradients(self, block: Tensor) -> Tensor:
+    def gradients(self, block: Tensor) -> Tensor:
         """Add the gradients of a (B, T + 1) block; return its mean loss."""
         objective, loss = self.objective(block)
         (objective / self.accumulate).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
-    def _captured_gradients(self) -> Callable[[Tensor], Tensor]:
-        """Return `_gradients` of a single micro-batch as a CUDA graph.
+    def _capture_gradients(self) -> Callable[[Tensor], Tensor]:
+        """Return `gradients` of a single micro-batch as a CUDA graph.
+
+        The function does not refer to `self`: in a cycle, the memory of trial models would wait for
+        the garbage collector.
 
         Raises:
             CaptureError: capture failed.
@@ -166,7 +170,7 @@ class Learner:
 
         def step() -> Tensor:
             self.model.zero_grad(set_to_none=True)  # so that the graph writes into new gradients
-            return self._gradients(static_block)
+            return self.gradients(static_block)
 
         try:
             replay = capture_graph(step, self.device, is_random=self.dropout > 0)

@@ -73,10 +73,10 @@ def measure_steps(configs: list[Config], corpus: Corpus, number: int, found: Mea
         if learner.capture_error:
             found.add("steps", f"{name}, capture", learner.capture_error)
         block = learner.batches.at(0).to(device)
-        eager = milliseconds(lambda: learner._gradients(block), device, number)  # noqa: B023
+        eager = milliseconds(lambda: learner.gradients(block), device, number)  # noqa: B023
         found.add("steps", f"{name}, eager gradients (ms)", eager)
-        if learner.gradients != learner._gradients:
-            captured = milliseconds(lambda: learner.gradients(block), device, number)  # noqa: B023
+        if (replay := learner.captured_gradients) is not None:
+            captured = milliseconds(lambda: replay(block), device, number)  # noqa: B023
             found.add("steps", f"{name}, captured gradients (ms)", captured)
 
         def step() -> None:
@@ -98,7 +98,11 @@ def profile_step(config: Config, corpus: Corpus, found: Measurements) -> None:
     if trainer.device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     block = learner.batches.at(0).to(trainer.device)
-    for name, gradients in (("eager", learner._gradients), ("as trained", learner.gradients)):
+    for name, gradients in {
+        "eager": learner.gradients, "captured": learner.captured_gradients
+    }.items():  # fmt: skip
+        if gradients is None:
+            continue
         gradients(block)
         with torch.profiler.profile(activities=activities) as profile:
             for _ in range(5):
