@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from chargpt.training.api import train as train
     from chargpt.training.trainer import Trainer as Trainer
 
-    __version__: str
+__version__ = "0.1.0"
 
 _MODULES = {
     "GPT": "chargpt.models.gpt",
@@ -56,8 +56,6 @@ __all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        return import_module("importlib.metadata").version("chargpt")
     if name not in _MODULES:
         raise AttributeError(f"module 'chargpt' has no attribute {name!r}")
     return getattr(import_module(_MODULES[name]), name)

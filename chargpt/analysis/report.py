@@ -8,10 +8,10 @@ import math
 import platform
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from chargpt import __version__
 from chargpt.analysis import memorization, plots, predictions
 from chargpt.analysis.attention_maps import MAX_LINE, attention_maps, describe_heads, typical_line
 from chargpt.analysis.page import render, write_page
@@ -93,7 +93,7 @@ def result(run: Run, corpus: Corpus, scores: RunScores, records: Records) -> Fac
     rows, val = scores.rows(run.config.model.kind), scores.losses["val"]
     return {
         "title": f"{run.config.model.kind} on {corpus.name}",
-        "version": version("chargpt"),
+        "version": __version__,
         "block_size": val.block_size,
         "scored": scores.sample,
         "ngram": NGRAM,
@@ -222,7 +222,7 @@ def reproduction(run: Run) -> Facts:
             ["text", state.text],
             ["cache key of the text", state.corpus or ""],
             ["checkpoint", run.checkpoint],
-            ["this page", f"chargpt {version('chargpt')}, Python {platform.python_version()}"],
+            ["this page", f"chargpt {__version__}, Python {platform.python_version()}"],
             ["platform of this page", platform.platform()],
         ],
         "config": config.to_yaml(),

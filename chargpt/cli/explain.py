@@ -2,12 +2,12 @@
 
 import textwrap
 from contextlib import suppress
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from chargpt import __version__
 from chargpt.analysis import explain as explanation
 from chargpt.analysis import plots
 from chargpt.analysis.explain import Figure, Maps, Section, Subject, Table, choose_subject
@@ -126,7 +126,7 @@ def write_sections(sections: list[Section], path: Path, name: str) -> None:
         for s in sections
     ]
     title = f"Attention, on {name}"
-    page = render("explain.html", title=title, version=version("chargpt"), sections=pages)
+    page = render("explain.html", title=title, version=__version__, sections=pages)
     write_page(page, path)
 
 

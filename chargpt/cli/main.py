@@ -13,12 +13,12 @@ import time
 import traceback
 from collections.abc import Callable
 from importlib import import_module
-from importlib.metadata import version
 from typing import Annotated, Any, NamedTuple, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
+from chargpt import __version__
 from chargpt.cli import console
 from chargpt.cli.signals import Stopped
 from chargpt.errors import ChargptError
@@ -98,7 +98,7 @@ for _command in COMMANDS:  # placeholders, for the list of commands
 
 def _show_version(value: bool) -> None:
     if value:
-        console.out(f"chargpt {version('chargpt')}")
+        console.out(f"chargpt {__version__}")
         raise typer.Exit
 
 
