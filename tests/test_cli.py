@@ -887,7 +887,7 @@ def test_compared_runs_score_the_same_characters(
     monkeypatch.setattr(comparison, "MAX_CHARACTERS", 1000)
     result = compare_runs([trained, Path("longer")], device="cpu")
     assert {row.evaluation.characters for row in result.rows if row.evaluation} == {960}
-    assert result.sample == "960 of 2,844 validation characters, protocol full"
+    assert result.scored == "960 of 2,844 validation characters, protocol full"
 
 
 def test_comparing_runs_writes_no_picture_unless_asked(trained: Path, cli: Cli) -> None:

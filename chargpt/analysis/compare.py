@@ -72,7 +72,7 @@ class Comparison:
     baselines: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def sample(self) -> str:
+    def scored(self) -> str:
         """What the losses were measured on."""
         scored = max(row.evaluation.characters for row in self.rows if row.evaluation)
         return f"{scored:,} of {self.val_characters:,} validation characters, protocol full"

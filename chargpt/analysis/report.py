@@ -95,7 +95,7 @@ def result(run: Run, corpus: Corpus, scores: RunScores, records: Records) -> Fac
         "title": f"{run.config.model.kind} on {corpus.name}",
         "version": __version__,
         "block_size": val.block_size,
-        "scored": scores.sample,
+        "scored": scores.scored,
         "ngram": NGRAM,
         "ngram_context": ORDER - 1,
         "cards": [

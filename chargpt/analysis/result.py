@@ -29,7 +29,7 @@ class RunScores:
     split_warning: str | None = None  # if the validation split differs from the training split
 
     @property
-    def sample(self) -> str:
+    def scored(self) -> str:
         """What the validation losses were measured on, and their standard error."""
         val = self.losses["val"]
         return (

@@ -201,7 +201,7 @@ def print_rows(result: Comparison) -> None:
             ]
             for row in result.rows
         ],
-        title=f"{result.title}: loss on {result.sample}",
+        title=f"{result.title}: loss on {result.scored}",
     )
     steps = {row.model.split()[0]: row.steps for row in result.rows if row.steps}
     if len(set(steps.values())) > 1:

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from chargpt.cli import console, options, runs
-from chargpt.cli.progress import Progress
+from chargpt.cli.progress import ProgressBar
 from chargpt.device import memory_limit
 from chargpt.errors import ConfigError, RunError, TextError
 from chargpt.files import require_output, write_output
@@ -52,7 +52,7 @@ def compress(
     Example: `chargpt compress runs/novel chapter.txt chapter.cgpt --keep`.
     """
     content = read_input(text, out, force=force)
-    loaded = runs.open_run(run, checkpoint, "cpu")
+    loaded = runs.load_named_run(run, checkpoint, "cpu")
     packed = convert(pack, loaded, content, unknown or "error")
     lost = loaded.tokenizer.count_unknown(content.decode())
     console.say_unknown(lost, unknown or "error")
@@ -92,7 +92,7 @@ def decompress(
     content = read_input(packed, out, force=force)
     step = packed_step(content)
     try:
-        loaded = runs.open_run(run, str(step), "cpu")
+        loaded = runs.load_named_run(run, str(step), "cpu")
     except RunError as error:
         raise RunError(
             f"{packed} was compressed with step {step:,} of a run, but {error}"
@@ -137,7 +137,7 @@ def read_input(path: Path, out: Path, *, force: bool) -> bytes:
 
 def convert(coder: Callable[..., bytes], run: Run, content: bytes, *arguments: object) -> bytes:
     """Compress or decompress with a progress bar."""
-    with closing(Progress(len(content), "character")) as bar:
+    with closing(ProgressBar(len(content), "character")) as bar:
         on_progress: OnProgress = bar.callback("")
         return coder(run, content, on_progress, *arguments)
 

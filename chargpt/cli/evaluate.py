@@ -9,10 +9,11 @@ from typing import Annotated, Literal
 import typer
 
 from chargpt.cli import console, options, runs, tables
-from chargpt.cli.progress import Progress
+from chargpt.cli.progress import ProgressBar
 from chargpt.errors import ConfigError
 from chargpt.inference import evaluation
 from chargpt.inference.evaluation import Evaluation
+from chargpt.inference.windows import Protocol
 from chargpt.store.run import Run
 
 
@@ -26,7 +27,7 @@ def evaluate(
         typer.Option("--split", help="Part of the run's text; val by default."),
     ] = None,
     protocol: Annotated[
-        Literal["full", "sliding", "nanogpt"],
+        Protocol,
         typer.Option("--protocol", help="How the loss is measured."),
     ] = "full",
     stride: Annotated[
@@ -52,7 +53,7 @@ def evaluate(
     if split is not None and text is not None:
         raise ConfigError("--text is measured as a whole; drop --split, a part of the run's text")
     split = split or "val"
-    loaded = runs.open_run(run, checkpoint, device, choose_threads=True)
+    loaded = runs.load_named_run(run, checkpoint, device, choose_threads=True)
     changes = {
         "text.encoding": encoding,
         "text.encoding_errors": encoding_errors,
@@ -65,7 +66,7 @@ def evaluate(
         )
     loaded = replace(loaded, config=loaded.config.with_values(wanted))
     start = time.perf_counter()
-    with closing(Progress(1, "character")) as bar:
+    with closing(ProgressBar(1, "character")) as bar:
         result = evaluation.evaluate(
             loaded, split, protocol, text, stride=stride, on_progress=bar.callback("scored")
         )

@@ -91,7 +91,7 @@ def find_subject(
         with suppress(RunError):
             path = runs.find_run(None)
     if path is not None and is_run(path):
-        run = runs.open_run(path, checkpoint, device)
+        run = runs.load_named_run(path, checkpoint, device)
         return choose_subject(run.corpus(), run)
     settings = build_config(what, None, overrides, device=device)
     return choose_subject(load_corpus(settings.text, progress=LoadingProgress()), None)

@@ -8,7 +8,7 @@ import sys
 from functools import partial
 
 from chargpt.cli import console
-from chargpt.cli.progress import Progress
+from chargpt.cli.progress import ProgressBar
 from chargpt.cli.signals import Signals, Stopped
 from chargpt.errors import WorkError
 from chargpt.inference.baselines import NGRAM, Baselines
@@ -40,7 +40,7 @@ class StepView:
                 max_characters=config.train.evaluate_characters,
                 span=config.model.block_size,
             )
-        self.bar = Progress(trainer.config.train.max_steps, "step", initial=trainer.state.step)
+        self.bar = ProgressBar(trainer.config.train.max_steps, "step", initial=trainer.state.step)
         self.validation: list[float] = []
         self.has_reported_disk_error = False
         signals.is_deferred = True

@@ -16,7 +16,7 @@ DELAY_SECONDS = 0.5  # shorter work shows no bar
 BAR = "{percentage:3.0f}% {bar} {n_fmt}/{total_fmt} {elapsed}<{remaining}{postfix}"
 
 
-class Progress:
+class ProgressBar:
     """A tqdm bar on a terminal; elsewhere a plain line every few seconds."""
 
     def __init__(self, total: int, unit: str, *, initial: int = 0) -> None:
@@ -80,13 +80,13 @@ class LoadingProgress:
     MIN_BYTES = 50_000_000
 
     def __init__(self) -> None:
-        self.bar: Progress | None = None
+        self.bar: ProgressBar | None = None
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         if total < self.MIN_BYTES and stage != "fetching":
             return
         if self.bar is None:
-            self.bar = Progress(total, stage)
+            self.bar = ProgressBar(total, stage)
         detail = f"{stage} {console.size(done)} of {console.size(total)}"
         self.bar.move_to(done, total, lambda: detail)
         if done >= total:

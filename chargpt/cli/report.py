@@ -8,7 +8,7 @@ import typer
 
 from chargpt.analysis.report import write_report
 from chargpt.cli import console, options, runs
-from chargpt.cli.progress import Progress
+from chargpt.cli.progress import ProgressBar
 from chargpt.files import require_output
 
 
@@ -32,8 +32,8 @@ def report(
     """
     if out is not None:
         require_output(out)
-    loaded = runs.open_run(run, checkpoint, device, choose_threads=True)
-    with closing(Progress(1, "section")) as bar:
+    loaded = runs.load_named_run(run, checkpoint, device, choose_threads=True)
+    with closing(ProgressBar(1, "section")) as bar:
         page = write_report(loaded, out, on_progress=bar.callback("written"))
     if page.is_file():
         console.out(str(page))

@@ -76,7 +76,7 @@ def find_run(path: Path | None) -> Path:
     return path
 
 
-def open_run(
+def load_named_run(
     path: Path | None, checkpoint: str, device: str | None, *, choose_threads: bool = False
 ) -> Run:
     """Load a run, or the newest one, and print which checkpoints were damaged.

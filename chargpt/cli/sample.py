@@ -12,10 +12,10 @@ import typer
 from chargpt.analysis.memorization import MIN_MATCH, OverlapReport, measure_overlap
 from chargpt.cli import console, options, runs, tables
 from chargpt.cli.interactive import interact
-from chargpt.cli.progress import Progress
+from chargpt.cli.progress import ProgressBar
 from chargpt.config import Config, SampleConfig
 from chargpt.errors import ConfigError
-from chargpt.inference.sampling import sample as generate
+from chargpt.inference.sampling import sample as sample_texts
 from chargpt.inference.sampling import stream_run
 from chargpt.store.run import Run
 from chargpt.text.corpus import read_text
@@ -121,7 +121,7 @@ def sample(
     `chargpt sample --temperature 0.5 --num-samples 3 --seed 1 --json`,
     `chargpt sample --interactive`.
     """
-    loaded = runs.open_run(run, checkpoint, device)
+    loaded = runs.load_named_run(run, checkpoint, device)
     if prompt_file is not None:
         if prompt is not None:
             raise ConfigError("--prompt and --prompt-file exclude each other; give one")
@@ -206,13 +206,13 @@ def with_seed(settings: SampleConfig) -> SampleConfig:
 
 def sample_with_progress(run: Run, settings: SampleConfig, unknown: Unknown | None) -> list[str]:
     """Return the texts, with a progress bar while they are sampled."""
-    with closing(Progress(settings.num_samples * settings.length, "character")) as bar:
-        return generate(run, settings, unknown=unknown, on_progress=bar.callback("sampled"))
+    with closing(ProgressBar(settings.num_samples * settings.length, "character")) as bar:
+        return sample_texts(run, settings, unknown=unknown, on_progress=bar.callback("sampled"))
 
 
 def overlap_of(run: Run, texts: list[str]) -> OverlapReport:
     """Return the verbatim overlap of texts with the training split, with a progress bar."""
-    with closing(Progress(1, "character")) as bar:
+    with closing(ProgressBar(1, "character")) as bar:
         return measure_overlap(run.corpus(), texts, bar.callback("of the training text"))
 
 

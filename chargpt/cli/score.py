@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from chargpt.cli import console, options, runs, tables
-from chargpt.cli.progress import Progress
+from chargpt.cli.progress import ProgressBar
 from chargpt.inference import scoring
 from chargpt.text.corpus import read_text
 
@@ -34,11 +34,11 @@ def score(
     Examples: `chargpt score runs/novel chapter.txt`,
     `chargpt score runs/novel --per-line < chapter.txt | head`.
     """
-    loaded = runs.open_run(run, checkpoint, device, choose_threads=True)
+    loaded = runs.load_named_run(run, checkpoint, device, choose_threads=True)
     if text == "-" and sys.stdin is not None and sys.stdin.isatty():
         console.say("type the text; Ctrl-D ends it")
     content = read_text(text, encoding or "auto", encoding_errors or "strict")
-    with closing(Progress(1, "character")) as bar:
+    with closing(ProgressBar(1, "character")) as bar:
         scored = scoring.score(loaded, content, unknown, bar.callback("scored"))
     console.say_unknown(scored.unknown, unknown or loaded.config.text.unknown)
     ranked = sorted(scored.lines(), key=lambda line: -line.bits_per_char)

@@ -8,7 +8,7 @@ import torch
 from chargpt.analysis.report import write_report
 from chargpt.analysis.result import RunScores, score_run, summarize
 from chargpt.cli import console, tables
-from chargpt.cli.progress import Progress
+from chargpt.cli.progress import ProgressBar
 from chargpt.config import ModelConfig
 from chargpt.errors import ChargptError
 from chargpt.inference.baselines import Baselines
@@ -112,7 +112,7 @@ def print_result(
             for name, split, nats in scores.rows(config.model.kind)
         ],
     )
-    for sentence in (f"Losses on {scores.sample}.", *sentences):
+    for sentence in (f"Losses on {scores.scored}.", *sentences):
         console.out_sentence(sentence)
     best_step = f"the best checkpoint is step {state.best_step:,}"
     if state.best_step == 0:
@@ -134,7 +134,7 @@ def print_result(
 def show_report(session: Session, best: Run, scores: RunScores, *, json_: bool) -> None:
     """Write the report page and print where it is."""
     try:
-        with closing(Progress(1, "section")) as bar:
+        with closing(ProgressBar(1, "section")) as bar:
             page = write_report(
                 best,
                 corpus=session.trainer.corpus,

@@ -16,7 +16,7 @@ import hashlib
 import platform
 import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -26,6 +26,7 @@ from threadpoolctl import threadpool_info, threadpool_limits
 from chargpt.device import onednn_is_faster, require_memory
 from chargpt.errors import ChargptError, TextError, WorkError
 from chargpt.inference.decoders import build_decoder
+from chargpt.inference.evaluation import OnProgress
 from chargpt.inference.sampler import max_logits
 from chargpt.models import LanguageModel
 from chargpt.models.base import eval_mode
@@ -45,13 +46,11 @@ FREQUENCY_SCALE = 2**30  # sum of a distribution's frequencies, before each is r
 BYTES_PER_CHARACTER = 16  # of memory, measured: tokens, text and UTF-8
 MAX_RANGE, MIN_RANGE = 2**56, 2**48  # of the arithmetic coder's interval
 
-Progress = Callable[[int, int], object]  # called with the characters done and their total
-
 
 def compress(
     run: Run,
     content: bytes,
-    on_progress: Progress = lambda *_: None,
+    on_progress: OnProgress = lambda *_: None,
     unknown: Unknown = "error",
 ) -> bytes:
     """Compress a UTF-8 text with a run's model.
@@ -110,7 +109,7 @@ def packed_step(packed: bytes) -> int:
     return int(step)
 
 
-def decompress(run: Run, packed: bytes, on_progress: Progress = lambda *_: None) -> bytes:
+def decompress(run: Run, packed: bytes, on_progress: OnProgress = lambda *_: None) -> bytes:
     """Return the text that `compress` was given.
 
     Args:
@@ -159,7 +158,7 @@ def decompress(run: Run, packed: bytes, on_progress: Progress = lambda *_: None)
 
 
 def _iter_distributions(
-    model: LanguageModel, lanes: Tokens, count: int, on_progress: Progress
+    model: LanguageModel, lanes: Tokens, count: int, on_progress: OnProgress
 ) -> Iterator[tuple[Tokens, TokenIds]]:
     """Yield the tokens at each position of the lanes, without padding, and their distributions.
 

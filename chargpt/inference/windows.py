@@ -33,6 +33,7 @@ def protocol_windows(
         return full_windows(tokens, block_size, max_characters, span)
     if protocol == "sliding":
         return sliding_windows(tokens, block_size, stride)
+    assert protocol == "nanogpt"
     return nanogpt_windows(tokens, block_size, seed)
 
 

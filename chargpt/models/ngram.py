@@ -5,7 +5,8 @@
 (Kneser and Ney 1995; interpolated as in Chen and Goodman 1999, section 2.7.) h is the context of
 k - 1 tokens, h' is h without its first token, t(h) is the number of distinct tokens seen after h,
 and p_0 = 1/V. c is the number of occurrences for n-grams of the highest order, and for lower orders
-the continuation count: the number of distinct tokens seen before the n-gram. The discount is
+the continuation count: the number of distinct tokens seen before the n-gram; c(h) is the sum of
+c(h w) over w. The discount is
 d = n_1 / (n_1 + 2 n_2), where n_i is the number of n-grams of that order with c = i, or 1/2 if n_1
 or n_2 is 0. d t(h) / c(h) is the backoff weight of h; that of an unseen context is 1.
 

@@ -29,6 +29,7 @@ UNFINISHED = re.compile(rf"{NAME.pattern}(\.old|\.[0-9]+)?\.tmp")
 MAX_TEXT_BYTES = 64_000_000  # of the config, tokenizer and state files
 MAX_OPTIMIZER_COPIES = 4  # optimizer values per parameter: moments and raw weights, and a margin
 MAX_TENSOR_HEADER = 400  # bytes of a safetensors header per tensor
+TENSORS_PER_LAYER, OTHER_TENSORS = 12, 8  # at most
 
 
 @dataclass(frozen=True)
@@ -103,9 +104,9 @@ def read_checkpoint(folder: Path, *, optimizer: bool = True) -> Checkpoint:
     Raises:
         ChargptError: a file is missing, damaged, or inconsistent with the others.
     """
-    config, tokenizer, state = read_settings(folder)
+    config, tokenizer, state = read_without_tensors(folder)
     weight_bytes = 4 * count_parameters(config.model, tokenizer.vocab_size)
-    header_bytes = MAX_TENSOR_HEADER * (12 * config.model.n_layer + 8)
+    header_bytes = MAX_TENSOR_HEADER * (TENSORS_PER_LAYER * config.model.n_layer + OTHER_TENSORS)
     max_bytes = {MODEL: weight_bytes + header_bytes}
     if optimizer:
         max_bytes[OPTIMIZER] = MAX_OPTIMIZER_COPIES * (weight_bytes + header_bytes)
@@ -117,12 +118,13 @@ def read_checkpoint(folder: Path, *, optimizer: bool = True) -> Checkpoint:
         for name, content in commit.read(folder, max_bytes, {"step": state.step}).items()
     }
     if 4 * sum(tensor.numel() for tensor in tensors[MODEL].values()) != weight_bytes:
-        with torch.device("meta"):  # without memory: the config may be forged
+        # raises, naming the first tensor that differs; without memory: the config may be forged
+        with torch.device("meta"):
             load_weights(build_model(config.model, tokenizer.vocab_size), tensors[MODEL], folder)
     return Checkpoint(folder, config, tokenizer, state, tensors[MODEL], tensors.get(OPTIMIZER, {}))
 
 
-def read_settings(folder: Path) -> tuple[Config, CharTokenizer, RunState]:
+def read_without_tensors(folder: Path) -> tuple[Config, CharTokenizer, RunState]:
     """Return a checkpoint's content but its tensors.
 
     Raises:

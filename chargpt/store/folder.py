@@ -213,7 +213,7 @@ class RunFolder:
         if is_best or not state.best_step:
             commit.write_pointer(self.checkpoints, "best", folder)
         commit.write_pointer(self.checkpoints, "latest", folder)
-        replacement.delete(self.path)
+        replacement.delete_replaced(self.path)
         with suppress(RunError):  # while it is not known which one is the best, all are kept
             best, _ = commit.read_pointer(self.checkpoints, "best", NAME)
             keep = {best.name, f"step-{state.best_step or 0:08d}"}
@@ -259,7 +259,7 @@ class RunFolder:
         Raises:
             RunError: there is none.
         """
-        return loading.newest_settings(self.path)[0]
+        return loading.newest_without_tensors(self.path)[0]
 
     def note_edits(self, config: Config) -> None:
         """Note that the run's `config.yaml` is not what its checkpoint has, which is used."""

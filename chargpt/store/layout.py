@@ -46,10 +46,10 @@ def has_checkpoint(path: Path) -> bool:
     Raises:
         OSError: the folder cannot be read.
     """
-    return has_own_checkpoint(path) or has_own_checkpoint(path / REPLACED)
+    return has_checkpoint_itself(path) or has_checkpoint_itself(path / REPLACED)
 
 
-def has_own_checkpoint(path: Path) -> bool:
+def has_checkpoint_itself(path: Path) -> bool:
     """Return whether a run has saved a checkpoint, intact or damaged."""
     checkpoints = path / CHECKPOINTS
     if exists(checkpoints) and stat.S_ISLNK(checkpoints.lstat().st_mode):
@@ -64,7 +64,9 @@ def find_foreign_file(path: Path) -> str | None:
         OSError: the folder cannot be read.
     """
     for parts in _entries(path):
-        if not _is_own(parts) or (parts == (CHECKPOINTS,) and not (path / CHECKPOINTS).is_dir()):
+        if not _is_run_file(parts) or (
+            parts == (CHECKPOINTS,) and not (path / CHECKPOINTS).is_dir()
+        ):
             return "/".join(parts)
     checkpoints = path / CHECKPOINTS
     if exists(checkpoints) and stat.S_ISLNK(checkpoints.lstat().st_mode):
@@ -92,7 +94,7 @@ def delete_run_files(path: Path, part: str | None = None) -> None:
     """
     for parts in _entries(path):
         entry = path.joinpath(*parts)
-        if _is_own(parts) and parts[0] not in (LOCK, REPLACED) and part in (None, parts[0]):
+        if _is_run_file(parts) and parts[0] not in (LOCK, REPLACED) and part in (None, parts[0]):
             with suppress(OSError):
                 entry.rmdir() if entry.is_dir() and not entry.is_symlink() else entry.unlink()
 
@@ -110,11 +112,11 @@ def _entries(folder: Path) -> Iterator[tuple[str, ...]]:
             yield (*inside, name)
 
 
-def _is_own(parts: tuple[str, ...]) -> bool:
+def _is_run_file(parts: tuple[str, ...]) -> bool:
     """Return whether a run writes a file or folder at this relative path."""
     first, rest = parts[0], parts[1:]
     if first == REPLACED:
-        return not rest or (rest[0] != REPLACED and _is_own(rest))
+        return not rest or (rest[0] != REPLACED and _is_run_file(rest))
     if not rest:
         return first in (CHECKPOINTS, TENSORBOARD, LOCK) or _is_written(first, RUN_FILES)
     if first == TENSORBOARD:

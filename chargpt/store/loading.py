@@ -12,7 +12,7 @@ from chargpt.store.checkpoint import (
     Checkpoint,
     list_checkpoints,
     read_checkpoint,
-    read_settings,
+    read_without_tensors,
     step_of,
 )
 from chargpt.store.layout import CHECKPOINTS, POINTERS
@@ -38,7 +38,7 @@ def load(run: Path, which: str, *, optimizer: bool) -> tuple[Checkpoint, list[st
     return _load(run, which, optimizer=optimizer)
 
 
-def newest_settings(run: Path) -> tuple[Config, CharTokenizer, RunState]:
+def newest_without_tensors(run: Path) -> tuple[Config, CharTokenizer, RunState]:
     """Return the newest intact checkpoint's content but its tensors.
 
     Raises:
@@ -46,7 +46,7 @@ def newest_settings(run: Path) -> tuple[Config, CharTokenizer, RunState]:
     """
     for folder in list_checkpoints(run / CHECKPOINTS)[::-1]:
         with suppress(ChargptError):
-            return read_settings(folder)
+            return read_without_tensors(folder)
     raise RunError(f"{run} holds no intact checkpoint; train it first, or name another run")
 
 
@@ -111,7 +111,7 @@ def _candidates(run: Path, which: str) -> tuple[list[Path], list[str]]:
 def _recorded_best(run: Path, folders: list[Path]) -> list[Path]:
     """Return the best checkpoint as the newest intact one knows it, if both exist."""
     try:
-        _, _, state = newest_settings(run)
+        _, _, state = newest_without_tensors(run)
     except RunError:
         return []
     return [folder for folder in folders if step_of(folder) == state.best_step]

@@ -1,6 +1,7 @@
 """Replacing a run (`--force`): the old one is moved aside until the new one has saved.
 
-A run is whole where its checkpoints are: they are moved first and put back last.
+The folder that holds `checkpoints/` counts as the run, so that part is moved first and put back
+last.
 """
 
 import os
@@ -14,7 +15,7 @@ from chargpt.store.layout import (
     RUN_FILES,
     TENSORBOARD,
     delete_run_files,
-    has_own_checkpoint,
+    has_checkpoint_itself,
 )
 
 PARTS = (CHECKPOINTS, TENSORBOARD, *RUN_FILES)
@@ -22,7 +23,7 @@ PARTS = (CHECKPOINTS, TENSORBOARD, *RUN_FILES)
 
 def move_aside(run: Path) -> None:
     """Move the files of a run that has saved into its folder `.replaced`."""
-    if not has_own_checkpoint(run):
+    if not has_checkpoint_itself(run):
         return
     (run / REPLACED).mkdir(exist_ok=True)
     for name in PARTS:
@@ -34,15 +35,15 @@ def restore(run: Path) -> None:
     """Put the old run back, unless the new one has saved; then delete the old one."""
     if not exists(run / REPLACED):
         return
-    if not has_own_checkpoint(run):
+    if not has_checkpoint_itself(run):
         for name in reversed(PARTS):
             if exists(run / REPLACED / name):
                 delete_run_files(run, name)
                 os.replace(run / REPLACED / name, run / name)
-    delete(run)
+    delete_replaced(run)
 
 
-def delete(run: Path) -> None:
+def delete_replaced(run: Path) -> None:
     """Delete the old run; what cannot be deleted now is left to the next call."""
     with suppress(OSError):
         if exists(run / REPLACED):

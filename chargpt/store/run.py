@@ -12,7 +12,7 @@ from chargpt.device import choose_device, tune_malloc
 from chargpt.errors import RunError, TextError
 from chargpt.models import LanguageModel, build_model
 from chargpt.store.folder import RunFolder
-from chargpt.store.layout import CHECKPOINTS, REPLACED, has_own_checkpoint, is_run
+from chargpt.store.layout import CHECKPOINTS, REPLACED, has_checkpoint_itself, is_run
 from chargpt.store.state import RunState
 from chargpt.store.tensors import load_weights
 from chargpt.text.corpus import Corpus, load_cached
@@ -97,7 +97,7 @@ def open_run(path: str | Path) -> RunFolder:
         raise RunError(
             f"{what} {path}; {hint or 'train one with `chargpt train`, or name another'}"
         )
-    is_replaced = not has_own_checkpoint(path) and has_own_checkpoint(path / REPLACED)
+    is_replaced = not has_checkpoint_itself(path) and has_checkpoint_itself(path / REPLACED)
     return RunFolder(path / REPLACED if is_replaced else path)
 
 

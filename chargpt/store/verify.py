@@ -11,7 +11,7 @@ from chargpt.store.checkpoint import (
     Checkpoint,
     list_checkpoints,
     read_checkpoint,
-    read_settings,
+    read_without_tensors,
     unfinished_checkpoints,
 )
 from chargpt.store.folder import RunFolder
@@ -61,7 +61,7 @@ def _check_files(run: RunFolder, latest: Path) -> list[str]:
     """Return what is wrong with the run's own files, next to those of its latest checkpoint."""
     problems = []
     try:
-        config, tokenizer, state = read_settings(latest)
+        config, tokenizer, state = read_without_tensors(latest)
         run.note_edits(config)
         if exists(run.path / TOKENIZER) and CharTokenizer.load(run.path / TOKENIZER) != tokenizer:
             problems.append(f"{run.path / TOKENIZER} is not the tokenizer of {latest.name}")

@@ -20,8 +20,8 @@ class Batches:
         self.batch_size = batch_size
         self.seed = seed
         self.n_offsets = len(tokens) - block_size
-        self.span = np.arange(block_size + 1)
-        self.resident: tuple[Tensor, Tensor] | None = None  # tokens and span, on a device
+        self.index = np.arange(block_size + 1)
+        self.resident: tuple[Tensor, Tensor] | None = None  # tokens and index, on a device
 
     def to_device(self, device: torch.device) -> None:
         """Copy the tokens to a device, if they are small, and gather batches there from now on."""
@@ -29,7 +29,7 @@ class Batches:
         narrow = np.dtype(np.uint8 if self.tokens.dtype == np.uint8 else np.int32)
         if len(self.tokens) * narrow.itemsize <= MAX_RESIDENT_BYTES:
             tokens = torch.from_numpy(self.tokens.astype(narrow))
-            self.resident = tokens.to(device), torch.from_numpy(self.span).to(device)
+            self.resident = tokens.to(device), torch.from_numpy(self.index).to(device)
 
     def offsets_at(self, step: int) -> np.ndarray:
         """Return the offsets of the blocks of a step, int64 of shape (B,).
@@ -49,12 +49,12 @@ class Batches:
         """
         offsets = self.offsets_at(step)[rows, None]  # (B, 1)
         if self.resident is not None:
-            tokens, span = self.resident
+            tokens, index = self.resident
             first = torch.from_numpy(offsets)
             if tokens.is_cuda:  # a copy from pinned memory does not synchronise
                 first = first.pin_memory().to(tokens.device, non_blocking=True)
             else:
                 first = first.to(tokens.device)
-            return tokens[first + span].long()
-        positions = offsets + self.span  # (B, T + 1)
+            return tokens[first + index].long()
+        positions = offsets + self.index  # (B, T + 1)
         return torch.from_numpy(self.tokens[positions].astype(np.int64))

@@ -3,7 +3,7 @@
     <cache>/tokens/<key>/tokens.bin       ids in the smallest unsigned dtype that holds them
     <cache>/tokens/<key>/tokenizer.json
     <cache>/tokens/<key>/meta.json        sizes and checksums of the others; written last
-    <cache>/index/<hash of path and settings>.json  size, mtime, inode of its files, and the key
+    <cache>/index/<hash of path and settings>.json  size, times, inode of its files, and the key
 
 Every file is replaced atomically, and the content is determined by the key, so processes that
 prepare the same text at the same time do not disturb each other.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from chargpt.errors import DownloadError, TextError
-from chargpt.text import Progress
+from chargpt.text import OnLoading
 
 BUILT_IN = "python-docs"
 TIMEOUT = 30  # seconds without a byte
@@ -121,7 +121,7 @@ def settings_for(name: str, folder: Path = Path("data")) -> dict[str, object] | 
     return {"text.path": str(path), **entry.settings}
 
 
-def fetch(entry: Entry, folder: Path = Path("data"), progress: Progress | None = None) -> Path:
+def fetch(entry: Entry, folder: Path = Path("data"), progress: OnLoading | None = None) -> Path:
     """Download a named text to FOLDER/NAME.txt and verify it, unless it is there already.
 
     The folder is created if missing.
@@ -165,7 +165,7 @@ def _has_content(path: Path, entry: Entry) -> bool:
 class _Meter:
     """The methods of a tqdm bar that pooch's downloader calls; it bounds the download."""
 
-    def __init__(self, progress: Progress, max_bytes: int) -> None:
+    def __init__(self, progress: OnLoading, max_bytes: int) -> None:
         self.progress, self.done, self.total = progress, 0, 0
         self.max_bytes = max_bytes
 
@@ -182,7 +182,7 @@ class _Meter:
         pass
 
 
-def _download(entry: Entry, folder: Path, progress: Progress | None) -> Path:
+def _download(entry: Entry, folder: Path, progress: OnLoading | None) -> Path:
     """Return the text; pooch verifies the checksum of the published file before unpacking it."""
     import pooch  # imported here, since it delays every command
     from requests import HTTPError, RequestException

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from chargpt.config import TextConfig
 from chargpt.errors import TextError
-from chargpt.text import Progress, cache
+from chargpt.text import OnLoading, cache
 from chargpt.text.cache import CachedText, DamagedCacheError
 from chargpt.text.catalog import BUILT_IN
 from chargpt.text.decoding import REPLACEMENT, Errors, codec_name, decode
@@ -151,7 +151,7 @@ def load_corpus(
     *,
     key: str | None = None,
     content: str | None = None,
-    progress: Progress | None = None,
+    progress: OnLoading | None = None,
 ) -> Corpus:
     """Return the text of the settings, from the cache or encoded now.
 

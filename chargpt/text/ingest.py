@@ -17,7 +17,7 @@ import numpy as np
 
 from chargpt.config import TextConfig
 from chargpt.errors import TextError
-from chargpt.text import Progress, cache
+from chargpt.text import OnLoading, cache
 from chargpt.text.cache import CachedText, DamagedCacheError, TemporaryFile
 from chargpt.text.decoding import Chunk, codec_name, decode
 from chargpt.text.source import Source, copy_stdin, iter_chunks
@@ -38,7 +38,7 @@ class _Checksum:
 
 
 def ingest(
-    source: Source, settings: TextConfig, progress: Progress | None, notes: list[str]
+    source: Source, settings: TextConfig, progress: OnLoading | None, notes: list[str]
 ) -> CachedText:
     """Read a text and store its tokens in the cache, unless they are there and undamaged.
 
@@ -84,7 +84,7 @@ def ingest(
 
 
 def _count_characters(
-    source: Source, settings: TextConfig, progress: Progress | None, checksum: _Checksum
+    source: Source, settings: TextConfig, progress: OnLoading | None, checksum: _Checksum
 ) -> tuple[Counts, list[str]]:
     """Return the number of occurrences of each code point, and each file's digest."""
     counts = np.zeros(CODE_POINTS, dtype=np.int64)

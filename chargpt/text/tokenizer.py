@@ -121,7 +121,7 @@ class CharTokenizer:
         return int(np.iinfo(np.min_scalar_type(self.vocab_size)).max)
 
     @cached_property
-    def _byte_pair_ids(self) -> npt.NDArray[np.uint16]:
+    def _two_character_ids(self) -> npt.NDArray[np.uint16]:
         """Two one-byte ids for the two bytes of every 16-bit number."""
         pairs = np.arange(1 << 16, dtype=np.uint16).view(np.uint8)
         return self._ids.take(pairs, mode="clip").view(np.uint16)
@@ -150,7 +150,7 @@ class CharTokenizer:
             # Code points beyond the table are clipped to its last entry, which has no id.
             if is_ascii:  # two characters a look-up
                 codes = np.frombuffer(chunk.encode("ascii") + b"\0"[: len(chunk) % 2], np.uint16)
-                self._byte_pair_ids.take(codes, out=out.view(np.uint16), mode="clip")
+                self._two_character_ids.take(codes, out=out.view(np.uint16), mode="clip")
             else:
                 self._ids.take(code_points(chunk), out=out[: len(chunk)], mode="clip")
         ids = ids[:size]

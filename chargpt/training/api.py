@@ -8,7 +8,7 @@ from tqdm import tqdm
 
 from chargpt.errors import FinishedError, WorkError
 from chargpt.store.run import Run, load_run
-from chargpt.text import Progress
+from chargpt.text import OnLoading
 from chargpt.training.request import Request, StartMode
 from chargpt.training.session import Session, open_session
 from chargpt.yaml_reader import to_yaml
@@ -74,7 +74,7 @@ def train(
 def run_training(
     request: Request,
     run_session: Callable[[Session], None],
-    loading: Progress | None = None,
+    loading: OnLoading | None = None,
 ) -> Path:
     """Start a run, train it with `run_session`, and return its folder.
 

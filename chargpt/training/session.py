@@ -21,7 +21,7 @@ from chargpt.ranks import is_main_rank
 from chargpt.store.folder import RunFolder
 from chargpt.store.layout import has_checkpoint
 from chargpt.store.run import newest_run, open_run
-from chargpt.text import Progress
+from chargpt.text import OnLoading
 from chargpt.text.corpus import load_cached, load_corpus
 from chargpt.text.describe import warn_of_length
 from chargpt.text.source import STDIN
@@ -51,7 +51,7 @@ class Session:
 
 
 @contextmanager
-def open_session(request: Request, loading: Progress | None = None) -> Iterator[Session]:
+def open_session(request: Request, loading: OnLoading | None = None) -> Iterator[Session]:
     """Start a run as requested; unlock its folder and leave the process group at the end.
 
     `loading` is called with the progress of preparing the text.
@@ -79,7 +79,7 @@ def open_session(request: Request, loading: Progress | None = None) -> Iterator[
     destroy_process_group()
 
 
-def start_session(request: Request, loading: Progress | None) -> Session:
+def start_session(request: Request, loading: OnLoading | None) -> Session:
     """Create a run or resume one, as the request's start mode says."""
     if request.start is StartMode.RESUME:
         return resume_run(request.out or request.text, request.changes(), loading)
@@ -102,7 +102,7 @@ def start_session(request: Request, loading: Progress | None) -> Session:
 def create_run(
     settings: Config,
     out: Path | None,
-    loading: Progress | None = None,
+    loading: OnLoading | None = None,
     *,
     content: str | None = None,
     budget: Budget | None = None,
@@ -168,7 +168,7 @@ def with_measured_threads(settings: Config, budget: Budget | None = None) -> Con
 def resume_run(
     path: str | Path | None,
     changes: dict[str, object],
-    loading: Progress | None = None,
+    loading: OnLoading | None = None,
     *,
     same_command: bool = False,
 ) -> Session:
