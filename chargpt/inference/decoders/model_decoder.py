@@ -5,6 +5,7 @@ Shapes in this file: N = streams, V = vocabulary size.
 
 import logging
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -73,13 +74,18 @@ class GraphDecoder:
             try:
                 return capture_graph(self._forward, self.model.device)
             except CaptureError as error:
-                logger.warning("sampling is slower than it could be: %s", error)
+                _warn_once(f"sampling is slower than it could be: {error}")
         return self._forward
 
     def _forward(self) -> Tensor:
         """Return the logits after `self.tokens`, (N, V), without advancing the cache."""
         logits: Tensor = self.model(self.tokens, self.cache)[:, -1]
         return logits
+
+
+@cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)
 
 
 def _to_numpy(logits: Tensor) -> npt.NDArray[np.float32]:
