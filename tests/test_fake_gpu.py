@@ -96,13 +96,14 @@ def test_an_operation_on_two_devices_is_rejected(gpu: torch.device) -> None:
 @pytest.mark.parametrize(
     "values",
     [
-        {"train.accumulate": 2, "train.ema": 0.9, "train.sample_every": 25},
+        {"train.accumulate": 2, "train.ema": 0.9, "train.sample_every": 15},
         {"optim.name": "adamw", "train.ngram_target_weight": 0.0, "model.attention": "average"},
     ],
 )
 def test_training_gives_the_losses_and_samples_of_the_cpu(
     values: dict[str, object], corpus: Corpus, gpu: torch.device
 ) -> None:
+    values |= {"train.max_steps": 15, "train.evaluate_every": 15}
     runs = [trainer_on(device, corpus, **values) for device in ("cpu", "mps")]
     assert [each.model.device.type for each in runs] == ["cpu", "gpu"]
     for on_cpu, on_gpu in zip(*(each.steps() for each in runs), strict=True):
@@ -137,13 +138,14 @@ def test_training_replays_one_cuda_graph_with_the_losses_of_the_cpu(
     values: dict[str, object], corpus: Corpus, gpu: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     enable_graphs(monkeypatch)
+    values |= {"train.max_steps": 10}
     on_cpu, on_gpu = (trainer_on(device, corpus, **values) for device in ("cpu", "mps"))
     monkeypatch.setattr(kernels, "uses_custom_autograd", lambda _: False)  # same dropout masks
     assert on_gpu.learner.capture_error is None
     before = FakeGraph.replays
     for one, other in zip(on_cpu.steps(), on_gpu.steps(), strict=True):
         assert figures(other) == pytest.approx(figures(one), abs=1e-4)
-    assert FakeGraph.replays - before == TINY["train.max_steps"]
+    assert FakeGraph.replays - before == 10
 
 
 @pytest.mark.parametrize("device", ["cpu", "mps"])
@@ -168,7 +170,8 @@ def test_a_failed_capture_is_reported_and_training_goes_on(
     cuda = enable_graphs(monkeypatch)
     stream, (generator,) = cuda.current_stream(), cuda.default_generators
     monkeypatch.setattr("chargpt.models.ngram.MAX_TABLE_ENTRIES", 0)  # look-ups then synchronise
-    settings = load_config("gpt").with_values({**TINY, "device": "mps", "text.path": str(verse)})
+    short = {**TINY, "train.max_steps": 8}
+    settings = load_config("gpt").with_values({**short, "device": "mps", "text.path": str(verse)})
     made = session.create_run(settings, tmp_path / "run")
     made.folder.unlock()
     (note,) = [note for note in made.notes if "CUDA graph" in note]
@@ -176,7 +179,7 @@ def test_a_failed_capture_is_reported_and_training_goes_on(
     assert cuda.current_stream() is stream
     assert not generator.is_capturing
     assert FakeGraph.replays == 0
-    on_cpu = trainer_on("cpu", made.trainer.corpus)
+    on_cpu = trainer_on("cpu", made.trainer.corpus, **{"train.max_steps": 8})
     for one, other in zip(on_cpu.steps(), made.trainer.steps(), strict=True):
         assert figures(other) == pytest.approx(figures(one), abs=1e-4)
 
@@ -257,6 +260,9 @@ def test_sampling_without_a_graph_says_so(
 def test_doctor_says_whether_graphs_can_be_captured(
     gpu: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(doctor, "MIN_MEASURED_SECONDS", 0.0)
+    monkeypatch.setattr(doctor, "_check_gradient", lambda *_: doctor.Check("gradient", ""))
+
     def found() -> doctor.Check:
         (check,) = [check for check in doctor.run_checks("mps") if check.name == "CUDA graphs"]
         return check
