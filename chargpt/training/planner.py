@@ -270,8 +270,8 @@ class _Planner:
     def best_size(self) -> tuple[Size, Config, float]:
         """Measure sizes, smallest first, while a larger one may have a lower loss.
 
-        Sizes that must have a higher loss than a larger one are left out: a model is slower than
-        a smaller one by less than its size.
+        Sizes that must have a higher loss than a larger one are left out: a model is slower than a
+        smaller one by at most the ratio of their parameters.
         """
         number, config = 0, self.sized(SIZES[0], USUAL_LENGTH)
         speed = measure_speed(config, self.corpus)

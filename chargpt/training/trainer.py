@@ -362,7 +362,8 @@ class Trainer:
         """Wait for the checkpoint that is being written; return its folder, None if it failed."""
         if self.saving is None:
             return None
-        saved, self.saving = self.saving.result(), None
+        saving, self.saving = self.saving, None  # even if it raises
+        saved = saving.result()
         if saved is None:  # a best that was not saved is not the best
             step, nats = self.best_before
             self.state = replace(self.state, best_step=step, best_nats_per_char=nats)

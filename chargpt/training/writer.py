@@ -1,8 +1,9 @@
 """Everything a training run writes to disk: metrics, config, checkpoints."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -65,36 +66,30 @@ class RunWriter:
         Returns:
             A future of its folder, or of None if the write failed.
         """
-        model, optimizer = tensors
-        if next(iter(model.values())).device.type == "cpu":
-            done: Future[Path | None] = Future()
-            done.set_result(self._save(config, tokenizer, state, model, optimizer, is_best))
-            return done
-        model, optimizer = (
+        assert self.folder is not None
+        is_on_cpu = next(iter(tensors[0].values())).device.type == "cpu"
+        model, optimizer = (  # no copy of what is on the CPU
             {name: x.detach().cpu() for name, x in part.items()} for part in tensors
         )
-        return self.thread.submit(self._save, config, tokenizer, state, model, optimizer, is_best)
+        save = partial(
+            self.folder.save,
+            config=config,
+            tokenizer=tokenizer,
+            state=state,
+            model=model,
+            optimizer=optimizer,
+            is_best=is_best,
+        )
+        if not is_on_cpu:
+            return self.thread.submit(self._commit, save, state.step)
+        done: Future[Path | None] = Future()
+        done.set_result(self._commit(save, state.step))
+        return done
 
-    def _save(
-        self,
-        config: Config,
-        tokenizer: CharTokenizer,
-        state: RunState,
-        model: Mapping[str, Tensor],
-        optimizer: Mapping[str, Tensor],
-        is_best: bool,
-    ) -> Path | None:
-        assert self.folder is not None
+    def _commit(self, save: Callable[[], Path], step: int) -> Path | None:
         with self._tolerate_disk_errors():
-            folder = self.folder.save(
-                config=config,
-                tokenizer=tokenizer,
-                state=state,
-                model=model,
-                optimizer=optimizer,
-                is_best=is_best,
-            )
-            self.saved_step, self.disk_error = state.step, None
+            folder = save()
+            self.saved_step, self.disk_error = step, None
             return folder
         return None
 
