@@ -4,10 +4,13 @@ import os
 import platform
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed import HashStore
 
 from chargpt import device as device_module
 from chargpt.device import (
@@ -236,3 +239,17 @@ print(last - first)
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     # fresh memory costs 4,096 pages for each of the 80 tensors; one may be fragmented
     assert int(done.stdout) < 2 * 4096
+
+
+def test_ranks_on_gpus_agree_over_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    backends = []
+    rendezvous = import_module("torch.distributed.rendezvous")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(rendezvous, "rendezvous", lambda _: iter([(HashStore(), 0, 2)]))
+    monkeypatch.setattr(dist, "init_process_group", lambda name, **_: backends.append(name))
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    group = init_process_group(torch.device("cuda", 0))
+    assert backends == ["cpu:gloo,cuda:nccl"]
+    assert group._scalar(1).device == CPU

@@ -148,6 +148,22 @@ def test_training_replays_one_cuda_graph_with_the_losses_of_the_cpu(
     assert FakeGraph.replays - before == 10
 
 
+def test_the_ngram_table_is_built_before_it_is_moved(
+    corpus: Corpus, gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices, build = [], NGramLM.build_table
+
+    def recorded(model: NGramLM) -> None:
+        devices.append(model.device)
+        build(model)
+
+    monkeypatch.setattr(NGramLM, "build_table", recorded)
+    ngram = trainer_on("mps", corpus).learner.ngram
+    assert ngram is not None
+    assert ngram.table is not None
+    assert (devices, ngram.table.device) == ([CPU], gpu)
+
+
 @pytest.mark.parametrize("device", ["cpu", "mps"])
 def test_a_trial_model_is_freed_at_once(
     device: str, corpus: Corpus, gpu: torch.device, monkeypatch: pytest.MonkeyPatch

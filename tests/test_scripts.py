@@ -6,8 +6,11 @@ import signal
 import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 
+import numpy as np
+import pytest
 from conftest import REPOSITORY
 
 SCRIPTS = REPOSITORY / "scripts"
@@ -67,3 +70,33 @@ def test_the_gpu_suite_writes_its_record_also_when_it_is_stopped(
     assert found["doctor"]["checks"]
     assert found["train"] is None
     assert not (out / "cache").exists()
+
+
+def test_a_record_names_commit_and_gpu_without_git(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(SCRIPTS / "bench")
+    record = import_module("record")
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'H100, 580.1, 345 MHz, 1980 MHz, 2619 MHz, 700.00 W'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", [str(SCRIPTS / "bench" / "bench_gpu.py"), "text.txt"])
+    assert record.facts()["commit"] == "unknown"
+    monkeypatch.setenv("CHARGPT_COMMIT", "abc1234")
+    facts = record.facts()
+    assert facts["commit"] == "abc1234"
+    assert "name H100, driver version 580.1" in facts["gpu"]
+
+
+def test_the_compute_optimal_ratio_is_where_the_loss_is_lowest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    fit_plan = import_module("fit_plan")
+    law = {"a": 189.0, "p": 0.6, "b": 127.0, "q": 0.5}
+    sizes = np.geomspace(1e6, 1e10, 4001)
+    product = 1e17  # of parameters and characters
+    losses = law["a"] * sizes ** -law["p"] + law["b"] * (product / sizes) ** -law["q"]
+    best = sizes[losses.argmin()]
+    assert fit_plan.optimal_ratio(law, best) == pytest.approx(product / best**2, rel=0.02)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,10 +24,11 @@ from saving import BEST_STEPS, CONFIG, TOKENIZER, rewrite, save
 from chargpt.errors import RunError, UnreadableError
 from chargpt.files import to_json
 from chargpt.models import build_model
-from chargpt.store import loading
+from chargpt.store import loading, metrics
 from chargpt.store.checkpoint import Checkpoint, list_checkpoints, step_of
 from chargpt.store.folder import RunFolder
 from chargpt.store.layout import has_checkpoint
+from chargpt.store.metrics import MetricsLog
 from chargpt.store.run import load_run, newest_run, open_run
 from chargpt.store.state import RunState
 from chargpt.store.tensors import serialize
@@ -856,3 +858,19 @@ def test_a_small_file_with_the_config_of_a_large_model_allocates_nothing(run: Ru
     with pytest.raises(RunError, match="do not match its config"):
         run.load("1")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000  # kB, not 6 GB
+
+
+def test_several_metrics_are_written_with_one_open_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, opened = MetricsLog(tmp_path / "metrics.jsonl"), []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        opened.append(args)
+        return open(*args, **kwargs)
+
+    monkeypatch.setattr(metrics, "open", counted, raising=False)
+    records = [{"step": step, "loss": 1.5} for step in range(1, 11)]
+    log.append(*records)
+    assert len(opened) == 1
+    assert log.records() == records
