@@ -1,13 +1,16 @@
 """Planning for a time budget: model size, number of steps, settings, and re-planning."""
 
+import time
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import torch
 import yaml
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from chargpt.config import Config, TextConfig, load_config
@@ -18,6 +21,7 @@ from chargpt.training import planner, session
 from chargpt.training.budget import (
     REPLANNING,
     Budget,
+    measure_step_seconds,
     next_replan_step,
     parse_duration,
     replan,
@@ -82,6 +86,7 @@ def test_other_texts_are_rejected_as_durations(written: str) -> None:
 
 
 @given(st.integers(10_000, 10**8), st.integers(10_000, 10**8))
+@example(10_000, 1_004_421)  # a little over an epoch
 def test_the_expected_loss_falls_with_parameters_and_characters(
     parameters: int, characters: int
 ) -> None:
@@ -179,11 +184,26 @@ def test_a_fast_machine_gets_a_large_model_a_long_block_and_a_word_of_caution(
 def test_models_that_do_not_fit_into_the_memory_are_not_tried(
     corpus: Corpus, machine: list[Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planner, "memory_limit", lambda _: 500_000_000)
-    chosen = choose(Config(), (), corpus, 10**6).config
+    limit = 3_000_000_000
+    monkeypatch.setattr(planner, "memory_limit", lambda _: limit)
+    long = replace(corpus, tokens=np.broadcast_to(np.uint8(0), (10**10,)))
+    chosen = choose(Config(), (), long, 10**7).config
+    assert SIZES[0].n_embd < chosen.model.n_embd < SIZES[-1].n_embd
     for config in (*machine, chosen):
         used = training_bytes(config, corpus.tokenizer.vocab_size, config.train.batch_size)
-        assert used <= 500_000_000 * RECIPE.usable_memory
+        assert used <= limit * RECIPE.usable_memory
+
+
+def test_the_first_trial_step_is_a_warm_up() -> None:
+    class ColdLearner(Mock):
+        device = torch.device("cpu")
+        steps = 0
+
+        def accumulate_gradients(self, step: int) -> None:
+            time.sleep(0.001 if self.steps else 0.3)
+            self.steps += 1
+
+    assert 0.001 <= measure_step_seconds(ColdLearner(), 3, update=True) < 0.1
 
 
 def test_longer_runs_have_less_ngram_weight_and_more_epochs_have_more_weight_decay(

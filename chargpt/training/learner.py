@@ -166,7 +166,6 @@ class Learner:
         """
         parameters = list(self.model.parameters())
         static_block = self.batches.at(0).to(self.device)
-        self.ngram  # noqa: B018 - fitted before: that cannot be captured
 
         def step() -> Tensor:
             self.model.zero_grad(set_to_none=True)  # so that the graph writes into new gradients
@@ -180,7 +179,7 @@ class Learner:
 
         def replayed(block: Tensor) -> Tensor:
             static_block.copy_(block)
-            loss = replay().clone()
+            loss = replay()
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
             return loss

@@ -134,7 +134,7 @@ def unique_token_equivalents(
     """
     r_star: float = law["r"] * (text_characters / parameters) ** law["s"]
     repeats = max(0.0, characters / text_characters - 1)
-    value = r_star * (1 - math.exp(-repeats / r_star))
+    value = -r_star * math.expm1(-repeats / r_star)
     return max(1.0, min(characters, text_characters) * (1 + value))
 
 
