@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from chargpt.models.bigram import BigramLM as BigramLM
     from chargpt.models.gpt import GPT as GPT
     from chargpt.models.ngram import NGramLM as NGramLM
+    from chargpt.store.mixture import with_mixture as with_mixture
     from chargpt.store.run import Run as Run
     from chargpt.store.run import load_run as load_run
     from chargpt.text.corpus import Corpus as Corpus
@@ -50,6 +51,7 @@ _MODULES = {
     "sample": "chargpt.inference.sampling",
     "stream": "chargpt.inference.sampling",
     "train": "chargpt.training.api",
+    "with_mixture": "chargpt.store.mixture",
 }
 
 __all__ = list(_MODULES)

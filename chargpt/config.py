@@ -99,6 +99,9 @@ class TextConfig(Section):
     """Fraction of the text in the validation split, after the training split."""
     test_fraction: float = Field(0.0, ge=0, lt=1)
     """Fraction of the text in the test split, its end."""
+    tune_characters: int = Field(0, ge=0)
+    """Characters at the start of the text, at most 3% of it, that are left out of training to fit
+    the mixture of GPT and n-gram counts; 0: no mixture. --budget chooses it."""
     min_count: int = Field(1, ge=1)
     """Rarer characters share one unknown token."""
     unknown: Literal["error", "skip", "replace"] = "error"

@@ -52,6 +52,7 @@ def test_every_command_of_the_readme_runs(cli: Cli, monkeypatch: pytest.MonkeyPa
             args += ["-s", "model.n_layer=2", "-s", "model.n_head=2"]
         if "--budget" in args:  # a budget excludes max_steps: see test_cli.py
             del args[args.index("--budget") : args.index("--budget") + 2]
+            args += ["-s", "text.tune_characters=500"]  # as a budget sets it
         if args[1] == "train" and "--resume" in args:
             args += ["-s", "train.max_steps=6"]
         if args[1] == "sample":
@@ -78,7 +79,7 @@ def test_the_python_of_the_readme_runs(verse: Path, tmp_path: Path) -> None:
     import sys
 
     (block,) = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
-    block = block.replace('budget="3m"', 'budget="5s"')
+    block = block.replace('budget="3m"', 'budget="8s"')
     shutil.copy(verse, tmp_path / "novel.txt")
     done = subprocess.run(
         [sys.executable, "-c", block],

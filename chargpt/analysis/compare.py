@@ -11,12 +11,15 @@ from chargpt.errors import ConfigError
 from chargpt.inference.baselines import NGRAM, Baselines
 from chargpt.inference.evaluation import Evaluation, evaluate_tokens
 from chargpt.inference.sampling import sample
+from chargpt.models.mixture import ORDER
 from chargpt.models.ngram import NGramLM
 from chargpt.store.folder import RunFolder
 from chargpt.store.metrics import validation_curve
+from chargpt.store.mixture import find_mixture
 from chargpt.store.run import Run, load_run
 from chargpt.text.corpus import Corpus, load_corpus
 from chargpt.text.tokenizer import Tokens
+from chargpt.training.mixing import add_mixture
 from chargpt.training.trainer import Trainer
 
 MODELS = ("bigram", "gpt")
@@ -81,17 +84,24 @@ class Comparison:
         """Score the baselines on the validation split."""
         self.baselines = baselines.losses(val, max_characters=self.max_characters, span=self.span)
 
-    def add_run(self, name: str, run: Run, corpus: Corpus) -> None:
-        """Evaluate a trained run on the validation split of its text and add it under a name."""
-        split = corpus.split("val")
+    def add_run(self, name: str, run: Run, corpus: Corpus, mixed: Run | None) -> None:
+        """Evaluate a trained run on the validation split of its text and add it under a name.
+
+        `mixed`, the run with its mixture as its model, is another row.
+        """
+        self._add_row(name, run, corpus)
+        if mixed is not None:
+            self._add_row(name.replace("gpt (trained)", "gpt") + f" + {ORDER}-gram", mixed, corpus)
+        self.curves[name] = validation_curve(RunFolder(run.folder).metrics.records())
+        self.samples[name] = sample(run, run.config.sample.model_copy(update=SAMPLE))[0]
+
+    def _add_row(self, name: str, run: Run, corpus: Corpus) -> None:
         evaluation = evaluate_tokens(
-            run.model, split, max_characters=self.max_characters, span=self.span
+            run.model, corpus.split("val"), max_characters=self.max_characters, span=self.span
         )
         parameters, seconds = run.model.parameter_count(), run.state.seconds
         nats, path = evaluation.nats_per_char, str(run.folder)
         self.rows.append(Row(name, nats, parameters, seconds, run.step, path, evaluation))
-        self.curves[name] = validation_curve(RunFolder(run.folder).metrics.records())
-        self.samples[name] = sample(run, run.config.sample.model_copy(update=SAMPLE))[0]
 
 
 def run_to_end(name: str, trainer: Trainer) -> None:
@@ -163,7 +173,7 @@ def compare(
     for kind in models:
         config = model_settings(settings, kind)
         run = train_run(config, folder / kind, corpus, kind, run_trainer, baselines.ngram)
-        comparison.add_run(f"{kind} (trained)", run, corpus)
+        comparison.add_run(f"{kind} (trained)", run, corpus, add_mixture(run, corpus))
     return comparison
 
 
@@ -188,5 +198,5 @@ def compare_runs(paths: Sequence[Path], device: str = "auto") -> Comparison:
     comparison.add_baselines(Baselines(corpora[0]), val)
     for path, run in zip(paths, runs, strict=True):
         name = path.name if path.name not in comparison.curves else str(path)
-        comparison.add_run(name, run, corpora[0])
+        comparison.add_run(name, run, corpora[0], find_mixture(run))
     return comparison

@@ -25,6 +25,7 @@ from chargpt.models.ngram import ORDER
 from chargpt.store.folder import RunFolder
 from chargpt.store.layout import REPORT
 from chargpt.store.metrics import validation_curve
+from chargpt.store.mixture import find_mixture
 from chargpt.store.run import Run
 from chargpt.text.corpus import Corpus
 from chargpt.text.display import whole_graphemes
@@ -69,7 +70,7 @@ def write_report(
         ChargptError: the page cannot be written.
     """
     corpus = corpus or run.corpus()
-    scores = scores or score_run(run, corpus)
+    scores = scores or score_run(run, corpus, mixed=find_mixture(run))
     records = RunFolder(run.folder).metrics.records()
     facts: Facts = {
         **result(run, corpus, scores, records),

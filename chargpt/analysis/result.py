@@ -9,6 +9,7 @@ from typing import Any
 from chargpt.errors import WorkError
 from chargpt.inference.baselines import NGRAM, Baselines
 from chargpt.inference.evaluation import Evaluation, evaluate_tokens
+from chargpt.models.mixture import ORDER
 from chargpt.store.metrics import validation_curve
 from chargpt.store.run import Run
 from chargpt.text.corpus import SPLITS, Corpus, Split
@@ -16,6 +17,7 @@ from chargpt.text.describe import compare_splits
 
 MIN_RISE = 0.02  # nats above the best validation loss that count as over-fitting, not noise
 LAST_STEPS = 10  # whose mean is the last training loss
+MIXTURE = f"gpt + {ORDER}-gram"
 MIN_GAP = 0.3  # nats of generalisation gap that are reported
 
 
@@ -26,6 +28,7 @@ class RunScores:
     baselines: Mapping[str, float]  # nats per character, by name, on the same characters
     losses: Mapping[Split, Evaluation]  # of the run on each split
     val_characters: int  # of the validation split
+    mixture: Evaluation | None = None  # of GPT and n-gram counts, on the validation split
     split_warning: str | None = None  # if the validation split differs from the training split
 
     @property
@@ -40,16 +43,20 @@ class RunScores:
     def rows(self, kind: str) -> list[tuple[str, str, float]]:
         """Return (model, split, nats) per row of the final table."""
         rows = [(name, "val", nats) for name, nats in self.baselines.items()]
-        return rows + [(f"{kind} (trained)", s, e.nats_per_char) for s, e in self.losses.items()]
+        rows += [(f"{kind} (trained)", s, e.nats_per_char) for s, e in self.losses.items()]
+        return rows + ([(MIXTURE, "val", self.mixture.nats_per_char)] if self.mixture else [])
 
 
-def score_run(run: Run, corpus: Corpus, baselines: Baselines | None = None) -> RunScores:
+def score_run(
+    run: Run, corpus: Corpus, baselines: Baselines | None = None, mixed: Run | None = None
+) -> RunScores:
     """Evaluate a run on its training and validation splits, and the baselines on the latter.
 
     Args:
         run: what `load_run` returned.
         corpus: its text.
         baselines: of the text, if they are at hand.
+        mixed: the run with its mixture in place of its GPT, if it has one.
 
     Raises:
         TextError: a split is too short to score.
@@ -65,7 +72,8 @@ def score_run(run: Run, corpus: Corpus, baselines: Baselines | None = None) -> R
     val = corpus.split("val")
     baselines = baselines or Baselines(corpus)
     reference = baselines.losses(val, max_characters=scored, span=run.model.block_size)
-    return RunScores(reference, losses, len(val), compare_splits(corpus))
+    mixture = evaluate_tokens(mixed.model, val, max_characters=scored) if mixed else None
+    return RunScores(reference, losses, len(val), mixture, compare_splits(corpus))
 
 
 def describe_difference(evaluation: Evaluation, name: str, reference: float) -> str:
@@ -89,6 +97,11 @@ def summarize(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]])
             for name in ("bigram", NGRAM)
         ]
         sentences.append(f"The gpt is {' and '.join(differences)} on the validation split.")
+    if scores.mixture is not None:
+        parts = {"gpt": val_loss, NGRAM: scores.baselines[NGRAM]}
+        better = min(parts, key=parts.__getitem__)
+        difference = describe_difference(scores.mixture, better, parts[better])
+        sentences.append(f"The mixture of both is {difference}; --mixture uses it.")
     if scores.split_warning is not None:
         sentences.append(f"{scores.split_warning[0].upper()}{scores.split_warning[1:]}.")
     uniform = scores.baselines["uniform"]

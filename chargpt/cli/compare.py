@@ -27,7 +27,7 @@ from chargpt.text.corpus import load_corpus
 from chargpt.training.cost import expected_cost
 from chargpt.training.planner import plan
 from chargpt.training.request import Request
-from chargpt.training.session import output_folder, slug, with_measured_threads
+from chargpt.training.session import output_folder, slug, with_measured_threads, with_tune_split
 from chargpt.training.threads import measure_threads
 from chargpt.training.trainer import Trainer
 
@@ -142,6 +142,7 @@ def train_models(request: Request, out: Path | None, models: str) -> tuple[Compa
         raise ConfigError(f"{used} exists; name another folder with --out")
     settings = with_measured_threads(settings, budget)
     if budget is not None:
+        settings, corpus = with_tune_split(settings, corpus, budget)
         settings = plan(settings, corpus, budget).config
 
     def run_trainer(name: str, trainer: Trainer) -> None:

@@ -16,7 +16,7 @@ from chargpt.cli.progress import ProgressBar
 from chargpt.device import memory_limit
 from chargpt.errors import ConfigError, RunError, TextError
 from chargpt.files import require_output, write_output
-from chargpt.inference.coding import BYTES_PER_CHARACTER, packed_step
+from chargpt.inference.coding import BYTES_PER_CHARACTER, packed_model
 from chargpt.inference.coding import compress as pack
 from chargpt.inference.coding import decompress as unpack
 from chargpt.inference.evaluation import OnProgress
@@ -38,6 +38,7 @@ def compress(
     ],
     out: Out,
     unknown: options.UnknownPolicy = None,
+    mixture: options.Mixture = False,
     checkpoint: options.Checkpoint = "best",
     keep: Annotated[
         bool, typer.Option("--keep", help="Never delete the checkpoint, which OUT needs.")
@@ -52,7 +53,7 @@ def compress(
     Example: `chargpt compress runs/novel chapter.txt chapter.cgpt --keep`.
     """
     content = read_input(text, out, force=force)
-    loaded = runs.load_named_run(run, checkpoint, "cpu")
+    loaded = runs.load_named_run(run, checkpoint, "cpu", mixture=mixture)
     packed = convert(pack, loaded, content, unknown or "error")
     lost = loaded.tokenizer.count_unknown(content.decode())
     console.say_unknown(lost, unknown or "error")
@@ -90,9 +91,9 @@ def decompress(
     Example: `chargpt decompress runs/novel chapter.cgpt chapter.txt`.
     """
     content = read_input(packed, out, force=force)
-    step = packed_step(content)
+    step, mixture = packed_model(content)
     try:
-        loaded = runs.load_named_run(run, str(step), "cpu")
+        loaded = runs.load_named_run(run, str(step), "cpu", mixture=mixture)
     except RunError as error:
         raise RunError(
             f"{packed} was compressed with step {step:,} of a run, but {error}"

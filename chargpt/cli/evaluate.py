@@ -1,6 +1,7 @@
 """`chargpt evaluate`: how well a run predicts a text."""
 
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -8,13 +9,16 @@ from typing import Annotated, Literal
 
 import typer
 
+from chargpt.analysis.result import MIXTURE
 from chargpt.cli import console, options, runs, tables
 from chargpt.cli.progress import ProgressBar
-from chargpt.errors import ConfigError
+from chargpt.errors import ConfigError, RunError
 from chargpt.inference import evaluation
 from chargpt.inference.evaluation import Evaluation
 from chargpt.inference.windows import Protocol
+from chargpt.store.mixture import has_mixture, with_mixture
 from chargpt.store.run import Run
+from chargpt.text.corpus import Split
 
 
 def evaluate(
@@ -65,16 +69,18 @@ def evaluate(
             "--encoding, --encoding-errors and --unknown concern another text; name it with --text"
         )
     loaded = replace(loaded, config=loaded.config.with_values(wanted))
-    start = time.perf_counter()
-    with closing(ProgressBar(1, "character")) as bar:
-        result = evaluation.evaluate(
-            loaded, split, protocol, text, stride=stride, on_progress=bar.callback("scored")
-        )
-    seconds = time.perf_counter() - start
+    measured = [measure(loaded, split, protocol, text, stride)]
+    if has_mixture(loaded):
+        try:
+            mixed = with_mixture(loaded)
+            measured.append(measure(mixed, split, protocol, text, stride))
+        except RunError as error:
+            console.say(str(error))
+    result, seconds = measured[0]
     console.say_unknown(result.unknown, loaded.config.text.unknown)
     name = str(text) if text else loaded.state.text
     if json_:
-        facts = {
+        facts: dict[str, object] = {
             **result.as_dict(),
             "parameters": loaded.model.parameter_count(),
             "steps": loaded.step,
@@ -83,23 +89,40 @@ def evaluate(
             "text": name,
             "run": str(loaded.folder),
         }
+        if len(measured) > 1:
+            facts["mixture"] = measured[1][0].as_dict()
         console.out_json(facts)
         return
     part = "all of it" if text else f"{split} split"
-    show(loaded, result, f"{name}, {part}", seconds)
+    show(loaded, measured, f"{name}, {part}")
 
 
-def show(loaded: Run, result: Evaluation, title: str, seconds: float) -> None:
-    """Print what was measured as a table."""
+def measure(
+    run: Run, split: Split, protocol: Protocol, text: Path | None, stride: int | None
+) -> tuple[Evaluation, float]:
+    """Evaluate a run with a progress bar; return the time in seconds too."""
+    start = time.perf_counter()
+    with closing(ProgressBar(1, "character")) as bar:
+        result = evaluation.evaluate(
+            run, split, protocol, text, stride=stride, on_progress=bar.callback("scored")
+        )
+    return result, time.perf_counter() - start
+
+
+def show(loaded: Run, measured: Sequence[tuple[Evaluation, float]], title: str) -> None:
+    """Print what was measured, of the model and of its mixture, as a table."""
+    result, seconds = measured[0]
+    names = (f"{loaded.config.model.kind}, step {loaded.step:,}", MIXTURE)
     tables.table(
         ["model", "nats/char", "bits/char", "perplexity", "accuracy", "std error"],
         [
             [
-                f"{loaded.config.model.kind}, step {loaded.step:,}",
-                *console.loss_cells(result.nats_per_char),
-                f"{result.accuracy:.2%}",
-                f"{result.standard_error:.4f}",
+                name,
+                *console.loss_cells(each.nats_per_char),
+                f"{each.accuracy:.2%}",
+                f"{each.standard_error:.4f}",
             ]
+            for name, (each, _) in zip(names, measured, strict=False)
         ],
         title=f"{title}: protocol {result.protocol}, T = {result.block_size}",
     )

@@ -69,6 +69,10 @@ UnknownPolicy = Annotated[
         help="What to do with characters outside the vocabulary; error by default.",
     ),
 ]
+Mixture = Annotated[
+    bool,
+    typer.Option("--mixture", help="Use the mixture of the GPT with n-gram counts."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 

@@ -10,6 +10,7 @@ import typer
 from chargpt.cli import console, options, tables
 from chargpt.errors import RunError
 from chargpt.store.listing import RunSummary, list_runs
+from chargpt.store.mixture import with_mixture
 from chargpt.store.run import Run, load_run, newest_run
 from chargpt.training.threads import measure_threads
 
@@ -77,18 +78,24 @@ def find_run(path: Path | None) -> Path:
 
 
 def load_named_run(
-    path: Path | None, checkpoint: str, device: str | None, *, choose_threads: bool = False
+    path: Path | None,
+    checkpoint: str,
+    device: str | None,
+    *,
+    mixture: bool = False,
+    choose_threads: bool = False,
 ) -> Run:
     """Load a run, or the newest one, and print which checkpoints were damaged.
 
-    With `choose_threads`, for long work, the number of CPU threads that is fastest now is used.
+    With `mixture`, its model is the mixture. With `choose_threads`, for long work, the number of
+    CPU threads that is fastest now is used.
 
     Raises:
-        ChargptError: there is no such run or checkpoint, or none is intact.
+        ChargptError: there is no such run, checkpoint or mixture, or none is intact.
     """
     run = load_run(find_run(path), checkpoint, device or "auto")
     for note in run.notes:
         console.say(note)
     if choose_threads:
         measure_threads(run.model.device)
-    return run
+    return with_mixture(run) if mixture else run

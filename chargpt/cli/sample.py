@@ -110,6 +110,7 @@ def sample(
         bool, typer.Option("--check", help="Mark verbatim matches with the training text.")
     ] = False,
     unknown: options.UnknownPolicy = None,
+    mixture: options.Mixture = False,
     checkpoint: options.Checkpoint = "best",
     json_: options.Json = False,
     device: options.Device = None,
@@ -121,7 +122,7 @@ def sample(
     `chargpt sample --temperature 0.5 --num-samples 3 --seed 1 --json`,
     `chargpt sample --interactive`.
     """
-    loaded = runs.load_named_run(run, checkpoint, device)
+    loaded = runs.load_named_run(run, checkpoint, device, mixture=mixture)
     if prompt_file is not None:
         if prompt is not None:
             raise ConfigError("--prompt and --prompt-file exclude each other; give one")

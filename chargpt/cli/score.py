@@ -23,6 +23,7 @@ def score(
         bool, typer.Option("--per-line", help="Print every line, highest surprisal first.")
     ] = False,
     unknown: options.UnknownPolicy = None,
+    mixture: options.Mixture = False,
     checkpoint: options.Checkpoint = "best",
     encoding: options.Encoding = None,
     encoding_errors: options.EncodingErrors = None,
@@ -34,7 +35,7 @@ def score(
     Examples: `chargpt score runs/novel chapter.txt`,
     `chargpt score runs/novel --per-line < chapter.txt | head`.
     """
-    loaded = runs.load_named_run(run, checkpoint, device, choose_threads=True)
+    loaded = runs.load_named_run(run, checkpoint, device, mixture=mixture, choose_threads=True)
     if text == "-" and sys.stdin is not None and sys.stdin.isatty():
         console.say("type the text; Ctrl-D ends it")
     content = read_text(text, encoding or "auto", encoding_errors or "strict")

@@ -10,11 +10,13 @@ from chargpt.analysis.result import RunScores, score_run, summarize
 from chargpt.cli import console, tables
 from chargpt.cli.progress import ProgressBar
 from chargpt.config import ModelConfig
-from chargpt.errors import ChargptError
+from chargpt.errors import ChargptError, RunError
 from chargpt.inference.baselines import Baselines
 from chargpt.store.run import Run, load_run
+from chargpt.text.corpus import Corpus
 from chargpt.training.budget import RESERVE, Budget
 from chargpt.training.cost import Cost
+from chargpt.training.mixing import add_mixture
 from chargpt.training.planner import Plan
 from chargpt.training.session import Session
 from chargpt.training.trainer import Trainer
@@ -33,7 +35,7 @@ def show_plan(trainer: Trainer, cost: Cost) -> None:
     unknown = f", {corpus.unknown_fraction:.2%} of them unknown" if corpus.unknown_fraction else ""
     lengths = ", ".join(
         f"{len(corpus.split(name)):,} {name}"
-        for name in ("train", "val", "test")
+        for name in ("tune", "train", "val", "test")
         if len(corpus.split(name))
     )
     n_threads = torch.get_num_threads()
@@ -77,7 +79,7 @@ def show_result(session: Session, baselines: Baselines | None, *, json_: bool = 
     """Print the closing table or the JSON, and write the report of a long run."""
     trainer, folder, budget = session.trainer, session.folder, session.budget
     best = load_run(folder.path, "best", trainer.device.type)
-    scores = score_run(best, trainer.corpus, baselines)
+    scores = score_run(best, trainer.corpus, baselines, fit_mixture(best, trainer.corpus))
     sentences = summarize(best, scores, folder.metrics.records())
     state = trainer.state
     has_report = budget.has_report if budget else state.seconds >= RESERVE.report_from
@@ -91,6 +93,7 @@ def show_result(session: Session, baselines: Baselines | None, *, json_: bool = 
                 "parameters": best.model.parameter_count(),
                 "baselines": scores.baselines,
                 "losses": {split: loss.as_dict() for split, loss in scores.losses.items()},
+                "mixture": scores.mixture.as_dict() if scores.mixture else None,
                 "summary": sentences,
             }
         )
@@ -98,6 +101,15 @@ def show_result(session: Session, baselines: Baselines | None, *, json_: bool = 
         print_result(session, scores, sentences, has_report=has_report)
     if has_report:
         show_report(session, best, scores, json_=json_)
+
+
+def fit_mixture(best: Run, corpus: Corpus) -> Run | None:
+    """Return the run with its mixture in place of its GPT, None if there is none."""
+    try:
+        return add_mixture(best, corpus)
+    except RunError as error:  # the run itself is complete and saved
+        console.say(str(error))
+        return None
 
 
 def print_result(

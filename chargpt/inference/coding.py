@@ -30,15 +30,15 @@ from chargpt.inference.evaluation import OnProgress
 from chargpt.inference.sampler import max_logits
 from chargpt.models import LanguageModel
 from chargpt.models.base import eval_mode
+from chargpt.models.mixture import Mixture
 from chargpt.store.run import Run
-from chargpt.store.tensors import serialize
 from chargpt.text.tokenizer import TokenIds, Tokens, Unknown
 
 MAX_LANES = 64
 MIN_LANE_CHARACTERS = 4096  # so that the first characters of lanes add little to the size
 # magic, version, threads, N, step of the checkpoint, model, platform, checksum
 HEADER = struct.Struct("<4sBBIQ8s4sI")
-MAGIC = b"cgpt"
+MAGIC, MIXTURE_MAGIC = b"cgpt", b"cgpm"
 VERSION = 4  # raised when the format changes or predictions are rounded differently
 MAX_CHARACTERS = 2**32 - 1
 MAX_CHARACTERS_PER_BYTE = 10_000  # so that a small file cannot expand without bound
@@ -88,25 +88,26 @@ def compress(
                 encoder.encode(start, int(ends[lane, token]), totals[lane])
     body = encoder.finish()
     body += bytes(max(0, len(tokens) // MAX_CHARACTERS_PER_BYTE - len(body)))
-    keys = (run.step, _model_key(run), _platform_key())
-    return HEADER.pack(MAGIC, VERSION, threads, len(tokens), *keys, zlib.crc32(content)) + body
+    keys = (run.step, run.key(), _platform_key())
+    magic = MIXTURE_MAGIC if isinstance(run.model, Mixture) else MAGIC
+    return HEADER.pack(magic, VERSION, threads, len(tokens), *keys, zlib.crc32(content)) + body
 
 
-def packed_step(packed: bytes) -> int:
-    """Return the step of the checkpoint that a text was compressed with.
+def packed_model(packed: bytes) -> tuple[int, bool]:
+    """Return the step of the checkpoint that a text was compressed with, and whether its mixture.
 
     Raises:
         ChargptError: the file is of another format or version.
     """
-    if len(packed) < HEADER.size or packed[:4] != MAGIC:
+    if len(packed) < HEADER.size or packed[:4] not in (MAGIC, MIXTURE_MAGIC):
         raise ChargptError("the file was not made by `chargpt compress`; name another")
-    _, version, _, _, step, *_ = HEADER.unpack(packed[: HEADER.size])
+    magic, version, _, _, step, *_ = HEADER.unpack(packed[: HEADER.size])
     if version != VERSION:
         raise ChargptError(
             f"the file has version {version}, and this chargpt reads and writes version {VERSION}; "
             "decompress it with the chargpt that made it"
         )
-    return int(step)
+    return int(step), magic == MIXTURE_MAGIC
 
 
 def decompress(run: Run, packed: bytes, on_progress: OnProgress = lambda *_: None) -> bytes:
@@ -121,11 +122,11 @@ def decompress(run: Run, packed: bytes, on_progress: OnProgress = lambda *_: Non
         ChargptError: the file is of another format, version, run or platform.
         WorkError: the checksum differs: the file is damaged, or this machine rounds differently.
     """
-    step = packed_step(packed)
+    step, _ = packed_model(packed)
     header = HEADER.unpack(packed[: HEADER.size])
     _, _, threads, count, _, model_key, platform_key, checksum = header
     body = packed[HEADER.size :]
-    if model_key != _model_key(run):
+    if model_key != run.key():
         raise ChargptError(
             f"the file was compressed with another model (step {step:,}, weights "
             f"{model_key.hex()}); name the run that made it"
@@ -273,15 +274,6 @@ def _inference_with_threads(model: LanguageModel, threads: int) -> Iterator[None
             yield
     finally:
         torch.set_num_threads(before)
-
-
-def _model_key(run: Run) -> bytes:
-    """Return a hash of the model's weights and settings and of the vocabulary."""
-    settings = run.tokenizer.to_json() + run.config.model.model_dump_json()
-    digest = hashlib.sha256(settings.encode())
-    for chunk in serialize(run.model.state_dict()):
-        digest.update(chunk)
-    return digest.digest()[:8]
 
 
 def _platform_key() -> bytes:

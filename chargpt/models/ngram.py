@@ -18,6 +18,7 @@ Shapes in this file: N = tokens of the training text, V = vocabulary size, G = d
 order k, P = those of order k - 1, B = batch, T = tokens.
 """
 
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -46,6 +47,10 @@ class NGramLM(LanguageModel):
         super().__init__(vocab_size, block_size)
         self.orders = nn.ModuleList(orders)
         self.register_buffer("table", None)
+
+    def ordered(self) -> "list[NGramOrder]":
+        """Return the n-grams of order 1, 2, and so on."""
+        return cast("list[NGramOrder]", self.orders)
 
     @classmethod
     def fit(
@@ -96,20 +101,37 @@ class NGramLM(LanguageModel):
 
     def probs(self, tokens: Tensor) -> Tensor:
         """Return the probabilities (B, T, V) of the next token after each of tokens (B, T)."""
-        orders = cast("list[NGramOrder]", self.orders)
-        context = row = torch.zeros_like(tokens)  # (B, T): n-gram id, row of the table
-        probs = self._unigram_probs().repeat(tokens.numel(), 1) if self.table is None else None
-        first_row = 1
-        for k, order in enumerate(orders[1:]):
-            context = orders[k].find(_previous(context, k), tokens)
-            if probs is not None:
-                order.interpolate(probs, context.flatten())
+        contexts = self.contexts(tokens)
+        if self.table is None:
+            *_, probs = self.iter_probs(contexts)
+            return probs
+        row, first_row = torch.zeros_like(tokens), 1
+        for order, context in zip(self.ordered(), contexts[1:], strict=False):
             row = torch.where(context == UNSEEN, row, context + first_row)
-            first_row += len(orders[k].codes)
-        if probs is None:
-            assert self.table is not None
-            probs = self.table[row.flatten()]
-        return probs.view(*tokens.shape, self.vocab_size)  # (B, T, V)
+            first_row += len(order.codes)
+        return self.table[row.flatten()].view(*tokens.shape, self.vocab_size)  # (B, T, V)
+
+    def contexts(self, tokens: Tensor, before: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """Return the ids of the k tokens that end at each of tokens (B, T), by k = 0, 1, ...
+
+        Args:
+            tokens: token ids.
+            before: the contexts (B, 1) of the token before the first one, if there is one.
+        """
+        found = [torch.zeros_like(tokens)]
+        for k, order in enumerate(self.ordered()[:-1]):
+            previous = _previous(found[-1], k, None if before is None else before[k])
+            found.append(order.find(previous, tokens))
+        return found
+
+    def iter_probs(self, contexts: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Yield the probabilities p_1, p_2, ... (B, T, V) after contexts (B, T): one tensor."""
+        shape = contexts[0].shape
+        probs = self._unigram_probs().repeat(shape.numel(), 1)
+        yield probs.view(*shape, self.vocab_size)
+        for order, context in zip(self.ordered()[1:], contexts[1:], strict=True):
+            order.interpolate(probs, context.flatten())
+            yield probs.view(*shape, self.vocab_size)
 
     def build_table(self) -> None:
         """Precompute the probabilities after every seen context, unless they are too many.
@@ -117,7 +139,7 @@ class NGramLM(LanguageModel):
         `probs` then is several times as fast. The rows are the empty context, then all contexts of
         one token, of two, and so on.
         """
-        orders = cast("list[NGramOrder]", self.orders)
+        orders = self.ordered()
         n_contexts = 1 + sum(len(order.codes) for order in orders[:-1])
         if n_contexts * self.vocab_size > MAX_TABLE_ENTRIES:
             return
@@ -140,7 +162,7 @@ class NGramLM(LanguageModel):
         tokens = torch.from_numpy(rows.astype(np.int64)).to(self.device)  # (B, T + 1)
         prob = torch.full(tokens.shape, 1 / self.vocab_size, device=tokens.device)
         ids = torch.zeros_like(tokens)
-        for k, order in enumerate(cast("list[NGramOrder]", self.orders)):
+        for k, order in enumerate(self.ordered()):
             context = _previous(ids, k)
             ids = order.find(context, tokens)
             prob = order.interpolate_one(prob, context, ids)
@@ -148,7 +170,7 @@ class NGramLM(LanguageModel):
 
     def _unigram_probs(self) -> Tensor:
         """Return the probabilities (1, V) after the empty context."""
-        first = cast("NGramOrder", self.orders[0])
+        first = self.ordered()[0]
         probs = first.discounted_prob.new_full((1, self.vocab_size), 1 / self.vocab_size)
         first.interpolate(probs, first.codes.new_zeros(1))
         return probs
@@ -193,12 +215,17 @@ class NGramOrder(nn.Module):
         weight = self.backoff_weight[contexts.clamp(min=0)].where(contexts != UNSEEN, 1.0)
         return weight * lower_prob + self.discounted_prob[ids.clamp(min=0)] * (ids != UNSEEN)
 
+    def describe(self, contexts: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the number of distinct tokens seen after each context, and its backoff weight."""
+        ids = contexts.clamp(min=0)
+        n_followers = (self.starts[ids + 1] - self.starts[ids]) * (contexts != UNSEEN)
+        return n_followers, self.backoff_weight[ids].where(n_followers > 0, 1.0)
+
     def interpolate(self, probs: Tensor, contexts: Tensor) -> None:
         """Update p_{k-1} of all tokens, (N, V), to p_k after contexts (N,), in place."""
-        ids = contexts.clamp(min=0)
-        first = self.starts[ids]
-        n_followers = (self.starts[ids + 1] - first) * (contexts != UNSEEN)  # (N,)
-        probs *= self.backoff_weight[ids].where(n_followers > 0, 1.0)[:, None]
+        n_followers, backoff_weight = self.describe(contexts)  # (N,)
+        first = self.starts[contexts.clamp(min=0)]
+        probs *= backoff_weight[:, None]
         # one entry for each token that follows each context
         row = torch.repeat_interleave(n_followers)
         offset = first - n_followers.cumsum(0) + n_followers  # (N,)
@@ -207,10 +234,14 @@ class NGramOrder(nn.Module):
         probs.view(-1).index_add_(0, index, self.discounted_prob[entry])  # (N V,)
 
 
-def _previous(ids: Tensor, k: int) -> Tensor:
-    """Return ids (B, T) of n-grams of k tokens shifted right by one: the context of each token."""
-    first = ids.new_full((ids.size(0), 1), 0 if k == 0 else UNSEEN)
-    return torch.cat((first, ids[:, :-1]), dim=1)  # (B, T)
+def _previous(ids: Tensor, k: int, before: Tensor | None = None) -> Tensor:
+    """Return ids (B, T) of n-grams of k tokens shifted right by one: the context of each token.
+
+    `before` (B, 1) is that of the first one, if there are tokens before it.
+    """
+    if before is None:
+        before = ids.new_full((ids.size(0), 1), 0 if k == 0 else UNSEEN)
+    return torch.cat((before, ids[:, :-1]), dim=1)  # (B, T)
 
 
 def _estimate(contexts: Ints, counts: Ints, n_contexts: int) -> tuple[Floats, Floats]:

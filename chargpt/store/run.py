@@ -1,6 +1,7 @@
 """Loading a trained run: `load_run` is the one way from disk to a model."""
 
 import difflib
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from chargpt.models import LanguageModel, build_model
 from chargpt.store.folder import RunFolder
 from chargpt.store.layout import CHECKPOINTS, REPLACED, has_checkpoint_itself, is_run
 from chargpt.store.state import RunState
-from chargpt.store.tensors import load_weights
+from chargpt.store.tensors import load_weights, serialize
 from chargpt.text.corpus import Corpus, load_cached
 from chargpt.text.tokenizer import CharTokenizer
 
@@ -48,6 +49,19 @@ class Run:
         tokens = torch.from_numpy(self.tokenizer.encode(text).astype("int64"))
         logits: Tensor = self.model(tokens[None].to(self.model.device))[0]  # (characters, V)
         return logits.float().cpu()
+
+    def key(self) -> bytes:
+        """Return a hash of the model's weights and settings and of the vocabulary, 8 bytes."""
+        settings = self.tokenizer.to_json() + self.config.model.model_dump_json()
+        digest = hashlib.sha256(settings.encode())
+        weights = {
+            name: tensor
+            for name, tensor in self.model.state_dict().items()
+            if tensor.dtype == torch.float32
+        }
+        for chunk in serialize(weights):
+            digest.update(chunk)
+        return digest.digest()[:8]
 
     def corpus(self) -> Corpus:
         """Return the text that the run was trained on, from the cache.

@@ -6,6 +6,7 @@ import shlex
 import tempfile
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,7 +36,9 @@ READ_SETTINGS = ("suffixes", "encoding", "encoding_errors", "min_count")
 MIN_BLOCK_SIZE = 8  # shorter ones are not advised
 CHANGED = "the text has changed since the run was trained on it; the old text's tokens are used"
 
-Split = Literal["train", "val", "test"]
+MAX_TUNE_FRACTION = 0.03  # of the text
+
+Split = Literal["tune", "train", "val", "test"]
 SPLITS: tuple[Split, ...] = ("train", "val")  # the splits of every run
 
 
@@ -48,6 +51,7 @@ class Corpus:
         key: hash of the text's content and of the settings that determine its tokens.
         tokens: the whole text, shape (characters,), memory-mapped, read-only.
         val_fraction, test_fraction: fractions of the text in the splits.
+        tune_characters: maximum length of the tune split.
         unknown_fraction: fraction of the characters that became the unknown token.
         notes: sentences for the user.
     """
@@ -58,22 +62,25 @@ class Corpus:
     tokens: Tokens
     val_fraction: float
     test_fraction: float
+    tune_characters: int = 0
     unknown_fraction: float = 0.0
     notes: tuple[str, ...] = ()
 
     def split(self, name: Split) -> Tokens:
-        """Return a split as a view, shape (characters,): train is first, then val, then test.
+        """Return a split as a view, shape (characters,), in the order tune, train, val, test.
 
-        The sizes of the validation and test splits are rounded up to whole characters.
+        The sizes of the validation and test splits are rounded up to whole characters. The tune
+        split, to which a mixture is fitted, is at most 3% of the text.
         """
         total = self.tokens.size
         # Exact decimals: in floating point, 0.1 of 10 characters could round up to 2.
         val = math.ceil(total * Fraction(str(self.val_fraction)))
         test = min(math.ceil(total * Fraction(str(self.test_fraction))), total - val)
-        train = total - val - test
-        bounds = {"train": (0, train), "val": (train, train + val), "test": (train + val, total)}
-        start, stop = bounds[name]
-        return self.tokens[start:stop]
+        end = total - val - test
+        tune = min(self.tune_characters, int(MAX_TUNE_FRACTION * total), end)
+        lengths = {"tune": tune, "train": end - tune, "val": val, "test": test}
+        stops = dict(zip(lengths, accumulate(lengths.values()), strict=True))
+        return self.tokens[stops[name] - lengths[name] : stops[name]]
 
     def require_blocks(self, block_size: int) -> None:
         """Check that train and val each hold a block and the character after it.
@@ -218,6 +225,7 @@ def _corpus(settings: TextConfig, cached: CachedText, name: str, notes: list[str
         tokens=cached.tokens,
         val_fraction=settings.val_fraction,
         test_fraction=settings.test_fraction,
+        tune_characters=settings.tune_characters,
         unknown_fraction=cached.unknown_count / cached.tokens.size,
         notes=tuple(notes),
     )

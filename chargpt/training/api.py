@@ -7,8 +7,10 @@ from pathlib import Path
 from tqdm import tqdm
 
 from chargpt.errors import FinishedError, WorkError
+from chargpt.ranks import is_main_rank
 from chargpt.store.run import Run, load_run
 from chargpt.text import OnLoading
+from chargpt.training.mixing import add_mixture
 from chargpt.training.request import Request, StartMode
 from chargpt.training.session import Session, open_session
 from chargpt.yaml_reader import to_yaml
@@ -47,7 +49,7 @@ def train(
 
     Raises:
         ChargptError: the text, a setting, the folder or the device is unusable, or the last
-            checkpoint could not be written.
+            checkpoint or the mixture could not be written.
     """
     overrides = [f"{key}={to_yaml(value)}" for key, value in (settings or {}).items()]
     if encoding is not None:
@@ -67,8 +69,11 @@ def train(
     except FinishedError:
         if start is not StartMode.BEGIN_OR_RESUME or request.out is None:
             raise
-        path = request.out
-    return load_run(path, device=device or "auto")
+        return load_run(request.out, device=device or "auto")
+    run = load_run(path, device=device or "auto")
+    if is_main_rank():
+        add_mixture(run, run.corpus())
+    return run
 
 
 def run_training(

@@ -16,6 +16,7 @@ from chargpt.device import synchronize
 from chargpt.errors import ConfigError, WorkError
 from chargpt.inference.evaluation import evaluate_tokens
 from chargpt.models import LanguageModel
+from chargpt.models.ngram import MAX_TOKENS
 from chargpt.text.corpus import SPLITS, Corpus
 from chargpt.training.learner import Learner
 from chargpt.training.schedule import decay_start
@@ -37,6 +38,8 @@ class Reserve:
     report_seconds: float = 7  # of a report page, without its scoring
     report_characters: int = 40_000  # that a report page scores
     timed_characters: int = 8_000  # scored to measure the speed of scoring
+    gate_seconds: float = 0.3  # of fitting a mixture's gate
+    counting_seconds: float = 0.3  # of counting the n-grams of a mixture, per million characters
     margin: float = 1.3  # factor on the measured time of scoring
 
 
@@ -151,7 +154,14 @@ class Budget:
         per_character = (self.clock() - start) / timed.characters
         n_scored = sum(min(max_characters, len(tokens)) for tokens in splits)
         n_scored += RESERVE.report_characters if self.has_report else 0
+        n_tune = len(corpus.split("tune"))
+        if n_tune:  # a mixture is fitted to it, and scored: GPT and n-gram model
+            n_scored += n_tune + 2 * min(max_characters, len(splits[-1]))
         self.scoring_seconds = RESERVE.margin * per_character * n_scored
+        if n_tune:
+            self.scoring_seconds += RESERVE.gate_seconds
+            n_counted = min(len(corpus.split("train")), MAX_TOKENS)
+            self.scoring_seconds += RESERVE.counting_seconds * n_counted / 1e6
 
     def start(self, config: Config, step: int) -> None:
         """Begin to measure steps; call it before the first one."""

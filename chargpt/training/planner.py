@@ -85,6 +85,7 @@ class Recipe:
     trial_fraction: float = 0.05  # of the time: once trials have used it, no larger size is tried
     usable_memory: float = 0.6  # fraction: the memory of a run is an estimate
     max_epochs: int = 40
+    tune_characters: int = 20_000  # to fit a mixture to; more gain nothing
     min_block_size: int = 8
     min_evaluated: int = 12_000  # characters of the validation split per evaluation
     max_evaluated: int = 300_000

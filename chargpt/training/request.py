@@ -13,7 +13,12 @@ from chargpt.training.budget import Budget, parse_duration
 
 DEFAULT_BUDGET = "150s"
 MAX_PATH = 4096  # characters; longer is a text in place of its path
-UNPLANNED = {"seed", "text.encoding", "text.encoding_errors"}  # settings that no budget plans
+UNPLANNED = {
+    "seed",
+    "text.encoding",
+    "text.encoding_errors",
+    "text.tune_characters",
+}  # settings that no budget plans
 
 
 class StartMode(Enum):

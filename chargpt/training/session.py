@@ -4,7 +4,7 @@ import itertools
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -22,7 +22,7 @@ from chargpt.store.folder import RunFolder
 from chargpt.store.layout import has_checkpoint
 from chargpt.store.run import newest_run, open_run
 from chargpt.text import OnLoading
-from chargpt.text.corpus import load_cached, load_corpus
+from chargpt.text.corpus import Corpus, load_cached, load_corpus
 from chargpt.text.describe import warn_of_length
 from chargpt.text.source import STDIN
 from chargpt.training.budget import REPLANNING, Budget
@@ -125,6 +125,7 @@ def create_run(
     corpus = load_corpus(settings.text, content=content, progress=loading)
     planned = None
     if budget is not None:
+        settings, corpus = with_tune_split(settings, corpus, budget)
         planned = plan(settings, corpus, budget)
         settings = planned.config
     if not group.is_main:
@@ -152,6 +153,14 @@ def create_run(
         seconds = min(budget.remaining, planned_seconds)
     cost = expected_cost(trainer.config, trainer.learner, 0, seconds)
     return Session(trainer, folder, cost, budget, planned, notes)
+
+
+def with_tune_split(settings: Config, corpus: Corpus, budget: Budget) -> tuple[Config, Corpus]:
+    """Return config and text with a tune split for a mixture, unless its length is fixed."""
+    key = "text.tune_characters"
+    if key not in budget.fixed and settings.model.kind == "gpt":
+        settings = settings.with_values({key: RECIPE.tune_characters})
+    return settings, replace(corpus, tune_characters=settings.text.tune_characters)
 
 
 def with_measured_threads(settings: Config, budget: Budget | None = None) -> Config:

@@ -1,0 +1,97 @@
+"""The mixture of a run's GPT with n-gram counts, in one file of the run folder.
+
+`mixture.safetensors` holds the gate's weights and the tokens that n-grams are counted from, at most
+`ngram.MAX_TOKENS`: counting them again takes no longer than reading all counts would. It belongs to
+one checkpoint, whose step and key it holds.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+import torch
+
+from chargpt.errors import RunError
+from chargpt.files import exists, read_regular, write_atomically
+from chargpt.models import GPT
+from chargpt.models.mixture import ORDER, Mixture
+from chargpt.models.ngram import MAX_TOKENS, NGramLM
+from chargpt.store.layout import MIXTURE
+from chargpt.store.run import Run
+from chargpt.text.tokenizer import Tokens
+
+MAX_BYTES = 4 * MAX_TOKENS + 1_000_000
+
+
+def save_mixture(run: Run, mixture: Mixture, train: Tokens) -> None:
+    """Write the mixture of a run's checkpoint.
+
+    Args:
+        run: with the mixture's GPT as its model.
+        mixture: what `fit_mixture` returned.
+        train: the training split that it was given, (characters,).
+
+    Raises:
+        RunError: it cannot be written.
+    """
+    arrays = {name: tensor.cpu().numpy() for name, tensor in mixture.gate.state_dict().items()}
+    arrays["tokens"] = np.array(train[-MAX_TOKENS:])
+    arrays["step"] = np.array([run.step])
+    arrays["key"] = np.frombuffer(run.key(), np.uint8)
+    try:
+        write_atomically(run.folder / MIXTURE, safetensors.numpy.save(arrays))
+    except OSError as error:
+        raise RunError(
+            f"the mixture of {run.folder} cannot be saved ({error.strerror}); free some "
+            "space, then train again"
+        ) from None
+
+
+def has_mixture(run: Run) -> bool:
+    """Return whether a run has a mixture, be it of another checkpoint."""
+    return exists(run.folder / MIXTURE)
+
+
+def find_mixture(run: Run) -> Run | None:
+    """Return the run with the mixture in place of its GPT, None if there is none to use."""
+    try:
+        return with_mixture(run)
+    except RunError:
+        return None
+
+
+def with_mixture(run: Run) -> Run:
+    """Return the run with the mixture in place of its GPT.
+
+    Raises:
+        RunError: it has none, or that of another checkpoint, or the file is damaged.
+    """
+    path, model = run.folder / MIXTURE, run.model
+    if not has_mixture(run) or not isinstance(model, GPT):
+        raise RunError(
+            f"{run.folder} has no mixture with n-gram counts; train a run with a --budget, or with "
+            "-s text.tune_characters=20000, to its end"
+        )
+    try:
+        arrays = safetensors.numpy.load(read_regular(path, MAX_BYTES))
+        step, key, tokens = arrays.pop("step").item(), arrays.pop("key"), arrays.pop("tokens")
+        is_valid = tokens.ndim == 1 and tokens.dtype == run.tokenizer.dtype
+        if not (is_valid and 0 < len(tokens) <= MAX_TOKENS and tokens.max() < model.vocab_size):
+            raise ValueError("its tokens are not those of the run's text")
+        mixture = Mixture(model, NGramLM.fit(tokens, model.vocab_size, model.block_size, ORDER))
+        gate = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        if not all(tensor.isfinite().all() for tensor in gate.values()):
+            raise ValueError("a weight of its gate is not finite")
+        mixture.gate.load_state_dict(gate)
+    except (OSError, ValueError, KeyError, RuntimeError, safetensors.SafetensorError) as error:
+        reason = str(error).partition("\n")[0]
+        raise RunError(
+            f"{path} cannot be used ({reason:.200}); use the run without --mixture"
+        ) from None
+    if key.tobytes() != run.key():
+        raise RunError(
+            f"the mixture of {run.folder} is that of step {step:,}, not of step {run.step:,}; use "
+            "that checkpoint, or train the run to its end"
+        )
+    return replace(run, model=mixture.to(model.device).eval())

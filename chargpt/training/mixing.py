@@ -1,0 +1,123 @@
+"""Fitting the gate of a mixture to text that neither the GPT nor the counts have seen.
+
+Shapes in this file: N = characters, K = n-gram orders.
+"""
+
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from chargpt.errors import WorkError
+from chargpt.inference.windows import full_windows
+from chargpt.models import GPT
+from chargpt.models.base import eval_mode
+from chargpt.models.mixture import ORDER, Mixture
+from chargpt.models.ngram import NGramLM
+from chargpt.store.mixture import save_mixture
+from chargpt.store.run import Run
+from chargpt.text.corpus import Corpus
+from chargpt.text.tokenizer import Tokens
+from chargpt.training.adamw import AdamW
+
+STEPS, BATCH_SIZE, LR = 100, 2048, 0.05
+L2 = 3.0  # penalty on the squared weights, divided by the number of characters
+INITIAL_SCALE = 0.3  # of the default initial weights: nearly equal weights for all components
+MIN_DEVIATION = 0.1  # of a gate input; a smaller one is noise
+ROWS = 16  # of a forward pass
+MIN_CHARACTERS = 100  # to fit to
+
+
+def add_mixture(run: Run, corpus: Corpus) -> Run | None:
+    """Fit the mixture of a run's GPT to the tune split and save it with the run.
+
+    Returns:
+        The run with the mixture in place of its GPT; None if its text has no tune split, or it is
+        no GPT.
+
+    Raises:
+        WorkError: the GPT's predictions are not finite.
+        RunError: the mixture cannot be saved.
+    """
+    train, tune = corpus.split("train"), corpus.split("tune")
+    if not isinstance(run.model, GPT) or len(tune) < MIN_CHARACTERS:
+        return None
+    mixture = fit_mixture(run.model, train, tune)
+    save_mixture(run, mixture, train)
+    return replace(run, model=mixture)
+
+
+def fit_mixture(gpt: GPT, train: Tokens, tune: Tokens) -> Mixture:
+    """Return the mixture of a GPT and the n-gram counts of its training text.
+
+    Args:
+        gpt: on its device.
+        train: training split, (characters,).
+        tune: text that is not in the training split, at least 2 characters.
+
+    Raises:
+        WorkError: the GPT's predictions are not finite.
+    """
+    ngram = NGramLM.fit(train, gpt.vocab_size, gpt.block_size, ORDER)
+    mixture = Mixture(gpt, ngram.to(gpt.device)).to(gpt.device).eval()
+    found = []
+    with eval_mode(mixture), torch.no_grad():
+        for rows, _ in full_windows(tune, gpt.block_size):
+            parts = torch.split(torch.from_numpy(rows.astype("int64")), ROWS)
+            found += [_components(mixture, part.to(gpt.device)) for part in parts]
+    inputs, log_probs = (torch.cat(parts).cpu() for parts in zip(*found, strict=True))
+    if not inputs.isfinite().all():
+        raise WorkError("the model's loss is not finite: its weights are too large; use another")
+    fit_gate(mixture.gate, inputs, log_probs)
+    return mixture
+
+
+def _components(mixture: Mixture, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gate's inputs, (N, 2 K), and each component's log-probabilities, (N, 1 + K).
+
+    The log-probabilities are those of the characters that follow in rows (B, T + 1).
+    """
+    tokens, targets = rows[:, :-1], rows[:, 1:, None]
+    contexts = mixture.ngram.contexts(tokens)
+    log_probs = mixture.gpt(tokens).float().log_softmax(dim=-1)  # (B, T, V)
+    found = [log_probs.gather(-1, targets)]
+    found += [probs.gather(-1, targets).log() for probs in mixture.ngram.iter_probs(contexts)]
+    inputs = mixture.gate_inputs(log_probs, contexts)
+    return inputs.flatten(0, 1), torch.cat(found, dim=-1).flatten(0, 1)
+
+
+def fit_gate(gate: nn.Sequential, inputs: Tensor, log_probs: Tensor) -> None:
+    """Fit a gate, in place, so that the mixture's loss on these characters is smallest.
+
+    Args:
+        gate: two linear layers.
+        inputs: shape (N, 2 K).
+        log_probs: of each component for the character that follows, (N, 1 + K).
+    """
+    first, last = cast("nn.Linear", gate[0]), cast("nn.Linear", gate[-1])
+    mean, deviation = inputs.mean(dim=0), inputs.std(dim=0, correction=0) + MIN_DEVIATION
+    device, n_characters = first.weight.device, len(inputs)
+    gate.cpu()  # so that every device fits the same bits
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for layer in (first, last):
+            bound = INITIAL_SCALE / layer.in_features**0.5
+            layer.weight.uniform_(-bound, bound, generator=generator)
+            layer.bias.zero_()
+    scaled = (inputs - mean) / deviation
+    parameters = dict(gate.named_parameters())
+    optimizer = AdamW(parameters, LR, weight_decay=0.0)
+    for step in range(STEPS):
+        batch = torch.randint(n_characters, (BATCH_SIZE,), generator=generator)
+        mixed = torch.logsumexp(gate(scaled[batch]).log_softmax(dim=-1) + log_probs[batch], dim=-1)
+        squares = torch.stack([parameter.square().sum() for parameter in parameters.values()])
+        gate.zero_grad()
+        objective = L2 / n_characters * squares.sum() - mixed.mean()
+        objective.backward()  # type: ignore[no-untyped-call]
+        optimizer.step(step, 1 - step / STEPS)
+    gate.zero_grad()
+    with torch.no_grad():  # the scaling becomes part of the first layer
+        first.weight.div_(deviation)
+        first.bias.sub_(first.weight @ mean)
+    gate.to(device).requires_grad_(False)

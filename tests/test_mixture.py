@@ -1,0 +1,359 @@
+"""The mixture of a GPT with n-gram counts: its formula, its fit, its file, and the commands."""
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+from conftest import REPOSITORY, Cli, refusal, run_cli
+
+import chargpt
+from chargpt.config import ModelConfig, TextConfig
+from chargpt.inference.decoders import build_decoder
+from chargpt.inference.evaluation import evaluate_tokens
+from chargpt.models import GPT
+from chargpt.models.mixture import ORDER, Mixture
+from chargpt.models.ngram import NGramLM
+from chargpt.store.layout import MIXTURE
+from chargpt.store.mixture import with_mixture
+from chargpt.text.corpus import load_corpus
+from chargpt.training.mixing import fit_mixture
+
+VOCAB_SIZE, BLOCK_SIZE = 12, 16
+SETTINGS = {
+    "text.tune_characters": 800,
+    "train.max_steps": 40,
+    "train.batch_size": 4,
+    "train.evaluate_every": 20,
+    "train.save_every": 20,
+    "train.evaluate_characters": 1000,
+    "model.n_layer": 1,
+    "model.n_embd": 32,
+    "model.block_size": 32,
+    "train.sample_every": 0,
+    "device": "cpu",
+    "dtype": "float32",
+}
+WORDS = [word for key, value in SETTINGS.items() for word in ("-s", f"{key}={value}")]
+
+
+def random_gpt(seed: int = 0) -> GPT:
+    torch.manual_seed(seed)
+    config = ModelConfig(n_layer=2, n_head=2, n_embd=16, block_size=BLOCK_SIZE)
+    gpt = GPT(config, VOCAB_SIZE).eval()
+    for parameter in gpt.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return gpt
+
+
+def random_mixture() -> tuple[Mixture, np.ndarray]:
+    """Return a mixture with a random gate, and the text that its n-grams were counted from."""
+    text = np.random.default_rng(0).integers(0, VOCAB_SIZE, 300) // 3
+    mixture = Mixture(random_gpt(), NGramLM.fit(text, VOCAB_SIZE, BLOCK_SIZE, 4)).eval()
+    for parameter in mixture.gate.parameters():
+        torch.nn.init.normal_(parameter)
+    return mixture, text
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train a small run with a mixture once for all the tests that only read it."""
+    folder = tmp_path_factory.mktemp("trained")
+    shutil.copy(REPOSITORY / "data" / "lighthouse.txt", folder / "novel.txt")
+    environment = {"CHARGPT_CACHE": str(folder / "c")}
+    done = run_cli("train", "novel.txt", *WORDS, "--out", "run", cwd=folder, **environment)
+    assert done.returncode == 0, done.stderr
+    assert f"gpt + {ORDER}-gram" in done.stdout
+    return folder / "run"
+
+
+@pytest.fixture
+def run_of(trained: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The trained run, with its text in the cache."""
+    monkeypatch.setenv("CHARGPT_CACHE", str(trained.parent / "c"))
+    return trained
+
+
+# -- the model ----------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def test_probabilities_are_the_gate_s_average_of_all_components() -> None:
+    mixture, text = random_mixture()
+    tokens = torch.from_numpy(text[None, :BLOCK_SIZE])
+    log_probs = mixture.gpt(tokens).log_softmax(-1)
+    contexts = mixture.ngram.contexts(tokens)
+    weights = mixture.gate(mixture.gate_inputs(log_probs, contexts)).softmax(-1)
+    expected = weights[..., :1] * log_probs.exp()
+    for k in range(1, 5):
+        # an order's own model: the n-gram model cut off after that order
+        lower = NGramLM(VOCAB_SIZE, BLOCK_SIZE, list(mixture.ngram.ordered()[:k]))
+        expected += weights[..., k : k + 1] * lower.probs(tokens)
+    probs = mixture(tokens).exp()
+    assert torch.allclose(probs, expected, atol=1e-6)
+    assert torch.allclose(probs.sum(-1), torch.ones(1, BLOCK_SIZE))
+
+
+@torch.inference_mode()
+def test_the_gate_sees_how_much_the_counts_know_and_how_certain_the_gpt_is() -> None:
+    text = np.array([0, 1, 0, 1, 0, 2, 3, 3])  # after 0: 1, 1, 2; 01 is followed by 0 alone
+    mixture = Mixture(random_gpt(), NGramLM.fit(text, VOCAB_SIZE, BLOCK_SIZE, 3))
+    tokens = torch.tensor([[0, 1, 7]])
+    log_probs = mixture.gpt(tokens).log_softmax(-1)
+    inputs = mixture.gate_inputs(log_probs, mixture.ngram.contexts(tokens))[0]
+    probs = log_probs[0].double().exp()
+    assert inputs[:, 0].tolist() == pytest.approx((-(probs * probs.log()).sum(-1)).tolist())
+    assert inputs[:, 1].tolist() == pytest.approx(log_probs[0].amax(-1).tolist())
+    followers = inputs[:, 2::2].exp() - 1  # by position and order: distinct tokens after it
+    assert followers.round().tolist() == [[2, 0], [1, 1], [0, 0]]
+    assert inputs[2, 3::2].tolist() == [1, 1], "an unseen context backs off entirely"
+
+
+@pytest.mark.parametrize("num_streams", [1, 3])
+def test_decoding_predicts_what_the_forward_pass_does(num_streams: int) -> None:
+    mixture, text = random_mixture()
+    with torch.inference_mode():
+        cache = mixture.new_cache(1)
+        prompt = torch.from_numpy(text[None, :5])
+        first = mixture(prompt, cache)
+        assert torch.allclose(first, mixture(prompt), atol=1e-5)
+        decoder = build_decoder(mixture, num_streams, cache)
+        streams = np.stack([text[5 + i : 16 + i] for i in range(num_streams)])
+        stepped = np.stack([decoder.step(streams[:, t]) for t in range(11)], axis=1)
+        rows = torch.from_numpy(np.hstack([np.tile(text[:5], (num_streams, 1)), streams]))
+        assert np.allclose(stepped, mixture(rows)[:, 5:].numpy(), atol=1e-4)
+
+
+def test_the_counts_keep_their_context_when_the_cache_is_full() -> None:
+    mixture, text = random_mixture()
+    with torch.no_grad():
+        for parameter in mixture.gate.parameters():
+            parameter.zero_()
+        mixture.gate[-1].bias[1:] = 100.0  # the counts alone, which do not depend on the GPT
+    decoder = build_decoder(mixture, 1)
+    stepped = [decoder.step(text[t : t + 1])[0] for t in range(3 * BLOCK_SIZE)]
+    expected = np.mean([p.numpy() for p in _order_probs(mixture, text[: 3 * BLOCK_SIZE])], axis=0)
+    assert np.allclose(np.exp(stepped), expected, atol=1e-5)
+
+
+def _order_probs(mixture: Mixture, text: np.ndarray) -> list[torch.Tensor]:
+    contexts = mixture.ngram.contexts(torch.from_numpy(text[None]))
+    return [probs[0].clone() for probs in mixture.ngram.iter_probs(contexts)]
+
+
+# -- the fit ------------------------------------------------------------------------------------
+
+
+def test_a_fitted_mixture_is_better_than_each_of_its_components(run_of: Path) -> None:
+    run = chargpt.load_run(run_of, device="cpu")
+    corpus = run.corpus()
+    assert isinstance(run.model, GPT)
+    mixture = fit_mixture(run.model, corpus.split("train"), corpus.split("tune"))
+    val = corpus.split("val")
+    losses = [
+        evaluate_tokens(model, val).nats_per_char for model in (mixture, run.model, mixture.ngram)
+    ]
+    assert losses[0] < min(losses[1:]) - 0.01
+    again = fit_mixture(run.model, corpus.split("train"), corpus.split("tune"))
+    for one, other in zip(mixture.gate.parameters(), again.gate.parameters(), strict=True):
+        assert torch.equal(one, other), "the fit does not repeat"
+
+
+@pytest.mark.parametrize("informed", ["gpt", "counts"])
+def test_the_gate_trusts_the_component_that_predicts_the_tune_split(informed: str) -> None:
+    generator = np.random.default_rng(1)
+    known, other = (np.tile(generator.permutation(VOCAB_SIZE), 60) for _ in range(2))
+    gpt = random_gpt()
+    if informed == "gpt":  # an untrained one is uniform: better than counts of another text
+        torch.nn.init.zeros_(gpt.head.weight)
+    mixture = fit_mixture(gpt, other if informed == "gpt" else known, known[:200])
+    with torch.inference_mode():
+        tokens = torch.from_numpy(known[None, 100 : 100 + BLOCK_SIZE])
+        contexts = mixture.ngram.contexts(tokens)
+        inputs = mixture.gate_inputs(mixture.gpt(tokens).log_softmax(-1), contexts)
+        weights = mixture.gate(inputs).softmax(-1)[0, 8:].mean(0)
+    n_uniform = 2  # components: the GPT, and the counts of order 1
+    assert weights[:n_uniform].sum() > 0.8 if informed == "gpt" else weights[0] < 0.1
+
+
+def test_the_tune_split_is_the_start_of_the_text_and_is_not_trained_on(verse: Path) -> None:
+    settings = TextConfig(path=str(verse), tune_characters=500)
+    corpus, plain = load_corpus(settings), load_corpus(TextConfig(path=str(verse)))
+    tune, train = corpus.split("tune"), corpus.split("train")
+    assert np.array_equal(np.concatenate((tune, train)), plain.split("train"))
+    assert len(tune) == 500
+    assert np.array_equal(corpus.split("val"), plain.split("val"))
+    assert len(plain.split("tune")) == 0
+    longest = load_corpus(TextConfig(path=str(verse), tune_characters=10**6))
+    assert len(longest.split("tune")) == int(0.03 * corpus.tokens.size)
+
+
+# -- the file -----------------------------------------------------------------------------------
+
+
+def test_a_saved_mixture_predicts_the_same_bits(run_of: Path) -> None:
+    run = chargpt.load_run(run_of, device="cpu")
+    corpus = run.corpus()
+    assert isinstance(run.model, GPT)
+    fitted = fit_mixture(run.model, corpus.split("train"), corpus.split("tune"))
+    loaded = with_mixture(run).model
+    tokens = torch.from_numpy(corpus.split("val")[None, :32].astype(np.int64))
+    with torch.inference_mode():
+        assert torch.equal(fitted(tokens), loaded(tokens))
+
+
+def change_gate(arrays: dict[str, Any]) -> None:
+    arrays["0.weight"] = arrays["0.weight"] * math.nan
+
+
+def change_tokens(arrays: dict[str, Any]) -> None:
+    arrays["tokens"] = arrays["tokens"] + 200
+
+
+def drop_tokens(arrays: dict[str, Any]) -> None:
+    arrays["tokens"] = arrays["tokens"][:0]
+
+
+def square_tokens(arrays: dict[str, Any]) -> None:
+    arrays["tokens"] = arrays["tokens"][:100].reshape(10, 10)
+
+
+def float_tokens(arrays: dict[str, Any]) -> None:
+    arrays["tokens"] = arrays["tokens"].astype(np.float32)
+
+
+def negative_tokens(arrays: dict[str, Any]) -> None:
+    arrays["tokens"] = -1 - arrays["tokens"].astype(np.int64)
+
+
+def change_shape(arrays: dict[str, Any]) -> None:
+    arrays["2.bias"] = arrays["2.bias"][:3]
+
+
+def drop_key(arrays: dict[str, Any]) -> None:
+    del arrays["key"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *(change_gate, change_tokens, drop_tokens, square_tokens, float_tokens, negative_tokens),
+        *(change_shape, drop_key),
+    ],
+)
+def test_a_damaged_mixture_is_one_sentence(
+    run_of: Path, cli: Cli, damage: Callable[[dict[str, Any]], None]
+) -> None:
+    shutil.copytree(run_of, "run")
+    path = Path("run", MIXTURE)
+    arrays = safetensors.numpy.load(path.read_bytes())
+    damage(arrays)
+    path.write_bytes(safetensors.numpy.save(arrays))
+    message = refusal(cli("sample", "run", "--mixture"))
+    assert "mixture.safetensors" in message
+    assert "without --mixture" in message
+    assert cli("sample", "run", "-n", 20).returncode == 0
+    shown = cli("evaluate", "run")
+    assert shown.returncode == 0
+    assert "mixture.safetensors" in shown.stderr
+    assert "gram" not in shown.stdout
+
+
+def test_a_truncated_or_foreign_mixture_is_one_sentence(run_of: Path, cli: Cli) -> None:
+    shutil.copytree(run_of, "run")
+    path = Path("run", MIXTURE)
+    for content in (path.read_bytes()[:1000], b"", b"x" * 50_000_000):
+        path.write_bytes(content)
+        assert "mixture.safetensors" in refusal(cli("score", "run", path, "--mixture"))
+
+
+def test_the_mixture_belongs_to_one_checkpoint(run_of: Path, cli: Cli) -> None:
+    shutil.copytree(run_of, "run")
+    message = refusal(cli("sample", "run", "--mixture", "--checkpoint", "20"))
+    assert "is that of step 40, not of step 20" in message
+    resumed = cli("train", "--resume", "run", "-s", "train.max_steps=60")
+    assert resumed.returncode == 0, resumed.stderr
+    best = json.loads(cli("evaluate", "run", "--json").stdout)
+    assert best["steps"] == 60, "the run no longer improved: the test needs another length"
+    assert best["mixture"]["nats_per_char"] < best["nats_per_char"]
+
+
+def test_a_run_without_a_mixture_says_how_to_get_one(verse: Path, cli: Cli) -> None:
+    words = [word.replace("tune_characters=800", "tune_characters=0") for word in WORDS]
+    done = cli("train", verse, *words, "--out", "plain")
+    assert done.returncode == 0, done.stderr
+    assert "gram" in done.stdout
+    assert f"gpt + {ORDER}-gram" not in done.stdout
+    assert not Path("plain", MIXTURE).exists()
+    message = refusal(cli("sample", "plain", "--mixture"))
+    assert "text.tune_characters" in message
+    bigram = cli("train", verse, *WORDS, "-c", "bigram", "--out", "bigram")
+    assert bigram.returncode == 0, bigram.stderr
+    assert "has no mixture" in refusal(cli("sample", "bigram", "--mixture"))
+
+
+def test_replacing_a_run_removes_its_mixture(run_of: Path, verse: Path, cli: Cli) -> None:
+    shutil.copytree(run_of, "run")
+    words = [word.replace("tune_characters=800", "tune_characters=0") for word in WORDS]
+    assert cli("train", verse, *words, "--out", "run", "--force").returncode == 0
+    assert not Path("run", MIXTURE).exists()
+
+
+# -- the commands -------------------------------------------------------------------------------
+
+
+def test_evaluate_and_compare_show_the_mixture_beside_the_gpt(run_of: Path, cli: Cli) -> None:
+    shown = cli("evaluate", run_of)
+    rows = [line for line in shown.stdout.splitlines() if "gpt" in line]
+    assert len(rows) == 2
+    assert f"gpt + {ORDER}-gram" in rows[1]
+    measured = json.loads(cli("evaluate", run_of, "--json").stdout)
+    assert f"{measured['mixture']['nats_per_char']:.4f}" in rows[1]
+    assert f"{measured['nats_per_char']:.4f}" in rows[0], "the GPT's own figure is not in its place"
+    compared = json.loads(cli("compare", run_of, "--json").stdout)["rows"]
+    assert [row["model"] for row in compared] == ["run", f"run + {ORDER}-gram"]
+    assert compared[1]["nats_per_char"] == pytest.approx(measured["mixture"]["nats_per_char"])
+
+
+def test_the_mixture_samples_scores_and_compresses_better(run_of: Path, cli: Cli) -> None:
+    mixed = with_mixture(chargpt.load_run(run_of, device="cpu"))
+    assert chargpt.sample(mixed, length=50, seed=3) == chargpt.sample(mixed, length=50, seed=3)
+    sampled = json.loads(cli("sample", run_of, "--mixture", "--seed", 3, "-n", 50, "--json").stdout)
+    assert sampled["samples"] == chargpt.sample(mixed, length=50, seed=3)
+    text = run_of.parent / "novel.txt"
+    chapter = Path("chapter.txt")
+    chapter.write_text(text.read_text(encoding="utf-8")[-2000:], encoding="utf-8")
+    bits = [
+        json.loads(cli("score", run_of, chapter, *option, "--json").stdout)["bits_per_char"]
+        for option in ([], ["--mixture"])
+    ]
+    assert bits[1] < bits[0] - 0.2
+    for option, name in (([], "plain.cgpt"), (["--mixture"], "mixed.cgpt")):
+        assert cli("compress", run_of, chapter, name, *option).returncode == 0
+        assert cli("decompress", run_of, name, "back.txt", "--force").returncode == 0
+        assert Path("back.txt").read_bytes() == chapter.read_bytes()
+    assert Path("mixed.cgpt").stat().st_size < 0.95 * Path("plain.cgpt").stat().st_size
+
+
+def test_a_budget_leaves_characters_for_the_mixture(verse: Path, cli: Cli) -> None:
+    done = cli("train", verse, "--budget", "5s", "--out", "run", "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    assert f"gpt + {ORDER}-gram" in done.stdout
+    assert "--mixture uses it" in " ".join(done.stdout.split())
+    assert chargpt.load_run("run").config.text.tune_characters == 20_000
+    plain = cli("train", verse, "--budget", "5s", "-s", "text.tune_characters=0", "--out", "plain")
+    assert plain.returncode == 0, plain.stderr
+    assert f"gpt + {ORDER}-gram" not in plain.stdout
+
+
+def test_train_in_python_fits_the_mixture(verse: Path, tmp_path: Path) -> None:
+    run = chargpt.train(verse, settings=SETTINGS, out=tmp_path / "run")
+    mixed = chargpt.with_mixture(run)
+    gain = chargpt.evaluate(run).nats_per_char - chargpt.evaluate(mixed).nats_per_char
+    assert gain > 0.2
