@@ -17,6 +17,7 @@ import chargpt
 from chargpt.config import ModelConfig, TextConfig
 from chargpt.inference.decoders import build_decoder
 from chargpt.inference.evaluation import evaluate_tokens
+from chargpt.inference.windows import even_spans
 from chargpt.models import GPT
 from chargpt.models.mixture import ORDER, Mixture
 from chargpt.models.ngram import NGramLM
@@ -145,6 +146,31 @@ def test_the_counts_keep_their_context_when_the_cache_is_full() -> None:
 def _order_probs(mixture: Mixture, text: np.ndarray) -> list[torch.Tensor]:
     contexts = mixture.ngram.contexts(torch.from_numpy(text[None]))
     return [probs[0].clone() for probs in mixture.ngram.iter_probs(contexts)]
+
+
+@pytest.mark.parametrize("limit", [None, 64])
+@torch.inference_mode()
+def test_counts_keep_the_context_before_a_block(limit: int | None) -> None:
+    mixture, text = random_mixture()
+    tokens = text[:150]
+    n_before, spacing = mixture.lookback, BLOCK_SIZE
+    firsts = range(0, len(tokens) - 1, spacing)
+    if limit is not None:
+        firsts = (even_spans(len(tokens) - 1, spacing, limit)[0]).tolist()
+        assert len(firsts) == limit // BLOCK_SIZE
+    losses = []
+    for first in firsts:
+        before = [-1] * max(0, n_before - first) + list(tokens[max(0, first - n_before) : first])
+        block = torch.tensor(tokens[first : first + spacing + 1])[None]
+        log_probs = mixture(block[:, :-1], before=torch.tensor([before]))
+        losses += (-log_probs.gather(-1, block[:, 1:, None])).flatten().tolist()
+    measured = evaluate_tokens(mixture, tokens, max_characters=limit)
+    assert measured.characters == len(losses)
+    assert measured.nats_per_char == pytest.approx(np.mean(losses), abs=1e-5)
+    mixture.lookback = 0
+    assert evaluate_tokens(mixture, tokens).nats_per_char != pytest.approx(
+        np.mean(losses), abs=1e-3
+    )
 
 
 # -- the fit ------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from chargpt.text.describe import compare_splits
 MIN_RISE = 0.02  # nats above the best validation loss that count as over-fitting, not noise
 LAST_STEPS = 10  # whose mean is the last training loss
 MIXTURE = f"gpt + {ORDER}-gram"
+MIN_GAIN = 0.005  # nats by which a mixture is better; both are measured on the same characters
 MIN_GAP = 0.3  # nats of generalisation gap that are reported
 
 
@@ -100,8 +101,11 @@ def summarize(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]])
     if scores.mixture is not None:
         parts = {"gpt": val_loss, NGRAM: scores.baselines[NGRAM]}
         better = min(parts, key=parts.__getitem__)
-        difference = describe_difference(scores.mixture, better, parts[better])
-        sentences.append(f"The mixture of both is {difference}; --mixture uses it.")
+        gain = parts[better] - scores.mixture.nats_per_char
+        verdict = f"{gain:.3f} nats better than" if gain >= MIN_GAIN else "no better than"
+        sentences.append(
+            f"The mixture of gpt and n-gram counts is {verdict} the {better}; --mixture uses it."
+        )
     if scores.split_warning is not None:
         sentences.append(f"{scores.split_warning[0].upper()}{scores.split_warning[1:]}.")
     uniform = scores.baselines["uniform"]

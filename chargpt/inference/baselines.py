@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from chargpt.errors import TextError
-from chargpt.inference.windows import even_spans
+from chargpt.inference.windows import even_spans, spans
 from chargpt.models.ngram import ORDER, NGramLM
 from chargpt.text.corpus import Corpus
 from chargpt.text.statistics import PairCounts
@@ -57,7 +57,7 @@ class Baselines:
                 "text.val_fraction or text.test_fraction"
             )
         starts, length = even_spans(n_inputs, span or n_inputs, max_characters)
-        rows = _spans(tokens, starts - (ORDER - 2), length + ORDER - 2)  # with earlier context
+        rows = spans(tokens, starts - (ORDER - 2), length + ORDER - 2)  # with earlier context
         first, second = rows[:, ORDER - 2 : -1].ravel(), rows[:, ORDER - 1 :].ravel()
         counts = self.token_counts + UNIGRAM_ALPHA
         return {
@@ -73,12 +73,6 @@ class Baselines:
 def fit_ngram(corpus: Corpus) -> NGramLM:
     """Return an n-gram model fitted to a corpus's training split."""
     return NGramLM.fit(corpus.split("train"), corpus.tokenizer.vocab_size, MAX_BLOCK_SIZE)
-
-
-def _spans(tokens: Tokens, starts: Tokens, length: int) -> Tokens:
-    """Return length + 1 tokens from each start, (spans, length + 1); -1 before the first token."""
-    index = starts[:, None] + np.arange(length + 1)
-    return np.where(index < 0, -1, tokens[index.clip(min=0)].astype(np.int64))
 
 
 def bigram_log_probs(fitted: PairCounts, first: Tokens, second: Tokens, alpha: float) -> Floats:

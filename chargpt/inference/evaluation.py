@@ -187,6 +187,7 @@ def evaluate_tokens(
         max_characters=max_characters,
         span=span,
         seed=seed,
+        lookback=model.lookback,
     )
     total = len(tokens) - 1
     if protocol == "nanogpt":
@@ -225,7 +226,11 @@ def iter_log_probs(
     """
     with eval_mode(model):
         for windows in protocol_windows(
-            tokens, model.block_size, protocol, max_characters=max_characters
+            tokens,
+            model.block_size,
+            protocol,
+            max_characters=max_characters,
+            lookback=model.lookback,
         ):
             for logits, targets in _iter_logits(model, windows):
                 yield logits.log_softmax(dim=-1), targets
@@ -273,13 +278,14 @@ def _iter_logits(
     model: LanguageModel, windows: Windows, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield logits (B, L, V) and targets (B, L) of one forward pass after another."""
-    rows, n_context = windows
-    device, length = model.device, rows.shape[1] - 1
+    rows, n_context, n_before = windows
+    device, length = model.device, rows.shape[1] - 1 - n_before
     max_characters = MAX_CPU_CALL_CHARACTERS if device.type == "cpu" else MAX_CALL_CHARACTERS
     n_rows = min(MAX_LOGITS_BYTES // (4 * length * model.vocab_size), max_characters // length)
     step = max(1, n_rows)
     for first in range(0, len(rows), step):
         tokens = torch.from_numpy(rows[first : first + step].astype(np.int64)).to(device)
         with torch.autocast(device.type, dtype, enabled=dtype == torch.bfloat16):
-            logits = model(tokens[:, :-1])  # (B, length, V)
-        yield logits[:, n_context:].float(), tokens[:, 1 + n_context :]
+            before, inputs = tokens[:, :n_before], tokens[:, n_before:-1]
+            logits = model(inputs, before=before) if n_before else model(inputs)  # (B, length, V)
+        yield logits[:, n_context:].float(), tokens[:, n_before + 1 + n_context :]

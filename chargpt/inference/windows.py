@@ -4,7 +4,7 @@ Shapes in this file: B = windows, T = block size, S = stride.
 """
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -13,8 +13,17 @@ from chargpt.text.batches import Batches
 from chargpt.text.tokenizer import Counts, Tokens
 
 Protocol = Literal["full", "sliding", "nanogpt"]
-Windows = tuple[Tokens, int]  # (B, length + 1) tokens; leading targets that are not scored
 
+
+class Windows(NamedTuple):
+    """Windows of equal length."""
+
+    rows: Tokens  # (B, n_before + length + 1)
+    n_context: int = 0  # leading targets that are not scored
+    n_before: int = 0  # tokens before the window, which the model's counts may read; -1: none
+
+
+COPIED_ROWS = 4096  # at once, of windows with tokens before them
 NANOGPT_BATCHES, NANOGPT_ROWS, NANOGPT_BLOCK = 200, 64, 256
 
 
@@ -27,10 +36,14 @@ def protocol_windows(
     max_characters: int | None = None,
     span: int | None = None,
     seed: int = 1337,
+    lookback: int = 0,
 ) -> Iterator[Windows]:
-    """Yield the windows of a protocol; its arguments are those of `evaluate_tokens`."""
+    """Yield the windows of a protocol; its arguments are those of `evaluate_tokens`.
+
+    `lookback` is the model's: under `full`, windows have so many tokens before them.
+    """
     if protocol == "full":
-        return full_windows(tokens, block_size, max_characters, span)
+        return full_windows(tokens, block_size, max_characters, span, lookback)
     if protocol == "sliding":
         return sliding_windows(tokens, block_size, stride)
     assert protocol == "nanogpt"
@@ -38,21 +51,30 @@ def protocol_windows(
 
 
 def full_windows(
-    tokens: Tokens, block_size: int, max_characters: int | None = None, span: int | None = None
+    tokens: Tokens,
+    block_size: int,
+    max_characters: int | None = None,
+    span: int | None = None,
+    lookback: int = 0,
 ) -> Iterator[Windows]:
     """Yield non-overlapping blocks of T inputs and a shorter last one, or those of `even_spans`."""
     n_inputs = len(tokens) - 1
     starts, length = even_spans(n_inputs, span or block_size, max_characters)
     if length < n_inputs:
-        rows = _all_windows(tokens, length)[starts]
+        rows = spans(tokens, starts - lookback, lookback + length)
         for first in range(0, length, block_size):
-            yield rows[:, first : first + block_size + 1], 0
+            yield Windows(rows[:, first : first + lookback + block_size + 1], 0, lookback)
         return
     n_blocks = n_inputs // block_size
-    if n_blocks:
-        yield _all_windows(tokens, block_size)[::block_size], 0
+    if n_blocks and not lookback:
+        yield Windows(_all_windows(tokens, block_size)[::block_size])
+    elif n_blocks:
+        starts = np.arange(n_blocks) * block_size - lookback
+        for some in np.split(starts, range(COPIED_ROWS, n_blocks, COPIED_ROWS)):
+            yield Windows(spans(tokens, some, lookback + block_size), 0, lookback)
     if n_inputs % block_size:
-        yield tokens[None, n_blocks * block_size :], 0
+        start = n_blocks * block_size - lookback
+        yield Windows(spans(tokens, np.array([start]), len(tokens) - 1 - start), 0, lookback)
 
 
 def even_spans(n_inputs: int, span: int, max_characters: int | None) -> tuple[Counts, int]:
@@ -86,15 +108,15 @@ def sliding_windows(
             f"stride {stride} is not between 1 and the block size; choose 1 to {block_size}"
         )
     n_inputs = len(tokens) - 1
-    yield tokens[None, : block_size + 1], 0
+    yield Windows(tokens[None, : block_size + 1])
     if n_inputs <= block_size:
         return
     further = _all_windows(tokens, block_size)[stride::stride]
     if len(further):
-        yield further, block_size - stride
+        yield Windows(further, block_size - stride)
     rest = (n_inputs - block_size) % stride
     if rest:
-        yield tokens[None, -block_size - 1 :], block_size - rest
+        yield Windows(tokens[None, -block_size - 1 :], block_size - rest)
 
 
 def nanogpt_windows(tokens: Tokens, block_size: int, seed: int) -> Iterator[Windows]:
@@ -110,7 +132,13 @@ def nanogpt_windows(tokens: Tokens, block_size: int, seed: int) -> Iterator[Wind
         )
     batches = Batches(tokens, block_size, NANOGPT_ROWS, seed)
     for index in range(NANOGPT_BATCHES):
-        yield batches.at(index).numpy(), 0
+        yield Windows(batches.at(index).numpy())
+
+
+def spans(tokens: Tokens, starts: Counts, length: int) -> Counts:
+    """Return length + 1 tokens from each start, (spans, length + 1); -1 before the first token."""
+    index = starts[:, None] + np.arange(length + 1)
+    return np.where(index < 0, -1, tokens[index.clip(min=0)].astype(np.int64))
 
 
 def _all_windows(tokens: Tokens, length: int) -> Tokens:

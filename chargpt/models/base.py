@@ -21,7 +21,10 @@ class LanguageModel(nn.Module, ABC):
     Attributes:
         vocab_size: V.
         block_size: maximum context length in tokens.
+        lookback: number of tokens before a block that `forward` also takes, as `before`.
     """
+
+    lookback = 0
 
     def __init__(self, vocab_size: int, block_size: int) -> None:
         super().__init__()

@@ -39,23 +39,32 @@ class MixtureCache(KVCache):
 class Mixture(LanguageModel):
     """A GPT, an n-gram model, and the gate that weighs them; `fit_mixture` fits it.
 
-    Its logits are log-probabilities.
+    Its logits are log-probabilities. The n-gram model's context may begin before the block.
     """
 
     def __init__(self, gpt: GPT, ngram: NGramLM) -> None:
         super().__init__(gpt.vocab_size, gpt.block_size)
         self.gpt, self.ngram = gpt, ngram
         n_orders = len(ngram.orders)
+        self.lookback = max(0, n_orders - 2)
         self.gate = nn.Sequential(
             nn.Linear(2 * n_orders, HIDDEN), nn.SiLU(), nn.Linear(HIDDEN, 1 + n_orders)
         )
 
-    def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, cache: KVCache | None = None, before: Tensor | None = None
+    ) -> Tensor:
+        """Return log-probabilities (B, T, V), as `LanguageModel.forward` does.
+
+        Without a cache, `before` (B, lookback) are the tokens before the first one, -1 for none.
+        """
         tokens = self.check_tokens(tokens, cache)
-        before = cache.contexts if isinstance(cache, MixtureCache) else None
-        contexts = self.ngram.contexts(tokens, before)
         if isinstance(cache, MixtureCache):
+            contexts = self.ngram.contexts(tokens, cache.contexts)
             cache.contexts = [ids[:, -1:] for ids in contexts]
+        else:
+            longer = tokens if before is None else torch.cat((before, tokens), dim=1)
+            contexts = [ids[:, -tokens.size(1) :] for ids in self.ngram.contexts(longer)]
         logits = self.gpt(tokens, cache)  # (B, T, V)
         with torch.autocast(tokens.device.type, enabled=False):
             return self.mix(logits.float().log_softmax(dim=-1), contexts)

@@ -38,8 +38,8 @@ class Reserve:
     report_seconds: float = 7  # of a report page, without its scoring
     report_characters: int = 40_000  # that a report page scores
     timed_characters: int = 8_000  # scored to measure the speed of scoring
-    gate_seconds: float = 0.3  # of fitting a mixture's gate
-    counting_seconds: float = 0.3  # of counting the n-grams of a mixture, per million characters
+    gate_seconds: float = 0.1  # of fitting a mixture's gate
+    counting_seconds: float = 0.25  # of counting the n-grams of a mixture, per million characters
     margin: float = 1.3  # factor on the measured time of scoring
 
 
@@ -155,8 +155,8 @@ class Budget:
         n_scored = sum(min(max_characters, len(tokens)) for tokens in splits)
         n_scored += RESERVE.report_characters if self.has_report else 0
         n_tune = len(corpus.split("tune"))
-        if n_tune:  # a mixture is fitted to it, and scored: GPT and n-gram model
-            n_scored += n_tune + 2 * min(max_characters, len(splits[-1]))
+        if n_tune:  # a mixture is fitted to it, and scored: it takes a little longer than its GPT
+            n_scored += n_tune + round(1.3 * min(max_characters, len(splits[-1])))
         self.scoring_seconds = RESERVE.margin * per_character * n_scored
         if n_tune:
             self.scoring_seconds += RESERVE.gate_seconds

@@ -63,8 +63,8 @@ def fit_mixture(gpt: GPT, train: Tokens, tune: Tokens) -> Mixture:
     mixture = Mixture(gpt, ngram.to(gpt.device)).to(gpt.device).eval()
     found = []
     with eval_mode(mixture), torch.no_grad():
-        for rows, _ in full_windows(tune, gpt.block_size):
-            parts = torch.split(torch.from_numpy(rows.astype("int64")), ROWS)
+        for rows, *_ in full_windows(tune, gpt.block_size, lookback=mixture.lookback):
+            parts = torch.split(torch.from_numpy(rows), ROWS)
             found += [_components(mixture, part.to(gpt.device)) for part in parts]
     inputs, log_probs = (torch.cat(parts).cpu() for parts in zip(*found, strict=True))
     if not inputs.isfinite().all():
@@ -76,10 +76,11 @@ def fit_mixture(gpt: GPT, train: Tokens, tune: Tokens) -> Mixture:
 def _components(mixture: Mixture, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gate's inputs, (N, 2 K), and each component's log-probabilities, (N, 1 + K).
 
-    The log-probabilities are those of the characters that follow in rows (B, T + 1).
+    The log-probabilities are those of the characters that follow in rows (B, lookback + T + 1).
     """
-    tokens, targets = rows[:, :-1], rows[:, 1:, None]
-    contexts = mixture.ngram.contexts(tokens)
+    start = mixture.lookback
+    tokens, targets = rows[:, start:-1], rows[:, start + 1 :, None]
+    contexts = [ids[:, start:] for ids in mixture.ngram.contexts(rows[:, :-1])]
     log_probs = mixture.gpt(tokens).float().log_softmax(dim=-1)  # (B, T, V)
     found = [log_probs.gather(-1, targets)]
     found += [probs.gather(-1, targets).log() for probs in mixture.ngram.iter_probs(contexts)]
