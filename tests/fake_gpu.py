@@ -6,7 +6,6 @@ fails as on CUDA: at a sync, or at a copy from the CPU. First calls can be slow,
 """
 
 import contextlib
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,8 +41,27 @@ SYNCHRONISING = {  # they return a value, or a shape that depends on values
     "aten._unique2.default",
 }
 syncs: list[str] = []  # names of the operations that synchronised
-warm: set[str] = set()  # names of the operations that ran before, if first calls are slow
-first_call_seconds = 0.0
+
+
+class Clock:
+    """The time that operations on the fake device take, by their count: the first of a name more.
+
+    Args:
+        first_seconds: of the first call of an operation; every call takes a microsecond.
+    """
+
+    def __init__(self, first_seconds: float) -> None:
+        self.first_seconds = first_seconds
+        self.now = 0.0
+        self.warm: set[str] = set()
+
+    def run(self, name: str) -> None:
+        """Let the time of a call pass."""
+        self.now += 1e-6 if name in self.warm else self.first_seconds
+        self.warm.add(name)
+
+
+clock: Clock | None = None
 
 
 class OnGPU(Tensor):
@@ -106,9 +124,8 @@ def dispatch(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         synchronises = any(is_on_gpu) and name in SYNCHRONISING
     if synchronises:
         syncs.append(name)
-    if on_gpu and first_call_seconds and name not in warm:
-        warm.add(name)
-        time.sleep(first_call_seconds)
+    if on_gpu and clock is not None:
+        clock.run(name)
     if FakeGraph.capturing is not None:
         from_cpu = on_gpu and name in COPYING and not is_on_gpu[-1] and tensors[-1].dim()
         if synchronises or from_cpu:
@@ -239,7 +256,9 @@ def enable_graphs(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     return cuda
 
 
-def slow_first_calls(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Make the first call of each operation on the fake device take `seconds`."""
-    warm.clear()
-    monkeypatch.setattr("fake_gpu.first_call_seconds", seconds)
+def slow_first_calls(monkeypatch: pytest.MonkeyPatch, seconds: float) -> Clock:
+    """Replace `time.perf_counter` by a clock of a device whose first calls take `seconds`."""
+    slow = Clock(seconds)
+    monkeypatch.setattr("fake_gpu.clock", slow)
+    monkeypatch.setattr("time.perf_counter", lambda: slow.now)
+    return slow
