@@ -895,6 +895,7 @@ def test_comparing_runs_writes_no_picture_unless_asked(trained: Path, cli: Cli) 
     before = sorted(trained.parent.rglob("*"))
     report = json.loads(cli("compare", trained, "--json").stdout)
     assert report["picture"] is None
+    assert report["baselines"]["6-gram"] < report["baselines"]["uniform"]
     assert sorted(trained.parent.rglob("*")) == before
 
 

@@ -177,7 +177,8 @@ def print_comparison(result: Comparison, plot: Path | None, *, json_: bool) -> N
         save_picture(plots.loss_curves(result.curves, result.baselines, result.title), plot)
     picture = None if plot is None else str(plot)
     if json_:
-        console.out_json({"rows": [row.as_dict() for row in result.rows], "picture": picture})
+        rows = [row.as_dict() for row in result.rows]
+        console.out_json({"rows": rows, "baselines": dict(result.baselines), "picture": picture})
         return
     print_rows(result)
     tables.side_by_side(list(result.samples), list(result.samples.values()))

@@ -1,0 +1,103 @@
+"""Benchmark of mixtures: the n-gram baseline, GPT, and both together, by text, budget and seed.
+
+    python scripts/bench/bench_mixture.py TEXT [TEXT ...] [--budgets 10s 80s 3m] [--seeds 1 2 3]
+        [--before CHECKOUT] [--json benchmarks/mixture.json]
+
+Each case is a whole `chargpt train --budget` process; its run is scored by `chargpt compare`, all
+rows on the same characters of the validation split. `--before` also trains and scores a GPT with
+the package in another checkout, right after. The record is written after each case.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from record import facts, save_record, write_record
+
+CHARGPT = [sys.executable, "-m", "chargpt"]
+SHOWN = ("6-gram", "gpt", "gpt + 8-gram", "gpt before")
+
+
+def chargpt(*words: str, checkout: Path | None = None) -> str:
+    """Run a command of this package, or of the one in another checkout; return what it prints."""
+    env = os.environ if checkout is None else {**os.environ, "PYTHONPATH": str(checkout)}
+    done = subprocess.run([*CHARGPT, *words], check=True, capture_output=True, text=True, env=env)
+    return done.stdout
+
+
+def losses_of(run: Path) -> dict[str, float]:
+    """Return the losses of a run and its baselines in nats per character, protocol full."""
+    compared = json.loads(chargpt("compare", str(run), "--json"))
+    losses: dict[str, float] = dict(compared["baselines"])
+    for row in compared["rows"]:
+        name = "gpt + 8-gram" if row["model"].endswith(" + 8-gram") else "gpt"
+        losses[name] = row["nats_per_char"]
+    return losses
+
+
+def measure(text: Path, budget: str, seed: int, before: Path | None) -> dict[str, Any]:
+    """Train and score one case."""
+    with tempfile.TemporaryDirectory() as folder:
+        run, old = Path(folder) / "run", Path(folder) / "old"
+        words = ["train", str(text), "--budget", budget, "-s", f"seed={seed}", "--out"]
+        start = time.perf_counter()
+        chargpt(*words, str(run))
+        seconds = time.perf_counter() - start
+        losses = losses_of(run)
+        if before is not None:
+            chargpt(*words, str(old), checkout=before)
+            losses["gpt before"] = losses_of(old)["gpt"]
+        steps = json.loads(chargpt("evaluate", str(run), "--json"))["steps"]
+    shown = {name: round(losses[name], 4) for name in SHOWN if name in losses}
+    case = {"text": text.stem, "budget": budget, "seed": seed}
+    return {**case, "seconds": round(seconds, 2), "steps": steps, **shown}
+
+
+def means(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the mean losses of each text and budget."""
+    cases: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        cases.setdefault((row["text"], row["budget"]), []).append(row)
+    return [
+        {
+            "text": text,
+            "budget": budget,
+            "seeds": len(same),
+            **{
+                name: round(statistics.mean(row[name] for row in same), 4)
+                for name in SHOWN
+                if name in same[0]
+            },
+        }
+        for (text, budget), same in cases.items()
+    ]
+
+
+def main() -> None:
+    """Measure every case and write the record."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("texts", type=Path, nargs="+")
+    parser.add_argument("--budgets", nargs="+", default=["10s", "80s", "3m"])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--before", type=Path, default=None)
+    parser.add_argument("--json", type=Path, default=None)
+    args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for budget in args.budgets:
+        for seed in args.seeds:
+            for text in args.texts:
+                rows.append(measure(text.absolute(), budget, seed, args.before))
+                print(rows[-1], file=sys.stderr, flush=True)
+                save_record({**facts(), "means": means(rows), "rows": rows}, args.json)
+    write_record({**facts(), "means": means(rows), "rows": rows}, args.json)
+
+
+if __name__ == "__main__":
+    main()
