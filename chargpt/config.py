@@ -95,6 +95,21 @@ class TextConfig(Section):
         """Accept `.py,.md` and `.py .md` as two suffixes."""
         return tuple(suffix for each in suffixes for suffix in re.split(r"[,\s]+", each) if suffix)
 
+    documents: str | None = None
+    """For a text made of items, such as names or poems: `lines`, `files`, or what separates them.
+    They are shuffled and never split. Null: one text in its order."""
+    seed: int = Field(1337, ge=0, lt=2**63)
+    """Of the order of the documents."""
+
+    @field_validator("documents", mode="after")
+    @classmethod
+    def unescape_separator(cls, documents: str | None) -> str | None:
+        """Accept `\\n` for a line end, and a line end for `lines`."""
+        separator = (documents or "").replace("\\n", "\n").replace("\\t", "\t")
+        if documents == "":
+            raise ValueError("expected `lines`, `files` or a separator")
+        return "lines" if separator == "\n" else separator or None
+
     val_fraction: float = Field(0.1, gt=0, lt=1)
     """Fraction of the text in the validation split, after the training split."""
     test_fraction: float = Field(0.0, ge=0, lt=1)
@@ -102,10 +117,16 @@ class TextConfig(Section):
     tune_characters: int = Field(0, ge=0)
     """Characters at the start of the text, at most 3% of it, that are left out of training to fit
     the mixture of GPT and n-gram counts; 0: no mixture. --budget chooses it."""
-    min_count: int = Field(1, ge=1)
-    """Rarer characters share one unknown token."""
+    rare: Literal["bytes", "keep", "unknown"] = "bytes"
+    """Characters rarer than `min_count`: spelled as the bytes of their UTF-8 form, kept in the
+    vocabulary, or all one unknown token."""
+    min_count: int | None = Field(None, ge=1)
+    """Count from which a character is in the vocabulary; null: 1 in a text of up to 256 different
+    characters, else a hundred-thousandth of its length."""
+    characters: str = ""
+    """Characters that are in the vocabulary whether the text has them or not."""
     unknown: Literal["error", "skip", "replace"] = "error"
-    """How prompts and other texts treat characters outside the vocabulary."""
+    """How prompts and other texts treat characters that cannot be encoded."""
 
     @model_validator(mode="after")
     def require_training_split(self) -> Self:
@@ -162,6 +183,9 @@ class ModelConfig(Section):
 class TrainConfig(Section):
     """The training loop. Intervals are in steps."""
 
+    from_run: str | None = None
+    """A run whose best weights are the start, with its model settings and characters; null: random
+    weights. --from sets it."""
     max_steps: int = Field(650, ge=1)
     """Updates in all."""
     batch_size: int = Field(16, ge=1)
@@ -201,6 +225,9 @@ class OptimConfig(Section):
     """Muon's learning rate."""
     weight_decay: float = Field(0.1, ge=0)
     """Decoupled weight decay of the matrices, times the learning rate."""
+    pull: float = Field(0.0, ge=0, lt=1)
+    """Fraction of the way back to the weights of `train.from_run` that each update goes, times the
+    schedule's factor (L2-SP): the more, the less is forgotten."""
 
 
 class ScheduleConfig(Section):
@@ -301,6 +328,8 @@ class Config(Section):
     def require_valid_device_and_batch(self) -> Self:
         if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device):
             raise ValueError(f"device {self.device!r} is not one of auto, cpu, cuda, cuda:N, mps")
+        if self.optim.pull and self.train.from_run is None:
+            raise ValueError("optim.pull is towards the weights of train.from_run; set that too")
         if self.train.batch_size % self.train.accumulate:
             raise ValueError(
                 f"train.batch_size {self.train.batch_size} must be divisible by "

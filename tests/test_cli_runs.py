@@ -92,7 +92,7 @@ def test_config_shows_one_setting_or_section_and_a_runs_values(runs: Path, cli: 
     one = cli("config", "train.max_steps", "--run", runs / "a").stdout
     assert one.startswith("train.max_steps = 6   (default 650; whole number >= 1)\n")
     section = cli("config", "optim").stdout
-    assert section.count("optim.") == 4
+    assert section.count("optim.") == 5
     assert "did you mean model.n_layer" in refusal(cli("config", "n_layers"))
 
 

@@ -437,12 +437,12 @@ def test_texts_of_every_token_dtype_are_encoded(
 
 
 def test_rare_characters_become_the_unknown_token(write: Write) -> None:
-    corpus = load(write("abab" * 20 + "жx" + "ж"), min_count=2)
+    corpus = load(write("abab" * 20 + "жx" + "ж"), min_count=2, rare="unknown")
     assert corpus.tokenizer.characters == "abж"
-    assert corpus.unknown_fraction == pytest.approx(1 / 83)
+    assert corpus.rare_fraction == pytest.approx(1 / 83)
     assert text_of(corpus) == "abab" * 20 + "ж\ufffdж"
     wide = "".join(chr(0x4E00 + index) for index in range(400))
-    corpus = load(write(wide + "ab" * 9, "wide.txt"), min_count=2)
+    corpus = load(write(wide + "ab" * 9, "wide.txt"), min_count=2, rare="unknown")
     assert corpus.tokens.dtype == np.uint8
     assert text_of(corpus) == "\ufffd" * 400 + "ab" * 9
     assert "lower text.min_count" in error_message(write("abc", "rare.txt"), min_count=2)
@@ -527,8 +527,11 @@ def test_the_key_depends_on_encoding_and_min_count(write: Write) -> None:
         load(path, encoding="cp1251").key,
         load(path, encoding="latin-1").key,
         load(path, encoding="latin-1", min_count=2).key,
+        load(path, encoding="latin-1", min_count=2, rare="unknown").key,
     }
-    assert len(keys) == 3
+    assert len(keys) == 4
+    # what changes no token changes no key
+    assert load(path, encoding="latin-1", min_count=2, rare="keep").key in keys
     spelt = load(path, encoding="windows-1251").key
     assert spelt == load(path, encoding="cp1251", val_fraction=0.3).key
 
@@ -552,10 +555,10 @@ def test_cache_keys_and_files_have_the_version_1_format(write: Write) -> None:
         "version": 1,
         "count": 13,
         "crc32": 4084095773,
-        "unknown_count": 0,
+        "rare_count": 0,
         "tokenizer_sha256": "85715c8317cda2a348b3e2a99f6b6fa7ec8ffe7df019160692a680df74bf325f",
     }
-    rare = load(path, encoding="latin-1", min_count=2)
+    rare = load(path, encoding="latin-1", min_count=2, rare="unknown")
     assert rare.key == "76a7cac920b63533a1ee4901523ce9524fd55c314793b7805b2eebca6ca01017"
     assert rare.tokens.tolist() == [1, 1, 0, 0, 1, 1, 1, 1, 1, 1, 1, 0, 1, 1]
 

@@ -18,6 +18,7 @@ TINY = (
     "-s train.max_steps=3 -s train.batch_size=4 -s model.n_layer=2 -s model.n_head=2 "
     "-s model.n_embd=16 -s model.block_size=32 -s train.evaluate_characters=300"
 ).split()
+MIN_COUNT = ["-s", "text.min_count=3"]
 RUSSIAN = (
     "Скажи-ка, дядя, ведь не даром\n"
     "Москва, спалённая пожаром,\n"
@@ -186,9 +187,10 @@ def test_a_line_of_medium_length_is_chosen(text: str, most: int, line: str) -> N
     [
         ("ab" * 30, []),
         ("ab\n" * 30, ["-s", "model.block_size=1"]),
-        ("every word is rare: " + "aab\n" * 40, ["-s", "text.min_count=3"]),
+        ("every word is rare: " + "aab\n" * 40, [*MIN_COUNT, "-s", "text.rare=unknown"]),
+        ("\u20ac\u20ac is rare" + "aab\n" * 40, MIN_COUNT),
     ],
-    ids=["two characters", "blocks of one", "unknown characters"],
+    ids=["two characters", "blocks of one", "unknown characters", "byte tokens"],
 )
 def test_runs_with_unusual_settings_can_be_explained_and_reported(
     cli: Cli, words: str, settings: list[str]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chargpt.analysis import memorization as module
-from chargpt.analysis.memorization import LENGTHS, MIN_MATCH, OverlapReport, find_overlap
+from chargpt.analysis.memorization import LENGTHS, MIN_MATCH, find_overlap
 from chargpt.config import TextConfig
 from chargpt.text.corpus import load_corpus
 
@@ -133,10 +133,9 @@ def test_sample_check_reports_matches_and_novel_ngrams(cli: Cli) -> None:
     assert overlap["matched"] == [[0, 60]]
 
 
-def test_copied_lines_of_a_list_are_counted_across_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_items_of_a_list_are_found_across_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("chargpt.analysis.memorization.CHUNK", 7)
-    names = "anna\nbert\ncarla\ndora\n" * 3
-    corpus = load_corpus(TextConfig(), content=names)
-    report = OverlapReport([], [], corpus.tokens)
-    texts = ["bert\nanna\nanna\nbe", "carl\ndora\nann\nx"]
-    assert report.copied_lines(corpus.tokenizer, texts) == (3, 5)
+    corpus = load_corpus(TextConfig(), content="anna\nbert\ncarla\ndora\n" * 3)
+    wanted = {"bert", "anna", "carl", "dora", "ann"}
+    found = module.find_items(corpus.tokenizer, corpus.tokens, wanted, "\n")
+    assert found == {"bert", "anna", "dora"}

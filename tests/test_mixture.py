@@ -56,7 +56,7 @@ def random_gpt(seed: int = 0) -> GPT:
 def random_mixture() -> tuple[Mixture, np.ndarray]:
     """Return a mixture with a random gate, and the text that its n-grams were counted from."""
     text = np.random.default_rng(0).integers(0, VOCAB_SIZE, 300) // 3
-    mixture = Mixture(random_gpt(), NGramLM.fit(text, VOCAB_SIZE, BLOCK_SIZE, 4)).eval()
+    mixture = Mixture(random_gpt(), text, order=4).eval()
     for parameter in mixture.gate.parameters():
         torch.nn.init.normal_(parameter)
     return mixture, text
@@ -104,7 +104,7 @@ def test_probabilities_are_the_gate_s_average_of_all_components() -> None:
 @torch.inference_mode()
 def test_the_gate_sees_how_much_the_counts_know_and_how_certain_the_gpt_is() -> None:
     text = np.array([0, 1, 0, 1, 0, 2, 3, 3])  # after 0: 1, 1, 2; 01 is followed by 0 alone
-    mixture = Mixture(random_gpt(), NGramLM.fit(text, VOCAB_SIZE, BLOCK_SIZE, 3))
+    mixture = Mixture(random_gpt(), text, order=3)
     tokens = torch.tensor([[0, 1, 7]])
     log_probs = mixture.gpt(tokens).log_softmax(-1)
     inputs = mixture.gate_inputs(log_probs, mixture.ngram.contexts(tokens))[0]
@@ -289,6 +289,9 @@ def test_a_damaged_mixture_is_one_sentence(
     assert shown.returncode == 0
     assert "mixture.safetensors" in shown.stderr
     assert "gram" not in shown.stdout
+    verified = cli("verify", "run")
+    assert verified.returncode != 0
+    assert "mixture.safetensors" in verified.stdout + verified.stderr
 
 
 def test_a_truncated_or_foreign_mixture_is_one_sentence(run_of: Path, cli: Cli) -> None:
@@ -303,6 +306,7 @@ def test_the_mixture_belongs_to_one_checkpoint(run_of: Path, cli: Cli) -> None:
     shutil.copytree(run_of, "run")
     message = refusal(cli("sample", "run", "--mixture", "--checkpoint", "20"))
     assert "is that of step 40, not of step 20" in message
+    assert cli("verify", "run").returncode == 0
     resumed = cli("train", "--resume", "run", "-s", "train.max_steps=60")
     assert resumed.returncode == 0, resumed.stderr
     best = json.loads(cli("evaluate", "run", "--json").stdout)

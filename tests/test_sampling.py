@@ -175,10 +175,10 @@ def test_characters_are_sampled_with_their_probabilities():
         assert text.count(character) / 20_000 == pytest.approx(prob, abs=4 * error)
 
 
-def filtered(probs, unknown_id=None, **options):
+def filtered(probs, allowed=None, **options):
     logits = np.log([probs])
     chosen = SampleConfig(**{"temperature": 1.0} | options)
-    remaining = filter_probs(logits, chosen, unknown_id)[0]
+    remaining = filter_probs(logits, chosen, None if allowed is None else np.array([allowed]))[0]
     return (remaining / remaining.sum()).tolist()
 
 
@@ -229,8 +229,9 @@ def test_filters_apply_in_the_documented_order():
 
 
 def test_the_unknown_token_is_never_sampled():
-    assert filtered(PROBS, unknown_id=1)[1] == 0
-    assert filtered(PROBS, unknown_id=1, temperature=0) == [0, 0, 0, 1, 0]
+    allowed = [True, False, True, True, True]
+    assert filtered(PROBS, allowed)[1] == 0
+    assert filtered(PROBS, allowed, temperature=0) == [0, 0, 0, 1, 0]
     tokenizer = CharTokenizer("ab", has_unknown=True)
     model = BigramLM(3, block_size=4)
     model.table.weight.data[:, 2] = 5.0
@@ -291,27 +292,30 @@ def test_a_text_that_ends_within_a_stop_string_is_complete():
     assert text == "bcabcab"
 
 
+def pieces_of(text, **options):
+    """Return the pieces of a stream that samples a text, and whether it has ended."""
+    tokenizer = CharTokenizer.fit(text)
+    stream = sampling._Stream(tokenizer, SampleConfig(**options))
+    return [stream.push(int(token)) for token in tokenizer.encode(text)], stream.has_ended
+
+
 def test_the_stop_string_that_begins_first_ends_the_text():
-    buffer = sampling._StopBuffer(("bcd", "cd"))
-    assert [buffer.push(letter, False) for letter in "abcd"] == ["a", "", "", ""]
-    assert buffer.has_ended
+    assert pieces_of("abcd", stop=("bcd", "cd")) == (["a", "", "", ""], True)
 
 
 def test_the_beginning_of_a_stop_string_is_returned_if_the_rest_does_not_follow():
-    buffer = sampling._StopBuffer(("aab", "xyz"))
-    pieces = [buffer.push(letter, False) for letter in "xyaaaab"]
-    assert pieces == ["", "", "xy", "", "a", "a", ""]
-    assert buffer.has_ended
-    unfinished = sampling._StopBuffer(("aab",))
-    assert unfinished.push("a", False) + unfinished.push("a", True) == "aa"
-    assert unfinished.has_ended
+    pieces = ["", "", "xy", "", "a", "a", ""]
+    assert pieces_of("xyaaaab", stop=("aab", "xyz")) == (pieces, True)
+    assert pieces_of("aa", stop=("aab",), length=2) == (["", "aa"], True)
 
 
-@given(text=st.text("ab", max_size=30), stops=st.lists(st.text("ab", min_size=1, max_size=4)))
+@given(
+    text=st.text("ab", min_size=1, max_size=30),
+    stops=st.lists(st.text("ab", min_size=1, max_size=4)),
+)
 @settings(max_examples=200)
 def test_the_pieces_join_to_the_text_before_the_stop_string(text, stops):
-    buffer = sampling._StopBuffer(tuple(stops))
-    out = "".join(buffer.push(letter, i == len(text) - 1) for i, letter in enumerate(text))
+    out = "".join(pieces_of(text, stop=tuple(stops), length=len(text))[0])
     for end in range(len(text) + 1):
         places = [text[:end].find(stop) for stop in stops if stop in text[:end]]
         if places:

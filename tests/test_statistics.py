@@ -3,6 +3,7 @@
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -85,10 +86,10 @@ def test_conditional_entropy_is_0_for_a_cycle_and_full_for_noise() -> None:
     assert conditional_entropy_bits(count_pairs(noise, 4)) == pytest.approx(2.0, abs=1e-3)
 
 
-def describe_text(folder: Path, text: str, min_count: int = 1) -> Description:
+def describe_text(folder: Path, text: str, **settings: Any) -> Description:
     path = folder / "text.txt"
     path.write_bytes(text.encode())
-    return describe(load_corpus(TextConfig(path=str(path), min_count=min_count)))
+    return describe(load_corpus(TextConfig(path=str(path), **settings)))
 
 
 def test_a_description_has_the_statistics_of_the_text(tmp_path: Path) -> None:
@@ -99,7 +100,7 @@ def test_a_description_has_the_statistics_of_the_text(tmp_path: Path) -> None:
     assert (description.lines, description.longest_line) == (4001, 4)
     assert description.unigram_bits == pytest.approx(1.372, abs=2e-3)
     assert description.bigram_bits == pytest.approx(0.551, abs=2e-3)
-    assert description.warnings == ()
+    assert ["list of 4,001 items" in warning for warning in description.warnings] == [True]
 
 
 @pytest.mark.parametrize(
@@ -138,7 +139,7 @@ def test_unlike_splits_are_told_from_alike_ones(tmp_path: Path) -> None:
     ("text", "warning"),
     [
         ("abab" * 10, "too few"),
-        ("one\r\ntwo\r\n" * 5000, "10,000 lines end in CR LF"),
+        ("one\r\n\r\n" * 5000, "10,000 lines end in CR LF"),
         ("".join(map(chr, range(0x4E00, 0x4E00 + 6000))) * 2, "vocabulary of 6,000"),
         ("".join(map(chr, range(0x4E00, 0x4E00 + 50))) + "a" * 20_000, "50 of the 51 characters"),
         ("x" * 1_000_001, "longest line has 1,000,001"),
@@ -150,7 +151,15 @@ def test_each_problem_of_a_text_causes_one_warning(tmp_path: Path, text: str, wa
     assert warning in warnings[0]
 
 
-def test_a_description_has_the_unknown_fraction(tmp_path: Path) -> None:
-    description = describe_text(tmp_path, "ab" * 4999 + "xy", min_count=2)
-    assert description.unknown_fraction == pytest.approx(2 / 10_000)
+@pytest.mark.parametrize(
+    ("rare", "vocabulary"),
+    [("unknown", "2 characters"), ("bytes", "2 characters and 241 bytes")],
+)
+def test_a_description_has_the_fraction_of_rare_characters(
+    tmp_path: Path, rare: str, vocabulary: str
+) -> None:
+    description = describe_text(tmp_path, "ab" * 4999 + "x\u20ac", min_count=2, rare=rare)
+    assert description.rare_fraction == pytest.approx(2 / 10_000)
+    assert description.characters == 10_000
+    assert description.vocabulary == vocabulary
     assert [character for character, _ in description.most_frequent] == ["a", "b"]

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chargpt.errors import RunError, TextError, UnknownCharacterError
-from chargpt.text.tokenizer import CHUNK, REPLACEMENT, CharTokenizer
+from chargpt.text import tokenizer as module
+from chargpt.text.tokenizer import CHUNK, REPLACEMENT, CharTokenizer, Rare, choose_min_count
 
 SENTENCE = "But they were all of them deceived."
 IDS = [2, 15, 14, 0, 14, 8, 6, 18, 0, 17, 6, 13, 6, 0, 3, 10, 10, 0, 12, 7, 0, 14, 8, 6, 11]
@@ -82,12 +83,73 @@ def test_the_replacement_is_the_first_candidate_in_the_vocabulary(
 
 
 def test_rare_characters_share_one_unknown_token() -> None:
-    tokenizer = CharTokenizer.fit("aaabbbxy", min_count=2)
+    tokenizer = CharTokenizer.fit("aaabbbxy", min_count=2, rare="unknown")
     assert (tokenizer.characters, tokenizer.vocab_size, tokenizer.unknown_id) == ("ab", 3, 2)
     assert tokenizer.encode("axby", "replace").tolist() == [0, 2, 1, 2]
     assert tokenizer.decode([0, 2, 1]) == "a\ufffdb"
     assert "has_unknown=True" in repr(tokenizer)
-    assert not CharTokenizer.fit("aabb", min_count=2).has_unknown
+    assert not CharTokenizer.fit("aabb", min_count=2, rare="unknown").has_unknown
+
+
+RARE = CharTokenizer.fit("hello world\n" * 3 + "\u20ac\U0001f600J", min_count=3)  # as bytes
+
+
+def test_rare_characters_become_the_bytes_of_their_utf8_form() -> None:
+    assert RARE.characters == "\n dehlorw"
+    assert len(RARE.bytes_) == 128 - 9 + 51 + 64  # ASCII but the vocabulary, first, continuation
+    assert RARE.vocab_size == 9 + len(RARE.bytes_)
+    tokens = RARE.encode("h\u20ac\U0001f600J")
+    names = [RARE.token_text(token) for token in tokens]
+    assert names == "h <0xE2> <0x82> <0xAC> <0xF0> <0x9F> <0x98> <0x80> <0x4A>".split()
+    assert RARE.count_characters(tokens) == 4
+    assert RARE.decode(tokens) == "h\u20ac\U0001f600J"
+    assert CharTokenizer.fit("aabc", min_count=2, rare="keep").characters == "abc"
+    assert not CharTokenizer.fit("aabb", min_count=2).has_bytes
+
+
+@given(text=st.text() | st.text("hel lo\n\x00\x7f\x80\u07ff\u0800\uffff\U00010000\U0010ffff"))
+def test_byte_tokens_spell_every_text(text: str) -> None:
+    tokens = RARE.encode(text)
+    assert RARE.decode(tokens) == text
+    assert RARE.count_characters(tokens) == len(text)
+    assert tokens.dtype == np.uint8
+    assert RARE.count_unknown(text) == 0
+    read = RARE.reader()
+    assert "".join(map(read, tokens.tolist())) == text
+
+
+def test_bytes_that_are_no_utf8_decode_to_the_replacement_character() -> None:
+    euro = RARE.encode("\u20ac")
+    for ids in (euro[:2], euro[1:], euro[::-1], [*euro[:1], *RARE.encode("h")]):
+        text = RARE.decode(ids)
+        assert REPLACEMENT in text
+        assert set(text) <= {REPLACEMENT, "h"}
+    many = np.tile(euro, 20)
+    for size in range(2, 7):  # a chunk may end inside a character
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "DECODE_CHUNK", size)
+            assert RARE.decode(many) == "\u20ac" * 20
+
+
+def test_byte_tokens_spell_no_lone_surrogate() -> None:
+    with pytest.raises(UnknownCharacterError, match=r"U\+D800"):
+        RARE.encode("h\u20ac\ud800")
+    assert RARE.decode(RARE.encode("h\u20ac\ud800l", "skip")) == "h\u20acl"
+    assert RARE.decode(RARE.encode("h\u20ac\ud800l", "replace")) == "h\u20ac l"
+    assert RARE.count_unknown("h\u20ac\ud800") == 1
+    with pytest.raises(TextError, match="surrogates"):
+        CharTokenizer.fit("aaa\ud800", min_count=2)
+
+
+def test_the_threshold_is_one_up_to_256_different_characters() -> None:
+    few = np.zeros(1000, dtype=np.int64)
+    few[:256] = 1
+    few[0] = 10**9
+    assert choose_min_count(few) == 1
+    many = few.copy()
+    many[:257] = [10**8, *range(1, 257)]
+    assert choose_min_count(many) == round(1e-5 * many.sum())
+    assert choose_min_count(np.ones(5000, dtype=np.int64)) == 1
 
 
 def test_the_error_names_the_unknown_characters_and_the_remedy() -> None:
@@ -124,8 +186,9 @@ def test_a_text_without_usable_characters_is_rejected() -> None:
         CharTokenizer.fit("a\ud800")
 
 
-def test_a_saved_tokenizer_loads_equal(tmp_path: Path) -> None:
-    tokenizer = CharTokenizer.fit('aab\U0001f600\r\n"\\жж', min_count=2)
+@pytest.mark.parametrize("rare", ["bytes", "keep", "unknown"])
+def test_a_saved_tokenizer_loads_equal(tmp_path: Path, rare: Rare) -> None:
+    tokenizer = CharTokenizer.fit('aab\U0001f600\r\n"\\жж', min_count=2, rare=rare)
     tokenizer.save(tmp_path / "tokenizer.json")
     assert CharTokenizer.load(tmp_path / "tokenizer.json") == tokenizer
     assert hash(CharTokenizer.load(tmp_path / "tokenizer.json")) == hash(tokenizer)

@@ -3,6 +3,8 @@
 Shapes in this file: H = heads, T = tokens.
 """
 
+import itertools
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -18,13 +20,18 @@ Weights = npt.NDArray[np.float32]
 
 
 def typical_line(tokenizer: CharTokenizer, tokens: Tokens, max_length: int) -> Tokens:
-    """Return the tokens of the first line of medium length, or of the text's start."""
-    start = 0
-    for line in tokenizer.decode(tokens[:SEARCHED]).split("\n"):
-        if max(1, max_length // 2) <= len(line) <= max_length:
-            return tokens[start : start + len(line)]
-        start += len(line) + 1
-    return tokens[:max_length]
+    """Return the tokens of the first line of medium length, or of the text's start.
+
+    Each is a character: byte tokens are left out of the start, and no line has them.
+    """
+    searched = tokens[:SEARCHED]
+    is_character = searched < tokenizer.vocab_size - len(tokenizer.bytes_)
+    ends = np.flatnonzero(searched == tokenizer.characters.find("\n"))
+    for start, end in itertools.pairwise([-1, *ends.tolist(), len(searched)]):
+        is_medium = max(1, max_length // 2) <= end - start - 1 <= max_length
+        if is_medium and is_character[start + 1 : end].all():
+            return searched[start + 1 : end]
+    return searched[is_character][:max_length]
 
 
 def attention_maps(model: GPT, line: Tokens) -> list[Weights]:

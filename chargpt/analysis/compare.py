@@ -178,7 +178,7 @@ def compare(
 
 
 def compare_runs(paths: Sequence[Path], device: str = "auto") -> Comparison:
-    """Evaluate existing runs on the validation split that they share.
+    """Evaluate existing runs on the validation split that they share; vocabularies may differ.
 
     Raises:
         ConfigError: the runs have different texts or validation splits.
@@ -186,7 +186,7 @@ def compare_runs(paths: Sequence[Path], device: str = "auto") -> Comparison:
     """
     runs = [load_run(path, "best", device) for path in paths]
     corpora = [run.corpus() for run in runs]
-    splits = [(corpus.tokenizer, corpus.split("val").tobytes()) for corpus in corpora]
+    splits = [corpus.tokenizer.decode(corpus.split("val")) for corpus in corpora]
     for path, split, corpus in zip(paths, splits, corpora, strict=True):
         if split != splits[0]:
             raise ConfigError(
@@ -196,7 +196,7 @@ def compare_runs(paths: Sequence[Path], device: str = "auto") -> Comparison:
     val, span = corpora[0].split("val"), max(run.model.block_size for run in runs)
     comparison = Comparison(corpora[0].name, len(val), span, MAX_CHARACTERS)
     comparison.add_baselines(Baselines(corpora[0]), val)
-    for path, run in zip(paths, runs, strict=True):
+    for path, run, corpus in zip(paths, runs, corpora, strict=True):
         name = path.name if path.name not in comparison.curves else str(path)
-        comparison.add_run(name, run, corpora[0], find_mixture(run))
+        comparison.add_run(name, run, corpus, find_mixture(run))
     return comparison

@@ -239,7 +239,8 @@ def ngram_loss(corpus: Corpus, order: int) -> float:
     """Return the loss of an n-gram model of the given order in nats per character."""
     model = NGramLM.fit(corpus.split("train"), corpus.tokenizer.vocab_size, 1, order)
     losses = model.losses(corpus.split("val")[None, : MAX_SCORED + 1])
-    return float(losses.mean(dtype=np.float64))
+    n_characters = corpus.tokenizer.count_characters(corpus.split("val")[1 : MAX_SCORED + 1])
+    return float(losses.sum(dtype=np.float64)) / n_characters
 
 
 def compressed_losses(corpus: Corpus) -> dict[str, float]:
@@ -247,9 +248,10 @@ def compressed_losses(corpus: Corpus) -> dict[str, float]:
     decode = corpus.tokenizer.decode
     train = decode(corpus.split("train")[-MAX_PRIMED:]).encode()
     val = corpus.split("val")[: MAX_SCORED + 1]
-    both = train + decode(val).encode()
+    held_out = decode(val)
+    both = train + held_out.encode()
     return {
-        name: 8 * math.log(2) * (size_of(both) - size_of(train)) / len(val)
+        name: 8 * math.log(2) * (size_of(both) - size_of(train)) / len(held_out)
         for name, size_of in compressors().items()
     }
 

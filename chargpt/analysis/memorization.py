@@ -9,7 +9,7 @@ Shapes in this file: N = tokens of the training split, M = tokens of all texts t
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +33,7 @@ class VerbatimMatch:
     """A part of a text that occurs in the training split."""
 
     start: int  # in the text
-    length: int  # in characters
+    length: int  # in tokens
     place: int  # start in the training split
 
 
@@ -55,21 +55,6 @@ class OverlapReport:
     held_out: list[Overlap]  # of as many parts of the validation split, of the same lengths
     training: Tokens  # of the training split
 
-    def copied_lines(self, tokenizer: CharTokenizer, texts: Sequence[str]) -> tuple[int, int]:
-        """Return how many different lines of the texts are in the training split, and of how many.
-
-        Of a list, a line is a whole item, far shorter than a verbatim match. The last line of a
-        text may be cut short and does not count.
-        """
-        generated = {line for text in texts for line in text.split("\n")[:-1] if line}
-        known: set[str] = set()
-        rest = ""
-        for start in range(0, len(self.training), CHUNK):
-            lines = (rest + tokenizer.decode(self.training[start : start + CHUNK])).split("\n")
-            rest = lines.pop()
-            known |= generated.intersection(lines)
-        return len(known), len(generated)
-
     def novel_fractions(self) -> list[tuple[int, float, float]]:
         """Return (n, novel fraction in the texts, novel fraction in held-out text) by n."""
         rows = []
@@ -81,6 +66,22 @@ class OverlapReport:
             if ours and unseen:
                 rows.append((n, sum(ours) / len(ours), sum(unseen) / len(unseen)))
         return rows
+
+
+def find_items(
+    tokenizer: CharTokenizer, tokens: Tokens, wanted: set[str], separator: str
+) -> set[str]:
+    """Return which of the wanted texts are between two separators of a text.
+
+    An item of a list is far shorter than a verbatim match.
+    """
+    known: set[str] = set()
+    rest = ""
+    for start in range(0, len(tokens), CHUNK):
+        items = (rest + tokenizer.decode(tokens[start : start + CHUNK])).split(separator)
+        rest = items.pop()
+        known |= wanted.intersection(items)
+    return known
 
 
 def measure_overlap(
@@ -97,7 +98,17 @@ def measure_overlap(
         start = (len(unseen) - len(tokens)) * number // max(1, len(generated) - 1)
         held_out.append(unseen[max(0, start) :][: len(tokens)])
     found = find_overlap(training, [*generated, *held_out], on_progress)
-    return OverlapReport(found[: len(generated)], found[len(generated) :], training)
+    in_texts = [
+        _by_character(each, tokens < corpus.tokenizer.first_continuation)
+        for each, tokens in zip(found, generated, strict=False)
+    ]
+    return OverlapReport(in_texts, found[len(generated) :], training)
+
+
+def _by_character(overlap: Overlap, is_start: npt.NDArray[np.bool_]) -> Overlap:
+    """Return an overlap with `matched` in characters, which begin at some of the tokens (M,)."""
+    index = np.append(is_start.cumsum() - is_start, is_start.sum()).tolist()
+    return replace(overlap, matched=[(index[start], index[end]) for start, end in overlap.matched])
 
 
 def find_overlap(

@@ -87,7 +87,9 @@ def by_context(predictions: Predictions) -> list[Group]:
 
 def by_kind(predictions: Predictions, tokenizer: CharTokenizer) -> list[Group]:
     """Group by the target's kind of character, the most frequent kind first."""
-    kinds = np.array([*map(kind_of, tokenizer.characters), "unknown token"])
+    others = tokenizer.vocab_size - len(tokenizer.characters)
+    name = "bytes of rare characters" if tokenizer.has_bytes else "unknown token"
+    kinds = np.array([*map(kind_of, tokenizer.characters), *[name] * others])
     names = kinds[predictions.targets]
     groups = _groups(predictions, [(str(name), names == name) for name in sorted(set(names))])
     return sorted(groups, key=lambda group: -group.characters)
@@ -139,14 +141,18 @@ def _groups(
 
 
 def score_passage(
-    model: LanguageModel, tokenizer: CharTokenizer, tokens: Tokens, n_characters: int
+    model: LanguageModel, tokenizer: CharTokenizer, tokens: Tokens, n_tokens: int
 ) -> list[ScoredCharacter]:
-    """Return the first characters of a text but the very first, with the model's predictions.
+    """Return the characters of a text's first tokens but the very first, with their predictions.
 
-    The protocol is `sliding`: each has all earlier ones as context, or at least half a block.
+    The protocol is `sliding`: each has all earlier ones as context, or at least half a block. A
+    character of several byte tokens has the sum of their bits and the predictions of the first.
     """
     scored = []
-    for log_probs, targets in iter_log_probs(model, tokens[: n_characters + 1], "sliding"):
+    bits, predicted = 0.0, tuple[tuple[str, float], ...]()
+    read = tokenizer.reader()
+    read(int(tokens[0]))
+    for log_probs, targets in iter_log_probs(model, tokens[: n_tokens + 1], "sliding"):
         target_log_probs = log_probs.gather(2, targets[..., None]).squeeze(2)
         top = log_probs.topk(min(TOP_K, log_probs.size(2)), dim=-1)
         rows = zip(
@@ -157,12 +163,9 @@ def score_passage(
             strict=True,
         )
         for target, log_prob, ids, probs in rows:
-            characters = [tokenizer.decode(np.array([i])) for i in ids]
-            scored.append(
-                ScoredCharacter(
-                    tokenizer.decode(np.array([target])),
-                    -log_prob / math.log(2),
-                    tuple(zip(characters, probs, strict=True)),
-                )
-            )
+            bits -= log_prob / math.log(2)
+            predicted = predicted or tuple(zip(map(tokenizer.token_text, ids), probs, strict=True))
+            if character := read(target):
+                scored.append(ScoredCharacter(character, bits, predicted))
+                bits, predicted = 0.0, ()
     return scored

@@ -100,8 +100,8 @@ def result(run: Run, corpus: Corpus, scores: RunScores, records: Records) -> Fac
         "ngram": NGRAM,
         "ngram_context": ORDER - 1,
         "cards": [
-            ("text", f"{len(corpus.tokens):,} characters"),
-            ("vocabulary", f"{corpus.tokenizer.vocab_size:,} characters"),
+            ("text", f"{corpus.characters:,} characters"),
+            ("vocabulary", corpus.tokenizer.describe()),
             ("model", f"{run.model.parameter_count():,} parameters"),
             ("checkpoint", f"step {run.step:,}, {run.state.seconds:,.0f} s"),
             ("validation loss", f"{val.nats_per_char:.4f} nats/char"),

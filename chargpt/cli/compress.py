@@ -6,6 +6,7 @@ import stat
 import sys
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -23,6 +24,7 @@ from chargpt.inference.evaluation import OnProgress
 from chargpt.store.folder import RunFolder
 from chargpt.store.run import Run
 from chargpt.text.source import STDIN
+from chargpt.training.adaptive import AdaptiveDecoder
 
 XZ_BYTES = 20_000_000  # beyond it, xz takes longer than one would wait for a comparison
 Out = Annotated[
@@ -39,6 +41,7 @@ def compress(
     out: Out,
     unknown: options.UnknownPolicy = None,
     mixture: options.Mixture = False,
+    adaptive: options.Adaptive = False,
     checkpoint: options.Checkpoint = "best",
     keep: Annotated[
         bool, typer.Option("--keep", help="Never delete the checkpoint, which OUT needs.")
@@ -53,8 +56,9 @@ def compress(
     Example: `chargpt compress runs/novel chapter.txt chapter.cgpt --keep`.
     """
     content = read_input(text, out, force=force)
-    loaded = runs.load_named_run(run, checkpoint, "cpu", mixture=mixture)
-    packed = convert(pack, loaded, content, unknown or "error")
+    loaded = runs.load_named_run(run, checkpoint, "cpu", mixture=mixture or adaptive)
+    decoder = partial(AdaptiveDecoder, loaded) if adaptive else None
+    packed = convert(pack, loaded, content, unknown or "error", decoder)
     lost = loaded.tokenizer.count_unknown(content.decode())
     console.say_unknown(lost, unknown or "error")
     write(packed, out, force=force)
@@ -91,14 +95,15 @@ def decompress(
     Example: `chargpt decompress runs/novel chapter.cgpt chapter.txt`.
     """
     content = read_input(packed, out, force=force)
-    step, mixture = packed_model(content)
+    step, kind = packed_model(content)
     try:
-        loaded = runs.load_named_run(run, str(step), "cpu", mixture=mixture)
+        loaded = runs.load_named_run(run, str(step), "cpu", mixture=kind != "gpt")
     except RunError as error:
         raise RunError(
             f"{packed} was compressed with step {step:,} of a run, but {error}"
         ) from None
-    text = convert(unpack, loaded, content)
+    decoder = partial(AdaptiveDecoder, loaded) if kind == "adaptive" else None
+    text = convert(unpack, loaded, content, decoder)
     write(text, out, force=force)
     tell(f"{console.characters(len(text.decode()))}, {len(text):,} bytes", out)
 

@@ -131,5 +131,7 @@ def show(loaded: Run, measured: Sequence[tuple[Evaluation, float]], title: str) 
         f"({console.short(result.characters / seconds)} characters/s) on "
         f"{next(loaded.model.parameters()).device.type}"
     )
+    if result.nats_per_document is not None:
+        console.out(f"{result.nats_per_document:.2f} nats/document")
     if result.protocol == "nanogpt":
         console.out_sentence("its random blocks overlap: the standard error is too small")

@@ -73,6 +73,12 @@ Mixture = Annotated[
     bool,
     typer.Option("--mixture", help="Use the mixture of the GPT with n-gram counts."),
 ]
+Adaptive = Annotated[
+    bool,
+    typer.Option(
+        "--adaptive", help="Use the mixture, and let it learn from the text as it is read."
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -82,8 +88,14 @@ def overrides(
     seed: int | None = None,
     encoding: str | None = None,
     encoding_errors: str | None = None,
+    from_run: Path | None = None,
 ) -> tuple[str, ...]:
     """Return the overrides of -s, and those of the options that are settings too."""
-    values = {"seed": seed, "text.encoding": encoding, "text.encoding_errors": encoding_errors}
+    values = {
+        "seed": seed,
+        "text.encoding": encoding,
+        "text.encoding_errors": encoding_errors,
+        "train.from_run": None if from_run is None else str(from_run.absolute()),
+    }
     given = {key: value for key, value in values.items() if value is not None}
     return (*(set_ or ()), *(f"{key}={to_yaml(value)}" for key, value in given.items()))

@@ -9,7 +9,12 @@ from typing import Annotated, Any
 
 import typer
 
-from chargpt.analysis.memorization import MIN_MATCH, OverlapReport, measure_overlap
+from chargpt.analysis.memorization import (
+    MIN_MATCH,
+    OverlapReport,
+    find_items,
+    measure_overlap,
+)
 from chargpt.cli import console, options, runs, tables
 from chargpt.cli.interactive import interact
 from chargpt.cli.progress import ProgressBar
@@ -150,6 +155,8 @@ def sample(
     texts = sample_with_progress(loaded, settings, unknown)
     n_prompt = len(settings.prompt)
     overlap = overlap_of(loaded, [text[n_prompt:] for text in texts]) if check else None
+    boundary = loaded.tokenizer.boundary
+    copied = copied_items(loaded, set(texts), boundary) if overlap and boundary else set()
     if json_:
         report: dict[str, object] = {
             "samples": texts,
@@ -159,20 +166,47 @@ def sample(
         }
         if overlap is not None:
             report["memorization"] = [dataclasses.asdict(each) for each in overlap.texts]
+            if boundary:
+                report["new"] = [text not in copied for text in texts]
         console.out_json(report)
         return
+    print_samples(loaded, texts, n_prompt, overlap, copied)
+
+
+def print_samples(
+    run: Run, texts: list[str], n_prompt: int, overlap: OverlapReport | None, copied: set[str]
+) -> None:
+    """Print texts with their verbatim matches marked, and what was found.
+
+    Args:
+        run: its model sampled the texts.
+        texts: each begins with the prompt.
+        n_prompt: length of the prompt.
+        overlap: of the rest of the texts with the training split, if it was measured.
+        copied: those texts that are whole documents of the training split.
+    """
+    boundary = run.tokenizer.boundary
     for number, text in enumerate(texts, 1):
         matched = overlap.texts[number - 1].matched if overlap else []
-        marked = text[:n_prompt] + mark(text[n_prompt:], matched)
-        console.out(f"-- sample {number} --")
-        console.out_text(marked, "\n")
-    if overlap is not None:
-        print_overlap(overlap, loaded)
-        generated = [text[n_prompt:] for text in texts]
-        copied, lines = overlap.copied_lines(loaded.tokenizer, generated)
-        if lines > 1:
+        if text in copied:
+            matched = [(0, len(text) - n_prompt)]
+        if boundary != "\n":
+            console.out(f"-- sample {number} --")
+        console.out_text(text[:n_prompt] + mark(text[n_prompt:], matched), "\n")
+    if overlap is not None and boundary:
+        n_new = sum(text not in copied for text in texts)
+        console.out_sentence(
+            f"of {len(texts):,} documents, {n_new:,} are not in the training text (without ⟦ ⟧), "
+            f"{len(set(texts)):,} are different, {len(set(texts) - copied):,} are both"
+        )
+    elif overlap is not None:
+        print_overlap(overlap, run)
+        # the last line of a text may be cut short
+        lines = {line for text in texts for line in text[n_prompt:].split("\n")[:-1] if line}
+        if len(lines) > 1:
+            n_copied = len(copied_items(run, lines, "\n"))
             console.out_sentence(
-                f"of {lines:,} different lines, {copied:,} are in the training text"
+                f"of {len(lines):,} different lines, {n_copied:,} are in the training text"
             )
 
 
@@ -217,6 +251,11 @@ def overlap_of(run: Run, texts: list[str]) -> OverlapReport:
         return measure_overlap(run.corpus(), texts, bar.callback("of the training text"))
 
 
+def copied_items(run: Run, texts: set[str], separator: str) -> set[str]:
+    """Return which texts are whole items of the training split."""
+    return find_items(run.tokenizer, run.corpus().split("train"), texts, separator)
+
+
 def mark(text: str, matched: list[tuple[int, int]]) -> str:
     """Return a text with its verbatim matches in brackets that rarely occur in texts."""
     for start, end in reversed(whole_graphemes(text, matched)):
@@ -234,7 +273,7 @@ def print_overlap(overlap: OverlapReport, run: Run) -> None:
         text = run.tokenizer.decode(overlap.training[match.place : match.place + match.length])
         console.out_sentence(
             f"⟦ ⟧: verbatim matches of {MIN_MATCH} characters or more; the longest with the "
-            f"training text: {match.length} characters, at character {match.place:,} "
+            f"training text: {len(text)} characters, at character {match.place:,} "
             f"({reference}): {display_text(text)[:80]}"
         )
     else:

@@ -10,6 +10,7 @@ from chargpt.cli import console, options, runs, tables
 from chargpt.cli.progress import ProgressBar
 from chargpt.inference import scoring
 from chargpt.text.corpus import read_text
+from chargpt.training.adaptive import adaptive_losses
 
 SHOWN = 3  # lines at each end of the ranking
 
@@ -24,6 +25,7 @@ def score(
     ] = False,
     unknown: options.UnknownPolicy = None,
     mixture: options.Mixture = False,
+    adaptive: options.Adaptive = False,
     checkpoint: options.Checkpoint = "best",
     encoding: options.Encoding = None,
     encoding_errors: options.EncodingErrors = None,
@@ -35,17 +37,21 @@ def score(
     Examples: `chargpt score runs/novel chapter.txt`,
     `chargpt score runs/novel --per-line < chapter.txt | head`.
     """
-    loaded = runs.load_named_run(run, checkpoint, device, mixture=mixture, choose_threads=True)
+    loaded = runs.load_named_run(
+        run, checkpoint, device, mixture=mixture or adaptive, choose_threads=True
+    )
+    losses_of = adaptive_losses if adaptive else scoring.sliding_losses
     if text == "-" and sys.stdin is not None and sys.stdin.isatty():
         console.say("type the text; Ctrl-D ends it")
     content = read_text(text, encoding or "auto", encoding_errors or "strict")
     with closing(ProgressBar(1, "character")) as bar:
-        scored = scoring.score(loaded, content, unknown, bar.callback("scored"))
+        scored = scoring.score(loaded, content, unknown, bar.callback("scored"), losses_of)
     console.say_unknown(scored.unknown, unknown or loaded.config.text.unknown)
     ranked = sorted(scored.lines(), key=lambda line: -line.bits_per_char)
     if json_:
         facts = {
             "bits_per_char": scored.bits_per_char,
+            "protocol": "adaptive" if adaptive else "sliding",
             "characters": len(scored.bits),
             "unknown": scored.unknown,
             "run": str(run),

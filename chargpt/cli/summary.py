@@ -16,6 +16,7 @@ from chargpt.store.run import Run, load_run
 from chargpt.text.corpus import Corpus
 from chargpt.training.budget import RESERVE, Budget
 from chargpt.training.cost import Cost
+from chargpt.training.finetune import forgetting
 from chargpt.training.mixing import add_mixture
 from chargpt.training.planner import Plan
 from chargpt.training.session import Session
@@ -32,20 +33,26 @@ def show_budget(plan: Plan, budget: Budget) -> None:
 def show_plan(trainer: Trainer, cost: Cost) -> None:
     """Print what is about to be trained, for how long, and on what."""
     config, corpus = trainer.config, trainer.corpus
-    unknown = f", {corpus.unknown_fraction:.2%} of them unknown" if corpus.unknown_fraction else ""
+    rare = ""
+    if corpus.rare_count:
+        become = "spelled as bytes" if corpus.tokenizer.has_bytes else "unknown"
+        rare = f"; {corpus.rare_fraction:.2%} of the text is rarer: {become}"
     lengths = ", ".join(
         f"{len(corpus.split(name)):,} {name}"
         for name in ("tune", "train", "val", "test")
         if len(corpus.split(name))
     )
+    documents = ""
+    if corpus.documents:
+        documents = f"{corpus.documents:,} documents, shuffled by text.seed {config.text.seed}; "
     n_threads = torch.get_num_threads()
     threads = f"{n_threads} thread{'' if n_threads == 1 else 's'}"
     on_device = in_brackets(trainer.device_reason, threads if trainer.device.type == "cpu" else "")
     epochs = f"{cost.epochs:.1f}" if cost.epochs >= 0.1 else f"{cost.epochs:.1g}"
     ranks = f" x {trainer.group.size} processes" if trainer.group.size > 1 else ""
     console.say(
-        f"text    {corpus.name}: {console.characters(len(corpus.tokens))} ({lengths}){unknown}\n"
-        f"vocab   {corpus.tokenizer.vocab_size:,} characters\n"
+        f"text    {corpus.name}: {documents}{console.characters(corpus.characters)} ({lengths})\n"
+        f"vocab   {corpus.tokenizer.describe()}{rare}\n"
         f"model   {describe_model(config.model)}, {cost.parameters:,} parameters\n"
         f"device  {trainer.device.type}{ranks}{on_device}, "
         f"{config.dtype}{in_brackets(trainer.dtype_reason)}\n"
@@ -81,6 +88,13 @@ def show_result(session: Session, baselines: Baselines | None, *, json_: bool = 
     best = load_run(folder.path, "best", trainer.device.type)
     scores = score_run(best, trainer.corpus, baselines, fit_mixture(best, trainer.corpus))
     sentences = summarize(best, scores, folder.metrics.records())
+    start = session.start_run
+    forgotten = None if start is None else forgetting(start, best)
+    if start is not None and forgotten is not None:
+        sentences.append(
+            f"On {start.state.text}, the text of {start.folder}: {forgotten['before']:.3f} nats "
+            f"per character before training, {forgotten['after']:.3f} after it."
+        )
     state = trainer.state
     has_report = budget.has_report if budget else state.seconds >= RESERVE.report_from
     if json_:
@@ -94,6 +108,7 @@ def show_result(session: Session, baselines: Baselines | None, *, json_: bool = 
                 "baselines": scores.baselines,
                 "losses": {split: loss.as_dict() for split, loss in scores.losses.items()},
                 "mixture": scores.mixture.as_dict() if scores.mixture else None,
+                **({"forgetting": forgotten} if forgotten else {}),
                 "summary": sentences,
             }
         )

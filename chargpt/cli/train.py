@@ -49,6 +49,12 @@ def train(
             help="Resume a run; with a text and --out, start it if it has no checkpoint yet.",
         ),
     ] = False,
+    from_: Annotated[
+        Path | None,
+        typer.Option(
+            "--from", metavar="RUN", help="Start from the weights of this run, of another text."
+        ),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the run in --out.")] = False,
     seed: options.Seed = None,
     json_: options.Json = False,
@@ -68,7 +74,11 @@ def train(
         text=text,
         config=config,
         overrides=options.overrides(
-            set_, seed=seed, encoding=encoding, encoding_errors=encoding_errors
+            set_,
+            seed=seed,
+            encoding=encoding,
+            encoding_errors=encoding_errors,
+            from_run=from_,
         ),
         budget=budget,
         out=out,

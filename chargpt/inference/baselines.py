@@ -30,6 +30,7 @@ class Baselines:
     """
 
     def __init__(self, corpus: Corpus, ngram: NGramLM | None = None) -> None:
+        self.tokenizer = corpus.tokenizer
         self.token_counts = corpus.token_counts("train")  # (V,)
         self.pair_counts = corpus.pair_counts("train")
         self.ngram = ngram or fit_ngram(corpus)
@@ -60,14 +61,15 @@ class Baselines:
         rows = spans(tokens, starts - (ORDER - 2), length + ORDER - 2)  # with earlier context
         first, second = rows[:, ORDER - 2 : -1].ravel(), rows[:, ORDER - 1 :].ravel()
         counts = self.token_counts + UNIGRAM_ALPHA
-        return {
+        pair_log_probs = bigram_log_probs(self.pair_counts, first, second, BIGRAM_ALPHA)
+        losses = {
             "uniform": math.log(len(counts)),
             "unigram": -float(np.log(counts / counts.sum())[second].mean()),
-            "bigram": -float(
-                bigram_log_probs(self.pair_counts, first, second, BIGRAM_ALPHA).mean()
-            ),
+            "bigram": -float(pair_log_probs.mean()),
             NGRAM: float(self.ngram.losses(rows)[:, ORDER - 2 :].mean(dtype=np.float64)),
         }
+        per_character = second.size / max(1, self.tokenizer.count_characters(second))
+        return {name: loss * per_character for name, loss in losses.items()}
 
 
 def fit_ngram(corpus: Corpus) -> NGramLM:

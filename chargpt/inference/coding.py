@@ -16,8 +16,9 @@ import hashlib
 import platform
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from threadpoolctl import threadpool_info, threadpool_limits
 
 from chargpt.device import onednn_is_faster, require_memory
 from chargpt.errors import ChargptError, TextError, WorkError
-from chargpt.inference.decoders import build_decoder
+from chargpt.inference.decoders import Decoder, build_decoder
 from chargpt.inference.evaluation import OnProgress
 from chargpt.inference.sampler import max_logits
 from chargpt.models import LanguageModel
@@ -35,10 +36,12 @@ from chargpt.store.run import Run
 from chargpt.text.tokenizer import TokenIds, Tokens, Unknown
 
 MAX_LANES = 64
+MAX_ADAPTIVE_LANES = 8  # the fewer, the more each learns, and the longer it takes
 MIN_LANE_CHARACTERS = 4096  # so that the first characters of lanes add little to the size
 # magic, version, threads, N, step of the checkpoint, model, platform, checksum
 HEADER = struct.Struct("<4sBBIQ8s4sI")
-MAGIC, MIXTURE_MAGIC = b"cgpt", b"cgpm"
+Kind = Literal["gpt", "mixture", "adaptive"]  # of the model
+MAGIC: dict[Kind, bytes] = {"gpt": b"cgpt", "mixture": b"cgpm", "adaptive": b"cgpa"}
 VERSION = 4  # raised when the format changes or predictions are rounded differently
 MAX_CHARACTERS = 2**32 - 1
 MAX_CHARACTERS_PER_BYTE = 10_000  # so that a small file cannot expand without bound
@@ -52,6 +55,7 @@ def compress(
     content: bytes,
     on_progress: OnProgress = lambda *_: None,
     unknown: Unknown = "error",
+    adaptive: Callable[[int], Decoder] | None = None,
 ) -> bytes:
     """Compress a UTF-8 text with a run's model.
 
@@ -60,6 +64,8 @@ def compress(
         content: UTF-8 text.
         unknown: policy for characters outside the vocabulary: only `error` is lossless.
         on_progress: called after each step.
+        adaptive: returns a decoder of a number of lanes that learns from the text
+            (training/adaptive.py); `decompress` needs the same.
 
     Raises:
         TextError: the text is not UTF-8, or too long.
@@ -79,9 +85,10 @@ def compress(
         raise TextError(f"the text is over {MAX_CHARACTERS:,} characters; compress it in parts")
     encoder = ArithmeticEncoder()
     threads = min(torch.get_num_threads(), 255)
-    lanes = split_into_lanes(tokens)
+    lanes = split_into_lanes(tokens, MAX_ADAPTIVE_LANES if adaptive else MAX_LANES)
     with _inference_with_threads(run.model, threads):
-        for column, ends in _iter_distributions(run.model, lanes, len(tokens), on_progress):
+        decoder = adaptive(len(lanes)) if adaptive else build_decoder(run.model, len(lanes))
+        for column, ends in _iter_distributions(run, decoder, lanes, len(tokens), on_progress):
             totals = ends[:, -1].tolist()
             for lane, token in enumerate(column.tolist()):
                 start = int(ends[lane, token - 1]) if token else 0
@@ -89,17 +96,19 @@ def compress(
     body = encoder.finish()
     body += bytes(max(0, len(tokens) // MAX_CHARACTERS_PER_BYTE - len(body)))
     keys = (run.step, run.key(), _platform_key())
-    magic = MIXTURE_MAGIC if isinstance(run.model, Mixture) else MAGIC
+    kind: Kind = "mixture" if isinstance(run.model, Mixture) else "gpt"
+    magic = MAGIC["adaptive" if adaptive else kind]
     return HEADER.pack(magic, VERSION, threads, len(tokens), *keys, zlib.crc32(content)) + body
 
 
-def packed_model(packed: bytes) -> tuple[int, bool]:
-    """Return the step of the checkpoint that a text was compressed with, and whether its mixture.
+def packed_model(packed: bytes) -> tuple[int, Kind]:
+    """Return the step of the checkpoint that a text was compressed with, and the kind of model.
 
     Raises:
         ChargptError: the file is of another format or version.
     """
-    if len(packed) < HEADER.size or packed[:4] not in (MAGIC, MIXTURE_MAGIC):
+    kinds: dict[bytes, Kind] = {magic: kind for kind, magic in MAGIC.items()}
+    if len(packed) < HEADER.size or packed[:4] not in kinds:
         raise ChargptError("the file was not made by `chargpt compress`; name another")
     magic, version, _, _, step, *_ = HEADER.unpack(packed[: HEADER.size])
     if version != VERSION:
@@ -107,22 +116,29 @@ def packed_model(packed: bytes) -> tuple[int, bool]:
             f"the file has version {version}, and this chargpt reads and writes version {VERSION}; "
             "decompress it with the chargpt that made it"
         )
-    return int(step), magic == MIXTURE_MAGIC
+    return int(step), kinds[magic]
 
 
-def decompress(run: Run, packed: bytes, on_progress: OnProgress = lambda *_: None) -> bytes:
+def decompress(
+    run: Run,
+    packed: bytes,
+    on_progress: OnProgress = lambda *_: None,
+    adaptive: Callable[[int], Decoder] | None = None,
+) -> bytes:
     """Return the text that `compress` was given.
 
     Args:
         run: the run that compressed it, on the CPU of the same platform.
         packed: result of `compress`.
         on_progress: called after each step.
+        adaptive: what `compress` was given.
 
     Raises:
         ChargptError: the file is of another format, version, run or platform.
         WorkError: the checksum differs: the file is damaged, or this machine rounds differently.
     """
-    step, _ = packed_model(packed)
+    step, kind = packed_model(packed)
+    assert (kind == "adaptive") == (adaptive is not None), "compressed with another decoder"
     header = HEADER.unpack(packed[: HEADER.size])
     _, _, threads, count, _, model_key, platform_key, checksum = header
     body = packed[HEADER.size :]
@@ -139,15 +155,17 @@ def decompress(run: Run, packed: bytes, on_progress: OnProgress = lambda *_: Non
     if count > MAX_CHARACTERS_PER_BYTE * (len(body) + 1) or not threads:
         raise ChargptError("the file is damaged: it is too short for its text; restore it")
     require_memory(BYTES_PER_CHARACTER * count, f"a text of {count:,} characters")
-    decoder = ArithmeticDecoder(body)
-    lanes = split_into_lanes(np.zeros(count, dtype=run.tokenizer.dtype))
+    coder = ArithmeticDecoder(body)
+    tokens = np.zeros(count, dtype=run.tokenizer.dtype)
+    lanes = split_into_lanes(tokens, MAX_ADAPTIVE_LANES if adaptive else MAX_LANES)
     with _inference_with_threads(run.model, threads):
-        for column, ends in _iter_distributions(run.model, lanes, count, on_progress):
+        decoder = adaptive(len(lanes)) if adaptive else build_decoder(run.model, len(lanes))
+        for column, ends in _iter_distributions(run, decoder, lanes, count, on_progress):
             totals = ends[:, -1].tolist()
             for lane in range(len(column)):
-                value = decoder.decode(totals[lane])
+                value = coder.decode(totals[lane])
                 token = int(ends[lane].searchsorted(value, side="right"))
-                decoder.consume(int(ends[lane, token - 1]) if token else 0, int(ends[lane, token]))
+                coder.consume(int(ends[lane, token - 1]) if token else 0, int(ends[lane, token]))
                 column[lane] = token
     content = run.tokenizer.decode(lanes.reshape(-1)[:count]).encode()
     if zlib.crc32(content) != checksum:
@@ -159,7 +177,7 @@ def decompress(run: Run, packed: bytes, on_progress: OnProgress = lambda *_: Non
 
 
 def _iter_distributions(
-    model: LanguageModel, lanes: Tokens, count: int, on_progress: OnProgress
+    run: Run, decoder: Decoder, lanes: Tokens, count: int, on_progress: OnProgress
 ) -> Iterator[tuple[Tokens, TokenIds]]:
     """Yield the tokens at each position of the lanes, without padding, and their distributions.
 
@@ -169,8 +187,7 @@ def _iter_distributions(
     """
     num_lanes, length = lanes.shape
     n_full = count // length
-    decoder = build_decoder(model, num_lanes)
-    frequencies = np.ones((num_lanes, model.vocab_size), dtype=np.int64)
+    frequencies = np.ones((num_lanes, run.model.vocab_size), dtype=np.int64)
     for position in range(length if count else 0):
         if position:
             logits = decoder.step(lanes[:, position - 1].astype(np.int64)).astype(
@@ -255,9 +272,9 @@ class ArithmeticDecoder:
             self.range <<= 8
 
 
-def split_into_lanes(tokens: Tokens) -> Tokens:
+def split_into_lanes(tokens: Tokens, max_lanes: int = MAX_LANES) -> Tokens:
     """Return the tokens as (L, characters per lane), padded with zeros."""
-    max_lanes = min(MAX_LANES, max(1, len(tokens) // MIN_LANE_CHARACTERS))
+    max_lanes = min(max_lanes, max(1, len(tokens) // MIN_LANE_CHARACTERS))
     length = max(1, -(-len(tokens) // max_lanes))
     lanes = np.zeros((max(1, -(-len(tokens) // length)), length), dtype=tokens.dtype)
     lanes.reshape(-1)[: len(tokens)] = tokens

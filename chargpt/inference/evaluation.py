@@ -6,8 +6,9 @@
            once, with at least T - S + 1 characters of context except near the start.
 `nanogpt`  the mean over 200 seeded random batches of 64 x min(T, 256), as nanoGPT evaluates.
 
-Losses are float32 on the device; all sums are float64 on the CPU.
-Shapes in this file: B = rows of a forward pass, T = block size, L = scored characters of a row,
+Losses are float32 on the device; all sums are float64 on the CPU. Byte tokens count to the
+character that they spell: its loss is the sum of theirs, and it is predicted if all of them are.
+Shapes in this file: B = rows of a forward pass, T = block size, L = scored tokens of a row,
 V = vocabulary size, N = scored characters in total.
 """
 
@@ -35,6 +36,7 @@ from chargpt.models import LanguageModel
 from chargpt.models.base import eval_mode
 from chargpt.store.run import Run
 from chargpt.text.corpus import Split, read_text
+from chargpt.text.documents import mark_documents
 from chargpt.text.tokenizer import Floats, Tokens
 
 OnProgress = Callable[[int, int], object]  # of the number done, and of all
@@ -59,8 +61,9 @@ class Evaluation:
     standard_error: float  # of `nats_per_char`
     protocol: str
     split: str  # `train`, `val` or `test`; `all` for another text
-    block_size: int  # T, the maximum context in characters
+    block_size: int  # T, the maximum context in tokens
     unknown: int = 0  # characters outside the vocabulary, left out or replaced
+    nats_per_document: float | None = None  # of a list of documents: `nats_per_char` * mean length
 
     @property
     def bits_per_char(self) -> float:
@@ -73,13 +76,14 @@ class Evaluation:
         return math.exp(self.nats_per_char) if self.nats_per_char < 700 else math.inf
 
     def as_dict(self) -> dict[str, float | int | str]:
-        """Return the fields under the names that `--json` prints."""
-        return {
+        """Return the fields that are not None under the names that `--json` prints."""
+        fields = {
             "nats_per_char": self.nats_per_char,
             "bits_per_char": self.bits_per_char,
             "perplexity": self.perplexity,
             **asdict(self),
         }
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 def evaluate(
@@ -118,6 +122,7 @@ def evaluate(
     if content is None:
         tokens = run.corpus().split(split)
     else:
+        content = "".join(mark_documents([iter([content])], settings.documents))
         tokens = run.tokenizer.encode(content, unknown=settings.unknown)
         n_unknown = run.tokenizer.count_unknown(content)
     result = evaluate_tokens(
@@ -132,7 +137,11 @@ def evaluate(
     )
     if not math.isfinite(result.nats_per_char):
         raise WorkError("the model's loss is not finite: its weights are too large; use another")
-    return replace(result, unknown=n_unknown)
+    per_document = None
+    if run.tokenizer.boundary and (n_documents := np.sum(tokens == run.tokenizer.boundary_id)):
+        mean_length = run.tokenizer.count_characters(tokens) / int(n_documents)
+        per_document = result.nats_per_char * mean_length
+    return replace(result, unknown=n_unknown, nats_per_document=per_document)
 
 
 def evaluate_tokens(
@@ -202,12 +211,12 @@ def evaluate_tokens(
 def token_losses(
     model: LanguageModel, tokens: Tokens, on_progress: OnProgress = lambda *_: None
 ) -> Floats:
-    """Return the loss of each character but the first in nats, (characters - 1,), by `sliding`."""
+    """Return the loss of each token but the first in nats, (tokens - 1,), by `sliding`."""
     found: list[Floats] = []
     done = 0
     with eval_mode(model):
         for windows in sliding_windows(tokens, model.block_size):
-            for losses, _ in _iter_losses(model, windows):
+            for losses, _, _ in _iter_losses(model, windows):
                 found.append(losses.flatten())
                 done += losses.size
                 on_progress(done, len(tokens) - 1)
@@ -246,15 +255,17 @@ def _score(
     block_losses, block_sizes, n_correct, squares, done = [], [], 0.0, 0.0, 0
     with eval_mode(model):
         for windows in batches:
-            for losses, correct in _iter_losses(model, windows, dtype):
+            for losses, correct, starts in _iter_losses(model, windows, dtype):
                 block_losses.append(losses.sum(axis=1))
-                block_sizes.append(np.full(len(losses), losses.shape[1]))
-                n_correct += correct.sum()
+                block_sizes.append(starts.sum(axis=1))
+                n_correct += _count_correct(correct, starts)
                 squares += (losses**2).sum()
                 done += losses.size
                 on_progress(done)
     loss, size = np.concatenate(block_losses), np.concatenate(block_sizes)
     characters = int(size.sum())
+    if not characters:
+        raise TextError("no character begins in what is scored; give a longer text")
     mean = float(loss.sum()) / characters
     variance = float(((loss - size * mean) ** 2).sum())
     if len(loss) == 1:
@@ -262,15 +273,24 @@ def _score(
     return mean, float(n_correct) / characters, characters, math.sqrt(variance) / characters
 
 
+def _count_correct(correct: Floats, starts: Floats) -> int:
+    """Return the number of characters that begin in rows of tokens and have no wrong token."""
+    characters = starts.ravel().cumsum().astype(np.int64)
+    n_wrong = np.bincount(characters, weights=1 - correct.ravel())[1:]
+    return int(np.count_nonzero(n_wrong == 0))
+
+
 def _iter_losses(
     model: LanguageModel, windows: Windows, dtype: torch.dtype | None = None
 ) -> Iterator[Floats]:
-    """Yield losses in nats and whether the prediction was correct, stacked to (2, B, L)."""
+    """Yield (3, B, L) of tokens: loss in nats, whether predicted, whether a character begins."""
     for logits, targets in _iter_logits(model, windows, dtype):
         losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
         correct = logits.argmax(dim=-1) == targets
-        # one transfer from the device for both
-        yield torch.stack((losses.view_as(targets), correct.float())).cpu().double().numpy()
+        starts = targets < model.first_continuation
+        # one transfer from the device for all
+        stacked = torch.stack((losses.view_as(targets), correct.float(), starts.float()))
+        yield stacked.cpu().double().numpy()
 
 
 @torch.inference_mode()

@@ -6,7 +6,8 @@ sampled together, except where rounding changes the logits.
 
 Filters, in this order: temperature; top-k (the k most likely tokens); top-p (the smallest set of
 most likely tokens whose probabilities sum to at least p; Holtzman et al. 2020, section 3.1); min-p
-(tokens at least p times as likely as the most likely one). The unknown token is never sampled.
+(tokens at least p times as likely as the most likely one). The unknown token is never sampled, and
+byte tokens only where they form valid UTF-8.
 
 Shapes in this file: N = streams, V = vocabulary size.
 """
@@ -20,6 +21,7 @@ import numpy.typing as npt
 from chargpt.config import SampleConfig
 from chargpt.errors import WorkError
 from chargpt.inference.decoders import Decoder
+from chargpt.text.byte_fallback import ValidTokens
 from chargpt.text.tokenizer import Floats, TokenIds
 
 UNIFORMS_CHUNK = 256  # positions whose uniform numbers are computed together
@@ -31,16 +33,16 @@ def generate(
     logits: Floats,
     options: SampleConfig,
     stream_ids: Sequence[int],
-    unknown_id: int | None = None,
+    valid: ValidTokens,
 ) -> Iterator[TokenIds]:
-    """Sample `options.length` tokens a stream and yield those of each position, (N,).
+    """Sample tokens without end and yield those of each position, (N,).
 
     Args:
         decoder: decoder of N streams, after the prompt.
         logits: logits of the first token, (V,).
         options: sampling settings, with a seed.
         stream_ids: numbers of the N streams, which select their uniform numbers.
-        unknown_id: token that is never sampled.
+        valid: which tokens may be sampled.
 
     Raises:
         WorkError: the logits are not finite.
@@ -48,29 +50,31 @@ def generate(
     assert options.seed is not None
     uniform_numbers = uniforms(options.seed, stream_ids)
     next_logits = np.tile(logits, (len(stream_ids), 1))  # (N, V)
-    for position in range(1, options.length + 1):
-        tokens = sample_tokens(
-            filter_probs(next_logits, options, unknown_id), next(uniform_numbers)
-        )
+    states = np.zeros(len(stream_ids), dtype=np.int64)
+    while True:
+        allowed = None if valid.allowed.all() else valid.allowed[states]
+        probs = filter_probs(next_logits, options, allowed)
+        tokens = sample_tokens(probs, next(uniform_numbers))
         yield tokens
-        if position < options.length:
-            next_logits = decoder.step(tokens).astype(np.float64)
+        states = valid.next_state[states, tokens]
+        next_logits = decoder.step(tokens).astype(np.float64)
 
 
-def filter_probs(logits: Floats, options: SampleConfig, unknown_id: int | None = None) -> Floats:
+def filter_probs(
+    logits: Floats, options: SampleConfig, allowed: npt.NDArray[np.bool_] | None = None
+) -> Floats:
     """Return unnormalised probabilities after all filters, (N, V).
 
     Args:
         logits: shape (N, V).
         options: sampling settings, of which temperature, top_k, top_p and min_p are used.
-        unknown_id: token whose probability is set to 0.
+        allowed: the probability of other tokens is set to 0; bool, (N, V).
 
     Raises:
         WorkError: the logits are not finite.
     """
-    if unknown_id is not None:
-        logits = logits.copy()
-        logits[:, unknown_id] = -math.inf
+    if allowed is not None:
+        logits = np.where(allowed, logits, -math.inf)
     maximum = max_logits(logits)
     if options.temperature == 0:
         one_hot = np.zeros_like(logits)

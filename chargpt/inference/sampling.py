@@ -21,6 +21,7 @@ from chargpt.models import LanguageModel
 from chargpt.models.base import eval_mode
 from chargpt.models.cache import KVCache
 from chargpt.store.run import Run
+from chargpt.text.byte_fallback import ValidTokens
 from chargpt.text.tokenizer import CharTokenizer, Counts, Floats, TokenIds, Tokens, Unknown
 
 MAX_GROUP_BYTES = 256_000_000  # of KV caches and logits of streams that are sampled together
@@ -60,7 +61,7 @@ def sample(
         steps = []
         for step in stream_run(run, chosen, unknown=unknown, stream_ids=stream_ids):
             steps.append(step)
-            done = first * chosen.length + len(steps) * len(stream_ids)
+            done = first * chosen.length + min(len(steps), chosen.length) * len(stream_ids)
             on_progress(done, chosen.num_samples * chosen.length)
         texts += [chosen.prompt + "".join(pieces) for pieces in zip(*steps, strict=True)]
     return texts
@@ -104,9 +105,10 @@ def stream_run(
         ConfigError, UnknownCharacterError: as `sample` does, before the first piece.
     """
     tokenizer = run.tokenizer
-    prompt = tokenizer.encode(options.prompt, unknown=unknown or run.config.text.unknown)
+    text = tokenizer.boundary + options.prompt
+    prompt = tokenizer.encode(text, unknown=unknown or run.config.text.unknown)
     unigram = None
-    if not prompt.size and "\n" not in tokenizer.characters:
+    if not prompt.size and not tokenizer.start:
         with suppress(ChargptError):  # the text may have been deleted
             unigram = run.corpus().token_counts("train")
     return stream_pieces(
@@ -126,13 +128,14 @@ def stream_pieces(
     """Yield the next piece of each stream's text, one list of N pieces a step, without the prompt.
 
     A piece is one character; while a stop string may be beginning it is empty, and afterwards
-    several characters. A stream that reached a stop string yields empty pieces until all have.
+    several characters. It is also empty while byte tokens spell a character. A stream that reached
+    its length, a stop string or the end of a document yields empty pieces until all have.
 
     Args:
         model: used on its device in evaluation mode; its mode is restored at the end.
         tokenizer: the model's tokenizer.
-        prompt_ids: tokens to continue, (T,). If empty, the text starts after a newline, or if the
-            vocabulary has none, with a character sampled from `unigram`.
+        prompt_ids: tokens to continue, (T,). If empty, the text starts after a boundary or newline,
+            or if the vocabulary has none, with a character sampled from `unigram`.
         options: sampling settings; `prompt` is not used.
         stream_ids: numbers of the N streams; 0 to `num_samples` - 1 by default.
         unigram: count of each token, (V,), for the first character; uniform by default.
@@ -146,11 +149,12 @@ def stream_pieces(
     ids = range(options.num_samples) if stream_ids is None else stream_ids
     options = _with_seed(options)
     prompt = np.asarray(prompt_ids).astype(np.int64)[-model.block_size :]
-    if not prompt.size and "\n" in tokenizer.characters:
-        prompt = tokenizer.encode("\n").astype(np.int64)
+    prompt = prompt[np.argmax(prompt < model.first_continuation) :] if prompt.size else prompt
+    if not prompt.size:
+        prompt = tokenizer.encode(tokenizer.start).astype(np.int64)
     counts = np.ones(tokenizer.vocab_size) if unigram is None else unigram.astype(np.float64)
-    tokens = _generate(model, prompt, counts, options, ids, tokenizer.unknown_id)
-    return _decode_text(tokenizer, options, tokens, len(ids))
+    tokens = _generate(model, prompt, counts, options, ids, tokenizer.valid_tokens)
+    return _decode_text(tokens, [_Stream(tokenizer, options) for _ in ids])
 
 
 def _generate(
@@ -159,7 +163,7 @@ def _generate(
     counts: Floats,
     options: SampleConfig,
     stream_ids: Sequence[int],
-    unknown_id: int | None,
+    valid: ValidTokens,
 ) -> Iterator[TokenIds]:
     """Prefill the prompt once, then yield the sampled tokens of each position, (N,)."""
     with eval_mode(model):
@@ -170,7 +174,7 @@ def _generate(
             with np.errstate(divide="ignore"):
                 logits = np.log(counts)
         decoder = build_decoder(model, len(stream_ids), cache)
-        yield from generate(decoder, logits, options, stream_ids, unknown_id)
+        yield from generate(decoder, logits, options, stream_ids, valid)
 
 
 @torch.inference_mode()
@@ -181,20 +185,25 @@ def _prefill(model: LanguageModel, prompt: TokenIds, cache: KVCache) -> Floats:
     return last  # converted on the CPU because a device may lack float64
 
 
-class _StopBuffer:
-    """End of a stream's text, buffered while it may be the beginning of a stop string."""
+class _Stream:
+    """A stream's text, of which the end is buffered while it may begin a stop string."""
 
-    def __init__(self, stops: tuple[str, ...]) -> None:
-        self.stops = stops
+    def __init__(self, tokenizer: CharTokenizer, options: SampleConfig) -> None:
+        self.read = tokenizer.reader()
+        self.stops = options.stop + ((tokenizer.boundary,) if tokenizer.boundary else ())
+        self.remaining = options.length  # characters
         self.buffer = ""
         self.has_ended = False
 
-    def push(self, character: str, is_last: bool) -> str:
-        """Append a character; return the characters that cannot belong to a stop string."""
+    def push(self, token: int) -> str:
+        """Append a token; return the characters that cannot belong to a stop string."""
+        character = "" if self.has_ended else self.read(token)
+        if not character:
+            return ""
+        self.remaining -= 1
+        self.has_ended = is_last = not self.remaining
         if not self.stops:
             return character
-        if self.has_ended:
-            return ""
         self.buffer += character
         starts = [start for start in map(self.buffer.find, self.stops) if start >= 0]
         self.has_ended = bool(starts) or is_last
@@ -212,18 +221,11 @@ class _StopBuffer:
         return 0
 
 
-def _decode_text(
-    tokenizer: CharTokenizer, options: SampleConfig, steps: Iterator[TokenIds], num_streams: int
-) -> Iterator[list[str]]:
-    """Convert tokens to pieces of text; end when every stream has reached a stop string."""
-    buffers = [_StopBuffer(options.stop) for _ in range(num_streams)]
-    for position, tokens in enumerate(steps, 1):
-        is_last = position == options.length
-        yield [
-            buffer.push(tokenizer.characters[token], is_last)
-            for buffer, token in zip(buffers, tokens.tolist(), strict=True)
-        ]
-        if all(buffer.has_ended for buffer in buffers):
+def _decode_text(steps: Iterator[TokenIds], streams: Sequence[_Stream]) -> Iterator[list[str]]:
+    """Convert tokens to pieces of text; end when every stream has ended."""
+    for tokens in steps:
+        yield [stream.push(token) for stream, token in zip(streams, tokens.tolist(), strict=True)]
+        if all(stream.has_ended for stream in streams):
             return
 
 

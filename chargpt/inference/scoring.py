@@ -4,6 +4,7 @@ Shapes in this file: N = characters.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +13,7 @@ from chargpt.device import require_memory
 from chargpt.errors import TextError, WorkError
 from chargpt.inference.evaluation import OnProgress, token_losses
 from chargpt.store.run import Run
-from chargpt.text.tokenizer import Floats, Unknown
+from chargpt.text.tokenizer import Floats, Tokens, Unknown
 
 BYTES_PER_CHARACTER = 40  # of memory, measured
 
@@ -50,19 +51,30 @@ class Scored:
         return lines
 
 
-def score(
-    run: Run, text: str, unknown: Unknown | None = None, on_progress: OnProgress = lambda *_: None
-) -> Scored:
-    """Return the surprisal of each character, -log2 of its probability, by `sliding` evaluation.
+def sliding_losses(run: Run, tokens: Tokens, on_progress: OnProgress) -> Floats:
+    """Return the loss of each token but the first in nats, by `sliding` evaluation."""
+    return token_losses(run.model, tokens, on_progress)
 
-    The text is scored as if a newline preceded it. If the vocabulary has no newline, the first
-    character has surprisal log2(V).
+
+def score(
+    run: Run,
+    text: str,
+    unknown: Unknown | None = None,
+    on_progress: OnProgress = lambda *_: None,
+    losses_of: Callable[[Run, Tokens, OnProgress], Floats] = sliding_losses,
+) -> Scored:
+    """Return the surprisal of each character, -log2 of its probability.
+
+    The text is scored as if a boundary of documents or a newline preceded it. If the vocabulary has
+    neither, the first character has surprisal log2(V).
 
     Args:
         run: a run from `load_run`.
         text: of any length.
         unknown: policy for characters outside the vocabulary; the run's `text.unknown` by default.
         on_progress: called with the number of characters scored, and of all.
+        losses_of: returns the loss of each token but the first in nats; by `sliding` evaluation by
+            default.
 
     Raises:
         TextError: the text is empty, or contains unknown characters.
@@ -75,13 +87,14 @@ def score(
     if not len(tokens):
         raise TextError("there is no character to score; give a longer text")
     first = np.zeros(0)
-    if "\n" in tokenizer.characters:
-        tokens = np.concatenate((tokenizer.encode("\n"), tokens))
+    if tokenizer.start:
+        tokens = np.concatenate((tokenizer.encode(tokenizer.start), tokens))
     else:
         first = np.full(1, math.log(tokenizer.vocab_size))
-    rest = token_losses(run.model, tokens, on_progress) if len(tokens) > 1 else np.zeros(0)
+    rest = losses_of(run, tokens, on_progress) if len(tokens) > 1 else np.zeros(0)
     scored = tokens[len(tokens) - len(first) - len(rest) :]
-    bits = np.concatenate((first, rest)) / math.log(2)
+    starts = np.flatnonzero(scored < tokenizer.first_continuation)
+    bits = np.add.reduceat(np.concatenate((first, rest)), starts) / math.log(2)
     if not np.isfinite(bits).all():
         raise WorkError("the model's losses are not finite: its weights are too large; use another")
     return Scored(tokenizer.decode(scored), bits, tokenizer.count_unknown(text))

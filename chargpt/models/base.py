@@ -21,6 +21,8 @@ class LanguageModel(nn.Module, ABC):
     Attributes:
         vocab_size: V.
         block_size: maximum context length in tokens.
+        first_continuation: later token ids continue a character that an earlier byte began; V if
+            every token is a character.
         lookback: number of tokens before a block that `forward` also takes, as `before`.
     """
 
@@ -30,6 +32,7 @@ class LanguageModel(nn.Module, ABC):
         super().__init__()
         self.vocab_size = vocab_size
         self.block_size = block_size
+        self.first_continuation = vocab_size
 
     @abstractmethod
     def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:

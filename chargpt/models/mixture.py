@@ -12,13 +12,15 @@ Shapes in this file: B = batch, T = tokens, V = vocabulary size, K = n-gram orde
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from chargpt.models.base import LanguageModel
 from chargpt.models.cache import KVCache
 from chargpt.models.gpt import GPT
-from chargpt.models.ngram import NGramLM
+from chargpt.models.ngram import MAX_TOKENS, NGramLM
+from chargpt.text.tokenizer import Tokens
 
 ORDER = 8  # of the n-gram model: higher ones gain nothing
 HIDDEN = 16  # units of the gate
@@ -40,16 +42,27 @@ class Mixture(LanguageModel):
     """A GPT, an n-gram model, and the gate that weighs them; `fit_mixture` fits it.
 
     Its logits are log-probabilities. The n-gram model's context may begin before the block.
+
+    Attributes:
+        tokens: those that the n-gram model was estimated from.
     """
 
-    def __init__(self, gpt: GPT, ngram: NGramLM) -> None:
+    def __init__(self, gpt: GPT, tokens: Tokens, order: int = ORDER) -> None:
         super().__init__(gpt.vocab_size, gpt.block_size)
-        self.gpt, self.ngram = gpt, ngram
-        n_orders = len(ngram.orders)
+        self.gpt, self.order = gpt, order
+        self.first_continuation = gpt.first_continuation
+        self.count(tokens)
+        n_orders = len(self.ngram.orders)
         self.lookback = max(0, n_orders - 2)
         self.gate = nn.Sequential(
             nn.Linear(2 * n_orders, HIDDEN), nn.SiLU(), nn.Linear(HIDDEN, 1 + n_orders)
         )
+
+    def count(self, tokens: Tokens) -> None:
+        """Estimate the n-gram model from the last MAX_TOKENS token ids."""
+        self.tokens = np.array(tokens[-MAX_TOKENS:])
+        ngram = NGramLM.fit(self.tokens, self.vocab_size, self.block_size, self.order)
+        self.ngram = ngram.to(self.gpt.device)
 
     def forward(
         self, tokens: Tensor, cache: KVCache | None = None, before: Tensor | None = None

@@ -15,28 +15,30 @@ import torch
 from chargpt.errors import RunError
 from chargpt.files import exists, read_regular, write_atomically
 from chargpt.models import GPT
-from chargpt.models.mixture import ORDER, Mixture
-from chargpt.models.ngram import MAX_TOKENS, NGramLM
+from chargpt.models.mixture import Mixture
+from chargpt.models.ngram import MAX_TOKENS
 from chargpt.store.layout import MIXTURE
 from chargpt.store.run import Run
-from chargpt.text.tokenizer import Tokens
 
 MAX_BYTES = 4 * MAX_TOKENS + 1_000_000
 
 
-def save_mixture(run: Run, mixture: Mixture, train: Tokens) -> None:
+class OtherCheckpointError(RunError):
+    """The mixture belongs to another checkpoint."""
+
+
+def save_mixture(run: Run, mixture: Mixture) -> None:
     """Write the mixture of a run's checkpoint.
 
     Args:
         run: with the mixture's GPT as its model.
         mixture: what `fit_mixture` returned.
-        train: the training split that it was given, (characters,).
 
     Raises:
         RunError: it cannot be written.
     """
     arrays = {name: tensor.cpu().numpy() for name, tensor in mixture.gate.state_dict().items()}
-    arrays["tokens"] = np.array(train[-MAX_TOKENS:])
+    arrays["tokens"] = mixture.tokens
     arrays["step"] = np.array([run.step])
     arrays["key"] = np.frombuffer(run.key(), np.uint8)
     try:
@@ -79,7 +81,7 @@ def with_mixture(run: Run) -> Run:
         is_valid = tokens.ndim == 1 and tokens.dtype == run.tokenizer.dtype
         if not (is_valid and 0 < len(tokens) <= MAX_TOKENS and tokens.max() < model.vocab_size):
             raise ValueError("its tokens are not those of the run's text")
-        mixture = Mixture(model, NGramLM.fit(tokens, model.vocab_size, model.block_size, ORDER))
+        mixture = Mixture(model, tokens)
         gate = {name: torch.from_numpy(array) for name, array in arrays.items()}
         if not all(tensor.isfinite().all() for tensor in gate.values()):
             raise ValueError("a weight of its gate is not finite")
@@ -90,7 +92,7 @@ def with_mixture(run: Run) -> Run:
             f"{path} cannot be used ({reason:.200}); use the run without --mixture"
         ) from None
     if key.tobytes() != run.key():
-        raise RunError(
+        raise OtherCheckpointError(
             f"the mixture of {run.folder} is that of step {step:,}, not of step {run.step:,}; use "
             "that checkpoint, or train the run to its end"
         )

@@ -133,6 +133,7 @@ def load_run(path: str | Path, checkpoint: str = "best", device: str = "auto") -
     if target.type == "cpu":
         tune_malloc()
     model = build_model(saved.config.model, saved.tokenizer.vocab_size)
+    model.first_continuation = saved.tokenizer.first_continuation
     load_weights(model, saved.model, saved.folder)
     return Run(
         folder=run.path,

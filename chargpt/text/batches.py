@@ -8,17 +8,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
+MAX_CONTINUATIONS = 3  # bytes of a character in UTF-8 after the first
 MAX_RESIDENT_BYTES = 2**31  # of tokens on a GPU
 
 
 class Batches:
-    """Blocks of T + 1 consecutive tokens at offsets that are uniform over the text."""
+    """Blocks of T + 1 consecutive tokens at offsets that are uniform over the text.
 
-    def __init__(self, tokens: np.ndarray, block_size: int, batch_size: int, seed: int) -> None:
+    None begins inside a character: token ids from `first_continuation` on continue one.
+    """
+
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        block_size: int,
+        batch_size: int,
+        seed: int,
+        first_continuation: int | None = None,
+    ) -> None:
         assert len(tokens) > block_size, "the caller checks that a block fits"
         self.tokens = tokens
         self.batch_size = batch_size
         self.seed = seed
+        self.first_continuation = first_continuation
         self.n_offsets = len(tokens) - block_size
         self.index = np.arange(block_size + 1)
         self.resident: tuple[Tensor, Tensor] | None = None  # tokens and index, on a device
@@ -40,7 +52,11 @@ class Batches:
         key = np.array([self.seed, step], dtype=np.uint64)
         bits = np.random.Philox(key=key).random_raw(self.batch_size)
         uniform = (bits >> np.uint64(11)) * 2.0**-53
-        return np.minimum((uniform * self.n_offsets).astype(np.int64), self.n_offsets - 1)
+        offsets = np.minimum((uniform * self.n_offsets).astype(np.int64), self.n_offsets - 1)
+        if self.first_continuation is not None:
+            for _ in range(MAX_CONTINUATIONS):
+                offsets -= self.tokens[offsets] >= self.first_continuation
+        return offsets
 
     def at(self, step: int, rows: slice = slice(None)) -> Tensor:
         """Return the blocks of a step, or some rows of them, as int64 (B, T + 1).

@@ -47,7 +47,7 @@ class CachedText:
     key: str
     tokenizer: CharTokenizer
     tokens: Tokens
-    unknown_count: int
+    rare_count: int
 
 
 def cache_folder() -> Path:
@@ -136,9 +136,7 @@ class TemporaryFile:
         self.file.write(data)
 
 
-def store(
-    key: str, tokenizer: CharTokenizer, tokens: TemporaryFile, unknown_count: int
-) -> CachedText:
+def store(key: str, tokenizer: CharTokenizer, tokens: TemporaryFile, rare_count: int) -> CachedText:
     """Move an encoded text, with ids in `tokenizer.dtype`, into the cache, and return it.
 
     Raises:
@@ -159,7 +157,7 @@ def store(
             "version": VERSION,
             "count": size // tokenizer.dtype.itemsize,
             "crc32": tokens.crc32,
-            "unknown_count": unknown_count,
+            "rare_count": rare_count,
             "tokenizer_sha256": hashlib.sha256(vocabulary).hexdigest(),
             "unchanged_since": stamp,
         }
@@ -187,7 +185,7 @@ def load(key: str) -> CachedText | None:
         if (meta["format"], meta["version"], meta["tokenizer_sha256"]) != (FORMAT, VERSION, digest):
             raise ValueError
         tokenizer = CharTokenizer.from_json(vocabulary.decode("ascii"))
-        count, unknown_count = int(meta["count"]), int(meta["unknown_count"])
+        count, rare_count = int(meta["count"]), int(meta["rare_count"])
         path = folder / "tokens.bin"
         if not _is_intact(path, meta, count * tokenizer.dtype.itemsize):
             raise ValueError
@@ -196,7 +194,7 @@ def load(key: str) -> CachedText | None:
         raise DamagedCacheError(
             f"the cached tokens in {folder} are damaged; delete that folder and give the text again"
         ) from None
-    return CachedText(key, tokenizer, tokens, unknown_count)
+    return CachedText(key, tokenizer, tokens, rare_count)
 
 
 def _is_intact(path: Path, meta: dict[str, Any], size: int) -> bool:

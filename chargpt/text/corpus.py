@@ -6,9 +6,12 @@ import shlex
 import tempfile
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import accumulate
+from functools import cached_property
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, Literal
+
+import numpy as np
 
 from chargpt.config import TextConfig
 from chargpt.errors import TextError
@@ -16,6 +19,7 @@ from chargpt.text import OnLoading, cache
 from chargpt.text.cache import CachedText, DamagedCacheError
 from chargpt.text.catalog import BUILT_IN
 from chargpt.text.decoding import REPLACEMENT, Errors, codec_name, decode
+from chargpt.text.documents import document_ends
 from chargpt.text.ingest import ingest, load_or_note
 from chargpt.text.source import (
     STDIN,
@@ -32,7 +36,10 @@ from chargpt.yaml_reader import to_yaml
 MAX_READ_CHARACTERS = 1 << 30
 MAX_MEMORY_BYTES = 64 << 20  # of standard input, before it goes to a temporary file
 MANY_REPLACED = 0.01  # of all characters: the encoding is wrong
-READ_SETTINGS = ("suffixes", "encoding", "encoding_errors", "min_count")
+READ_SETTINGS = (
+    *("suffixes", "encoding", "encoding_errors", "documents", "seed"),
+    *("rare", "min_count", "characters"),
+)
 MIN_BLOCK_SIZE = 8  # shorter ones are not advised
 CHANGED = "the text has changed since the run was trained on it; the old text's tokens are used"
 
@@ -40,6 +47,7 @@ MAX_TUNE_FRACTION = 0.03  # of the text
 
 Split = Literal["tune", "train", "val", "test"]
 SPLITS: tuple[Split, ...] = ("train", "val")  # the splits of every run
+CHUNK = 1 << 20  # tokens whose characters are counted together
 
 
 @dataclass(frozen=True)
@@ -49,10 +57,10 @@ class Corpus:
     Attributes:
         name: short name for messages and tables.
         key: hash of the text's content and of the settings that determine its tokens.
-        tokens: the whole text, shape (characters,), memory-mapped, read-only.
+        tokens: the whole text, shape (tokens,), memory-mapped, read-only.
         val_fraction, test_fraction: fractions of the text in the splits.
         tune_characters: maximum length of the tune split.
-        unknown_fraction: fraction of the characters that became the unknown token.
+        rare_count: number of the characters that are not in the vocabulary.
         notes: sentences for the user.
     """
 
@@ -63,16 +71,59 @@ class Corpus:
     val_fraction: float
     test_fraction: float
     tune_characters: int = 0
-    unknown_fraction: float = 0.0
+    rare_count: int = 0
     notes: tuple[str, ...] = ()
 
+    @cached_property
+    def characters(self) -> int:
+        """Number of characters of the whole text."""
+        return int(self._chunk_starts[-1])
+
+    @property
+    def rare_fraction(self) -> float:
+        """Fraction of the characters that are not in the vocabulary."""
+        return self.rare_count / self.characters
+
+    @property
+    def characters_per_token(self) -> float:
+        """1, or less if byte tokens spell some characters."""
+        return self.characters / self.tokens.size
+
+    @cached_property
+    def _chunk_starts(self) -> Counts:
+        """Number of characters before each chunk of tokens, and of all."""
+        chunks = (self.tokens[i : i + CHUNK] for i in range(0, self.tokens.size, CHUNK))
+        return np.cumsum([0, *map(self.tokenizer.count_characters, chunks)])
+
+    def _index(self, character: int) -> int:
+        """Return the index of the token that begins a character."""
+        if character == self.characters:
+            return self.tokens.size
+        if not self.tokenizer.has_bytes:
+            return character
+        chunk = int(np.searchsorted(self._chunk_starts, character, side="right")) - 1
+        tokens = self.tokens[chunk * CHUNK : (chunk + 1) * CHUNK]
+        starts = np.flatnonzero(tokens < self.tokenizer.first_continuation)
+        return chunk * CHUNK + int(starts[character - self._chunk_starts[chunk]])
+
+    @cached_property
+    def _document_limits(self) -> Counts:
+        """0, and the index after each document, (1 + documents,)."""
+        return np.append(0, document_ends(self.tokens, self.tokenizer.boundary_id))
+
+    @property
+    def documents(self) -> int:
+        """Number of documents; 0 if the text is no list of them."""
+        return len(self._document_limits) - 1 if self.tokenizer.boundary else 0
+
     def split(self, name: Split) -> Tokens:
-        """Return a split as a view, shape (characters,), in the order tune, train, val, test.
+        """Return a split as a view, shape (tokens,), in the order tune, train, val, test.
 
         The sizes of the validation and test splits are rounded up to whole characters. The tune
-        split, to which a mixture is fitted, is at most 3% of the text.
+        split, to which a mixture is fitted, is at most 3% of the text. A document that a limit
+        falls into is in the earlier split.
         """
-        total = self.tokens.size
+        total = self.characters
         # Exact decimals: in floating point, 0.1 of 10 characters could round up to 2.
         val = math.ceil(total * Fraction(str(self.val_fraction)))
         test = min(math.ceil(total * Fraction(str(self.test_fraction))), total - val)
@@ -80,7 +131,11 @@ class Corpus:
         tune = min(self.tune_characters, int(MAX_TUNE_FRACTION * total), end)
         lengths = {"tune": tune, "train": end - tune, "val": val, "test": test}
         stops = dict(zip(lengths, accumulate(lengths.values()), strict=True))
-        return self.tokens[stops[name] - lengths[name] : stops[name]]
+        limits = [self._index(stops[name] - lengths[name]), self._index(stops[name])]
+        if self.tokenizer.boundary:
+            allowed = self._document_limits
+            limits = allowed[np.searchsorted(allowed, limits)].tolist()
+        return self.tokens[slice(*limits)]
 
     def require_blocks(self, block_size: int) -> None:
         """Check that train and val each hold a block and the character after it.
@@ -92,7 +147,7 @@ class Corpus:
         shorter = min(train, val)
         if shorter > block_size:
             return
-        total = self.tokens.size
+        total = self.characters
         needed = block_size + 1
         remedies = ["give a longer text"]
         if shorter > MIN_BLOCK_SIZE:
@@ -208,7 +263,11 @@ def _specification(settings: TextConfig) -> list[Any]:
     path = settings.path
     absolute = None if path is None else os.path.abspath(os.path.expanduser(path))
     encoding = [codec_name(settings.encoding), settings.encoding_errors]
-    return [absolute, settings.suffixes, *encoding, settings.min_count]
+    vocabulary = [settings.rare, settings.min_count, settings.characters]
+    return [
+        *(absolute, settings.suffixes, *encoding, *vocabulary),
+        *(settings.documents, settings.seed),
+    ]
 
 
 def _corpus(settings: TextConfig, cached: CachedText, name: str, notes: list[str]) -> Corpus:
@@ -226,7 +285,7 @@ def _corpus(settings: TextConfig, cached: CachedText, name: str, notes: list[str
         val_fraction=settings.val_fraction,
         test_fraction=settings.test_fraction,
         tune_characters=settings.tune_characters,
-        unknown_fraction=cached.unknown_count / cached.tokens.size,
+        rare_count=cached.rare_count,
         notes=tuple(notes),
     )
 
@@ -249,7 +308,7 @@ def read_text(
         if source.is_stdin:
             copy_stdin(spool.write, 4 * (max_characters + 1))  # 4 bytes each, and a byte order mark
             source = replace(source, stream=spool)
-        for text in decode(iter_chunks(source), encoding, errors):
+        for text in chain.from_iterable(decode(iter_chunks(source), encoding, errors)):
             size += len(text)
             if size > max_characters:
                 raise TextError(

@@ -51,15 +51,15 @@ def codec_name(encoding: str) -> str:
 
 def decode(
     chunks: Iterable[Chunk], encoding: str = "auto", errors: Errors = "strict"
-) -> Iterator[str]:
-    """Yield the text of chunks, without byte order marks.
+) -> Iterator[Iterator[str]]:
+    """Yield the text of each file's chunks in pieces, without byte order marks.
 
     Raises:
         TextError: bytes that do not decode, named with their offset, if errors are `strict`.
     """
     codec = codec_name(encoding)
     for name, group in groupby(chunks, key=lambda chunk: chunk.file_name):
-        yield from _decode_file(name, codec, errors, (chunk.content for chunk in group))
+        yield _decode_file(name, codec, errors, (chunk.content for chunk in group))
 
 
 def _decode_file(name: str, codec: str, errors: Errors, contents: Iterator[bytes]) -> Iterator[str]:

@@ -14,12 +14,14 @@ from chargpt.text.statistics import (
     divergence_nats,
     entropy_bits,
 )
-from chargpt.text.tokenizer import Counts, Tokens
+from chargpt.text.tokenizer import CharTokenizer, Counts, Tokens
 
 MAX_SHOWN = 10  # characters listed as the most or least frequent
 MAX_VOCAB_SIZE = 5_000  # beyond this and the following limits there is a warning
 MIN_CHARACTERS = 10_000
 MAX_LINE = 1_000_000  # characters
+# What looks like a list: many short lines, none of them empty
+MIN_LIST, MAX_ITEM, MAX_MEAN_ITEM = 100, 500, 40  # lines; characters; characters
 MAX_ONCE_FRACTION = 0.2  # of the vocabulary, for characters that occur once
 CHUNK = 1 << 20  # tokens
 # nats between the character frequencies of the splits that change the loss noticeably
@@ -33,11 +35,13 @@ class Description:
     """Statistics of a text.
 
     Attributes:
+        documents: their number; 0 if the text is no list of them.
         longest_line: its number of characters, without the line end.
         most_frequent, least_frequent: (character, count), the most or least frequent first.
         unigram_bits: entropy of a character, in bits.
         bigram_bits: entropy of a character given the previous one, in bits.
-        unknown_fraction: fraction of the characters that `min_count` made the unknown token.
+        vocabulary: number of characters in it, and of byte tokens, in words.
+        rare_fraction: fraction of the characters that are not in the vocabulary.
         warnings: sentences about properties that impair training.
     """
 
@@ -46,11 +50,13 @@ class Description:
     vocab_size: int
     most_frequent: tuple[tuple[str, int], ...]
     least_frequent: tuple[tuple[str, int], ...]
+    documents: int
     lines: int
     longest_line: int
     unigram_bits: float
     bigram_bits: float
-    unknown_fraction: float
+    vocabulary: str
+    rare_fraction: float
     warnings: tuple[str, ...]
 
 
@@ -62,25 +68,27 @@ def describe(corpus: Corpus) -> Description:
     known = counts[: len(tokenizer.characters)]
     order = np.argsort(-known, kind="stable")
     ranked = [(tokenizer.characters[index], int(known[index])) for index in order]
-    lines, longest = _lines(tokens, tokenizer.characters.find("\n"))
+    lines, longest = _lines(tokenizer, tokens)
     return Description(
         name=corpus.name,
-        characters=int(tokens.size),
+        characters=corpus.characters,
         vocab_size=tokenizer.vocab_size,
         most_frequent=tuple(ranked[:MAX_SHOWN]),
         least_frequent=tuple(ranked[: -MAX_SHOWN - 1 : -1]),
+        documents=corpus.documents,
         lines=lines,
         longest_line=longest,
-        unigram_bits=entropy_bits(counts),
-        bigram_bits=conditional_entropy_bits(pairs),
-        unknown_fraction=corpus.unknown_fraction,
-        warnings=tuple(_warnings(corpus, known, pairs, longest)),
+        unigram_bits=entropy_bits(counts) / corpus.characters_per_token,
+        bigram_bits=conditional_entropy_bits(pairs) / corpus.characters_per_token,
+        vocabulary=tokenizer.describe(),
+        rare_fraction=corpus.rare_fraction,
+        warnings=tuple(_warnings(corpus, known, pairs, lines, longest)),
     )
 
 
 def warn_of_length(corpus: Corpus) -> list[str]:
     """Return a warning if the text is too short to train on, else nothing."""
-    total = corpus.tokens.size
+    total = corpus.characters
     if total >= MIN_CHARACTERS:
         return []
     return [
@@ -111,35 +119,42 @@ def compare_splits(corpus: Corpus) -> str | None:
     return (
         "the validation split, the end of the text, differs from the training split: the KL "
         f"divergence of its character frequencies is {divergence:.3f} nats, {by_chance:.3f} by "
-        "chance. Its loss measures that difference too; if the text is a list, shuffle its lines "
-        "(shuf in.txt > out.txt)"
+        "chance. Its loss measures that difference too; if the text is a list, set text.documents "
+        "to lines, which shuffles them"
     )
 
 
-def _lines(tokens: Tokens, newline: int) -> tuple[int, int]:
-    """Return the number of lines and the longest one's length; `newline` is an id, -1 if absent."""
-    lines = longest = 0
-    start = 0  # of the current line
+def _lines(tokenizer: CharTokenizer, tokens: Tokens) -> tuple[int, int]:
+    """Return the number of lines and the longest one's length in characters."""
+    newline = tokenizer.characters.find("\n")
+    lines = longest = length = 0  # length: of the current line
     for offset in range(0, tokens.size, CHUNK):
-        ends = np.flatnonzero(tokens[offset : offset + CHUNK] == newline) + offset
-        if ends.size:
-            starts = np.concatenate(([start], ends[:-1] + 1))
-            longest = max(longest, int((ends - starts).max()))
-            lines += ends.size
-            start = int(ends[-1]) + 1
-    if start < tokens.size:
-        lines += 1
-        longest = max(longest, tokens.size - start)
-    return lines, longest
+        chunk = tokens[offset : offset + CHUNK]
+        chunk = chunk[chunk < tokenizer.first_continuation]  # one token of each character
+        ends = np.flatnonzero(chunk == newline)
+        if not ends.size:
+            length += chunk.size
+            continue
+        longest = max(longest, int(np.diff(ends, prepend=-1 - length).max()) - 1)
+        lines += ends.size
+        length = chunk.size - int(ends[-1]) - 1
+    return lines + bool(length), max(longest, length)
 
 
-def _warnings(corpus: Corpus, known: Counts, pairs: PairCounts, longest: int) -> list[str]:
+def _count(pairs: PairCounts, first: int, second: int) -> int:
+    """Return the number of occurrences of a pair of ids."""
+    return int(pairs.counts[(pairs.first == first) & (pairs.second == second)].sum())
+
+
+def _warnings(
+    corpus: Corpus, known: Counts, pairs: PairCounts, lines: int, longest: int
+) -> list[str]:
     tokenizer = corpus.tokenizer
     warnings = warn_of_length(corpus)
-    if tokenizer.vocab_size > MAX_VOCAB_SIZE:
+    if tokenizer.vocab_size > MAX_VOCAB_SIZE and not tokenizer.has_bytes:
         warnings.append(
             f"a vocabulary of {tokenizer.vocab_size:,} characters makes the model large and slow, "
-            "and most of them are rare; set text.min_count to 5 or more"
+            "and most of them are rare; set text.rare to bytes"
         )
     once = int((known == 1).sum())
     if once > MAX_ONCE_FRACTION * tokenizer.vocab_size and once > 10:
@@ -151,12 +166,19 @@ def _warnings(corpus: Corpus, known: Counts, pairs: PairCounts, longest: int) ->
         warnings.append(
             f"its longest line has {longest:,} characters; check that its line ends are \\n"
         )
-    first, second = tokenizer.characters.find("\r"), tokenizer.characters.find("\n")
-    returns = int(pairs.counts[(pairs.first == first) & (pairs.second == second)].sum())
+    carriage_return, newline = map(tokenizer.characters.find, "\r\n")
+    returns = _count(pairs, carriage_return, newline)
     if returns:
         warnings.append(
             f"{returns:,} lines end in CR LF (Windows), which the model will reproduce; "
             "convert them to LF if that is unwanted"
+        )
+    n_empty = _count(pairs, newline, newline) + _count(pairs, newline, carriage_return)
+    is_short = longest <= MAX_ITEM and corpus.characters <= MAX_MEAN_ITEM * lines
+    if lines >= MIN_LIST and is_short and not n_empty and not corpus.documents:
+        warnings.append(
+            f"it looks like a list of {lines:,} items; text.documents=lines shuffles them, and "
+            "sampling then ends with an item"
         )
     warning = compare_splits(corpus)
     return warnings if warning is None else [*warnings, warning]

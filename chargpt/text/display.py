@@ -48,7 +48,7 @@ def _extends(before: str, character: str) -> bool:
 
 
 def display_char(character: str) -> str:
-    """Return a visible sign for a character: invisible characters and marks get one."""
+    """Return a visible sign for a character or byte token: invisible ones and marks get one."""
     signs = {
         " ": "\N{OPEN BOX}",
         "\n": "\N{RETURN SYMBOL}",
@@ -56,7 +56,8 @@ def display_char(character: str) -> str:
         "\N{ZERO WIDTH JOINER}": "ZWJ",
         "\N{VARIATION SELECTOR-16}": "VS16",
     }
-    if character not in signs and unicodedata.category(character).startswith("M"):
+    is_mark = len(character) == 1 and unicodedata.category(character).startswith("M")
+    if is_mark and character not in signs:
         return f"\N{DOTTED CIRCLE}{character}"  # a mark alone would be drawn on its neighbour
     return signs.get(character, character if character.isprintable() else REPLACEMENT)
 

@@ -20,9 +20,17 @@ from chargpt.errors import TextError
 from chargpt.text import OnLoading, cache
 from chargpt.text.cache import CachedText, DamagedCacheError, TemporaryFile
 from chargpt.text.decoding import Chunk, codec_name, decode
+from chargpt.text.documents import boundary_of, mark_documents, shuffled
 from chargpt.text.source import Source, copy_stdin, iter_chunks
 from chargpt.text.statistics import count_tokens
-from chargpt.text.tokenizer import CODE_POINTS, CharTokenizer, Counts, code_points
+from chargpt.text.tokenizer import (
+    CODE_POINTS,
+    CharTokenizer,
+    Counts,
+    Rare,
+    choose_min_count,
+    code_points,
+)
 
 
 class _Checksum:
@@ -42,8 +50,8 @@ def ingest(
 ) -> CachedText:
     """Read a text and store its tokens in the cache, unless they are there and undamaged.
 
-    Only the encoding and `min_count` of the settings are used. `progress` is called with "reading"
-    in the first pass and "encoding" in the second. `notes` receives sentences for the user.
+    `progress` is called with "reading" in the first pass and "encoding" in the second. `notes`
+    receives sentences for the user.
 
     Raises:
         TextError: the text is empty, changes while it is read, cannot be read or decoded, or the
@@ -58,23 +66,30 @@ def ingest(
                 source = replace(source, stream=spool.file)
             first, second = _Checksum(), _Checksum()  # of both passes
             counts, digests = _count_characters(source, settings, progress, first)
-            key = text_key(digests, settings)
+            min_count = settings.min_count or choose_min_count(counts)
+            rare = settings.rare if min_count > 1 else "keep"
+            key = text_key(digests, settings, 1 if rare == "keep" else min_count, rare)
             if (cached := load_or_note(key, notes)) is not None:
                 return cached
             if not counts.any():
                 raise TextError(f"{source.name} is empty; give a text that holds characters")
-            tokenizer = CharTokenizer.from_counts(counts, settings.min_count)
+            boundary = boundary_of(settings.documents)
+            tokenizer = CharTokenizer.from_counts(
+                counts, min_count, rare, boundary, settings.characters
+            )
             cache.require_room(folder, int(counts.sum()) * tokenizer.dtype.itemsize)
-            unknown_count = int(counts.sum() - counts[code_points(tokenizer.characters)].sum())
+            rare_count = int(counts.sum() - counts[code_points(tokenizer.characters)].sum())
             tokens = stack.enter_context(TemporaryFile(folder))
             chunks = second.update(iter_chunks(source, progress, "encoding"))
-            for text in decode(chunks, settings.encoding, settings.encoding_errors):
+            for text in _texts(chunks, settings):
                 tokens.write(tokenizer.encode(text, "replace").view(np.uint8).data)
             if first.crc32 != second.crc32:
                 raise TextError(
                     f"{source.name} changed while it was read; try again when nothing writes to it"
                 )
-            return cache.store(key, tokenizer, tokens, unknown_count)
+            if boundary:
+                tokens = stack.enter_context(_shuffle(tokens, tokenizer, settings.seed))
+            return cache.store(key, tokenizer, tokens, rare_count)
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise TextError(
@@ -93,15 +108,30 @@ def _count_characters(
     # The thread ends here even on an error: a generator that garbage collection closes would
     # join it at any time, which can deadlock.
     with ThreadPoolExecutor(1, "hash") as worker:
-        for text in decode(
-            _hashed(chunks, hashes, worker), settings.encoding, settings.encoding_errors
-        ):
+        for text in _texts(_hashed(chunks, hashes, worker), settings):
             if text.isascii():
                 counts[:128] += count_tokens(np.frombuffer(text.encode("ascii"), np.uint8), 128)
             else:
                 found = np.bincount(code_points(text))
                 counts[: found.size] += found
     return counts, [digest.hexdigest() for digest in hashes.values()]
+
+
+def _texts(chunks: Iterator[Chunk], settings: TextConfig) -> Iterator[str]:
+    """Yield the text of chunks in pieces, with the boundaries of its documents."""
+    files = decode(chunks, settings.encoding, settings.encoding_errors)
+    return mark_documents(files, settings.documents)
+
+
+def _shuffle(tokens: TemporaryFile, tokenizer: CharTokenizer, seed: int) -> TemporaryFile:
+    """Return a file of the same tokens with the documents in random order."""
+    tokens.file.flush()
+    found = np.memmap(tokens.path, dtype=tokenizer.dtype, mode="r")
+    cache.require_room(tokens.path.parent, found.nbytes)
+    target = TemporaryFile(tokens.path.parent)
+    for chunk in shuffled(found, tokenizer.boundary_id, seed):
+        target.write(chunk.view(np.uint8).data)
+    return target
 
 
 def _hashed(
@@ -131,9 +161,15 @@ def load_or_note(key: str, notes: list[str]) -> CachedText | None:
         return None
 
 
-def text_key(digests: list[str], settings: TextConfig) -> str:
-    """Return the SHA-256 of the files' digests and of the settings that determine the tokens."""
-    facts = [cache.VERSION, codec_name(settings.encoding), settings.min_count, digests]
+def text_key(digests: list[str], settings: TextConfig, min_count: int, rare: Rare) -> str:
+    """Return the SHA-256 of the files' digests and of all that determines their tokens."""
+    facts = [cache.VERSION, codec_name(settings.encoding), min_count, digests]
     if settings.encoding_errors != "strict":
         facts.append(settings.encoding_errors)
+    if rare == "bytes":
+        facts.append(rare)
+    if settings.characters:
+        facts.append({"characters": settings.characters})
+    if settings.documents:
+        facts.append([settings.documents, settings.seed])
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()

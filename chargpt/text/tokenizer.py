@@ -2,11 +2,14 @@
 
 A character is one Unicode code point. The vocabulary is the sorted characters of the text, and a
 token's id is its index there. Nothing is normalised: line ends, combining marks and joiners are
-characters like any other. With `min_count` above 1 the rarer characters share one unknown token.
+characters like any other. Characters rarer than `min_count` are byte tokens (byte_fallback.py), so
+that any text can be encoded, or share one unknown token.
 """
 
+import codecs
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,16 +20,20 @@ import numpy.typing as npt
 
 from chargpt.errors import RunError, TextError, UnknownCharacterError
 from chargpt.files import parse_json, write_atomically
+from chargpt.text.byte_fallback import CONTINUATION_BYTES, ValidTokens, byte_values, insert_bytes
 
 DECODE_CHUNK = 1 << 20  # ids decoded at once, to bound the memory
 CODE_POINTS = 0x110000
 MAX_JSON_BYTES = 16_000_000  # all code points, escaped, take less
+MAX_KEPT = 256  # different characters of a text that keeps all of them
+MIN_FREQUENCY = 1e-5  # of a character in the vocabulary of another text
 MAX_NAMED = 5  # unknown characters that an error lists one by one
 CHUNK = 1 << 15  # characters encoded at once: small enough for a processor's cache
 REPLACEMENT = "\ufffd"
 FORMAT, VERSION = "chargpt-tokenizer", 1
 
 Unknown = Literal["error", "skip", "replace"]
+Rare = Literal["bytes", "keep", "unknown"]
 Tokens = npt.NDArray[Any]  # token ids of any integer type
 TokenIds = npt.NDArray[np.int64]
 Counts = npt.NDArray[np.int64]
@@ -40,23 +47,54 @@ class CharTokenizer:
     Attributes:
         characters: the known characters, sorted by code point; a token's id is its index here.
         has_unknown: whether the last id, `len(characters)`, stands for every other character.
+        has_bytes: whether byte tokens spell every other character.
+        boundary: the character that ends every document, "" if the text is no list of them.
     """
 
     characters: str
     has_unknown: bool = False
+    has_bytes: bool = False
+    boundary: str = ""
 
     def __post_init__(self) -> None:
         assert self.characters, "a vocabulary holds at least one character"
+        assert not (self.has_unknown and self.has_bytes), "nothing is unknown to byte tokens"
+        assert self.boundary in self.characters, "the boundary is a character of the vocabulary"
+
+    @cached_property
+    def bytes_(self) -> bytes:
+        """The bytes of the byte tokens, whose ids follow those of the characters."""
+        return byte_values(self.characters) if self.has_bytes else b""
 
     @property
     def vocab_size(self) -> int:
         """Number of token ids."""
-        return len(self.characters) + self.has_unknown
+        return len(self.characters) + self.has_unknown + len(self.bytes_)
+
+    @property
+    def first_continuation(self) -> int:
+        """The first id of a continuation byte; all later ones are, too. Without any: the size."""
+        return self.vocab_size - (len(CONTINUATION_BYTES) if self.has_bytes else 0)
+
+    @cached_property
+    def valid_tokens(self) -> ValidTokens:
+        """Which tokens sampling may choose."""
+        return ValidTokens(self.vocab_size, len(self.characters), self.bytes_)
 
     @property
     def unknown_id(self) -> int | None:
         """Id of the unknown token, if there is one."""
         return len(self.characters) if self.has_unknown else None
+
+    @property
+    def boundary_id(self) -> int:
+        """Id of the boundary."""
+        return self.characters.index(self.boundary)
+
+    @property
+    def start(self) -> str:
+        """What comes before the start of a text: the boundary, else a newline if it is known."""
+        return self.boundary or ("\n" if "\n" in self.characters else "")
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -76,36 +114,58 @@ class CharTokenizer:
         return next((index for index in indices if index >= 0), 0)
 
     @classmethod
-    def fit(cls, text: str, min_count: int = 1) -> Self:
+    def fit(cls, text: str, min_count: int = 1, rare: Rare = "bytes") -> Self:
         """Return the tokenizer of a text's characters.
+
+        Args:
+            min_count: count from which a character is in the vocabulary.
+            rare: what the others become: byte tokens, or one unknown token; `keep` keeps all.
 
         Raises:
             TextError: the text is empty, or all its characters are rarer than `min_count`.
         """
-        return cls.from_counts(np.bincount(code_points(text), minlength=1), min_count)
+        return cls.from_counts(np.bincount(code_points(text), minlength=1), min_count, rare)
 
     @classmethod
-    def from_counts(cls, counts: npt.NDArray[Any], min_count: int = 1) -> Self:
+    def from_counts(
+        cls,
+        counts: npt.NDArray[Any],
+        min_count: int = 1,
+        rare: Rare = "bytes",
+        boundary: str = "",
+        characters: str = "",
+    ) -> Self:
         """Return the tokenizer of a text that has `counts[c]` characters of code point c.
+
+        The other arguments are those of `fit`, and characters that are never rare: the boundary,
+        and others whether the text has them or not.
 
         Raises:
             TextError: as `fit` does.
         """
-        known = np.flatnonzero(counts >= max(1, min_count))
-        if not counts.any():
+        present = np.flatnonzero(counts)
+        is_known = counts >= (1 if rare == "keep" else max(1, min_count))
+        is_known[code_points(boundary + characters)] = True
+        known = np.flatnonzero(is_known)
+        if not present.size:
             raise TextError("the text is empty; give one that holds characters")
         if not known.size:
             raise TextError(
                 f"every character of the text occurs fewer than {min_count:,} times; "
                 "lower text.min_count"
             )
-        if _has_surrogates(known):
+        if _is_surrogate(present).any():
             raise TextError(
                 "the text decodes to lone surrogates (U+D800 to U+DFFF), which are not characters; "
                 "name its true encoding with --encoding"
             )
-        has_unknown = int(np.count_nonzero(counts)) > known.size
-        return cls(known.astype("<u4").tobytes().decode("utf-32-le"), has_unknown)
+        has_rare = bool((~is_known[present]).any())
+        return cls(
+            codes_to_text(known),
+            has_rare and rare == "unknown",
+            has_rare and rare == "bytes",
+            boundary,
+        )
 
     @cached_property
     def _ids(self) -> Tokens:
@@ -131,13 +191,18 @@ class CharTokenizer:
         """Code point of each id."""
         return code_points(self.characters + (REPLACEMENT if self.has_unknown else ""))
 
+    @cached_property
+    def _utf8(self) -> list[bytes]:
+        """UTF-8 form of each id's character, or its byte."""
+        return [*map(str.encode, self.characters), *(bytes([byte]) for byte in self.bytes_)]
+
     def encode(self, text: str, unknown: Unknown = "error") -> Tokens:
-        """Return the ids of a text, shape (characters,), in `dtype`.
+        """Return the ids of a text, shape (tokens,), in `dtype`.
 
         Args:
-            unknown: what to do with a character outside the vocabulary: `error` raises, `skip`
-                leaves it out, `replace` puts `replacement_id`. Only `replace` uses the unknown
-                token, so that no character is lost by default.
+            unknown: what to do with a character outside the vocabulary that no bytes spell: `error`
+                raises, `skip` leaves it out, `replace` puts `replacement_id`. Only `replace` uses
+                the unknown token, so that no character is lost by default.
 
         Raises:
             UnknownCharacterError: naming the characters, if `unknown` is "error".
@@ -149,38 +214,91 @@ class CharTokenizer:
             chunk, out = text[start : start + CHUNK], ids[start : start + CHUNK]
             # Code points beyond the table are clipped to its last entry, which has no id.
             if is_ascii:  # two characters a look-up
-                codes = np.frombuffer(chunk.encode("ascii") + b"\0"[: len(chunk) % 2], np.uint16)
-                self._two_character_ids.take(codes, out=out.view(np.uint16), mode="clip")
+                pairs = np.frombuffer(chunk.encode("ascii") + b"\0"[: len(chunk) % 2], np.uint16)
+                self._two_character_ids.take(pairs, out=out.view(np.uint16), mode="clip")
             else:
                 self._ids.take(code_points(chunk), out=out[: len(chunk)], mode="clip")
         ids = ids[:size]
-        if ids.size and ids.max() == self._no_id:
-            is_unknown = ids == self._no_id
-            if unknown == "error":
-                raise UnknownCharacterError(_describe_unknown(code_points(text)[is_unknown]))
-            if unknown == "skip":
-                ids = ids[~is_unknown]
-            else:
-                ids[is_unknown] = self.replacement_id
-        return ids.astype(self.dtype, copy=False)
+        if not ids.size or ids.max() < self._no_id:
+            return ids.astype(self.dtype, copy=False)
+        missing = np.flatnonzero(ids == self._no_id)
+        codes = code_points(text)[missing]
+        is_unknown = self._is_unknown(codes)
+        if is_unknown.any() and unknown == "error":
+            raise UnknownCharacterError(_describe_unknown(codes[is_unknown]))
+        if is_unknown.any() and unknown == "skip":
+            return self.encode(codes_to_text(np.delete(code_points(text), missing[is_unknown])))
+        ids = ids.astype(self.dtype)
+        ids[missing[is_unknown]] = self.replacement_id
+        if is_unknown.all():
+            return ids
+        rare = codes_to_text(codes[~is_unknown])
+        return insert_bytes(ids, missing[~is_unknown], rare, self._byte_ids)
+
+    @cached_property
+    def _byte_ids(self) -> Tokens:
+        """Id of each byte's token."""
+        ids = np.zeros(256, dtype=self.dtype)
+        ids[list(self.bytes_)] = np.arange(len(self.characters), self.vocab_size)
+        return ids
+
+    def _is_unknown(self, codes: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
+        """Return which of the code points outside the vocabulary cannot be encoded."""
+        return _is_surrogate(codes) if self.has_bytes else np.ones(codes.shape, np.bool_)
 
     def count_unknown(self, text: str) -> int:
-        """Return the number of characters of a text that are not in the vocabulary."""
-        return len(text) - len(self.encode(text, "skip"))
+        """Return the number of characters of a text that cannot be encoded."""
+        codes = code_points(text)
+        return int(self._is_unknown(codes[self._ids.take(codes, mode="clip") == self._no_id]).sum())
+
+    def count_characters(self, ids: Tokens) -> int:
+        """Return the number of characters that tokens spell, which is that of their starts."""
+        if not self.has_bytes:
+            return ids.size
+        chunks = (ids[i : i + DECODE_CHUNK] for i in range(0, len(ids), DECODE_CHUNK))
+        return sum(int(np.count_nonzero(chunk < self.first_continuation)) for chunk in chunks)
+
+    def token_text(self, token: int) -> str:
+        """Return the character of a token; a byte token as `<0xE4>`, the unknown one as U+FFFD."""
+        n_characters = len(self.characters)
+        if self.has_bytes and token >= n_characters:
+            return f"<0x{self.bytes_[token - n_characters]:02X}>"
+        return self.decode([token])
+
+    def reader(self) -> Callable[[int], str]:
+        """Return a function from one token after another to its character.
+
+        Of a character that byte tokens spell it returns "" until its last byte.
+        """
+        if not self.has_bytes:
+            return (self.characters + REPLACEMENT).__getitem__
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        return lambda token: decoder.decode(self._utf8[token])
+
+    def describe(self) -> str:
+        """Return the number of characters, and of byte tokens if there are any, in words."""
+        n_bytes = f" and {len(self.bytes_)} bytes" if self.has_bytes else ""
+        return f"{len(self.characters):,} characters{n_bytes}"
 
     def decode(self, ids: npt.ArrayLike) -> str:
-        """Return the text of token ids; the unknown token becomes U+FFFD."""
+        """Return the text of token ids; the unknown token and invalid UTF-8 become U+FFFD."""
         index = np.atleast_1d(np.asarray(ids))
         if index.dtype.kind not in "iu":
             index = index.astype(np.int64)
         assert index.size == 0 or (index.min() >= 0 and index.max() < self.vocab_size)
-        parts = (index[i : i + DECODE_CHUNK] for i in range(0, len(index), DECODE_CHUNK))
-        return "".join(self._code_points[part].tobytes().decode("utf-32-le") for part in parts)
+        parts = [index[i : i + DECODE_CHUNK] for i in range(0, len(index), DECODE_CHUNK)]
+        if not self.has_bytes or index.max(initial=0) < len(self.characters):
+            return "".join(codes_to_text(self._code_points[part]) for part in parts)
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        spelled = (b"".join(map(self._utf8.__getitem__, part.tolist())) for part in parts)
+        return "".join(map(decoder.decode, spelled)) + decoder.decode(b"", final=True)
 
     def to_json(self) -> str:
         """Return the vocabulary as JSON (ASCII only, one line)."""
-        tree = {"format": FORMAT, "version": VERSION}
-        return json.dumps({**tree, "characters": self.characters, "unknown": self.has_unknown})
+        tree = {"format": FORMAT, "version": VERSION, "characters": self.characters}
+        optional = {"bytes": self.has_bytes, "boundary": self.boundary}
+        given = {key: value for key, value in optional.items() if value}
+        return json.dumps({**tree, "unknown": self.has_unknown, **given})
 
     @classmethod
     def from_json(cls, text: str, origin: str = "tokenizer") -> Self:
@@ -201,14 +319,19 @@ class CharTokenizer:
                 f"{VERSION}; update chargpt"
             )
         characters, has_unknown = tree.get("characters"), tree.get("unknown")
+        has_bytes, boundary = tree.get("bytes", False), tree.get("boundary", "")
         if not isinstance(characters, str) or not isinstance(has_unknown, bool):
             raise _unusable(origin, "its `characters` or `unknown` is missing")
+        if not isinstance(has_bytes, bool) or (has_unknown and has_bytes):
+            raise _unusable(origin, "its `bytes` is wrong")
+        if not isinstance(boundary, str) or len(boundary) > 1 or boundary not in characters:
+            raise _unusable(origin, "its `boundary` is wrong")
         codes = code_points(characters).astype(np.int64)
         if not 0 < codes.size <= CODE_POINTS or (np.diff(codes) <= 0).any():
             raise _unusable(origin, "its characters are not sorted and distinct")
-        if _has_surrogates(codes):
+        if _is_surrogate(codes).any():
             raise _unusable(origin, "it holds lone surrogates")
-        return cls(characters, has_unknown)
+        return cls(characters, has_unknown, has_bytes, boundary)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the vocabulary as JSON, atomically."""
@@ -231,7 +354,10 @@ class CharTokenizer:
 
     def __repr__(self) -> str:
         shown = self.characters if len(self.characters) < 80 else self.characters[:79] + "…"
-        return f"CharTokenizer({shown!r}, has_unknown={self.has_unknown})"
+        others = (self.has_unknown, self.has_bytes, self.boundary)
+        names = ("has_unknown", "has_bytes", "boundary")
+        given = "".join(f", {name}={value!r}" for name, value in zip(names, others, strict=True))
+        return f"CharTokenizer({shown!r}{given})"
 
 
 def code_points(text: str) -> npt.NDArray[np.uint32]:
@@ -241,8 +367,25 @@ def code_points(text: str) -> npt.NDArray[np.uint32]:
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
 
 
-def _has_surrogates(codes: npt.NDArray[np.int64]) -> bool:
-    return bool(((codes >= 0xD800) & (codes < 0xE000)).any())
+def codes_to_text(codes: npt.NDArray[Any]) -> str:
+    """Return the text of code points."""
+    return str(np.ascontiguousarray(codes, dtype="<u4").data, "utf-32-le")
+
+
+def _is_surrogate(codes: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    return (codes >= 0xD800) & (codes < 0xE000)
+
+
+def choose_min_count(counts: Counts) -> int:
+    """Return the count from which a character is worth a place in the vocabulary.
+
+    Args:
+        counts: number of occurrences of each code point.
+    """
+    present = counts[counts > 0]
+    if present.size <= MAX_KEPT:
+        return 1
+    return max(1, round(MIN_FREQUENCY * float(present.sum())))
 
 
 def _unusable(origin: str | os.PathLike[str], reason: str) -> RunError:

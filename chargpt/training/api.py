@@ -23,6 +23,7 @@ def train(
     config: str | Path | None = None,
     settings: Mapping[str, object] | None = None,
     budget: str | float | None = None,
+    from_run: str | Path | None = None,
     out: str | Path | None = None,
     start: StartMode = StartMode.NEW,
     device: str | None = None,
@@ -41,6 +42,7 @@ def train(
         config: a shipped config's name, such as `gpt` or `bigram`, or a YAML file.
         settings: by dotted keys, as in {"train.max_steps": 500}; they take precedence.
         budget: a time, in seconds or as in "3m", that size and steps are chosen for.
+        from_run: folder of a run of another text, whose weights are the start.
         out: folder of the run; by default a new one under runs/.
         start: what to do about a run that exists in `out`.
         device: `auto`, `cpu`, `cuda`, `cuda:N` or `mps`.
@@ -52,6 +54,8 @@ def train(
             checkpoint or the mixture could not be written.
     """
     overrides = [f"{key}={to_yaml(value)}" for key, value in (settings or {}).items()]
+    if from_run is not None:
+        overrides.append(f"train.from_run={to_yaml(str(Path(from_run).absolute()))}")
     if encoding is not None:
         overrides.append(f"text.encoding={to_yaml(encoding)}")
     request = Request(

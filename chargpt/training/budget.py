@@ -157,6 +157,8 @@ class Budget:
         n_tune = len(corpus.split("tune"))
         if n_tune:  # a mixture is fitted to it, and scored: it takes a little longer than its GPT
             n_scored += n_tune + round(1.3 * min(max_characters, len(splits[-1])))
+        if config.train.from_run is not None:  # the text of that run is scored before and after
+            n_scored += 2 * max_characters
         self.scoring_seconds = RESERVE.margin * per_character * n_scored
         if n_tune:
             self.scoring_seconds += RESERVE.gate_seconds

@@ -27,9 +27,11 @@ from chargpt.inference.baselines import fit_ngram
 from chargpt.models import LanguageModel, build_model
 from chargpt.models.ngram import NGramLM
 from chargpt.store.checkpoint import Checkpoint
+from chargpt.store.run import Run
 from chargpt.store.tensors import load_weights
 from chargpt.text.batches import Batches
 from chargpt.text.corpus import Corpus
+from chargpt.training.finetune import copy_weights
 from chargpt.training.optim import Optimizer
 
 
@@ -43,6 +45,8 @@ class Learner:
         device: of the model.
         saved: a checkpoint to continue from.
         ngram: what `fit_ngram` returned, for the soft targets; fitted when first used by default.
+        start: the run whose weights are the start and are pulled towards, of a model of the same
+            sizes.
 
     Attributes:
         captured_gradients: `gradients` as a CUDA graph; None on other devices, with several ranks
@@ -61,6 +65,7 @@ class Learner:
         device: torch.device,
         saved: Checkpoint | None = None,
         ngram: NGramLM | None = None,
+        start: Run | None = None,
     ) -> None:
         train = config.train
         self.seed, self.dropout = config.seed, config.model.dropout
@@ -73,7 +78,13 @@ class Learner:
         self.micro_batch = micro_batch_size(train, group)
         torch.manual_seed(config.seed)
         model = build_model(config.model, corpus.tokenizer.vocab_size)
+        model.first_continuation = corpus.tokenizer.first_continuation
         self.model: LanguageModel = model.to(device)
+        self.pull, self.start_weights = config.optim.pull, list[Tensor]()
+        if start is not None:
+            copy_weights(self.model, corpus.tokenizer, start)
+            if self.pull:
+                self.start_weights = [p.detach().clone() for p in self.model.parameters()]
         if saved is None:
             self.optimizer = Optimizer(self.model, config.optim, self.dtype)
             self.average = self._start_average(dict(self.model.named_parameters()))
@@ -82,7 +93,11 @@ class Learner:
         self._given_ngram = ngram
         self.ddp_model = self._wrap_for_ddp()
         self.batches = Batches(
-            corpus.split("train"), self.model.block_size, train.batch_size, config.seed
+            corpus.split("train"),
+            self.model.block_size,
+            train.batch_size,
+            config.seed,
+            self.model.first_continuation,
         )
         if device.type != "cpu":
             self.batches.to_device(device)
@@ -213,6 +228,9 @@ class Learner:
         """Update the weights and their moving average."""
         self.optimizer.step(step, lr_factor)
         self.model.zero_grad(set_to_none=True)
+        if self.start_weights:  # L2-SP (Li, Grandvalet and Davoine 2018), decoupled
+            weights = [parameter.detach() for parameter in self.model.parameters()]
+            torch._foreach_lerp_(weights, self.start_weights, self.pull * lr_factor)
         if self.average is not None:
             # a smaller decay at first, so that the random initial weights are soon forgotten
             decay = min(self.ema, (1 + step) / (10 + step))

@@ -1,6 +1,6 @@
 """Fitting the gate of a mixture to text that neither the GPT nor the counts have seen.
 
-Shapes in this file: N = characters, K = n-gram orders.
+Shapes in this file: B = batch, T = tokens, N = characters, K = n-gram orders.
 """
 
 from dataclasses import replace
@@ -13,8 +13,7 @@ from chargpt.errors import WorkError
 from chargpt.inference.windows import full_windows
 from chargpt.models import GPT
 from chargpt.models.base import eval_mode
-from chargpt.models.mixture import ORDER, Mixture
-from chargpt.models.ngram import NGramLM
+from chargpt.models.mixture import Mixture
 from chargpt.store.mixture import save_mixture
 from chargpt.store.run import Run
 from chargpt.text.corpus import Corpus
@@ -44,7 +43,7 @@ def add_mixture(run: Run, corpus: Corpus) -> Run | None:
     if not isinstance(run.model, GPT) or len(tune) < MIN_CHARACTERS:
         return None
     mixture = fit_mixture(run.model, train, tune)
-    save_mixture(run, mixture, train)
+    save_mixture(run, mixture)
     return replace(run, model=mixture)
 
 
@@ -59,24 +58,25 @@ def fit_mixture(gpt: GPT, train: Tokens, tune: Tokens) -> Mixture:
     Raises:
         WorkError: the GPT's predictions are not finite.
     """
-    ngram = NGramLM.fit(train, gpt.vocab_size, gpt.block_size, ORDER)
-    mixture = Mixture(gpt, ngram.to(gpt.device)).to(gpt.device).eval()
+    mixture = Mixture(gpt, train).to(gpt.device).eval()
     found = []
     with eval_mode(mixture), torch.no_grad():
         for rows, *_ in full_windows(tune, gpt.block_size, lookback=mixture.lookback):
             parts = torch.split(torch.from_numpy(rows), ROWS)
-            found += [_components(mixture, part.to(gpt.device)) for part in parts]
-    inputs, log_probs = (torch.cat(parts).cpu() for parts in zip(*found, strict=True))
+            for part in parts:
+                data = gate_data(mixture, part.to(gpt.device))
+                found.append([tensor.flatten(0, 1).cpu() for tensor in data])
+    inputs, log_probs = map(torch.cat, zip(*found, strict=True))
     if not inputs.isfinite().all():
         raise WorkError("the model's loss is not finite: its weights are too large; use another")
     fit_gate(mixture.gate, inputs, log_probs)
     return mixture
 
 
-def _components(mixture: Mixture, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gate's inputs, (N, 2 K), and each component's log-probabilities, (N, 1 + K).
+def gate_data(mixture: Mixture, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gate's inputs, (B, T, 2 K), and the components' log-probabilities, (B, T, 1 + K).
 
-    The log-probabilities are those of the characters that follow in rows (B, lookback + T + 1).
+    The log-probabilities are those of the tokens that follow in rows (B, lookback + T + 1).
     """
     start = mixture.lookback
     tokens, targets = rows[:, start:-1], rows[:, start + 1 :, None]
@@ -84,8 +84,7 @@ def _components(mixture: Mixture, rows: Tensor) -> tuple[Tensor, Tensor]:
     log_probs = mixture.gpt(tokens).float().log_softmax(dim=-1)  # (B, T, V)
     found = [log_probs.gather(-1, targets)]
     found += [probs.gather(-1, targets).log() for probs in mixture.ngram.iter_probs(contexts)]
-    inputs = mixture.gate_inputs(log_probs, contexts)
-    return inputs.flatten(0, 1), torch.cat(found, dim=-1).flatten(0, 1)
+    return mixture.gate_inputs(log_probs, contexts), torch.cat(found, dim=-1)
 
 
 def fit_gate(gate: nn.Sequential, inputs: Tensor, log_probs: Tensor) -> None:

@@ -84,6 +84,8 @@ class Recipe:
     trial_steps: int = 3  # that measure a size's speed
     trial_fraction: float = 0.05  # of the time: once trials have used it, no larger size is tried
     usable_memory: float = 0.6  # fraction: the memory of a run is an estimate
+    short: int = 1_000_000  # below it the law thinks too well of larger sizes
+    short_gain: float = 0.01  # nats that a larger size then has to gain by the law
     max_epochs: int = 40
     tune_characters: int = 20_000  # to fit a mixture to; more gain nothing
     min_block_size: int = 8
@@ -290,7 +292,9 @@ class _Planner:
             skipped = highest.index(min(highest))
             candidate = larger[skipped]
             candidate_speed = measure_speed(candidate, self.corpus)
-            if self.loss(candidate, candidate_speed) > loss:
+            is_short = self.reachable(candidate_speed) < RECIPE.short
+            min_gain = RECIPE.short_gain if is_short else 0.0
+            if self.loss(candidate, candidate_speed) > loss - min_gain:
                 break
             number, config, speed = number + 1 + skipped, candidate, candidate_speed
         return SIZES[number], config, speed
@@ -330,7 +334,7 @@ def measure_speed(config: Config, corpus: Corpus) -> float:
 
     Soft targets cost a tenth or less, which re-planning takes into account.
     """
-    trial = config.with_values({"train.ngram_target_weight": 0.0})
+    trial = config.with_values({"train.ngram_target_weight": 0.0, "train.from_run": None})
     learner = Trainer(trial, corpus).learner
     seconds = measure_step_seconds(learner, RECIPE.trial_steps, update=True)
     return step_characters(config) / seconds

@@ -13,12 +13,12 @@ from chargpt.training.budget import Budget, parse_duration
 
 DEFAULT_BUDGET = "150s"
 MAX_PATH = 4096  # characters; longer is a text in place of its path
+UNPLANNED_TEXT = "encoding encoding_errors documents seed rare min_count characters tune_characters"
 UNPLANNED = {
     "seed",
-    "text.encoding",
-    "text.encoding_errors",
-    "text.tune_characters",
-}  # settings that no budget plans
+    "train.from_run",
+    *(f"text.{name}" for name in UNPLANNED_TEXT.split()),
+}  # no budget plans them
 
 
 class StartMode(Enum):
@@ -77,13 +77,17 @@ class Request:
             settings, self.config, self.overrides, text=self.text, device=self.device
         )
 
+    def fixed_keys(self) -> set[str]:
+        """Return the dotted keys that this request sets."""
+        return fixed_keys(self.config, self.overrides)
+
     def time_budget(self) -> Budget | None:
         """Return the budget asked for, or the default one if nothing else was.
 
         Raises:
             ConfigError: it is not a duration, or several processes would have to agree on it.
         """
-        duration, keys = self.budget, fixed_keys(self.config, self.overrides)
+        duration, keys = self.budget, self.fixed_keys()
         if duration is None and self.config is None and keys <= UNPLANNED and world_size() == 1:
             duration = DEFAULT_BUDGET
         if duration is None:

@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,13 +20,14 @@ from chargpt.errors import RunError, WorkError
 from chargpt.ranks import is_main_rank
 from chargpt.store.folder import RunFolder
 from chargpt.store.layout import has_checkpoint
-from chargpt.store.run import newest_run, open_run
+from chargpt.store.run import Run, newest_run, open_run
 from chargpt.text import OnLoading
 from chargpt.text.corpus import Corpus, load_cached, load_corpus
 from chargpt.text.describe import warn_of_length
 from chargpt.text.source import STDIN
 from chargpt.training.budget import REPLANNING, Budget
 from chargpt.training.cost import Cost, expected_cost
+from chargpt.training.finetune import describe_start, load_start, settings_from
 from chargpt.training.planner import RECIPE, Plan, plan, step_characters
 from chargpt.training.request import Request, StartMode
 from chargpt.training.resume import resume
@@ -44,6 +45,7 @@ class Session:
     budget: Budget | None = None
     plan: Plan | None = None  # what the budget chose
     notes: list[str] = field(default_factory=list)  # sentences for the user
+    start_run: Run | None = None  # whose weights are the start
 
     def __post_init__(self) -> None:
         if error := self.trainer.learner.capture_error:
@@ -96,6 +98,7 @@ def start_session(request: Request, loading: OnLoading | None) -> Session:
         content=request.content,
         budget=budget,
         start=request.start,
+        fixed=request.fixed_keys(),
     )
 
 
@@ -107,10 +110,12 @@ def create_run(
     content: str | None = None,
     budget: Budget | None = None,
     start: StartMode = StartMode.NEW,
+    fixed: Collection[str] = (),
 ) -> Session:
     """Load the text, plan the run for the budget, and create its folder, by default under runs/.
 
-    `content` is the text itself, instead of what the settings name.
+    `content` is the text itself, instead of what the settings name. `fixed` are the dotted keys
+    that the user has set.
 
     Raises:
         ChargptError: the text, a setting or the folder is unusable.
@@ -119,6 +124,11 @@ def create_run(
     allow_unsaved = start is StartMode.BEGIN_OR_RESUME  # a run that has saved nothing is replaced
     device, _ = choose_device(settings.device)
     group = init_process_group(device)
+    start_run = load_start(settings)
+    if start_run is not None:
+        settings = settings_from(start_run, settings, fixed)
+        if budget is not None:
+            budget.fixed |= {"model.kind"}  # the size is not chosen
     settings = with_measured_threads(settings, budget)
     if out is not None and group.is_main and not force:
         RunFolder.require_unused(out, allow_unsaved=allow_unsaved)
@@ -132,7 +142,7 @@ def create_run(
         out = out or Path("runs")  # any path: other ranks write nothing
     with output_folder(out, f"{slug(corpus.name)}-{settings.model.kind}") as path:
         folder = RunFolder(path)
-        trainer = Trainer(settings, corpus, folder=folder, group=group)
+        trainer = Trainer(settings, corpus, folder=folder, group=group, start=start_run)
         notes = [*corpus.notes, *warn_of_length(corpus), *(planned.notes if planned else [])]
         if budget is not None and planned is not None:
             budget.measure_scoring(trainer.model, corpus, trainer.config)
@@ -147,12 +157,14 @@ def create_run(
                 trainer.config, corpus.tokenizer, force=force, allow_unsaved=allow_unsaved
             )
             notes += folder.notes
+    if start_run is not None:
+        notes.append(describe_start(start_run, corpus.tokenizer))
     seconds = None
     if budget is not None and planned is not None:
         planned_seconds = settings.train.max_steps * step_seconds / RECIPE.usable
         seconds = min(budget.remaining, planned_seconds)
     cost = expected_cost(trainer.config, trainer.learner, 0, seconds)
-    return Session(trainer, folder, cost, budget, planned, notes)
+    return Session(trainer, folder, cost, budget, planned, notes, start_run)
 
 
 def with_tune_split(settings: Config, corpus: Corpus, budget: Budget) -> tuple[Config, Corpus]:
@@ -203,7 +215,8 @@ def resume_run(
         corpus = load_corpus(settings.text, key=key, progress=loading)
     else:
         corpus = load_cached(settings.text, key, saved.state.text)
-    trainer = Trainer(settings, corpus, folder=folder, saved=saved, group=group)
+    start_run = load_start(settings) if settings.optim.pull else None
+    trainer = Trainer(settings, corpus, folder=folder, saved=saved, group=group, start=start_run)
     if group.is_main:
         require_space(trainer, folder.path, 1)
         folder.repair_pointer(saved)

@@ -29,6 +29,7 @@ from chargpt.models.ngram import NGramLM
 from chargpt.store.checkpoint import Checkpoint
 from chargpt.store.folder import RunFolder
 from chargpt.store.metrics import VALIDATION
+from chargpt.store.run import Run
 from chargpt.store.state import RunState
 from chargpt.text.corpus import Corpus
 from chargpt.training.budget import Budget
@@ -54,6 +55,7 @@ class Trainer:
         saved: a checkpoint to continue from.
         group: the ranks that train together.
         ngram: what `fit_ngram` returned, for the soft targets, if it is at hand.
+        start: the run that `train.from_run` names.
 
     Raises:
         ConfigError: the batch does not divide over ranks and micro-batches.
@@ -70,6 +72,7 @@ class Trainer:
         saved: Checkpoint | None = None,
         group: ProcessGroup | None = None,
         ngram: NGramLM | None = None,
+        start: Run | None = None,
     ) -> None:
         self.group = group or ProcessGroup()
         self.device, self.device_reason = choose_device(config.device)
@@ -86,7 +89,7 @@ class Trainer:
             if config.threads is not None:
                 torch.set_num_threads(config.threads)
         self.folder = folder if self.group.is_main else None
-        self.learner = Learner(self.config, corpus, self.group, self.device, saved, ngram)
+        self.learner = Learner(self.config, corpus, self.group, self.device, saved, ngram, start)
         self.model, self.dtype = self.learner.model, self.learner.dtype
         self.validator = Validator(self.learner, corpus, self.config)
         self.writer = RunWriter(self.folder, tensorboard=self.config.track.tensorboard)
@@ -237,15 +240,20 @@ class Trainer:
         now, train = time.perf_counter(), self.config.train
         step, since = self.speed_since
         if now - since >= SPEED_SECONDS and report.step > step:
-            n_characters = train.batch_size * self.config.model.block_size
-            self.speed = (report.step - step) * n_characters / (now - since)
+            n_characters = (report.step - step) * self._characters_per_step
+            self.speed = n_characters / (now - since)
             self.speed_since = report.step, now
         report.speed = self.speed
         if budget is not None:
             report.remaining_seconds = budget.remaining
         elif self.speed:
-            n_characters = (train.max_steps - report.step) * train.batch_size
-            report.remaining_seconds = n_characters * self.config.model.block_size / self.speed
+            n_characters = (train.max_steps - report.step) * self._characters_per_step
+            report.remaining_seconds = n_characters / self.speed
+
+    @property
+    def _characters_per_step(self) -> float:
+        n_tokens = self.config.train.batch_size * self.config.model.block_size
+        return n_tokens * self.corpus.characters_per_token
 
     def _is_due(self, every: int) -> bool:
         """Return whether work done every `every` steps is due; after the last step it always is."""

@@ -1,0 +1,132 @@
+"""Dynamic evaluation: a mixture that learns from the text that it predicts (Krause et al. 2018).
+
+After each half block, GPT and gate take a gradient step on what was just predicted, at a small
+fraction of the run's learning rates, and its n-grams are counted from time to time. So every
+prediction depends only on the characters before it, and a decoder can repeat it. The run stays as
+it is.
+
+Shapes in this file: L = lanes, N = tokens so far, T = block size, V = vocabulary size.
+"""
+
+import copy
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from chargpt.inference.decoders.model_decoder import ModelDecoder
+from chargpt.inference.evaluation import OnProgress
+from chargpt.models.mixture import Mixture
+from chargpt.models.ngram import UNSEEN
+from chargpt.store.run import Run
+from chargpt.text.tokenizer import Floats, TokenIds, Tokens
+from chargpt.training.mixing import gate_data
+from chargpt.training.optim import Optimizer
+
+LR_FRACTION = 0.03  # of the run's learning rates
+GATE_LR = 0.02
+COUNT_EVERY = 0.005  # fraction of the counted tokens that are new when they are counted again
+
+
+class AdaptiveMixture:
+    """A copy of a run's mixture that learns."""
+
+    def __init__(self, run: Run) -> None:
+        assert isinstance(run.model, Mixture)
+        self.model = copy.deepcopy(run.model).eval()  # without dropout, which would be random
+        self.model.requires_grad_(True)
+        optim = run.config.optim
+        rates = {"lr": LR_FRACTION * optim.lr, "matrix_lr": LR_FRACTION * optim.matrix_lr}
+        slow = optim.model_copy(update={**rates, "weight_decay": 0.0})
+        self.optimizer = Optimizer(self.model.gpt, slow)
+        self.training_tokens = self.model.tokens
+        self.stride = max(1, self.model.block_size // 2)
+        self.n_updates = self.n_counted = 0
+
+    def learn(self, history: TokenIds) -> Tensor:
+        """Learn from the last `stride` tokens; return the log-probabilities that they had.
+
+        Args:
+            history: all tokens so far, (L, N), a multiple of the stride or the end of the text.
+
+        Returns:
+            Log-probabilities of the new tokens, the very first excepted, (L, up to `stride`).
+        """
+        n_new = (history.shape[1] - 1) % self.stride + 1
+        n_new -= n_new == history.shape[1]  # nothing predicts the first token
+        if not n_new:
+            return torch.zeros(len(history), 0)
+        rows = torch.from_numpy(self._window(history)).to(self.model.device)
+        with torch.no_grad():
+            inputs, log_probs = gate_data(self.model, rows)
+        weights = self.model.gate(inputs[:, -n_new:]).log_softmax(dim=-1)
+        mixed = torch.logsumexp(weights + log_probs[:, -n_new:], dim=-1)  # (L, n_new)
+        tokens = rows[:, self.model.lookback :]
+        logits = self.model.gpt(tokens[:, :-1])[:, -n_new:]
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, -n_new:].flatten())
+        self.model.zero_grad()
+        (loss - mixed.mean()).backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step(self.n_updates, 1.0)
+        with torch.no_grad():
+            for parameter in self.model.gate.parameters():
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=GATE_LR)
+        self.n_updates += 1
+        if history.size - self.n_counted > COUNT_EVERY * len(self.model.tokens):
+            self.n_counted = history.size
+            self.model.count(np.concatenate((self.training_tokens, history.ravel())))
+        return mixed.detach()
+
+    def _window(self, history: TokenIds) -> TokenIds:
+        """Return the last block and its target, after `lookback` tokens or UNSEEN."""
+        length = self.model.block_size + 1
+        before = history[:, :-length][:, -self.model.lookback :]
+        n_missing = self.model.lookback - before.shape[1]
+        padded = np.pad(before, ((0, 0), (n_missing, 0)), constant_values=UNSEEN)
+        return np.concatenate((padded, history[:, -length:]), axis=1)
+
+
+class AdaptiveDecoder:
+    """Decoder of a run's mixture that learns from the tokens of its L lanes."""
+
+    def __init__(self, run: Run, num_lanes: int) -> None:
+        self.mixture = AdaptiveMixture(run)
+        self.columns: list[TokenIds] = []  # (L,) each
+        self.decoder = ModelDecoder(self.mixture.model, num_lanes)
+
+    def step(self, tokens: TokenIds) -> npt.NDArray[np.float32]:
+        """Append one token a lane, (L,); return the logits of the next ones, (L, V)."""
+        self.columns.append(tokens)
+        if len(self.columns) % self.mixture.stride:
+            return self.decoder.step(tokens)
+        history = np.stack(self.columns, axis=1)
+        self.mixture.learn(history)
+        return self._prefill(history)
+
+    @torch.inference_mode()
+    def _prefill(self, history: TokenIds) -> npt.NDArray[np.float32]:
+        """Fill a new cache with half a block; return the logits after it, (L, V)."""
+        model = self.mixture.model
+        context = history[:, -max(1, model.block_size - self.mixture.stride) :]
+        self.decoder = ModelDecoder(model, len(context))
+        logits = model(torch.from_numpy(context).to(model.device), self.decoder.cache)
+        last: npt.NDArray[np.float32] = logits[:, -1].cpu().numpy()
+        return last
+
+
+def adaptive_losses(run: Run, tokens: Tokens, on_progress: OnProgress = lambda *_: None) -> Floats:
+    """Return the loss of each token but the first in nats, (tokens - 1,), by `adaptive`.
+
+    Args:
+        run: its model is a mixture.
+        tokens: shape (tokens,).
+        on_progress: called with the number of tokens scored, and of all.
+    """
+    mixture, found = AdaptiveMixture(run), []
+    history = tokens[None].astype(np.int64)
+    for end in range(mixture.stride, len(tokens) + mixture.stride, mixture.stride):
+        found.append(-mixture.learn(history[:, :end])[0].double().cpu().numpy())
+        on_progress(min(end, len(tokens)), len(tokens))
+    return np.concatenate(found)

@@ -1,0 +1,126 @@
+"""Fine-tuning: the weights of a run as the start of another, for another text.
+
+Shapes in this file: V = vocabulary size, C = n_embd.
+"""
+
+from collections.abc import Collection
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from chargpt.config import Config
+from chargpt.errors import ChargptError, ConfigError
+from chargpt.inference.evaluation import evaluate_tokens
+from chargpt.models import LanguageModel
+from chargpt.store.run import Run, load_run
+from chargpt.text.tokenizer import CharTokenizer
+
+LR_FRACTION = 0.1  # of the learning rates of a new run
+OWN_SETTINGS = {"model.block_size", "model.dropout"}  # that may differ from the run's
+
+
+def load_start(settings: Config) -> Run | None:
+    """Return the run that `train.from_run` names, None if there is none.
+
+    Raises:
+        RunError: there is no such run, or it is damaged.
+    """
+    path = settings.train.from_run
+    return None if path is None else load_run(Path(path), device="cpu")
+
+
+def settings_from(run: Run, settings: Config, fixed: Collection[str]) -> Config:
+    """Return the config of a run that starts from another run's weights.
+
+    It has that run's model and characters, and lower learning rates.
+
+    Args:
+        run: the other run.
+        settings: of a new run.
+        fixed: dotted keys that the user has set.
+
+    Raises:
+        ConfigError: the user has set another model.
+    """
+    model = {f"model.{name}": value for name, value in run.config.model.model_dump().items()}
+    given = {f"model.{name}": value for name, value in settings.model.model_dump().items()}
+    for key in sorted(set(fixed) & set(model) - OWN_SETTINGS):
+        if given[key] != model[key]:
+            raise ConfigError(
+                f"{key} is {model[key]} in {run.folder}, whose weights are the start; drop "
+                f"-s {key}={given[key]}"
+            )
+    values = {
+        **model,
+        "text.characters": run.tokenizer.characters,
+        "train.batch_size": run.config.train.batch_size,
+        "optim.lr": LR_FRACTION * settings.optim.lr,
+        "optim.matrix_lr": LR_FRACTION * settings.optim.matrix_lr,
+    }
+    return settings.with_values({key: v for key, v in values.items() if key not in fixed})
+
+
+def describe_start(run: Run, tokenizer: CharTokenizer) -> str:
+    """Return which weights are the start, and how many tokens are new, in a sentence."""
+    old, _ = shared_tokens(run.tokenizer, tokenizer)
+    return (
+        f"starting from {run.folder}, step {run.step:,}: {len(old):,} of the "
+        f"{tokenizer.vocab_size:,} tokens are known, {tokenizer.vocab_size - len(old):,} new"
+    )
+
+
+@torch.no_grad()
+def copy_weights(model: LanguageModel, tokenizer: CharTokenizer, run: Run) -> None:
+    """Copy a run's weights to a model of the same sizes, its rows of each token by character.
+
+    The rows of new tokens are the mean of all others.
+    """
+    old, new = shared_tokens(run.tokenizer, tokenizer)
+    source = dict(run.model.named_parameters())
+    for name, parameter in model.named_parameters():
+        values = source[name].to(parameter.device)
+        if name in ("embedding.weight", "head.weight"):  # (V, C)
+            parameter[:] = values.mean(dim=0)
+            parameter[new] = values[old]
+        elif name == "table.weight":  # (V, V) of the bigram model
+            rows = values.mean(dim=1, keepdim=True).repeat(1, len(parameter))
+            rows[:, new] = values[:, old]
+            parameter[:] = rows.mean(dim=0)
+            parameter[new] = rows[old]
+        else:
+            parameter.copy_(values)
+
+
+def shared_tokens(first: CharTokenizer, second: CharTokenizer) -> tuple[Tensor, Tensor]:
+    """Return the ids of the tokens that two vocabularies share, in each of them."""
+    ids = {second.token_text(token): token for token in range(second.vocab_size)}
+    names = map(first.token_text, range(first.vocab_size))
+    pairs = [(token, ids[name]) for token, name in enumerate(names) if name in ids]
+    old, new = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).unbind(dim=1)
+    return old, new
+
+
+def forgetting(start: Run, run: Run) -> dict[str, float] | None:
+    """Return the loss on the text of the run that was the start, `before` and `after` training.
+
+    Both are in nats per character of its validation split, without the characters that the new
+    vocabulary lacks. None if the cache no longer has that text.
+
+    Raises:
+        WorkError: a loss is not finite.
+    """
+    try:
+        text = start.tokenizer.decode(start.corpus().split("val"))
+    except ChargptError:
+        return None
+    encoded = run.tokenizer.encode(text, "skip")
+    text = run.tokenizer.decode(encoded)
+    n_scored = run.config.train.evaluate_characters
+    before, after = (
+        evaluate_tokens(
+            each.model, each.tokenizer.encode(text, "skip"), max_characters=n_scored
+        ).nats_per_char
+        for each in (start, run)
+    )
+    return {"before": before, "after": after}

@@ -1,0 +1,114 @@
+"""The protocol `adaptive`: a mixture that learns from the text that it predicts."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import Cli, refusal
+
+import chargpt
+from chargpt.inference.coding import (
+    MAX_ADAPTIVE_LANES,
+    compress,
+    decompress,
+    split_into_lanes,
+)
+from chargpt.inference.scoring import score, sliding_losses
+from chargpt.store.mixture import with_mixture
+from chargpt.store.run import Run
+from chargpt.training.adaptive import AdaptiveDecoder, adaptive_losses
+
+SETTINGS = {
+    "text.tune_characters": 800,
+    "train.max_steps": 40,
+    "train.batch_size": 4,
+    "train.evaluate_characters": 1000,
+    "model.n_layer": 1,
+    "model.n_embd": 32,
+    "model.block_size": 32,
+    "train.sample_every": 0,
+    "device": "cpu",
+    "dtype": "float32",
+}
+SENTENCES = ("ORLA: Seven gulls sat by the lamp.\n", "NED: No boat has come tonight, Orla.\n")
+NEW = "".join(SENTENCES[i % 7 % 2] for i in range(60))  # what the run has not read, repeated
+
+
+@pytest.fixture
+def run(verse: Path) -> Run:
+    """A small run with its mixture."""
+    return with_mixture(chargpt.train(verse, settings=SETTINGS, out="run"))
+
+
+@pytest.fixture(autouse=True)
+def in_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def encoded(run: Run, text: str) -> np.ndarray:
+    return run.tokenizer.encode(text)
+
+
+def test_what_is_read_is_learnt_and_the_run_stays_as_it_is(run: Run) -> None:
+    key, tokens = run.key(), encoded(run, NEW)
+    model_before = [parameter.clone() for parameter in run.model.parameters()]
+    adaptive, static = adaptive_losses(run, tokens), sliding_losses(run, tokens, lambda *_: None)
+    assert len(adaptive) == len(static) == len(NEW) - 1
+    assert adaptive[:15] == pytest.approx(static[:15], abs=1e-4)  # nothing is learnt yet
+    assert adaptive[len(NEW) // 2 :].mean() < static[len(NEW) // 2 :].mean() - 0.3
+    assert run.key() == key
+    for before, after in zip(model_before, run.model.parameters(), strict=True):
+        assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("place", [1, 17, 64, 200])
+def test_a_prediction_depends_only_on_what_was_before(run: Run, place: int) -> None:
+    tokens = encoded(run, NEW[:300])
+    changed = np.concatenate((tokens[:place], np.random.default_rng(0).permutation(tokens[place:])))
+    before, after = adaptive_losses(run, tokens), adaptive_losses(run, changed)
+    assert np.array_equal(before[: place - 1], after[: place - 1])
+    assert not np.allclose(before[place - 1 :], after[place - 1 :])
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 16, 17, 33, 1500])
+def test_the_size_of_a_compressed_text_is_its_adaptive_loss(run: Run, length: int) -> None:
+    text = NEW[:length]
+    decoder = partial(AdaptiveDecoder, run)
+    packed = compress(run, text.encode(), adaptive=decoder)
+    assert decompress(run, packed, adaptive=decoder) == text.encode()
+    if length > 100:
+        bits = adaptive_losses(run, encoded(run, text)).sum() / np.log(2)
+        assert 8 * len(packed) == pytest.approx(bits, rel=0.02, abs=8 * 64)
+        assert len(packed) < 0.9 * len(compress(run, text.encode()))
+
+
+def test_several_lanes_are_restored(run: Run) -> None:
+    text = (NEW * 8)[:17_000]
+    decoder = partial(AdaptiveDecoder, run)
+    packed = compress(run, text.encode(), adaptive=decoder)
+    assert len(split_into_lanes(encoded(run, text), MAX_ADAPTIVE_LANES)) == 4
+    assert decompress(run, packed, adaptive=decoder) == text.encode()
+
+
+def test_the_commands_adapt_if_asked(run: Run, cli: Cli) -> None:
+    Path("new.txt").write_text(NEW)
+    shown = {
+        words: json.loads(cli("score", "run", "new.txt", "--json", *words).stdout)
+        for words in ((), ("--mixture",), ("--adaptive",))
+    }
+    assert [facts["protocol"] for facts in shown.values()] == ["sliding", "sliding", "adaptive"]
+    assert shown["--adaptive",]["bits_per_char"] < shown["--mixture",]["bits_per_char"] - 0.3
+    scored = score(run, NEW, losses_of=adaptive_losses)
+    assert shown["--adaptive",]["bits_per_char"] == pytest.approx(scored.bits_per_char, rel=1e-4)
+    for words, name in (((), "a.cgpt"), (("--adaptive",), "b.cgpt")):
+        done = cli("compress", "run", "new.txt", name, *words)
+        assert done.returncode == 0, done.stderr
+        back = cli("decompress", "run", name, name + ".txt")
+        assert back.returncode == 0, back.stderr
+        assert Path(name + ".txt").read_text() == NEW
+    assert Path("b.cgpt").stat().st_size < Path("a.cgpt").stat().st_size
+    Path("run", "mixture.safetensors").unlink()
+    assert "has no mixture" in refusal(cli("score", "run", "new.txt", "--adaptive"))

@@ -1,0 +1,145 @@
+"""Documents: texts made of items are marked, shuffled, split and sampled by whole items."""
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import Cli
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chargpt.config import Config, TextConfig
+from chargpt.errors import ConfigError, TextError
+from chargpt.inference.evaluation import evaluate
+from chargpt.store.run import load_run
+from chargpt.text import documents as module
+from chargpt.text.corpus import Corpus, load_corpus
+from chargpt.text.describe import describe
+from chargpt.text.documents import SEPARATOR, mark_documents
+from chargpt.text.tokenizer import CharTokenizer
+
+NAMES = [f"{a}{b}{c}" for a in ("an", "be", "car") for b in "lmnr" for c in ("a", "ie", "o", "us")]
+QUICK = ("-s", "train.max_steps=30", "-s", "model.n_layer=1", "-s", "model.n_embd=32")
+QUICK = (*QUICK, "-s", "model.block_size=16", "-s", "text.documents=lines", "--seed", "1")
+
+
+def documents_of(corpus: Corpus, split: str) -> list[str]:
+    text = corpus.tokenizer.decode(corpus.split(split))
+    assert text.endswith(corpus.tokenizer.boundary) or not text
+    return text.split(corpus.tokenizer.boundary)[:-1]
+
+
+@given(st.lists(st.lists(st.text("ab\n\r", max_size=6), max_size=4), max_size=3))
+def test_lines_are_documents_and_empty_ones_are_left_out(files: list[list[str]]) -> None:
+    marked = "".join(mark_documents(map(iter, files), "lines"))
+    lines = [line for pieces in files for line in "".join(pieces).splitlines() if line]
+    assert marked == "".join(line + "\n" for line in lines)
+
+
+@given(
+    st.lists(st.lists(st.text("ab-", max_size=6), max_size=4), max_size=3),
+    st.text("ab-", min_size=1, max_size=3),
+)
+def test_separators_may_lie_across_pieces(files: list[list[str]], separator: str) -> None:
+    marked = "".join(mark_documents(map(iter, files), separator))
+    found = [each for pieces in files for each in "".join(pieces).split(separator) if each]
+    assert marked == "".join(each + SEPARATOR for each in found)
+
+
+def test_each_file_is_a_document(tmp_path: Path) -> None:
+    poems = [f"poem {i}\n\nof a few lines\n" for i in range(20)]
+    for i, poem in enumerate(poems):
+        (tmp_path / f"{i}.txt").write_text(poem)
+    corpus = load_corpus(TextConfig(path=str(tmp_path), documents="files"))
+    assert corpus.documents == 20
+    assert sorted(documents_of(corpus, "train") + documents_of(corpus, "val")) == sorted(poems)
+
+
+@pytest.mark.parametrize("chunk", [1, 50, module.CHUNK])
+def test_documents_are_shuffled_and_split_whole(
+    chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CHUNK", chunk)
+    content = "\n".join(NAMES)
+    fractions = {"val_fraction": 0.3, "test_fraction": 0.2, "tune_characters": 5}
+    corpus = load_corpus(TextConfig(documents="lines", **fractions), content=content)
+    splits = [documents_of(corpus, split) for split in ("tune", "train", "val", "test")]
+    together = [document for documents in splits for document in documents]
+    assert all(splits)
+    assert sorted(together) == sorted(NAMES) != together
+    other = load_corpus(TextConfig(documents="lines", seed=2, **fractions), content=content)
+    assert documents_of(other, "val") != splits[2]
+
+
+def test_a_seed_gives_the_same_order_in_every_version() -> None:
+    corpus = load_corpus(TextConfig(documents="lines"), content="\n".join("abcdefghij"))
+    assert corpus.tokenizer.decode(corpus.tokens).split() == list("cefgjhdiab")
+
+
+def test_rare_boundaries_stay_characters() -> None:
+    content = "".join(map(chr, range(0x4E00, 0x4E00 + 300))) * 50 + "%%" + "一" * 100
+    corpus = load_corpus(TextConfig(documents="%%", min_count=10), content=content)
+    assert SEPARATOR in corpus.tokenizer.characters
+    assert corpus.documents == 2
+
+
+def test_a_text_that_holds_the_boundary_is_refused() -> None:
+    with pytest.raises(TextError, match=r"holds the character U\+001E"):
+        load_corpus(TextConfig(documents="%"), content="a\x1eb % c")
+
+
+def test_separators_are_written_with_escapes() -> None:
+    written = Config().with_values({"text.documents": "\\n\\n"})
+    assert written.text.documents == "\n\n"
+    assert Config().with_values({"text.documents": "\\n"}).text.documents == "lines"
+    with pytest.raises(ConfigError, match="`lines`, `files` or a separator"):
+        Config().with_values({"text.documents": ""})
+
+
+def test_the_boundary_is_kept_in_the_json_of_a_tokenizer() -> None:
+    tokenizer = CharTokenizer("\nab", boundary="\n")
+    assert CharTokenizer.from_json(tokenizer.to_json()) == tokenizer
+    assert "boundary" not in CharTokenizer("\nab").to_json()
+
+
+def test_a_list_is_recognised() -> None:
+    names = load_corpus(TextConfig(), content="\n".join(NAMES * 3))
+    assert any("text.documents=lines" in warning for warning in describe(names).warnings)
+    marked = load_corpus(TextConfig(documents="lines"), content="\n".join(NAMES * 3))
+    prose = load_corpus(TextConfig(), content=("A line of prose.\n" * 20 + "\n") * 20)
+    for corpus in (marked, prose):
+        assert not any("text.documents" in warning for warning in describe(corpus).warnings)
+
+
+def test_samples_of_a_list_are_whole_items(cli: Cli) -> None:
+    Path("names.txt").write_text("\n".join(NAMES * 20))
+    done = cli("train", "names.txt", *QUICK, "--out", "run")
+    assert done.returncode == 0, done.stderr
+    assert "960 documents, shuffled by text.seed 1337; " in done.stderr
+    sample = ("sample", "run", "-n", "50", "--seed", "1")
+    items = cli(*sample, "--num-samples", "30").stdout.splitlines()
+    assert len(items) == 30
+    assert max(map(len, items)) < 50  # the text ended before its length
+    prompted = cli(*sample, "--num-samples", "5", "-p", "be").stdout.splitlines()
+    assert [item[:2] for item in prompted] == ["be"] * 5
+    report = json.loads(cli(*sample, "--num-samples", "30", "--check", "--json").stdout)
+    assert report["samples"] == items
+    assert report["new"] == [item not in NAMES for item in items]
+    checked = cli(*sample, "--num-samples", "30", "--check").stdout
+    n_new, different = sum(report["new"]), len(set(items))
+    assert f"of 30 documents, {n_new} are not in the training text" in checked
+    assert f"{different} are different, {len(set(items) - set(NAMES))} are both" in checked
+    assert sum(line == f"⟦{name}⟧" for line in checked.splitlines() for name in NAMES) == 30 - n_new
+
+
+def test_the_loss_of_a_document_is_that_of_its_characters(cli: Cli) -> None:
+    Path("names.txt").write_text("\n".join(NAMES * 20))
+    Path("other.txt").write_text("\r\n\r\n".join(NAMES))
+    cli("train", "names.txt", *QUICK, "--out", "run")
+    run = load_run("run")
+    result = evaluate(run, text="other.txt")
+    mean_length = sum(len(name) + 1 for name in NAMES) / len(NAMES)
+    assert result.nats_per_document == pytest.approx(result.nats_per_char * mean_length)
+    assert f"{result.nats_per_document:.2f} nats/document" in (
+        cli("evaluate", "run", "--text", "other.txt").stdout
+    )

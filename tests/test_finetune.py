@@ -1,0 +1,130 @@
+"""Fine-tuning: a run that starts from the weights of another, by character."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Cli
+from noise import fill_with_noise
+
+from chargpt.config import Config, ModelConfig
+from chargpt.models import build_model
+from chargpt.store.metrics import validation_curve
+from chargpt.store.run import Run, load_run
+from chargpt.store.state import RunState
+from chargpt.text.tokenizer import CharTokenizer
+from chargpt.training.finetune import copy_weights
+
+SMALL = ("-s", "model.n_layer=1", "-s", "model.n_embd=32", "-s", "model.block_size=16")
+STEPS = ("-s", "train.max_steps=60", "-s", "train.evaluate_characters=500")
+FIRST, SECOND = "the cat sat on the mat\n" * 200, "my own cat sat on ten maps\n" * 100
+
+
+@pytest.mark.parametrize("kind", ["gpt", "bigram"])
+@pytest.mark.parametrize("has_bytes", [False, True])
+def test_the_logits_of_shared_tokens_are_those_of_the_run(kind: str, has_bytes: bool) -> None:
+    old = CharTokenizer("\nacemt", has_bytes=has_bytes)
+    new = CharTokenizer("\n abcdemstz", has_bytes=has_bytes)
+    config = Config(model=ModelConfig(kind=kind, n_layer=2, n_embd=8, n_head=2, block_size=8))
+    source = fill_with_noise(build_model(config.model, old.vocab_size)).eval()
+    model = fill_with_noise(build_model(config.model, new.vocab_size), seed=2).eval()
+    copy_weights(model, new, Run(Path("run"), config, old, source, 1, RunState(1)))
+    text = "tea\nmat"
+    logits = model(torch.from_numpy(new.encode(text).astype("int64"))[None])[0]
+    expected = source(torch.from_numpy(old.encode(text).astype("int64"))[None])[0]
+    shared = [int(new.encode(character)[0]) for character in old.characters]
+    assert torch.allclose(logits[:, shared], expected[:, : len(shared)], atol=1e-5)
+    added = int(new.encode("z")[0])
+    assert torch.allclose(logits[:, added], expected.mean(dim=1), atol=1e-5)
+
+
+@pytest.fixture
+def first(cli: Cli) -> Path:
+    """A run on the first text."""
+    Path("first.txt").write_text(FIRST)
+    Path("second.txt").write_text(SECOND)
+    done = cli("train", "first.txt", *SMALL, *STEPS, "--out", "first")
+    assert done.returncode == 0, done.stderr
+    return Path("first")
+
+
+def test_a_run_starts_from_another_and_says_what_that_one_forgets(first: Path, cli: Cli) -> None:
+    done = cli("train", "second.txt", "--from", first, *STEPS, "--out", "second", "--json")
+    assert done.returncode == 0, done.stderr
+    assert "11 of the 14 tokens are known, 3 new" in done.stderr
+    old, new = load_run("first"), load_run("second")
+    assert new.config.model == old.config.model
+    assert new.config.optim.lr == pytest.approx(0.1 * old.config.optim.lr)
+    assert set(new.tokenizer.characters) == set(FIRST + SECOND)
+    records = [json.loads(line) for line in Path("second/metrics.jsonl").read_text().splitlines()]
+    (_, at_start), *_ = validation_curve(records)
+    assert at_start < 2.5  # ln 14 = 2.64 for random weights
+    before, after = json.loads(done.stdout)["forgetting"].values()
+    assert before == pytest.approx(
+        json.loads(cli("evaluate", "first", "--json").stdout)["nats_per_char"]
+    )
+    assert after > before
+
+
+def test_the_loss_on_the_old_text_is_printed(first: Path, cli: Cli) -> None:
+    done = cli("train", "second.txt", "--from", first, *STEPS, "--out", "second")
+    assert "On first.txt, the text of " in done.stdout
+    assert "nats per character before training" in " ".join(done.stdout.split())
+
+
+def test_a_fine_tuned_run_is_resumed_without_the_other(first: Path, cli: Cli) -> None:
+    cli("train", "second.txt", "--from", first, *STEPS, "--out", "second")
+    shutil.rmtree(first)
+    done = cli("train", "--resume", "second", "-s", "train.max_steps=70")
+    assert done.returncode == 0, done.stderr
+    assert load_run("second", "latest").step == 70
+
+
+def test_another_model_than_that_of_the_run_is_refused(first: Path, cli: Cli) -> None:
+    train = ("train", "second.txt", "--from", first, *STEPS, "--out", "second")
+    done = cli(*train, "-s", "model.n_layer=2")
+    assert done.returncode == 2
+    assert "model.n_layer is 1 in " in done.stderr
+    assert "drop -s model.n_layer=2" in " ".join(done.stderr.split())
+    assert cli(*train, "-s", "model.block_size=8").returncode == 0  # rotary: any block size
+
+
+def test_a_budget_keeps_the_model_of_the_run(first: Path, cli: Cli) -> None:
+    done = cli("train", "second.txt", "--from", first, "--budget", "5s", "--out", "second")
+    assert done.returncode == 0, done.stderr
+    assert "model as set" in done.stderr
+    assert load_run("second").config.model.n_embd == 32
+    missing = cli("train", "second.txt", "--from", "nowhere", "--out", "third")
+    assert (missing.returncode, "nowhere" in missing.stderr) == (2, True)
+
+
+def test_a_pull_towards_the_old_weights_forgets_less(first: Path, cli: Cli) -> None:
+    train = ("train", "second.txt", "--from", first, *STEPS, "--json")
+    after = []
+    for pull in (0, 0.05):
+        done = cli(*train, "-s", f"optim.pull={pull}", "--out", f"pull-{pull}")
+        assert done.returncode == 0, done.stderr
+        after.append(json.loads(done.stdout)["forgetting"]["after"])
+    assert after[1] < after[0] - 0.05
+    resumed = cli("train", "--resume", "pull-0.05", "-s", "train.max_steps=70")
+    assert resumed.returncode == 0, resumed.stderr
+    shutil.rmtree(first)
+    refused = cli("train", "--resume", "pull-0.05", "-s", "train.max_steps=80")
+    assert (refused.returncode, "first" in refused.stderr) == (2, True)
+    alone = cli("train", "second.txt", "-s", "optim.pull=0.1", "--out", "alone")
+    assert alone.returncode == 2
+    assert "train.from_run" in alone.stderr
+
+
+def test_a_fine_tuned_run_is_compared_with_a_fresh_one(first: Path, cli: Cli) -> None:
+    cli("train", "second.txt", "--from", first, *STEPS, "--out", "second")
+    cli("train", "second.txt", *SMALL, *STEPS, "--out", "fresh")
+    done = cli("compare", "fresh", "second", "--json")
+    assert done.returncode == 0, done.stderr
+    rows = {row["model"]: row["nats_per_char"] for row in json.loads(done.stdout)["rows"]}
+    for name in ("fresh", "second"):
+        evaluated = json.loads(cli("evaluate", name, "--json").stdout)
+        assert rows[name] == pytest.approx(evaluated["nats_per_char"], rel=1e-4)
+    assert cli("compare", first, "second").returncode == 2  # another text
