@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from chargpt.analysis.doctor import describe_gpu
 
 def facts() -> dict[str, Any]:
     """Return the metadata of this benchmark, without absolute paths."""
-    arguments = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
+    arguments = [re.sub(r"(^|:)/[^:]*/", r"\1", word) for word in sys.argv[1:]]
     script = Path(sys.argv[0]).absolute().relative_to(Path(__file__).parents[2])
     gpu = (
         {"gpu": f"{described}, CUDA {torch.version.cuda}"} if (described := describe_gpu()) else {}

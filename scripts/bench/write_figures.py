@@ -7,6 +7,7 @@ results of the torture test. A test checks that the pages match the records.
 """
 
 import json
+import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -58,12 +59,13 @@ def summary() -> list[str]:
             f"| nanoGPT: {speeds[f'{NANOGPT}, {theirs}']:,} characters/s |"
         )
     text = record("text")
-    coded = record("compress")["validation"]
+    coded = record("compress")["runs"][0]
     lines += [
         f"| prepare a text of {text['text_bytes'] / 1e9:.0f} GB "
         f"| {text['cold_mb_per_second']:.0f} MB/s, {text['memory_growth_mb']:.0f} MB of memory | |",
-        f"| compress the validation split | {coded['bytes']:,} bytes "
-        f"| `xz -9` after the training split: {coded['xz_bytes']:,} bytes |",
+        "| compress the validation split, `--adaptive` "
+        f"| {coded['ours']['adaptive']['bytes']:,} bytes | after the training split: "
+        f"`zpaq -m5` {coded['others']['zpaq -m5']['bytes']:,}, `xz -9` {coded['others']['xz']:,} |",
     ]
     about = (
         f"Tiny Shakespeare (1.1 MB) on {train['hardware']}, {train['date']}; loss of the "
@@ -174,6 +176,94 @@ def preparing(found: dict[str, Any]) -> list[str]:
     ]
 
 
+def table(head: list[str], rows: list[list[str]]) -> list[str]:
+    """Return a table in Markdown."""
+    cells = [head, ["---"] * len(head), *rows]
+    return ["| " + " | ".join(row) + " |" for row in cells]
+
+
+def compression(found: dict[str, Any]) -> list[str]:
+    """Return the table of compressed sizes."""
+    rows = []
+    for run in found["runs"]:
+        trained = f"{run['text']}, {run['training_seconds']:.0f} s of training"
+        for name, ours in run["ours"].items():
+            times = f"{ours['compress_seconds']:.0f} and {ours['decompress_seconds']:.0f}"
+            rows.append(
+                [trained, name, f"{ours['bytes']:,}", f"{ours['nats_per_char']:.4f}", times]
+            )
+            trained = ""
+        for name, size in run["others"].items():
+            if size is None:
+                continue
+            n_bytes = size if isinstance(size, int) else size["bytes"]
+            nats = 8 * math.log(2) * n_bytes / run["validation_characters"]
+            seconds = "" if isinstance(size, int) else f"{size['seconds']:.0f}"
+            rows.append(["", f"`{name}`", f"{n_bytes:,}", f"{nats:.4f}", seconds])
+    n_texts = sum(run["random_texts"] for run in found["runs"])
+    n_lost = sum(run["differences"] for run in found["runs"])
+    return [
+        "Validation split, given the training split: by a run of it, or what the split adds to the "
+        "archive of the training split, for zpaq and PPMd padded to the length of both "
+        f"({found['date']}). Of {n_texts} random texts {n_lost} came back changed.",
+        "",
+        *table(["text", "coder", "bytes", "nats/char", "seconds, there and back"], rows),
+        "",
+        f"`{command(found)}`",
+    ]
+
+
+def vocabulary(found: dict[str, Any], same_size: dict[str, Any]) -> list[str]:
+    """Return the table of the open vocabulary, with sizes as planned and of one size."""
+    rows = [
+        [f"`{row['setting']}`", f"{row['nats_per_char']:.4f}", f"{row['chars_per_second']:,.0f}"]
+        for row in (*found["means"], *same_size["means"])
+    ]
+    checked = found["checked"]
+    n_seeds, n_fixed = (len(each["rows"]) // len(each["means"]) for each in (found, same_size))
+    return [
+        f"{found['bytes'] / 1e6:.0f} MB of Python sources with over 5,000 different characters, "
+        f"`--budget {found['budget']}`, means of {n_seeds} seeds, of {n_fixed} with a fixed model "
+        f"({found['date']}). Of {checked['strings']:,} random Unicode strings {checked['exact']:,} "
+        f"come back exactly; of {checked['samples']:,} samples {checked['broken']} are broken.",
+        "",
+        *table(["setting", "nats/char", "characters per second"], rows),
+        "",
+        f"`{command(found)}`, `{command(same_size)}`",
+    ]
+
+
+def documents(found: dict[str, Any]) -> list[str]:
+    """Return the table of a list of names."""
+    keys = ("well_formed", "new", "distinct", "all_three", "real_of_the_new")
+    rows = [
+        [name, f"{mean['loss']:.4f}", *(f"{mean[key]:.1%}" for key in keys)]
+        for name, mean in found["means"].items()
+    ]
+    head = ["model", "loss of unseen names", "well-formed", "new", "distinct", "all three"]
+    return [
+        f"{found['names']:,} names, one a line, one minute each, 1,000 samples at temperature 1, "
+        f"means of {len(found['rows']) // len(rows)} seeds ({found['date']}).",
+        "",
+        *table([*head, "of these real names"], rows),
+        "",
+        f"`{command(found)}`",
+    ]
+
+
+def finetuning(found: dict[str, Any]) -> list[str]:
+    """Return the table of fine-tuning."""
+    rows = [[r["texts"], r["run"], f"{r['new']:.4f}", f"{r['old']:.4f}"] for r in found["means"]]
+    return [
+        "Loss in nats per character on the validation splits of both texts; fresh runs on the "
+        f"characters of the old text that they know ({found['date']}).",
+        "",
+        *table(["old text, new text", "run", "new text", "old text"], rows),
+        "",
+        f"`{command(found)}`",
+    ]
+
+
 def torture(found: dict[str, Any]) -> list[str]:
     """Return the table of the torture test."""
     lines = [
@@ -251,6 +341,14 @@ def benchmarks() -> str:
         sampling(record("sample")),
         ["### Preparing a text"],
         preparing(record("text")),
+        ["### Open vocabulary"],
+        vocabulary(record("vocabulary"), record("vocabulary-size")),
+        ["### Documents"],
+        documents(record("documents")),
+        ["### Fine-tuning"],
+        finetuning(record("finetune")),
+        ["### Compression"],
+        compression(record("compress")),
     )
 
 
