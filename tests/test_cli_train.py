@@ -81,18 +81,24 @@ def test_a_budget_that_has_run_out_before_the_first_step_still_trains_one(
     assert load_run(tmp_path / "run", "latest").step == 1
 
 
+@pytest.mark.parametrize(("threads", "named"), [(3, "3 CPU threads:"), (1, "1 CPU thread:")])
 def test_threads_that_became_faster_are_used_and_recorded(
-    verse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    threads: int,
+    named: str,
+    verse: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     created = create_run(tiny(verse, *STEPS, "schedule.cooldown=0"), tmp_path / "run")
     monkeypatch.setattr(trainer_module, "SPEED_SECONDS", 0.0)
     budget = Budget(1000.0)
     budget.thread_tuner = ThreadTuner(4)
-    monkeypatch.setattr(budget.thread_tuner, "update", lambda speed: 3 if speed else None)
+    monkeypatch.setattr(budget.thread_tuner, "update", lambda speed: threads if speed else None)
     run_steps(created.trainer, created.folder, Signals(), budget)
-    assert "continuing with 3 CPU threads" in capfd.readouterr().err
-    assert load_config(tmp_path / "run" / "config.yaml").threads == 3
-    assert load_run(tmp_path / "run", "latest").config.threads == 3
+    assert f"continuing with {named}" in capfd.readouterr().err
+    assert load_config(tmp_path / "run" / "config.yaml").threads == threads
+    assert load_run(tmp_path / "run", "latest").config.threads == threads
 
 
 @pytest.mark.parametrize(("before", "after"), [(3.0, 1.0), (1.0, 3.0), (2.0, 2.0)])

@@ -181,7 +181,8 @@ class Budget:
             config, self.has_replanned = replanned, True
         threads = self.thread_tuner.update(speed) if self.thread_tuner and speed else None
         if threads is not None:
-            notes.append(f"continuing with {threads} CPU threads: that is faster now")
+            unit = "thread" if threads == 1 else "threads"
+            notes.append(f"continuing with {threads} CPU {unit}: that is faster now")
             config = config.with_values({"threads": threads})
         return config
 
