@@ -21,12 +21,15 @@ from chargpt.inference.windows import even_spans
 from chargpt.models import GPT
 from chargpt.models.mixture import ORDER, Mixture
 from chargpt.models.ngram import NGramLM
+from chargpt.models.word_ngram import BACKOFF_ORDER, word_tokens
 from chargpt.store.layout import MIXTURE
 from chargpt.store.mixture import with_mixture
 from chargpt.text.corpus import load_corpus
+from chargpt.text.tokenizer import CharTokenizer
 from chargpt.training.mixing import fit_mixture
 
-VOCAB_SIZE, BLOCK_SIZE = 12, 16
+TOKENIZER = CharTokenizer(" .abcdefghij")
+VOCAB_SIZE, BLOCK_SIZE = TOKENIZER.vocab_size, 16
 SETTINGS = {
     "text.tune_characters": 800,
     "train.max_steps": 40,
@@ -56,7 +59,7 @@ def random_gpt(seed: int = 0) -> GPT:
 def random_mixture() -> tuple[Mixture, np.ndarray]:
     """Return a mixture with a random gate, and the text that its n-grams were counted from."""
     text = np.random.default_rng(0).integers(0, VOCAB_SIZE, 300) // 3
-    mixture = Mixture(random_gpt(), text, order=4).eval()
+    mixture = Mixture(random_gpt(), text, word_tokens(TOKENIZER), order=4).eval()
     for parameter in mixture.gate.parameters():
         torch.nn.init.normal_(parameter)
     return mixture, text
@@ -89,13 +92,17 @@ def test_probabilities_are_the_gate_s_average_of_all_components() -> None:
     mixture, text = random_mixture()
     tokens = torch.from_numpy(text[None, :BLOCK_SIZE])
     log_probs = mixture.gpt(tokens).log_softmax(-1)
-    contexts = mixture.ngram.contexts(tokens)
+    contexts = mixture.contexts(tokens)
     weights = mixture.gate(mixture.gate_inputs(log_probs, contexts)).softmax(-1)
     expected = weights[..., :1] * log_probs.exp()
     for k in range(1, 5):
         # an order's own model: the n-gram model cut off after that order
         lower = NGramLM(VOCAB_SIZE, BLOCK_SIZE, list(mixture.ngram.ordered()[:k]))
         expected += weights[..., k : k + 1] * lower.probs(tokens)
+    assert k < BACKOFF_ORDER, "the word n-grams back off to the longest n-gram"
+    words = mixture.word_ngrams.iter_probs(lower.probs(tokens), contexts[4:])
+    for k, probs in enumerate(words, 5):
+        expected += weights[..., k : k + 1] * probs
     probs = mixture(tokens).exp()
     assert torch.allclose(probs, expected, atol=1e-6)
     assert torch.allclose(probs.sum(-1), torch.ones(1, BLOCK_SIZE))
@@ -104,16 +111,17 @@ def test_probabilities_are_the_gate_s_average_of_all_components() -> None:
 @torch.inference_mode()
 def test_the_gate_sees_how_much_the_counts_know_and_how_certain_the_gpt_is() -> None:
     text = np.array([0, 1, 0, 1, 0, 2, 3, 3])  # after 0: 1, 1, 2; 01 is followed by 0 alone
-    mixture = Mixture(random_gpt(), text, order=3)
+    mixture = Mixture(random_gpt(), text, word_tokens(TOKENIZER), order=3)
     tokens = torch.tensor([[0, 1, 7]])
     log_probs = mixture.gpt(tokens).log_softmax(-1)
-    inputs = mixture.gate_inputs(log_probs, mixture.ngram.contexts(tokens))[0]
+    inputs = mixture.gate_inputs(log_probs, mixture.contexts(tokens))[0]
     probs = log_probs[0].double().exp()
     assert inputs[:, 0].tolist() == pytest.approx((-(probs * probs.log()).sum(-1)).tolist())
     assert inputs[:, 1].tolist() == pytest.approx(log_probs[0].amax(-1).tolist())
-    followers = inputs[:, 2::2].exp() - 1  # by position and order: distinct tokens after it
-    assert followers.round().tolist() == [[2, 0], [1, 1], [0, 0]]
-    assert inputs[2, 3::2].tolist() == [1, 1], "an unseen context backs off entirely"
+    # by position, n-gram order and number of words: distinct tokens after the context
+    followers = inputs[:, 2::2].exp() - 1
+    assert followers.round().tolist() == [[2, 0, 2, 2, 2], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0]]
+    assert inputs[2, 3::2].tolist() == [1] * 5, "an unseen context backs off entirely"
 
 
 @pytest.mark.parametrize("num_streams", [1, 3])
@@ -144,8 +152,8 @@ def test_the_counts_keep_their_context_when_the_cache_is_full() -> None:
 
 
 def _order_probs(mixture: Mixture, text: np.ndarray) -> list[torch.Tensor]:
-    contexts = mixture.ngram.contexts(torch.from_numpy(text[None]))
-    return [probs[0].clone() for probs in mixture.ngram.iter_probs(contexts)]
+    contexts = mixture.contexts(torch.from_numpy(text[None]))
+    return [probs[0].clone() for probs in mixture.iter_probs(contexts)]
 
 
 @pytest.mark.parametrize("limit", [None, 64])
@@ -180,13 +188,13 @@ def test_a_fitted_mixture_is_better_than_each_of_its_components(run_of: Path) ->
     run = chargpt.load_run(run_of, device="cpu")
     corpus = run.corpus()
     assert isinstance(run.model, GPT)
-    mixture = fit_mixture(run.model, corpus.split("train"), corpus.split("tune"))
+    mixture = fit_mixture(run.model, run.tokenizer, corpus.split("train"), corpus.split("tune"))
     val = corpus.split("val")
     losses = [
         evaluate_tokens(model, val).nats_per_char for model in (mixture, run.model, mixture.ngram)
     ]
     assert losses[0] < min(losses[1:]) - 0.01
-    again = fit_mixture(run.model, corpus.split("train"), corpus.split("tune"))
+    again = fit_mixture(run.model, run.tokenizer, corpus.split("train"), corpus.split("tune"))
     for one, other in zip(mixture.gate.parameters(), again.gate.parameters(), strict=True):
         assert torch.equal(one, other), "the fit does not repeat"
 
@@ -198,10 +206,11 @@ def test_the_gate_trusts_the_component_that_predicts_the_tune_split(informed: st
     gpt = random_gpt()
     if informed == "gpt":  # an untrained one is uniform: better than counts of another text
         torch.nn.init.zeros_(gpt.head.weight)
-    mixture = fit_mixture(gpt, other if informed == "gpt" else known, known[:200])
+    counted = other if informed == "gpt" else known
+    mixture = fit_mixture(gpt, TOKENIZER, counted, known[:200])
     with torch.inference_mode():
         tokens = torch.from_numpy(known[None, 100 : 100 + BLOCK_SIZE])
-        contexts = mixture.ngram.contexts(tokens)
+        contexts = mixture.contexts(tokens)
         inputs = mixture.gate_inputs(mixture.gpt(tokens).log_softmax(-1), contexts)
         weights = mixture.gate(inputs).softmax(-1)[0, 8:].mean(0)
     n_uniform = 2  # components: the GPT, and the counts of order 1
@@ -227,7 +236,7 @@ def test_a_saved_mixture_predicts_the_same_bits(run_of: Path) -> None:
     run = chargpt.load_run(run_of, device="cpu")
     corpus = run.corpus()
     assert isinstance(run.model, GPT)
-    fitted = fit_mixture(run.model, corpus.split("train"), corpus.split("tune"))
+    fitted = fit_mixture(run.model, run.tokenizer, corpus.split("train"), corpus.split("tune"))
     loaded = with_mixture(run).model
     tokens = torch.from_numpy(corpus.split("val")[None, :32].astype(np.int64))
     with torch.inference_mode():

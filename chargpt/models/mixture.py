@@ -2,15 +2,16 @@
 
     p(w | h) = g_0(h) p_GPT(w | h) + sum_k g_k(h) p_k(w | h)
 
-p_k is the n-gram model interpolated up to order k (ngram.py). The weights g are the softmax of a
-small network, the gate: a mixture of experts (Jacobs et al. 1991), or interpolation weights that
-depend on the context and are fitted to held-out text (Jelinek and Mercer 1980). Its inputs say how
-much the counts know of the context and how certain the GPT is.
+p_k is the n-gram model interpolated up to order k (ngram.py), and then the word n-gram model up to
+each number of words (word_ngram.py). The weights g are the softmax of a small network, the gate: a
+mixture of experts (Jacobs et al. 1991), or interpolation weights that depend on the context and are
+fitted to held-out text (Jelinek and Mercer 1980). Its inputs say how much the counts know of the
+context and how certain the GPT is.
 
-Shapes in this file: B = batch, T = tokens, V = vocabulary size, K = n-gram orders.
+Shapes in this file: B = batch, T = tokens, V = vocabulary size, K = orders of both n-gram models.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from chargpt.models.base import LanguageModel
 from chargpt.models.cache import KVCache
 from chargpt.models.gpt import GPT
 from chargpt.models.ngram import MAX_TOKENS, NGramLM
+from chargpt.models.word_ngram import BACKOFF_ORDER, LOOKBACK, NO_TOKEN, Bools, WordNGrams
 from chargpt.text.tokenizer import Tokens
 
 ORDER = 8  # of the n-gram model: higher ones gain nothing
@@ -27,42 +29,46 @@ HIDDEN = 16  # units of the gate
 
 
 class MixtureCache(KVCache):
-    """KV cache of the GPT, and the n-gram contexts of the last token, (B, 1) each."""
+    """KV cache of the GPT, and the last tokens, (B, LOOKBACK)."""
 
-    contexts: Sequence[Tensor] | None = None
+    before: Tensor | None = None
 
     def copy_from(self, other: KVCache) -> None:
         super().copy_from(other)
-        if isinstance(other, MixtureCache) and other.contexts is not None:
-            batch_size = self.keys.size(1)
-            self.contexts = [ids.expand(batch_size, 1) for ids in other.contexts]
+        if isinstance(other, MixtureCache) and other.before is not None:
+            self.before = other.before.expand(self.keys.size(1), LOOKBACK)
 
 
 class Mixture(LanguageModel):
-    """A GPT, an n-gram model, and the gate that weighs them; `fit_mixture` fits it.
+    """A GPT, n-gram counts, and the gate that weighs them; `fit_mixture` fits it.
 
-    Its logits are log-probabilities. The n-gram model's context may begin before the block.
+    Its logits are log-probabilities. The context of the counts may begin before the block.
 
-    Attributes:
-        tokens: those that the n-gram model was estimated from.
+    Args:
+        gpt: the GPT.
+        tokens: that the n-grams are counted from, the last MAX_TOKENS of them.
+        in_words: which tokens are part of words, (V,).
+        order: of the n-gram model.
     """
 
-    def __init__(self, gpt: GPT, tokens: Tokens, order: int = ORDER) -> None:
+    lookback = LOOKBACK
+
+    def __init__(self, gpt: GPT, tokens: Tokens, in_words: Bools, order: int = ORDER) -> None:
         super().__init__(gpt.vocab_size, gpt.block_size)
-        self.gpt, self.order = gpt, order
+        self.gpt, self.in_words, self.order = gpt, in_words, order
         self.first_continuation = gpt.first_continuation
         self.count(tokens)
-        n_orders = len(self.ngram.orders)
-        self.lookback = max(0, n_orders - 2)
+        n_orders = len(self.ngram.orders) + len(self.word_ngrams.orders)
         self.gate = nn.Sequential(
             nn.Linear(2 * n_orders, HIDDEN), nn.SiLU(), nn.Linear(HIDDEN, 1 + n_orders)
         )
 
     def count(self, tokens: Tokens) -> None:
-        """Estimate the n-gram model from the last MAX_TOKENS token ids."""
+        """Estimate the n-gram models from the last MAX_TOKENS token ids."""
         self.tokens = np.array(tokens[-MAX_TOKENS:])
         ngram = NGramLM.fit(self.tokens, self.vocab_size, self.block_size, self.order)
-        self.ngram = ngram.to(self.gpt.device)
+        word_ngrams = WordNGrams(self.tokens, self.vocab_size, self.in_words)
+        self.ngram, self.word_ngrams = ngram.to(self.gpt.device), word_ngrams.to(self.gpt.device)
 
     def forward(
         self, tokens: Tensor, cache: KVCache | None = None, before: Tensor | None = None
@@ -73,27 +79,42 @@ class Mixture(LanguageModel):
         """
         tokens = self.check_tokens(tokens, cache)
         if isinstance(cache, MixtureCache):
-            contexts = self.ngram.contexts(tokens, cache.contexts)
-            cache.contexts = [ids[:, -1:] for ids in contexts]
-        else:
-            longer = tokens if before is None else torch.cat((before, tokens), dim=1)
-            contexts = [ids[:, -tokens.size(1) :] for ids in self.ngram.contexts(longer)]
+            if cache.before is None:
+                cache.before = tokens.new_full((len(tokens), LOOKBACK), NO_TOKEN)
+            before = cache.before
+            cache.before = torch.cat((before, tokens), dim=1)[:, -LOOKBACK:]
+        contexts = self.contexts(tokens, before)
         logits = self.gpt(tokens, cache)  # (B, T, V)
         with torch.autocast(tokens.device.type, enabled=False):
             return self.mix(logits.float().log_softmax(dim=-1), contexts)
+
+    def contexts(self, tokens: Tensor, before: Tensor | None = None) -> list[Tensor]:
+        """Return the contexts of each order, (B, T); the arguments are those of `forward`."""
+        longer = tokens if before is None else torch.cat((before, tokens), dim=1)
+        found = self.ngram.contexts(longer) + self.word_ngrams.contexts(longer)
+        return [ids[:, -tokens.size(1) :] for ids in found]
 
     def mix(self, log_probs: Tensor, contexts: Sequence[Tensor]) -> Tensor:
         """Return the mixture's log-probabilities (B, T, V).
 
         Args:
             log_probs: of the GPT, (B, T, V).
-            contexts: of the n-gram model, (B, T) each.
+            contexts: of the counts, (B, T) each.
         """
         weights = self.gate(self.gate_inputs(log_probs, contexts)).softmax(dim=-1)  # (B, T, 1 + K)
         mixed: Tensor = weights[..., :1] * log_probs.exp()
-        for k, probs in enumerate(self.ngram.iter_probs(contexts), 1):
+        for k, probs in enumerate(self.iter_probs(contexts), 1):
             mixed += weights[..., k : k + 1] * probs
         return mixed.log()
+
+    def iter_probs(self, contexts: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Yield the probabilities of each order after contexts (B, T): tensors that are reused."""
+        n_orders = len(self.ngram.orders)
+        for k, probs in enumerate(self.ngram.iter_probs(contexts[:n_orders]), 1):
+            if k == min(BACKOFF_ORDER, n_orders):
+                lower = probs.clone()
+            yield probs
+        yield from self.word_ngrams.iter_probs(lower, contexts[n_orders:])
 
     def gate_inputs(self, log_probs: Tensor, contexts: Sequence[Tensor]) -> Tensor:
         """Return the inputs of the gate, (B, T, 2 K).
@@ -104,7 +125,8 @@ class Mixture(LanguageModel):
         """
         entropy = -(log_probs.exp() * log_probs).sum(dim=-1)
         inputs = [entropy, log_probs.amax(dim=-1)]
-        for order, ids in zip(self.ngram.ordered()[1:], contexts[1:], strict=True):
+        orders = self.ngram.ordered() + self.word_ngrams.ordered()
+        for order, ids in zip(orders[1:], contexts[1:], strict=True):
             n_followers, backoff_weight = order.describe(ids)
             inputs += [n_followers.log1p(), backoff_weight]
         return torch.stack(inputs, dim=-1)

@@ -17,6 +17,7 @@ from chargpt.files import exists, read_regular, write_atomically
 from chargpt.models import GPT
 from chargpt.models.mixture import Mixture
 from chargpt.models.ngram import MAX_TOKENS
+from chargpt.models.word_ngram import word_tokens
 from chargpt.store.layout import MIXTURE
 from chargpt.store.run import Run
 
@@ -81,7 +82,7 @@ def with_mixture(run: Run) -> Run:
         is_valid = tokens.ndim == 1 and tokens.dtype == run.tokenizer.dtype
         if not (is_valid and 0 < len(tokens) <= MAX_TOKENS and tokens.max() < model.vocab_size):
             raise ValueError("its tokens are not those of the run's text")
-        mixture = Mixture(model, tokens)
+        mixture = Mixture(model, tokens, word_tokens(run.tokenizer))
         gate = {name: torch.from_numpy(array) for name, array in arrays.items()}
         if not all(tensor.isfinite().all() for tensor in gate.values()):
             raise ValueError("a weight of its gate is not finite")

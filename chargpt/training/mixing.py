@@ -1,6 +1,7 @@
 """Fitting the gate of a mixture to text that neither the GPT nor the counts have seen.
 
-Shapes in this file: B = batch, T = tokens, N = characters, K = n-gram orders.
+Shapes in this file: B = batch, T = tokens, N = characters, K = orders of both n-gram
+models.
 """
 
 from dataclasses import replace
@@ -14,14 +15,15 @@ from chargpt.inference.windows import full_windows
 from chargpt.models import GPT
 from chargpt.models.base import eval_mode
 from chargpt.models.mixture import Mixture
+from chargpt.models.word_ngram import word_tokens
 from chargpt.store.mixture import save_mixture
 from chargpt.store.run import Run
 from chargpt.text.corpus import Corpus
-from chargpt.text.tokenizer import Tokens
+from chargpt.text.tokenizer import CharTokenizer, Tokens
 from chargpt.training.adamw import AdamW
 
-STEPS, BATCH_SIZE, LR = 100, 2048, 0.05
-L2 = 3.0  # penalty on the squared weights, divided by the number of characters
+STEPS, BATCH_SIZE, LR = 100, 2048, 0.1
+L2 = 1.0  # penalty on the squared weights, divided by the number of characters
 INITIAL_SCALE = 0.3  # of the default initial weights: nearly equal weights for all components
 MIN_DEVIATION = 0.1  # of a gate input; a smaller one is noise
 ROWS = 16  # of a forward pass
@@ -42,23 +44,24 @@ def add_mixture(run: Run, corpus: Corpus) -> Run | None:
     train, tune = corpus.split("train"), corpus.split("tune")
     if not isinstance(run.model, GPT) or len(tune) < MIN_CHARACTERS:
         return None
-    mixture = fit_mixture(run.model, train, tune)
+    mixture = fit_mixture(run.model, run.tokenizer, train, tune)
     save_mixture(run, mixture)
     return replace(run, model=mixture)
 
 
-def fit_mixture(gpt: GPT, train: Tokens, tune: Tokens) -> Mixture:
+def fit_mixture(gpt: GPT, tokenizer: CharTokenizer, train: Tokens, tune: Tokens) -> Mixture:
     """Return the mixture of a GPT and the n-gram counts of its training text.
 
     Args:
         gpt: on its device.
+        tokenizer: of the text.
         train: training split, (characters,).
         tune: text that is not in the training split, at least 2 characters.
 
     Raises:
         WorkError: the GPT's predictions are not finite.
     """
-    mixture = Mixture(gpt, train).to(gpt.device).eval()
+    mixture = Mixture(gpt, train, word_tokens(tokenizer)).to(gpt.device).eval()
     found = []
     with eval_mode(mixture), torch.no_grad():
         for rows, *_ in full_windows(tune, gpt.block_size, lookback=mixture.lookback):
@@ -80,10 +83,10 @@ def gate_data(mixture: Mixture, rows: Tensor) -> tuple[Tensor, Tensor]:
     """
     start = mixture.lookback
     tokens, targets = rows[:, start:-1], rows[:, start + 1 :, None]
-    contexts = [ids[:, start:] for ids in mixture.ngram.contexts(rows[:, :-1])]
+    contexts = mixture.contexts(tokens, rows[:, :start])
     log_probs = mixture.gpt(tokens).float().log_softmax(dim=-1)  # (B, T, V)
     found = [log_probs.gather(-1, targets)]
-    found += [probs.gather(-1, targets).log() for probs in mixture.ngram.iter_probs(contexts)]
+    found += [probs.gather(-1, targets).log() for probs in mixture.iter_probs(contexts)]
     return mixture.gate_inputs(log_probs, contexts), torch.cat(found, dim=-1)
 
 
