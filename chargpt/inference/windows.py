@@ -70,8 +70,8 @@ def full_windows(
         yield Windows(_all_windows(tokens, block_size)[::block_size])
     elif n_blocks:
         starts = np.arange(n_blocks) * block_size - lookback
-        for some in np.split(starts, range(COPIED_ROWS, n_blocks, COPIED_ROWS)):
-            yield Windows(spans(tokens, some, lookback + block_size), 0, lookback)
+        for chunk in np.split(starts, range(COPIED_ROWS, n_blocks, COPIED_ROWS)):
+            yield Windows(spans(tokens, chunk, lookback + block_size), 0, lookback)
     if n_inputs % block_size:
         start = n_blocks * block_size - lookback
         yield Windows(spans(tokens, np.array([start]), len(tokens) - 1 - start), 0, lookback)

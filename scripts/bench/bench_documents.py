@@ -62,7 +62,7 @@ print(json.dumps({"loss": loss, "samples": ["".join(letters[i - 1] for i in n) f
 """
 
 
-def shares(samples: list[str], trained: list[str], rest: set[str]) -> dict[str, float]:
+def fractions(samples: list[str], trained: list[str], rest: set[str]) -> dict[str, float]:
     """Return which fractions of the samples are well-formed, new, distinct, all three, and real."""
     longest, letters, known = max(map(len, trained)), set("".join(trained)), set(trained)
     formed = [bool(name) and set(name) <= letters and len(name) <= longest for name in samples]
@@ -129,7 +129,7 @@ def main() -> None:
             for model, measure in models.items():
                 found = measure(args, folder, seed)
                 samples = found.pop("samples")
-                counted = shares(samples, trained, set(names[args.train :]))
+                counted = fractions(samples, trained, set(names[args.train :]))
                 rows.append({"model": model, "seed": seed, **found, **counted})
                 rows[-1]["examples"] = samples[:10]
                 print(rows[-1], file=sys.stderr, flush=True)

@@ -6,7 +6,7 @@
 For each pair of texts and seed: a run of OLD for the long budget; then on NEW, from that run for
 the short budget, fresh for the short one, and fresh for both together. Losses are those of the
 validation splits in nats per character, protocol full, each by the run's own vocabulary; a fresh
-run is scored on the characters of OLD that it knows, whose share is given.
+run is scored on the characters of OLD that it knows, whose fraction is given.
 """
 
 import argparse

@@ -27,15 +27,17 @@ SHOWN = ("6-gram", "gpt", "gpt + 8-gram", "gpt before")
 
 def chargpt(*words: str, checkout: Path | None = None) -> str:
     """Run a command of this package, or of the one in another checkout; return what it prints."""
-    env = os.environ if checkout is None else {**os.environ, "PYTHONPATH": str(checkout)}
+    env = dict(os.environ)
+    if checkout is not None:  # its cache may have another format
+        env |= {"PYTHONPATH": str(checkout), "CHARGPT_CACHE": str(checkout / "cache")}
     done = subprocess.run([*CHARGPT, *words], check=True, capture_output=True, text=True, env=env)
     return done.stdout
 
 
-def losses_of(run: Path) -> dict[str, float]:
+def losses_of(run: Path, checkout: Path | None = None) -> dict[str, float]:
     """Return the losses of a run and its baselines in nats per character, protocol full."""
-    compared = json.loads(chargpt("compare", str(run), "--json"))
-    losses: dict[str, float] = dict(compared["baselines"])
+    compared = json.loads(chargpt("compare", str(run), "--json", checkout=checkout))
+    losses: dict[str, float] = dict(compared.get("baselines", {}))
     for row in compared["rows"]:
         name = "gpt + 8-gram" if row["model"].endswith(" + 8-gram") else "gpt"
         losses[name] = row["nats_per_char"]
@@ -53,7 +55,7 @@ def measure(text: Path, budget: str, seed: int, before: Path | None) -> dict[str
         losses = losses_of(run)
         if before is not None:
             chargpt(*words, str(old), checkout=before)
-            losses["gpt before"] = losses_of(old)["gpt"]
+            losses["gpt before"] = losses_of(old, before)["gpt"]
         steps = json.loads(chargpt("evaluate", str(run), "--json"))["steps"]
     shown = {name: round(losses[name], 4) for name in SHOWN if name in losses}
     case = {"text": text.stem, "budget": budget, "seed": seed}

@@ -213,6 +213,29 @@ def compression(found: dict[str, Any]) -> list[str]:
     ]
 
 
+def mixture(*records: dict[str, Any]) -> list[str]:
+    """Return the table of mixtures, by text and budget."""
+    rows = []
+    for mean in (mean for found in records for mean in found["means"]):
+        losses = [mean["6-gram"], mean["gpt"], mean.get("gpt before"), mean["gpt + 8-gram"]]
+        cells = ["" if loss is None else f"{loss:.4f}" for loss in losses]
+        gain = min(mean["6-gram"], mean["gpt"]) - mean["gpt + 8-gram"]
+        rows.append([mean["text"], mean["budget"], str(mean["seeds"]), *cells, f"{gain:.3f}"])
+    rows.sort(key=lambda row: row[0])
+    found = records[0]
+    models = ["6-gram", "gpt", "gpt before", "gpt + 8-gram"]
+    head = ["text", "budget", "seeds", *models, "below the better one"]
+    return [
+        "Nats per character of the whole validation splits, protocol `full`, means of the seeds, "
+        f"on Zen 4 ({found['date']}). *gpt before* is commit 1f6a672, without mixtures, trained in "
+        "turn with the others. The texts are described in [LOG.md](LOG.md).",
+        "",
+        *table(head, rows),
+        "",
+        ", ".join(f"`{command(found)}`" for found in records),
+    ]
+
+
 def vocabulary(found: dict[str, Any], same_size: dict[str, Any]) -> list[str]:
     """Return the table of the open vocabulary, with sizes as planned and of one size."""
     rows = [
@@ -341,6 +364,8 @@ def benchmarks() -> str:
         sampling(record("sample")),
         ["### Preparing a text"],
         preparing(record("text")),
+        ["### Mixture"],
+        mixture(record("mixture-10s"), record("mixture")),
         ["### Open vocabulary"],
         vocabulary(record("vocabulary"), record("vocabulary-size")),
         ["### Documents"],
