@@ -367,7 +367,7 @@ def test_the_mixture_samples_scores_and_compresses_better(run_of: Path, cli: Cli
     assert sampled["samples"] == chargpt.sample(mixed, length=50, seed=3)
     text = run_of.parent / "novel.txt"
     chapter = Path("chapter.txt")
-    chapter.write_text(text.read_text(encoding="utf-8")[-2000:], encoding="utf-8")
+    chapter.write_text(text.read_text(encoding="utf-8")[-1000:], encoding="utf-8")
     bits = [
         json.loads(cli("score", run_of, chapter, *option, "--json").stdout)["bits_per_char"]
         for option in ([], ["--mixture"])
