@@ -14,7 +14,7 @@ import torch
 from conftest import REPOSITORY, Cli, refusal, run_cli
 
 import chargpt
-from chargpt.config import ModelConfig, TextConfig
+from chargpt.config import Config, ModelConfig, TextConfig
 from chargpt.inference.decoders import build_decoder
 from chargpt.inference.evaluation import evaluate_tokens
 from chargpt.inference.windows import even_spans
@@ -26,7 +26,9 @@ from chargpt.store.layout import MIXTURE
 from chargpt.store.mixture import with_mixture
 from chargpt.text.corpus import load_corpus
 from chargpt.text.tokenizer import CharTokenizer
+from chargpt.training.budget import Budget, counting_seconds
 from chargpt.training.mixing import fit_mixture
+from chargpt.training.session import with_tune_split
 
 TOKENIZER = CharTokenizer(" .abcdefghij")
 VOCAB_SIZE, BLOCK_SIZE = TOKENIZER.vocab_size, 16
@@ -389,6 +391,24 @@ def test_a_budget_leaves_characters_for_the_mixture(verse: Path, cli: Cli) -> No
     plain = cli("train", verse, "--budget", "5s", "-s", "text.tune_characters=0", "--out", "plain")
     assert plain.returncode == 0, plain.stderr
     assert f"gpt + {ORDER}-gram" not in plain.stdout
+
+
+def test_a_budget_that_is_too_short_to_count_in_has_no_mixture(verse: Path) -> None:
+    corpus = load_corpus(TextConfig(path=str(verse)))
+    seconds = counting_seconds(corpus)
+    assert seconds == pytest.approx(0.5e-6 * len(corpus.split("train")))
+    for available, length in ((3.9 * seconds, 0), (4.1 * seconds, int(0.03 * corpus.characters))):
+        budget = Budget(5.0, started=0.0, clock=lambda: 0.0)
+        budget.extension = available - budget.remaining
+        settings, chosen = with_tune_split(Config(), corpus, budget)
+        assert len(chosen.split("tune")) == length
+        assert bool(settings.text.tune_characters) == bool(length)
+        assert [note for note in chosen.notes if "without a mixture" in note] == (
+            [] if length else [chosen.notes[-1]]
+        )
+    fixed = Config().with_values({"text.tune_characters": 300})
+    budget = Budget(5.0, {"text.tune_characters"}, started=0.0, clock=lambda: 1000.0)
+    assert len(with_tune_split(fixed, corpus, budget)[1].split("tune")) == 300
 
 
 def test_train_in_python_fits_the_mixture(verse: Path, tmp_path: Path) -> None:

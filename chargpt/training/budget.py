@@ -40,6 +40,7 @@ class Reserve:
     timed_characters: int = 8_000  # scored to measure the speed of scoring
     gate_seconds: float = 0.1  # of fitting a mixture's gate
     counting_seconds: float = 0.5  # of counting the n-grams of a mixture, per million characters
+    counting_fraction: float = 0.25  # of the time for training: a longer count is left out
     margin: float = 1.3  # factor on the measured time of scoring
 
 
@@ -56,6 +57,11 @@ class Replanning:
 
 
 RESERVE, REPLANNING = Reserve(), Replanning()
+
+
+def counting_seconds(corpus: Corpus) -> float:
+    """Return the expected time of counting the n-grams of a mixture."""
+    return RESERVE.counting_seconds * min(len(corpus.split("train")), MAX_TOKENS) / 1e6
 
 
 def parse_duration(text: str) -> float:
@@ -162,8 +168,7 @@ class Budget:
         self.scoring_seconds = RESERVE.margin * per_character * n_scored
         if n_tune:
             self.scoring_seconds += RESERVE.gate_seconds
-            n_counted = min(len(corpus.split("train")), MAX_TOKENS)
-            self.scoring_seconds += RESERVE.counting_seconds * n_counted / 1e6
+            self.scoring_seconds += counting_seconds(corpus)
 
     def start(self, config: Config, step: int) -> None:
         """Begin to measure steps; call it before the first one."""

@@ -25,7 +25,7 @@ from chargpt.text import OnLoading
 from chargpt.text.corpus import Corpus, load_cached, load_corpus
 from chargpt.text.describe import warn_of_length
 from chargpt.text.source import STDIN
-from chargpt.training.budget import REPLANNING, Budget
+from chargpt.training.budget import REPLANNING, RESERVE, Budget, counting_seconds
 from chargpt.training.cost import Cost, expected_cost
 from chargpt.training.finetune import describe_start, load_start, settings_from
 from chargpt.training.planner import RECIPE, Plan, plan, step_characters
@@ -168,10 +168,21 @@ def create_run(
 
 
 def with_tune_split(settings: Config, corpus: Corpus, budget: Budget) -> tuple[Config, Corpus]:
-    """Return config and text with a tune split for a mixture, unless its length is fixed."""
+    """Return config and text with a tune split for a mixture, unless its length is fixed.
+
+    There is none, with a note, if counting the n-grams would take too much of the budget.
+    """
     key = "text.tune_characters"
     if key not in budget.fixed and settings.model.kind == "gpt":
-        settings = settings.with_values({key: RECIPE.tune_characters})
+        seconds, remaining = counting_seconds(corpus), budget.remaining
+        if seconds <= RESERVE.counting_fraction * remaining:
+            settings = settings.with_values({key: RECIPE.tune_characters})
+        else:
+            note = (
+                f"without a mixture: counting n-grams would take {seconds:.1f} s of the "
+                f"{max(0.0, remaining):.1f} s for training"
+            )
+            corpus = replace(corpus, notes=(*corpus.notes, note))
     return settings, replace(corpus, tune_characters=settings.text.tune_characters)
 
 
