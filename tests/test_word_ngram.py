@@ -76,11 +76,11 @@ def test_probabilities_are_discounted_counts_and_back_off_to_fewer_words() -> No
     words = WordNGrams(tokens, TOKENIZER.vocab_size, IN_WORDS)
     prompt = "b a b a"
     encoded = torch.from_numpy(TOKENIZER.encode(prompt).astype(np.int64))[None]
-    uniform = torch.full((*encoded.shape, TOKENIZER.vocab_size), 1 / TOKENIZER.vocab_size)
-    found = [p[0].clone() for p in words.iter_probs(uniform.clone(), words.contexts(encoded))]
+    first = torch.arange(TOKENIZER.vocab_size).float().softmax(-1).repeat(*encoded.shape, 1)
+    found = [p[0].clone() for p in words.iter_probs(first.clone(), words.contexts(encoded))]
     assert len(found) == WORDS + 1
     for n_words, probs in enumerate(found):
-        lower = found[n_words - 1] if n_words else uniform[0]
+        lower = found[n_words - 1] if n_words else first[0]
         counts: defaultdict[tuple[str, ...], Counter[str]] = defaultdict(Counter)
         for index in range(len(text) - 1):
             counts[contexts_at(text, index)[n_words]][text[index + 1]] += 1
