@@ -397,17 +397,16 @@ def test_a_budget_that_is_too_short_to_count_in_has_no_mixture(verse: Path) -> N
     corpus = load_corpus(TextConfig(path=str(verse)))
     seconds = counting_seconds(corpus)
     assert seconds == pytest.approx(0.5e-6 * len(corpus.split("train")))
-    for available, length in ((3.9 * seconds, 0), (4.1 * seconds, int(0.03 * corpus.characters))):
-        budget = Budget(5.0, started=0.0, clock=lambda: 0.0)
-        budget.extension = available - budget.remaining
-        settings, chosen = with_tune_split(Config(), corpus, budget)
+    limit = seconds / 0.15
+    for total, length in ((0.99 * limit, 0), (1.01 * limit, int(0.03 * corpus.characters))):
+        settings, chosen = with_tune_split(Config(), corpus, Budget(total))
         assert len(chosen.split("tune")) == length
         assert bool(settings.text.tune_characters) == bool(length)
         assert [note for note in chosen.notes if "without a mixture" in note] == (
             [] if length else [chosen.notes[-1]]
         )
     fixed = Config().with_values({"text.tune_characters": 300})
-    budget = Budget(5.0, {"text.tune_characters"}, started=0.0, clock=lambda: 1000.0)
+    budget = Budget(0.5 * limit, {"text.tune_characters"})
     assert len(with_tune_split(fixed, corpus, budget)[1].split("tune")) == 300
 
 

@@ -144,6 +144,8 @@ def train_models(request: Request, out: Path | None, models: str) -> tuple[Compa
     if budget is not None:
         settings, corpus = with_tune_split(settings, corpus, budget)
         settings = plan(settings, corpus, budget).config
+    for note in corpus.notes:
+        console.say(note)
 
     def run_trainer(name: str, trainer: Trainer) -> None:
         assert trainer.folder is not None

@@ -40,7 +40,9 @@ class Reserve:
     timed_characters: int = 8_000  # scored to measure the speed of scoring
     gate_seconds: float = 0.1  # of fitting a mixture's gate
     counting_seconds: float = 0.5  # of counting the n-grams of a mixture, per million characters
-    counting_fraction: float = 0.25  # of the time for training: a longer count is left out
+    counting_fraction: float = (
+        0.15  # of the budget: where counting takes longer, there is no mixture
+    )
     margin: float = 1.3  # factor on the measured time of scoring
 
 
@@ -167,8 +169,7 @@ class Budget:
             n_scored += 2 * max_characters
         self.scoring_seconds = RESERVE.margin * per_character * n_scored
         if n_tune:
-            self.scoring_seconds += RESERVE.gate_seconds
-            self.scoring_seconds += counting_seconds(corpus)
+            self.scoring_seconds += RESERVE.gate_seconds + counting_seconds(corpus)
 
     def start(self, config: Config, step: int) -> None:
         """Begin to measure steps; call it before the first one."""

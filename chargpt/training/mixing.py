@@ -1,7 +1,7 @@
 """Fitting the gate of a mixture to text that neither the GPT nor the counts have seen.
 
-Shapes in this file: B = batch, T = tokens, N = characters, K = orders of both n-gram
-models.
+Shapes in this file: B = batch, T = tokens, N = characters, K = orders of both
+n-gram models.
 """
 
 from dataclasses import replace

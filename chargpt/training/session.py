@@ -174,13 +174,13 @@ def with_tune_split(settings: Config, corpus: Corpus, budget: Budget) -> tuple[C
     """
     key = "text.tune_characters"
     if key not in budget.fixed and settings.model.kind == "gpt":
-        seconds, remaining = counting_seconds(corpus), budget.remaining
-        if seconds <= RESERVE.counting_fraction * remaining:
+        seconds = counting_seconds(corpus)
+        if seconds <= RESERVE.counting_fraction * budget.seconds:
             settings = settings.with_values({key: RECIPE.tune_characters})
         else:
             note = (
-                f"without a mixture: counting n-grams would take {seconds:.1f} s of the "
-                f"{max(0.0, remaining):.1f} s for training"
+                f"without a mixture: counting n-grams would take about {seconds:.1f} s of the "
+                f"{budget.seconds:g} s; give a longer --budget"
             )
             corpus = replace(corpus, notes=(*corpus.notes, note))
     return settings, replace(corpus, tune_characters=settings.text.tune_characters)
