@@ -125,18 +125,19 @@ def test_losses_equal_those_of_the_logits(text: list[int], rows: list[list[int]]
 
 
 @pytest.mark.parametrize("order", [1, 2, 5])
+@pytest.mark.parametrize("n_tabulated", [0, 1, 3, 5])
 def test_probabilities_from_the_table_equal_interpolated_ones(
-    order: int, monkeypatch: pytest.MonkeyPatch
+    order: int, n_tabulated: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens = torch.from_numpy(np.stack([ids(VERSE)[:60], ids(VERSE)[60:120][::-1].copy()]))
-    with_table = NGramLM.fit(ids(VERSE), 40, block_size=64, order=order)
-    with_table.build_table()
-    monkeypatch.setattr(ngram, "MAX_TABLE_ENTRIES", 0)
-    without_table = NGramLM.fit(ids(VERSE), 40, block_size=64, order=order)
-    without_table.build_table()
-    assert with_table.table is not None
-    assert without_table.table is None
-    torch.testing.assert_close(with_table.probs(tokens), without_table.probs(tokens))
+    model = NGramLM.fit(ids(VERSE), 40, block_size=64, order=order)
+    interpolated = model.probs(tokens)
+    n_contexts = [1, *(len(each.codes) for each in model.ordered())]
+    monkeypatch.setattr(ngram, "MAX_TABLE_ENTRIES", 40 * sum(n_contexts[:n_tabulated]))
+    model.build_table()
+    assert model.n_tabulated == min(n_tabulated, order)
+    assert (model.table is None) == (n_tabulated == 0)
+    assert torch.equal(model.probs(tokens), interpolated)
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 8))

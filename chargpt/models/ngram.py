@@ -34,14 +34,15 @@ Ints = npt.NDArray[np.int64]
 
 ORDER = 6  # higher orders gain nothing on texts of a million characters
 MAX_TOKENS = 4_000_000  # counted tokens: two seconds of work
-MAX_TABLE_ENTRIES = 50_000_000  # of the table of all contexts: 200 MB
+MAX_TABLE_ENTRIES = 50_000_000  # of the table of contexts: 200 MB
 UNSEEN = -1  # id of an n-gram that the training text does not contain
 
 
 class NGramLM(LanguageModel):
     """Interpolated n-gram model; `fit` estimates it from a text."""
 
-    table: Tensor | None  # (contexts, V)
+    table: Tensor | None  # (contexts, V): probabilities of the first `n_tabulated` orders
+    n_tabulated = 0
 
     def __init__(self, vocab_size: int, block_size: int, orders: "list[NGramOrder]") -> None:
         super().__init__(vocab_size, block_size)
@@ -106,10 +107,13 @@ class NGramLM(LanguageModel):
             *_, probs = self.iter_probs(contexts)
             return probs
         row, first_row = torch.zeros_like(tokens), 1
-        for order, context in zip(self.ordered(), contexts[1:], strict=False):
+        for order, context in zip(self.ordered(), contexts[1 : self.n_tabulated], strict=False):
             row = torch.where(context == UNSEEN, row, context + first_row)
             first_row += len(order.codes)
-        return self.table[row.flatten()].view(*tokens.shape, self.vocab_size)  # (B, T, V)
+        probs = self.table[row.flatten()]  # (B T, V)
+        for order, context in list(zip(self.ordered(), contexts, strict=True))[self.n_tabulated :]:
+            order.interpolate(probs, context.flatten())
+        return probs.view(*tokens.shape, self.vocab_size)
 
     def contexts(self, tokens: Tensor) -> list[Tensor]:
         """Return the ids of the k tokens that end at each of tokens (B, T), by k = 0, 1, ..."""
@@ -128,15 +132,16 @@ class NGramLM(LanguageModel):
             yield probs.view(*shape, self.vocab_size)
 
     def build_table(self) -> None:
-        """Precompute the probabilities after every seen context, unless they are too many.
+        """Precompute the probabilities after every seen context, of as many orders as fit.
 
         `probs` then is several times as fast. The rows are the empty context, then all contexts of
         one token, of two, and so on.
         """
-        orders = self.ordered()
-        n_contexts = 1 + sum(len(order.codes) for order in orders[:-1])
-        if n_contexts * self.vocab_size > MAX_TABLE_ENTRIES:
+        n_contexts = np.cumsum([1, *(len(order.codes) for order in self.ordered()[:-1])])
+        self.n_tabulated = int((n_contexts * self.vocab_size <= MAX_TABLE_ENTRIES).sum())
+        if self.n_tabulated == 0:
             return
+        orders = self.ordered()[: self.n_tabulated]
         table = [self._unigram_probs()]  # (contexts of one length, V) each
         suffix = torch.zeros_like(orders[0].last)  # ids of the contexts without their first token
         for k, order in enumerate(orders[1:]):
@@ -188,11 +193,13 @@ class NGramOrder(nn.Module):
     ) -> None:
         super().__init__()
         self.vocab_size = vocab_size
+        contexts, last = np.divmod(codes, vocab_size)
+        n_followers = np.bincount(contexts, minlength=len(backoff_weight))
         for name, values in {
             "codes": codes,
-            "last": codes % vocab_size,
+            "last": last,
             "discounted_prob": discounted_prob.astype(np.float32),
-            "starts": np.searchsorted(codes, np.arange(len(backoff_weight) + 1) * vocab_size),
+            "starts": np.append(0, n_followers.cumsum()),
             "backoff_weight": backoff_weight.astype(np.float32),
         }.items():
             self.register_buffer(name, torch.from_numpy(values))

@@ -66,11 +66,13 @@ class WordNGrams(nn.Module):
             for chunk in [tokens[None, max(0, start - LOOKBACK) : start + CHUNK]]
         ]
         for hashes in map(np.concatenate, zip(*chunks, strict=True)):
-            known, ids, _ = unique(hashes)
-            codes, _, counts = unique(ids[:-1] * vocab_size + tokens[1:])
-            estimates = estimate(codes // vocab_size, counts, len(known))
-            self.orders.append(NGramOrder(codes, *estimates, vocab_size))
-            self.hashes.append(known)
+            codes, _, counts = unique(hashes[:-1] * vocab_size + tokens[1:])
+            contexts, followers = np.divmod(codes, vocab_size)
+            is_first = np.append(True, contexts[1:] != contexts[:-1])
+            ids = is_first.cumsum() - 1
+            self.hashes.append(contexts[is_first])
+            estimates = estimate(ids, counts, ids[-1] + 1)
+            self.orders.append(NGramOrder(ids * vocab_size + followers, *estimates, vocab_size))
 
     def ordered(self) -> list[NGramOrder]:
         """Return the counts after the contexts of each m."""
@@ -97,7 +99,7 @@ class WordNGrams(nn.Module):
 
 
 def hash_contexts(tokens: Ints, in_words: Bools) -> list[Ints]:
-    """Return the hashes of the contexts that end at each token, by m, (B, T) each.
+    """Return the hashes of the contexts that end at each token, by m, (B, T) each; < 2^62 / V.
 
     The hash of a sequence is a polynomial in MULTIPLIER modulo 2^64 with its tokens as
     coefficients: a difference of two prefix sums, times a power.
@@ -142,4 +144,5 @@ def hash_contexts(tokens: Ints, in_words: Bools) -> list[Ints]:
         word = np.where(is_near, hashed(first, last), 0)
         context = scrambled(context) + word
         contexts.append(context)
-    return [(scrambled(hashes) >> np.uint64(1)).astype(np.int64) for hashes in contexts]
+    shift = np.uint64(1 + len(in_words).bit_length())
+    return [(scrambled(hashes) >> shift).astype(np.int64) for hashes in contexts]
