@@ -140,8 +140,9 @@ class TextConfig(Section):
 class ModelConfig(Section):
     """The model. All settings but `kind` and `block_size` apply to the GPT only."""
 
-    kind: Literal["gpt", "bigram"] = "gpt"
-    """The architecture: a transformer, or a table of bigram logits."""
+    kind: Literal["gpt", "gpt2", "bigram"] = "gpt"
+    """The architecture: a transformer, that of GPT-2 (for imported models), or a table of bigram
+    logits."""
     n_layer: int = Field(4, ge=1, le=256)
     """Transformer blocks."""
     n_head: int = Field(2, ge=1, le=256)
@@ -173,6 +174,10 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def require_even_head_size(self) -> Self:
+        if self.kind == "gpt2" and self.n_embd % self.n_head:
+            raise ValueError(
+                f"n_embd {self.n_embd} must be divisible by n_head = {self.n_head} for gpt2"
+            )
         if self.kind == "gpt" and self.n_embd % (2 * self.n_head):
             raise ValueError(
                 f"n_embd {self.n_embd} must be divisible by 2 * n_head = {2 * self.n_head}"

@@ -1,6 +1,10 @@
 """The documentation matches the code."""
 
 import importlib.util
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -29,3 +33,20 @@ def test_the_files_that_the_architecture_page_names_exist() -> None:
         assert any((folder / word).exists() for folder in (REPOSITORY, REPOSITORY / "chargpt")), (
             word
         )
+
+
+def test_the_notebook_runs(tmp_path: Path) -> None:
+    cells = json.loads((REPOSITORY / "docs" / "tour.ipynb").read_text(encoding="utf-8"))["cells"]
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    done = subprocess.run(
+        [sys.executable, "-c", code.replace('budget="10s"', 'budget="6s"')],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "MPLBACKEND": "agg"},
+    )
+    assert done.returncode == 0, done.stderr
+    difference = float(done.stdout.rpartition("largest difference:")[2])
+    assert difference < 1e-5
+    assert "6-gram" in done.stdout

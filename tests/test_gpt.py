@@ -12,6 +12,7 @@ from noise import RUNGS, fill_with_noise, noisy_model, random_tokens
 
 from chargpt.config import ModelConfig
 from chargpt.errors import ConfigError, TextError
+from chargpt.export.huggingface import qwen3_config, qwen3_weights
 from chargpt.models import GPT, build_model, count_parameters, gpt
 from chargpt.models.attention import average_weights, causal_mask, explicit_attention
 from chargpt.models.kernels import NORM_EPS
@@ -330,50 +331,9 @@ def test_the_seed_determines_the_initial_weights():
 def as_qwen3(model: GPT):
     """Return the model as transformers' Qwen3ForCausalLM, with its tensors renamed."""
     transformers = pytest.importorskip("transformers")
-    config = model.config
-    reference = transformers.Qwen3ForCausalLM(
-        transformers.Qwen3Config(
-            vocab_size=model.vocab_size,
-            hidden_size=config.n_embd,
-            intermediate_size=config.mlp_width,
-            num_hidden_layers=config.n_layer,
-            num_attention_heads=config.n_head,
-            num_key_value_heads=config.n_head,
-            head_dim=config.n_embd // config.n_head,
-            max_position_embeddings=config.block_size,
-            rms_norm_eps=1e-6,
-            rope_theta=config.rope_theta,
-            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-            tie_word_embeddings=False,
-            attention_bias=False,
-            bos_token_id=None,
-            eos_token_id=None,
-            attn_implementation="eager",
-        )
-    ).eval()
-    names = {
-        "attention_norm": "input_layernorm",
-        "mlp_norm": "post_attention_layernorm",
-        "attention.query_norm": "self_attn.q_norm",
-        "attention.key_norm": "self_attn.k_norm",
-        "attention.query": "self_attn.q_proj",
-        "attention.key": "self_attn.k_proj",
-        "attention.value": "self_attn.v_proj",
-        "attention.output": "self_attn.o_proj",
-        "mlp.gate": "mlp.gate_proj",
-        "mlp.up": "mlp.up_proj",
-        "mlp.down": "mlp.down_proj",
-    }
-    renamed = {
-        "model.embed_tokens.weight": model.embedding.weight,
-        "model.norm.weight": model.norm.weight,
-        "lm_head.weight": model.head.weight,
-    }
-    for index, block in enumerate(model.blocks):
-        for ours, theirs in names.items():
-            weight = block.get_parameter(f"{ours}.weight")
-            renamed[f"model.layers.{index}.{theirs}.weight"] = weight
-    reference.load_state_dict(renamed, strict=True)
+    config = transformers.Qwen3Config(**qwen3_config(model), attn_implementation="eager")
+    reference = transformers.Qwen3ForCausalLM(config).eval()
+    reference.load_state_dict(qwen3_weights(model), strict=True)
     return reference
 
 

@@ -55,6 +55,8 @@ def test_every_command_of_the_readme_runs(cli: Cli, monkeypatch: pytest.MonkeyPa
             args += ["-s", "text.tune_characters=500"]  # as a budget sets it
         if args[1] == "train" and "--resume" in args:
             args += ["-s", "train.max_steps=6"]
+        if args[1] == "play":
+            args += ["--no-open"]
         if args[1] == "sample":
             args += ["--length", "20"]
         if "-" in args or "--interactive" in args:

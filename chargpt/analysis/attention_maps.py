@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from chargpt.models.gpt import GPT
+from chargpt.models import GPT, GPT2
 from chargpt.text.tokenizer import CharTokenizer, Tokens
 
 MAX_LINE = 40  # characters of a line that is drawn
@@ -34,7 +34,7 @@ def typical_line(tokenizer: CharTokenizer, tokens: Tokens, max_length: int) -> T
     return searched[is_character][:max_length]
 
 
-def attention_maps(model: GPT, line: Tokens) -> list[Weights]:
+def attention_maps(model: GPT | GPT2, line: Tokens) -> list[Weights]:
     """Return the attention weights of the first layers and heads on (T,) tokens: (H, T, T) each."""
     model.eval()
     tokens = torch.from_numpy(line.astype(np.int64))[None].to(model.device)  # (1, T)

@@ -25,8 +25,8 @@ from chargpt.analysis.attention_maps import (
 from chargpt.analysis.averages import average_by_loop, average_by_matrix, average_by_softmax
 from chargpt.config import Config, ModelConfig
 from chargpt.errors import ConfigError, TextError
+from chargpt.models import GPT, GPT2
 from chargpt.models.attention import attention_scores, causal_mask, explicit_attention
-from chargpt.models.gpt import GPT, Attention, Block
 from chargpt.store.run import Run
 from chargpt.text.corpus import Corpus, Split
 from chargpt.text.display import display_char, display_text
@@ -81,7 +81,7 @@ class Subject:
 
     line: str  # of the text, at most `MAX_LINE` characters
     ids: Tokens  # of the line, (T,)
-    model: GPT  # with full attention
+    model: GPT | GPT2  # with full attention
     run: Run | None  # of the model; None of an untrained one
     corpus: Corpus
 
@@ -110,7 +110,11 @@ def choose_subject(corpus: Corpus, run: Run | None) -> Subject:
     if not len(ids):
         raise TextError(f"{corpus.name} is too short to explain anything on; give a longer text")
     line = corpus.tokenizer.decode(ids)
-    if run is not None and isinstance(run.model, GPT) and run.model.config.attention == "full":
+    if (
+        run is not None
+        and isinstance(run.model, GPT | GPT2)
+        and run.model.config.attention == "full"
+    ):
         run.model.eval()
         return Subject(line, ids, run.model, run, corpus)
     torch.manual_seed(Config().seed)
@@ -277,13 +281,8 @@ SECTIONS: dict[str, Callable[[Subject], Section]] = {
 @torch.no_grad()
 def project(subject: Subject, *, whole_line: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries, keys and values of layer 1, head 1 on the shown characters, (T, D) each."""
-    model = subject.model
     tokens = subject.tokens if whole_line else subject.tokens[:, :SHOWN]
-    block = model.blocks[0]
-    assert isinstance(block, Block)
-    assert isinstance(block.attention, Attention)
-    context = model.attention_inputs(tokens.size(1))
-    qkv = block.attention.project(model.embedding(tokens), block.attention_norm, context)
+    qkv = subject.model.first_projection(tokens)  # (1, H, T, D) each
     q, k, v = (part[0, 0].float().cpu() for part in qkv)  # (T, D) each
     return q, k, v
 

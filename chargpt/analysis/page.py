@@ -5,30 +5,43 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from chargpt.errors import ChargptError
 from chargpt.files import write_output
 
+PAGES = Path(__file__).parent / "pages"
 
-def render(name: str, script: str | None = None, **facts: Any) -> str:
-    """Return the page that a template of `pages/` makes of some facts.
+
+def render(
+    name: str, script: str | None = None, *, folder: Path = PAGES, policy: str = "", **facts: Any
+) -> str:
+    """Return the page that a template makes of some facts.
 
     Strings among them are shown as they are, whatever they hold; only `Markup` stands as HTML. The
-    page's policy forbids all fetching, and every script but the named one of `pages/`.
+    page's policy forbids all fetching, and every script but the named one.
+
+    Args:
+        name: of the template in `folder`; it may extend those of `pages/`.
+        script: name of the page's script in `folder`.
+        folder: of the template and the script.
+        policy: further directives of the page's policy, each begun by a semicolon.
+        facts: of the template.
     """
     pages = Environment(
-        loader=PackageLoader("chargpt.analysis", "pages"),
+        loader=FileSystemLoader([folder, PAGES]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
     )
-    words = "" if script is None else (Path(__file__).parent / "pages" / script).read_text("utf-8")
+    words = "" if script is None else (folder / script).read_text("utf-8")
     digest = base64.b64encode(hashlib.sha256(words.encode()).digest()).decode()
     source = f"'sha256-{digest}'" if words else "'none'"
     template = pages.get_template(name)
-    return template.render(script=Markup(words), script_source=Markup(source), **facts)
+    return template.render(
+        script=Markup(words), script_source=Markup(source), policy=policy, **facts
+    )
 
 
 def write_page(content: str, path: Path) -> Path:

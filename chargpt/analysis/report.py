@@ -20,7 +20,7 @@ from chargpt.analysis.result import RunScores, score_run, summarize
 from chargpt.inference.baselines import NGRAM
 from chargpt.inference.evaluation import OnProgress
 from chargpt.inference.sampling import sample
-from chargpt.models.gpt import GPT
+from chargpt.models import GPT, GPT2
 from chargpt.models.ngram import ORDER
 from chargpt.store.folder import RunFolder
 from chargpt.store.layout import REPORT
@@ -152,7 +152,7 @@ def accuracy_and_calibration(run: Run, corpus: Corpus) -> Facts:
 
 def attention(run: Run, corpus: Corpus) -> Facts:
     """Return pictures of each head's attention weights on a line of the validation split."""
-    if not isinstance(run.model, GPT):
+    if not isinstance(run.model, GPT | GPT2):
         return {"maps": []}
     max_length = min(MAX_LINE, run.model.block_size)
     line = typical_line(run.tokenizer, corpus.split("val"), max_length)

@@ -5,9 +5,11 @@ from chargpt.errors import ConfigError
 from chargpt.models.base import LanguageModel
 from chargpt.models.bigram import BigramLM
 from chargpt.models.gpt import GPT
+from chargpt.models.gpt2 import GPT2, MLP_RATIO
 
 __all__ = [
     "GPT",
+    "GPT2",
     "BigramLM",
     "LanguageModel",
     "build_model",
@@ -23,6 +25,10 @@ def count_parameters(config: ModelConfig, vocab_size: int) -> int:
     if config.kind == "bigram":
         return vocab_size**2
     width = config.n_embd
+    if config.kind == "gpt2":
+        matrices = (4 + 2 * MLP_RATIO) * width**2
+        layer = matrices + (4 + 1 + MLP_RATIO + 4) * width  # and biases, norms
+        return config.n_layer * layer + (vocab_size + config.block_size + 2) * width
     layer = 0
     if config.attention == "full":
         layer += width + 4 * width**2  # norm; query, key, value, output
@@ -52,10 +58,11 @@ def build_model(config: ModelConfig, vocab_size: int) -> LanguageModel:
     """
     if config.kind == "bigram":
         return BigramLM(vocab_size, config.block_size)
+    architecture = GPT2 if config.kind == "gpt2" else GPT
     n_parameters = count_parameters(config, vocab_size)
     if n_parameters > MAX_PARAMETERS:
         raise ConfigError(
             f"the model would have {n_parameters:,} parameters, more than the maximum of "
             f"{MAX_PARAMETERS:,}; lower model.n_layer, model.n_embd or model.n_mlp"
         )
-    return GPT(config, vocab_size)
+    return architecture(config, vocab_size)

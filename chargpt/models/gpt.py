@@ -215,6 +215,16 @@ class GPT(LanguageModel):
             x = block(x, inputs)
         return weights
 
+    def first_projection(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values of the first layer on tokens (B, T), (B, H, T, D) each.
+
+        The layer must have full attention.
+        """
+        block = cast("Block", self.blocks[0])
+        assert isinstance(block.attention, Attention)
+        inputs = self.attention_inputs(tokens.size(1))
+        return block.attention.project(self.embedding(tokens), block.attention_norm, inputs)
+
     def new_cache(self, batch_size: int) -> KVCache:
         return KVCache(self._cache_shape(batch_size), self.cos.dtype, self.cos.device)
 

@@ -1,7 +1,7 @@
 """The files of a run folder, by their exact names: nothing else in it is ever deleted.
 
 runs/<name>/config.yaml  tokenizer.json  metrics.jsonl  checkpoints/
-            mixture.safetensors  report.html  tensorboard/
+            mixture.safetensors  report.html  play.html  tensorboard/
 """
 
 import os
@@ -25,9 +25,9 @@ from chargpt.text.tokenizer import FORMAT
 
 METRICS, CHECKPOINTS = "metrics.jsonl", "checkpoints"
 MIXTURE = "mixture.safetensors"  # store/mixture.py
-REPORT, TENSORBOARD, LOCK = "report.html", "tensorboard", ".lock"
+REPORT, PLAY, TENSORBOARD, LOCK = "report.html", "play.html", "tensorboard", ".lock"
 REPLACED = ".replaced"  # the run that `--force` replaces, until the new one has saved
-RUN_FILES = (METRICS, REPORT, MIXTURE, CONFIG, TOKENIZER)
+RUN_FILES = (METRICS, REPORT, PLAY, MIXTURE, CONFIG, TOKENIZER)
 POINTERS = ("latest.json", "best.json")
 EVENTS = re.compile(r"events\.out\.tfevents\..+")  # TensorBoard's
 

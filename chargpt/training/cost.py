@@ -15,7 +15,7 @@ def training_bytes(config: Config, vocab_size: int, n_sequences: int) -> int:
     """Return the approximate memory of training with micro-batches of `n_sequences`, in bytes."""
     model = config.model
     activations = 3 * vocab_size  # saved for the backward pass, numbers per character
-    if model.kind == "gpt":
+    if model.kind != "bigram":
         activations += model.n_layer * (14 * model.n_embd + 5 * model.mlp_width)
         row_bytes = model.block_size * (2 if config.dtype == "bfloat16" else 4)
         if model.attention == "full" and row_bytes <= MAX_PRODUCT_ROW_BYTES:

@@ -7,7 +7,7 @@ import torch
 
 from chargpt.config import Config
 from chargpt.device import choose_device
-from chargpt.errors import ConfigError, FinishedError, TextError
+from chargpt.errors import ConfigError, FinishedError, RunError, TextError
 from chargpt.store.checkpoint import Checkpoint
 from chargpt.store.folder import RunFolder
 from chargpt.text.corpus import load_corpus
@@ -37,12 +37,17 @@ def resume(
             stay as they are.
 
     Raises:
-        RunError: there is no intact checkpoint.
+        RunError: there is no intact checkpoint, or the run was imported.
         FinishedError: all steps are done.
         ConfigError: a change would make it another run.
         TextError: so would another text.
     """
     saved, notes = run.load("latest")
+    if not saved.optimizer:
+        raise RunError(
+            f"{run.path} was imported and has no optimizer state; start a new run from its weights "
+            f"with `chargpt train TEXT --from {run.path}`"
+        )
     changes = {
         key: value
         for key, value in changes.items()

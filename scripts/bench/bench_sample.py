@@ -1,12 +1,14 @@
-"""Benchmark of sampling: characters per second for one and many streams, beside nanoGPT.
+"""Benchmark of sampling: characters per second for one and many streams, beside others.
 
-    python scripts/bench/bench_sample.py [--nanogpt DIR] [--repeats 3]
+    python scripts/bench/bench_sample.py [--nanogpt DIR] [--llama] [--repeats 3]
         [--json benchmarks/sample.json]
 
 The model is that of the config `gpt`: 4 layers, width 128, 65 characters, block size 128; for 64
 streams also the block size 64 of nanoGPT's small CPU model. Weights are random, because speed does
-not depend on them. Every measurement is a process of its own, on this machine's best device for
-chargpt and on the CPU for nanoGPT. The first 20 characters are a warm-up and not timed.
+not depend on them. `--llama` also runs the exported model (f32) in llama.cpp, which evicts half of
+its context when that is full, as chargpt does. Every measurement is a process of its own, on this
+machine's best device for chargpt and on the CPU for the others. The first 20 characters are a
+warm-up and not timed.
 """
 
 import argparse
@@ -60,6 +62,42 @@ with torch.no_grad():
     model.generate(prompt, length, temperature=0.8, top_k=200)
 print(streams * length / (time.perf_counter() - start))
 """
+LLAMA = """
+import sys, tempfile, time
+from pathlib import Path
+import torch
+from chargpt.config import Config
+from chargpt.export.gguf import LlamaReader, write_gguf
+from chargpt.models import build_model
+from chargpt.store.run import Run
+from chargpt.store.state import RunState
+from chargpt.text.tokenizer import CharTokenizer
+
+threads, length, block_size = map(int, sys.argv[1:])
+torch.manual_seed(0)
+config = Config().with_values(
+    {"model.n_layer": 4, "model.n_head": 2, "model.n_embd": 128, "model.block_size": block_size}
+)
+model = build_model(config.model, 65)
+torch.nn.init.normal_(model.head.weight, std=0.02)
+tokenizer = CharTokenizer("".join(map(chr, range(40, 105))))
+run = Run(Path("run"), config, tokenizer, model, 1, RunState(1))
+with tempfile.TemporaryDirectory() as folder:
+    path = Path(folder) / "model.gguf"
+    write_gguf(path, run, model, "f32")
+    reader = LlamaReader(path, 65, block_size, threads, is_exact=False)
+
+def complete(length):
+    answer = reader.post(
+        "completion", prompt=[0], n_predict=length, temperature=0.8, top_k=0, top_p=1, min_p=0
+    )
+    assert answer["tokens_predicted"] == length, answer["stop_type"]
+
+complete(20)
+start = time.perf_counter()
+complete(length)
+print(length / (time.perf_counter() - start))
+"""
 CASES = {  # streams, characters of each, block size
     "1 stream, 2,000 characters": (1, 2_000, 128),
     "1 stream": (1, 20_000, 128),
@@ -68,14 +106,19 @@ CASES = {  # streams, characters of each, block size
     "64 streams, block 64": (64, 2_000, 64),
 }
 NANOGPT_CASES = {"nanoGPT, 1 stream": (1, 500, 64), "nanoGPT, 64 streams": (64, 100, 64)}
+LLAMA_CASES = {  # threads, characters, block size: llama.cpp has no smaller context
+    "1 stream, 2,000 characters, block 256": (1, 2_000, 256),
+    "llama.cpp, 1 stream, 1 thread": (1, 2_000, 256),
+    "llama.cpp, 1 stream, 2 threads": (2, 2_000, 256),
+}
 
 
 def measure(program: str, case: tuple[int, int, int], nanogpt: Path | None = None) -> float:
     """Run a program in a process of its own; return its characters per second.
 
     Args:
-        program: CHARGPT or NANOGPT.
-        case: streams, characters of each, block size.
+        program: CHARGPT, NANOGPT or LLAMA.
+        case: streams (of llama.cpp threads), characters of each, block size.
         nanogpt: nanoGPT's checkout, to import from.
     """
     paths = [str(nanogpt), *sys.path[1:]] if nanogpt else sys.path[1:]
@@ -93,6 +136,7 @@ def main() -> None:
     """Measure every case in turn and write the record."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--nanogpt", type=Path)
+    parser.add_argument("--llama", action="store_true")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -101,6 +145,10 @@ def main() -> None:
     for _ in range(arguments.repeats):
         for name, case in CASES.items():
             speeds.setdefault(name, []).append(measure(CHARGPT, case))
+            save_record(record_of(speeds), arguments.json)
+        for name, case in LLAMA_CASES.items() if arguments.llama else ():
+            program = LLAMA if name.startswith("llama.cpp") else CHARGPT
+            speeds.setdefault(name, []).append(measure(program, case))
             save_record(record_of(speeds), arguments.json)
         for name, case in NANOGPT_CASES.items() if nanogpt else ():
             speeds.setdefault(name, []).append(measure(NANOGPT, case, nanogpt))

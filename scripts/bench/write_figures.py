@@ -287,6 +287,48 @@ def finetuning(found: dict[str, Any]) -> list[str]:
     ]
 
 
+def exports(found: dict[str, Any], imported: dict[str, Any], page: dict[str, Any]) -> list[str]:
+    """Return the tables of exports, imports and the page."""
+    rows = [
+        [
+            row["run"],
+            f"{row['parameters']:,}",
+            row["format"],
+            row["reader"],
+            f"{row['difference']:.1e}",
+            "the same" if row["greedy"] else "differs",
+            f"{row['loss']:.6f}",
+            f"{row['loss of the run']:.6f}",
+        ]
+        for row in found["rows"]
+    ]
+    head = ["run", "parameters", "format", "read by", "largest difference", "greedy text"]
+    losses = [
+        f"{row['model']}, step {row['steps']}: {row['nanoGPT']:.7f} and {row['chargpt']:.7f}"
+        for row in imported["rows"]
+    ]
+    speeds = [
+        f"{name}: {each['characters_per_second']:,.0f} characters/s, the first one after "
+        f"{each['open_to_first_character_seconds']:.2f} s, {each['page_bytes'] / 1e6:.1f} MB"
+        for name, each in page["models"].items()
+    ]
+    return [
+        "Exported models beside their runs, by the programs that open them: the largest difference "
+        "of a log-probability on 64 prompts, the greedy text of 200 characters, and the loss of "
+        "20,000 validation characters in nats per character, protocol `full` "
+        f"({found['date']}).",
+        "",
+        *table([*head, "loss", "loss of the run"], rows),
+        "",
+        "Checkpoints of nanoGPT, on all non-overlapping blocks of the validation split, by its own "
+        f"code and imported: {'; '.join(losses)}.",
+        "",
+        f"The page of `chargpt play` in headless Chromium, medians: {'; '.join(speeds)}.",
+        "",
+        f"`{command(found)}`, `{command(imported)}`, `{command(page)}`",
+    ]
+
+
 def torture(found: dict[str, Any]) -> list[str]:
     """Return the table of the torture test."""
     lines = [
@@ -362,6 +404,7 @@ def benchmarks() -> str:
         busy(record("busy")),
         ["### Sampling"],
         sampling(record("sample")),
+        sampling(record("sample-llama")),
         ["### Preparing a text"],
         preparing(record("text")),
         ["### Mixture"],
@@ -374,6 +417,8 @@ def benchmarks() -> str:
         finetuning(record("finetune")),
         ["### Compression"],
         compression(record("compress")),
+        ["### Exports"],
+        exports(record("export"), record("import"), record("play")),
     )
 
 

@@ -1,0 +1,102 @@
+"""`chargpt export`: a run's GPT in the formats of other tools."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from chargpt.cli import console, options, runs
+from chargpt.export.check import Check
+from chargpt.export.gguf import Precision, export_gguf
+from chargpt.export.html import export_html
+from chargpt.export.huggingface import export_huggingface
+from chargpt.export.onnx import export_onnx
+from chargpt.store.mixture import has_mixture
+from chargpt.store.run import Run
+
+app = typer.Typer(
+    help="Export a run's GPT for other tools, each file checked.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+)
+Force = Annotated[bool, typer.Option("--force", help="Replace the file.")]
+
+
+@app.command()
+def hf(
+    run: options.RunPath,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to make.")],
+    checkpoint: options.Checkpoint = "best",
+) -> None:
+    """Export a folder for Hugging Face transformers.
+
+    `AutoModelForCausalLM.from_pretrained(DIR)` opens it.
+
+    Example: `chargpt export hf runs/novel-gpt novel-hf`.
+    """
+    loaded = load(run, checkpoint)
+    tell(folder, export_huggingface(loaded, folder))
+
+
+@app.command()
+def gguf(
+    run: options.RunPath,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write.")],
+    precision: Annotated[
+        Precision, typer.Option("--precision", help="Number format of the matrices.")
+    ] = "f32",
+    checkpoint: options.Checkpoint = "best",
+    force: Force = False,
+) -> None:
+    """Export a GGUF file for llama.cpp, and a Modelfile for Ollama.
+
+    Example: `chargpt export gguf runs/novel-gpt novel.gguf --precision q8_0`.
+    """
+    loaded = load(run, checkpoint)
+    tell(file, export_gguf(loaded, file, precision, force=force))
+
+
+@app.command()
+def onnx(
+    run: options.RunPath,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write.")],
+    checkpoint: options.Checkpoint = "best",
+    force: Force = False,
+) -> None:
+    """Export as an ONNX graph with a KV cache, for onnxruntime.
+
+    Example: `chargpt export onnx runs/novel-gpt novel.onnx`.
+    """
+    loaded = load(run, checkpoint)
+    tell(file, export_onnx(loaded, file, force=force))
+
+
+@app.command()
+def html(
+    run: options.RunPath,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The page to write.")],
+    checkpoint: options.Checkpoint = "best",
+    force: Force = False,
+) -> None:
+    """Export as one page that runs the model in any browser.
+
+    Example: `chargpt export html runs/novel-gpt novel.html`.
+    """
+    loaded = load(run, checkpoint)
+    tell(file, export_html(loaded, file, force=force))
+
+
+def load(path: Path, checkpoint: str) -> Run:
+    """Load a run on the CPU, and say that its n-gram counts are left out."""
+    run = runs.load_named_run(path, checkpoint, "cpu", choose_threads=True)
+    if has_mixture(run):
+        console.say("the GPT alone is exported, without the n-gram counts of the run's mixture")
+    console.say("exporting and checking ...")
+    return run
+
+
+def tell(path: Path, check: Check) -> None:
+    """Print the path, and the result of the check."""
+    console.out(str(path))
+    console.say(check.describe())

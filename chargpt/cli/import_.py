@@ -1,0 +1,59 @@
+"""`chargpt import`: a run from the files of another tool."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from chargpt.cli import console
+from chargpt.export.huggingface import import_huggingface
+from chargpt.export.nanogpt import import_nanogpt
+
+app = typer.Typer(
+    help="Import a model as a run.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+)
+Out = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run to make.")]
+
+
+@app.command()
+def hf(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A folder that `chargpt export hf` wrote.")
+    ],
+    out: Out,
+) -> None:
+    """Import a folder that `chargpt export hf` wrote, bit for bit.
+
+    Example: `chargpt import hf novel-hf runs/novel`.
+    """
+    tell(import_huggingface(folder, out))
+
+
+@app.command()
+def nanogpt(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CKPT", help="Its ckpt.pt.")],
+    out: Out,
+    meta: Annotated[
+        Path, typer.Option("--meta", metavar="FILE", help="Its meta.pkl, with the characters.")
+    ],
+    text: Annotated[
+        Path | None,
+        typer.Option("--text", metavar="FILE", help="Its input.txt, to evaluate and explain on."),
+    ] = None,
+) -> None:
+    """Import a checkpoint of nanoGPT; no code in it is run.
+
+    Example: `chargpt import nanogpt out/ckpt.pt runs/nano --meta data/shakespeare_char/meta.pkl`.
+    """
+    tell(import_nanogpt(checkpoint, meta, out, text))
+
+
+def tell(run: Path) -> None:
+    """Print the path of a new run."""
+    console.out(str(run))
+    console.say(
+        "the run has no optimizer state: train from its weights with `chargpt train --from`"
+    )

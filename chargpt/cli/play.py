@@ -1,0 +1,48 @@
+"""`chargpt play`: a run's model as a page."""
+
+import webbrowser
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from chargpt.cli import console, options, runs
+from chargpt.export.html import export_html
+from chargpt.files import require_output
+from chargpt.store.layout import PLAY
+from chargpt.store.mixture import has_mixture
+
+
+def play(
+    run: options.RunOrNewest = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "-o", "--out", metavar="FILE", help="The page; play.html in the run by default."
+        ),
+    ] = None,
+    is_open: Annotated[
+        bool, typer.Option("--open/--no-open", help="Whether to open the page.")
+    ] = True,
+    checkpoint: options.Checkpoint = "best",
+) -> None:
+    """Open a run's model as a page in the browser.
+
+    One file that holds the model and runs it without a network: text is continued as you write,
+    with the surprisal, the predictions and the attention of every character.
+
+    Examples: `chargpt play`, `chargpt play runs/novel --out novel.html --no-open`.
+    """
+    if out is not None:
+        require_output(out)
+    loaded = runs.load_named_run(run, checkpoint, "cpu", choose_threads=True)
+    if has_mixture(loaded):
+        console.say("the page holds the GPT alone, without the n-gram counts of the run's mixture")
+    page = out or loaded.folder / PLAY
+    check = export_html(loaded, page)
+    console.say(check.describe())
+    if page.is_file():  # and no pipe
+        console.out(str(page))
+        address = page.absolute().as_uri()
+        if is_open and not webbrowser.open(address):
+            console.say(f"no browser opened; open {address} in one")

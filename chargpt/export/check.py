@@ -1,0 +1,200 @@
+"""Check of an export: what a reader makes of the file, beside what the run's own model gives.
+
+Shapes in this file: T = tokens, V = vocabulary size.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from chargpt.errors import ConfigError, WorkError
+from chargpt.inference.sampling import sample
+from chargpt.models import GPT, LanguageModel
+from chargpt.store.run import Run
+from chargpt.text.tokenizer import CharTokenizer
+
+N_PROMPTS = 64
+N_GREEDY = 200  # characters of greedy text
+MAX_DIFFERENCE = 5e-3  # of a log-probability in float32: rounding stays far below
+MAX_LOSS_INCREASE = 0.005  # in nats, of weights that are rounded
+SEED = 1337
+
+Floats = npt.NDArray[np.floating]
+
+
+class Reader(Protocol):
+    """An exported model as another program reads it."""
+
+    name: str  # of the program
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text."""
+
+    def logits(self, tokens: list[int]) -> Floats:
+        """Return the logits, or log-probabilities, after the last N of the tokens, (N, V).
+
+        N is 1 or more, as many as the reader gives at once.
+        """
+
+    def greedy(self, tokens: list[int], length: int) -> list[int]:
+        """Return the most likely token after these, and so on, `length` tokens."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """Result of a check.
+
+    Attributes:
+        reader: name of the program that read the export.
+        difference: the largest difference of a log-probability.
+        loss_increase: mean Kullback-Leibler divergence of the export from the run, in nats: how
+            much higher its loss is on text of the run's own distribution.
+        is_exact: whether the export holds the weights in float32.
+    """
+
+    reader: str
+    difference: float
+    loss_increase: float
+    is_exact: bool
+
+    def describe(self) -> str:
+        """Return the result in a sentence."""
+        greedy = f"; the same greedy text of {N_GREEDY} characters" if self.is_exact else ""
+        return (
+            f"checked with {self.reader}: the same tokens for {N_PROMPTS} prompts, "
+            f"log-probabilities within {self.difference:.1e}, "
+            f"loss within {self.loss_increase:.1e} nats{greedy}"
+        )
+
+
+def exportable_model(run: Run, target: str) -> GPT:
+    """Return the GPT of a run, which the architecture of Qwen3 can hold.
+
+    Args:
+        target: the name of the format.
+
+    Raises:
+        ConfigError: it cannot; the message names the setting.
+    """
+    model, config = run.model, run.config.model
+    wanted = {"kind": "gpt", "attention": "full", "scaled": True, "qk_norm": True, "mlp": "swiglu"}
+    for key, value in wanted.items():
+        if getattr(config, key) != value:
+            raise ConfigError(
+                f"{target} cannot hold a model with model.{key}={getattr(config, key)}; export a "
+                f"run that was trained with {value}"
+            )
+    assert isinstance(model, GPT), "a mixture is not exported"
+    return model
+
+
+def check_export(run: Run, reader: Reader, *, is_exact: bool = True) -> Check:
+    """Compare an export with its run: tokens, log-probabilities and greedy text.
+
+    Args:
+        run: whose model was exported.
+        reader: of the export.
+        is_exact: whether it holds the weights in float32; else only the loss is bounded.
+
+    Raises:
+        WorkError: they differ.
+    """
+    difference, divergences, texts = 0.0, [], prompts(run)
+    for text in texts:
+        tokens = encode(run.tokenizer, text)
+        if reader.encode(text) != tokens:
+            raise _differs(reader, f"it encodes {text!r:.60} to other tokens")
+        theirs = log_softmax(reader.logits(tokens))
+        ours = log_softmax(logits(run.model, tokens))[-len(theirs) :]
+        if ours.shape != theirs.shape or not np.isfinite(theirs).all():
+            raise _differs(reader, "its logits are not finite, or not as many")
+        difference = max(difference, float(np.abs(ours - theirs).max()))
+        divergences.append(float((np.exp(ours) * (ours - theirs)).sum(axis=-1).mean()))
+    check = Check(reader.name, difference, float(np.mean(divergences)), is_exact)
+    if is_exact and difference > MAX_DIFFERENCE:
+        raise _differs(reader, f"a log-probability differs by {difference:.2g}")
+    if check.loss_increase > MAX_LOSS_INCREASE:
+        raise _differs(reader, f"its loss is {check.loss_increase:.2g} nats higher")
+    for tokens, length in greedy_prompts(run, texts) if is_exact else ():
+        if reader.greedy(tokens, length) != greedy(run.model, tokens, length):
+            raise _differs(reader, "its greedy text differs")
+    return check
+
+
+def _differs(reader: Reader, cause: str) -> WorkError:
+    return WorkError(
+        f"the export does not read back as the run with {reader.name}: {cause}; nothing was "
+        "written: please report it with what `chargpt doctor` prints"
+    )
+
+
+def prompts(run: Run) -> list[str]:
+    """Return texts of 1 to `block_size` - 1 tokens: random characters, and sampled text, in turn.
+
+    llama.cpp wants room for one more token.
+    """
+    generator = np.random.default_rng(SEED)
+    size = max(1, run.model.block_size - 1)
+    sampled = sample(run, num_samples=N_PROMPTS // 2, length=size, prompt="", stop=(), seed=SEED)
+    found = []
+    for number in range(N_PROMPTS):
+        length = int(generator.integers(1, size, endpoint=True))
+        alphabet = run.tokenizer.characters
+        if run.tokenizer.has_bytes or run.tokenizer.has_unknown:
+            alphabet += "é\u200dяक字😀\0\ufffd"
+        text = "".join(alphabet[i] for i in generator.integers(len(alphabet), size=length))
+        if number % 2 and sampled[number // 2]:
+            text = sampled[number // 2][:length]
+        while len(encode(run.tokenizer, text)) > size:
+            text = text[:-1]
+        found.append(text)
+    return found
+
+
+def encode(tokenizer: CharTokenizer, text: str) -> list[int]:
+    """Return the tokens of a text; characters outside the vocabulary become the unknown token."""
+    tokens: list[int] = tokenizer.encode(text, unknown="replace").tolist()
+    return tokens
+
+
+def greedy_prompts(run: Run, texts: Iterable[str]) -> Iterator[tuple[list[int], int]]:
+    """Yield prompts that begin the texts, and lengths, N_GREEDY tokens in all.
+
+    Each prompt with its continuation is at most a block.
+    """
+    remaining, size = N_GREEDY, run.model.block_size
+    for text in texts:
+        tokens = encode(run.tokenizer, text)[: max(1, size // 4)]
+        length = min(remaining, size - len(tokens))
+        if length > 0:
+            yield tokens, length
+        remaining -= length
+        if remaining <= 0:
+            return
+
+
+@torch.inference_mode()
+def logits(model: LanguageModel, tokens: Sequence[int]) -> Floats:
+    """Return a model's logits after each of the tokens, (T, V)."""
+    found: Floats = model(torch.tensor([tokens], device=model.device))[0].float().cpu().numpy()
+    return found
+
+
+@torch.inference_mode()
+def greedy(model: LanguageModel, tokens: Sequence[int], length: int) -> list[int]:
+    """Return the most likely token after some tokens, and so on, `length` tokens."""
+    cache, found = model.new_cache(1), list[int]()
+    given = torch.tensor([tokens], device=model.device)
+    for _ in range(length):
+        given = model(given, cache)[:, -1].argmax(dim=-1, keepdim=True)
+        found.append(int(given))
+    return found
+
+
+def log_softmax(logits: Floats) -> Floats:
+    """Return log-probabilities in float64, of the shape of the logits (N, V)."""
+    return torch.from_numpy(logits).double().log_softmax(dim=-1).numpy()

@@ -1,0 +1,350 @@
+"""Export to a GGUF file, which llama.cpp and the programs around it open: architecture `qwen3`.
+
+The tokenizer is of SentencePiece's kind ("llama"): every character is a token of its own, nothing
+is merged, and byte tokens spell characters outside the vocabulary.
+"""
+
+import json
+import secrets
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from chargpt import __version__
+from chargpt.config import NORM_EPS
+from chargpt.errors import ConfigError, WorkError
+from chargpt.export.check import Check, Floats, check_export, exportable_model, greedy, logits
+from chargpt.files import require_output, write_atomically
+from chargpt.models import GPT, build_model
+from chargpt.store.run import Run
+from chargpt.text.tokenizer import CharTokenizer
+
+Precision = Literal["f32", "f16", "q8_0"]
+Q8_BLOCK = 32  # weights of a row that share a scale
+SPACE = "\u2581"  # stands for a space in SentencePiece
+END = "<|endoftext|>"  # a token that llama.cpp requires, with weights 0; it is never sampled
+SECONDS = 120  # at most, of a request to llama.cpp
+# our names of a layer's weights, and those of llama.cpp
+LAYER_NAMES = {
+    "attention_norm": "attn_norm",
+    "attention.query": "attn_q",
+    "attention.key": "attn_k",
+    "attention.value": "attn_v",
+    "attention.output": "attn_output",
+    "attention.query_norm": "attn_q_norm",
+    "attention.key_norm": "attn_k_norm",
+    "mlp_norm": "ffn_norm",
+    "mlp.gate": "ffn_gate",
+    "mlp.up": "ffn_up",
+    "mlp.down": "ffn_down",
+}
+OTHER_NAMES = {"embedding": "token_embd", "norm": "output_norm", "head": "output"}
+
+
+def export_gguf(
+    run: Run, path: Path, precision: Precision = "f32", *, force: bool = False
+) -> Check:
+    """Write a run as a GGUF file, with a Modelfile for Ollama beside it, and check it.
+
+    Args:
+        run: of a GPT.
+        path: of the file; `PATH.Modelfile` is the other.
+        precision: of the matrices; norms are float32.
+        force: replace files.
+
+    Raises:
+        ConfigError: the file exists, or GGUF cannot hold the model.
+        WorkError: the export does not read back as the run.
+        OSError: it cannot be written.
+    """
+    model = exportable_model(run, "GGUF")
+    require_gguf(run, precision)
+    modelfile = path.with_name(f"{path.name}.Modelfile")
+    for each in (path, modelfile):
+        require_output(each, force=force)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+    try:
+        write_gguf(temporary, run, model, precision)
+        with open_reader(temporary, run) as reader:
+            check = check_export(run, reader, is_exact=precision == "f32")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    write_atomically(modelfile, modelfile_text(path.name, model.block_size).encode())
+    return check
+
+
+def require_gguf(run: Run, precision: Precision) -> None:
+    """Check that the package is installed, and that a file can hold the run.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    tokenizer, width = run.tokenizer, run.config.model.n_embd
+    if find_spec("gguf") is None:
+        raise ConfigError(
+            "GGUF needs a package that is not installed; run pip install 'chargpt[export]'"
+        )
+    if tokenizer.has_unknown:
+        raise ConfigError(
+            "GGUF has no unknown token for characters; export a run that was trained with "
+            "text.rare=bytes or keep"
+        )
+    if SPACE in tokenizer.characters:
+        raise ConfigError(
+            f"GGUF takes the character {SPACE} (U+2581) for a space, and the vocabulary has it; "
+            "train on a text without it"
+        )
+    if precision == "q8_0" and (width % Q8_BLOCK or run.config.model.mlp_width % Q8_BLOCK):
+        raise ConfigError(
+            f"q8_0 needs a width that is a multiple of {Q8_BLOCK}, and this model's is {width}; "
+            "use f16"
+        )
+
+
+def write_gguf(path: Path, run: Run, model: GPT, precision: Precision) -> None:
+    """Write the file."""
+    gguf: Any = import_module("gguf")
+    config, tokenizer = model.config, run.tokenizer
+    size = config.n_embd // config.n_head
+    writer = gguf.GGUFWriter(path, "qwen3")
+    writer.add_name(run.folder.name)
+    writer.add_description(f"character-level GPT by chargpt {__version__}")
+    writer.add_context_length(config.block_size)
+    writer.add_embedding_length(config.n_embd)
+    writer.add_block_count(config.n_layer)
+    writer.add_feed_forward_length(config.mlp_width)
+    writer.add_head_count(config.n_head)
+    writer.add_head_count_kv(config.n_head)
+    writer.add_key_length(size)
+    writer.add_value_length(size)
+    writer.add_layer_norm_rms_eps(NORM_EPS)
+    writer.add_rope_freq_base(config.rope_theta)
+    file_types = gguf.LlamaFileType
+    kinds = {"f32": file_types.ALL_F32, "f16": file_types.MOSTLY_F16}
+    writer.add_file_type(kinds.get(precision, file_types.MOSTLY_Q8_0))
+    pieces, types = vocabulary(tokenizer)
+    end = len(pieces) - 1
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(pieces)
+    writer.add_token_scores([0.0] * len(pieces))
+    writer.add_token_types(types)
+    writer.add_bos_token_id(end)
+    writer.add_eos_token_id(tokenizer.boundary_id if tokenizer.boundary else end)
+    writer.add_unk_token_id(end)
+    writer.add_add_bos_token(False)
+    writer.add_add_eos_token(False)
+    writer.add_add_space_prefix(False)
+    writer.add_array("tokenizer.ggml.suppress_tokens", [end])
+    for name, tensor in model.state_dict().items():
+        weight = tensor.float().cpu().numpy()
+        if name in ("embedding.weight", "head.weight"):
+            weight = np.pad(weight, ((0, 1), (0, 0)))  # the row of END
+        if weight.ndim == 2 and precision != "f32":
+            kind = getattr(gguf.GGMLQuantizationType, precision.upper())
+            writer.add_tensor(their_name(name), gguf.quants.quantize(weight, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(their_name(name), weight)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def vocabulary(tokenizer: CharTokenizer) -> tuple[list[str], list[int]]:
+    """Return the text of every token, END the last, and its type."""
+    kinds: Any = import_module("gguf").TokenType
+    pieces, types = [], []
+    for id_ in range(tokenizer.vocab_size):
+        text = tokenizer.token_text(id_)
+        if text == "\0":  # the text of a token cannot hold it
+            text = "<0x00>"
+        pieces.append(SPACE if text == " " else text)
+        types.append(int(kinds.NORMAL if len(text) == 1 else kinds.BYTE))
+    return [*pieces, END], [*types, int(kinds.CONTROL)]
+
+
+def their_name(name: str) -> str:
+    """Return the name in llama.cpp of one of our weights."""
+    prefix = name.removesuffix(".weight")
+    if prefix in OTHER_NAMES:
+        return f"{OTHER_NAMES[prefix]}.weight"
+    _, layer, rest = prefix.split(".", 2)
+    return f"blk.{layer}.{LAYER_NAMES[rest]}.weight"
+
+
+def modelfile_text(name: str, block_size: int) -> str:
+    """Return a Modelfile: the prompt as it is, without a chat template."""
+    return (
+        f"# ollama create NAME -f {name}.Modelfile\n"
+        f"FROM ./{name}\n"
+        'TEMPLATE """{{ .Prompt }}"""\n'
+        f"PARAMETER num_ctx {block_size}\n"
+        "PARAMETER temperature 0.8\n"
+        "PARAMETER top_k 0\n"
+        "PARAMETER top_p 1\n"
+        "PARAMETER repeat_penalty 1\n"
+    )
+
+
+# -- reading ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def open_reader(path: Path, run: Run) -> "Iterator[LlamaReader | OwnReader]":
+    """Open a file with llama.cpp where it is installed, else with `gguf`."""
+    if find_spec("xllamacpp") is None:
+        yield OwnReader(path, run)
+        return
+    yield LlamaReader(path, run.model.vocab_size, run.model.block_size)
+
+
+class LlamaReader:
+    """The file as the server of llama.cpp opens it (package xllamacpp).
+
+    Args:
+        path: of the file.
+        vocab_size: V, without END.
+        block_size: maximum context length.
+        threads: of the CPU.
+        is_exact: compute attention in float32; by default llama.cpp does in float16, which is
+            faster and differs in the third digit.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        vocab_size: int,
+        block_size: int,
+        threads: int = 1,
+        *,
+        is_exact: bool = True,
+    ) -> None:
+        xllamacpp: Any = import_module("xllamacpp")
+        self.name = f"llama.cpp (xllamacpp {xllamacpp.__version__})"
+        self.vocab_size = vocab_size
+        params = xllamacpp.CommonParams()
+        params.model.path = str(path)
+        params.n_ctx = block_size
+        params.n_parallel = 1
+        params.ctx_shift = True  # evict the older half of a full cache, as `sample` does
+        if is_exact:
+            params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+            params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        params.cpuparams.n_threads = threads
+        params.verbosity = -1
+        self.server = xllamacpp.Server(params)
+        # the server is on this machine
+        self.opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def post(self, path: str, **request: Any) -> dict[str, Any]:
+        """Return the server's answer to a request.
+
+        Raises:
+            WorkError: it gives none.
+        """
+        url = f"{self.server.listening_address}/{path}"
+        body = json.dumps(request).encode()
+        headers = {"Content-Type": "application/json"}
+        try:
+            wanted = urllib.request.Request(url, body, headers)
+            with self.opener.open(wanted, timeout=SECONDS) as reply:
+                answer: dict[str, Any] = json.load(reply)
+        except urllib.error.HTTPError as error:
+            cause = error.read().decode(errors="replace")
+            raise WorkError(f"llama.cpp cannot use the export ({cause:.200})") from None
+        return answer
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text."""
+        tokens: list[int] = self.post("tokenize", content=text, add_special=False)["tokens"]
+        return tokens
+
+    def logits(self, tokens: list[int]) -> Floats:
+        """Return the log-probabilities after the last token, (1, V)."""
+        answer = self.post(
+            "completion",
+            prompt=tokens,
+            n_predict=1,
+            n_probs=self.vocab_size + 1,
+            # it gives none for an incomplete character: sample a whole one
+            logit_bias=[[0, 1000]],
+        )
+        log_probs = np.full(self.vocab_size + 1, -np.inf)
+        for each in answer["completion_probabilities"][0]["top_logprobs"]:
+            log_probs[each["id"]] = each["logprob"]
+        return log_probs[None, : self.vocab_size]
+
+    def greedy(self, tokens: list[int], length: int) -> list[int]:
+        """Return the most likely token after these, and so on, `length` tokens.
+
+        The server stops at the end of a document.
+        """
+        found: list[int] = []
+        while len(found) < length:
+            answer = self.post(
+                "completion",
+                prompt=tokens + found,
+                n_predict=length - len(found),
+                temperature=0,
+                return_tokens=True,
+            )
+            found += answer["tokens"]
+        return found
+
+
+class OwnReader:
+    """The file as `gguf` reads it, in a GPT of ours."""
+
+    name = "chargpt's own reader (install xllamacpp to check with llama.cpp)"
+
+    def __init__(self, path: Path, run: Run) -> None:
+        gguf: Any = import_module("gguf")
+        reader = gguf.GGUFReader(path)
+        pieces = reader.fields["tokenizer.ggml.tokens"].contents()
+        self.ids = {piece: id_ for id_, piece in enumerate(pieces)}
+        weights = {each.name: dequantized(each) for each in reader.tensors}
+        model = build_model(run.config.model, run.model.vocab_size)
+        assert isinstance(model, GPT)
+        model.load_state_dict(
+            {
+                name: torch.from_numpy(weights[their_name(name)][: tensor.shape[0]])
+                for name, tensor in model.state_dict().items()
+            }
+        )
+        self.model = model.eval()
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text."""
+        found = []
+        for character in text.replace(" ", SPACE):
+            if character in self.ids:
+                found.append(self.ids[character])
+            else:
+                found += [self.ids[f"<0x{byte:02X}>"] for byte in character.encode()]
+        return found
+
+    def logits(self, tokens: list[int]) -> Floats:
+        """Return the logits after each of the tokens, (T, V)."""
+        return logits(self.model, tokens)
+
+    def greedy(self, tokens: list[int], length: int) -> list[int]:
+        """Return the most likely token after these, and so on, `length` tokens."""
+        return greedy(self.model, tokens, length)
+
+
+def dequantized(tensor: Any) -> npt.NDArray[np.float32]:
+    """Return a tensor of a GGUF file in float32, of its shape."""
+    quants: Any = import_module("gguf.quants")
+    weight: npt.NDArray[np.float32] = quants.dequantize(tensor.data, tensor.tensor_type)
+    return weight.reshape(tuple(tensor.shape[::-1])).copy()

@@ -1,0 +1,183 @@
+"""Export as one HTML page that holds the model and runs it in a browser.
+
+The page (`pages/play.html`) loads nothing: the weights in half precision and the facts about model
+and vocabulary are data blocks in it, and `pages/worker.js` computes the model. The reader here
+takes the model out of the page's own text, so that the check sees what a browser gets.
+
+Shapes in this file: V = vocabulary size.
+"""
+
+import base64
+import json
+import re
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from markupsafe import Markup
+
+from chargpt import __version__
+from chargpt.analysis.page import render
+from chargpt.analysis.passage import SURPRISAL_BITS
+from chargpt.config import NORM_EPS, ModelConfig
+from chargpt.errors import ChargptError, WorkError
+from chargpt.export.check import (
+    Check,
+    Floats,
+    check_export,
+    encode,
+    exportable_model,
+    greedy,
+    logits,
+)
+from chargpt.files import require_output, write_output
+from chargpt.inference.baselines import BIGRAM_ALPHA
+from chargpt.models import GPT, build_model
+from chargpt.store.run import Run
+from chargpt.text.byte_fallback import TRANSITIONS
+from chargpt.text.display import display_char
+from chargpt.text.statistics import PairCounts
+from chargpt.text.tokenizer import CharTokenizer
+
+MAX_LOSS_INCREASE = 0.002  # in nats, by the rounding of the weights
+MAX_PAIRS = 50_000  # of the bigram, the most frequent ones
+HALF = np.dtype("<f2")
+PAGES = Path(__file__).parent / "pages"
+Facts = dict[str, Any]
+
+
+class PageReader:
+    """The model that a page holds, in the repository's own GPT."""
+
+    name = "chargpt's own reader"
+
+    def __init__(self, page: str) -> None:
+        facts = json.loads(_block(page, "facts"))
+        self.tokenizer = CharTokenizer.from_json(json.dumps(facts["tokenizer"]), "the page")
+        model = build_model(ModelConfig(**facts["model"]), self.tokenizer.vocab_size)
+        assert isinstance(model, GPT)
+        weights = np.frombuffer(base64.b64decode(_block(page, "weights")), HALF).astype(np.float32)
+        names, sizes = zip(*facts["tensors"], strict=True)
+        parts = np.split(weights, np.cumsum(sizes)[:-1])
+        shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+        model.load_state_dict(
+            {
+                name: torch.from_numpy(part).view(shapes[name])
+                for name, part in zip(names, parts, strict=True)
+            }
+        )
+        self.model = model.eval()
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text."""
+        return encode(self.tokenizer, text)
+
+    def logits(self, tokens: list[int]) -> Floats:
+        """Return the logits after each of the tokens, (T, V)."""
+        return logits(self.model, tokens)
+
+    def greedy(self, tokens: list[int], length: int) -> list[int]:
+        """Return the most likely token after these, and so on, `length` tokens."""
+        return greedy(self.model, tokens, length)
+
+
+def export_html(run: Run, path: Path, *, force: bool = False) -> Check:
+    """Write a run's model as one page, after reading it back from the page's text.
+
+    Args:
+        run: with a GPT that Qwen3's architecture can hold.
+        path: of the page; one of ours is replaced.
+        force: replace a file of another origin, too.
+
+    Raises:
+        ConfigError: the model cannot be exported, or the file is of another origin.
+        WorkError: the page does not read back as the run.
+        OSError: the file cannot be written.
+    """
+    require_output(path, force=force)
+    page = make_page(run, exportable_model(run, "an HTML page"))
+    check = check_export(run, PageReader(page), is_exact=False)
+    if check.loss_increase > MAX_LOSS_INCREASE:
+        raise WorkError(
+            f"the weights do not bear half precision: the loss of the page would be "
+            f"{check.loss_increase:.2g} nats higher; train with a lower optim.lr"
+        )
+    write_output(path, page.encode(errors="replace"), force=force)
+    return check
+
+
+def make_page(run: Run, model: GPT) -> str:
+    """Return the page as text."""
+    weights = {
+        name: tensor.detach().float().cpu().numpy() for name, tensor in model.state_dict().items()
+    }
+    with np.errstate(over="ignore"):  # infinite weights fail the check
+        content = b"".join(weight.astype(HALF).tobytes() for weight in weights.values())
+    options = run.config.sample
+    name = "".join(c if c == " " else display_char(c) for c in run.folder.resolve().name)
+    return render(
+        "play.html",
+        script="play.js",
+        folder=PAGES,
+        policy="; worker-src blob:",
+        title=f"Play: {name}",
+        version=__version__,
+        parameters=model.parameter_count(),
+        vocabulary=run.tokenizer.describe(),
+        prompt=options.prompt,
+        length=options.length,
+        temperature=options.temperature,
+        top_k=options.top_k or "",
+        facts=page_facts(run, [(name, weight.size) for name, weight in weights.items()]),
+        worker=Markup((PAGES / "worker.js").read_text("utf-8")),
+        weights=base64.b64encode(content).decode(),
+    )
+
+
+def page_facts(run: Run, tensors: list[tuple[str, int]]) -> Facts:
+    """Return what the page's scripts need beside the weights.
+
+    Args:
+        run: that is exported.
+        tensors: name and size of each weight, in the order of the page's data block.
+    """
+    tokenizer = run.tokenizer
+    facts: Facts = {
+        "model": run.config.model.model_dump(),
+        "norm_eps": NORM_EPS,
+        "tensors": tensors,
+        "levels": SURPRISAL_BITS,
+        "tokenizer": json.loads(tokenizer.to_json()),
+        "vocab_size": tokenizer.vocab_size,
+        "bytes": list(tokenizer.bytes_),
+        "transitions": TRANSITIONS,
+        "first_continuation": tokenizer.first_continuation,
+        "boundary_id": tokenizer.boundary_id if tokenizer.boundary else None,
+        "start": tokenizer.start,
+        "counts": None,
+        "bigram": None,
+    }
+    with suppress(ChargptError):  # the text may have been deleted
+        corpus = run.corpus()
+        facts["bigram"] = bigram_facts(corpus.pair_counts("train"))
+        if not tokenizer.start:
+            facts["counts"] = corpus.token_counts("train").tolist()
+    return facts
+
+
+def bigram_facts(pairs: PairCounts) -> Facts:
+    """Return the most frequent pairs: of each first token, the second ones and their counts."""
+    rows: dict[int, list[int]] = {}
+    for index in np.sort(np.argsort(-pairs.counts, kind="stable")[:MAX_PAIRS]):
+        row = rows.setdefault(int(pairs.first[index]), [])
+        row += (int(pairs.second[index]), int(pairs.counts[index]))
+    return {"alpha": BIGRAM_ALPHA, "rows": rows}
+
+
+def _block(page: str, name: str) -> str:
+    """Return the content of a data block."""
+    found = re.search(rf'<script type="[^"]*" id="{name}">(.*?)</script>', page, re.DOTALL)
+    assert found, f"the page has no {name}"
+    return found[1]

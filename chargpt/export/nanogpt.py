@@ -1,0 +1,190 @@
+"""Import of nanoGPT's checkpoints of character-level models.
+
+A checkpoint and `meta.pkl` are pickles, which can run code when they are read. Here they cannot:
+a checkpoint may contain tensors and plain values only (`torch.load(weights_only=True)`), and
+`meta.pkl` plain values only.
+
+Shapes in this file: V = vocabulary size.
+"""
+
+import io
+import math
+import pickle
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from chargpt.config import Config, validate
+from chargpt.errors import ConfigError, RunError, TextError
+from chargpt.files import read_regular
+from chargpt.models import build_model, count_parameters
+from chargpt.store.folder import RunFolder
+from chargpt.store.state import RunState
+from chargpt.store.tensors import load_weights
+from chargpt.text.corpus import load_corpus
+from chargpt.text.tokenizer import CharTokenizer
+
+MAX_META_BYTES = 64_000_000
+MAX_CHECKPOINT_BYTES = 1 << 36
+SIZES = ("n_layer", "n_head", "n_embd", "block_size", "dropout")
+NAMES = {
+    "ln_1": "attention_norm",
+    "attn.c_attn": "attention.qkv",
+    "attn.c_proj": "attention.output",
+    "ln_2": "mlp_norm",
+    "mlp.c_fc": "mlp.up",
+    "mlp.c_proj": "mlp.down",
+}
+OTHER_NAMES = {"wte": "embedding", "wpe": "position", "ln_f": "norm"}
+
+
+def import_nanogpt(checkpoint: Path, meta: Path, out: Path, text: Path | None = None) -> Path:
+    """Make a run of a checkpoint; return the run's folder.
+
+    Args:
+        checkpoint: `ckpt.pt`, as nanoGPT's training writes it.
+        meta: `meta.pkl`, as its preparation of a character-level text writes it.
+        out: folder of the run.
+        text: that the model was trained on, for evaluation without naming it; its last tenth is the
+            validation split, as nanoGPT has it.
+
+    Raises:
+        ChargptError: a file is not what it should be, or the folder is in use.
+        OSError: the run cannot be written.
+    """
+    tokenizer, order = read_meta(meta)
+    saved = read_checkpoint(checkpoint)
+    try:
+        config, state, tensors = convert(saved, order, checkpoint.stat().st_size)
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, ConfigError) as error:
+        raise _unusable(checkpoint, error) from None
+    if text is not None:
+        config = config.with_values({"text.path": str(text.absolute())})
+        corpus = load_corpus(config.text)
+        if corpus.tokenizer != tokenizer:
+            raise TextError(f"{text} has other characters than {meta}; name the text of the model")
+        state = replace(state, corpus=corpus.key, text=corpus.name)
+    model = build_model(config.model, tokenizer.vocab_size)
+    for name, tensor in model.state_dict().items():
+        if name.endswith(".bias"):
+            tensors.setdefault(name, torch.zeros_like(tensor))
+    load_weights(model, tensors, checkpoint)
+    folder = RunFolder(out).create(config, tokenizer)
+    try:
+        folder.save(
+            config=config,
+            tokenizer=tokenizer,
+            state=state,
+            model=model.state_dict(),
+            optimizer={},
+            is_best=True,
+        )
+    finally:
+        folder.unlock()
+    return out
+
+
+class PlainUnpickler(pickle.Unpickler):
+    """Reads numbers, strings and containers; refuses everything else."""
+
+    def find_class(self, module: str, name: str) -> NoReturn:
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+
+
+def read_meta(path: Path) -> tuple[CharTokenizer, Tensor]:
+    """Return the tokenizer of a `meta.pkl`, and the ids there of its characters, (V,).
+
+    Raises:
+        RunError: it is not such a file.
+    """
+    try:
+        tree = PlainUnpickler(io.BytesIO(read_regular(path, MAX_META_BYTES))).load()
+        itos = tree["itos"]
+        if sorted(itos) != list(range(len(itos))) or not itos:
+            raise ValueError("its `itos` does not number the characters from 0 on")
+        by_character = {character: id_ for id_, character in itos.items()}
+        characters = "".join(sorted(by_character))
+        if len(characters) != len(itos):
+            raise ValueError("its `itos` does not map to single, different characters")
+        characters.encode()  # no surrogates
+    except Exception as error:  # a damaged pickle may raise any
+        raise _unusable(path, error) from None
+    return CharTokenizer(characters), torch.tensor([by_character[c] for c in characters])
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """Return what a checkpoint contains: tensors and plain values.
+
+    Raises:
+        RunError: it is not a checkpoint, or contains anything else.
+    """
+    try:
+        content = read_regular(path, MAX_CHECKPOINT_BYTES)
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            size = sum(entry.file_size for entry in archive.infolist())
+        if size > len(content):
+            raise ValueError("it is compressed")
+        tree = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        if not isinstance(tree, dict):
+            raise ValueError("it holds no dict")
+    except Exception as error:  # a damaged pickle may raise any
+        raise _unusable(path, error) from None
+    return tree
+
+
+def convert(
+    saved: dict[str, Any], order: Tensor, n_bytes: int
+) -> tuple[Config, RunState, dict[str, Tensor]]:
+    """Return config, state and weights of a checkpoint.
+
+    Args:
+        saved: what `read_checkpoint` returned.
+        order: ids in the checkpoint of our ids, (V,).
+        n_bytes: size of the file, which bounds that of the model.
+    """
+    sizes = {key: saved["model_args"][key] for key in SIZES}
+    step, loss = int(saved["iter_num"]), float(saved["best_val_loss"])
+    tree = {"model": {"kind": "gpt2", **sizes}, "train": {"max_steps": max(1, step)}}
+    config = validate(tree, "its settings")
+    vocab_size = len(order)
+    if saved["model_args"]["vocab_size"] != vocab_size:
+        raise ValueError(
+            f"it has {saved['model_args']['vocab_size']!r:.20} tokens, and meta.pkl {vocab_size:,}"
+        )
+    if 2 * count_parameters(config.model, vocab_size) > n_bytes:
+        raise ValueError("it is too small for the sizes that it states")
+    weights = {name.removeprefix("_orig_mod."): each for name, each in saved["model"].items()}
+    head = weights.pop("lm_head.weight")
+    tensors = {}
+    for name, tensor in weights.items():
+        ours = _our_name(name)
+        if ours is not None:
+            tensors[ours] = tensor.detach().float()
+    if not torch.equal(head.float(), tensors["embedding.weight"]):
+        raise ValueError("its output head is not its embedding")
+    tensors["embedding.weight"] = tensors["embedding.weight"][order].contiguous()
+    dataset = saved.get("config", {}).get("dataset", "")
+    known_loss = loss if 0 <= loss < math.inf else None
+    state = RunState(step, best_step=step, best_nats_per_char=known_loss, text=str(dataset)[:80])
+    return config, state, tensors
+
+
+def _our_name(name: str) -> str | None:
+    """Return our name of a weight; None for the causal mask of old checkpoints."""
+    prefix, _, kind = name.removeprefix("transformer.").rpartition(".")
+    if prefix in OTHER_NAMES:
+        return f"{OTHER_NAMES[prefix]}.{kind}"
+    _, layer, rest = prefix.split(".", 2)
+    return None if rest == "attn" else f"blocks.{int(layer)}.{NAMES[rest]}.{kind}"
+
+
+def _unusable(path: Path, error: Exception) -> RunError:
+    cause = getattr(error, "strerror", None) or " ".join(str(error).split()) or "it is damaged"
+    return RunError(
+        f"{path} is not a file of a character-level nanoGPT ({cause:.160}); give its ckpt.pt, and "
+        "with --meta its meta.pkl"
+    )

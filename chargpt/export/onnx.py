@@ -1,0 +1,287 @@
+"""Export to an ONNX file with a KV cache, for onnxruntime and other programs.
+
+    tokens (B, T) int64, past_keys and past_values (L, B, H, S, D)
+    -> logits (B, T, V), keys and values (L, B, H, S + T, D)
+
+B, T and S may change from call to call; S is 0 at first, and S + T at most the block size. The
+metadata of the file hold the tokenizer, as `tokenizer.json` of a run, and the block size.
+
+Shapes in this file: B = batch, T = tokens, S = cached tokens, L = layers, C = n_embd, H = heads,
+D = C / H, F = MLP width, V = vocabulary size.
+"""
+
+import secrets
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from chargpt import __version__
+from chargpt.config import NORM_EPS
+from chargpt.errors import ConfigError
+from chargpt.export.check import Check, Floats, check_export, encode, exportable_model
+from chargpt.files import require_output
+from chargpt.models import GPT
+from chargpt.store.run import Run
+from chargpt.text.tokenizer import CharTokenizer
+
+DOMAIN, OPSET, IR_VERSION = "chargpt", 18, 8
+INPUTS, OUTPUTS = ("tokens", "past_keys", "past_values"), ("logits", "keys", "values")
+# in the text form of ONNX; matrices are transposed: (inputs, outputs)
+FUNCTIONS = (
+    f"""
+rms_norm (x, weight) => (y) {{
+    axes = Constant <value_ints = [-1]> ()
+    eps = Constant <value_float = {NORM_EPS}> ()
+    square = Mul (x, x)
+    mean = ReduceMean (square, axes)
+    shifted = Add (mean, eps)
+    rms = Sqrt (shifted)
+    unit = Div (x, rms)
+    y = Mul (unit, weight)
+}}""",
+    """
+split_heads (x, heads) => (y) {
+    by_head = Reshape (x, heads)
+    y = Transpose <perm = [0, 2, 1, 3]> (by_head)
+}""",
+    """
+rotary (x, cos, sin) => (y) {
+    first, second = Split <axis = -1, num_outputs = 2> (x)
+    negative = Neg (second)
+    half_rotated = Concat <axis = -1> (negative, first)
+    x_cos = Mul (x, cos)
+    x_sin = Mul (half_rotated, sin)
+    y = Add (x_cos, x_sin)
+}""",
+    """
+attention (x, norm, query, key, value, output, query_norm, key_norm, past_k, past_v,
+           cos, sin, mask, heads, root) => (y, k, v) {
+    normed = chargpt.rms_norm (x, norm)
+    all_q = MatMul (normed, query)
+    all_k = MatMul (normed, key)
+    all_v = MatMul (normed, value)
+    head_q = chargpt.split_heads (all_q, heads)
+    head_k = chargpt.split_heads (all_k, heads)
+    head_v = chargpt.split_heads (all_v, heads)
+    unit_q = chargpt.rms_norm (head_q, query_norm)
+    unit_k = chargpt.rms_norm (head_k, key_norm)
+    q = chargpt.rotary (unit_q, cos, sin)
+    new_k = chargpt.rotary (unit_k, cos, sin)
+    k = Concat <axis = 2> (past_k, new_k)
+    v = Concat <axis = 2> (past_v, head_v)
+    k_transposed = Transpose <perm = [0, 1, 3, 2]> (k)
+    product = MatMul (q, k_transposed)
+    scaled = Div (product, root)
+    scores = Add (scaled, mask)
+    weights = Softmax <axis = -1> (scores)
+    head_y = MatMul (weights, v)
+    rows = Transpose <perm = [0, 2, 1, 3]> (head_y)
+    flat = Constant <value_ints = [0, 0, -1]> ()
+    joined = Reshape (rows, flat)
+    change = MatMul (joined, output)
+    y = Add (x, change)
+}""",
+    """
+mlp (x, norm, gate, up, down) => (y) {
+    normed = chargpt.rms_norm (x, norm)
+    gated = MatMul (normed, gate)
+    logistic = Sigmoid (gated)
+    activation = Mul (gated, logistic)
+    upper = MatMul (normed, up)
+    hidden = Mul (activation, upper)
+    change = MatMul (hidden, down)
+    y = Add (x, change)
+}""",
+    """
+positions (past_keys, tokens, cos_table, sin_table) => (cos, sin, mask) {
+    zero = Constant <value = int64 {0}> ()
+    one = Constant <value = int64 {1}> ()
+    past_shape = Shape <start = 3, end = 4> (past_keys)
+    start = Squeeze (past_shape)
+    length_shape = Shape <start = 1, end = 2> (tokens)
+    length = Squeeze (length_shape)
+    stop = Add (start, length)
+    place = Range (start, stop, one)
+    cos = Gather (cos_table, place)
+    sin = Gather (sin_table, place)
+    every = Range (zero, stop, one)
+    query_place = Unsqueeze (place, one)
+    sees = LessOrEqual (every, query_place)
+    open = Constant <value = float {0}> ()
+    closed = Constant <value_float = -1e30> ()
+    mask = Where (sees, open, closed)
+}""",
+)
+
+
+def export_onnx(run: Run, path: Path, *, force: bool = False) -> Check:
+    """Write a run as an ONNX file, in float32, and check it.
+
+    Args:
+        run: of a GPT.
+        path: of the file.
+        force: replace a file.
+
+    Raises:
+        ConfigError: the file exists, a package is missing, or the model is of another kind.
+        WorkError: the export does not read back as the run.
+        OSError: it cannot be written.
+    """
+    model = exportable_model(run, "ONNX")
+    if find_spec("onnx") is None:
+        raise ConfigError(
+            "ONNX needs a package that is not installed; run pip install 'chargpt[export]'"
+        )
+    require_output(path, force=force)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+    try:
+        write_onnx(temporary, run, model)
+        check = check_export(run, OnnxReader(temporary, model))
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return check
+
+
+def write_onnx(path: Path, run: Run, model: GPT) -> None:
+    """Write the file."""
+    onnx: Any = import_module("onnx")
+    helper, config = onnx.helper, model.config
+    size = config.n_embd // config.n_head
+    kinds = {"tokens": onnx.TensorProto.INT64}
+    past = (config.n_layer, "batch", config.n_head, "cached", size)
+    shapes = {
+        "tokens": ("batch", "length"),
+        "past_keys": past,
+        "past_values": past,
+        "logits": ("batch", "length", model.vocab_size),
+        "keys": (*past[:3], "cached + length", size),
+        "values": (*past[:3], "cached + length", size),
+    }
+    inputs, outputs = (
+        [
+            helper.make_tensor_value_info(
+                name, kinds.get(name, onnx.TensorProto.FLOAT), shapes[name]
+            )
+            for name in names
+        ]
+        for names in (INPUTS, OUTPUTS)
+    )
+    constants = [
+        onnx.numpy_helper.from_array(array, name) for name, array in constants_of(model).items()
+    ]
+    nodes = [
+        helper.make_node(kind, given, made, domain=DOMAIN if kind.islower() else "", **attributes)
+        for kind, given, made, attributes in graph_nodes(config.n_layer)
+    ]
+    opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, 1)]
+    header = f'<domain: "{DOMAIN}", opset_import: ["": {OPSET}, "{DOMAIN}": 1]>'
+    proto = helper.make_model(
+        helper.make_graph(nodes, "gpt", inputs, outputs, constants),
+        functions=[onnx.parser.parse_function(header + text) for text in FUNCTIONS],
+        opset_imports=opsets,
+        ir_version=IR_VERSION,
+        producer_name="chargpt",
+        producer_version=__version__,
+    )
+    metadata = {"tokenizer": run.tokenizer.to_json(), "block_size": str(config.block_size)}
+    helper.set_model_props(proto, metadata)
+    onnx.checker.check_model(proto)
+    onnx.save(proto, path)
+
+
+def constants_of(model: GPT) -> dict[str, Floats]:
+    """Return the weights, matrices transposed, and the other constants of the graph, by name."""
+    config = model.config
+    size = config.n_embd // config.n_head
+    arrays: dict[str, Any] = {
+        "cos_table": model.cos.float().cpu().numpy(),
+        "sin_table": model.sin.float().cpu().numpy(),
+        "heads": np.array([0, 0, config.n_head, size]),
+        "root": np.array(size**0.5, dtype=np.float32),
+        "first_axis": np.array([0]),
+    }
+    arrays |= {f"layer_{layer}": np.array(layer) for layer in range(config.n_layer)}
+    for name, tensor in model.state_dict().items():
+        weight = tensor.float().cpu().numpy()
+        is_matrix = weight.ndim == 2 and name != "embedding.weight"
+        arrays[name] = np.ascontiguousarray(weight.T) if is_matrix else weight
+    return arrays
+
+
+def graph_nodes(n_layer: int) -> Iterator[tuple[str, list[str], list[str], dict[str, Any]]]:
+    """Yield operator or function, inputs, outputs and attributes of every node of the graph."""
+    tables = ["past_keys", "tokens", "cos_table", "sin_table"]
+    yield "positions", tables, ["cos", "sin", "mask"], {}
+    yield "Gather", ["embedding.weight", "tokens"], ["x_0"], {}
+    weights = ("query", "key", "value", "output", "query_norm", "key_norm")
+    stacked: dict[str, list[str]] = {"keys": [], "values": []}
+    for layer in range(n_layer):
+        block = f"blocks.{layer}"
+        for past in ("past_keys", "past_values"):
+            yield "Gather", [past, f"layer_{layer}"], [f"{past}_{layer}"], {"axis": 0}
+        attention = [f"{block}.attention.{name}.weight" for name in weights]
+        given = [f"x_{layer}", f"{block}.attention_norm.weight", *attention]
+        given += [f"past_keys_{layer}", f"past_values_{layer}", "cos", "sin", "mask", "heads"]
+        yield "attention", [*given, "root"], [f"y_{layer}", f"k_{layer}", f"v_{layer}"], {}
+        mlp = [f"{block}.mlp.{name}.weight" for name in ("gate", "up", "down")]
+        given = [f"y_{layer}", f"{block}.mlp_norm.weight", *mlp]
+        yield "mlp", given, [f"x_{layer + 1}"], {}
+        for name, part in (("keys", f"k_{layer}"), ("values", f"v_{layer}")):
+            stacked[name].append(f"{name}_{layer}")
+            yield "Unsqueeze", [part, "first_axis"], [f"{name}_{layer}"], {}
+    yield "rms_norm", [f"x_{n_layer}", "norm.weight"], ["normed"], {}
+    yield "MatMul", ["normed", "head.weight"], ["logits"], {}
+    for name, parts in stacked.items():
+        yield "Concat", parts, [name], {"axis": 0}
+
+
+class OnnxReader:
+    """The file as onnxruntime opens it, or else the reference evaluator of `onnx`."""
+
+    def __init__(self, path: Path, model: GPT) -> None:
+        onnx: Any = import_module("onnx")
+        metadata = {each.key: each.value for each in onnx.load(path).metadata_props}
+        self.tokenizer = CharTokenizer.from_json(metadata["tokenizer"], str(path))
+        config = model.config
+        self.empty = np.zeros(
+            (config.n_layer, 1, config.n_head, 0, config.n_embd // config.n_head), np.float32
+        )
+        self.session: Any
+        if find_spec("onnxruntime") is None:
+            self.name = f"the reference evaluator of onnx {onnx.__version__}"
+            self.session = import_module("onnx.reference").ReferenceEvaluator(str(path))
+        else:
+            onnxruntime: Any = import_module("onnxruntime")
+            self.name = f"onnxruntime {onnxruntime.__version__}"
+            self.session = onnxruntime.InferenceSession(str(path))
+
+    def run(self, tokens: list[int], keys: Floats, values: Floats) -> list[Floats]:
+        """Return logits, keys and values."""
+        given = (np.array([tokens]), keys, values)
+        outputs: list[Floats] = self.session.run(None, dict(zip(INPUTS, given, strict=True)))
+        return outputs
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text."""
+        return encode(self.tokenizer, text)
+
+    def logits(self, tokens: list[int]) -> Floats:
+        """Return the logits after each of the tokens, (T, V)."""
+        found: Floats = self.run(tokens, self.empty, self.empty)[0][0]
+        return found
+
+    def greedy(self, tokens: list[int], length: int) -> list[int]:
+        """Return the most likely token after these, and so on, `length` tokens."""
+        found: list[int] = []
+        keys = values = self.empty
+        for _ in range(length):
+            logits, keys, values = self.run(tokens, keys, values)
+            tokens = [int(logits[0, -1].argmax())]
+            found += tokens
+        return found

@@ -1,0 +1,264 @@
+"use strict";
+// The model, one token at a time: the steps of chargpt/models/gpt.py with a KV cache.
+// Shapes: L = layers, C = n_embd, H = heads, D = C / H, F = MLP width, K = block size, V = vocabulary
+// size, S = cached tokens. A matrix is (outputs, inputs), row by row, as in PyTorch.
+const N_TOP = 8;  // most likely tokens that are reported
+const CHUNK_MS = 20;  // between two messages to the page, when those from it are received
+const MAX_PATTERNS = 4096;  // tokens whose attention weights are kept
+let facts, characters, weight, L, C, H, D, K, V, cos, sin, keys, values;
+let tokens = [], patterns = [];  // all tokens read; {start, size = S, weights (L, H, S)} of each
+let length = 0;  // cached tokens
+let logits = null;  // of the next token, (V); null if the text has not begun
+let state = 0;  // of the UTF-8 decoder, 0 between characters
+let active = 0;  // id of the request that is answered
+
+function load({ facts: given, weights }) {
+  facts = given;
+  ({ n_layer: L, n_embd: C, n_head: H, block_size: K } = facts.model);
+  [D, V, characters] = [C / H, facts.vocab_size, [...facts.tokenizer.characters].length];
+  const table = Float32Array.from({ length: 1 << 16 }, (_, bits) => halfToFloat(bits));
+  const bytes = atob(weights), all = new Float32Array(bytes.length / 2);
+  for (let i = 0; i < all.length; i++) all[i] = table[bytes.charCodeAt(2 * i) | (bytes.charCodeAt(2 * i + 1) << 8)];
+  weight = {};
+  let at = 0;
+  for (const [name, size] of facts.tensors) weight[name] = all.subarray(at, (at += size));
+  const angle = (_, i) => Math.floor(i / (D / 2)) * facts.model.rope_theta ** (-2 * (i % (D / 2)) / D);
+  const angles = Float64Array.from({ length: K * D / 2 }, angle);  // (K, D / 2)
+  [cos, sin] = [Float32Array.from(angles, Math.cos), Float32Array.from(angles, Math.sin)];
+  [keys, values] = [0, 1].map(() => Array.from({ length: L }, () => new Float32Array(K * C)));  // (L, K, C)
+}
+
+function halfToFloat(bits) {
+  const sign = bits >> 15 ? -1 : 1, exponent = (bits >> 10) & 31, fraction = (bits & 1023) / 1024;
+  return sign * (exponent ? 2 ** (exponent - 15) * (1 + fraction) : 2 ** -14 * fraction);
+}
+
+function forward(token) {  // appends a token to the cache; returns the logits of the next one, (V)
+  if (length === K) evictOldestHalf();
+  const x = Float64Array.from(weight["embedding.weight"].subarray(token * C, (token + 1) * C));  // (C)
+  const pattern = new Uint8Array(L * H * (length + 1));  // attention weights in 255ths
+  for (let layer = 0; layer < L; layer++) {
+    const of = (name) => weight[`blocks.${layer}.${name}.weight`];
+    const a = norm(x, of("attention_norm"));
+    const [q, k, v] = ["query", "key", "value"].map((name) => linear(of(`attention.${name}`), a));  // (C)
+    rope(headNorm(q, of("attention.query_norm")), 0, length, 1);
+    rope(headNorm(k, of("attention.key_norm")), 0, length, 1);
+    keys[layer].set(k, length * C);
+    values[layer].set(v, length * C);
+    add(x, linear(of("attention.output"), attend(layer, q, pattern)));
+    const m = norm(x, of("mlp_norm"));
+    const gate = linear(of("mlp.gate"), m), up = linear(of("mlp.up"), m);  // (F)
+    for (let i = 0; i < up.length; i++) up[i] *= gate[i] / (1 + Math.exp(-gate[i]));
+    add(x, linear(of("mlp.down"), up));
+  }
+  length++;
+  patterns.push({ start: tokens.length + 1 - length, size: length, weights: pattern });
+  delete patterns[patterns.length - 1 - MAX_PATTERNS];
+  return linear(weight["head.weight"], norm(x, weight["norm.weight"]));
+}
+
+function linear(matrix, x) {  // four rows at once, so that each x[i] is read for four products
+  const n = x.length, out = new Float64Array(matrix.length / n);
+  let row = 0, at = 0;
+  for (; row + 3 < out.length; row += 4, at += 4 * n) {
+    let a = 0, b = 0, c = 0, d = 0;
+    for (let i = 0, j = at; i < n; i++, j++) {
+      const value = x[i];
+      a += matrix[j] * value;
+      b += matrix[j + n] * value;
+      c += matrix[j + 2 * n] * value;
+      d += matrix[j + 3 * n] * value;
+    }
+    out[row] = a; out[row + 1] = b; out[row + 2] = c; out[row + 3] = d;
+  }
+  for (; row < out.length; row++) for (let i = 0; i < n; i++) out[row] += matrix[at++] * x[i];
+  return out;
+}
+
+function norm(x, scale, from = 0, out = new Float64Array(x.length)) {  // RMSNorm over scale.length channels
+  let squares = 0;
+  for (let i = 0; i < scale.length; i++) squares += x[from + i] ** 2;
+  const inverse = 1 / Math.sqrt(squares / scale.length + facts.norm_eps);
+  for (let i = 0; i < scale.length; i++) out[from + i] = x[from + i] * inverse * scale[i];
+  return out;
+}
+
+function headNorm(x, scale) {  // QK-norm of each head, in place, (H, D)
+  for (let head = 0; head < H; head++) norm(x, scale, head * D, x);
+  return x;
+}
+
+function rope(x, from, position, sign) {  // rotates channels i and i + D / 2 of each head, in place
+  for (let head = 0; head < H; head++) {
+    for (let i = 0; i < D / 2; i++) {
+      const c = cos[position * D / 2 + i], s = sign * sin[position * D / 2 + i];
+      const at = from + head * D + i, first = x[at], second = x[at + D / 2];
+      x[at] = first * c - second * s;
+      x[at + D / 2] = second * c + first * s;
+    }
+  }
+}
+
+function attend(layer, q, pattern) {  // attention over the S cached tokens, (C)
+  const k = keys[layer], v = values[layer], S = length + 1;
+  const out = new Float64Array(C), probs = new Float64Array(S);
+  for (let head = 0; head < H; head++) {
+    const channel = head * D;
+    let max = -Infinity, sum = 0;
+    for (let s = 0; s < S; s++) {
+      let score = 0;
+      for (let i = channel, j = s * C + channel; i < channel + D; i++, j++) score += q[i] * k[j];
+      probs[s] = score / Math.sqrt(D);
+      if (probs[s] > max) max = probs[s];
+    }
+    for (let s = 0; s < S; s++) sum += probs[s] = Math.exp(probs[s] - max);
+    for (let s = 0; s < S; s++) {
+      const prob = probs[s] / sum;
+      pattern[(layer * H + head) * S + s] = Math.round(255 * prob);
+      for (let i = channel, j = s * C + channel; i < channel + D; i++, j++) out[i] += prob * v[j];
+    }
+  }
+  return out;
+}
+
+function evictOldestHalf() {  // and rotates the other keys back to positions from 0
+  length = Math.floor(K / 2);
+  for (const cached of [...keys, ...values]) cached.copyWithin(0, (K - length) * C);
+  for (const k of keys) for (let s = 0; s < length; s++) rope(k, s * C, K - length, -1);
+}
+
+function add(x, y) {
+  for (let i = 0; i < x.length; i++) x[i] += y[i];
+}
+
+function feed(token, isSampled) {  // appends a token; returns its surprisal in bits and the most likely ones
+  const record = { index: tokens.length, token, isSampled, bits: null, top: [] };
+  if (logits) {
+    const probs = softmax(logits);
+    [record.bits, record.top] = [-Math.log2(probs[token]), top(probs)];
+  }
+  logits = forward(token);
+  tokens.push(token);
+  state = Math.max(0, follow(state, token));
+  return record;
+}
+
+function softmax(scores) {
+  const max = scores.reduce((a, b) => Math.max(a, b)), probs = scores.map((score) => Math.exp(score - max));
+  const sum = probs.reduce((a, b) => a + b);
+  return probs.map((prob) => prob / sum);
+}
+
+function top(probs) {  // [token, probability, may it come here], the most likely first
+  const best = [];
+  for (let token = 0; token < V; token++) {
+    if (best.length === N_TOP && probs[token] <= probs[best[N_TOP - 1]]) continue;
+    const place = best.findIndex((other) => probs[token] > probs[other]);
+    best.splice(place < 0 ? best.length : place, 0, token);
+    best.length = Math.min(best.length, N_TOP);
+  }
+  return best.map((token) => [token, probs[token], follow(state, token) >= 0]);
+}
+
+function follow(from, token) {  // the state of UTF-8 after a token, -1 where it may not come
+  const byte = token - characters;
+  if (byte < 0) return from === 0 ? 0 : -1;
+  const value = facts.bytes[byte];  // none for the unknown token
+  const rule = facts.transitions.find(([s, low, high]) => s === from && low <= value && value <= high);
+  return rule ? rule[3] : -1;
+}
+
+function sample(scores, from, uniform, { temperature, topK }) {  // as chargpt/inference/sampler.py
+  let best = -1;
+  const allowed = scores.map((_, token) => follow(from, token) >= 0 ? 1 : 0);
+  for (let token = 0; token < V; token++) {
+    if (allowed[token] && (best < 0 || scores[token] > scores[best])) best = token;
+  }
+  if (temperature === 0) return best;
+  const probs = scores.map((score, token) => allowed[token] && Math.exp((score - scores[best]) / temperature));
+  if (topK < V) {
+    const order = Array.from(probs.keys()).sort((a, b) => probs[b] - probs[a] || a - b);
+    for (const token of order.slice(topK)) probs[token] = 0;
+  }
+  let rest = uniform * probs.reduce((a, b) => a + b);
+  for (let token = 0; token < V; token++) if ((rest -= probs[token]) < 0) return token;
+  return best;
+}
+
+function uniform(seed, index) {  // in [0, 1), a hash of both (the finaliser of MurmurHash3)
+  const mix = (bits) => {
+    bits = Math.imul(bits ^ (bits >>> 16), 0x85ebca6b);
+    bits = Math.imul(bits ^ (bits >>> 13), 0xc2b2ae35);
+    return (bits ^ (bits >>> 16)) >>> 0;
+  };
+  return mix(mix(seed) + index + 1) / 2 ** 32;
+}
+
+function rewind(prompt) {  // keeps what the cache shares with a prompt; returns the index of the next token
+  let common = 0;
+  while (common < prompt.length && prompt[common] === tokens[common]) common++;
+  const isWhole = tokens.length === length;  // nothing was evicted or left out
+  if (common > 0 && common === tokens.length) return common;
+  // the cache cannot go back beyond an eviction; the last common token is read again for its logits
+  length = isWhole && prompt.length <= K && common > 1 ? common - 1 : 0;
+  let first = length;
+  if (!length) {
+    first = Math.max(0, prompt.length - K);
+    const whole = prompt.slice(first).findIndex((token) => token < facts.first_continuation);
+    first += Math.max(0, whole);
+  }
+  tokens = prompt.slice(0, first);
+  patterns.length = first;
+  state = tokens.reduce((from, token) => Math.max(0, follow(from, token)), 0);
+  // without a start token, the first character has its frequency in the training split
+  logits = !first && facts.counts ? Float64Array.from(facts.counts, Math.log) : null;
+  if (length) feed(prompt[first++], false);
+  return first;
+}
+
+function* generate(request) {  // prefill, then sampling; yields a record of each token
+  for (let i = rewind(request.tokens); i < request.tokens.length; i++) yield feed(request.tokens[i], false);
+  for (let count = 0; count < request.length; count += state === 0) {
+    const scores = logits ?? new Float64Array(V);
+    const token = sample(scores, state, uniform(request.seed, tokens.length), request);
+    if (token === facts.boundary_id) return;  // the document ends
+    yield feed(token, true);
+  }
+}
+
+function generateBigram(request) {  // the continuation by the bigram of the training split
+  const found = [];
+  let last = request.tokens.at(-1), from = 0;
+  for (let count = 0; count < request.length; count += from === 0) {
+    const scores = new Float64Array(V).fill(Math.log(facts.bigram.alpha)), row = facts.bigram.rows[last] ?? [];
+    for (let i = 0; i < row.length; i += 2) scores[row[i]] = Math.log(row[i + 1] + facts.bigram.alpha);
+    last = sample(scores, from, uniform(request.seed, request.tokens.length + found.length), request);
+    if (last === facts.boundary_id) break;
+    found.push(last);
+    from = follow(from, last);
+  }
+  return found;
+}
+
+async function run(request) {
+  active = request.id;
+  const records = generate(request), channel = new MessageChannel();
+  const pause = () => new Promise((resolve) => { channel.port1.onmessage = resolve; channel.port2.postMessage(0); });
+  for (let isDone = false; !isDone && active === request.id; await pause()) {
+    const batch = [], end = performance.now() + CHUNK_MS;
+    while (!isDone && performance.now() < end) {
+      const { value, done } = records.next();
+      if (value) batch.push(value);
+      isDone = done;
+    }
+    const next = isDone && logits ? top(softmax(logits)) : [];
+    const bigram = isDone && facts.bigram && request.length ? generateBigram(request) : null;
+    postMessage({ id: request.id, batch, isDone, next, bigram });
+  }
+}
+
+onmessage = ({ data }) => {
+  if (data.weights) load(data);
+  else if (data.tokens) run(data);
+  else postMessage({ attention: data.attention, ...patterns[data.attention] });
+};

@@ -1,0 +1,404 @@
+"""Exports open in other programs with the run's tokens, logits and text, and come back as a run."""
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import REPOSITORY, Cli, refusal
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from noise import fill_with_noise
+
+from chargpt import sample
+from chargpt.config import Config, ModelConfig
+from chargpt.errors import ChargptError, ConfigError, WorkError
+from chargpt.export import check, gguf, huggingface, onnx
+from chargpt.export.check import N_GREEDY, check_export, exportable_model
+from chargpt.export.gguf import LlamaReader, export_gguf
+from chargpt.export.huggingface import TransformersReader, export_huggingface, import_huggingface
+from chargpt.export.onnx import export_onnx
+from chargpt.models import GPT, build_model
+from chargpt.store.folder import RunFolder
+from chargpt.store.run import Run, load_run
+from chargpt.store.state import RunState
+from chargpt.text.tokenizer import CharTokenizer
+
+SIZES: dict[str, object] = {"n_layer": 2, "n_embd": 32, "n_head": 2, "block_size": 24}
+TOKENIZERS = {
+    "ascii": CharTokenizer.fit(
+        "\t\n !\"#$%&'(),-.:;<>?@[\\]^_`{|}~0123 abcdefghijklmnopqrstuvwxyz"
+    ),
+    "russian": CharTokenizer.fit("\n абвгдежзийклмнопрстуфхцчшщъыьэюя,.!—«»"),
+    "emoji": CharTokenizer.fit("\n aé\u0301\u0308\u200d字語漢的你佽😀🎉👩🏽 "),
+    "hostile": CharTokenizer.fit("\0\n\r a</script>&\u2028\u2029\u202e\u200f\ufeff\ufffd'\"\\"),
+    "documents": CharTokenizer("\n abcdeé", boundary="\n"),
+    "bytes": CharTokenizer("\n abcdeé字", has_bytes=True),
+}
+UNKNOWN = CharTokenizer("\n abcdeé", has_unknown=True)
+
+
+def run_of(tokenizer: CharTokenizer, **changes: object) -> Run:
+    """Return a run whose weights are random, so that predictions differ."""
+    config = Config(model=ModelConfig(**{**SIZES, **changes}))  # type: ignore[arg-type]
+    model = fill_with_noise(build_model(config.model, tokenizer.vocab_size)).eval()
+    model.first_continuation = tokenizer.first_continuation
+    state = RunState(7, best_step=7, best_nats_per_char=1.25, text="a 'text'.txt")
+    return Run(Path("runs/a run"), config, tokenizer, model, 7, state)
+
+
+def without(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
+    """Let packages be missing."""
+    found = importlib.util.find_spec
+    for module in (gguf, huggingface, onnx):
+        monkeypatch.setattr(
+            module, "find_spec", lambda name: None if name in packages else found(name)
+        )
+
+
+def export(kind: str, run: Run, path: Path, **options: Any) -> check.Check:
+    """Export by the name of the format."""
+    by_name: dict[str, Callable[..., check.Check]] = {
+        "hf": export_huggingface,
+        "gguf": export_gguf,
+        "onnx": export_onnx,
+    }
+    return by_name[kind](run, path, **options)
+
+
+@pytest.mark.parametrize("name", [*TOKENIZERS, "unknown"])
+def test_transformers_reads_the_same_model(name: str, tmp_path: Path) -> None:
+    run = run_of(TOKENIZERS.get(name, UNKNOWN))
+    found = export_huggingface(run, tmp_path / "hf")
+    assert found.reader.startswith("transformers ")
+    assert found.difference < 1e-4
+
+
+@pytest.mark.parametrize("name", list(TOKENIZERS))
+def test_llama_cpp_reads_the_same_model(name: str, tmp_path: Path) -> None:
+    run = run_of(TOKENIZERS[name])
+    found = export_gguf(run, tmp_path / "model.gguf")
+    assert found.reader.startswith("llama.cpp ")
+    assert found.difference < 1e-3
+
+
+@pytest.mark.parametrize("name", ["ascii", "bytes"])
+def test_onnxruntime_reads_the_same_model(name: str, tmp_path: Path) -> None:
+    run = run_of(TOKENIZERS[name])
+    found = export_onnx(run, tmp_path / "model.onnx")
+    assert found.reader.startswith("onnxruntime ")
+    assert found.difference < 1e-4
+
+
+def test_the_same_export_passes_with_our_own_readers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without(monkeypatch, "transformers", "xllamacpp", "onnxruntime")
+    for name in ("emoji", "bytes"):
+        run = run_of(TOKENIZERS[name])
+        assert "own reader" in export_huggingface(run, tmp_path / name).reader
+        assert "own reader" in export_gguf(run, tmp_path / f"{name}.gguf").reader
+    assert "own reader" in export_huggingface(run_of(UNKNOWN), tmp_path / "unknown").reader
+    reader = export_onnx(run_of(TOKENIZERS["ascii"], n_layer=1), tmp_path / "model.onnx").reader
+    assert "reference evaluator" in reader
+
+
+@pytest.mark.parametrize(("precision", "bits"), [("f16", 16), ("q8_0", 8.5)])
+def test_lower_precision_makes_a_smaller_file_of_nearly_the_same_loss(
+    precision: Any, bits: float, tmp_path: Path
+) -> None:
+    run = run_of(TOKENIZERS["ascii"], n_embd=64)
+    export_gguf(run, tmp_path / "f32.gguf")
+    found = export_gguf(run, tmp_path / "low.gguf", precision)
+    assert 0 < found.loss_increase < 0.005
+    saved = (tmp_path / "f32.gguf").stat().st_size - (tmp_path / "low.gguf").stat().st_size
+    matrices = sum(t.numel() for t in run.model.state_dict().values() if t.dim() == 2)
+    assert saved == pytest.approx(matrices * (32 - bits) / 8, rel=0.02)
+
+
+@pytest.fixture(scope="module")
+def readers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Run, Any]]:
+    """Runs with every vocabulary, as other programs open them."""
+    found: list[tuple[Run, Any]] = []
+    folder = tmp_path_factory.mktemp("exports")
+    for name, tokenizer in TOKENIZERS.items():
+        run = run_of(tokenizer)
+        export_huggingface(run, folder / name)
+        found.append((run, TransformersReader(folder / name)))
+        export_gguf(run, folder / f"{name}.gguf")
+        model = run.model
+        path = folder / f"{name}.gguf"
+        found.append((run, LlamaReader(path, model.vocab_size, model.block_size)))
+    return found
+
+
+@given(data=st.data())
+@settings(max_examples=30)
+def test_any_text_of_the_vocabulary_has_the_same_tokens(readers: Any, data: st.DataObject) -> None:
+    for run, reader in readers:
+        characters = run.tokenizer.characters
+        if run.tokenizer.has_bytes:
+            characters += "zß→😀\0"
+        text = data.draw(st.text(st.sampled_from(characters), min_size=1, max_size=30))
+        ids = reader.encode(text)
+        assert ids == run.tokenizer.encode(text).tolist()
+        if isinstance(reader, TransformersReader):
+            assert reader.tokenizer.decode(ids) == text
+
+
+def test_llama_cpp_never_ends_a_text_and_never_samples_its_own_token(readers: Any) -> None:
+    run, reader = readers[1]
+    answer = reader.post("completion", prompt="ab", n_predict=300, temperature=5, seed=1, top_k=0)
+    assert answer["stop_type"] == "limit"
+    assert "endoftext" not in answer["content"]
+    assert set(answer["content"]) <= set(run.tokenizer.characters)
+
+
+def test_a_document_ends_the_text_in_other_programs(readers: Any) -> None:
+    by_name = dict(zip(TOKENIZERS, zip(readers[::2], readers[1::2], strict=True), strict=True))
+    (_, transformers), (_, llama) = by_name["documents"]
+    assert transformers.model.generation_config.eos_token_id == 0
+    answer = llama.post("completion", prompt="ab", n_predict=500, temperature=2, seed=1)
+    assert answer["stop_type"] == "eos"
+
+
+@pytest.mark.parametrize("kind", ["hf", "gguf", "onnx"])
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("attention", "none"), ("scaled", False), ("qk_norm", False), ("mlp", "none")],
+)
+def test_a_model_that_a_format_cannot_hold_is_refused_by_name(
+    kind: str, setting: str, value: object, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=f"model.{setting}={value}"):
+        export(kind, run_of(TOKENIZERS["ascii"], **{setting: value}), tmp_path / "x")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_bigram_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.kind=bigram"):
+        export_huggingface(run_of(TOKENIZERS["ascii"], kind="bigram"), tmp_path / "x")
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "cause"),
+    [(UNKNOWN, "no unknown token"), (CharTokenizer.fit("a \u2581"), "U\\+2581")],
+)
+def test_a_vocabulary_that_gguf_cannot_hold_is_refused(
+    tokenizer: CharTokenizer, cause: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=cause):
+        export_gguf(run_of(tokenizer), tmp_path / "x.gguf")
+
+
+def test_q8_0_needs_rows_of_whole_blocks(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="multiple of 32, and this model's is 40"):
+        export_gguf(run_of(TOKENIZERS["ascii"], n_embd=40), tmp_path / "x.gguf", "q8_0")
+
+
+@pytest.mark.parametrize("installed", [True, False])
+@pytest.mark.parametrize(("kind", "module"), [("hf", huggingface), ("gguf", gguf), ("onnx", onnx)])
+def test_an_export_that_reads_back_differently_is_not_kept(
+    kind: str, module: Any, installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer makes a mistake that loads without an error: one row of the head differs."""
+    run = run_of(TOKENIZERS["ascii"], n_layer=1)
+    if not installed:
+        without(monkeypatch, "transformers", "xllamacpp", "onnxruntime")
+    original = module.exportable_model
+
+    def mistaken(run: Run, target: str) -> GPT:
+        model = original(run, target)
+        other = build_model(run.config.model, model.vocab_size)
+        assert isinstance(other, GPT)
+        other.load_state_dict(model.state_dict())
+        with torch.no_grad():
+            other.head.weight[3] += 0.1
+        return other.eval()
+
+    monkeypatch.setattr(module, "exportable_model", mistaken)
+    with pytest.raises(WorkError, match="does not read back"):
+        export(kind, run, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_greedy_text_of_200_characters_is_compared() -> None:
+    run = run_of(TOKENIZERS["ascii"])
+    found = list(check.greedy_prompts(run, check.prompts(run)))
+    assert sum(length for _, length in found) == N_GREEDY
+    for tokens, length in found:
+        assert len(tokens) + length <= run.model.block_size
+
+
+class Tampered:
+    """A reader of a run with one answer changed."""
+
+    name = "a reader"
+
+    def __init__(self, run: Run, changed: str) -> None:
+        self.run, self.changed, self.calls = run, changed, 0
+
+    def encode(self, text: str) -> list[int]:
+        self.calls += 1
+        ids = check.encode(self.run.tokenizer, text)
+        return [*ids[::-1], 0] if self.changed == "tokens" and self.calls == 64 else ids
+
+    def logits(self, tokens: list[int]) -> check.Floats:
+        found = check.logits(self.run.model, tokens)
+        found[-1, 2] += 0.01 if self.changed == "logits" and self.calls == 64 else 0
+        if self.changed == "nan" and self.calls == 64:
+            found[-1, 2] = np.nan
+        return found
+
+    def greedy(self, tokens: list[int], length: int) -> list[int]:
+        model = exportable_model(self.run, "x")
+        found = check.greedy(model, tokens, length)
+        return [*found[:-1], (found[-1] + 1) % 5] if self.changed == "greedy" else found
+
+
+@pytest.mark.parametrize(
+    ("changed", "cause"),
+    [
+        ("tokens", "to other tokens"),
+        ("logits", r"log-probability differs by 0\.0"),
+        ("nan", "not finite"),
+        ("greedy", "greedy text differs"),
+    ],
+)
+def test_the_check_notices_one_different_answer(changed: str, cause: str) -> None:
+    run = run_of(TOKENIZERS["ascii"])
+    assert check_export(run, Tampered(run, "nothing")).difference == 0
+    with pytest.raises(WorkError, match=cause):
+        check_export(run, Tampered(run, changed))
+
+
+def test_a_run_comes_back_from_its_hugging_face_folder_bit_for_bit(tmp_path: Path) -> None:
+    for name, tokenizer in {**TOKENIZERS, "unknown": UNKNOWN}.items():
+        run = run_of(tokenizer, dropout=0.25)
+        export_huggingface(run, tmp_path / name)
+        back = load_run(import_huggingface(tmp_path / name, tmp_path / "runs" / name))
+        assert back.key() == run.key()
+        assert (back.config, back.tokenizer, back.state) == (run.config, tokenizer, run.state)
+        for ours, theirs in zip(run.model.parameters(), back.model.parameters(), strict=True):
+            assert torch.equal(ours, theirs)
+        options: dict[str, Any] = {"prompt": "", "seed": 1, "length": 40}
+        assert sample(back, **options) == sample(run, **options)
+
+
+def corruptions(folder: Path) -> list[tuple[str, bytes]]:
+    """Return hostile contents of files of an export."""
+    tree = json.loads((folder / "chargpt.json").read_text())
+    weights = (folder / "model.safetensors").read_bytes()
+
+    def changed(**values: Any) -> bytes:
+        return json.dumps({**tree, **values}).encode()
+
+    def model(**values: Any) -> bytes:
+        return changed(config={**tree["config"], "model": {**tree["config"]["model"], **values}})
+
+    origins = [
+        b"",
+        b"[]",
+        b"[" * 100_000,
+        b"\xff\xfe",
+        b"{}",
+        changed(config=None),
+        changed(config=[1]),
+        changed(config={"model": 3}),
+        changed(tokenizer=3),
+        changed(tokenizer='{"format": "x"}'),
+        changed(state=None),
+        changed(state='{"step": -1}'),
+        model(n_layer=10**9),
+        model(n_embd=65536, n_layer=256),
+        model(n_embd=64),
+        model(block_size=0),
+        model(kind="bigram"),
+    ]
+    weight_files = [b"", weights[:-4], b"\xff" * 8 + weights[8:], b"\x80\x02cos\nsystem\n."]
+    return [
+        *(("chargpt.json", content) for content in origins),
+        *(("model.safetensors", content) for content in weight_files),
+    ]
+
+
+def test_a_hostile_folder_is_refused_with_one_sentence(tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    export_huggingface(run_of(TOKENIZERS["ascii"]), folder)
+    found = corruptions(folder)
+    for name, content in found:
+        intact = (folder / name).read_bytes()
+        (folder / name).write_bytes(content)
+        with pytest.raises(ChargptError) as error:
+            import_huggingface(folder, tmp_path / "run")
+        assert "\n" not in str(error.value)
+        assert len(str(error.value)) < 500
+        (folder / name).write_bytes(intact)
+    assert len(found) == 21
+    assert not (tmp_path / "run").exists()
+
+
+def make_run_folder(path: Path, run: Run) -> Path:
+    """Save a run."""
+    folder = RunFolder(path).create(run.config, run.tokenizer)
+    folder.save(
+        config=run.config,
+        tokenizer=run.tokenizer,
+        state=run.state,
+        model=run.model.state_dict(),
+        optimizer={},
+        is_best=True,
+    )
+    folder.unlock()
+    return path
+
+
+def test_the_commands_say_what_they_wrote_and_how_it_was_checked(cli: Cli, tmp_path: Path) -> None:
+    make_run_folder(tmp_path / "run", run_of(TOKENIZERS["ascii"]))
+    for kind, out in (("hf", "folder"), ("gguf", "model.gguf"), ("onnx", "model.onnx")):
+        done = cli("export", kind, "run", out)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == f"{out}\n"
+        assert "64 prompts" in done.stderr
+        assert "the same greedy text of 200 characters" in done.stderr
+        assert "exists" in refusal(cli("export", kind, "run", out))
+    assert (tmp_path / "model.gguf.Modelfile").read_text().splitlines()[1] == "FROM ./model.gguf"
+    assert cli("export", "gguf", "run", "model.gguf", "--force").returncode == 0
+    done = cli("import", "hf", "folder", "back")
+    assert done.returncode == 0, done.stderr
+    assert cli("sample", "back", "-n", "5").returncode == 0
+    message = refusal(cli("train", "back", "--resume", "-s", "train.max_steps=9"))
+    assert "--from" in message
+    assert "is not a folder" in refusal(cli("import", "hf", "run", "other"))
+
+
+def test_the_recipes_run(tmp_path: Path) -> None:
+    run = run_of(CharTokenizer.fit("\n It was abcdefg"))
+    export_huggingface(run, tmp_path / "novel-hf")
+    export_onnx(run, tmp_path / "novel.onnx")
+    page = (REPOSITORY / "docs" / "take-it-anywhere.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 2
+    for block in blocks:
+        done = subprocess.run(
+            [sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("It was")
+        assert len(done.stdout.rstrip("\n")) > len("It was")
+
+
+@pytest.mark.parametrize(("kind", "package"), [("gguf", "gguf"), ("onnx", "onnx")])
+def test_a_missing_package_is_named_with_its_remedy(
+    kind: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without(monkeypatch, package)
+    with pytest.raises(ConfigError, match=r"pip install 'chargpt\[export\]'"):
+        export(kind, run_of(TOKENIZERS["ascii"]), tmp_path / "x")

@@ -1,0 +1,330 @@
+"""Checkpoints of nanoGPT become runs; hostile ones are refused and run nothing."""
+
+import io
+import pickle
+import random
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import Cli, refusal
+from noise import fill_with_noise
+
+from chargpt import load_run, sample
+from chargpt.config import ModelConfig
+from chargpt.errors import ChargptError, RunError, TextError
+from chargpt.export.nanogpt import NAMES, OTHER_NAMES, import_nanogpt
+from chargpt.models import GPT2, build_model, count_parameters
+
+CHARACTERS = "\n abcdeé😀"
+SIZES = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 12, "dropout": 0.0}
+
+
+def noisy_gpt2(vocab_size: int = len(CHARACTERS), **sizes: object) -> GPT2:
+    """Return a model whose every parameter is noise."""
+    config = ModelConfig(kind="gpt2", **{**SIZES, **sizes})  # type: ignore[arg-type]
+    model = fill_with_noise(build_model(config, vocab_size))
+    assert isinstance(model, GPT2)
+    assert model.parameter_count() == count_parameters(config, vocab_size)
+    return model.eval()
+
+
+def checkpoint_of(model: GPT2, *, prefix: str = "", bias: bool = True) -> dict[str, Any]:
+    """Return a model as nanoGPT's training saves it."""
+    theirs = {ours: name for name, ours in NAMES.items()}
+    others = {ours: name for name, ours in OTHER_NAMES.items()}
+    weights = {}
+    for name, tensor in model.state_dict().items():
+        part, _, kind = name.rpartition(".")
+        if kind == "bias" and not bias:
+            continue
+        if part in others:
+            renamed = f"transformer.{others[part]}.{kind}"
+        else:
+            _, layer, rest = part.split(".", 2)
+            renamed = f"transformer.h.{layer}.{theirs[rest]}.{kind}"
+        weights[prefix + renamed] = tensor.clone()
+    weights[f"{prefix}lm_head.weight"] = model.embedding.weight.detach().clone()
+    weights[f"{prefix}transformer.h.0.attn.bias"] = torch.ones(1, 1, 12, 12)  # the causal mask
+    return {
+        "model": weights,
+        "optimizer": {"state": {0: {"step": torch.tensor(3.0)}}, "param_groups": []},
+        "model_args": {**SIZES, "bias": bias, "vocab_size": model.vocab_size},
+        "iter_num": 250,
+        "best_val_loss": torch.tensor(1.5),
+        "config": {"dataset": "verse", "device": "cpu"},
+    }
+
+
+def write(folder: Path, saved: object, itos: object = None) -> tuple[Path, Path]:
+    """Write a checkpoint and its meta.pkl."""
+    torch.save(saved, folder / "ckpt.pt")
+    numbered = dict(enumerate(CHARACTERS)) if itos is None else itos
+    (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 9, "itos": numbered, "stoi": {}}))
+    return folder / "ckpt.pt", folder / "meta.pkl"
+
+
+def test_gpt2_of_transformers_gives_the_same_logits() -> None:
+    transformers = pytest.importorskip("transformers")
+    model = noisy_gpt2()
+    config = transformers.GPT2Config(
+        vocab_size=model.vocab_size,
+        n_positions=12,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        activation_function="gelu",
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    reference = transformers.GPT2LMHeadModel(config).eval()
+    weights = {
+        name: tensor.T if "attn.c_" in name or "mlp.c_" in name else tensor
+        for name, tensor in checkpoint_of(model)["model"].items()
+        if name != "transformer.h.0.attn.bias"
+    }
+    reference.load_state_dict(weights, strict=True)
+    tokens = torch.randint(model.vocab_size, (3, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        ours, theirs = model(tokens), reference(tokens).logits
+    assert ours.std() > 0.3
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+
+
+def test_cached_logits_equal_uncached_ones_also_after_eviction() -> None:
+    """After eviction the newer half is computed again at positions from 0."""
+    model = noisy_gpt2()
+    tokens = torch.randint(model.vocab_size, (2, 19), generator=torch.Generator().manual_seed(0))
+    cache = model.new_cache(2)
+    with torch.no_grad():
+        parts = [model(part, cache) for part in tokens[:, :12].split([5, 1, 6], dim=1)]
+        torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens[:, :12]))
+        model.evict_oldest_half(cache)
+        assert cache.length == 6
+        for place in range(12, 18):
+            found = model(tokens[:, place : place + 1], cache)[:, -1]
+            torch.testing.assert_close(found, model(tokens[:, 6 : place + 1])[:, -1])
+
+
+def test_attention_weights_are_those_of_the_forward_pass() -> None:
+    model = noisy_gpt2()
+    tokens = torch.arange(9)[None]
+    layers = model.attention_weights(tokens)
+    assert [layer.shape for layer in layers] == [(1, 2, 9, 9)] * 2
+    for layer in layers:
+        torch.testing.assert_close(layer.sum(-1), torch.ones(1, 2, 9))
+        assert layer.triu(1).abs().max() == 0
+    block = model.blocks[0]
+    x = model.embed(tokens)
+    _, _, v = model.first_projection(tokens)
+    heads = (layers[0] @ v).transpose(1, 2).flatten(2)
+    expected = x + block.attention.output(heads)
+    after_attention = x + block.attention(block.attention_norm(x), None)
+    torch.testing.assert_close(after_attention, expected)
+
+
+@pytest.mark.parametrize("prefix", ["", "_orig_mod."])
+@pytest.mark.parametrize("bias", [True, False])
+def test_an_imported_run_gives_the_logits_of_the_checkpoint(
+    prefix: str, bias: bool, tmp_path: Path
+) -> None:
+    model = noisy_gpt2()
+    if not bias:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith(".bias"):
+                    parameter.zero_()
+    paths = write(tmp_path, checkpoint_of(model, prefix=prefix, bias=bias))
+    run = load_run(import_nanogpt(*paths, tmp_path / "run"))
+    assert (run.step, run.state.best_nats_per_char, run.state.text) == (250, 1.5, "verse")
+    text = "abc é😀\ncab"
+    tokens = torch.tensor([[CHARACTERS.index(c) for c in text]])
+    with torch.no_grad():
+        torch.testing.assert_close(run.logits(text), model(tokens)[0])
+    assert len(sample(run, prompt="ab", length=40, seed=1)[0]) == 42
+
+
+def test_characters_in_another_order_keep_their_rows(tmp_path: Path) -> None:
+    model = noisy_gpt2()
+    shuffled = list(CHARACTERS)
+    random.Random(3).shuffle(shuffled)
+    paths = write(tmp_path, checkpoint_of(model), dict(enumerate(shuffled)))
+    run = load_run(import_nanogpt(*paths, tmp_path / "run"))
+    text = "abc é😀\ncab"
+    with torch.no_grad():
+        logits = model(torch.tensor([[shuffled.index(c) for c in text]]))[0]
+    order = [shuffled.index(c) for c in run.tokenizer.characters]
+    torch.testing.assert_close(run.logits(text), logits[:, order])
+
+
+def test_the_command_imports_a_run_that_evaluates_and_explains(cli: Cli, tmp_path: Path) -> None:
+    write(tmp_path, checkpoint_of(noisy_gpt2()))
+    Path("input.txt").write_text((CHARACTERS + "abc dea bée 😀 cab\n") * 40, encoding="utf-8")
+    words = ("import", "nanogpt", "ckpt.pt", "run", "--meta", "meta.pkl", "--text", "input.txt")
+    done = cli(*words)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "run\n"
+    assert "exists" in refusal(cli(*words))
+    for command in (
+        "evaluate run",
+        "explain run",
+        "score run input.txt",
+        "sample run -n 30",
+        "runs .",
+    ):
+        done = cli(*command.split())
+        assert done.returncode == 0, (command, done.stderr)
+    assert "finished" in done.stdout
+    assert "model.kind=gpt2" in refusal(cli("export", "hf", "run", "out"))
+    Path("other.txt").write_text("xyz" * 300)
+    words = (*words[:3], "run2", *words[4:7], "other.txt")
+    assert "other characters" in refusal(cli(*words))
+
+
+class Evil:
+    """Runs code when it is unpickled."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def evil_objects(marker: Path) -> list[object]:
+    """Return objects whose unpickling would create a file."""
+    import builtins
+    import os
+    import subprocess
+
+    code = f"open({str(marker)!r}, 'w')"
+    return [
+        Evil(os.system, f"touch {marker}"),
+        Evil(eval, code),
+        Evil(exec, code),
+        Evil(builtins.open, str(marker), "w"),
+        Evil(subprocess.check_call, ["touch", str(marker)]),
+        Evil(Path.touch, marker),
+        Evil(__import__, "os"),
+        Evil(torch.load, str(marker)),
+        Evil(np.load, str(marker)),
+    ]
+
+
+def replaced_pickle(checkpoint: bytes, content: bytes) -> bytes:
+    """Return a checkpoint with another `data.pkl`."""
+    result = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(checkpoint)) as old, zipfile.ZipFile(result, "w") as new:
+        for entry in old.infolist():
+            is_pickle = entry.filename.endswith("data.pkl")
+            new.writestr(entry.filename, content if is_pickle else old.read(entry))
+    return result.getvalue()
+
+
+def changed_checkpoints(saved: dict[str, Any]) -> list[object]:
+    """Return checkpoints with values of the wrong kind or size."""
+    args, weights = saved["model_args"], saved["model"]
+    head = {**weights, "lm_head.weight": weights["lm_head.weight"] + 1}
+    shape = {**weights, "transformer.wpe.weight": torch.zeros(3, 3)}
+    nan = {name: tensor * float("nan") for name, tensor in weights.items()}
+    expanded = {**weights, "transformer.wpe.weight": torch.zeros(1).expand(65536, 65536)}
+    return [
+        [],
+        {},
+        {**saved, "model": None},
+        {**saved, "model": {}},
+        {**saved, "model": {3: 4}},
+        {**saved, "model": {"transformer.h.x.ln_1.weight": 3}},
+        {**saved, "model": head},
+        {**saved, "model": shape},
+        {**saved, "model": nan},
+        {**saved, "model": expanded},
+        {**saved, "model_args": None},
+        {**saved, "model_args": {**args, "n_layer": -1}},
+        {**saved, "model_args": {**args, "n_layer": "2"}},
+        {**saved, "model_args": {**args, "n_layer": 10**12}},
+        {**saved, "model_args": {**args, "n_embd": 65536, "n_layer": 256}},
+        {**saved, "model_args": {**args, "block_size": 65536}},
+        {**saved, "model_args": {**args, "n_head": 3}},
+        {**saved, "model_args": {**args, "vocab_size": 10}},
+        {**saved, "iter_num": -5},
+        {**saved, "iter_num": "many"},
+        {**saved, "best_val_loss": None},
+        {**saved, "config": 7},
+    ]
+
+
+def hostile_files(folder: Path, marker: Path) -> list[tuple[str, bytes]]:
+    """Return names and contents of files: by hand, and by random changes of good ones."""
+    saved = checkpoint_of(noisy_gpt2())
+    good = {path.name: path.read_bytes() for path in write(folder, saved)}
+    found = []
+    for protocol in (0, 2, 4):
+        for each in evil_objects(marker):
+            content = pickle.dumps(each, protocol=protocol)
+            found += [("meta.pkl", content), ("ckpt.pt", content)]
+            found.append(("ckpt.pt", replaced_pickle(good["ckpt.pt"], content)))
+    for each in changed_checkpoints(saved):
+        stream = io.BytesIO()
+        torch.save(each, stream)
+        found.append(("ckpt.pt", stream.getvalue()))
+    bomb = io.BytesIO()
+    with zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", b"\0" * 50_000_000)
+    found.append(("ckpt.pt", bomb.getvalue()))
+    for tree in (
+        3,
+        {},
+        {"itos": {0: "ab"}},
+        {"itos": {1: "a"}},
+        {"itos": {0: "\ud800"}},
+        {"itos": 5},
+    ):
+        found.append(("meta.pkl", pickle.dumps(tree)))
+    generator = random.Random(0)
+    for name, content in good.items():
+        found += [(name, b""), (name, content[: len(content) // 2]), (name, b"PK\3\4" + content)]
+        for _ in range(60):
+            changed = bytearray(content)
+            for _ in range(generator.randint(1, 8)):
+                # most of a checkpoint's bytes are weights: change what describes them
+                limit = min(len(changed), 3000)
+                changed[generator.randrange(limit)] = generator.randrange(256)
+            found.append((name, bytes(changed)))
+    return found
+
+
+def test_hostile_files_run_nothing_and_are_refused_with_one_sentence(tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    files = hostile_files(tmp_path, marker)
+    assert len(files) > 200
+    good = {name: (tmp_path / name).read_bytes() for name in ("ckpt.pt", "meta.pkl")}
+    messages = []
+    for number, (name, content) in enumerate(files):
+        (tmp_path / name).write_bytes(content)
+        try:
+            import_nanogpt(tmp_path / "ckpt.pt", tmp_path / "meta.pkl", tmp_path / f"run{number}")
+        except ChargptError as error:
+            messages.append(str(error))
+        assert not marker.exists(), number
+        (tmp_path / name).write_bytes(good[name])
+    assert len(messages) > 150  # a changed weight or dataset name is no error
+    assert all("\n" not in message and len(message) < 500 for message in messages)
+    # the same objects do run code where nothing forbids it
+    pickle.loads(pickle.dumps(evil_objects(marker)[0]))
+    assert marker.exists()
+
+
+def test_a_text_of_other_characters_is_refused(tmp_path: Path) -> None:
+    paths = write(tmp_path, checkpoint_of(noisy_gpt2()))
+    (tmp_path / "text.txt").write_text("xyz" * 400)
+    with pytest.raises(TextError, match="other characters"):
+        import_nanogpt(*paths, tmp_path / "run", tmp_path / "text.txt")
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"meta\.pkl .*No such file"):
+        import_nanogpt(tmp_path / "ckpt.pt", tmp_path / "meta.pkl", tmp_path / "run")

@@ -1,0 +1,602 @@
+"""The page of `chargpt play`: its text is the model's, it runs nothing else, and it is usable."""
+
+import math
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import Cli, refusal, run_cli
+from noise import fill_with_noise
+
+from chargpt import sample
+from chargpt.cli import play as play_command
+from chargpt.config import Config, ModelConfig
+from chargpt.errors import ConfigError, WorkError
+from chargpt.export import html
+from chargpt.export.check import check_export
+from chargpt.export.html import PageReader, export_html, make_page
+from chargpt.inference.baselines import BIGRAM_ALPHA
+from chargpt.models import GPT, build_model
+from chargpt.models.bigram import BigramLM
+from chargpt.store.folder import RunFolder
+from chargpt.store.run import Run, load_run
+from chargpt.store.state import RunState
+from chargpt.text.statistics import count_pairs, count_tokens
+from chargpt.text.tokenizer import CharTokenizer
+
+SIZES: dict[str, object] = {"n_layer": 2, "n_embd": 32, "n_head": 2, "block_size": 24}
+MARKUP = (
+    "</script></title></textarea><script>window.ran = 1</script>"
+    "<img src=x onerror='window.ran = 1'><!--"
+)
+HOSTILE = f'{MARKUP}"&\u2028\u2029\u202e\0\n{{{{ 7*7 }}}}'
+LATIN = CharTokenizer.fit("\n abcdefghijklmnopqrstuvwxyz.,!")
+TOKENIZERS = {
+    "latin": LATIN,
+    "russian": CharTokenizer.fit("\n абвгдежзийклмнопрстуфхцчшщъыьэюя,.!—«»"),
+    "emoji": CharTokenizer.fit("\n aé\u0301\u0308\u200d字語漢的😀🎉👩🏽🇩🇪"),
+    "hebrew": CharTokenizer.fit("\n שלוםעליכab\u05b8\u05bc\u200f"),
+    "hostile": CharTokenizer.fit(HOSTILE),
+    "line ends": CharTokenizer.fit("\r\n abc"),
+    "no line end": CharTokenizer.fit("abcdef"),
+    "documents": CharTokenizer("\n abcdeé", boundary="\n"),
+    "bytes": CharTokenizer("\n abcdeé字", has_bytes=True),
+    "unknown": CharTokenizer("\n abcdeé", has_unknown=True),
+}
+PROMPTS = {"russian": "дом", "hebrew": "שלום", "bytes": "aж😀", "emoji": "字😀", "hostile": MARKUP}
+TINY = (
+    "-s train.max_steps=4 -s train.batch_size=4 -s model.n_layer=2 -s model.n_head=2 "
+    "-s model.n_embd=16 -s model.block_size=32 -s train.evaluate_characters=300"
+).split()
+
+
+def save_run(folder: Path, tokenizer: CharTokenizer = LATIN, **changes: object) -> Run:
+    """Save a run with random weights that half precision holds exactly, and load it.
+
+    A setting of sampling is given as `sample_...`, one of the model by its name.
+    """
+    sampling = {k: v for k, v in changes.items() if k.startswith("sample_")}
+    model_settings = {k: v for k, v in changes.items() if k not in sampling}
+    config = Config(model=ModelConfig(**{**SIZES, **model_settings}))  # type: ignore[arg-type]
+    config = config.with_values({k.replace("_", ".", 1): v for k, v in sampling.items()})
+    model = fill_with_noise(build_model(config.model, tokenizer.vocab_size))
+    run = RunFolder(folder)
+    run.path.mkdir(parents=True, exist_ok=True)
+    run.metrics.append({"step": 1, "loss": 1.0})
+    run.save(
+        config=config,
+        tokenizer=tokenizer,
+        state=RunState(1, best_step=1),
+        model={name: tensor.half().float() for name, tensor in model.state_dict().items()},
+        optimizer={"adamw.step": torch.tensor(1.0)},
+        is_best=True,
+    )
+    return load_run(folder, device="cpu")
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or ""
+WIDTHS = {"desktop": (1200, 900), "phone": (390, 844)}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if not CHROMIUM:
+        pytest.skip("there is no Chromium here")
+    with playwright.sync_playwright() as driver:
+        yield driver.chromium.launch(
+            executable_path=CHROMIUM,
+            args=["--no-sandbox", "--disable-background-networking", "--disable-component-update"],
+        )
+
+
+class Player:
+    """An open page, with everything that it reports and requests."""
+
+    def __init__(self, page: Any, path: Path) -> None:
+        self.page = page
+        self.reports: list[str] = []
+        self.requests: list[str] = []
+        page.on("console", lambda message: self.reports.append(message.text))
+        page.on("pageerror", lambda error: self.reports.append(str(error)))
+        page.on("dialog", lambda dialog: self.reports.append(dialog.message))
+        page.on("request", lambda request: self.requests.append(request.url))
+        page.goto(path.absolute().as_uri())
+
+    def set(self, **values: object) -> None:
+        """Set fields by their id, with _ for -."""
+        for name, value in values.items():
+            self.page.locator(f"#{name.replace('_', '-')}").fill(str(value))
+
+    def wait(self, words: str = "per second|ends here") -> None:
+        """Wait until the page's status matches."""
+        status = self.page.locator("#status").filter(has_text=re.compile(words))
+        status.wait_for(timeout=20_000)
+
+    def continue_by(self, key: str) -> str:
+        """Return the text after pressing a key that lets the model continue it."""
+        self.page.evaluate("() => { element('status').textContent = '' }")
+        self.page.keyboard.press(key)
+        self.wait()
+        return self.text
+
+    def write(self, prompt: str, **values: object) -> str:
+        """Return a prompt and its continuation."""
+        self.set(**{"temperature": 0, "length": 60, **values}, prompt=prompt)
+        return self.continue_by("Control+Enter")
+
+    @property
+    def text(self) -> str:
+        """The text, in which a text field would change the line ends."""
+        written: str = self.page.evaluate("() => written")
+        return written
+
+    def choose(self, index: int) -> None:
+        """Click on a character of the text."""
+        self.page.locator("#view span").nth(index).click()
+
+    @property
+    def summary(self) -> str:
+        return str(self.page.locator("#predictions p").text_content())
+
+    @property
+    def alternatives(self) -> list[str]:
+        return [str(words) for words in self.page.locator(".alternatives button").all_inner_texts()]
+
+
+@pytest.fixture
+def player(browser: Any) -> Iterator[Callable[..., Player]]:
+    """Open a run's page; in the end it must have reported nothing and requested only itself."""
+    opened = []
+
+    def open_page(run: Run, **options: Any) -> Player:
+        path = run.folder / "play.html"
+        export_html(run, path)
+        context = browser.new_context(**options)
+        opened.append((context, Player(context.new_page(), path), path))
+        return opened[-1][1]
+
+    yield open_page
+    for context, page, path in opened:
+        assert page.reports == []
+        assert [url for url in page.requests if not url.startswith("blob:")] == [path.as_uri()]
+        context.close()
+
+
+@pytest.mark.parametrize("kind", list(TOKENIZERS))
+def test_greedy_text_equals_that_of_sample_within_and_beyond_the_block(
+    player: Callable[..., Player], tmp_path: Path, kind: str
+) -> None:
+    run = save_run(tmp_path, TOKENIZERS[kind])
+    page = player(run)
+    characters = re.sub(r"[\r\n]", "", run.tokenizer.characters)
+    given = PROMPTS.get(kind, characters[:2])
+    for prompt in ("", given, ((given + characters) * 51)[:51]):  # bytes: cut within a character
+        (expected,) = sample(run, prompt=prompt, temperature=0, length=60, num_samples=1, seed=1)
+        assert page.write(prompt) == expected
+        assert len(expected) == len(prompt) + 60 or kind == "documents"
+    assert len(set(expected[51:])) > 1 or kind == "documents"
+
+
+def test_a_text_without_a_start_token_begins_with_the_most_frequent_character(
+    player: Callable[..., Player], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = save_run(tmp_path, TOKENIZERS["no line end"])
+    tokens = run.tokenizer.encode("abcddde")
+    corpus = SimpleNamespace(
+        pair_counts=lambda split: count_pairs(tokens, run.tokenizer.vocab_size),
+        token_counts=lambda split: count_tokens(tokens, run.tokenizer.vocab_size),
+    )
+    monkeypatch.setattr(Run, "corpus", lambda run: corpus)
+    (expected,) = sample(run, prompt="", temperature=0, length=60, num_samples=1, seed=1)
+    assert expected[0] == "d"
+    assert player(run).write("") == expected
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"n_embd": 6, "n_head": 3, "n_mlp": 7, "block_size": 5},
+        {"block_size": 1},
+        {"block_size": 7, "n_layer": 1, "rope_theta": 100.0},
+    ],
+)
+def test_odd_sizes_give_the_text_of_sample(
+    player: Callable[..., Player], tmp_path: Path, sizes: dict[str, object]
+) -> None:
+    run = save_run(tmp_path, **sizes)
+    (expected,) = sample(run, prompt="abc", temperature=0, length=60, num_samples=1, seed=1)
+    assert player(run).write("abc") == expected
+
+
+def test_continuing_twice_gives_the_text_of_one_longer_run(
+    player: Callable[..., Player], tmp_path: Path
+) -> None:
+    page = player(save_run(tmp_path))
+    whole = page.write("ab", temperature=1, length=80, seed=3)
+    page.write("ab", length=40, temperature=1, seed=3)
+    assert page.continue_by("Control+Enter") == whole
+
+
+def test_seeds_repeat_a_text_and_top_1_is_greedy(
+    player: Callable[..., Player], tmp_path: Path
+) -> None:
+    page = player(save_run(tmp_path))
+    texts = [page.write("ab", temperature=1, seed=seed) for seed in (5, 6, 5)]
+    assert texts[0] == texts[2] != texts[1]
+    assert page.write("ab", temperature=2, seed=5, top_k=1) == page.write("ab", temperature=0)
+    page.set(seed="")
+    texts = [page.write("ab", temperature=2, seed="", top_k="") for _ in range(2)]
+    assert texts[0] != texts[1]
+
+
+def test_the_uniform_numbers_of_sampling_are_uniform_and_independent(
+    player: Callable[..., Player], tmp_path: Path
+) -> None:
+    page = player(save_run(tmp_path))
+    page.page.locator(".alternatives button").first.wait_for()
+    rows = np.array(
+        page.page.workers[0].evaluate(
+            "() => [0, 1, 4294967295].map((seed) => "
+            "Array.from({ length: 20000 }, (_, index) => uniform(seed, index)))"
+        )
+    )  # (seeds, indices)
+    assert rows.min() >= 0
+    assert rows.max() < 1
+    counts = np.array([np.histogram(row, bins=50, range=(0, 1))[0] for row in rows])
+    assert (((counts - 400) ** 2 / 400).sum(axis=1) < 100).all()  # chi-square of 49 degrees
+    pairs = [(rows[0], rows[1]), (rows[0], rows[2]), *((row[:-1], row[1:]) for row in rows)]
+    assert max(abs(np.corrcoef(*pair)[0, 1]) for pair in pairs) < 0.03
+
+
+def test_each_character_shows_its_surprisal_and_the_most_likely_ones(
+    player: Callable[..., Player], tmp_path: Path
+) -> None:
+    run = save_run(tmp_path)
+    page = player(run)
+    prompt = "so it is.\n"
+    page.page.locator("#prompt").press_sequentially(prompt)
+    spans = page.page.locator("#view span:not(#end)")
+    page.page.locator("#view .s1, #view .s2, #view .s3, #view .s4").first.wait_for()
+    assert spans.all_text_contents() == [*prompt[:-1], "⏎\n"]
+    probs = run.logits(prompt).double().softmax(dim=-1)
+    page.page.locator(".alternatives button").first.wait_for()
+    for index in (1, 4, len(prompt)):
+        page.choose(index)
+        order = probs[index - 1].argsort(descending=True)[:8].tolist()
+        names = {" ": "space", "\n": "line end"}
+        expected = [
+            f"{names.get(c, c)} {100 * probs[index - 1, i]:.1f}%"
+            for i in order
+            for c in run.tokenizer.characters[i]
+        ]
+        assert page.alternatives == expected
+        if index < len(prompt):
+            prob = float(probs[index - 1, run.tokenizer.encode(prompt[index])[0]])
+            assert f"{-math.log2(prob):.2f} bits ({100 * prob:.1f}%)" in page.summary
+    page.choose(0)
+    assert "read nothing before it" in page.summary
+
+
+def test_every_character_is_scored_however_soon_one_continues(
+    player: Callable[..., Player], tmp_path: Path
+) -> None:
+    page = player(save_run(tmp_path, block_size=256, n_embd=128))
+    page.set(length=5)
+    for wait in range(110, 160, 10):  # around the moment at which the text is read as it is typed
+        page.set(prompt=f"{wait} ".translate(str.maketrans("0123456789", "abcdefghij")) * 40)
+        page.page.wait_for_timeout(wait)
+        page.continue_by("Control+Enter")
+        unscored = page.page.evaluate("() => records.filter((each) => each?.bits == null).length")
+        assert unscored == 1, wait
+
+
+def test_text_streams_and_escape_stops_it(player: Callable[..., Player], tmp_path: Path) -> None:
+    page = player(save_run(tmp_path))
+    page.set(prompt="ab", length=10_000)
+    page.page.locator("#prompt").press("Control+Enter")
+    field = page.page.locator("#prompt")
+    lengths = [len(field.input_value())]
+    while lengths[-1] < 200:
+        page.page.wait_for_timeout(30)
+        lengths.append(len(field.input_value()))
+    assert page.page.locator("#stop").is_enabled()
+    page.page.keyboard.press("Escape")
+    page.wait("Stopped")
+    stopped = field.input_value()
+    page.page.wait_for_timeout(100)
+    assert len(stopped) < 10_000
+    assert field.input_value() == stopped
+    assert page.page.locator("#stop").is_disabled()
+
+
+def test_typing_while_the_model_writes_keeps_what_is_typed(
+    player: Callable[..., Player], tmp_path: Path
+) -> None:
+    page = player(save_run(tmp_path))
+    page.set(prompt="ab", length=10_000)
+    page.page.locator("#prompt").press("Control+Enter")
+    page.page.wait_for_timeout(100)
+    page.page.keyboard.type("zzzz")
+    page.page.wait_for_timeout(200)
+    assert page.page.locator("#prompt").input_value().endswith("zzzz")
+
+
+def test_a_preview_leaves_the_field_alone_and_is_what_continuing_writes(
+    player: Callable[..., Player], tmp_path: Path
+) -> None:
+    page = player(save_run(tmp_path))
+    page.set(length=30, temperature=1)
+    page.page.locator("#live").check()
+    page.page.locator("#prompt").press_sequentially("so")
+    page.page.locator("#view .preview").nth(29).wait_for()
+    assert page.page.locator("#prompt").input_value() == "so"
+    shown = page.page.locator("#view span:not(#end)").all_text_contents()
+    assert page.continue_by("Control+Enter") == "".join(shown).replace("⏎", "")
+    assert page.page.locator("#view .preview").count() == 0
+    assert page.page.locator("#view .typed").all_text_contents() == ["s", "o"]
+
+
+def test_another_character_branches_by_pointer_and_by_keys(
+    player: Callable[..., Player], tmp_path: Path
+) -> None:
+    run = save_run(tmp_path)
+    page = player(run)
+    before = page.write("abcd ")
+    page.choose(12)
+    chosen = page.page.locator(".alternatives button").nth(3)
+    other = chosen.inner_text().split()[0]
+    chosen.click()
+    page.page.locator("#view .at").wait_for()
+    page.wait()
+
+    def expected(text: str) -> str:
+        return sample(run, prompt=text, temperature=0, length=60, num_samples=1, seed=1)[0]
+
+    prompt = before[:12] + {"space": " ", "line": "\n"}.get(other, other)
+    assert prompt[12] != before[12]
+    assert page.text == expected(prompt)
+    # the focus is in the text, at the character that was chosen
+    assert page.summary.startswith(f"{'line end' if other == 'line' else other}: ")
+    page.page.keyboard.press("ArrowLeft")
+    page.page.keyboard.press("ArrowDown")
+    page.page.keyboard.press("ArrowRight")
+    second = page.page.locator(".alternatives button:focus").inner_text().split()[0]
+    prompt = prompt[:11] + {"space": " ", "line": "\n"}.get(second, second)
+    assert page.continue_by("Enter") == expected(prompt)
+
+
+def test_a_byte_token_can_be_chosen_and_only_valid_ones(
+    player: Callable[..., Player], tmp_path: Path
+) -> None:
+    run = save_run(tmp_path, TOKENIZERS["bytes"])
+    page = player(run)
+    page.write("ab c")
+    for index in range(3, 30):
+        page.choose(index)
+        byte = page.page.locator(".alternatives button:enabled", has_text="byte").first
+        if byte.count():
+            break
+    value = int(byte.inner_text().split()[1], 16)
+    byte.click()
+    page.page.locator("#view .at").wait_for()
+    page.wait()
+    assert page.text[index].encode()[0] == value
+    assert "\ufffd" not in page.text
+
+
+def test_attention_is_that_of_the_model(player: Callable[..., Player], tmp_path: Path) -> None:
+    run = save_run(tmp_path)
+    page = player(run)
+    text = page.write("so it is ", length=10)
+    tokens = torch.from_numpy(run.tokenizer.encode(text).astype("int64"))[None]
+    assert isinstance(run.model, GPT)
+    maps = torch.stack(run.model.attention_weights(tokens))[:, 0]  # (L, H, T, T)
+    page.choose(15)
+    for layer, head in (("", ""), ("1", "0"), ("0", "")):
+        page.page.locator("#layer").select_option(index=1 + int(layer or -1))
+        page.page.locator("#head").select_option(index=1 + int(head or -1))
+        rows = maps if layer == "" else maps[[int(layer)]]
+        rows = rows if head == "" else rows[:, [int(head)]]
+        expected = rows.mean(dim=(0, 1))[14, :15]
+        page.page.wait_for_timeout(50)
+        shown = page.page.evaluate(
+            "() => spans.map((span) => Number(span.node.style.getPropertyValue('--weight')))"
+        )
+        np.testing.assert_allclose(shown[:15], expected / expected.max(), atol=0.02)
+        assert not any(shown[15:])
+        percent = re.findall(r"(\d+)%", page.page.locator("#attention-words").inner_text())
+        assert abs(int(percent[0]) - 100 * float(expected.max())) < 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"), [("latin", "left out"), ("unknown", "read as unknown"), ("bytes", "")]
+)
+def test_characters_outside_the_vocabulary_are_named(
+    player: Callable[..., Player], tmp_path: Path, kind: str, said: str
+) -> None:
+    page = player(save_run(tmp_path, TOKENIZERS[kind]))
+    page.set(prompt="aЖ\u202eb")
+    shown = {"latin": "ab", "unknown": "a\ufffd\ufffdb", "bytes": "aЖ\ufffdb"}[kind]
+    page.page.locator("#view span").nth(len(shown)).wait_for()
+    assert page.page.locator("#view").text_content() == shown
+    words = page.page.locator("#missing").text_content()
+    assert said in words
+    assert bool(words) == bool(said)
+    assert ("Ж" in words) == bool(said)
+
+
+def test_graphemes_stay_whole_and_each_of_their_characters_can_be_chosen(
+    player: Callable[..., Player], tmp_path: Path
+) -> None:
+    page = player(save_run(tmp_path, TOKENIZERS["emoji"]))
+    page.set(prompt="a\u0301🇩🇪👩🏽\u200d😀a")
+    page.page.locator("#view span").nth(4).wait_for()
+    spans = page.page.locator("#view span:not(#end)").all_text_contents()
+    assert spans == ["a\u0301", "🇩🇪", "👩🏽\u200d😀", "a"]
+    page.page.locator(".alternatives button").first.wait_for()
+    page.choose(2)
+    for character in ("👩", "🏽", "ZWJ", "😀", "a"):
+        assert page.summary.startswith(f"{character}: ")
+        assert page.page.locator("#view .at").text_content() in ("👩🏽\u200d😀", "a")
+        page.page.locator("#view").press("ArrowRight")
+
+
+def test_texts_and_names_run_nothing(
+    player: Callable[..., Player], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = CharTokenizer.fit(HOSTILE)
+    pairs = count_pairs(tokenizer.encode("<i>" * 100), tokenizer.vocab_size)
+    corpus = SimpleNamespace(pair_counts=lambda split: pairs)
+    monkeypatch.setattr(Run, "corpus", lambda run: corpus)
+    name = "<img src=x onerror=window.ran=1>'\"&\u202e\u2028{{ 7*7 }}"
+    run = save_run(tmp_path / name, tokenizer, sample_prompt=HOSTILE)
+    page = player(run)
+    assert page.page.locator("h1").text_content() == f"Play: {name}".replace(
+        "\u202e", "\ufffd"
+    ).replace("\u2028", "\ufffd")
+    for prompt in (HOSTILE.replace("\0", ""), MARKUP):
+        page.write(prompt)
+        page.choose(5)
+    shown = page.page.locator("#view").text_content()
+    assert shown.startswith(MARKUP)
+    page.write("<i>")
+    bigram = page.page.locator("#bigram-text")
+    assert bigram.text_content() == "<i>" * 20
+    assert bigram.locator("*").count() == 0
+    assert page.page.evaluate("() => window.ran") is None
+    assert page.page.locator("img").count() == 0
+    assert page.page.locator("script").count() == 3  # facts, worker, and the page's own
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """A trained run whose text is in the cache."""
+    folder = tmp_path_factory.mktemp("trained")
+    verse = Path(__file__).parent.parent / "data" / "lighthouse.txt"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CHARGPT_CACHE", str(folder / "cache"))
+        done = run_cli("train", verse, *TINY, "--out", "mine", cwd=folder)
+        assert done.returncode == 0, done.stderr
+        yield load_run(folder / "mine", device="cpu")
+
+
+@pytest.fixture
+def cached(trained: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setenv("CHARGPT_CACHE", str(trained.folder.parent / "cache"))
+    return trained
+
+
+def test_the_bigram_of_the_text_continues_the_same_text(
+    player: Callable[..., Player], cached: Run
+) -> None:
+    page = player(cached)
+    page.write("The li", length=40)
+    model = BigramLM.from_counts(cached.corpus().pair_counts("train"), 100, BIGRAM_ALPHA)
+    text = "The li"
+    for _ in range(40):
+        following = int(model.table.weight[cached.tokenizer.encode(text[-1])[0]].argmax())
+        text += cached.tokenizer.characters[following]
+    assert page.page.locator("#bigram-text").text_content() == text[6:].replace("\n", "⏎\n")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", list(WIDTHS))
+def test_a_browser_finds_no_barrier(
+    player: Callable[..., Player], cached: Run, width: str, scheme: str
+) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright")
+    size = dict(zip(("width", "height"), WIDTHS[width], strict=True))
+    page = player(cached, viewport=size, color_scheme=scheme)
+    page.write("The light", length=300, temperature=1, seed=1)
+    page.choose(20)
+    page.page.locator(".alternatives button").first.wait_for()
+    assert page.page.evaluate("document.documentElement.scrollWidth") == size["width"]
+    found = axe.Axe().run(page.page).response["violations"]
+    assert [(each["id"], each["impact"], each["nodes"][0]["html"]) for each in found] == []
+
+
+def test_everything_is_reached_by_the_tab_key(player: Callable[..., Player], cached: Run) -> None:
+    page = player(cached)
+    page.page.locator(".alternatives button").first.wait_for()
+    reached = []
+    for _ in range(30):
+        page.page.keyboard.press("Tab")
+        reached.append(page.page.evaluate("() => document.activeElement.id"))
+    fields = ["prompt", "length", "temperature", "top-k", "seed", "continue", "live", "view"]
+    assert [name for name in dict.fromkeys(reached) if name in fields] == fields
+    assert {"layer", "head", "bigram-text"} <= set(reached)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("kind", "bigram"),
+        ("kind", "gpt2"),
+        ("attention", "average"),
+        ("scaled", False),
+        ("qk_norm", False),
+        ("mlp", "none"),
+    ],
+)
+def test_a_model_that_the_page_cannot_hold_is_refused_by_name(
+    tmp_path: Path, setting: str, value: object
+) -> None:
+    run = save_run(tmp_path, **{setting: value})
+    with pytest.raises(ConfigError, match=f"model.{setting}={value}"):
+        export_html(run, tmp_path / "play.html")
+    assert not (tmp_path / "play.html").exists()
+
+
+def test_the_check_reads_the_page_itself(tmp_path: Path) -> None:
+    run = save_run(tmp_path)
+    assert isinstance(run.model, GPT)
+    page = make_page(run, run.model)
+    assert check_export(run, PageReader(page), is_exact=False).loss_increase < 1e-6
+    start = page.index(">", page.index('id="weights"')) + 1
+    changed = page[:start] + "AAAA" * 500 + page[start + 2000 :]
+    with pytest.raises(WorkError, match="does not read back"):
+        check_export(run, PageReader(changed), is_exact=False)
+
+
+def test_weights_that_half_precision_does_not_hold_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = save_run(tmp_path)
+    assert isinstance(run.model, GPT)
+    with torch.no_grad():
+        run.model.head.weight *= 1 + torch.rand_like(run.model.head.weight)
+    monkeypatch.setattr(html, "MAX_LOSS_INCREASE", 1e-12)
+    with pytest.raises(WorkError, match="half precision"):
+        export_html(run, tmp_path / "play.html")
+    with torch.no_grad():
+        run.model.norm.weight /= 1e6
+        run.model.head.weight *= 1e6
+    with pytest.raises(WorkError, match="not finite"):
+        export_html(run, tmp_path / "play.html")
+    assert not (tmp_path / "play.html").exists()
+
+
+def test_the_command_writes_the_page_into_the_run_and_opens_it(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_run(tmp_path / "mine")
+    opened: list[str] = []
+    monkeypatch.setattr(play_command.webbrowser, "open", lambda url: bool(opened.append(url)))
+    done = cli("play", "mine", "--no-open")
+    assert (done.returncode, done.stdout) == (0, "mine/play.html\n")
+    assert "checked with chargpt's own reader" in done.stderr
+    assert opened == []
+    done = cli("play", "mine")
+    assert opened == [(tmp_path / "mine" / "play.html").as_uri()]
+    assert "no browser opened" in done.stderr
+    assert cli("verify", "mine").returncode == 0
+    Path("other.html").write_text("<p>mine</p>")
+    said = refusal(cli("play", "mine", "--out", "other.html", "--no-open"))
+    assert "was not made by chargpt" in said
