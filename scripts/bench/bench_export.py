@@ -8,6 +8,9 @@ first 20,000 characters of the validation split, beside that of the run.
 """
 
 import argparse
+import math
+import re
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -16,16 +19,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from playwright.sync_api import Playwright, sync_playwright
 from record import facts, save_record, write_record
 
 from chargpt.export import gguf, html, huggingface, onnx
 from chargpt.export.check import (
     Reader,
     check_export,
+    encode,
     exportable_model,
     greedy,
     greedy_prompts,
     log_softmax,
+    logits,
     prompts,
 )
 from chargpt.inference.evaluation import evaluate_tokens
@@ -33,6 +39,80 @@ from chargpt.models import build_model
 from chargpt.store.run import Run, load_run
 
 CHARACTERS = 20_000
+# starts another worker of the page
+START = """([worker, facts, weights]) => {
+  window.asked = new Worker(URL.createObjectURL(new Blob([worker])));
+  window.asked.postMessage({ facts: JSON.parse(facts), weights });
+  window.askedCount = 0;
+}"""
+# asks that worker for a continuation; returns the records of all tokens
+ASK = """([tokens, length, isNew]) => new Promise((resolve) => {
+  const id = ++window.askedCount, records = [];
+  window.asked.onmessage = ({ data }) => {
+    if (data.id !== id) return;
+    records.push(...data.batch);
+    if (data.isDone) resolve(records);
+  };
+  const settings = { length, temperature: 0, topK: 1 << 20, seed: 1 };
+  // another token first, since the worker reads again only what its cache does not share
+  const other = { ...settings, id: -1, tokens: [tokens[0] ? 0 : 1], length: 0 };
+  if (isNew) window.asked.postMessage(other);
+  window.asked.postMessage({ ...settings, id, tokens });
+})"""
+
+
+class PageInChromium:
+    """The page as Chromium opens it: what its worker answers."""
+
+    def __init__(self, path: Path, driver: Playwright) -> None:
+        chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+        self.browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        self.page = self.browser.new_page()
+        self.page.goto(path.as_uri())
+        content = path.read_text(encoding="utf-8")
+        found = [
+            re.search(rf'<script[^>]* id="{name}">(.*?)</script>', content, re.DOTALL)
+            for name in ("worker", "facts", "weights")
+        ]
+        self.page.evaluate(START, [each[1] for each in found if each])
+        self.name = f"Chromium {self.browser.version}"
+
+    def ask(
+        self, tokens: list[int], length: int = 0, *, is_new: bool = True
+    ) -> list[dict[str, Any]]:
+        """Return the worker's record of each token, at most a block, and of `length` more.
+
+        Unless `is_new`, tokens may exceed the block by those that the last call did not have, whose
+        records are returned.
+        """
+        found: list[dict[str, Any]] = self.page.evaluate(ASK, [tokens, length, is_new])
+        return found
+
+    def measure(self, run: Run, tokens: list[int]) -> dict[str, Any]:
+        """Return largest difference, whether greedy text is the same, and the loss."""
+        texts = prompts(run)
+        difference = 0.0
+        for text in texts:
+            given = encode(run.tokenizer, text)
+            ours = log_softmax(logits(run.model, given))
+            for row, record in zip(ours, self.ask(given)[1:], strict=False):
+                # the worker reports the most likely tokens only
+                for token, prob, _ in record["top"]:
+                    if prob > 0:
+                        difference = max(difference, abs(math.log(prob) - row[token]))
+        same = all(
+            [each["token"] for each in self.ask(prompt, length)[len(prompt) :]]
+            == greedy(run.model, prompt, length)
+            for prompt, length in greedy_prompts(run, texts)
+        )
+        size, bits = run.model.block_size, 0.0
+        for start in range(0, len(tokens) - 1, size):
+            block = tokens[start : start + size + 1]
+            records = [*self.ask(block[:-1])[1:], *self.ask(block, is_new=False)]
+            assert len(records) == len(block) - 1
+            bits += sum(record["bits"] for record in records)
+        characters = run.tokenizer.count_characters(np.array(tokens[1:]))
+        return {"difference": difference, "greedy": same, "loss": bits * math.log(2) / characters}
 
 
 @contextmanager
@@ -51,12 +131,9 @@ def open_export(kind: str, run: Run, folder: Path) -> Iterator[Reader]:
         longer.load_state_dict(model.state_dict())
         gguf.write_gguf(path, run, longer, precision)
         yield gguf.LlamaReader(path, model.vocab_size, size, threads=2)
-    elif kind == "onnx":
+    else:
         onnx.export_onnx(run, folder / "model.onnx")
         yield onnx.OnnxReader(folder / "model.onnx", model)
-    else:
-        html.export_html(run, folder / "model.html")
-        yield html.PageReader((folder / "model.html").read_text(encoding="utf-8"))
 
 
 def full_loss(reader: Reader, run: Run, tokens: list[int]) -> float:
@@ -76,25 +153,38 @@ def full_loss(reader: Reader, run: Run, tokens: list[int]) -> float:
 
 def measure(run: Run, kind: str) -> dict[str, Any]:
     """Return the row of one run and format."""
-    tokens = run.corpus().split("val")[: CHARACTERS + 1]
-    ours = evaluate_tokens(run.model, tokens).nats_per_char
-    with tempfile.TemporaryDirectory() as folder, open_export(kind, run, Path(folder)) as reader:
-        found = check_export(run, reader, is_exact=False)
-        same = all(
-            reader.greedy(prompt, length) == greedy(run.model, prompt, length)
-            for prompt, length in greedy_prompts(run, prompts(run))
-        )
-        loss = full_loss(reader, run, tokens.tolist())
+    scored = run.corpus().split("val")[: CHARACTERS + 1]
+    ours, tokens = evaluate_tokens(run.model, scored).nats_per_char, scored.tolist()
+    with tempfile.TemporaryDirectory() as folder:
+        if kind == "html":
+            path = Path(folder) / "model.html"
+            html.export_html(run, path)
+            with sync_playwright() as driver:
+                page = PageInChromium(path, driver)
+                name, found = page.name, page.measure(run, tokens)
+        else:
+            with open_export(kind, run, Path(folder)) as reader:
+                name, found = reader.name, measure_reader(reader, run, tokens)
     return {
         "run": run.folder.name,
         "parameters": run.model.parameter_count(),
         "format": kind,
-        "reader": reader.name,
-        "difference": float(f"{found.difference:.1e}"),
-        "greedy": same,
-        "loss": round(loss, 6),
+        "reader": name,
+        "difference": float(f"{found['difference']:.1e}"),
+        "greedy": found["greedy"],
+        "loss": round(found["loss"], 6),
         "loss of the run": round(ours, 6),
     }
+
+
+def measure_reader(reader: Reader, run: Run, tokens: list[int]) -> dict[str, Any]:
+    """Return largest difference, whether greedy text is the same, and the loss."""
+    same = all(
+        reader.greedy(prompt, length) == greedy(run.model, prompt, length)
+        for prompt, length in greedy_prompts(run, prompts(run))
+    )
+    difference = check_export(run, reader, is_exact=False).difference
+    return {"difference": difference, "greedy": same, "loss": full_loss(reader, run, tokens)}
 
 
 def main() -> None:

@@ -287,7 +287,9 @@ def finetuning(found: dict[str, Any]) -> list[str]:
     ]
 
 
-def exports(found: dict[str, Any], imported: dict[str, Any], page: dict[str, Any]) -> list[str]:
+def exports(
+    found: dict[str, Any], pages: dict[str, Any], imported: dict[str, Any], speed: dict[str, Any]
+) -> list[str]:
     """Return the tables of exports, imports and the page."""
     rows = [
         [
@@ -300,7 +302,7 @@ def exports(found: dict[str, Any], imported: dict[str, Any], page: dict[str, Any
             f"{row['loss']:.6f}",
             f"{row['loss of the run']:.6f}",
         ]
-        for row in found["rows"]
+        for row in [*found["rows"], *pages["rows"]]
     ]
     head = ["run", "parameters", "format", "read by", "largest difference", "greedy text"]
     losses = [
@@ -310,7 +312,7 @@ def exports(found: dict[str, Any], imported: dict[str, Any], page: dict[str, Any
     speeds = [
         f"{name}: {each['characters_per_second']:,.0f} characters/s, the first one after "
         f"{each['open_to_first_character_seconds']:.2f} s, {each['page_bytes'] / 1e6:.1f} MB"
-        for name, each in page["models"].items()
+        for name, each in speed["models"].items()
     ]
     return [
         "Exported models beside their runs, by the programs that open them: the largest difference "
@@ -325,7 +327,7 @@ def exports(found: dict[str, Any], imported: dict[str, Any], page: dict[str, Any
         "",
         f"The page of `chargpt play` in headless Chromium, medians: {'; '.join(speeds)}.",
         "",
-        f"`{command(found)}`, `{command(imported)}`, `{command(page)}`",
+        ", ".join(f"`{command(each)}`" for each in (found, pages, imported, speed)),
     ]
 
 
@@ -418,7 +420,7 @@ def benchmarks() -> str:
         ["### Compression"],
         compression(record("compress")),
         ["### Exports"],
-        exports(record("export"), record("import"), record("play")),
+        exports(record("export"), record("export-html"), record("import"), record("play")),
     )
 
 
