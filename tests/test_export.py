@@ -101,9 +101,12 @@ def test_the_same_export_passes_with_our_own_readers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without(monkeypatch, "transformers", "xllamacpp", "onnxruntime")
+    run = run_of(TOKENIZERS["bytes"])
+    assert export_huggingface(run, tmp_path / "a").reader.startswith("tokenizers and chargpt's own")
+    without(monkeypatch, "transformers", "tokenizers", "xllamacpp", "onnxruntime")
     for name in ("emoji", "bytes"):
         run = run_of(TOKENIZERS[name])
-        assert "own reader" in export_huggingface(run, tmp_path / name).reader
+        assert export_huggingface(run, tmp_path / name).reader.startswith("chargpt's own reader")
         assert "own reader" in export_gguf(run, tmp_path / f"{name}.gguf").reader
     assert "own reader" in export_huggingface(run_of(UNKNOWN), tmp_path / "unknown").reader
     reader = export_onnx(run_of(TOKENIZERS["ascii"], n_layer=1), tmp_path / "model.onnx").reader
@@ -345,23 +348,10 @@ def test_a_hostile_folder_is_refused_with_one_sentence(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def make_run_folder(path: Path, run: Run) -> Path:
-    """Save a run."""
-    folder = RunFolder(path).create(run.config, run.tokenizer)
-    folder.save(
-        config=run.config,
-        tokenizer=run.tokenizer,
-        state=run.state,
-        model=run.model.state_dict(),
-        optimizer={},
-        is_best=True,
-    )
-    folder.unlock()
-    return path
-
-
 def test_the_commands_say_what_they_wrote_and_how_it_was_checked(cli: Cli, tmp_path: Path) -> None:
-    make_run_folder(tmp_path / "run", run_of(TOKENIZERS["ascii"]))
+    run = run_of(TOKENIZERS["ascii"])
+    weights = run.model.state_dict()
+    RunFolder(tmp_path / "run").create_from_weights(run.config, run.tokenizer, run.state, weights)
     for kind, out in (("hf", "folder"), ("gguf", "model.gguf"), ("onnx", "model.onnx")):
         done = cli("export", kind, "run", out)
         assert done.returncode == 0, done.stderr

@@ -71,6 +71,20 @@ class Check:
         )
 
 
+class ModelReader:
+    """A reader of ours: the exported weights in a model of this package."""
+
+    model: LanguageModel
+
+    def logits(self, tokens: list[int]) -> Floats:
+        """Return the logits after each of the tokens, (T, V)."""
+        return logits(self.model, tokens)
+
+    def greedy(self, tokens: list[int], length: int) -> list[int]:
+        """Return the most likely token after these, and so on, `length` tokens."""
+        return greedy(self.model, tokens, length)
+
+
 def exportable_model(run: Run, target: str) -> GPT:
     """Return the GPT of a run, which the architecture of Qwen3 can hold.
 

@@ -22,7 +22,7 @@ import torch
 from chargpt import __version__
 from chargpt.config import NORM_EPS
 from chargpt.errors import ConfigError, WorkError
-from chargpt.export.check import Check, Floats, check_export, exportable_model, greedy, logits
+from chargpt.export.check import Check, Floats, ModelReader, check_export, exportable_model
 from chargpt.files import require_output, write_atomically
 from chargpt.models import GPT, build_model
 from chargpt.store.run import Run
@@ -303,7 +303,7 @@ class LlamaReader:
         return found
 
 
-class OwnReader:
+class OwnReader(ModelReader):
     """The file as `gguf` reads it, in a GPT of ours."""
 
     name = "chargpt's own reader (install xllamacpp to check with llama.cpp)"
@@ -333,14 +333,6 @@ class OwnReader:
             else:
                 found += [self.ids[f"<0x{byte:02X}>"] for byte in character.encode()]
         return found
-
-    def logits(self, tokens: list[int]) -> Floats:
-        """Return the logits after each of the tokens, (T, V)."""
-        return logits(self.model, tokens)
-
-    def greedy(self, tokens: list[int], length: int) -> list[int]:
-        """Return the most likely token after these, and so on, `length` tokens."""
-        return greedy(self.model, tokens, length)
 
 
 def dequantized(tensor: Any) -> npt.NDArray[np.float32]:

@@ -25,12 +25,10 @@ from chargpt.config import NORM_EPS, ModelConfig
 from chargpt.errors import ChargptError, WorkError
 from chargpt.export.check import (
     Check,
-    Floats,
+    ModelReader,
     check_export,
     encode,
     exportable_model,
-    greedy,
-    logits,
 )
 from chargpt.files import require_output, write_output
 from chargpt.inference.baselines import BIGRAM_ALPHA
@@ -48,7 +46,7 @@ PAGES = Path(__file__).parent / "pages"
 Facts = dict[str, Any]
 
 
-class PageReader:
+class PageReader(ModelReader):
     """The model that a page holds, in the repository's own GPT."""
 
     name = "chargpt's own reader"
@@ -73,14 +71,6 @@ class PageReader:
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text."""
         return encode(self.tokenizer, text)
-
-    def logits(self, tokens: list[int]) -> Floats:
-        """Return the logits after each of the tokens, (T, V)."""
-        return logits(self.model, tokens)
-
-    def greedy(self, tokens: list[int], length: int) -> list[int]:
-        """Return the most likely token after these, and so on, `length` tokens."""
-        return greedy(self.model, tokens, length)
 
 
 def export_html(run: Run, path: Path, *, force: bool = False) -> Check:

@@ -22,10 +22,9 @@ from chargpt.errors import ConfigError, RunError
 from chargpt.export.check import (
     Check,
     Floats,
+    ModelReader,
     check_export,
     exportable_model,
-    greedy,
-    logits,
 )
 from chargpt.files import read_json, read_regular
 from chargpt.models import GPT, build_model, count_parameters
@@ -299,33 +298,36 @@ class TransformersReader:
         return found
 
 
-class OwnReader:
-    """The folder as `import_huggingface` opens it, and the vocabulary in its tokenizer file."""
+class OwnReader(ModelReader):
+    """The folder as `import_huggingface` opens it, and its tokenizer file.
 
-    name = "chargpt's own reader (install transformers to check with it)"
+    That is opened by `tokenizers`, or else its vocabulary is looked up.
+    """
 
     def __init__(self, folder: Path) -> None:
+        self.name = "chargpt's own reader (install transformers to check with it)"
         *_, self.model = read_folder(folder)
+        self.tokenizer: Any = None
+        if find_spec("tokenizers"):
+            self.name = f"tokenizers and {self.name}"
+            self.tokenizer = import_module("tokenizers").Tokenizer.from_file(
+                str(folder / TOKENIZER)
+            )
         tree = read_json(folder / TOKENIZER, MAX_JSON_BYTES)["model"]
         self.vocabulary, self.unknown = tree["vocab"], tree["unk_token"]
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text."""
         ids: list[int] = []
+        if self.tokenizer is not None:
+            ids += self.tokenizer.encode(text).ids
+            return ids
         for character in text:
             if character in self.vocabulary or self.unknown:
                 ids.append(self.vocabulary.get(character, self.vocabulary.get(self.unknown)))
             else:
                 ids += [self.vocabulary[f"<0x{byte:02X}>"] for byte in character.encode()]
         return ids
-
-    def logits(self, tokens: list[int]) -> Floats:
-        """Return the logits after each of the tokens, (T, V)."""
-        return logits(self.model, tokens)
-
-    def greedy(self, tokens: list[int], length: int) -> list[int]:
-        """Return the most likely token after these, and so on, `length` tokens."""
-        return greedy(self.model, tokens, length)
 
 
 def read_folder(folder: Path) -> tuple[Config, CharTokenizer, RunState, GPT]:
@@ -372,16 +374,5 @@ def import_huggingface(folder: Path, out: Path) -> Path:
         OSError: the run cannot be written.
     """
     config, tokenizer, state, model = read_folder(folder)
-    run = RunFolder(out).create(config, tokenizer)
-    try:
-        run.save(
-            config=config,
-            tokenizer=tokenizer,
-            state=state,
-            model=model.state_dict(),
-            optimizer={},
-            is_best=True,
-        )
-    finally:
-        run.unlock()
+    RunFolder(out).create_from_weights(config, tokenizer, state, model.state_dict())
     return out

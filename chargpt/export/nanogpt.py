@@ -73,18 +73,7 @@ def import_nanogpt(checkpoint: Path, meta: Path, out: Path, text: Path | None = 
         if name.endswith(".bias"):
             tensors.setdefault(name, torch.zeros_like(tensor))
     load_weights(model, tensors, checkpoint)
-    folder = RunFolder(out).create(config, tokenizer)
-    try:
-        folder.save(
-            config=config,
-            tokenizer=tokenizer,
-            state=state,
-            model=model.state_dict(),
-            optimizer={},
-            is_best=True,
-        )
-    finally:
-        folder.unlock()
+    RunFolder(out).create_from_weights(config, tokenizer, state, model.state_dict())
     return out
 
 

@@ -220,6 +220,32 @@ class RunFolder:
             prune_checkpoints(self.checkpoints, keep, config.train.keep_last, folder)
         return folder
 
+    def create_from_weights(
+        self,
+        config: Config,
+        tokenizer: CharTokenizer,
+        state: RunState,
+        model: Mapping[str, Tensor],
+    ) -> None:
+        """Create a run with one checkpoint, without optimizer state: it cannot be resumed.
+
+        Raises:
+            RunError: the path is in use, or cannot be written.
+            OSError: the checkpoint cannot be written.
+        """
+        self.create(config, tokenizer)
+        try:
+            self.save(
+                config=config,
+                tokenizer=tokenizer,
+                state=state,
+                model=model,
+                optimizer={},
+                is_best=True,
+            )
+        finally:
+            self.unlock()
+
     def keep(self, step: int) -> None:
         """Protect a checkpoint from being deleted as an old one.
 
