@@ -101,12 +101,30 @@ def write_output(path: Path, content: bytes, *, force: bool = False) -> None:
     """
     require_output(path, force=force)
     status = path.stat() if path.exists() else None
-    if status is None or (stat.S_ISREG(status.st_mode) and not _is_stream(path)):
+    if status is None or (stat.S_ISREG(status.st_mode) and not is_stream(path)):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(Path(os.path.realpath(path)), content, status)
         return
     with open(path, "ab") as file:  # a redirected /dev/stdout is a file, and not to be cut
         file.write(content)
+
+
+def require_new(path: Path, *, force: bool | None = None) -> None:
+    """Check that nothing is at a path, or with `force` at most a regular file.
+
+    Args:
+        path: of the file or folder to make.
+        force: replace a file; None where there is no such choice.
+
+    Raises:
+        ConfigError: something is in the way.
+    """
+    if not exists(path):
+        return
+    if force and path.is_file() and not path.is_symlink():
+        return
+    remedy = "replace it with --force, or name another" if force is False else "name another"
+    raise ConfigError(f"{path} exists; {remedy}")
 
 
 def require_output(path: Path, *, force: bool = False) -> None:
@@ -117,7 +135,7 @@ def require_output(path: Path, *, force: bool = False) -> None:
     """
     if path.is_dir():
         raise ConfigError(f"{path} is a folder; name a file in it")
-    if force or not path.is_file() or _is_stream(path):
+    if force or not path.is_file() or is_stream(path):
         return
     with open(path, "rb") as file:
         head = file.read(4096)
@@ -125,7 +143,7 @@ def require_output(path: Path, *, force: bool = False) -> None:
         raise ConfigError(f"{path} exists and was not made by chargpt; name another file")
 
 
-def _is_stream(path: Path) -> bool:
+def is_stream(path: Path) -> bool:
     """Return whether a path stands for an open file, as /dev/stdout does."""
     return str(path).startswith(("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/self/fd/"))
 

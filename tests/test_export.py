@@ -40,6 +40,8 @@ TOKENIZERS = {
     "emoji": CharTokenizer.fit("\n aé\u0301\u0308\u200d字語漢的你佽😀🎉👩🏽 "),
     "hostile": CharTokenizer.fit("\0\n\r a</script>&\u2028\u2029\u202e\u200f\ufeff\ufffd'\"\\"),
     "documents": CharTokenizer("\n abcdeé", boundary="\n"),
+    "no newline": CharTokenizer.fit("абвгд"),
+    "one character": CharTokenizer.fit("я"),
     "bytes": CharTokenizer("\n abcdeé字", has_bytes=True),
 }
 UNKNOWN = CharTokenizer("\n abcdeé", has_unknown=True)
@@ -89,12 +91,26 @@ def test_llama_cpp_reads_the_same_model(name: str, tmp_path: Path) -> None:
     assert found.difference < 1e-3
 
 
-@pytest.mark.parametrize("name", ["ascii", "bytes"])
+@pytest.mark.parametrize("name", ["ascii", "no newline", "one character", "bytes"])
 def test_onnxruntime_reads_the_same_model(name: str, tmp_path: Path) -> None:
     run = run_of(TOKENIZERS[name])
     found = export_onnx(run, tmp_path / "model.onnx")
     assert found.reader.startswith("onnxruntime ")
     assert found.difference < 1e-4
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_the_shortest_blocks_are_exported(size: int, tmp_path: Path) -> None:
+    run = run_of(TOKENIZERS["bytes"], block_size=size)
+    checks = [
+        export_huggingface(run, tmp_path / "hf"),
+        export_onnx(run, tmp_path / "model.onnx"),
+    ]
+    if size > 1:  # llama.cpp wants room for a token after the prompt
+        checks.append(export_gguf(run, tmp_path / "model.gguf"))
+    for found in checks:
+        assert ("greedy text" in found.describe()) == (size > 1)
+        assert found.n_greedy == min(N_GREEDY, check.N_PROMPTS * (size - 1))
 
 
 def test_the_same_export_passes_with_our_own_readers(
@@ -124,6 +140,15 @@ def test_lower_precision_makes_a_smaller_file_of_nearly_the_same_loss(
     saved = (tmp_path / "f32.gguf").stat().st_size - (tmp_path / "low.gguf").stat().st_size
     matrices = sum(t.numel() for t in run.model.state_dict().values() if t.dim() == 2)
     assert saved == pytest.approx(matrices * (32 - bits) / 8, rel=0.02)
+
+
+def test_precision_that_costs_too_much_is_refused_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf, "MAX_LOSS_INCREASE", 1e-9)
+    with pytest.raises(WorkError, match=r"nats higher, .* use --precision f32"):
+        export_gguf(run_of(TOKENIZERS["ascii"]), tmp_path / "low.gguf", "q8_0")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.fixture(scope="module")
@@ -202,8 +227,9 @@ def test_a_vocabulary_that_gguf_cannot_hold_is_refused(
 
 
 def test_q8_0_needs_rows_of_whole_blocks(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="multiple of 32, and this model's is 40"):
-        export_gguf(run_of(TOKENIZERS["ascii"], n_embd=40), tmp_path / "x.gguf", "q8_0")
+    for key, sizes in (("n_embd", {"n_embd": 40}), ("mlp_width", {"n_mlp": 40})):
+        with pytest.raises(ConfigError, match=f"multiples of 32, and the model's {key} is 40"):
+            export_gguf(run_of(TOKENIZERS["ascii"], **sizes), tmp_path / "x.gguf", "q8_0")
 
 
 @pytest.mark.parametrize("installed", [True, False])
@@ -324,6 +350,9 @@ def corruptions(folder: Path) -> list[tuple[str, bytes]]:
         model(n_embd=64),
         model(block_size=0),
         model(kind="bigram"),
+        model(kind="gpt2"),
+        # few weights, and rotary tables of 100 GB
+        model(attention="none", mlp="none", n_head=1, n_embd=65536, block_size=65536),
     ]
     weight_files = [b"", weights[:-4], b"\xff" * 8 + weights[8:], b"\x80\x02cos\nsystem\n."]
     return [
@@ -344,7 +373,7 @@ def test_a_hostile_folder_is_refused_with_one_sentence(tmp_path: Path) -> None:
         assert "\n" not in str(error.value)
         assert len(str(error.value)) < 500
         (folder / name).write_bytes(intact)
-    assert len(found) == 21
+    assert len(found) == 23
     assert not (tmp_path / "run").exists()
 
 
@@ -357,8 +386,10 @@ def test_the_commands_say_what_they_wrote_and_how_it_was_checked(cli: Cli, tmp_p
         assert done.returncode == 0, done.stderr
         assert done.stdout == f"{out}\n"
         assert "64 prompts" in done.stderr
-        assert "the same greedy text of 200 characters" in done.stderr
-        assert "exists" in refusal(cli("export", kind, "run", out))
+        assert "the same greedy text of 200 tokens" in done.stderr
+        message = refusal(cli("export", kind, "run", out))
+        assert "exists" in message
+        assert ("--force" in message) == (kind != "hf")
     assert (tmp_path / "model.gguf.Modelfile").read_text().splitlines()[1] == "FROM ./model.gguf"
     assert cli("export", "gguf", "run", "model.gguf", "--force").returncode == 0
     done = cli("import", "hf", "folder", "back")
@@ -366,6 +397,13 @@ def test_the_commands_say_what_they_wrote_and_how_it_was_checked(cli: Cli, tmp_p
     assert cli("sample", "back", "-n", "5").returncode == 0
     message = refusal(cli("train", "back", "--resume", "-s", "train.max_steps=9"))
     assert "--from" in message
+    assert "back exists; name another" in refusal(cli("import", "hf", "folder", "back"))
+    Path("file").touch()
+    for kind in ("hf", "gguf", "onnx", "html"):
+        message = refusal(cli("export", kind, "run", "file/inside"))
+        assert "file/inside cannot be written (" in message
+    Path("link.gguf").symlink_to("model.gguf")
+    assert "link.gguf exists" in refusal(cli("export", "gguf", "run", "link.gguf", "--force"))
     assert "is not a folder" in refusal(cli("import", "hf", "run", "other"))
 
 

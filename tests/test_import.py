@@ -3,7 +3,10 @@
 import io
 import pickle
 import random
+import resource
+import shutil
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +184,7 @@ def test_the_command_imports_a_run_that_evaluates_and_explains(cli: Cli, tmp_pat
     assert "model.kind=gpt2" in refusal(cli("export", "hf", "run", "out"))
     Path("other.txt").write_text("xyz" * 300)
     words = (*words[:3], "run2", *words[4:7], "other.txt")
-    assert "other characters" in refusal(cli(*words))
+    assert "different characters" in refusal(cli(*words))
 
 
 class Evil:
@@ -231,6 +234,11 @@ def changed_checkpoints(saved: dict[str, Any]) -> list[object]:
     shape = {**weights, "transformer.wpe.weight": torch.zeros(3, 3)}
     nan = {name: tensor * float("nan") for name, tensor in weights.items()}
     expanded = {**weights, "transformer.wpe.weight": torch.zeros(1).expand(65536, 65536)}
+    half = {**weights, "transformer.wpe.weight": torch.zeros(1).half().expand(65536, 65536)}
+    repeated = {**weights, "transformer.wpe.weight": torch.zeros(1).expand(12, 16)}
+    nested: list[object] = []
+    for _ in range(60):
+        nested = [nested, nested]
     return [
         [],
         {},
@@ -242,6 +250,12 @@ def changed_checkpoints(saved: dict[str, Any]) -> list[object]:
         {**saved, "model": shape},
         {**saved, "model": nan},
         {**saved, "model": expanded},
+        {**saved, "model": half},
+        {**saved, "model": repeated},
+        {**saved, "model_args": {**args, "n_layer": nested}},
+        {**saved, "iter_num": float("inf")},
+        {**saved, "best_val_loss": 10**400},
+        {**saved, "config": {"dataset": nested}},
         {**saved, "model_args": None},
         {**saved, "model_args": {**args, "n_layer": -1}},
         {**saved, "model_args": {**args, "n_layer": "2"}},
@@ -257,10 +271,10 @@ def changed_checkpoints(saved: dict[str, Any]) -> list[object]:
     ]
 
 
-def hostile_files(folder: Path, marker: Path) -> list[tuple[str, bytes]]:
-    """Return names and contents of files: by hand, and by random changes of good ones."""
-    saved = checkpoint_of(noisy_gpt2())
-    good = {path.name: path.read_bytes() for path in write(folder, saved)}
+def hostile_files(
+    saved: dict[str, Any], good: dict[str, bytes], marker: Path
+) -> list[tuple[str, bytes]]:
+    """Return names and contents of files that must be refused."""
     found = []
     for protocol in (0, 2, 4):
         for each in evil_objects(marker):
@@ -275,43 +289,61 @@ def hostile_files(folder: Path, marker: Path) -> list[tuple[str, bytes]]:
     with zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", b"\0" * 50_000_000)
     found.append(("ckpt.pt", bomb.getvalue()))
-    for tree in (
-        3,
-        {},
-        {"itos": {0: "ab"}},
-        {"itos": {1: "a"}},
-        {"itos": {0: "\ud800"}},
-        {"itos": 5},
-    ):
-        found.append(("meta.pkl", pickle.dumps(tree)))
+    trees = (3, {}, {"itos": {0: "ab"}}, {"itos": {1: "a"}}, {"itos": {0: "\ud800"}}, {"itos": 5})
+    found += [("meta.pkl", pickle.dumps(tree)) for tree in trees]
+    deep = b"(" * 1_000_000 + b"t" * 1_000_000  # a tuple whose hash overflows the stack
+    found += [
+        ("meta.pkl", b"]r\xff\xff\xff\xff."),  # a memo of 64 GB
+        ("meta.pkl", b"\x80\x02}" + deep + b"K\x01s."),
+        *(
+            (name, content)
+            for name in good
+            for content in (b"", good[name][: len(good[name]) // 2])
+        ),
+    ]
+    return found
+
+
+def changed_at_random(good: dict[str, bytes]) -> Iterator[tuple[str, bytes]]:
+    """Yield files with some bytes changed, mostly those that describe the weights."""
     generator = random.Random(0)
     for name, content in good.items():
-        found += [(name, b""), (name, content[: len(content) // 2]), (name, b"PK\3\4" + content)]
         for _ in range(60):
             changed = bytearray(content)
             for _ in range(generator.randint(1, 8)):
-                # most of a checkpoint's bytes are weights: change what describes them
-                limit = min(len(changed), 3000)
-                changed[generator.randrange(limit)] = generator.randrange(256)
-            found.append((name, bytes(changed)))
-    return found
+                changed[generator.randrange(min(len(changed), 3000))] = generator.randrange(256)
+            yield name, bytes(changed)
 
 
 def test_hostile_files_run_nothing_and_are_refused_with_one_sentence(tmp_path: Path) -> None:
     marker = tmp_path / "marker"
-    files = hostile_files(tmp_path, marker)
-    assert len(files) > 200
-    good = {name: (tmp_path / name).read_bytes() for name in ("ckpt.pt", "meta.pkl")}
-    messages = []
-    for number, (name, content) in enumerate(files):
+    saved = checkpoint_of(noisy_gpt2())
+    good = {path.name: path.read_bytes() for path in write(tmp_path, saved)}
+
+    def refusal_of(name: str, content: bytes) -> str:
         (tmp_path / name).write_bytes(content)
         try:
-            import_nanogpt(tmp_path / "ckpt.pt", tmp_path / "meta.pkl", tmp_path / f"run{number}")
+            import_nanogpt(tmp_path / "ckpt.pt", tmp_path / "meta.pkl", tmp_path / "run")
         except ChargptError as error:
-            messages.append(str(error))
-        assert not marker.exists(), number
-        (tmp_path / name).write_bytes(good[name])
-    assert len(messages) > 150  # a changed weight or dataset name is no error
+            return str(error)
+        finally:
+            (tmp_path / name).write_bytes(good[name])
+            shutil.rmtree(tmp_path / "run", ignore_errors=True)
+            assert not marker.exists(), content
+        return ""
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2_000_000_000, hard))
+    try:
+        messages = [refusal_of(*each) for each in hostile_files(saved, good, marker)]
+        for each in changed_at_random(good):  # a changed weight or name is no error
+            message = refusal_of(*each)
+            messages += [message] if message else []
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    assert len(messages) > 150
+    assert all(messages)
     assert all("\n" not in message and len(message) < 500 for message in messages)
     # the same objects do run code where nothing forbids it
     pickle.loads(pickle.dumps(evil_objects(marker)[0]))
@@ -321,7 +353,7 @@ def test_hostile_files_run_nothing_and_are_refused_with_one_sentence(tmp_path: P
 def test_a_text_of_other_characters_is_refused(tmp_path: Path) -> None:
     paths = write(tmp_path, checkpoint_of(noisy_gpt2()))
     (tmp_path / "text.txt").write_text("xyz" * 400)
-    with pytest.raises(TextError, match="other characters"):
+    with pytest.raises(TextError, match="have different characters"):
         import_nanogpt(*paths, tmp_path / "run", tmp_path / "text.txt")
 
 

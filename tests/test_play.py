@@ -558,11 +558,11 @@ def test_the_check_reads_the_page_itself(tmp_path: Path) -> None:
     run = save_run(tmp_path)
     assert isinstance(run.model, GPT)
     page = make_page(run, run.model)
-    assert check_export(run, PageReader(page), is_exact=False).loss_increase < 1e-6
+    assert check_export(run, PageReader(page), max_loss_increase=0.1).loss_increase < 1e-6
     start = page.index(">", page.index('id="weights"')) + 1
     changed = page[:start] + "AAAA" * 500 + page[start + 2000 :]
-    with pytest.raises(WorkError, match="does not read back"):
-        check_export(run, PageReader(changed), is_exact=False)
+    with pytest.raises(WorkError, match="nats higher"):
+        check_export(run, PageReader(changed), max_loss_increase=0.005)
 
 
 def test_weights_that_half_precision_does_not_hold_are_refused(
@@ -573,7 +573,7 @@ def test_weights_that_half_precision_does_not_hold_are_refused(
     with torch.no_grad():
         run.model.head.weight *= 1 + torch.rand_like(run.model.head.weight)
     monkeypatch.setattr(html, "MAX_LOSS_INCREASE", 1e-12)
-    with pytest.raises(WorkError, match="half precision"):
+    with pytest.raises(WorkError, match="rounding the weights"):
         export_html(run, tmp_path / "play.html")
     with torch.no_grad():
         run.model.norm.weight /= 1e6
@@ -597,6 +597,8 @@ def test_the_command_writes_the_page_into_the_run_and_opens_it(
     assert opened == [(tmp_path / "mine" / "play.html").as_uri()]
     assert "no browser opened" in done.stderr
     assert cli("verify", "mine").returncode == 0
+    written = run_cli("play", "mine", "--no-open", "--out", "/dev/stdout", cwd=tmp_path).stdout
+    assert written == Path("mine/play.html").read_text(encoding="utf-8")
     Path("other.html").write_text("<p>mine</p>")
     said = refusal(cli("play", "mine", "--out", "other.html", "--no-open"))
     assert "was not made by chargpt" in said

@@ -1,16 +1,20 @@
 """`chargpt export`: a run's GPT in the formats of other tools."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from chargpt.cli import console, options, runs
+from chargpt.errors import ConfigError
 from chargpt.export.check import Check
 from chargpt.export.gguf import Precision, export_gguf
 from chargpt.export.html import export_html
 from chargpt.export.huggingface import export_huggingface
 from chargpt.export.onnx import export_onnx
+from chargpt.files import is_stream
 from chargpt.store.mixture import has_mixture
 from chargpt.store.run import Run
 
@@ -20,7 +24,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
 )
-Force = Annotated[bool, typer.Option("--force", help="Replace the file.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace what is there.")]
 
 
 @app.command()
@@ -36,7 +40,9 @@ def hf(
     Example: `chargpt export hf runs/novel-gpt novel-hf`.
     """
     loaded = load(run, checkpoint)
-    tell(folder, export_huggingface(loaded, folder))
+    with writing(folder):
+        check = export_huggingface(loaded, folder)
+    tell(folder, check)
 
 
 @app.command()
@@ -54,7 +60,9 @@ def gguf(
     Example: `chargpt export gguf runs/novel-gpt novel.gguf --precision q8_0`.
     """
     loaded = load(run, checkpoint)
-    tell(file, export_gguf(loaded, file, precision, force=force))
+    with writing(file):
+        check = export_gguf(loaded, file, precision, force=force)
+    tell(file, check)
 
 
 @app.command()
@@ -69,7 +77,9 @@ def onnx(
     Example: `chargpt export onnx runs/novel-gpt novel.onnx`.
     """
     loaded = load(run, checkpoint)
-    tell(file, export_onnx(loaded, file, force=force))
+    with writing(file):
+        check = export_onnx(loaded, file, force=force)
+    tell(file, check)
 
 
 @app.command()
@@ -84,7 +94,22 @@ def html(
     Example: `chargpt export html runs/novel-gpt novel.html`.
     """
     loaded = load(run, checkpoint)
-    tell(file, export_html(loaded, file, force=force))
+    with writing(file):
+        check = export_html(loaded, file, force=force)
+    tell(file, check)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn the system's errors into a sentence about the path.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error.strerror}); name another") from None
 
 
 def load(path: Path, checkpoint: str) -> Run:
@@ -98,5 +123,6 @@ def load(path: Path, checkpoint: str) -> Run:
 
 def tell(path: Path, check: Check) -> None:
     """Print the path, and the result of the check."""
-    console.out(str(path))
+    if not is_stream(path):  # whose content is the page
+        console.out(str(path))
     console.say(check.describe())

@@ -7,8 +7,9 @@ from typing import Annotated
 import typer
 
 from chargpt.cli import console, options, runs
+from chargpt.cli.export import tell, writing
 from chargpt.export.html import export_html
-from chargpt.files import require_output
+from chargpt.files import is_stream, require_output
 from chargpt.store.layout import PLAY
 from chargpt.store.mixture import has_mixture
 
@@ -39,10 +40,10 @@ def play(
     if has_mixture(loaded):
         console.say("the page holds the GPT alone, without the n-gram counts of the run's mixture")
     page = out or loaded.folder / PLAY
-    check = export_html(loaded, page)
-    console.say(check.describe())
-    if page.is_file():  # and no pipe
-        console.out(str(page))
+    with writing(page):
+        check = export_html(loaded, page)
+    tell(page, check)
+    if page.is_file() and not is_stream(page):
         address = page.absolute().as_uri()
         if is_open and not webbrowser.open(address):
             console.say(f"no browser opened; open {address} in one")

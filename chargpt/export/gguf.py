@@ -23,15 +23,17 @@ from chargpt import __version__
 from chargpt.config import NORM_EPS
 from chargpt.errors import ConfigError, WorkError
 from chargpt.export.check import Check, Floats, ModelReader, check_export, exportable_model
-from chargpt.files import require_output, write_atomically
+from chargpt.files import require_new, write_atomically
 from chargpt.models import GPT, build_model
 from chargpt.store.run import Run
+from chargpt.text.display import display_text
 from chargpt.text.tokenizer import CharTokenizer
 
 Precision = Literal["f32", "f16", "q8_0"]
 Q8_BLOCK = 32  # weights of a row that share a scale
 SPACE = "\u2581"  # stands for a space in SentencePiece
 END = "<|endoftext|>"  # a token that llama.cpp requires, with weights 0; it is never sampled
+MAX_LOSS_INCREASE = 0.005  # in nats, by rounding the weights
 SECONDS = 120  # at most, of a request to llama.cpp
 # our names of a layer's weights, and those of llama.cpp
 LAYER_NAMES = {
@@ -70,17 +72,18 @@ def export_gguf(
     require_gguf(run, precision)
     modelfile = path.with_name(f"{path.name}.Modelfile")
     for each in (path, modelfile):
-        require_output(each, force=force)
+        require_new(each, force=force)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:
         write_gguf(temporary, run, model, precision)
         with open_reader(temporary, run) as reader:
-            check = check_export(run, reader, is_exact=precision == "f32")
+            limit = None if precision == "f32" else MAX_LOSS_INCREASE
+            check = check_export(run, reader, max_loss_increase=limit, remedy="use --precision f32")
+        write_atomically(modelfile, modelfile_text(path.name, model.block_size).encode())
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-    write_atomically(modelfile, modelfile_text(path.name, model.block_size).encode())
     return check
 
 
@@ -105,11 +108,12 @@ def require_gguf(run: Run, precision: Precision) -> None:
             f"GGUF takes the character {SPACE} (U+2581) for a space, and the vocabulary has it; "
             "train on a text without it"
         )
-    if precision == "q8_0" and (width % Q8_BLOCK or run.config.model.mlp_width % Q8_BLOCK):
-        raise ConfigError(
-            f"q8_0 needs a width that is a multiple of {Q8_BLOCK}, and this model's is {width}; "
-            "use f16"
-        )
+    for key, size in (("n_embd", width), ("mlp_width", run.config.model.mlp_width)):
+        if precision == "q8_0" and size % Q8_BLOCK:
+            raise ConfigError(
+                f"q8_0 needs sizes that are multiples of {Q8_BLOCK}, and the model's {key} is "
+                f"{size}; use f16"
+            )
 
 
 def write_gguf(path: Path, run: Run, model: GPT, precision: Precision) -> None:
@@ -118,7 +122,7 @@ def write_gguf(path: Path, run: Run, model: GPT, precision: Precision) -> None:
     config, tokenizer = model.config, run.tokenizer
     size = config.n_embd // config.n_head
     writer = gguf.GGUFWriter(path, "qwen3")
-    writer.add_name(run.folder.name)
+    writer.add_name(display_text(run.folder.absolute().name))
     writer.add_description(f"character-level GPT by chargpt {__version__}")
     writer.add_context_length(config.block_size)
     writer.add_embedding_length(config.n_embd)
@@ -243,7 +247,10 @@ class LlamaReader:
             params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
         params.cpuparams.n_threads = threads
         params.verbosity = -1
-        self.server = xllamacpp.Server(params)
+        try:
+            self.server = xllamacpp.Server(params)
+        except RuntimeError as error:
+            raise WorkError(f"llama.cpp cannot open the export ({error!s:.200})") from None
         # the server is on this machine
         self.opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -260,8 +267,10 @@ class LlamaReader:
             wanted = urllib.request.Request(url, body, headers)
             with self.opener.open(wanted, timeout=SECONDS) as reply:
                 answer: dict[str, Any] = json.load(reply)
-        except urllib.error.HTTPError as error:
-            cause = error.read().decode(errors="replace")
+        except OSError as error:
+            cause = str(error)
+            if isinstance(error, urllib.error.HTTPError):
+                cause = error.read().decode(errors="replace")
             raise WorkError(f"llama.cpp cannot use the export ({cause:.200})") from None
         return answer
 
@@ -286,7 +295,7 @@ class LlamaReader:
         return log_probs[None, : self.vocab_size]
 
     def greedy(self, tokens: list[int], length: int) -> list[int]:
-        """Return the most likely token after these, and so on, `length` tokens.
+        """Return `length` greedily decoded tokens after these.
 
         The server stops at the end of a document.
         """

@@ -22,7 +22,7 @@ from chargpt import __version__
 from chargpt.analysis.page import render
 from chargpt.analysis.passage import SURPRISAL_BITS
 from chargpt.config import NORM_EPS, ModelConfig
-from chargpt.errors import ChargptError, WorkError
+from chargpt.errors import ChargptError
 from chargpt.export.check import (
     Check,
     ModelReader,
@@ -88,12 +88,12 @@ def export_html(run: Run, path: Path, *, force: bool = False) -> Check:
     """
     require_output(path, force=force)
     page = make_page(run, exportable_model(run, "an HTML page"))
-    check = check_export(run, PageReader(page), is_exact=False)
-    if check.loss_increase > MAX_LOSS_INCREASE:
-        raise WorkError(
-            f"the weights do not bear half precision: the loss of the page would be "
-            f"{check.loss_increase:.2g} nats higher; train with a lower optim.lr"
-        )
+    check = check_export(
+        run,
+        PageReader(page),
+        max_loss_increase=MAX_LOSS_INCREASE,
+        remedy="train with a lower optim.lr",
+    )
     write_output(path, page.encode(errors="replace"), force=force)
     return check
 

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from chargpt.config import NORM_EPS, Config, validate
-from chargpt.errors import ConfigError, RunError
+from chargpt.device import require_memory
+from chargpt.errors import RunError, WorkError
 from chargpt.export.check import (
     Check,
     Floats,
@@ -26,8 +27,8 @@ from chargpt.export.check import (
     check_export,
     exportable_model,
 )
-from chargpt.files import read_json, read_regular
-from chargpt.models import GPT, build_model, count_parameters
+from chargpt.files import read_json, read_regular, require_new
+from chargpt.models import GPT, build_model, count_parameters, rotary_bytes
 from chargpt.store.folder import RunFolder
 from chargpt.store.run import Run
 from chargpt.store.state import RunState
@@ -67,8 +68,7 @@ def export_huggingface(run: Run, folder: Path) -> Check:
         WorkError: the export does not read back as the run.
         OSError: it cannot be written.
     """
-    if folder.exists():
-        raise ConfigError(f"{folder} exists; name another folder")
+    require_new(folder)
     model = exportable_model(run, "Qwen3")
     temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(6)}.tmp")
     try:
@@ -85,7 +85,11 @@ def export_huggingface(run: Run, folder: Path) -> Check:
 def files(run: Run, model: GPT) -> dict[str, bytes]:
     """Return the content of each file of the folder."""
     tokenizer = run.tokenizer
-    generation = {"do_sample": True, "temperature": 0.8, "max_new_tokens": model.block_size // 2}
+    generation = {
+        "do_sample": True,
+        "temperature": 0.8,
+        "max_new_tokens": max(1, model.block_size // 2),
+    }
     if tokenizer.boundary:
         generation["eos_token_id"] = tokenizer.boundary_id
     origin = {
@@ -249,7 +253,8 @@ def _example_prompt(tokenizer: CharTokenizer) -> str:
     """Return a few characters of the vocabulary that need no escaping."""
     if set("The ") <= set(tokenizer.characters):
         return "The "
-    return "".join([c for c in tokenizer.characters if c.isalpha()][:3])
+    letters = [c for c in tokenizer.characters if c.isalpha()]
+    return "".join(letters[:3]) or "PROMPT"
 
 
 # -- reading ---------------------------------------------------------------------------------
@@ -268,8 +273,12 @@ class TransformersReader:
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         self.name = f"transformers {transformers.__version__}"
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        try:
+            self.model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+            self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        except Exception as error:  # of whatever kind: it is the answer to whether they open it
+            cause = " ".join(str(error).split())
+            raise WorkError(f"{self.name} cannot open the export ({cause:.200})") from None
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text."""
@@ -283,7 +292,7 @@ class TransformersReader:
         return found
 
     def greedy(self, tokens: list[int], length: int) -> list[int]:
-        """Return the most likely token after these, and so on, `length` tokens."""
+        """Return `length` greedily decoded tokens after these."""
         prompt = torch.tensor([tokens])
         with torch.inference_mode():
             ids = self.model.generate(
@@ -343,6 +352,9 @@ def read_folder(folder: Path) -> tuple[Config, CharTokenizer, RunState, GPT]:
         tokenizer = CharTokenizer.from_json(origin["tokenizer"], str(path))
         state = RunState.from_json(origin["state"].encode())
         tensors = safetensors.torch.load(read_regular(folder / WEIGHTS, MAX_WEIGHT_BYTES))
+        if config.model.kind != "gpt":
+            raise ValueError("it holds no GPT")
+        require_memory(rotary_bytes(config.model), "the model")
         n_weights = sum(tensor.numel() for tensor in tensors.values())
         # before memory is taken for the model
         if n_weights != count_parameters(config.model, tokenizer.vocab_size):
@@ -356,8 +368,7 @@ def read_folder(folder: Path) -> tuple[Config, CharTokenizer, RunState, GPT]:
             f"{folder} is not a folder that `chargpt export hf` wrote ({cause:.200}); name another"
         ) from None
     model = build_model(config.model, tokenizer.vocab_size)
-    if not isinstance(model, GPT):
-        raise RunError(f"{folder} holds no GPT; name another")
+    assert isinstance(model, GPT)
     model.first_continuation = tokenizer.first_continuation
     ours = {_their_name(name): name for name in model.state_dict()}
     load_weights(model, {ours.get(name, name): tensor for name, tensor in tensors.items()}, folder)
@@ -373,6 +384,7 @@ def import_huggingface(folder: Path, out: Path) -> Path:
         ChargptError: the folder is not such an export, or `out` is in use.
         OSError: the run cannot be written.
     """
+    require_new(out)
     config, tokenizer, state, model = read_folder(folder)
     RunFolder(out).create_from_weights(config, tokenizer, state, model.state_dict())
     return out

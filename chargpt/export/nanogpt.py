@@ -10,6 +10,7 @@ Shapes in this file: V = vocabulary size.
 import io
 import math
 import pickle
+import pickletools
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +19,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from chargpt.config import Config, validate
+from chargpt.config import Config, ModelConfig, validate
 from chargpt.errors import ConfigError, RunError, TextError
-from chargpt.files import read_regular
+from chargpt.files import read_regular, require_new
 from chargpt.models import build_model, count_parameters
 from chargpt.store.folder import RunFolder
 from chargpt.store.state import RunState
@@ -30,6 +31,11 @@ from chargpt.text.tokenizer import CharTokenizer
 
 MAX_META_BYTES = 64_000_000
 MAX_CHECKPOINT_BYTES = 1 << 36
+# of a pickle of dicts, strings and integers
+PLAIN_OPCODES = set(
+    "PROTO FRAME STOP MARK EMPTY_DICT DICT SETITEM SETITEMS MEMOIZE PUT BINPUT LONG_BINPUT GET "
+    "BINGET LONG_BINGET INT BININT BININT1 BININT2 UNICODE SHORT_BINUNICODE BINUNICODE".split()
+)
 SIZES = ("n_layer", "n_head", "n_embd", "block_size", "dropout")
 NAMES = {
     "ln_1": "attention_norm",
@@ -56,22 +62,28 @@ def import_nanogpt(checkpoint: Path, meta: Path, out: Path, text: Path | None = 
         ChargptError: a file is not what it should be, or the folder is in use.
         OSError: the run cannot be written.
     """
+    require_new(out)
     tokenizer, order = read_meta(meta)
     saved = read_checkpoint(checkpoint)
     try:
         config, state, tensors = convert(saved, order, checkpoint.stat().st_size)
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, ConfigError) as error:
+    except (
+        *(KeyError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError),
+        ConfigError,
+    ) as error:
         raise _unusable(checkpoint, error) from None
     if text is not None:
-        config = config.with_values({"text.path": str(text.absolute())})
+        # whatever is rare, nanoGPT keeps it
+        config = config.with_values({"text.path": str(text.absolute()), "text.rare": "keep"})
         corpus = load_corpus(config.text)
         if corpus.tokenizer != tokenizer:
-            raise TextError(f"{text} has other characters than {meta}; name the text of the model")
+            different = set(corpus.tokenizer.characters) ^ set(tokenizer.characters)
+            raise TextError(
+                f"{text} and {meta} have different characters, such as {min(different)!r}; name "
+                "the text of the model"
+            )
         state = replace(state, corpus=corpus.key, text=corpus.name)
     model = build_model(config.model, tokenizer.vocab_size)
-    for name, tensor in model.state_dict().items():
-        if name.endswith(".bias"):
-            tensors.setdefault(name, torch.zeros_like(tensor))
     load_weights(model, tensors, checkpoint)
     RunFolder(out).create_from_weights(config, tokenizer, state, model.state_dict())
     return out
@@ -91,10 +103,17 @@ def read_meta(path: Path) -> tuple[CharTokenizer, Tensor]:
         RunError: it is not such a file.
     """
     try:
-        tree = PlainUnpickler(io.BytesIO(read_regular(path, MAX_META_BYTES))).load()
-        itos = tree["itos"]
+        content = read_regular(path, MAX_META_BYTES)
+        for opcode, argument, _ in pickletools.genops(content):
+            if opcode.name not in PLAIN_OPCODES:
+                raise ValueError(f"it contains {opcode.name}")
+            if opcode.name.endswith("PUT") and int(argument or 0) > len(content):
+                raise ValueError("it asks for more memory than it needs")  # a table of that size
+        itos = PlainUnpickler(io.BytesIO(content)).load()["itos"]
         if sorted(itos) != list(range(len(itos))) or not itos:
             raise ValueError("its `itos` does not number the characters from 0 on")
+        if not all(isinstance(character, str) for character in itos.values()):
+            raise ValueError("its `itos` does not map to characters")
         by_character = {character: id_ for id_, character in itos.items()}
         characters = "".join(sorted(by_character))
         if len(characters) != len(itos):
@@ -135,31 +154,57 @@ def convert(
         order: ids in the checkpoint of our ids, (V,).
         n_bytes: size of the file, which bounds that of the model.
     """
-    sizes = {key: saved["model_args"][key] for key in SIZES}
-    step, loss = int(saved["iter_num"]), float(saved["best_val_loss"])
-    tree = {"model": {"kind": "gpt2", **sizes}, "train": {"max_steps": max(1, step)}}
+    args, step, loss = saved["model_args"], saved["iter_num"], saved["best_val_loss"]
+    loss = loss.item() if isinstance(loss, Tensor) and loss.dim() == 0 else loss
+    dataset = saved["config"]["dataset"]
+    numbers = [*(args[key] for key in (*SIZES, "vocab_size")), step, loss]
+    # whatever else they are, converting or printing it could cost any time and memory
+    if any(type(number) not in (int, float) for number in numbers) or type(dataset) is not str:
+        raise ValueError("its settings are not numbers")
+    sizes = {key: args[key] for key in SIZES}
+    tree = {"model": {"kind": "gpt2", **sizes}, "train": {"max_steps": max(1, int(step))}}
     config = validate(tree, "its settings")
     vocab_size = len(order)
-    if saved["model_args"]["vocab_size"] != vocab_size:
-        raise ValueError(
-            f"it has {saved['model_args']['vocab_size']!r:.20} tokens, and meta.pkl {vocab_size:,}"
-        )
+    if args["vocab_size"] != vocab_size:
+        raise ValueError(f"it has {args['vocab_size']} tokens, and meta.pkl {vocab_size}")
     if 2 * count_parameters(config.model, vocab_size) > n_bytes:
         raise ValueError("it is too small for the sizes that it states")
-    weights = {name.removeprefix("_orig_mod."): each for name, each in saved["model"].items()}
-    head = weights.pop("lm_head.weight")
-    tensors = {}
-    for name, tensor in weights.items():
-        ours = _our_name(name)
-        if ours is not None:
-            tensors[ours] = tensor.detach().float()
-    if not torch.equal(head.float(), tensors["embedding.weight"]):
-        raise ValueError("its output head is not its embedding")
+    tensors = rename(saved["model"], config.model, vocab_size)
     tensors["embedding.weight"] = tensors["embedding.weight"][order].contiguous()
-    dataset = saved.get("config", {}).get("dataset", "")
     known_loss = loss if 0 <= loss < math.inf else None
-    state = RunState(step, best_step=step, best_nats_per_char=known_loss, text=str(dataset)[:80])
+    state = RunState(
+        int(step), best_step=int(step), best_nats_per_char=known_loss, text=dataset[:80]
+    )
     return config, state, tensors
+
+
+def rename(weights: dict[str, Tensor], model: ModelConfig, vocab_size: int) -> dict[str, Tensor]:
+    """Return the weights under our names, with biases of 0 where there are none.
+
+    Raises:
+        ValueError: one has another shape than the settings say, or the head is not the embedding.
+    """
+    with torch.device("meta"):
+        shapes = {
+            name: tensor.shape
+            for name, tensor in build_model(model, vocab_size).state_dict().items()
+        }
+    weights = {name.removeprefix("_orig_mod."): each for name, each in weights.items()}
+    head = weights.pop("lm_head.weight")
+    found = {_our_name(name): tensor for name, tensor in weights.items()}
+    found.pop(None, None)
+    for name, tensor in [*found.items(), ("embedding.weight", head)]:
+        # before anything is copied: a tensor may be one number, repeated
+        is_whole = tensor.untyped_storage().nbytes() >= tensor.numel() * tensor.element_size()
+        if shapes.get(str(name)) != tensor.shape or not is_whole:
+            raise ValueError(f"its {name!s:.60} has another shape than its settings say")
+    if not torch.equal(head, found["embedding.weight"]):
+        raise ValueError("its output head is not its embedding")
+    tensors = {str(name): tensor.detach().float() for name, tensor in found.items()}
+    for name, shape in shapes.items():
+        if name.endswith(".bias"):
+            tensors.setdefault(name, torch.zeros(shape))
+    return tensors
 
 
 def _our_name(name: str) -> str | None:

@@ -23,12 +23,13 @@ from chargpt import __version__
 from chargpt.config import NORM_EPS
 from chargpt.errors import ConfigError
 from chargpt.export.check import Check, Floats, check_export, encode, exportable_model
-from chargpt.files import require_output
+from chargpt.files import require_new
 from chargpt.models import GPT
 from chargpt.store.run import Run
 from chargpt.text.tokenizer import CharTokenizer
 
 DOMAIN, OPSET, IR_VERSION = "chargpt", 18, 8
+MAX_BYTES = 2_000_000_000  # of weights, of which a protocol buffer can hold 2 GB
 INPUTS, OUTPUTS = ("tokens", "past_keys", "past_values"), ("logits", "keys", "values")
 # in the text form of ONNX; matrices are transposed: (inputs, outputs)
 FUNCTIONS = (
@@ -136,7 +137,12 @@ def export_onnx(run: Run, path: Path, *, force: bool = False) -> Check:
         raise ConfigError(
             "ONNX needs a package that is not installed; run pip install 'chargpt[export]'"
         )
-    require_output(path, force=force)
+    if 4 * model.parameter_count() > MAX_BYTES:
+        raise ConfigError(
+            f"an ONNX file holds at most {MAX_BYTES / 1e9:.0f} GB of weights, and these are more; "
+            "use `chargpt export hf`"
+        )
+    require_new(path, force=force)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:
@@ -277,7 +283,7 @@ class OnnxReader:
         return found
 
     def greedy(self, tokens: list[int], length: int) -> list[int]:
-        """Return the most likely token after these, and so on, `length` tokens."""
+        """Return `length` greedily decoded tokens after these."""
         found: list[int] = []
         keys = values = self.empty
         for _ in range(length):

@@ -243,6 +243,9 @@ class RunFolder:
                 optimizer={},
                 is_best=True,
             )
+        except OSError:
+            delete_run_files(self.path)
+            raise
         finally:
             self.unlock()
 

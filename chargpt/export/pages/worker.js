@@ -4,7 +4,7 @@
 // size, S = cached tokens. A matrix is (outputs, inputs), row by row, as in PyTorch.
 const N_TOP = 8;  // most likely tokens that are reported
 const CHUNK_MS = 20;  // between two messages to the page, when those from it are received
-const MAX_PATTERNS = 4096;  // tokens whose attention weights are kept
+const MAX_PATTERN_BYTES = 1 << 27;  // of the attention weights that are kept, of the last tokens
 let facts, characters, weight, L, C, H, D, K, V, cos, sin, keys, values;
 let tokens = [], patterns = [];  // all tokens read; {start, size = S, weights (L, H, S)} of each
 let length = 0;  // cached tokens
@@ -53,7 +53,7 @@ function forward(token) {  // appends a token to the cache; returns the logits o
   }
   length++;
   patterns.push({ start: tokens.length + 1 - length, size: length, weights: pattern });
-  delete patterns[patterns.length - 1 - MAX_PATTERNS];
+  delete patterns[patterns.length - 1 - Math.floor(MAX_PATTERN_BYTES / (L * H * K))];
   return linear(weight["head.weight"], norm(x, weight["norm.weight"]));
 }
 
