@@ -56,6 +56,10 @@ TINY = (
 ).split()
 
 
+# ten seconds and more for 10,000 characters
+SLOW: dict[str, Any] = {"n_layer": 4, "n_embd": 128}
+
+
 def save_run(folder: Path, tokenizer: CharTokenizer = LATIN, **changes: object) -> Run:
     """Save a run with random weights that half precision holds exactly, and load it.
 
@@ -298,7 +302,7 @@ def test_every_character_is_scored_however_soon_one_continues(
 
 
 def test_text_streams_and_escape_stops_it(player: Callable[..., Player], tmp_path: Path) -> None:
-    page = player(save_run(tmp_path))
+    page = player(save_run(tmp_path, **SLOW))
     page.set(prompt="ab", length=10_000)
     page.page.locator("#prompt").press("Control+Enter")
     field = page.page.locator("#prompt")
@@ -319,7 +323,7 @@ def test_text_streams_and_escape_stops_it(player: Callable[..., Player], tmp_pat
 def test_typing_while_the_model_writes_keeps_what_is_typed(
     player: Callable[..., Player], tmp_path: Path
 ) -> None:
-    page = player(save_run(tmp_path))
+    page = player(save_run(tmp_path, **SLOW))
     page.set(prompt="ab", length=10_000)
     page.page.locator("#prompt").press("Control+Enter")
     page.page.wait_for_timeout(100)
@@ -335,7 +339,10 @@ def test_a_preview_leaves_the_field_alone_and_is_what_continuing_writes(
     page.set(length=30, temperature=1)
     page.page.locator("#live").check()
     page.page.locator("#prompt").press_sequentially("so")
-    page.page.locator("#view .preview").nth(29).wait_for()
+    page.page.wait_for_function(  # a preview of the first letter alone may come before
+        "() => document.querySelectorAll('#view .typed').length === 2"
+        " && document.querySelectorAll('#view .preview').length === 30"
+    )
     assert page.page.locator("#prompt").input_value() == "so"
     shown = page.page.locator("#view span:not(#end)").all_text_contents()
     assert page.continue_by("Control+Enter") == "".join(shown).replace("⏎", "")
