@@ -138,7 +138,7 @@ def page_facts(run: Run, tensors: list[tuple[str, int]]) -> Facts:
         "model": run.config.model.model_dump(),
         "norm_eps": NORM_EPS,
         "tensors": tensors,
-        "levels": SURPRISAL_BITS,
+        "thresholds": SURPRISAL_BITS,
         "tokenizer": json.loads(tokenizer.to_json()),
         "vocab_size": tokenizer.vocab_size,
         "bytes": list(tokenizer.bytes_),

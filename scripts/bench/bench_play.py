@@ -4,7 +4,7 @@
 
 Two models with random weights, because speed does not depend on them: that of the config `gpt`
 (4 layers, width 128, block size 128), and one of 6 layers, width 384 and block size 256. Each
-repeat opens the page anew and lets it continue a line at temperature 1 beyond the block size.
+repeat opens the page again and lets it continue a line at temperature 1 beyond the block size.
 
 Times, in seconds: from opening the page to the first character, with the weights' decoding, and
 from asking for a continuation to its first character. Characters per second are those of a whole

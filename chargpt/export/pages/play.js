@@ -113,7 +113,7 @@ function shade(span) {
   const own = records.slice(span.from, span.to).filter((record) => record);
   const sampled = own.filter((record) => record.isSampled);
   const bits = Math.max(0, ...own.map((record) => record.bits ?? 0));
-  const level = facts.levels.filter((least) => bits >= least).length;
+  const level = facts.thresholds.filter((least) => bits >= least).length;
   span.node.className = `s${level} ${sampled.length ? (sampled[0].isPreview ? "preview" : "") : "typed"}`;
 }
 
