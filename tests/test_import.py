@@ -293,7 +293,7 @@ def hostile_files(
     found += [("meta.pkl", pickle.dumps(tree)) for tree in trees]
     deep = b"(" * 1_000_000 + b"t" * 1_000_000  # a tuple whose hash overflows the stack
     found += [
-        ("meta.pkl", b"]r\xff\xff\xff\xff."),  # a memo of 64 GB
+        ("meta.pkl", b"}r\xff\xff\xff\xff."),  # a memo of 64 GB
         ("meta.pkl", b"\x80\x02}" + deep + b"K\x01s."),
         *(
             (name, content)
