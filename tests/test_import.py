@@ -293,7 +293,6 @@ def hostile_files(
     found += [("meta.pkl", pickle.dumps(tree)) for tree in trees]
     deep = b"(" * 1_000_000 + b"t" * 1_000_000  # a tuple whose hash overflows the stack
     found += [
-        ("meta.pkl", b"}r\xff\xff\xff\xff."),  # a memo of 64 GB
         ("meta.pkl", b"\x80\x02}" + deep + b"K\x01s."),
         *(
             (name, content)
@@ -348,6 +347,13 @@ def test_hostile_files_run_nothing_and_are_refused_with_one_sentence(tmp_path: P
     # the same objects do run code where nothing forbids it
     pickle.loads(pickle.dumps(evil_objects(marker)[0]))
     assert marker.exists()
+
+
+def test_a_memo_of_64_gigabytes_is_refused_before_it_is_made(tmp_path: Path) -> None:
+    paths = write(tmp_path, checkpoint_of(noisy_gpt2()))
+    paths[1].write_bytes(b"}r\xff\xff\xff\xff.")
+    with pytest.raises(RunError, match="more memory than it needs"):
+        import_nanogpt(*paths, tmp_path / "run")
 
 
 def test_a_text_of_other_characters_is_refused(tmp_path: Path) -> None:
