@@ -6,11 +6,13 @@ import os
 # tests start inherit this.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +29,8 @@ settings.register_profile("chargpt", deadline=None)
 settings.load_profile("chargpt")
 
 REPOSITORY = Path(__file__).parent.parent
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or ""
+WIDTHS = {"desktop": (1200, 900), "phone": (390, 844)}
 
 
 @pytest.fixture(autouse=True)
@@ -100,3 +104,16 @@ def cli(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_
     """Commands, run in an empty folder."""
     monkeypatch.chdir(tmp_path)
     return Cli(capfd, monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Headless Chromium."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if not CHROMIUM:
+        pytest.skip("there is no Chromium here")
+    with playwright.sync_playwright() as driver:
+        yield driver.chromium.launch(
+            executable_path=CHROMIUM,
+            args=["--no-sandbox", "--disable-background-networking", "--disable-component-update"],
+        )

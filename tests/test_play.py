@@ -2,7 +2,6 @@
 
 import math
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Cli, refusal, run_cli
+from conftest import WIDTHS, Cli, refusal, run_cli
 from noise import fill_with_noise
 
 from chargpt import sample
@@ -82,22 +81,6 @@ def save_run(folder: Path, tokenizer: CharTokenizer = LATIN, **changes: object) 
         is_best=True,
     )
     return load_run(folder, device="cpu")
-
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or ""
-WIDTHS = {"desktop": (1200, 900), "phone": (390, 844)}
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    if not CHROMIUM:
-        pytest.skip("there is no Chromium here")
-    with playwright.sync_playwright() as driver:
-        yield driver.chromium.launch(
-            executable_path=CHROMIUM,
-            args=["--no-sandbox", "--disable-background-networking", "--disable-component-update"],
-        )
 
 
 class Player:

@@ -4,7 +4,6 @@ import base64
 import hashlib
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -13,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import REPOSITORY, Cli, refusal, run_cli
+from conftest import REPOSITORY, WIDTHS, Cli, refusal, run_cli
 
 from chargpt.analysis import passage
 from chargpt.analysis import report as module
@@ -319,22 +318,6 @@ def test_the_speed_curve_has_a_point_for_each_write_of_the_metrics() -> None:
     ]
     axes = plots.pace(records, 64).axes[2]
     np.testing.assert_allclose(axes.lines[0].get_ydata(), [640] * 9)
-
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or ""
-WIDTHS = {"desktop": (1200, 900), "phone": (390, 844)}
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    if not CHROMIUM:
-        pytest.skip("there is no Chromium here")
-    with playwright.sync_playwright() as driver:
-        yield driver.chromium.launch(
-            executable_path=CHROMIUM,
-            args=["--no-sandbox", "--disable-background-networking", "--disable-component-update"],
-        )
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
