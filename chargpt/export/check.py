@@ -18,7 +18,7 @@ from chargpt.store.run import Run
 from chargpt.text.tokenizer import CharTokenizer
 
 N_PROMPTS = 64
-N_GREEDY = 200  # characters of greedy text
+N_GREEDY = 200  # tokens of greedy text
 MAX_DIFFERENCE = 5e-3  # of a log-probability in float32: rounding stays far below
 SEED = 1337
 

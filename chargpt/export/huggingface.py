@@ -27,7 +27,7 @@ from chargpt.export.check import (
     check_export,
     exportable_model,
 )
-from chargpt.files import read_json, read_regular, require_new
+from chargpt.files import read_json, read_regular, require_new, write_synced
 from chargpt.models import GPT, build_model, count_parameters, rotary_bytes
 from chargpt.store.folder import RunFolder
 from chargpt.store.run import Run
@@ -74,7 +74,7 @@ def export_huggingface(run: Run, folder: Path) -> Check:
     try:
         temporary.mkdir(parents=True)
         for name, content in files(run, model).items():
-            (temporary / name).write_bytes(content)
+            write_synced(temporary / name, [content])
         check = check_export(run, _open_reader(temporary))
         temporary.rename(folder)
     finally:
