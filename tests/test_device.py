@@ -110,16 +110,15 @@ def test_auto_uses_float32_on_an_apple_gpu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("native", "seconds", "dtype"),
-    [(True, 0.1, torch.bfloat16), (True, 0.9, torch.float32), (False, 0.1, torch.float32)],
+    ("native", "gain", "dtype"),
+    [(True, 10.0, torch.bfloat16), (True, 1.1, torch.float32), (False, 10.0, torch.float32)],
 )
 def test_auto_uses_bfloat16_on_a_cpu_only_if_native_and_measured_faster(
-    native: bool, seconds: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    native: bool, gain: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    timings = {torch.float32: 1.0, torch.bfloat16: seconds}
     flags = "avx512f avx512_bf16" if native else "avx512f"
     monkeypatch.setattr(device_module, "_cpu_info", lambda: flags)
-    monkeypatch.setattr(device_module, "_matmul_seconds", timings.__getitem__)
+    monkeypatch.setattr(device_module, "_bfloat16_gain", lambda: gain)
     assert choose_dtype(CPU, "auto")[0] == dtype
 
 
@@ -127,7 +126,21 @@ def test_the_timing_on_this_cpu_gives_a_supported_dtype() -> None:
     dtype, why = choose_dtype(CPU, "auto")
     assert dtype in (torch.float32, torch.bfloat16)
     assert why
-    assert device_module._matmul_seconds(dtype) > 0
+
+
+def test_interruptions_of_single_products_do_not_change_the_measured_gain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The clock says 3 ms for float32, 1 ms for bfloat16, and 50 ms more four times in a row."""
+    durations = [3.0, 1.0] * device_module.N_TIMINGS
+    for interrupted in range(0, len(durations), 5):
+        slow = [n in range(interrupted, interrupted + 4) for n in range(len(durations))]
+        times = [0.0]
+        for duration, is_slow in zip(durations, slow, strict=True):
+            times += [times[-1] + duration + 50.0 * is_slow] * 2
+        clock = iter(times)
+        monkeypatch.setattr(device_module.time, "perf_counter", lambda clock=clock: next(clock))
+        assert device_module._bfloat16_gain() == pytest.approx(3.0)
 
 
 @pytest.mark.parametrize(

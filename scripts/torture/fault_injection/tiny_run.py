@@ -17,6 +17,7 @@ TEXT = REPOSITORY / "data" / "lighthouse.txt"
 STEPS, SAVE_EVERY = 100, 4
 TINY: dict[str, object] = {
     "device": "cpu",
+    "dtype": "float32",  # "auto" measures, so that two runs need not have the same weights
     "text.path": str(TEXT),
     "model.n_layer": 1,
     "model.n_head": 1,
