@@ -108,6 +108,9 @@ class TextConfig(Section):
         separator = (documents or "").replace("\\n", "\n").replace("\\t", "\t")
         if documents == "":
             raise ValueError("expected `lines`, `files` or a separator")
+        meant = separator.strip().lower().removesuffix("s") + "s"
+        if meant in ("lines", "files") and separator != meant:
+            raise ValueError(f"expected `lines`, `files` or a separator; did you mean {meant}?")
         return "lines" if separator == "\n" else separator or None
 
     val_fraction: float = Field(0.1, gt=0, lt=1)

@@ -755,7 +755,7 @@ def test_evaluate_prints_one_json_object_with_the_documented_keys(
 def test_evaluate_prints_protocol_split_and_block_size(trained: Path, cli: Cli) -> None:
     cli("data", "info", trained.parent / "novel.txt")
     shown = cli("evaluate", trained, "--split", "train").stdout
-    assert "train split: protocol full, T = 16" in shown
+    assert "train split: protocol full, blocks of 16" in shown
     assert "characters scored" in shown
     assert "text.test_fraction" in refusal(cli("evaluate", trained, "--split", "test"))
 

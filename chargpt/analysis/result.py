@@ -81,7 +81,10 @@ def describe_difference(evaluation: Evaluation, name: str, reference: float) -> 
     """Return how a loss compares with that of a baseline, within twice its standard error."""
     gain, error = reference - evaluation.nats_per_char, 2 * evaluation.standard_error
     if abs(gain) < error:
-        return f"no different from the {name} within twice the standard error, {error:.3f} nats"
+        return (
+            f"not distinguishable from the {name} ({abs(gain):.3f} nats apart, twice the standard "
+            f"error is {error:.3f})"
+        )
     return f"{abs(gain):.3f} nats {'better' if gain > 0 else 'worse'} than the {name}"
 
 

@@ -124,7 +124,7 @@ def show(loaded: Run, measured: Sequence[tuple[Evaluation, float]], title: str) 
             ]
             for name, (each, _) in zip(names, measured, strict=False)
         ],
-        title=f"{title}: protocol {result.protocol}, T = {result.block_size}",
+        title=f"{title}: protocol {result.protocol}, blocks of {result.block_size}",
     )
     console.out(
         f"{console.characters(result.characters)} scored in {console.duration(seconds)} "

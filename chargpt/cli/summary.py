@@ -25,7 +25,11 @@ from chargpt.training.trainer import Trainer
 
 def show_budget(plan: Plan, budget: Budget) -> None:
     """Print what a time budget has chosen, and why."""
-    reason = "size with the lowest expected loss" if plan.chooses_size else "model as set"
+    reason = (
+        "size with the lowest expected loss"
+        if plan.chooses_size
+        else "the model is that of the settings"
+    )
     seconds = console.duration(budget.seconds)
     console.say(f"budget  {seconds}: {plan.speed:,.0f} characters/s measured; {reason}")
 

@@ -69,7 +69,7 @@ def export_huggingface(run: Run, folder: Path) -> Check:
         OSError: it cannot be written.
     """
     require_new(folder)
-    model = exportable_model(run, "Qwen3")
+    model = exportable_model(run, "Qwen3, the architecture of this export,")
     temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(6)}.tmp")
     try:
         temporary.mkdir(parents=True)

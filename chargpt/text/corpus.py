@@ -156,6 +156,9 @@ class Corpus:
         if val < needed and fraction + self.test_fraction < 1 and total * (1 - fraction) > needed:
             remedies.insert(0, f"set text.val_fraction to {fraction:g} or more")
         characters = "1 character" if total == 1 else f"{total:,} characters"
+        if self.documents:
+            characters += f" in {self.documents:,} documents"
+            remedies.append("correct text.documents")
         raise TextError(
             f"{self.name} holds {characters}, {train:,} to train on and {val:,} to validate on, "
             f"and model.block_size {block_size:,} needs {needed:,} of each; "
