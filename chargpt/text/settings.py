@@ -1,12 +1,11 @@
-"""From a text's name, a config and overrides to a `Config`, and which keys the user fixed."""
+"""From a text's name, a config and overrides to a `Config`."""
 
 import os
 import sys
 from collections.abc import Iterable
-from functools import reduce
 from pathlib import Path
 
-from chargpt.config import Config, load_config, parse_override, read_config_tree
+from chargpt.config import Config, load_config
 from chargpt.errors import TextError
 from chargpt.text.catalog import settings_for
 from chargpt.yaml_reader import to_yaml
@@ -50,26 +49,3 @@ def build_config(
     if device is not None:
         settings.append(f"device={to_yaml(device)}")
     return load_config(config or "gpt", settings, defaults)
-
-
-def fixed_keys(config: str | None, overrides: Iterable[str] = ()) -> set[str]:
-    """Return the dotted keys that a config and overrides set."""
-    keys = {parse_override(override)[0] for override in overrides}
-    for section, values in read_config_tree(config)[0].items() if config else ():
-        names = values if isinstance(values, dict) else {}
-        keys |= {f"{section}.{name}" for name in names} or {section}
-    return keys
-
-
-def fixed_values(
-    settings: Config,
-    config: str | None,
-    overrides: Iterable[str] = (),
-    *,
-    text: str | None = None,
-    device: str | None = None,
-) -> dict[str, object]:
-    """Return the values in `settings` of every key that the arguments of `build_config` set."""
-    arguments = {"text.path": text, "device": device}
-    keys = fixed_keys(config, overrides) | {k for k, v in arguments.items() if v is not None}
-    return {key: reduce(getattr, key.split("."), settings) for key in sorted(keys)}
