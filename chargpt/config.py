@@ -254,27 +254,17 @@ class ScheduleConfig(Section):
     """Resumed runs with more steps: pairs (step, fraction of the peak). At that step the rate warms
     up to this fraction again, then decays linearly to zero."""
 
-    @field_validator("restarts")
+    @field_validator("decay_points", "restarts")
     @classmethod
-    def require_rising_restarts(
-        cls, restarts: tuple[tuple[int, float], ...]
+    def require_rising_steps(
+        cls, pairs: tuple[tuple[int, float], ...], info: ValidationInfo
     ) -> tuple[tuple[int, float], ...]:
-        """Reject restarts whose steps do not rise."""
-        if any(later <= step for (step, _), (later, _) in pairwise(restarts)):
-            raise ValueError("the steps must be strictly increasing")
-        return restarts
-
-    @field_validator("decay_points")
-    @classmethod
-    def require_rising_decay_points(
-        cls, decay_points: tuple[tuple[int, int], ...]
-    ) -> tuple[tuple[int, int], ...]:
-        """Reject points whose steps do not rise, or whose step is not before their end."""
-        if any(end <= step for step, end in decay_points):
+        """Reject pairs whose steps do not rise, or a decay point that is not before its end."""
+        if info.field_name == "decay_points" and any(end <= step for step, end in pairs):
             raise ValueError("each step must be less than its end")
-        if any(later <= step for (step, _), (later, _) in pairwise(decay_points)):
+        if any(later <= step for (step, _), (later, _) in pairwise(pairs)):
             raise ValueError("the steps must be strictly increasing")
-        return decay_points
+        return pairs
 
 
 class SampleConfig(Section):
