@@ -36,9 +36,9 @@ from chargpt.yaml_reader import to_yaml
 MAX_READ_CHARACTERS = 1 << 30
 MAX_MEMORY_BYTES = 64 << 20  # of standard input, before it goes to a temporary file
 MANY_REPLACED = 0.01  # of all characters: the encoding is wrong
-READ_SETTINGS = (
-    *("suffixes", "encoding", "encoding_errors", "documents", "seed"),
-    *("rare", "min_count", "characters"),
+READ_SETTINGS = (  # what determines the tokens of a text, apart from the content of its files
+    *("suffixes", "encoding", "encoding_errors", "rare", "min_count", "characters"),
+    *("documents", "seed"),
 )
 MIN_BLOCK_SIZE = 8  # shorter ones are not advised
 CHANGED = "the text has changed since the run was trained on it; the old text's tokens are used"
@@ -262,12 +262,9 @@ def _specification(settings: TextConfig) -> list[Any]:
     """Return what determines the tokens of a text, together with the content of its files."""
     path = settings.path
     absolute = None if path is None else os.path.abspath(os.path.expanduser(path))
-    encoding = [codec_name(settings.encoding), settings.encoding_errors]
-    vocabulary = [settings.rare, settings.min_count, settings.characters]
-    return [
-        *(absolute, settings.suffixes, *encoding, *vocabulary),
-        *(settings.documents, settings.seed),
-    ]
+    values = {name: getattr(settings, name) for name in READ_SETTINGS}
+    values["encoding"] = codec_name(settings.encoding)
+    return [absolute, *values.values()]
 
 
 def _corpus(settings: TextConfig, cached: CachedText, name: str, notes: list[str]) -> Corpus:
