@@ -24,8 +24,7 @@ CONFIG, TOKENIZER, STATE = "config.yaml", "tokenizer.json", "state.json"
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 FILES = (CONFIG, TOKENIZER, STATE, MODEL, OPTIMIZER, commit.MANIFEST)
 KEEP = "keep"  # a file of this name in a checkpoint protects it from deletion
-NAME = re.compile(r"step-[0-9]{8,18}")
-UNFINISHED = re.compile(rf"{NAME.pattern}(\.old|\.[0-9]+)?\.tmp")
+UNFINISHED = re.compile(rf"{commit.NAME.pattern}(\.old|\.[0-9]+)?\.tmp")
 MAX_TEXT_BYTES = 64_000_000  # of the config, tokenizer and state files
 MAX_OPTIMIZER_COPIES = 4  # optimizer values per parameter: moments and raw weights, and a margin
 MAX_TENSOR_HEADER = 400  # bytes of a safetensors header per tensor
@@ -57,7 +56,7 @@ def step_of(folder: Path) -> int:
 
 def list_checkpoints(parent: Path) -> list[Path]:
     """Return the committed checkpoint folders, oldest first."""
-    return sorted(commit.committed(parent, NAME), key=step_of)
+    return sorted(commit.committed(parent), key=step_of)
 
 
 def unfinished_checkpoints(parent: Path) -> list[Path]:

@@ -30,6 +30,7 @@ from chargpt.files import (
 )
 
 MANIFEST = "manifest.json"
+NAME = re.compile(r"step-[0-9]{8,18}")  # of a checkpoint's directory
 MAX_JSON_BYTES = 64_000_000
 
 
@@ -95,14 +96,14 @@ def remove(folder: Path, names: Iterable[str]) -> None:
         folder.rmdir()
 
 
-def committed(parent: Path, name: re.Pattern[str]) -> list[Path]:
-    """Return the committed directories whose name matches, in no order.
+def committed(parent: Path) -> list[Path]:
+    """Return the committed checkpoint directories, in no order.
 
     Raises:
         UnreadableError: they cannot be listed.
     """
     try:
-        paths = [parent / entry for entry in entry_names(parent) if name.fullmatch(entry)]
+        paths = [parent / entry for entry in entry_names(parent) if NAME.fullmatch(entry)]
         return [path for path in paths if exists(path / MANIFEST)]
     except OSError as error:
         raise _unreadable(parent, error) from None
@@ -114,13 +115,12 @@ def write_pointer(parent: Path, pointer: str, folder: Path) -> None:
     write_atomically(parent / f"{pointer}.json", to_json(content))
 
 
-def read_pointer(parent: Path, pointer: str, name: re.Pattern[str]) -> tuple[Path, str]:
+def read_pointer(parent: Path, pointer: str) -> tuple[Path, str]:
     """Return the directory that a pointer names, and its manifest's SHA-256.
 
     Args:
         parent: of the directories and the pointer.
         pointer: `latest` or `best`.
-        name: what a directory's name must match.
 
     Raises:
         UnreadableError: the pointer exists and cannot be read.
@@ -129,18 +129,18 @@ def read_pointer(parent: Path, pointer: str, name: re.Pattern[str]) -> tuple[Pat
     path = parent / f"{pointer}.json"
     content = _read_json(path)
     target, digest = str(content.get("checkpoint")), str(content.get("manifest_sha256"))
-    if not name.fullmatch(target):
+    if not NAME.fullmatch(target):
         raise RunError(f"{path} names no checkpoint; resuming the run repairs it")
     return parent / target, digest
 
 
-def resolve_pointer(parent: Path, pointer: str, name: re.Pattern[str]) -> Path:
+def resolve_pointer(parent: Path, pointer: str) -> Path:
     """Return the directory that a pointer names, after checking its manifest's SHA-256.
 
     Raises:
         RunError: the pointer is missing, malformed, or does not match the directory.
     """
-    folder, digest = read_pointer(parent, pointer, name)
+    folder, digest = read_pointer(parent, pointer)
     _read_manifest(folder)
     try:
         is_same = _manifest_sha256(folder) == digest

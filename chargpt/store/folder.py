@@ -20,7 +20,6 @@ from chargpt.store.checkpoint import (
     KEEP,
     MAX_TEXT_BYTES,
     MODEL,
-    NAME,
     OPTIMIZER,
     STATE,
     TOKENIZER,
@@ -215,7 +214,7 @@ class RunFolder:
         commit.write_pointer(self.checkpoints, "latest", folder)
         replacement.delete_replaced(self.path)
         with suppress(RunError):  # while it is not known which one is the best, all are kept
-            best, _ = commit.read_pointer(self.checkpoints, "best", NAME)
+            best, _ = commit.read_pointer(self.checkpoints, "best")
             keep = {best.name, f"step-{state.best_step or 0:08d}"}
             prune_checkpoints(self.checkpoints, keep, config.train.keep_last, folder)
         return folder
@@ -270,7 +269,7 @@ class RunFolder:
         """
         best = self.checkpoints / f"step-{saved.state.best_step or 0:08d}"
         try:
-            commit.resolve_pointer(self.checkpoints, "best", NAME)
+            commit.resolve_pointer(self.checkpoints, "best")
         except UnreadableError:  # it may be intact
             return
         except RunError:

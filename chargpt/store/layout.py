@@ -17,10 +17,10 @@ from chargpt.store.checkpoint import (
     FILES,
     KEEP,
     MAX_TEXT_BYTES,
-    NAME,
     TOKENIZER,
     UNFINISHED,
 )
+from chargpt.store.commit import NAME
 from chargpt.text.tokenizer import FORMAT
 
 METRICS, CHECKPOINTS = "metrics.jsonl", "checkpoints"

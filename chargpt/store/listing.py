@@ -9,7 +9,7 @@ from typing import Literal
 from chargpt.errors import ChargptError
 from chargpt.models import count_parameters
 from chargpt.store import commit
-from chargpt.store.checkpoint import NAME, read_without_tensors
+from chargpt.store.checkpoint import read_without_tensors
 from chargpt.store.folder import RunFolder
 from chargpt.store.layout import has_checkpoint, is_run
 
@@ -49,7 +49,7 @@ def summarize(path: Path) -> RunSummary:
         return RunSummary(path, "no checkpoint")
     checkpoints = RunFolder(path).checkpoints
     try:
-        folder = commit.resolve_pointer(checkpoints, "latest", NAME)
+        folder = commit.resolve_pointer(checkpoints, "latest")
         config, tokenizer, state = read_without_tensors(folder)
         saved = datetime.fromtimestamp(folder.stat().st_mtime).astimezone()
     except (ChargptError, OSError):
