@@ -129,14 +129,21 @@ def read_without_tensors(folder: Path) -> tuple[Config, CharTokenizer, RunState]
     Raises:
         ChargptError: a file is missing, damaged, or inconsistent with the others.
     """
-    facts = {"step": step_of(folder)}
-    texts = commit.read(folder, dict.fromkeys((CONFIG, TOKENIZER, STATE), MAX_TEXT_BYTES), facts)
+    step = step_of(folder)
+    max_bytes = dict.fromkeys((CONFIG, TOKENIZER, STATE), MAX_TEXT_BYTES)
+    texts = commit.read(folder, max_bytes, {"step": step})
     try:
         config = parse_config(texts[CONFIG], folder / CONFIG)
         tokenizer = CharTokenizer.from_json(texts[TOKENIZER].decode(), str(folder / TOKENIZER))
     except UnicodeDecodeError as error:
         raise RunError(f"{folder} is not a checkpoint ({error}); use another") from None
-    return config, tokenizer, _read_state(folder, texts[STATE])
+    try:
+        state = RunState.from_json(texts[STATE])
+        if state.step != step:
+            raise ValueError("it is of another step")
+    except ValueError as error:
+        raise RunError(f"{folder / STATE} is malformed ({error}); use another checkpoint") from None
+    return config, tokenizer, state
 
 
 def parse_config(content: bytes, path: Path) -> Config:
@@ -148,13 +155,3 @@ def parse_config(content: bytes, path: Path) -> Config:
     """
     tree, lines = parse_yaml(content.decode(), str(path))
     return validate(tree, str(path), lines)
-
-
-def _read_state(folder: Path, content: bytes) -> RunState:
-    try:
-        state = RunState.from_json(content)
-        if state.step != step_of(folder):
-            raise ValueError("it is of another step")
-    except ValueError as error:
-        raise RunError(f"{folder / STATE} is malformed ({error}); use another checkpoint") from None
-    return state
