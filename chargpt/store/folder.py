@@ -70,16 +70,17 @@ class RunFolder:
             RunError: the path is in use.
             OSError: the folder cannot be read.
         """
-        if not path.exists() and not path.is_symlink():
+        if not exists(path):
             return
         if not path.is_dir():
             raise RunError(f"{path} is a file; name another folder with --out")
-        if allow_unsaved:
-            if find_foreign_file(path) is None and not has_checkpoint(path):
-                return
-        elif all(p.name == LOCK for p in path.iterdir()):
-            return
         foreign = find_foreign_file(path)
+        if allow_unsaved:
+            is_unused = foreign is None and not has_checkpoint(path)
+        else:
+            is_unused = all(p.name == LOCK for p in path.iterdir())
+        if is_unused:
+            return
         if foreign is not None and not is_run(path):
             raise RunError(
                 f"{path} exists and holds {foreign!r}, which no run writes; name another folder "
