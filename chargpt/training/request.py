@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from enum import Enum
-from functools import reduce
 from pathlib import Path
 
 from chargpt.config import Config, parse_override, read_config_tree
@@ -76,7 +75,8 @@ class Request:
         """Return the values in `settings` of the keys that this request sets."""
         arguments = {"text.path": self.text, "device": self.device}
         keys = self.fixed_keys() | {k for k, v in arguments.items() if v is not None}
-        return {key: reduce(getattr, key.split("."), settings) for key in sorted(keys)}
+        values = settings.by_key()
+        return {key: values[key] for key in sorted(keys)}
 
     def fixed_keys(self) -> set[str]:
         """Return the dotted keys that the config and the overrides set."""
