@@ -18,7 +18,7 @@ from chargpt.errors import TextError
 from chargpt.text import OnLoading, cache
 from chargpt.text.cache import CachedText, DamagedCacheError
 from chargpt.text.catalog import BUILT_IN
-from chargpt.text.decoding import REPLACEMENT, Errors, codec_name, decode
+from chargpt.text.decoding import Errors, codec_name, decode
 from chargpt.text.documents import document_ends
 from chargpt.text.ingest import ingest, load_or_note
 from chargpt.text.source import (
@@ -30,7 +30,7 @@ from chargpt.text.source import (
     text_in_memory,
 )
 from chargpt.text.statistics import PairCounts, count_pairs, count_tokens
-from chargpt.text.tokenizer import CharTokenizer, Counts, Tokens
+from chargpt.text.tokenizer import REPLACEMENT, CharTokenizer, Counts, Tokens
 from chargpt.yaml_reader import to_yaml
 
 MAX_READ_CHARACTERS = 1 << 30
