@@ -49,6 +49,11 @@ class Checkpoint:
         return raw or self.model
 
 
+def name_of(step: int) -> str:
+    """Return the name of a checkpoint's folder."""
+    return f"step-{step:08d}"
+
+
 def step_of(folder: Path) -> int:
     """Return the step in a checkpoint folder's name."""
     return int(folder.name.removeprefix("step-"))
@@ -72,7 +77,7 @@ def write_checkpoint(parent: Path, step: int, files: Mapping[str, Chunks]) -> Pa
     """
     for path in unfinished_checkpoints(parent):
         commit.remove(path, FILES)
-    folder = parent / f"step-{step:08d}"
+    folder = parent / name_of(step)
     commit.commit(folder, files, {"step": step})
     return folder
 

@@ -24,6 +24,7 @@ from chargpt.store.checkpoint import (
     STATE,
     TOKENIZER,
     Checkpoint,
+    name_of,
     parse_config,
     prune_checkpoints,
     read_checkpoint,
@@ -127,7 +128,7 @@ class RunFolder:
                 replacement.move_aside(path)
             delete_run_files(path)
             self.checkpoints.mkdir(exist_ok=True)
-            write_atomically(path / TOKENIZER, tokenizer.to_json().encode())
+            tokenizer.save(path / TOKENIZER)
             self.write_config(config)
         except OSError as error:
             with suppress(OSError):
@@ -216,7 +217,7 @@ class RunFolder:
         replacement.delete_replaced(self.path)
         with suppress(RunError):  # while it is not known which one is the best, all are kept
             best, _ = commit.read_pointer(self.checkpoints, "best")
-            keep = {best.name, f"step-{state.best_step or 0:08d}"}
+            keep = {best.name, name_of(state.best_step or 0)}
             prune_checkpoints(self.checkpoints, keep, config.train.keep_last, folder)
         return folder
 
@@ -255,11 +256,11 @@ class RunFolder:
         Raises:
             OSError: its folder cannot be written.
         """
-        write_atomically(self.checkpoints / f"step-{step:08d}" / KEEP, b"")
+        write_atomically(self.checkpoints / name_of(step) / KEEP, b"")
 
     def is_kept(self, step: int) -> bool:
         """Return whether a checkpoint is protected."""
-        return exists(self.checkpoints / f"step-{step:08d}" / KEEP)
+        return exists(self.checkpoints / name_of(step) / KEEP)
 
     def repair_pointer(self, saved: Checkpoint) -> None:
         """Let `best.json` name the best checkpoint again if it is missing or damaged.
@@ -268,7 +269,7 @@ class RunFolder:
             saved: the checkpoint that training continues from. It knows which one is the best, and
                 is named if that one is gone.
         """
-        best = self.checkpoints / f"step-{saved.state.best_step or 0:08d}"
+        best = self.checkpoints / name_of(saved.state.best_step or 0)
         try:
             commit.resolve_pointer(self.checkpoints, "best")
         except UnreadableError:  # it may be intact
