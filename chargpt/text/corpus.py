@@ -14,21 +14,14 @@ from typing import Any, Literal
 import numpy as np
 
 from chargpt.config import TextConfig
-from chargpt.errors import TextError
+from chargpt.errors import MissingTextError, TextError
 from chargpt.text import OnLoading, cache
 from chargpt.text.cache import CachedText, DamagedCacheError
 from chargpt.text.catalog import BUILT_IN
 from chargpt.text.decoding import Errors, codec_name, decode
 from chargpt.text.documents import document_ends
 from chargpt.text.ingest import ingest, load_or_note
-from chargpt.text.source import (
-    STDIN,
-    MissingTextError,
-    copy_stdin,
-    find_source,
-    iter_chunks,
-    text_in_memory,
-)
+from chargpt.text.source import STDIN, copy_stdin, find_source, iter_chunks, text_in_memory
 from chargpt.text.statistics import PairCounts, count_pairs, count_tokens
 from chargpt.text.tokenizer import REPLACEMENT, CharTokenizer, Counts, Tokens
 from chargpt.yaml_reader import to_yaml
