@@ -281,28 +281,26 @@ def _corpus(settings: TextConfig, cached: CachedText, name: str, notes: list[str
 
 
 def read_text(
-    path: str | os.PathLike[str],
-    encoding: str = "auto",
-    errors: Errors = "strict",
-    max_characters: int = MAX_READ_CHARACTERS,
+    path: str | os.PathLike[str], encoding: str = "auto", errors: Errors = "strict"
 ) -> str:
     """Return a whole text: a file, folder, glob or `-`, read like a corpus.
 
     Raises:
-        TextError: it cannot be read or decoded, or has more than `max_characters`.
+        TextError: it cannot be read or decoded, or is over 2^30 characters.
     """
     source = find_source(TextConfig(path=str(path), encoding=encoding))
     texts: list[str] = []
     size = 0
     with tempfile.SpooledTemporaryFile(MAX_MEMORY_BYTES) as spool:
         if source.is_stdin:
-            copy_stdin(spool.write, 4 * (max_characters + 1))  # 4 bytes each, and a byte order mark
+            # 4 bytes each, and a byte order mark
+            copy_stdin(spool.write, 4 * (MAX_READ_CHARACTERS + 1))
             source = replace(source, stream=spool)
         for text in chain.from_iterable(decode(iter_chunks(source), encoding, errors)):
             size += len(text)
-            if size > max_characters:
+            if size > MAX_READ_CHARACTERS:
                 raise TextError(
-                    f"{path} is over {max_characters:,} characters; give a shorter text"
+                    f"{path} is over {MAX_READ_CHARACTERS:,} characters; give a shorter text"
                 )
             texts.append(text)
     return "".join(texts)
