@@ -30,7 +30,6 @@ def build_config(
         ConfigError: a key or value is wrong.
         TextError: the path of the text is not Unicode.
     """
-    defaults: dict[str, object] = {}
     if text == "":
         raise TextError("the path of the text is empty; name a file, a folder or a pattern")
     try:
@@ -40,12 +39,13 @@ def build_config(
             f"the path {text} is not {sys.getfilesystemencoding()}; rename the text, or set "
             "PYTHONUTF8=1 if its name is right"
         ) from None
-    if text is not None and not os.path.exists(text):  # unlike Path.exists, False for any text
-        defaults |= settings_for(text) or {}
-    settings = list(overrides)
-    if text is not None and "text.path" not in defaults:
-        path = text if text == "-" else str(Path(text).absolute())
-        settings = [f"text.path={to_yaml(path)}", *settings]
+    settings, defaults = list(overrides), None
+    if text is not None:
+        if not os.path.exists(text):  # unlike Path.exists, False for any text
+            defaults = settings_for(text)
+        if defaults is None:
+            path = text if text == "-" else str(Path(text).absolute())
+            settings = [f"text.path={to_yaml(path)}", *settings]
     if device is not None:
         settings.append(f"device={to_yaml(device)}")
     return load_config(config or "gpt", settings, defaults)
