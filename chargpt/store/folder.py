@@ -122,10 +122,10 @@ class RunFolder:
                 )
             path.mkdir(parents=True, exist_ok=True)
             self.lock()
-            if not force:  # again: another process may have created it before the lock
-                self.require_unused(path, allow_unsaved=allow_unsaved)
             if force:
                 replacement.move_aside(path)
+            else:  # again: another process may have created it before the lock
+                self.require_unused(path, allow_unsaved=allow_unsaved)
             delete_run_files(path)
             self.checkpoints.mkdir(exist_ok=True)
             tokenizer.save(path / TOKENIZER)
