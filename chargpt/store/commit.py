@@ -106,7 +106,7 @@ def committed(parent: Path) -> list[Path]:
         paths = [parent / entry for entry in entry_names(parent) if NAME.fullmatch(entry)]
         return [path for path in paths if exists(path / MANIFEST)]
     except OSError as error:
-        raise _unreadable(parent, error) from None
+        raise unreadable(parent, error) from None
 
 
 def write_pointer(parent: Path, pointer: str, folder: Path) -> None:
@@ -145,7 +145,7 @@ def resolve_pointer(parent: Path, pointer: str) -> Path:
     try:
         is_same = _manifest_sha256(folder) == digest
     except OSError as error:
-        raise _unreadable(folder / MANIFEST, error) from None
+        raise unreadable(folder / MANIFEST, error) from None
     if not is_same:
         raise RunError(f"{folder} is not the checkpoint that {pointer}.json names; use another")
     return folder
@@ -159,10 +159,10 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         return read_json(path, MAX_JSON_BYTES)
     except (OSError, ValueError) as error:
-        raise _unreadable(path, error) from None
+        raise unreadable(path, error) from None
 
 
-def _unreadable(path: Path, error: Exception) -> RunError:
+def unreadable(path: Path, error: Exception) -> RunError:
     """Return the error about a file: it is damaged or missing, or the system cannot read it."""
     if isinstance(error, OSError) and not isinstance(error, FileNotFoundError | NotADirectoryError):
         return UnreadableError(
@@ -185,7 +185,7 @@ def _read_manifest(
     try:
         is_link = stat.S_ISLNK(folder.lstat().st_mode)
     except OSError as error:
-        raise _unreadable(folder, error) from None
+        raise unreadable(folder, error) from None
     if is_link:
         raise RunError(f"{folder} is a symbolic link, not a checkpoint; restore it")
     content = _read_json(path)
@@ -227,7 +227,7 @@ def read(
         try:
             content = read_regular(path, limit)
         except (OSError, ValueError) as error:
-            raise _unreadable(path, error) from None
+            raise unreadable(path, error) from None
         if len(content) != size:
             raise RunError(f"{path} is not of the size it was saved with; use another checkpoint")
         if _sha256([content]) != digest:
