@@ -11,7 +11,6 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping
-from functools import reduce
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
@@ -257,27 +256,17 @@ class ScheduleConfig(Section):
     """Resumed runs with more steps: pairs (step, fraction of the peak). At that step the rate warms
     up to this fraction again, then decays linearly to zero."""
 
-    @field_validator("restarts")
+    @field_validator("decay_points", "restarts")
     @classmethod
-    def require_rising_restarts(
-        cls, restarts: tuple[tuple[int, float], ...]
+    def require_rising_steps(
+        cls, pairs: tuple[tuple[int, float], ...], info: ValidationInfo
     ) -> tuple[tuple[int, float], ...]:
-        """Reject restarts whose steps do not rise."""
-        if any(later <= step for (step, _), (later, _) in pairwise(restarts)):
-            raise ValueError("the steps must be strictly increasing")
-        return restarts
-
-    @field_validator("decay_points")
-    @classmethod
-    def require_rising_decay_points(
-        cls, decay_points: tuple[tuple[int, int], ...]
-    ) -> tuple[tuple[int, int], ...]:
-        """Reject points whose steps do not rise, or whose step is not before their end."""
-        if any(end <= step for step, end in decay_points):
+        """Reject pairs whose steps do not rise, or a decay point that is not before its end."""
+        if info.field_name == "decay_points" and any(end <= step for step, end in pairs):
             raise ValueError("each step must be less than its end")
-        if any(later <= step for (step, _), (later, _) in pairwise(decay_points)):
+        if any(later <= step for (step, _), (later, _) in pairwise(pairs)):
             raise ValueError("the steps must be strictly increasing")
-        return decay_points
+        return pairs
 
 
 class SampleConfig(Section):
@@ -358,12 +347,21 @@ class Config(Section):
 
     def differing_keys(self, other: "Config") -> list[str]:
         """Return the dotted keys of the settings that differ from another config's."""
-        values = {key: reduce(getattr, key.split("."), self) for key in _known_keys()}
+        others = other.by_key()
         return [
             key
-            for key, value in values.items()
-            if not isinstance(value, Section) and value != reduce(getattr, key.split("."), other)
+            for key, value in self.by_key().items()
+            if value != others[key] and not isinstance(value, dict)
         ]
+
+    def by_key(self) -> dict[str, Any]:
+        """Return the value of every setting by its dotted key, and each section as a dict."""
+        values = {}
+        for name, value in self.model_dump().items():
+            values[name] = value
+            if isinstance(value, dict):
+                values |= {f"{name}.{key}": each for key, each in value.items()}
+        return values
 
     def to_yaml(self) -> str:
         """Return every setting as YAML, from which `load_config` reads an equal Config."""
@@ -380,19 +378,9 @@ def set_dotted(tree: dict[str, Any], key: str, value: object) -> None:
     tree[last] = value
 
 
-def _known_keys() -> list[str]:
-    """Return the dotted keys of all settings and sections."""
-    keys = []
-    for name, value in Config().model_dump().items():
-        keys.append(name)
-        if isinstance(value, dict):
-            keys += [f"{name}.{key}" for key in value]
-    return keys
-
-
 def describe_unknown_key(key: str) -> str:
     """Return '; did you mean ...?' for an unknown dotted key, or a list of the valid keys."""
-    known = _known_keys()
+    known = list(Config().by_key())
     if key in known:
         section, _, name = key.partition(".")
         return f"; write {name} on a separate line, indented under `{section}:`"
