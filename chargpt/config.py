@@ -40,6 +40,7 @@ MESSAGES = {  # by pydantic's error type
     "finite_number": "expected a finite number",
     "int_type": "expected a whole number",
     "int_from_float": "expected a whole number",
+    "int_parsing": "expected a whole number",
     "int_parsing_size": "expected a smaller number",
     "float_type": "expected a number",
     "string_type": "expected a text",
@@ -343,7 +344,7 @@ class Config(Section):
         tree = self.model_dump()
         for key, value in values.items():
             set_dotted(tree, key, value)
-        return validate(tree, origin="these settings")
+        return validate(tree)
 
     def differing_keys(self, other: "Config") -> list[str]:
         """Return the dotted keys of the settings that differ from another config's."""
@@ -397,27 +398,36 @@ def describe_unknown_key(key: str) -> str:
     return "; the keys are " + ", ".join(inside or [name for name in known if "." not in name])
 
 
-def validate(tree: dict[str, Any], origin: str, lines: Mapping[str, int] | None = None) -> Config:
+def validate(
+    tree: dict[str, Any], origin: str = "", lines: Mapping[str, int] | None = None
+) -> Config:
     """Return the Config of a dict, validated.
 
+    Args:
+        tree: the settings.
+        origin: the file or program that they are from.
+        lines: of the file, by dotted key; settings without one are from elsewhere.
+
     Raises:
-        ConfigError: naming every invalid setting and its line.
+        ConfigError: naming every invalid setting and its origin.
     """
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
         details = error.errors(include_url=False)
-        problems = [_problem(detail, lines or {}) for detail in details[:MAX_PROBLEMS]]
+        problems = [_problem(detail, origin, lines or {}) for detail in details[:MAX_PROBLEMS]]
         if len(details) > MAX_PROBLEMS:
             problems.append(f"and {len(details) - MAX_PROBLEMS} more")
-        raise ConfigError(f"{origin}: " + "; ".join(problems)) from None
+        if origin and lines is None:
+            problems[0] = f"{origin}: {problems[0]}"
+        raise ConfigError("; ".join(problems)) from None
 
 
-def _problem(detail: Mapping[str, Any], lines: Mapping[str, int]) -> str:
-    """Return the message for one invalid setting, with its line if it has one."""
+def _problem(detail: Mapping[str, Any], origin: str, lines: Mapping[str, int]) -> str:
+    """Return the message for one invalid setting, with its file and line if it has one."""
     place = [str(part) for part in detail["loc"] if not isinstance(part, int)]
     dotted = ".".join(place)
-    where = f"line {lines[dotted]}: " if dotted in lines else ""
+    where = f"{origin}: line {lines[dotted]}: " if dotted in lines else ""
     key = dotted if dotted.isprintable() else ascii(dotted)
     if detail["type"] == "extra_forbidden":
         return f"{where}{key:.100} is not a setting{describe_unknown_key(dotted[:100])}"

@@ -53,7 +53,7 @@ def interact(run: Run, config: Config, unknown: Unknown | None) -> None:
             else:
                 text = continue_text(run, config, line or text)
         except ChargptError as error:
-            message = str(error).removeprefix("these settings: ").replace("--unknown", "/unknown")
+            message = str(error).replace("--unknown", "/unknown")
             console.say("chargpt: " + message.removeprefix("sample.").removeprefix("text."))
     if sys.stdin.isatty():
         console.out("")

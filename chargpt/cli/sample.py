@@ -225,7 +225,7 @@ def sample_config(config: Config, given: Mapping[str, Any]) -> Config:
         return config.with_values(changes)
     except ConfigError as error:  # name the options instead of the settings
         name = re.sub(
-            r"these settings: sample\.(\w+)",
+            r"^sample\.(\w+)",
             lambda found: "--" + found[1].replace("_", "-"),
             str(error),
         )
