@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,7 +10,7 @@ import typer
 
 from chargpt.analysis.result import MIXTURE
 from chargpt.cli import console, options, runs, tables
-from chargpt.cli.progress import ProgressBar
+from chargpt.cli.progress import show_progress
 from chargpt.errors import ConfigError, RunError
 from chargpt.inference import evaluation
 from chargpt.inference.evaluation import Evaluation
@@ -102,9 +101,9 @@ def measure(
 ) -> tuple[Evaluation, float]:
     """Evaluate a run with a progress bar; return the time in seconds too."""
     start = time.perf_counter()
-    with closing(ProgressBar(1, "character")) as bar:
+    with show_progress("character", "scored") as on_progress:
         result = evaluation.evaluate(
-            run, split, protocol, text, stride=stride, on_progress=bar.callback("scored")
+            run, split, protocol, text, stride=stride, on_progress=on_progress
         )
     return result, time.perf_counter() - start
 

@@ -4,7 +4,6 @@ import dataclasses
 import re
 import secrets
 from collections.abc import Mapping
-from contextlib import closing
 from typing import Annotated, Any
 
 import typer
@@ -17,7 +16,7 @@ from chargpt.analysis.memorization import (
 )
 from chargpt.cli import console, options, runs, tables
 from chargpt.cli.interactive import interact
-from chargpt.cli.progress import ProgressBar
+from chargpt.cli.progress import show_progress
 from chargpt.config import Config, SampleConfig
 from chargpt.errors import ConfigError
 from chargpt.inference.sampling import sample as sample_texts
@@ -25,7 +24,6 @@ from chargpt.inference.sampling import stream_run
 from chargpt.store.run import Run
 from chargpt.text.corpus import read_text
 from chargpt.text.display import display_text, whole_graphemes
-from chargpt.text.tokenizer import Unknown
 
 DEFAULTS = SampleConfig()  # the run's config may contain others
 
@@ -152,9 +150,14 @@ def sample(
             console.out_text(piece)
         console.out("")
         return
-    texts = sample_with_progress(loaded, settings, unknown)
+    with show_progress("character", "sampled") as on_progress:
+        texts = sample_texts(loaded, settings, unknown=unknown, on_progress=on_progress)
     n_prompt = len(settings.prompt)
-    overlap = overlap_of(loaded, [text[n_prompt:] for text in texts]) if check else None
+    overlap = None
+    if check:
+        with show_progress("character", "of the training text") as on_progress:
+            continuations = [text[n_prompt:] for text in texts]
+            overlap = measure_overlap(loaded.corpus(), continuations, on_progress)
     boundary = loaded.tokenizer.boundary
     copied = copied_items(loaded, set(texts), boundary) if overlap and boundary else set()
     if json_:
@@ -237,18 +240,6 @@ def with_seed(settings: SampleConfig) -> SampleConfig:
     if settings.seed is not None:
         return settings
     return settings.model_copy(update={"seed": secrets.randbits(32)})
-
-
-def sample_with_progress(run: Run, settings: SampleConfig, unknown: Unknown | None) -> list[str]:
-    """Return the texts, with a progress bar while they are sampled."""
-    with closing(ProgressBar(settings.num_samples * settings.length, "character")) as bar:
-        return sample_texts(run, settings, unknown=unknown, on_progress=bar.callback("sampled"))
-
-
-def overlap_of(run: Run, texts: list[str]) -> OverlapReport:
-    """Return the verbatim overlap of texts with the training split, with a progress bar."""
-    with closing(ProgressBar(1, "character")) as bar:
-        return measure_overlap(run.corpus(), texts, bar.callback("of the training text"))
 
 
 def copied_items(run: Run, texts: set[str], separator: str) -> set[str]:
