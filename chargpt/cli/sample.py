@@ -142,7 +142,7 @@ def sample(
             )
         interact(loaded, config, unknown)
         return
-    settings = with_seed(config.sample)
+    settings = config.sample
     if settings.num_samples == 1 and not json_ and not check:
         pieces = stream_run(loaded, settings, unknown=unknown)
         console.out_text(settings.prompt)
@@ -150,6 +150,8 @@ def sample(
             console.out_text(piece)
         console.out("")
         return
+    if settings.seed is None:  # chosen here, so that it can be printed
+        settings = settings.model_copy(update={"seed": secrets.randbits(32)})
     with show_progress("character", "sampled") as on_progress:
         texts = sample_texts(loaded, settings, unknown=unknown, on_progress=on_progress)
     n_prompt = len(settings.prompt)
@@ -233,13 +235,6 @@ def sample_config(config: Config, given: Mapping[str, Any]) -> Config:
             str(error),
         )
         raise ConfigError(name) from None
-
-
-def with_seed(settings: SampleConfig) -> SampleConfig:
-    """Return the settings with a random seed if none is set."""
-    if settings.seed is not None:
-        return settings
-    return settings.model_copy(update={"seed": secrets.randbits(32)})
 
 
 def copied_items(run: Run, texts: set[str], separator: str) -> set[str]:
