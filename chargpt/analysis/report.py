@@ -179,24 +179,15 @@ def overlap(run: Run, corpus: Corpus) -> Facts:
             "length": SAMPLE_LENGTH,
             "temperature": settings.temperature,
             "min_match": memorization.MIN_MATCH,
-            "longest": longest_match(found.texts),
-            "longest_unseen": longest_match(found.held_out),
-            "novel": [
-                [str(n), f"{ours:.1%}", f"{unseen:.1%}"]
-                for n, ours, unseen in found.novel_fractions()
-                if n <= 2 * memorization.MIN_MATCH
-            ],
+            "longest": memorization.longest_match(found.texts),
+            "longest_unseen": memorization.longest_match(found.held_out),
+            "novel": found.novel_rows(),
             "marked": [
                 list(split_at(text, whole_graphemes(text, each.matched)))
                 for text, each in zip(texts, found.texts, strict=True)
             ],
         }
     }
-
-
-def longest_match(overlaps: Sequence[memorization.Overlap]) -> int:
-    """Return the length of the longest verbatim match; 0 if there is none."""
-    return max((each.longest.length for each in overlaps if each.longest), default=0)
 
 
 def split_at(text: str, matched: Sequence[tuple[int, int]]) -> Iterator[tuple[str, bool]]:

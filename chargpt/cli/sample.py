@@ -12,6 +12,7 @@ from chargpt.analysis.memorization import (
     MIN_MATCH,
     OverlapReport,
     find_items,
+    longest_match,
     measure_overlap,
 )
 from chargpt.cli import console, options, runs, tables
@@ -252,8 +253,8 @@ def mark(text: str, matched: list[tuple[int, int]]) -> str:
 def print_overlap(overlap: OverlapReport, run: Run) -> None:
     """Print the longest verbatim match, and the novel fractions next to those of held-out text."""
     matches = [each.longest for each in overlap.texts if each.longest]
-    held_out = max((each.longest.length for each in overlap.held_out if each.longest), default=0)
-    reference = f"in held-out text of the same length: {held_out or f'under {MIN_MATCH}'}"
+    held_out = longest_match(overlap.held_out) or f"under {MIN_MATCH}"
+    reference = f"in held-out text of the same length: {held_out}"
     if matches:
         match = max(matches, key=lambda each: each.length)
         text = run.tokenizer.decode(overlap.training[match.place : match.place + match.length])
@@ -266,9 +267,4 @@ def print_overlap(overlap: OverlapReport, run: Run) -> None:
         console.out_sentence(
             f"no verbatim match of {MIN_MATCH} characters with the training text ({reference})"
         )
-    rows = [
-        [str(n), f"{ours:.1%}", f"{held_out_fraction:.1%}"]
-        for n, ours, held_out_fraction in overlap.novel_fractions()
-        if n <= 2 * MIN_MATCH
-    ]
-    tables.table(["n", "novel n-grams", "in held-out text"], rows)
+    tables.table(["n", "novel n-grams", "in held-out text"], overlap.novel_rows())
