@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from chargpt.cli import console, options, runs
-from chargpt.cli.export import tell, writing
+from chargpt.cli.export import write
 from chargpt.export.html import export_html
 from chargpt.files import is_stream, require_output
 from chargpt.store.layout import PLAY
@@ -40,9 +40,7 @@ def play(
     if has_mixture(loaded):
         console.say("the page holds the GPT alone, without the n-gram counts of the run's mixture")
     page = out or loaded.folder / PLAY
-    with writing(page):
-        check = export_html(loaded, page)
-    tell(page, check)
+    write(export_html, loaded, page)
     if page.is_file() and not is_stream(page):
         address = page.absolute().as_uri()
         if is_open and not webbrowser.open(address):
