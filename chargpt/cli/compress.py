@@ -19,7 +19,7 @@ from chargpt.inference.coding import BYTES_PER_CHARACTER, packed_model
 from chargpt.inference.coding import compress as pack
 from chargpt.inference.coding import decompress as unpack
 from chargpt.store.folder import RunFolder
-from chargpt.text.source import STDIN
+from chargpt.text.source import STDIN, copy_stdin
 from chargpt.training.adaptive import AdaptiveDecoder
 
 XZ_BYTES = 20_000_000  # beyond it, xz takes longer than one would wait for a comparison
@@ -120,23 +120,18 @@ def read_input(path: Path, out: Path, *, force: bool) -> bytes:
             raise ConfigError(f"{out} exists; name another file, or replace it with --force")
     limit = memory_limit(None) // BYTES_PER_CHARACTER
     if str(path) == STDIN:
-        if sys.stdin is None:
-            raise TextError("standard input is closed; pipe a text in, or name a file")
-        content = sys.stdin.buffer.read(limit + 1)
-    else:
-        try:
-            status = os.stat(path)
-            if not stat.S_ISREG(status.st_mode):
-                raise TextError(f"{path} is no file; name one, or pipe the text in and name it `-`")
-            content = b"" if status.st_size > limit else path.read_bytes()
-        except OSError as error:
-            raise TextError(
-                f"{path} cannot be read ({error.strerror}); name another file"
-            ) from None
-        limit = limit if status.st_size <= limit else -1
-    if len(content) > limit:
-        raise TextError(f"{path} is too large for this machine's memory; split it")
-    return content
+        chunks: list[bytes] = []
+        copy_stdin(chunks.append, limit)
+        return b"".join(chunks)
+    try:
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode):
+            raise TextError(f"{path} is no file; name one, or pipe the text in and name it `-`")
+        if status.st_size > limit:
+            raise TextError(f"{path} is too large for this machine's memory; split it")
+        return path.read_bytes()
+    except OSError as error:
+        raise TextError(f"{path} cannot be read ({error.strerror}); name another file") from None
 
 
 def write(content: bytes, out: Path, *, force: bool) -> None:
