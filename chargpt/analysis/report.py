@@ -4,7 +4,6 @@ Every number is computed when the page is written, on one checkpoint. The prose 
 `pages/report.html`.
 """
 
-import math
 import platform
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -110,10 +109,7 @@ def result(run: Run, corpus: Corpus, scores: RunScores, records: Records) -> Fac
             ("standard error", f"{val.standard_error:.4f} nats"),
         ],
         "summary": summarize(run, scores, records),
-        "losses": [
-            [model, split, f"{nats:.4f}", f"{nats / math.log(2):.4f}", f"{math.exp(nats):,.2f}"]
-            for model, split, nats in rows
-        ],
+        "losses": rows,
         "highlighted": [i for i, row in enumerate(rows) if row[0].endswith("(trained)")],
     }
 

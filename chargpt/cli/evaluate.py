@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from chargpt.analysis.result import MIXTURE
+from chargpt.analysis.result import MIXTURE, loss_cells
 from chargpt.cli import console, options, runs, tables
 from chargpt.cli.progress import show_progress
 from chargpt.errors import ConfigError, RunError
@@ -117,7 +117,7 @@ def show(loaded: Run, measured: Sequence[tuple[Evaluation, float]], title: str) 
         [
             [
                 name,
-                *console.loss_cells(each.nats_per_char),
+                *loss_cells(each.nats_per_char),
                 f"{each.accuracy:.2%}",
                 f"{each.standard_error:.4f}",
             ]

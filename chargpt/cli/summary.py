@@ -133,10 +133,7 @@ def print_result(
     state, config = session.trainer.state, session.trainer.config
     tables.table(
         ["model", "split", "nats/char", "bits/char", "perplexity"],
-        [
-            [name, split, *console.loss_cells(nats)]
-            for name, split, nats in scores.rows(config.model.kind)
-        ],
+        scores.rows(config.model.kind),
     )
     for sentence in (f"Losses on {scores.scored}.", *sentences):
         console.out_sentence(sentence)
