@@ -88,8 +88,8 @@ def html(
     write(partial(export_html, force=force), load(run, checkpoint), file)
 
 
-def load(path: Path, checkpoint: str) -> Run:
-    """Load a run on the CPU, and say that its n-gram counts are left out."""
+def load(path: Path | None, checkpoint: str) -> Run:
+    """Load a run, or the newest one, on the CPU, and say that its n-gram counts are left out."""
     run = runs.load_named_run(path, checkpoint, "cpu", choose_threads=True)
     if has_mixture(run):
         console.say("the GPT alone is exported, without the n-gram counts of the run's mixture")
