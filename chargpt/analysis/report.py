@@ -165,15 +165,13 @@ def overlap(run: Run, corpus: Corpus) -> Facts:
     """Return samples with their verbatim overlap with the training split."""
     if len(corpus.split("train")) > MAX_SEARCHED:
         return {"overlap": None}
-    changes = {"length": SAMPLE_LENGTH, "num_samples": N_SAMPLES, "seed": SEED, "stop": ()}
-    settings = run.config.sample.model_copy(update={"prompt": "", **changes})
-    texts = sample(run, settings)
+    texts = sample(run, prompt="", length=SAMPLE_LENGTH, num_samples=N_SAMPLES, seed=SEED, stop=())
     found = memorization.measure_overlap(corpus, texts)
     return {
         "overlap": {
             "samples": N_SAMPLES,
             "length": SAMPLE_LENGTH,
-            "temperature": settings.temperature,
+            "temperature": run.config.sample.temperature,
             "min_match": memorization.MIN_MATCH,
             "longest": memorization.longest_match(found.texts),
             "longest_unseen": memorization.longest_match(found.held_out),
