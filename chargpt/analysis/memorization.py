@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from chargpt.inference.evaluation import OnProgress
 from chargpt.text.corpus import Corpus
-from chargpt.text.tokenizer import CharTokenizer, Tokens
+from chargpt.text.tokenizer import Tokens
 
 LENGTHS = (4, 6, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 MIN_MATCH = 20  # characters of a match that counts; shorter ones are common phrases
@@ -75,17 +75,17 @@ def longest_match(overlaps: Sequence[Overlap]) -> int:
     return max((each.longest.length for each in overlaps if each.longest), default=0)
 
 
-def find_items(
-    tokenizer: CharTokenizer, tokens: Tokens, wanted: set[str], separator: str
-) -> set[str]:
-    """Return which of the wanted texts are between two separators of a text.
+def find_items(corpus: Corpus, wanted: set[str], separator: str) -> set[str]:
+    """Return which of the wanted texts are between two separators of the training split.
 
     An item of a list is far shorter than a verbatim match.
     """
+    training = corpus.split("train")
     known: set[str] = set()
     rest = ""
-    for start in range(0, len(tokens), CHUNK):
-        items = (rest + tokenizer.decode(tokens[start : start + CHUNK])).split(separator)
+    for start in range(0, len(training), CHUNK):
+        text = corpus.tokenizer.decode(training[start : start + CHUNK])
+        items = (rest + text).split(separator)
         rest = items.pop()
         known |= wanted.intersection(items)
     return known

@@ -162,7 +162,7 @@ def sample(
             continuations = [text[n_prompt:] for text in texts]
             overlap = measure_overlap(loaded.corpus(), continuations, on_progress)
     boundary = loaded.tokenizer.boundary
-    copied = copied_items(loaded, set(texts), boundary) if overlap and boundary else set()
+    copied = find_items(loaded.corpus(), set(texts), boundary) if check and boundary else set()
     if json_:
         report: dict[str, object] = {
             "samples": texts,
@@ -210,7 +210,7 @@ def print_samples(
         # the last line of a text may be cut short
         lines = {line for text in texts for line in text[n_prompt:].split("\n")[:-1] if line}
         if len(lines) > 1:
-            n_copied = len(copied_items(run, lines, "\n"))
+            n_copied = len(find_items(run.corpus(), lines, "\n"))
             console.out_sentence(
                 f"of {len(lines):,} different lines, {n_copied:,} are in the training text"
             )
@@ -236,11 +236,6 @@ def sample_config(config: Config, given: Mapping[str, Any]) -> Config:
             str(error),
         )
         raise ConfigError(name) from None
-
-
-def copied_items(run: Run, texts: set[str], separator: str) -> set[str]:
-    """Return which texts are whole items of the training split."""
-    return find_items(run.tokenizer, run.corpus().split("train"), texts, separator)
 
 
 def mark(text: str, matched: list[tuple[int, int]]) -> str:
