@@ -286,12 +286,9 @@ def ladder(found: "Ladder") -> "Figure":
 
 def _figure(width: float, height: float) -> "Figure":
     """Return an empty figure; sizes in inches."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def _remove_spines(axes: "Axes") -> None:
