@@ -159,7 +159,7 @@ def test_decompress_restores_a_compressed_text(verse: Path, cli: Cli) -> None:
     assert done.returncode == 0, done.stderr
     size = Path("part.cgpt").stat().st_size
     assert f"{len(part):,} bytes -> {size:,} bytes" in done.stdout
-    assert "bits per character; xz -9: " in done.stdout
+    assert "bits per character, with 34 bytes of header; xz -9: " in done.stdout
     assert cli("decompress", "mine", "part.cgpt", "back.txt").returncode == 0
     assert Path("back.txt").read_bytes() == part
     assert "--force" in refusal(cli("decompress", "mine", "part.cgpt", "back.txt"))

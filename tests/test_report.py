@@ -228,6 +228,20 @@ def test_overlap_is_left_out_for_a_long_training_split(
     assert "<code>chargpt sample --check</code> searches it" in path.read_text(encoding="utf-8")
 
 
+def test_of_a_list_the_sampled_documents_are_new_or_marked(cli: Cli, tmp_path: Path) -> None:
+    names = [f"{a}{b}n" for a in "abcdefghij" for b in "aeiou"]
+    path = tmp_path / "names.txt"
+    path.write_text("\n".join(names * 20))
+    cli("train", path, *TINY, "-s", "text.documents=lines", "--out", "mine")
+    page = write_report(load_run(Path("mine"), device="cpu")).read_text(encoding="utf-8")
+    found = re.search(r"40 sampled documents at temperature 0.8: (\d+) are new", page)
+    assert found is not None
+    section = page[page.index('id="overlap"') : page.index('id="reproduce"')]
+    marked = re.findall(r"<mark>(.+?)</mark>", section)
+    assert len(marked) == 40 - int(found[1])
+    assert set(marked) <= set(names)
+
+
 def test_verbatim_matches_are_marked_at_their_position() -> None:
     assert list(split_at("abcdef", [(1, 3), (4, 6)])) == [
         ("a", False),

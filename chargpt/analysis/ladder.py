@@ -212,7 +212,8 @@ def run_ladder(
         for seed in seeds:
             base = settings if rung.values else model_settings(settings, "bigram")
             config = base.with_values({**rung.values, "seed": seed})
-            path, name = folder / f"{number}-{seed}", f"{rung.name}, seed {seed}"
+            path = folder / f"{number}-{seed}"
+            name = f"{number} of {len(rungs)}: {rung.name}, seed {seed}"
             run = train_run(config, path, corpus, name, run_trainer, ngram)
             evaluation = evaluate_tokens(run.model, corpus.split("val")[: MAX_SCORED + 1])
             nats.append(evaluation.nats_per_char)

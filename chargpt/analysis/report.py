@@ -31,6 +31,7 @@ from chargpt.text.display import whole_graphemes
 
 MAX_PREDICTED = 30_000  # characters of the validation split behind accuracy and calibration
 N_SAMPLES, SAMPLE_LENGTH, SEED = 3, 400, 1337
+N_DOCUMENTS = 40  # sampled if the text is a list of documents
 MAX_SEARCHED = 20_000_000  # characters of the training split that are searched for overlap
 SECTIONS = {
     "result": "Result",
@@ -162,24 +163,37 @@ def attention(run: Run, corpus: Corpus) -> Facts:
 
 
 def overlap(run: Run, corpus: Corpus) -> Facts:
-    """Return samples with their verbatim overlap with the training split."""
+    """Return samples with their verbatim overlap with the training split.
+
+    Documents are matched as a whole: most are shorter than a verbatim match.
+    """
     if len(corpus.split("train")) > MAX_SEARCHED:
         return {"overlap": None}
-    texts = sample(run, prompt="", length=SAMPLE_LENGTH, num_samples=N_SAMPLES, seed=SEED, stop=())
+    boundary = run.tokenizer.boundary
+    number = N_DOCUMENTS if boundary else N_SAMPLES
+    texts = sample(run, prompt="", length=SAMPLE_LENGTH, num_samples=number, seed=SEED, stop=())
     found = memorization.measure_overlap(corpus, texts)
+    if boundary:
+        copied = memorization.find_items(corpus, set(texts), boundary)
+        marked = [[(part, text in copied) for text in texts for part in (text, "\n")]]
+    else:
+        copied = set()
+        marked = [
+            list(split_at(text, whole_graphemes(text, each.matched)))
+            for text, each in zip(texts, found.texts, strict=True)
+        ]
     return {
         "overlap": {
-            "samples": N_SAMPLES,
+            "samples": number,
+            "is_documents": bool(boundary),
+            "new": sum(text not in copied for text in texts),
             "length": SAMPLE_LENGTH,
             "temperature": run.config.sample.temperature,
             "min_match": memorization.MIN_MATCH,
             "longest": memorization.longest_match(found.texts),
             "longest_unseen": memorization.longest_match(found.held_out),
             "novel": found.novel_rows(),
-            "marked": [
-                list(split_at(text, whole_graphemes(text, each.matched)))
-                for text, each in zip(texts, found.texts, strict=True)
-            ],
+            "marked": marked,
         }
     }
 

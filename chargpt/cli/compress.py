@@ -15,7 +15,7 @@ from chargpt.cli.progress import show_progress
 from chargpt.device import memory_limit
 from chargpt.errors import ConfigError, RunError, TextError
 from chargpt.files import require_output, write_output
-from chargpt.inference.coding import BYTES_PER_CHARACTER, packed_model
+from chargpt.inference.coding import BYTES_PER_CHARACTER, HEADER, packed_model
 from chargpt.inference.coding import compress as pack
 from chargpt.inference.coding import decompress as unpack
 from chargpt.store.folder import RunFolder
@@ -61,6 +61,7 @@ def compress(
     write(packed, out, force=force)
     characters = len(content.decode()) - (lost if unknown == "skip" else 0)
     bits = f": {8 * len(packed) / characters:.3f} bits per character" if characters else ""
+    bits += f", with {HEADER.size} bytes of header"
     xz = ""
     if len(content) <= XZ_BYTES and not lost:
         xz = f"; xz -9: {len(lzma.compress(content, preset=9)):,} bytes"

@@ -162,7 +162,10 @@ def exit_code_of(command: Callable[[], Any]) -> int:
             return 0
         context = getattr(error, "ctx", None)
         hint = f"; see `{context.command_path} --help`" if context else ""
-        message = str(error.format_message()).rstrip(".").replace("\n", " ") + hint
+        message = str(error.format_message()).rstrip(".").replace("\n", " ")
+        if "unexpected extra argument" in message:  # the shell may have expanded a pattern
+            message = f"{message[:200]}; a pattern such as '*.txt' needs quotes"
+        message += hint
         message = message.replace("Value error, ", "").replace("Input should be", "it should be")
         code = 2
     except (typer.Abort, KeyboardInterrupt):

@@ -44,7 +44,7 @@ def codec_name(encoding: str) -> str:
         problem = f"there is no encoding {encoding!r:.60}"
     known = sorted({*encodings.aliases.aliases, *encodings.aliases.aliases.values(), "auto"})
     similar = difflib.get_close_matches(encoding.lower().replace("-", "_"), known, n=1)
-    common = "common ones are utf-8, utf-16, cp1252, latin-1"
+    common = "common ones are utf-8, utf-16, cp1252, cp1251, latin-1"
     raise TextError(f"{problem}; " + (f"did you mean {similar[0]}?" if similar else common))
 
 
