@@ -96,8 +96,8 @@ def compare(
         raise ConfigError("--seeds applies only to --ladder; add --ladder")
     if ladder and (models is not None or budget is not None):
         raise ConfigError(
-            "--ladder trains a fixed list of models; drop --models and --budget, and shorten it with "
-            "-s train.max_steps=500"
+            "--ladder trains a fixed list of models; drop --models and --budget, and give fewer "
+            "steps with -s train.max_steps=500"
         )
     paths = [Path(text) for text in texts or []]
     n_runs = sum(is_run(path) for path in paths)

@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Annotated, Any
 
+import torch
 import typer
 
 from chargpt.analysis.memorization import (
@@ -127,6 +128,8 @@ def sample(
     `chargpt sample --interactive`.
     """
     loaded = runs.load_named_run(run, checkpoint, device, mixture=mixture)
+    # a decode step is too small to share; on a busy machine threads would wait for each other
+    torch.set_num_threads(1)
     if prompt_file is not None:
         if prompt is not None:
             raise ConfigError("--prompt and --prompt-file exclude each other; give one")
