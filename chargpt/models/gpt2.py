@@ -22,17 +22,6 @@ MLP_RATIO = 4
 INIT_STD = 0.02
 
 
-class TokenKVCache(KVCache):
-    """KV cache that also stores its tokens, (B, S)."""
-
-    tokens: Tensor | None = None
-
-    def copy_from(self, other: KVCache) -> None:
-        super().copy_from(other)
-        if isinstance(other, TokenKVCache) and other.tokens is not None:
-            self.tokens = other.tokens.expand(self.keys.size(1), -1)
-
-
 class GPT2Attention(nn.Module):
     """Causal multi-head self-attention."""
 
@@ -111,9 +100,8 @@ class GPT2(LanguageModel):
             x = block(x, cache)
         if cache is not None:
             cache.advance(tokens.size(1))
-        if isinstance(cache, TokenKVCache):
             before = tokens[:, :0] if cache.tokens is None else cache.tokens
-            cache.tokens = torch.cat((before, tokens), dim=1)
+            cache.tokens = torch.cat((before, tokens), dim=1)  # (B, S)
         return F.linear(self.norm(x), self.embedding.weight)  # (B, T, V)
 
     def embed(self, tokens: Tensor, start: int = 0) -> Tensor:
@@ -141,11 +129,10 @@ class GPT2(LanguageModel):
         n_layer, n_head, width = self.config.n_layer, self.config.n_head, self.config.n_embd
         shape = (n_layer, batch_size, n_head, self.block_size, width // n_head)
         weight = self.position.weight
-        return TokenKVCache(shape, weight.dtype, weight.device)
+        return KVCache(shape, weight.dtype, weight.device)
 
     def evict_oldest_half(self, cache: KVCache) -> None:
         """Remove the older half of a full cache; compute the rest again at its new positions."""
-        assert isinstance(cache, TokenKVCache)
         assert cache.tokens is not None
         kept = cache.tokens[:, self.block_size - self.block_size // 2 :]
         cache.set_length(0)
