@@ -28,7 +28,6 @@ from torch import Tensor, nn
 
 from chargpt.models.base import LanguageModel
 from chargpt.models.cache import KVCache
-from chargpt.text.tokenizer import Floats
 
 Ints = npt.NDArray[np.int64]
 
@@ -85,7 +84,7 @@ class NGramLM(LanguageModel):
             prefix = ids
         n_contexts = [1, *(len(codes) for codes, _ in codes_and_counts)]
         orders = [
-            NGramOrder(codes, *estimate(codes // vocab_size, counts, n), vocab_size)
+            NGramOrder(codes, counts, n, vocab_size)
             for (codes, counts), n in zip(codes_and_counts, n_contexts, strict=False)
         ]
         return cls(vocab_size, block_size, orders)
@@ -180,7 +179,14 @@ class NGramLM(LanguageModel):
 
 
 class NGramOrder(nn.Module):
-    """All n-grams of one order k, with their part of the interpolated probabilities."""
+    """All n-grams of one order k, with their part of the interpolated probabilities.
+
+    Args:
+        codes: of the n-grams, sorted, (G,).
+        counts: c of each n-gram, (G,).
+        n_contexts: P.
+        vocab_size: V.
+    """
 
     codes: Tensor  # (G,) int64, sorted: id of the first k - 1 tokens * V + the last token
     last: Tensor  # (G,): the last token
@@ -188,17 +194,21 @@ class NGramOrder(nn.Module):
     starts: Tensor  # (P + 1,): n-grams with context p are codes[starts[p] : starts[p + 1]]
     backoff_weight: Tensor  # (P,): d t(h) / c(h), or 1 if no token follows h
 
-    def __init__(
-        self, codes: Ints, discounted_prob: Floats, backoff_weight: Floats, vocab_size: int
-    ) -> None:
+    def __init__(self, codes: Ints, counts: Ints, n_contexts: int, vocab_size: int) -> None:
         super().__init__()
         self.vocab_size = vocab_size
         contexts, last = np.divmod(codes, vocab_size)
-        n_followers = np.bincount(contexts, minlength=len(backoff_weight))
+        n_once, n_twice = (counts == 1).sum(), (counts == 2).sum()
+        discount = n_once / (n_once + 2 * n_twice) if n_once and n_twice else 0.5
+        n_followers = np.bincount(contexts, minlength=n_contexts)
+        totals = np.bincount(contexts, weights=counts, minlength=n_contexts)
+        backoff_weight = np.divide(
+            discount * n_followers, totals, out=np.ones(n_contexts), where=n_followers > 0
+        )
         for name, values in {
             "codes": codes,
             "last": last,
-            "discounted_prob": discounted_prob.astype(np.float32),
+            "discounted_prob": ((counts - discount) / totals[contexts]).astype(np.float32),
             "starts": np.append(0, n_followers.cumsum()),
             "backoff_weight": backoff_weight.astype(np.float32),
         }.items():
@@ -239,24 +249,6 @@ def _previous(ids: Tensor, k: int) -> Tensor:
     """Return ids (B, T) of n-grams of k tokens shifted right by one: the context of each token."""
     first = ids.new_full((ids.size(0), 1), 0 if k == 0 else UNSEEN)  # no token comes before
     return torch.cat((first, ids[:, :-1]), dim=1)  # (B, T)
-
-
-def estimate(contexts: Ints, counts: Ints, n_contexts: int) -> tuple[Floats, Floats]:
-    """Return discounted probabilities (G,) and backoff weights (P,) of one order.
-
-    Args:
-        contexts: id of each n-gram's context, (G,).
-        counts: c of each n-gram, (G,).
-        n_contexts: P.
-    """
-    n_once, n_twice = (counts == 1).sum(), (counts == 2).sum()
-    discount = n_once / (n_once + 2 * n_twice) if n_once and n_twice else 0.5
-    n_followers = np.bincount(contexts, minlength=n_contexts)
-    totals = np.bincount(contexts, weights=counts, minlength=n_contexts)
-    backoff_weight = np.divide(
-        discount * n_followers, totals, out=np.ones(n_contexts), where=n_followers > 0
-    )
-    return (counts - discount) / totals[contexts], backoff_weight
 
 
 def unique(values: Ints) -> tuple[Ints, Ints, Ints]:

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from chargpt.models.ngram import UNSEEN, Ints, NGramOrder, estimate, unique
+from chargpt.models.ngram import UNSEEN, Ints, NGramOrder, unique
 from chargpt.text.tokenizer import CharTokenizer, Tokens
 
 Bools = npt.NDArray[np.bool_]
@@ -71,8 +71,8 @@ class WordNGrams(nn.Module):
             is_first = np.append(True, contexts[1:] != contexts[:-1])
             ids = is_first.cumsum() - 1
             self.hashes.append(contexts[is_first])
-            estimates = estimate(ids, counts, ids[-1] + 1)
-            self.orders.append(NGramOrder(ids * vocab_size + followers, *estimates, vocab_size))
+            codes = ids * vocab_size + followers
+            self.orders.append(NGramOrder(codes, counts, ids[-1] + 1, vocab_size))
 
     def ordered(self) -> list[NGramOrder]:
         """Return the counts after the contexts of each m."""
