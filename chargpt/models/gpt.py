@@ -170,7 +170,8 @@ class GPT(LanguageModel):
         self.config = config
         self.embedding = nn.Embedding(vocab_size, config.n_embd)
         self.dropout = Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        blocks = [Block(config, layer) for layer in range(config.n_layer)]
+        self.blocks = cast("list[Block]", nn.ModuleList(blocks))
         self.norm = RMSNorm(config.n_embd)
         self.head = nn.Linear(config.n_embd, vocab_size, bias=False)
         head_size = config.n_embd // config.n_head
@@ -209,7 +210,7 @@ class GPT(LanguageModel):
         inputs = self.attention_inputs(tokens.size(1))
         x = self.embedding(tokens)  # (B, T, C)
         weights = []
-        for block in cast("list[Block]", self.blocks):
+        for block in self.blocks:
             if block.attention is not None:
                 weights.append(block.attention.weights(x, block.attention_norm, inputs))
             x = block(x, inputs)
@@ -220,7 +221,7 @@ class GPT(LanguageModel):
 
         The layer must have full attention.
         """
-        block = cast("Block", self.blocks[0])
+        block = self.blocks[0]
         assert isinstance(block.attention, Attention)
         inputs = self.attention_inputs(tokens.size(1))
         return block.attention.project(self.embedding(tokens), block.attention_norm, inputs)

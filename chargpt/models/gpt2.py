@@ -87,7 +87,8 @@ class GPT2(LanguageModel):
         self.embedding = nn.Embedding(vocab_size, config.n_embd)  # also the output head
         self.position = nn.Embedding(config.block_size, config.n_embd)
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(GPT2Block(config, layer) for layer in range(config.n_layer))
+        blocks = [GPT2Block(config, layer) for layer in range(config.n_layer)]
+        self.blocks = cast("list[GPT2Block]", nn.ModuleList(blocks))
         self.norm = nn.LayerNorm(config.n_embd)
         for parameter in self.parameters():
             if parameter.dim() == 2:
@@ -114,7 +115,7 @@ class GPT2(LanguageModel):
     def attention_weights(self, tokens: Tensor) -> list[Tensor]:
         """Return the attention weights of each layer on tokens (B, T): (B, H, T, T) each."""
         x, weights = self.embed(self.check_tokens(tokens)), []
-        for block in cast("list[GPT2Block]", self.blocks):
+        for block in self.blocks:
             projected = block.attention.project(block.attention_norm(x))
             weights.append(explicit_attention(*projected)[1])
             x = block(x, None)
@@ -122,7 +123,7 @@ class GPT2(LanguageModel):
 
     def first_projection(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values of the first layer on tokens (B, T): (B, H, T, D)."""
-        block = cast("GPT2Block", self.blocks[0])
+        block = self.blocks[0]
         return block.attention.project(block.attention_norm(self.embed(tokens)))
 
     def new_cache(self, batch_size: int) -> KVCache:

@@ -114,7 +114,7 @@ class Mixture(LanguageModel):
         """
         entropy = -(log_probs.exp() * log_probs).sum(dim=-1)
         inputs = [entropy, log_probs.amax(dim=-1)]
-        orders = self.ngram.ordered() + self.word_ngrams.ordered()
+        orders = self.ngram.orders + self.word_ngrams.orders
         for order, ids in zip(orders[1:], contexts[1:], strict=True):
             n_followers, backoff_weight = order.describe(ids)
             inputs += [n_followers.log1p(), backoff_weight]

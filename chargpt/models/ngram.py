@@ -45,12 +45,8 @@ class NGramLM(LanguageModel):
 
     def __init__(self, vocab_size: int, block_size: int, orders: "list[NGramOrder]") -> None:
         super().__init__(vocab_size, block_size)
-        self.orders = nn.ModuleList(orders)
+        self.orders = cast("list[NGramOrder]", nn.ModuleList(orders))  # of order 1, 2, and so on
         self.register_buffer("table", None)
-
-    def ordered(self) -> "list[NGramOrder]":
-        """Return the n-grams of order 1, 2, and so on."""
-        return cast("list[NGramOrder]", self.orders)
 
     @classmethod
     def fit(
@@ -106,18 +102,18 @@ class NGramLM(LanguageModel):
             *_, probs = self.iter_probs(contexts)
             return probs
         row, first_row = torch.zeros_like(tokens), 1
-        for order, context in zip(self.ordered(), contexts[1 : self.n_tabulated], strict=False):
+        for order, context in zip(self.orders, contexts[1 : self.n_tabulated], strict=False):
             row = torch.where(context == UNSEEN, row, context + first_row)
             first_row += len(order.codes)
         probs = self.table[row.flatten()]  # (B T, V)
-        for order, context in list(zip(self.ordered(), contexts, strict=True))[self.n_tabulated :]:
+        for order, context in list(zip(self.orders, contexts, strict=True))[self.n_tabulated :]:
             order.interpolate(probs, context.flatten())
         return probs.view(*tokens.shape, self.vocab_size)
 
     def contexts(self, tokens: Tensor) -> list[Tensor]:
         """Return the ids of the k tokens that end at each of tokens (B, T), by k = 0, 1, ..."""
         found = [torch.zeros_like(tokens)]
-        for k, order in enumerate(self.ordered()[:-1]):
+        for k, order in enumerate(self.orders[:-1]):
             found.append(order.find(_previous(found[-1], k), tokens))
         return found
 
@@ -126,7 +122,7 @@ class NGramLM(LanguageModel):
         shape = contexts[0].shape
         probs = self._unigram_probs().repeat(shape.numel(), 1)
         yield probs.view(*shape, self.vocab_size)
-        for order, context in zip(self.ordered()[1:], contexts[1:], strict=True):
+        for order, context in zip(self.orders[1:], contexts[1:], strict=True):
             order.interpolate(probs, context.flatten())
             yield probs.view(*shape, self.vocab_size)
 
@@ -136,11 +132,11 @@ class NGramLM(LanguageModel):
         `probs` then is several times as fast. The rows are the empty context, then all contexts of
         one token, of two, and so on.
         """
-        n_contexts = np.cumsum([1, *(len(order.codes) for order in self.ordered()[:-1])])
+        n_contexts = np.cumsum([1, *(len(order.codes) for order in self.orders[:-1])])
         self.n_tabulated = int((n_contexts * self.vocab_size <= MAX_TABLE_ENTRIES).sum())
         if self.n_tabulated == 0:
             return
-        orders = self.ordered()[: self.n_tabulated]
+        orders = self.orders[: self.n_tabulated]
         table = [self._unigram_probs()]  # (contexts of one length, V) each
         suffix = torch.zeros_like(orders[0].last)  # ids of the contexts without their first token
         for k, order in enumerate(orders[1:]):
@@ -160,7 +156,7 @@ class NGramLM(LanguageModel):
         tokens = torch.from_numpy(rows.astype(np.int64)).to(self.device)  # (B, T + 1)
         prob = torch.full(tokens.shape, 1 / self.vocab_size, device=tokens.device)
         ids = torch.zeros_like(tokens)
-        for k, order in enumerate(self.ordered()):
+        for k, order in enumerate(self.orders):
             context = _previous(ids, k)
             ids = order.find(context, tokens)
             prob = order.interpolate_one(prob, context, ids)
@@ -168,7 +164,7 @@ class NGramLM(LanguageModel):
 
     def _unigram_probs(self) -> Tensor:
         """Return the probabilities (1, V) after the empty context."""
-        first = self.ordered()[0]
+        first = self.orders[0]
         probs = first.discounted_prob.new_full((1, self.vocab_size), 1 / self.vocab_size)
         first.interpolate(probs, first.codes.new_zeros(1))
         return probs
