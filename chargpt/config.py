@@ -172,6 +172,11 @@ class ModelConfig(Section):
         """Hidden width of the MLP."""
         return self.n_mlp or 64 * math.ceil(self.n_embd * 8 / 3 / 64)
 
+    @property
+    def head_size(self) -> int:
+        """Width of an attention head."""
+        return self.n_embd // self.n_head
+
     @model_validator(mode="after")
     def require_even_head_size(self) -> Self:
         if self.kind == "gpt2" and self.n_embd % self.n_head:

@@ -120,7 +120,6 @@ def write_gguf(path: Path, run: Run, model: GPT, precision: Precision) -> None:
     """Write the file."""
     gguf: Any = import_module("gguf")
     config, tokenizer = model.config, run.tokenizer
-    size = config.n_embd // config.n_head
     writer = gguf.GGUFWriter(path, "qwen3")
     writer.add_name(display_text(run.folder.absolute().name))
     writer.add_description(f"character-level GPT by chargpt {__version__}")
@@ -130,8 +129,8 @@ def write_gguf(path: Path, run: Run, model: GPT, precision: Precision) -> None:
     writer.add_feed_forward_length(config.mlp_width)
     writer.add_head_count(config.n_head)
     writer.add_head_count_kv(config.n_head)
-    writer.add_key_length(size)
-    writer.add_value_length(size)
+    writer.add_key_length(config.head_size)
+    writer.add_value_length(config.head_size)
     writer.add_layer_norm_rms_eps(NORM_EPS)
     writer.add_rope_freq_base(config.rope_theta)
     file_types = gguf.LlamaFileType

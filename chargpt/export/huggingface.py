@@ -129,7 +129,7 @@ def qwen3_config(model: GPT) -> dict[str, Any]:
         "num_hidden_layers": config.n_layer,
         "num_attention_heads": config.n_head,
         "num_key_value_heads": config.n_head,
-        "head_dim": config.n_embd // config.n_head,
+        "head_dim": config.head_size,
         "max_position_embeddings": config.block_size,
         "rms_norm_eps": NORM_EPS,
         "rope_theta": config.rope_theta,  # read by transformers 4

@@ -158,16 +158,15 @@ def write_onnx(path: Path, run: Run, model: GPT) -> None:
     """Write the file."""
     onnx: Any = import_module("onnx")
     helper, config = onnx.helper, model.config
-    size = config.n_embd // config.n_head
     kinds = {"tokens": onnx.TensorProto.INT64}
-    past = (config.n_layer, "batch", config.n_head, "cached", size)
+    past = (config.n_layer, "batch", config.n_head, "cached", config.head_size)
     shapes = {
         "tokens": ("batch", "length"),
         "past_keys": past,
         "past_values": past,
         "logits": ("batch", "length", model.vocab_size),
-        "keys": (*past[:3], "cached + length", size),
-        "values": (*past[:3], "cached + length", size),
+        "keys": (*past[:3], "cached + length", config.head_size),
+        "values": (*past[:3], "cached + length", config.head_size),
     }
     inputs, outputs = (
         [
@@ -204,12 +203,11 @@ def write_onnx(path: Path, run: Run, model: GPT) -> None:
 def constants_of(model: GPT) -> dict[str, Floats]:
     """Return the weights, matrices transposed, and the other constants of the graph, by name."""
     config = model.config
-    size = config.n_embd // config.n_head
     arrays: dict[str, Any] = {
         "cos_table": model.cos.float().cpu().numpy(),
         "sin_table": model.sin.float().cpu().numpy(),
-        "heads": np.array([0, 0, config.n_head, size]),
-        "root": np.array(size**0.5, dtype=np.float32),
+        "heads": np.array([0, 0, config.n_head, config.head_size]),
+        "root": np.array(config.head_size**0.5, dtype=np.float32),
         "first_axis": np.array([0]),
     }
     arrays |= {f"layer_{layer}": np.array(layer) for layer in range(config.n_layer)}
@@ -255,9 +253,7 @@ class OnnxReader:
         metadata = {each.key: each.value for each in onnx.load(path).metadata_props}
         self.tokenizer = CharTokenizer.from_json(metadata["tokenizer"], str(path))
         config = model.config
-        self.empty = np.zeros(
-            (config.n_layer, 1, config.n_head, 0, config.n_embd // config.n_head), np.float32
-        )
+        self.empty = np.zeros((config.n_layer, 1, config.n_head, 0, config.head_size), np.float32)
         self.session: Any
         if find_spec("onnxruntime") is None:
             self.name = f"the reference evaluator of onnx {onnx.__version__}"

@@ -127,8 +127,8 @@ class GPT2(LanguageModel):
         return block.attention.project(block.attention_norm(self.embed(tokens)))
 
     def new_cache(self, batch_size: int) -> KVCache:
-        n_layer, n_head, width = self.config.n_layer, self.config.n_head, self.config.n_embd
-        shape = (n_layer, batch_size, n_head, self.block_size, width // n_head)
+        config = self.config
+        shape = (config.n_layer, batch_size, config.n_head, self.block_size, config.head_size)
         weight = self.position.weight
         return KVCache(shape, weight.dtype, weight.device)
 

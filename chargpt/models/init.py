@@ -53,8 +53,7 @@ def init_previous_token_heads(
     rotates both by their own position, so the two agree only at that distance.
     """
     model.get_parameter("embedding.weight")[:, 0] = init.shared_value * config.n_embd**0.5
-    head_size = config.n_embd // config.n_head
-    half = head_size // 2
+    head_size, half = config.head_size, config.head_size // 2
     max_distance = init.n_layers + config.n_head
     cos, sin = rotary_tables(max_distance, head_size, config.rope_theta)  # (max_distance, D)
     # pairs of low frequency hardly distinguish nearby positions
