@@ -23,6 +23,7 @@ from chargpt import __version__
 from chargpt.config import NORM_EPS
 from chargpt.errors import ConfigError, WorkError
 from chargpt.export.check import Check, Floats, ModelReader, check_export, exportable_model
+from chargpt.export.huggingface import qwen3_weights
 from chargpt.files import require_new, write_atomically
 from chargpt.models import GPT, build_model
 from chargpt.store.run import Run
@@ -35,21 +36,6 @@ SPACE = "\u2581"  # stands for a space in SentencePiece
 END = "<|endoftext|>"  # a token that llama.cpp requires, with weights 0; it is never sampled
 MAX_LOSS_INCREASE = 0.005  # in nats, by rounding the weights
 SECONDS = 120  # at most, of a request to llama.cpp
-# our names of a layer's weights, and those of llama.cpp
-LAYER_NAMES = {
-    "attention_norm": "attn_norm",
-    "attention.query": "attn_q",
-    "attention.key": "attn_k",
-    "attention.value": "attn_v",
-    "attention.output": "attn_output",
-    "attention.query_norm": "attn_q_norm",
-    "attention.key_norm": "attn_k_norm",
-    "mlp_norm": "ffn_norm",
-    "mlp.gate": "ffn_gate",
-    "mlp.up": "ffn_up",
-    "mlp.down": "ffn_down",
-}
-OTHER_NAMES = {"embedding": "token_embd", "norm": "output_norm", "head": "output"}
 
 
 def export_gguf(
@@ -149,15 +135,16 @@ def write_gguf(path: Path, run: Run, model: GPT, precision: Precision) -> None:
     writer.add_add_eos_token(False)
     writer.add_add_space_prefix(False)
     writer.add_array("tokenizer.ggml.suppress_tokens", [end])
+    names = their_names(model)
     for name, tensor in model.state_dict().items():
         weight = tensor.float().cpu().numpy()
         if name in ("embedding.weight", "head.weight"):
             weight = np.pad(weight, ((0, 1), (0, 0)))  # the row of END
         if weight.ndim == 2 and precision != "f32":
             kind = getattr(gguf.GGMLQuantizationType, precision.upper())
-            writer.add_tensor(their_name(name), gguf.quants.quantize(weight, kind), raw_dtype=kind)
+            writer.add_tensor(names[name], gguf.quants.quantize(weight, kind), raw_dtype=kind)
         else:
-            writer.add_tensor(their_name(name), weight)
+            writer.add_tensor(names[name], weight)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -177,13 +164,14 @@ def vocabulary(tokenizer: CharTokenizer) -> tuple[list[str], list[int]]:
     return [*pieces, END], [*types, int(kinds.CONTROL)]
 
 
-def their_name(name: str) -> str:
-    """Return the name in llama.cpp of one of our weights."""
-    prefix = name.removesuffix(".weight")
-    if prefix in OTHER_NAMES:
-        return f"{OTHER_NAMES[prefix]}.weight"
-    _, layer, rest = prefix.split(".", 2)
-    return f"blk.{layer}.{LAYER_NAMES[rest]}.weight"
+def their_names(model: GPT) -> dict[str, str]:
+    """Return the name in llama.cpp of each of our weights."""
+    gguf: Any = import_module("gguf")
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, model.config.n_layer)
+    return {
+        ours: names.get_name(theirs, try_suffixes=(".weight",))
+        for ours, theirs in zip(model.state_dict(), qwen3_weights(model), strict=True)
+    }
 
 
 def modelfile_text(name: str, block_size: int) -> str:
@@ -324,9 +312,10 @@ class OwnReader(ModelReader):
         weights = {each.name: dequantized(each) for each in reader.tensors}
         model = build_model(run.config.model, run.model.vocab_size)
         assert isinstance(model, GPT)
+        names = their_names(model)
         model.load_state_dict(
             {
-                name: torch.from_numpy(weights[their_name(name)][: tensor.shape[0]])
+                name: torch.from_numpy(weights[names[name]][: tensor.shape[0]])
                 for name, tensor in model.state_dict().items()
             }
         )
