@@ -8,8 +8,6 @@ import json
 import secrets
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -63,9 +61,9 @@ def export_gguf(
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:
         write_gguf(temporary, run, model, precision)
-        with open_reader(temporary, run) as reader:
-            limit = None if precision == "f32" else MAX_LOSS_INCREASE
-            check = check_export(run, reader, max_loss_increase=limit, remedy="use --precision f32")
+        reader = open_reader(temporary, run)
+        limit = None if precision == "f32" else MAX_LOSS_INCREASE
+        check = check_export(run, reader, max_loss_increase=limit, remedy="use --precision f32")
         write_atomically(modelfile, modelfile_text(path.name, model.block_size).encode())
         temporary.replace(path)
     finally:
@@ -191,13 +189,11 @@ def modelfile_text(name: str, block_size: int) -> str:
 # -- reading ---------------------------------------------------------------------------------
 
 
-@contextmanager
-def open_reader(path: Path, run: Run) -> "Iterator[LlamaReader | OwnReader]":
+def open_reader(path: Path, run: Run) -> "LlamaReader | OwnReader":
     """Open a file with llama.cpp where it is installed, else with `gguf`."""
     if find_spec("xllamacpp") is None:
-        yield OwnReader(path, run)
-        return
-    yield LlamaReader(path, run.model.vocab_size, run.model.block_size)
+        return OwnReader(path, run)
+    return LlamaReader(path, run.model.vocab_size, run.model.block_size)
 
 
 class LlamaReader:
