@@ -267,7 +267,8 @@ class Trainer:
         self.write_metrics()
         nats = math.nan
         if self.group.is_main:
-            report.validation = self.validator.validate()
+            max_characters = self.config.train.evaluate_characters
+            report.validation = self.validator.evaluate("val", max_characters)
             nats = report.validation.nats_per_char
             self._record({"step": report.step, VALIDATION: nats})
         nats = self.group.broadcast(nats)
