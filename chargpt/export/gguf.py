@@ -5,12 +5,12 @@ is merged, and byte tokens spell characters outside the vocabulary.
 """
 
 import json
-import secrets
 import urllib.error
 import urllib.request
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import numpy as np
@@ -58,16 +58,14 @@ def export_gguf(
     for each in (path, modelfile):
         require_new(each, force=force)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
-    try:
+    with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+        temporary = Path(folder) / path.name
         write_gguf(temporary, run, model, precision)
         reader = open_reader(temporary, run)
         limit = None if precision == "f32" else MAX_LOSS_INCREASE
         check = check_export(run, reader, max_loss_increase=limit, remedy="use --precision f32")
         write_atomically(modelfile, modelfile_text(path.name, model.block_size).encode())
         temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
     return check
 
 

@@ -6,11 +6,10 @@ chargpt.json  config, tokenizer and state of the run, for the way back
 """
 
 import json
-import secrets
-import shutil
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import safetensors.torch
@@ -70,15 +69,14 @@ def export_huggingface(run: Run, folder: Path) -> Check:
     """
     require_new(folder)
     model = exportable_model(run, "Qwen3")
-    temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(6)}.tmp")
-    try:
-        temporary.mkdir(parents=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as parent:
+        temporary = Path(parent) / folder.name
+        temporary.mkdir()
         for name, content in files(run, model).items():
             write_synced(temporary / name, [content])
         check = check_export(run, _open_reader(temporary))
         temporary.rename(folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return check
 
 

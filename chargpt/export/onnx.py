@@ -10,11 +10,11 @@ Shapes in this file: B = batch, T = tokens, S = cached tokens, L = layers, C = n
 D = C / H, F = MLP width, V = vocabulary size.
 """
 
-import secrets
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -144,13 +144,11 @@ def export_onnx(run: Run, path: Path, *, force: bool = False) -> Check:
         )
     require_new(path, force=force)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
-    try:
+    with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+        temporary = Path(folder) / path.name
         write_onnx(temporary, run, model)
         check = check_export(run, OnnxReader(temporary, model))
         temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
     return check
 
 
