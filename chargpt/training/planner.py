@@ -15,7 +15,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +63,7 @@ class Length:
     evaluations: int = 6
 
 
-LENGTHS = (
+LENGTHS = (  # by rising `characters`
     Length(0, 128, 1024, 0.6, evaluations=2),  # each takes as long as four steps
     Length(350_000, 256, 2048, 0.6),
     Length(1_000_000, 256, 2048, 0.7),
@@ -163,9 +162,7 @@ def extrapolation(parameters: int, characters: float) -> str | None:
 
 def length_of(characters: float) -> Length:
     """Return the settings of a run over about `characters` characters."""
-    return max(
-        (each for each in LENGTHS if each.characters <= characters), key=attrgetter("characters")
-    )
+    return [each for each in LENGTHS if each.characters <= characters][-1]
 
 
 def size_settings(size: Size, characters: float, corpus: Corpus) -> dict[str, object]:
