@@ -347,6 +347,11 @@ class Config(Section):
             )
         return self
 
+    @property
+    def step_tokens(self) -> int:
+        """Number of tokens that an update reads."""
+        return self.train.batch_size * self.model.block_size
+
     def with_values(self, values: Mapping[str, object]) -> "Config":
         """Return a validated copy with the values of dotted keys replaced.
 

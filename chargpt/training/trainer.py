@@ -270,8 +270,7 @@ class Trainer:
 
     @property
     def _characters_per_step(self) -> float:
-        n_tokens = self.config.train.batch_size * self.config.model.block_size
-        return n_tokens * self.corpus.characters_per_token
+        return self.config.step_tokens * self.corpus.characters_per_token
 
     def _is_due(self, every: int) -> bool:
         """Return whether work done every `every` steps is due; after the last step it always is."""
