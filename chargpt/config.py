@@ -11,7 +11,6 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping
-from functools import reduce
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
@@ -41,6 +40,7 @@ MESSAGES = {  # by pydantic's error type
     "finite_number": "expected a finite number",
     "int_type": "expected a whole number",
     "int_from_float": "expected a whole number",
+    "int_parsing": "expected a whole number",
     "int_parsing_size": "expected a smaller number",
     "float_type": "expected a number",
     "string_type": "expected a text",
@@ -108,6 +108,9 @@ class TextConfig(Section):
         separator = (documents or "").replace("\\n", "\n").replace("\\t", "\t")
         if documents == "":
             raise ValueError("expected `lines`, `files` or a separator")
+        meant = separator.strip().lower().removesuffix("s") + "s"
+        if meant in ("lines", "files") and separator != meant:
+            raise ValueError(f"expected `lines`, `files` or a separator; did you mean {meant}?")
         return "lines" if separator == "\n" else separator or None
 
     val_fraction: float = Field(0.1, gt=0, lt=1)
@@ -259,27 +262,17 @@ class ScheduleConfig(Section):
     """Resumed runs with more steps: pairs (step, fraction of the peak). At that step the rate warms
     up to this fraction again, then decays linearly to zero."""
 
-    @field_validator("restarts")
+    @field_validator("decay_points", "restarts")
     @classmethod
-    def require_rising_restarts(
-        cls, restarts: tuple[tuple[int, float], ...]
+    def require_rising_steps(
+        cls, pairs: tuple[tuple[int, float], ...], info: ValidationInfo
     ) -> tuple[tuple[int, float], ...]:
-        """Reject restarts whose steps do not rise."""
-        if any(later <= step for (step, _), (later, _) in pairwise(restarts)):
-            raise ValueError("the steps must be strictly increasing")
-        return restarts
-
-    @field_validator("decay_points")
-    @classmethod
-    def require_rising_decay_points(
-        cls, decay_points: tuple[tuple[int, int], ...]
-    ) -> tuple[tuple[int, int], ...]:
-        """Reject points whose steps do not rise, or whose step is not before their end."""
-        if any(end <= step for step, end in decay_points):
+        """Reject pairs whose steps do not rise, or a decay point that is not before its end."""
+        if info.field_name == "decay_points" and any(end <= step for step, end in pairs):
             raise ValueError("each step must be less than its end")
-        if any(later <= step for (step, _), (later, _) in pairwise(decay_points)):
+        if any(later <= step for (step, _), (later, _) in pairwise(pairs)):
             raise ValueError("the steps must be strictly increasing")
-        return decay_points
+        return pairs
 
 
 class SampleConfig(Section):
@@ -361,16 +354,25 @@ class Config(Section):
         tree = self.model_dump()
         for key, value in values.items():
             set_dotted(tree, key, value)
-        return validate(tree, origin="these settings")
+        return validate(tree)
 
     def differing_keys(self, other: "Config") -> list[str]:
         """Return the dotted keys of the settings that differ from another config's."""
-        values = {key: reduce(getattr, key.split("."), self) for key in _known_keys()}
+        others = other.by_key()
         return [
             key
-            for key, value in values.items()
-            if not isinstance(value, Section) and value != reduce(getattr, key.split("."), other)
+            for key, value in self.by_key().items()
+            if value != others[key] and not isinstance(value, dict)
         ]
+
+    def by_key(self) -> dict[str, Any]:
+        """Return the value of every setting by its dotted key, and each section as a dict."""
+        values = {}
+        for name, value in self.model_dump().items():
+            values[name] = value
+            if isinstance(value, dict):
+                values |= {f"{name}.{key}": each for key, each in value.items()}
+        return values
 
     def to_yaml(self) -> str:
         """Return every setting as YAML, from which `load_config` reads an equal Config."""
@@ -387,19 +389,9 @@ def set_dotted(tree: dict[str, Any], key: str, value: object) -> None:
     tree[last] = value
 
 
-def _known_keys() -> list[str]:
-    """Return the dotted keys of all settings and sections."""
-    keys = []
-    for name, value in Config().model_dump().items():
-        keys.append(name)
-        if isinstance(value, dict):
-            keys += [f"{name}.{key}" for key in value]
-    return keys
-
-
 def describe_unknown_key(key: str) -> str:
     """Return '; did you mean ...?' for an unknown dotted key, or a list of the valid keys."""
-    known = _known_keys()
+    known = list(Config().by_key())
     if key in known:
         section, _, name = key.partition(".")
         return f"; write {name} on a separate line, indented under `{section}:`"
@@ -416,27 +408,36 @@ def describe_unknown_key(key: str) -> str:
     return "; the keys are " + ", ".join(inside or [name for name in known if "." not in name])
 
 
-def validate(tree: dict[str, Any], origin: str, lines: Mapping[str, int] | None = None) -> Config:
+def validate(
+    tree: dict[str, Any], origin: str = "", lines: Mapping[str, int] | None = None
+) -> Config:
     """Return the Config of a dict, validated.
 
+    Args:
+        tree: the settings.
+        origin: the file or program that they are from.
+        lines: of the file, by dotted key; settings without one are from elsewhere.
+
     Raises:
-        ConfigError: naming every invalid setting and its line.
+        ConfigError: naming every invalid setting and its origin.
     """
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
         details = error.errors(include_url=False)
-        problems = [_problem(detail, lines or {}) for detail in details[:MAX_PROBLEMS]]
+        problems = [_problem(detail, origin, lines or {}) for detail in details[:MAX_PROBLEMS]]
         if len(details) > MAX_PROBLEMS:
             problems.append(f"and {len(details) - MAX_PROBLEMS} more")
-        raise ConfigError(f"{origin}: " + "; ".join(problems)) from None
+        if origin and lines is None:
+            problems[0] = f"{origin}: {problems[0]}"
+        raise ConfigError("; ".join(problems)) from None
 
 
-def _problem(detail: Mapping[str, Any], lines: Mapping[str, int]) -> str:
-    """Return the message for one invalid setting, with its line if it has one."""
+def _problem(detail: Mapping[str, Any], origin: str, lines: Mapping[str, int]) -> str:
+    """Return the message for one invalid setting, with its file and line if it has one."""
     place = [str(part) for part in detail["loc"] if not isinstance(part, int)]
     dotted = ".".join(place)
-    where = f"line {lines[dotted]}: " if dotted in lines else ""
+    where = f"{origin}: line {lines[dotted]}: " if dotted in lines else ""
     key = dotted if dotted.isprintable() else ascii(dotted)
     if detail["type"] == "extra_forbidden":
         return f"{where}{key:.100} is not a setting{describe_unknown_key(dotted[:100])}"

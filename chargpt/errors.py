@@ -20,6 +20,10 @@ class TextError(ChargptError):
     """A text is missing, unreadable, undecodable or too short."""
 
 
+class MissingTextError(TextError):
+    """There is no text at the path, or no built-in one; cached tokens may replace it."""
+
+
 class UnknownCharacterError(TextError):
     """A text contains characters outside the vocabulary."""
 

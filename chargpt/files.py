@@ -123,7 +123,11 @@ def require_new(path: Path, *, force: bool | None = None) -> None:
         return
     if force and path.is_file() and not path.is_symlink():
         return
-    remedy = "replace it with --force, or name another" if force is False else "name another"
+    remedy = (
+        "replace it with --force, or name another"
+        if force is False
+        else "delete it, or name another"
+    )
     raise ConfigError(f"{path} exists; {remedy}")
 
 

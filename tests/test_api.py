@@ -172,3 +172,24 @@ def test_a_trainer_without_a_folder_trains_but_does_not_save(verse: Path) -> Non
     assert [report.step for report in trainer.steps()][-1] == 4
     with pytest.raises(RunError, match="no folder to save in; create it with folder="):
         trainer.save()
+
+
+def test_a_folder_stands_for_its_run_and_mistakes_are_said_in_a_sentence(
+    tiny_run: chargpt.Run,
+) -> None:
+    folder = str(tiny_run.folder)
+    assert chargpt.evaluate(folder) == chargpt.evaluate(tiny_run)
+    assert chargpt.sample(folder, length=20, seed=1) == chargpt.sample(tiny_run, length=20, seed=1)
+    assert list(chargpt.stream(folder, length=5, seed=1))
+    with pytest.raises(
+        chargpt.ChargptError, match="protocol 'fast' is not one of full, sliding, nanogpt"
+    ):
+        chargpt.evaluate(tiny_run, protocol="fast")  # type: ignore[arg-type]
+    with pytest.raises(
+        chargpt.ChargptError, match="split 'dev' is not one of tune, train, val, test"
+    ):
+        chargpt.evaluate(tiny_run, "dev")  # type: ignore[arg-type]
+    with pytest.raises(chargpt.ChargptError, match="has no mixture"):
+        chargpt.with_mixture(folder)
+    assert repr(tiny_run).startswith(f"Run({folder!r}, gpt, ")
+    assert "\n" not in repr(tiny_run)

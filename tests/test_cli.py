@@ -20,7 +20,7 @@ from conftest import REPOSITORY, Cli, refusal, run_cli
 
 from chargpt.analysis import compare as comparison
 from chargpt.analysis.compare import compare_runs
-from chargpt.cli import console
+from chargpt.analysis.result import loss_cells
 from chargpt.config import load_config
 from chargpt.store.folder import RunFolder
 from chargpt.store.run import load_run
@@ -755,7 +755,7 @@ def test_evaluate_prints_one_json_object_with_the_documented_keys(
 def test_evaluate_prints_protocol_split_and_block_size(trained: Path, cli: Cli) -> None:
     cli("data", "info", trained.parent / "novel.txt")
     shown = cli("evaluate", trained, "--split", "train").stdout
-    assert "train split: protocol full, T = 16" in shown
+    assert "train split: protocol full, blocks of 16" in shown
     assert "characters scored" in shown
     assert "text.test_fraction" in refusal(cli("evaluate", trained, "--split", "test"))
 
@@ -968,9 +968,9 @@ def test_help_of_the_data_commands_is_not_cut_off(cli: Cli) -> None:
 
 
 def test_a_huge_perplexity_is_shown_in_few_digits() -> None:
-    assert console.loss_cells(math.log(65)) == ["4.1744", "6.0224", "65.00"]
-    assert console.loss_cells(146.184)[2] == "3.1e+63"
-    assert console.loss_cells(5000.0)[2] == "1.0e+304"
+    assert loss_cells(math.log(65)) == ["4.1744", "6.0224", "65.00"]
+    assert loss_cells(146.184)[2] == "3.1e+63"
+    assert loss_cells(5000.0)[2] == "1.0e+304"
 
 
 def test_commands_name_the_run_that_they_took(trained: Path, cli: Cli) -> None:

@@ -14,7 +14,6 @@ from pydantic import ValidationError
 from chargpt.config import (
     Config,
     ModelConfig,
-    _known_keys,
     load_config,
     parse_override,
     shipped_configs,
@@ -242,7 +241,7 @@ def test_a_value_of_the_wrong_type_is_rejected(key: str, value: str) -> None:
 WRONG = "true null x -1 1.5 1e400 [1] [[1]] [[1,2,3]] {a: 1} 9999999999999999999999 '5' .nan"
 
 
-@pytest.mark.parametrize("key", _known_keys())
+@pytest.mark.parametrize("key", Config().by_key())
 def test_the_messages_are_in_our_own_words(key: str) -> None:
     for value in WRONG.replace("{a: 1}", "{a:1}").split():
         with contextlib.suppress(ConfigError):

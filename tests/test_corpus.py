@@ -703,14 +703,15 @@ def test_old_temporary_files_are_deleted(write: Write) -> None:
 # read_text
 
 
-def test_read_text_decodes_like_a_corpus(write: Write) -> None:
+def test_read_text_decodes_like_a_corpus(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_text(write(MIXED.encode("utf-16"))) == MIXED
     assert read_text(write(gzip.compress(b"abc"), "a.gz")) == "abc"
     assert read_text(write("", "empty.txt")) == ""
     with pytest.raises(TextError, match="0x92 at offset 3"):
         read_text(write(b"don\x92t"))
+    monkeypatch.setattr("chargpt.text.corpus.MAX_READ_CHARACTERS", 10)
     with pytest.raises(TextError, match="over 10 characters"):
-        read_text(write("abc" * 10), max_characters=10)
+        read_text(write("abc" * 10))
 
 
 def test_another_text_is_encoded_by_the_corpus_tokenizer(write: Write) -> None:

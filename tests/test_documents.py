@@ -92,6 +92,9 @@ def test_separators_are_written_with_escapes() -> None:
     written = Config().with_values({"text.documents": "\\n\\n"})
     assert written.text.documents == "\n\n"
     assert Config().with_values({"text.documents": "\\n"}).text.documents == "lines"
+    for documents, meant in (("line", "lines"), ("Files", "files"), ("lines\\n", "lines")):
+        with pytest.raises(ConfigError, match=f"did you mean {meant}"):
+            Config().with_values({"text.documents": documents})
     with pytest.raises(ConfigError, match="`lines`, `files` or a separator"):
         Config().with_values({"text.documents": ""})
 

@@ -418,4 +418,4 @@ def test_unknown_characters_of_another_text_follow_the_policy(make_run, tmp_path
 
 def test_the_pairs_of_a_split_are_its_scored_characters():
     tokens = random_tokens(100)
-    assert count_pairs(tokens, 11).total == evaluate_tokens(noisy_model(), tokens).characters
+    assert count_pairs(tokens, 11).counts.sum() == evaluate_tokens(noisy_model(), tokens).characters

@@ -86,6 +86,9 @@ def test_a_runs_own_weights_are_shown(cli: Cli, verse: Path, scaled: str) -> Non
     tokens = torch.from_numpy(run.tokenizer.encode(line[:8]).astype(np.int64))[None]
     first = run.model.attention_weights(tokens)[0][0, 0]
     np.testing.assert_allclose(found["mask"]["weights"], first.numpy(), atol=1e-6)
+    _, _, values = run.model.first_projection(tokens)  # (1, H, T, D)
+    outputs = first.numpy() @ values[0, 0].detach().numpy()
+    np.testing.assert_allclose(found["mask"]["outputs"], outputs, rtol=1e-4, atol=1e-5)
     scores = torch.tensor(found["queries"]["scores"])
     causal = scores.masked_fill(torch.ones(8, 8).triu(1).bool(), -torch.inf).softmax(-1)
     torch.testing.assert_close(causal, first, rtol=1e-4, atol=1e-5)
@@ -95,6 +98,17 @@ def test_a_runs_own_weights_are_shown(cli: Cli, verse: Path, scaled: str) -> Non
     assert len(found["attention"]["heads"]) == 2
 
 
+def test_trained_heads_stand_beside_those_of_the_initial_weights(cli: Cli, verse: Path) -> None:
+    cli("train", verse, *TINY, "-s", "train.max_steps=1", "-s", "optim.lr=1e-9", "--out", "fresh")
+    cli("train", verse, *TINY, "-s", "model.qk_norm=false", "--out", "other")
+    attention = explain_json(cli, "fresh")["attention"]
+    assert attention["untrained_heads"][0].startswith("layer 1: head 1 ")
+    assert attention["untrained_heads"] == attention["heads"]
+    assert explain_json(cli, "other")["attention"]["untrained_heads"] == []
+    printed = " ".join(cli("explain", "fresh").stdout.split())
+    assert "This head attended to the previous character before any training" in printed
+
+
 def test_a_text_without_a_run_says_how_to_train_one(cli: Cli, verse: Path) -> None:
     done = cli("explain", verse, "--section", "attention")
     assert "`chargpt train TEXT --out RUN`" in " ".join(done.stdout.split())
@@ -102,7 +116,7 @@ def test_a_text_without_a_run_says_how_to_train_one(cli: Cli, verse: Path) -> No
 
 
 def test_without_a_name_it_explains_the_newest_run_or_a_text(cli: Cli, verse: Path) -> None:
-    assert "has not learnt" in cli("explain", "--section", "attention").stdout
+    assert "has learnt nothing yet" in cli("explain", "--section", "attention").stdout
     cli("train", verse, *TINY)
     assert "layer 2: head 1 " in cli("explain", "--section", "attention").stdout
 

@@ -136,7 +136,7 @@ def test_lower_precision_makes_a_smaller_file_of_nearly_the_same_loss(
     run = run_of(TOKENIZERS["ascii"], n_embd=64)
     export_gguf(run, tmp_path / "f32.gguf")
     found = export_gguf(run, tmp_path / "low.gguf", precision)
-    assert 0 < found.loss_increase < 0.005
+    assert 0 < found.divergence < 0.005
     saved = (tmp_path / "f32.gguf").stat().st_size - (tmp_path / "low.gguf").stat().st_size
     matrices = sum(t.numel() for t in run.model.state_dict().values() if t.dim() == 2)
     assert saved == pytest.approx(matrices * (32 - bits) / 8, rel=0.02)
@@ -145,8 +145,8 @@ def test_lower_precision_makes_a_smaller_file_of_nearly_the_same_loss(
 def test_precision_that_costs_too_much_is_refused_with_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gguf, "MAX_LOSS_INCREASE", 1e-9)
-    with pytest.raises(WorkError, match=r"nats higher, .* use --precision f32"):
+    monkeypatch.setattr(gguf, "MAX_DIVERGENCE", 1e-9)
+    with pytest.raises(WorkError, match=r"nats .*Kullback.* use --precision f32"):
         export_gguf(run_of(TOKENIZERS["ascii"]), tmp_path / "low.gguf", "q8_0")
     assert not list(tmp_path.iterdir())
 
@@ -397,7 +397,9 @@ def test_the_commands_say_what_they_wrote_and_how_it_was_checked(cli: Cli, tmp_p
     assert cli("sample", "back", "-n", "5").returncode == 0
     message = refusal(cli("train", "back", "--resume", "-s", "train.max_steps=9"))
     assert "--from" in message
-    assert "back exists; name another" in refusal(cli("import", "hf", "folder", "back"))
+    assert "back exists; delete it, or name another" in refusal(
+        cli("import", "hf", "folder", "back")
+    )
     Path("file").touch()
     for kind in ("hf", "gguf", "onnx", "html"):
         message = refusal(cli("export", kind, "run", "file/inside"))

@@ -137,5 +137,5 @@ def test_items_of_a_list_are_found_across_chunks(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("chargpt.analysis.memorization.CHUNK", 7)
     corpus = load_corpus(TextConfig(), content="anna\nbert\ncarla\ndora\n" * 3)
     wanted = {"bert", "anna", "carl", "dora", "ann"}
-    found = module.find_items(corpus.tokenizer, corpus.tokens, wanted, "\n")
+    found = module.find_items(corpus, wanted, "\n")
     assert found == {"bert", "anna", "dora"}

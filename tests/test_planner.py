@@ -163,7 +163,7 @@ def test_the_number_of_epochs_is_limited_also_in_replanning(
     after = replan(before, 40, 1e-3, 10**6, budget.max_steps)
     assert after.train.max_steps == budget.max_steps == config.train.max_steps
     assert replan(before, 40, 1e-3, 10**6).train.max_steps > 10**6
-    (note,) = replanning_notes(before, after, 40, limit=budget.max_steps)
+    (note,) = replanning_notes(100, after.train.max_steps, 40, limit=budget.max_steps)
     assert note.startswith(f"re-planned: 100 -> {budget.max_steps:,} steps: training ends before")
 
 
@@ -356,8 +356,24 @@ def test_an_extended_budget_has_time_for_the_steps() -> None:
     ],
 )
 def test_a_changed_number_of_steps_is_noted(old: int, new: int, expected: list[str]) -> None:
-    before, after = (Config().with_values({"train.max_steps": n}) for n in (old, new))
-    assert replanning_notes(before, after, step=1) == expected
+    assert replanning_notes(old, new, step=1) == expected
+
+
+def test_small_changes_of_the_number_of_steps_are_noted_when_they_add_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    budget = Budget(100.0)
+    config = Config().with_values({"train.max_steps": 1000})
+    budget.start(config, 0)
+    notes: list[str] = []
+    for new in (960, 930, 900):
+        monkeypatch.setattr(
+            Budget,
+            "replan",
+            lambda _, config, __, n=new: config.with_values({"train.max_steps": n}),
+        )
+        config = budget.adjust(config, 500, 0.0, notes)
+    assert notes == ["re-planned: 1,000 -> 900 steps"]
 
 
 def test_the_first_20_steps_may_overrun_the_budget_a_little() -> None:

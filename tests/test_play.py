@@ -548,11 +548,11 @@ def test_the_check_reads_the_page_itself(tmp_path: Path) -> None:
     run = save_run(tmp_path)
     assert isinstance(run.model, GPT)
     page = make_page(run, run.model)
-    assert check_export(run, PageReader(page), max_loss_increase=0.1).loss_increase < 1e-6
+    assert check_export(run, PageReader(page), max_divergence=0.1).divergence < 1e-6
     start = page.index(">", page.index('id="weights"')) + 1
     changed = page[:start] + "AAAA" * 500 + page[start + 2000 :]
     with pytest.raises(WorkError, match="nats higher"):
-        check_export(run, PageReader(changed), max_loss_increase=0.005)
+        check_export(run, PageReader(changed), max_divergence=0.005)
 
 
 def test_weights_that_half_precision_does_not_hold_are_refused(
@@ -562,7 +562,7 @@ def test_weights_that_half_precision_does_not_hold_are_refused(
     assert isinstance(run.model, GPT)
     with torch.no_grad():
         run.model.head.weight *= 1 + torch.rand_like(run.model.head.weight)
-    monkeypatch.setattr(html, "MAX_LOSS_INCREASE", 1e-12)
+    monkeypatch.setattr(html, "MAX_DIVERGENCE", 1e-12)
     with pytest.raises(WorkError, match="rounding the weights"):
         export_html(run, tmp_path / "play.html")
     with torch.no_grad():

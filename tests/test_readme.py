@@ -69,11 +69,9 @@ def test_every_command_of_the_readme_runs(cli: Cli, monkeypatch: pytest.MonkeyPa
 
 
 def test_every_setting_that_the_readme_names_exists() -> None:
-    from chargpt.config import _known_keys
-
     names = set(re.findall(r"`((?:text|model|train|optim|schedule|sample)\.\w+)", README))
     assert len(names) > 5
-    assert names <= set(_known_keys())
+    assert names <= chargpt.Config().by_key().keys()
 
 
 def test_the_python_of_the_readme_runs(verse: Path, tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from noise import noisy_model
 
 from chargpt.cli import progress
-from chargpt.cli.sample import sample_with_progress
 from chargpt.config import Config, SampleConfig
 from chargpt.errors import ConfigError, UnknownCharacterError, WorkError
 from chargpt.inference import sampling
@@ -422,7 +421,8 @@ def test_the_command_reports_its_progress(make_run, monkeypatch, capsys):
     run = make_run()
     monkeypatch.setattr(progress, "PLAIN_LINE_SECONDS", 0)
     options = run.config.sample.model_copy(update={"num_samples": 2})
-    assert sample_with_progress(run, options, None) == sample(run, options)
+    with progress.show_progress("character", "sampled") as on_progress:
+        assert sample(run, options, on_progress=on_progress) == sample(run, options)
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("character 2/40  sampled")
     assert lines[-1].startswith("character 40/40  sampled")

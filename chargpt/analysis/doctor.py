@@ -43,12 +43,8 @@ class Check:
     advice: str = ""
 
 
-def run_checks(device_name: str = "auto", folder: Path = Path()) -> list[Check]:
-    """Return the results of all checks.
-
-    Args:
-        device_name: as in a config.
-        folder: of the runs.
+def run_checks(device_name: str = "auto") -> list[Check]:
+    """Return the results of all checks, for a device as a config names it.
 
     Raises:
         DeviceError: the device is not available.
@@ -68,7 +64,7 @@ def run_checks(device_name: str = "auto", folder: Path = Path()) -> list[Check]:
     for kind in (torch.float32, torch.bfloat16):
         speed = matmul_flops(device, kind)
         checks.append(Check(f"{dtype_name(kind)} matmul", f"{speed / 1e9:,.0f} GFLOP/s"))
-    return [*checks, _check_gradient(device, dtype), *_check_disk(folder), _check_torch()]
+    return [*checks, _check_gradient(device, dtype), *_check_disk(), _check_torch()]
 
 
 def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
@@ -172,9 +168,9 @@ def _check_threads() -> Check:
     return Check("threads", shown, advice)
 
 
-def _check_disk(folder: Path) -> list[Check]:
+def _check_disk() -> list[Check]:
     checks = []
-    for name, place in (("disk for runs", folder.absolute()), ("disk for texts", cache_folder())):
+    for name, place in (("disk for runs", Path.cwd()), ("disk for texts", cache_folder())):
         existing = next(p for p in (place, *place.parents) if p.exists())
         free = shutil.disk_usage(existing).free
         advice = "" if free > MIN_FREE_BYTES else f"free some space at {existing}"

@@ -27,6 +27,7 @@ from chargpt.config import Config, ModelConfig
 from chargpt.errors import ConfigError, TextError
 from chargpt.models import GPT, GPT2
 from chargpt.models.attention import attention_scores, causal_mask, explicit_attention
+from chargpt.models.init import PREVIOUS_TOKEN_LAYERS
 from chargpt.store.run import Run
 from chargpt.text.corpus import Corpus, Split
 from chargpt.text.display import display_char, display_text
@@ -174,10 +175,6 @@ def explain_queries(subject: Subject) -> Section:
     size, scaled = q.size(-1), subject.model.config.scaled
     scores = attention_scores(q, k, scaled=scaled)  # (T, T)
     characters = subject.characters
-
-    def components(row: Tensor) -> str:
-        return " ".join(f"{value:+.2f}" for value in row[:3].tolist())
-
     vectors = Table(
         "queries and keys after the rotary embedding, and values",
         ["character", "query", "key", "value"],
@@ -197,21 +194,36 @@ def explain_queries(subject: Subject) -> Section:
         scaled=scaled,
         root=math.sqrt(size),
         is_trained=subject.run is not None,
-        best=[(characters[i], characters[int(best[i])]) for i in range(len(q))[-3:]],
+        has_init=has_previous_token_init(subject.model),
+        best=[
+            (i + 1, characters[i], int(best[i]) + 1, characters[int(best[i])])
+            for i in range(len(q))[-3:]
+        ],
     )
 
 
 def explain_mask(subject: Subject) -> Section:
-    """Show the weights under the causal mask, and what the future would get without it."""
+    """Show the weights under the causal mask, the outputs, and what the future would get."""
     q, k, v = project(subject)
     scaled = subject.model.config.scaled
-    _, weights = explicit_attention(q, k, v, scaled=scaled)  # (T, T)
+    outputs, weights = explicit_attention(q, k, v, scaled=scaled)  # (T, D), (T, T)
     _, unmasked = explicit_attention(q, k, v, causal=False, scaled=scaled)
     future = float(unmasked.triu(1).sum() / max(1, len(weights) - 1))  # the last row has no future
     characters, caption = subject.characters, "weights: a row per query, a column per key"
     table = value_table(caption, ["", *characters], characters, weights)
-    facts = {"weights": weights.tolist(), "future_without_mask": future}
-    return fill_template("mask", facts, {"weights": table}, future=future)
+    vectors = Table(
+        "values and outputs, the first components",
+        ["character", "value", "output"],
+        [[c, components(v[i]), components(outputs[i])] for i, c in enumerate(characters)],
+    )
+    facts = {
+        "weights": weights.tolist(),
+        "outputs": outputs.tolist(),
+        "future_without_mask": future,
+    }
+    figures = {"weights": table, "outputs": vectors}
+    last = " + ".join(f"{weight:.2f} v{j}" for j, weight in enumerate(weights[-1].tolist(), 1))
+    return fill_template("mask", facts, figures, future=future, last=last)
 
 
 def explain_scaling(subject: Subject) -> Section:
@@ -221,8 +233,8 @@ def explain_scaling(subject: Subject) -> Section:
     q, k, _ = project(subject, whole_line=True)
     own = [float(attention_scores(q, k, scaled=s).var(correction=0)) for s in (False, True)]
     table = Table(
-        "variance of the scores, and mean of each row's largest weight",
-        ["head size D", "variance", "over sqrt(D)", "largest weight", "over sqrt(D)"],
+        "variance of the scores and mean of each row's largest weight, before and after scaling",
+        ["head size D", "variance", "scaled", "largest weight", "scaled"],
         [
             [
                 str(size),
@@ -250,6 +262,7 @@ def explain_scaling(subject: Subject) -> Section:
         eight=four_decimals(eight),
         own=own,
         size=q.size(-1),
+        qk_norm=subject.model.config.qk_norm,
     )
 
 
@@ -258,15 +271,33 @@ def explain_attention(subject: Subject) -> Section:
     if subject.run is None:
         return fill_template("attention", {}, {}, heads=[])
     layers = attention_maps(subject.model, subject.ids)
-    heads, titles = [], []
-    for layer, weights in enumerate(layers, 1):
-        heads.append(f"layer {layer}: {'; '.join(describe_heads(weights))}")
-        titles += [f"layer {layer}, head {head}" for head in range(1, len(weights) + 1)]
+    heads = describe_layers(layers)
+    untrained: list[str] = []
+    if has_previous_token_init(subject.model):
+        torch.manual_seed(subject.run.config.seed)
+        fresh = GPT(subject.model.config, subject.corpus.tokenizer.vocab_size)
+        untrained = describe_layers(attention_maps(fresh, subject.ids)[:PREVIOUS_TOKEN_LAYERS])
+    titles = [
+        f"layer {layer}, head {head}"
+        for layer, weights in enumerate(layers, 1)
+        for head in range(1, len(weights) + 1)
+    ]
     caption = "a row per query, a column per key; the darker, the larger the weight"
     maps = Maps(caption, subject.line, np.concatenate(layers), titles)
-    facts = {"line": subject.line, "heads": heads}
+    facts = {"line": subject.line, "heads": heads, "untrained_heads": untrained}
     line = display_text(subject.line).replace(display_char(" "), " ")  # a paragraph, which wraps
-    return fill_template("attention", facts, {"maps": maps}, heads=heads, line=f'"{line}"')
+    figures = {"maps": maps}
+    return fill_template(
+        "attention", facts, figures, heads=heads, untrained=untrained, line=f'"{line}"'
+    )
+
+
+def describe_layers(layers: Sequence[Weights]) -> list[str]:
+    """Return a sentence per layer: the distance that each head attends to most."""
+    return [
+        f"layer {layer}: {'; '.join(describe_heads(weights))}"
+        for layer, weights in enumerate(layers, 1)
+    ]
 
 
 SECTIONS: dict[str, Callable[[Subject], Section]] = {
@@ -285,6 +316,16 @@ def project(subject: Subject, *, whole_line: bool = False) -> tuple[Tensor, Tens
     qkv = subject.model.first_projection(tokens)  # (1, H, T, D) each
     q, k, v = (part[0, 0].float().cpu() for part in qkv)  # (T, D) each
     return q, k, v
+
+
+def components(vector: Tensor) -> str:
+    """Return the first three components of a vector as text."""
+    return " ".join(f"{value:+.2f}" for value in vector[:3].tolist())
+
+
+def has_previous_token_init(model: GPT | GPT2) -> bool:
+    """Return whether the first layers began as heads that attend to the previous characters."""
+    return isinstance(model, GPT) and model.config.qk_norm
 
 
 def score_statistics(size: int) -> dict[str, float]:

@@ -8,14 +8,15 @@ small table of the texts' hashes.
 Shapes in this file: N = tokens of the training split, M = tokens of all texts together.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from chargpt.inference.evaluation import OnProgress
 from chargpt.text.corpus import Corpus
-from chargpt.text.tokenizer import CharTokenizer, Tokens
+from chargpt.text.tokenizer import Tokens
 
 LENGTHS = (4, 6, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 MIN_MATCH = 20  # characters of a match that counts; shorter ones are common phrases
@@ -55,37 +56,43 @@ class OverlapReport:
     held_out: list[Overlap]  # of as many parts of the validation split, of the same lengths
     training: Tokens  # of the training split
 
-    def novel_fractions(self) -> list[tuple[int, float, float]]:
-        """Return (n, novel fraction in the texts, novel fraction in held-out text) by n."""
+    def novel_rows(self) -> list[list[str]]:
+        """Return n, the novel fraction in the texts and in held-out text as rows of a table."""
         rows = []
         for n in self.texts[0].novel if self.texts else ():
             ours, unseen = (
                 [each.novel[n] for each in overlaps if n in each.novel]
                 for overlaps in (self.texts, self.held_out)
             )
-            if ours and unseen:
-                rows.append((n, sum(ours) / len(ours), sum(unseen) / len(unseen)))
+            if ours and unseen and n <= 2 * MIN_MATCH:
+                means = (sum(each) / len(each) for each in (ours, unseen))
+                rows.append([str(n), *(f"{mean:.1%}" for mean in means)])
         return rows
 
 
-def find_items(
-    tokenizer: CharTokenizer, tokens: Tokens, wanted: set[str], separator: str
-) -> set[str]:
-    """Return which of the wanted texts are between two separators of a text.
+def longest_match(overlaps: Sequence[Overlap]) -> int:
+    """Return the length of the longest verbatim match; 0 if there is none."""
+    return max((each.longest.length for each in overlaps if each.longest), default=0)
+
+
+def find_items(corpus: Corpus, wanted: set[str], separator: str) -> set[str]:
+    """Return which of the wanted texts are between two separators of the training split.
 
     An item of a list is far shorter than a verbatim match.
     """
+    training = corpus.split("train")
     known: set[str] = set()
     rest = ""
-    for start in range(0, len(tokens), CHUNK):
-        items = (rest + tokenizer.decode(tokens[start : start + CHUNK])).split(separator)
+    for start in range(0, len(training), CHUNK):
+        text = corpus.tokenizer.decode(training[start : start + CHUNK])
+        items = (rest + text).split(separator)
         rest = items.pop()
         known |= wanted.intersection(items)
     return known
 
 
 def measure_overlap(
-    corpus: Corpus, texts: Sequence[str], on_progress: Callable[[int, int], object] | None = None
+    corpus: Corpus, texts: Sequence[str], on_progress: OnProgress = lambda *_: None
 ) -> OverlapReport:
     """Return the verbatim overlap of generated texts with the training split of their corpus.
 
@@ -112,9 +119,7 @@ def _by_character(overlap: Overlap, is_start: npt.NDArray[np.bool_]) -> Overlap:
 
 
 def find_overlap(
-    training: Tokens,
-    texts: Sequence[Tokens],
-    on_progress: Callable[[int, int], object] | None = None,
+    training: Tokens, texts: Sequence[Tokens], on_progress: OnProgress = lambda *_: None
 ) -> list[Overlap]:
     """Return the overlap of each text with the training tokens (N,), in one pass over those."""
     longest = max((len(text) for text in texts), default=0)
@@ -129,8 +134,7 @@ def find_overlap(
             count = min(CHUNK, len(chunk) - table.n + 1)
             if count > 0:
                 table.look_up(sums, inverses, first, count)
-        if on_progress is not None:
-            on_progress(min(first + CHUNK, len(training)), len(training))
+        on_progress(min(first + CHUNK, len(training)), len(training))
     return [_overlap_of(training, text, number, tables) for number, text in enumerate(texts)]
 
 

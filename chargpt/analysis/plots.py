@@ -8,7 +8,7 @@ import math
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from io import BytesIO, StringIO
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,13 +56,14 @@ def save(figure: "Figure", path: Path) -> str:
         ChargptError: the suffix is another, or the file cannot be written.
     """
     require_suffix(path)
-    missing = set_fallback_fonts(figure) if path.suffix == ".png" else ""
+    missing = ""
+    metadata: dict[str, str | None] = {"Date": None, "Title": "chargpt"}
+    if path.suffix == ".png":
+        missing = set_fallback_fonts(figure)
+        metadata = {"Software": "chargpt"}
     try:
-        metadata = {".svg": {"Date": None, "Title": "chargpt"}, ".png": {"Software": "chargpt"}}
-        content = BytesIO()
-        suffix = path.suffix
-        _write(figure, content, format=suffix[1:], dpi=130, metadata=metadata[suffix])
-        write_output(path, content.getvalue())
+        content = _rendered(figure, format=path.suffix[1:], dpi=130, metadata=metadata)
+        write_output(path, content)
     except OSError as error:
         raise ChargptError(f"{path} cannot be written ({error.strerror}); name another") from None
     return missing
@@ -78,9 +79,7 @@ def inline(figure: "Figure", name: str) -> Markup:
     figure.patch.set_alpha(0)
     for axes in figure.axes:
         axes.patch.set_alpha(0)
-    content = StringIO()
-    _write(figure, content, format="svg", metadata={"Date": None})
-    svg = content.getvalue()
+    svg = _rendered(figure, format="svg", metadata={"Date": None}).decode()
     svg = svg[svg.index("<svg") :].replace("#000000", "currentColor")
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     used = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', svg))
@@ -104,17 +103,28 @@ def loss_curves(
     """
     figure = _figure(8, 4.5)
     axes = figure.add_subplot()
-    colours = _cycle(len(curves))
-    for (name, points), colour in zip(curves.items(), colours, strict=True):
+    ends = []
+    for (name, points), colour in zip(curves.items(), itertools.cycle(COLOURS), strict=False):
         steps, nats = zip(*points, strict=True) if points else ((), ())
         axes.plot(steps, nats, color=colour, linewidth=2, label=plain(name))
+        if points:
+            ends.append((*points[-1], colour))
     for name, level in lines.items():
-        _horizontal_line(axes, name, level)
+        axes.axhline(level, color=GREY, linewidth=1, linestyle="--")
+        axes.annotate(
+            f"{name} {level:.3f}",
+            (0.5, level),
+            (0, -11),
+            color=GREY,
+            ha="center",
+            xycoords=("axes fraction", "data"),
+            textcoords="offset points",
+            fontsize=9,
+        )
     axes.set(xlabel="step", ylabel="loss (nats per character)", title=plain(title))
     axes.margins(x=0.02)
     axes.grid(alpha=0.25)
     _remove_spines(axes)
-    ends = [(*points[-1], c) for points, c in zip(curves.values(), colours, strict=True) if points]
     axes.autoscale_view()  # pixels depend on the limits
     below = -math.inf  # in points, of the label below
     for step, last, colour in sorted(ends, key=lambda end: end[1]):
@@ -155,11 +165,9 @@ def pace(records: Sequence[Mapping[str, Any]], characters: int) -> "Figure":
         "gradient norm": thinned([(row["step"], row["grad_norm"]) for row in rows]),
         "characters per second": thinned(speeds),
     }
-    for number, ((name, points), colour) in enumerate(
-        zip(parts.items(), _cycle(len(parts)), strict=True), 1
-    ):
-        axes = figure.add_subplot(1, len(parts), number)
-        axes.plot(*(zip(*points, strict=True) if points else ((), ())), color=colour)
+    for number, (name, points) in enumerate(parts.items()):
+        axes = figure.add_subplot(1, len(parts), number + 1)
+        axes.plot(*(zip(*points, strict=True) if points else ((), ())), color=COLOURS[number])
         axes.set_title(name, fontsize=9)
         axes.set_xlabel("step", fontsize=9)
         axes.tick_params(labelsize=8)
@@ -278,12 +286,9 @@ def ladder(found: "Ladder") -> "Figure":
 
 def _figure(width: float, height: float) -> "Figure":
     """Return an empty figure; sizes in inches."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def _remove_spines(axes: "Axes") -> None:
@@ -291,32 +296,17 @@ def _remove_spines(axes: "Axes") -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _write(figure: "Figure", target: BytesIO | StringIO, **options: Any) -> None:
+def _rendered(figure: "Figure", **options: Any) -> bytes:
     from matplotlib import rc_context
 
-    settings: Any = {"svg.hashsalt": "chargpt", "svg.fonttype": "none"}
-    if not str(target).endswith(".png"):  # SVG would otherwise list a dozen fonts per text
-        settings["font.sans-serif"] = [DEFAULT]
+    settings: Any = {
+        "svg.hashsalt": "chargpt",
+        "svg.fonttype": "none",
+        "font.sans-serif": [DEFAULT],  # SVG would otherwise list a dozen fonts per text
+    }
+    content = BytesIO()
     with rc_context(settings), warnings.catch_warnings():
         # of an SVG the viewer has the fonts, of a PNG the caller is told
         warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)
-        figure.savefig(target, **options)
-
-
-def _horizontal_line(axes: "Axes", name: str, level: float) -> None:
-    """Draw a labelled horizontal line."""
-    axes.axhline(level, color=GREY, linewidth=1, linestyle="--")
-    axes.annotate(
-        f"{name} {level:.3f}",
-        (0.5, level),
-        (0, -11),
-        color=GREY,
-        ha="center",
-        xycoords=("axes fraction", "data"),
-        textcoords="offset points",
-        fontsize=9,
-    )
-
-
-def _cycle(count: int) -> list[str]:
-    return [COLOURS[index % len(COLOURS)] for index in range(count)]
+        figure.savefig(content, **options)
+    return content.getvalue()

@@ -4,7 +4,6 @@ Every number is computed when the page is written, on one checkpoint. The prose 
 `pages/report.html`.
 """
 
-import math
 import platform
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -110,10 +109,7 @@ def result(run: Run, corpus: Corpus, scores: RunScores, records: Records) -> Fac
             ("standard error", f"{val.standard_error:.4f} nats"),
         ],
         "summary": summarize(run, scores, records),
-        "losses": [
-            [model, split, f"{nats:.4f}", f"{nats / math.log(2):.4f}", f"{math.exp(nats):,.2f}"]
-            for model, split, nats in rows
-        ],
+        "losses": rows,
         "highlighted": [i for i, row in enumerate(rows) if row[0].endswith("(trained)")],
     }
 
@@ -169,34 +165,23 @@ def overlap(run: Run, corpus: Corpus) -> Facts:
     """Return samples with their verbatim overlap with the training split."""
     if len(corpus.split("train")) > MAX_SEARCHED:
         return {"overlap": None}
-    changes = {"length": SAMPLE_LENGTH, "num_samples": N_SAMPLES, "seed": SEED, "stop": ()}
-    settings = run.config.sample.model_copy(update={"prompt": "", **changes})
-    texts = sample(run, settings)
+    texts = sample(run, prompt="", length=SAMPLE_LENGTH, num_samples=N_SAMPLES, seed=SEED, stop=())
     found = memorization.measure_overlap(corpus, texts)
     return {
         "overlap": {
             "samples": N_SAMPLES,
             "length": SAMPLE_LENGTH,
-            "temperature": settings.temperature,
+            "temperature": run.config.sample.temperature,
             "min_match": memorization.MIN_MATCH,
-            "longest": longest_match(found.texts),
-            "longest_unseen": longest_match(found.held_out),
-            "novel": [
-                [str(n), f"{ours:.1%}", f"{unseen:.1%}"]
-                for n, ours, unseen in found.novel_fractions()
-                if n <= 2 * memorization.MIN_MATCH
-            ],
+            "longest": memorization.longest_match(found.texts),
+            "longest_unseen": memorization.longest_match(found.held_out),
+            "novel": found.novel_rows(),
             "marked": [
                 list(split_at(text, whole_graphemes(text, each.matched)))
                 for text, each in zip(texts, found.texts, strict=True)
             ],
         }
     }
-
-
-def longest_match(overlaps: Sequence[memorization.Overlap]) -> int:
-    """Return the length of the longest verbatim match; 0 if there is none."""
-    return max((each.longest.length for each in overlaps if each.longest), default=0)
 
 
 def split_at(text: str, matched: Sequence[tuple[int, int]]) -> Iterator[tuple[str, bool]]:

@@ -41,11 +41,20 @@ class RunScores:
             f"(protocol {val.protocol}), standard error {val.standard_error:.3f}"
         )
 
-    def rows(self, kind: str) -> list[tuple[str, str, float]]:
-        """Return (model, split, nats) per row of the final table."""
+    def rows(self, kind: str) -> list[list[str]]:
+        """Return the rows of the final table: model, split, nats, bits and perplexity."""
         rows = [(name, "val", nats) for name, nats in self.baselines.items()]
         rows += [(f"{kind} (trained)", s, e.nats_per_char) for s, e in self.losses.items()]
-        return rows + ([(MIXTURE, "val", self.mixture.nats_per_char)] if self.mixture else [])
+        if self.mixture:
+            rows.append((MIXTURE, "val", self.mixture.nats_per_char))
+        return [[model, split, *loss_cells(nats)] for model, split, nats in rows]
+
+
+def loss_cells(nats: float) -> list[str]:
+    """Return a loss as nats, bits and perplexity for the row of a table."""
+    perplexity = math.exp(min(nats, 700))
+    shown = f"{perplexity:,.2f}" if perplexity < 1e6 else f"{perplexity:.1e}"
+    return [f"{nats:.4f}", f"{nats / math.log(2):.4f}", shown]
 
 
 def score_run(
@@ -81,7 +90,10 @@ def describe_difference(evaluation: Evaluation, name: str, reference: float) -> 
     """Return how a loss compares with that of a baseline, within twice its standard error."""
     gain, error = reference - evaluation.nats_per_char, 2 * evaluation.standard_error
     if abs(gain) < error:
-        return f"no different from the {name} within twice the standard error, {error:.3f} nats"
+        return (
+            f"not distinguishable from the {name} ({abs(gain):.3f} nats apart, twice the standard "
+            f"error is {error:.3f})"
+        )
     return f"{abs(gain):.3f} nats {'better' if gain > 0 else 'worse'} than the {name}"
 
 

@@ -10,7 +10,7 @@ import typer
 from chargpt.analysis import compare as comparison
 from chargpt.analysis import plots
 from chargpt.analysis.compare import Comparison
-from chargpt.analysis.result import describe_difference
+from chargpt.analysis.result import describe_difference, loss_cells
 from chargpt.cli import console, options, tables
 from chargpt.cli.ladder import compare_rungs
 from chargpt.cli.loop import run_steps
@@ -201,7 +201,7 @@ def print_rows(result: Comparison) -> None:
                 row.model,
                 cell(row.parameters, ","),
                 cell(row.seconds, ",.1f"),
-                *console.loss_cells(row.nats_per_char),
+                *loss_cells(row.nats_per_char),
             ]
             for row in result.rows
         ],

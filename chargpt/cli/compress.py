@@ -4,8 +4,6 @@ import lzma
 import os
 import stat
 import sys
-from collections.abc import Callable
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -13,17 +11,15 @@ from typing import Annotated
 import typer
 
 from chargpt.cli import console, options, runs
-from chargpt.cli.progress import ProgressBar
+from chargpt.cli.progress import show_progress
 from chargpt.device import memory_limit
 from chargpt.errors import ConfigError, RunError, TextError
 from chargpt.files import require_output, write_output
 from chargpt.inference.coding import BYTES_PER_CHARACTER, packed_model
 from chargpt.inference.coding import compress as pack
 from chargpt.inference.coding import decompress as unpack
-from chargpt.inference.evaluation import OnProgress
 from chargpt.store.folder import RunFolder
-from chargpt.store.run import Run
-from chargpt.text.source import STDIN
+from chargpt.text.source import STDIN, copy_stdin
 from chargpt.training.adaptive import AdaptiveDecoder
 
 XZ_BYTES = 20_000_000  # beyond it, xz takes longer than one would wait for a comparison
@@ -58,7 +54,8 @@ def compress(
     content = read_input(text, out, force=force)
     loaded = runs.load_named_run(run, checkpoint, "cpu", mixture=mixture or adaptive)
     decoder = partial(AdaptiveDecoder, loaded) if adaptive else None
-    packed = convert(pack, loaded, content, unknown or "error", decoder)
+    with show_progress("character", "") as on_progress:
+        packed = pack(loaded, content, on_progress, unknown or "error", decoder)
     lost = loaded.tokenizer.count_unknown(content.decode())
     console.say_unknown(lost, unknown or "error")
     write(packed, out, force=force)
@@ -103,7 +100,8 @@ def decompress(
             f"{packed} was compressed with step {step:,} of a run, but {error}"
         ) from None
     decoder = partial(AdaptiveDecoder, loaded) if kind == "adaptive" else None
-    text = convert(unpack, loaded, content, decoder)
+    with show_progress("character", "") as on_progress:
+        text = unpack(loaded, content, on_progress, decoder)
     write(text, out, force=force)
     tell(f"{console.characters(len(text.decode()))}, {len(text):,} bytes", out)
 
@@ -122,30 +120,18 @@ def read_input(path: Path, out: Path, *, force: bool) -> bytes:
             raise ConfigError(f"{out} exists; name another file, or replace it with --force")
     limit = memory_limit(None) // BYTES_PER_CHARACTER
     if str(path) == STDIN:
-        if sys.stdin is None:
-            raise TextError("standard input is closed; pipe a text in, or name a file")
-        content = sys.stdin.buffer.read(limit + 1)
-    else:
-        try:
-            status = os.stat(path)
-            if not stat.S_ISREG(status.st_mode):
-                raise TextError(f"{path} is no file; name one, or pipe the text in and name it `-`")
-            content = b"" if status.st_size > limit else path.read_bytes()
-        except OSError as error:
-            raise TextError(
-                f"{path} cannot be read ({error.strerror}); name another file"
-            ) from None
-        limit = limit if status.st_size <= limit else -1
-    if len(content) > limit:
-        raise TextError(f"{path} is too large for this machine's memory; split it")
-    return content
-
-
-def convert(coder: Callable[..., bytes], run: Run, content: bytes, *arguments: object) -> bytes:
-    """Compress or decompress with a progress bar."""
-    with closing(ProgressBar(len(content), "character")) as bar:
-        on_progress: OnProgress = bar.callback("")
-        return coder(run, content, on_progress, *arguments)
+        chunks: list[bytes] = []
+        copy_stdin(chunks.append, limit)
+        return b"".join(chunks)
+    try:
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode):
+            raise TextError(f"{path} is no file; name one, or pipe the text in and name it `-`")
+        if status.st_size > limit:
+            raise TextError(f"{path} is too large for this machine's memory; split it")
+        return path.read_bytes()
+    except OSError as error:
+        raise TextError(f"{path} cannot be read ({error.strerror}); name another file") from None
 
 
 def write(content: bytes, out: Path, *, force: bool) -> None:

@@ -1,7 +1,6 @@
 """The only printer: data on stdout, messages on stderr, and numbers with units."""
 
 import json
-import math
 import os
 import re
 import shutil
@@ -183,13 +182,6 @@ def duration(seconds: float) -> str:
     if whole < 7200:
         return f"{whole // 60} min {whole % 60} s"
     return f"{whole // 3600} h {whole % 3600 // 60} min"
-
-
-def loss_cells(nats: float) -> list[str]:
-    """Return a loss as nats, bits and perplexity for the row of a table."""
-    perplexity = math.exp(min(nats, 700))
-    shown = f"{perplexity:,.2f}" if perplexity < 1e6 else f"{perplexity:.1e}"
-    return [f"{nats:.4f}", f"{nats / math.log(2):.4f}", shown]
 
 
 def sparkline(values: Sequence[float], stream: TextIO, width: int = 24) -> str:

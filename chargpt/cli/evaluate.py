@@ -1,17 +1,16 @@
 """`chargpt evaluate`: how well a run predicts a text."""
 
 import time
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from chargpt.analysis.result import MIXTURE
+from chargpt.analysis.result import MIXTURE, loss_cells
 from chargpt.cli import console, options, runs, tables
-from chargpt.cli.progress import ProgressBar
+from chargpt.cli.progress import show_progress
 from chargpt.errors import ConfigError, RunError
 from chargpt.inference import evaluation
 from chargpt.inference.evaluation import Evaluation
@@ -69,14 +68,15 @@ def evaluate(
             "--encoding, --encoding-errors and --unknown concern another text; name it with --text"
         )
     loaded = replace(loaded, config=loaded.config.with_values(wanted))
-    measured = [measure(loaded, split, protocol, text, stride)]
+    start = time.perf_counter()
+    result = measure(loaded, split, protocol, text, stride)
+    seconds = time.perf_counter() - start
+    measured = {f"{loaded.config.model.kind}, step {loaded.step:,}": result}
     if has_mixture(loaded):
         try:
-            mixed = with_mixture(loaded)
-            measured.append(measure(mixed, split, protocol, text, stride))
+            measured[MIXTURE] = measure(with_mixture(loaded), split, protocol, text, stride)
         except RunError as error:
             console.say(str(error))
-    result, seconds = measured[0]
     console.say_unknown(result.unknown, loaded.config.text.unknown)
     name = str(text) if text else loaded.state.text
     if json_:
@@ -89,47 +89,44 @@ def evaluate(
             "text": name,
             "run": str(loaded.folder),
         }
-        if len(measured) > 1:
-            facts["mixture"] = measured[1][0].as_dict()
+        if MIXTURE in measured:
+            facts["mixture"] = measured[MIXTURE].as_dict()
         console.out_json(facts)
         return
     part = "all of it" if text else f"{split} split"
-    show(loaded, measured, f"{name}, {part}")
+    show(loaded, measured, seconds, f"{name}, {part}")
 
 
 def measure(
     run: Run, split: Split, protocol: Protocol, text: Path | None, stride: int | None
-) -> tuple[Evaluation, float]:
-    """Evaluate a run with a progress bar; return the time in seconds too."""
-    start = time.perf_counter()
-    with closing(ProgressBar(1, "character")) as bar:
-        result = evaluation.evaluate(
-            run, split, protocol, text, stride=stride, on_progress=bar.callback("scored")
+) -> Evaluation:
+    """Evaluate a run with a progress bar."""
+    with show_progress("character", "scored") as on_progress:
+        return evaluation.evaluate(
+            run, split, protocol, text, stride=stride, on_progress=on_progress
         )
-    return result, time.perf_counter() - start
 
 
-def show(loaded: Run, measured: Sequence[tuple[Evaluation, float]], title: str) -> None:
-    """Print what was measured, of the model and of its mixture, as a table."""
-    result, seconds = measured[0]
-    names = (f"{loaded.config.model.kind}, step {loaded.step:,}", MIXTURE)
+def show(loaded: Run, measured: Mapping[str, Evaluation], seconds: float, title: str) -> None:
+    """Print as a table what was measured, of the model in `seconds`, and of its mixture."""
+    result, *_ = measured.values()
     tables.table(
         ["model", "nats/char", "bits/char", "perplexity", "accuracy", "std error"],
         [
             [
                 name,
-                *console.loss_cells(each.nats_per_char),
+                *loss_cells(each.nats_per_char),
                 f"{each.accuracy:.2%}",
                 f"{each.standard_error:.4f}",
             ]
-            for name, (each, _) in zip(names, measured, strict=False)
+            for name, each in measured.items()
         ],
-        title=f"{title}: protocol {result.protocol}, T = {result.block_size}",
+        title=f"{title}: protocol {result.protocol}, blocks of {result.block_size}",
     )
     console.out(
         f"{console.characters(result.characters)} scored in {console.duration(seconds)} "
         f"({console.short(result.characters / seconds)} characters/s) on "
-        f"{next(loaded.model.parameters()).device.type}"
+        f"{loaded.model.device.type}"
     )
     if result.nats_per_document is not None:
         console.out(f"{result.nats_per_document:.2f} nats/document")

@@ -1,7 +1,7 @@
 """`chargpt export`: a run's GPT in the formats of other tools."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -39,10 +39,7 @@ def hf(
 
     Example: `chargpt export hf runs/novel-gpt novel-hf`.
     """
-    loaded = load(run, checkpoint)
-    with writing(folder):
-        check = export_huggingface(loaded, folder)
-    tell(folder, check)
+    write(export_huggingface, load(run, checkpoint), folder)
 
 
 @app.command()
@@ -59,10 +56,8 @@ def gguf(
 
     Example: `chargpt export gguf runs/novel-gpt novel.gguf --precision q8_0`.
     """
-    loaded = load(run, checkpoint)
-    with writing(file):
-        check = export_gguf(loaded, file, precision, force=force)
-    tell(file, check)
+    export = partial(export_gguf, precision=precision, force=force)
+    write(export, load(run, checkpoint), file)
 
 
 @app.command()
@@ -76,10 +71,7 @@ def onnx(
 
     Example: `chargpt export onnx runs/novel-gpt novel.onnx`.
     """
-    loaded = load(run, checkpoint)
-    with writing(file):
-        check = export_onnx(loaded, file, force=force)
-    tell(file, check)
+    write(partial(export_onnx, force=force), load(run, checkpoint), file)
 
 
 @app.command()
@@ -93,27 +85,11 @@ def html(
 
     Example: `chargpt export html runs/novel-gpt novel.html`.
     """
-    loaded = load(run, checkpoint)
-    with writing(file):
-        check = export_html(loaded, file, force=force)
-    tell(file, check)
+    write(partial(export_html, force=force), load(run, checkpoint), file)
 
 
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn the system's errors into a sentence about the path.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written ({error.strerror}); name another") from None
-
-
-def load(path: Path, checkpoint: str) -> Run:
-    """Load a run on the CPU, and say that its n-gram counts are left out."""
+def load(path: Path | None, checkpoint: str) -> Run:
+    """Load a run, or the newest one, on the CPU, and say that its n-gram counts are left out."""
     run = runs.load_named_run(path, checkpoint, "cpu", choose_threads=True)
     if has_mixture(run):
         console.say("the GPT alone is exported, without the n-gram counts of the run's mixture")
@@ -121,8 +97,16 @@ def load(path: Path, checkpoint: str) -> Run:
     return run
 
 
-def tell(path: Path, check: Check) -> None:
-    """Print the path, and the result of the check."""
+def write(export: Callable[[Run, Path], Check], run: Run, path: Path) -> None:
+    """Export a run's GPT to a path; print the path and the result of the check.
+
+    Raises:
+        ConfigError: the path cannot be written.
+    """
+    try:
+        check = export(run, path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error.strerror}); name another") from None
     if not is_stream(path):  # whose content is the page
         console.out(str(path))
     console.say(check.describe())

@@ -1,7 +1,6 @@
 """`chargpt sample --interactive`: the model continues what the user types."""
 
 import json
-import secrets
 import sys
 from contextlib import suppress
 
@@ -53,7 +52,7 @@ def interact(run: Run, config: Config, unknown: Unknown | None) -> None:
             else:
                 text = continue_text(run, config, line or text)
         except ChargptError as error:
-            message = str(error).removeprefix("these settings: ").replace("--unknown", "/unknown")
+            message = str(error).replace("--unknown", "/unknown")
             console.say("chargpt: " + message.removeprefix("sample.").removeprefix("text."))
     if sys.stdin.isatty():
         console.out("")
@@ -80,8 +79,7 @@ def change_setting(config: Config, written: str) -> Config:
 
 def continue_text(run: Run, config: Config, text: str) -> str:
     """Print a text with its continuation, until its end or Ctrl-C, and return both."""
-    seed = secrets.randbits(32) if config.sample.seed is None else config.sample.seed
-    settings = config.sample.model_copy(update={"prompt": text, "seed": seed})
+    settings = config.sample.model_copy(update={"prompt": text})
     pieces = stream_run(run, settings, unknown=config.text.unknown)
     console.out_text(text)
     with suppress(KeyboardInterrupt):

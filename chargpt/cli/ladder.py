@@ -4,6 +4,7 @@ from pathlib import Path
 
 from chargpt.analysis import plots
 from chargpt.analysis.ladder import Estimate, Ladder, run_ladder
+from chargpt.analysis.result import loss_cells
 from chargpt.cli import console, tables
 from chargpt.cli.loop import run_steps
 from chargpt.cli.pictures import save_picture
@@ -48,14 +49,14 @@ def compare_rungs(
 def print_ladder(ladder: Ladder) -> None:
     """Print the ladder as a table, the gain of each rung, and its sample."""
     rows = [
-        [name, "-", *console.loss_cells(nats)[:2], "", "-"]
+        [name, "-", *loss_cells(nats)[:2], "", "-"]
         for losses in (ladder.ngrams, ladder.compressed)
         for name, nats in losses.items()
     ]
     for result in ladder.results:
         loss = result.loss
         margin = "" if loss.margin is None else f"± {loss.margin:.4f}"
-        cells = console.loss_cells(loss.value)[:2]
+        cells = loss_cells(loss.value)[:2]
         name, parameters = result.rung.name, f"{result.parameters:,}"
         rows.append([name, parameters, *cells, margin, f"{result.seconds:.1f}"])
     tables.table(

@@ -5,6 +5,7 @@ import shlex
 import shutil
 import signal
 import sys
+from contextlib import closing
 from functools import partial
 
 from chargpt.cli import console
@@ -126,11 +127,9 @@ def run_steps(
     """
     view = StepView(trainer, folder, signals)
     try:
-        try:
+        with closing(view.bar):
             for report in trainer.steps(budget, lambda: bool(signals.caught)):
                 view.show(report)
-        finally:
-            view.bar.close()
         view.end()
     except Stopped as stop:
         if not stop.is_said:

@@ -6,12 +6,11 @@ from typing import Annotated
 
 import typer
 
-from chargpt.cli import console, options, runs
-from chargpt.cli.export import tell, writing
+from chargpt.cli import console, options
+from chargpt.cli.export import load, write
 from chargpt.export.html import export_html
 from chargpt.files import is_stream, require_output
 from chargpt.store.layout import PLAY
-from chargpt.store.mixture import has_mixture
 
 
 def play(
@@ -36,13 +35,9 @@ def play(
     """
     if out is not None:
         require_output(out)
-    loaded = runs.load_named_run(run, checkpoint, "cpu", choose_threads=True)
-    if has_mixture(loaded):
-        console.say("the page holds the GPT alone, without the n-gram counts of the run's mixture")
+    loaded = load(run, checkpoint)
     page = out or loaded.folder / PLAY
-    with writing(page):
-        check = export_html(loaded, page)
-    tell(page, check)
+    write(export_html, loaded, page)
     if page.is_file() and not is_stream(page):
         address = page.absolute().as_uri()
         if is_open and not webbrowser.open(address):

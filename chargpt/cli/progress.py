@@ -3,8 +3,8 @@
 import os
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from typing import NoReturn
 
 from tqdm import tqdm
@@ -69,9 +69,12 @@ class ProgressBar:
         if self.bar is not None:
             self.bar.close()
 
-    def callback(self, label: str) -> Callable[[int, int], None]:
-        """Return a function of (done, total) that shows both, with a label."""
-        return lambda done, total: self.move_to(done, total, lambda: label)
+
+@contextmanager
+def show_progress(unit: str, label: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a progress bar; yield a function of (done, total) that shows both, with a label."""
+    with closing(ProgressBar(1, unit)) as bar:
+        yield lambda done, total: bar.move_to(done, total, lambda: label)
 
 
 class LoadingProgress:

@@ -1,6 +1,5 @@
 """`chargpt report`: all about a run on one page."""
 
-from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
@@ -8,7 +7,7 @@ import typer
 
 from chargpt.analysis.report import write_report
 from chargpt.cli import console, options, runs
-from chargpt.cli.progress import ProgressBar
+from chargpt.cli.progress import show_progress
 from chargpt.files import require_output
 
 
@@ -33,7 +32,7 @@ def report(
     if out is not None:
         require_output(out)
     loaded = runs.load_named_run(run, checkpoint, device, choose_threads=True)
-    with closing(ProgressBar(1, "section")) as bar:
-        page = write_report(loaded, out, on_progress=bar.callback("written"))
+    with show_progress("section", "written") as on_progress:
+        page = write_report(loaded, out, on_progress=on_progress)
     if page.is_file():
         console.out(str(page))

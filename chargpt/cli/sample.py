@@ -4,7 +4,6 @@ import dataclasses
 import re
 import secrets
 from collections.abc import Mapping
-from contextlib import closing
 from typing import Annotated, Any
 
 import typer
@@ -13,11 +12,12 @@ from chargpt.analysis.memorization import (
     MIN_MATCH,
     OverlapReport,
     find_items,
+    longest_match,
     measure_overlap,
 )
 from chargpt.cli import console, options, runs, tables
 from chargpt.cli.interactive import interact
-from chargpt.cli.progress import ProgressBar
+from chargpt.cli.progress import show_progress
 from chargpt.config import Config, SampleConfig
 from chargpt.errors import ConfigError
 from chargpt.inference.sampling import sample as sample_texts
@@ -25,7 +25,6 @@ from chargpt.inference.sampling import stream_run
 from chargpt.store.run import Run
 from chargpt.text.corpus import read_text
 from chargpt.text.display import display_text, whole_graphemes
-from chargpt.text.tokenizer import Unknown
 
 DEFAULTS = SampleConfig()  # the run's config may contain others
 
@@ -144,7 +143,7 @@ def sample(
             )
         interact(loaded, config, unknown)
         return
-    settings = with_seed(config.sample)
+    settings = config.sample
     if settings.num_samples == 1 and not json_ and not check:
         pieces = stream_run(loaded, settings, unknown=unknown)
         console.out_text(settings.prompt)
@@ -152,11 +151,18 @@ def sample(
             console.out_text(piece)
         console.out("")
         return
-    texts = sample_with_progress(loaded, settings, unknown)
+    if settings.seed is None:  # chosen here, so that it can be printed
+        settings = settings.model_copy(update={"seed": secrets.randbits(32)})
+    with show_progress("character", "sampled") as on_progress:
+        texts = sample_texts(loaded, settings, unknown=unknown, on_progress=on_progress)
     n_prompt = len(settings.prompt)
-    overlap = overlap_of(loaded, [text[n_prompt:] for text in texts]) if check else None
+    overlap = None
+    if check:
+        with show_progress("character", "of the training text") as on_progress:
+            continuations = [text[n_prompt:] for text in texts]
+            overlap = measure_overlap(loaded.corpus(), continuations, on_progress)
     boundary = loaded.tokenizer.boundary
-    copied = copied_items(loaded, set(texts), boundary) if overlap and boundary else set()
+    copied = find_items(loaded.corpus(), set(texts), boundary) if check and boundary else set()
     if json_:
         report: dict[str, object] = {
             "samples": texts,
@@ -204,7 +210,7 @@ def print_samples(
         # the last line of a text may be cut short
         lines = {line for text in texts for line in text[n_prompt:].split("\n")[:-1] if line}
         if len(lines) > 1:
-            n_copied = len(copied_items(run, lines, "\n"))
+            n_copied = len(find_items(run.corpus(), lines, "\n"))
             console.out_sentence(
                 f"of {len(lines):,} different lines, {n_copied:,} are in the training text"
             )
@@ -225,35 +231,11 @@ def sample_config(config: Config, given: Mapping[str, Any]) -> Config:
         return config.with_values(changes)
     except ConfigError as error:  # name the options instead of the settings
         name = re.sub(
-            r"these settings: sample\.(\w+)",
+            r"^sample\.(\w+)",
             lambda found: "--" + found[1].replace("_", "-"),
             str(error),
         )
         raise ConfigError(name) from None
-
-
-def with_seed(settings: SampleConfig) -> SampleConfig:
-    """Return the settings with a random seed if none is set."""
-    if settings.seed is not None:
-        return settings
-    return settings.model_copy(update={"seed": secrets.randbits(32)})
-
-
-def sample_with_progress(run: Run, settings: SampleConfig, unknown: Unknown | None) -> list[str]:
-    """Return the texts, with a progress bar while they are sampled."""
-    with closing(ProgressBar(settings.num_samples * settings.length, "character")) as bar:
-        return sample_texts(run, settings, unknown=unknown, on_progress=bar.callback("sampled"))
-
-
-def overlap_of(run: Run, texts: list[str]) -> OverlapReport:
-    """Return the verbatim overlap of texts with the training split, with a progress bar."""
-    with closing(ProgressBar(1, "character")) as bar:
-        return measure_overlap(run.corpus(), texts, bar.callback("of the training text"))
-
-
-def copied_items(run: Run, texts: set[str], separator: str) -> set[str]:
-    """Return which texts are whole items of the training split."""
-    return find_items(run.tokenizer, run.corpus().split("train"), texts, separator)
 
 
 def mark(text: str, matched: list[tuple[int, int]]) -> str:
@@ -266,8 +248,8 @@ def mark(text: str, matched: list[tuple[int, int]]) -> str:
 def print_overlap(overlap: OverlapReport, run: Run) -> None:
     """Print the longest verbatim match, and the novel fractions next to those of held-out text."""
     matches = [each.longest for each in overlap.texts if each.longest]
-    held_out = max((each.longest.length for each in overlap.held_out if each.longest), default=0)
-    reference = f"in held-out text of the same length: {held_out or f'under {MIN_MATCH}'}"
+    held_out = longest_match(overlap.held_out) or f"under {MIN_MATCH}"
+    reference = f"in held-out text of the same length: {held_out}"
     if matches:
         match = max(matches, key=lambda each: each.length)
         text = run.tokenizer.decode(overlap.training[match.place : match.place + match.length])
@@ -280,9 +262,4 @@ def print_overlap(overlap: OverlapReport, run: Run) -> None:
         console.out_sentence(
             f"no verbatim match of {MIN_MATCH} characters with the training text ({reference})"
         )
-    rows = [
-        [str(n), f"{ours:.1%}", f"{held_out_fraction:.1%}"]
-        for n, ours, held_out_fraction in overlap.novel_fractions()
-        if n <= 2 * MIN_MATCH
-    ]
-    tables.table(["n", "novel n-grams", "in held-out text"], rows)
+    tables.table(["n", "novel n-grams", "in held-out text"], overlap.novel_rows())

@@ -1,13 +1,12 @@
 """`chargpt score`: surprisal of a text and its lines under a run."""
 
 import sys
-from contextlib import closing
 from typing import Annotated
 
 import typer
 
 from chargpt.cli import console, options, runs, tables
-from chargpt.cli.progress import ProgressBar
+from chargpt.cli.progress import show_progress
 from chargpt.inference import scoring
 from chargpt.text.corpus import read_text
 from chargpt.training.adaptive import adaptive_losses
@@ -44,8 +43,8 @@ def score(
     if text == "-" and sys.stdin is not None and sys.stdin.isatty():
         console.say("type the text; Ctrl-D ends it")
     content = read_text(text, encoding or "auto", encoding_errors or "strict")
-    with closing(ProgressBar(1, "character")) as bar:
-        scored = scoring.score(loaded, content, unknown, bar.callback("scored"), losses_of)
+    with show_progress("character", "scored") as on_progress:
+        scored = scoring.score(loaded, content, unknown, on_progress, losses_of)
     console.say_unknown(scored.unknown, unknown or loaded.config.text.unknown)
     ranked = sorted(scored.lines(), key=lambda line: -line.bits_per_char)
     if json_:

@@ -1,14 +1,13 @@
 """What `chargpt train` prints before the first step and after the last."""
 
 import shlex
-from contextlib import closing
 
 import torch
 
 from chargpt.analysis.report import write_report
 from chargpt.analysis.result import RunScores, score_run, summarize
 from chargpt.cli import console, tables
-from chargpt.cli.progress import ProgressBar
+from chargpt.cli.progress import show_progress
 from chargpt.config import ModelConfig
 from chargpt.errors import ChargptError, RunError
 from chargpt.inference.baselines import Baselines
@@ -25,7 +24,11 @@ from chargpt.training.trainer import Trainer
 
 def show_budget(plan: Plan, budget: Budget) -> None:
     """Print what a time budget has chosen, and why."""
-    reason = "size with the lowest expected loss" if plan.chooses_size else "model as set"
+    reason = (
+        "size with the lowest expected loss"
+        if plan.chooses_size
+        else "the model is that of the settings"
+    )
     seconds = console.duration(budget.seconds)
     console.say(f"budget  {seconds}: {plan.speed:,.0f} characters/s measured; {reason}")
 
@@ -134,10 +137,7 @@ def print_result(
     state, config = session.trainer.state, session.trainer.config
     tables.table(
         ["model", "split", "nats/char", "bits/char", "perplexity"],
-        [
-            [name, split, *console.loss_cells(nats)]
-            for name, split, nats in scores.rows(config.model.kind)
-        ],
+        scores.rows(config.model.kind),
     )
     for sentence in (f"Losses on {scores.scored}.", *sentences):
         console.out_sentence(sentence)
@@ -161,13 +161,9 @@ def print_result(
 def show_report(session: Session, best: Run, scores: RunScores, *, json_: bool) -> None:
     """Write the report page and print where it is."""
     try:
-        with closing(ProgressBar(1, "section")) as bar:
-            page = write_report(
-                best,
-                corpus=session.trainer.corpus,
-                scores=scores,
-                on_progress=bar.callback("of the report"),
-            )
+        with show_progress("section", "of the report") as on_progress:
+            corpus = session.trainer.corpus
+            page = write_report(best, corpus=corpus, scores=scores, on_progress=on_progress)
     except (ChargptError, OSError) as error:  # the run itself is complete and saved
         path = shlex.quote(str(session.folder.path))
         console.say(f"no report: {error}; `chargpt report {path}` tries again")

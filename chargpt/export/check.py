@@ -50,14 +50,14 @@ class Check:
     Attributes:
         reader: name of the program that read the export.
         difference: the largest difference of a log-probability.
-        loss_increase: mean Kullback-Leibler divergence of the export from the run, in nats: how
-            much higher its loss is on text of the run's own distribution.
+        divergence: mean Kullback-Leibler divergence of the export from the run, in nats: how much
+            higher its loss is on text of the run's own distribution.
         n_greedy: number of tokens of greedy text that are the same.
     """
 
     reader: str
     difference: float
-    loss_increase: float
+    divergence: float
     n_greedy: int = 0
 
     def describe(self) -> str:
@@ -66,7 +66,7 @@ class Check:
         return (
             f"checked with {self.reader}: the same tokens for {N_PROMPTS} prompts, "
             f"log-probabilities within {self.difference:.1e}, "
-            f"loss within {self.loss_increase:.1e} nats{greedy}"
+            f"mean Kullback-Leibler divergence {self.divergence:.1e} nats{greedy}"
         )
 
 
@@ -106,16 +106,16 @@ def exportable_model(run: Run, target: str) -> GPT:
 
 
 def check_export(
-    run: Run, reader: Reader, *, max_loss_increase: float | None = None, remedy: str = ""
+    run: Run, reader: Reader, *, max_divergence: float | None = None, remedy: str = ""
 ) -> Check:
     """Compare an export with its run: tokens, log-probabilities and greedy text.
 
     Args:
         run: whose model was exported.
         reader: of the export.
-        max_loss_increase: in nats, of an export whose weights are rounded: its log-probabilities
+        max_divergence: in nats, of an export whose weights are rounded: its log-probabilities
             and greedy text may differ. None for float32.
-        remedy: what to do if the loss is higher than that.
+        remedy: what to do if it is more.
 
     Raises:
         WorkError: they differ.
@@ -132,11 +132,11 @@ def check_export(
         difference = max(difference, float(np.abs(ours - theirs).max()))
         divergences.append(float((np.exp(ours) * (ours - theirs)).sum(axis=-1).mean()))
     check = Check(reader.name, difference, float(np.mean(divergences)))
-    if max_loss_increase is not None:
-        if check.loss_increase > max_loss_increase:
+    if max_divergence is not None:
+        if check.divergence > max_divergence:
             raise WorkError(
-                f"rounding the weights would make the loss {check.loss_increase:.2g} nats higher, "
-                f"and {max_loss_increase:g} is the limit; {remedy}"
+                f"rounding the weights changes the model by {check.divergence:.2g} nats (mean "
+                f"Kullback-Leibler divergence), and {max_divergence:g} is the limit; {remedy}"
             )
         return check
     if difference > MAX_DIFFERENCE:

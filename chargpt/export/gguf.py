@@ -32,7 +32,7 @@ Precision = Literal["f32", "f16", "q8_0"]
 Q8_BLOCK = 32  # weights of a row that share a scale
 SPACE = "\u2581"  # stands for a space in SentencePiece
 END = "<|endoftext|>"  # a token that llama.cpp requires, with weights 0; it is never sampled
-MAX_LOSS_INCREASE = 0.005  # in nats, by rounding the weights
+MAX_DIVERGENCE = 0.005  # in nats, by rounding the weights
 SECONDS = 120  # at most, of a request to llama.cpp
 
 
@@ -62,8 +62,8 @@ def export_gguf(
         temporary = Path(folder) / path.name
         write_gguf(temporary, run, model, precision)
         reader = open_reader(temporary, run)
-        limit = None if precision == "f32" else MAX_LOSS_INCREASE
-        check = check_export(run, reader, max_loss_increase=limit, remedy="use --precision f32")
+        limit = None if precision == "f32" else MAX_DIVERGENCE
+        check = check_export(run, reader, max_divergence=limit, remedy="use --precision f32")
         write_atomically(modelfile, modelfile_text(path.name, model.block_size).encode())
         temporary.replace(path)
     return check

@@ -39,7 +39,7 @@ from chargpt.text.display import display_char
 from chargpt.text.statistics import PairCounts
 from chargpt.text.tokenizer import CharTokenizer
 
-MAX_LOSS_INCREASE = 0.002  # in nats, by the rounding of the weights
+MAX_DIVERGENCE = 0.002  # in nats, by the rounding of the weights
 MAX_PAIRS = 50_000  # of the bigram, the most frequent ones
 HALF = np.dtype("<f2")
 PAGES = Path(__file__).parent / "pages"
@@ -91,7 +91,7 @@ def export_html(run: Run, path: Path, *, force: bool = False) -> Check:
     check = check_export(
         run,
         PageReader(page),
-        max_loss_increase=MAX_LOSS_INCREASE,
+        max_divergence=MAX_DIVERGENCE,
         remedy="train with a lower optim.lr",
     )
     write_output(path, page.encode(errors="replace"), force=force)

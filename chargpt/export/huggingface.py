@@ -68,7 +68,7 @@ def export_huggingface(run: Run, folder: Path) -> Check:
         OSError: it cannot be written.
     """
     require_new(folder)
-    model = exportable_model(run, "Qwen3")
+    model = exportable_model(run, "Qwen3, the architecture of this export,")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as parent:
         temporary = Path(parent) / folder.name

@@ -16,13 +16,14 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from chargpt.errors import TextError, WorkError
+from chargpt.errors import ConfigError, TextError, WorkError
 from chargpt.inference.windows import (
     NANOGPT_BATCHES,
     NANOGPT_BLOCK,
@@ -34,7 +35,7 @@ from chargpt.inference.windows import (
 )
 from chargpt.models import LanguageModel
 from chargpt.models.base import eval_mode
-from chargpt.store.run import Run
+from chargpt.store.run import Run, as_run
 from chargpt.text.corpus import Split, read_text
 from chargpt.text.documents import mark_documents
 from chargpt.text.tokenizer import Floats, Tokens
@@ -87,7 +88,7 @@ class Evaluation:
 
 
 def evaluate(
-    run: Run,
+    run: Run | str | Path,
     split: Split = "val",
     protocol: Protocol = "full",
     text: str | Path | None = None,
@@ -101,8 +102,8 @@ def evaluate(
     """Evaluate a run on a split of its own text, or on all of another text.
 
     Args:
-        run: a run from `load_run`.
-        split: `train`, `val` or `test` of the run's text; not used if another text is given.
+        run: a run from `train` or `load_run`, or its folder.
+        split: `train`, `val`, `test` or `tune` of the run's text, unless another text is given.
         protocol: `full`, `sliding` or `nanogpt`.
         text: path of another text; characters outside the vocabulary follow `text.unknown`.
         content: another text itself, instead of its path.
@@ -113,9 +114,13 @@ def evaluate(
 
     Raises:
         TextError: the text is missing, unreadable, too short, or contains unknown characters.
-        ConfigError: the stride is out of range.
+        ConfigError: there is no such protocol or split, or the stride is out of range.
         WorkError: the loss is not finite.
     """
+    for name, value, choices in (("protocol", protocol, Protocol), ("split", split, Split)):
+        if value not in get_args(choices):
+            raise ConfigError(f"{name} {value!r} is not one of {', '.join(get_args(choices))}")
+    run = as_run(run)
     settings, n_unknown = run.config.text, 0
     if text is not None:
         content = read_text(text, settings.encoding, settings.encoding_errors)

@@ -9,6 +9,7 @@ Shapes in this file: N = streams sampled together, T = prompt length, V = vocabu
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -20,14 +21,14 @@ from chargpt.inference.sampler import generate
 from chargpt.models import LanguageModel
 from chargpt.models.base import eval_mode
 from chargpt.models.cache import KVCache
-from chargpt.store.run import Run
+from chargpt.store.run import Run, as_run
 from chargpt.text.tokenizer import CharTokenizer, Counts, Floats, TokenIds, Tokens, Unknown
 
 MAX_GROUP_BYTES = 256_000_000  # of KV caches and logits of streams that are sampled together
 
 
 def sample(
-    run: Run,
+    run: Run | str | Path,
     options: SampleConfig | None = None,
     *,
     unknown: Unknown | None = None,
@@ -37,12 +38,13 @@ def sample(
     """Generate texts with a trained model.
 
     Args:
-        run: a run from `load_run`.
+        run: a run from `train` or `load_run`, or its folder.
         options: sampling settings; the run's own `sample` section by default.
         unknown: policy for prompt characters outside the vocabulary; the run's `text.unknown` by
             default.
         on_progress: called with the number of sampled characters and their maximum.
-        changes: changed settings, as in `sample(run, prompt="To be", temperature=0.5)`.
+        changes: changed settings: `prompt`, `length`, `temperature`, `top_k`, `top_p`, `min_p`,
+            `num_samples`, `stop` or `seed`, as in `sample(run, prompt="To be", temperature=0.5)`.
 
     Returns:
         `num_samples` texts, each the prompt and its continuation, without stop strings.
@@ -52,6 +54,7 @@ def sample(
         UnknownCharacterError: the prompt contains unknown characters and `unknown` is `error`.
         WorkError: the model's logits are not finite.
     """
+    run = as_run(run)
     chosen = _with_changes(run, options, changes)
     group_size = _max_streams(run.model)
     texts: list[str] = []
@@ -67,7 +70,7 @@ def sample(
 
 
 def stream(
-    run: Run,
+    run: Run | str | Path,
     options: SampleConfig | None = None,
     *,
     unknown: Unknown | None = None,
@@ -78,6 +81,7 @@ def stream(
     The arguments and errors are those of `sample`; joined, the pieces are its first text without
     the prompt.
     """
+    run = as_run(run)
     chosen = _with_changes(run, options, {**changes, "num_samples": 1})
     return (piece for (piece,) in stream_run(run, chosen, unknown=unknown))
 

@@ -10,7 +10,7 @@ from chargpt.config import ModelConfig
 from chargpt.models.kernels import rotary_tables
 
 # of `init_previous_token_heads`, found by experiment; the loss depends little on any of them
-N_LAYERS = 3  # layers with such heads, from the first on
+PREVIOUS_TOKEN_LAYERS = 3  # layers with such heads, from the first on
 SHARED_VALUE = 0.25  # of channel 0 of every embedding, in units of sqrt(C)
 N_PAIRS = 8  # rotary pairs used per head, highest frequencies first
 NOISE_SCALE = 0.3  # factor on the random initial weights of query and key
@@ -45,11 +45,11 @@ def init_previous_token_heads(model: nn.Module, config: ModelConfig) -> None:
     """
     model.get_parameter("embedding.weight")[:, 0] = SHARED_VALUE * config.n_embd**0.5
     head_size, half = config.head_size, config.head_size // 2
-    max_distance = N_LAYERS + config.n_head
+    max_distance = PREVIOUS_TOKEN_LAYERS + config.n_head
     cos, sin = rotary_tables(max_distance, head_size, config.rope_theta)  # (max_distance, D)
     # pairs of low frequency hardly distinguish nearby positions
     used = torch.arange(half) < N_PAIRS  # (D / 2,)
-    for layer in range(min(N_LAYERS, config.n_layer)):
+    for layer in range(min(PREVIOUS_TOKEN_LAYERS, config.n_layer)):
         query = model.get_parameter(f"blocks.{layer}.attention.query.weight")  # (C, C)
         key = model.get_parameter(f"blocks.{layer}.attention.key.weight")  # (C, C)
         query.mul_(NOISE_SCALE)

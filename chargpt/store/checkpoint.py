@@ -24,8 +24,7 @@ CONFIG, TOKENIZER, STATE = "config.yaml", "tokenizer.json", "state.json"
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 FILES = (CONFIG, TOKENIZER, STATE, MODEL, OPTIMIZER, commit.MANIFEST)
 KEEP = "keep"  # a file of this name in a checkpoint protects it from deletion
-NAME = re.compile(r"step-[0-9]{8,18}")
-UNFINISHED = re.compile(rf"{NAME.pattern}(\.old|\.[0-9]+)?\.tmp")
+UNFINISHED = re.compile(rf"{commit.NAME.pattern}(\.old|\.[0-9]+)?\.tmp")
 MAX_TEXT_BYTES = 64_000_000  # of the config, tokenizer and state files
 MAX_OPTIMIZER_COPIES = 4  # optimizer values per parameter: moments and raw weights, and a margin
 MAX_TENSOR_HEADER = 400  # bytes of a safetensors header per tensor
@@ -50,6 +49,11 @@ class Checkpoint:
         return raw or self.model
 
 
+def name_of(step: int) -> str:
+    """Return the name of a checkpoint's folder."""
+    return f"step-{step:08d}"
+
+
 def step_of(folder: Path) -> int:
     """Return the step in a checkpoint folder's name."""
     return int(folder.name.removeprefix("step-"))
@@ -57,7 +61,7 @@ def step_of(folder: Path) -> int:
 
 def list_checkpoints(parent: Path) -> list[Path]:
     """Return the committed checkpoint folders, oldest first."""
-    return sorted(commit.committed(parent, NAME), key=step_of)
+    return sorted(commit.committed(parent), key=step_of)
 
 
 def unfinished_checkpoints(parent: Path) -> list[Path]:
@@ -73,7 +77,7 @@ def write_checkpoint(parent: Path, step: int, files: Mapping[str, Chunks]) -> Pa
     """
     for path in unfinished_checkpoints(parent):
         commit.remove(path, FILES)
-    folder = parent / f"step-{step:08d}"
+    folder = parent / name_of(step)
     commit.commit(folder, files, {"step": step})
     return folder
 
@@ -130,14 +134,21 @@ def read_without_tensors(folder: Path) -> tuple[Config, CharTokenizer, RunState]
     Raises:
         ChargptError: a file is missing, damaged, or inconsistent with the others.
     """
-    facts = {"step": step_of(folder)}
-    texts = commit.read(folder, dict.fromkeys((CONFIG, TOKENIZER, STATE), MAX_TEXT_BYTES), facts)
+    step = step_of(folder)
+    max_bytes = dict.fromkeys((CONFIG, TOKENIZER, STATE), MAX_TEXT_BYTES)
+    texts = commit.read(folder, max_bytes, {"step": step})
     try:
         config = parse_config(texts[CONFIG], folder / CONFIG)
         tokenizer = CharTokenizer.from_json(texts[TOKENIZER].decode(), str(folder / TOKENIZER))
     except UnicodeDecodeError as error:
         raise RunError(f"{folder} is not a checkpoint ({error}); use another") from None
-    return config, tokenizer, _read_state(folder, texts[STATE])
+    try:
+        state = RunState.from_json(texts[STATE])
+        if state.step != step:
+            raise ValueError("it is of another step")
+    except ValueError as error:
+        raise RunError(f"{folder / STATE} is malformed ({error}); use another checkpoint") from None
+    return config, tokenizer, state
 
 
 def parse_config(content: bytes, path: Path) -> Config:
@@ -149,13 +160,3 @@ def parse_config(content: bytes, path: Path) -> Config:
     """
     tree, lines = parse_yaml(content.decode(), str(path))
     return validate(tree, str(path), lines)
-
-
-def _read_state(folder: Path, content: bytes) -> RunState:
-    try:
-        state = RunState.from_json(content)
-        if state.step != step_of(folder):
-            raise ValueError("it is of another step")
-    except ValueError as error:
-        raise RunError(f"{folder / STATE} is malformed ({error}); use another checkpoint") from None
-    return state

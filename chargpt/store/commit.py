@@ -30,6 +30,7 @@ from chargpt.files import (
 )
 
 MANIFEST = "manifest.json"
+NAME = re.compile(r"step-[0-9]{8,18}")  # of a checkpoint's directory
 MAX_JSON_BYTES = 64_000_000
 
 
@@ -95,17 +96,17 @@ def remove(folder: Path, names: Iterable[str]) -> None:
         folder.rmdir()
 
 
-def committed(parent: Path, name: re.Pattern[str]) -> list[Path]:
-    """Return the committed directories whose name matches, in no order.
+def committed(parent: Path) -> list[Path]:
+    """Return the committed checkpoint directories, in no order.
 
     Raises:
         UnreadableError: they cannot be listed.
     """
     try:
-        paths = [parent / entry for entry in entry_names(parent) if name.fullmatch(entry)]
+        paths = [parent / entry for entry in entry_names(parent) if NAME.fullmatch(entry)]
         return [path for path in paths if exists(path / MANIFEST)]
     except OSError as error:
-        raise _unreadable(parent, error) from None
+        raise unreadable(parent, error) from None
 
 
 def write_pointer(parent: Path, pointer: str, folder: Path) -> None:
@@ -114,13 +115,12 @@ def write_pointer(parent: Path, pointer: str, folder: Path) -> None:
     write_atomically(parent / f"{pointer}.json", to_json(content))
 
 
-def read_pointer(parent: Path, pointer: str, name: re.Pattern[str]) -> tuple[Path, str]:
+def read_pointer(parent: Path, pointer: str) -> tuple[Path, str]:
     """Return the directory that a pointer names, and its manifest's SHA-256.
 
     Args:
         parent: of the directories and the pointer.
         pointer: `latest` or `best`.
-        name: what a directory's name must match.
 
     Raises:
         UnreadableError: the pointer exists and cannot be read.
@@ -129,23 +129,23 @@ def read_pointer(parent: Path, pointer: str, name: re.Pattern[str]) -> tuple[Pat
     path = parent / f"{pointer}.json"
     content = _read_json(path)
     target, digest = str(content.get("checkpoint")), str(content.get("manifest_sha256"))
-    if not name.fullmatch(target):
+    if not NAME.fullmatch(target):
         raise RunError(f"{path} names no checkpoint; resuming the run repairs it")
     return parent / target, digest
 
 
-def resolve_pointer(parent: Path, pointer: str, name: re.Pattern[str]) -> Path:
+def resolve_pointer(parent: Path, pointer: str) -> Path:
     """Return the directory that a pointer names, after checking its manifest's SHA-256.
 
     Raises:
         RunError: the pointer is missing, malformed, or does not match the directory.
     """
-    folder, digest = read_pointer(parent, pointer, name)
+    folder, digest = read_pointer(parent, pointer)
     _read_manifest(folder)
     try:
         is_same = _manifest_sha256(folder) == digest
     except OSError as error:
-        raise _unreadable(folder / MANIFEST, error) from None
+        raise unreadable(folder / MANIFEST, error) from None
     if not is_same:
         raise RunError(f"{folder} is not the checkpoint that {pointer}.json names; use another")
     return folder
@@ -159,10 +159,10 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         return read_json(path, MAX_JSON_BYTES)
     except (OSError, ValueError) as error:
-        raise _unreadable(path, error) from None
+        raise unreadable(path, error) from None
 
 
-def _unreadable(path: Path, error: Exception) -> RunError:
+def unreadable(path: Path, error: Exception) -> RunError:
     """Return the error about a file: it is damaged or missing, or the system cannot read it."""
     if isinstance(error, OSError) and not isinstance(error, FileNotFoundError | NotADirectoryError):
         return UnreadableError(
@@ -185,7 +185,7 @@ def _read_manifest(
     try:
         is_link = stat.S_ISLNK(folder.lstat().st_mode)
     except OSError as error:
-        raise _unreadable(folder, error) from None
+        raise unreadable(folder, error) from None
     if is_link:
         raise RunError(f"{folder} is a symbolic link, not a checkpoint; restore it")
     content = _read_json(path)
@@ -227,7 +227,7 @@ def read(
         try:
             content = read_regular(path, limit)
         except (OSError, ValueError) as error:
-            raise _unreadable(path, error) from None
+            raise unreadable(path, error) from None
         if len(content) != size:
             raise RunError(f"{path} is not of the size it was saved with; use another checkpoint")
         if _sha256([content]) != digest:

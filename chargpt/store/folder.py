@@ -20,11 +20,11 @@ from chargpt.store.checkpoint import (
     KEEP,
     MAX_TEXT_BYTES,
     MODEL,
-    NAME,
     OPTIMIZER,
     STATE,
     TOKENIZER,
     Checkpoint,
+    name_of,
     parse_config,
     prune_checkpoints,
     read_checkpoint,
@@ -71,16 +71,17 @@ class RunFolder:
             RunError: the path is in use.
             OSError: the folder cannot be read.
         """
-        if not path.exists() and not path.is_symlink():
+        if not exists(path):
             return
         if not path.is_dir():
             raise RunError(f"{path} is a file; name another folder with --out")
-        if allow_unsaved:
-            if find_foreign_file(path) is None and not has_checkpoint(path):
-                return
-        elif all(p.name == LOCK for p in path.iterdir()):
-            return
         foreign = find_foreign_file(path)
+        if allow_unsaved:
+            is_unused = foreign is None and not has_checkpoint(path)
+        else:
+            is_unused = all(p.name == LOCK for p in path.iterdir())
+        if is_unused:
+            return
         if foreign is not None and not is_run(path):
             raise RunError(
                 f"{path} exists and holds {foreign!r}, which no run writes; name another folder "
@@ -121,13 +122,13 @@ class RunFolder:
                 )
             path.mkdir(parents=True, exist_ok=True)
             self.lock()
-            if not force:  # again: another process may have created it before the lock
-                self.require_unused(path, allow_unsaved=allow_unsaved)
             if force:
                 replacement.move_aside(path)
+            else:  # again: another process may have created it before the lock
+                self.require_unused(path, allow_unsaved=allow_unsaved)
             delete_run_files(path)
             self.checkpoints.mkdir(exist_ok=True)
-            write_atomically(path / TOKENIZER, tokenizer.to_json().encode())
+            tokenizer.save(path / TOKENIZER)
             self.write_config(config)
         except OSError as error:
             with suppress(OSError):
@@ -215,8 +216,8 @@ class RunFolder:
         commit.write_pointer(self.checkpoints, "latest", folder)
         replacement.delete_replaced(self.path)
         with suppress(RunError):  # while it is not known which one is the best, all are kept
-            best, _ = commit.read_pointer(self.checkpoints, "best", NAME)
-            keep = {best.name, f"step-{state.best_step or 0:08d}"}
+            best, _ = commit.read_pointer(self.checkpoints, "best")
+            keep = {best.name, name_of(state.best_step or 0)}
             prune_checkpoints(self.checkpoints, keep, config.train.keep_last, folder)
         return folder
 
@@ -255,11 +256,11 @@ class RunFolder:
         Raises:
             OSError: its folder cannot be written.
         """
-        write_atomically(self.checkpoints / f"step-{step:08d}" / KEEP, b"")
+        write_atomically(self.checkpoints / name_of(step) / KEEP, b"")
 
     def is_kept(self, step: int) -> bool:
         """Return whether a checkpoint is protected."""
-        return exists(self.checkpoints / f"step-{step:08d}" / KEEP)
+        return exists(self.checkpoints / name_of(step) / KEEP)
 
     def repair_pointer(self, saved: Checkpoint) -> None:
         """Let `best.json` name the best checkpoint again if it is missing or damaged.
@@ -268,9 +269,9 @@ class RunFolder:
             saved: the checkpoint that training continues from. It knows which one is the best, and
                 is named if that one is gone.
         """
-        best = self.checkpoints / f"step-{saved.state.best_step or 0:08d}"
+        best = self.checkpoints / name_of(saved.state.best_step or 0)
         try:
-            commit.resolve_pointer(self.checkpoints, "best", NAME)
+            commit.resolve_pointer(self.checkpoints, "best")
         except UnreadableError:  # it may be intact
             return
         except RunError:

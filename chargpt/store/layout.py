@@ -17,10 +17,10 @@ from chargpt.store.checkpoint import (
     FILES,
     KEEP,
     MAX_TEXT_BYTES,
-    NAME,
     TOKENIZER,
     UNFINISHED,
 )
+from chargpt.store.commit import NAME
 from chargpt.text.tokenizer import FORMAT
 
 METRICS, CHECKPOINTS = "metrics.jsonl", "checkpoints"
@@ -66,13 +66,11 @@ def find_foreign_file(path: Path) -> str | None:
         OSError: the folder cannot be read.
     """
     for parts in _entries(path):
-        if not _is_run_file(parts) or (
-            parts == (CHECKPOINTS,) and not (path / CHECKPOINTS).is_dir()
-        ):
+        if not _is_run_file(parts):
             return "/".join(parts)
     checkpoints = path / CHECKPOINTS
-    if exists(checkpoints) and stat.S_ISLNK(checkpoints.lstat().st_mode):
-        return CHECKPOINTS
+    if exists(checkpoints) and not stat.S_ISDIR(checkpoints.lstat().st_mode):
+        return CHECKPOINTS  # a file or a link
     names = entry_names(path)
     if REPLACED in names or (TOKENIZER in names and _is_tokenizer(path / TOKENIZER)):
         return None

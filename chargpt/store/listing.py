@@ -9,9 +9,8 @@ from typing import Literal
 from chargpt.errors import ChargptError
 from chargpt.models import count_parameters
 from chargpt.store import commit
-from chargpt.store.checkpoint import NAME, read_without_tensors
-from chargpt.store.folder import RunFolder
-from chargpt.store.layout import has_checkpoint, is_run
+from chargpt.store.checkpoint import read_without_tensors
+from chargpt.store.layout import CHECKPOINTS, has_checkpoint, is_run
 
 State = Literal["finished", "stopped early", "unfinished", "no checkpoint", "damaged"]
 
@@ -47,9 +46,8 @@ def summarize(path: Path) -> RunSummary:
     """Return what a run's latest checkpoint says, without reading its tensors."""
     if not has_checkpoint(path):
         return RunSummary(path, "no checkpoint")
-    checkpoints = RunFolder(path).checkpoints
     try:
-        folder = commit.resolve_pointer(checkpoints, "latest", NAME)
+        folder = commit.resolve_pointer(path / CHECKPOINTS, "latest")
         config, tokenizer, state = read_without_tensors(folder)
         saved = datetime.fromtimestamp(folder.stat().st_mtime).astimezone()
     except (ChargptError, OSError):

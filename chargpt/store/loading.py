@@ -8,7 +8,6 @@ from chargpt.errors import ChargptError, RunError, UnreadableError
 from chargpt.files import read_regular
 from chargpt.store import commit
 from chargpt.store.checkpoint import (
-    NAME,
     Checkpoint,
     list_checkpoints,
     read_checkpoint,
@@ -92,7 +91,7 @@ def _candidates(run: Path, which: str) -> tuple[list[Path], list[str]]:
     if len(folders) == 1 and not any(_pointers(run)):
         return folders, []  # the process was killed in its first save, before it wrote them
     try:
-        named, _ = commit.read_pointer(parent, which, NAME)
+        named, _ = commit.read_pointer(parent, which)
     except UnreadableError:
         raise
     except RunError as error:
@@ -100,7 +99,7 @@ def _candidates(run: Path, which: str) -> tuple[list[Path], list[str]]:
         return [*best, *(folder for folder in folders if folder not in best)], [str(error)]
     others = [folder for folder in folders if folder != named]
     try:
-        commit.resolve_pointer(parent, which, NAME)
+        commit.resolve_pointer(parent, which)
     except UnreadableError:
         raise
     except RunError as error:

@@ -5,8 +5,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from chargpt.errors import RunError, UnreadableError
+from chargpt.errors import RunError
 from chargpt.files import open_regular, write_atomically
+from chargpt.store.commit import unreadable
 
 VALIDATION = "val_nats_per_char"
 MAX_METRICS_BYTES = 2_000_000_000  # about 100 bytes per step
@@ -59,10 +60,7 @@ class MetricsLog:
                 if len(kept) == MAX_RECORDS:
                     kept, every = _thinned(kept), 2 * every
         except OSError as error:
-            raise UnreadableError(
-                f"{self.path} cannot be read ({error.strerror}); try again, and if that does not "
-                "help, check the disk and the permissions"
-            ) from None
+            raise unreadable(self.path, error) from None
         return kept
 
     def _lines(self) -> Iterator[bytes]:

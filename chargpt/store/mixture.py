@@ -6,6 +6,7 @@ one checkpoint, whose step and key it holds.
 """
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import safetensors
@@ -19,7 +20,7 @@ from chargpt.models.mixture import Mixture
 from chargpt.models.ngram import MAX_TOKENS
 from chargpt.models.word_ngram import word_tokens
 from chargpt.store.layout import MIXTURE
-from chargpt.store.run import Run
+from chargpt.store.run import Run, as_run
 
 MAX_BYTES = 4 * MAX_TOKENS + 1_000_000
 
@@ -64,12 +65,13 @@ def find_mixture(run: Run) -> Run | None:
         return None
 
 
-def with_mixture(run: Run) -> Run:
-    """Return the run with the mixture in place of its GPT.
+def with_mixture(run: Run | str | Path) -> Run:
+    """Return a run, or that of a folder, with the mixture in place of its GPT.
 
     Raises:
         RunError: it has none, or that of another checkpoint, or the file is damaged.
     """
+    run = as_run(run)
     path, model = run.folder / MIXTURE, run.model
     if not has_mixture(run) or not isinstance(model, GPT):
         raise RunError(

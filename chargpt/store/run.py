@@ -20,7 +20,7 @@ from chargpt.text.corpus import Corpus, load_cached
 from chargpt.text.tokenizer import CharTokenizer
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Run:
     """A trained model with all that is needed to use it."""
 
@@ -30,8 +30,12 @@ class Run:
     model: LanguageModel  # in evaluation mode
     step: int  # of the checkpoint
     state: RunState
-    notes: tuple[str, ...] = ()  # for the user: which checkpoints were damaged and not used
+    notes: tuple[str, ...] = ()  # sentences for the user, on damaged checkpoints or on training
     checkpoint: str = ""  # name of the checkpoint's folder
+
+    def __repr__(self) -> str:
+        size = f"{self.model.parameter_count():,} parameters"
+        return f"Run({str(self.folder)!r}, {self.config.model.kind}, {size}, step {self.step:,})"
 
     @torch.inference_mode()
     def logits(self, text: str) -> Tensor:
@@ -113,6 +117,11 @@ def open_run(path: str | Path) -> RunFolder:
         )
     is_replaced = not has_checkpoint_itself(path) and has_checkpoint_itself(path / REPLACED)
     return RunFolder(path / REPLACED if is_replaced else path)
+
+
+def as_run(run: Run | str | Path) -> Run:
+    """Return a run; of a folder, the run with its best checkpoint, as `load_run` does."""
+    return run if isinstance(run, Run) else load_run(run)
 
 
 def load_run(path: str | Path, checkpoint: str = "best", device: str = "auto") -> Run:

@@ -53,27 +53,18 @@ def verify(run: RunFolder) -> Verification:
         problems += [sentence for sentence in found if sentence not in problems]
     if uses["latest"] is not None:
         problems += _check_files(run, uses["latest"])
-    unusable = _check_mixture(run, uses["best"])
-    if unusable is not None and not isinstance(unusable, OtherCheckpointError):
-        problems.append(str(unusable))
     notes = [
         f"{path} was left by a save that did not finish; the next save deletes it"
         for path in unfinished_checkpoints(run.checkpoints)
     ]
-    if isinstance(unusable, OtherCheckpointError):
-        notes.append(str(unusable))
+    if uses["best"] is not None and exists(run.path / MIXTURE):
+        try:
+            with_mixture(load_run(run.path, device="cpu"))
+        except OtherCheckpointError as error:
+            notes.append(str(error))
+        except RunError as error:
+            problems.append(str(error))
     return Verification(checked, uses, problems, [*notes, *run.notes])
-
-
-def _check_mixture(run: RunFolder, best: Path | None) -> RunError | None:
-    """Return why a run's mixture cannot be used, None if it can or there is none."""
-    if best is None or not exists(run.path / MIXTURE):
-        return None
-    try:
-        with_mixture(load_run(run.path, device="cpu"))
-    except RunError as error:
-        return error
-    return None
 
 
 def _check_files(run: RunFolder, latest: Path) -> list[str]:

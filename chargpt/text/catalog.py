@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from chargpt.errors import DownloadError, TextError
+from chargpt.errors import DownloadError, MissingTextError, TextError
 from chargpt.text import OnLoading
 
 BUILT_IN = "python-docs"
@@ -91,14 +91,14 @@ def built_in_text() -> str:
     up the validation split, which then differs from the training split.
 
     Raises:
-        TextError: this Python lacks it.
+        MissingTextError: this Python lacks it.
     """
     with suppress(ImportError):  # some distributions leave it out
         from pydoc_data.topics import topics
 
         if topics:
             return "\n".join(topics[name] for name in sorted(topics, key=lambda name: name[::-1]))
-    raise TextError(
+    raise MissingTextError(
         "this Python lacks its documentation, which is the default text; "
         "fetch another with `chargpt data get tinyshakespeare`"
     )

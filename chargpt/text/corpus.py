@@ -14,31 +14,24 @@ from typing import Any, Literal
 import numpy as np
 
 from chargpt.config import TextConfig
-from chargpt.errors import TextError
+from chargpt.errors import MissingTextError, TextError
 from chargpt.text import OnLoading, cache
 from chargpt.text.cache import CachedText, DamagedCacheError
 from chargpt.text.catalog import BUILT_IN
-from chargpt.text.decoding import REPLACEMENT, Errors, codec_name, decode
+from chargpt.text.decoding import Errors, codec_name, decode
 from chargpt.text.documents import document_ends
 from chargpt.text.ingest import ingest, load_or_note
-from chargpt.text.source import (
-    STDIN,
-    MissingTextError,
-    copy_stdin,
-    find_source,
-    iter_chunks,
-    text_in_memory,
-)
+from chargpt.text.source import STDIN, copy_stdin, find_source, iter_chunks, text_in_memory
 from chargpt.text.statistics import PairCounts, count_pairs, count_tokens
-from chargpt.text.tokenizer import CharTokenizer, Counts, Tokens
+from chargpt.text.tokenizer import REPLACEMENT, CharTokenizer, Counts, Tokens
 from chargpt.yaml_reader import to_yaml
 
 MAX_READ_CHARACTERS = 1 << 30
 MAX_MEMORY_BYTES = 64 << 20  # of standard input, before it goes to a temporary file
 MANY_REPLACED = 0.01  # of all characters: the encoding is wrong
-READ_SETTINGS = (
-    *("suffixes", "encoding", "encoding_errors", "documents", "seed"),
-    *("rare", "min_count", "characters"),
+READ_SETTINGS = (  # what determines the tokens of a text, apart from the content of its files
+    *("suffixes", "encoding", "encoding_errors", "rare", "min_count", "characters"),
+    *("documents", "seed"),
 )
 MIN_BLOCK_SIZE = 8  # shorter ones are not advised
 CHANGED = "the text has changed since the run was trained on it; the old text's tokens are used"
@@ -156,6 +149,9 @@ class Corpus:
         if val < needed and fraction + self.test_fraction < 1 and total * (1 - fraction) > needed:
             remedies.insert(0, f"set text.val_fraction to {fraction:g} or more")
         characters = "1 character" if total == 1 else f"{total:,} characters"
+        if self.documents:
+            characters += f" in {self.documents:,} documents"
+            remedies.append("correct text.documents")
         raise TextError(
             f"{self.name} holds {characters}, {train:,} to train on and {val:,} to validate on, "
             f"and model.block_size {block_size:,} needs {needed:,} of each; "
@@ -262,12 +258,9 @@ def _specification(settings: TextConfig) -> list[Any]:
     """Return what determines the tokens of a text, together with the content of its files."""
     path = settings.path
     absolute = None if path is None else os.path.abspath(os.path.expanduser(path))
-    encoding = [codec_name(settings.encoding), settings.encoding_errors]
-    vocabulary = [settings.rare, settings.min_count, settings.characters]
-    return [
-        *(absolute, settings.suffixes, *encoding, *vocabulary),
-        *(settings.documents, settings.seed),
-    ]
+    values = {name: getattr(settings, name) for name in READ_SETTINGS}
+    values["encoding"] = codec_name(settings.encoding)
+    return [absolute, *values.values()]
 
 
 def _corpus(settings: TextConfig, cached: CachedText, name: str, notes: list[str]) -> Corpus:
@@ -291,28 +284,26 @@ def _corpus(settings: TextConfig, cached: CachedText, name: str, notes: list[str
 
 
 def read_text(
-    path: str | os.PathLike[str],
-    encoding: str = "auto",
-    errors: Errors = "strict",
-    max_characters: int = MAX_READ_CHARACTERS,
+    path: str | os.PathLike[str], encoding: str = "auto", errors: Errors = "strict"
 ) -> str:
     """Return a whole text: a file, folder, glob or `-`, read like a corpus.
 
     Raises:
-        TextError: it cannot be read or decoded, or has more than `max_characters`.
+        TextError: it cannot be read or decoded, or is over 2^30 characters.
     """
     source = find_source(TextConfig(path=str(path), encoding=encoding))
     texts: list[str] = []
     size = 0
     with tempfile.SpooledTemporaryFile(MAX_MEMORY_BYTES) as spool:
         if source.is_stdin:
-            copy_stdin(spool.write, 4 * (max_characters + 1))  # 4 bytes each, and a byte order mark
+            # 4 bytes each, and a byte order mark
+            copy_stdin(spool.write, 4 * (MAX_READ_CHARACTERS + 1))
             source = replace(source, stream=spool)
         for text in chain.from_iterable(decode(iter_chunks(source), encoding, errors)):
             size += len(text)
-            if size > max_characters:
+            if size > MAX_READ_CHARACTERS:
                 raise TextError(
-                    f"{path} is over {max_characters:,} characters; give a shorter text"
+                    f"{path} is over {MAX_READ_CHARACTERS:,} characters; give a shorter text"
                 )
             texts.append(text)
     return "".join(texts)

@@ -17,7 +17,6 @@ BOMS = (  # UTF-32 before UTF-16, whose little-endian mark is a prefix of UTF-32
     (codecs.BOM_UTF16_BE, "utf-16-be"),
 )
 BYTE_ORDER_MARK = "\ufeff"
-REPLACEMENT = "\ufffd"  # stands for bytes that do not decode
 Errors = Literal["strict", "replace"]
 
 

@@ -116,11 +116,14 @@ def compare_splits(corpus: Corpus) -> str | None:
     divergence = divergence_nats(corpus.token_counts("val"), counts)
     if divergence < max(MIN_DIVERGENCE, MIN_DIVERGENCE_RATIO * by_chance):
         return None
+    what = "the end of the text"
+    remedy = "if the text is a list of lines or files, text.documents=lines or =files shuffles it"
+    if corpus.documents:
+        what, remedy = f"the last of {corpus.documents:,} documents", "give more documents"
     return (
-        "the validation split, the end of the text, differs from the training split: the KL "
+        f"the validation split, {what}, differs from the training split: the KL "
         f"divergence of its character frequencies is {divergence:.3f} nats, {by_chance:.3f} by "
-        "chance. Its loss measures that difference too; if the text is a list, set text.documents "
-        "to lines, which shuffles them"
+        f"chance. Its loss measures that difference too; {remedy}"
     )
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from chargpt.config import TextConfig
-from chargpt.errors import TextError
+from chargpt.errors import MissingTextError, TextError
 from chargpt.files import file_stamp
 from chargpt.text import OnLoading
 from chargpt.text.catalog import BUILT_IN, CATALOG, built_in_text
@@ -30,10 +30,6 @@ MAX_TEXT_BYTES = 100 * 10**9  # decompressed: the most that an archive can cost
 MAX_FILES = 1_000_000
 STDIN = "-"
 GZIP_MAGIC = b"\x1f\x8b"
-
-
-class MissingTextError(TextError):
-    """There is no text at the path; cached tokens may replace it."""
 
 
 @dataclass(frozen=True)
@@ -96,10 +92,7 @@ def find_source(settings: TextConfig) -> Source:
     """
     path = settings.path
     if path is None:
-        try:
-            return Source(BUILT_IN, stream=io.BytesIO(built_in_text().encode()))
-        except TextError as error:
-            raise MissingTextError(str(error)) from None
+        return Source(BUILT_IN, stream=io.BytesIO(built_in_text().encode()))
     if path == STDIN:
         return Source("standard input")
     expanded = os.path.expanduser(path)

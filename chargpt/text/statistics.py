@@ -31,11 +31,6 @@ class PairCounts:
     counts: Counts
     vocab_size: int
 
-    @property
-    def total(self) -> int:
-        """Number of pairs, repeats included."""
-        return int(self.counts.sum())
-
 
 def count_tokens(tokens: Tokens, vocab_size: int) -> Counts:
     """Return the number of occurrences of each id, shape (V,)."""

@@ -29,7 +29,7 @@ MAX_KEPT = 256  # different characters of a text that keeps all of them
 MIN_FREQUENCY = 1e-5  # of a character in the vocabulary of another text
 MAX_NAMED = 5  # unknown characters that an error lists one by one
 CHUNK = 1 << 15  # characters encoded at once: small enough for a processor's cache
-REPLACEMENT = "\ufffd"
+REPLACEMENT = "\ufffd"  # stands for an unknown character, and for bytes that do not decode
 FORMAT, VERSION = "chargpt-tokenizer", 1
 
 Unknown = Literal["error", "skip", "replace"]
@@ -80,11 +80,6 @@ class CharTokenizer:
     def valid_tokens(self) -> ValidTokens:
         """Which tokens sampling may choose."""
         return ValidTokens(self.vocab_size, len(self.characters), self.bytes_)
-
-    @property
-    def unknown_id(self) -> int | None:
-        """Id of the unknown token, if there is one."""
-        return len(self.characters) if self.has_unknown else None
 
     @property
     def boundary_id(self) -> int:

@@ -1,6 +1,7 @@
 """`chargpt.train`: from a text to a trained run in one call."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -32,7 +33,8 @@ def train(
 ) -> Run:
     """Train a model on a text and return the run with its best checkpoint.
 
-    Without `config` and `settings`, sizes and steps are chosen for a budget of 150 seconds.
+    Without `config` and `settings`, sizes and steps are chosen for a budget of 150 seconds. The
+    run's `notes` say what the command would print, such as that a budget was too short.
 
     Args:
         text: a file, folder, glob, or a name from `chargpt data list`; by default the built-in
@@ -68,13 +70,15 @@ def train(
         start=start,
         device=device,
     )
+    notes: list[str] = []
     try:
-        path = run_training(request, partial(run_steps, progress=progress))
+        path = run_training(request, partial(run_steps, progress=progress, notes=notes))
     except FinishedError:
         if start is not StartMode.BEGIN_OR_RESUME or request.out is None:
             raise
         return load_run(request.out, device=device or "auto")
     run = load_run(path, device=device or "auto")
+    run = replace(run, notes=(*notes, *run.notes))
     if is_main_rank():
         add_mixture(run, run.corpus())
     return run
@@ -104,12 +108,15 @@ def run_training(
         return session.folder.path
 
 
-def run_steps(session: Session, *, progress: bool = False) -> None:
-    """Run all steps, with a progress bar on stderr or without."""
+def run_steps(session: Session, *, progress: bool = False, notes: list[str] | None = None) -> None:
+    """Run all steps, with a progress bar on stderr or without; add sentences to `notes`."""
     trainer = session.trainer
+    notes = [] if notes is None else notes
+    notes += session.notes
     total, done = trainer.config.train.max_steps, trainer.state.step
     with tqdm(total=total, initial=done, unit="step", disable=not progress) as bar:
         for report in trainer.steps(session.budget):
+            notes += report.notes
             bar.total = report.max_steps
             if report.validation is not None:
                 bar.set_postfix_str(f"val {report.validation.nats_per_char:.3f}", refresh=False)

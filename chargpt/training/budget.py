@@ -23,7 +23,7 @@ from chargpt.training.schedule import decay_start
 from chargpt.training.threads import ThreadTuner
 
 MIN_SECONDS = 5
-MIN_TRIAL_SECONDS = 0.05  # of trial steps on a GPU, where a step may take less than a millisecond
+MIN_TRIAL_SECONDS = 0.05  # of trial steps: one of a bigram or on a GPU may take less than 1 ms
 OVERFITTING = "training ends before its time, because more epochs would only over-fit"
 TRIAL_LR_FACTOR = 1e-6  # trial updates must not leave the usual range of values
 
@@ -109,6 +109,7 @@ class Budget:
         self.max_steps: int | None = None  # more would only over-fit; set by planning
         self.scoring_seconds = RESERVE.fraction * seconds
         self.replan_step: int | None = None
+        self.noted_steps = 0  # their number as the user last read it
         self.has_replanned = False
         self.replan_remaining = 0.0
         self.thread_tuner: ThreadTuner | None = None
@@ -174,16 +175,20 @@ class Budget:
     def start(self, config: Config, step: int) -> None:
         """Begin to measure steps; call it before the first one."""
         self.measured_from = (max(1, step), self.clock())
+        self.noted_steps = config.train.max_steps
         self._schedule_replanning(config, step, 0)
 
     def adjust(self, config: Config, step: int, speed: float, notes: list[str]) -> Config:
         """Return the config to continue with after `step` steps; add sentences to `notes`."""
         replanned = self.replan(config, step)
         if replanned is not None:
-            is_first = not self.has_replanned
-            notes += replanning_notes(
-                config, replanned, step, is_first=is_first, limit=self.max_steps
+            new, is_first = replanned.train.max_steps, not self.has_replanned
+            found = replanning_notes(
+                self.noted_steps, new, step, is_first=is_first, limit=self.max_steps
             )
+            if found:
+                notes += found
+                self.noted_steps = new
             config, self.has_replanned = replanned, True
         threads = self.thread_tuner.update(speed) if self.thread_tuner and speed else None
         if threads is not None:
@@ -251,19 +256,18 @@ def replan(
 
 
 def replanning_notes(
-    before: Config,
-    after: Config,
+    old: int,
+    new: int,
     step: int,
     *,
     is_first: bool = True,
     limit: int | None = None,
 ) -> list[str]:
-    """Return a sentence about a large change of the number of steps, or none.
+    """Return a sentence about a large change of the number of steps, from `old`, or none.
 
     Only the first change compares the machine with its speed as measured before training. `limit`
     is that of `replan`.
     """
-    old, new = before.train.max_steps, after.train.max_steps
     if abs(new - old) < REPLANNING.noted_change * old:
         return []
     if new == limit:
@@ -292,9 +296,9 @@ def next_replan_step(config: Config, step: int) -> int | None:
 
 
 def measure_step_seconds(learner: Learner, n_steps: int, *, update: bool) -> float:
-    """Return the mean time of `n_steps` trial steps; the first, a warm-up, is left out.
+    """Return the mean time of `n_steps` trial steps or more; the first, a warm-up, is left out.
 
-    On a GPU it is that of more steps. Without `update` the weights stay as they are.
+    Without `update` the weights stay as they are.
     """
 
     def run(number: int) -> float:
@@ -311,7 +315,7 @@ def measure_step_seconds(learner: Learner, n_steps: int, *, update: bool) -> flo
 
     run(1)
     seconds = run(n_steps - 1)
-    if learner.device.type != "cpu":
+    if (n_steps - 1) * seconds < MIN_TRIAL_SECONDS:
         seconds = run(math.ceil(MIN_TRIAL_SECONDS / seconds))
     learner.model.zero_grad(set_to_none=True)
     return seconds

@@ -86,6 +86,7 @@ class Recipe:
     short: int = 1_000_000  # below it the law thinks too well of larger sizes
     short_gain: float = 0.01  # nats that a larger size then has to gain by the law
     max_epochs: int = 40
+    max_parameters: int = 12  # per character of the text: the most of the fitted runs
     tune_characters: int = 20_000  # to fit a mixture to; more gain nothing
     min_block_size: int = 8
     min_evaluated: int = 12_000  # characters of the validation split per evaluation
@@ -292,7 +293,7 @@ class _Planner:
         return SIZES[number], config, speed
 
     def larger_sizes(self, first: int, characters: float) -> list[Config]:
-        """Return the configs of the sizes from number `first` on that fit into the memory."""
+        """Return the configs of the sizes from number `first` on that suit text and memory."""
         vocab_size = self.corpus.tokenizer.vocab_size
         usable = RECIPE.usable_memory * memory_limit(choose_device(self.config.device)[0])
         configs = [self.sized(size, max(USUAL_LENGTH, characters)) for size in SIZES[first:]]
@@ -300,6 +301,7 @@ class _Planner:
             each
             for each in configs
             if training_bytes(each, vocab_size, each.train.batch_size) <= usable
+            and self.parameters(each) <= RECIPE.max_parameters * self.text_characters
         ]
 
     def sized(self, size: Size, characters: float) -> Config:

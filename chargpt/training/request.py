@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from chargpt.config import Config, parse_override
+from chargpt.config import Config, parse_override, read_config_tree
 from chargpt.errors import ConfigError
 from chargpt.ranks import world_size
-from chargpt.text.settings import build_config, fixed_keys, fixed_values
+from chargpt.text.settings import build_config
 from chargpt.text.source import STDIN
 from chargpt.training.budget import Budget, parse_duration
 
@@ -73,13 +73,18 @@ class Request:
 
     def fixed(self, settings: Config) -> dict[str, object]:
         """Return the values in `settings` of the keys that this request sets."""
-        return fixed_values(
-            settings, self.config, self.overrides, text=self.text, device=self.device
-        )
+        arguments = {"text.path": self.text, "device": self.device}
+        keys = self.fixed_keys() | {k for k, v in arguments.items() if v is not None}
+        values = settings.by_key()
+        return {key: values[key] for key in sorted(keys)}
 
     def fixed_keys(self) -> set[str]:
-        """Return the dotted keys that this request sets."""
-        return fixed_keys(self.config, self.overrides)
+        """Return the dotted keys that the config and the overrides set."""
+        keys = {parse_override(override)[0] for override in self.overrides}
+        for section, values in read_config_tree(self.config)[0].items() if self.config else ():
+            names = values if isinstance(values, dict) else {}
+            keys |= {f"{section}.{name}" for name in names} or {section}
+        return keys
 
     def time_budget(self) -> Budget | None:
         """Return the budget asked for, or the default one if nothing else was.

@@ -246,7 +246,8 @@ class Trainer:
                 self.change_config(config)
             return
         report.notes.append(
-            f"the machine slowed down: stopped at step {report.step:,} of {report.max_steps:,}"
+            f"the machine slowed down: stopped at step {report.step:,}, "
+            f"{report.max_steps - report.step:,} before the last one"
         )
         self.stopped_by = "deadline"
         if report.validation is None:

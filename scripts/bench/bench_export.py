@@ -196,7 +196,7 @@ def measure_reader(reader: Reader, run: Run, tokens: list[int]) -> dict[str, Any
         reader.greedy(prompt, length) == greedy(run.model, prompt, length)
         for prompt, length in greedy_prompts(run, prompts(run))
     )
-    difference = check_export(run, reader, max_loss_increase=1.0).difference
+    difference = check_export(run, reader, max_divergence=1.0).difference
     return {"difference": difference, "greedy": same, "loss": full_loss(reader, run, tokens)}
 
 

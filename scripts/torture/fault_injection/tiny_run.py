@@ -8,7 +8,6 @@ from pathlib import Path
 
 from chargpt.errors import ChargptError
 from chargpt.store import commit
-from chargpt.store.checkpoint import NAME
 from chargpt.store.folder import RunFolder
 from fault_injection.processes import ProcessResult, run_forked
 
@@ -55,7 +54,7 @@ def empty_folder(folder: Path) -> Path:
 
 def checkpoint_digests(run: Path) -> list[str]:
     """Return the sha256 of the weights and of the optimizer in the latest checkpoint."""
-    folder = commit.resolve_pointer(run / "checkpoints", "latest", NAME)
+    folder = commit.resolve_pointer(run / "checkpoints", "latest")
     names = ("model.safetensors", "optimizer.safetensors")
     return [hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names]
 
@@ -72,7 +71,7 @@ def uninterrupted_run(work: Path) -> tuple[list[str], float]:
 def is_finished(run: Path) -> bool:
     """Return whether the run's last step is saved."""
     with contextlib.suppress(ChargptError):
-        latest = commit.resolve_pointer(run / "checkpoints", "latest", NAME)
+        latest = commit.resolve_pointer(run / "checkpoints", "latest")
         return latest.name.endswith(f"{STEPS:08}")
     return False
 
