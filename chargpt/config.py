@@ -175,6 +175,11 @@ class ModelConfig(Section):
         """Hidden width of the MLP."""
         return self.n_mlp or 64 * math.ceil(self.n_embd * 8 / 3 / 64)
 
+    @property
+    def head_size(self) -> int:
+        """Width of an attention head."""
+        return self.n_embd // self.n_head
+
     @model_validator(mode="after")
     def require_even_head_size(self) -> Self:
         if self.kind == "gpt2" and self.n_embd % self.n_head:
@@ -334,6 +339,11 @@ class Config(Section):
                 f"train.accumulate {self.train.accumulate}"
             )
         return self
+
+    @property
+    def step_tokens(self) -> int:
+        """Number of tokens that an update reads."""
+        return self.train.batch_size * self.model.block_size
 
     def with_values(self, values: Mapping[str, object]) -> "Config":
         """Return a validated copy with the values of dotted keys replaced.

@@ -68,7 +68,7 @@ def main() -> None:
             config = planner.plan(base, long, IdleBudget(seconds)).config
             model = config.model
             parameters = count_parameters(model, corpus.tokenizer.vocab_size)
-            read = config.train.max_steps * planner.step_characters(config)
+            read = config.train.max_steps * config.step_tokens
             cells = (
                 *(f"{faster:g}", f"{megabytes:,g} MB", f"{seconds:g} s"),
                 *(f"{model.n_layer} x {model.n_embd}", f"{parameters / 1e6:.1f}M"),

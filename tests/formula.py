@@ -44,8 +44,8 @@ def logits_of_long_text(model: LanguageModel, tokens: Tensor) -> Tensor:
 
     model = copy.deepcopy(model)
     model.block_size = length
-    head_size = model.config.n_embd // model.config.n_head
-    model.cos, model.sin = rotary_tables(length, head_size, model.config.rope_theta)
+    config = model.config
+    model.cos, model.sin = rotary_tables(length, config.head_size, config.rope_theta)
     with (
         patch.object(gpt, "fused_attention", attention),
         patch.object(gpt, "average_weights", average),

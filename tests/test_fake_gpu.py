@@ -47,8 +47,7 @@ from chargpt.text.corpus import Corpus, load_corpus
 from chargpt.text.tokenizer import CharTokenizer
 from chargpt.training import planner, resume, session, trainer
 from chargpt.training.budget import Budget, measure_step_seconds
-from chargpt.training.step_report import StepReport
-from chargpt.training.trainer import METRICS_EVERY, Trainer
+from chargpt.training.trainer import METRICS_EVERY, StepReport, Trainer
 
 TINY = {
     "model.n_layer": 2, "model.n_embd": 64, "model.block_size": 32, "train.batch_size": 8,

@@ -99,7 +99,7 @@ def test_probabilities_are_the_gate_s_average_of_all_components() -> None:
     expected = weights[..., :1] * log_probs.exp()
     for k in range(1, 5):
         # an order's own model: the n-gram model cut off after that order
-        lower = NGramLM(VOCAB_SIZE, BLOCK_SIZE, list(mixture.ngram.ordered()[:k]))
+        lower = NGramLM(VOCAB_SIZE, BLOCK_SIZE, list(mixture.ngram.orders[:k]))
         expected += weights[..., k : k + 1] * lower.probs(tokens)
     assert k < BACKOFF_ORDER, "the word n-grams back off to the longest n-gram"
     words = mixture.word_ngrams.iter_probs(lower.probs(tokens), contexts[4:])

@@ -132,7 +132,7 @@ def test_probabilities_from_the_table_equal_interpolated_ones(
     tokens = torch.from_numpy(np.stack([ids(VERSE)[:60], ids(VERSE)[60:120][::-1].copy()]))
     model = NGramLM.fit(ids(VERSE), 40, block_size=64, order=order)
     interpolated = model.probs(tokens)
-    n_contexts = [1, *(len(each.codes) for each in model.ordered())]
+    n_contexts = [1, *(len(each.codes) for each in model.orders)]
     monkeypatch.setattr(ngram, "MAX_TABLE_ENTRIES", 40 * sum(n_contexts[:n_tabulated]))
     model.build_table()
     assert model.n_tabulated == min(n_tabulated, order)

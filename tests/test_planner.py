@@ -35,7 +35,6 @@ from chargpt.training.planner import (
     expected_loss,
     length_settings,
     plan,
-    step_characters,
     unique_token_equivalents,
 )
 from chargpt.training.schedule import lr_factor_at
@@ -153,8 +152,8 @@ def test_the_number_of_epochs_is_limited_also_in_replanning(
     budget = FixedBudget(10**6)
     planned = plan(Config(), corpus, budget)
     config, limit = planned.config, RECIPE.max_epochs * len(corpus.split("train"))
-    assert limit - step_characters(config) < config.train.max_steps * step_characters(config)
-    assert config.train.max_steps * step_characters(config) <= limit
+    assert limit - config.step_tokens < config.train.max_steps * config.step_tokens
+    assert config.train.max_steps * config.step_tokens <= limit
     assert config.model.dropout > 0
     assert any("more epochs would only over-fit" in note for note in planned.notes)
     assert not plan(Config(), corpus, FixedBudget(10)).notes

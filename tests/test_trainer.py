@@ -22,8 +22,7 @@ from chargpt.text.corpus import Corpus, load_corpus
 from chargpt.training.cost import expected_cost, training_bytes
 from chargpt.training.resume import resume
 from chargpt.training.schedule import lr_factor_at
-from chargpt.training.step_report import StepReport
-from chargpt.training.trainer import Trainer
+from chargpt.training.trainer import StepReport, Trainer
 
 TINY = {
     "device": "cpu",

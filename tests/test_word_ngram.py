@@ -103,7 +103,7 @@ def test_a_text_is_counted_in_chunks_as_a_whole(monkeypatch: pytest.MonkeyPatch)
     whole = WordNGrams(tokens, TOKENIZER.vocab_size, IN_WORDS)
     monkeypatch.setattr(word_ngram, "CHUNK", 40)
     parts = WordNGrams(tokens, TOKENIZER.vocab_size, IN_WORDS)
-    for one, other in zip(whole.ordered(), parts.ordered(), strict=True):
+    for one, other in zip(whole.orders, parts.orders, strict=True):
         assert torch.equal(one.codes, other.codes)
         assert torch.equal(one.discounted_prob, other.discounted_prob)
 

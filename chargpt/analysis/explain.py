@@ -27,7 +27,7 @@ from chargpt.config import Config, ModelConfig
 from chargpt.errors import ConfigError, TextError
 from chargpt.models import GPT, GPT2
 from chargpt.models.attention import attention_scores, causal_mask, explicit_attention
-from chargpt.models.init import PreviousTokenInit
+from chargpt.models.init import PREVIOUS_TOKEN_LAYERS
 from chargpt.store.run import Run
 from chargpt.text.corpus import Corpus, Split
 from chargpt.text.display import display_char, display_text
@@ -276,9 +276,7 @@ def explain_attention(subject: Subject) -> Section:
     if has_previous_token_init(subject.model):
         torch.manual_seed(subject.run.config.seed)
         fresh = GPT(subject.model.config, subject.corpus.tokenizer.vocab_size)
-        untrained = describe_layers(
-            attention_maps(fresh, subject.ids)[: PreviousTokenInit.n_layers]
-        )
+        untrained = describe_layers(attention_maps(fresh, subject.ids)[:PREVIOUS_TOKEN_LAYERS])
     titles = [
         f"layer {layer}, head {head}"
         for layer, weights in enumerate(layers, 1)

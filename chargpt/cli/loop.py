@@ -15,8 +15,7 @@ from chargpt.errors import WorkError
 from chargpt.inference.baselines import NGRAM, Baselines
 from chargpt.store.folder import RunFolder
 from chargpt.training.budget import Budget
-from chargpt.training.step_report import StepReport
-from chargpt.training.trainer import Trainer
+from chargpt.training.trainer import StepReport, Trainer
 
 MIN_SPARKLINE_COLUMNS = 100  # of the terminal
 

@@ -5,14 +5,12 @@ is merged, and byte tokens spell characters outside the vocabulary.
 """
 
 import json
-import secrets
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import numpy as np
@@ -23,6 +21,7 @@ from chargpt import __version__
 from chargpt.config import NORM_EPS
 from chargpt.errors import ConfigError, WorkError
 from chargpt.export.check import Check, Floats, ModelReader, check_export, exportable_model
+from chargpt.export.huggingface import qwen3_weights
 from chargpt.files import require_new, write_atomically
 from chargpt.models import GPT, build_model
 from chargpt.store.run import Run
@@ -35,21 +34,6 @@ SPACE = "\u2581"  # stands for a space in SentencePiece
 END = "<|endoftext|>"  # a token that llama.cpp requires, with weights 0; it is never sampled
 MAX_DIVERGENCE = 0.005  # in nats, by rounding the weights
 SECONDS = 120  # at most, of a request to llama.cpp
-# our names of a layer's weights, and those of llama.cpp
-LAYER_NAMES = {
-    "attention_norm": "attn_norm",
-    "attention.query": "attn_q",
-    "attention.key": "attn_k",
-    "attention.value": "attn_v",
-    "attention.output": "attn_output",
-    "attention.query_norm": "attn_q_norm",
-    "attention.key_norm": "attn_k_norm",
-    "mlp_norm": "ffn_norm",
-    "mlp.gate": "ffn_gate",
-    "mlp.up": "ffn_up",
-    "mlp.down": "ffn_down",
-}
-OTHER_NAMES = {"embedding": "token_embd", "norm": "output_norm", "head": "output"}
 
 
 def export_gguf(
@@ -74,16 +58,14 @@ def export_gguf(
     for each in (path, modelfile):
         require_new(each, force=force)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
-    try:
+    with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+        temporary = Path(folder) / path.name
         write_gguf(temporary, run, model, precision)
-        with open_reader(temporary, run) as reader:
-            limit = None if precision == "f32" else MAX_DIVERGENCE
-            check = check_export(run, reader, max_divergence=limit, remedy="use --precision f32")
+        reader = open_reader(temporary, run)
+        limit = None if precision == "f32" else MAX_DIVERGENCE
+        check = check_export(run, reader, max_divergence=limit, remedy="use --precision f32")
         write_atomically(modelfile, modelfile_text(path.name, model.block_size).encode())
         temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
     return check
 
 
@@ -120,7 +102,6 @@ def write_gguf(path: Path, run: Run, model: GPT, precision: Precision) -> None:
     """Write the file."""
     gguf: Any = import_module("gguf")
     config, tokenizer = model.config, run.tokenizer
-    size = config.n_embd // config.n_head
     writer = gguf.GGUFWriter(path, "qwen3")
     writer.add_name(display_text(run.folder.absolute().name))
     writer.add_description(f"character-level GPT by chargpt {__version__}")
@@ -130,8 +111,8 @@ def write_gguf(path: Path, run: Run, model: GPT, precision: Precision) -> None:
     writer.add_feed_forward_length(config.mlp_width)
     writer.add_head_count(config.n_head)
     writer.add_head_count_kv(config.n_head)
-    writer.add_key_length(size)
-    writer.add_value_length(size)
+    writer.add_key_length(config.head_size)
+    writer.add_value_length(config.head_size)
     writer.add_layer_norm_rms_eps(NORM_EPS)
     writer.add_rope_freq_base(config.rope_theta)
     file_types = gguf.LlamaFileType
@@ -150,15 +131,16 @@ def write_gguf(path: Path, run: Run, model: GPT, precision: Precision) -> None:
     writer.add_add_eos_token(False)
     writer.add_add_space_prefix(False)
     writer.add_array("tokenizer.ggml.suppress_tokens", [end])
+    names = their_names(model)
     for name, tensor in model.state_dict().items():
         weight = tensor.float().cpu().numpy()
         if name in ("embedding.weight", "head.weight"):
             weight = np.pad(weight, ((0, 1), (0, 0)))  # the row of END
         if weight.ndim == 2 and precision != "f32":
             kind = getattr(gguf.GGMLQuantizationType, precision.upper())
-            writer.add_tensor(their_name(name), gguf.quants.quantize(weight, kind), raw_dtype=kind)
+            writer.add_tensor(names[name], gguf.quants.quantize(weight, kind), raw_dtype=kind)
         else:
-            writer.add_tensor(their_name(name), weight)
+            writer.add_tensor(names[name], weight)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -178,13 +160,14 @@ def vocabulary(tokenizer: CharTokenizer) -> tuple[list[str], list[int]]:
     return [*pieces, END], [*types, int(kinds.CONTROL)]
 
 
-def their_name(name: str) -> str:
-    """Return the name in llama.cpp of one of our weights."""
-    prefix = name.removesuffix(".weight")
-    if prefix in OTHER_NAMES:
-        return f"{OTHER_NAMES[prefix]}.weight"
-    _, layer, rest = prefix.split(".", 2)
-    return f"blk.{layer}.{LAYER_NAMES[rest]}.weight"
+def their_names(model: GPT) -> dict[str, str]:
+    """Return the name in llama.cpp of each of our weights."""
+    gguf: Any = import_module("gguf")
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, model.config.n_layer)
+    return {
+        ours: names.get_name(theirs, try_suffixes=(".weight",))
+        for ours, theirs in zip(model.state_dict(), qwen3_weights(model), strict=True)
+    }
 
 
 def modelfile_text(name: str, block_size: int) -> str:
@@ -204,13 +187,11 @@ def modelfile_text(name: str, block_size: int) -> str:
 # -- reading ---------------------------------------------------------------------------------
 
 
-@contextmanager
-def open_reader(path: Path, run: Run) -> "Iterator[LlamaReader | OwnReader]":
+def open_reader(path: Path, run: Run) -> "LlamaReader | OwnReader":
     """Open a file with llama.cpp where it is installed, else with `gguf`."""
     if find_spec("xllamacpp") is None:
-        yield OwnReader(path, run)
-        return
-    yield LlamaReader(path, run.model.vocab_size, run.model.block_size)
+        return OwnReader(path, run)
+    return LlamaReader(path, run.model.vocab_size, run.model.block_size)
 
 
 class LlamaReader:
@@ -325,9 +306,10 @@ class OwnReader(ModelReader):
         weights = {each.name: dequantized(each) for each in reader.tensors}
         model = build_model(run.config.model, run.model.vocab_size)
         assert isinstance(model, GPT)
+        names = their_names(model)
         model.load_state_dict(
             {
-                name: torch.from_numpy(weights[their_name(name)][: tensor.shape[0]])
+                name: torch.from_numpy(weights[names[name]][: tensor.shape[0]])
                 for name, tensor in model.state_dict().items()
             }
         )

@@ -6,11 +6,10 @@ chargpt.json  config, tokenizer and state of the run, for the way back
 """
 
 import json
-import secrets
-import shutil
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import safetensors.torch
@@ -70,15 +69,14 @@ def export_huggingface(run: Run, folder: Path) -> Check:
     """
     require_new(folder)
     model = exportable_model(run, "Qwen3, the architecture of this export,")
-    temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(6)}.tmp")
-    try:
-        temporary.mkdir(parents=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as parent:
+        temporary = Path(parent) / folder.name
+        temporary.mkdir()
         for name, content in files(run, model).items():
             write_synced(temporary / name, [content])
         check = check_export(run, _open_reader(temporary))
         temporary.rename(folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return check
 
 
@@ -129,7 +127,7 @@ def qwen3_config(model: GPT) -> dict[str, Any]:
         "num_hidden_layers": config.n_layer,
         "num_attention_heads": config.n_head,
         "num_key_value_heads": config.n_head,
-        "head_dim": config.n_embd // config.n_head,
+        "head_dim": config.head_size,
         "max_position_embeddings": config.block_size,
         "rms_norm_eps": NORM_EPS,
         "rope_theta": config.rope_theta,  # read by transformers 4

@@ -10,11 +10,11 @@ Shapes in this file: B = batch, T = tokens, S = cached tokens, L = layers, C = n
 D = C / H, F = MLP width, V = vocabulary size.
 """
 
-import secrets
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -144,13 +144,11 @@ def export_onnx(run: Run, path: Path, *, force: bool = False) -> Check:
         )
     require_new(path, force=force)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
-    try:
+    with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+        temporary = Path(folder) / path.name
         write_onnx(temporary, run, model)
         check = check_export(run, OnnxReader(temporary, model))
         temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
     return check
 
 
@@ -158,16 +156,15 @@ def write_onnx(path: Path, run: Run, model: GPT) -> None:
     """Write the file."""
     onnx: Any = import_module("onnx")
     helper, config = onnx.helper, model.config
-    size = config.n_embd // config.n_head
     kinds = {"tokens": onnx.TensorProto.INT64}
-    past = (config.n_layer, "batch", config.n_head, "cached", size)
+    past = (config.n_layer, "batch", config.n_head, "cached", config.head_size)
     shapes = {
         "tokens": ("batch", "length"),
         "past_keys": past,
         "past_values": past,
         "logits": ("batch", "length", model.vocab_size),
-        "keys": (*past[:3], "cached + length", size),
-        "values": (*past[:3], "cached + length", size),
+        "keys": (*past[:3], "cached + length", config.head_size),
+        "values": (*past[:3], "cached + length", config.head_size),
     }
     inputs, outputs = (
         [
@@ -204,12 +201,11 @@ def write_onnx(path: Path, run: Run, model: GPT) -> None:
 def constants_of(model: GPT) -> dict[str, Floats]:
     """Return the weights, matrices transposed, and the other constants of the graph, by name."""
     config = model.config
-    size = config.n_embd // config.n_head
     arrays: dict[str, Any] = {
         "cos_table": model.cos.float().cpu().numpy(),
         "sin_table": model.sin.float().cpu().numpy(),
-        "heads": np.array([0, 0, config.n_head, size]),
-        "root": np.array(size**0.5, dtype=np.float32),
+        "heads": np.array([0, 0, config.n_head, config.head_size]),
+        "root": np.array(config.head_size**0.5, dtype=np.float32),
         "first_axis": np.array([0]),
     }
     arrays |= {f"layer_{layer}": np.array(layer) for layer in range(config.n_layer)}
@@ -255,9 +251,7 @@ class OnnxReader:
         metadata = {each.key: each.value for each in onnx.load(path).metadata_props}
         self.tokenizer = CharTokenizer.from_json(metadata["tokenizer"], str(path))
         config = model.config
-        self.empty = np.zeros(
-            (config.n_layer, 1, config.n_head, 0, config.n_embd // config.n_head), np.float32
-        )
+        self.empty = np.zeros((config.n_layer, 1, config.n_head, 0, config.head_size), np.float32)
         self.session: Any
         if find_spec("onnxruntime") is None:
             self.name = f"the reference evaluator of onnx {onnx.__version__}"

@@ -190,9 +190,11 @@ def evaluate_tokens(
             )
         what = "text" if split == "all" else f"{split} split"
         raise TextError(f"the {what} is shorter than 2 characters; give a longer text")
-    block_size = model.block_size
+    total, block_size = len(tokens) - 1, model.block_size
     if protocol == "nanogpt":
         block_size = min(block_size, NANOGPT_BLOCK)
+        total = NANOGPT_BATCHES * NANOGPT_ROWS * block_size
+    total = min(total, max_characters or total)
     batches = protocol_windows(
         tokens,
         block_size,
@@ -203,10 +205,6 @@ def evaluate_tokens(
         seed=seed,
         lookback=model.lookback,
     )
-    total = len(tokens) - 1
-    if protocol == "nanogpt":
-        total = NANOGPT_BATCHES * NANOGPT_ROWS * block_size
-    total = min(total, max_characters or total)
     nats, accuracy, characters, error = _score(
         model, batches, dtype, lambda done: on_progress(done, total)
     )

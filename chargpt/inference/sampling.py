@@ -22,7 +22,6 @@ from chargpt.models import LanguageModel
 from chargpt.models.base import eval_mode
 from chargpt.models.cache import KVCache
 from chargpt.store.run import Run, as_run
-from chargpt.text.byte_fallback import ValidTokens
 from chargpt.text.tokenizer import CharTokenizer, Counts, Floats, TokenIds, Tokens, Unknown
 
 MAX_GROUP_BYTES = 256_000_000  # of KV caches and logits of streams that are sampled together
@@ -157,19 +156,19 @@ def stream_pieces(
     if not prompt.size:
         prompt = tokenizer.encode(tokenizer.start).astype(np.int64)
     counts = np.ones(tokenizer.vocab_size) if unigram is None else unigram.astype(np.float64)
-    tokens = _generate(model, prompt, counts, options, ids, tokenizer.valid_tokens)
-    return _decode_text(tokens, [_Stream(tokenizer, options) for _ in ids])
+    return _iter_pieces(model, tokenizer, prompt, counts, options, ids)
 
 
-def _generate(
+def _iter_pieces(
     model: LanguageModel,
+    tokenizer: CharTokenizer,
     prompt: TokenIds,
     counts: Floats,
     options: SampleConfig,
     stream_ids: Sequence[int],
-    valid: ValidTokens,
-) -> Iterator[TokenIds]:
-    """Prefill the prompt once, then yield the sampled tokens of each position, (N,)."""
+) -> Iterator[list[str]]:
+    """Prefill the prompt once, then yield the pieces of each position until all streams end."""
+    streams = [_Stream(tokenizer, options) for _ in stream_ids]
     with eval_mode(model):
         cache = model.new_cache(1)
         if prompt.size:
@@ -178,7 +177,10 @@ def _generate(
             with np.errstate(divide="ignore"):
                 logits = np.log(counts)
         decoder = build_decoder(model, len(stream_ids), cache)
-        yield from generate(decoder, logits, options, stream_ids, valid)
+        for tokens in generate(decoder, logits, options, stream_ids, tokenizer.valid_tokens):
+            yield [each.push(token) for each, token in zip(streams, tokens.tolist(), strict=True)]
+            if all(each.has_ended for each in streams):
+                return
 
 
 @torch.inference_mode()
@@ -223,14 +225,6 @@ class _Stream:
             if any(stop.startswith(self.buffer[-size:]) for stop in self.stops):
                 return size
         return 0
-
-
-def _decode_text(steps: Iterator[TokenIds], streams: Sequence[_Stream]) -> Iterator[list[str]]:
-    """Convert tokens to pieces of text; end when every stream has ended."""
-    for tokens in steps:
-        yield [stream.push(token) for stream, token in zip(streams, tokens.tolist(), strict=True)]
-        if all(stream.has_ended for stream in streams):
-            return
 
 
 def _with_seed(options: SampleConfig) -> SampleConfig:

@@ -45,9 +45,7 @@ def rotary_bytes(config: ModelConfig) -> int:
     # per entry: angles in float64 before and after concatenation, one table in float64, two in
     # float32
     entry_bytes = 4 + 8 + 8 + 4 + 4
-    return (
-        entry_bytes * config.block_size * (config.n_embd // config.n_head) * (config.kind == "gpt")
-    )
+    return entry_bytes * config.block_size * config.head_size * (config.kind == "gpt")
 
 
 def build_model(config: ModelConfig, vocab_size: int) -> LanguageModel:

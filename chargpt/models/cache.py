@@ -15,7 +15,10 @@ class KVCache:
 
     Attributes:
         length: number of stored tokens, at most `capacity`.
+        tokens: the latest token ids, (B, any number), of a model that reads them again; else None.
     """
+
+    tokens: Tensor | None = None
 
     def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
         """Allocate an empty cache of shape (L, B, H, K, D)."""
@@ -55,6 +58,8 @@ class KVCache:
         """Copy the tokens of another cache of the same capacity, whose batch may be 1."""
         self.keys.copy_(other.keys)
         self.values.copy_(other.values)
+        if other.tokens is not None:
+            self.tokens = other.tokens.expand(self.keys.size(1), -1)
         self.set_length(other.length)
 
     def evict(self, n_tokens: int) -> None:

@@ -62,14 +62,14 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        width, head_size = config.n_embd, config.n_embd // config.n_head
+        width = config.n_embd
         self.layer, self.n_head = layer, config.n_head
         self.scaled, self.qk_norm = config.scaled, config.qk_norm
         self.query = nn.Linear(width, width, bias=False)
         self.key = nn.Linear(width, width, bias=False)
         if config.qk_norm:
-            self.query_norm = RMSNorm(head_size)
-            self.key_norm = RMSNorm(head_size)
+            self.query_norm = RMSNorm(config.head_size)
+            self.key_norm = RMSNorm(config.head_size)
         self.value = nn.Linear(width, width, bias=False)
         self.output = nn.Linear(width, width, bias=False)
 
@@ -170,11 +170,11 @@ class GPT(LanguageModel):
         self.config = config
         self.embedding = nn.Embedding(vocab_size, config.n_embd)
         self.dropout = Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        blocks = [Block(config, layer) for layer in range(config.n_layer)]
+        self.blocks = cast("list[Block]", nn.ModuleList(blocks))
         self.norm = RMSNorm(config.n_embd)
         self.head = nn.Linear(config.n_embd, vocab_size, bias=False)
-        head_size = config.n_embd // config.n_head
-        cos, sin = rotary_tables(config.block_size, head_size, config.rope_theta)
+        cos, sin = rotary_tables(config.block_size, config.head_size, config.rope_theta)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
         init_weights(self, config)
@@ -209,7 +209,7 @@ class GPT(LanguageModel):
         inputs = self.attention_inputs(tokens.size(1))
         x = self.embedding(tokens)  # (B, T, C)
         weights = []
-        for block in cast("list[Block]", self.blocks):
+        for block in self.blocks:
             if block.attention is not None:
                 weights.append(block.attention.weights(x, block.attention_norm, inputs))
             x = block(x, inputs)
@@ -220,7 +220,7 @@ class GPT(LanguageModel):
 
         The layer must have full attention.
         """
-        block = cast("Block", self.blocks[0])
+        block = self.blocks[0]
         assert isinstance(block.attention, Attention)
         inputs = self.attention_inputs(tokens.size(1))
         return block.attention.project(self.embedding(tokens), block.attention_norm, inputs)
@@ -233,8 +233,8 @@ class GPT(LanguageModel):
         return StaticKVCache(self._cache_shape(batch_size), self.cos.dtype, self.cos.device)
 
     def _cache_shape(self, batch_size: int) -> Shape:
-        n_layer, n_head = self.config.n_layer, self.config.n_head
-        return n_layer, batch_size, n_head, self.block_size, self.config.n_embd // n_head
+        config = self.config
+        return config.n_layer, batch_size, config.n_head, self.block_size, config.head_size
 
     def evict_oldest_half(self, cache: KVCache) -> None:
         """Remove the older half of a full cache; rotate the other keys back to positions from 0."""

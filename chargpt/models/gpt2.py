@@ -22,17 +22,6 @@ MLP_RATIO = 4
 INIT_STD = 0.02
 
 
-class TokenKVCache(KVCache):
-    """KV cache that also stores its tokens, (B, S)."""
-
-    tokens: Tensor | None = None
-
-    def copy_from(self, other: KVCache) -> None:
-        super().copy_from(other)
-        if isinstance(other, TokenKVCache) and other.tokens is not None:
-            self.tokens = other.tokens.expand(self.keys.size(1), -1)
-
-
 class GPT2Attention(nn.Module):
     """Causal multi-head self-attention."""
 
@@ -98,7 +87,8 @@ class GPT2(LanguageModel):
         self.embedding = nn.Embedding(vocab_size, config.n_embd)  # also the output head
         self.position = nn.Embedding(config.block_size, config.n_embd)
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(GPT2Block(config, layer) for layer in range(config.n_layer))
+        blocks = [GPT2Block(config, layer) for layer in range(config.n_layer)]
+        self.blocks = cast("list[GPT2Block]", nn.ModuleList(blocks))
         self.norm = nn.LayerNorm(config.n_embd)
         for parameter in self.parameters():
             if parameter.dim() == 2:
@@ -111,9 +101,8 @@ class GPT2(LanguageModel):
             x = block(x, cache)
         if cache is not None:
             cache.advance(tokens.size(1))
-        if isinstance(cache, TokenKVCache):
             before = tokens[:, :0] if cache.tokens is None else cache.tokens
-            cache.tokens = torch.cat((before, tokens), dim=1)
+            cache.tokens = torch.cat((before, tokens), dim=1)  # (B, S)
         return F.linear(self.norm(x), self.embedding.weight)  # (B, T, V)
 
     def embed(self, tokens: Tensor, start: int = 0) -> Tensor:
@@ -126,7 +115,7 @@ class GPT2(LanguageModel):
     def attention_weights(self, tokens: Tensor) -> list[Tensor]:
         """Return the attention weights of each layer on tokens (B, T): (B, H, T, T) each."""
         x, weights = self.embed(self.check_tokens(tokens)), []
-        for block in cast("list[GPT2Block]", self.blocks):
+        for block in self.blocks:
             projected = block.attention.project(block.attention_norm(x))
             weights.append(explicit_attention(*projected)[1])
             x = block(x, None)
@@ -134,18 +123,17 @@ class GPT2(LanguageModel):
 
     def first_projection(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values of the first layer on tokens (B, T): (B, H, T, D)."""
-        block = cast("GPT2Block", self.blocks[0])
+        block = self.blocks[0]
         return block.attention.project(block.attention_norm(self.embed(tokens)))
 
     def new_cache(self, batch_size: int) -> KVCache:
-        n_layer, n_head, width = self.config.n_layer, self.config.n_head, self.config.n_embd
-        shape = (n_layer, batch_size, n_head, self.block_size, width // n_head)
+        config = self.config
+        shape = (config.n_layer, batch_size, config.n_head, self.block_size, config.head_size)
         weight = self.position.weight
-        return TokenKVCache(shape, weight.dtype, weight.device)
+        return KVCache(shape, weight.dtype, weight.device)
 
     def evict_oldest_half(self, cache: KVCache) -> None:
         """Remove the older half of a full cache; compute the rest again at its new positions."""
-        assert isinstance(cache, TokenKVCache)
         assert cache.tokens is not None
         kept = cache.tokens[:, self.block_size - self.block_size // 2 :]
         cache.set_length(0)

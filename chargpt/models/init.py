@@ -3,24 +3,17 @@
 Shapes in this file: C = n_embd, D = head size.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import nn
 
 from chargpt.config import ModelConfig
 from chargpt.models.kernels import rotary_tables
 
-
-@dataclass(frozen=True)
-class PreviousTokenInit:
-    """Constants of `init_previous_token_heads`, found by experiment; the loss depends
-    little on any of them."""
-
-    n_layers: int = 3  # layers with such heads, from the first on
-    shared_value: float = 0.25  # of channel 0 of every embedding, in units of sqrt(C)
-    n_pairs: int = 8  # rotary pairs used per head, highest frequencies first
-    noise_scale: float = 0.3  # factor on the random initial weights of query and key
+# of `init_previous_token_heads`, found by experiment; the loss depends little on any of them
+PREVIOUS_TOKEN_LAYERS = 3  # layers with such heads, from the first on
+SHARED_VALUE = 0.25  # of channel 0 of every embedding, in units of sqrt(C)
+N_PAIRS = 8  # rotary pairs used per head, highest frequencies first
+NOISE_SCALE = 0.3  # factor on the random initial weights of query and key
 
 
 def init_weights(model: nn.Module, config: ModelConfig) -> None:
@@ -38,13 +31,11 @@ def init_weights(model: nn.Module, config: ModelConfig) -> None:
             bound = (3 / parameter.size(1)) ** 0.5
             nn.init.uniform_(parameter, -bound, bound)
     if config.attention == "full" and config.qk_norm:
-        init_previous_token_heads(model, config, PreviousTokenInit())
+        init_previous_token_heads(model, config)
 
 
 @torch.no_grad()
-def init_previous_token_heads(
-    model: nn.Module, config: ModelConfig, init: PreviousTokenInit
-) -> None:
+def init_previous_token_heads(model: nn.Module, config: ModelConfig) -> None:
     """Make head h of layer l attend at first to the token l + h + 1 positions before.
 
     Learning this from random weights takes hundreds of steps. Channel 0 of the embedding is set to
@@ -52,18 +43,17 @@ def init_previous_token_heads(
     every position, and a key is that vector rotated by l + h + 1 positions. The rotary embedding
     rotates both by their own position, so the two agree only at that distance.
     """
-    model.get_parameter("embedding.weight")[:, 0] = init.shared_value * config.n_embd**0.5
-    head_size = config.n_embd // config.n_head
-    half = head_size // 2
-    max_distance = init.n_layers + config.n_head
+    model.get_parameter("embedding.weight")[:, 0] = SHARED_VALUE * config.n_embd**0.5
+    head_size, half = config.head_size, config.head_size // 2
+    max_distance = PREVIOUS_TOKEN_LAYERS + config.n_head
     cos, sin = rotary_tables(max_distance, head_size, config.rope_theta)  # (max_distance, D)
     # pairs of low frequency hardly distinguish nearby positions
-    used = torch.arange(half) < init.n_pairs  # (D / 2,)
-    for layer in range(min(init.n_layers, config.n_layer)):
+    used = torch.arange(half) < N_PAIRS  # (D / 2,)
+    for layer in range(min(PREVIOUS_TOKEN_LAYERS, config.n_layer)):
         query = model.get_parameter(f"blocks.{layer}.attention.query.weight")  # (C, C)
         key = model.get_parameter(f"blocks.{layer}.attention.key.weight")  # (C, C)
-        query.mul_(init.noise_scale)
-        key.mul_(init.noise_scale)
+        query.mul_(NOISE_SCALE)
+        key.mul_(NOISE_SCALE)
         for head in range(config.n_head):
             rows, distance = slice(head * head_size, (head + 1) * head_size), layer + head + 1
             query[rows, 0] = torch.cat((used, torch.zeros(half)))

@@ -95,12 +95,6 @@ def norm_linear(x: Tensor, norm: RMSNorm, *linears: nn.Linear) -> Tensor:
     return linear(rms_norm(x), joined * norm.weight)
 
 
-def norm_linear_plain(x: Tensor, norm: RMSNorm, *linears: nn.Linear) -> Tensor:
-    """Compute `norm_linear` without folding the norm's weight."""
-    normed = norm(x)
-    return torch.cat([layer(normed) for layer in linears], dim=-1)
-
-
 def rotary_tables(n_positions: int, head_size: int, theta: float) -> tuple[Tensor, Tensor]:
     """Return cos and sin of position * theta^(-2i/D), (n_positions, D) each.
 

@@ -28,17 +28,6 @@ ORDER = 8  # of the n-gram model: higher ones gain nothing
 HIDDEN = 16  # units of the gate
 
 
-class MixtureCache(KVCache):
-    """KV cache of the GPT, and the last tokens, (B, LOOKBACK)."""
-
-    before: Tensor | None = None
-
-    def copy_from(self, other: KVCache) -> None:
-        super().copy_from(other)
-        if isinstance(other, MixtureCache) and other.before is not None:
-            self.before = other.before.expand(self.keys.size(1), LOOKBACK)
-
-
 class Mixture(LanguageModel):
     """A GPT, n-gram counts, and the gate that weighs them; `fit_mixture` fits it.
 
@@ -78,11 +67,11 @@ class Mixture(LanguageModel):
         Without a cache, `before` (B, lookback) are the tokens before the first one, -1 for none.
         """
         tokens = self.check_tokens(tokens, cache)
-        if isinstance(cache, MixtureCache):
-            if cache.before is None:
-                cache.before = tokens.new_full((len(tokens), LOOKBACK), NO_TOKEN)
-            before = cache.before
-            cache.before = torch.cat((before, tokens), dim=1)[:, -LOOKBACK:]
+        if cache is not None:
+            before = cache.tokens
+            if before is None:
+                before = tokens.new_full((len(tokens), LOOKBACK), NO_TOKEN)
+            cache.tokens = torch.cat((before, tokens), dim=1)[:, -LOOKBACK:]
         contexts = self.contexts(tokens, before)
         logits = self.gpt(tokens, cache)  # (B, T, V)
         with torch.autocast(tokens.device.type, enabled=False):
@@ -125,16 +114,14 @@ class Mixture(LanguageModel):
         """
         entropy = -(log_probs.exp() * log_probs).sum(dim=-1)
         inputs = [entropy, log_probs.amax(dim=-1)]
-        orders = self.ngram.ordered() + self.word_ngrams.ordered()
+        orders = self.ngram.orders + self.word_ngrams.orders
         for order, ids in zip(orders[1:], contexts[1:], strict=True):
             n_followers, backoff_weight = order.describe(ids)
             inputs += [n_followers.log1p(), backoff_weight]
         return torch.stack(inputs, dim=-1)
 
     def new_cache(self, batch_size: int) -> KVCache:
-        keys = self.gpt.new_cache(batch_size).keys
-        n_layer, _, n_head, capacity, size = keys.shape
-        return MixtureCache((n_layer, batch_size, n_head, capacity, size), keys.dtype, keys.device)
+        return self.gpt.new_cache(batch_size)
 
     def evict_oldest_half(self, cache: KVCache) -> None:
         self.gpt.evict_oldest_half(cache)

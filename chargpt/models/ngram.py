@@ -28,7 +28,6 @@ from torch import Tensor, nn
 
 from chargpt.models.base import LanguageModel
 from chargpt.models.cache import KVCache
-from chargpt.text.tokenizer import Floats
 
 Ints = npt.NDArray[np.int64]
 
@@ -46,12 +45,8 @@ class NGramLM(LanguageModel):
 
     def __init__(self, vocab_size: int, block_size: int, orders: "list[NGramOrder]") -> None:
         super().__init__(vocab_size, block_size)
-        self.orders = nn.ModuleList(orders)
+        self.orders = cast("list[NGramOrder]", nn.ModuleList(orders))  # of order 1, 2, and so on
         self.register_buffer("table", None)
-
-    def ordered(self) -> "list[NGramOrder]":
-        """Return the n-grams of order 1, 2, and so on."""
-        return cast("list[NGramOrder]", self.orders)
 
     @classmethod
     def fit(
@@ -85,7 +80,7 @@ class NGramLM(LanguageModel):
             prefix = ids
         n_contexts = [1, *(len(codes) for codes, _ in codes_and_counts)]
         orders = [
-            NGramOrder(codes, *estimate(codes // vocab_size, counts, n), vocab_size)
+            NGramOrder(codes, counts, n, vocab_size)
             for (codes, counts), n in zip(codes_and_counts, n_contexts, strict=False)
         ]
         return cls(vocab_size, block_size, orders)
@@ -107,18 +102,18 @@ class NGramLM(LanguageModel):
             *_, probs = self.iter_probs(contexts)
             return probs
         row, first_row = torch.zeros_like(tokens), 1
-        for order, context in zip(self.ordered(), contexts[1 : self.n_tabulated], strict=False):
+        for order, context in zip(self.orders, contexts[1 : self.n_tabulated], strict=False):
             row = torch.where(context == UNSEEN, row, context + first_row)
             first_row += len(order.codes)
         probs = self.table[row.flatten()]  # (B T, V)
-        for order, context in list(zip(self.ordered(), contexts, strict=True))[self.n_tabulated :]:
+        for order, context in list(zip(self.orders, contexts, strict=True))[self.n_tabulated :]:
             order.interpolate(probs, context.flatten())
         return probs.view(*tokens.shape, self.vocab_size)
 
     def contexts(self, tokens: Tensor) -> list[Tensor]:
         """Return the ids of the k tokens that end at each of tokens (B, T), by k = 0, 1, ..."""
         found = [torch.zeros_like(tokens)]
-        for k, order in enumerate(self.ordered()[:-1]):
+        for k, order in enumerate(self.orders[:-1]):
             found.append(order.find(_previous(found[-1], k), tokens))
         return found
 
@@ -127,7 +122,7 @@ class NGramLM(LanguageModel):
         shape = contexts[0].shape
         probs = self._unigram_probs().repeat(shape.numel(), 1)
         yield probs.view(*shape, self.vocab_size)
-        for order, context in zip(self.ordered()[1:], contexts[1:], strict=True):
+        for order, context in zip(self.orders[1:], contexts[1:], strict=True):
             order.interpolate(probs, context.flatten())
             yield probs.view(*shape, self.vocab_size)
 
@@ -137,11 +132,11 @@ class NGramLM(LanguageModel):
         `probs` then is several times as fast. The rows are the empty context, then all contexts of
         one token, of two, and so on.
         """
-        n_contexts = np.cumsum([1, *(len(order.codes) for order in self.ordered()[:-1])])
+        n_contexts = np.cumsum([1, *(len(order.codes) for order in self.orders[:-1])])
         self.n_tabulated = int((n_contexts * self.vocab_size <= MAX_TABLE_ENTRIES).sum())
         if self.n_tabulated == 0:
             return
-        orders = self.ordered()[: self.n_tabulated]
+        orders = self.orders[: self.n_tabulated]
         table = [self._unigram_probs()]  # (contexts of one length, V) each
         suffix = torch.zeros_like(orders[0].last)  # ids of the contexts without their first token
         for k, order in enumerate(orders[1:]):
@@ -161,7 +156,7 @@ class NGramLM(LanguageModel):
         tokens = torch.from_numpy(rows.astype(np.int64)).to(self.device)  # (B, T + 1)
         prob = torch.full(tokens.shape, 1 / self.vocab_size, device=tokens.device)
         ids = torch.zeros_like(tokens)
-        for k, order in enumerate(self.ordered()):
+        for k, order in enumerate(self.orders):
             context = _previous(ids, k)
             ids = order.find(context, tokens)
             prob = order.interpolate_one(prob, context, ids)
@@ -169,7 +164,7 @@ class NGramLM(LanguageModel):
 
     def _unigram_probs(self) -> Tensor:
         """Return the probabilities (1, V) after the empty context."""
-        first = self.ordered()[0]
+        first = self.orders[0]
         probs = first.discounted_prob.new_full((1, self.vocab_size), 1 / self.vocab_size)
         first.interpolate(probs, first.codes.new_zeros(1))
         return probs
@@ -180,7 +175,14 @@ class NGramLM(LanguageModel):
 
 
 class NGramOrder(nn.Module):
-    """All n-grams of one order k, with their part of the interpolated probabilities."""
+    """All n-grams of one order k, with their part of the interpolated probabilities.
+
+    Args:
+        codes: of the n-grams, sorted, (G,).
+        counts: c of each n-gram, (G,).
+        n_contexts: P.
+        vocab_size: V.
+    """
 
     codes: Tensor  # (G,) int64, sorted: id of the first k - 1 tokens * V + the last token
     last: Tensor  # (G,): the last token
@@ -188,17 +190,21 @@ class NGramOrder(nn.Module):
     starts: Tensor  # (P + 1,): n-grams with context p are codes[starts[p] : starts[p + 1]]
     backoff_weight: Tensor  # (P,): d t(h) / c(h), or 1 if no token follows h
 
-    def __init__(
-        self, codes: Ints, discounted_prob: Floats, backoff_weight: Floats, vocab_size: int
-    ) -> None:
+    def __init__(self, codes: Ints, counts: Ints, n_contexts: int, vocab_size: int) -> None:
         super().__init__()
         self.vocab_size = vocab_size
         contexts, last = np.divmod(codes, vocab_size)
-        n_followers = np.bincount(contexts, minlength=len(backoff_weight))
+        n_once, n_twice = (counts == 1).sum(), (counts == 2).sum()
+        discount = n_once / (n_once + 2 * n_twice) if n_once and n_twice else 0.5
+        n_followers = np.bincount(contexts, minlength=n_contexts)
+        totals = np.bincount(contexts, weights=counts, minlength=n_contexts)
+        backoff_weight = np.divide(
+            discount * n_followers, totals, out=np.ones(n_contexts), where=n_followers > 0
+        )
         for name, values in {
             "codes": codes,
             "last": last,
-            "discounted_prob": discounted_prob.astype(np.float32),
+            "discounted_prob": ((counts - discount) / totals[contexts]).astype(np.float32),
             "starts": np.append(0, n_followers.cumsum()),
             "backoff_weight": backoff_weight.astype(np.float32),
         }.items():
@@ -239,24 +245,6 @@ def _previous(ids: Tensor, k: int) -> Tensor:
     """Return ids (B, T) of n-grams of k tokens shifted right by one: the context of each token."""
     first = ids.new_full((ids.size(0), 1), 0 if k == 0 else UNSEEN)  # no token comes before
     return torch.cat((first, ids[:, :-1]), dim=1)  # (B, T)
-
-
-def estimate(contexts: Ints, counts: Ints, n_contexts: int) -> tuple[Floats, Floats]:
-    """Return discounted probabilities (G,) and backoff weights (P,) of one order.
-
-    Args:
-        contexts: id of each n-gram's context, (G,).
-        counts: c of each n-gram, (G,).
-        n_contexts: P.
-    """
-    n_once, n_twice = (counts == 1).sum(), (counts == 2).sum()
-    discount = n_once / (n_once + 2 * n_twice) if n_once and n_twice else 0.5
-    n_followers = np.bincount(contexts, minlength=n_contexts)
-    totals = np.bincount(contexts, weights=counts, minlength=n_contexts)
-    backoff_weight = np.divide(
-        discount * n_followers, totals, out=np.ones(n_contexts), where=n_followers > 0
-    )
-    return (counts - discount) / totals[contexts], backoff_weight
 
 
 def unique(values: Ints) -> tuple[Ints, Ints, Ints]:

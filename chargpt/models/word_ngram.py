@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from chargpt.models.ngram import UNSEEN, Ints, NGramOrder, estimate, unique
+from chargpt.models.ngram import UNSEEN, Ints, NGramOrder, unique
 from chargpt.text.tokenizer import CharTokenizer, Tokens
 
 Bools = npt.NDArray[np.bool_]
@@ -59,7 +59,7 @@ class WordNGrams(nn.Module):
         tokens = tokens.astype(np.int64)
         self.in_words = in_words
         self.hashes: list[Ints] = []  # sorted, of the seen contexts of each m
-        self.orders = nn.ModuleList()
+        orders = []
         chunks = [
             [hashes[0, min(start, LOOKBACK) :] for hashes in hash_contexts(chunk, in_words)]
             for start in range(0, len(tokens), CHUNK)
@@ -71,12 +71,9 @@ class WordNGrams(nn.Module):
             is_first = np.append(True, contexts[1:] != contexts[:-1])
             ids = is_first.cumsum() - 1
             self.hashes.append(contexts[is_first])
-            estimates = estimate(ids, counts, ids[-1] + 1)
-            self.orders.append(NGramOrder(ids * vocab_size + followers, *estimates, vocab_size))
-
-    def ordered(self) -> list[NGramOrder]:
-        """Return the counts after the contexts of each m."""
-        return cast("list[NGramOrder]", self.orders)
+            codes = ids * vocab_size + followers
+            orders.append(NGramOrder(codes, counts, ids[-1] + 1, vocab_size))
+        self.orders = cast("list[NGramOrder]", nn.ModuleList(orders))  # of the contexts of each m
 
     def contexts(self, tokens: Tensor) -> list[Tensor]:
         """Return the ids of the contexts that end at each of tokens (B, T), by m.
@@ -93,7 +90,7 @@ class WordNGrams(nn.Module):
 
     def iter_probs(self, probs: Tensor, contexts: Sequence[Tensor]) -> Iterator[Tensor]:
         """Yield p_0, p_1, ... (B, T, V) after contexts (B, T): `probs`, which begin as p_{-1}."""
-        for order, context in zip(self.ordered(), contexts, strict=True):
+        for order, context in zip(self.orders, contexts, strict=True):
             order.interpolate(probs.view(-1, probs.size(-1)), context.flatten())
             yield probs
 

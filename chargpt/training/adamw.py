@@ -4,8 +4,6 @@ The update is torch's fused kernel. `torch.optim.AdamW` is avoided because it im
 compiler, which takes two seconds.
 """
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor, nn
 
@@ -56,25 +54,3 @@ class AdamW:
         """Return both moments of every parameter under its name."""
         first = {f"adamw.exp_avg.{name}": tensor for name, tensor in self.exp_avg.items()}
         return first | {f"adamw.exp_avg_sq.{name}": t for name, t in self.exp_avg_sq.items()}
-
-    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load what `state_tensors` returned.
-
-        Raises:
-            KeyError: a tensor is missing.
-            ValueError: a tensor has another shape.
-        """
-        copy_state(self.state_tensors(), tensors)
-
-
-def copy_state(state: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    """Copy saved tensors into an optimizer's state of the same names.
-
-    Raises:
-        KeyError: a tensor is missing.
-        ValueError: a tensor has another shape.
-    """
-    for name, tensor in state.items():
-        if saved[name].shape != tensor.shape:  # copy_ would broadcast it
-            raise ValueError(f"{name} has shape {tuple(saved[name].shape)}")
-        tensor.copy_(saved[name])

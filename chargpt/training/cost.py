@@ -52,19 +52,19 @@ def expected_cost(
     """
     train, corpus = config.train, learner.corpus
     n_steps = train.max_steps - step
-    step_tokens = train.batch_size * config.model.block_size
+    n_tokens = n_steps * config.step_tokens
     if seconds is None:
         step_seconds = UPDATE_OVERHEAD * measure_step_seconds(learner, 2, update=False)
         scored = min(train.evaluate_characters, len(corpus.split("val")))
         # a forward pass takes about a third of a step, and rank 0 evaluates alone
-        evaluation = step_seconds * scored / step_tokens / 3 * learner.group.size
+        evaluation = step_seconds * scored / config.step_tokens / 3 * learner.group.size
         n_evaluations = n_steps // train.evaluate_every + 2
         seconds = n_steps * step_seconds + n_evaluations * evaluation
     return Cost(
         parameters=learner.model.parameter_count(),
         steps=n_steps,
-        characters=round(n_steps * step_tokens * corpus.characters_per_token),
-        epochs=n_steps * step_tokens / len(corpus.split("train")),
+        characters=round(n_tokens * corpus.characters_per_token),
+        epochs=n_tokens / len(corpus.split("train")),
         memory_bytes=training_bytes(config, corpus.tokenizer.vocab_size, learner.micro_batch),
         seconds=seconds,
     )

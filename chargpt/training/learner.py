@@ -274,11 +274,11 @@ class Learner:
             yield
             return
         raw = {name: p.detach().clone() for name, p in self.model.named_parameters()}
-        self._set_weights(self.average)
+        self.model.load_state_dict(self.average)
         try:
             yield
         finally:
-            self._set_weights(raw)
+            self.model.load_state_dict(raw)
 
     def _start_average(self, source: dict[str, Tensor]) -> dict[str, Tensor] | None:
         if not self.ema:
@@ -301,11 +301,6 @@ class Learner:
         if isinstance(self.ddp_model, DistributedDataParallel):
             return self.ddp_model.no_sync()
         return contextlib.nullcontext()
-
-    @torch.no_grad()
-    def _set_weights(self, tensors: dict[str, Tensor]) -> None:
-        for name, parameter in self.model.named_parameters():
-            parameter.copy_(tensors[name])
 
 
 def micro_batch_size(train: TrainConfig, group: ProcessGroup) -> int:

@@ -5,12 +5,8 @@ which is much faster for many small matrices.
 Shapes in this file: N = stacked matrices, R x C = their shape, R <= C.
 """
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor, nn
-
-from chargpt.training.adamw import copy_state
 
 # Polar Express (Amsel et al. 2025): (a, b, c) of the iterations x <- a x + b (x x^T) x +
 # c (x x^T)^2 x.
@@ -92,12 +88,3 @@ class Muon:
             for names, buffer in self.groups
             for name, row in zip(names, buffer.unbind(), strict=True)
         }
-
-    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load what `state_tensors` returned.
-
-        Raises:
-            KeyError: a tensor is missing.
-            ValueError: a tensor has another shape.
-        """
-        copy_state(self.state_tensors(), tensors)

@@ -54,12 +54,15 @@ class Optimizer:
         Raises:
             RunError: a tensor is missing or has another shape.
         """
-        try:
-            for optimizer in self.optimizers:
-                optimizer.load_tensors(tensors)
-        except (KeyError, ValueError) as error:
-            cause = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-            raise RunError(
-                f"the saved optimizer does not fit this model ({cause}); "
-                "resume from another checkpoint"
-            ) from None
+        for name, tensor in self.state_tensors().items():
+            if name not in tensors:
+                raise _does_not_fit(f"it lacks {name!r}")
+            if tensors[name].shape != tensor.shape:  # copy_ would broadcast it
+                raise _does_not_fit(f"{name} has shape {tuple(tensors[name].shape)}")
+            tensor.copy_(tensors[name])
+
+
+def _does_not_fit(cause: str) -> RunError:
+    return RunError(
+        f"the saved optimizer does not fit this model ({cause}); resume from another checkpoint"
+    )

@@ -15,7 +15,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +63,7 @@ class Length:
     evaluations: int = 6
 
 
-LENGTHS = (
+LENGTHS = (  # by rising `characters`
     Length(0, 128, 1024, 0.6, evaluations=2),  # each takes as long as four steps
     Length(350_000, 256, 2048, 0.6),
     Length(1_000_000, 256, 2048, 0.7),
@@ -164,9 +163,7 @@ def extrapolation(parameters: int, characters: float) -> str | None:
 
 def length_of(characters: float) -> Length:
     """Return the settings of a run over about `characters` characters."""
-    return max(
-        (each for each in LENGTHS if each.characters <= characters), key=attrgetter("characters")
-    )
+    return [each for each in LENGTHS if each.characters <= characters][-1]
 
 
 def size_settings(size: Size, characters: float, corpus: Corpus) -> dict[str, object]:
@@ -189,17 +186,12 @@ def size_settings(size: Size, characters: float, corpus: Corpus) -> dict[str, ob
     }
 
 
-def step_characters(config: Config) -> int:
-    """Return the number of characters that an update reads."""
-    return config.train.batch_size * config.model.block_size
-
-
 def length_settings(
     config: Config, characters: float, text_characters: int, parameters: int
 ) -> dict[str, object]:
     """Return the settings that depend on the training length, for about `characters` characters."""
     recipe, length = RECIPE, length_of(characters)
-    steps = int(characters / step_characters(config))
+    steps = int(characters / config.step_tokens)
     steps = max(REPLANNING.min_steps, steps)
     every = math.ceil(steps / length.evaluations)
     epochs = characters / text_characters
@@ -265,7 +257,7 @@ class _Planner:
         characters, parameters = self.reachable(speed), self.parameters(config)
         length = length_settings(config, characters, self.text_characters, parameters)
         max_characters = RECIPE.max_epochs * self.text_characters
-        self.budget.max_steps = max(REPLANNING.min_steps, max_characters // step_characters(config))
+        self.budget.max_steps = max(REPLANNING.min_steps, max_characters // config.step_tokens)
         notes = [OVERFITTING] if characters == max_characters else []
         if self.chooses_size and (note := extrapolation(parameters, characters)):
             notes.append(note)
@@ -339,4 +331,4 @@ def measure_speed(config: Config, corpus: Corpus) -> float:
     trial = config.with_values({"train.ngram_target_weight": 0.0, "train.from_run": None})
     learner = Trainer(trial, corpus).learner
     seconds = measure_step_seconds(learner, RECIPE.trial_steps, update=True)
-    return step_characters(config) / seconds
+    return config.step_tokens / seconds

@@ -28,7 +28,7 @@ from chargpt.text.source import STDIN
 from chargpt.training.budget import REPLANNING, RESERVE, Budget, counting_seconds
 from chargpt.training.cost import Cost, expected_cost
 from chargpt.training.finetune import describe_start, load_start, settings_from
-from chargpt.training.planner import RECIPE, Plan, plan, step_characters
+from chargpt.training.planner import RECIPE, Plan, plan
 from chargpt.training.request import Request, StartMode
 from chargpt.training.resume import resume
 from chargpt.training.threads import ThreadTuner, measure_threads
@@ -147,7 +147,7 @@ def create_run(
         if budget is not None and planned is not None:
             budget.measure_scoring(trainer.model, corpus, trainer.config)
             min_steps = min(REPLANNING.min_steps, settings.train.max_steps)
-            step_seconds = step_characters(settings) / planned.speed
+            step_seconds = settings.step_tokens / planned.speed
             note = budget.extend_for(min_steps, step_seconds)
             notes += [] if note is None else [note]
         if group.is_main:

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -25,6 +25,7 @@ from chargpt.device import (
 )
 from chargpt.distributed import ProcessGroup
 from chargpt.errors import DivergedError, RunError
+from chargpt.inference.evaluation import Evaluation
 from chargpt.models.ngram import NGramLM
 from chargpt.store.checkpoint import Checkpoint
 from chargpt.store.folder import RunFolder
@@ -36,13 +37,30 @@ from chargpt.training.budget import Budget
 from chargpt.training.cost import training_bytes
 from chargpt.training.learner import Learner, micro_batch_size
 from chargpt.training.schedule import lr_factor_at
-from chargpt.training.step_report import StepReport
 from chargpt.training.validator import Validator
 from chargpt.training.writer import RunWriter
 
 METRICS_EVERY = 10  # steps between writes of the metrics
 METRICS_SECONDS = 0.5  # the same in seconds, at least, on a GPU, where reading them synchronises
 SPEED_SECONDS = 1.0  # over which the speed is measured
+
+
+@dataclass
+class StepReport:
+    """The results of one step. `loss` and `grad_norm` stay on the device until they are read."""
+
+    step: int  # number of updates done
+    max_steps: int  # planned updates in all
+    lr_factor: float = 0.0  # on the learning rates in this step
+    loss: Tensor | None = None  # mean over the batch, in nats per character
+    grad_norm: Tensor | None = None  # before clipping
+    speed: float = 0.0  # characters per second of training; 0 until it is measured
+    remaining_seconds: float | None = None  # until the last step
+    validation: Evaluation | None = None  # of the validation split, if it was due
+    is_best: bool = False  # whether that is the lowest validation loss so far
+    sample: str | None = None  # generated text, if it was due
+    saved: Path | None = None  # folder of the checkpoint, if one was written (not in background)
+    notes: list[str] = field(default_factory=list)  # sentences for the user
 
 
 class Trainer:
@@ -253,8 +271,7 @@ class Trainer:
 
     @property
     def _characters_per_step(self) -> float:
-        n_tokens = self.config.train.batch_size * self.config.model.block_size
-        return n_tokens * self.corpus.characters_per_token
+        return self.config.step_tokens * self.corpus.characters_per_token
 
     def _is_due(self, every: int) -> bool:
         """Return whether work done every `every` steps is due; after the last step it always is."""
@@ -268,7 +285,8 @@ class Trainer:
         self.write_metrics()
         nats = math.nan
         if self.group.is_main:
-            report.validation = self.validator.validate()
+            max_characters = self.config.train.evaluate_characters
+            report.validation = self.validator.evaluate("val", max_characters)
             nats = report.validation.nats_per_char
             self._record({"step": report.step, VALIDATION: nats})
         nats = self.group.broadcast(nats)

@@ -20,17 +20,12 @@ class Validator:
 
     def __init__(self, learner: Learner, corpus: Corpus, config: Config) -> None:
         self.learner, self.corpus = learner, corpus
-        self.max_characters = config.train.evaluate_characters
         length = min(SAMPLE_LENGTH, config.sample.length)
         update = {"length": length, "num_samples": 1, "seed": config.seed}
         self.sampling = config.sample.model_copy(update=update)
 
-    def validate(self) -> Evaluation:
-        """Return the loss on evenly spaced blocks of the validation split."""
-        return self.evaluate("val", self.max_characters)
-
     def evaluate(self, split: Split, max_characters: int | None = None) -> Evaluation:
-        """Return the loss on a split, or on at most `max_characters` of it."""
+        """Return the loss on a split, or on evenly spaced blocks of `max_characters` in all."""
         with self.learner.averaged_weights():
             return evaluate_tokens(
                 self.learner.model,

@@ -29,7 +29,7 @@ from chargpt.config import Config, load_config
 from chargpt.device import choose_device, choose_dtype, synchronize
 from chargpt.models.kernels import RMSNorm
 from chargpt.text.corpus import Corpus, load_corpus
-from chargpt.training.planner import Size, length_settings, size_settings, step_characters
+from chargpt.training.planner import Size, length_settings, size_settings
 from chargpt.training.trainer import Trainer
 
 SIZES = (Size(4, 128), Size(6, 384), Size(12, 768))
@@ -86,7 +86,7 @@ def measure_steps(configs: list[Config], corpus: Corpus, number: int, found: Mea
 
         whole = milliseconds(step, device, number)
         found.add("steps", f"{name}, whole step (ms)", whole)
-        characters = round(1000 * step_characters(config) / whole)
+        characters = round(1000 * config.step_tokens / whole)
         found.add("steps", f"{name}, characters per second", characters)
 
 

@@ -46,7 +46,7 @@ class Weights(NamedTuple):
 def pack_weights(model: GPT) -> Weights:
     """Return a copy of a model's weights in the layout described at the top of this file."""
     config = model.config
-    size, root = config.n_embd // config.n_head, math.sqrt(config.n_embd)
+    size, root = config.head_size, math.sqrt(config.n_embd)
     pairs = interleave(size)
     weight = {
         name.removesuffix(".weight"): tensor.float().cpu()
