@@ -16,6 +16,7 @@ import pytest
 from conftest import REPOSITORY, Cli, refusal, run_cli
 from test_docs import load_script
 
+from chargpt.cli import console
 from chargpt.cli import main as main_module
 from chargpt.config import Config
 
@@ -134,7 +135,7 @@ def test_slow_loading_is_said_on_a_terminal(
 
     monkeypatch.setattr(main_module, "import_module", slow)
     for is_terminal, seconds, expected in ((True, 0.1, 1), (True, 0.6, 0), (False, 0.1, 0)):
-        monkeypatch.setattr(main_module, "NOTICE_SECONDS", seconds)
+        monkeypatch.setattr(console, "NOTICE_SECONDS", seconds)
         monkeypatch.setattr(sys.stderr, "isatty", lambda result=is_terminal: result)
         main_module.load_command(main_module.COMMANDS[0])
         time.sleep(0.4)

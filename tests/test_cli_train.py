@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from chargpt.cli.loop import run_steps
 from chargpt.cli.main import app
 from chargpt.cli.signals import Signals, Stopped, catch_signals
+from chargpt.cli.summary import show_result
 from chargpt.config import Config, load_config
 from chargpt.store.run import load_run
 from chargpt.training import planner, session
@@ -71,13 +72,15 @@ def test_at_the_deadline_the_run_is_evaluated_saved_and_stops(
 
 
 def test_a_budget_that_has_run_out_before_the_first_step_still_trains_one(
-    verse: Path, tmp_path: Path
+    verse: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     created = create_run(tiny(verse, *STEPS), tmp_path / "run")
-    budget = Budget(5.0, started=0.0, clock=lambda: 100.0)
+    budget = created.budget = Budget(5.0, started=0.0, clock=lambda: 100.0)
     assert budget.remaining < 0
-    run_steps(created.trainer, created.folder, Signals(), budget)
+    baselines = run_steps(created.trainer, created.folder, Signals(), budget)
     assert created.trainer.state.step == 1
+    show_result(created, baselines)
+    assert "this took 100 s instead of 5.0 s" in capsys.readouterr().err
     assert load_run(tmp_path / "run", "latest").step == 1
 
 

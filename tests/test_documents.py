@@ -119,6 +119,8 @@ def test_samples_of_a_list_are_whole_items(cli: Cli) -> None:
     done = cli("train", "names.txt", *QUICK, "--out", "run")
     assert done.returncode == 0, done.stderr
     assert "960 documents, shuffled by text.seed 1337; " in done.stderr
+    shown = done.stderr.rpartition("-- sample at step ")[2].splitlines()
+    assert len(shown) == 1 + 5
     sample = ("sample", "run", "-n", "50", "--seed", "1")
     items = cli(*sample, "--num-samples", "30").stdout.splitlines()
     assert len(items) == 30

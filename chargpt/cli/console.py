@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,6 +15,7 @@ from typing import Any, TextIO
 from chargpt.errors import DeviceError, TextError, WorkError
 from chargpt.ranks import is_main_rank
 
+NOTICE_SECONDS = 1.0  # of work without a word, before it is said
 SPARKS = "▁▂▃▄▅▆▇█"
 
 started = time.perf_counter()  # when the command began; `run` sets it
@@ -54,6 +56,15 @@ def say(text: str) -> None:
             print(wrapped(printable(text), sys.stderr), file=sys.stderr, flush=True)
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+
+
+def say_if_slow(text: str) -> threading.Timer:
+    """Print a message on a terminal in a second, unless the timer returned is cancelled before."""
+    notice = threading.Timer(NOTICE_SECONDS, say, [text])
+    notice.daemon = True
+    if sys.stderr.isatty():
+        notice.start()
+    return notice
 
 
 class OutputClosed(BaseException):

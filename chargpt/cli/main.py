@@ -8,7 +8,6 @@ import gc
 import io
 import os
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -55,7 +54,6 @@ COMMANDS = (
     Command("config", "config", "List every setting with its type, default and meaning."),
     Command("data", "data", "List, describe and fetch texts."),
 )
-NOTICE_SECONDS = 1.0  # of loading, before it is said
 SETTINGS: dict[str, Any] = {
     "rich_markup_mode": None,
     "pretty_exceptions_enable": False,
@@ -66,10 +64,7 @@ SETTINGS: dict[str, Any] = {
 def load_command(command: Command) -> Any:
     """Import a command's module and return its click command."""
     # on a busy machine the import of PyTorch takes seconds
-    notice = threading.Timer(NOTICE_SECONDS, console.say, ["loading PyTorch ..."])
-    notice.daemon = True
-    if sys.stderr.isatty():
-        notice.start()
+    notice = console.say_if_slow("loading PyTorch ...")
     module = import_module(f"chargpt.cli.{command.module}")
     notice.cancel()
     if hasattr(module, "app"):

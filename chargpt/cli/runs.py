@@ -42,6 +42,7 @@ def runs(
     console.out_sentence(
         "size: parameters; nats: the lowest validation loss per character. Newest first."
     )
+    console.out_sentence("`chargpt compare RUN RUN` measures runs on the same characters.")
 
 
 def as_json(run: RunSummary) -> dict[str, object]:

@@ -21,6 +21,8 @@ from chargpt.training.planner import Plan
 from chargpt.training.session import Session
 from chargpt.training.trainer import Trainer
 
+LATE = 1.1  # of a budget: a command that takes longer says so
+
 
 def show_budget(plan: Plan, budget: Budget) -> None:
     """Print what a time budget has chosen, and why."""
@@ -119,6 +121,13 @@ def show_result(session: Session, baselines: Baselines | None, *, json_: bool = 
         print_result(session, scores, sentences, has_report=has_report)
     if has_report:
         show_report(session, best, scores, json_=json_)
+    if budget is not None and not budget.extension:
+        seconds = budget.clock() - budget.started
+        if seconds > LATE * budget.seconds:
+            console.say(
+                f"this took {console.duration(seconds)} instead of "
+                f"{console.duration(budget.seconds)}: the machine slowed down"
+            )
 
 
 def fit_mixture(best: Run, corpus: Corpus) -> Run | None:

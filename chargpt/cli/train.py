@@ -87,7 +87,10 @@ def train(
         started=console.started,
     )
 
+    notice = console.say_if_slow("reading the text and measuring the speed of training ...")
+
     def run_session(session: Session) -> None:
+        notice.cancel()
         for note in session.notes:
             console.say(note)
         if session.plan is not None and session.budget is not None:
@@ -104,6 +107,8 @@ def train(
             if request.start is not StartMode.BEGIN_OR_RESUME:
                 raise
             console.say(str(error))
+        finally:
+            notice.cancel()
 
 
 def start_mode(text: str | None, out: Path | None, *, resume: bool, force: bool) -> StartMode:

@@ -7,6 +7,7 @@ from chargpt.text.corpus import Corpus, Split
 from chargpt.training.learner import Learner
 
 SAMPLE_LENGTH = 200  # characters
+N_DOCUMENTS = 5  # per sample, of a list of documents
 
 
 class Validator:
@@ -21,7 +22,8 @@ class Validator:
     def __init__(self, learner: Learner, corpus: Corpus, config: Config) -> None:
         self.learner, self.corpus = learner, corpus
         length = min(SAMPLE_LENGTH, config.sample.length)
-        update = {"length": length, "num_samples": 1, "seed": config.seed}
+        number = N_DOCUMENTS if corpus.tokenizer.boundary else 1
+        update = {"length": length, "num_samples": number, "seed": config.seed}
         self.sampling = config.sample.model_copy(update=update)
 
     def evaluate(self, split: Split, max_characters: int | None = None) -> Evaluation:
@@ -36,10 +38,11 @@ class Validator:
             )
 
     def sample(self) -> str:
-        """Return a short text generated with the run's sampling settings."""
+        """Return a short text, or some documents, generated with the run's sampling settings."""
         tokenizer, options = self.corpus.tokenizer, self.sampling
         prompt = tokenizer.encode(options.prompt, unknown="replace")
         unigram = self.corpus.token_counts("train")
         with self.learner.averaged_weights():
             pieces = stream_pieces(self.learner.model, tokenizer, prompt, options, unigram=unigram)
-            return options.prompt + "".join(piece for (piece,) in pieces)
+            texts = zip(*pieces, strict=True)
+            return "\n".join(options.prompt + "".join(each) for each in texts)
