@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,12 @@ from chargpt.errors import ChargptError, ConfigError, WorkError
 from chargpt.export import check, gguf, huggingface, onnx
 from chargpt.export.check import N_GREEDY, check_export, exportable_model
 from chargpt.export.gguf import LlamaReader, export_gguf
-from chargpt.export.huggingface import TransformersReader, export_huggingface, import_huggingface
+from chargpt.export.huggingface import (
+    TransformersReader,
+    export_huggingface,
+    import_huggingface,
+    model_card,
+)
 from chargpt.export.onnx import export_onnx
 from chargpt.models import GPT, build_model
 from chargpt.store.folder import RunFolder
@@ -73,6 +79,16 @@ def export(kind: str, run: Run, path: Path, **options: Any) -> check.Check:
         "onnx": export_onnx,
     }
     return by_name[kind](run, path, **options)
+
+
+def test_the_model_card_says_how_the_loss_was_measured() -> None:
+    run = run_of(TOKENIZERS["ascii"])
+    assert "Loss: 1.250 nats per character on the validation split (10% of the text, its end" in (
+        model_card(run)
+    )
+    listed = replace(run, config=run.config.with_values({"text.documents": "lines"}))
+    assert "(10% of the documents, which are shuffled, at most" in model_card(listed)
+    assert "Loss: not measured" in model_card(replace(run, state=RunState(7)))
 
 
 @pytest.mark.parametrize("name", [*TOKENIZERS, "unknown"])

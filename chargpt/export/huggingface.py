@@ -204,12 +204,13 @@ def model_card(run: Run) -> str:
     """Return the model card, in Markdown."""
     state, config, model = run.state, run.config, run.model
     loss = "not measured"
+    order = "the documents, which are shuffled" if config.text.documents else "the text, its end"
     if state.best_nats_per_char is not None:
         loss = (
-            f"{state.best_nats_per_char:.4f} nats per character on the validation split (the last "
-            f"{config.text.val_fraction:.0%} of the text, at most "
+            f"{state.best_nats_per_char:.3f} nats per character on the validation split ("
+            f"{config.text.val_fraction:.0%} of {order}, at most "
             f"{config.train.evaluate_characters:,} characters of it; protocol `full`: "
-            "non-overlapping blocks, every character scored once)"
+            "non-overlapping blocks, every character scored once), as measured in training"
         )
     outside = (
         "any other is spelled as the bytes of its UTF-8 form"

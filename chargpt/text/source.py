@@ -158,8 +158,8 @@ def _find_folder(root: Path, suffixes: tuple[str, ...]) -> Source:
             raise MissingTextError(f"the folder {root} holds no files; name another")
         common = max(others, key=others.__getitem__) or ".py"
         raise MissingTextError(
-            f"the folder {root} holds no file that ends in {', '.join(endings)}; name its files by "
-            f"a pattern, such as '{root}/**/*{common}'"
+            f"the folder {root} holds no file that ends in {', '.join(endings)}; set "
+            f"text.suffixes, or name its files by a pattern, such as '{root}/**/*{common}'"
         )
     name = f"{root.absolute().name}/"
     notes: tuple[str, ...] = ()

@@ -140,7 +140,7 @@ function promptTokens() {  // and says which characters are not in the vocabular
   const start = isLonger || !text ? facts.start : facts.tokenizer.boundary ?? "";
   hidden = [...start].length;
   const [found, missing] = encode(start + text);
-  const names = [...missing].slice(0, 5).map((character) => `\u2068${sign(character)}\u2069`).join(", ");
+  const names = [...missing].slice(0, 5).map((character) => `\u2068${character === " " ? "space" : sign(character)}\u2069`).join(", ");
   const done = facts.tokenizer.unknown ? "read as unknown" : "left out", others = missing.size > 5 ? " and others" : "";
   element("missing").textContent = missing.size ? `Not in the vocabulary and ${done}: ${names}${others}.` : "";
   return found;
@@ -225,7 +225,7 @@ function finish({ next: likely, bigram }) {
     const seconds = (performance.now() - began) / 1000, sampled = records.slice(writtenFrom);
     const bits = sampled.reduce((sum, record) => sum + (record.bits ?? 0), 0);
     const count = characters(tokens, writtenFrom).length;
-    const speed = `${count} characters in ${seconds.toFixed(2)} s, ${Math.round(count / seconds)} per second`;
+    const speed = `${count} character${count === 1 ? "" : "s"} in ${seconds.toFixed(2)} s, ${Math.round(count / seconds)} per second`;
     const surprisal = `${(bits / count).toFixed(2)} bits per character`;
     say(count ? `${speed}; ${surprisal}; seed ${seedOf()}.` : "The document ends here.");
     setWriting(false);
