@@ -167,6 +167,20 @@ def test_the_number_of_epochs_is_limited_also_in_replanning(
     assert note.startswith(f"re-planned: 100 -> {budget.max_steps:,} steps: training ends before")
 
 
+@pytest.mark.parametrize("length", [9_000, 93_000, 1_000_000])
+def test_a_short_text_gets_a_small_model_however_fast_the_machine_is(
+    corpus: Corpus, machine: list[Config], length: int
+) -> None:
+    short = replace(corpus, tokens=np.resize(corpus.tokens, length))
+    config = choose(Config(), (), short, 10**6).config
+    parameters = count_parameters(config.model, corpus.tokenizer.vocab_size)
+    assert parameters <= 12 * length or config.model.n_embd == SIZES[0].n_embd
+    assert config.model.n_embd == SIZES[0].n_embd or length > 9_000
+    assert config.model.n_embd > SIZES[0].n_embd or length < 1_000_000
+    measured = {each.model.n_embd for each in machine}
+    assert measured == {SIZES[0].n_embd} or length > 9_000  # no time is lost on others
+
+
 def test_a_fast_machine_gets_a_large_model_a_long_block_and_a_word_of_caution(
     corpus: Corpus, machine: list[Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
