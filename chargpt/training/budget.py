@@ -314,7 +314,8 @@ def measure_step_seconds(learner: Learner, n_steps: int, *, update: bool) -> flo
         return (time.perf_counter() - start) / number
 
     run(1)
-    seconds = run(n_steps - 1)
+    # each rank measures its own speed, but all must run as many steps
+    seconds = learner.group.broadcast(run(n_steps - 1))
     if (n_steps - 1) * seconds < MIN_TRIAL_SECONDS:
         seconds = run(math.ceil(MIN_TRIAL_SECONDS / seconds))
     learner.model.zero_grad(set_to_none=True)
