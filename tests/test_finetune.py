@@ -94,7 +94,7 @@ def test_another_model_than_that_of_the_run_is_refused(first: Path, cli: Cli) ->
 def test_a_budget_keeps_the_model_of_the_run(first: Path, cli: Cli) -> None:
     done = cli("train", "second.txt", "--from", first, "--budget", "5s", "--out", "second")
     assert done.returncode == 0, done.stderr
-    assert "the model is that of the settings" in done.stderr
+    assert "the model size is given" in done.stderr
     assert load_run("second").config.model.n_embd == 32
     missing = cli("train", "second.txt", "--from", "nowhere", "--out", "third")
     assert (missing.returncode, "nowhere" in missing.stderr) == (2, True)

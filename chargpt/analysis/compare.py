@@ -191,7 +191,8 @@ def compare_runs(paths: Sequence[Path], device: str = "auto") -> Comparison:
         if split != splits[0]:
             raise ConfigError(
                 f"{path} ({corpus.name}) has another validation split than {paths[0]} "
-                f"({corpora[0].name}), so their losses cannot be compared; name runs of one text"
+                f"({corpora[0].name}), so their losses cannot be compared; name runs of one text, "
+                "or measure each with `chargpt evaluate RUN --text FILE`"
             )
     val, span = corpora[0].split("val"), max(run.model.block_size for run in runs)
     comparison = Comparison(corpora[0].name, len(val), span, MAX_CHARACTERS)

@@ -121,7 +121,8 @@ def compare(
         started=console.started,
     )
     if ladder:
-        compare_rungs(request.settings(), out, seeds, plot, json_=json_)
+        settings = with_measured_threads(request.settings())
+        compare_rungs(settings, out, seeds, plot, json_=json_)
         return
     result, folder = train_models(request, out, models or "bigram,gpt")
     print_comparison(result, plot or folder / "curves.svg", json_=json_)
@@ -213,7 +214,7 @@ def print_rows(result: Comparison) -> None:
     steps = {row.model.split()[0]: row.steps for row in result.rows if row.steps}
     if len(set(steps.values())) > 1:
         each = ", ".join(f"{name} {count:,}" for name, count in steps.items())
-        console.out_sentence(f"the numbers of steps differ: {each}")
+        console.out_sentence(f"the numbers of steps differ: {each} (to the best checkpoint)")
     others = [row.nats_per_char for row in result.rows if row.model.startswith(NGRAM)]
     bigrams = [row.nats_per_char for row in result.rows if row.model.startswith("bigram")]
     gpt = next((row.evaluation for row in result.rows if row.model == "gpt (trained)"), None)
@@ -225,7 +226,7 @@ def print_rows(result: Comparison) -> None:
         ]
         console.out_sentence(f"the gpt is {' and '.join(differences)}")
     if result.curves:
-        console.out("validation during training:")
+        console.out("validation during training, on a part of the split:")
     for name, points in result.curves.items():
         line = console.sparkline([nats for _, nats in points], sys.stdout)
         if points:

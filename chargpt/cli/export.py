@@ -14,7 +14,7 @@ from chargpt.export.gguf import Precision, export_gguf
 from chargpt.export.html import export_html
 from chargpt.export.huggingface import export_huggingface
 from chargpt.export.onnx import export_onnx
-from chargpt.files import is_stream
+from chargpt.files import is_stream, require_new
 from chargpt.store.mixture import has_mixture
 from chargpt.store.run import Run
 
@@ -39,6 +39,7 @@ def hf(
 
     Example: `chargpt export hf runs/novel-gpt novel-hf`.
     """
+    require_new(folder)
     write(export_huggingface, load(run, checkpoint), folder)
 
 
@@ -56,6 +57,7 @@ def gguf(
 
     Example: `chargpt export gguf runs/novel-gpt novel.gguf --precision q8_0`.
     """
+    require_new(file, force=force)
     export = partial(export_gguf, precision=precision, force=force)
     write(export, load(run, checkpoint), file)
 
@@ -71,6 +73,7 @@ def onnx(
 
     Example: `chargpt export onnx runs/novel-gpt novel.onnx`.
     """
+    require_new(file, force=force)
     write(partial(export_onnx, force=force), load(run, checkpoint), file)
 
 
@@ -85,6 +88,8 @@ def html(
 
     Example: `chargpt export html runs/novel-gpt novel.html`.
     """
+    if not is_stream(file):
+        require_new(file, force=force)
     write(partial(export_html, force=force), load(run, checkpoint), file)
 
 

@@ -15,6 +15,7 @@ from chargpt.text.corpus import load_corpus
 from chargpt.training.session import output_folder, slug
 from chargpt.training.trainer import Trainer
 
+UNTRAINED = 0.1  # nats
 MAX_SAMPLE = 150  # characters of a rung's sample
 
 
@@ -73,6 +74,16 @@ def print_ladder(ladder: Ladder) -> None:
         f"one scaled attention head: {describe_gain(ladder.attention_gain)} than the bigram; "
         f"gpt: {describe_gain(ladder.total_gain)}"
     )
+    trained, counts = ladder.results[0].loss.value, ladder.ngrams["bigram (counts)"]
+    if trained > counts + UNTRAINED:
+        console.out_sentence(
+            f"the trained bigram, {trained:.3f}, is still far from that of counts, {counts:.3f}: "
+            "train more steps, or compare with the latter"
+        )
+    if ladder.compressed:
+        console.out_sentence(
+            "compressors: the size of both splits minus that of the end of the training split"
+        )
     if len(ladder.results[0].nats) > 1:
         console.out_sentence(
             "±: half a 95% confidence interval (Student's t); gains are paired by seed"

@@ -205,8 +205,8 @@ def print_samples(
     if overlap is not None and boundary:
         n_new = sum(text not in copied for text in texts)
         console.out_sentence(
-            f"of {len(texts):,} documents, {n_new:,} are not in the training text (without ⟦ ⟧), "
-            f"{len(set(texts)):,} are different, {len(set(texts) - copied):,} are both"
+            f"of {len(texts):,} documents, {n_new:,} are new (those in the training text stand in "
+            f"⟦ ⟧), {len(set(texts)):,} distinct, {len(set(texts) - copied):,} new and distinct"
         )
     elif overlap is not None:
         print_overlap(overlap, run)

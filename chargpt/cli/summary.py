@@ -27,9 +27,7 @@ LATE = 1.1  # of a budget: a command that takes longer says so
 def show_budget(plan: Plan, budget: Budget) -> None:
     """Print what a time budget has chosen, and why."""
     reason = (
-        "size with the lowest expected loss"
-        if plan.chooses_size
-        else "the model is that of the settings"
+        "size with the lowest expected loss" if plan.chooses_size else "the model size is given"
     )
     seconds = console.duration(budget.seconds)
     console.say(f"budget  {seconds}: {plan.speed:,.0f} characters/s measured; {reason}")
@@ -152,7 +150,9 @@ def print_result(
         console.out_sentence(sentence)
     best_step = f"the best checkpoint is step {state.best_step:,}"
     if state.best_step == 0:
-        best_step = "no checkpoint is better than the untrained model"
+        start = session.start_run
+        before = f"{start.folder}, with which it began" if start else "the untrained model"
+        best_step = f"no checkpoint is better than {before}; commands use the last one"
     seconds = console.duration(state.seconds)
     console.out_sentence(f"trained {state.step:,} steps in {seconds}; {best_step}")
     path = shlex.quote(str(session.folder.path))
@@ -161,8 +161,9 @@ def print_result(
         f"chargpt sample {path}",
         f"chargpt evaluate {path}",
         *([] if has_report else [f"chargpt report {path}"]),
-        f"chargpt train --resume {path}{more}",
     ]
+    if not (more and state.best_step != state.step):  # more steps would only over-fit
+        commands.append(f"chargpt train --resume {path}{more}")
     lines = [f"the run is in {path}; next:", *(f"  {command}" for command in commands)]
     console.out_sentence("\n".join(lines))
 

@@ -8,7 +8,7 @@ import typer
 from chargpt.cli import console, options
 from chargpt.cli.loop import run_steps
 from chargpt.cli.progress import LoadingProgress
-from chargpt.cli.signals import catch_signals
+from chargpt.cli.signals import Stopped, catch_signals
 from chargpt.cli.summary import show_budget, show_plan, show_result
 from chargpt.errors import ConfigError, FinishedError
 from chargpt.training.api import run_training
@@ -97,8 +97,16 @@ def train(
             show_budget(session.plan, session.budget)
         show_plan(session.trainer, session.cost)
         baselines = run_steps(session.trainer, session.folder, signals, session.budget)
-        if session.trainer.group.is_main:
+        if not session.trainer.group.is_main:
+            return
+        try:
             show_result(session, baselines, json_=json_)
+        except (KeyboardInterrupt, Stopped):
+            console.say(
+                f"all steps are saved in {session.folder.path}, without a mixture or report; "
+                "`chargpt evaluate` measures the run"
+            )
+            raise
 
     with catch_signals() as signals:
         try:

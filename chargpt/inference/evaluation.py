@@ -42,6 +42,7 @@ from chargpt.text.tokenizer import Floats, Tokens
 
 OnProgress = Callable[[int, int], object]  # of the number done, and of all
 
+MIN_BLOCKS = 20
 MAX_LOGITS_BYTES = 64_000_000  # of one forward pass
 MAX_CALL_CHARACTERS = 16_384  # of one forward pass
 MAX_CPU_CALL_CHARACTERS = 4_096  # activations of more do not fit into a CPU's caches
@@ -52,8 +53,9 @@ class Evaluation:
     """Result of an evaluation, and how it was measured.
 
     The standard error is cluster-robust, with blocks b as clusters: sqrt(sum_b (L_b - n_b *
-    mean)^2) / N, where L_b is the summed loss and n_b the number of b's characters. With a single
-    block, characters are the clusters.
+    mean)^2) / N, where L_b is the summed loss and n_b the number of b's characters. Of fewer than
+    `MIN_BLOCKS` blocks that may be far too small: it is at least the one with characters as
+    clusters.
     """
 
     nats_per_char: float  # mean negative log-likelihood
@@ -271,8 +273,8 @@ def _score(
         raise TextError("no character begins in what is scored; give a longer text")
     mean = float(loss.sum()) / characters
     variance = float(((loss - size * mean) ** 2).sum())
-    if len(loss) == 1:
-        variance = max(0.0, squares - characters * mean**2)
+    if len(loss) < MIN_BLOCKS:
+        variance = max(variance, squares - characters * mean**2)
     return mean, float(n_correct) / characters, characters, math.sqrt(variance) / characters
 
 

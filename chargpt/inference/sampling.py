@@ -90,6 +90,8 @@ def _with_changes(
     run: Run, options: SampleConfig | None, changes: Mapping[str, object]
 ) -> SampleConfig:
     """Return the options, by default the run's, with changes, and a random seed if none is set."""
+    if isinstance(options, str):
+        raise ConfigError(f"give the prompt by name, as in sample(run, prompt={options[:20]!r})")
     config = run.config.model_copy(update={"sample": options or run.config.sample})
     values = {f"sample.{key}": value for key, value in changes.items()}
     return _with_seed(config.with_values(values).sample)

@@ -112,6 +112,8 @@ def open_run(path: str | Path) -> RunFolder:
         if inside:
             raise RunError(f"{path} is a folder of runs; name one of them, such as {inside[0]}")
         hint = f"did you mean {path.parent / near[0]}?" if near and not path.exists() else ""
+        if is_run(Path("runs", path)):
+            hint = f"did you mean {Path('runs', path)}?"
         raise RunError(
             f"{what} {path}; {hint or 'train one with `chargpt train`, or name another'}"
         )

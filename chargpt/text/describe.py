@@ -97,6 +97,23 @@ def warn_of_length(corpus: Corpus) -> list[str]:
     ]
 
 
+def warn_of_list(corpus: Corpus) -> list[str]:
+    """Return advice on `text.documents`, if the start of a text looks like a list of lines."""
+    tokenizer = corpus.tokenizer
+    start = corpus.tokens[:CHUNK]
+    start = start[start != tokenizer.characters.find("\r")]
+    lines, longest = _lines(tokenizer, start)
+    is_end = start == tokenizer.characters.find("\n")
+    has_empty = bool((is_end[1:] & is_end[:-1]).any())
+    is_short = longest <= MAX_ITEM and start.size <= MAX_MEAN_ITEM * lines
+    if lines < MIN_LIST or not is_short or has_empty or corpus.documents:
+        return []
+    return [
+        "the text looks like a list of items; text.documents=lines shuffles them, and sampling "
+        "then ends with an item"
+    ]
+
+
 def compare_splits(corpus: Corpus) -> str | None:
     """Return a warning if the validation split differs from the training split, else None.
 
@@ -176,12 +193,6 @@ def _warnings(
             f"{returns:,} lines end in CR LF (Windows), which the model will reproduce; "
             "convert them to LF if that is unwanted"
         )
-    n_empty = _count(pairs, newline, newline) + _count(pairs, newline, carriage_return)
-    is_short = longest <= MAX_ITEM and corpus.characters <= MAX_MEAN_ITEM * lines
-    if lines >= MIN_LIST and is_short and not n_empty and not corpus.documents:
-        warnings.append(
-            f"it looks like a list of {lines:,} items; text.documents=lines shuffles them, and "
-            "sampling then ends with an item"
-        )
+    warnings += warn_of_list(corpus)
     warning = compare_splits(corpus)
     return warnings if warning is None else [*warnings, warning]

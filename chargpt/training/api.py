@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from chargpt.errors import FinishedError, WorkError
+from chargpt.errors import ConfigError, FinishedError, WorkError
 from chargpt.ranks import is_main_rank
 from chargpt.store.run import Run, load_run
 from chargpt.text import OnLoading
@@ -26,7 +26,7 @@ def train(
     budget: str | float | None = None,
     from_run: str | Path | None = None,
     out: str | Path | None = None,
-    start: StartMode = StartMode.NEW,
+    start: StartMode | str = "new",
     device: str | None = None,
     encoding: str | None = None,
     progress: bool = False,
@@ -46,7 +46,8 @@ def train(
         budget: a time, in seconds or as in "3m", that size and steps are chosen for.
         from_run: folder of a run of another text, whose weights are the start.
         out: folder of the run; by default a new one under runs/.
-        start: what to do about a run that exists in `out`.
+        start: what to do about a run that exists in `out`: `new` rejects it, `resume` continues it,
+            `begin or resume` begins where there is none, `replace` deletes it.
         device: `auto`, `cpu`, `cuda`, `cuda:N` or `mps`.
         encoding: of the text, if it is neither UTF-8 nor UTF-16.
         progress: show a progress bar on stderr.
@@ -60,6 +61,11 @@ def train(
         overrides.append(f"train.from_run={to_yaml(str(Path(from_run).absolute()))}")
     if encoding is not None:
         overrides.append(f"text.encoding={to_yaml(encoding)}")
+    try:
+        start = StartMode(start)
+    except ValueError:
+        modes = ", ".join(repr(mode.value) for mode in StartMode)
+        raise ConfigError(f"start {start!r} is not one of {modes}") from None
     request = Request(
         text=None if text is None else str(text),
         content=content,

@@ -23,7 +23,7 @@ from chargpt.store.layout import has_checkpoint
 from chargpt.store.run import Run, newest_run, open_run
 from chargpt.text import OnLoading
 from chargpt.text.corpus import Corpus, load_cached, load_corpus
-from chargpt.text.describe import warn_of_length
+from chargpt.text.describe import warn_of_length, warn_of_list
 from chargpt.text.source import STDIN
 from chargpt.training.budget import REPLANNING, RESERVE, Budget, counting_seconds
 from chargpt.training.cost import Cost, expected_cost
@@ -143,7 +143,8 @@ def create_run(
     with output_folder(out, f"{slug(corpus.name)}-{settings.model.kind}") as path:
         folder = RunFolder(path)
         trainer = Trainer(settings, corpus, folder=folder, group=group, start=start_run)
-        notes = [*corpus.notes, *warn_of_length(corpus), *(planned.notes if planned else [])]
+        notes = [*corpus.notes, *warn_of_length(corpus), *warn_of_list(corpus)]
+        notes += planned.notes if planned else []
         if budget is not None and planned is not None:
             budget.measure_scoring(trainer.model, corpus, trainer.config)
             min_steps = min(REPLANNING.min_steps, settings.train.max_steps)

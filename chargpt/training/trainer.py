@@ -33,7 +33,7 @@ from chargpt.store.metrics import VALIDATION
 from chargpt.store.run import Run
 from chargpt.store.state import RunState
 from chargpt.text.corpus import Corpus
-from chargpt.training.budget import Budget
+from chargpt.training.budget import REPLANNING, Budget
 from chargpt.training.cost import training_bytes
 from chargpt.training.learner import Learner, micro_batch_size
 from chargpt.training.schedule import lr_factor_at
@@ -245,9 +245,11 @@ class Trainer:
             if config is not self.config:
                 self.change_config(config)
             return
+        missing = report.max_steps - report.step
+        is_many = missing > REPLANNING.noted_change * report.max_steps
+        cause = "the machine slowed down" if is_many else "the time is up"
         report.notes.append(
-            f"the machine slowed down: stopped at step {report.step:,}, "
-            f"{report.max_steps - report.step:,} before the last one"
+            f"{cause}: stopped at step {report.step:,}, {missing:,} before the last"
         )
         self.stopped_by = "deadline"
         if report.validation is None:
