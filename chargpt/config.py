@@ -405,7 +405,7 @@ def describe_unknown_key(key: str) -> str:
         if near := difflib.get_close_matches(last, by_name):
             near.sort(key=lambda name: sorted(name) != sorted(last))  # swapped letters first
             return f"; did you mean {by_name[near[0]]}?"
-    return "; the keys are " + ", ".join(inside or [name for name in known if "." not in name])
+    return "; the keys are " + ", ".join(inside) if inside else "; `chargpt config` lists all"
 
 
 def validate(

@@ -26,7 +26,7 @@ class RunSummary:
     parameters: int | None = None
     step: int | None = None  # updates done
     max_steps: int | None = None
-    best_nats_per_char: float | None = None  # lowest validation loss in training
+    best_nats_per_char: float | None = None  # lowest validation loss of a checkpoint
     seconds: float | None = None  # training time
     saved: datetime | None = None  # when the latest checkpoint was saved, local time
 
@@ -61,7 +61,7 @@ def summarize(path: Path) -> RunSummary:
         parameters=count_parameters(config.model, tokenizer.vocab_size),
         step=state.step,
         max_steps=config.train.max_steps,
-        best_nats_per_char=state.best_nats_per_char,
+        best_nats_per_char=state.best_nats_per_char if state.best_step else None,
         seconds=state.seconds,
         saved=saved,
     )
