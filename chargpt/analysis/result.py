@@ -114,10 +114,10 @@ def summarize(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]])
         parts = {"gpt": val_loss, NGRAM: scores.baselines[NGRAM]}
         better = min(parts, key=parts.__getitem__)
         gain = parts[better] - scores.mixture.nats_per_char
-        verdict = f"{gain:.3f} nats better than" if gain >= MIN_GAIN else "no better than"
-        sentences.append(
-            f"The mixture of gpt and n-gram counts is {verdict} the {better}; --mixture uses it."
-        )
+        verdict = f"no better than the {better}."
+        if gain >= MIN_GAIN:
+            verdict = f"{gain:.3f} nats better than the {better}; --mixture uses it."
+        sentences.append(f"The mixture of gpt and n-gram counts is {verdict}")
     if scores.split_warning is not None:
         sentences.append(f"{scores.split_warning[0].upper()}{scores.split_warning[1:]}.")
     uniform = scores.baselines["uniform"]
