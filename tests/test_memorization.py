@@ -127,7 +127,7 @@ def test_sample_check_reports_matches_and_novel_ngrams(cli: Cli) -> None:
     done = cli(*args)
     assert done.returncode == 0, done.stderr
     assert "xyz\n⟦abcdefghijklmnopqrstuvwxyz\n" in done.stdout  # the prompt is not marked
-    assert "the longest with the training text: 60" in done.stdout
+    assert "with the training text; the longest: 60" in done.stdout
     (overlap,) = json.loads(cli(*args, "--json").stdout)["memorization"]
     assert overlap["longest"]["length"] == 60
     assert overlap["matched"] == [[0, 60]]

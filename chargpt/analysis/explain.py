@@ -166,7 +166,16 @@ def explain_averaging(subject: Subject) -> Section:
     table = value_table(caption, ["after", *distinct], characters, means)
     rows = average_by_loop(notebook)[0, :3].tolist()
     facts = {"largest_difference": gaps, "notebook_means": rows}
-    return fill_template("averaging", facts, {"means": table}, gaps=gaps, notebook=rows)
+    return fill_template(
+        "averaging",
+        facts,
+        {"means": table},
+        gaps=gaps,
+        notebook=rows,
+        shown=len(characters),
+        line=quoted(subject.line),
+        is_trained=subject.run is not None,
+    )
 
 
 def explain_queries(subject: Subject) -> Section:
@@ -234,7 +243,7 @@ def explain_scaling(subject: Subject) -> Section:
     own = [float(attention_scores(q, k, scaled=s).var(correction=0)) for s in (False, True)]
     table = Table(
         "variance of the scores and mean of each row's largest weight, before and after scaling",
-        ["head size D", "variance", "scaled", "largest weight", "scaled"],
+        ["head size D", "variance", "variance scaled", "largest weight", "weight scaled"],
         [
             [
                 str(size),
@@ -285,10 +294,9 @@ def explain_attention(subject: Subject) -> Section:
     caption = "a row per query, a column per key; the darker, the larger the weight"
     maps = Maps(caption, subject.line, np.concatenate(layers), titles)
     facts = {"line": subject.line, "heads": heads, "untrained_heads": untrained}
-    line = display_text(subject.line).replace(display_char(" "), " ")  # a paragraph, which wraps
     figures = {"maps": maps}
     return fill_template(
-        "attention", facts, figures, heads=heads, untrained=untrained, line=f'"{line}"'
+        "attention", facts, figures, heads=heads, untrained=untrained, line=quoted(subject.line)
     )
 
 
@@ -316,6 +324,11 @@ def project(subject: Subject, *, whole_line: bool = False) -> tuple[Tensor, Tens
     qkv = subject.model.first_projection(tokens)  # (1, H, T, D) each
     q, k, v = (part[0, 0].float().cpu() for part in qkv)  # (T, D) each
     return q, k, v
+
+
+def quoted(line: str) -> str:
+    """Return a line in quotation marks, for a paragraph, which wraps at its spaces."""
+    return f'"{display_text(line).replace(display_char(" "), " ")}"'
 
 
 def components(vector: Tensor) -> str:

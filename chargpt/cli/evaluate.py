@@ -123,8 +123,10 @@ def show(loaded: Run, measured: Mapping[str, Evaluation], seconds: float, title:
         ],
         title=f"{title}: protocol {result.protocol}, blocks of {result.block_size}",
     )
+    kind = loaded.config.model.kind
     console.out(
-        f"{console.characters(result.characters)} scored in {console.duration(seconds)} "
+        f"{console.characters(result.characters)} scored by the {kind} in "
+        f"{console.duration(seconds)} "
         f"({console.short(result.characters / seconds)} characters/s) on "
         f"{loaded.model.device.type}"
     )

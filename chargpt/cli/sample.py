@@ -257,9 +257,9 @@ def print_overlap(overlap: OverlapReport, run: Run) -> None:
         match = max(matches, key=lambda each: each.length)
         text = run.tokenizer.decode(overlap.training[match.place : match.place + match.length])
         console.out_sentence(
-            f"⟦ ⟧: verbatim matches of {MIN_MATCH} characters or more; the longest with the "
-            f"training text: {len(text)} characters, at character {match.place:,} "
-            f"({reference}): {display_text(text)[:80]}"
+            f"⟦ ⟧: verbatim matches of {MIN_MATCH} characters or more with the training text; the "
+            f"longest: {len(text)} characters ({reference}), from character {match.place:,} on: "
+            f"{display_text(text)[:80]}"
         )
     else:
         console.out_sentence(

@@ -245,12 +245,9 @@ class Trainer:
             if config is not self.config:
                 self.change_config(config)
             return
-        missing = report.max_steps - report.step
-        is_many = missing > REPLANNING.noted_change * report.max_steps
-        cause = "the machine slowed down" if is_many else "the time is up"
-        report.notes.append(
-            f"{cause}: stopped at step {report.step:,}, {missing:,} before the last"
-        )
+        missing = 1 - report.step / report.max_steps
+        cause = "the time is up" if missing < REPLANNING.noted_change else "the machine slowed down"
+        report.notes.append(f"{cause}: stopped at step {report.step:,}")
         self.stopped_by = "deadline"
         if report.validation is None:
             self.validate(report)
