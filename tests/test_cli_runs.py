@@ -164,6 +164,15 @@ def on_terminal(*arguments: str, cwd: Path) -> str:
     return b"".join(chunks).decode().replace("loading PyTorch ...\r\n", "")
 
 
+def test_a_terminal_shows_the_seed_that_repeats_a_sample(runs: Path) -> None:
+    sample = ("sample", "runs/a", "-n", "20")
+    shown = on_terminal(*sample, cwd=runs.parent).replace("\r\n", "\n")
+    seed = re.search(r"\n--seed (\d+) gives the same text\n$", shown)
+    assert seed is not None
+    again = on_terminal(*sample, "--seed", seed[1], cwd=runs.parent).replace("\r\n", "\n")
+    assert again == shown[: seed.start() + 1]
+
+
 def test_a_terminal_breaks_sentences_between_words(runs: Path) -> None:
     wide = run_cli("config", "schedule", cwd=runs.parent).stdout
     shown = on_terminal("config", "schedule", cwd=runs.parent).replace("\r\n", "\n")

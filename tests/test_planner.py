@@ -14,6 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from chargpt.config import Config, TextConfig, load_config
+from chargpt.distributed import ProcessGroup
 from chargpt.errors import ConfigError, WorkError
 from chargpt.models import count_parameters
 from chargpt.text.corpus import Corpus, load_corpus
@@ -210,6 +211,7 @@ def test_models_that_do_not_fit_into_the_memory_are_not_tried(
 def test_the_first_trial_step_is_a_warm_up() -> None:
     class ColdLearner(Mock):
         device = torch.device("cpu")
+        group = ProcessGroup()
         steps = 0
 
         def accumulate_gradients(self, step: int) -> None:

@@ -82,6 +82,7 @@ def test_thinning_returns_the_means_of_equal_parts() -> None:
     points = [(step, float(step)) for step in range(1, 101)]
     assert plots.thinned(points)[:2] == [(3, 2.0), (6, 5.0)]
     assert len(plots.thinned(points)) <= plots.MAX_POINTS
+    assert plots.thinned(points)[-1] == (100, 98.5)  # of four points: one alone would be noise
     assert plots.thinned([]) == []
     assert plots.thinned(points[:5]) == points[:5]
 

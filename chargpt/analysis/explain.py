@@ -242,8 +242,8 @@ def explain_scaling(subject: Subject) -> Section:
     q, k, _ = project(subject, whole_line=True)
     own = [float(attention_scores(q, k, scaled=s).var(correction=0)) for s in (False, True)]
     table = Table(
-        "variance of the scores and mean of each row's largest weight, before and after scaling",
-        ["head size D", "variance", "variance scaled", "largest weight", "weight scaled"],
+        "variance of the scores and mean of each row's largest weight, by head size D",
+        ["D", "variance", "scaled", "largest weight", "weight, scaled"],
         [
             [
                 str(size),

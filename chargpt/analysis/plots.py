@@ -177,9 +177,10 @@ def pace(records: Sequence[Mapping[str, Any]], characters: int) -> "Figure":
 
 
 def thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Smooth a curve: return the means of at most `MAX_POINTS` equal parts."""
+    """Smooth a curve: return the means of at most `MAX_POINTS` equal parts, the last one longer."""
     size = math.ceil(len(points) / MAX_POINTS) or 1
-    parts = [points[i : i + size] for i in range(0, len(points), size)]
+    limits = [*range(0, len(points) - size + 1, size), len(points)]
+    parts = [points[first:end] for first, end in itertools.pairwise(limits)]
     return [(part[-1][0], sum(value for _, value in part) / len(part)) for part in parts]
 
 

@@ -123,12 +123,11 @@ def show(loaded: Run, measured: Mapping[str, Evaluation], seconds: float, title:
         ],
         title=f"{title}: protocol {result.protocol}, blocks of {result.block_size}",
     )
-    kind = loaded.config.model.kind
+    alone = ", without the mixture" if MIXTURE in measured else ""
     console.out(
-        f"{console.characters(result.characters)} scored by the {kind} in "
-        f"{console.duration(seconds)} "
+        f"{console.characters(result.characters)} scored in {console.duration(seconds)} "
         f"({console.short(result.characters / seconds)} characters/s) on "
-        f"{loaded.model.device.type}"
+        f"{loaded.model.device.type}{alone}"
     )
     if result.nats_per_document is not None:
         console.out(f"{result.nats_per_document:.2f} nats/document")

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import secrets
+import sys
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -147,15 +148,17 @@ def sample(
         interact(loaded, config, unknown)
         return
     settings = config.sample
+    if settings.seed is None:  # chosen here, so that it can be printed
+        settings = settings.model_copy(update={"seed": secrets.randbits(32)})
     if settings.num_samples == 1 and not json_ and not check:
         pieces = stream_run(loaded, settings, unknown=unknown)
         console.out_text(settings.prompt)
         for (piece,) in pieces:
             console.out_text(piece)
         console.out("")
+        if config.sample.seed is None and sys.stdout.isatty():
+            console.say(f"--seed {settings.seed} gives the same text")
         return
-    if settings.seed is None:  # chosen here, so that it can be printed
-        settings = settings.model_copy(update={"seed": secrets.randbits(32)})
     with show_progress("character", "sampled") as on_progress:
         texts = sample_texts(loaded, settings, unknown=unknown, on_progress=on_progress)
     n_prompt = len(settings.prompt)
