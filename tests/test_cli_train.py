@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import Cli
 from typer.testing import CliRunner
 
 from chargpt.cli.loop import run_steps
@@ -69,6 +70,20 @@ def test_at_the_deadline_the_run_is_evaluated_saved_and_stops(
     assert trainer.state.best_step == load_run(tmp_path / "run").step == step
     assert load_run(tmp_path / "run").state.best_step == step
     assert load_config(tmp_path / "run" / "config.yaml") == trainer.config
+
+
+def test_interrupting_the_closing_table_says_that_all_steps_are_saved(
+    verse: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("chargpt.cli.train.show_result", interrupted)
+    settings = [word for setting in (*TINY, *STEPS) for word in ("-s", setting)]
+    done = cli("train", verse, *settings, "--out", "mine")
+    assert done.returncode == 130
+    assert "all steps are saved in mine, " in done.stderr
+    assert load_run(Path("mine"), "latest").step == 6
 
 
 def test_a_budget_that_has_run_out_before_the_first_step_still_trains_one(
