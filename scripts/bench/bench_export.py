@@ -93,11 +93,11 @@ class PageInChromium:
         return found
 
     def is_same_greedy(self, run: Run, text: str) -> bool:
-        """Return whether 50 characters after the first ones of a text are those of `sample`."""
+        """Return whether 200 characters after the first ones of a text are those of `sample`."""
         text = text[: max(1, run.model.block_size // 8)]
         given = encode(run.tokenizer, text)
-        found = [record["token"] for record in self.ask(given, 50)[len(given) :]]
-        ours = sample(run, prompt=text, temperature=0, length=50, num_samples=1, stop=())[0]
+        found = [record["token"] for record in self.ask(given, 200)[len(given) :]]
+        ours = sample(run, prompt=text, temperature=0, length=200, num_samples=1, stop=())[0]
         return text + run.tokenizer.decode(found) == ours
 
     def measure(self, run: Run, tokens: list[int]) -> dict[str, Any]:

@@ -287,9 +287,7 @@ def finetuning(found: dict[str, Any]) -> list[str]:
     ]
 
 
-def exports(
-    found: dict[str, Any], pages: dict[str, Any], imported: dict[str, Any], speed: dict[str, Any]
-) -> list[str]:
+def exports(found: dict[str, Any], imported: dict[str, Any], speed: dict[str, Any]) -> list[str]:
     """Return the tables of exports, imports and the page."""
     rows = [
         [
@@ -302,7 +300,7 @@ def exports(
             f"{row['loss']:.6f}",
             f"{row['loss of the run']:.6f}",
         ]
-        for row in [*found["rows"], *pages["rows"]]
+        for row in found["rows"]
     ]
     head = ["run", "parameters", "format", "read by", "largest difference", "greedy text"]
     losses = [
@@ -327,7 +325,7 @@ def exports(
         "",
         f"The page of `chargpt play` in headless Chromium, medians: {'; '.join(speeds)}.",
         "",
-        ", ".join(f"`{command(each)}`" for each in (found, pages, imported, speed)),
+        ", ".join(f"`{command(each)}`" for each in (found, imported, speed)),
     ]
 
 
@@ -420,7 +418,7 @@ def benchmarks() -> str:
         ["### Compression"],
         compression(record("compress")),
         ["### Exports"],
-        exports(record("export"), record("export-html"), record("import"), record("play")),
+        exports(record("export"), record("import"), record("play")),
     )
 
 
