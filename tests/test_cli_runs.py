@@ -19,6 +19,7 @@ from test_docs import load_script
 from chargpt.cli import console
 from chargpt.cli import main as main_module
 from chargpt.config import Config
+from chargpt.store.folder import RunFolder
 
 QUICK = (
     "-s train.max_steps=6 -s train.batch_size=4 -s train.evaluate_every=3 -s train.save_every=3 "
@@ -64,6 +65,16 @@ def test_runs_lists_each_run_with_its_state(runs: Path, cli: Cli) -> None:
     for word in ("novel.txt", "finished", "damaged", "no checkpoint", "group/b"):
         assert word in table
     assert max(map(len, table.splitlines())) <= 82
+
+
+def test_runs_shows_which_run_is_in_training(runs: Path, tmp_path: Path, cli: Cli) -> None:
+    folder = RunFolder(Path(shutil.copytree(runs / "a", tmp_path / "a")))
+    folder.lock()
+    assert "training, 6 of 6" in cli("runs", tmp_path).stdout
+    folder.unlock()
+    assert "finished" in cli("runs", tmp_path).stdout
+    folder.lock()  # looking at it did not keep it
+    folder.unlock()
 
 
 def test_runs_of_an_empty_folder_names_the_next_command(tmp_path: Path, cli: Cli) -> None:

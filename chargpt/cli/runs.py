@@ -56,7 +56,8 @@ def cells(run: RunSummary, folder: Path) -> list[str]:
     name = str(run.run.relative_to(folder))
     if run.saved is None:
         return [name, "-", "-", run.state, "-", "-"]
-    progress = f"{run.step:,} of {run.max_steps:,}" if run.state == "unfinished" else run.state
+    steps = f"{run.step:,} of {run.max_steps:,}"
+    progress = {"unfinished": steps, "training": f"training, {steps}"}.get(run.state, run.state)
     nats = "-" if run.best_nats_per_char is None else f"{run.best_nats_per_char:.3f}"
     text, size = run.text or "-", console.short(run.parameters or 0)
     if len(text) > MAX_TEXT:

@@ -151,7 +151,7 @@ class RunFolder:
             OSError: the folder cannot be written.
         """
         try:
-            self._lock.acquire(timeout=0)
+            self._lock.acquire(timeout=0.2)  # seconds: listing.is_locked holds it for a moment
         except Timeout:
             raise RunError(
                 f"another process is training into {self.path}; wait for it or stop it, or name "

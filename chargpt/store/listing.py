@@ -6,13 +6,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
+from filelock import FileLock, Timeout
+
 from chargpt.errors import ChargptError
 from chargpt.models import count_parameters
 from chargpt.store import commit
 from chargpt.store.checkpoint import read_without_tensors
-from chargpt.store.layout import CHECKPOINTS, has_checkpoint, is_run
+from chargpt.store.layout import CHECKPOINTS, LOCK, has_checkpoint, is_run
 
-State = Literal["finished", "stopped early", "unfinished", "no checkpoint", "damaged"]
+State = Literal["finished", "stopped early", "training", "unfinished", "no checkpoint", "damaged"]
 
 
 @dataclass(frozen=True)
@@ -44,18 +46,19 @@ def _run_paths(parent: Path) -> Iterator[Path]:
 
 def summarize(path: Path) -> RunSummary:
     """Return what a run's latest checkpoint says, without reading its tensors."""
+    is_training = is_locked(path)
     if not has_checkpoint(path):
-        return RunSummary(path, "no checkpoint")
+        return RunSummary(path, "training" if is_training else "no checkpoint")
     try:
         folder = commit.resolve_pointer(path / CHECKPOINTS, "latest")
         config, tokenizer, state = read_without_tensors(folder)
         saved = datetime.fromtimestamp(folder.stat().st_mtime).astimezone()
     except (ChargptError, OSError):
         return RunSummary(path, "damaged")
-    is_finished = state.step >= config.train.max_steps
+    progress: State = "finished" if state.step >= config.train.max_steps else "unfinished"
     return RunSummary(
         path,
-        "stopped early" if state.stopped_early else "finished" if is_finished else "unfinished",
+        "training" if is_training else "stopped early" if state.stopped_early else progress,
         text=state.text,
         kind=config.model.kind,
         parameters=count_parameters(config.model, tokenizer.vocab_size),
@@ -65,3 +68,16 @@ def summarize(path: Path) -> RunSummary:
         seconds=state.seconds,
         saved=saved,
     )
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether a process is training into a run's folder, as far as its lock says."""
+    if not (path / LOCK).exists():
+        return False
+    try:
+        with FileLock(path / LOCK, timeout=0):
+            return False
+    except Timeout:
+        return True
+    except (OSError, NotImplementedError):  # no permission, or no locks
+        return False
