@@ -1,5 +1,6 @@
 """Planning for a time budget: model size, number of steps, settings, and re-planning."""
 
+import re
 import time
 from collections.abc import Collection
 from dataclasses import replace
@@ -156,7 +157,7 @@ def test_the_number_of_epochs_is_limited_also_in_replanning(
     assert limit - config.step_tokens < config.train.max_steps * config.step_tokens
     assert config.train.max_steps * config.step_tokens <= limit
     assert config.model.dropout > 0
-    assert any("more epochs would only over-fit" in note for note in planned.notes)
+    assert any("after 40 epochs" in note for note in planned.notes)
     assert not plan(Config(), corpus, FixedBudget(10)).notes
 
     # planned for fewer steps, on a machine that turns out a thousand times faster
@@ -164,7 +165,7 @@ def test_the_number_of_epochs_is_limited_also_in_replanning(
     after = replan(before, 40, 1e-3, 10**6, budget.max_steps)
     assert after.train.max_steps == budget.max_steps == config.train.max_steps
     assert replan(before, 40, 1e-3, 10**6).train.max_steps > 10**6
-    (note,) = replanning_notes(100, after.train.max_steps, 40, limit=budget.max_steps)
+    (note,) = replanning_notes(100, after.train.max_steps, 1.0, budget.max_steps)
     assert note.startswith(f"re-planned: 100 -> {budget.max_steps:,} steps: training ends before")
 
 
@@ -365,14 +366,29 @@ def test_an_extended_budget_has_time_for_the_steps() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
-        (182, 4, ["re-planned: 182 -> 4 steps: the machine is 60 times slower than measured"]),
-        (182, 150, ["re-planned: 182 -> 150 steps"]),
-        (182, 400, ["re-planned: 182 -> 400 steps"]),
+        (182, 4, ["re-planned: 182 -> 4 steps: training is 60 times slower than planned"]),
+        (182, 150, ["re-planned: 182 -> 150 steps: training is slower than planned"]),
+        (182, 400, ["re-planned: 182 -> 400 steps: training is faster than planned"]),
         (182, 170, []),
     ],
 )
 def test_a_changed_number_of_steps_is_noted(old: int, new: int, expected: list[str]) -> None:
-    assert replanning_notes(old, new, step=1) == expected
+    assert replanning_notes(old, new, slowdown=60 if new == 4 else 1.2) == expected
+
+
+def test_a_noted_slowdown_is_that_of_a_step() -> None:
+    now = [0.0]
+    budget = Budget(100.0, started=0.0, clock=lambda: now[0])
+    config = Config().with_values({"train.max_steps": 100, "schedule.cooldown": 0.9})
+    budget.start(config, 0)
+    planned, notes = budget.remaining / 100, []
+    for step in range(1, 21):
+        now[0] = 2.5 * planned * (step - 1)
+        config = budget.adjust(config, step, 0.0, notes)
+    assert any(
+        re.fullmatch(r"re-planned: 100 -> \d\d steps: training is 2.5 times slower than .*", note)
+        for note in notes
+    ), notes
 
 
 def test_small_changes_of_the_number_of_steps_are_noted_when_they_add_up(
@@ -389,7 +405,7 @@ def test_small_changes_of_the_number_of_steps_are_noted_when_they_add_up(
             lambda _, config, __, n=new: config.with_values({"train.max_steps": n}),
         )
         config = budget.adjust(config, 500, 0.0, notes)
-    assert notes == ["re-planned: 1,000 -> 900 steps"]
+    assert notes == ["re-planned: 1,000 -> 900 steps: training is slower than planned"]
 
 
 def test_the_first_20_steps_may_overrun_the_budget_a_little() -> None:
@@ -433,4 +449,4 @@ def test_a_device_a_thousand_times_faster_than_measured_keeps_to_the_cap_on_epoc
     read = RECIPE.max_epochs * len(made.trainer.corpus.split("train"))
     assert reports[-1].step == made.trainer.state.step == read // (16 * 16)
     assert budget.remaining > 30
-    assert any("more epochs would only over-fit" in note for r in reports for note in r.notes)
+    assert any("after 40 epochs" in note for r in reports for note in r.notes)

@@ -24,7 +24,11 @@ from chargpt.training.threads import ThreadTuner
 
 MIN_SECONDS = 5
 MIN_TRIAL_SECONDS = 0.05  # of trial steps: one of a bigram or on a GPU may take less than 1 ms
-OVERFITTING = "training ends before its time, because more epochs would only over-fit"
+MAX_EPOCHS = 40  # of a plan; more over-fit
+EPOCH_LIMIT = (
+    f"training ends before its time, after {MAX_EPOCHS} epochs, since more would only over-fit "
+    "most texts; -s train.max_steps=N trains longer"
+)
 TRIAL_LR_FACTOR = 1e-6  # trial updates must not leave the usual range of values
 
 
@@ -110,7 +114,7 @@ class Budget:
         self.scoring_seconds = RESERVE.fraction * seconds
         self.replan_step: int | None = None
         self.noted_steps = 0  # their number as the user last read it
-        self.has_replanned = False
+        self.planned_step_seconds = self.step_seconds = math.nan  # of a step; measured later
         self.replan_remaining = 0.0
         self.thread_tuner: ThreadTuner | None = None
         self.measured_from = (1, math.nan)  # step and time; the first step is slower than others
@@ -176,20 +180,19 @@ class Budget:
         """Begin to measure steps; call it before the first one."""
         self.measured_from = (max(1, step), self.clock())
         self.noted_steps = config.train.max_steps
+        self.planned_step_seconds = self.remaining / max(1, config.train.max_steps - step)
         self._schedule_replanning(config, step, 0)
 
     def adjust(self, config: Config, step: int, speed: float, notes: list[str]) -> Config:
         """Return the config to continue with after `step` steps; add sentences to `notes`."""
         replanned = self.replan(config, step)
         if replanned is not None:
-            new, is_first = replanned.train.max_steps, not self.has_replanned
-            found = replanning_notes(
-                self.noted_steps, new, step, is_first=is_first, limit=self.max_steps
-            )
+            new, slowdown = replanned.train.max_steps, self.step_seconds / self.planned_step_seconds
+            found = replanning_notes(self.noted_steps, new, slowdown, self.max_steps)
             if found:
                 notes += found
                 self.noted_steps = new
-            config, self.has_replanned = replanned, True
+            config = replanned
         threads = self.thread_tuner.update(speed) if self.thread_tuner and speed else None
         if threads is not None:
             unit = "thread" if threads == 1 else "threads"
@@ -211,8 +214,8 @@ class Budget:
             return None
         if step < self.replan_step and remaining >= self.replan_remaining:
             return None
-        step_seconds = (now - since) / (step - first)
-        config = replan(config, step, step_seconds, remaining, self.max_steps)
+        self.step_seconds = (now - since) / (step - first)
+        config = replan(config, step, self.step_seconds, remaining, self.max_steps)
         self.measured_from = step, now
         self._schedule_replanning(config, step, step)
         return config
@@ -255,28 +258,24 @@ def replan(
     return config.with_values(values)
 
 
-def replanning_notes(
-    old: int,
-    new: int,
-    step: int,
-    *,
-    is_first: bool = True,
-    limit: int | None = None,
-) -> list[str]:
+def replanning_notes(old: int, new: int, slowdown: float, limit: int | None = None) -> list[str]:
     """Return a sentence about a large change of the number of steps, from `old`, or none.
 
-    Only the first change compares the machine with its speed as measured before training. `limit`
-    is that of `replan`.
+    Args:
+        old: number of steps as last noted.
+        new: number of steps now.
+        slowdown: how many times as long as planned a step takes.
+        limit: that of `replan`.
     """
     if abs(new - old) < REPLANNING.noted_change * old:
         return []
     if new == limit:
-        return [f"re-planned: {old:,} -> {new:,} steps: {OVERFITTING}"]
-    slowdown, cause = (old - step) / (new - step), ""
-    if is_first and slowdown >= REPLANNING.noted_slowdown:
-        times = f"{slowdown:.1f}" if slowdown < 9.95 else f"{slowdown:.0f}"
-        cause = f": the machine is {times} times slower than measured"
-    return [f"re-planned: {old:,} -> {new:,} steps{cause}"]
+        return [f"re-planned: {old:,} -> {new:,} steps: {EPOCH_LIMIT}"]
+    cause = "slower" if new < old else "faster"
+    if new < old and slowdown >= REPLANNING.noted_slowdown:
+        cause = f"{slowdown:.1f}" if slowdown < 9.95 else f"{slowdown:.0f}"
+        cause += " times slower"
+    return [f"re-planned: {old:,} -> {new:,} steps: training is {cause} than planned"]
 
 
 def next_replan_step(config: Config, step: int) -> int | None:

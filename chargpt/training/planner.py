@@ -24,7 +24,8 @@ from chargpt.errors import ConfigError
 from chargpt.models import count_parameters
 from chargpt.text.corpus import SPLITS, Corpus
 from chargpt.training.budget import (
-    OVERFITTING,
+    EPOCH_LIMIT,
+    MAX_EPOCHS,
     REPLANNING,
     Budget,
     measure_step_seconds,
@@ -85,7 +86,7 @@ class Recipe:
     usable_memory: float = 0.6  # fraction: the memory of a run is an estimate
     short: int = 1_000_000  # below it the law thinks too well of larger sizes
     short_gain: float = 0.01  # nats that a larger size then has to gain by the law
-    max_epochs: int = 40
+    max_epochs: int = MAX_EPOCHS
     max_parameters: int = 12  # per character of the text: the most of the fitted runs
     tune_characters: int = 20_000  # to fit a mixture to; more gain nothing
     min_block_size: int = 8
@@ -258,7 +259,7 @@ class _Planner:
         length = length_settings(config, characters, self.text_characters, parameters)
         max_characters = RECIPE.max_epochs * self.text_characters
         self.budget.max_steps = max(REPLANNING.min_steps, max_characters // config.step_tokens)
-        notes = [OVERFITTING] if characters == max_characters else []
+        notes = [EPOCH_LIMIT] if characters == max_characters else []
         if self.chooses_size and (note := extrapolation(parameters, characters)):
             notes.append(note)
         return Plan(self.with_free(config, length), speed, self.chooses_size, notes)
