@@ -354,10 +354,13 @@ def test_evaluate_and_compare_show_the_mixture_beside_the_gpt(run_of: Path, cli:
     rows = [line for line in shown.stdout.splitlines() if "gpt" in line]
     assert len(rows) == 2
     assert f"gpt + {ORDER}-gram" in rows[1]
+    assert "with the mixture on cpu" in shown.stdout
+    assert "8-gram" not in cli("evaluate", run_of, "--no-mixture").stdout
     measured = json.loads(cli("evaluate", run_of, "--json").stdout)
     assert f"{measured['mixture']['nats_per_char']:.4f}" in rows[1]
     assert f"{measured['nats_per_char']:.4f}" in rows[0], "the GPT's own figure is not in its place"
     compared = json.loads(cli("compare", run_of, "--json").stdout)["rows"]
+    compared = [row for row in compared if row["run"]]
     assert [row["model"] for row in compared] == ["run", f"run + {ORDER}-gram"]
     assert compared[1]["nats_per_char"] == pytest.approx(measured["mixture"]["nats_per_char"])
 
@@ -405,6 +408,10 @@ def test_a_budget_that_is_too_short_to_count_in_has_no_mixture(verse: Path) -> N
         assert [note for note in chosen.notes if "without a mixture" in note] == (
             [] if length else [chosen.notes[-1]]
         )
+    short = load_corpus(TextConfig(), content="The sea, the light.\n" * 150)
+    _, chosen = with_tune_split(Config(), short, Budget(10.0))
+    assert not len(chosen.split("tune"))
+    assert "without a mixture: the text is too short" in chosen.notes[-1]
     fixed = Config().with_values({"text.tune_characters": 300})
     budget = Budget(0.5 * limit, {"text.tune_characters"})
     assert len(with_tune_split(fixed, corpus, budget)[1].split("tune")) == 300

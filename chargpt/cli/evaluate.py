@@ -15,9 +15,8 @@ from chargpt.errors import ConfigError, RunError
 from chargpt.inference import evaluation
 from chargpt.inference.evaluation import Evaluation
 from chargpt.inference.windows import Protocol
-from chargpt.store.mixture import has_mixture, with_mixture
+from chargpt.store.mixture import has_mixture
 from chargpt.store.run import Run
-from chargpt.text.corpus import Split
 
 
 def evaluate(
@@ -41,6 +40,10 @@ def evaluate(
     ] = None,
     checkpoint: options.Checkpoint = "best",
     unknown: options.UnknownPolicy = None,
+    mixture: Annotated[
+        bool,
+        typer.Option("--mixture/--no-mixture", help="Also measure the run's mixture, if any."),
+    ] = True,
     json_: options.Json = False,
     device: options.Device = None,
     encoding: options.Encoding = None,
@@ -68,47 +71,61 @@ def evaluate(
             "--encoding, --encoding-errors and --unknown concern another text; name it with --text"
         )
     loaded = replace(loaded, config=loaded.config.with_values(wanted))
-    start = time.perf_counter()
-    result = measure(loaded, split, protocol, text, stride)
-    seconds = time.perf_counter() - start
-    measured = {f"{loaded.config.model.kind}, step {loaded.step:,}": result}
-    if has_mixture(loaded):
+
+    def measure(run: Run, name: str) -> tuple[Evaluation, float]:
+        """Evaluate a run with a progress bar; return the seconds that it took, too."""
+        start = time.perf_counter()
+        with show_progress("character", f"scored, {name}") as on_progress:
+            result = evaluation.evaluate(
+                run, split, protocol, text, stride=stride, on_progress=on_progress
+            )
+        return result, time.perf_counter() - start
+
+    kind = loaded.config.model.kind
+    result, seconds = measure(loaded, kind)
+    measured = {f"{kind}, step {loaded.step:,}": result}
+    times = [
+        f"{console.duration(seconds)} ({console.short(result.characters / seconds)} characters/s)"
+    ]
+    if mixture and has_mixture(loaded):
         try:
-            measured[MIXTURE] = measure(with_mixture(loaded), split, protocol, text, stride)
+            measured[MIXTURE], more = measure(runs.count_mixture(loaded), MIXTURE)
+            times.append(f"{console.duration(more)} with the mixture")
         except RunError as error:
             console.say(str(error))
     console.say_unknown(result.unknown, loaded.config.text.unknown)
     name = str(text) if text else loaded.state.text
     if json_:
-        facts: dict[str, object] = {
-            **result.as_dict(),
-            "parameters": loaded.model.parameter_count(),
-            "steps": loaded.step,
-            "seconds": round(seconds, 3),
-            "chars_per_second": round(result.characters / seconds),
-            "text": name,
-            "run": str(loaded.folder),
-        }
-        if MIXTURE in measured:
-            facts["mixture"] = measured[MIXTURE].as_dict()
-        console.out_json(facts)
+        console.out_json({**as_json(loaded, measured, seconds), "text": name})
         return
     part = "all of it" if text else f"{split} split"
-    show(loaded, measured, seconds, f"{name}, {part}")
+    show(measured, f"{name}, {part}")
+    console.out_sentence(
+        f"{console.characters(result.characters)} scored in {', and in '.join(times)} on "
+        f"{loaded.model.device.type}"
+    )
+    if result.nats_per_document is not None:
+        console.out(f"{result.nats_per_document:.2f} nats/document ({kind})")
+    if result.protocol == "nanogpt":
+        console.out_sentence("its random blocks overlap: the standard error is too small")
 
 
-def measure(
-    run: Run, split: Split, protocol: Protocol, text: Path | None, stride: int | None
-) -> Evaluation:
-    """Evaluate a run with a progress bar."""
-    with show_progress("character", "scored") as on_progress:
-        return evaluation.evaluate(
-            run, split, protocol, text, stride=stride, on_progress=on_progress
-        )
+def as_json(loaded: Run, measured: Mapping[str, Evaluation], seconds: float) -> dict[str, object]:
+    """Return what was measured under the JSON keys that all commands use."""
+    result, *mixture = measured.values()
+    return {
+        **result.as_dict(),
+        "parameters": loaded.model.parameter_count(),
+        "steps": loaded.step,
+        "seconds": round(seconds, 3),
+        "chars_per_second": round(result.characters / seconds),
+        "run": str(loaded.folder),
+        **({"mixture": mixture[0].as_dict()} if mixture else {}),
+    }
 
 
-def show(loaded: Run, measured: Mapping[str, Evaluation], seconds: float, title: str) -> None:
-    """Print as a table what was measured, of the model in `seconds`, and of its mixture."""
+def show(measured: Mapping[str, Evaluation], title: str) -> None:
+    """Print as a table what was measured of a run and its mixture."""
     result, *_ = measured.values()
     tables.table(
         ["model", "nats/char", "bits/char", "perplexity", "accuracy", "std error"],
@@ -123,13 +140,3 @@ def show(loaded: Run, measured: Mapping[str, Evaluation], seconds: float, title:
         ],
         title=f"{title}: protocol {result.protocol}, blocks of {result.block_size}",
     )
-    alone = ", without the mixture" if MIXTURE in measured else ""
-    console.out(
-        f"{console.characters(result.characters)} scored in {console.duration(seconds)} "
-        f"({console.short(result.characters / seconds)} characters/s) on "
-        f"{loaded.model.device.type}{alone}"
-    )
-    if result.nats_per_document is not None:
-        console.out(f"{result.nats_per_document:.2f} nats/document")
-    if result.protocol == "nanogpt":
-        console.out_sentence("its random blocks overlap: the standard error is too small")

@@ -100,4 +100,17 @@ def load_named_run(
         console.say(note)
     if choose_threads:
         measure_threads(run.model.device)
-    return with_mixture(run) if mixture else run
+    return count_mixture(run) if mixture else run
+
+
+def count_mixture(run: Run) -> Run:
+    """Return a run with its mixture in place of its GPT, with a word if counting is slow.
+
+    Raises:
+        RunError: it has none, or that of another checkpoint, or the file is damaged.
+    """
+    notice = console.say_if_slow("counting the n-grams of the training text ...")
+    try:
+        return with_mixture(run)
+    finally:
+        notice.cancel()

@@ -21,11 +21,19 @@ from chargpt.models.base import LanguageModel
 from chargpt.models.cache import KVCache
 from chargpt.models.gpt import GPT
 from chargpt.models.ngram import MAX_TOKENS, NGramLM
-from chargpt.models.word_ngram import BACKOFF_ORDER, LOOKBACK, NO_TOKEN, Bools, WordNGrams
+from chargpt.models.word_ngram import BACKOFF_ORDER, LOOKBACK, NO_TOKEN, WORDS, Bools, WordNGrams
 from chargpt.text.tokenizer import Tokens
 
 ORDER = 8  # of the n-gram model: higher ones gain nothing
 HIDDEN = 16  # units of the gate
+
+
+def build_gate(n_tokens: int, order: int = ORDER) -> nn.Sequential:
+    """Return a gate for the counts of a text of so many tokens."""
+    n_orders = min(order, n_tokens) + WORDS + 1
+    return nn.Sequential(
+        nn.Linear(2 * n_orders, HIDDEN), nn.SiLU(), nn.Linear(HIDDEN, 1 + n_orders)
+    )
 
 
 class Mixture(LanguageModel):
@@ -47,10 +55,7 @@ class Mixture(LanguageModel):
         self.gpt, self.in_words, self.order = gpt, in_words, order
         self.first_continuation = gpt.first_continuation
         self.count(tokens)
-        n_orders = len(self.ngram.orders) + len(self.word_ngrams.orders)
-        self.gate = nn.Sequential(
-            nn.Linear(2 * n_orders, HIDDEN), nn.SiLU(), nn.Linear(HIDDEN, 1 + n_orders)
-        )
+        self.gate = build_gate(len(tokens), order)
 
     def count(self, tokens: Tokens) -> None:
         """Estimate the n-gram models from the last MAX_TOKENS token ids."""

@@ -12,15 +12,17 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 import torch
+from torch import nn
 
 from chargpt.errors import RunError
 from chargpt.files import exists, read_regular, write_atomically
 from chargpt.models import GPT
-from chargpt.models.mixture import Mixture
+from chargpt.models.mixture import Mixture, build_gate
 from chargpt.models.ngram import MAX_TOKENS
 from chargpt.models.word_ngram import word_tokens
 from chargpt.store.layout import MIXTURE
 from chargpt.store.run import Run, as_run
+from chargpt.text.tokenizer import Tokens
 
 MAX_BYTES = 4 * MAX_TOKENS + 1_000_000
 
@@ -68,12 +70,27 @@ def find_mixture(run: Run) -> Run | None:
 def with_mixture(run: Run | str | Path) -> Run:
     """Return a run, or that of a folder, with the mixture in place of its GPT.
 
+    Its n-grams are counted, which takes up to two seconds.
+
     Raises:
         RunError: it has none, or that of another checkpoint, or the file is damaged.
     """
     run = as_run(run)
-    path, model = run.folder / MIXTURE, run.model
-    if not has_mixture(run) or not isinstance(model, GPT):
+    tokens, gate = read_mixture(run)
+    assert isinstance(run.model, GPT)
+    mixture = Mixture(run.model, tokens, word_tokens(run.tokenizer))
+    mixture.gate.load_state_dict(gate.state_dict())
+    return replace(run, model=mixture.to(run.model.device).eval())
+
+
+def read_mixture(run: Run) -> tuple[Tokens, nn.Sequential]:
+    """Return the tokens that a run's mixture counts, and its gate.
+
+    Raises:
+        RunError: it has no mixture, or that of another checkpoint, or the file is damaged.
+    """
+    path = run.folder / MIXTURE
+    if not has_mixture(run) or not isinstance(run.model, GPT):
         raise RunError(
             f"{run.folder} has no mixture with n-gram counts; train a run with a --budget, or with "
             "-s text.tune_characters=20000, to its end"
@@ -82,13 +99,12 @@ def with_mixture(run: Run | str | Path) -> Run:
         arrays = safetensors.numpy.load(read_regular(path, MAX_BYTES))
         step, key, tokens = arrays.pop("step").item(), arrays.pop("key"), arrays.pop("tokens")
         is_valid = tokens.ndim == 1 and tokens.dtype == run.tokenizer.dtype
-        if not (is_valid and 0 < len(tokens) <= MAX_TOKENS and tokens.max() < model.vocab_size):
+        if not (is_valid and 0 < len(tokens) <= MAX_TOKENS and tokens.max() < run.model.vocab_size):
             raise ValueError("its tokens are not those of the run's text")
-        mixture = Mixture(model, tokens, word_tokens(run.tokenizer))
-        gate = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        if not all(tensor.isfinite().all() for tensor in gate.values()):
+        gate = build_gate(len(tokens))
+        gate.load_state_dict({name: torch.from_numpy(array) for name, array in arrays.items()})
+        if not all(parameter.isfinite().all() for parameter in gate.parameters()):
             raise ValueError("a weight of its gate is not finite")
-        mixture.gate.load_state_dict(gate)
     except (OSError, ValueError, KeyError, RuntimeError, safetensors.SafetensorError) as error:
         reason = str(error).partition("\n")[0]
         raise RunError(
@@ -99,4 +115,4 @@ def with_mixture(run: Run | str | Path) -> Run:
             f"the mixture of {run.folder} is that of step {step:,}, not of step {run.step:,}; use "
             "that checkpoint, or train the run to its end"
         )
-    return replace(run, model=mixture.to(model.device).eval())
+    return tokens, gate

@@ -45,6 +45,8 @@ class Run:
             TextError: the text is empty or longer than the block size.
             UnknownCharacterError: the vocabulary lacks a character.
         """
+        if not isinstance(text, str):
+            raise TextError(f"expected a text (it is {text!r:.100})")
         if not 1 <= len(text) <= self.model.block_size:
             raise TextError(
                 f"the text has {len(text):,} characters, and logits are computed for 1 to "
@@ -122,7 +124,13 @@ def open_run(path: str | Path) -> RunFolder:
 
 
 def as_run(run: Run | str | Path) -> Run:
-    """Return a run; of a folder, the run with its best checkpoint, as `load_run` does."""
+    """Return a run; of a folder, the run with its best checkpoint, as `load_run` does.
+
+    Raises:
+        RunError: it is neither, or cannot be loaded.
+    """
+    if not isinstance(run, Run | str | Path):
+        raise RunError(f"expected a run or the path of its folder (it is {run!r:.100})")
     return run if isinstance(run, Run) else load_run(run)
 
 

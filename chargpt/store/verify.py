@@ -16,7 +16,7 @@ from chargpt.store.checkpoint import (
 )
 from chargpt.store.folder import RunFolder
 from chargpt.store.layout import MIXTURE
-from chargpt.store.mixture import OtherCheckpointError, with_mixture
+from chargpt.store.mixture import OtherCheckpointError, read_mixture
 from chargpt.store.run import load_run
 from chargpt.store.tensors import load_weights, require_finite
 from chargpt.text.tokenizer import CharTokenizer
@@ -59,7 +59,7 @@ def verify(run: RunFolder) -> Verification:
     ]
     if uses["best"] is not None and exists(run.path / MIXTURE):
         try:
-            with_mixture(load_run(run.path, device="cpu"))
+            read_mixture(load_run(run.path, device="cpu"))
         except OtherCheckpointError as error:
             notes.append(str(error))
         except RunError as error:

@@ -22,12 +22,13 @@ from chargpt.store.folder import RunFolder
 from chargpt.store.layout import has_checkpoint
 from chargpt.store.run import Run, newest_run, open_run
 from chargpt.text import OnLoading
-from chargpt.text.corpus import Corpus, load_cached, load_corpus
+from chargpt.text.corpus import MAX_TUNE_FRACTION, Corpus, load_cached, load_corpus
 from chargpt.text.describe import warn_of_length, warn_of_list
 from chargpt.text.source import STDIN
 from chargpt.training.budget import REPLANNING, RESERVE, Budget, counting_seconds
 from chargpt.training.cost import Cost, expected_cost
 from chargpt.training.finetune import describe_start, load_start, settings_from
+from chargpt.training.mixing import MIN_CHARACTERS
 from chargpt.training.planner import RECIPE, Plan, plan
 from chargpt.training.request import Request, StartMode
 from chargpt.training.resume import resume
@@ -171,19 +172,23 @@ def create_run(
 def with_tune_split(settings: Config, corpus: Corpus, budget: Budget) -> tuple[Config, Corpus]:
     """Return config and text with a tune split for a mixture, unless its length is fixed.
 
-    There is none, with a note, if counting the n-grams would take too much of the budget.
+    There is none, with a note, if the text is too short for it, or if counting the n-grams would
+    take too much of the budget.
     """
-    key = "text.tune_characters"
+    key, note = "text.tune_characters", ""
     if key not in budget.fixed and settings.model.kind == "gpt":
         seconds = counting_seconds(corpus)
-        if seconds <= RESERVE.counting_fraction * budget.seconds:
-            settings = settings.with_values({key: RECIPE.tune_characters})
-        else:
+        if MAX_TUNE_FRACTION * corpus.characters < MIN_CHARACTERS:
+            note = "without a mixture: the text is too short to fit one to 3% of it"
+        elif seconds > RESERVE.counting_fraction * budget.seconds:
             note = (
                 f"without a mixture: counting n-grams would take about {seconds:.1f} s of the "
                 f"{budget.seconds:g} s; give a longer --budget"
             )
-            corpus = replace(corpus, notes=(*corpus.notes, note))
+        else:
+            settings = settings.with_values({key: RECIPE.tune_characters})
+    if note:
+        corpus = replace(corpus, notes=(*corpus.notes, note))
     return settings, replace(corpus, tune_characters=settings.text.tune_characters)
 
 
