@@ -11,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chargpt.analysis import memorization as module
-from chargpt.analysis.memorization import LENGTHS, MIN_MATCH, find_overlap
+from chargpt.analysis.memorization import (
+    LENGTHS,
+    MIN_MATCH,
+    find_overlap,
+    longest_match,
+    measure_overlap,
+)
 from chargpt.config import TextConfig
 from chargpt.text.corpus import load_corpus
 
@@ -107,6 +113,18 @@ def test_short_texts_and_no_texts_are_accepted(training: str) -> None:
     assert find_overlap(tokens(training), []) == []
     empty, short = find_overlap(tokens(training), [tokens(""), tokens("abc")])
     assert empty.novel == short.novel == {}
+
+
+def test_held_out_text_is_taken_from_all_of_the_validation_split(training: str) -> None:
+    random = np.random.default_rng(0)
+    copied, new = training[:400], "".join(map(chr, random.integers(97, 123, 2700)))
+    corpus = load_corpus(TextConfig(val_fraction=0.1), content=training[:27_900] + copied + new)
+    report = measure_overlap(corpus, [training[500:700]])
+    assert longest_match(report.held_out) == 200  # of the part that is copied
+    assert report.longest_held_out == 0  # of most parts
+    _, (_, ours, unseen), *_ = report.novel_rows()[-2:] + report.novel_rows()
+    assert ours == "0.0%"
+    assert float(unseen.rstrip("%")) > 50
 
 
 def test_sample_check_reports_matches_and_novel_ngrams(cli: Cli) -> None:

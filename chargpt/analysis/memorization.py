@@ -8,8 +8,10 @@ small table of the texts' hashes.
 Shapes in this file: N = tokens of the training split, M = tokens of all texts together.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +21,7 @@ from chargpt.text.corpus import Corpus
 from chargpt.text.tokenizer import Tokens
 
 LENGTHS = (4, 6, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+MIN_HELD_OUT = 16  # parts of the validation split, whose overlap varies much
 MIN_MATCH = 20  # characters of a match that counts; shorter ones are common phrases
 CHUNK = 2**20  # tokens of the training split
 TABLE_BITS = 22  # of a hash, by which most n-grams of the training split are skipped
@@ -53,8 +56,15 @@ class OverlapReport:
     """Overlap of generated texts, and of held-out text for reference."""
 
     texts: list[Overlap]
-    held_out: list[Overlap]  # of as many parts of the validation split, of the same lengths
+    held_out: list[Overlap]  # of parts of the validation split, of the same lengths in turn
     training: Tokens  # of the training split
+
+    @property
+    def longest_held_out(self) -> int:
+        """Length of the longest match in as much held-out text, the median; 0 if there is none."""
+        n_texts = len(self.texts)
+        groups = [self.held_out[i : i + n_texts] for i in range(0, len(self.held_out), n_texts)]
+        return round(median(map(longest_match, groups))) if groups else 0
 
     def novel_rows(self) -> list[list[str]]:
         """Return n, the novel fraction in the texts and in held-out text as rows of a table."""
@@ -100,10 +110,13 @@ def measure_overlap(
     """
     training, unseen = corpus.split("train"), corpus.split("val")
     generated = [corpus.tokenizer.encode(text, unknown="replace") for text in texts]
+    repeats = math.ceil(MIN_HELD_OUT / max(1, len(generated)))
     held_out = []
-    for number, tokens in enumerate(generated):
-        start = (len(unseen) - len(tokens)) * number // max(1, len(generated) - 1)
-        held_out.append(unseen[max(0, start) :][: len(tokens)])
+    for repeat in range(repeats):
+        for number, tokens in enumerate(generated):
+            place = (number * repeats + repeat) / max(1, repeats * len(generated) - 1)
+            start = max(0, round((len(unseen) - len(tokens)) * place))
+            held_out.append(unseen[start:][: len(tokens)])
     found = find_overlap(training, [*generated, *held_out], on_progress)
     in_texts = [
         _by_character(each, tokens < corpus.tokenizer.first_continuation)

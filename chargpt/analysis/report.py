@@ -191,7 +191,7 @@ def overlap(run: Run, corpus: Corpus) -> Facts:
             "temperature": run.config.sample.temperature,
             "min_match": memorization.MIN_MATCH,
             "longest": memorization.longest_match(found.texts),
-            "longest_unseen": memorization.longest_match(found.held_out),
+            "longest_unseen": found.longest_held_out,
             "novel": found.novel_rows(),
             "marked": marked,
         }

@@ -14,7 +14,6 @@ from chargpt.analysis.memorization import (
     MIN_MATCH,
     OverlapReport,
     find_items,
-    longest_match,
     measure_overlap,
 )
 from chargpt.cli import console, options, runs, tables
@@ -208,8 +207,10 @@ def print_samples(
     if overlap is not None and boundary:
         n_new = sum(text not in copied for text in texts)
         console.out_sentence(
-            f"of {len(texts):,} documents, {n_new:,} are new (those in the training text stand in "
-            f"⟦ ⟧), {len(set(texts)):,} distinct, {len(set(texts) - copied):,} new and distinct"
+            f"of {len(texts):,} documents, {n_new:,} are not in the training text, "
+            f"{len(set(texts)):,} are distinct, and {len(set(texts) - copied):,} are both; ⟦ ⟧: "
+            "verbatim matches with the training text, of whole documents or "
+            f"{MIN_MATCH} characters or more"
         )
     elif overlap is not None:
         print_overlap(overlap, run)
@@ -254,14 +255,15 @@ def mark(text: str, matched: list[tuple[int, int]]) -> str:
 def print_overlap(overlap: OverlapReport, run: Run) -> None:
     """Print the longest verbatim match, and the novel fractions next to those of held-out text."""
     matches = [each.longest for each in overlap.texts if each.longest]
-    held_out = longest_match(overlap.held_out) or f"under {MIN_MATCH}"
-    reference = f"in held-out text of the same length: {held_out}"
+    held_out = overlap.longest_held_out or f"under {MIN_MATCH}"
+    reference = f"in held-out text of the same length, median: {held_out}"
     if matches:
         match = max(matches, key=lambda each: each.length)
         text = run.tokenizer.decode(overlap.training[match.place : match.place + match.length])
+        start = run.tokenizer.count_characters(overlap.training[: match.place])
         console.out_sentence(
             f"⟦ ⟧: verbatim matches of {MIN_MATCH} characters or more with the training text; the "
-            f"longest: {len(text)} characters ({reference}), from character {match.place:,} on: "
+            f"longest: {len(text)} characters ({reference}), from character {start:,} on: "
             f"{display_text(text)[:80]}"
         )
     else:
