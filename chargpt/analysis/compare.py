@@ -81,8 +81,15 @@ class Comparison:
         return f"{scored:,} of {self.val_characters:,} validation characters, protocol full"
 
     def add_baselines(self, baselines: Baselines, val: Tokens) -> None:
-        """Score the baselines on the validation split."""
-        self.baselines = baselines.losses(val, max_characters=self.max_characters, span=self.span)
+        """Score the baselines on the validation split and add them."""
+        losses = baselines.losses(val, max_characters=self.max_characters, span=self.span)
+        vocab_size, self.baselines = baselines.ngram.vocab_size, losses
+        self.rows += [
+            Row("uniform", losses["uniform"], 0),
+            Row("unigram (counts)", losses["unigram"], vocab_size),
+            Row("bigram (counts)", losses["bigram"], vocab_size**2),
+            Row(f"{NGRAM} (counts)", losses[NGRAM]),
+        ]
 
     def add_run(self, name: str, run: Run, corpus: Corpus, mixed: Run | None) -> None:
         """Evaluate a trained run on the validation split of its text and add it under a name.
@@ -161,15 +168,9 @@ def compare(
     """
     corpus = corpus or load_corpus(settings.text)
     baselines, val = Baselines(corpus), corpus.split("val")
-    comparison = Comparison(corpus.name, len(val), settings.model.block_size, max_characters)
+    n_val = corpus.count_characters("val")
+    comparison = Comparison(corpus.name, n_val, settings.model.block_size, max_characters)
     comparison.add_baselines(baselines, val)
-    vocab_size, losses = corpus.tokenizer.vocab_size, comparison.baselines
-    comparison.rows += [
-        Row("uniform", losses["uniform"], 0),
-        Row("unigram (counts)", losses["unigram"], vocab_size),
-        Row("bigram (counts)", losses["bigram"], vocab_size**2),
-        Row(f"{NGRAM} (counts)", losses[NGRAM]),
-    ]
     for kind in models:
         config = model_settings(settings, kind)
         run = train_run(config, folder / kind, corpus, kind, run_trainer, baselines.ngram)
@@ -195,7 +196,8 @@ def compare_runs(paths: Sequence[Path], device: str = "auto") -> Comparison:
                 "or measure each with `chargpt evaluate RUN --text FILE`"
             )
     val, span = corpora[0].split("val"), max(run.model.block_size for run in runs)
-    comparison = Comparison(corpora[0].name, len(val), span, MAX_CHARACTERS)
+    n_val = corpora[0].count_characters("val")
+    comparison = Comparison(corpora[0].name, n_val, span, MAX_CHARACTERS)
     comparison.add_baselines(Baselines(corpora[0]), val)
     for path, run, corpus in zip(paths, runs, corpora, strict=True):
         name = path.name if path.name not in comparison.curves else str(path)

@@ -94,11 +94,12 @@ def compare(
         require_output(plot)
     if seeds > 1 and not ladder:
         raise ConfigError("--seeds applies only to --ladder; add --ladder")
-    if ladder and (models is not None or budget is not None):
-        raise ConfigError(
-            "--ladder trains a fixed list of models; drop --models and --budget, and give fewer "
-            "steps with -s train.max_steps=500"
-        )
+    for name, value in (("--models", models), ("--budget", budget)):
+        if ladder and value is not None:
+            raise ConfigError(
+                f"--ladder trains a fixed list of models; drop {name}; "
+                "-s train.max_steps=500 is shorter"
+            )
     paths = [Path(text) for text in texts or []]
     n_runs = sum(is_run(path) for path in paths)
     if ladder and (len(paths) > 1 or n_runs):
@@ -221,10 +222,15 @@ def print_rows(result: Comparison) -> None:
     if bigrams and gpt is not None:
         differences = [
             describe_difference(gpt, name, min(losses))
-            for name, losses in (("best bigram", bigrams), (NGRAM, others))
+            for name, losses in (("the best bigram", bigrams), (f"the {NGRAM}", others))
             if losses
         ]
         console.out_sentence(f"the gpt is {' and '.join(differences)}")
+    elif len(result.curves) > 1:
+        measured = [(row.evaluation, row.model) for row in result.rows if row.evaluation]
+        (best, name), (second, other), *_ = sorted(measured, key=lambda pair: pair[0].nats_per_char)
+        difference = describe_difference(best, other, second.nats_per_char)
+        console.out_sentence(f"{name} has the lowest loss; it is {difference}")
     if result.curves:
         console.out("validation during training, on a part of the split:")
     for name, points in result.curves.items():

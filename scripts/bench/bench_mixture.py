@@ -39,6 +39,8 @@ def losses_of(run: Path, checkout: Path | None = None) -> dict[str, float]:
     compared = json.loads(chargpt("compare", str(run), "--json", checkout=checkout))
     losses: dict[str, float] = dict(compared.get("baselines", {}))
     for row in compared["rows"]:
+        if row["run"] is None:  # a baseline
+            continue
         name = "gpt + 8-gram" if row["model"].endswith(" + 8-gram") else "gpt"
         losses[name] = row["nats_per_char"]
     return losses
