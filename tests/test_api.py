@@ -195,5 +195,15 @@ def test_a_folder_stands_for_its_run_and_mistakes_are_said_in_a_sentence(
         chargpt.train(out=folder, start="force")
     with pytest.raises(chargpt.ChargptError, match="has no mixture"):
         chargpt.with_mixture(folder)
+    for call in (
+        lambda: chargpt.sample(7),  # type: ignore[arg-type]
+        lambda: chargpt.evaluate(None),  # type: ignore[arg-type]
+        lambda: tiny_run.logits(3),  # type: ignore[arg-type]
+        lambda: tiny_run.logits(["a"]),  # type: ignore[arg-type]
+        lambda: chargpt.train(content=b"abc"),  # type: ignore[arg-type]
+        lambda: chargpt.train(budget=[5]),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(chargpt.ChargptError, match="expected"):
+            call()
     assert repr(tiny_run).startswith(f"Run({folder!r}, gpt, ")
     assert "\n" not in repr(tiny_run)

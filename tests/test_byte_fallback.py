@@ -172,6 +172,14 @@ def test_a_run_with_rare_characters_knows_every_character(cli: Cli) -> None:
     assert done.returncode == 0, done.stderr
     assert "% of the text is rarer: spelled as bytes" in done.stderr
     assert "characters and 2" in done.stderr
+    # lengths are those of characters, not of tokens
+    n_val = math.ceil(len(text) / 10)
+    assert f"({len(text) - n_val:,} train, {n_val:,} val)" in done.stderr
+    assert f" of {n_val:,} validation characters" in done.stdout
+    assert (
+        "of the text, spelled as bytes"
+        in cli("data", "info", "text.txt", "-s", "text.min_count=50").stdout
+    )
     info = json.loads(cli("data", "info", "text.txt", "--json").stdout)
     assert info["characters"] == len(text)
     assert info["rare_fraction"] == 0  # 1e-5 of the text is less than one character

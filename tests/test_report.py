@@ -307,7 +307,13 @@ def test_over_fitting_is_reported_from_the_recorded_losses(cli: Cli, verse: Path
     sentence = "Early stopping: 2 evaluations without a new best."
     assert sentence in summarize(stopped, result, records)
     val = result.losses["val"]
-    easy = type(val)(val.nats_per_char - 0.5, 1, 1, 0, "full", "train", 8)
+    bigram = result.baselines["bigram"]
+    easy, under_fitted = (
+        type(val)(nats, 1, 1, 0, "full", "train", 8) for nats in (bigram - 0.1, bigram + 0.1)
+    )
+    assert val.nats_per_char > bigram + 0.5
+    untrained = RunScores(result.baselines, {"train": under_fitted, "val": val}, 9)
+    assert not any("over-fits" in words for words in summarize(run, untrained, records[:1]))
     memorised = RunScores(result.baselines, {"train": easy, "val": val}, 9)
     for dropout, remedy in ((0.0, "more text or model.dropout would"), (0.1, "more text would")):
         config = run.config.with_values({"model.dropout": dropout})
@@ -521,6 +527,6 @@ def test_a_number_stays_with_its_unit_in_a_tile(phone: Any, joined: Path, width:
 )
 def test_a_difference_within_twice_the_standard_error_is_none(nats: float, expected: str) -> None:
     evaluation = Evaluation(nats, 0.5, 1000, 0.02, "full", "val", 128)
-    sentence = describe_difference(evaluation, "6-gram", 1.6)
+    sentence = describe_difference(evaluation, "the 6-gram", 1.6)
     assert sentence.startswith(expected)
     assert "twice the standard error is 0.040)" in sentence or not expected.endswith(", ")

@@ -41,6 +41,18 @@ class RunScores:
             f"(protocol {val.protocol}), standard error {val.standard_error:.3f}"
         )
 
+    @property
+    def better_part(self) -> tuple[str, float]:
+        """Which part of the mixture has the lower validation loss, and that loss."""
+        parts = {"gpt": self.losses["val"].nats_per_char, NGRAM: self.baselines[NGRAM]}
+        return min(parts.items(), key=lambda part: part[1])
+
+    @property
+    def mixture_gain(self) -> float:
+        """By how many nats the mixture is better than its better part; 0 below MIN_GAIN."""
+        gain = self.better_part[1] - self.mixture.nats_per_char if self.mixture else 0.0
+        return gain if gain >= MIN_GAIN else 0.0
+
     def rows(self, kind: str) -> list[list[str]]:
         """Return the rows of the final table: model, split, nats, bits and perplexity."""
         rows = [(name, "val", nats) for name, nats in self.baselines.items()]
@@ -83,7 +95,8 @@ def score_run(
     baselines = baselines or Baselines(corpus)
     reference = baselines.losses(val, max_characters=scored, span=run.model.block_size)
     mixture = evaluate_tokens(mixed.model, val, max_characters=scored) if mixed else None
-    return RunScores(reference, losses, len(val), mixture, compare_splits(corpus))
+    n_val = corpus.count_characters("val")
+    return RunScores(reference, losses, n_val, mixture, compare_splits(corpus))
 
 
 def describe_difference(evaluation: Evaluation, name: str, reference: float) -> str:
@@ -91,10 +104,10 @@ def describe_difference(evaluation: Evaluation, name: str, reference: float) -> 
     gain, error = reference - evaluation.nats_per_char, 2 * evaluation.standard_error
     if abs(gain) < error:
         return (
-            f"not distinguishable from the {name} ({abs(gain):.3f} nats apart, twice the standard "
+            f"not distinguishable from {name} ({abs(gain):.3f} nats apart, twice the standard "
             f"error is {error:.3f})"
         )
-    return f"{abs(gain):.3f} nats {'better' if gain > 0 else 'worse'} than the {name}"
+    return f"{abs(gain):.3f} nats {'better' if gain > 0 else 'worse'} than {name}"
 
 
 def summarize(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -106,17 +119,18 @@ def summarize(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]])
     best, best_step = run.state.best_nats_per_char, run.state.best_step
     if run.config.model.kind == "gpt":
         differences = [
-            describe_difference(scores.losses["val"], name, scores.baselines[name])
+            describe_difference(scores.losses["val"], f"the {name}", scores.baselines[name])
             for name in ("bigram", NGRAM)
         ]
         sentences.append(f"The gpt is {' and '.join(differences)} on the validation split.")
     if scores.mixture is not None:
-        parts = {"gpt": val_loss, NGRAM: scores.baselines[NGRAM]}
-        better = min(parts, key=parts.__getitem__)
-        gain = parts[better] - scores.mixture.nats_per_char
+        better, _ = scores.better_part
         verdict = f"no better than the {better}."
-        if gain >= MIN_GAIN:
-            verdict = f"{gain:.3f} nats better than the {better}; --mixture uses it."
+        if scores.mixture_gain:
+            verdict = (
+                f"{scores.mixture_gain:.3f} nats better than the {better} on the same characters; "
+                "chargpt sample --mixture uses it."
+            )
         sentences.append(f"The mixture of gpt and n-gram counts is {verdict}")
     if scores.split_warning is not None:
         sentences.append(f"{scores.split_warning[0].upper()}{scores.split_warning[1:]}.")
@@ -140,7 +154,11 @@ def summarize(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]])
             f"{'It over-fits: t' if is_alike else 'T'}he validation loss was lowest {lowest} "
             f"({best:.3f} nats) and rose to {last:.3f} nats{used}.{remedy}"
         )
-    elif val_loss - train_loss > MIN_GAP and scores.split_warning is None:
+    elif (
+        val_loss - train_loss > MIN_GAP
+        and train_loss < scores.baselines["bigram"]
+        and scores.split_warning is None
+    ):
         remedy = "more text" if run.config.model.dropout else "more text or model.dropout"
         sentences.append(
             f"It over-fits: the generalisation gap (validation minus training loss) is "

@@ -12,7 +12,7 @@ from chargpt.cli import console, options, tables
 from chargpt.cli.progress import LoadingProgress
 from chargpt.errors import TextError
 from chargpt.text.catalog import CATALOG, fetch
-from chargpt.text.corpus import load_corpus
+from chargpt.text.corpus import Corpus, load_corpus
 from chargpt.text.describe import Description, describe
 from chargpt.text.display import display_char
 from chargpt.text.settings import build_config
@@ -82,7 +82,7 @@ def info(
     if json_:
         console.out_json(asdict(facts))
     else:
-        _print_facts(corpus.name, facts)
+        _print_facts(corpus, facts)
 
 
 def shown(character: str) -> str:
@@ -91,13 +91,16 @@ def shown(character: str) -> str:
     return f"U+{ord(character):04X}" if sign == "\N{REPLACEMENT CHARACTER}" else sign
 
 
-def _print_facts(name: str, facts: Description) -> None:
+def _print_facts(corpus: Corpus, facts: Description) -> None:
     def listed(pairs: Iterable[tuple[str, int]]) -> str:
         cells = [f"{shown(c)} {count:,}" for c, count in pairs]
         return "\n".join("  ".join(cells[i : i + 5]) for i in range(0, len(cells), 5))
 
+    rare = "none"
+    if corpus.rare_count:
+        rare = f"{facts.rare_fraction:.4%} of the text, {corpus.rare_form}"
     tables.table(
-        ["text", name],
+        ["text", corpus.name],
         [
             ["characters", f"{facts.characters:,}"],
             ["vocabulary", facts.vocabulary],
@@ -105,7 +108,7 @@ def _print_facts(name: str, facts: Description) -> None:
             ["lines", f"{facts.lines:,} (longest {facts.longest_line:,} characters)"],
             ["most frequent", listed(facts.most_frequent)],
             ["least frequent", listed(facts.least_frequent)],
-            ["not in the vocabulary", f"{facts.rare_fraction:.4%} of the characters"],
+            ["rarer characters", rare],
             ["unigram entropy", f"{facts.unigram_bits:.4f} bits/character"],
             ["bigram entropy", f"{facts.bigram_bits:.4f} bits/character"],
         ],

@@ -20,7 +20,11 @@ def score(
         str, typer.Argument(metavar="FILE", help="The text; - or nothing for standard input.")
     ] = "-",
     per_line: Annotated[
-        bool, typer.Option("--per-line", help="Print every line, highest surprisal first.")
+        bool,
+        typer.Option(
+            "--per-line",
+            help="Print bits per character, number and text of every line, highest first.",
+        ),
     ] = False,
     unknown: options.UnknownPolicy = None,
     mixture: options.Mixture = False,

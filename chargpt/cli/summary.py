@@ -38,10 +38,9 @@ def show_plan(trainer: Trainer, cost: Cost) -> None:
     config, corpus = trainer.config, trainer.corpus
     rare = ""
     if corpus.rare_count:
-        become = "spelled as bytes" if corpus.tokenizer.has_bytes else "unknown"
-        rare = f"; {corpus.rare_fraction:.2%} of the text is rarer: {become}"
+        rare = f"; {corpus.rare_fraction:.2%} of the text is rarer: {corpus.rare_form}"
     lengths = ", ".join(
-        f"{len(corpus.split(name)):,} {name}"
+        f"{corpus.count_characters(name):,} {name}"
         for name in ("tune", "train", "val", "test")
         if len(corpus.split(name))
     )
@@ -157,8 +156,9 @@ def print_result(
     console.out_sentence(f"trained {state.step:,} steps in {seconds}; {best_step}")
     path = shlex.quote(str(session.folder.path))
     more = f" -s train.max_steps={2 * state.step}" if session.trainer.finished else ""
+    sample = f"chargpt sample {path}{' --mixture' if scores.mixture_gain else ''}"
     commands = [
-        f"chargpt sample {path}",
+        sample,
         f"chargpt evaluate {path}",
         *([] if has_report else [f"chargpt report {path}"]),
     ]

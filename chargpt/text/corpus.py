@@ -72,10 +72,19 @@ class Corpus:
         """Number of characters of the whole text."""
         return int(self._chunk_starts[-1])
 
+    def count_characters(self, split: Split) -> int:
+        """Return the number of characters of a split, which bytes may spell."""
+        return self.tokenizer.count_characters(self.split(split))
+
     @property
     def rare_fraction(self) -> float:
         """Fraction of the characters that are not in the vocabulary."""
         return self.rare_count / self.characters
+
+    @property
+    def rare_form(self) -> str:
+        """What becomes of characters that are not in the vocabulary."""
+        return "spelled as bytes" if self.tokenizer.has_bytes else "unknown"
 
     @property
     def characters_per_token(self) -> float:

@@ -159,7 +159,8 @@ def _find_folder(root: Path, suffixes: tuple[str, ...]) -> Source:
         common = max(others, key=others.__getitem__) or ".py"
         raise MissingTextError(
             f"the folder {root} holds no file that ends in {', '.join(endings)}; set "
-            f"text.suffixes, or name its files by a pattern, such as '{root}/**/*{common}'"
+            f"text.suffixes to the endings to read, as with -s text.suffixes={common}, or name "
+            f"its files by a pattern, such as '{root}/**/*{common}'"
         )
     name = f"{root.absolute().name}/"
     notes: tuple[str, ...] = ()

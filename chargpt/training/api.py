@@ -56,6 +56,12 @@ def train(
         ChargptError: the text, a setting, the folder or the device is unusable, or the last
             checkpoint or the mixture could not be written.
     """
+    if not isinstance(content, str | None):
+        raise ConfigError(f"content: expected a text (it is of type {type(content).__name__})")
+    if not isinstance(budget, str | int | float | None):
+        raise ConfigError(
+            f"budget: expected seconds, or a time such as '3m' (it is {budget!r:.100})"
+        )
     overrides = [f"{key}={to_yaml(value)}" for key, value in (settings or {}).items()]
     if from_run is not None:
         overrides.append(f"train.from_run={to_yaml(str(Path(from_run).absolute()))}")
