@@ -26,7 +26,7 @@ def explain(
     what: Annotated[
         str | None,
         typer.Argument(
-            metavar="TEXT|RUN", help="A text, or a run. Without it: the newest run, or a text."
+            metavar="FILE|RUN", help="A text file, or a run. Without it: the newest run, or a text."
         ),
     ] = None,
     section: Annotated[
