@@ -79,7 +79,7 @@ def with_mixture(run: Run | str | Path) -> Run:
     tokens, gate = read_mixture(run)
     assert isinstance(run.model, GPT)
     mixture = Mixture(run.model, tokens, word_tokens(run.tokenizer))
-    mixture.gate.load_state_dict(gate.state_dict())
+    mixture.gate = gate
     return replace(run, model=mixture.to(run.model.device).eval())
 
 
