@@ -33,6 +33,20 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or ""
 WIDTHS = {"desktop": (1200, 900), "phone": (390, 844)}
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Use one worker more than cores: some tests wait for processes and clocks."""
+    return (os.cpu_count() or 1) + 1
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Run all tests of a file in one worker, so that their runs are trained once."""
+    from xdist.scheduler import LoadFileScheduling
+
+    return LoadFileScheduling(config, log)
+
+
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Give each test a cache of its own."""

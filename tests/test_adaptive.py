@@ -1,13 +1,14 @@
 """The protocol `adaptive`: a mixture that learns from the text that it predicts."""
 
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import Cli, refusal
+from conftest import REPOSITORY, Cli, refusal
 
 import chargpt
 from chargpt.inference import coding
@@ -38,10 +39,19 @@ SENTENCES = ("ORLA: Seven gulls sat by the lamp.\n", "NED: No boat has come toni
 NEW = "".join(SENTENCES[i % 7 % 2] for i in range(60))  # what the run has not read, repeated
 
 
-@pytest.fixture
-def run(verse: Path) -> Run:
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small run with its mixture."""
-    return with_mixture(chargpt.train(verse, settings=SETTINGS, out="run"))
+    folder = tmp_path_factory.mktemp("trained")
+    text = REPOSITORY / "data" / "lighthouse.txt"
+    chargpt.train(text, settings=SETTINGS, out=folder / "run")
+    return folder / "run"
+
+
+@pytest.fixture
+def run(trained: Path) -> Run:
+    shutil.copytree(trained, "run")
+    return with_mixture(chargpt.load_run("run", device="cpu"))
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +84,7 @@ def test_a_prediction_depends_only_on_what_was_before(run: Run, place: int) -> N
     assert not np.allclose(before[place - 1 :], after[place - 1 :])
 
 
-@pytest.mark.parametrize("length", [0, 1, 2, 16, 17, 33, 700])
+@pytest.mark.parametrize("length", [0, 1, 2, 16, 17, 33, 500])
 def test_the_size_of_a_compressed_text_is_its_adaptive_loss(run: Run, length: int) -> None:
     text = NEW[:length]
     decoder = partial(AdaptiveDecoder, run)
@@ -87,8 +97,8 @@ def test_the_size_of_a_compressed_text_is_its_adaptive_loss(run: Run, length: in
 
 
 def test_several_lanes_are_restored(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coding, "MIN_LANE_CHARACTERS", 500)
-    text = NEW[:2050]
+    monkeypatch.setattr(coding, "MIN_LANE_CHARACTERS", 200)
+    text = NEW[:850]
     decoder = partial(AdaptiveDecoder, run)
     packed = compress(run, text.encode(), adaptive=decoder)
     assert len(split_into_lanes(encoded(run, text), MAX_ADAPTIVE_LANES)) == 4
@@ -105,13 +115,13 @@ def test_the_commands_adapt_if_asked(run: Run, cli: Cli) -> None:
     assert shown["--adaptive",]["bits_per_char"] < shown["--mixture",]["bits_per_char"] - 0.3
     scored = score(run, NEW, losses_of=adaptive_losses)
     assert shown["--adaptive",]["bits_per_char"] == pytest.approx(scored.bits_per_char, rel=1e-4)
-    Path("part.txt").write_text(NEW[:700])
+    Path("part.txt").write_text(NEW[:300])
     for words, name in (((), "a.cgpt"), (("--adaptive",), "b.cgpt")):
         done = cli("compress", "run", "part.txt", name, *words)
         assert done.returncode == 0, done.stderr
         back = cli("decompress", "run", name, name + ".txt")
         assert back.returncode == 0, back.stderr
-        assert Path(name + ".txt").read_text() == NEW[:700]
+        assert Path(name + ".txt").read_text() == NEW[:300]
     assert Path("b.cgpt").stat().st_size < Path("a.cgpt").stat().st_size
     Path("run", "mixture.safetensors").unlink()
     assert "has no mixture" in refusal(cli("score", "run", "new.txt", "--adaptive"))

@@ -400,18 +400,18 @@ def test_training_continues_after_stderr_is_closed(verse: Path, tmp_path: Path) 
     assert process.wait(timeout=30) == 128 + signal.SIGTERM
 
 
-def test_a_run_in_use_by_another_process_is_rejected(verse: Path, tmp_path: Path) -> None:
+def test_a_run_in_use_by_another_process_is_rejected(verse: Path, tmp_path: Path, cli: Cli) -> None:
     first = start_training(verse, *LONG, "-s", "train.save_every=5", "--out", "run", cwd=tmp_path)
     try:
         for args in (["--resume", "run"], [verse, *QUICK, "--out", "run", "--force"]):
-            message = refusal(run_cli("train", *args, cwd=tmp_path))
+            message = refusal(cli("train", *args))
             assert "another process is training into run" in message
     finally:
         first.kill()
         first.communicate()
     step = RunFolder(tmp_path / "run").load("latest")[0].state.step
     args = ("--resume", "run", "-s", f"train.max_steps={step + 3}")
-    assert run_cli("train", *args, cwd=tmp_path).returncode == 0
+    assert cli("train", *args).returncode == 0
 
 
 def test_a_failed_save_is_announced_once_while_training_continues(
@@ -515,8 +515,8 @@ def test_verify_names_the_damaged_file_and_the_checkpoint_used_instead(
     assert not states["step-00000006"]
 
 
-def test_an_ascii_terminal_gets_a_table(trained: Path, tmp_path: Path) -> None:
-    run_cli("data", "info", trained.parent / "novel.txt", cwd=tmp_path)
+def test_an_ascii_terminal_gets_a_table(trained: Path, tmp_path: Path, cli: Cli) -> None:
+    cli("data", "info", trained.parent / "novel.txt")
     done = run_cli(
         "evaluate", trained, cwd=tmp_path, PYTHONUTF8="0", PYTHONIOENCODING="ascii", LC_ALL="C"
     )
@@ -679,11 +679,11 @@ def test_the_first_of_several_samples_equals_a_single_sample(trained: Path, cli:
     assert cli("sample", trained, "--num-samples", "2").stdout.count("-- sample") == 2
 
 
-def test_a_prompt_comes_from_a_file_or_standard_input(trained: Path, tmp_path: Path) -> None:
+def test_a_prompt_comes_from_a_file_or_standard_input(
+    trained: Path, tmp_path: Path, cli: Cli
+) -> None:
     (tmp_path / "prompt.txt").write_text("The keeper")
-    from_file = run_cli(
-        "sample", trained, "--prompt-file", "prompt.txt", "--seed", 1, "--length", 9, cwd=tmp_path
-    )
+    from_file = cli("sample", trained, "--prompt-file", "prompt.txt", "--seed", 1, "--length", 9)
     from_stdin = run_cli(
         "sample",
         trained,

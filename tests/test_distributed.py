@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, run_cli
+from conftest import REPOSITORY, Cli
 
 SETTINGS = (
     "-s train.max_steps=8 -s train.batch_size=8 -s train.accumulate=2 -s train.evaluate_every=4 "
@@ -43,8 +43,10 @@ def losses(run: Path) -> list[float]:
     ]
 
 
-def test_two_ranks_train_to_the_losses_of_one_process(verse: Path, tmp_path: Path) -> None:
-    alone = run_cli("train", verse, *SETTINGS, "--out", "alone", cwd=tmp_path)
+def test_two_ranks_train_to_the_losses_of_one_process(
+    verse: Path, tmp_path: Path, cli: Cli
+) -> None:
+    alone = cli("train", verse, *SETTINGS, "--out", "alone")
     assert alone.returncode == 0, alone.stderr
     together = torchrun("train", verse, *SETTINGS, "--out", "together", cwd=tmp_path)
     assert together.returncode == 0, together.stderr

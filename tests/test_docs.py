@@ -39,7 +39,7 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
     cells = json.loads((REPOSITORY / "docs" / "tour.ipynb").read_text(encoding="utf-8"))["cells"]
     code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     done = subprocess.run(
-        [sys.executable, "-c", code.replace('budget="30s"', 'budget="10s"')],
+        [sys.executable, "-c", code.replace('budget="30s"', 'budget="6s"')],
         cwd=tmp_path,
         capture_output=True,
         text=True,

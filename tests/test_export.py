@@ -7,8 +7,9 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -91,18 +92,38 @@ def test_the_model_card_says_how_the_loss_was_measured() -> None:
     assert "Loss: not measured" in model_card(replace(run, state=RunState(7)))
 
 
+class Exported(NamedTuple):
+    """An export, its run, and what its check found."""
+
+    run: Run
+    path: Path
+    check: check.Check
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Exported]:
+    """Exports by format and vocabulary, each made once."""
+    folder = tmp_path_factory.mktemp("exports")
+
+    @cache
+    def make(kind: str, name: str) -> Exported:
+        run = run_of(TOKENIZERS.get(name, UNKNOWN), dropout=0.25)
+        path = folder / f"{name}.{kind}"
+        return Exported(run, path, export(kind, run, path))
+
+    return make
+
+
 @pytest.mark.parametrize("name", [*TOKENIZERS, "unknown"])
-def test_transformers_reads_the_same_model(name: str, tmp_path: Path) -> None:
-    run = run_of(TOKENIZERS.get(name, UNKNOWN))
-    found = export_huggingface(run, tmp_path / "hf")
+def test_transformers_reads_the_same_model(name: str, exported: Any) -> None:
+    found = exported("hf", name).check
     assert found.reader.startswith("transformers ")
     assert found.difference < 1e-4
 
 
 @pytest.mark.parametrize("name", list(TOKENIZERS))
-def test_llama_cpp_reads_the_same_model(name: str, tmp_path: Path) -> None:
-    run = run_of(TOKENIZERS[name])
-    found = export_gguf(run, tmp_path / "model.gguf")
+def test_llama_cpp_reads_the_same_model(name: str, exported: Any) -> None:
+    found = exported("gguf", name).check
     assert found.reader.startswith("llama.cpp ")
     assert found.difference < 1e-3
 
@@ -168,18 +189,14 @@ def test_precision_that_costs_too_much_is_refused_with_the_remedy(
 
 
 @pytest.fixture(scope="module")
-def readers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Run, Any]]:
+def readers(exported: Any) -> list[tuple[Run, Any]]:
     """Runs with every vocabulary, as other programs open them."""
     found: list[tuple[Run, Any]] = []
-    folder = tmp_path_factory.mktemp("exports")
-    for name, tokenizer in TOKENIZERS.items():
-        run = run_of(tokenizer)
-        export_huggingface(run, folder / name)
-        found.append((run, TransformersReader(folder / name)))
-        export_gguf(run, folder / f"{name}.gguf")
-        model = run.model
-        path = folder / f"{name}.gguf"
-        found.append((run, LlamaReader(path, model.vocab_size, model.block_size)))
+    for name in TOKENIZERS:
+        run, path, _ = exported("hf", name)
+        found.append((run, TransformersReader(path)))
+        run, path, _ = exported("gguf", name)
+        found.append((run, LlamaReader(path, run.model.vocab_size, run.model.block_size)))
     return found
 
 
@@ -324,11 +341,12 @@ def test_the_check_notices_one_different_answer(changed: str, cause: str) -> Non
         check_export(run, Tampered(run, changed))
 
 
-def test_a_run_comes_back_from_its_hugging_face_folder_bit_for_bit(tmp_path: Path) -> None:
+def test_a_run_comes_back_from_its_hugging_face_folder_bit_for_bit(
+    exported: Any, tmp_path: Path
+) -> None:
     for name, tokenizer in {**TOKENIZERS, "unknown": UNKNOWN}.items():
-        run = run_of(tokenizer, dropout=0.25)
-        export_huggingface(run, tmp_path / name)
-        back = load_run(import_huggingface(tmp_path / name, tmp_path / "runs" / name))
+        run, path, _ = exported("hf", name)
+        back = load_run(import_huggingface(path, tmp_path / name))
         assert back.key() == run.key()
         assert (back.config, back.tokenizer, back.state) == (run.config, tokenizer, run.state)
         for ours, theirs in zip(run.model.parameters(), back.model.parameters(), strict=True):

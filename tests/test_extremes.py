@@ -10,7 +10,8 @@ import time
 import zipfile
 from pathlib import Path
 
-from conftest import REPOSITORY, Cli, refusal, run_cli
+import pytest
+from conftest import REPOSITORY, Cli, refusal
 
 from chargpt.store.run import load_run
 from chargpt.text.corpus import load_corpus
@@ -61,18 +62,15 @@ def test_of_three_processes_on_one_new_folder_one_trains(verse: Path, tmp_path: 
     assert load_run(tmp_path / "r", device="cpu").step
 
 
-def test_a_run_goes_on_after_the_loss_of_the_cache(verse: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "r"
-    done = run_cli("train", verse, *TINY, "--out", folder, cwd=tmp_path)
+def test_a_run_goes_on_after_the_loss_of_the_cache(verse: Path, cli: Cli) -> None:
+    done = cli("train", verse, *TINY, "--out", "r")
     assert done.returncode == 0, done.stderr
     shutil.rmtree(os.environ["CHARGPT_CACHE"])
-    done = run_cli("train", "--resume", folder, "-s", "train.max_steps=6", cwd=tmp_path)
+    done = cli("train", "--resume", "r", "-s", "train.max_steps=6")
     assert f"chargpt data info {verse}" in refusal(done) + done.stderr
-    done = run_cli(
-        "train", verse, "--out", folder, "--resume", "-s", "train.max_steps=4", cwd=tmp_path
-    )
+    done = cli("train", verse, "--out", "r", "--resume", "-s", "train.max_steps=4")
     assert done.returncode == 0, done.stderr
-    assert load_run(folder, "latest").step == 4
+    assert load_run("r", "latest").step == 4
 
 
 def test_a_run_that_is_moved_away_while_it_trains_is_saved_again(
@@ -99,13 +97,13 @@ def test_a_run_that_is_moved_away_while_it_trains_is_saved_again(
 def test_a_process_that_was_stopped_beyond_its_budget_saves_and_ends(
     verse: Path, tmp_path: Path
 ) -> None:
-    process = start("train", verse, "--budget", "9s", "--out", "r", cwd=tmp_path)
+    process = start("train", verse, "--budget", "6s", "--out", "r", cwd=tmp_path)
     end = time.monotonic() + 60
     while not (tmp_path / "r" / "config.yaml").exists():
         assert time.monotonic() < end, process.communicate()
         time.sleep(0.05)
     process.send_signal(signal.SIGSTOP)
-    time.sleep(9)
+    time.sleep(6)
     process.send_signal(signal.SIGCONT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
@@ -145,6 +143,7 @@ def test_a_block_of_thousands_of_characters(cli: Cli, tmp_path: Path) -> None:
     assert cli("sample", "r", "-n", "20").returncode == 0
 
 
+@pytest.mark.slow  # -OO compiles all of PyTorch anew
 def test_python_without_assertions_and_docstrings(verse: Path, tmp_path: Path) -> None:
     for words in (["train", verse, *TINY, "--out", "r"], ["sample", "r"]):
         done = subprocess.run(

@@ -79,7 +79,7 @@ def test_the_python_of_the_readme_runs(verse: Path, tmp_path: Path) -> None:
     import sys
 
     (block,) = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
-    block = block.replace('budget="3m"', 'budget="8s"')
+    block = block.replace('budget="3m"', 'budget="5s"')
     shutil.copy(verse, tmp_path / "novel.txt")
     done = subprocess.run(
         [sys.executable, "-c", block],

@@ -1,4 +1,4 @@
-"""A hundredth of the cases of `scripts/torture/torture.py`."""
+"""A hundredth of the cases of `scripts/torture/torture.py`, in the rows that are fast."""
 
 import json
 import subprocess
@@ -8,11 +8,9 @@ from pathlib import Path
 from conftest import REPOSITORY
 
 ROWS = (
-    "sigkill,file_errors,disk_full,corrupt_checkpoint,resume_at,non_finite,send_signal,"
-    "invalid_text,random_config,misspelled_key,round_trip,unseen_characters,golden,"
-    "read_errors,damaged_file,read_beside_writer,foreign_files,kill_replacement,special_target,"
-    "hostile_string,encoding"
-)  # the rows with several ranks take minutes
+    "sigkill,corrupt_checkpoint,resume_at,non_finite,invalid_text,random_config,misspelled_key,"
+    "round_trip,unseen_characters,golden"
+)  # .ci/run has all of them
 
 
 def test_runs_survive_a_hundredth_of_the_torture_cases(tmp_path: Path) -> None:
@@ -27,4 +25,4 @@ def test_runs_survive_a_hundredth_of_the_torture_cases(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "torture.json").read_text())["rows"]
     assert {row["row"]: row["cases"] for row in rows}["corrupt_checkpoint"] == 10
-    assert len(rows) == 21
+    assert len(rows) == 10

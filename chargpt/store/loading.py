@@ -18,7 +18,7 @@ from chargpt.store.layout import CHECKPOINTS, POINTERS
 from chargpt.store.state import RunState
 from chargpt.text.tokenizer import CharTokenizer
 
-MAX_TRIES = 20  # of reading a run that a training process changes at the same time
+MAX_TRIES = 200  # of reading a run that a training process changes faster than it can be read
 
 
 def load(run: Path, which: str, *, optimizer: bool) -> tuple[Checkpoint, list[str]]:
