@@ -3,10 +3,10 @@
     p(w | h) = g_0(h) p_GPT(w | h) + sum_k g_k(h) p_k(w | h)
 
 p_k is the n-gram model interpolated up to order k (ngram.py), and then the word n-gram model up to
-each number of words (word_ngram.py). The weights g are the softmax of a small network, the gate: a
+each number of words (word_ngram.py). The weights g are computed by small networks, the gate: a
 mixture of experts (Jacobs et al. 1991), or interpolation weights that depend on the context and are
 fitted to held-out text (Jelinek and Mercer 1980). Its inputs say how much the counts know of the
-context and how certain the GPT is.
+context, how certain the GPT is, and how much of the text the GPT sees.
 
 Shapes in this file: B = batch, T = tokens, V = vocabulary size, K = orders of both n-gram models.
 """
@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from chargpt.models.base import LanguageModel
@@ -25,15 +26,36 @@ from chargpt.models.word_ngram import BACKOFF_ORDER, LOOKBACK, NO_TOKEN, WORDS, 
 from chargpt.text.tokenizer import Tokens
 
 ORDER = 8  # of the n-gram model: higher ones gain nothing
-HIDDEN = 16  # units of the gate
+NETWORKS = 3  # of the gate
+HIDDEN = 16  # units of each
 
 
-def build_gate(n_tokens: int, order: int = ORDER) -> nn.Sequential:
-    """Return a gate for the counts of a text of so many tokens."""
-    n_orders = min(order, n_tokens) + WORDS + 1
-    return nn.Sequential(
-        nn.Linear(2 * n_orders, HIDDEN), nn.SiLU(), nn.Linear(HIDDEN, 1 + n_orders)
-    )
+class Gate(nn.Module):
+    """Weights of a mixture's components: the mean of what several networks give.
+
+    The networks differ in their initial weights, and their mean is better than each of them
+    (Hansen and Salamon 1990).
+
+    Args:
+        n_tokens: of the text that the n-grams are counted from.
+        order: of the n-gram model.
+    """
+
+    def __init__(self, n_tokens: int, order: int = ORDER) -> None:
+        super().__init__()
+        n_orders = min(order, n_tokens) + WORDS + 1  # K
+        self.hidden = nn.Linear(1 + 2 * n_orders, NETWORKS * HIDDEN)
+        self.output = nn.Parameter(torch.zeros(NETWORKS, HIDDEN, 1 + n_orders))
+        self.bias = nn.Parameter(torch.zeros(NETWORKS, 1 + n_orders))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return the weights (..., 1 + K) for inputs (..., 1 + 2 K)."""
+        return self.logits(inputs).softmax(dim=-1).mean(dim=-2)
+
+    def logits(self, inputs: Tensor) -> Tensor:
+        """Return the logits of the weights by each network, (..., NETWORKS, 1 + K)."""
+        hidden = F.silu(self.hidden(inputs)).view(*inputs.shape[:-1], NETWORKS, HIDDEN)
+        return torch.einsum("...nh,nhk->...nk", hidden, self.output) + self.bias
 
 
 class Mixture(LanguageModel):
@@ -55,7 +77,7 @@ class Mixture(LanguageModel):
         self.gpt, self.in_words, self.order = gpt, in_words, order
         self.first_continuation = gpt.first_continuation
         self.count(tokens)
-        self.gate = build_gate(len(tokens), order)
+        self.gate = Gate(len(tokens), order)
 
     def count(self, tokens: Tokens) -> None:
         """Estimate the n-gram models from the last MAX_TOKENS token ids."""
@@ -78,9 +100,10 @@ class Mixture(LanguageModel):
                 before = tokens.new_full((len(tokens), LOOKBACK), NO_TOKEN)
             cache.tokens = torch.cat((before, tokens), dim=1)[:, -LOOKBACK:]
         contexts = self.contexts(tokens, before)
+        position = 0 if cache is None else cache.length
         logits = self.gpt(tokens, cache)  # (B, T, V)
         with torch.autocast(tokens.device.type, enabled=False):
-            return self.mix(logits.float().log_softmax(dim=-1), contexts)
+            return self.mix(logits.float().log_softmax(dim=-1), contexts, position)
 
     def contexts(self, tokens: Tensor, before: Tensor | None = None) -> list[Tensor]:
         """Return the contexts of each order, (B, T); the arguments are those of `forward`."""
@@ -88,14 +111,9 @@ class Mixture(LanguageModel):
         found = self.ngram.contexts(longer) + self.word_ngrams.contexts(longer)
         return [ids[:, -tokens.size(1) :] for ids in found]
 
-    def mix(self, log_probs: Tensor, contexts: Sequence[Tensor]) -> Tensor:
-        """Return the mixture's log-probabilities (B, T, V).
-
-        Args:
-            log_probs: of the GPT, (B, T, V).
-            contexts: of the counts, (B, T) each.
-        """
-        weights = self.gate(self.gate_inputs(log_probs, contexts)).softmax(dim=-1)  # (B, T, 1 + K)
+    def mix(self, log_probs: Tensor, contexts: Sequence[Tensor], position: int) -> Tensor:
+        """Return the mixture's log-probabilities (B, T, V); arguments as for `gate_inputs`."""
+        weights = self.gate(self.gate_inputs(log_probs, contexts, position))  # (B, T, 1 + K)
         mixed: Tensor = weights[..., :1] * log_probs.exp()
         for k, probs in enumerate(self.iter_probs(contexts), 1):
             mixed += weights[..., k : k + 1] * probs
@@ -110,15 +128,23 @@ class Mixture(LanguageModel):
             yield probs
         yield from self.word_ngrams.iter_probs(lower, contexts[n_orders:])
 
-    def gate_inputs(self, log_probs: Tensor, contexts: Sequence[Tensor]) -> Tensor:
-        """Return the inputs of the gate, (B, T, 2 K).
+    def gate_inputs(
+        self, log_probs: Tensor, contexts: Sequence[Tensor], position: int = 0
+    ) -> Tensor:
+        """Return the inputs of the gate, (B, T, 1 + 2 K).
 
-        They are entropy and maximum of the GPT's log-probabilities, and for each order but the
-        first the log of the number of distinct tokens seen after the context, and its backoff
-        weight.
+        They are 1 / the number of tokens that the GPT sees, entropy and maximum of its
+        log-probabilities, and for each order but the first the log of the number of distinct
+        tokens seen after the context, and its backoff weight.
+
+        Args:
+            log_probs: of the GPT, (B, T, V).
+            contexts: of the counts, (B, T) each.
+            position: number of tokens that the GPT sees before the first one.
         """
+        seen = torch.arange(1, 1 + log_probs.size(1), device=log_probs.device) + position  # (T,)
         entropy = -(log_probs.exp() * log_probs).sum(dim=-1)
-        inputs = [entropy, log_probs.amax(dim=-1)]
+        inputs = [seen.reciprocal().expand_as(entropy), entropy, log_probs.amax(dim=-1)]
         orders = self.ngram.orders + self.word_ngrams.orders
         for order, ids in zip(orders[1:], contexts[1:], strict=True):
             n_followers, backoff_weight = order.describe(ids)

@@ -12,12 +12,11 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 import torch
-from torch import nn
 
 from chargpt.errors import RunError
 from chargpt.files import exists, read_regular, write_atomically
 from chargpt.models import GPT
-from chargpt.models.mixture import Mixture, build_gate
+from chargpt.models.mixture import Gate, Mixture
 from chargpt.models.ngram import MAX_TOKENS
 from chargpt.models.word_ngram import word_tokens
 from chargpt.store.layout import MIXTURE
@@ -83,7 +82,7 @@ def with_mixture(run: Run | str | Path) -> Run:
     return replace(run, model=mixture.to(run.model.device).eval())
 
 
-def read_mixture(run: Run) -> tuple[Tokens, nn.Sequential]:
+def read_mixture(run: Run) -> tuple[Tokens, Gate]:
     """Return the tokens that a run's mixture counts, and its gate.
 
     Raises:
@@ -101,7 +100,7 @@ def read_mixture(run: Run) -> tuple[Tokens, nn.Sequential]:
         is_valid = tokens.ndim == 1 and tokens.dtype == run.tokenizer.dtype
         if not (is_valid and 0 < len(tokens) <= MAX_TOKENS and tokens.max() < run.model.vocab_size):
             raise ValueError("its tokens are not those of the run's text")
-        gate = build_gate(len(tokens))
+        gate = Gate(len(tokens))
         gate.load_state_dict({name: torch.from_numpy(array) for name, array in arrays.items()})
         if not all(parameter.isfinite().all() for parameter in gate.parameters()):
             raise ValueError("a weight of its gate is not finite")

@@ -61,8 +61,8 @@ class AdaptiveMixture:
         rows = torch.from_numpy(self._window(history)).to(self.model.device)
         with torch.no_grad():
             inputs, log_probs = gate_data(self.model, rows)
-        weights = self.model.gate(inputs[:, -n_new:]).log_softmax(dim=-1)
-        mixed = torch.logsumexp(weights + log_probs[:, -n_new:], dim=-1)  # (L, n_new)
+        weights: Tensor = self.model.gate(inputs[:, -n_new:])
+        mixed = (weights * log_probs[:, -n_new:].exp()).sum(dim=-1).log()  # (L, n_new)
         tokens = rows[:, self.model.lookback :]
         logits = self.model.gpt(tokens[:, :-1])[:, -n_new:]
         loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, -n_new:].flatten())

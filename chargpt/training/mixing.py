@@ -5,16 +5,15 @@ n-gram models.
 """
 
 from dataclasses import replace
-from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from chargpt.errors import WorkError
 from chargpt.inference.windows import full_windows
 from chargpt.models import GPT
 from chargpt.models.base import eval_mode
-from chargpt.models.mixture import Mixture
+from chargpt.models.mixture import HIDDEN, Gate, Mixture
 from chargpt.models.word_ngram import word_tokens
 from chargpt.store.mixture import save_mixture
 from chargpt.store.run import Run
@@ -77,9 +76,10 @@ def fit_mixture(gpt: GPT, tokenizer: CharTokenizer, train: Tokens, tune: Tokens)
 
 
 def gate_data(mixture: Mixture, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gate's inputs, (B, T, 2 K), and the components' log-probabilities, (B, T, 1 + K).
+    """Return the gate's inputs, (B, T, 1 + 2 K), and the log-probabilities, (B, T, 1 + K).
 
-    The log-probabilities are those of the tokens that follow in rows (B, lookback + T + 1).
+    The log-probabilities are the components', of the tokens that follow in rows
+    (B, lookback + T + 1).
     """
     start = mixture.lookback
     tokens, targets = rows[:, start:-1], rows[:, start + 1 :, None]
@@ -90,37 +90,38 @@ def gate_data(mixture: Mixture, rows: Tensor) -> tuple[Tensor, Tensor]:
     return mixture.gate_inputs(log_probs, contexts), torch.cat(found, dim=-1)
 
 
-def fit_gate(gate: nn.Sequential, inputs: Tensor, log_probs: Tensor) -> None:
-    """Fit a gate, in place, so that the mixture's loss on these characters is smallest.
+def fit_gate(gate: Gate, inputs: Tensor, log_probs: Tensor) -> None:
+    """Fit each network of a gate, in place, to the loss of its own mixture on these characters.
 
     Args:
-        gate: two linear layers.
-        inputs: shape (N, 2 K).
+        gate: of the mixture.
+        inputs: shape (N, 1 + 2 K).
         log_probs: of each component for the character that follows, (N, 1 + K).
     """
-    first, last = cast("nn.Linear", gate[0]), cast("nn.Linear", gate[-1])
     mean, deviation = inputs.mean(dim=0), inputs.std(dim=0, correction=0) + MIN_DEVIATION
-    device, n_characters = first.weight.device, len(inputs)
+    device, n_characters = gate.bias.device, len(inputs)
     gate.cpu()  # so that every device fits the same bits
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for layer in (first, last):
-            bound = INITIAL_SCALE / layer.in_features**0.5
-            layer.weight.uniform_(-bound, bound, generator=generator)
-            layer.bias.zero_()
+        for weight, n_inputs in ((gate.hidden.weight, inputs.size(1)), (gate.output, HIDDEN)):
+            bound = INITIAL_SCALE / n_inputs**0.5
+            weight.uniform_(-bound, bound, generator=generator)
+        gate.hidden.bias.zero_()
+        gate.bias.zero_()
     scaled = (inputs - mean) / deviation
     parameters = dict(gate.named_parameters())
     optimizer = AdamW(parameters, LR, weight_decay=0.0)
     for step in range(STEPS):
         batch = torch.randint(n_characters, (BATCH_SIZE,), generator=generator)
-        mixed = torch.logsumexp(gate(scaled[batch]).log_softmax(dim=-1) + log_probs[batch], dim=-1)
+        log_weights = gate.logits(scaled[batch]).log_softmax(dim=-1)  # (N, networks, 1 + K)
+        mixed = torch.logsumexp(log_weights + log_probs[batch, None], dim=-1)
         squares = torch.stack([parameter.square().sum() for parameter in parameters.values()])
         gate.zero_grad()
-        objective = L2 / n_characters * squares.sum() - mixed.mean()
+        objective = L2 / n_characters * squares.sum() - mixed.sum(dim=-1).mean()
         objective.backward()  # type: ignore[no-untyped-call]
         optimizer.step(step, 1 - step / STEPS)
     gate.zero_grad()
     with torch.no_grad():  # the scaling becomes part of the first layer
-        first.weight.div_(deviation)
-        first.bias.sub_(first.weight @ mean)
+        gate.hidden.weight.div_(deviation)
+        gate.hidden.bias.sub_(gate.hidden.weight @ mean)
     gate.to(device).requires_grad_(False)
