@@ -52,6 +52,22 @@ def test_a_progress_bar_is_shown_on_request(
     assert "4/4" in capfd.readouterr().err
 
 
+def test_a_run_is_resumed_with_its_own_content_only(tmp_path: Path) -> None:
+    out, text = tmp_path / "run", "the cat sat on the mat\n" * 100
+
+    def train(content: str, steps: int) -> int:
+        settings = {**TINY, "train.max_steps": steps}
+        start = StartMode.BEGIN_OR_RESUME
+        return chargpt.train(content=content, settings=settings, out=out, start=start).step
+
+    assert train(text, 4) == 4
+    with pytest.raises(TextError, match="is not the text that the run was trained on"):
+        train(text.upper(), 6)
+    assert train(text, 6) == 6
+    with pytest.raises(ConfigError, match="give out="):
+        chargpt.train(content=text, start="begin or resume")
+
+
 def test_start_modes_create_replace_and_resume_runs(verse: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
 

@@ -886,6 +886,25 @@ def test_compare_trains_within_a_budget(verse: Path, cli: Cli) -> None:
     assert "drop --budget" in refusal(ladder)
 
 
+@pytest.mark.parametrize(
+    ("command", "words", "cause"),
+    [
+        ("compare", ["--budget", "1m"], "--budget applies to training, and these are runs"),
+        (
+            "compare",
+            ["-s", "model.n_layer=2"],
+            "-s (or --seed, --encoding, --encoding-errors) applies to training",
+        ),
+        ("explain", ["--encoding", "latin-1"], "--encoding-errors applies to a text, and"),
+        ("sample", ["--encoding", "latin-1"], "--encoding is that of a --prompt-file"),
+    ],
+)
+def test_options_that_do_not_apply_to_runs_are_rejected(
+    command: str, words: list[str], cause: str, trained: Path, cli: Cli
+) -> None:
+    assert cause in refusal(cli(command, trained, *words))
+
+
 def test_compared_runs_score_the_same_characters(
     verse: Path, trained: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:

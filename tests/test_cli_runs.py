@@ -117,7 +117,8 @@ def test_the_page_of_settings_is_up_to_date() -> None:
 
 
 def test_interactive_sampling_continues_each_line(runs: Path, cli: Cli) -> None:
-    typed = "The sea\n/num_samples 3\n/length 5\n/temperature 0\nThe light\n\n/seed x\nΩ\n"
+    typed = "The sea\n/num_samples 3\n/stop \\n\n/stop []\n/length 5\n/temperature 0\n"
+    typed += "The light\n\n/seed x\nΩ\n"
     typed += "/unknown x\n/unknown skip\nThe Ω end\n"
     done = run_cli("sample", runs / "a", "-i", "--seed", "1", cwd=runs, stdin=typed)
     assert done.returncode == 0, done.stderr
@@ -130,6 +131,7 @@ def test_interactive_sampling_continues_each_line(runs: Path, cli: Cli) -> None:
     assert third.startswith(second.removesuffix("\n"))  # an empty line continues the text
     assert "chargpt: seed: expected a number" in done.stderr
     assert "there is no setting 'num_samples'" in done.stderr
+    assert 'stop is ["\\n"]' in done.stderr
     assert "U+03A9; leave them out or replace them with /unknown skip" in done.stderr
     assert "chargpt: unknown: expected 'error', 'skip' or 'replace'" in done.stderr
     assert 'unknown is "skip"' in done.stderr

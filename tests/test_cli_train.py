@@ -149,7 +149,7 @@ def test_a_budget_is_met_when_the_step_time_changes(
 
 
 @pytest.mark.parametrize(
-    ("seconds", "report_seconds", "report_characters"), [(100.0, 0, 0), (300.0, 7, 40_000)]
+    ("seconds", "report_seconds", "report_characters"), [(100.0, 0, 0), (300.0, 4, 40_000)]
 )
 def test_a_budget_reserves_the_measured_time_of_scoring(
     seconds: float,
@@ -185,7 +185,7 @@ def test_a_budget_reserves_the_measured_time_of_scoring(
     scored += report_characters + n_tune + round(1.3 * min(limit, val))  # the mixture
     timed_characters = min(RESERVE.timed_characters, val - 1)
     closing = 0.8 + 1.3 * 2 * scored / timed_characters + report_seconds
-    closing += 0.1 + 0.4 * n_train / 1e6  # fitting the mixture
+    closing += 0.25 + 0.4 * n_train / 1e6  # fitting the mixture
     assert budget.remaining == pytest.approx(seconds - 10 - closing)
 
 

@@ -700,6 +700,11 @@ def test_old_temporary_files_are_deleted(write: Write) -> None:
     assert new.exists()
 
 
+def test_a_text_in_memory_has_no_encoding() -> None:
+    corpus = load_corpus(TextConfig(encoding="cp1251"), content="Привет, " * 50)
+    assert corpus.tokenizer.decode(corpus.tokens) == "Привет, " * 50
+
+
 # read_text
 
 

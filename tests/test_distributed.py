@@ -59,6 +59,7 @@ def test_two_ranks_train_to_the_losses_of_one_process(
     assert "Warning" not in together.stderr
 
 
+@pytest.mark.slow
 def test_a_batch_that_does_not_divide_over_the_ranks_is_rejected(
     verse: Path, tmp_path: Path
 ) -> None:

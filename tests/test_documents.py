@@ -137,6 +137,21 @@ def test_samples_of_a_list_are_whole_items(cli: Cli) -> None:
     assert sum(line == f"⟦{name}⟧" for line in checked.splitlines() for name in NAMES) == 30 - n_new
 
 
+def test_documents_of_another_text_end_where_its_files_end(cli: Cli) -> None:
+    for folder in ("train", "other"):
+        Path(folder).mkdir()
+        for number, name in enumerate(NAMES * 10):
+            Path(folder, f"{number:03}.py").write_text(f"{name} and {name}")
+    options = ("-s", "text.documents=files", "-s", "text.suffixes=.py")
+    done = cli("train", "train", *QUICK, *options, "--out", "run")
+    assert done.returncode == 0, done.stderr
+    result = evaluate(load_run("run"), text="other")
+    n_characters = 10 * sum(2 * len(name) + 6 for name in NAMES)
+    assert result.characters == n_characters - 1
+    mean_length = n_characters / (10 * len(NAMES))
+    assert result.nats_per_document == pytest.approx(result.nats_per_char * mean_length)
+
+
 def test_the_loss_of_a_document_is_that_of_its_characters(cli: Cli) -> None:
     Path("names.txt").write_text("\n".join(NAMES * 20))
     Path("other.txt").write_text("\r\n\r\n".join(NAMES))

@@ -443,6 +443,7 @@ def test_the_commands_say_what_they_wrote_and_how_it_was_checked(cli: Cli, tmp_p
     assert "is not a folder" in refusal(cli("import", "hf", "run", "other"))
 
 
+@pytest.mark.slow
 def test_the_recipes_run(tmp_path: Path) -> None:
     run = run_of(CharTokenizer.fit("\n It was abcdefg"))
     export_huggingface(run, tmp_path / "novel-hf")

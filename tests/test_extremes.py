@@ -17,6 +17,7 @@ from chargpt.store.run import load_run
 from chargpt.text.corpus import load_corpus
 from chargpt.text.settings import build_config
 
+pytestmark = pytest.mark.slow
 TINY = (
     "-s train.max_steps=4 -s train.batch_size=4 -s train.evaluate_characters=300 "
     "-s model.n_layer=1 -s model.n_embd=16 -s model.block_size=16 --device cpu -s dtype=float32"
@@ -143,7 +144,6 @@ def test_a_block_of_thousands_of_characters(cli: Cli, tmp_path: Path) -> None:
     assert cli("sample", "r", "-n", "20").returncode == 0
 
 
-@pytest.mark.slow  # -OO compiles all of PyTorch anew
 def test_python_without_assertions_and_docstrings(verse: Path, tmp_path: Path) -> None:
     for words in (["train", verse, *TINY, "--out", "r"], ["sample", "r"]):
         done = subprocess.run(

@@ -41,6 +41,7 @@ def make_font(path: Path, characters: str, name: str) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="fonts are installed elsewhere")
+@pytest.mark.slow
 def test_a_picture_without_a_font_says_which_to_install_and_finds_it_once_installed(
     cli: Cli, tmp_path: Path
 ) -> None:

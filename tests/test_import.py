@@ -181,6 +181,14 @@ def test_the_command_imports_a_run_that_evaluates_and_explains(cli: Cli, tmp_pat
         done = cli(*command.split())
         assert done.returncode == 0, (command, done.stderr)
     assert "finished" in done.stdout
+    shown = " ".join(cli("explain", "run").stdout.split())
+    assert "queries and keys, and values" in shown  # GPT-2 has neither a rotary embedding
+    assert "RMSNorm" not in shown  # nor QK-norm
+    assert cli("report", "run").returncode == 0
+    assert "it was trained by another program" in Path("run/report.html").read_text("utf-8")
+    assert "model.block_size is" in refusal(
+        cli("train", "input.txt", "--from", "run", "-s", "model.block_size=8")
+    )
     assert "model.kind=gpt2" in refusal(cli("export", "hf", "run", "out"))
     Path("other.txt").write_text("xyz" * 300)
     words = (*words[:3], "run2", *words[4:7], "other.txt")

@@ -14,6 +14,7 @@ from chargpt.analysis import memorization as module
 from chargpt.analysis.memorization import (
     LENGTHS,
     MIN_MATCH,
+    VerbatimMatch,
     find_overlap,
     longest_match,
     measure_overlap,
@@ -125,6 +126,30 @@ def test_held_out_text_is_taken_from_all_of_the_validation_split(training: str) 
     _, (_, ours, unseen), *_ = report.novel_rows()[-2:] + report.novel_rows()
     assert ours == "0.0%"
     assert float(unseen.rstrip("%")) > 50
+
+
+def test_lengths_are_those_of_characters_also_where_bytes_spell_them() -> None:
+    numbers = np.random.default_rng(1).permutation(np.arange(0x4E00, 0x5600)).tolist()
+    text = "".join(map(chr, numbers))  # each occurs once, and is spelled as three bytes
+    corpus = load_corpus(TextConfig(min_count=2), content="ab" * 20 + text)
+    assert corpus.tokenizer.has_bytes
+    training = corpus.tokenizer.decode(corpus.split("train"))
+    copied = [training[300:330], training[500:510]]
+    (found, short), longest = measure_overlap(corpus, copied).texts, len(copied[0])
+    assert found.matched == [(0, longest)]
+    assert found.longest == VerbatimMatch(0, longest, 300, copied[0])
+    assert (short.matched, short.longest) == ([], None)  # 30 bytes, but 10 characters
+
+
+def test_sample_check_counts_whole_lines_with_what_the_prompt_has_of_them(cli: Cli) -> None:
+    Path("letters.txt").write_text("abcdefghijklmnopqrstuvwxyz\n" * 100)
+    steps = ["-s", "train.max_steps=300", "-s", "model.block_size=16", "-s", "train.batch_size=8"]
+    cli("train", "letters.txt", "-c", "bigram", *steps, "--out", "mine")
+    args = ["sample", "mine", "-p", "Q\nabc", "--unknown", "skip", "-n", "60", "--check"]
+    done = cli(*args, "--temperature", "0")
+    assert "different lines" not in done.stdout  # there is one: that of the training text
+    done = cli(*args, "--temperature", "0", "-p", "Q\nxbc")
+    assert "of 2 different lines, 1 are in the training text" in done.stdout
 
 
 def test_sample_check_reports_matches_and_novel_ngrams(cli: Cli) -> None:

@@ -415,6 +415,11 @@ def test_a_budget_that_is_too_short_to_count_in_has_no_mixture(verse: Path) -> N
     _, chosen = with_tune_split(Config(), short, Budget(10.0))
     assert not len(chosen.split("tune"))
     assert "without a mixture: the text is too short" in chosen.notes[-1]
+    pieces = "the sea, the light, the lamp. " * 4000 + "|"
+    long = load_corpus(TextConfig(documents="|"), content=pieces * 6)
+    settings, chosen = with_tune_split(Config(), long, Budget(100.0))
+    assert settings.text.tune_characters == len(chosen.split("tune")) == 0
+    assert "the documents are too long" in chosen.notes[-1]
     fixed = Config().with_values({"text.tune_characters": 300})
     budget = Budget(0.5 * limit, {"text.tune_characters"})
     assert len(with_tune_split(fixed, corpus, budget)[1].split("tune")) == 300

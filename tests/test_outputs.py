@@ -126,6 +126,16 @@ def shell(command: str, cwd: Path, **environment: str) -> subprocess.CompletedPr
     )
 
 
+def test_bytes_that_are_not_utf_8_are_no_error_of_ours(russian: Path) -> None:
+    name = os.fsdecode(b"caf\xe9.txt")
+    (russian.parent / name).write_text("Буря мглою", "utf-8")
+    done = shell("$CHARGPT score r $'caf\\xe9.txt'", russian.parent, PYTHONUTF8="1")
+    assert done.returncode == 0, done.stderr
+    done = shell("printf 'caf\\xe9\\n' | $CHARGPT sample r -i", russian.parent, PYTHONUTF8="1")
+    assert done.returncode == 0, done.stderr
+    assert "U+FFFD" in done.stderr.decode()
+
+
 def test_json_is_right_and_text_an_error_where_stdout_lacks_the_characters(russian: Path) -> None:
     words = "$CHARGPT sample r -n 9 --seed 1"
     right = shell(f"{words} --json", russian.parent, PYTHONIOENCODING="utf-8")

@@ -37,6 +37,7 @@ from chargpt.training.planner import (
     expected_loss,
     length_settings,
     plan,
+    size_settings,
     unique_token_equivalents,
 )
 from chargpt.training.schedule import lr_factor_at
@@ -167,6 +168,13 @@ def test_the_number_of_epochs_is_limited_also_in_replanning(
     assert replan(before, 40, 1e-3, 10**6).train.max_steps > 10**6
     (note,) = replanning_notes(100, after.train.max_steps, 1.0, budget.max_steps)
     assert note.startswith(f"re-planned: 100 -> {budget.max_steps:,} steps: training ends before")
+
+
+@pytest.mark.parametrize("accumulate", [1, 3, 16, 64])
+def test_a_planned_batch_divides_into_micro_batches(accumulate: int, verse: Path) -> None:
+    corpus = load_corpus(TextConfig(path=str(verse)))
+    batch_size = size_settings(SIZES[0], 1e6, corpus, accumulate)["train.batch_size"]
+    assert batch_size == {1: 8, 3: 6, 16: 16, 64: 64}[accumulate]
 
 
 @pytest.mark.parametrize("length", [9_000, 93_000, 1_000_000])

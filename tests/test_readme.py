@@ -46,7 +46,8 @@ def test_every_command_of_the_readme_runs(cli: Cli, monkeypatch: pytest.MonkeyPa
             continue  # the tests themselves; and test_distributed.py
         assert args[0] == "chargpt", command
         assert not second or first.split()[0] in ("pip", "cat"), command
-        if args[1] in ("train", "compare") and "--resume" not in args:
+        trains = args[1] == "train" or (args[1] == "compare" and not Path(args[2]).is_dir())
+        if trains and "--resume" not in args:
             args += [*SHORT, "--device", "cpu"]
         if "--ladder" in args:  # it trains models with several heads and layers
             args += ["-s", "model.n_layer=2", "-s", "model.n_head=2"]

@@ -30,6 +30,7 @@ def run(*words: object, cwd: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_measurements_for_a_first_gpu_run_on_a_cpu(verse: Path, tmp_path: Path) -> None:
     record = tmp_path / "parts.json"
     small = (
@@ -49,6 +50,7 @@ def test_the_measurements_for_a_first_gpu_run_on_a_cpu(verse: Path, tmp_path: Pa
     assert values["torch"]
 
 
+@pytest.mark.slow
 def test_the_gpu_suite_writes_its_record_also_when_it_is_stopped(
     verse: Path, tmp_path: Path
 ) -> None:

@@ -21,13 +21,14 @@ import torch
 from conftest import REPOSITORY
 from saving import BEST_STEPS, CONFIG, TOKENIZER, rewrite, save
 
-from chargpt.errors import RunError, UnreadableError
+from chargpt.errors import ChargptError, RunError, UnreadableError
 from chargpt.files import to_json
 from chargpt.models import build_model
 from chargpt.store import loading, metrics
 from chargpt.store.checkpoint import Checkpoint, list_checkpoints, step_of
 from chargpt.store.folder import RunFolder
-from chargpt.store.layout import has_checkpoint
+from chargpt.store.layout import has_checkpoint, has_checkpoint_itself
+from chargpt.store.listing import list_runs
 from chargpt.store.metrics import MetricsLog
 from chargpt.store.run import load_run, newest_run, open_run
 from chargpt.store.state import RunState
@@ -35,6 +36,7 @@ from chargpt.store.tensors import serialize
 from chargpt.store.verify import verify
 from chargpt.text.corpus import load_corpus
 from chargpt.text.tokenizer import CharTokenizer
+from chargpt.training.session import resume_run
 from chargpt.training.trainer import Trainer
 
 
@@ -796,6 +798,26 @@ def test_a_replaced_run_remains_until_the_new_one_has_saved(run: RunFolder) -> N
     assert not (run.path / ".replaced").exists()
     assert [path.name for path in list_checkpoints(run.checkpoints)] == ["step-00000007"]
     assert [record["step"] for record in new.metrics.records()] == list(range(1, 8))
+
+
+def test_a_run_that_is_being_replaced_is_one_run_and_is_resumed_in_its_place(
+    run: RunFolder,
+) -> None:
+    run_with_best(run)
+    run.unlock()
+    new = RunFolder(run.path).create(CONFIG, TOKENIZER, force=True)
+    (listed,) = list_runs(run.path.parent)
+    assert (listed.run, listed.state, listed.step) == (run.path, "training", 3)
+    assert newest_run(run.path.parent) == run.path
+    with pytest.raises(RunError, match="another process is training into"):
+        resume_run(run.path, {})
+    new._lock.release()  # as when the process is killed
+    (listed,) = list_runs(run.path.parent)
+    assert listed.state != "damaged"
+    with pytest.raises(ChargptError):  # no text to train on; the run is back by then
+        resume_run(run.path, {})
+    assert has_checkpoint_itself(run.path)
+    assert not (run.path / ".replaced").exists()
 
 
 def test_a_kept_checkpoint_is_not_pruned(run: RunFolder) -> None:

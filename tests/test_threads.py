@@ -120,6 +120,7 @@ def busy_machine(n_processes: int) -> Iterator[None]:
             loop.wait()
 
 
+@pytest.mark.slow
 def test_a_budget_beside_busy_processes_trains_some_steps_or_is_rejected(
     verse: Path, tmp_path: Path
 ) -> None:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from conftest import REPOSITORY
 
 ROWS = (
@@ -13,6 +14,7 @@ ROWS = (
 )  # .ci/run has all of them
 
 
+@pytest.mark.slow
 def test_runs_survive_a_hundredth_of_the_torture_cases(tmp_path: Path) -> None:
     command = [sys.executable, "scripts/torture/torture.py", "--fraction", "0.01", "--jobs", "2"]
     done = subprocess.run(

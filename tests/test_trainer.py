@@ -150,6 +150,13 @@ def test_dropout_differs_between_micro_batches_and_is_off_in_evaluation(corpus: 
     assert first == second
 
 
+def test_the_moving_average_keeps_no_autograd_graph(corpus: Corpus) -> None:
+    trainer = Trainer(tiny_config(**{"train.ema": 0.9}), corpus)
+    list(trainer.steps())
+    assert trainer.learner.average is not None
+    assert not any(tensor.requires_grad for tensor in trainer.learner.average.values())
+
+
 def test_with_ema_the_saved_model_is_the_moving_average(corpus: Corpus, tmp_path: Path) -> None:
     train(tiny_config(**{"train.ema": 0.9}), corpus, tmp_path / "ema")
     saved, _ = RunFolder(tmp_path / "ema").load("latest")

@@ -197,7 +197,11 @@ def compare_runs(paths: Sequence[Path], device: str = "auto") -> Comparison:
             )
     val, span = corpora[0].split("val"), max(run.model.block_size for run in runs)
     n_val = corpora[0].count_characters("val")
-    comparison = Comparison(corpora[0].name, n_val, span, MAX_CHARACTERS)
+    max_characters = MAX_CHARACTERS
+    if any(corpus.tokenizer != corpora[0].tokenizer for corpus in corpora):
+        # parts of the split would begin at other characters
+        max_characters = max(len(corpus.split("val")) for corpus in corpora)
+    comparison = Comparison(corpora[0].name, n_val, span, max_characters)
     comparison.add_baselines(Baselines(corpora[0]), val)
     for path, run, corpus in zip(paths, runs, corpora, strict=True):
         name = path.name if path.name not in comparison.curves else str(path)

@@ -184,8 +184,9 @@ def explain_queries(subject: Subject) -> Section:
     size, scaled = q.size(-1), subject.model.config.scaled
     scores = attention_scores(q, k, scaled=scaled)  # (T, T)
     characters = subject.characters
+    is_rotated = isinstance(subject.model, GPT)
     vectors = Table(
-        "queries and keys after the rotary embedding, and values",
+        f"queries and keys{' after the rotary embedding, and' if is_rotated else ', and'} values",
         ["character", "query", "key", "value"],
         [
             [character, components(q[i]), components(k[i]), components(v[i])]
@@ -271,7 +272,7 @@ def explain_scaling(subject: Subject) -> Section:
         eight=four_decimals(eight),
         own=own,
         size=q.size(-1),
-        qk_norm=subject.model.config.qk_norm,
+        qk_norm=isinstance(subject.model, GPT) and subject.model.config.qk_norm,
     )
 
 

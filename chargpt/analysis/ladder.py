@@ -149,13 +149,19 @@ def ladder_rungs(settings: Config) -> tuple[Rung, ...]:
     """Return the rungs up to a GPT with these settings.
 
     Raises:
-        ConfigError: the settings are not those of a GPT with several heads and layers.
+        ConfigError: the settings are not those of a GPT with all components, and several heads
+            and layers.
     """
     model = settings.model
     if model.kind != "gpt" or model.n_head < 2 or model.n_layer < 2 or model.mlp == "none":
         raise ConfigError(
             "the ladder needs a gpt with several layers and heads and an mlp; "
             "set model.n_layer and model.n_head to 2 or more"
+        )
+    if not (model.attention == "full" and model.scaled and model.qk_norm):
+        raise ConfigError(
+            "the ladder adds model.attention, model.scaled and model.qk_norm itself; leave them at "
+            "their defaults"
         )
     head = {
         "model.n_layer": 1,

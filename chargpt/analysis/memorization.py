@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from chargpt.inference.evaluation import OnProgress
 from chargpt.text.corpus import Corpus
-from chargpt.text.tokenizer import Tokens
+from chargpt.text.tokenizer import CharTokenizer, Tokens
 
 LENGTHS = (4, 6, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 MIN_HELD_OUT = 16  # parts of the validation split, whose overlap varies much
@@ -37,13 +37,17 @@ class VerbatimMatch:
     """A part of a text that occurs in the training split."""
 
     start: int  # in the text
-    length: int  # in tokens
+    length: int
     place: int  # start in the training split
+    text: str = ""
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """Verbatim overlap of one text with the training split, in matches of MIN_MATCH or more."""
+    """Verbatim overlap of one text with the training split, in matches of MIN_MATCH or more.
+
+    Places and lengths are in tokens, in an `OverlapReport` in characters.
+    """
 
     # of an n-gram that occurs very often only the first positions are extended
     longest: VerbatimMatch | None
@@ -57,7 +61,6 @@ class OverlapReport:
 
     texts: list[Overlap]
     held_out: list[Overlap]  # of parts of the validation split, of the same lengths in turn
-    training: Tokens  # of the training split
 
     @property
     def longest_held_out(self) -> int:
@@ -117,18 +120,34 @@ def measure_overlap(
             place = (number * repeats + repeat) / max(1, repeats * len(generated) - 1)
             start = max(0, round((len(unseen) - len(tokens)) * place))
             held_out.append(unseen[start:][: len(tokens)])
-    found = find_overlap(training, [*generated, *held_out], on_progress)
-    in_texts = [
-        _by_character(each, tokens < corpus.tokenizer.first_continuation)
-        for each, tokens in zip(found, generated, strict=False)
+    tokenized = [*generated, *held_out]
+    found = [
+        _in_characters(overlap, tokens, training, corpus.tokenizer)
+        for overlap, tokens in zip(
+            find_overlap(training, tokenized, on_progress), tokenized, strict=True
+        )
     ]
-    return OverlapReport(in_texts, found[len(generated) :], training)
+    return OverlapReport(found[: len(generated)], found[len(generated) :])
 
 
-def _by_character(overlap: Overlap, is_start: npt.NDArray[np.bool_]) -> Overlap:
-    """Return an overlap with `matched` in characters, which begin at some of the tokens (M,)."""
+def _in_characters(
+    overlap: Overlap, tokens: Tokens, training: Tokens, tokenizer: CharTokenizer
+) -> Overlap:
+    """Return an overlap of tokens (M,) in characters, without what then is no match."""
+    is_start = tokens < tokenizer.first_continuation
     index = np.append(is_start.cumsum() - is_start, is_start.sum()).tolist()
-    return replace(overlap, matched=[(index[start], index[end]) for start, end in overlap.matched])
+    matched = [(index[start], index[end]) for start, end in overlap.matched]
+    longest = overlap.longest
+    if longest is not None:
+        start, end = longest.start, longest.start + longest.length
+        place = tokenizer.count_characters(training[: longest.place])
+        text = tokenizer.decode(tokens[start:end])
+        longest = VerbatimMatch(index[start], index[end] - index[start], place, text)
+    return replace(
+        overlap,
+        matched=[(start, end) for start, end in matched if end - start >= MIN_MATCH],
+        longest=longest if longest and longest.length >= MIN_MATCH else None,
+    )
 
 
 def find_overlap(

@@ -144,6 +144,7 @@ def accuracy_and_calibration(run: Run, corpus: Corpus) -> Facts:
         "calibration_error": predictions.calibration_error(groups),
         "confidence_gap": float(found.confidence.mean() - found.correct.mean()),
         "predicted": f"{len(found.targets):,}",
+        "unit": "token" if run.tokenizer.has_bytes else "character",
     }
 
 
@@ -212,8 +213,9 @@ def reproduction(run: Run) -> Facts:
     """Return the command that repeats the run, its environment and its config."""
     state, config = run.state, run.config
     command = shlex.join(["chargpt", "train", "-c", str(run.folder / "config.yaml")])
+    is_imported = config.model.kind == "gpt2"
     return {
-        "command": f"{command} --out COPY",
+        "command": "it was trained by another program" if is_imported else f"{command} --out COPY",
         "environment": [
             ["torch", state.torch],
             ["device", f"{config.device}, {config.dtype}"],

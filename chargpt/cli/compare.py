@@ -100,11 +100,17 @@ def compare(
                 f"--ladder trains a fixed list of models; drop {name}; "
                 "-s train.max_steps=500 is shorter"
             )
+    overrides = options.overrides(
+        set_, seed=seed, encoding=encoding, encoding_errors=encoding_errors
+    )
     paths = [Path(text) for text in texts or []]
     n_runs = sum(is_run(path) for path in paths)
     if ladder and (len(paths) > 1 or n_runs):
         raise ConfigError("--ladder needs one text; name no runs")
     if paths and n_runs == len(paths):
+        given = {"--models": models, "-c": config, "--out": out, "--budget": budget}
+        others = {"-s (or --seed, --encoding, --encoding-errors)": overrides}
+        options.reject({**given, **others}, "applies to training, and these are runs")
         measure_threads(choose_device(device or "auto")[0])
         print_comparison(comparison.compare_runs(paths, device or "auto"), plot, json_=json_)
         return
@@ -114,9 +120,7 @@ def compare(
     request = Request(
         text=texts[0] if texts else None,
         config=config or ("ladder" if ladder else None),
-        overrides=options.overrides(
-            set_, seed=seed, encoding=encoding, encoding_errors=encoding_errors
-        ),
+        overrides=overrides,
         budget=budget,
         device=device,
         started=console.started,
@@ -139,7 +143,9 @@ def train_models(request: Request, out: Path | None, models: str) -> tuple[Compa
     settings = request.settings()
     budget = request.time_budget() if request.budget else None
     corpus = load_corpus(settings.text, progress=LoadingProgress())
-    names = [name.strip() for name in models.split(",") if name.strip()]
+    names = list(dict.fromkeys(name.strip() for name in models.split(",") if name.strip()))
+    if not names:
+        raise ConfigError("--models names no model; give bigram, gpt or both")
     for name in names:
         comparison.model_settings(settings, name)  # rejects unknown names before any training
     used = next((out / name for name in names if out and (out / name).exists()), None)

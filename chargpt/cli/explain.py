@@ -91,8 +91,12 @@ def find_subject(
         with suppress(RunError):
             path = runs.find_run(None)
     if path is not None and is_run(path):
+        given = {"--encoding or --encoding-errors": overrides}
+        options.reject(given, f"applies to a text, and {path} is a run")
         run = runs.load_named_run(path, checkpoint, device)
         return choose_subject(run.corpus(), run)
+    if checkpoint != "best":
+        options.reject({"--checkpoint": checkpoint}, "applies to a run, and this is a text")
     settings = build_config(what, None, overrides, device=device)
     return choose_subject(load_corpus(settings.text, progress=LoadingProgress()), None)
 

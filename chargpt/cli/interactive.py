@@ -4,7 +4,7 @@ import json
 import sys
 from contextlib import suppress
 
-from chargpt.cli import console
+from chargpt.cli import console, options
 from chargpt.config import Config, parse_override
 from chargpt.errors import ChargptError, ConfigError, TextError
 from chargpt.inference.sampling import stream_run
@@ -33,6 +33,7 @@ def interact(run: Run, config: Config, unknown: Unknown | None) -> None:
     if sys.stdin is None:
         raise TextError("standard input is closed; type or pipe the prompts")
     console.say(HELP)
+    config = config.with_values({"sample.num_samples": 1})
     if unknown is not None:
         config = config.with_values({"text.unknown": unknown})
     text = config.sample.prompt
@@ -71,6 +72,7 @@ def change_setting(config: Config, written: str) -> Config:
     section = "text" if name == "unknown" else "sample"
     if value.strip():
         key, parsed = parse_override(f"{section}.{name}={value.strip()}")
+        parsed = options.unescape(parsed) if isinstance(parsed, str) else parsed
         config = config.with_values({key: parsed})
     now = getattr(getattr(config, section), name)
     console.say(f"{name} is {json.dumps(now, ensure_ascii=False)}")

@@ -130,7 +130,10 @@ def run() -> NoReturn:
 
 
 def open_streams() -> None:
-    """Make stdout and stderr print ? for what they cannot encode, and go nowhere if closed."""
+    """Make stdout and stderr print ? for what they cannot encode, and go nowhere if closed.
+
+    Bytes of stdin that do not decode become U+FFFD.
+    """
     for descriptor in (0, 1, 2):  # else the next file opened would get the number of a closed one
         try:
             os.fstat(descriptor)
@@ -142,6 +145,8 @@ def open_streams() -> None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
 
 
 def exit_code_of(command: Callable[[], Any]) -> int:

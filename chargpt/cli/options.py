@@ -1,10 +1,12 @@
 """Options that several commands share."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
+from chargpt.errors import ConfigError
 from chargpt.text.tokenizer import Unknown
 from chargpt.yaml_reader import to_yaml
 
@@ -79,7 +81,23 @@ Adaptive = Annotated[
         "--adaptive", help="Use the mixture, and let it learn from the text as it is read."
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+def reject(given: Mapping[str, object], cause: str) -> None:
+    """Reject options that do not apply, those of `given` that have a value, for a cause.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for name, value in given.items():
+        if value not in (None, [], ()):
+            raise ConfigError(f"{name} {cause}; drop it")
+
+
+def unescape(text: str) -> str:
+    """Return a text of the command line with `\\n` and `\\t` as a line end and a tab."""
+    return text.replace("\\n", "\n").replace("\\t", "\t")
 
 
 def overrides(

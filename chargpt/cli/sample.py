@@ -19,7 +19,7 @@ from chargpt.analysis.memorization import (
 from chargpt.cli import console, options, runs, tables
 from chargpt.cli.interactive import interact
 from chargpt.cli.progress import show_progress
-from chargpt.config import Config, SampleConfig
+from chargpt.config import Config, SampleConfig, TextConfig
 from chargpt.errors import ConfigError
 from chargpt.inference.sampling import sample as sample_texts
 from chargpt.inference.sampling import stream_run
@@ -133,14 +133,16 @@ def sample(
     if prompt_file is not None:
         if prompt is not None:
             raise ConfigError("--prompt and --prompt-file exclude each other; give one")
-        prompt = read_text(prompt_file, encoding or "auto")
+        prompt = read_text(prompt_file, TextConfig(encoding=encoding or "auto"))
+    else:
+        options.reject({"--encoding": encoding}, "is that of a --prompt-file, and there is none")
     if stop is not None:
-        ctx.params["stop"] = [text.replace("\\n", "\n").replace("\\t", "\t") for text in stop]
+        ctx.params["stop"] = [options.unescape(text) for text in stop]
     config = sample_config(loaded.config, {**ctx.params, "prompt": prompt})
     if prompt is not None and unknown not in (None, "error"):
         console.say_unknown(loaded.tokenizer.count_unknown(prompt), unknown)
     if interactive:
-        if json_ or check or config.sample.num_samples > 1:
+        if json_ or check or (num_samples or 1) > 1:
             raise ConfigError(
                 "--interactive prints one text at a time; drop --json, --check and --num-samples"
             )
@@ -213,9 +215,10 @@ def print_samples(
             f"{MIN_MATCH} characters or more"
         )
     elif overlap is not None:
-        print_overlap(overlap, run)
-        # the last line of a text may be cut short
-        lines = {line for text in texts for line in text[n_prompt:].split("\n")[:-1] if line}
+        print_overlap(overlap)
+        # lines that the model has ended, with what the prompt has of the first
+        first = texts[0].rfind("\n", 0, n_prompt) + 1
+        lines = {line for text in texts for line in text[first:].split("\n")[:-1] if line}
         if len(lines) > 1:
             n_copied = len(find_items(run.corpus(), lines, "\n"))
             console.out_sentence(
@@ -252,19 +255,17 @@ def mark(text: str, matched: list[tuple[int, int]]) -> str:
     return text
 
 
-def print_overlap(overlap: OverlapReport, run: Run) -> None:
+def print_overlap(overlap: OverlapReport) -> None:
     """Print the longest verbatim match, and the novel fractions next to those of held-out text."""
     matches = [each.longest for each in overlap.texts if each.longest]
     held_out = overlap.longest_held_out or f"under {MIN_MATCH}"
     reference = f"in held-out text of the same length, median: {held_out}"
     if matches:
         match = max(matches, key=lambda each: each.length)
-        text = run.tokenizer.decode(overlap.training[match.place : match.place + match.length])
-        start = run.tokenizer.count_characters(overlap.training[: match.place])
         console.out_sentence(
             f"⟦ ⟧: verbatim matches of {MIN_MATCH} characters or more with the training text; the "
-            f"longest: {len(text)} characters ({reference}), from character {start:,} on: "
-            f"{display_text(text)[:80]}"
+            f"longest: {match.length} characters ({reference}), from character {match.place:,} on: "
+            f"{display_text(match.text)[:80]}"
         )
     else:
         console.out_sentence(

@@ -46,7 +46,10 @@ def score(
     losses_of = adaptive_losses if adaptive else scoring.sliding_losses
     if text == "-" and sys.stdin is not None and sys.stdin.isatty():
         console.say("type the text; Ctrl-D ends it")
-    content = read_text(text, encoding or "auto", encoding_errors or "strict")
+    given = {"encoding": encoding, "encoding_errors": encoding_errors}
+    changes = {name: value for name, value in given.items() if value is not None}
+    settings = loaded.config.text.model_copy(update={**changes, "documents": None})
+    content = read_text(text, settings)
     with show_progress("character", "scored") as on_progress:
         scored = scoring.score(loaded, content, unknown, on_progress, losses_of)
     console.say_unknown(scored.unknown, unknown or loaded.config.text.unknown)

@@ -87,7 +87,7 @@ def describe_model(model: ModelConfig) -> str:
 def show_result(session: Session, baselines: Baselines | None, *, json_: bool = False) -> None:
     """Print the closing table or the JSON, and write the report of a long run."""
     trainer, folder, budget = session.trainer, session.folder, session.budget
-    best = load_run(folder.path, "best", trainer.device.type)
+    best = load_run(folder.path, "best", str(trainer.device))
     scores = score_run(best, trainer.corpus, baselines, fit_mixture(best, trainer.corpus))
     sentences = summarize(best, scores, folder.metrics.records())
     start = session.start_run

@@ -125,11 +125,12 @@ def evaluate(
     run = as_run(run)
     settings, n_unknown = run.config.text, 0
     if text is not None:
-        content = read_text(text, settings.encoding, settings.encoding_errors)
+        content = read_text(text, settings)
+    elif content is not None:
+        content = "".join(mark_documents([iter([content])], settings.documents))
     if content is None:
         tokens = run.corpus().split(split)
     else:
-        content = "".join(mark_documents([iter([content])], settings.documents))
         tokens = run.tokenizer.encode(content, unknown=settings.unknown)
         n_unknown = run.tokenizer.count_unknown(content)
     result = evaluate_tokens(
@@ -185,10 +186,11 @@ def evaluate_tokens(
     """
     assert max_characters is None or protocol == "full"
     if len(tokens) < 2:
-        if split == "test":
+        setting = {"test": "test_fraction=0.1", "tune": "tune_characters=20000"}.get(split)
+        if setting is not None:
             raise TextError(
-                "the run's text has no test split; evaluate another split, or train with "
-                "-s text.test_fraction=0.1"
+                f"the run's text has no {split} split; evaluate another split, or train with "
+                f"-s text.{setting}"
             )
         what = "text" if split == "all" else f"{split} split"
         raise TextError(f"the {what} is shorter than 2 characters; give a longer text")

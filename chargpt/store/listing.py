@@ -12,7 +12,14 @@ from chargpt.errors import ChargptError
 from chargpt.models import count_parameters
 from chargpt.store import commit
 from chargpt.store.checkpoint import read_without_tensors
-from chargpt.store.layout import CHECKPOINTS, LOCK, has_checkpoint, is_run
+from chargpt.store.layout import (
+    CHECKPOINTS,
+    LOCK,
+    REPLACED,
+    has_checkpoint,
+    has_checkpoint_itself,
+    is_run,
+)
 
 State = Literal["finished", "stopped early", "training", "unfinished", "no checkpoint", "damaged"]
 
@@ -41,7 +48,7 @@ def list_runs(parent: Path) -> list[RunSummary]:
 
 def _run_paths(parent: Path) -> Iterator[Path]:
     for depth in ("*", "*/*"):
-        yield from (path for path in parent.glob(depth) if is_run(path))
+        yield from (path for path in parent.glob(depth) if path.name != REPLACED and is_run(path))
 
 
 def summarize(path: Path) -> RunSummary:
@@ -50,7 +57,8 @@ def summarize(path: Path) -> RunSummary:
     if not has_checkpoint(path):
         return RunSummary(path, "training" if is_training else "no checkpoint")
     try:
-        folder = commit.resolve_pointer(path / CHECKPOINTS, "latest")
+        current = path if has_checkpoint_itself(path) else path / REPLACED
+        folder = commit.resolve_pointer(current / CHECKPOINTS, "latest")
         config, tokenizer, state = read_without_tensors(folder)
         saved = datetime.fromtimestamp(folder.stat().st_mtime).astimezone()
     except (ChargptError, OSError):

@@ -97,7 +97,8 @@ def newest_run(parent: Path = Path("runs")) -> Path:
     ]
     if not found:
         raise RunError(f"there is no run under {parent}/ yet; train one with `chargpt train`")
-    return max(found)[1]
+    newest = max(found)[1]
+    return newest.parent if newest.name == REPLACED else newest
 
 
 def open_run(path: str | Path) -> RunFolder:

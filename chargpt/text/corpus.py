@@ -7,7 +7,7 @@ import tempfile
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,8 +18,8 @@ from chargpt.errors import MissingTextError, TextError
 from chargpt.text import OnLoading, cache
 from chargpt.text.cache import CachedText, DamagedCacheError
 from chargpt.text.catalog import BUILT_IN
-from chargpt.text.decoding import Errors, codec_name, decode
-from chargpt.text.documents import document_ends
+from chargpt.text.decoding import codec_name, decode
+from chargpt.text.documents import document_ends, mark_documents
 from chargpt.text.ingest import ingest, load_or_note
 from chargpt.text.source import STDIN, copy_stdin, find_source, iter_chunks, text_in_memory
 from chargpt.text.statistics import PairCounts, count_pairs, count_tokens
@@ -232,9 +232,14 @@ def load_corpus(
         TextError: there is no such text, it cannot be read, or it is not the text of `key`.
     """
     notes: list[str] = []
+    if content is not None or settings.path is None:  # their bytes are UTF-8
+        settings = settings.model_copy(update={"encoding": "auto"})
     spec = _specification(settings)
     try:
-        source = find_source(settings) if content is None else text_in_memory(content)
+        if content is None:
+            source = find_source(settings.path, settings.suffixes)
+        else:
+            source = text_in_memory(content)
         notes += source.notes
         signature = source.signature()
     except MissingTextError:
@@ -292,15 +297,17 @@ def _corpus(settings: TextConfig, cached: CachedText, name: str, notes: list[str
     )
 
 
-def read_text(
-    path: str | os.PathLike[str], encoding: str = "auto", errors: Errors = "strict"
-) -> str:
+def read_text(path: str | os.PathLike[str], settings: TextConfig = TextConfig()) -> str:
     """Return a whole text: a file, folder, glob or `-`, read like a corpus.
+
+    Args:
+        path: of the text.
+        settings: its encoding, documents and suffixes.
 
     Raises:
         TextError: it cannot be read or decoded, or is over 2^30 characters.
     """
-    source = find_source(TextConfig(path=str(path), encoding=encoding))
+    source = find_source(str(path), settings.suffixes)
     texts: list[str] = []
     size = 0
     with tempfile.SpooledTemporaryFile(MAX_MEMORY_BYTES) as spool:
@@ -308,7 +315,8 @@ def read_text(
             # 4 bytes each, and a byte order mark
             copy_stdin(spool.write, 4 * (MAX_READ_CHARACTERS + 1))
             source = replace(source, stream=spool)
-        for text in chain.from_iterable(decode(iter_chunks(source), encoding, errors)):
+        files = decode(iter_chunks(source), settings.encoding, settings.encoding_errors)
+        for text in mark_documents(files, settings.documents):
             size += len(text)
             if size > MAX_READ_CHARACTERS:
                 raise TextError(

@@ -88,7 +88,8 @@ def ingest(
                     f"{source.name} changed while it was read; try again when nothing writes to it"
                 )
             if boundary:
-                tokens = stack.enter_context(_shuffle(tokens, tokenizer, settings.seed))
+                unordered, tokens = tokens, stack.enter_context(TemporaryFile(folder))
+                _shuffle(unordered, tokens, tokenizer, settings.seed)
             return cache.store(key, tokenizer, tokens, rare_count)
     except OSError as error:
         reason = error.strerror or type(error).__name__
@@ -123,15 +124,15 @@ def _texts(chunks: Iterator[Chunk], settings: TextConfig) -> Iterator[str]:
     return mark_documents(files, settings.documents)
 
 
-def _shuffle(tokens: TemporaryFile, tokenizer: CharTokenizer, seed: int) -> TemporaryFile:
-    """Return a file of the same tokens with the documents in random order."""
-    tokens.file.flush()
-    found = np.memmap(tokens.path, dtype=tokenizer.dtype, mode="r")
-    cache.require_room(tokens.path.parent, found.nbytes)
-    target = TemporaryFile(tokens.path.parent)
-    for chunk in shuffled(found, tokenizer.boundary_id, seed):
+def _shuffle(
+    source: TemporaryFile, target: TemporaryFile, tokenizer: CharTokenizer, seed: int
+) -> None:
+    """Write the tokens of one file to another, with the documents in random order."""
+    source.file.flush()
+    tokens = np.memmap(source.path, dtype=tokenizer.dtype, mode="r")
+    cache.require_room(target.path.parent, tokens.nbytes)
+    for chunk in shuffled(tokens, tokenizer.boundary_id, seed):
         target.write(chunk.view(np.uint8).data)
-    return target
 
 
 def _hashed(

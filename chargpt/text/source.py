@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from chargpt.config import TextConfig
 from chargpt.errors import MissingTextError, TextError
 from chargpt.files import file_stamp
 from chargpt.text import OnLoading
@@ -84,13 +83,16 @@ def text_in_memory(content: str) -> Source:
         ) from None
 
 
-def find_source(settings: TextConfig) -> Source:
-    """Return the source at `settings.path`: a file, folder, glob, `-` or null.
+def find_source(path: str | None, suffixes: tuple[str, ...]) -> Source:
+    """Return the source at a path: a file, folder, glob, `-`, or None for the built-in text.
+
+    Args:
+        path: as `text.path`.
+        suffixes: endings of a folder's files.
 
     Raises:
         TextError: there is nothing to read there.
     """
-    path = settings.path
     if path is None:
         return Source(BUILT_IN, stream=io.BytesIO(built_in_text().encode()))
     if path == STDIN:
@@ -103,7 +105,7 @@ def find_source(settings: TextConfig) -> Source:
     except (OSError, ValueError) as error:
         raise TextError(_unreadable(path, error)) from None
     if stat.S_ISDIR(mode):
-        return _find_folder(Path(expanded), settings.suffixes)
+        return _find_folder(Path(expanded), suffixes)
     if not stat.S_ISREG(mode):
         raise TextError(
             f"{path} is a device or a pipe, not a file; pipe its text in and name it `-`"

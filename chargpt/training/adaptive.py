@@ -93,23 +93,25 @@ class AdaptiveDecoder:
 
     def __init__(self, run: Run, num_lanes: int) -> None:
         self.mixture = AdaptiveMixture(run)
-        self.columns: list[TokenIds] = []  # (L,) each
+        self.history = np.zeros((num_lanes, 0), dtype=np.int64)  # all whole half blocks
+        self.columns: list[TokenIds] = []  # since then, (L,) each
         self.decoder = ModelDecoder(self.mixture.model, num_lanes)
 
     def step(self, tokens: TokenIds) -> npt.NDArray[np.float32]:
         """Append one token a lane, (L,); return the logits of the next ones, (L, V)."""
         self.columns.append(tokens)
-        if len(self.columns) % self.mixture.stride:
+        if len(self.columns) < self.mixture.stride:
             return self.decoder.step(tokens)
-        history = np.stack(self.columns, axis=1)
-        self.mixture.learn(history)
-        return self._prefill(history)
+        self.history = np.hstack((self.history, np.stack(self.columns, axis=1)))
+        self.columns.clear()
+        self.mixture.learn(self.history)
+        return self._prefill()
 
     @torch.inference_mode()
-    def _prefill(self, history: TokenIds) -> npt.NDArray[np.float32]:
+    def _prefill(self) -> npt.NDArray[np.float32]:
         """Fill a new cache with half a block; return the logits after it, (L, V)."""
         model = self.mixture.model
-        context = history[:, -max(1, model.block_size - self.mixture.stride) :]
+        context = self.history[:, -max(1, model.block_size - self.mixture.stride) :]
         self.decoder = ModelDecoder(model, len(context))
         logits = model(torch.from_numpy(context).to(model.device), self.decoder.cache)
         last: npt.NDArray[np.float32] = logits[:, -1].cpu().numpy()
@@ -127,6 +129,6 @@ def adaptive_losses(run: Run, tokens: Tokens, on_progress: OnProgress = lambda *
     mixture, found = AdaptiveMixture(run), []
     history = tokens[None].astype(np.int64)
     for end in range(mixture.stride, len(tokens) + mixture.stride, mixture.stride):
-        found.append(-mixture.learn(history[:, :end])[0].double().cpu().numpy())
+        found.append(-mixture.learn(history[:, :end])[0].cpu().double().numpy())
         on_progress(min(end, len(tokens)), len(tokens))
     return np.concatenate(found)

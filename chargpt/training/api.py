@@ -72,6 +72,8 @@ def train(
     except ValueError:
         modes = ", ".join(repr(mode.value) for mode in StartMode)
         raise ConfigError(f"start {start!r} is not one of {modes}") from None
+    if start is StartMode.BEGIN_OR_RESUME and out is None:
+        raise ConfigError("start 'begin or resume' needs the run's folder; give out=")
     request = Request(
         text=None if text is None else str(text),
         content=content,
@@ -86,9 +88,9 @@ def train(
     try:
         path = run_training(request, partial(run_steps, progress=progress, notes=notes))
     except FinishedError:
-        if start is not StartMode.BEGIN_OR_RESUME or request.out is None:
+        if start is not StartMode.BEGIN_OR_RESUME:
             raise
-        return load_run(request.out, device=device or "auto")
+        return load_run(str(request.out), device=device or "auto")
     run = load_run(path, device=device or "auto")
     run = replace(run, notes=(*notes, *run.notes))
     if is_main_rank():

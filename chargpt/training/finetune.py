@@ -45,7 +45,10 @@ def settings_from(run: Run, settings: Config, fixed: Collection[str]) -> Config:
     """
     model = {f"model.{name}": value for name, value in run.config.model.model_dump().items()}
     given = {f"model.{name}": value for name, value in settings.model.model_dump().items()}
-    for key in sorted(set(fixed) & set(model) - OWN_SETTINGS):
+    own = OWN_SETTINGS
+    if run.config.model.kind == "gpt2":  # it learns a vector for each position
+        own = OWN_SETTINGS - {"model.block_size"}
+    for key in sorted(set(fixed) & set(model) - own):
         if given[key] != model[key]:
             raise ConfigError(
                 f"{key} is {model[key]} in {run.folder}, whose weights are the start; drop "
@@ -114,6 +117,7 @@ def forgetting(start: Run, run: Run) -> dict[str, float] | None:
         text = start.tokenizer.decode(start.corpus().split("val"))
     except ChargptError:
         return None
+    start.model.to(run.model.device)
     encoded = run.tokenizer.encode(text, "skip")
     text = run.tokenizer.decode(encoded)
     n_scored = run.config.train.evaluate_characters

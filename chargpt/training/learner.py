@@ -224,12 +224,13 @@ class Learner:
         max_norm = self.clip_norm or math.inf
         return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
 
+    @torch.no_grad()
     def apply_update(self, step: int, lr_factor: float) -> None:
         """Update the weights and their moving average."""
         self.optimizer.step(step, lr_factor)
         self.model.zero_grad(set_to_none=True)
         if self.start_weights:  # L2-SP (Li, Grandvalet and Davoine 2018), decoupled
-            weights = [parameter.detach() for parameter in self.model.parameters()]
+            weights = list[Tensor](self.model.parameters())
             torch._foreach_lerp_(weights, self.start_weights, self.pull * lr_factor)
         if self.average is not None:
             # a smaller decay at first, so that the random initial weights are soon forgotten

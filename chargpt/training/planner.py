@@ -167,11 +167,13 @@ def length_of(characters: float) -> Length:
     return [each for each in LENGTHS if each.characters <= characters][-1]
 
 
-def size_settings(size: Size, characters: float, corpus: Corpus) -> dict[str, object]:
+def size_settings(
+    size: Size, characters: float, corpus: Corpus, accumulate: int = 1
+) -> dict[str, object]:
     """Return the settings of a run of this size over about `characters` characters.
 
     Short runs gain more from many small updates than they lose by short blocks. A split must hold
-    a block and one more character.
+    a block and one more character, and a batch whole micro-batches.
     """
     length = length_of(characters)
     block_size = length.block_size
@@ -183,7 +185,7 @@ def size_settings(size: Size, characters: float, corpus: Corpus) -> dict[str, ob
         "model.n_head": size.n_head,
         "model.n_embd": size.n_embd,
         "model.block_size": block_size,
-        "train.batch_size": length.step_characters // block_size,
+        "train.batch_size": accumulate * max(1, length.step_characters // block_size // accumulate),
     }
 
 
@@ -249,8 +251,7 @@ class _Planner:
         if self.chooses_size:
             size, config, speed = self.best_size()
             # block and batch sizes follow from the length, which is known now
-            settings = size_settings(size, self.reachable(speed), self.corpus)
-            resized = self.with_free(config, settings)
+            resized = self.sized(size, self.reachable(speed), config)
             if resized != config:
                 config, speed = resized, measure_speed(resized, self.corpus)
         else:
@@ -305,8 +306,10 @@ class _Planner:
             and self.parameters(each) <= RECIPE.max_parameters * self.text_characters
         ]
 
-    def sized(self, size: Size, characters: float) -> Config:
-        return self.with_free(self.config, size_settings(size, characters, self.corpus))
+    def sized(self, size: Size, characters: float, config: Config | None = None) -> Config:
+        accumulate = self.config.train.accumulate
+        settings = size_settings(size, characters, self.corpus, accumulate)
+        return self.with_free(config or self.config, settings)
 
     def with_free(self, config: Config, values: dict[str, object]) -> Config:
         """Return the config with those of the values that the user has not fixed."""

@@ -10,7 +10,7 @@ from chargpt.device import choose_device
 from chargpt.errors import ConfigError, FinishedError, RunError, TextError
 from chargpt.store.checkpoint import Checkpoint
 from chargpt.store.folder import RunFolder
-from chargpt.text.corpus import load_corpus
+from chargpt.text.corpus import Corpus, load_corpus
 from chargpt.training.schedule import decay_start, lr_factor_at
 
 # Fraction of the peak of the learning rates when a finished run goes on: RESTART times the square
@@ -55,7 +55,8 @@ def resume(
     }
     for key, value in changes.items():
         if same_command and key == "text.path":
-            require_same_text(saved, value)
+            text = saved.config.with_values({"text.path": value}).text
+            require_same_text(load_corpus(text), saved)
         elif key not in MAY_CHANGE and not key.endswith("_every"):
             raise ConfigError(
                 f"{key} cannot change when a run is resumed; leave it, or start a new run with "
@@ -93,13 +94,12 @@ def resume(
     return saved, config, notes
 
 
-def require_same_text(saved: Checkpoint, path: object) -> None:
+def require_same_text(corpus: Corpus, saved: Checkpoint) -> None:
     """Check that a text has the content that a run was trained on, wherever it is now.
 
     Raises:
-        TextError: it has not, or cannot be read.
+        TextError: it has not.
     """
-    corpus = load_corpus(saved.config.with_values({"text.path": path}).text)
     if corpus.key != saved.state.corpus:
         raise TextError(
             f"{corpus.name} is not the text that the run was trained on; name that one, or start a "

@@ -19,7 +19,7 @@ from chargpt.distributed import (
 from chargpt.errors import RunError, WorkError
 from chargpt.ranks import is_main_rank
 from chargpt.store.folder import RunFolder
-from chargpt.store.layout import has_checkpoint
+from chargpt.store.layout import REPLACED, has_checkpoint
 from chargpt.store.run import Run, newest_run, open_run
 from chargpt.text import OnLoading
 from chargpt.text.corpus import MAX_TUNE_FRACTION, Corpus, load_cached, load_corpus
@@ -31,7 +31,7 @@ from chargpt.training.finetune import describe_start, load_start, settings_from
 from chargpt.training.mixing import MIN_CHARACTERS
 from chargpt.training.planner import RECIPE, Plan, plan
 from chargpt.training.request import Request, StartMode
-from chargpt.training.resume import resume
+from chargpt.training.resume import require_same_text, resume
 from chargpt.training.threads import ThreadTuner, measure_threads
 from chargpt.training.trainer import Trainer
 
@@ -90,7 +90,10 @@ def start_session(request: Request, loading: OnLoading | None) -> Session:
     if request.start is StartMode.BEGIN_OR_RESUME:
         assert request.out is not None
         if has_checkpoint(request.out):
-            return resume_run(request.out, request.fixed(settings), loading, same_command=True)
+            changes = request.fixed(settings)
+            return resume_run(
+                request.out, changes, loading, content=request.content, same_command=True
+            )
     budget = request.time_budget()
     return create_run(
         settings,
@@ -187,9 +190,13 @@ def with_tune_split(settings: Config, corpus: Corpus, budget: Budget) -> tuple[C
             )
         else:
             settings = settings.with_values({key: RECIPE.tune_characters})
-    if note:
-        corpus = replace(corpus, notes=(*corpus.notes, note))
-    return settings, replace(corpus, tune_characters=settings.text.tune_characters)
+    corpus = replace(corpus, tune_characters=settings.text.tune_characters)
+    n_tune = len(corpus.split("tune"))
+    if key not in budget.fixed and n_tune > 2 * MAX_TUNE_FRACTION * len(corpus.tokens):
+        note = "without a mixture: the documents are too long to leave some out to fit one to"
+        settings = settings.with_values({key: 0})
+        corpus = replace(corpus, tune_characters=0)
+    return settings, replace(corpus, notes=(*corpus.notes, note)) if note else corpus
 
 
 def with_measured_threads(settings: Config, budget: Budget | None = None) -> Config:
@@ -208,6 +215,7 @@ def resume_run(
     changes: dict[str, object],
     loading: OnLoading | None = None,
     *,
+    content: str | None = None,
     same_command: bool = False,
 ) -> Session:
     """Load the latest checkpoint of a run, by default the newest, and its text.
@@ -216,6 +224,7 @@ def resume_run(
         path: of the run's folder.
         changes: settings by dotted keys.
         loading: called with the progress of preparing the text.
+        content: the text itself, given again.
         same_command: whether `changes` are the settings that started the run, given again.
 
     Raises:
@@ -223,6 +232,8 @@ def resume_run(
         ChargptError: there is no run, or a change would make it another run.
     """
     folder = open_run(path or newest_run())
+    if folder.path.name == REPLACED:  # locking the run puts the old one back
+        folder = RunFolder(folder.path.parent)
     if is_main_rank():
         folder.lock()  # before it is read, so that no other process writes in between
     saved, settings, notes = resume(folder, changes, same_command=same_command)
@@ -230,6 +241,9 @@ def resume_run(
     key = saved.state.corpus
     if same_command and settings.text.path != STDIN:  # the command names the text
         corpus = load_corpus(settings.text, key=key, progress=loading)
+    elif same_command:
+        corpus = load_corpus(settings.text, content=content, progress=loading)
+        require_same_text(corpus, saved)
     else:
         corpus = load_cached(settings.text, key, saved.state.text)
     start_run = load_start(settings) if settings.optim.pull else None

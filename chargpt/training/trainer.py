@@ -59,7 +59,6 @@ class StepReport:
     validation: Evaluation | None = None  # of the validation split, if it was due
     is_best: bool = False  # whether that is the lowest validation loss so far
     sample: str | None = None  # generated text, if it was due
-    saved: Path | None = None  # folder of the checkpoint, if one was written (not in background)
     notes: list[str] = field(default_factory=list)  # sentences for the user
 
 
@@ -168,7 +167,7 @@ class Trainer:
                     self.stopped_by = "request"
                     self._save()
                 if self.finished or self.stopped_by is not None:
-                    report.saved = self._finish_saving() or report.saved
+                    self._finish_saving()
                 report.max_steps = self.config.train.max_steps
                 self._measure_speed(report, budget)
                 yield report
@@ -220,7 +219,7 @@ class Trainer:
         if self._is_due(train.evaluate_every):
             self.validate(report)
         if report.is_best or self.config_is_unsaved or self._is_due(train.save_every):
-            report.saved = self._save(report)
+            self._save(report)
         if train.sample_every and self._is_due(train.sample_every):
             self._sample(report)
         return report
@@ -251,7 +250,9 @@ class Trainer:
         self.stopped_by = "deadline"
         if report.validation is None:
             self.validate(report)
-        report.saved = self._save(report)
+            self._save(report)
+        else:  # a best one is saved already
+            self._save()
 
     def _measure_speed(self, report: StepReport, budget: Budget | None) -> None:
         """Add the speed, over the last second or more, and the remaining time to a report."""
