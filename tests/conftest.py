@@ -84,6 +84,20 @@ def run_cli(
     )
 
 
+def run_here(*words: object, cwd: Path, **environment: str) -> None:
+    """Run `chargpt` within this process, for what the tests of a file share; it must succeed."""
+    from chargpt.cli.main import run
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(cwd)
+        patch.setattr(sys, "argv", ["chargpt", *map(str, words)])
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        with pytest.raises(SystemExit) as left:
+            run()
+    assert left.value.code == 0, words
+
+
 def refusal(done: subprocess.CompletedProcess[str]) -> str:
     """Check that a command rejected its input with one sentence; return it."""
     assert done.returncode == 2, (done.returncode, done.stdout, done.stderr)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import REPOSITORY, Cli, refusal, run_cli
+from conftest import REPOSITORY, Cli, refusal, run_cli, run_here
 
 from chargpt.analysis import compare as comparison
 from chargpt.analysis.compare import compare_runs
@@ -38,10 +38,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     shutil.copy(REPOSITORY / "data" / "lighthouse.txt", folder / "novel.txt")
     args = [word.replace("max_steps=6", "max_steps=40") for word in QUICK]
-    done = run_cli(
+    run_here(
         "train", "novel.txt", *args, "--out", "run", cwd=folder, CHARGPT_CACHE=str(folder / "c")
     )
-    assert done.returncode == 0, done.stderr
     return folder / "run"
 
 

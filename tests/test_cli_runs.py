@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, Cli, refusal, run_cli
+from conftest import REPOSITORY, Cli, refusal, run_cli, run_here
 from test_docs import load_script
 
 from chargpt.cli import console
@@ -35,8 +35,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(REPOSITORY / "data" / "lighthouse.txt", folder / "novel.txt")
     for name, extra in (("a", []), ("group/b", ["--seed", "5", "-s", "train.max_steps=9"])):
         args = ("train", "novel.txt", *QUICK, *extra, "-o", f"runs/{name}")
-        done = run_cli(*args, cwd=folder, CHARGPT_CACHE=str(folder / "c"))
-        assert done.returncode == 0, done.stderr
+        run_here(*args, cwd=folder, CHARGPT_CACHE=str(folder / "c"))
     shutil.copytree(folder / "runs" / "a", folder / "runs" / "damaged")
     (folder / "runs" / "damaged" / "checkpoints" / "latest.json").write_text("{}")
     shutil.copytree(folder / "runs" / "a", folder / "runs" / "unsaved")

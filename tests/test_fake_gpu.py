@@ -45,8 +45,9 @@ from chargpt.store import run
 from chargpt.store.folder import RunFolder
 from chargpt.text.corpus import Corpus, load_corpus
 from chargpt.text.tokenizer import CharTokenizer
+from chargpt.training import budget as budget_module
 from chargpt.training import planner, resume, session, trainer
-from chargpt.training.budget import Budget, measure_step_seconds
+from chargpt.training.budget import Budget, Reserve, measure_step_seconds
 from chargpt.training.trainer import METRICS_EVERY, StepReport, Trainer
 
 TINY = {
@@ -382,6 +383,7 @@ def test_slow_first_calls_are_not_measured(
     corpus: Corpus, gpu: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cold = 0.5  # seconds of each of about a hundred operations
+    monkeypatch.setattr(budget_module, "RESERVE", Reserve(timed_characters=500))
     clock = slow_first_calls(monkeypatch, cold)
     training = trainer_on("mps", corpus)
     step_seconds = measure_step_seconds(training.learner, 3, update=True)

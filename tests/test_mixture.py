@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import torch
-from conftest import REPOSITORY, Cli, refusal, run_cli
+from conftest import REPOSITORY, Cli, refusal, run_here
 
 import chargpt
 from chargpt.config import Config, ModelConfig, TextConfig
@@ -73,9 +73,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     shutil.copy(REPOSITORY / "data" / "lighthouse.txt", folder / "novel.txt")
     environment = {"CHARGPT_CACHE": str(folder / "c")}
-    done = run_cli("train", "novel.txt", *WORDS, "--out", "run", cwd=folder, **environment)
-    assert done.returncode == 0, done.stderr
-    assert f"gpt + {ORDER}-gram" in done.stdout
+    run_here("train", "novel.txt", *WORDS, "--out", "run", cwd=folder, **environment)
     return folder / "run"
 
 

@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, Cli, refusal, run_cli
+from conftest import REPOSITORY, Cli, refusal, run_here
 
 from chargpt.cli import console, tables
 from chargpt.errors import ConfigError, DeviceError, TextError, WorkError
@@ -108,8 +108,7 @@ def russian(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run on a Russian text."""
     folder = tmp_path_factory.mktemp("russian")
     (folder / "t.txt").write_text("Буря мглою небо кроет, вихри снежные крутя; " * 60, "utf-8")
-    done = run_cli("train", "t.txt", *TINY, "--out", "r", cwd=folder)
-    assert done.returncode == 0, done.stderr
+    run_here("train", "t.txt", *TINY, "--out", "r", cwd=folder)
     return folder / "r"
 
 

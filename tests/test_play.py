@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import WIDTHS, Cli, refusal, run_cli
+from conftest import WIDTHS, Cli, refusal, run_cli, run_here
 from noise import fill_with_noise
 
 from chargpt import sample
@@ -472,8 +472,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     verse = Path(__file__).parent.parent / "data" / "lighthouse.txt"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CHARGPT_CACHE", str(folder / "cache"))
-        done = run_cli("train", verse, *TINY, "--out", "mine", cwd=folder)
-        assert done.returncode == 0, done.stderr
+        run_here("train", verse, *TINY, "--out", "mine", cwd=folder)
         yield load_run(folder / "mine", device="cpu")
 
 

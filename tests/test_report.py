@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import REPOSITORY, WIDTHS, Cli, refusal, run_cli
+from conftest import REPOSITORY, WIDTHS, Cli, refusal, run_cli, run_here
 
 from chargpt.analysis import passage
 from chargpt.analysis import report as module
@@ -72,8 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ["report", "mine"],
         ["explain", "mine", "--html", "tour.html"],
     ):
-        done = run_cli(*words, cwd=folder, CHARGPT_CACHE=str(folder / "cache"))
-        assert done.returncode == 0, done.stderr
+        run_here(*words, cwd=folder, CHARGPT_CACHE=str(folder / "cache"))
     return folder
 
 
@@ -417,8 +416,7 @@ def joined(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ["report", "mine"],
         ["explain", "mine", "--html", "tour.html"],
     ):
-        done = run_cli(*words, cwd=folder, CHARGPT_CACHE=str(folder / "cache"))
-        assert done.returncode == 0, done.stderr
+        run_here(*words, cwd=folder, CHARGPT_CACHE=str(folder / "cache"))
     return folder
 
 
