@@ -386,6 +386,25 @@ def test_the_mixture_samples_scores_and_compresses_better(run_of: Path, cli: Cli
     assert Path("mixed.cgpt").stat().st_size < 0.95 * Path("plain.cgpt").stat().st_size
 
 
+def test_a_kept_mixture_is_not_replaced_when_the_run_goes_on(run_of: Path, cli: Cli) -> None:
+    shutil.copytree(run_of, "run")
+    Path("t.txt").write_text("the sea and the light")
+    more = ("train", "--resume", "run", "-s")
+    for keep in ([], ["--keep"]):
+        done = cli("compress", "run", "t.txt", "t.cgpt", "--mixture", "--force", *keep)
+        assert ("--keep protects it" in done.stderr) == (not keep)
+    step = chargpt.load_run("run").step
+    done = cli(*more, f"train.max_steps={step + 40}")
+    assert done.returncode == 0, done.stderr
+    assert f"that of step {step} is kept" in done.stderr
+    assert cli("decompress", "run", "t.cgpt", "back.txt").returncode == 0
+    assert Path("back.txt").read_text() == "the sea and the light"
+    Path(f"run/checkpoints/step-{step:08d}/keep").unlink()
+    assert cli(*more, f"train.max_steps={step + 80}").returncode == 0
+    lost = refusal(cli("decompress", "run", "t.cgpt", "c.txt"))
+    assert "has been replaced since" in lost or "has no checkpoint" in lost
+
+
 def test_a_budget_leaves_characters_for_the_mixture(verse: Path, cli: Cli) -> None:
     done = cli("train", verse, "--budget", "5s", "--out", "run", "--device", "cpu")
     assert done.returncode == 0, done.stderr

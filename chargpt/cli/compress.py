@@ -20,6 +20,7 @@ from chargpt.inference.coding import BYTES_PER_CHARACTER, HEADER, packed_model
 from chargpt.inference.coding import compress as pack
 from chargpt.inference.coding import decompress as unpack
 from chargpt.store.folder import RunFolder
+from chargpt.store.mixture import OtherCheckpointError
 from chargpt.text.source import STDIN, copy_stdin
 from chargpt.training.adaptive import AdaptiveDecoder
 
@@ -55,9 +56,9 @@ def compress(
     content = read_input(text, out, force=force)
     loaded = runs.load_named_run(run, checkpoint, "cpu", mixture=mixture or adaptive)
     decoder = partial(AdaptiveDecoder, loaded) if adaptive else None
-    if adaptive:  # a step of one character is too small to share
+    if mixture or adaptive:  # a step of one character is too small to share
         torch.set_num_threads(1)
-    with show_progress("character", "") as on_progress:
+    with show_progress("character", "compressed") as on_progress:
         packed = pack(loaded, content, on_progress, unknown or "error", decoder)
     lost = loaded.tokenizer.count_unknown(content.decode())
     console.say_unknown(lost, unknown or "error")
@@ -76,7 +77,7 @@ def compress(
     elif not folder.is_kept(loaded.step):
         console.say(
             f"decompression needs step {loaded.step:,} of {loaded.folder}, which is deleted when "
-            "the run is resumed and a better one is found; --keep protects it"
+            "the run is resumed and a better one is found; --keep protects it and its mixture"
         )
 
 
@@ -99,12 +100,17 @@ def decompress(
     step, kind = packed_model(content)
     try:
         loaded = runs.load_named_run(run, str(step), "cpu", mixture=kind != "gpt")
+    except OtherCheckpointError:
+        raise RunError(
+            f"{packed} was compressed with the mixture of step {step:,}, which has been replaced "
+            "since; only a copy of the run from before can restore it"
+        ) from None
     except RunError as error:
         raise RunError(
             f"{packed} was compressed with step {step:,} of a run, but {error}"
         ) from None
     decoder = partial(AdaptiveDecoder, loaded) if kind == "adaptive" else None
-    with show_progress("character", "") as on_progress:
+    with show_progress("character", "restored") as on_progress:
         text = unpack(loaded, content, on_progress, decoder)
     write(text, out, force=force)
     tell(f"{console.characters(len(text.decode()))}, {len(text):,} bytes", out)

@@ -47,7 +47,7 @@ class StepView:
 
     def show(self, report: StepReport) -> None:
         """Show a step on the bar, and its sample and notes above it."""
-        if report.validation is not None:
+        if report.validation is not None and report.step:  # before training it is ln V
             self.validation.append(report.validation.nats_per_char)
         detail = None if report.loss is None else partial(self._detail, report)
         self.bar.move_to(report.step, report.max_steps, detail)

@@ -19,6 +19,7 @@ from chargpt.models import GPT
 from chargpt.models.mixture import Gate, Mixture
 from chargpt.models.ngram import MAX_TOKENS
 from chargpt.models.word_ngram import word_tokens
+from chargpt.store.folder import RunFolder
 from chargpt.store.layout import MIXTURE
 from chargpt.store.run import Run, as_run
 from chargpt.text.tokenizer import Tokens
@@ -38,8 +39,14 @@ def save_mixture(run: Run, mixture: Mixture) -> None:
         mixture: what `fit_mixture` returned.
 
     Raises:
-        RunError: it cannot be written.
+        RunError: it cannot be written, or would replace that of a checkpoint that is kept.
     """
+    kept = _kept_step(run)
+    if kept not in (None, run.step):
+        raise RunError(
+            f"step {run.step:,} of {run.folder} has no mixture: that of step {kept:,} is kept, as "
+            "`compress --keep` asked"
+        )
     arrays = {name: tensor.cpu().numpy() for name, tensor in mixture.gate.state_dict().items()}
     arrays["tokens"] = mixture.tokens
     arrays["step"] = np.array([run.step])
@@ -51,6 +58,16 @@ def save_mixture(run: Run, mixture: Mixture) -> None:
             f"the mixture of {run.folder} cannot be saved ({error.strerror}); free some "
             "space, then train again"
         ) from None
+
+
+def _kept_step(run: Run) -> int | None:
+    """Return the step of the run's present mixture if that checkpoint is kept, else None."""
+    try:
+        content = read_regular(run.folder / MIXTURE, MAX_BYTES)
+        step = int(safetensors.numpy.load(content)["step"].item())
+    except (OSError, ValueError, KeyError, safetensors.SafetensorError):
+        return None
+    return step if RunFolder(run.folder).is_kept(step) else None
 
 
 def has_mixture(run: Run) -> bool:
