@@ -218,6 +218,7 @@ def test_a_folder_stands_for_its_run_and_mistakes_are_said_in_a_sentence(
         lambda: tiny_run.logits(["a"]),  # type: ignore[arg-type]
         lambda: chargpt.train(content=b"abc"),  # type: ignore[arg-type]
         lambda: chargpt.train(budget=[5]),  # type: ignore[arg-type]
+        lambda: chargpt.train(settings=["seed=1"]),  # type: ignore[arg-type]
     ):
         with pytest.raises(chargpt.ChargptError, match="expected"):
             call()

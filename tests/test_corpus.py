@@ -298,7 +298,7 @@ def test_a_folder_is_read_recursively_sorted_and_by_suffix(write: Write) -> None
 
 def test_a_run_is_not_taken_for_a_text(write: Write) -> None:
     folder = write("x", "runs/a/checkpoints/latest.json").parent.parent
-    assert "is a run, not a text; continue it with" in error_message(folder)
+    assert "is a run, not a text; name a text" in error_message(folder)
 
 
 @pytest.mark.parametrize("suffixes", [(".md,.py",), (".md .py",), ("md", "*.py")])

@@ -188,6 +188,7 @@ def test_the_description_of_a_head_follows_from_its_weights() -> None:
         ("a\n" + "b" * 30 + "\nc", 40, "b" * 30),
         ("x" * 100, 40, "x" * 40),
         ("\n\na\n", 1, "a"),
+        ("f:\n\t    return the sum\n", 14, "return the sum"),
         ("\n\n\n", 40, "\n\n\n"),
     ],
 )

@@ -14,7 +14,7 @@ from chargpt.config import TextConfig
 from chargpt.text import describe as describe_module
 from chargpt.text import statistics
 from chargpt.text.corpus import load_corpus
-from chargpt.text.describe import Description, compare_splits, describe
+from chargpt.text.describe import Description, compare_splits, describe, warn_of_list
 from chargpt.text.statistics import (
     conditional_entropy_bits,
     count_pairs,
@@ -101,6 +101,12 @@ def test_a_description_has_the_statistics_of_the_text(tmp_path: Path) -> None:
     assert description.unigram_bits == pytest.approx(1.372, abs=2e-3)
     assert description.bigram_bits == pytest.approx(0.551, abs=2e-3)
     assert ["like a list of items" in warning for warning in description.warnings] == [True]
+
+
+def test_items_of_several_lines_are_not_taken_for_a_list_of_lines() -> None:
+    joke = "A lamp\nand a boat\n\tby Orla\n%\n"
+    assert not warn_of_list(load_corpus(TextConfig(), content=joke * 300))
+    assert warn_of_list(load_corpus(TextConfig(), content=joke.replace("%\n", "") * 300))
 
 
 @pytest.mark.parametrize(

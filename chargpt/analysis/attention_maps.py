@@ -20,17 +20,19 @@ Weights = npt.NDArray[np.float32]
 
 
 def typical_line(tokenizer: CharTokenizer, tokens: Tokens, max_length: int) -> Tokens:
-    """Return the tokens of the first line of medium length, or of the text's start.
+    """Return the tokens of the first line of medium length, not indented, or of the text's start.
 
     Each is a character: byte tokens are left out of the start, and no line has them.
     """
     searched = tokens[:SEARCHED]
     is_character = searched < tokenizer.vocab_size - len(tokenizer.bytes_)
+    is_blank = np.isin(searched, [tokenizer.characters.find(blank) for blank in " \t"])
     ends = np.flatnonzero(searched == tokenizer.characters.find("\n"))
-    for start, end in itertools.pairwise([-1, *ends.tolist(), len(searched)]):
-        is_medium = max(1, max_length // 2) <= end - start - 1 <= max_length
-        if is_medium and is_character[start + 1 : end].all():
-            return searched[start + 1 : end]
+    for before, end in itertools.pairwise([-1, *ends.tolist(), len(searched)]):
+        start = before + 1 + int(np.append(is_blank[before + 1 : end], False).argmin())
+        is_medium = max(1, max_length // 2) <= end - start <= max_length
+        if is_medium and is_character[start:end].all():
+            return searched[start:end]
     return searched[is_character][:max_length]
 
 

@@ -45,6 +45,7 @@ def explain(
     device: options.Device = None,
     encoding: options.Encoding = None,
     encoding_errors: options.EncodingErrors = None,
+    set_: options.Set = None,
 ) -> None:
     """Explain attention step by step on your own text and run.
 
@@ -58,7 +59,7 @@ def explain(
             require_output(path)
     if plot is not None:
         plots.require_suffix(plot)
-    overrides = options.overrides(None, encoding=encoding, encoding_errors=encoding_errors)
+    overrides = options.overrides(set_, encoding=encoding, encoding_errors=encoding_errors)
     subject = find_subject(what, checkpoint, device, overrides)
     sections = explanation.explain(subject, section or ())
     maps = [part for each in sections for part in each.parts if isinstance(part, Maps)]
@@ -91,7 +92,7 @@ def find_subject(
         with suppress(RunError):
             path = runs.find_run(None)
     if path is not None and is_run(path):
-        given = {"--encoding or --encoding-errors": overrides}
+        given = {"-s, --encoding or --encoding-errors": overrides}
         options.reject(given, f"applies to a text, and {path} is a run")
         run = runs.load_named_run(path, checkpoint, device)
         return choose_subject(run.corpus(), run)

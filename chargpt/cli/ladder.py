@@ -82,7 +82,7 @@ def print_ladder(ladder: Ladder) -> None:
         )
     if ladder.compressed:
         console.out_sentence(
-            "compressors: the size of both splits minus that of the end of the training split"
+            "compressors: the size of both splits together minus that of the training split"
         )
     if len(ladder.results[0].nats) > 1:
         console.out_sentence(

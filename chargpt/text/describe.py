@@ -1,6 +1,7 @@
 """Statistics of a text, and warnings about it: the result of `chargpt data info`."""
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +23,7 @@ MIN_CHARACTERS = 10_000
 MAX_LINE = 1_000_000  # characters
 # What looks like a list: many short lines, none of them empty
 MIN_LIST, MAX_ITEM, MAX_MEAN_ITEM = 100, 500, 40  # lines; characters; characters
+MAX_REPEATED = 0.05  # fraction of the lines that are the same one
 MAX_ONCE_FRACTION = 0.2  # of the vocabulary, for characters that occur once
 CHUNK = 1 << 20  # tokens
 # nats between the character frequencies of the splits that change the loss noticeably
@@ -108,6 +110,9 @@ def warn_of_list(corpus: Corpus) -> list[str]:
     is_short = longest <= MAX_ITEM and start.size <= MAX_MEAN_ITEM * lines
     if lines < MIN_LIST or not is_short or has_empty or corpus.documents:
         return []
+    (line, repeats), *_ = Counter(tokenizer.decode(start).split("\n")).most_common(1)
+    if repeats > MAX_REPEATED * lines and not any(map(str.isalnum, line)):
+        return []  # such as `%`, between items of several lines
     return [
         "the text looks like a list of items; text.documents=lines shuffles them, and sampling "
         "then ends with an item"

@@ -154,7 +154,8 @@ def _find_folder(root: Path, suffixes: tuple[str, ...]) -> Source:
     if not files:
         if (root / "checkpoints").is_dir():
             raise MissingTextError(
-                f"{root} is a run, not a text; continue it with `chargpt train --resume`"
+                f"{root} is a run, not a text; name a text, or continue the run with "
+                f"`chargpt train --resume {root}`"
             )
         if not others:
             raise MissingTextError(f"the folder {root} holds no files; name another")

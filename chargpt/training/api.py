@@ -58,6 +58,11 @@ def train(
     """
     if not isinstance(content, str | None):
         raise ConfigError(f"content: expected a text (it is of type {type(content).__name__})")
+    if not isinstance(settings, Mapping | None):
+        raise ConfigError(
+            "settings: expected a dictionary, such as {'train.max_steps': 500} (it is of type "
+            f"{type(settings).__name__})"
+        )
     if not isinstance(budget, str | int | float | None):
         raise ConfigError(
             f"budget: expected seconds, or a time such as '3m' (it is {budget!r:.100})"
