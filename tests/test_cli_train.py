@@ -9,7 +9,7 @@ import pytest
 from conftest import Cli
 from typer.testing import CliRunner
 
-from chargpt.cli.loop import run_steps
+from chargpt.cli.loop import StepView, run_steps
 from chargpt.cli.main import app
 from chargpt.cli.signals import Signals, Stopped, catch_signals
 from chargpt.cli.summary import show_result
@@ -44,6 +44,18 @@ class Clock:
 
 def tiny(verse: Path, *settings: str) -> Config:
     return load_config("gpt", [f"text.path={verse}", *TINY, *settings])
+
+
+def test_the_bar_does_not_show_the_loss_of_the_untrained_model(verse: Path, tmp_path: Path) -> None:
+    created = create_run(tiny(verse, *STEPS), tmp_path / "run")
+    view = StepView(created.trainer, created.folder, Signals())
+    losses = {}
+    for report in created.trainer.steps():
+        view.show(report)
+        if report.validation is not None:
+            losses[report.step] = report.validation.nats_per_char
+    assert list(losses) == [0, 3, 6]
+    assert view.validation == [losses[3], losses[6]]
 
 
 @pytest.mark.parametrize(("every", "save_every"), [(3, 3), (100, 3), (100, 1)])
