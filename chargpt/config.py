@@ -55,6 +55,11 @@ NORM_EPS = 1e-6  # of every RMSNorm
 Fraction = Annotated[float, Field(gt=0, le=1)]
 
 
+def unescape(text: str) -> str:
+    """Return a typed text with `\\n` and `\\t` as a line end and a tab."""
+    return text.replace("\\n", "\n").replace("\\t", "\t")
+
+
 class Section(BaseModel):
     """A group of settings: immutable, without unknown keys or type conversions."""
 
@@ -105,7 +110,7 @@ class TextConfig(Section):
     @classmethod
     def unescape_separator(cls, documents: str | None) -> str | None:
         """Accept `\\n` for a line end, and a line end for `lines`."""
-        separator = (documents or "").replace("\\n", "\n").replace("\\t", "\t")
+        separator = unescape(documents or "")
         if documents == "":
             raise ValueError("expected `lines`, `files` or a separator")
         meant = separator.strip().lower().removesuffix("s") + "s"

@@ -4,8 +4,8 @@ import json
 import sys
 from contextlib import suppress
 
-from chargpt.cli import console, options
-from chargpt.config import Config, parse_override
+from chargpt.cli import console
+from chargpt.config import Config, parse_override, unescape
 from chargpt.errors import ChargptError, ConfigError, TextError
 from chargpt.inference.sampling import stream_run
 from chargpt.store.run import Run
@@ -72,7 +72,7 @@ def change_setting(config: Config, written: str) -> Config:
     section = "text" if name == "unknown" else "sample"
     if value.strip():
         key, parsed = parse_override(f"{section}.{name}={value.strip()}")
-        parsed = options.unescape(parsed) if isinstance(parsed, str) else parsed
+        parsed = unescape(parsed) if isinstance(parsed, str) else parsed
         config = config.with_values({key: parsed})
     now = getattr(getattr(config, section), name)
     console.say(f"{name} is {json.dumps(now, ensure_ascii=False)}")

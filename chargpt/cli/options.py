@@ -95,11 +95,6 @@ def reject(given: Mapping[str, object], cause: str) -> None:
             raise ConfigError(f"{name} {cause}; drop it")
 
 
-def unescape(text: str) -> str:
-    """Return a text of the command line with `\\n` and `\\t` as a line end and a tab."""
-    return text.replace("\\n", "\n").replace("\\t", "\t")
-
-
 def overrides(
     set_: list[str] | None,
     *,

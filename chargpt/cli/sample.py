@@ -19,7 +19,7 @@ from chargpt.analysis.memorization import (
 from chargpt.cli import console, options, runs, tables
 from chargpt.cli.interactive import interact
 from chargpt.cli.progress import show_progress
-from chargpt.config import Config, SampleConfig, TextConfig
+from chargpt.config import Config, SampleConfig, TextConfig, unescape
 from chargpt.errors import ConfigError
 from chargpt.inference.sampling import sample as sample_texts
 from chargpt.inference.sampling import stream_run
@@ -137,7 +137,7 @@ def sample(
     else:
         options.reject({"--encoding": encoding}, "is that of a --prompt-file, and there is none")
     if stop is not None:
-        ctx.params["stop"] = [options.unescape(text) for text in stop]
+        ctx.params["stop"] = [unescape(text) for text in stop]
     config = sample_config(loaded.config, {**ctx.params, "prompt": prompt})
     if prompt is not None and unknown not in (None, "error"):
         console.say_unknown(loaded.tokenizer.count_unknown(prompt), unknown)
