@@ -190,6 +190,24 @@ def test_the_standard_error_is_the_spread_over_random_texts():
     assert estimated == pytest.approx(spread, rel=0.2)
 
 
+def test_the_error_of_a_difference_is_its_spread_over_random_texts():
+    """Two models that err on the same characters: far below the errors of their losses."""
+    first, second = (fill_with_noise(BigramLM(11, block_size=8)) for _ in range(2))
+    second.table.weight.data = first.table.weight + 0.1 * second.table.weight
+    pairs = [
+        [evaluate_tokens(model, random_tokens(801, seed=seed)) for model in (first, second)]
+        for seed in range(200)
+    ]
+    spread = np.std([one.nats_per_char - other.nats_per_char for one, other in pairs])
+    estimated = np.mean([one.difference_error(other) for one, other in pairs])
+    assert estimated == pytest.approx(spread, rel=0.2)
+    assert estimated < np.mean([one.standard_error for one, _ in pairs]) / 2
+    first.block_size = 16  # other blocks: the errors of two independent losses
+    one, other = evaluate_tokens(first, random_tokens(801, seed=0)), pairs[0][1]
+    expected = math.hypot(one.standard_error, other.standard_error)
+    assert one.difference_error(other) == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_evaluation_is_without_dropout_and_restores_the_mode(training):
     model, tokens = noisy_model(dropout=0.5).train(training), random_tokens(100)

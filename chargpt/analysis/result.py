@@ -99,9 +99,14 @@ def score_run(
     return RunScores(reference, losses, n_val, mixture, compare_splits(corpus))
 
 
-def describe_difference(evaluation: Evaluation, name: str, reference: float) -> str:
-    """Return how a loss compares with that of a baseline, within twice its standard error."""
-    gain, error = reference - evaluation.nats_per_char, 2 * evaluation.standard_error
+def describe_difference(evaluation: Evaluation, name: str, reference: float | Evaluation) -> str:
+    """Return how a loss compares with another one, within twice the standard error."""
+    if isinstance(reference, Evaluation):
+        error = 2 * evaluation.difference_error(reference)
+        reference = reference.nats_per_char
+    else:
+        error = 2 * evaluation.standard_error
+    gain = reference - evaluation.nats_per_char
     if abs(gain) < error:
         return (
             f"not distinguishable from {name} ({abs(gain):.3f} nats apart, twice the standard "

@@ -235,7 +235,7 @@ def print_rows(result: Comparison) -> None:
     elif len(result.curves) > 1:
         measured = [(row.evaluation, row.model) for row in result.rows if row.evaluation]
         (best, name), (second, other), *_ = sorted(measured, key=lambda pair: pair[0].nats_per_char)
-        difference = describe_difference(best, other, second.nats_per_char)
+        difference = describe_difference(best, other, second)
         console.out_sentence(f"{name} has the lowest loss; it is {difference}")
     if result.curves:
         console.out("validation during training, on a part of the split:")

@@ -14,9 +14,9 @@ V = vocabulary size, N = scored characters in total.
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -67,6 +67,18 @@ class Evaluation:
     block_size: int  # T, the maximum context in tokens
     unknown: int = 0  # characters outside the vocabulary, left out or replaced
     nats_per_document: float | None = None  # of a list of documents: `nats_per_char` * mean length
+    blocks: Floats | None = field(default=None, repr=False, compare=False)  # L_b, n_b: (2, blocks)
+
+    def difference_error(self, other: "Evaluation") -> float:
+        """Return the standard error of the difference of two losses, in nats per character.
+
+        It is paired, of the differences of blocks, if both scored the same `MIN_BLOCKS` or more.
+        """
+        if self.blocks is not None and other.blocks is not None:
+            (losses, sizes), (other_losses, other_sizes) = self.blocks, other.blocks
+            if len(sizes) >= MIN_BLOCKS and np.array_equal(sizes, other_sizes):
+                return math.sqrt(_variance(losses - other_losses, sizes)) / self.characters
+        return math.hypot(self.standard_error, other.standard_error)
 
     @property
     def bits_per_char(self) -> float:
@@ -78,14 +90,15 @@ class Evaluation:
         """exp(nats_per_char), or inf if that overflows."""
         return math.exp(self.nats_per_char) if self.nats_per_char < 700 else math.inf
 
-    def as_dict(self) -> dict[str, float | int | str]:
+    def as_dict(self) -> dict[str, Any]:
         """Return the fields that are not None under the names that `--json` prints."""
-        fields = {
+        fields: dict[str, Any] = {
             "nats_per_char": self.nats_per_char,
             "bits_per_char": self.bits_per_char,
             "perplexity": self.perplexity,
             **asdict(self),
         }
+        del fields["blocks"]
         return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -209,10 +222,26 @@ def evaluate_tokens(
         seed=seed,
         lookback=model.lookback,
     )
-    nats, accuracy, characters, error = _score(
+    losses, sizes, n_correct, squares = _score(
         model, batches, dtype, lambda done: on_progress(done, total)
     )
-    return Evaluation(nats, accuracy, characters, error, protocol, split, block_size)
+    characters = int(sizes.sum())
+    if not characters:
+        raise TextError("no character begins in what is scored; give a longer text")
+    mean = float(losses.sum()) / characters
+    variance = _variance(losses, sizes)
+    if len(losses) < MIN_BLOCKS:
+        variance = max(variance, squares - characters * mean**2)
+    return Evaluation(
+        nats_per_char=mean,
+        accuracy=n_correct / characters,
+        characters=characters,
+        standard_error=math.sqrt(variance) / characters,
+        protocol=protocol,
+        split=split,
+        block_size=block_size,
+        blocks=np.stack((losses, sizes)),
+    )
 
 
 def token_losses(
@@ -257,9 +286,9 @@ def _score(
     batches: Iterator[Windows],
     dtype: torch.dtype | None,
     on_progress: Callable[[int], object],
-) -> tuple[float, float, int, float]:
-    """Return mean loss, accuracy, number of characters and standard error over all windows."""
-    block_losses, block_sizes, n_correct, squares, done = [], [], 0.0, 0.0, 0
+) -> tuple[Floats, Floats, int, float]:
+    """Return loss and characters of each block, correct characters, and the squared losses' sum."""
+    block_losses, block_sizes, n_correct, squares, done = [], [], 0, 0.0, 0
     with eval_mode(model):
         for windows in batches:
             for losses, correct, starts in _iter_losses(model, windows, dtype):
@@ -269,15 +298,13 @@ def _score(
                 squares += (losses**2).sum()
                 done += losses.size
                 on_progress(done)
-    loss, size = np.concatenate(block_losses), np.concatenate(block_sizes)
-    characters = int(size.sum())
-    if not characters:
-        raise TextError("no character begins in what is scored; give a longer text")
-    mean = float(loss.sum()) / characters
-    variance = float(((loss - size * mean) ** 2).sum())
-    if len(loss) < MIN_BLOCKS:
-        variance = max(variance, squares - characters * mean**2)
-    return mean, float(n_correct) / characters, characters, math.sqrt(variance) / characters
+    return np.concatenate(block_losses), np.concatenate(block_sizes), n_correct, float(squares)
+
+
+def _variance(block_losses: Floats, block_sizes: Floats) -> float:
+    """Return the variance of summed losses, with blocks as clusters."""
+    mean = block_losses.sum() / block_sizes.sum()
+    return float(((block_losses - block_sizes * mean) ** 2).sum())
 
 
 def _count_correct(correct: Floats, starts: Floats) -> int:
