@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import sys
 import textwrap
 import threading
@@ -32,12 +31,20 @@ def is_main() -> bool:
         return True
 
 
+def terminal_size(stream: TextIO) -> tuple[int, int]:
+    """Return the columns and rows of a terminal; 80 and 24 if it does not know them."""
+    columns = rows = 0
+    with suppress(OSError):
+        columns, rows = os.get_terminal_size(stream.fileno())
+    return columns or 80, rows or 24
+
+
 def wrapped(text: str, stream: TextIO, indent: str = "") -> str:
     """Return sentences with line breaks between words, to the width of the terminal, if it is one.
 
     Lines that begin with a space are commands to copy and stay whole.
     """
-    width = shutil.get_terminal_size().columns if stream.isatty() else 10**6
+    width = terminal_size(stream)[0] if stream.isatty() else 10**6
     options: Any = {"break_long_words": False, "break_on_hyphens": False}
     # an option and its value stay together
     text = re.sub(r"( --?[a-z][\w-]*) (?=\S)| (?=-\d)", lambda found: f"{found[1] or ''}\0", text)

@@ -24,11 +24,14 @@ class ProgressBar:
         self.bar: tqdm[NoReturn] | None = None
         self.last_line, self.last_done = time.monotonic(), initial
         if console.is_main() and sys.stderr.isatty():
+            # tqdm's own dynamic_ncols shows no bar on a terminal that does not know its rows
+            ncols, nrows = console.terminal_size(sys.stderr)
             self.bar = tqdm(
                 total=total,
                 initial=initial,
                 unit=unit,
-                dynamic_ncols=True,
+                ncols=ncols,
+                nrows=nrows,
                 file=sys.stderr,
                 leave=False,
                 bar_format=BAR,
@@ -46,6 +49,7 @@ class ProgressBar:
             self.bar.total = total
             is_due = time.time() - self.bar.last_print_t >= self.bar.mininterval
             if detail is not None and is_due:
+                self.bar.ncols, _ = console.terminal_size(sys.stderr)
                 self.bar.set_postfix_str(console.printable(detail()), refresh=False)
             self.bar.update(step)
             return

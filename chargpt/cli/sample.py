@@ -209,7 +209,7 @@ def print_samples(
     if overlap is not None and boundary:
         n_new = sum(text not in copied for text in texts)
         console.out_sentence(
-            f"of {len(texts):,} documents, {n_new:,} are not in the training text, "
+            f"of {len(texts):,} sampled, {n_new:,} are not in the training text, "
             f"{len(set(texts)):,} are distinct, and {len(set(texts) - copied):,} are both; ⟦ ⟧: "
             "verbatim matches with the training text, of whole documents or "
             f"{MIN_MATCH} characters or more"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from chargpt.config import Config
 from chargpt.errors import ChargptError, RunError, UnreadableError
-from chargpt.files import read_regular
+from chargpt.files import entry_names, read_regular
 from chargpt.store import commit
 from chargpt.store.checkpoint import (
     Checkpoint,
@@ -88,8 +88,8 @@ def _candidates(run: Path, which: str) -> tuple[list[Path], list[str]]:
                 + ", ".join(reversed(steps))
             )
         return [steps[which]], []
-    if len(folders) == 1 and not any(_pointers(run)):
-        return folders, []  # the process was killed in its first save, before it wrote them
+    if len(folders) == 1 and f"{which}.json" not in entry_names(parent):
+        return folders, []  # the process was killed in its first save, before it wrote the pointer
     try:
         named, _ = commit.read_pointer(parent, which)
     except UnreadableError:
