@@ -134,6 +134,7 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(verse: Path
     done = cli("train", "--resume", "parts", "-s", "train.max_steps=6")
     assert done.returncode == 0, done.stderr
     assert "resuming parts from step 3" in done.stderr
+    assert re.search(r"trained 6 steps in \S+ s, those before --resume included", done.stdout)
     model = "checkpoints/step-00000006/model.safetensors"
     assert Path("whole", model).read_bytes() == Path("parts", model).read_bytes()
 

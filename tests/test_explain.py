@@ -123,7 +123,9 @@ def test_without_a_name_it_explains_the_newest_run_or_a_text(cli: Cli, verse: Pa
 
 def test_of_a_bigram_run_only_the_text_is_used(cli: Cli, verse: Path) -> None:
     cli("train", verse, "-c", "bigram", "-s", "train.max_steps=2", "--out", "pairs")
-    assert "of a fresh model" in " ".join(cli("explain", "pairs").stdout.split())
+    done = cli("explain", "pairs")
+    assert "of a fresh model" in " ".join(done.stdout.split())
+    assert "pairs has no queries and keys: an untrained gpt is shown on its text" in done.stderr
 
 
 def test_pictures_and_pages_are_written(cli: Cli, verse: Path) -> None:

@@ -95,7 +95,10 @@ def find_subject(
         given = {"-s, --encoding or --encoding-errors": overrides}
         options.reject(given, f"applies to a text, and {path} is a run")
         run = runs.load_named_run(path, checkpoint, device)
-        return choose_subject(run.corpus(), run)
+        subject = choose_subject(run.corpus(), run)
+        if subject.run is None:
+            console.say(f"{path} has no queries and keys: an untrained gpt is shown on its text")
+        return subject
     if checkpoint != "best":
         options.reject({"--checkpoint": checkpoint}, "applies to a run, and this is a text")
     settings = build_config(what, None, overrides, device=device)

@@ -50,13 +50,13 @@ def compare_rungs(
 def print_ladder(ladder: Ladder) -> None:
     """Print the ladder as a table, the gain of each rung, and its sample."""
     rows = [
-        [name, "-", *loss_cells(nats)[:2], "", "-"]
+        [name, "-", *loss_cells(nats)[:2], "-", "-"]
         for losses in (ladder.ngrams, ladder.compressed)
         for name, nats in losses.items()
     ]
     for result in ladder.results:
         loss = result.loss
-        margin = "" if loss.margin is None else f"± {loss.margin:.4f}"
+        margin = "-" if loss.margin is None else f"± {loss.margin:.4f}"
         cells = loss_cells(loss.value)[:2]
         name, parameters = result.rung.name, f"{result.parameters:,}"
         rows.append([name, parameters, *cells, margin, f"{result.seconds:.1f}"])

@@ -153,7 +153,8 @@ def print_result(
         before = f"{start.folder}, with which it began" if start else "the untrained model"
         best_step = f"no checkpoint is better than {before}; commands use the last one"
     seconds = console.duration(state.seconds)
-    console.out_sentence(f"trained {state.step:,} steps in {seconds}; {best_step}")
+    earlier = ", those before --resume included" if session.is_resumed else ""
+    console.out_sentence(f"trained {state.step:,} steps in {seconds}{earlier}; {best_step}")
     path = shlex.quote(str(session.folder.path))
     more = f" -s train.max_steps={2 * state.step}" if session.trainer.finished else ""
     sample = f"chargpt sample {path}{' --mixture' if scores.mixture_gain else ''}"

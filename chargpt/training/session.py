@@ -47,6 +47,7 @@ class Session:
     plan: Plan | None = None  # what the budget chose
     notes: list[str] = field(default_factory=list)  # sentences for the user
     start_run: Run | None = None  # whose weights are the start
+    is_resumed: bool = False
 
     def __post_init__(self) -> None:
         if error := self.trainer.learner.capture_error:
@@ -256,7 +257,7 @@ def resume_run(
     notes = [*notes, *folder.notes, *corpus.notes]
     notes.append(f"resuming {folder.path} from step {trainer.state.step:,}")
     cost = expected_cost(trainer.config, trainer.learner, trainer.state.step)
-    return Session(trainer, folder, cost, notes=notes)
+    return Session(trainer, folder, cost, notes=notes, is_resumed=True)
 
 
 def require_space(trainer: Trainer, path: Path, n_checkpoints: int) -> None:
