@@ -30,6 +30,7 @@ from pydantic import (
 from chargpt.errors import ConfigError
 from chargpt.yaml_reader import MAX_YAML_BYTES, dump_yaml, parse_yaml
 
+RESERVED = ("%", "@", "`")  # YAML has no values that begin with these
 MAX_PROBLEMS = 20  # listed in one message
 MESSAGES = {  # by pydantic's error type
     "model_type": "expected a section with `key: value` lines",
@@ -535,6 +536,8 @@ def parse_override(written: str) -> tuple[str, object]:
     key, equals, value = written.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"-s {written!r} is not of the form section.key=value")
+    if value.strip()[:1] in RESERVED:
+        return key.strip(), value.strip()
     parsed, _ = parse_yaml(f"value: {value}", f"-s {written}")
     if set(parsed) != {"value"}:
         raise ConfigError(f"-s {written!r} sets more than one key; use one -s per key")

@@ -170,7 +170,7 @@ def test_a_run_with_rare_characters_knows_every_character(cli: Cli) -> None:
     Path("text.txt").write_text(text, encoding="utf-8")
     done = cli("train", "text.txt", *QUICK, "-s", "text.min_count=50", "--out", "run")
     assert done.returncode == 0, done.stderr
-    assert "% of the text is rarer: spelled as bytes" in done.stderr
+    assert "% of the text, are spelled as bytes" in done.stderr
     assert "characters and 2" in done.stderr
     # lengths are those of characters, not of tokens
     n_val = math.ceil(len(text) / 10)

@@ -383,6 +383,8 @@ def test_the_last_of_two_overrides_applies() -> None:
         ("sample.prompt=x=y", "sample.prompt", "x=y"),
         ("sample.prompt='1e5'", "sample.prompt", "1e5"),
         ("model.scaled=false", "model.scaled", False),
+        ("text.documents=%", "text.documents", "%"),
+        ("text.documents= @@ ", "text.documents", "@@"),
     ],
 )
 def test_the_value_of_an_override_is_read_as_yaml(written: str, key: str, value: object) -> None:

@@ -238,6 +238,16 @@ def test_nothing_printed_controls_the_terminal(
     assert json.loads(next(line for line in printed.splitlines() if line.startswith("{")))
 
 
+def test_spaces_and_joiners_of_every_script_are_printed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = "a\u00a0b\u3000c\u2009d\u200ce\u200df\u00adg"
+    console.out(text)
+    assert capsys.readouterr().out == text + "\n"
+    console.out("\u202e\u2028\ufeff")  # may reorder or break a line
+    assert capsys.readouterr().out == 3 * "\N{REPLACEMENT CHARACTER}" + "\n"
+
+
 def test_json_has_no_numbers_that_are_none() -> None:
     with pytest.raises(WorkError, match="NaN or infinite"):
         console.out_json({"loss": float("nan")})

@@ -121,6 +121,18 @@ def test_lines_are_measured_across_chunks(
     assert (description.lines, description.longest_line) == (lines, longest)
 
 
+@pytest.mark.parametrize("chunk", [3, 1 << 20])
+@pytest.mark.parametrize(("separator", "end"), [("\n%\n", ""), ("%\n", "\n")])
+def test_lines_of_documents_are_those_between_separators(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int, separator: str, end: str
+) -> None:
+    monkeypatch.setattr(describe_module, "CHUNK", chunk)
+    text = separator.join(f"a{end}" if i % 2 else f"ab\nabc{end}" for i in range(40))
+    description = describe_text(tmp_path, text, documents=separator)
+    assert (description.documents, description.lines) == (40, 60)
+    assert description.longest_line == 3
+
+
 def test_unlike_splits_are_told_from_alike_ones(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     letters = np.array(list("etaoin shrdlu\n"))

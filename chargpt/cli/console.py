@@ -7,6 +7,7 @@ import sys
 import textwrap
 import threading
 import time
+import unicodedata
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, TextIO
@@ -16,6 +17,7 @@ from chargpt.ranks import is_main_rank
 
 NOTICE_SECONDS = 1.0  # of work without a word, before it is said
 SPARKS = "▁▂▃▄▅▆▇█"
+KEPT = "\n\t\N{SOFT HYPHEN}\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}\N{WORD JOINER}"
 
 started = time.perf_counter()  # when the command began; `run` sets it
 
@@ -39,8 +41,10 @@ def terminal_size(stream: TextIO) -> tuple[int, int]:
     return columns or 80, rows or 24
 
 
-def wrapped(text: str, stream: TextIO, indent: str = "") -> str:
+def wrapped(text: str, stream: TextIO, indent: str = "", hanging: str = "") -> str:
     """Return sentences with line breaks between words, to the width of the terminal, if it is one.
+
+    `indent` begins every line, and `hanging` those after a break too.
 
     Lines that begin with a space are commands to copy and stay whole.
     """
@@ -51,16 +55,19 @@ def wrapped(text: str, stream: TextIO, indent: str = "") -> str:
     return "\n".join(
         line
         if line.startswith(" ")
-        else textwrap.fill(line, width, initial_indent=indent, subsequent_indent=indent, **options)
+        else textwrap.fill(
+            line, width, initial_indent=indent, subsequent_indent=indent + hanging, **options
+        )
         for line in text.split("\n")
     ).replace("\0", " ")
 
 
-def say(text: str) -> None:
+def say(text: str, hanging: str = "") -> None:
     """Print a message on stderr; a closed stderr stops no work."""
     if is_main():
         try:
-            print(wrapped(printable(text), sys.stderr), file=sys.stderr, flush=True)
+            text = wrapped(printable(text), sys.stderr, hanging=hanging)
+            print(text, file=sys.stderr, flush=True)
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
@@ -218,10 +225,13 @@ def sparkline(values: Sequence[float], stream: TextIO, width: int = 24) -> str:
 def printable(text: str) -> str:
     """Return text with control characters replaced, so that it cannot control a terminal.
 
-    Carriage returns, which end the lines of many texts, are removed.
+    Spaces of every kind and invisible characters that join or divide words are kept. Carriage
+    returns, which end the lines of many texts, are removed.
     """
     return "".join(
-        c if c in "\n\t\u200d" or c.isprintable() else "\N{REPLACEMENT CHARACTER}"
+        c
+        if c.isprintable() or c in KEPT or unicodedata.category(c) == "Zs"
+        else "\N{REPLACEMENT CHARACTER}"
         for c in text
         if c != "\r"
     )

@@ -108,7 +108,7 @@ def _print_facts(corpus: Corpus, facts: Description) -> None:
             ["lines", f"{facts.lines:,} (longest {facts.longest_line:,} characters)"],
             ["most frequent", listed(facts.most_frequent)],
             ["least frequent", listed(facts.least_frequent)],
-            ["rarer characters", rare],
+            ["not in the vocabulary", rare],
             ["unigram entropy", f"{facts.unigram_bits:.4f} bits/character"],
             ["bigram entropy", f"{facts.bigram_bits:.4f} bits/character"],
         ],

@@ -21,6 +21,7 @@ from chargpt.training.planner import Plan
 from chargpt.training.session import Session
 from chargpt.training.trainer import Trainer
 
+LABEL = 8  # columns of the plan's labels
 LATE = 1.1  # of a budget: a command that takes longer says so
 
 
@@ -38,7 +39,7 @@ def show_plan(trainer: Trainer, cost: Cost) -> None:
     config, corpus = trainer.config, trainer.corpus
     rare = ""
     if corpus.rare_count:
-        rare = f"; {corpus.rare_fraction:.2%} of the text is rarer: {corpus.rare_form}"
+        rare = f"; rarer ones, {corpus.rare_fraction:.2%} of the text, are {corpus.rare_form}"
     lengths = ", ".join(
         f"{corpus.count_characters(name):,} {name}"
         for name in ("tune", "train", "val", "test")
@@ -51,6 +52,7 @@ def show_plan(trainer: Trainer, cost: Cost) -> None:
     threads = f"{n_threads} thread{'' if n_threads == 1 else 's'}"
     on_device = in_brackets(trainer.device_reason, threads if trainer.device.type == "cpu" else "")
     epochs = f"{cost.epochs:.1f}" if cost.epochs >= 0.1 else f"{cost.epochs:.1g}"
+    tokens = " tokens" if corpus.characters_per_token < 1 else ""
     ranks = f" x {trainer.group.size} processes" if trainer.group.size > 1 else ""
     console.say(
         f"text    {corpus.name}: {documents}{console.characters(corpus.characters)} ({lengths})\n"
@@ -59,10 +61,11 @@ def show_plan(trainer: Trainer, cost: Cost) -> None:
         f"device  {trainer.device.type}{ranks}{on_device}, "
         f"{config.dtype}{in_brackets(trainer.dtype_reason)}\n"
         f"plan    {cost.steps:,} steps x {config.train.batch_size} sequences x "
-        f"{config.model.block_size} = {console.short(cost.characters)} characters "
+        f"{config.model.block_size}{tokens} = {console.short(cost.characters)} characters "
         f"({epochs} epochs)\n"
         f"needs   about {console.size(cost.memory_bytes)} for model and batches, and "
-        f"{console.duration(cost.seconds)}"
+        f"{console.duration(cost.seconds)}",
+        hanging=LABEL * " ",
     )
 
 

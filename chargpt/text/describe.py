@@ -139,7 +139,9 @@ def compare_splits(corpus: Corpus) -> str | None:
     if divergence < max(MIN_DIVERGENCE, MIN_DIVERGENCE_RATIO * by_chance):
         return None
     what = "the end of the text"
-    remedy = "if the text is a list of lines or files, text.documents=lines or =files shuffles it"
+    remedy = (
+        "if the text is a list of items, text.documents=lines, =files or =SEPARATOR shuffles it"
+    )
     if corpus.documents:
         what, remedy = f"the last of {corpus.documents:,} documents", "give more documents"
     return (
@@ -152,16 +154,22 @@ def compare_splits(corpus: Corpus) -> str | None:
 def _lines(tokenizer: CharTokenizer, tokens: Tokens) -> tuple[int, int]:
     """Return the number of lines and the longest one's length in characters."""
     newline = tokenizer.characters.find("\n")
+    boundary = tokenizer.boundary_id if tokenizer.boundary not in ("", "\n") else -1
     lines = longest = length = 0  # length: of the current line
+    has_ended = True  # a line, before the current chunk
     for offset in range(0, tokens.size, CHUNK):
         chunk = tokens[offset : offset + CHUNK]
         chunk = chunk[chunk < tokenizer.first_continuation]  # one token of each character
-        ends = np.flatnonzero(chunk == newline)
+        is_newline, is_boundary = chunk == newline, chunk == boundary
+        ends = np.flatnonzero(is_newline | is_boundary)
         if not ends.size:
             length += chunk.size
+            has_ended = False
             continue
         longest = max(longest, int(np.diff(ends, prepend=-1 - length).max()) - 1)
-        lines += ends.size
+        follows_end = np.append(has_ended, is_newline[:-1])  # then a boundary ends no line
+        lines += int(is_newline.sum() + (is_boundary & ~follows_end).sum())
+        has_ended = bool(is_newline[-1])
         length = chunk.size - int(ends[-1]) - 1
     return lines + bool(length), max(longest, length)
 

@@ -216,19 +216,19 @@ def compression(found: dict[str, Any]) -> list[str]:
 def mixture(*records: dict[str, Any]) -> list[str]:
     """Return the table of mixtures, by text and budget; later records take precedence."""
     rows = []
-    means = {(m["text"], m["budget"]): m for found in records for m in found["means"]}
-    for mean in means.values():
+    means = {(m["text"], m["budget"]): (m, found) for found in records for m in found["means"]}
+    for mean, found in means.values():
         losses = [mean["6-gram"], mean["gpt"], mean.get("gpt before"), mean["gpt + 8-gram"]]
         cells = ["" if loss is None else f"{loss:.4f}" for loss in losses]
         gain = min(mean["6-gram"], mean["gpt"]) - mean["gpt + 8-gram"]
-        rows.append([mean["text"], mean["budget"], str(mean["seeds"]), *cells, f"{gain:.3f}"])
+        case = [mean["text"], mean["budget"], str(mean["seeds"])]
+        rows.append([*case, *cells, f"{gain:.3f}", found["commit"], found["hardware"]])
     rows.sort(key=lambda row: row[0])
-    found = records[0]
     models = ["6-gram", "gpt", "gpt before", "gpt + 8-gram"]
-    head = ["text", "budget", "seeds", *models, "below the better one"]
+    head = ["text", "budget", "seeds", *models, "below the better one", "commit", "hardware"]
     return [
-        "Nats per character of the whole validation splits, protocol `full`, means of the seeds, "
-        f"on Zen 4 ({found['date']}). *gpt before* is commit 1f6a672, without mixtures, trained in "
+        "Nats per character of the whole validation splits, protocol `full`, means of the seeds "
+        f"({records[-1]['date']}). *gpt before* is commit 1f6a672, without mixtures, trained in "
         "turn with the others. The texts are described in [LOG.md](LOG.md).",
         "",
         *table(head, rows),
@@ -409,7 +409,13 @@ def benchmarks() -> str:
         ["### Preparing a text"],
         preparing(record("text")),
         ["### Mixture"],
-        mixture(record("mixture-10s"), record("mixture"), record("mixture-3m")),
+        mixture(
+            record("mixture-10s"),
+            record("mixture"),
+            record("mixture-80s"),
+            record("mixture-3m"),
+            record("mixture-3m-others"),
+        ),
         ["### Open vocabulary"],
         vocabulary(record("vocabulary"), record("vocabulary-size")),
         ["### Documents"],
