@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from chargpt.errors import ConfigError, RunError, TextError, WorkError
 from chargpt.models import build_model
 from chargpt.store.folder import RunFolder
 from chargpt.training.request import StartMode
+from chargpt.training.trainer import StepReport, Trainer
 
 TINY = {
     "model.n_layer": 1,
@@ -50,6 +52,43 @@ def test_a_progress_bar_is_shown_on_request(
 ) -> None:
     chargpt.train(verse, settings=TINY, out=tmp_path / "run", device="cpu", progress=True)
     assert "4/4" in capfd.readouterr().err
+
+
+def test_an_interrupt_lets_the_step_end_saves_and_can_be_resumed(
+    verse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, real = tmp_path / "run", Trainer.advance
+
+    def interrupted(trainer: Trainer) -> StepReport:
+        if trainer.state.step == 1:
+            signal.raise_signal(signal.SIGINT)
+        return real(trainer)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "advance", interrupted)
+        with pytest.raises(
+            KeyboardInterrupt, match=r"stopped at step 2 and saved in .*run; start="
+        ):
+            chargpt.train(verse, settings=TINY, out=out, device="cpu")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    resumed = chargpt.train(out=out, start="resume")
+    assert resumed.step == 4
+    whole = chargpt.train(verse, settings=TINY, out=tmp_path / "whole", device="cpu")
+    for name, weight in whole.model.state_dict().items():
+        assert torch.equal(weight, resumed.model.state_dict()[name])
+
+
+def test_a_second_interrupt_ends_the_step(
+    verse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def twice(trainer: Trainer) -> StepReport:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("the second one did not interrupt")
+
+    monkeypatch.setattr(Trainer, "advance", twice)
+    with pytest.raises(KeyboardInterrupt):
+        chargpt.train(verse, settings=TINY, out=tmp_path / "run", device="cpu")
 
 
 def test_a_run_is_resumed_with_its_own_content_only(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def test_samples_of_a_list_are_whole_items(cli: Cli) -> None:
     assert report["new"] == [item not in NAMES for item in items]
     checked = cli(*sample, "--num-samples", "30", "--check").stdout
     n_new, different = sum(report["new"]), len(set(items))
-    assert f"of 30 sampled, {n_new} are not in the training text, " in checked
+    assert f"of 30 sampled, {n_new} are not in the training split, " in checked
     assert f"{different} are distinct, and {len(set(items) - set(NAMES))} are both" in checked
     assert sum(line == f"⟦{name}⟧" for line in checked.splitlines() for name in NAMES) == 30 - n_new
 

@@ -149,7 +149,7 @@ def test_sample_check_counts_whole_lines_with_what_the_prompt_has_of_them(cli: C
     done = cli(*args, "--temperature", "0")
     assert "different lines" not in done.stdout  # there is one: that of the training text
     done = cli(*args, "--temperature", "0", "-p", "Q\nxbc")
-    assert "of 2 different lines, 1 are in the training text" in done.stdout
+    assert "of 2 different lines, 1 are in the training split" in done.stdout
 
 
 def test_sample_check_reports_matches_and_novel_ngrams(cli: Cli) -> None:
@@ -170,7 +170,7 @@ def test_sample_check_reports_matches_and_novel_ngrams(cli: Cli) -> None:
     done = cli(*args)
     assert done.returncode == 0, done.stderr
     assert "xyz\n⟦abcdefghijklmnopqrstuvwxyz\n" in done.stdout  # the prompt is not marked
-    assert "with the training text; the longest: 60" in done.stdout
+    assert "with the training split; the longest: 60" in done.stdout
     (overlap,) = json.loads(cli(*args, "--json").stdout)["memorization"]
     assert overlap["longest"]["length"] == 60
     assert overlap["matched"] == [[0, 60]]

@@ -104,15 +104,16 @@ def describe_difference(evaluation: Evaluation, name: str, reference: float | Ev
     if isinstance(reference, Evaluation):
         error = 2 * evaluation.difference_error(reference)
         reference = reference.nats_per_char
+        shown_error = f" (twice the standard error is {error:.3f})"
     else:
-        error = 2 * evaluation.standard_error
+        error, shown_error = 2 * evaluation.standard_error, ""
     gain = reference - evaluation.nats_per_char
     if abs(gain) < error:
         return (
             f"not distinguishable from {name} ({abs(gain):.3f} nats apart, twice the standard "
             f"error is {error:.3f})"
         )
-    return f"{abs(gain):.3f} nats {'better' if gain > 0 else 'worse'} than {name}"
+    return f"{abs(gain):.3f} nats {'better' if gain > 0 else 'worse'} than {name}{shown_error}"
 
 
 def summarize(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -107,7 +107,8 @@ def decompress(
         ) from None
     except RunError as error:
         raise RunError(
-            f"{packed} was compressed with step {step:,} of a run, but {error}"
+            f"{packed} was compressed with step {step:,} of a run, but {error}; name the run that "
+            "compressed it"
         ) from None
     decoder = partial(AdaptiveDecoder, loaded) if kind == "adaptive" else None
     with show_progress("character", "restored") as on_progress:

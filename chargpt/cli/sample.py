@@ -112,7 +112,7 @@ def sample(
         typer.Option("--interactive", "-i", help="Continue what you type, until Ctrl-D."),
     ] = False,
     check: Annotated[
-        bool, typer.Option("--check", help="Mark verbatim matches with the training text.")
+        bool, typer.Option("--check", help="Mark verbatim matches with the training split.")
     ] = False,
     unknown: options.UnknownPolicy = None,
     mixture: options.Mixture = False,
@@ -157,15 +157,14 @@ def sample(
         for (piece,) in pieces:
             console.out_text(piece)
         console.out("")
-        if config.sample.seed is None and sys.stdout.isatty():
-            console.say(f"--seed {settings.seed} gives the same text")
+        say_seed(config, settings)
         return
     with show_progress("character", "sampled") as on_progress:
         texts = sample_texts(loaded, settings, unknown=unknown, on_progress=on_progress)
     n_prompt = len(settings.prompt)
     overlap = None
     if check:
-        with show_progress("character", "of the training text") as on_progress:
+        with show_progress("character", "of the training split") as on_progress:
             continuations = [text[n_prompt:] for text in texts]
             overlap = measure_overlap(loaded.corpus(), continuations, on_progress)
     boundary = loaded.tokenizer.boundary
@@ -184,6 +183,13 @@ def sample(
         console.out_json(report)
         return
     print_samples(loaded, texts, n_prompt, overlap, copied)
+    say_seed(config, settings)
+
+
+def say_seed(config: Config, settings: SampleConfig) -> None:
+    """Print on a terminal the seed that was chosen because none was given."""
+    if config.sample.seed is None and sys.stdout.isatty():
+        console.say(f"--seed {settings.seed} gives the same text")
 
 
 def print_samples(
@@ -209,9 +215,9 @@ def print_samples(
     if overlap is not None and boundary:
         n_new = sum(text not in copied for text in texts)
         console.out_sentence(
-            f"of {len(texts):,} sampled, {n_new:,} are not in the training text, "
-            f"{len(set(texts)):,} are distinct, and {len(set(texts) - copied):,} are both; ⟦ ⟧: "
-            "verbatim matches with the training text, of whole documents or "
+            f"of {len(texts):,} sampled, {n_new:,} are not in the training split, "
+            f"{len(set(texts)):,} are distinct, and {len(set(texts) - copied):,} are both; ⟦…⟧: "
+            "verbatim matches with the training split, of whole documents or "
             f"{MIN_MATCH} characters or more"
         )
     elif overlap is not None:
@@ -222,7 +228,7 @@ def print_samples(
         if len(lines) > 1:
             n_copied = len(find_items(run.corpus(), lines, "\n"))
             console.out_sentence(
-                f"of {len(lines):,} different lines, {n_copied:,} are in the training text"
+                f"of {len(lines):,} different lines, {n_copied:,} are in the training split"
             )
 
 
@@ -263,12 +269,12 @@ def print_overlap(overlap: OverlapReport) -> None:
     if matches:
         match = max(matches, key=lambda each: each.length)
         console.out_sentence(
-            f"⟦ ⟧: verbatim matches of {MIN_MATCH} characters or more with the training text; the "
+            f"⟦…⟧: verbatim matches of {MIN_MATCH} characters or more with the training split; the "
             f"longest: {match.length} characters ({reference}), from character {match.place:,} on: "
             f"{display_text(match.text)[:80]}"
         )
     else:
         console.out_sentence(
-            f"no verbatim match of {MIN_MATCH} characters with the training text ({reference})"
+            f"no verbatim match of {MIN_MATCH} characters with the training split ({reference})"
         )
     tables.table(["n", "novel n-grams", "in held-out text"], overlap.novel_rows())

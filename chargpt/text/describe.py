@@ -114,8 +114,8 @@ def warn_of_list(corpus: Corpus) -> list[str]:
     if repeats > MAX_REPEATED * lines and not any(map(str.isalnum, line)):
         return []  # such as `%`, between items of several lines
     return [
-        "the text looks like a list of items; text.documents=lines shuffles them, and sampling "
-        "then ends with an item"
+        "the text looks like a list of items; with -s text.documents=lines they are shuffled, and "
+        "each sample is one item"
     ]
 
 

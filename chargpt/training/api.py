@@ -1,6 +1,9 @@
 """`chargpt.train`: from a text to a trained run in one call."""
 
-from collections.abc import Callable, Mapping
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +37,8 @@ def train(
     """Train a model on a text and return the run with its best checkpoint.
 
     Without `config` and `settings`, sizes and steps are chosen for a budget of 150 seconds. The
-    run's `notes` say what the command would print, such as that a budget was too short.
+    run's `notes` say what happened, such as that a budget was too short. Ctrl-C ends training after
+    the current step and saves a checkpoint.
 
     Args:
         text: a file, folder, glob, or a name from `chargpt data list`; by default the built-in
@@ -55,6 +59,7 @@ def train(
     Raises:
         ChargptError: the text, a setting, the folder or the device is unusable, or the last
             checkpoint or the mixture could not be written.
+        KeyboardInterrupt: training was interrupted; its message names the last checkpoint.
     """
     if not isinstance(content, str | None):
         raise ConfigError(f"content: expected a text (it is of type {type(content).__name__})")
@@ -133,10 +138,42 @@ def run_steps(session: Session, *, progress: bool = False, notes: list[str] | No
     notes = [] if notes is None else notes
     notes += session.notes
     total, done = trainer.config.train.max_steps, trainer.state.step
-    with tqdm(total=total, initial=done, unit="step", disable=not progress) as bar:
-        for report in trainer.steps(session.budget):
+    with (
+        deferred_interrupt() as interrupts,
+        tqdm(total=total, initial=done, unit="step", disable=not progress) as bar,
+    ):
+        for report in trainer.steps(session.budget, lambda: bool(interrupts)):
             notes += report.notes
             bar.total = report.max_steps
             if report.validation is not None:
                 bar.set_postfix_str(f"val {report.validation.nats_per_char:.3f}", refresh=False)
             bar.update(report.step - bar.n)
+    if interrupts:
+        raise KeyboardInterrupt(
+            f"stopped at step {trainer.state.step:,} and saved in {session.folder.path}; "
+            "start='resume' continues the run"
+        )
+
+
+@contextmanager
+def deferred_interrupt() -> Iterator[list[int]]:
+    """Record a first Ctrl-C instead of raising KeyboardInterrupt within a step.
+
+    Nothing changes in another thread than the main one, or if the signal has a handler already.
+    """
+    caught: list[int] = []
+
+    def handle(number: int, _frame: object) -> None:
+        if caught:
+            raise KeyboardInterrupt
+        caught.append(number)
+
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    if not is_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield caught
+        return
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield caught
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -58,7 +58,7 @@ class Replanning:
     min_fraction: float = 1 / 8  # of all steps: when fewer remain, their number is final
     min_steps: int = 20  # fewer are of little use
     overrun: float = 0.08  # fraction of the budget by which the first `min_steps` may exceed it
-    noted_change: float = 0.1  # of the number of steps: smaller changes are not noted
+    noted_change: float = 0.05  # of the number of steps: smaller changes are not noted
     noted_slowdown: float = 2.0  # some is always expected: steps are measured without validation
 
 
@@ -196,7 +196,7 @@ class Budget:
         threads = self.thread_tuner.update(speed) if self.thread_tuner and speed else None
         if threads is not None:
             unit = "thread" if threads == 1 else "threads"
-            notes.append(f"continuing with {threads} CPU {unit}: that is faster now")
+            notes.append(f"continuing with {threads} CPU {unit}: measured as faster now")
             config = config.with_values({"threads": threads})
         return config
 

@@ -53,6 +53,12 @@ SIZES = (
 )
 
 
+# if one of them is fixed, so is the size
+SIZE_KEYS = {
+    f"model.{name}" for name in ("kind", "n_layer", "n_head", "n_embd", "n_mlp", "block_size")
+}
+
+
 @dataclass(frozen=True)
 class Length:
     """Settings of runs from a number of characters on, repeats included."""
@@ -243,9 +249,8 @@ class _Planner:
     def __init__(self, config: Config, corpus: Corpus, budget: Budget) -> None:
         self.config, self.corpus, self.budget = config, corpus, budget
         self.text_characters = len(corpus.split("train"))
-        self.chooses_size = config.model.kind == "gpt" and not any(
-            key.startswith("model.") for key in budget.fixed
-        )
+        is_given = not SIZE_KEYS.isdisjoint(budget.fixed)
+        self.chooses_size = config.model.kind == "gpt" and not is_given
 
     def plan(self) -> Plan:
         if self.chooses_size:
