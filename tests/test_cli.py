@@ -700,11 +700,24 @@ def test_a_prompt_comes_from_a_file_or_standard_input(
     assert from_file.stdout.startswith("The keeper")
 
 
+def test_of_a_long_prompt_the_last_block_is_read(trained: Path, cli: Cli) -> None:
+    block_size = load_run(trained, device="cpu").model.block_size
+    done = cli("sample", trained, "-p", "a" * (block_size + 1), "-n", "1", "--seed", "1")
+    said = f"the prompt has {block_size + 1:,} characters; the model reads the last {block_size:,}"
+    assert said in done.stderr
+    assert said[:10] not in cli("sample", trained, "-p", "a" * block_size, "-n", "1").stderr
+
+
 def test_unknown_prompt_characters_follow_the_policy(trained: Path, cli: Cli) -> None:
     args = ["sample", trained, "--prompt", "The ж", "--length", "5", "--device", "cpu"]
     assert "U+0436" in refusal(cli(*args))
-    assert cli(*args, "--unknown", "skip").returncode == 0
-    assert cli(*args, "--unknown", "replace").returncode == 0
+    skipped = cli(*args, "--unknown", "skip")
+    assert "1 character outside the vocabulary: left out" in skipped.stderr
+    assert skipped.stdout.startswith("The ")
+    assert len(skipped.stdout) == len("The ") + 5 + 1
+    replaced = cli(*args, "--unknown", "replace")
+    assert "ж" not in replaced.stdout
+    assert len(replaced.stdout) == len("The ж") + 5 + 1
     assert "'guess' is not one of 'error', 'skip', 'replace'" in refusal(
         cli(*args, "--unknown", "guess")
     )

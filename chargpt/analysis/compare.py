@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from chargpt.config import Config, load_config
 from chargpt.errors import ConfigError
 from chargpt.inference.baselines import NGRAM, Baselines
-from chargpt.inference.evaluation import Evaluation, evaluate_tokens
+from chargpt.inference.evaluation import Evaluation, OnProgress, evaluate_tokens
 from chargpt.inference.sampling import sample
 from chargpt.models.mixture import ORDER
 from chargpt.models.ngram import NGramLM
@@ -27,6 +28,13 @@ MAX_CHARACTERS = 300_000  # scored
 SAMPLE = {"length": 300, "temperature": 0.8, "seed": 1337, "num_samples": 1}
 
 RunTrainer = Callable[[str, Trainer], None]
+# of a unit and a label; the context's value is called with the number done, and of all
+ShowProgress = Callable[[str, str], AbstractContextManager[OnProgress]]
+
+
+def show_nothing(_unit: str, _label: str) -> AbstractContextManager[OnProgress]:
+    """Show no progress."""
+    return nullcontext(lambda *_: None)
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,7 @@ class Comparison:
     rows: list[Row] = field(default_factory=list)
     curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     samples: dict[str, str] = field(default_factory=dict)
+    show_progress: ShowProgress = show_nothing
     baselines: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -96,18 +105,24 @@ class Comparison:
 
         `mixed`, the run with its mixture as its model, is another row.
         """
-        self._add_row(name, run, corpus)
+        self._add_row(name, run, corpus, run.model.parameter_count())
         if mixed is not None:
-            self._add_row(name.replace("gpt (trained)", "gpt") + f" + {ORDER}-gram", mixed, corpus)
+            mixture = name.replace("gpt (trained)", "gpt") + f" + {ORDER}-gram"
+            self._add_row(mixture, mixed, corpus, None)
         self.curves[name] = validation_curve(RunFolder(run.folder).metrics.records())
         self.samples[name] = sample(run, run.config.sample.model_copy(update=SAMPLE))[0]
 
-    def _add_row(self, name: str, run: Run, corpus: Corpus) -> None:
-        evaluation = evaluate_tokens(
-            run.model, corpus.split("val"), max_characters=self.max_characters, span=self.span
-        )
-        parameters, seconds = run.model.parameter_count(), run.state.seconds
+    def _add_row(self, name: str, run: Run, corpus: Corpus, parameters: int | None) -> None:
+        with self.show_progress("character", f"scored, {name}") as on_progress:
+            evaluation = evaluate_tokens(
+                run.model,
+                corpus.split("val"),
+                max_characters=self.max_characters,
+                span=self.span,
+                on_progress=on_progress,
+            )
         nats, path = evaluation.nats_per_char, str(run.folder)
+        seconds = run.state.seconds
         self.rows.append(Row(name, nats, parameters, seconds, run.step, path, evaluation))
 
 
@@ -152,6 +167,7 @@ def compare(
     run_trainer: RunTrainer = run_to_end,
     corpus: Corpus | None = None,
     max_characters: int = MAX_CHARACTERS,
+    show_progress: ShowProgress = show_nothing,
 ) -> Comparison:
     """Train each model on the same text, split and steps, and evaluate all under `full`.
 
@@ -162,6 +178,7 @@ def compare(
         run_trainer: called with a model's name and trainer; runs all its steps.
         corpus: the text, if it is loaded.
         max_characters: scored of the validation split.
+        show_progress: of the evaluations.
 
     Raises:
         ChargptError: the text, a setting or the folder is unusable.
@@ -169,7 +186,8 @@ def compare(
     corpus = corpus or load_corpus(settings.text)
     baselines, val = Baselines(corpus), corpus.split("val")
     n_val = corpus.count_characters("val")
-    comparison = Comparison(corpus.name, n_val, settings.model.block_size, max_characters)
+    span = settings.model.block_size
+    comparison = Comparison(corpus.name, n_val, span, max_characters, show_progress=show_progress)
     comparison.add_baselines(baselines, val)
     for kind in models:
         config = model_settings(settings, kind)
@@ -178,7 +196,9 @@ def compare(
     return comparison
 
 
-def compare_runs(paths: Sequence[Path], device: str = "auto") -> Comparison:
+def compare_runs(
+    paths: Sequence[Path], device: str = "auto", show_progress: ShowProgress = show_nothing
+) -> Comparison:
     """Evaluate existing runs on the validation split that they share; vocabularies may differ.
 
     Raises:
@@ -201,7 +221,8 @@ def compare_runs(paths: Sequence[Path], device: str = "auto") -> Comparison:
     if any(corpus.tokenizer != corpora[0].tokenizer for corpus in corpora):
         # parts of the split would begin at other characters
         max_characters = max(len(corpus.split("val")) for corpus in corpora)
-    comparison = Comparison(corpora[0].name, n_val, span, max_characters)
+    name = corpora[0].name
+    comparison = Comparison(name, n_val, span, max_characters, show_progress=show_progress)
     comparison.add_baselines(Baselines(corpora[0]), val)
     for path, run, corpus in zip(paths, runs, corpora, strict=True):
         name = path.name if path.name not in comparison.curves else str(path)

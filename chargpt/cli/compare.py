@@ -15,7 +15,7 @@ from chargpt.cli import console, options, tables
 from chargpt.cli.ladder import compare_rungs
 from chargpt.cli.loop import run_steps
 from chargpt.cli.pictures import save_picture
-from chargpt.cli.progress import LoadingProgress
+from chargpt.cli.progress import LoadingProgress, show_progress
 from chargpt.cli.signals import catch_signals
 from chargpt.cli.summary import show_plan
 from chargpt.device import choose_device
@@ -112,7 +112,12 @@ def compare(
         others = {"-s (or --seed, --encoding, --encoding-errors)": overrides}
         options.reject({**given, **others}, "applies to training, and these are runs")
         measure_threads(choose_device(device or "auto")[0])
-        print_comparison(comparison.compare_runs(paths, device or "auto"), plot, json_=json_)
+        notice = console.say_if_slow("counting n-grams and scoring the runs ...")
+        try:
+            result = comparison.compare_runs(paths, device or "auto", show_progress)
+        finally:
+            notice.cancel()
+        print_comparison(result, plot, json_=json_)
         return
     if len(paths) > 1:
         no_run = next(path for path in paths if not is_run(path))
@@ -180,6 +185,7 @@ def train_models(request: Request, out: Path | None, models: str) -> tuple[Compa
             run_trainer=run_trainer,
             corpus=corpus,
             max_characters=max_characters,
+            show_progress=show_progress,
         )
     return result, folder
 

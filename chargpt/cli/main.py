@@ -7,6 +7,7 @@ A command's module, with torch and the rest, is imported when the command is cal
 import gc
 import io
 import os
+import re
 import sys
 import time
 import traceback
@@ -167,6 +168,7 @@ def exit_code_of(command: Callable[[], Any]) -> int:
             message = f"{message[:200]}; a pattern such as '*.txt' needs quotes"
         message += hint
         message = message.replace("Value error, ", "").replace("Input should be", "it should be")
+        message = re.sub(", unable to parse string as an? [a-z]+", "", message)
         code = 2
     except (typer.Abort, KeyboardInterrupt):
         console.say("stopped")

@@ -47,7 +47,7 @@ class ProgressBar:
         step, self.done = done - self.done, done
         if self.bar is not None:
             self.bar.total = total
-            is_due = time.time() - self.bar.last_print_t >= self.bar.mininterval
+            is_due = time.time() - self.bar.last_print_t >= self.bar.mininterval or done == total
             if detail is not None and is_due:
                 self.bar.ncols, _ = console.terminal_size(sys.stderr)
                 self.bar.set_postfix_str(console.printable(detail()), refresh=False)

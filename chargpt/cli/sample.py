@@ -138,9 +138,16 @@ def sample(
         options.reject({"--encoding": encoding}, "is that of a --prompt-file, and there is none")
     if stop is not None:
         ctx.params["stop"] = [unescape(text) for text in stop]
-    config = sample_config(loaded.config, {**ctx.params, "prompt": prompt})
     if prompt is not None and unknown not in (None, "error"):
         console.say_unknown(loaded.tokenizer.count_unknown(prompt), unknown)
+        # as the model reads it
+        prompt = loaded.tokenizer.decode(loaded.tokenizer.encode(prompt, unknown=unknown))
+    block_size = loaded.model.block_size
+    if prompt is not None and len(prompt) > block_size:
+        console.say(
+            f"the prompt has {len(prompt):,} characters; the model reads the last {block_size:,}"
+        )
+    config = sample_config(loaded.config, {**ctx.params, "prompt": prompt})
     if interactive:
         if json_ or check or (num_samples or 1) > 1:
             raise ConfigError(
