@@ -216,6 +216,8 @@ def test_undecodable_bytes_are_named_with_their_offset(
 def test_a_binary_is_rejected_with_the_offset_of_its_first_nul_byte(write: Write) -> None:
     assert "NUL byte at offset 7," in error_message(write(b"\x7fELF...\0\0"))
     assert "--encoding utf-16-le" in error_message(write("hello".encode("utf-16-le")))
+    unpaired = write(b"\x00\xd8a\x00", "unpaired.txt")
+    assert "so it may be binary" in error_message(unpaired, encoding="utf-16-le")
     assert "NUL byte" in error_message(write(b"a\0"), encoding="UTF8")
 
 

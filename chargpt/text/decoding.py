@@ -97,4 +97,5 @@ def _undecodable(name: str, codec: str, offset: int, error: UnicodeError) -> str
         f"name its true encoding, for example --encoding {others}, or if few bytes are damaged, "
         "replace them with --encoding-errors replace"
     )
-    return f"{name} is not {shown} text ({where} does not decode); {remedy}"
+    binary = ", so it may be binary" if codec.startswith(("utf-16", "utf-32")) else ""
+    return f"{name} is not {shown} text ({where} does not decode){binary}; {remedy}"
