@@ -26,6 +26,7 @@ from chargpt.inference.sampling import stream_run
 from chargpt.store.run import Run
 from chargpt.text.corpus import read_text
 from chargpt.text.display import display_text, whole_graphemes
+from chargpt.text.tokenizer import Unknown
 
 DEFAULTS = SampleConfig()  # the run's config may contain others
 
@@ -138,15 +139,8 @@ def sample(
         options.reject({"--encoding": encoding}, "is that of a --prompt-file, and there is none")
     if stop is not None:
         ctx.params["stop"] = [unescape(text) for text in stop]
-    if prompt is not None and unknown not in (None, "error"):
-        console.say_unknown(loaded.tokenizer.count_unknown(prompt), unknown)
-        # as the model reads it
-        prompt = loaded.tokenizer.decode(loaded.tokenizer.encode(prompt, unknown=unknown))
-    block_size = loaded.model.block_size
-    if prompt is not None and len(prompt) > block_size:
-        console.say(
-            f"the prompt has {len(prompt):,} characters; the model reads the last {block_size:,}"
-        )
+    if prompt is not None:
+        prompt = readable_prompt(loaded, prompt, unknown)
     config = sample_config(loaded.config, {**ctx.params, "prompt": prompt})
     if interactive:
         if json_ or check or (num_samples or 1) > 1:
@@ -191,6 +185,19 @@ def sample(
         return
     print_samples(loaded, texts, n_prompt, overlap, copied)
     say_seed(config, settings)
+
+
+def readable_prompt(run: Run, prompt: str, unknown: Unknown | None) -> str:
+    """Return a prompt as the model reads it; say what it does not read."""
+    if unknown not in (None, "error"):
+        console.say_unknown(run.tokenizer.count_unknown(prompt), unknown)
+        prompt = run.tokenizer.decode(run.tokenizer.encode(prompt, unknown=unknown))
+    if len(prompt) > run.model.block_size:
+        console.say(
+            f"the prompt has {len(prompt):,} characters; the model reads the last "
+            f"{run.model.block_size:,}"
+        )
+    return prompt
 
 
 def say_seed(config: Config, settings: SampleConfig) -> None:
