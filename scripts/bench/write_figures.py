@@ -412,7 +412,6 @@ def benchmarks() -> str:
         mixture(
             record("mixture-10s"),
             record("mixture"),
-            record("mixture-80s"),
             record("mixture-3m"),
             record("mixture-3m-others"),
         ),
