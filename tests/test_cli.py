@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -297,10 +297,12 @@ def kill_started_processes() -> Iterator[None]:
         STARTED.pop().kill()
 
 
-def start_training(*args: object, cwd: Path, **streams: Any) -> subprocess.Popen[str]:
+def start_training(
+    *args: object, cwd: Path, program: Sequence[str] = ("-m", "chargpt"), **streams: Any
+) -> subprocess.Popen[str]:
     """Start a long training run and wait for its first checkpoint."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "chargpt", "train", *map(str, args)],
+        [sys.executable, *program, "train", *map(str, args)],
         cwd=cwd,
         text=True,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
@@ -391,10 +393,14 @@ def test_a_closed_terminal_leaves_a_saved_run(verse: Path, tmp_path: Path) -> No
 
 
 def test_training_continues_after_stderr_is_closed(verse: Path, tmp_path: Path) -> None:
-    process = start_training(verse, *LONG, "--out", "run", cwd=tmp_path)
+    frequent = "from chargpt.cli import main, progress; progress.PLAIN_LINE_SECONDS = 0.1; "
+    program = ("-c", f"{frequent}main.run()")
+    process = start_training(verse, *LONG, "--out", "run", cwd=tmp_path, program=program)
     assert process.stderr is not None
+    while not process.stderr.readline().startswith("step "):
+        assert process.poll() is None
     process.stderr.close()
-    time.sleep(6)  # a plain line every five seconds
+    time.sleep(1)  # lines every tenth of a second
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=30) == 128 + signal.SIGTERM

@@ -27,6 +27,7 @@ def test_the_readme_begins_with_its_two_commands() -> None:
     assert BLOCKS[1].strip() == "pip install '.[dev]' && pytest -n auto"
 
 
+@pytest.mark.slow
 def test_every_command_of_the_readme_runs(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run them in order in one folder, with few training steps."""
     text = (REPOSITORY / "data" / "lighthouse.txt").read_text(encoding="utf-8")

@@ -62,8 +62,10 @@ def test_a_streams_text_does_not_depend_on_the_number_of_streams():
     assert continuations(model, stream_ids=[4, 1]) == [together[4], together[1]]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_sample_command_ends_by_a_signal(number, tmp_path):
+@pytest.mark.parametrize(
+    ("number", "num_samples"), [(signal.SIGINT, 16), (signal.SIGTERM, 1)], ids=["many", "one"]
+)
+def test_the_sample_command_ends_by_a_signal(number, num_samples, tmp_path):
     command = subprocess.Popen(
         [
             sys.executable,
@@ -71,7 +73,7 @@ def test_the_sample_command_ends_by_a_signal(number, tmp_path):
             "chargpt",
             "sample",
             REPOSITORY / "tests" / "golden" / "0.1.0" / "run",
-            "--num-samples=16",
+            f"--num-samples={num_samples}",
             "--length=100000000",
         ],
         cwd=tmp_path,
@@ -81,14 +83,18 @@ def test_the_sample_command_ends_by_a_signal(number, tmp_path):
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "2"},
     )
     try:
+        assert command.stdout is not None
         assert command.stderr is not None
-        assert command.stderr.readline().startswith("character ")
+        if num_samples == 1:
+            assert command.stdout.read(1)  # it is streamed
+        else:
+            assert command.stderr.readline().startswith("character ")
         command.send_signal(number)
         out, error = command.communicate(timeout=30)
     finally:
         command.kill()
     assert command.returncode in (-number, 128 + number), error
-    assert not out
+    assert num_samples == 1 or not out
     assert "Traceback" not in error
 
 
