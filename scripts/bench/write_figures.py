@@ -229,8 +229,8 @@ def mixture(*records: dict[str, Any]) -> list[str]:
     return [
         "Nats per character of the whole validation splits, protocol `full`, means of the seeds "
         f"({records[-1]['date']}). *gpt before* is commit 1f6a672, without mixtures, trained in "
-        "turn with the others. The texts are described in [LOG.md](LOG.md); rows with another loss of "
-        "the 6-gram are of another build of the text.",
+        "turn with the others. The texts are described in [LOG.md](LOG.md); rows with another loss "
+        "of the 6-gram are of another build of the text.",
         "",
         *table(head, rows),
         "",
