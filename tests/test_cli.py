@@ -11,7 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -858,11 +859,25 @@ def test_train_prints_its_result_as_json(verse: Path, cli: Cli) -> None:
     assert load_config("mine/config.yaml").seed == 4
 
 
+def test_several_samples_on_a_terminal_show_their_seed(
+    trained: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    args = ("sample", trained, "--num-samples", "2", "-n", "9")
+    done = cli(*args)
+    seed = re.search(r"--seed (\d+) gives the same text", done.stderr)
+    assert seed is not None
+    again = cli(*args, "--seed", seed[1])
+    assert again.stdout == done.stdout
+    assert "--seed" not in again.stderr
+
+
 def test_the_short_options_are_those_of_other_programs(trained: Path, cli: Cli) -> None:
     short = cli("sample", trained, "-p", "The", "-n", "20", "--seed", "1").stdout
     long = cli("sample", trained, "--prompt", "The", "--length", "20", "--seed", "1").stdout
     assert short == long
     assert len(short) == len("The") + 20 + 1
+    assert "unable to parse" not in refusal(cli("sample", trained, "-n", "abc"))
 
 
 # -- compare ----------------------------------------------------------------------------------
@@ -930,7 +945,15 @@ def test_compared_runs_score_the_same_characters(
     longer = [word.replace("block_size=16", "block_size=64") for word in QUICK]
     assert cli("train", trained.parent / "novel.txt", *longer, "--out", "longer").returncode == 0
     monkeypatch.setattr(comparison, "MAX_CHARACTERS", 1000)
-    result = compare_runs([trained, Path("longer")], device="cpu")
+    shown = []
+
+    @contextmanager
+    def show_progress(_unit: str, label: str) -> Iterator[Callable[[int, int], None]]:
+        yield lambda done, total: shown.append((label, done, total))
+
+    result = compare_runs([trained, Path("longer")], "cpu", show_progress)
+    assert shown[-1][:2] == ("scored, longer", 960)
+    assert shown[0][0] == f"scored, {trained.name}"
     assert {row.evaluation.characters for row in result.rows if row.evaluation} == {960}
     assert result.scored == "960 of 2,844 validation characters, protocol full"
 

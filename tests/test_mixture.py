@@ -364,6 +364,7 @@ def test_evaluate_and_compare_show_the_mixture_beside_the_gpt(run_of: Path, cli:
     compared = [row for row in compared if row["run"]]
     assert [row["model"] for row in compared] == ["run", f"run + {ORDER}-gram"]
     assert compared[1]["nats_per_char"] == pytest.approx(measured["mixture"]["nats_per_char"])
+    assert [row["parameters"] is None for row in compared] == [False, True]  # counts are none
 
 
 def test_the_mixture_samples_scores_and_compresses_better(run_of: Path, cli: Cli) -> None:

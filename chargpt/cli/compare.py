@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +23,7 @@ from chargpt.device import choose_device
 from chargpt.errors import ConfigError
 from chargpt.files import require_output
 from chargpt.inference.baselines import NGRAM
+from chargpt.inference.evaluation import OnProgress
 from chargpt.store.layout import is_run
 from chargpt.text.corpus import load_corpus
 from chargpt.training.cost import expected_cost
@@ -112,12 +114,7 @@ def compare(
         others = {"-s (or --seed, --encoding, --encoding-errors)": overrides}
         options.reject({**given, **others}, "applies to training, and these are runs")
         measure_threads(choose_device(device or "auto")[0])
-        notice = console.say_if_slow("counting n-grams and scoring the runs ...")
-        try:
-            result = comparison.compare_runs(paths, device or "auto", show_progress)
-        finally:
-            notice.cancel()
-        print_comparison(result, plot, json_=json_)
+        print_comparison(compare_runs(paths, device or "auto"), plot, json_=json_)
         return
     if len(paths) > 1:
         no_run = next(path for path in paths if not is_run(path))
@@ -141,6 +138,17 @@ def compare(
         for name in result.curves:
             run = shlex.quote(str(folder / name.split()[0]))
             console.out(f"  chargpt sample {run}")
+
+
+def compare_runs(paths: list[Path], device: str) -> Comparison:
+    """Evaluate existing runs with progress bars."""
+    with console.say_if_slow("counting n-grams ...") as notice:
+
+        def show(unit: str, label: str) -> AbstractContextManager[OnProgress]:
+            notice.cancel()  # the bar shows what takes time
+            return show_progress(unit, label)
+
+        return comparison.compare_runs(paths, device, show)
 
 
 def train_models(request: Request, out: Path | None, models: str) -> tuple[Comparison, Path]:

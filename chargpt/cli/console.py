@@ -8,8 +8,8 @@ import textwrap
 import threading
 import time
 import unicodedata
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 from chargpt.errors import DeviceError, TextError, WorkError
@@ -44,9 +44,8 @@ def terminal_size(stream: TextIO) -> tuple[int, int]:
 def wrapped(text: str, stream: TextIO, indent: str = "", hanging: str = "") -> str:
     """Return sentences with line breaks between words, to the width of the terminal, if it is one.
 
-    `indent` begins every line, and `hanging` those after a break too.
-
-    Lines that begin with a space are commands to copy and stay whole.
+    `indent` begins every line, and `hanging` those after a break too. Lines that
+    begin with a space are commands to copy and stay whole.
     """
     width = terminal_size(stream)[0] if stream.isatty() else 10**6
     options: Any = {"break_long_words": False, "break_on_hyphens": False}
@@ -72,13 +71,17 @@ def say(text: str, hanging: str = "") -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
-def say_if_slow(text: str) -> threading.Timer:
-    """Print a message on a terminal in a second, unless the timer returned is cancelled before."""
+@contextmanager
+def say_if_slow(text: str) -> Iterator[threading.Timer]:
+    """Print a message on a terminal in a second, unless the block ends or cancels it before."""
     notice = threading.Timer(NOTICE_SECONDS, say, [text])
     notice.daemon = True
     if sys.stderr.isatty():
         notice.start()
-    return notice
+    try:
+        yield notice
+    finally:
+        notice.cancel()
 
 
 class OutputClosed(BaseException):

@@ -2,7 +2,6 @@
 
 import math
 import shlex
-import shutil
 import signal
 import sys
 from contextlib import closing
@@ -106,7 +105,7 @@ class StepView:
         if self.validation:
             last = self.validation[-1]
             val = f"val {last:.3f} "
-            if shutil.get_terminal_size().columns >= MIN_SPARKLINE_COLUMNS:
+            if console.terminal_size(sys.stderr)[0] >= MIN_SPARKLINE_COLUMNS:
                 val += f"{console.sparkline(self.validation, sys.stderr, 5)} "
         name = "bigram" if self.baseline_losses["bigram"] < last else NGRAM
         speed = f" {console.short(report.speed)} chars/s" if report.speed else ""

@@ -65,9 +65,8 @@ SETTINGS: dict[str, Any] = {
 def load_command(command: Command) -> Any:
     """Import a command's module and return its click command."""
     # on a busy machine the import of PyTorch takes seconds
-    notice = console.say_if_slow("loading PyTorch ...")
-    module = import_module(f"chargpt.cli.{command.module}")
-    notice.cancel()
+    with console.say_if_slow("loading PyTorch ..."):
+        module = import_module(f"chargpt.cli.{command.module}")
     if hasattr(module, "app"):
         return typer.main.get_command(module.app)
     app = typer.Typer(add_completion=False, **SETTINGS)

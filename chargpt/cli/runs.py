@@ -109,8 +109,5 @@ def count_mixture(run: Run) -> Run:
     Raises:
         RunError: it has none, or that of another checkpoint, or the file is damaged.
     """
-    notice = console.say_if_slow("counting the n-grams of the training text ...")
-    try:
+    with console.say_if_slow("counting the n-grams of the training text ..."):
         return with_mixture(run)
-    finally:
-        notice.cancel()

@@ -87,8 +87,6 @@ def train(
         started=console.started,
     )
 
-    notice = console.say_if_slow("reading the text and measuring the speed of training ...")
-
     def run_session(session: Session) -> None:
         notice.cancel()
         for note in session.notes:
@@ -108,15 +106,14 @@ def train(
             )
             raise
 
-    with catch_signals() as signals:
+    slow = "reading the text and measuring the speed of training ..."
+    with catch_signals() as signals, console.say_if_slow(slow) as notice:
         try:
             run_training(request, run_session, LoadingProgress())
         except FinishedError as error:
             if request.start is not StartMode.BEGIN_OR_RESUME:
                 raise
             console.say(str(error))
-        finally:
-            notice.cancel()
 
 
 def start_mode(text: str | None, out: Path | None, *, resume: bool, force: bool) -> StartMode:
