@@ -248,8 +248,17 @@ def _previous(ids: Tensor, k: int) -> Tensor:
 
 
 def unique(values: Ints) -> tuple[Ints, Ints, Ints]:
-    """Return np.unique(values, return_inverse=True, return_counts=True) in a tenth of the time."""
-    ordered, order = (tensor.numpy() for tensor in torch.from_numpy(values).sort())
+    """Return np.unique(values, return_inverse=True, return_counts=True), in a fraction of the time.
+
+    A value and its place are sorted as one number, with vector instructions, where both fit in it.
+    """
+    n_bits = len(values).bit_length()
+    if int(values.max()).bit_length() + n_bits < 64:
+        ordered = np.sort(values << n_bits | np.arange(len(values)))
+        ordered, order = ordered >> n_bits, ordered & (1 << n_bits) - 1
+    else:
+        order = values.argsort()
+        ordered = values[order]
     is_start = np.append(True, ordered[1:] != ordered[:-1])
     inverse = np.empty_like(order)
     inverse[order] = is_start.cumsum() - 1

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from chargpt.models.ngram import UNSEEN, Ints, NGramOrder, unique
+from chargpt.models.ngram import UNSEEN, Ints, NGramOrder
 from chargpt.text.tokenizer import CharTokenizer, Tokens
 
 Bools = npt.NDArray[np.bool_]
@@ -66,7 +66,7 @@ class WordNGrams(nn.Module):
             for chunk in [tokens[None, max(0, start - LOOKBACK) : start + CHUNK]]
         ]
         for hashes in map(np.concatenate, zip(*chunks, strict=True)):
-            codes, _, counts = unique(hashes[:-1] * vocab_size + tokens[1:])
+            codes, counts = np.unique(hashes[:-1] * vocab_size + tokens[1:], return_counts=True)
             contexts, followers = np.divmod(codes, vocab_size)
             is_first = np.append(True, contexts[1:] != contexts[:-1])
             ids = is_first.cumsum() - 1
