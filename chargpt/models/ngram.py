@@ -52,7 +52,11 @@ class NGramLM(LanguageModel):
     def fit(
         cls, tokens: npt.NDArray[Any], vocab_size: int, block_size: int, order: int = ORDER
     ) -> "NGramLM":
-        """Return the model estimated from token ids (N,); it sorts N numbers `order` times.
+        """Return the model estimated from token ids (N,).
+
+        The positions of the text are sorted by the n-grams that begin there. Those of order k
+        follow from those of order k - 1, which begin one token later, by a stable sort by the first
+        token: one pass of a radix sort.
 
         Args:
             tokens: ids below `vocab_size`, of any integer type; only the last MAX_TOKENS are used.
@@ -62,22 +66,27 @@ class NGramLM(LanguageModel):
         """
         assert order >= 1, "the order is at least 1"
         assert len(tokens), "there are no tokens to count"
-        tokens = tokens[-MAX_TOKENS:].astype(np.int64)
-        prefix = np.zeros(len(tokens) + 1, dtype=np.int64)  # ids of the n-grams of order k - 1
+        # numpy sorts small integers by radix
+        tokens = tokens[-MAX_TOKENS:].astype(np.min_scalar_type(vocab_size - 1))
+        positions = np.arange(len(tokens) + 1)  # sorted by the n-grams of order 0, all the same
+        ids = np.zeros_like(positions)  # of the n-gram at each position
         codes_and_counts: list[tuple[Ints, Ints]] = []
         for k in range(1, min(order, len(tokens)) + 1):
-            # no token follows the last prefix
-            codes, ids, counts = unique(prefix[:-1] * vocab_size + tokens[k - 1 :])
+            positions = positions[positions > 0] - 1
+            positions = positions[tokens[positions].argsort(kind="stable")]
+            codes = ids[positions] * vocab_size + tokens[positions + k - 1]
+            is_first = np.append(True, codes[1:] != codes[:-1])
+            starts = np.flatnonzero(is_first)
             if codes_and_counts:
-                # an n-gram without its first token is the prefix that starts one position later
-                suffix = np.empty_like(codes)
-                suffix[ids] = prefix[1:]
+                suffix = ids[positions[starts] + 1]  # an n-gram without its first token
                 lower_codes, _ = codes_and_counts[-1]
                 continuation_counts = np.bincount(suffix, minlength=len(lower_codes))
                 # the n-gram at the start of the text has no token before it
                 codes_and_counts[-1] = lower_codes, continuation_counts.clip(min=1)
-            codes_and_counts.append((codes, counts))
-            prefix = ids
+            counts = np.diff(np.append(starts, len(positions)))
+            codes_and_counts.append((codes[starts], counts))
+            ids = np.empty_like(positions)
+            ids[positions] = is_first.cumsum() - 1
         n_contexts = [1, *(len(codes) for codes, _ in codes_and_counts)]
         orders = [
             NGramOrder(codes, counts, n, vocab_size)
@@ -245,22 +254,3 @@ def _previous(ids: Tensor, k: int) -> Tensor:
     """Return ids (B, T) of n-grams of k tokens shifted right by one: the context of each token."""
     first = ids.new_full((ids.size(0), 1), 0 if k == 0 else UNSEEN)  # no token comes before
     return torch.cat((first, ids[:, :-1]), dim=1)  # (B, T)
-
-
-def unique(values: Ints) -> tuple[Ints, Ints, Ints]:
-    """Return np.unique(values, return_inverse=True, return_counts=True), in a fraction of the time.
-
-    A value and its place are sorted as one number, with vector instructions, where both fit in it.
-    """
-    n_bits = len(values).bit_length()
-    if int(values.max()).bit_length() + n_bits < 64:
-        ordered = np.sort(values << n_bits | np.arange(len(values)))
-        ordered, order = ordered >> n_bits, ordered & (1 << n_bits) - 1
-    else:
-        order = values.argsort()
-        ordered = values[order]
-    is_start = np.append(True, ordered[1:] != ordered[:-1])
-    inverse = np.empty_like(order)
-    inverse[order] = is_start.cumsum() - 1
-    starts = np.flatnonzero(is_start)
-    return ordered[starts], inverse, np.diff(np.append(starts, len(values)))
