@@ -1,7 +1,7 @@
 """Benchmark of mixtures: the n-gram baseline, GPT, and both together, by text, budget and seed.
 
     python scripts/bench/bench_mixture.py TEXT [TEXT ...] [--budgets 10s 80s 3m] [--seeds 1 2 3]
-        [--before CHECKOUT] [--json benchmarks/mixture.json]
+        [--before CHECKOUT] [--json benchmarks/mixture-80s.json]
 
 Each case is a whole `chargpt train --budget` process; its run is scored by `chargpt compare`, all
 rows on the same characters of the validation split. `--before` also trains and scores a GPT with
