@@ -32,7 +32,7 @@ from chargpt.models.cache import KVCache
 Ints = npt.NDArray[np.int64]
 
 ORDER = 6  # higher orders gain nothing on texts of a million characters
-MAX_TOKENS = 4_000_000  # counted tokens: two seconds of work
+MAX_TOKENS = 4_000_000  # counted tokens: a second of work
 MAX_TABLE_ENTRIES = 50_000_000  # of the table of contexts: 200 MB
 UNSEEN = -1  # id of an n-gram that the training text does not contain
 
