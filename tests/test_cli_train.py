@@ -17,7 +17,7 @@ from chargpt.config import Config, load_config
 from chargpt.store.run import load_run
 from chargpt.training import planner, session
 from chargpt.training import trainer as trainer_module
-from chargpt.training.budget import RESERVE, Budget
+from chargpt.training.budget import RESERVE, Budget, counting_seconds
 from chargpt.training.session import Session, create_run
 from chargpt.training.threads import ThreadTuner
 
@@ -193,11 +193,11 @@ def test_a_budget_reserves_the_measured_time_of_scoring(
     val = len(trainer.corpus.split("val"))
     limit = trainer.config.train.evaluate_characters
     scored = sum(min(limit, len(trainer.corpus.split(name))) for name in ("train", "val"))
-    n_tune, n_train = (len(trainer.corpus.split(name)) for name in ("tune", "train"))
+    n_tune = len(trainer.corpus.split("tune"))
     scored += report_characters + n_tune + round(1.3 * min(limit, val))  # the mixture
     timed_characters = min(RESERVE.timed_characters, val - 1)
     closing = 0.8 + 1.3 * 2 * scored / timed_characters + report_seconds
-    closing += 0.25 + 0.5 * n_train / 1e6  # fitting the mixture
+    closing += 0.25 + counting_seconds(trainer.corpus)  # fitting the mixture
     assert budget.remaining == pytest.approx(seconds - 10 - closing)
 
 

@@ -216,7 +216,8 @@ def compression(found: dict[str, Any]) -> list[str]:
 def mixture(*records: dict[str, Any]) -> list[str]:
     """Return the table of mixtures, by text and budget."""
     rows = []
-    for mean, found in ((mean, each) for each in records for mean in each["means"]):
+    cases = [(mean, found) for found in records for mean in found["means"]]
+    for mean, found in cases:
         losses = [mean["6-gram"], mean["gpt"], mean.get("gpt before"), mean["gpt + 8-gram"]]
         cells = ["" if loss is None else f"{loss:.4f}" for loss in losses]
         gain = min(mean["6-gram"], mean["gpt"]) - mean["gpt + 8-gram"]
