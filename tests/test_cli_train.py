@@ -197,7 +197,7 @@ def test_a_budget_reserves_the_measured_time_of_scoring(
     scored += report_characters + n_tune + round(1.3 * min(limit, val))  # the mixture
     timed_characters = min(RESERVE.timed_characters, val - 1)
     closing = 0.8 + 1.3 * 2 * scored / timed_characters + report_seconds
-    closing += 0.25 + counting_seconds(trainer.corpus)  # fitting the mixture
+    closing += RESERVE.gate_seconds + counting_seconds(trainer.corpus)  # fitting the mixture
     assert budget.remaining == pytest.approx(seconds - 10 - closing)
 
 

@@ -26,7 +26,7 @@ from chargpt.store.layout import MIXTURE
 from chargpt.store.mixture import with_mixture
 from chargpt.text.corpus import load_corpus
 from chargpt.text.tokenizer import CharTokenizer
-from chargpt.training.budget import Budget, counting_seconds
+from chargpt.training.budget import RESERVE, Budget, counting_seconds
 from chargpt.training.mixing import fit_mixture
 from chargpt.training.session import with_tune_split
 
@@ -421,7 +421,7 @@ def test_a_budget_leaves_characters_for_the_mixture(verse: Path, cli: Cli) -> No
 def test_a_budget_that_is_too_short_to_count_in_has_no_mixture(verse: Path) -> None:
     corpus = load_corpus(TextConfig(path=str(verse)))
     seconds = counting_seconds(corpus)
-    assert seconds == pytest.approx(0.5e-6 * len(corpus.split("train")))
+    assert seconds == pytest.approx(RESERVE.counting_seconds * len(corpus.split("train")) / 1e6)
     limit = seconds / 0.15
     for total, length in ((0.99 * limit, 0), (1.01 * limit, int(0.03 * corpus.characters))):
         settings, chosen = with_tune_split(Config(), corpus, Budget(total))

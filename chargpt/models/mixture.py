@@ -12,6 +12,7 @@ Shapes in this file: B = batch, T = tokens, V = vocabulary size, K = orders of b
 """
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -82,8 +83,10 @@ class Mixture(LanguageModel):
     def count(self, tokens: Tokens) -> None:
         """Estimate the n-gram models from the last MAX_TOKENS token ids."""
         self.tokens = np.array(tokens[-MAX_TOKENS:])
-        ngram = NGramLM.fit(self.tokens, self.vocab_size, self.block_size, self.order)
-        word_ngrams = WordNGrams(self.tokens, self.vocab_size, self.in_words)
+        with ThreadPoolExecutor(1) as pool:  # numpy sorts without Python's lock
+            words = pool.submit(WordNGrams, self.tokens, self.vocab_size, self.in_words)
+            ngram = NGramLM.fit(self.tokens, self.vocab_size, self.block_size, self.order)
+            word_ngrams = words.result()
         self.ngram, self.word_ngrams = ngram.to(self.gpt.device), word_ngrams.to(self.gpt.device)
 
     def forward(

@@ -42,8 +42,8 @@ class Reserve:
     report_seconds: float = 4  # of a report page, without its scoring
     report_characters: int = 40_000  # that a report page scores
     timed_characters: int = 8_000  # scored to measure the speed of scoring
-    gate_seconds: float = 0.25  # of fitting a mixture's gate
-    counting_seconds: float = 0.5  # of counting the n-grams of a mixture, per million characters
+    gate_seconds: float = 0.35  # of fitting a mixture's gate
+    counting_seconds: float = 0.45  # of counting the n-grams of a mixture, per million characters
     counting_fraction: float = (
         0.15  # of the budget: where counting takes longer, there is no mixture
     )

@@ -72,14 +72,14 @@ class Length:
 
 LENGTHS = (  # by rising `characters`
     Length(0, 128, 1024, 0.6, evaluations=2),  # each takes as long as four steps
-    Length(350_000, 256, 2048, 0.6),
+    Length(150_000, 128, 2048, 0.6, evaluations=3),
     Length(1_000_000, 256, 2048, 0.7),
     Length(3_000_000, 256, 4096, 0.7),
     # longer than the runs that the others were found by
     Length(100_000_000, 512, 8192, 0.7),
     Length(1_000_000_000, 1024, 16384, 0.7),
 )
-USUAL_LENGTH = 3_000_000  # characters, until a speed is measured
+USUAL_LENGTH = 350_000  # characters, until a speed is measured
 
 
 @dataclass(frozen=True)
