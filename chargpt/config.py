@@ -39,13 +39,13 @@ MESSAGES = {  # by pydantic's error type
     "less_than_equal": "expected {le} or less",
     "less_than": "expected less than {lt}",
     "finite_number": "expected a finite number",
-    "int_type": "expected a whole number",
-    "int_from_float": "expected a whole number",
-    "int_parsing": "expected a whole number",
+    "int_type": "expected an integer",
+    "int_from_float": "expected an integer",
+    "int_parsing": "expected an integer",
     "int_parsing_size": "expected a smaller number",
     "float_type": "expected a number",
-    "string_type": "expected a text",
-    "string_unicode": "expected a text of whole characters",
+    "string_type": "expected a string",
+    "string_unicode": "expected a string of whole characters",
     "literal_error": "expected {expected}",
     "tuple_type": "expected a list",
     "missing": "expected a pair",
@@ -105,7 +105,7 @@ class TextConfig(Section):
     """For a text made of items, such as names or poems: `lines`, `files`, or what separates them.
     They are shuffled and never split. Null: one text in its order."""
     seed: int = Field(1337, ge=0, lt=2**63)
-    """Of the order of the documents."""
+    """Seed of the order of the documents."""
 
     @field_validator("documents", mode="after")
     @classmethod
@@ -161,7 +161,7 @@ class ModelConfig(Section):
     n_mlp: int | None = Field(None, ge=1, le=262144)
     """Hidden width of the MLP; null is 8/3 of n_embd, rounded up to a multiple of 64."""
     block_size: int = Field(128, ge=1, le=65536)
-    """Context length in characters."""
+    """Context length in tokens; a token is a character, or a byte of a rare one."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Probability of dropout on embeddings and the outputs of attention and MLP."""
     rope_theta: float = Field(10_000.0, gt=0)
@@ -206,7 +206,7 @@ class TrainConfig(Section):
     """A run whose best weights are the start, with its model settings and characters; null: random
     weights. --from sets it."""
     max_steps: int = Field(650, ge=1)
-    """Updates in all."""
+    """Number of all updates (optimizer steps)."""
     batch_size: int = Field(16, ge=1)
     """Sequences per update, over all ranks and micro-batches."""
     accumulate: int = Field(1, ge=1)
@@ -243,10 +243,11 @@ class OptimConfig(Section):
     matrix_lr: float = Field(0.05, gt=0)
     """Muon's learning rate."""
     weight_decay: float = Field(0.1, ge=0)
-    """Decoupled weight decay of the matrices, times the learning rate."""
+    """Decoupled weight decay of all matrices, embedding and head included, times the learning
+    rate."""
     pull: float = Field(0.0, ge=0, lt=1)
-    """Fraction of the way back to the weights of `train.from_run` that each update goes, times the
-    schedule's factor (L2-SP): the more, the less is forgotten."""
+    """L2-SP: fraction of the distance to the weights of `train.from_run` that each update removes,
+    times the schedule's factor; a higher one forgets less of the old text."""
 
 
 class ScheduleConfig(Section):
@@ -257,7 +258,7 @@ class ScheduleConfig(Section):
     warmup: int = Field(5, ge=0)
     """Steps of linear warmup."""
     cooldown: float = Field(0.9, ge=0, le=1)
-    """Fraction of all steps in which `wsd` decays to zero; 0 keeps the rate constant."""
+    """Fraction of all steps in which `wsd` decays towards zero; 0 keeps the rate constant."""
     decay_points: tuple[tuple[NonNegativeInt, PositiveInt], ...] = ()
     """Re-planned decay of a run with a time budget: pairs (step, end). Up to that step, counted
     from 0, the rate decays towards zero at `end`; after it, towards the next pair's end, and after
@@ -316,11 +317,11 @@ class Config(Section):
     """All settings of a run."""
 
     seed: int = Field(1337, ge=0, lt=2**63)
-    """Of initial weights, batches and dropout."""
+    """Seed of initial weights, batches and dropout."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda`, `cuda:N` or `mps`; `auto`: a GPU if there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Number format of matrix products; `auto`: bfloat16 where it is faster."""
+    """Data type of matrix products; `auto`: bfloat16 where it is faster."""
     deterministic: bool = False
     """Bitwise reproducible results on CUDA, at some cost in speed."""
     threads: int | None = Field(None, ge=1, le=4096)

@@ -152,7 +152,7 @@ def require_memory(wanted: int, what: str, device: torch.device | None = None) -
     limit = memory_limit(device)
     if wanted > limit:
         raise DeviceError(
-            f"{what} would need about {wanted / 1e9:,.1f} GB of memory, and this machine has "
+            f"{what} would need about {wanted / 1e9:,.1f} GB of memory, and there are "
             f"{limit / 1e9:,.1f} GB; make it smaller"
         )
 

@@ -5,6 +5,8 @@ with `exit_code`: 2 if the input was invalid, 1 if the input was valid and the o
 Internal invariants are `assert` statements, which print a traceback.
 """
 
+NOT_FINITE = "the model's loss is not finite: its weights are too large; use another checkpoint"
+
 
 class ChargptError(Exception):
     """Base class of all errors that a user can correct."""

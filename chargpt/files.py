@@ -21,7 +21,7 @@ TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{12}\.tmp")  # what a killed `write_ato
 
 
 def exists(path: Path) -> bool:
-    """Return whether there is anything at a path, be it a link to nothing.
+    """Return whether there is anything at a path, a dangling link included.
 
     `Path.exists` takes every error for "no" in some versions of Python.
 

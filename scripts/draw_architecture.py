@@ -15,6 +15,7 @@ PACKAGE = ROOT / "chargpt"
 TARGET = ROOT / "docs" / "architecture.svg"
 PACKAGES = {  # from the top layer down; each imports only from those after it
     "cli": "one command per file; the only code that prints",
+    "export": "runs for other tools, and models of other tools as runs; what is written is checked",
     "analysis": "comparisons, ladder, explanations, report, doctor",
     "training": "optimizers, schedule, time budget, training loop",
     "inference": "evaluate, sample, score, compress",
@@ -22,7 +23,7 @@ PACKAGES = {  # from the top layer down; each imports only from those after it
     "models": "token ids in, logits out",
     "text": "text in, token ids out",
 }
-MODULES = ("distributed", "device", "config", "yaml_reader", "files", "errors")
+MODULES = ("distributed", "device", "config", "yaml_reader", "files", "ranks", "errors")
 WIDTH, MARGIN, GAP, LINE = 920, 20, 26, 18  # pixels
 MAX_CHARACTERS = 125  # of a line of file names
 

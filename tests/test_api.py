@@ -5,13 +5,14 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import chargpt
 from chargpt.config import TextConfig
-from chargpt.errors import ConfigError, RunError, TextError, WorkError
+from chargpt.errors import ConfigError, FinishedError, RunError, TextError, WorkError
 from chargpt.models import build_model
 from chargpt.store.folder import RunFolder
 from chargpt.training.request import StartMode
@@ -76,6 +77,36 @@ def test_an_interrupt_lets_the_step_end_saves_and_can_be_resumed(
     whole = chargpt.train(verse, settings=TINY, out=tmp_path / "whole", device="cpu")
     for name, weight in whole.model.state_dict().items():
         assert torch.equal(weight, resumed.model.state_dict()[name])
+
+
+@pytest.mark.parametrize("disk_is_full", [False, True])
+def test_an_interrupt_in_the_last_step_says_what_is_saved(
+    disk_is_full: bool, verse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(trainer: Trainer, real: Any = Trainer.advance) -> StepReport:
+        if trainer.state.step == TINY["train.max_steps"] - 1:
+            signal.raise_signal(signal.SIGINT)
+        return real(trainer)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Trainer, "advance", interrupted)
+    if disk_is_full:
+        monkeypatch.setattr(RunFolder, "save", full)
+    expected = "cannot save step 4" if disk_is_full else "^all steps are done and saved in .*run$"
+    error = WorkError if disk_is_full else KeyboardInterrupt
+    with pytest.raises(error, match=expected):
+        chargpt.train(verse, settings=TINY, out=tmp_path / "run", device="cpu")
+
+
+def test_a_refused_resume_leaves_the_run_unlocked(verse: Path, tmp_path: Path) -> None:
+    run = chargpt.train(verse, settings=TINY, out=tmp_path / "run", device="cpu")
+    with pytest.raises(FinishedError) as refused:  # its traceback holds what was opened
+        chargpt.train(run.folder, start="resume")
+    settings = {"train.max_steps": 5}
+    assert chargpt.train(run.folder, settings=settings, start="resume").step == 5
+    del refused
 
 
 def test_a_second_interrupt_ends_the_step(

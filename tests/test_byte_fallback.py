@@ -104,6 +104,16 @@ def test_losses_are_per_character(protocol) -> None:
     assert result.accuracy == pytest.approx(n_right / (len(TEXT) - 1), abs=2 / len(TEXT))
 
 
+def test_the_standard_error_of_one_block_is_that_of_characters() -> None:
+    run = noisy_run("bigram")
+    run.model.block_size = 1000
+    text = "\n" + TEXT
+    nats = score(run, TEXT).bits * math.log(2)
+    result = evaluate_tokens(run.model, TOKENIZER.encode(text))
+    assert result.characters == len(TEXT)
+    assert result.standard_error == pytest.approx(nats.std() / math.sqrt(len(TEXT)), rel=1e-4)
+
+
 def test_each_character_has_the_surprisal_of_its_bytes() -> None:
     run = noisy_run("bigram")
     tokens = torch.from_numpy(TOKENIZER.encode("\n" + TEXT).astype(np.int64))

@@ -94,14 +94,14 @@ def test_config_lists_every_setting_with_a_meaning(cli: Cli) -> None:
     sections = [value for value in tree.values() if isinstance(value, dict)]
     assert len(listed) == len(tree) - len(sections) + sum(map(len, sections))
     types = {each["key"]: each["type"] for each in listed}
-    assert types["model.n_layer"] == "whole number >= 1, <= 256"
-    assert types["train.patience"] == "whole number >= 1, or null"
+    assert types["model.n_layer"] == "integer >= 1, <= 256"
+    assert types["train.patience"] == "integer >= 1, or null"
     assert types["text.unknown"] == "one of error, skip, replace"
 
 
 def test_config_shows_one_setting_or_section_and_a_runs_values(runs: Path, cli: Cli) -> None:
     one = cli("config", "train.max_steps", "--run", runs / "a").stdout
-    assert one.startswith("train.max_steps = 6   (default 650; whole number >= 1)\n")
+    assert one.startswith("train.max_steps = 6   (default 650; integer >= 1)\n")
     section = cli("config", "optim").stdout
     assert section.count("optim.") == 5
     assert "did you mean model.n_layer" in refusal(cli("config", "n_layers"))

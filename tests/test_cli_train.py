@@ -12,12 +12,14 @@ from typer.testing import CliRunner
 from chargpt.cli.loop import StepView, run_steps
 from chargpt.cli.main import app
 from chargpt.cli.signals import Signals, Stopped, catch_signals
-from chargpt.cli.summary import show_result
-from chargpt.config import Config, load_config
+from chargpt.cli.summary import describe_model, show_budget, show_result
+from chargpt.config import Config, ModelConfig, TextConfig, load_config
 from chargpt.store.run import load_run
+from chargpt.text.corpus import load_corpus
 from chargpt.training import planner, session
 from chargpt.training import trainer as trainer_module
 from chargpt.training.budget import RESERVE, Budget, counting_seconds
+from chargpt.training.planner import Plan
 from chargpt.training.session import Session, create_run
 from chargpt.training.threads import ThreadTuner
 
@@ -196,7 +198,7 @@ def test_a_budget_reserves_the_measured_time_of_scoring(
     n_tune = len(trainer.corpus.split("tune"))
     scored += report_characters + n_tune + round(1.3 * min(limit, val))  # the mixture
     timed_characters = min(RESERVE.timed_characters, val - 1)
-    closing = 0.8 + 1.3 * 2 * scored / timed_characters + report_seconds
+    closing = RESERVE.seconds + 1.3 * 2 * scored / timed_characters + report_seconds
     closing += RESERVE.gate_seconds + counting_seconds(trainer.corpus)  # fitting the mixture
     assert budget.remaining == pytest.approx(seconds - 10 - closing)
 
@@ -239,3 +241,14 @@ def test_such_a_signal_before_the_first_step_still_saves_the_run(
         CliRunner().invoke(app, ["train", str(verse), *words, "--out", str(tmp_path / "run")])
     assert stopped.value.number == signal.SIGTERM
     assert load_run(tmp_path / "run", device="cpu").step < 3
+
+
+def test_speeds_are_in_characters_and_models_by_their_kind(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    corpus = load_corpus(TextConfig(min_count=300), content="sea é light è\n" * 200)
+    assert corpus.characters_per_token < 0.9
+    show_budget(Plan(Config(), 1e6, chooses_size=True), Budget(10.0), corpus)
+    expected = f"{1e6 * corpus.characters_per_token:,.0f} characters/s"
+    assert expected in capfd.readouterr().err
+    assert describe_model(ModelConfig(kind="gpt2")).startswith("gpt2 4 layers")

@@ -80,11 +80,11 @@ def test_labels_of_loss_curves_that_end_close_together_do_not_overlap() -> None:
 
 def test_thinning_returns_the_means_of_equal_parts() -> None:
     points = [(step, float(step)) for step in range(1, 101)]
-    assert plots.thinned(points)[:2] == [(3, 2.0), (6, 5.0)]
-    assert len(plots.thinned(points)) <= plots.MAX_POINTS
-    assert plots.thinned(points)[-1] == (100, 98.5)  # of four points: one alone would be noise
-    assert plots.thinned([]) == []
-    assert plots.thinned(points[:5]) == points[:5]
+    assert plots.smoothed(points)[:2] == [(3, 2.0), (6, 5.0)]
+    assert len(plots.smoothed(points)) <= plots.MAX_POINTS
+    assert plots.smoothed(points)[-1] == (100, 98.5)  # of four points: one alone would be noise
+    assert plots.smoothed([]) == []
+    assert plots.smoothed(points[:5]) == points[:5]
 
 
 def test_inline_svg_uses_the_page_colour_and_unique_ids() -> None:

@@ -724,6 +724,7 @@ def test_a_last_line_that_a_crash_cut_short_is_no_damage(run: RunFolder) -> None
     [
         ("adamw.exp_avg.embedding.weight", torch.zeros(3)),
         ("adamw.exp_avg_sq.embedding.weight", torch.full((8, 16), math.nan)),
+        ("muon.momentum.embedding.weight", torch.zeros(16, 8)),
     ],
 )
 def test_verify_finds_an_optimizer_of_another_shape_or_not_finite(

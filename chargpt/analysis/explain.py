@@ -147,7 +147,7 @@ def fill_template(
 
 
 def explain_averaging(subject: Subject) -> Section:
-    """Average the past in three equal ways."""
+    """Average the past in three equivalent ways."""
     characters = subject.characters
     distinct = sorted(set(characters))
     one_hot = torch.tensor([[[float(c == d) for d in distinct] for c in characters]])
@@ -283,7 +283,7 @@ def explain_attention(subject: Subject) -> Section:
     layers = attention_maps(subject.model, subject.ids)
     heads = describe_layers(layers)
     untrained: list[str] = []
-    if has_previous_token_init(subject.model):
+    if has_previous_token_init(subject.model) and subject.run.config.train.from_run is None:
         torch.manual_seed(subject.run.config.seed)
         fresh = GPT(subject.model.config, subject.corpus.tokenizer.vocab_size)
         untrained = describe_layers(attention_maps(fresh, subject.ids)[:PREVIOUS_TOKEN_LAYERS])

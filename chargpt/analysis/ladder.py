@@ -1,8 +1,9 @@
 """The ladder from a bigram to a GPT: what each component of a transformer gains.
 
 Each trained rung reads the same batches for the same number of steps and differs from the rung
-below in one component; only the bigram, another kind of model, has its own optimizer. Beside the
-rungs are n-gram baselines, and general compressors that have seen the training text.
+below in one component, the last in two; only the bigram, another kind of model, has its own
+optimizer. Beside the rungs are n-gram baselines, and general compressors that have seen the
+training text.
 """
 
 import bz2

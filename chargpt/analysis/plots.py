@@ -144,7 +144,7 @@ def loss_curves(
     return figure
 
 
-def pace(records: Sequence[Mapping[str, Any]], characters: int) -> "Figure":
+def pace(records: Sequence[Mapping[str, Any]], characters: float) -> "Figure":
     """Draw learning-rate factor, gradient norm and speed against steps.
 
     Args:
@@ -162,8 +162,8 @@ def pace(records: Sequence[Mapping[str, Any]], characters: int) -> "Figure":
     figure = _figure(8, 2.4)
     parts = {
         "learning-rate factor": [(row["step"], row["lr_factor"]) for row in rows],
-        "gradient norm": thinned([(row["step"], row["grad_norm"]) for row in rows]),
-        "characters per second": thinned(speeds),
+        "gradient norm": smoothed([(row["step"], row["grad_norm"]) for row in rows]),
+        "characters per second": smoothed(speeds),
     }
     for number, (name, points) in enumerate(parts.items()):
         axes = figure.add_subplot(1, len(parts), number + 1)
@@ -176,7 +176,7 @@ def pace(records: Sequence[Mapping[str, Any]], characters: int) -> "Figure":
     return figure
 
 
-def thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+def smoothed(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     """Smooth a curve: return the means of at most `MAX_POINTS` equal parts, the last one longer."""
     size = math.ceil(len(points) / MAX_POINTS) or 1
     limits = [*range(0, len(points) - size + 1, size), len(points)]

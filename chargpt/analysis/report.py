@@ -119,10 +119,10 @@ def curves(run: Run, corpus: Corpus, scores: RunScores, records: Records) -> Fac
     """Return the curves of loss, learning rate, gradient norm and speed."""
     train = run.config.train
     validation = validation_curve(records)
-    training = plots.thinned([(r["step"], r["loss"]) for r in records if "loss" in r])
+    training = plots.smoothed([(r["step"], r["loss"]) for r in records if "loss" in r])
     lines = {name: scores.baselines[name] for name in ("bigram", NGRAM)}
     losses = plots.loss_curves({"validation": validation, "training": training}, lines, corpus.name)
-    pace = plots.pace(records, train.batch_size * run.config.model.block_size)
+    pace = plots.pace(records, run.config.step_tokens * corpus.characters_per_token)
     last = validation[-1][1] if validation else scores.losses["val"].nats_per_char
     return {
         "loss_curves": plots.inline(losses, "loss"),

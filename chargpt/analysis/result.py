@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from chargpt.errors import WorkError
+from chargpt.errors import NOT_FINITE, WorkError
 from chargpt.inference.baselines import NGRAM, Baselines
 from chargpt.inference.evaluation import Evaluation, evaluate_tokens
 from chargpt.models.mixture import ORDER
@@ -90,7 +90,7 @@ def score_run(
         for split in SPLITS
     }
     if not all(math.isfinite(loss.nats_per_char) for loss in losses.values()):
-        raise WorkError("the model's loss is not finite: its weights are too large; use another")
+        raise WorkError(NOT_FINITE)
     val = corpus.split("val")
     baselines = baselines or Baselines(corpus)
     reference = baselines.losses(val, max_characters=scored, span=run.model.block_size)

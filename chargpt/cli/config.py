@@ -15,7 +15,7 @@ from chargpt.config import Config, Section, describe_unknown_key, load_config
 from chargpt.errors import ConfigError
 from chargpt.store.run import open_run
 
-TYPES = {int: "whole number", float: "number", bool: "true or false", str: "text"}
+TYPES = {int: "integer", float: "number", bool: "true or false", str: "string"}
 BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 

@@ -25,13 +25,14 @@ LABEL = 8  # columns of the plan's labels
 LATE = 1.1  # of a budget: a command that takes longer says so
 
 
-def show_budget(plan: Plan, budget: Budget) -> None:
+def show_budget(plan: Plan, budget: Budget, corpus: Corpus) -> None:
     """Print what a time budget has chosen, and why."""
     reason = (
         "size with the lowest expected loss" if plan.chooses_size else "the model size is given"
     )
     seconds = console.duration(budget.seconds)
-    console.say(f"budget  {seconds}: {plan.speed:,.0f} characters/s measured; {reason}")
+    speed = plan.speed * corpus.characters_per_token
+    console.say(f"budget  {seconds}: {speed:,.0f} characters/s measured; {reason}")
 
 
 def show_plan(trainer: Trainer, cost: Cost) -> None:
@@ -82,7 +83,7 @@ def describe_model(model: ModelConfig) -> str:
     heads = "1 head" if model.n_head == 1 else f"{model.n_head} heads"
     attention = {"full": heads, "average": "average", "none": "no attention"}
     return (
-        f"gpt {model.n_layer} layers x {model.n_embd} wide, {attention[model.attention]}, "
+        f"{model.kind} {model.n_layer} layers x {model.n_embd} wide, {attention[model.attention]}, "
         f"block {model.block_size}"
     )
 
@@ -91,7 +92,7 @@ def show_result(session: Session, baselines: Baselines | None, *, json_: bool = 
     """Print the closing table or the JSON, and write the report of a long run."""
     trainer, folder, budget = session.trainer, session.folder, session.budget
     best = load_run(folder.path, "best", str(trainer.device))
-    scores = score_run(best, trainer.corpus, baselines, fit_mixture(best, trainer.corpus))
+    scores = score_run(best, trainer.corpus, baselines, mixture_of(best, trainer.corpus))
     sentences = summarize(best, scores, folder.metrics.records())
     start = session.start_run
     forgotten = None if start is None else forgetting(start, best)
@@ -130,8 +131,8 @@ def show_result(session: Session, baselines: Baselines | None, *, json_: bool = 
             )
 
 
-def fit_mixture(best: Run, corpus: Corpus) -> Run | None:
-    """Return the run with its mixture in place of its GPT, None if there is none."""
+def mixture_of(best: Run, corpus: Corpus) -> Run | None:
+    """Return the run with a fitted mixture in place of its GPT, None if there is none."""
     try:
         return add_mixture(best, corpus)
     except RunError as error:  # the run itself is complete and saved

@@ -92,7 +92,7 @@ def train(
         for note in session.notes:
             console.say(note)
         if session.plan is not None and session.budget is not None:
-            show_budget(session.plan, session.budget)
+            show_budget(session.plan, session.budget, session.trainer.corpus)
         show_plan(session.trainer, session.cost)
         baselines = run_steps(session.trainer, session.folder, signals, session.budget)
         if not session.trainer.group.is_main:

@@ -131,7 +131,7 @@ def write_gguf(path: Path, run: Run, model: GPT, precision: Precision) -> None:
     writer.add_add_eos_token(False)
     writer.add_add_space_prefix(False)
     writer.add_array("tokenizer.ggml.suppress_tokens", [end])
-    names = their_names(model)
+    names = llama_cpp_names(model)
     for name, tensor in model.state_dict().items():
         weight = tensor.float().cpu().numpy()
         if name in ("embedding.weight", "head.weight"):
@@ -160,7 +160,7 @@ def vocabulary(tokenizer: CharTokenizer) -> tuple[list[str], list[int]]:
     return [*pieces, END], [*types, int(kinds.CONTROL)]
 
 
-def their_names(model: GPT) -> dict[str, str]:
+def llama_cpp_names(model: GPT) -> dict[str, str]:
     """Return the name in llama.cpp of each of our weights."""
     gguf: Any = import_module("gguf")
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, model.config.n_layer)
@@ -267,7 +267,7 @@ class LlamaReader:
             prompt=tokens,
             n_predict=1,
             n_probs=self.vocab_size + 1,
-            # it gives none for an incomplete character: sample a whole one
+            # no probabilities are given for an incomplete character: sample a whole one
             logit_bias=[[0, 1000]],
         )
         log_probs = np.full(self.vocab_size + 1, -np.inf)
@@ -306,7 +306,7 @@ class OwnReader(ModelReader):
         weights = {each.name: dequantized(each) for each in reader.tensors}
         model = build_model(run.config.model, run.model.vocab_size)
         assert isinstance(model, GPT)
-        names = their_names(model)
+        names = llama_cpp_names(model)
         model.load_state_dict(
             {
                 name: torch.from_numpy(weights[names[name]][: tensor.shape[0]])

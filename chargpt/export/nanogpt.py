@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from chargpt.config import Config, ModelConfig, validate
+from chargpt.device import require_memory
 from chargpt.errors import ConfigError, RunError, TextError
 from chargpt.files import read_regular, require_new
 from chargpt.models import build_model, count_parameters
@@ -131,6 +132,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         RunError: it is not a checkpoint, or contains anything else.
     """
     try:
+        require_memory(2 * path.lstat().st_size, "its content")  # read, and then as tensors
         content = read_regular(path, MAX_CHECKPOINT_BYTES)
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             size = sum(entry.file_size for entry in archive.infolist())

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from chargpt.errors import ConfigError, TextError, WorkError
+from chargpt.errors import NOT_FINITE, ConfigError, TextError, WorkError
 from chargpt.inference.windows import (
     NANOGPT_BATCHES,
     NANOGPT_BLOCK,
@@ -53,9 +53,9 @@ class Evaluation:
     """Result of an evaluation, and how it was measured.
 
     The standard error is cluster-robust, with blocks b as clusters: sqrt(sum_b (L_b - n_b *
-    mean)^2) / N, where L_b is the summed loss and n_b the number of b's characters. Of fewer than
-    `MIN_BLOCKS` blocks that may be far too small: it is at least the one with characters as
-    clusters.
+    mean)^2) / N, where L_b is the summed loss and n_b the number of b's characters. With fewer
+    than `MIN_BLOCKS` blocks that may be far too small: the error is then at least the one with
+    single characters as clusters.
     """
 
     nats_per_char: float  # mean negative log-likelihood
@@ -63,7 +63,7 @@ class Evaluation:
     characters: int  # N
     standard_error: float  # of `nats_per_char`
     protocol: str
-    split: str  # `train`, `val` or `test`; `all` for another text
+    split: str  # `tune`, `train`, `val` or `test`; `all` for another text
     block_size: int  # T, the maximum context in tokens
     unknown: int = 0  # characters outside the vocabulary, left out or replaced
     nats_per_document: float | None = None  # of a list of documents: `nats_per_char` * mean length
@@ -157,7 +157,7 @@ def evaluate(
         on_progress=on_progress,
     )
     if not math.isfinite(result.nats_per_char):
-        raise WorkError("the model's loss is not finite: its weights are too large; use another")
+        raise WorkError(NOT_FINITE)
     per_document = None
     if run.tokenizer.boundary and (n_documents := np.sum(tokens == run.tokenizer.boundary_id)):
         mean_length = run.tokenizer.count_characters(tokens) / int(n_documents)
@@ -287,7 +287,7 @@ def _score(
     dtype: torch.dtype | None,
     on_progress: Callable[[int], object],
 ) -> tuple[Floats, Floats, int, float]:
-    """Return loss and characters of each block, correct characters, and the squared losses' sum."""
+    """Return loss and size of each block, correct characters, sum of squares of their losses."""
     block_losses, block_sizes, n_correct, squares, done = [], [], 0, 0.0, 0
     with eval_mode(model):
         for windows in batches:
@@ -295,7 +295,8 @@ def _score(
                 block_losses.append(losses.sum(axis=1))
                 block_sizes.append(starts.sum(axis=1))
                 n_correct += _count_correct(correct, starts)
-                squares += (losses**2).sum()
+                characters = starts.ravel().cumsum().astype(np.int64)
+                squares += (np.bincount(characters, weights=losses.ravel()) ** 2).sum()
                 done += losses.size
                 on_progress(done)
     return np.concatenate(block_losses), np.concatenate(block_sizes), n_correct, float(squares)

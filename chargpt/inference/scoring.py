@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from chargpt.device import require_memory
-from chargpt.errors import TextError, WorkError
+from chargpt.errors import NOT_FINITE, TextError, WorkError
 from chargpt.inference.evaluation import OnProgress, token_losses
 from chargpt.store.run import Run
 from chargpt.text.tokenizer import Floats, Tokens, Unknown
@@ -96,5 +96,5 @@ def score(
     starts = np.flatnonzero(scored < tokenizer.first_continuation)
     bits = np.add.reduceat(np.concatenate((first, rest)), starts) / math.log(2)
     if not np.isfinite(bits).all():
-        raise WorkError("the model's losses are not finite: its weights are too large; use another")
+        raise WorkError(NOT_FINITE)
     return Scored(tokenizer.decode(scored), bits, tokenizer.count_unknown(text))

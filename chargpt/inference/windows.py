@@ -20,7 +20,7 @@ class Windows(NamedTuple):
 
     rows: Tokens  # (B, n_before + length + 1)
     n_context: int = 0  # leading targets that are not scored
-    n_before: int = 0  # tokens before the window, which the model's counts may read; -1: none
+    n_before: int = 0  # tokens before the window, for the model's counts; -1 stands for none
 
 
 COPIED_ROWS = 4096  # at once, of windows with tokens before them
@@ -57,7 +57,7 @@ def full_windows(
     span: int | None = None,
     lookback: int = 0,
 ) -> Iterator[Windows]:
-    """Yield non-overlapping blocks of T inputs and a shorter last one, or those of `even_spans`."""
+    """Yield blocks of T inputs, not overlapping, the last one shorter, or those of `even_spans`."""
     n_inputs = len(tokens) - 1
     starts, length = even_spans(n_inputs, span or block_size, max_characters)
     if length < n_inputs:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# On a CPU, plain matrix products are faster than the fused kernel up to this size of a score row.
+# On a CPU, matrix products are faster than the fused kernel for rows of scores up to this size.
 MAX_PRODUCT_ROW_BYTES = 1024
 
 
@@ -67,29 +67,24 @@ def fused_attention(
     k: Tensor,
     v: Tensor,
     *,
-    causal: bool = True,
     scaled: bool = True,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Return the outputs of `explicit_attention`, (B, H, T, D), by the fastest kernel."""
+    """Return the causal outputs of `explicit_attention`, (B, H, T, D), by the fastest kernel."""
     n_queries, n_keys = q.size(-2), k.size(-2)
     is_square = mask is None and n_queries == n_keys
     if q.device.type == "cpu" and is_square and n_keys * q.itemsize <= MAX_PRODUCT_ROW_BYTES:
-        return _attention_by_products(q, k, v, causal=causal, scaled=scaled)
-    if mask is None and causal and 1 < n_queries < n_keys:
+        return _attention_by_products(q, k, v, scaled=scaled)
+    if mask is None and 1 < n_queries < n_keys:
         mask = causal_mask(n_queries, n_keys, q.device)
     scale = None if scaled else 1.0
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=causal and is_square, scale=scale
-    )
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_square, scale=scale)
 
 
-def _attention_by_products(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scaled: bool
-) -> Tensor:
-    """Compute attention by batched matrix products; T = S."""
+def _attention_by_products(q: Tensor, k: Tensor, v: Tensor, *, scaled: bool) -> Tensor:
+    """Compute causal attention by batched matrix products; T = S."""
     length = q.size(-2)
-    bias = q.new_full((length, length), -math.inf if causal else 0.0).triu(1)  # (T, T)
+    bias = q.new_full((length, length), -math.inf).triu(1)  # (T, T)
     scale = 1 / math.sqrt(q.size(-1)) if scaled else 1.0
     scores = torch.baddbmm(bias, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=scale)  # (B H, T, T)
     return (scores.softmax(dim=-1) @ v.flatten(0, 1)).view_as(q)  # (B, H, T, D)

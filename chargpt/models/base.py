@@ -21,8 +21,8 @@ class LanguageModel(nn.Module, ABC):
     Attributes:
         vocab_size: V.
         block_size: maximum context length in tokens.
-        first_continuation: later token ids continue a character that an earlier byte began; V if
-            every token is a character.
+        first_continuation: token ids from this one on are continuation bytes of UTF-8; V if there
+            are none.
         lookback: number of tokens before a block that `forward` also takes, as `before`.
     """
 

@@ -114,8 +114,7 @@ def rotate_half(x: Tensor) -> Tensor:
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return x (..., T, D) rotated by its position's angles (Su et al. 2021, eq. 34)."""
-    half_rotated = rotate_half(x)
-    return x * cos + half_rotated * sin
+    return x * cos + rotate_half(x) * sin
 
 
 def split_heads_qk_norm_rope(
@@ -241,7 +240,7 @@ class _Dropout(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
-        # 16 random bits an element: torch's dropout takes a 64-bit number and a logarithm for each
+        # 16 random bits an element; torch's dropout draws a 64-bit number for each
         bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
         uniform = bits.view(torch.int16)[: x.numel()].view(x.shape)
         mask = (uniform >= round(p * 2**16) - 2**15).to(x.dtype)

@@ -2,13 +2,15 @@
 
     p(w | h) = g_0(h) p_GPT(w | h) + sum_k g_k(h) p_k(w | h)
 
-p_k is the n-gram model interpolated up to order k (ngram.py), and then the word n-gram model up to
-each number of words (word_ngram.py). The weights g are computed by small networks, the gate: a
-mixture of experts (Jacobs et al. 1991), or interpolation weights that depend on the context and are
-fitted to held-out text (Jelinek and Mercer 1980). Its inputs say how much the counts know of the
-context, how certain the GPT is, and how much of the text the GPT sees.
+p_k is the n-gram model interpolated up to order k (ngram.py); beyond its highest order, p_k is the
+word n-gram model with 0, 1 or 2 words before the current one (word_ngram.py). The weights g are
+computed by small networks, the gate: a mixture of experts (Jacobs et al. 1991), or interpolation
+weights that depend on the context and are fitted to held-out text (Jelinek and Mercer 1980). Its
+inputs say how much the counts know of the context, how certain the GPT is, and how much of the text
+the GPT sees.
 
-Shapes in this file: B = batch, T = tokens, V = vocabulary size, K = orders of both n-gram models.
+Shapes in this file: B = batch, T = tokens, V = vocabulary size, K = number of orders of both
+n-gram models.
 """
 
 from collections.abc import Iterator, Sequence

@@ -85,9 +85,9 @@ def write_checkpoint(parent: Path, step: int, files: Mapping[str, Chunks]) -> Pa
 def prune_checkpoints(parent: Path, keep: Iterable[str], keep_last: int, newest: Path) -> None:
     """Delete old checkpoints except the last `keep_last` up to `newest`, and those named `keep`.
 
-    Checkpoints after `newest` were skipped as damaged; they are left for the user. So are those
-    that hold a file of another name than ours, such as `keep`. An error ends the deletion; the
-    next save tries again.
+    Checkpoints after `newest` were skipped as damaged; they are left for the user. Those that hold
+    a file that chargpt did not write, or one named `keep`, are left too. An error ends the
+    deletion; the next save tries again.
     """
     with suppress(OSError, RunError):
         older = [path for path in list_checkpoints(parent) if step_of(path) <= step_of(newest)]
@@ -129,7 +129,7 @@ def read_checkpoint(folder: Path, *, optimizer: bool = True) -> Checkpoint:
 
 
 def read_without_tensors(folder: Path) -> tuple[Config, CharTokenizer, RunState]:
-    """Return a checkpoint's content but its tensors.
+    """Return a checkpoint's config, tokenizer and state.
 
     Raises:
         ChargptError: a file is missing, damaged, or inconsistent with the others.

@@ -47,7 +47,7 @@ def commit(folder: Path, files: Mapping[str, Chunks], metadata: Mapping[str, obj
         OSError: a write failed.
     """
     temporary = folder.with_name(f"{folder.name}.tmp")
-    if exists(temporary):  # ours was deleted before: this one holds a foreign file
+    if exists(temporary):  # not a leftover of ours, which was deleted before
         temporary = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
     names = (*files, MANIFEST)
     try:

@@ -3,8 +3,8 @@
 import errno
 import os
 import shutil
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
@@ -49,7 +49,7 @@ class RunFolder:
     """The folder of one run: creation, lock, checkpoints and metrics.
 
     Attributes:
-        notes: sentences for the user about what was found and mended.
+        notes: sentences for the user about what was found and repaired.
     """
 
     def __init__(self, path: Path) -> None:
@@ -164,6 +164,16 @@ class RunFolder:
                 f"the file system of {self.path} has no locks; let no other process train into it"
             )
         replacement.restore(self.path)
+
+    @contextmanager
+    def unlocked_on_error(self) -> Iterator[Self]:
+        """Unlock the folder if the block raises: a traceback may keep this object alive."""
+        try:
+            yield self
+        except BaseException:
+            if self._lock.is_locked:
+                self.unlock()
+            raise
 
     def unlock(self) -> None:
         """Release the lock. A run that was to be replaced by one that saved nothing is restored."""

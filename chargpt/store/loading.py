@@ -38,7 +38,7 @@ def load(run: Path, which: str, *, optimizer: bool) -> tuple[Checkpoint, list[st
 
 
 def newest_without_tensors(run: Path) -> tuple[Config, CharTokenizer, RunState]:
-    """Return the newest intact checkpoint's content but its tensors.
+    """Return the newest intact checkpoint's config, tokenizer and state.
 
     Raises:
         RunError: there is none.

@@ -71,7 +71,7 @@ def _kept_step(run: Run) -> int | None:
 
 
 def has_mixture(run: Run) -> bool:
-    """Return whether a run has a mixture, be it of another checkpoint."""
+    """Return whether a run has a mixture, even if it is that of another checkpoint."""
     return exists(run.folder / MIXTURE)
 
 

@@ -1,5 +1,6 @@
 """Integrity check of a run's checkpoints and pointers."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,8 +104,8 @@ def require_intact(saved: Checkpoint) -> None:
     require_finite(saved.optimizer, saved.folder)
     shapes = {name: tensor.shape for name, tensor in saved.model.items()}
     for name, tensor in saved.optimizer.items():
-        parameter = name.removeprefix("raw.").removeprefix("adamw.exp_avg.")
-        expected = shapes.get(parameter.removeprefix("adamw.exp_avg_sq."))
+        parameter = re.sub(r"^(raw|adamw\.exp_avg|adamw\.exp_avg_sq|muon\.momentum)\.", "", name)
+        expected = shapes.get(parameter)
         if expected is not None and tensor.shape != expected:
             raise RunError(
                 f"{name} in {saved.folder} has another shape than its parameter; "

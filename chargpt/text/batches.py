@@ -15,7 +15,7 @@ MAX_RESIDENT_BYTES = 2**31  # of tokens on a GPU
 class Batches:
     """Blocks of T + 1 consecutive tokens at offsets that are uniform over the text.
 
-    None begins inside a character: token ids from `first_continuation` on continue one.
+    No block begins inside a character: ids from `first_continuation` on are continuation bytes.
     """
 
     def __init__(
@@ -68,9 +68,7 @@ class Batches:
             tokens, index = self.resident
             first = torch.from_numpy(offsets)
             if tokens.is_cuda:  # a copy from pinned memory does not synchronise
-                first = first.pin_memory().to(tokens.device, non_blocking=True)
-            else:
-                first = first.to(tokens.device)
-            return tokens[first + index].long()
+                first = first.pin_memory()
+            return tokens[first.to(tokens.device, non_blocking=tokens.is_cuda) + index].long()
         positions = offsets + self.index  # (B, T + 1)
         return torch.from_numpy(self.tokens[positions].astype(np.int64))

@@ -73,7 +73,7 @@ class Corpus:
         return int(self._chunk_starts[-1])
 
     def count_characters(self, split: Split) -> int:
-        """Return the number of characters of a split, which bytes may spell."""
+        """Return the number of characters, not tokens, of a split."""
         return self.tokenizer.count_characters(self.split(split))
 
     @property

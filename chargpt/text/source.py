@@ -54,7 +54,7 @@ class Source:
         return not self.files and self.stream is None
 
     def signature(self) -> list[list[str | int]]:
-        """Return the path, size, mtime and inode of each file, which change with its content."""
+        """Return path, size, inode, mtime and ctime of each file, which change with its content."""
         rows: list[list[str | int]] = []
         for path in self.files:
             with _explained(str(path)):

@@ -59,7 +59,8 @@ def train(
     Raises:
         ChargptError: the text, a setting, the folder or the device is unusable, or the last
             checkpoint or the mixture could not be written.
-        KeyboardInterrupt: training was interrupted; its message names the last checkpoint.
+        KeyboardInterrupt: training was interrupted. After the first Ctrl-C, which lets the step
+            finish, the message names the checkpoint.
     """
     if not isinstance(content, str | None):
         raise ConfigError(f"content: expected a text (it is of type {type(content).__name__})")
@@ -148,7 +149,9 @@ def run_steps(session: Session, *, progress: bool = False, notes: list[str] | No
             if report.validation is not None:
                 bar.set_postfix_str(f"val {report.validation.nats_per_char:.3f}", refresh=False)
             bar.update(report.step - bar.n)
-    if interrupts:
+    if interrupts and trainer.writer.disk_error is None:
+        if trainer.finished:
+            raise KeyboardInterrupt(f"all steps are done and saved in {session.folder.path}")
         raise KeyboardInterrupt(
             f"stopped at step {trainer.state.step:,} and saved in {session.folder.path}; "
             "start='resume' continues the run"

@@ -36,14 +36,14 @@ TRIAL_LR_FACTOR = 1e-6  # trial updates must not leave the usual range of values
 class Reserve:
     """Time that a budget keeps for the work after the last step."""
 
-    seconds: float = 0.8  # start-up of the closing table, and the process's exit
+    seconds: float = 0.65  # start-up of the closing table, and the process's exit
     fraction: float = 0.04  # of the budget, for scoring, until the time of scoring is measured
     report_from: float = 120  # seconds: shortest budget that ends with a report page
     report_seconds: float = 4  # of a report page, without its scoring
     report_characters: int = 40_000  # that a report page scores
     timed_characters: int = 8_000  # scored to measure the speed of scoring
     gate_seconds: float = 0.35  # of fitting a mixture's gate
-    counting_seconds: float = 0.45  # of counting the n-grams of a mixture, per million characters
+    counting_seconds: float = 0.5  # of counting the n-grams of a mixture, per million characters
     counting_fraction: float = (
         0.15  # of the budget: where counting takes longer, there is no mixture
     )
@@ -161,9 +161,10 @@ class Budget:
         """Measure how long the closing evaluations take and reserve that time."""
         max_characters = config.train.evaluate_characters
         splits = [corpus.split(split) for split in SPLITS]
-        for _ in range(2):  # the first call is a warm-up: a GPU loads its kernels
+        # the first call is a warm-up: a GPU loads its kernels
+        for n_characters in (model.block_size, RESERVE.timed_characters):
             start = self.clock()
-            timed = evaluate_tokens(model, splits[-1], max_characters=RESERVE.timed_characters)
+            timed = evaluate_tokens(model, splits[-1], max_characters=n_characters)
         per_character = (self.clock() - start) / timed.characters
         n_scored = sum(min(max_characters, len(tokens)) for tokens in splits)
         n_scored += RESERVE.report_characters if self.has_report else 0
@@ -209,7 +210,7 @@ class Budget:
         now, remaining = self.clock(), self.remaining
         first, since = self.measured_from
         if step == 1:
-            self.measured_from = first, since = 1, now
+            first, since = self.measured_from = 1, now
         if self.replan_step is None or step <= first:
             return None
         if step < self.replan_step and remaining >= self.replan_remaining:

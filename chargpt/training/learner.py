@@ -1,7 +1,8 @@
 """One update: batch, gradients, optimizer, moving average of the weights.
 
-Batch, dropout and learning rate of a step are pure functions of (seed, step). So a resumed run
-equals the uninterrupted one bit for bit, and no generator state is stored.
+Batch and learning rate of a step are pure functions of (seed, step), its dropout of these and of
+rank and micro-batch. So a resumed run equals the uninterrupted one bit for bit, and no generator
+state is stored.
 Shapes in this file: B = sequences of a micro-batch, T = block size, V = vocabulary size.
 """
 
@@ -12,7 +13,6 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -121,7 +121,7 @@ class Learner:
             return None
         ngram = self.fitted_ngram
         if ngram.table is None:
-            ngram.build_table()  # before it is moved: scattered additions are slow on some GPUs
+            ngram.build_table()  # before it is moved: scattered additions may be slow on a GPU
         return ngram.to(self.device)
 
     def restore(self, saved: Checkpoint, optim: OptimConfig) -> None:
@@ -160,7 +160,9 @@ class Learner:
         for micro, block in enumerate(torch.split(blocks, self.micro_batch)):  # (B, T + 1)
             self.seed_dropout(step, micro)
             is_last = micro == self.accumulate - 1
-            with contextlib.nullcontext() if is_last else self._without_all_reduce():
+            with contextlib.ExitStack() as stack:
+                if isinstance(self.ddp_model, DistributedDataParallel) and not is_last:
+                    stack.enter_context(self.ddp_model.no_sync())  # do not average over the ranks
                 total += (self.captured_gradients or self.gradients)(block) / self.accumulate
         return total
 
@@ -173,8 +175,8 @@ class Learner:
     def _capture_gradients(self) -> Callable[[Tensor], Tensor]:
         """Return `gradients` of a single micro-batch as a CUDA graph.
 
-        The function does not refer to `self`: in a cycle, the memory of trial models would wait for
-        the garbage collector.
+        The returned function does not refer to `self`: in a cycle, the memory of trial models would
+        wait for the garbage collector.
 
         Raises:
             CaptureError: capture failed.
@@ -296,12 +298,6 @@ class Learner:
             # the argument's new name is missing from older supported versions
             warnings.filterwarnings("ignore", "`?broadcast_buffers", FutureWarning)
             return DistributedDataParallel(self.model, device_ids=devices, broadcast_buffers=False)
-
-    def _without_all_reduce(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which gradients are not averaged over the ranks."""
-        if isinstance(self.ddp_model, DistributedDataParallel):
-            return self.ddp_model.no_sync()
-        return contextlib.nullcontext()
 
 
 def micro_batch_size(train: TrainConfig, group: ProcessGroup) -> int:

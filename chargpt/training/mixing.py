@@ -1,7 +1,7 @@
 """Fitting the gate of a mixture to text that neither the GPT nor the counts have seen.
 
-Shapes in this file: B = batch, T = tokens, N = characters, K = orders of both
-n-gram models.
+Shapes in this file: B = batch, T = tokens, N = characters, K = number of orders of both n-gram
+models.
 """
 
 from dataclasses import replace
@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from chargpt.errors import WorkError
+from chargpt.errors import NOT_FINITE, WorkError
 from chargpt.inference.windows import full_windows
 from chargpt.models import GPT
 from chargpt.models.base import eval_mode
@@ -24,7 +24,7 @@ from chargpt.training.adamw import AdamW
 STEPS, BATCH_SIZE, LR = 100, 2048, 0.1
 L2 = 1.0  # penalty on the squared weights, divided by the number of characters
 INITIAL_SCALE = 0.3  # of the default initial weights: nearly equal weights for all components
-MIN_DEVIATION = 0.1  # of a gate input; a smaller one is noise
+MIN_DEVIATION = 0.1  # added to that of each gate input, so that noise is not scaled up
 ROWS = 16  # of a forward pass
 MIN_CHARACTERS = 100  # to fit to
 
@@ -70,7 +70,7 @@ def fit_mixture(gpt: GPT, tokenizer: CharTokenizer, train: Tokens, tune: Tokens)
                 found.append([tensor.flatten(0, 1).cpu() for tensor in data])
     inputs, log_probs = map(torch.cat, zip(*found, strict=True))
     if not inputs.isfinite().all():
-        raise WorkError("the model's loss is not finite: its weights are too large; use another")
+        raise WorkError(NOT_FINITE)
     fit_gate(mixture.gate, inputs, log_probs)
     return mixture
 

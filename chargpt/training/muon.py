@@ -22,25 +22,22 @@ MOMENTUM = 0.8  # 0.95, common with far larger batches, was worse in every run
 
 
 def orthogonalise(matrices: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the nearest matrices with singular values near 1, (N, R, C).
+    """Return U V^T of the singular value decomposition U S V^T, approximately, (N, R, C).
 
     Args:
-        matrices: float32, (N, R, C).
+        matrices: float32, (N, R, C) with R <= C.
         dtype: of the products; its rounding is far below the error of the iteration.
     """
-    tall = matrices.size(-2) > matrices.size(-1)
-    x = matrices.mT if tall else matrices
     # the iteration needs singular values of at most 1: a margin for the rounding of `dtype`
-    x = (x / (x.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-7)).to(dtype)
+    x: Tensor = (matrices / (matrices.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-7)).to(dtype)
     for a, b, c in COEFFICIENTS:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    result: Tensor = (x.mT if tall else x).to(matrices.dtype)
-    return result
+    return x.to(matrices.dtype)
 
 
-def wide(matrix: Tensor) -> Tensor:
-    """Return the matrix or its transposed view, whichever has no more rows than columns."""
+def as_wide(matrix: Tensor) -> Tensor:
+    """Return the matrix, or its transposed view if it has more rows than columns."""
     return matrix.mT if matrix.size(0) > matrix.size(1) else matrix
 
 
@@ -60,9 +57,9 @@ class Muon:
         self.dtype = dtype
         shapes: dict[torch.Size, list[str]] = {}
         for name, parameter in parameters.items():
-            shapes.setdefault(wide(parameter).shape, []).append(name)
+            shapes.setdefault(as_wide(parameter).shape, []).append(name)
         self.groups = [
-            (names, torch.stack([torch.zeros_like(wide(parameters[name])) for name in names]))
+            (names, torch.stack([torch.zeros_like(as_wide(parameters[name])) for name in names]))
             for names in shapes.values()
         ]
 
@@ -71,7 +68,7 @@ class Muon:
         """Apply an update at `factor` times the learning rate."""
         for names, buffer in self.groups:
             weights: list[Tensor] = [self.parameters[name] for name in names]
-            gradient = torch.stack([wide(w.grad) for w in weights if w.grad is not None])
+            gradient = torch.stack([as_wide(w.grad) for w in weights if w.grad is not None])
             buffer.lerp_(gradient, 1 - MOMENTUM)
             nesterov = gradient.lerp_(buffer, MOMENTUM)
             update = orthogonalise(nesterov, self.dtype)  # (N, R, C)
@@ -79,7 +76,7 @@ class Muon:
             torch._foreach_mul_(weights, 1 - rate * self.weight_decay)
             for weight, change in zip(weights, update.unbind(), strict=True):
                 scale = max(1, weight.size(0) / weight.size(1)) ** 0.5
-                wide(weight).add_(change, alpha=-rate * scale)
+                as_wide(weight).add_(change, alpha=-rate * scale)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Return the momentum of every matrix under its name."""

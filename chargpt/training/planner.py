@@ -61,7 +61,7 @@ SIZE_KEYS = {
 
 @dataclass(frozen=True)
 class Length:
-    """Settings of runs from a number of characters on, repeats included."""
+    """Settings of runs that read at least `characters` characters, repeats included."""
 
     characters: int
     block_size: int
@@ -72,14 +72,14 @@ class Length:
 
 LENGTHS = (  # by rising `characters`
     Length(0, 128, 1024, 0.6, evaluations=2),  # each takes as long as four steps
-    Length(150_000, 128, 2048, 0.6, evaluations=3),
+    Length(150_000, 128, 2048, 0.6, evaluations=2),
     Length(1_000_000, 256, 2048, 0.7),
     Length(3_000_000, 256, 4096, 0.7),
     # longer than the runs that the others were found by
     Length(100_000_000, 512, 8192, 0.7),
     Length(1_000_000_000, 1024, 16384, 0.7),
 )
-USUAL_LENGTH = 350_000  # characters, until a speed is measured
+INITIAL_LENGTH = 350_000  # characters, until a speed is measured
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Recipe:
     trial_steps: int = 3  # that measure a size's speed
     trial_fraction: float = 0.05  # of the time: once trials have used it, no larger size is tried
     usable_memory: float = 0.6  # fraction: the memory of a run is an estimate
-    short: int = 1_000_000  # below it the law thinks too well of larger sizes
+    short: int = 1_000_000  # below it the law overestimates larger sizes
     short_gain: float = 0.01  # nats that a larger size then has to gain by the law
     max_epochs: int = MAX_EPOCHS
     max_parameters: int = 12  # per character of the text: the most of the fitted runs
@@ -113,7 +113,7 @@ RECIPE = Recipe()
 
 @dataclass(frozen=True)
 class Plan:
-    """A planned run: its config, and the measured speed behind it in characters per second."""
+    """A planned run: its config, and the measured speed behind it in tokens per second."""
 
     config: Config
     speed: float
@@ -273,17 +273,17 @@ class _Planner:
     def best_size(self) -> tuple[Size, Config, float]:
         """Measure sizes, smallest first, while a larger one may have a lower loss.
 
-        Sizes that must have a higher loss than a larger one are left out: a model is slower than a
-        smaller one by at most the ratio of their parameters.
+        A size is left out if a larger one has a lower expected loss even at its lowest possible
+        speed: a model is slower than a smaller one by at most the ratio of their parameters.
         """
-        number, config = 0, self.sized(SIZES[0], USUAL_LENGTH)
+        number, config = 0, self.sized(SIZES[0], INITIAL_LENGTH)
         speed = measure_speed(config, self.corpus)
         available = self.budget.remaining  # without the first trial: on a GPU it loads the kernels
         while available - self.budget.remaining <= RECIPE.trial_fraction * available:
             larger = self.larger_sizes(number + 1, self.reachable(speed))
             slowdowns = [self.parameters(each) / self.parameters(config) for each in larger]
             loss = self.loss(config, speed)
-            if not larger or self.loss(larger[0], speed / slowdowns[0] ** 0.5) > loss:
+            if not larger or not self.is_better(larger[0], speed / slowdowns[0] ** 0.5, loss):
                 break
             highest = [
                 self.loss(each, speed / slowdown)
@@ -292,18 +292,21 @@ class _Planner:
             skipped = highest.index(min(highest))
             candidate = larger[skipped]
             candidate_speed = measure_speed(candidate, self.corpus)
-            is_short = self.reachable(candidate_speed) < RECIPE.short
-            min_gain = RECIPE.short_gain if is_short else 0.0
-            if self.loss(candidate, candidate_speed) > loss - min_gain:
+            if not self.is_better(candidate, candidate_speed, loss):
                 break
             number, config, speed = number + 1 + skipped, candidate, candidate_speed
         return SIZES[number], config, speed
+
+    def is_better(self, larger: Config, speed: float, loss: float) -> bool:
+        """Return whether a larger size at this speed has a lower loss by the law."""
+        min_gain = RECIPE.short_gain if self.reachable(speed) < RECIPE.short else 0.0
+        return self.loss(larger, speed) <= loss - min_gain
 
     def larger_sizes(self, first: int, characters: float) -> list[Config]:
         """Return the configs of the sizes from number `first` on that suit text and memory."""
         vocab_size = self.corpus.tokenizer.vocab_size
         usable = RECIPE.usable_memory * memory_limit(choose_device(self.config.device)[0])
-        configs = [self.sized(size, max(USUAL_LENGTH, characters)) for size in SIZES[first:]]
+        configs = [self.sized(size, max(INITIAL_LENGTH, characters)) for size in SIZES[first:]]
         return [
             each
             for each in configs
@@ -333,7 +336,7 @@ class _Planner:
 
 
 def measure_speed(config: Config, corpus: Corpus) -> float:
-    """Return the characters per second of trial steps, without n-gram soft targets.
+    """Return the tokens per second of trial steps, without n-gram soft targets.
 
     Soft targets cost a tenth or less, which re-planning takes into account.
     """

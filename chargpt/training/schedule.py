@@ -4,7 +4,7 @@ import math
 
 from chargpt.config import ScheduleConfig
 
-COSINE_FLOOR = 0.1  # last factor of the cosine
+COSINE_FLOOR = 0.1  # factor that the cosine approaches
 
 
 def lr_factor_at(step: int, schedule: ScheduleConfig, max_steps: int) -> float:
@@ -47,11 +47,9 @@ def _decay_factor(step: int, schedule: ScheduleConfig, max_steps: int) -> float:
     if step <= start:
         return 1.0
     # each pair is a straight line towards zero at `end`, followed up to the step `until`
-    for until, end in schedule.decay_points:
+    for until, end in (*schedule.decay_points, (max_steps, max_steps)):
         if step <= until:
-            break
+            return factor * (end - step) / (end - start)
         factor *= (end - until) / (end - start)
         start = until
-    else:
-        end = max_steps
-    return factor * (end - step) / (end - start)
+    return 0.0

@@ -145,17 +145,22 @@ def create_run(
         settings = planned.config
     if not group.is_main:
         out = out or Path("runs")  # any path: other ranks write nothing
-    with output_folder(out, f"{slug(corpus.name)}-{settings.model.kind}") as path:
-        folder = RunFolder(path)
+    with (
+        output_folder(out, f"{slug(corpus.name)}-{settings.model.kind}") as path,
+        RunFolder(path).unlocked_on_error() as folder,
+    ):
         trainer = Trainer(settings, corpus, folder=folder, group=group, start=start_run)
         notes = [*corpus.notes, *warn_of_length(corpus), *warn_of_list(corpus)]
-        notes += planned.notes if planned else []
+        seconds = None
         if budget is not None and planned is not None:
+            notes += planned.notes
             budget.measure_scoring(trainer.model, corpus, trainer.config)
             min_steps = min(REPLANNING.min_steps, settings.train.max_steps)
             step_seconds = settings.step_tokens / planned.speed
             note = budget.extend_for(min_steps, step_seconds)
             notes += [] if note is None else [note]
+            planned_seconds = settings.train.max_steps * step_seconds / RECIPE.usable
+            seconds = min(budget.remaining, planned_seconds)
         if group.is_main:
             # the last ones, the best one and an unfinished one
             require_space(trainer, folder.path, trainer.config.train.keep_last + 2)
@@ -165,10 +170,6 @@ def create_run(
             notes += folder.notes
     if start_run is not None:
         notes.append(describe_start(start_run, corpus.tokenizer))
-    seconds = None
-    if budget is not None and planned is not None:
-        planned_seconds = settings.train.max_steps * step_seconds / RECIPE.usable
-        seconds = min(budget.remaining, planned_seconds)
     cost = expected_cost(trainer.config, trainer.learner, 0, seconds)
     return Session(trainer, folder, cost, budget, planned, notes, start_run)
 
@@ -235,28 +236,31 @@ def resume_run(
     folder = open_run(path or newest_run())
     if folder.path.name == REPLACED:  # locking the run puts the old one back
         folder = RunFolder(folder.path.parent)
-    if is_main_rank():
-        folder.lock()  # before it is read, so that no other process writes in between
-    saved, settings, notes = resume(folder, changes, same_command=same_command)
-    group = init_process_group(choose_device(settings.device)[0])
-    key = saved.state.corpus
-    if same_command and settings.text.path != STDIN:  # the command names the text
-        corpus = load_corpus(settings.text, key=key, progress=loading)
-    elif same_command:
-        corpus = load_corpus(settings.text, content=content, progress=loading)
-        require_same_text(corpus, saved)
-    else:
-        corpus = load_cached(settings.text, key, saved.state.text)
-    start_run = load_start(settings) if settings.optim.pull else None
-    trainer = Trainer(settings, corpus, folder=folder, saved=saved, group=group, start=start_run)
-    if group.is_main:
-        require_space(trainer, folder.path, 1)
-        folder.repair_pointer(saved)
-        folder.note_edits(saved.config)
-        folder.write_config(trainer.config)
-    notes = [*notes, *folder.notes, *corpus.notes]
-    notes.append(f"resuming {folder.path} from step {trainer.state.step:,}")
-    cost = expected_cost(trainer.config, trainer.learner, trainer.state.step)
+    with folder.unlocked_on_error():
+        if is_main_rank():
+            folder.lock()  # before it is read, so that no other process writes in between
+        saved, settings, notes = resume(folder, changes, same_command=same_command)
+        group = init_process_group(choose_device(settings.device)[0])
+        key = saved.state.corpus
+        if same_command and settings.text.path != STDIN:  # the command names the text
+            corpus = load_corpus(settings.text, key=key, progress=loading)
+        elif same_command:
+            corpus = load_corpus(settings.text, content=content, progress=loading)
+            require_same_text(corpus, saved)
+        else:
+            corpus = load_cached(settings.text, key, saved.state.text)
+        start_run = load_start(settings) if settings.optim.pull else None
+        trainer = Trainer(
+            settings, corpus, folder=folder, saved=saved, group=group, start=start_run
+        )
+        if group.is_main:
+            require_space(trainer, folder.path, 1)
+            folder.repair_pointer(saved)
+            folder.note_edits(saved.config)
+            folder.write_config(trainer.config)
+        notes = [*notes, *folder.notes, *corpus.notes]
+        notes.append(f"resuming {folder.path} from step {trainer.state.step:,}")
+        cost = expected_cost(trainer.config, trainer.learner, trainer.state.step)
     return Session(trainer, folder, cost, notes=notes, is_resumed=True)
 
 

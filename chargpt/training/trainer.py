@@ -116,6 +116,7 @@ class Trainer:
         self.last_loss: float | None = None  # of the last step whose loss was read
         self.config_is_unsaved = False
         self.saving: Future[Path | None] | None = None  # a checkpoint that is being written
+        self.best_before: tuple[int | None, float | None] = None, None  # step and loss, before it
         self.stopped_by: Literal["deadline", "request"] | None = None  # before the last step
         if saved is not None:
             self._continue_from(saved.state)

@@ -34,7 +34,7 @@ class Decoder(Protocol):
         ...
 
 
-MAX_CPU_WORK = 100_000_000  # parameters x streams: beyond it no CPU is faster than a GPU
+MAX_CPU_WORK = 100_000_000  # parameters x streams: beyond it the CPU is not tried beside a GPU
 TRIAL_STEPS = 10  # after two, which capture a graph and load kernels
 
 

@@ -1,6 +1,6 @@
 """CPU decoder of a GPT in numpy: the steps of models/gpt.py, for one token a stream.
 
-With a few hundred thousand multiplications a token, the overhead of each operation dominates, and
+With about a million multiplications a token, the overhead of each operation dominates, and
 numpy's is far smaller than torch's. The layout of the weights (numpy_weights.py) leaves few
 operations, and the first layer's q, k and v, which depend only on the token, are a table.
 
