@@ -15,7 +15,7 @@ from chargpt.cli.signals import Signals, Stopped, catch_signals
 from chargpt.cli.summary import describe_model, show_budget, show_result
 from chargpt.config import Config, ModelConfig, TextConfig, load_config
 from chargpt.store.run import load_run
-from chargpt.text.corpus import load_corpus
+from chargpt.text.corpus import Corpus, load_corpus
 from chargpt.training import planner, session
 from chargpt.training import trainer as trainer_module
 from chargpt.training.budget import RESERVE, Budget, counting_seconds
@@ -201,6 +201,25 @@ def test_a_budget_reserves_the_measured_time_of_scoring(
     closing = RESERVE.seconds + 1.3 * 2 * scored / timed_characters + report_seconds
     closing += RESERVE.gate_seconds + counting_seconds(trainer.corpus)  # fitting the mixture
     assert budget.remaining == pytest.approx(seconds - 10 - closing)
+
+
+def test_the_plan_leaves_time_for_the_mixture(
+    verse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    available = []
+
+    def planned(config: Config, corpus: Corpus, budget: Budget) -> Plan:
+        available.append(budget.remaining)
+        return Plan(config, 1e5, chooses_size=False)
+
+    monkeypatch.setattr(session, "plan", planned)
+    for name, fixed in (("with", ()), ("without", ("text.tune_characters",))):
+        budget = Budget(10.0, fixed, started=0.0, clock=Clock())
+        created = create_run(tiny(verse, *STEPS), tmp_path / name, None, budget=budget)
+        assert bool(len(created.trainer.corpus.split("tune"))) == (name == "with")
+    counted = 0.9 * len(verse.read_text(encoding="utf-8")) / 1e6
+    expected = RESERVE.gate_seconds + RESERVE.counting_seconds * counted
+    assert available[1] - available[0] == pytest.approx(expected, abs=0.001)
 
 
 class SignalOnDeletion:

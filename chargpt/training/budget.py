@@ -36,7 +36,7 @@ TRIAL_LR_FACTOR = 1e-6  # trial updates must not leave the usual range of values
 class Reserve:
     """Time that a budget keeps for the work after the last step."""
 
-    seconds: float = 0.65  # start-up of the closing table, and the process's exit
+    seconds: float = 0.75  # start-up of the closing table, and the process's exit
     fraction: float = 0.04  # of the budget, for scoring, until the time of scoring is measured
     report_from: float = 120  # seconds: shortest budget that ends with a report page
     report_seconds: float = 4  # of a report page, without its scoring
@@ -68,6 +68,11 @@ RESERVE, REPLANNING = Reserve(), Replanning()
 def counting_seconds(corpus: Corpus) -> float:
     """Return the expected time of counting the n-grams of a mixture."""
     return RESERVE.counting_seconds * min(len(corpus.split("train")), MAX_TOKENS) / 1e6
+
+
+def mixture_seconds(corpus: Corpus) -> float:
+    """Return the expected time of counting and of fitting the gate, 0 without a mixture."""
+    return RESERVE.gate_seconds + counting_seconds(corpus) if len(corpus.split("tune")) else 0.0
 
 
 def parse_duration(text: str) -> float:
@@ -173,9 +178,7 @@ class Budget:
             n_scored += n_tune + round(1.3 * min(max_characters, len(splits[-1])))
         if config.train.from_run is not None:  # the text of that run is scored before and after
             n_scored += 2 * max_characters
-        self.scoring_seconds = RESERVE.margin * per_character * n_scored
-        if n_tune:
-            self.scoring_seconds += RESERVE.gate_seconds + counting_seconds(corpus)
+        self.scoring_seconds = RESERVE.margin * per_character * n_scored + mixture_seconds(corpus)
 
     def start(self, config: Config, step: int) -> None:
         """Begin to measure steps; call it before the first one."""

@@ -25,7 +25,13 @@ from chargpt.text import OnLoading
 from chargpt.text.corpus import MAX_TUNE_FRACTION, Corpus, load_cached, load_corpus
 from chargpt.text.describe import warn_of_length, warn_of_list
 from chargpt.text.source import STDIN
-from chargpt.training.budget import REPLANNING, RESERVE, Budget, counting_seconds
+from chargpt.training.budget import (
+    REPLANNING,
+    RESERVE,
+    Budget,
+    counting_seconds,
+    mixture_seconds,
+)
 from chargpt.training.cost import Cost, expected_cost
 from chargpt.training.finetune import describe_start, load_start, settings_from
 from chargpt.training.mixing import MIN_CHARACTERS
@@ -141,6 +147,7 @@ def create_run(
     planned = None
     if budget is not None:
         settings, corpus = with_tune_split(settings, corpus, budget)
+        budget.scoring_seconds += mixture_seconds(corpus)
         planned = plan(settings, corpus, budget)
         settings = planned.config
     if not group.is_main:

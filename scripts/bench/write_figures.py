@@ -409,12 +409,7 @@ def benchmarks() -> str:
         ["### Preparing a text"],
         preparing(record("text")),
         ["### Mixture"],
-        mixture(
-            record("mixture-10s"),
-            record("mixture-80s"),
-            record("mixture-3m"),
-            record("mixture-3m-others"),
-        ),
+        mixture(record("mixture-10s"), record("mixture-80s"), record("mixture-3m")),
         ["### Open vocabulary"],
         vocabulary(record("vocabulary"), record("vocabulary-size")),
         ["### Documents"],
