@@ -24,7 +24,7 @@ PACKAGES = {  # from the top layer down; each imports only from those after it
     "text": "text in, token ids out",
 }
 MODULES = ("distributed", "device", "config", "yaml_reader", "files", "ranks", "errors")
-WIDTH, MARGIN, GAP, LINE = 920, 20, 26, 18  # pixels
+WIDTH, MARGIN, GAP, MODULE_GAP, LINE = 920, 20, 26, 2, 18  # pixels
 MAX_CHARACTERS = 125  # of a line of file names
 
 
@@ -94,9 +94,9 @@ def draw() -> str:
         elements += box(MARGIN, y, inner, lines, "#e7f0fa")
         edges[package] = (y, y + LINE * len(lines) + 14)
         y = edges[package][1] + GAP
-    width = (inner - GAP * (len(MODULES) - 1)) / len(MODULES)
+    width = (inner - MODULE_GAP * (len(MODULES) - 1)) / len(MODULES)
     for number, module in enumerate(MODULES):
-        elements += box(MARGIN + number * (width + GAP), y, width, [f"{module}.py"], "#eee")
+        elements += box(MARGIN + number * (width + MODULE_GAP), y, width, [f"{module}.py"], "#eee")
     height = y + LINE + 14 + MARGIN
     pairs = arrows()
     for number, (start, end) in enumerate(pairs):
