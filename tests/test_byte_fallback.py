@@ -3,6 +3,8 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from noise import fill_with_noise
 
+from chargpt.analysis import plots
+from chargpt.analysis.report import curves
 from chargpt.config import Config, ModelConfig, SampleConfig, TextConfig
 from chargpt.inference.baselines import Baselines
 from chargpt.inference.coding import compress, decompress
@@ -112,6 +116,25 @@ def test_the_standard_error_of_one_block_is_that_of_characters() -> None:
     result = evaluate_tokens(run.model, TOKENIZER.encode(text))
     assert result.characters == len(TEXT)
     assert result.standard_error == pytest.approx(nats.std() / math.sqrt(len(TEXT)), rel=1e-4)
+
+
+def test_the_speed_in_a_report_is_in_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, corpus = noisy_run(), load_corpus(TextConfig(min_count=100), content=TEXT * 30)
+    per_step: list[float] = []
+
+    def pace(records: Any, characters: float, real: Any = plots.pace) -> Any:
+        per_step.append(characters)
+        return real(records, characters)
+
+    monkeypatch.setattr(plots, "pace", pace)
+    scores = SimpleNamespace(
+        baselines={"bigram": 2.0, "6-gram": 2.0}, losses={"val": SimpleNamespace(nats_per_char=2.0)}
+    )
+    curves(run, corpus, scores, [])
+    tokens_per_character = len(corpus.tokenizer.encode(TEXT)) / len(TEXT)
+    assert tokens_per_character > 1.05
+    expected = run.config.train.batch_size * 8 / tokens_per_character
+    assert per_step == [pytest.approx(expected, rel=0.01)]
 
 
 def test_each_character_has_the_surprisal_of_its_bytes() -> None:

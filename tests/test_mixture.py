@@ -21,7 +21,7 @@ from chargpt.inference.windows import even_spans
 from chargpt.models import GPT
 from chargpt.models.mixture import ORDER, Mixture
 from chargpt.models.ngram import NGramLM
-from chargpt.models.word_ngram import BACKOFF_ORDER, word_tokens
+from chargpt.models.word_ngram import BACKOFF_ORDER, WordNGrams, word_tokens
 from chargpt.store.layout import MIXTURE
 from chargpt.store.mixture import with_mixture
 from chargpt.text.corpus import load_corpus
@@ -200,6 +200,9 @@ def test_a_fitted_mixture_is_better_than_each_of_its_components(run_of: Path) ->
     again = fit_mixture(run.model, run.tokenizer, corpus.split("train"), corpus.split("tune"))
     for one, other in zip(mixture.gate.parameters(), again.gate.parameters(), strict=True):
         assert torch.equal(one, other), "the fit does not repeat"
+    words = WordNGrams(corpus.split("train"), run.model.vocab_size, word_tokens(run.tokenizer))
+    for one, other in zip(mixture.word_ngrams.buffers(), words.buffers(), strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("informed", ["gpt", "counts"])

@@ -191,7 +191,7 @@ def test_a_short_text_gets_a_small_model_however_fast_the_machine_is(
     assert measured == {SIZES[0].n_embd} or length > 9_000  # no time is lost on others
 
 
-@pytest.mark.parametrize(("seconds", "is_tried"), [(8, False), (30, True)])
+@pytest.mark.parametrize(("seconds", "is_tried"), [(8, False), (12, False), (30, True)])
 def test_a_larger_size_is_tried_only_where_it_may_gain_enough(
     corpus: Corpus, machine: list[Config], seconds: float, is_tried: bool
 ) -> None:
