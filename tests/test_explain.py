@@ -105,6 +105,9 @@ def test_trained_heads_stand_beside_those_of_the_initial_weights(cli: Cli, verse
     assert attention["untrained_heads"][0].startswith("layer 1: head 1 ")
     assert attention["untrained_heads"] == attention["heads"]
     assert explain_json(cli, "other")["attention"]["untrained_heads"] == []
+    tuned = cli("train", verse, "--from", "fresh", "-s", "train.max_steps=1", "--out", "tuned")
+    assert tuned.returncode == 0, tuned.stderr
+    assert explain_json(cli, "tuned")["attention"]["untrained_heads"] == []  # it began otherwise
     printed = " ".join(cli("explain", "fresh").stdout.split())
     assert "This head attended to the previous character before any training" in printed
 

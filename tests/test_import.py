@@ -16,9 +16,10 @@ import torch
 from conftest import Cli, refusal
 from noise import fill_with_noise
 
+import chargpt.device
 from chargpt import load_run, sample
 from chargpt.config import ModelConfig
-from chargpt.errors import ChargptError, RunError, TextError
+from chargpt.errors import ChargptError, DeviceError, RunError, TextError
 from chargpt.export.nanogpt import NAMES, OTHER_NAMES, import_nanogpt
 from chargpt.models import GPT2, build_model, count_parameters
 
@@ -361,6 +362,15 @@ def test_a_memo_of_64_gigabytes_is_refused_before_it_is_made(tmp_path: Path) -> 
     paths = write(tmp_path, checkpoint_of(noisy_gpt2()))
     paths[1].write_bytes(b"}r\xff\xff\xff\xff.")
     with pytest.raises(RunError, match="more memory than it needs"):
+        import_nanogpt(*paths, tmp_path / "run")
+
+
+def test_a_checkpoint_that_exceeds_the_memory_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = write(tmp_path, checkpoint_of(noisy_gpt2()))
+    monkeypatch.setattr(chargpt.device, "memory_limit", lambda _: 2 * paths[0].stat().st_size - 1)
+    with pytest.raises(DeviceError, match=r"ckpt\.pt would need about"):
         import_nanogpt(*paths, tmp_path / "run")
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from chargpt.config import Config, ModelConfig, validate
 from chargpt.device import require_memory
-from chargpt.errors import ConfigError, RunError, TextError
+from chargpt.errors import ConfigError, DeviceError, RunError, TextError
 from chargpt.files import read_regular, require_new
 from chargpt.models import build_model, count_parameters
 from chargpt.store.folder import RunFolder
@@ -130,9 +130,10 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
     Raises:
         RunError: it is not a checkpoint, or contains anything else.
+        DeviceError: it does not fit into the memory.
     """
     try:
-        require_memory(2 * path.lstat().st_size, "its content")  # read, and then as tensors
+        require_memory(2 * path.lstat().st_size, str(path))  # its bytes, and then its tensors
         content = read_regular(path, MAX_CHECKPOINT_BYTES)
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             size = sum(entry.file_size for entry in archive.infolist())
@@ -141,6 +142,8 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         tree = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         if not isinstance(tree, dict):
             raise ValueError("it holds no dict")
+    except DeviceError:
+        raise
     except Exception as error:  # a damaged pickle may raise any
         raise _unusable(path, error) from None
     return tree

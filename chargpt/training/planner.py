@@ -298,7 +298,10 @@ class _Planner:
         return SIZES[number], config, speed
 
     def is_better(self, larger: Config, speed: float, loss: float) -> bool:
-        """Return whether a larger size at this speed has a lower loss by the law."""
+        """Return whether the law gives a larger size at this speed a lower loss than `loss`.
+
+        In a short run it must be lower by `short_gain`, since the law overestimates larger sizes.
+        """
         min_gain = RECIPE.short_gain if self.reachable(speed) < RECIPE.short else 0.0
         return self.loss(larger, speed) <= loss - min_gain
 
