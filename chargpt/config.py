@@ -28,9 +28,9 @@ from pydantic import (
 )
 
 from chargpt.errors import ConfigError
-from chargpt.yaml_reader import MAX_YAML_BYTES, dump_yaml, parse_yaml
+from chargpt.yaml_reader import MAX_YAML_CHARACTERS, dump_yaml, parse_yaml
 
-RESERVED = ("%", "@", "`")  # YAML has no values that begin with these
+RESERVED = ("%", "@", "`", "#")  # YAML has no values that begin with these
 MAX_PROBLEMS = 20  # listed in one message
 MESSAGES = {  # by pydantic's error type
     "model_type": "expected a section with `key: value` lines",
@@ -130,8 +130,8 @@ class TextConfig(Section):
     """Characters rarer than `min_count`: spelled as the bytes of their UTF-8 form, kept in the
     vocabulary, or all one unknown token."""
     min_count: int | None = Field(None, ge=1)
-    """Count from which a character is in the vocabulary; null: 1 in a text of up to 256 different
-    characters, else a hundred-thousandth of its length."""
+    """Count from which a character is in the vocabulary; null: 1, which keeps all, if the text has
+    at most 256 different characters, else its length / 100,000."""
     characters: str = ""
     """Characters that are in the vocabulary whether the text has them or not."""
     unknown: Literal["error", "skip", "replace"] = "error"
@@ -147,7 +147,8 @@ class TextConfig(Section):
 
 
 class ModelConfig(Section):
-    """The model. All settings but `kind` and `block_size` apply to the GPT only."""
+    """The model. A bigram has only `kind` and `block_size`; gpt2 also `n_layer`, `n_head`, `n_embd`
+    and `dropout`."""
 
     kind: Literal["gpt", "gpt2", "bigram"] = "gpt"
     """The architecture: a transformer, that of GPT-2 (for imported models), or a table of bigram
@@ -157,7 +158,7 @@ class ModelConfig(Section):
     n_head: int = Field(2, ge=1, le=256)
     """Attention heads of a block."""
     n_embd: int = Field(128, ge=2, le=65536)
-    """Embedding width, a multiple of 2 * n_head."""
+    """Embedding width, a multiple of 2 * n_head; of gpt2, of n_head."""
     n_mlp: int | None = Field(None, ge=1, le=262144)
     """Hidden width of the MLP; null is 8/3 of n_embd, rounded up to a multiple of 64."""
     block_size: int = Field(128, ge=1, le=65536)
@@ -206,7 +207,7 @@ class TrainConfig(Section):
     """A run whose best weights are the start, with its model settings and characters; null: random
     weights. --from sets it."""
     max_steps: int = Field(650, ge=1)
-    """Number of all updates (optimizer steps)."""
+    """Number of updates (optimizer steps) in all, those before a resume included."""
     batch_size: int = Field(16, ge=1)
     """Sequences per update, over all ranks and micro-batches."""
     accumulate: int = Field(1, ge=1)
@@ -226,7 +227,8 @@ class TrainConfig(Section):
     clip_norm: float | None = Field(1.0, gt=0)
     """Maximum norm of the gradient; null: no clipping."""
     rollbacks: int = Field(0, ge=0, le=20)
-    """Maximum returns to the last checkpoint, at half the learning rates, on non-finite values."""
+    """Maximum returns to the last checkpoint, at half the learning rates, on non-finite values; in
+    one process only."""
     ema: float = Field(0.0, ge=0, lt=1)
     """Decay of the exponential moving average of weights to evaluate and save; 0: none."""
     ngram_target_weight: float = Field(0.0, ge=0, le=1)
@@ -310,7 +312,7 @@ class TrackConfig(Section):
     """Where metrics are logged in addition to `metrics.jsonl`."""
 
     tensorboard: bool = False
-    """Write TensorBoard files into the run's folder; needs `pip install 'chargpt[track]'`."""
+    """Write TensorBoard files into the run's folder; needs `pip install '.[track]'`."""
 
 
 class Config(Section):
@@ -485,9 +487,11 @@ def read_config_tree(source: str | os.PathLike[str]) -> tuple[dict[str, Any], di
         raise ConfigError(f"there is no config {str(source)!r:.200}; {hint}")
     try:
         with open(path, encoding="utf-8-sig") as file:
-            text = file.read(MAX_YAML_BYTES + 1)  # parse_yaml rejects more
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read as UTF-8 text ({error}); correct it") from None
+            text = file.read(MAX_YAML_CHARACTERS + 1)  # parse_yaml rejects more
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}); name another file") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text ({error}); correct it") from None
     return parse_yaml(text, str(path))
 
 

@@ -69,6 +69,10 @@ def init_process_group(device: torch.device) -> ProcessGroup:
     is_main_rank()  # checks the variable
     if size == 1:
         return ProcessGroup()
+    if device.type == "mps":
+        raise DeviceError(
+            "an Apple GPU trains with one process; start without torchrun, or set device to cpu"
+        )
     from torch.distributed.rendezvous import rendezvous
 
     if device.type == "cuda":

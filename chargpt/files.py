@@ -96,17 +96,19 @@ def write_output(path: Path, content: bytes, *, force: bool = False) -> None:
     A link stays and its target is written; a file keeps its mode; a device or pipe is written to.
 
     Raises:
-        ConfigError: there is a file of another origin.
-        OSError: it cannot be written.
+        ConfigError: there is a file of another origin, or it cannot be written.
     """
-    require_output(path, force=force)
-    status = path.stat() if path.exists() else None
-    if status is None or (stat.S_ISREG(status.st_mode) and not is_stream(path)):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(Path(os.path.realpath(path)), content, status)
-        return
-    with open(path, "ab") as file:  # a redirected /dev/stdout is a file, and not to be cut
-        file.write(content)
+    try:
+        require_output(path, force=force)
+        status = path.stat() if path.exists() else None
+        if status is None or (stat.S_ISREG(status.st_mode) and not is_stream(path)):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(Path(os.path.realpath(path)), content, status)
+            return
+        with open(path, "ab") as file:  # a redirected /dev/stdout is a file, and not to be cut
+            file.write(content)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error.strerror}); name another") from None
 
 
 def require_new(path: Path, *, force: bool | None = None) -> None:

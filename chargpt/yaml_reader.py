@@ -4,6 +4,7 @@ Repeated keys and aliases are rejected; `1e-4` is a number; dates and base-60 nu
 """
 
 import json
+import os
 import re
 from typing import Any
 
@@ -11,7 +12,7 @@ import yaml
 
 from chargpt.errors import ConfigError
 
-MAX_YAML_BYTES = 200_000  # the parser takes seconds for a megabyte
+MAX_YAML_CHARACTERS = 200_000  # the parser takes seconds for a megabyte
 MAX_DEPTH = 20
 MAX_NUMBER_CHARACTERS = 100
 
@@ -54,9 +55,10 @@ def parse_yaml(source: str, origin: str) -> tuple[dict[str, Any], dict[str, int]
     Raises:
         ConfigError: the text is not a YAML mapping, or repeats a key.
     """
-    if len(source) > MAX_YAML_BYTES:
+    if len(source) > MAX_YAML_CHARACTERS:
         raise ConfigError(
-            f"{origin} is over {MAX_YAML_BYTES:,} bytes, the maximum of a config; name another file"
+            f"{origin} is over {MAX_YAML_CHARACTERS:,} characters, the maximum of a config; name "
+            "another file"
         )
     lines: dict[str, int] = {}
     try:
@@ -115,6 +117,8 @@ def to_yaml(value: object) -> str:
     """Return a setting's value as YAML on one line, in ASCII: any path, and lists."""
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(to_yaml, value))}]"
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
     if not isinstance(value, str):
         return json.dumps(value)
     # unlike JSON's, the escapes of YAML do not join two halves of a character

@@ -1,5 +1,6 @@
 """The protocol `adaptive`: a mixture that learns from the text that it predicts."""
 
+import itertools
 import json
 import shutil
 from functools import partial
@@ -18,7 +19,8 @@ from chargpt.inference.coding import (
     decompress,
     split_into_lanes,
 )
-from chargpt.inference.scoring import score, sliding_losses
+from chargpt.inference.evaluation import token_losses
+from chargpt.inference.scoring import score
 from chargpt.store.mixture import with_mixture
 from chargpt.store.run import Run
 from chargpt.training.adaptive import AdaptiveDecoder, adaptive_losses
@@ -66,7 +68,7 @@ def encoded(run: Run, text: str) -> np.ndarray:
 def test_what_is_read_is_learnt_and_the_run_stays_as_it_is(run: Run) -> None:
     key, tokens = run.key(), encoded(run, NEW)
     model_before = [parameter.clone() for parameter in run.model.parameters()]
-    adaptive, static = adaptive_losses(run, tokens), sliding_losses(run, tokens, lambda *_: None)
+    adaptive, static = adaptive_losses(run, tokens), token_losses(run, tokens)
     assert len(adaptive) == len(static) == len(NEW) - 1
     assert adaptive[:15] == pytest.approx(static[:15], abs=1e-4)  # nothing is learnt yet
     assert adaptive[len(NEW) // 2 :].mean() < static[len(NEW) // 2 :].mean() - 0.3
@@ -82,6 +84,15 @@ def test_a_prediction_depends_only_on_what_was_before(run: Run, place: int) -> N
     before, after = adaptive_losses(run, tokens), adaptive_losses(run, changed)
     assert np.array_equal(before[: place - 1], after[: place - 1])
     assert not np.allclose(before[place - 1 :], after[place - 1 :])
+
+
+def test_the_decoder_predicts_from_the_context_that_the_mixture_learns_with(run: Run) -> None:
+    tokens = encoded(run, NEW[:304])  # whole half blocks
+    decoder, found = AdaptiveDecoder(run, 1), []
+    for token, following in itertools.pairwise(tokens.astype(np.int64)):
+        logits = decoder.step(np.array([token]))[0].astype(np.float64)
+        found.append(np.log(np.exp(logits - logits.max()).sum()) + logits.max() - logits[following])
+    np.testing.assert_allclose(found, adaptive_losses(run, tokens), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 16, 17, 33, 500])

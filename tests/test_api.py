@@ -11,11 +11,20 @@ import pytest
 import torch
 
 import chargpt
-from chargpt.config import TextConfig
-from chargpt.errors import ConfigError, FinishedError, RunError, TextError, WorkError
+from chargpt.config import Config, TextConfig
+from chargpt.distributed import init_process_group
+from chargpt.errors import (
+    ConfigError,
+    DeviceError,
+    FinishedError,
+    RunError,
+    TextError,
+    WorkError,
+)
 from chargpt.models import build_model
 from chargpt.store.folder import RunFolder
 from chargpt.training.request import StartMode
+from chargpt.training.session import require_one_reader
 from chargpt.training.trainer import StepReport, Trainer
 
 TINY = {
@@ -136,6 +145,69 @@ def test_a_run_is_resumed_with_its_own_content_only(tmp_path: Path) -> None:
     assert train(text, 6) == 6
     with pytest.raises(ConfigError, match="give out="):
         chargpt.train(content=text, start="begin or resume")
+    for given in ({"content": text}, {"text": "novel.txt"}):
+        with pytest.raises(ConfigError, match="takes the text from the run"):
+            chargpt.train(**given, out=out, start="resume")  # type: ignore[arg-type]
+
+
+def test_the_content_given_to_resume_a_run_of_a_file_is_compared(
+    verse: Path, tmp_path: Path
+) -> None:
+    def train(content: str, steps: int) -> int:
+        settings = {**TINY, "train.max_steps": steps}
+        given: Any = {"settings": settings, "out": tmp_path / "run", "start": "begin or resume"}
+        return chargpt.train(content=content, **given).step
+
+    chargpt.train(verse, settings=TINY, out=tmp_path / "run", device="cpu")
+    with pytest.raises(TextError, match="is not the text that the run was trained on"):
+        train("another text " * 500, 6)
+    assert train(verse.read_text(encoding="utf-8"), 6) == 6
+
+
+def test_several_processes_need_a_folder_and_a_text_that_all_of_them_can_read(
+    verse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="several processes need the run's folder; give out="):
+        chargpt.train(verse, settings=TINY)
+    with pytest.raises(TextError, match="several processes cannot share standard input"):
+        require_one_reader(Config().with_values({"text.path": "-"}), None)
+    with pytest.raises(DeviceError, match="an Apple GPU trains with one process"):
+        init_process_group(torch.device("mps"))
+
+
+@pytest.mark.parametrize("budget", [float("nan"), float("inf"), [3]])
+def test_a_budget_that_is_no_time_is_one_sentence(budget: Any) -> None:
+    with pytest.raises(ConfigError, match="budget: expected seconds"):
+        chargpt.train(budget=budget)
+
+
+def test_an_error_in_the_last_preparations_leaves_the_run_unlocked(
+    verse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    out = tmp_path / "run"
+    with monkeypatch.context() as patched:
+        patched.setattr("chargpt.training.session.expected_cost", interrupted)
+        with pytest.raises(KeyboardInterrupt) as interrupt:  # its traceback holds what was opened
+            chargpt.train(verse, settings=TINY, out=out, device="cpu")
+    assert chargpt.train(verse, settings=TINY, out=out, device="cpu", start="replace").step == 4
+    del interrupt
+
+
+def test_a_run_is_returned_also_if_its_mixture_cannot_be_saved(
+    verse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, *_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("chargpt.store.mixture.write_atomically", full)
+    settings = {**TINY, "text.tune_characters": 800}
+    run = chargpt.train(verse, settings=settings, out=tmp_path / "run", device="cpu")
+    assert run.step == 4
+    assert any("the mixture of" in note and "No space left" in note for note in run.notes)
 
 
 def test_start_modes_create_replace_and_resume_runs(verse: Path, tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from chargpt.text import corpus as corpus_module
 from chargpt.text.batches import Batches
 from chargpt.text.corpus import load_corpus
 from chargpt.text.tokenizer import REPLACEMENT, CharTokenizer
+from chargpt.training.trainer import Trainer
 
 TOKENIZER = CharTokenizer.fit("hello world\n" * 3 + "é€😀", min_count=3)
 TEXT = "hello é world €😀\nwell, 😀 or\n é lo" * 3
@@ -130,11 +131,23 @@ def test_the_speed_in_a_report_is_in_characters(monkeypatch: pytest.MonkeyPatch)
     scores = SimpleNamespace(
         baselines={"bigram": 2.0, "6-gram": 2.0}, losses={"val": SimpleNamespace(nats_per_char=2.0)}
     )
-    curves(run, corpus, scores, [])
+    curves(run, corpus, scores, [{"step": 1, "loss": 1.0}])
     tokens_per_character = len(corpus.tokenizer.encode(TEXT)) / len(TEXT)
     assert tokens_per_character > 1.05
     expected = run.config.train.batch_size * 8 / tokens_per_character
     assert per_step == [pytest.approx(expected, rel=0.01)]
+
+
+def test_the_training_loss_is_per_character(tmp_path: Path) -> None:
+    corpus = load_corpus(TextConfig(min_count=100), content=TEXT * 30)
+    values = {"kind": "gpt", "n_layer": 1, "n_embd": 16, "n_head": 1, "block_size": 8}
+    config = Config(model=ModelConfig(**values), device="cpu", dtype="float32")
+    config = config.with_values({"train.max_steps": 1, "train.sample_every": 0})
+    reports = list(Trainer(config, corpus).steps())
+    per_token = math.log(corpus.tokenizer.vocab_size)  # the logits of an untrained model are 0
+    assert corpus.characters_per_token < 0.95
+    assert reports[1].loss is not None
+    assert float(reports[1].loss) == pytest.approx(per_token / corpus.characters_per_token)
 
 
 def test_each_character_has_the_surprisal_of_its_bytes() -> None:

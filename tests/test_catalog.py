@@ -22,6 +22,7 @@ from chargpt.text import catalog
 from chargpt.text.catalog import CATALOG, Entry, built_in_text, fetch, settings_for
 from chargpt.text.corpus import load_corpus
 from chargpt.text.describe import compare_splits
+from chargpt.text.settings import build_config
 
 TEXT = b"First Citizen:\nBefore we proceed any further, hear me speak.\n" * 5000
 
@@ -219,6 +220,21 @@ def test_named_texts_have_valid_settings(tmp_path: Path) -> None:
         assert found["text.path"] == str(tmp_path / f"{name}.txt")
         config = load_config(defaults=found)  # every one of them is a setting
         assert config.text.val_fraction == (0.1 if name == "tinyshakespeare" else 0.05)
+
+
+def test_a_named_text_takes_precedence_over_that_of_the_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    Path("data/tinyshakespeare.txt").write_text("abc")
+    Path("mine.yaml").write_text("text:\n  path: novel.txt\n  val_fraction: 0.3\n")
+    text = build_config("tinyshakespeare", "mine.yaml").text
+    assert (text.path, text.val_fraction) == (str(tmp_path / "data/tinyshakespeare.txt"), 0.3)
+    assert build_config("python-docs", "mine.yaml").text.path is None
+    assert build_config("novel.txt", "mine.yaml").text.path == str(tmp_path / "novel.txt")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert build_config("~/novel.txt").text.path == str(tmp_path / "home" / "novel.txt")
 
 
 @pytest.mark.parametrize("entry", CATALOG.values(), ids=CATALOG.keys())

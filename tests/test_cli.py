@@ -31,6 +31,7 @@ QUICK = (
     "-s train.evaluate_characters=300 -s train.sample_every=6 -s model.n_layer=1 "
     "-s model.n_embd=16 -s model.block_size=16 -s sample.length=40 --device cpu -s dtype=float32"
 ).split()
+RARE = ("-s", "text.min_count=20")
 
 
 @pytest.fixture(scope="module")
@@ -184,6 +185,18 @@ def test_the_same_command_with_resume_starts_a_run_and_continues_it(verse: Path,
     again = cli(*args)
     assert again.returncode == 0
     assert "has done all its 6 steps" in again.stderr
+
+
+def test_standard_input_resumes_a_run_of_the_same_text(verse: Path, tmp_path: Path) -> None:
+    args = [*QUICK, "--out", "mine", "--resume"]
+    assert run_cli("train", verse, *args, cwd=tmp_path).returncode == 0
+    more = [word.replace("max_steps=6", "max_steps=8") for word in args]
+    done = run_cli("train", "-", *more, cwd=tmp_path, stdin=verse.read_bytes())
+    assert done.returncode == 0, done.stderr
+    assert "resuming mine from step 6" in done.stderr
+    more = [word.replace("max_steps=6", "max_steps=9") for word in args]
+    done = run_cli("train", "-", *more, cwd=tmp_path, stdin="another text " * 500)
+    assert "is not the text that the run was trained on" in refusal(done)
 
 
 def test_resume_rejects_another_text_or_setting_than_the_run_has(verse: Path, cli: Cli) -> None:
@@ -715,6 +728,25 @@ def test_of_a_long_prompt_the_last_block_is_read(trained: Path, cli: Cli) -> Non
     assert said[:10] not in cli("sample", trained, "-p", "a" * block_size, "-n", "1").stderr
 
 
+def test_a_long_prompt_is_measured_in_tokens_where_bytes_spell_characters(
+    trained: Path, cli: Cli
+) -> None:
+    assert cli("train", trained.parent / "novel.txt", *QUICK, "--out", "r", *RARE).returncode == 0
+    done = cli("sample", "r", "-p", "漢字" * 4, "-n", "1")
+    assert "the prompt has 24 tokens; the model reads the last 16" in done.stderr
+
+
+def test_a_check_without_the_text_is_refused_before_sampling(
+    trained: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("chargpt.cli.sample.sample_texts", forbidden)
+    assert "the cache no longer has the text" in refusal(cli("sample", trained, "--check"))
+
+
+def forbidden(*_: object, **__: object) -> None:
+    raise AssertionError
+
+
 def test_unknown_prompt_characters_follow_the_policy(trained: Path, cli: Cli) -> None:
     args = ["sample", trained, "--prompt", "The ж", "--length", "5", "--device", "cpu"]
     assert "U+0436" in refusal(cli(*args))
@@ -956,6 +988,23 @@ def test_compared_runs_score_the_same_characters(
     assert shown[0][0] == f"scored, {trained.name}"
     assert {row.evaluation.characters for row in result.rows if row.evaluation} == {960}
     assert result.scored == "960 of 2,844 validation characters, protocol full"
+
+
+def test_runs_of_different_vocabularies_score_the_same_start_of_the_split(
+    trained: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = trained.parent / "novel.txt"
+    assert cli("data", "info", text).returncode == 0
+    rare = ("-s", "text.min_count=20", "--out", "rare")
+    assert cli("train", text, *QUICK, *rare).returncode == 0
+    monkeypatch.setattr(comparison, "MAX_CHARACTERS", 1000)
+    result = compare_runs([trained, Path("rare")], "cpu")
+    assert load_run("rare").tokenizer != load_run(trained).tokenizer
+    assert {row.evaluation.characters for row in result.rows if row.evaluation} == {1000}
+    monkeypatch.chdir("rare")
+    done = cli("compare", ".", trained)
+    assert done.returncode == 0, done.stderr
+    assert "rare has the lowest loss" in done.stdout or "; it is" in done.stdout
 
 
 def test_comparing_runs_writes_no_picture_unless_asked(trained: Path, cli: Cli) -> None:

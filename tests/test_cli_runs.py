@@ -16,7 +16,7 @@ import pytest
 from conftest import REPOSITORY, Cli, refusal, run_cli, run_here
 from test_docs import load_script
 
-from chargpt.cli import console
+from chargpt.cli import console, tables
 from chargpt.cli import main as main_module
 from chargpt.config import Config
 from chargpt.store.folder import RunFolder
@@ -118,7 +118,7 @@ def test_the_page_of_settings_is_up_to_date() -> None:
 def test_interactive_sampling_continues_each_line(runs: Path, cli: Cli) -> None:
     typed = "The sea\n/num_samples 3\n/stop \\n\n/stop []\n/length 5\n/temperature 0\n"
     typed += "The light\n\n/seed x\nΩ\n"
-    typed += "/unknown x\n/unknown skip\nThe Ω end\n"
+    typed += "/unknown x\n/unknown skip\nThe Ω end\n/stop a=b: #\n/length = 6\n"
     done = run_cli("sample", runs / "a", "-i", "--seed", "1", cwd=runs, stdin=typed)
     assert done.returncode == 0, done.stderr
     assert "Ctrl-D" in done.stderr
@@ -134,6 +134,8 @@ def test_interactive_sampling_continues_each_line(runs: Path, cli: Cli) -> None:
     assert "U+03A9; leave them out or replace them with /unknown skip" in done.stderr
     assert "chargpt: unknown: expected 'error', 'skip' or 'replace'" in done.stderr
     assert 'unknown is "skip"' in done.stderr
+    assert 'stop is ["a=b: #"]' in done.stderr
+    assert "length is 6" in done.stderr
     assert len(fourth.removesuffix("\n")) == len("The Ω end") + 5
     assert "drop --json" in refusal(cli("sample", runs / "a", "-i", "--json"))
 
@@ -191,6 +193,18 @@ def test_a_terminal_breaks_sentences_between_words(runs: Path) -> None:
     assert max(map(len, shown.splitlines())) <= 80
     assert shown.split() == wide.split()
     assert len(shown.splitlines()) > len(wide.splitlines())
+
+
+@pytest.mark.parametrize("columns", [20, 40, 57])
+def test_a_table_keeps_its_names_and_numbers_on_a_narrow_terminal(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    head = ["model", "split", "nats/char", "bits/char", "perplexity"]
+    tables.table(head, [["gpt (trained)", "train", "1.2345", "2.3456", "1,234.56"]])
+    shown = capsys.readouterr().out.split()
+    for word in (*head, "gpt", "(trained)", "train", "1.2345", "2.3456", "1,234.56"):
+        assert word in shown
 
 
 def test_training_on_a_terminal_shows_a_percentage_in_80_columns(runs: Path) -> None:

@@ -96,7 +96,7 @@ def test_interrupting_the_closing_table_says_that_all_steps_are_saved(
     settings = [word for setting in (*TINY, *STEPS) for word in ("-s", setting)]
     done = cli("train", verse, *settings, "--out", "mine")
     assert done.returncode == 130
-    assert "all steps are saved in mine, " in done.stderr
+    assert "the run is saved in mine, " in done.stderr
     assert load_run(Path("mine"), "latest").step == 6
 
 

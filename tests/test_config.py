@@ -19,7 +19,7 @@ from chargpt.config import (
     shipped_configs,
 )
 from chargpt.errors import ConfigError
-from chargpt.yaml_reader import MAX_YAML_BYTES, parse_yaml
+from chargpt.yaml_reader import MAX_YAML_CHARACTERS, parse_yaml
 
 SHIPPED = ("bigram", "gpt", "gpt-baby", "head", "ladder", "notebook")
 
@@ -281,7 +281,7 @@ def test_invalid_yaml_is_rejected(text: str, write) -> None:
 
 
 def test_a_file_that_is_not_utf8_is_rejected(write) -> None:
-    assert "cannot be read as UTF-8" in message_of(write(b"\xff\xfe\x00\x01" * 9))
+    assert "is not UTF-8 text" in message_of(write(b"\xff\xfe\x00\x01" * 9))
 
 
 @pytest.mark.parametrize(
@@ -339,8 +339,8 @@ def test_a_thousand_errors_give_a_short_message(write) -> None:
 def test_a_huge_file_is_rejected_without_parsing(write) -> None:
     path = write("")
     with path.open("wb") as file:
-        file.truncate(MAX_YAML_BYTES + 1)
-    assert f"over {MAX_YAML_BYTES:,} bytes" in message_of(path)
+        file.truncate(MAX_YAML_CHARACTERS + 1)
+    assert f"over {MAX_YAML_CHARACTERS:,} characters" in message_of(path)
 
 
 @pytest.mark.parametrize("key", ['"a\\nb"', '"\\e[31m"'])
@@ -385,6 +385,7 @@ def test_the_last_of_two_overrides_applies() -> None:
         ("model.scaled=false", "model.scaled", False),
         ("text.documents=%", "text.documents", "%"),
         ("text.documents= @@ ", "text.documents", "@@"),
+        ("text.documents=##", "text.documents", "##"),
     ],
 )
 def test_the_value_of_an_override_is_read_as_yaml(written: str, key: str, value: object) -> None:

@@ -5,8 +5,10 @@ import gzip
 import io
 import json
 import os
+import re
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -125,6 +127,26 @@ def test_a_text_too_short_for_a_block_names_the_settings_to_change() -> None:
     corpus_of_size(1280).require_blocks(127)
     with pytest.raises(TextError, match=r"1 character, 0 to train on.*; give a longer text$"):
         corpus_of_size(1).require_blocks(8)
+    with pytest.raises(TextError) as caught:  # no fraction leaves enough to train on
+        corpus_of_size(400, 0.1, 0.5).require_blocks(128)
+    assert "val_fraction" not in str(caught.value)
+
+
+@settings(max_examples=200)
+@given(size=st.integers(20, 2000), test=st.sampled_from([0.0, 0.1, 0.3, 0.5]))
+def test_the_advised_fraction_suffices(size: int, test: float) -> None:
+    try:
+        corpus_of_size(size, 0.1, test).require_blocks(64)
+    except TextError as error:
+        advised = re.search(r"text.val_fraction to ([0-9.]+) or more", str(error))
+        if advised:
+            corpus_of_size(size, float(advised[1]), test).require_blocks(64)
+
+
+def test_lengths_of_a_text_with_byte_tokens_are_said_in_tokens() -> None:
+    corpus = load_corpus(TextConfig(min_count=10), content="ab" * 20 + "éèêëàâäùûü" * 4)
+    with pytest.raises(TextError, match=r"holds 80 characters, \d+ tokens to train on and 1\d "):
+        corpus.require_blocks(30)
 
 
 # Decoding
@@ -694,12 +716,29 @@ def test_threads_can_load_the_same_text_concurrently(write: Write) -> None:
 def test_old_temporary_files_are_deleted(write: Write) -> None:
     folder = folder_of(load(write("abc")))
     old, new = folder.parent / ".tokens.old.tmp", folder / ".tokens.new.tmp"
-    old.write_bytes(b"x")
-    new.write_bytes(b"x")
-    os.utime(old, (1, 1))
+    index = folder.parents[1] / "index" / ".entry.json.0123456789ab.tmp"
+    for path in (old, new, index):
+        path.write_bytes(b"x")
+    for path in (old, index):
+        os.utime(path, (1, 1))
     load(write("abd"))
     assert not old.exists()
+    assert not index.exists()
     assert new.exists()
+
+
+def test_cached_tokens_may_be_read_by_all_whom_the_umask_lets(write: Write) -> None:
+    before = os.umask(0o022)
+    try:
+        folder = folder_of(load(write("abc")))
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o644}
+
+
+@pytest.mark.parametrize("key", ["a" * 300, "../" * 3, "é" * 64, "A" * 64, ""])
+def test_a_key_that_is_no_hash_finds_nothing(key: str) -> None:
+    assert cache.load(key) is None
 
 
 def test_a_text_in_memory_has_no_encoding() -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from chargpt.config import Config, TextConfig
 from chargpt.errors import ConfigError, TextError
+from chargpt.inference import sampling
 from chargpt.inference.evaluation import evaluate
 from chargpt.store.run import load_run
 from chargpt.text import documents as module
@@ -17,6 +18,7 @@ from chargpt.text.corpus import Corpus, load_corpus
 from chargpt.text.describe import describe
 from chargpt.text.documents import SEPARATOR, mark_documents
 from chargpt.text.tokenizer import CharTokenizer
+from chargpt.training.trainer import Trainer
 
 NAMES = [f"{a}{b}{c}" for a in ("an", "be", "car") for b in "lmnr" for c in ("a", "ie", "o", "us")]
 QUICK = ("-s", "train.max_steps=30", "-s", "model.n_layer=1", "-s", "model.n_embd=32")
@@ -86,6 +88,7 @@ def test_rare_boundaries_stay_characters() -> None:
 def test_a_text_that_holds_the_boundary_is_refused() -> None:
     with pytest.raises(TextError, match=r"holds the character U\+001E"):
         load_corpus(TextConfig(documents="%"), content="a\x1eb % c")
+    assert load_corpus(TextConfig(documents="\x1e"), content="a\x1eb b\x1ec").documents == 3
 
 
 def test_separators_are_written_with_escapes() -> None:
@@ -125,6 +128,11 @@ def test_samples_of_a_list_are_whole_items(cli: Cli) -> None:
     items = cli(*sample, "--num-samples", "30").stdout.splitlines()
     assert len(items) == 30
     assert max(map(len, items)) < 50  # the text ended before its length
+    run = load_run("run", "latest")  # a sample in training has the context of `chargpt sample`
+    trainer = Trainer(run.config.with_values({"sample.prompt": "be"}), run.corpus())
+    trainer.model.load_state_dict(run.model.state_dict())
+    expected = sampling.sample(run, prompt="be", length=200, num_samples=5, seed=1)
+    assert trainer.validator.sample().split("\n") == expected
     prompted = cli(*sample, "--num-samples", "5", "-p", "be").stdout.splitlines()
     assert [item[:2] for item in prompted] == ["be"] * 5
     report = json.loads(cli(*sample, "--num-samples", "30", "--check", "--json").stdout)

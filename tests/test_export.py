@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -395,7 +396,9 @@ def corruptions(folder: Path) -> list[tuple[str, bytes]]:
     ]
 
 
-def test_a_hostile_folder_is_refused_with_one_sentence(tmp_path: Path) -> None:
+def test_a_hostile_folder_is_refused_with_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "hf"
     export_huggingface(run_of(TOKENIZERS["ascii"]), folder)
     found = corruptions(folder)
@@ -408,6 +411,12 @@ def test_a_hostile_folder_is_refused_with_one_sentence(tmp_path: Path) -> None:
         assert len(str(error.value)) < 500
         (folder / name).write_bytes(intact)
     assert len(found) == 23
+    asked: list[int] = []
+    monkeypatch.setattr(huggingface, "require_memory", lambda n_bytes, _: asked.append(n_bytes))
+    os.truncate(folder / "model.safetensors", 60 << 30)  # a sparse file
+    with pytest.raises(ChargptError, match="larger than"):
+        import_huggingface(folder, tmp_path / "run")
+    assert asked[-1] < 1 << 24  # no more than the settings allow is read
     assert not (tmp_path / "run").exists()
 
 
@@ -465,5 +474,5 @@ def test_a_missing_package_is_named_with_its_remedy(
     kind: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without(monkeypatch, package)
-    with pytest.raises(ConfigError, match=r"pip install 'chargpt\[export\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '.\[export\]'"):
         export(kind, run_of(TOKENIZERS["ascii"]), tmp_path / "x")

@@ -29,6 +29,7 @@ import chargpt.device
 from chargpt.analysis import doctor
 from chargpt.cli.main import app
 from chargpt.config import Config, SampleConfig, TextConfig, load_config
+from chargpt.errors import WorkError
 from chargpt.inference import decoders
 from chargpt.inference.decoders import (
     GraphDecoder,
@@ -458,8 +459,10 @@ def test_a_best_checkpoint_that_could_not_be_written_in_the_background_is_not_th
     first = next(training.steps()).validation
     full = OSError(errno.ENOSPC, "No space left on device")
     monkeypatch.setattr(RunFolder, "save", Mock(side_effect=full))
-    *_, last = training.steps()
-    assert last.is_best
+    reports: list[StepReport] = []
+    with pytest.raises(WorkError, match="No space left on device"):
+        reports.extend(training.steps())
+    assert reports[-1].is_best
     assert training.writer.disk_error == "No space left on device"
     assert first is not None
     assert (training.state.best_step, training.state.best_nats_per_char) == (

@@ -177,6 +177,7 @@ def test_the_command_imports_a_run_that_evaluates_and_explains(cli: Cli, tmp_pat
         "explain run",
         "score run input.txt",
         "sample run -n 30",
+        "verify run",
         "runs .",
     ):
         done = cli(*command.split())
@@ -186,7 +187,10 @@ def test_the_command_imports_a_run_that_evaluates_and_explains(cli: Cli, tmp_pat
     assert "queries and keys, and values" in shown  # GPT-2 has neither a rotary embedding
     assert "RMSNorm" not in shown  # nor QK-norm
     assert cli("report", "run").returncode == 0
-    assert "it was trained by another program" in Path("run/report.html").read_text("utf-8")
+    page = Path("run/report.html").read_text("utf-8")
+    assert "it was trained by another program" in page
+    assert "over-fits" not in page  # its own loss was measured in another way
+    assert "Training curves" not in page
     assert "model.block_size is" in refusal(
         cli("train", "input.txt", "--from", "run", "-s", "model.block_size=8")
     )
@@ -194,6 +198,8 @@ def test_the_command_imports_a_run_that_evaluates_and_explains(cli: Cli, tmp_pat
     Path("other.txt").write_text("xyz" * 300)
     words = (*words[:3], "run2", *words[4:7], "other.txt")
     assert "different characters" in refusal(cli(*words))
+    assert cli(*words[:3], "run3", "--meta", "meta.pkl").returncode == 0
+    assert "run3 was imported without its text" in refusal(cli("evaluate", "run3"))
 
 
 class Evil:
@@ -245,6 +251,7 @@ def changed_checkpoints(saved: dict[str, Any]) -> list[object]:
     expanded = {**weights, "transformer.wpe.weight": torch.zeros(1).expand(65536, 65536)}
     half = {**weights, "transformer.wpe.weight": torch.zeros(1).half().expand(65536, 65536)}
     repeated = {**weights, "transformer.wpe.weight": torch.zeros(1).expand(12, 16)}
+    meta = {**weights, "transformer.wpe.weight": torch.empty(12, 16, device="meta")}
     nested: list[object] = []
     for _ in range(60):
         nested = [nested, nested]
@@ -261,6 +268,7 @@ def changed_checkpoints(saved: dict[str, Any]) -> list[object]:
         {**saved, "model": expanded},
         {**saved, "model": half},
         {**saved, "model": repeated},
+        {**saved, "model": meta},
         {**saved, "model_args": {**args, "n_layer": nested}},
         {**saved, "iter_num": float("inf")},
         {**saved, "best_val_loss": 10**400},
@@ -298,7 +306,9 @@ def hostile_files(
     with zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", b"\0" * 50_000_000)
     found.append(("ckpt.pt", bomb.getvalue()))
-    trees = (3, {}, {"itos": {0: "ab"}}, {"itos": {1: "a"}}, {"itos": {0: "\ud800"}}, {"itos": 5})
+    trees = [3, {}, {"itos": 5}]
+    vocabularies = ({0: "ab"}, {1: "a"}, {0: "\ud800"}, {0: "ab", 1: ""}, {0: "a", 1: "a"})
+    trees += [{"itos": each} for each in (*vocabularies, {0: "a", 1: "b", 2: "", 3: "ab"})]
     found += [("meta.pkl", pickle.dumps(tree)) for tree in trees]
     deep = b"(" * 1_000_000 + b"t" * 1_000_000  # a tuple whose hash overflows the stack
     found += [

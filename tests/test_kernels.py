@@ -168,6 +168,10 @@ def test_dropout_zeroes_a_fraction_p_and_keeps_the_mean(p: float, dtype: torch.d
     torch.testing.assert_close(x.grad, 3 * result.detach(), rtol=0.01, atol=0)
 
 
+def test_dropout_of_nearly_everything_is_possible() -> None:
+    assert dropout(torch.ones(1000, requires_grad=True), 0.9999999).count_nonzero() < 10
+
+
 def test_dropout_differs_between_calls_and_repeats_with_the_seed() -> None:
     x = torch.ones(1000)
     torch.manual_seed(1)

@@ -136,7 +136,7 @@ def test_baselines_and_compressors_score_the_same_characters(
     verse: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     corpus = corpus_of(verse)
-    monkeypatch.setattr(ladder, "MAX_SCORED", 500)
+    monkeypatch.setattr(ladder, "MAX_CHARACTERS", 500)
     val = corpus.split("val")[:501]
     levels = Baselines(corpus).losses(val)
     assert ngram_loss(corpus, ORDER) == pytest.approx(levels[NGRAM], abs=1e-6)

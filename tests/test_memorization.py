@@ -116,16 +116,21 @@ def test_short_texts_and_no_texts_are_accepted(training: str) -> None:
     assert empty.novel == short.novel == {}
 
 
-def test_held_out_text_is_taken_from_all_of_the_validation_split(training: str) -> None:
+def test_the_compared_parts_are_from_all_of_the_validation_split(training: str) -> None:
     random = np.random.default_rng(0)
     copied, new = training[:400], "".join(map(chr, random.integers(97, 123, 2700)))
     corpus = load_corpus(TextConfig(val_fraction=0.1), content=training[:27_900] + copied + new)
     report = measure_overlap(corpus, [training[500:700]])
-    assert longest_match(report.held_out) == 200  # of the part that is copied
-    assert report.longest_held_out == 0  # of most parts
+    assert longest_match(report.val) == 200  # of the part that is copied
+    assert report.longest_in_val == 0  # of most parts
     _, (_, ours, unseen), *_ = report.novel_rows()[-2:] + report.novel_rows()
     assert ours == "0.0%"
     assert float(unseen.rstrip("%")) > 50
+
+
+def test_ngrams_are_those_of_the_longest_text(training: str) -> None:
+    report = measure_overlap(load_corpus(TextConfig(), content=training), ["sea", training[:300]])
+    assert [int(n) for n, *_ in report.novel_rows()] == [4, 6, 8, 12, 16, 20, 24, 32]
 
 
 def test_lengths_are_those_of_characters_also_where_bytes_spell_them() -> None:

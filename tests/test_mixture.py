@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import torch
-from conftest import REPOSITORY, Cli, refusal, run_here
+from conftest import REPOSITORY, Cli, refusal, run_cli, run_here
 
 import chargpt
 from chargpt.config import Config, ModelConfig, TextConfig
@@ -23,7 +23,7 @@ from chargpt.models.mixture import ORDER, Mixture
 from chargpt.models.ngram import NGramLM
 from chargpt.models.word_ngram import BACKOFF_ORDER, WordNGrams, word_tokens
 from chargpt.store.layout import MIXTURE
-from chargpt.store.mixture import with_mixture
+from chargpt.store.mixture import save_mixture, with_mixture
 from chargpt.text.corpus import load_corpus
 from chargpt.text.tokenizer import CharTokenizer
 from chargpt.training.budget import RESERVE, Budget, counting_seconds
@@ -281,11 +281,15 @@ def drop_key(arrays: dict[str, Any]) -> None:
     del arrays["key"]
 
 
+def keep_one_token(arrays: dict[str, Any]) -> None:
+    arrays["tokens"] = arrays["tokens"][:1]
+
+
 @pytest.mark.parametrize(
     "damage",
     [
         *(change_gate, change_tokens, drop_tokens, square_tokens, float_tokens, negative_tokens),
-        *(change_shape, drop_key),
+        *(change_shape, drop_key, keep_one_token),
     ],
 )
 def test_a_damaged_mixture_is_one_sentence(
@@ -368,6 +372,31 @@ def test_evaluate_and_compare_show_the_mixture_beside_the_gpt(run_of: Path, cli:
     assert [row["model"] for row in compared] == ["run", f"run + {ORDER}-gram"]
     assert compared[1]["nats_per_char"] == pytest.approx(measured["mixture"]["nats_per_char"])
     assert [row["parameters"] is None for row in compared] == [False, True]  # counts are none
+    assert "numbers of steps differ" not in cli("compare", run_of).stdout
+
+
+def test_a_text_from_standard_input_is_read_once_for_both(run_of: Path, verse: Path) -> None:
+    done = run_cli("evaluate", run_of, "--text", "-", cwd=run_of, stdin=verse.read_bytes())
+    assert done.returncode == 0, done.stderr
+    again = run_cli("evaluate", run_of, "--text", verse, cwd=run_of)
+
+    def losses(shown: str) -> list[str]:
+        return [line for line in shown.splitlines() if "gpt" in line]
+
+    assert losses(done.stdout) == losses(again.stdout)
+    assert len(losses(done.stdout)) == 2
+
+
+def test_a_hostile_mixture_does_not_end_a_training(run_of: Path, tmp_path: Path) -> None:
+    shutil.copytree(run_of, tmp_path / "copy")
+    path = tmp_path / "copy" / MIXTURE
+    arrays = safetensors.numpy.load(path.read_bytes())
+    path.write_bytes(safetensors.numpy.save({**arrays, "step": np.array([math.inf])}))
+    run = chargpt.load_run(tmp_path / "copy", device="cpu")
+    mixture = with_mixture(run_of).model
+    assert isinstance(mixture, Mixture)
+    save_mixture(run, mixture)
+    assert with_mixture(run).model
 
 
 def test_the_mixture_samples_scores_and_compresses_better(run_of: Path, cli: Cli) -> None:

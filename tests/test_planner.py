@@ -21,6 +21,7 @@ from chargpt.models import count_parameters
 from chargpt.text.corpus import Corpus, load_corpus
 from chargpt.training import planner, session
 from chargpt.training.budget import (
+    MAX_EPOCHS,
     REPLANNING,
     Budget,
     measure_step_seconds,
@@ -40,6 +41,7 @@ from chargpt.training.planner import (
     size_settings,
     unique_token_equivalents,
 )
+from chargpt.training.request import Request
 from chargpt.training.schedule import lr_factor_at
 
 
@@ -154,7 +156,7 @@ def test_the_number_of_epochs_is_limited_also_in_replanning(
 ) -> None:
     budget = FixedBudget(10**6)
     planned = plan(Config(), corpus, budget)
-    config, limit = planned.config, RECIPE.max_epochs * len(corpus.split("train"))
+    config, limit = planned.config, MAX_EPOCHS * len(corpus.split("train"))
     assert limit - config.step_tokens < config.train.max_steps * config.step_tokens
     assert config.train.max_steps * config.step_tokens <= limit
     assert config.model.dropout > 0
@@ -316,6 +318,31 @@ def test_the_speed_of_a_config_is_measured(corpus: Corpus) -> None:
     assert planner.measure_speed(Config().with_values(tiny), corpus) > 0
 
 
+def test_the_speed_of_a_fine_tuned_run_is_measured_without_the_other(corpus: Corpus) -> None:
+    tiny = {"model.n_layer": 1, "model.n_embd": 16, "model.block_size": 16, "train.batch_size": 2}
+    pulled = Config().with_values({**tiny, "train.from_run": "elsewhere", "optim.pull": 0.1})
+    assert planner.measure_speed(pulled, corpus) > 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "seconds"),
+    [
+        ([], 150),
+        (["text.val_fraction=0.2", "seed=3", "threads=1", "sample.length=9"], 150),
+        (["track.tensorboard=true", "train.from_run=x", "device=cpu"], 150),
+        (["train.max_steps=9"], None),
+        (["model.n_layer=2"], None),
+        (["optim.lr=0.1"], None),
+        (["schedule.warmup=1"], None),
+    ],
+)
+def test_the_default_budget_is_for_runs_without_settings_of_training(
+    overrides: list[str], seconds: float | None
+) -> None:
+    budget = Request(overrides=tuple(overrides)).time_budget()
+    assert (budget.seconds if budget else None) == seconds
+
+
 def rates(config: Config, steps: int) -> list[float]:
     return [lr_factor_at(step, config.schedule, config.train.max_steps) for step in range(steps)]
 
@@ -473,7 +500,7 @@ def test_a_device_a_thousand_times_faster_than_measured_keeps_to_the_cap_on_epoc
     assert made.trainer.config.train.max_steps == REPLANNING.min_steps
     reports = list(made.trainer.steps(budget))
     made.folder.unlock()
-    read = RECIPE.max_epochs * len(made.trainer.corpus.split("train"))
+    read = MAX_EPOCHS * len(made.trainer.corpus.split("train"))
     assert reports[-1].step == made.trainer.state.step == read // (16 * 16)
     assert budget.remaining > 30
     assert any("after 40 epochs" in note for r in reports for note in r.notes)

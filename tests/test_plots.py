@@ -78,6 +78,18 @@ def test_labels_of_loss_curves_that_end_close_together_do_not_overlap() -> None:
         assert lower.y1 <= upper.y0
 
 
+def test_a_run_whose_name_begins_with_an_underscore_is_in_the_legend() -> None:
+    figure = plots.loss_curves({"_mine": [(1, 2.0), (2, 1.0)]}, {}, "text")
+    assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == [" _mine"]
+
+
+def test_metrics_that_lack_a_value_are_left_out_of_the_pace() -> None:
+    full = {"step": 1, "grad_norm": 1.0, "lr_factor": 1.0, "seconds": 1.0}
+    records = [full, {"step": 2, "grad_norm": 1.0}, {**full, "step": 3, "seconds": 2.0}]
+    figure = plots.pace(records, 10)
+    assert [len(axes.lines[0].get_xdata()) for axes in figure.axes] == [2, 2, 1]
+
+
 def test_thinning_returns_the_means_of_equal_parts() -> None:
     points = [(step, float(step)) for step in range(1, 101)]
     assert plots.smoothed(points)[:2] == [(3, 2.0), (6, 5.0)]
@@ -104,7 +116,7 @@ def test_inline_svg_uses_the_page_colour_and_unique_ids() -> None:
 
 
 @pytest.mark.parametrize(
-    ("character", "sign"), [(" ", "␣"), ("\n", "⏎"), ("\t", "⇥"), ("\x07", "\ufffd"), ("ж", "ж")]
+    ("character", "sign"), [(" ", "␣"), ("\n", "⏎"), ("\t", "⇥"), ("\x07", "␇"), ("ж", "ж")]
 )
 def test_invisible_characters_are_displayed_as_symbols(character: str, sign: str) -> None:
     assert display_char(character) == sign

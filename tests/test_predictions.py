@@ -1,6 +1,8 @@
 """Predictions on a text: agreement with the loss, groups, calibration, attention weights."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from chargpt.models import build_model
 from chargpt.models.bigram import BigramLM
 from chargpt.models.gpt import GPT
 from chargpt.models.kernels import rms_norm
+from chargpt.store.run import Run
 from chargpt.text.corpus import Corpus, load_corpus
 
 CONFIG = ModelConfig(n_layer=2, n_head=2, n_embd=16, block_size=24)
@@ -84,7 +87,7 @@ def test_a_passage_has_the_surprisal_of_scoring_and_the_most_likely_characters(
     tokens = corpus.split("val")[:101]
     places = predictions.score_passage(model, corpus.tokenizer, tokens, 100)
     assert "".join(place.character for place in places) == corpus.tokenizer.decode(tokens[1:])
-    bits = token_losses(model, tokens) / np.log(2)
+    bits = token_losses(cast(Run, SimpleNamespace(model=model)), tokens) / np.log(2)
     np.testing.assert_allclose([place.bits for place in places], bits, rtol=1e-5)
     with torch.no_grad():
         probs = model(torch.from_numpy(tokens[None, :10].astype(np.int64)))[0, 9].softmax(-1)

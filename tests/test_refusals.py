@@ -12,6 +12,7 @@ from saving import CONFIG, TOKENIZER, rewrite, save
 from chargpt.errors import ChargptError, RunError
 from chargpt.models import count_parameters, rotary_bytes
 from chargpt.store import commit
+from chargpt.store.checkpoint import MODEL, OPTIMIZER
 from chargpt.store.folder import RunFolder
 from chargpt.store.run import load_run
 
@@ -339,10 +340,15 @@ def test_memory_is_checked_before_a_checkpoint_is_read(
     asked: list[tuple[int, str]] = []
     monkeypatch.setattr("chargpt.store.checkpoint.require_memory", lambda *args: asked.append(args))
     run.load("1")
-    n_parameters = count_parameters(CONFIG.model, TOKENIZER.vocab_size)
-    files = 5 * (4 * n_parameters + 400 * (12 * CONFIG.model.n_layer + 8))
+    files = sum((folder / name).stat().st_size for name in (MODEL, OPTIMIZER))
     wanted = 2 * files + rotary_bytes(CONFIG.model)
     assert asked == [(wanted, f"the checkpoint {folder}")]
+    os.truncate(folder / MODEL, 1 << 40)  # a sparse file: no more than the config allows is read
+    with pytest.raises(RunError):
+        run.load("1", optimizer=False)
+    n_parameters = count_parameters(CONFIG.model, TOKENIZER.vocab_size)
+    limit = 4 * n_parameters + 400 * (12 * CONFIG.model.n_layer + 8)
+    assert asked[-1][0] == 2 * limit + rotary_bytes(CONFIG.model)
 
 
 def test_a_missing_optimizer_file_does_not_prevent_loading_the_model(run: RunFolder) -> None:

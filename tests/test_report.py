@@ -2,8 +2,12 @@
 
 import base64
 import hashlib
+import itertools
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -167,6 +171,19 @@ def test_a_bigram_has_a_report_without_attention(cli: Cli, verse: Path) -> None:
     assert "surprisal" in page.ids
 
 
+@pytest.mark.parametrize("n_samples", [0, 1, 50, 51, 1000])
+def test_a_report_shows_at_most_fifty_samples_and_the_last_of_a_long_training(
+    n_samples: int,
+) -> None:
+    records = [{"step": step, "sample": f"text {step}"} for step in range(n_samples)]
+    shown = module.training_samples(records)
+    assert len(shown) == n_samples if n_samples <= 50 else 25 < len(shown) <= 50
+    assert shown[-1:] == ([(f"step {n_samples - 1:,}", f"text {n_samples - 1}")] if shown else [])
+    steps = [int(text.split()[1]) for _, text in shown]
+    assert steps == sorted(steps)
+    assert len({second - first for first, second in itertools.pairwise(steps)}) <= 1
+
+
 def test_a_long_training_writes_its_report(
     cli: Cli, verse: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,14 +203,26 @@ def test_a_failed_report_does_not_fail_the_training(
 ) -> None:
     monkeypatch.setattr(summary, "RESERVE", Reserve(report_from=0))
 
-    def full(path: Path, content: bytes) -> None:
-        raise OSError(28, "No space left on device")
+    def full(path: Path, *_: object) -> None:
+        if path.name == "report.html":
+            raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("chargpt.analysis.page.write_output", full)
+    monkeypatch.setattr("chargpt.files.write_atomically", full)
     done = cli("train", verse, *TINY, "--out", "mine")
     assert done.returncode == 0
     assert "chargpt sample mine" in done.stdout
     assert "no report: mine/report.html cannot be written (No space left on device)" in done.stderr
+
+
+def test_a_report_on_standard_output_is_the_page_alone(cli: Cli, verse: Path) -> None:
+    assert cli("train", verse, *TINY, "--out", "mine").returncode == 0
+    with open("page.html", "wb") as file:
+        command = [sys.executable, "-m", "chargpt", "report", "mine", "--out", "/dev/stdout"]
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+        subprocess.run(command, stdout=file, check=True, env=environment)
+    content = Path("page.html").read_bytes()
+    assert content.startswith(b"<!doctype html>")
+    assert content.rstrip().endswith(b"</html>")
 
 
 def test_a_report_without_its_text_or_an_unwritable_page_is_an_error(cli: Cli, verse: Path) -> None:

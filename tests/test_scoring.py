@@ -98,4 +98,9 @@ def test_the_command_ranks_lines_and_reads_standard_input(
     piped = io.TextIOWrapper(io.BytesIO(b"the sea\n"))
     monkeypatch.setattr("sys.stdin", piped)
     assert cli("score", "mine").stdout == cli("score", "mine", "part.txt").stdout
+    Path("part.txt").write_text("the sea\nthe light\n")
+    few = cli("score", "mine", "part.txt").stdout
+    assert "the sea" in few
+    assert "the light" in few
+    assert "..." not in few
     assert "no folder" in refusal(cli("score", "none", "part.txt"))

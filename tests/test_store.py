@@ -21,7 +21,7 @@ import torch
 from conftest import REPOSITORY
 from saving import BEST_STEPS, CONFIG, TOKENIZER, rewrite, save
 
-from chargpt.errors import ChargptError, RunError, UnreadableError
+from chargpt.errors import ChargptError, DeviceError, RunError, UnreadableError
 from chargpt.files import to_json
 from chargpt.models import build_model
 from chargpt.store import loading, metrics
@@ -29,6 +29,7 @@ from chargpt.store.checkpoint import Checkpoint, list_checkpoints, step_of
 from chargpt.store.folder import RunFolder
 from chargpt.store.layout import has_checkpoint, has_checkpoint_itself
 from chargpt.store.listing import list_runs
+from chargpt.store.loading import newest_without_tensors
 from chargpt.store.metrics import MetricsLog
 from chargpt.store.run import load_run, newest_run, open_run
 from chargpt.store.state import RunState
@@ -578,6 +579,91 @@ def test_a_first_save_that_was_killed_before_its_pointers_is_whole(
         saved, skipped = run.load(which)
         assert (saved.state.step, skipped) == (1, [])
     assert verify(run).problems == []
+    (listed,) = list_runs(run.path.parent)
+    assert (listed.step, listed.saved is None) == (1, False)
+
+
+def test_if_best_names_no_checkpoint_the_best_is_the_one_that_the_state_names(
+    run: RunFolder,
+) -> None:
+    run_with_best(run)
+    pointer = run.checkpoints / "best.json"
+    pointer.write_text(pointer.read_text().replace("step-00000001", "step-00000009"))
+    loaded = load_run(run.path, "best", "cpu")
+    assert loaded.step == 1
+    assert "step-00000009" in loaded.notes[0]
+
+
+def test_saving_a_step_again_never_leaves_it_without_a_checkpoint(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, real, missing = save(run, 1), Path.unlink, []
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        missing.append(not (folder / "manifest.json").exists())
+        real(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    save(run, 1, fill=0.25)
+    assert missing
+    assert not any(missing)
+    saved, skipped = run.load("latest")
+    assert (float(saved.model["head.weight"][0, 0]), skipped) == (0.25, [])
+    assert [path.name for path in run.checkpoints.iterdir() if path.is_dir()] == [folder.name]
+
+
+def test_runs_are_listed_by_their_last_save_and_beside_folders_that_cannot_be_read(
+    run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(run, 1)
+    other = RunFolder(tmp_path / "other").create(CONFIG, TOKENIZER)
+    save(other, 2)
+    run.keep(1)  # changes the folder of the checkpoint, and saves nothing
+    (tmp_path / "lost+found").mkdir()
+    real = os.listdir
+
+    def listdir(path: Path) -> list[str]:
+        if Path(path).name == "lost+found":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real(path)
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    assert [each.run for each in list_runs(tmp_path)] == [other.path, run.path]
+    assert newest_run(tmp_path) == other.path
+    monkeypatch.setattr("chargpt.store.commit.read_json", failing_read)
+    assert [each.state for each in list_runs(tmp_path)] == ["unreadable", "unreadable"]
+
+
+def failing_read(*_: object) -> None:
+    raise OSError(errno.EIO, "Input/output error")
+
+
+def test_a_leftover_of_keep_is_a_file_of_ours(run: RunFolder) -> None:
+    folder = save(run, 1)
+    (folder / ".keep.0123456789ab.tmp").touch()
+    run.unlock()
+    RunFolder(run.path).create(CONFIG, TOKENIZER, force=True).unlock()
+
+
+def test_a_tokenizer_is_read_from_a_regular_file_only(run: RunFolder) -> None:
+    save(run, 1)
+    path = run.path / "tokenizer.json"
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    with pytest.raises(RunError, match="not a regular file"):
+        CharTokenizer.load(path)
+    assert any("not a regular file" in problem for problem in verify(run).problems)
+
+
+def test_too_little_memory_is_no_damage(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(run, 1)
+
+    def too_little(*_: object) -> None:
+        raise DeviceError("too little memory")
+
+    monkeypatch.setattr("chargpt.store.checkpoint.require_memory", too_little)
+    with pytest.raises(DeviceError, match=r"^too little memory$"):
+        run.load("latest")
 
 
 def test_the_best_survives_a_pointer_that_names_another_checkpoint(run: RunFolder) -> None:
@@ -751,7 +837,7 @@ def test_a_run_without_its_config_is_still_a_run(run: RunFolder) -> None:
     save(run, 1)
     (run.path / "config.yaml").unlink()
     assert load_run(run.path, device="cpu").step == 1
-    assert open_run(run.path).read_config() == CONFIG
+    assert newest_without_tensors(open_run(run.path).path)[0] == CONFIG
 
 
 FOREIGN = (

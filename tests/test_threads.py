@@ -14,7 +14,12 @@ from conftest import REPOSITORY, Cli
 
 from chargpt.config import load_config
 from chargpt.training import threads as threads_module
-from chargpt.training.threads import ThreadTuner, choose_threads, measure_threads
+from chargpt.training.threads import (
+    ThreadTuner,
+    choose_threads,
+    default_threads,
+    measure_threads,
+)
 
 CPU = torch.device("cpu")
 
@@ -22,8 +27,10 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def restore_threads() -> Iterator[None]:
     before = torch.get_num_threads()
+    default_threads.cache_clear()
     yield
     torch.set_num_threads(before)
+    default_threads.cache_clear()
 
 
 class Machine:
@@ -89,6 +96,17 @@ def test_the_users_number_of_threads_is_kept(monkeypatch: pytest.MonkeyPatch) ->
     assert measure_threads(torch.device("cuda")) is None
     assert torch.get_num_threads() == 2
     assert measure_threads(CPU) == torch.get_num_threads() == 1
+
+
+def test_a_later_run_in_the_same_process_may_use_more_threads_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine = Machine(monkeypatch, {2: 0.1, 1: 1e-3})
+    torch.set_num_threads(2)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert measure_threads(CPU) == 1  # another process uses a core
+    machine.seconds[2] = 1e-4
+    assert measure_threads(CPU) == 2
 
 
 @pytest.mark.parametrize("command", [["evaluate"], ["score"], ["compare"]])

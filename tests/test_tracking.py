@@ -59,7 +59,7 @@ def test_without_tensorboard_the_setting_is_rejected_and_no_run_is_created(
 ) -> None:
     monkeypatch.setattr(tracking, "find_spec", lambda name: None)
     done = cli("train", verse, *TINY, "-s", "train.max_steps=4", "--out", "mine")
-    assert "pip install 'chargpt[track]', or leave the setting out" in refusal(done)
+    assert "pip install '.[track]' in chargpt's folder, or leave the setting out" in refusal(done)
     assert not Path("mine").exists()
 
 

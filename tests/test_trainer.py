@@ -13,12 +13,14 @@ import pytest
 import torch
 
 from chargpt.config import Config, TextConfig, load_config
-from chargpt.errors import ConfigError, DivergedError, RunError, TextError
+from chargpt.errors import ConfigError, DivergedError, RunError, TextError, WorkError
 from chargpt.inference.baselines import Baselines
 from chargpt.store.folder import RunFolder
+from chargpt.store.metrics import validation_curve
 from chargpt.store.run import load_run
 from chargpt.text.batches import Batches
 from chargpt.text.corpus import Corpus, load_corpus
+from chargpt.training.budget import Budget
 from chargpt.training.cost import expected_cost, training_bytes
 from chargpt.training.resume import resume
 from chargpt.training.schedule import lr_factor_at
@@ -346,19 +348,94 @@ def test_after_a_failed_save_the_next_try_is_the_next_due_save(
 ) -> None:
     rare_saves = {"train.save_every": 100, "train.evaluate_every": 100}
     trainer = start_trainer(tiny_config(**rare_saves), corpus, tmp_path / "run")
-    calls = []
-    for report in trainer.steps():
-        if report.step == 4:
-            monkeypatch.setattr(
-                RunFolder, "require_space", lambda run, _: raise_disk_full(calls, run)
-            )
-            trainer.change_config(trainer.config.with_values({"train.max_steps": 9}))
+    calls, steps = [], []
+
+    def train_to_the_end() -> None:
+        for report in trainer.steps():
+            steps.append(report.step)
+            if report.step == 4:
+                monkeypatch.setattr(
+                    RunFolder, "require_space", lambda run, _: raise_disk_full(calls, run)
+                )
+                trainer.change_config(trainer.config.with_values({"train.max_steps": 9}))
+
+    with pytest.raises(WorkError, match=r"cannot save step 9 of .*; there is no checkpoint;"):
+        train_to_the_end()
     assert len(calls) == 2  # with the step after the change, and at the end
+    assert steps[-1] == 9  # its report is yielded
 
 
 def raise_disk_full(calls: list[RunFolder], run: RunFolder) -> None:
     calls.append(run)
     raise OSError(28, "No space left on device")
+
+
+def test_a_requested_stop_keeps_the_plan_that_the_checkpoint_was_saved_with(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    class Replanned(Budget):
+        def is_over(self, step: int) -> bool:
+            return False
+
+        def adjust(self, config: Config, step: int, speed: float, notes: list[str]) -> Config:
+            return config.with_values({"train.max_steps": 100 + step})
+
+    trainer = start_trainer(tiny_config(**{"train.save_every": 1}), corpus, tmp_path / "run")
+    for _ in trainer.steps(Replanned(60), lambda: trainer.state.step == 5):
+        pass
+    run = RunFolder(tmp_path / "run")
+    saved, config, notes = resume(run, {})
+    run.note_edits(saved.config)
+    assert (saved.state.step, config.train.max_steps, run.notes, notes) == (5, 104, [], [])
+
+
+def test_a_run_saved_before_its_first_step_is_not_validated_again(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    trainer = start_trainer(tiny_config(), corpus, tmp_path / "run")
+    list(trainer.steps(should_stop=lambda: True))
+    assert trainer.state.step == 0
+    resume_to_end(tmp_path / "run", corpus)
+    curve = validation_curve(RunFolder(tmp_path / "run").metrics.records())
+    assert [step for step, _ in curve] == [0, 4, 8, 12]
+    train(tiny_config(), corpus, tmp_path / "uninterrupted")
+    assert weights(tmp_path / "run") == weights(tmp_path / "uninterrupted")
+
+
+def test_rollbacks_are_advised_only_where_they_are_possible(corpus: Corpus, tmp_path: Path) -> None:
+    for steps, allowed, is_advised in ((2, 0, False), (7, 0, True), (7, 1, False)):
+        path = tmp_path / f"run-{steps}-{allowed}"
+        trainer = start_trainer(tiny_config(**{"train.rollbacks": allowed}), corpus, path)
+        make_gradient_infinite(trainer, steps, times=5)
+        with pytest.raises(DivergedError) as raised:
+            list(trainer.steps())
+        assert ("train.rollbacks=3" in str(raised.value)) == is_advised
+
+
+def test_a_damaged_checkpoint_that_a_rollback_skips_is_named(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    config = tiny_config(**{"train.rollbacks": 1})
+    trainer = start_trainer(config, corpus, tmp_path / "run")
+    make_gradient_infinite(trainer, 7)
+    notes = []
+    for report in trainer.steps():
+        notes += report.notes
+        if report.step == 7 and not notes:
+            newest = tmp_path / "run" / "checkpoints" / "step-00000006" / "model.safetensors"
+            newest.write_bytes(b"damaged")
+    assert "step-00000006" in notes[0]
+    assert "rolled back to step 4" in notes[1]
+
+
+def test_weights_that_are_not_finite_before_training_are_one_sentence(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    trainer = start_trainer(tiny_config(), corpus, tmp_path / "run")
+    with torch.no_grad():
+        next(trainer.model.parameters())[:] = math.nan
+    with pytest.raises(DivergedError, match="weights are no longer finite at step 0"):
+        next(trainer.steps())
 
 
 def test_a_resumed_run_may_change_its_learning_rate_and_says_so(
@@ -415,6 +492,13 @@ def test_runs_whose_rates_have_not_decayed_go_on_as_they_are(
     _, config, notes = resume(RunFolder(tmp_path / "constant"), {"train.max_steps": 24})
     assert config.schedule == constant.schedule
     assert notes == []
+    cosine = tiny_config(**{"schedule.kind": "cosine", "schedule.warmup": 0})
+    train(cosine, corpus, tmp_path / "cosine", stop_at=8)
+    _, config, notes = resume(RunFolder(tmp_path / "cosine"), {"train.max_steps": 13})
+    assert notes == []  # no rise to speak of
+    _, config, notes = resume(RunFolder(tmp_path / "cosine"), {"train.max_steps": 100})
+    assert config.schedule == cosine.schedule
+    assert any("the learning rates rise from 33% to 99% of their peak" in note for note in notes)
 
 
 def test_resume_rejects_finished_runs_and_changes_of_the_model(

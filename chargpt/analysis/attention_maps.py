@@ -4,6 +4,7 @@ Shapes in this file: H = heads, T = tokens.
 """
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -59,3 +60,11 @@ def describe_heads(weights: Weights) -> list[str]:
         verb = "attends to" if fractions[best] >= 0.5 else "is spread out, most on"
         sentences.append(f"head {number} {verb} {target} ({fractions[best]:.0%})")
     return sentences
+
+
+def describe_layers(layers: Sequence[Weights]) -> list[str]:
+    """Return a sentence per layer: the distance that each head attends to most."""
+    return [
+        f"layer {layer}: {'; '.join(describe_heads(weights))}"
+        for layer, weights in enumerate(layers, 1)
+    ]

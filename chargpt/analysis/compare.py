@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from chargpt.config import Config, load_config
-from chargpt.errors import ConfigError
+from chargpt.errors import ConfigError, RunError
 from chargpt.inference.baselines import NGRAM, Baselines
 from chargpt.inference.evaluation import Evaluation, OnProgress, evaluate_tokens
 from chargpt.inference.sampling import sample
@@ -28,7 +28,7 @@ MAX_CHARACTERS = 300_000  # scored
 SAMPLE = {"length": 300, "temperature": 0.8, "seed": 1337, "num_samples": 1}
 
 RunTrainer = Callable[[str, Trainer], None]
-# of a unit and a label; the context's value is called with the number done, and of all
+# called with a unit and a label; its context yields a function of (done, total)
 ShowProgress = Callable[[str, str], AbstractContextManager[OnProgress]]
 
 
@@ -82,6 +82,7 @@ class Comparison:
     samples: dict[str, str] = field(default_factory=dict)
     show_progress: ShowProgress = show_nothing
     baselines: Mapping[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)  # sentences for the user
 
     @property
     def scored(self) -> str:
@@ -100,23 +101,23 @@ class Comparison:
             Row(f"{NGRAM} (counts)", losses[NGRAM]),
         ]
 
-    def add_run(self, name: str, run: Run, corpus: Corpus, mixed: Run | None) -> None:
-        """Evaluate a trained run on the validation split of its text and add it under a name.
+    def add_run(self, name: str, run: Run, val: Tokens, mixed: Run | None) -> None:
+        """Evaluate a trained run on the validation split and add it under a name.
 
         `mixed`, the run with its mixture as its model, is another row.
         """
-        self._add_row(name, run, corpus, run.model.parameter_count())
+        self._add_row(name, run, val, run.model.parameter_count())
         if mixed is not None:
             mixture = name.replace("gpt (trained)", "gpt") + f" + {ORDER}-gram"
-            self._add_row(mixture, mixed, corpus, None)
+            self._add_row(mixture, mixed, val, None)
         self.curves[name] = validation_curve(RunFolder(run.folder).metrics.records())
         self.samples[name] = sample(run, run.config.sample.model_copy(update=SAMPLE))[0]
 
-    def _add_row(self, name: str, run: Run, corpus: Corpus, parameters: int | None) -> None:
+    def _add_row(self, name: str, run: Run, val: Tokens, parameters: int | None) -> None:
         with self.show_progress("character", f"scored, {name}") as on_progress:
             evaluation = evaluate_tokens(
                 run.model,
-                corpus.split("val"),
+                val,
                 max_characters=self.max_characters,
                 span=self.span,
                 on_progress=on_progress,
@@ -192,7 +193,12 @@ def compare(
     for kind in models:
         config = model_settings(settings, kind)
         run = train_run(config, folder / kind, corpus, kind, run_trainer, baselines.ngram)
-        comparison.add_run(f"{kind} (trained)", run, corpus, add_mixture(run, corpus))
+        try:
+            mixed = add_mixture(run, corpus)
+        except RunError as error:  # the run itself is complete and saved
+            mixed = None
+            comparison.notes.append(str(error))
+        comparison.add_run(f"{kind} (trained)", run, val, mixed)
     return comparison
 
 
@@ -215,16 +221,20 @@ def compare_runs(
                 f"({corpora[0].name}), so their losses cannot be compared; name runs of one text, "
                 "or measure each with `chargpt evaluate RUN --text FILE`"
             )
-    val, span = corpora[0].split("val"), max(run.model.block_size for run in runs)
+    vals, span = [corpus.split("val") for corpus in corpora], max(r.model.block_size for r in runs)
     n_val = corpora[0].count_characters("val")
     max_characters = MAX_CHARACTERS
     if any(corpus.tokenizer != corpora[0].tokenizer for corpus in corpora):
-        # parts of the split would begin at other characters
-        max_characters = max(len(corpus.split("val")) for corpus in corpora)
+        # spans of tokens would begin at other characters: score the start of the split instead
+        start = splits[0][: MAX_CHARACTERS + 1]
+        vals = [corpus.tokenizer.encode(start, unknown="replace") for corpus in corpora]
+        max_characters = max(map(len, vals))
     name = corpora[0].name
     comparison = Comparison(name, n_val, span, max_characters, show_progress=show_progress)
-    comparison.add_baselines(Baselines(corpora[0]), val)
-    for path, run, corpus in zip(paths, runs, corpora, strict=True):
-        name = path.name if path.name not in comparison.curves else str(path)
-        comparison.add_run(name, run, corpus, find_mixture(run))
+    comparison.add_baselines(Baselines(corpora[0]), vals[0])
+    for path, run, val in zip(paths, runs, vals, strict=True):
+        name = path.resolve().name
+        comparison.add_run(
+            name if name not in comparison.curves else str(path), run, val, find_mixture(run)
+        )
     return comparison

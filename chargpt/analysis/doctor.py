@@ -27,11 +27,11 @@ from chargpt.models import LanguageModel, build_model
 from chargpt.text.cache import cache_folder
 
 MATRIX_SIZE = 1024  # rows and columns of the matrices that measure a CPU's speed
-GPU_MATRIX_SIZE = 8192  # of smaller ones a GPU would show how fast it is launched
+GPU_MATRIX_SIZE = 8192  # smaller products would measure kernel launches
 GPU_FACTS = "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit"
 MIN_MEASURED_SECONDS = 0.3
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # relative error of a gradient
-MIN_FREE_BYTES = 1_000_000_000  # of disk: some checkpoints of ten million parameters
+MIN_FREE_BYTES = 1_000_000_000  # of disk: about ten checkpoints of ten million parameters
 
 
 @dataclass(frozen=True)

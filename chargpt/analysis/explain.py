@@ -19,7 +19,7 @@ from chargpt.analysis.attention_maps import (
     MAX_LINE,
     Weights,
     attention_maps,
-    describe_heads,
+    describe_layers,
     typical_line,
 )
 from chargpt.analysis.averages import average_by_loop, average_by_matrix, average_by_softmax
@@ -100,7 +100,7 @@ class Subject:
 def choose_subject(corpus: Corpus, run: Run | None) -> Subject:
     """Return a run with a line of its validation split, or an untrained GPT with a line of a text.
 
-    Of a run whose model has no queries and keys only the text is used.
+    If the run's model has no queries and keys, an untrained GPT and the run's text are used.
 
     Raises:
         TextError: the text has no line.
@@ -292,21 +292,13 @@ def explain_attention(subject: Subject) -> Section:
         for layer, weights in enumerate(layers, 1)
         for head in range(1, len(weights) + 1)
     ]
-    caption = "a row per query, a column per key; the darker, the larger the weight"
+    caption = "a row per query, a column per key; the stronger the colour, the larger the weight"
     maps = Maps(caption, subject.line, np.concatenate(layers), titles)
     facts = {"line": subject.line, "heads": heads, "untrained_heads": untrained}
     figures = {"maps": maps}
     return fill_template(
         "attention", facts, figures, heads=heads, untrained=untrained, line=quoted(subject.line)
     )
-
-
-def describe_layers(layers: Sequence[Weights]) -> list[str]:
-    """Return a sentence per layer: the distance that each head attends to most."""
-    return [
-        f"layer {layer}: {'; '.join(describe_heads(weights))}"
-        for layer, weights in enumerate(layers, 1)
-    ]
 
 
 SECTIONS: dict[str, Callable[[Subject], Section]] = {

@@ -20,7 +20,13 @@ from typing import Any
 
 import numpy as np
 
-from chargpt.analysis.compare import SAMPLE, RunTrainer, model_settings, train_run
+from chargpt.analysis.compare import (
+    MAX_CHARACTERS,
+    SAMPLE,
+    RunTrainer,
+    model_settings,
+    train_run,
+)
 from chargpt.config import Config
 from chargpt.errors import ConfigError
 from chargpt.inference.baselines import Baselines, fit_ngram
@@ -31,7 +37,6 @@ from chargpt.store.folder import RunFolder
 from chargpt.text.corpus import Corpus
 
 ORDERS = (3, 4, ORDER, 8)  # of the n-gram baselines
-MAX_SCORED = 300_000  # characters scored, from the start of the validation split
 MAX_PRIMED = 20_000_000  # characters given to compressors, from the end of the training split
 # 97.5% quantiles of Student's t, by degrees of freedom from 1 on (Gosset 1908)
 T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
@@ -100,6 +105,7 @@ class Ladder:
     ngrams: dict[str, float] = field(default_factory=dict)  # baselines by name
     compressed: dict[str, float] = field(default_factory=dict)  # compressors by name
     results: list[RungResult] = field(default_factory=list)  # lowest rung first
+    characters: int = 0  # of the validation split that are scored
 
     @property
     def attention_gain(self) -> Estimate:
@@ -136,6 +142,7 @@ class Ladder:
         ]
         return {
             "text": self.title,
+            "characters": self.characters,
             "rows": [
                 *(row(name, "n-gram", nats) for name, nats in self.ngrams.items()),
                 *(row(name, "compressed", nats) for name, nats in self.compressed.items()),
@@ -222,12 +229,12 @@ def run_ladder(
             path = folder / f"{number}-{seed}"
             name = f"{number} of {len(rungs)}: {rung.name}, seed {seed}"
             run = train_run(config, path, corpus, name, run_trainer, ngram)
-            evaluation = evaluate_tokens(run.model, corpus.split("val")[: MAX_SCORED + 1])
+            evaluation = evaluate_tokens(run.model, corpus.split("val")[: MAX_CHARACTERS + 1])
             nats.append(evaluation.nats_per_char)
             seconds.append(float(run.state.seconds))
             if seed == settings.seed:
                 text = sample(run, run.config.sample.model_copy(update=SAMPLE))[0]
-        parameters = run.model.parameter_count()
+        parameters, ladder.characters = run.model.parameter_count(), evaluation.characters
         ladder.results.append(RungResult(rung, nats, parameters, mean(seconds), text, below))
         below = nats
     return ladder
@@ -235,7 +242,7 @@ def run_ladder(
 
 def ngram_losses(corpus: Corpus, ngram: NGramLM) -> dict[str, float]:
     """Return the losses of the n-gram baselines, each character with all of its context."""
-    losses = Baselines(corpus, ngram).losses(corpus.split("val")[: MAX_SCORED + 1])
+    losses = Baselines(corpus, ngram).losses(corpus.split("val")[: MAX_CHARACTERS + 1])
     for order in ORDERS:
         if order != ORDER:
             losses[f"{order}-gram"] = ngram_loss(corpus, order)
@@ -246,8 +253,8 @@ def ngram_losses(corpus: Corpus, ngram: NGramLM) -> dict[str, float]:
 def ngram_loss(corpus: Corpus, order: int) -> float:
     """Return the loss of an n-gram model of the given order in nats per character."""
     model = NGramLM.fit(corpus.split("train"), corpus.tokenizer.vocab_size, 1, order)
-    losses = model.losses(corpus.split("val")[None, : MAX_SCORED + 1])
-    n_characters = corpus.tokenizer.count_characters(corpus.split("val")[1 : MAX_SCORED + 1])
+    losses = model.losses(corpus.split("val")[None, : MAX_CHARACTERS + 1])
+    n_characters = corpus.tokenizer.count_characters(corpus.split("val")[1 : MAX_CHARACTERS + 1])
     return float(losses.sum(dtype=np.float64)) / n_characters
 
 
@@ -255,11 +262,11 @@ def compressed_losses(corpus: Corpus) -> dict[str, float]:
     """Return size(training + validation text) - size(training text) in nats per character."""
     decode = corpus.tokenizer.decode
     train = decode(corpus.split("train")[-MAX_PRIMED:]).encode()
-    val = corpus.split("val")[: MAX_SCORED + 1]
-    held_out = decode(val)
-    both = train + held_out.encode()
+    val = corpus.split("val")[: MAX_CHARACTERS + 1]
+    val_text = decode(val)
+    both = train + val_text.encode()
     return {
-        name: 8 * math.log(2) * (size_of(both) - size_of(train)) / len(held_out)
+        name: 8 * math.log(2) * (size_of(both) - size_of(train)) / len(val_text)
         for name, size_of in compressors().items()
     }
 

@@ -21,7 +21,7 @@ from chargpt.text.corpus import Corpus
 from chargpt.text.tokenizer import CharTokenizer, Tokens
 
 LENGTHS = (4, 6, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-MIN_HELD_OUT = 16  # parts of the validation split, whose overlap varies much
+MIN_COMPARED = 16  # parts of the validation split, at least, since their overlap varies much
 MIN_MATCH = 20  # characters of a match that counts; shorter ones are common phrases
 CHUNK = 2**20  # tokens of the training split
 TABLE_BITS = 22  # of a hash, by which most n-grams of the training split are skipped
@@ -46,7 +46,7 @@ class VerbatimMatch:
 class Overlap:
     """Verbatim overlap of one text with the training split, in matches of MIN_MATCH or more.
 
-    Places and lengths are in tokens, in an `OverlapReport` in characters.
+    Places and lengths are in tokens, in an `OverlapReport` in characters; n-grams are of tokens.
     """
 
     # of an n-gram that occurs very often only the first positions are extended
@@ -57,28 +57,28 @@ class Overlap:
 
 @dataclass(frozen=True)
 class OverlapReport:
-    """Overlap of generated texts, and of held-out text for reference."""
+    """Overlap of generated texts, and of the validation split for reference."""
 
     texts: list[Overlap]
-    held_out: list[Overlap]  # of parts of the validation split, of the same lengths in turn
+    val: list[Overlap]  # of parts of the validation split, of the same lengths in turn
 
     @property
-    def longest_held_out(self) -> int:
-        """Length of the longest match in as much held-out text, the median; 0 if there is none."""
+    def longest_in_val(self) -> int:
+        """Length of the longest match in as much of the validation split, the median; 0: none."""
         n_texts = len(self.texts)
-        groups = [self.held_out[i : i + n_texts] for i in range(0, len(self.held_out), n_texts)]
+        groups = [self.val[i : i + n_texts] for i in range(0, len(self.val), n_texts)]
         return round(median(map(longest_match, groups))) if groups else 0
 
     def novel_rows(self) -> list[list[str]]:
-        """Return n, the novel fraction in the texts and in held-out text as rows of a table."""
+        """Return n, the novel fraction in the texts and in the validation split, as table rows."""
         rows = []
-        for n in self.texts[0].novel if self.texts else ():
-            ours, unseen = (
+        for n in LENGTHS:
+            ours, others = (
                 [each.novel[n] for each in overlaps if n in each.novel]
-                for overlaps in (self.texts, self.held_out)
+                for overlaps in (self.texts, self.val)
             )
-            if ours and unseen and n <= 2 * MIN_MATCH:
-                means = (sum(each) / len(each) for each in (ours, unseen))
+            if ours and others and n <= 2 * MIN_MATCH:
+                means = (sum(each) / len(each) for each in (ours, others))
                 rows.append([str(n), *(f"{mean:.1%}" for mean in means)])
         return rows
 
@@ -111,16 +111,16 @@ def measure_overlap(
 
     `on_progress` is called with the number of training tokens done, and of all.
     """
-    training, unseen = corpus.split("train"), corpus.split("val")
+    training, val = corpus.split("train"), corpus.split("val")
     generated = [corpus.tokenizer.encode(text, unknown="replace") for text in texts]
-    repeats = math.ceil(MIN_HELD_OUT / max(1, len(generated)))
-    held_out = []
+    repeats = math.ceil(MIN_COMPARED / max(1, len(generated)))
+    compared = []
     for repeat in range(repeats):
         for number, tokens in enumerate(generated):
             place = (number * repeats + repeat) / max(1, repeats * len(generated) - 1)
-            start = max(0, round((len(unseen) - len(tokens)) * place))
-            held_out.append(unseen[start:][: len(tokens)])
-    tokenized = [*generated, *held_out]
+            start = max(0, round((len(val) - len(tokens)) * place))
+            compared.append(val[start:][: len(tokens)])
+    tokenized = [*generated, *compared]
     found = [
         _in_characters(overlap, tokens, training, corpus.tokenizer)
         for overlap, tokens in zip(

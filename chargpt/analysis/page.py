@@ -8,9 +8,6 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from chargpt.errors import ChargptError
-from chargpt.files import write_output
-
 PAGES = Path(__file__).parent / "pages"
 
 
@@ -42,16 +39,3 @@ def render(
     return template.render(
         script=Markup(words), script_source=Markup(source), policy=policy, **facts
     )
-
-
-def write_page(content: str, path: Path) -> Path:
-    """Write a page to a file.
-
-    Raises:
-        ChargptError: the file cannot be written.
-    """
-    try:
-        write_output(path, content.encode(errors="replace"))
-    except OSError as error:
-        raise ChargptError(f"{path} cannot be written ({error.strerror}); name another") from None
-    return path

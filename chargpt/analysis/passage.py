@@ -7,11 +7,12 @@ from chargpt.analysis.predictions import ScoredCharacter
 from chargpt.store.run import Run
 from chargpt.text.corpus import Corpus
 from chargpt.text.display import display_char, display_text, graphemes
+from chargpt.text.tokenizer import REPLACEMENT
 
 PASSAGE = 800  # characters whose surprisal is shown
 CONTEXT = 20  # characters before one of high surprisal
 N_HIGHEST = 8
-SURPRISAL_BITS = (0.5, 1, 2, 3.5, 5, 7)  # from which on the colour becomes darker
+SURPRISAL_BITS = (0.5, 1, 2, 3.5, 5, 7)  # from which on the colour becomes stronger
 
 
 def passage_facts(run: Run, corpus: Corpus) -> dict[str, Any]:
@@ -63,4 +64,6 @@ def highest_surprisal(text: str, scored: list[ScoredCharacter]) -> list[list[str
 def name_of(character: str) -> str:
     """Return a character as it is named in a sentence."""
     names = {" ": "space", "\n": "line end", "\t": "tab"}
+    if character not in names and display_char(character) in (REPLACEMENT, display_char(" ")):
+        return f"U+{ord(character):04X}"  # a control character, or a space of another width
     return names.get(character, display_char(character))

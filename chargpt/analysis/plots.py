@@ -61,11 +61,7 @@ def save(figure: "Figure", path: Path) -> str:
     if path.suffix == ".png":
         missing = set_fallback_fonts(figure)
         metadata = {"Software": "chargpt"}
-    try:
-        content = _rendered(figure, format=path.suffix[1:], dpi=130, metadata=metadata)
-        write_output(path, content)
-    except OSError as error:
-        raise ChargptError(f"{path} cannot be written ({error.strerror}); name another") from None
+    write_output(path, _rendered(figure, format=path.suffix[1:], dpi=130, metadata=metadata))
     return missing
 
 
@@ -151,7 +147,7 @@ def pace(records: Sequence[Mapping[str, Any]], characters: float) -> "Figure":
         records: of `metrics.jsonl`.
         characters: read per step.
     """
-    rows = [record for record in records if "grad_norm" in record]
+    rows = [each for each in records if {"grad_norm", "lr_factor", "seconds"} <= each.keys()]
     # metrics of several steps are written at once, with the time of the last
     moments = list({row["seconds"]: row["step"] for row in rows}.items())
     speeds = [
@@ -251,8 +247,8 @@ def inline_heads(
 
 
 def plain(name: str) -> str:
-    """Escape a name, so that matplotlib does not parse it as a formula."""
-    return name.replace("$", r"\$")
+    """Escape a name: `$` would begin a formula, and a leading `_` would keep it from a legend."""
+    return (" " if name.startswith("_") else "") + name.replace("$", r"\$")
 
 
 def ladder(found: "Ladder") -> "Figure":

@@ -4,6 +4,7 @@ Every number is computed when the page is written, on one checkpoint. The prose 
 `pages/report.html`.
 """
 
+import math
 import platform
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,10 +13,16 @@ from typing import Any
 
 from chargpt import __version__
 from chargpt.analysis import memorization, plots, predictions
-from chargpt.analysis.attention_maps import MAX_LINE, attention_maps, describe_heads, typical_line
-from chargpt.analysis.page import render, write_page
+from chargpt.analysis.attention_maps import (
+    MAX_LINE,
+    attention_maps,
+    describe_layers,
+    typical_line,
+)
+from chargpt.analysis.page import render
 from chargpt.analysis.passage import passage_facts
 from chargpt.analysis.result import RunScores, score_run, summarize
+from chargpt.files import write_output
 from chargpt.inference.baselines import NGRAM
 from chargpt.inference.evaluation import OnProgress
 from chargpt.inference.sampling import sample
@@ -32,6 +39,7 @@ from chargpt.text.display import whole_graphemes
 MAX_PREDICTED = 30_000  # characters of the validation split behind accuracy and calibration
 N_SAMPLES, SAMPLE_LENGTH, SEED = 3, 400, 1337
 N_DOCUMENTS = 40  # sampled if the text is a list of documents
+MAX_TRAINING_SAMPLES = 50  # of those that training wrote, so that a long run's page stays small
 MAX_SEARCHED = 20_000_000  # characters of the training split that are searched for overlap
 SECTIONS = {
     "result": "Result",
@@ -75,7 +83,7 @@ def write_report(
     facts: Facts = {
         **result(run, corpus, scores, records),
         **curves(run, corpus, scores, records),
-        "samples": [(f"step {r['step']:,}", r["sample"]) for r in records if "sample" in r],
+        "samples": training_samples(records),
         **reproduction(run),
     }
     slow = (passage_facts, accuracy_and_calibration, attention, overlap)
@@ -83,10 +91,16 @@ def write_report(
         on_progress(number, len(slow) + 1)
         facts |= section(run, corpus)
     on_progress(len(slow) + 1, len(slow) + 1)
-    present = {"samples": bool(facts["samples"]), "attention": bool(facts["maps"])}
+    present = {
+        "curves": bool(facts["loss_curves"]),
+        "samples": bool(facts["samples"]),
+        "attention": bool(facts["maps"]),
+    }
     facts["sections"] = [(key, title) for key, title in SECTIONS.items() if present.get(key, True)]
+    path = path or run.folder / REPORT
     page = render("report.html", script="report.js", **facts)
-    return write_page(page, path or run.folder / REPORT)
+    write_output(path, page.encode(errors="replace"))
+    return path
 
 
 def result(run: Run, corpus: Corpus, scores: RunScores, records: Records) -> Facts:
@@ -116,7 +130,9 @@ def result(run: Run, corpus: Corpus, scores: RunScores, records: Records) -> Fac
 
 
 def curves(run: Run, corpus: Corpus, scores: RunScores, records: Records) -> Facts:
-    """Return the curves of loss, learning rate, gradient norm and speed."""
+    """Return the curves of loss, learning rate, gradient norm and speed; none without metrics."""
+    if not records:
+        return {"loss_curves": None}
     train = run.config.train
     validation = validation_curve(records)
     training = plots.smoothed([(r["step"], r["loss"]) for r in records if "loss" in r])
@@ -131,6 +147,13 @@ def curves(run: Run, corpus: Corpus, scores: RunScores, records: Records) -> Fac
         "evaluated": f"{train.evaluate_characters:,}",
         "pace": plots.inline(pace, "pace"),
     }
+
+
+def training_samples(records: Records) -> list[tuple[str, str]]:
+    """Return step and text of the samples written during training: the last, and others evenly."""
+    samples = [(f"step {r['step']:,}", r["sample"]) for r in records if "sample" in r]
+    every = math.ceil(len(samples) / MAX_TRAINING_SAMPLES) or 1
+    return samples[::-every][::-1]
 
 
 def accuracy_and_calibration(run: Run, corpus: Corpus) -> Facts:
@@ -155,10 +178,11 @@ def attention(run: Run, corpus: Corpus) -> Facts:
     max_length = min(MAX_LINE, run.model.block_size)
     line = typical_line(run.tokenizer, corpus.split("val"), max_length)
     text, maps = run.tokenizer.decode(line), []
-    for number, weights in enumerate(attention_maps(run.model, line), 1):
+    layers = attention_maps(run.model, line)
+    captions = describe_layers(layers)
+    for number, (weights, caption) in enumerate(zip(layers, captions, strict=True), 1):
         titles = [f"head {head}" for head in range(1, len(weights) + 1)]
         drawings = plots.inline_heads(weights, text, titles, f"layer{number}")
-        caption = f"layer {number}: {'; '.join(describe_heads(weights))}"
         maps.append((caption, drawings, f"layer {number}"))
     return {"maps": maps}
 
@@ -192,7 +216,7 @@ def overlap(run: Run, corpus: Corpus) -> Facts:
             "temperature": run.config.sample.temperature,
             "min_match": memorization.MIN_MATCH,
             "longest": memorization.longest_match(found.texts),
-            "longest_unseen": found.longest_held_out,
+            "longest_in_val": found.longest_in_val,
             "novel": found.novel_rows(),
             "marked": marked,
         }

@@ -18,7 +18,7 @@ from chargpt.text.describe import compare_splits
 MIN_RISE = 0.02  # nats above the best validation loss that count as over-fitting, not noise
 LAST_STEPS = 10  # whose mean is the last training loss
 MIXTURE = f"gpt + {ORDER}-gram"
-MIN_GAIN = 0.005  # nats by which a mixture is better; both are measured on the same characters
+MIN_GAIN = 0.005  # nats: the smallest gain of a mixture that is reported
 MIN_GAP = 0.3  # nats of generalisation gap that are reported
 
 
@@ -151,7 +151,7 @@ def summarize(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]])
             "such as "
             f"-s optim.lr={optim.lr / 4:g} -s optim.matrix_lr={optim.matrix_lr / 4:g}."
         )
-    elif best is not None and last > best + MIN_RISE:
+    elif curve and best is not None and last > best + MIN_RISE:
         lowest = f"at step {best_step:,}" if best_step else "before training"
         used = "; that checkpoint is used" if run.step == best_step else ""
         is_alike = scores.split_warning is None

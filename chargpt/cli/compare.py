@@ -207,6 +207,8 @@ def print_comparison(result: Comparison, plot: Path | None, *, json_: bool) -> N
         rows = [row.as_dict() for row in result.rows]
         console.out_json({"rows": rows, "baselines": dict(result.baselines), "picture": picture})
         return
+    for note in result.notes:
+        console.say(note)
     print_rows(result)
     tables.side_by_side(list(result.samples), list(result.samples.values()))
     if picture is not None:
@@ -232,7 +234,8 @@ def print_rows(result: Comparison) -> None:
         ],
         title=f"{result.title}: loss on {result.scored}",
     )
-    steps = {row.model.split()[0]: row.steps for row in result.rows if row.steps}
+    trained = [row for row in result.rows if row.steps and row.parameters is not None]
+    steps = {row.model.removesuffix(" (trained)"): row.steps for row in trained}
     if len(set(steps.values())) > 1:
         each = ", ".join(f"{name} {count:,}" for name, count in steps.items())
         console.out_sentence(f"the numbers of steps differ: {each} (to the best checkpoint)")

@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from chargpt.cli import console, options
 from chargpt.config import Config, Section, describe_unknown_key, load_config
 from chargpt.errors import ConfigError
+from chargpt.store.loading import newest_without_tensors
 from chargpt.store.run import open_run
 
 TYPES = {int: "integer", float: "number", bool: "true or false", str: "string"}
@@ -54,7 +55,7 @@ def config(
     if run is not None and config_ is not None:
         raise ConfigError("--run and -c exclude each other; give one")
     if run is not None:
-        values = open_run(run).read_config()
+        values = newest_without_tensors(open_run(run).path)[0]
     else:
         values = Config() if config_ is None else load_config(config_)
     found = [

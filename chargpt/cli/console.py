@@ -118,7 +118,7 @@ def out_text(text: str, end: str = "") -> None:
 
 
 def write_out(text: str) -> None:
-    """Write to stdout; the only place that does.
+    """Write text to stdout.
 
     Raises:
         OutputClosed: nobody reads it.
@@ -188,13 +188,13 @@ def size(count: float) -> str:
 def short(count: float) -> str:
     """Return a number as `870k` or `3.7M`."""
     value, unit = _scale(count, ("", "k", "M", "G"))
-    return f"{value:.3g}{unit}" if value < 1000 else f"{value:.0f}{unit}"
+    return f"{value:.3g}{unit}" if value < 999.5 else f"{value:.0f}{unit}"
 
 
 def _scale(count: float, units: Sequence[str]) -> tuple[float, str]:
     """Divide by 1000 until the number is below it; return the number and its unit."""
     for unit in units[:-1]:
-        if count < 1000:
+        if count < 999.5:  # more would be rounded to 1000
             return count, unit
         count /= 1000
     return count, units[-1]

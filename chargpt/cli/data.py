@@ -16,6 +16,7 @@ from chargpt.text.corpus import Corpus, load_corpus
 from chargpt.text.describe import Description, describe
 from chargpt.text.display import display_char
 from chargpt.text.settings import build_config
+from chargpt.text.tokenizer import REPLACEMENT
 
 app = typer.Typer(
     help="List, describe and fetch texts.",
@@ -86,9 +87,10 @@ def info(
 
 
 def shown(character: str) -> str:
-    """Return a character as a sign, or by its code point if it has none."""
+    """Return a character as a sign, or by its code point if it has none of its own."""
     sign = display_char(character)
-    return f"U+{ord(character):04X}" if sign == "\N{REPLACEMENT CHARACTER}" else sign
+    has_sign = sign != REPLACEMENT and (sign != display_char(" ") or character == " ")
+    return sign if has_sign else f"U+{ord(character):04X}"
 
 
 def _print_facts(corpus: Corpus, facts: Description) -> None:

@@ -71,15 +71,18 @@ def evaluate(
             "--encoding, --encoding-errors and --unknown concern another text; name it with --text"
         )
     loaded = replace(loaded, config=loaded.config.with_values(wanted))
+    tokens, n_unknown = None, 0
+    if text is not None:  # read once: it may be standard input
+        tokens, n_unknown = evaluation.read_tokens(loaded, text)
 
     def measure(run: Run, name: str) -> tuple[Evaluation, float]:
         """Evaluate a run with a progress bar; return the seconds that it took, too."""
         start = time.perf_counter()
         with show_progress("character", f"scored, {name}") as on_progress:
             result = evaluation.evaluate(
-                run, split, protocol, text, stride=stride, on_progress=on_progress
+                run, split, protocol, tokens=tokens, stride=stride, on_progress=on_progress
             )
-        return result, time.perf_counter() - start
+        return replace(result, unknown=n_unknown), time.perf_counter() - start
 
     kind = loaded.config.model.kind
     result, seconds = measure(loaded, kind)
@@ -93,7 +96,7 @@ def evaluate(
             times.append(f"{console.duration(more)} with the mixture")
         except RunError as error:
             console.say(str(error))
-    console.say_unknown(result.unknown, loaded.config.text.unknown)
+    console.say_unknown(n_unknown, loaded.config.text.unknown)
     name = str(text) if text else loaded.state.text
     if json_:
         console.out_json({**as_json(loaded, measured, seconds), "text": name})

@@ -1,5 +1,6 @@
 """`chargpt explain`: attention step by step on a text and a run."""
 
+import sys
 import textwrap
 from contextlib import suppress
 from pathlib import Path
@@ -11,15 +12,17 @@ from chargpt import __version__
 from chargpt.analysis import explain as explanation
 from chargpt.analysis import plots
 from chargpt.analysis.explain import Figure, Maps, Section, Subject, Table, choose_subject
-from chargpt.analysis.page import render, write_page
+from chargpt.analysis.page import render
 from chargpt.cli import console, options, runs, tables
 from chargpt.cli.pictures import save_picture
 from chargpt.cli.progress import LoadingProgress
 from chargpt.errors import ConfigError, RunError
-from chargpt.files import require_output
+from chargpt.files import require_output, write_output
 from chargpt.store.layout import is_run
 from chargpt.text.corpus import load_corpus
 from chargpt.text.settings import build_config
+
+MAX_WIDTH = 79  # columns of a paragraph
 
 
 def explain(
@@ -135,7 +138,7 @@ def write_sections(sections: list[Section], path: Path, name: str) -> None:
     ]
     title = f"Attention, on {name}"
     page = render("explain.html", title=title, version=__version__, sections=pages)
-    write_page(page, path)
+    write_output(path, page.encode(errors="replace"))
 
 
 def print_sections(sections: list[Section]) -> None:
@@ -146,4 +149,5 @@ def print_sections(sections: list[Section]) -> None:
             if isinstance(part, Table):
                 tables.table(part.columns, part.rows, title=part.caption)
             elif isinstance(part, str):
-                console.out(textwrap.fill(part, 79) + "\n")
+                width = min(MAX_WIDTH, console.terminal_size(sys.stdout)[0])
+                console.out(textwrap.fill(part, width) + "\n")

@@ -1,6 +1,7 @@
 """`chargpt sample --interactive`: the model continues what the user types."""
 
 import json
+import re
 import sys
 from contextlib import suppress
 
@@ -17,7 +18,8 @@ with suppress(ImportError):
 HELP = (
     "Type the start of a text and press Enter: the model continues it. An empty line continues the "
     "last text. `/temperature 0.5` changes a setting and `/temperature` prints it, also length, "
-    "top_k, top_p, min_p, seed, stop and unknown. Ctrl-C ends a text, Ctrl-D the command."
+    "top_k, top_p, min_p, seed, stop (`/stop []`: none) and unknown. Ctrl-C ends a text, Ctrl-D "
+    "the command."
 )
 CHANGEABLE = ("temperature", "length", "top_k", "top_p", "min_p", "seed", "stop", "unknown")
 
@@ -65,15 +67,16 @@ def change_setting(config: Config, written: str) -> Config:
     Raises:
         ConfigError: there is no such setting, or the value is invalid.
     """
-    name, _, value = written.strip().replace("=", " ").partition(" ")
+    name, value = [*re.split("[ =]+", written.strip(), maxsplit=1), ""][:2]
     name = name.replace("-", "_")
     if name not in CHANGEABLE:
         raise ConfigError(f"there is no setting {name!r:.40}; there are {', '.join(CHANGEABLE)}")
     section = "text" if name == "unknown" else "sample"
-    if value.strip():
-        key, parsed = parse_override(f"{section}.{name}={value.strip()}")
-        parsed = unescape(parsed) if isinstance(parsed, str) else parsed
-        config = config.with_values({key: parsed})
+    key = f"{section}.{name}"
+    if name == "stop" and value not in ("", "[]"):  # any text, as --stop takes it
+        config = config.with_values({key: (unescape(value),)})
+    elif value.strip():
+        config = config.with_values(dict([parse_override(f"{key}={value.strip()}")]))
     now = getattr(getattr(config, section), name)
     console.say(f"{name} is {json.dumps(now, ensure_ascii=False)}")
     return config

@@ -63,7 +63,8 @@ def print_ladder(ladder: Ladder) -> None:
     tables.table(
         ["model", "parameters", "nats/char", "bits/char", "95% CI", "seconds"],
         rows,
-        title=f"{ladder.title}: validation loss, protocol full",
+        title=f"{ladder.title}: loss on the first {ladder.characters:,} validation characters, "
+        "protocol full",
     )
     for result in ladder.results:
         if result.gain is not None:

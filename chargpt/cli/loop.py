@@ -10,7 +10,6 @@ from functools import partial
 from chargpt.cli import console
 from chargpt.cli.progress import ProgressBar
 from chargpt.cli.signals import Signals, Stopped
-from chargpt.errors import WorkError
 from chargpt.inference.baselines import NGRAM, Baselines
 from chargpt.store.folder import RunFolder
 from chargpt.training.budget import Budget
@@ -55,20 +54,26 @@ class StepView:
             self.bar.write(report.sample.strip("\r\n"))
         for note in report.notes:
             self.bar.write(note)
-        has_disk_error = self.trainer.writer.disk_error is not None
-        if has_disk_error and not self.has_reported_disk_error:
-            self.bar.write(f"{self._disk_error()}; training continues: free some space")
-        self.has_reported_disk_error = has_disk_error
+        disk_error = self.trainer.writer.disk_error
+        is_last = self.trainer.finished or self.trainer.stopped_by is not None
+        if disk_error is not None and not is_last and not self.has_reported_disk_error:
+            self.bar.write(
+                f"cannot save step {report.step:,} ({disk_error}); {self._last_checkpoint()}; "
+                "training continues: free some space"
+            )
+        self.has_reported_disk_error = disk_error is not None
 
     def end(self) -> None:
-        """End the command, as `run_steps` does, if the last save failed or a signal came."""
+        """End the command if a signal came.
+
+        Raises:
+            Stopped: one did.
+        """
         trainer = self.trainer
         # another rank's signal stops this one too; from here on a signal changes nothing
         default = signal.SIGTERM if trainer.stopped_by == "request" else None
         number = next(iter(self.signals.caught), default)
         self.signals.caught = []
-        if trainer.writer.disk_error:
-            raise WorkError(f"{self._disk_error()}; free some space, then {self._how_to_resume()}")
         if number is None:
             self.signals.is_deferred = False
             return
@@ -92,10 +97,6 @@ class StepView:
         if step is None:
             return "there is no checkpoint yet"
         return f"the last checkpoint is step {step:,}"
-
-    def _disk_error(self) -> str:
-        step, error = self.trainer.state.step, self.trainer.writer.disk_error
-        return f"cannot save step {step:,} ({error}); {self._last_checkpoint()}"
 
     def _detail(self, report: StepReport) -> str:
         """Return loss, validation, the next baseline to beat and speed, within 80 columns."""

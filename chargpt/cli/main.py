@@ -190,7 +190,7 @@ def _describe(error: Exception) -> str:
     if isinstance(error, OSError):
         path = f"{error.filename}: " if error.filename else ""
         return (
-            f"{path}{error.strerror or error}; free the space or set the permission it needs, "
+            f"{path}{error.strerror or error}; check the disk, its free space and the permissions, "
             "then try again (training: with --resume)"
         )
     phrases = ("can't allocate memory", "out of memory")

@@ -51,7 +51,7 @@ Encoding = Annotated[
     typer.Option(
         "--encoding",
         metavar="NAME",
-        help="How the text's bytes are written, if not UTF-8 or UTF-16.",
+        help="Encoding of the text; by default UTF-8, or what its byte order mark says.",
     ),
 ]
 EncodingErrors = Annotated[

@@ -56,7 +56,8 @@ class ProgressBar:
         now = time.monotonic()
         if detail is not None and console.is_main() and now - self.last_line >= PLAIN_LINE_SECONDS:
             rate = (done - self.last_done) / max(now - self.last_line, 1e-9)
-            left = f", {console.duration((total - done) / rate)} left" if rate else ""
+            # after a rollback the rate is negative
+            left = f", {console.duration((total - done) / rate)} left" if rate > 0 else ""
             console.say(f"{self.unit} {done:,}/{total:,}  {detail()}{left}")
             self.last_line, self.last_done = now, done
 
@@ -86,13 +87,15 @@ class LoadingProgress:
 
     MIN_BYTES = 50_000_000
 
-    def __init__(self) -> None:
+    def __init__(self, on_show: Callable[[], object] = lambda: None) -> None:
+        self.on_show = on_show  # called before a bar is shown
         self.bar: ProgressBar | None = None
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         if total < self.MIN_BYTES and stage != "fetching":
             return
         if self.bar is None:
+            self.on_show()
             self.bar = ProgressBar(total, stage)
         detail = f"{stage} {console.size(done)} of {console.size(total)}"
         self.bar.move_to(done, total, lambda: detail)

@@ -24,7 +24,7 @@ from chargpt.errors import ConfigError
 from chargpt.inference.sampling import sample as sample_texts
 from chargpt.inference.sampling import stream_run
 from chargpt.store.run import Run
-from chargpt.text.corpus import read_text
+from chargpt.text.corpus import Corpus, read_text
 from chargpt.text.display import display_text, whole_graphemes
 from chargpt.text.tokenizer import Unknown
 
@@ -140,7 +140,7 @@ def sample(
     if stop is not None:
         ctx.params["stop"] = [unescape(text) for text in stop]
     if prompt is not None:
-        prompt = readable_prompt(loaded, prompt, unknown)
+        prompt = readable_prompt(loaded, prompt, unknown or loaded.config.text.unknown)
     config = sample_config(loaded.config, {**ctx.params, "prompt": prompt})
     if interactive:
         if json_ or check or (num_samples or 1) > 1:
@@ -160,16 +160,17 @@ def sample(
         console.out("")
         say_seed(config, settings)
         return
+    corpus = loaded.corpus() if check else None  # an error before the work
     with show_progress("character", "sampled") as on_progress:
         texts = sample_texts(loaded, settings, unknown=unknown, on_progress=on_progress)
     n_prompt = len(settings.prompt)
-    overlap = None
-    if check:
+    overlap, boundary, copied = None, loaded.tokenizer.boundary, set[str]()
+    if corpus is not None:
         with show_progress("character", "of the training split") as on_progress:
             continuations = [text[n_prompt:] for text in texts]
-            overlap = measure_overlap(loaded.corpus(), continuations, on_progress)
-    boundary = loaded.tokenizer.boundary
-    copied = find_items(loaded.corpus(), set(texts), boundary) if check and boundary else set()
+            overlap = measure_overlap(corpus, continuations, on_progress)
+        if boundary:
+            copied = find_items(corpus, set(texts), boundary)
     if json_:
         report: dict[str, object] = {
             "samples": texts,
@@ -183,21 +184,26 @@ def sample(
                 report["new"] = [text not in copied for text in texts]
         console.out_json(report)
         return
-    print_samples(loaded, texts, n_prompt, overlap, copied)
+    print_samples(texts, n_prompt, boundary, corpus, overlap, copied)
     say_seed(config, settings)
 
 
-def readable_prompt(run: Run, prompt: str, unknown: Unknown | None) -> str:
-    """Return a prompt as the model reads it; say what it does not read."""
-    if unknown not in (None, "error"):
-        console.say_unknown(run.tokenizer.count_unknown(prompt), unknown)
-        prompt = run.tokenizer.decode(run.tokenizer.encode(prompt, unknown=unknown))
-    if len(prompt) > run.model.block_size:
+def readable_prompt(run: Run, prompt: str, unknown: Unknown) -> str:
+    """Return a prompt as the model reads it; say what it does not read.
+
+    Raises:
+        UnknownCharacterError: it contains unknown characters and `unknown` is `error`.
+    """
+    tokenizer = run.tokenizer
+    tokens = tokenizer.encode(prompt, unknown=unknown)
+    console.say_unknown(tokenizer.count_unknown(prompt), unknown)
+    n_tokens = len(tokens) + len(tokenizer.boundary)  # which precedes it
+    if n_tokens > run.model.block_size:
+        unit = "tokens" if tokenizer.has_bytes or tokenizer.boundary else "characters"
         console.say(
-            f"the prompt has {len(prompt):,} characters; the model reads the last "
-            f"{run.model.block_size:,}"
+            f"the prompt has {n_tokens:,} {unit}; the model reads the last {run.model.block_size:,}"
         )
-    return prompt
+    return prompt if unknown == "error" else tokenizer.decode(tokens)
 
 
 def say_seed(config: Config, settings: SampleConfig) -> None:
@@ -207,18 +213,23 @@ def say_seed(config: Config, settings: SampleConfig) -> None:
 
 
 def print_samples(
-    run: Run, texts: list[str], n_prompt: int, overlap: OverlapReport | None, copied: set[str]
+    texts: list[str],
+    n_prompt: int,
+    boundary: str,
+    corpus: Corpus | None,
+    overlap: OverlapReport | None,
+    copied: set[str],
 ) -> None:
     """Print texts with their verbatim matches marked, and what was found.
 
     Args:
-        run: its model sampled the texts.
         texts: each begins with the prompt.
         n_prompt: length of the prompt.
-        overlap: of the rest of the texts with the training split, if it was measured.
+        boundary: of documents; "" if the run's text has none.
+        corpus: the run's text, if `overlap` was measured.
+        overlap: of the rest of the texts with the training split.
         copied: those texts that are whole documents of the training split.
     """
-    boundary = run.tokenizer.boundary
     for number, text in enumerate(texts, 1):
         matched = overlap.texts[number - 1].matched if overlap else []
         if text in copied:
@@ -234,13 +245,13 @@ def print_samples(
             "verbatim matches with the training split, of whole documents or "
             f"{MIN_MATCH} characters or more"
         )
-    elif overlap is not None:
+    elif overlap is not None and corpus is not None:
         print_overlap(overlap)
         # lines that the model has ended, with what the prompt has of the first
         first = texts[0].rfind("\n", 0, n_prompt) + 1
         lines = {line for text in texts for line in text[first:].split("\n")[:-1] if line}
         if len(lines) > 1:
-            n_copied = len(find_items(run.corpus(), lines, "\n"))
+            n_copied = len(find_items(corpus, lines, "\n"))
             console.out_sentence(
                 f"of {len(lines):,} different lines, {n_copied:,} are in the training split"
             )
@@ -276,10 +287,10 @@ def mark(text: str, matched: list[tuple[int, int]]) -> str:
 
 
 def print_overlap(overlap: OverlapReport) -> None:
-    """Print the longest verbatim match, and the novel fractions next to those of held-out text."""
+    """Print the longest verbatim match, and the novel fractions next to those of the val split."""
     matches = [each.longest for each in overlap.texts if each.longest]
-    held_out = overlap.longest_held_out or f"under {MIN_MATCH}"
-    reference = f"in held-out text of the same length, median: {held_out}"
+    usual = overlap.longest_in_val or f"under {MIN_MATCH}"
+    reference = f"in equally long parts of the validation split, median: {usual}"
     if matches:
         match = max(matches, key=lambda each: each.length)
         console.out_sentence(
@@ -291,4 +302,4 @@ def print_overlap(overlap: OverlapReport) -> None:
         console.out_sentence(
             f"no verbatim match of {MIN_MATCH} characters with the training split ({reference})"
         )
-    tables.table(["n", "novel n-grams", "in held-out text"], overlap.novel_rows())
+    tables.table(["n", "novel n-grams", "in validation split"], overlap.novel_rows())

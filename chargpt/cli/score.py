@@ -8,6 +8,7 @@ import typer
 from chargpt.cli import console, options, runs, tables
 from chargpt.cli.progress import show_progress
 from chargpt.inference import scoring
+from chargpt.inference.evaluation import token_losses
 from chargpt.text.corpus import read_text
 from chargpt.training.adaptive import adaptive_losses
 
@@ -43,7 +44,7 @@ def score(
     loaded = runs.load_named_run(
         run, checkpoint, device, mixture=mixture or adaptive, choose_threads=True
     )
-    losses_of = adaptive_losses if adaptive else scoring.sliding_losses
+    losses_of = adaptive_losses if adaptive else token_losses
     if text == "-" and sys.stdin is not None and sys.stdin.isatty():
         console.say("type the text; Ctrl-D ends it")
     given = {"encoding": encoding, "encoding_errors": encoding_errors}
@@ -73,10 +74,10 @@ def score(
     console.out(
         f"{console.characters(len(scored.bits))}: {scored.bits_per_char:.3f} bits per character"
     )
-    if len(ranked) > 2 * SHOWN:
+    if len(ranked) > 1:
         rows = [
-            [f"{line.bits_per_char:.3f}", f"{line.number:,}", line.text[:60]]
-            for line in (*ranked[:SHOWN], *ranked[-SHOWN:])
+            [f"{line.bits_per_char:.3f}", f"{line.number:,}", line.text[:60]] for line in ranked
         ]
-        rows.insert(SHOWN, ["...", "", ""])
-        tables.table(["bits/char", "line", "highest and lowest surprisal"], rows)
+        if len(rows) > 2 * SHOWN:
+            rows = [*rows[:SHOWN], ["...", "", ""], *rows[-SHOWN:]]
+        tables.table(["bits/char", "line", "lines by surprisal, highest first"], rows)

@@ -28,7 +28,7 @@ class Signals:
 
     Attributes:
         caught: numbers of the signals so far. All are recorded, as Python drops an exception that
-            is raised while it deletes an object: such a signal ends the command later.
+            is raised within `__del__`: such a signal ends the command later.
         is_deferred: whether a signal is only recorded, for the training loop to see.
     """
 

@@ -153,8 +153,8 @@ def print_result(
         console.out_sentence(sentence)
     best_step = f"the best checkpoint is step {state.best_step:,}"
     if state.best_step == 0:
-        start = session.start_run
-        before = f"{start.folder}, with which it began" if start else "the untrained model"
+        start = config.train.from_run
+        before = f"{start}, with which it began" if start else "the untrained model"
         best_step = f"no checkpoint is better than {before}; commands use the last one"
     seconds = console.duration(state.seconds)
     earlier = ", those before --resume included" if session.is_resumed else ""

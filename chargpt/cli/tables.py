@@ -13,6 +13,7 @@ from rich.text import Text
 from chargpt.cli import console
 
 MAX_WHOLE = 24  # characters of a cell that is not wrapped
+MIN_FIRST = 12  # characters that the first column always has room for
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str = "") -> None:
@@ -37,7 +38,11 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str =
         )
     for row in rows:
         grid.add_row(*(Text(console.printable(cell)) for cell in row))
-    print_rich(Console(highlight=False), grid)
+    # a terminal that is too narrow breaks whole lines: rich would leave out columns and cut numbers
+    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+    limits = (MIN_FIRST, *(MAX_WHOLE for _ in widths[1:]))
+    least = 1 + 2 * len(widths) + sum(map(min, widths, limits))
+    print_rich(Console(highlight=False, width=max(Console().width, least)), grid)
 
 
 def print_rich(target: Console, content: RenderableType) -> None:

@@ -39,7 +39,7 @@ def train(
             "--budget",
             metavar="TIME",
             help="Total time, as in 30s, 3m or 1h: model size and steps are chosen to fit. "
-            f"Without -c and -s: {DEFAULT_BUDGET}.",
+            f"Without -c and settings of model or training: {DEFAULT_BUDGET}.",
         ),
     ] = None,
     resume: Annotated[
@@ -101,7 +101,7 @@ def train(
             show_result(session, baselines, json_=json_)
         except (KeyboardInterrupt, Stopped):
             console.say(
-                f"all steps are saved in {session.folder.path}, without a mixture or report; "
+                f"the run is saved in {session.folder.path}, without a mixture or report; "
                 "`chargpt evaluate` measures the run"
             )
             raise
@@ -109,7 +109,7 @@ def train(
     slow = "reading the text and measuring the speed of training ..."
     with catch_signals() as signals, console.say_if_slow(slow) as notice:
         try:
-            run_training(request, run_session, LoadingProgress())
+            run_training(request, run_session, LoadingProgress(notice.cancel))
         except FinishedError as error:
             if request.start is not StartMode.BEGIN_OR_RESUME:
                 raise

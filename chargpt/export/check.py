@@ -50,8 +50,8 @@ class Check:
     Attributes:
         reader: name of the program that read the export.
         difference: the largest difference of a log-probability.
-        divergence: mean Kullback-Leibler divergence of the export from the run, in nats: how much
-            higher its loss is on text of the run's own distribution.
+        divergence: mean Kullback-Leibler divergence of the export's predictions from the run's
+            after the prompts, in nats.
         n_greedy: number of tokens of greedy text that are the same.
     """
 

@@ -78,7 +78,8 @@ def require_gguf(run: Run, precision: Precision) -> None:
     tokenizer, width = run.tokenizer, run.config.model.n_embd
     if find_spec("gguf") is None:
         raise ConfigError(
-            "GGUF needs a package that is not installed; run pip install 'chargpt[export]'"
+            "GGUF needs a package that is not installed; run pip install '.[export]' in chargpt's "
+            "folder"
         )
     if tokenizer.has_unknown:
         raise ConfigError(

@@ -28,6 +28,7 @@ from chargpt.export.check import (
 )
 from chargpt.files import read_json, read_regular, require_new, write_synced
 from chargpt.models import GPT, build_model, count_parameters, rotary_bytes
+from chargpt.store.checkpoint import max_weight_bytes
 from chargpt.store.folder import RunFolder
 from chargpt.store.run import Run
 from chargpt.store.state import RunState
@@ -37,7 +38,6 @@ from chargpt.text.tokenizer import REPLACEMENT, CharTokenizer
 CONFIG, TOKENIZER, WEIGHTS = "config.json", "tokenizer.json", "model.safetensors"
 ORIGIN = "chargpt.json"
 MAX_JSON_BYTES = 64_000_000
-MAX_WEIGHT_BYTES = 1 << 36
 # our names of a layer's weights, and those of transformers
 LAYER_NAMES = {
     "attention_norm": "input_layernorm",
@@ -219,6 +219,7 @@ def model_card(run: Run) -> str:
         if run.tokenizer.has_unknown
         else "any other is dropped by the tokenizer"
     )
+    unit = "tokens" if run.tokenizer.has_bytes else "characters"
     text = " ".join(state.text.split()).replace("`", "'") or "unknown"
     return f"""---
 library_name: transformers
@@ -232,7 +233,7 @@ tags: [character-level, qwen3]
 - Training text: `{text}`
 - Size: {model.parameter_count():,} parameters; layers {config.model.n_layer}, width \
 {config.model.n_embd}, heads {config.model.n_head}
-- Context: prompt and continuation together at most {config.model.block_size:,} characters
+- Context: prompt and continuation together at most {config.model.block_size:,} {unit}
 - Vocabulary: {run.tokenizer.describe()}; {outside}
 - Loss: {loss}
 - Trained {state.step:,} steps with chargpt
@@ -350,10 +351,13 @@ def read_folder(folder: Path) -> tuple[Config, CharTokenizer, RunState, GPT]:
         config = validate(origin["config"], str(path))
         tokenizer = CharTokenizer.from_json(origin["tokenizer"], str(path))
         state = RunState.from_json(origin["state"].encode())
-        tensors = safetensors.torch.load(read_regular(folder / WEIGHTS, MAX_WEIGHT_BYTES))
         if config.model.kind != "gpt":
             raise ValueError("it holds no GPT")
-        require_memory(rotary_bytes(config.model), "the model")
+        # all that the settings allow, but no more than there is to read
+        limit = max_weight_bytes(config.model, tokenizer.vocab_size)
+        size = min(limit, (folder / WEIGHTS).lstat().st_size)
+        require_memory(2 * size + rotary_bytes(config.model), "the model")
+        tensors = safetensors.torch.load(read_regular(folder / WEIGHTS, limit))
         n_weights = sum(tensor.numel() for tensor in tensors.values())
         # before memory is taken for the model
         if n_weights != count_parameters(config.model, tokenizer.vocab_size):

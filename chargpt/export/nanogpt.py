@@ -91,7 +91,7 @@ def import_nanogpt(checkpoint: Path, meta: Path, out: Path, text: Path | None = 
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """Reads numbers, strings and containers; refuses everything else."""
+    """Reads integers, strings and dicts; refuses everything else."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise pickle.UnpicklingError(f"it asks for {module}.{name}")
@@ -113,12 +113,12 @@ def read_meta(path: Path) -> tuple[CharTokenizer, Tensor]:
         itos = PlainUnpickler(io.BytesIO(content)).load()["itos"]
         if sorted(itos) != list(range(len(itos))) or not itos:
             raise ValueError("its `itos` does not number the characters from 0 on")
-        if not all(isinstance(character, str) for character in itos.values()):
-            raise ValueError("its `itos` does not map to characters")
+        if not all(isinstance(each, str) and len(each) == 1 for each in itos.values()):
+            raise ValueError("its `itos` does not map to single characters")
         by_character = {character: id_ for id_, character in itos.items()}
         characters = "".join(sorted(by_character))
         if len(characters) != len(itos):
-            raise ValueError("its `itos` does not map to single, different characters")
+            raise ValueError("its `itos` maps two numbers to one character")
         characters.encode()  # no surrogates
     except Exception as error:  # a damaged pickle may raise any
         raise _unusable(path, error) from None
@@ -200,7 +200,8 @@ def rename(weights: dict[str, Tensor], model: ModelConfig, vocab_size: int) -> d
     found.pop(None, None)
     for name, tensor in [*found.items(), ("embedding.weight", head)]:
         # before anything is copied: a tensor may be one number, repeated
-        is_whole = tensor.untyped_storage().nbytes() >= tensor.numel() * tensor.element_size()
+        n_bytes = tensor.numel() * tensor.element_size()
+        is_whole = tensor.device.type == "cpu" and tensor.untyped_storage().nbytes() >= n_bytes
         if shapes.get(str(name)) != tensor.shape or not is_whole:
             raise ValueError(f"its {name!s:.60} has another shape than its settings say")
     if not torch.equal(head, found["embedding.weight"]):

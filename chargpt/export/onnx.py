@@ -135,7 +135,8 @@ def export_onnx(run: Run, path: Path, *, force: bool = False) -> Check:
     model = exportable_model(run, "ONNX")
     if find_spec("onnx") is None:
         raise ConfigError(
-            "ONNX needs a package that is not installed; run pip install 'chargpt[export]'"
+            "ONNX needs a package that is not installed; run pip install '.[export]' in chargpt's "
+            "folder"
         )
     if 4 * model.parameter_count() > MAX_BYTES:
         raise ConfigError(

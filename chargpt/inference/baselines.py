@@ -20,9 +20,9 @@ MAX_BLOCK_SIZE = 65_536  # the maximum of model.block_size
 class Baselines:
     """The baselines of a text, fitted to its training split.
 
-    `uniform`: ln V. `unigram` and `bigram`: frequencies in the training split, with 1 added to each
-    character's count and 0.1 to each pair's. `6-gram`: `NGramLM`, fitted to at most the last
-    4,000,000 characters of the training split.
+    `uniform`: ln V per token. `unigram` and `bigram`: frequencies in the training split, with 1
+    added to each character's count and 0.1 to each pair's. `6-gram`: `NGramLM`, fitted to at most
+    the last 4,000,000 characters of the training split.
 
     Args:
         corpus: the text.

@@ -9,6 +9,7 @@ size is close to the loss of the protocol `sliding`.
 
 Another machine may round differently. The file names the platform, which is compared before
 decompression, and contains a checksum of the text, which is compared afterwards.
+
 Shapes in this file: N = characters, L = lanes, V = vocabulary size.
 """
 
@@ -190,9 +191,8 @@ def _iter_distributions(
     frequencies = np.ones((num_lanes, run.model.vocab_size), dtype=np.int64)
     for position in range(length if count else 0):
         if position:
-            logits = decoder.step(lanes[:, position - 1].astype(np.int64)).astype(
-                np.float64
-            )  # (L, V)
+            tokens = lanes[:, position - 1].astype(np.int64)
+            logits = decoder.step(tokens).astype(np.float64)  # (L, V)
             probs = np.exp(logits - max_logits(logits))
             probs *= FREQUENCY_SCALE / probs.sum(axis=1, keepdims=True)
             frequencies = probs.astype(np.int64) + 1  # no character is impossible

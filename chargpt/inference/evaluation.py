@@ -109,6 +109,7 @@ def evaluate(
     text: str | Path | None = None,
     *,
     content: str | None = None,
+    tokens: Tokens | None = None,
     stride: int | None = None,
     dtype: torch.dtype | None = None,
     seed: int = 1337,
@@ -122,6 +123,7 @@ def evaluate(
         protocol: `full`, `sliding` or `nanogpt`.
         text: path of another text; characters outside the vocabulary follow `text.unknown`.
         content: another text itself, instead of its path.
+        tokens: another text as token ids, (tokens,), instead of its path.
         stride: S of `sliding`, 1 to T; max(1, T // 2) by default.
         dtype: torch.bfloat16 for mixed precision; float32 by default.
         seed: of the random batches of `nanogpt`.
@@ -135,22 +137,16 @@ def evaluate(
     for name, value, choices in (("protocol", protocol, Protocol), ("split", split, Split)):
         if value not in get_args(choices):
             raise ConfigError(f"{name} {value!r} is not one of {', '.join(get_args(choices))}")
-    run = as_run(run)
-    settings, n_unknown = run.config.text, 0
-    if text is not None:
-        content = read_text(text, settings)
-    elif content is not None:
-        content = "".join(mark_documents([iter([content])], settings.documents))
-    if content is None:
-        tokens = run.corpus().split(split)
-    else:
-        tokens = run.tokenizer.encode(content, unknown=settings.unknown)
-        n_unknown = run.tokenizer.count_unknown(content)
+    run, n_unknown, name = as_run(run), 0, "all"
+    if text is not None or content is not None:
+        tokens, n_unknown = read_tokens(run, text, content)
+    elif tokens is None:
+        tokens, name = run.corpus().split(split), split
     result = evaluate_tokens(
         run.model,
         tokens,
         protocol=protocol,
-        split=split if content is None else "all",
+        split=name,
         stride=stride,
         dtype=dtype,
         seed=seed,
@@ -163,6 +159,22 @@ def evaluate(
         mean_length = run.tokenizer.count_characters(tokens) / int(n_documents)
         per_document = result.nats_per_char * mean_length
     return replace(result, unknown=n_unknown, nats_per_document=per_document)
+
+
+def read_tokens(
+    run: Run, text: str | Path | None, content: str | None = None
+) -> tuple[Tokens, int]:
+    """Return another text as a run's tokens, and its number of characters outside the vocabulary.
+
+    `content` is the text itself, instead of its path.
+    """
+    settings = run.config.text
+    if text is not None:
+        content = read_text(text, settings)
+    else:
+        content = "".join(mark_documents([iter([content or ""])], settings.documents))
+    tokens = run.tokenizer.encode(content, unknown=settings.unknown)
+    return tokens, run.tokenizer.count_unknown(content)
 
 
 def evaluate_tokens(
@@ -182,11 +194,11 @@ def evaluate_tokens(
 
     Args:
         model: used on its device in evaluation mode; its mode is restored.
-        tokens: shape (characters,).
+        tokens: shape (tokens,).
         protocol: `full`, `sliding` or `nanogpt`.
         split: name of the split in the result.
         stride: S of `sliding`, 1 to T; max(1, T // 2) by default.
-        max_characters: with `full`, maximum N; evenly spread spans are scored.
+        max_characters: with `full`, at most so many tokens are scored, in evenly spread spans.
         span: length of such a span; the block size by default. Models with different block sizes
             score the same characters if it is the same.
         dtype: torch.bfloat16 for mixed precision; float32 by default.
@@ -244,10 +256,9 @@ def evaluate_tokens(
     )
 
 
-def token_losses(
-    model: LanguageModel, tokens: Tokens, on_progress: OnProgress = lambda *_: None
-) -> Floats:
+def token_losses(run: Run, tokens: Tokens, on_progress: OnProgress = lambda *_: None) -> Floats:
     """Return the loss of each token but the first in nats, (tokens - 1,), by `sliding`."""
+    model = run.model
     found: list[Floats] = []
     done = 0
     with eval_mode(model):

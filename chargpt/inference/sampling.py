@@ -1,7 +1,7 @@
 """Text generation: prefill a prompt, sample tokens (sampler.py), decode text, cut at stop strings.
 
-The context is at most `block_size` characters: of a longer prompt the last `block_size`. When the
-KV cache is full, its older half is evicted (decoders/__init__.py).
+The context is at most `block_size` tokens: of a longer prompt the last `block_size`. When the KV
+cache is full, its older half is evicted (decoders/__init__.py).
 
 Shapes in this file: N = streams sampled together, T = prompt length, V = vocabulary size.
 """
@@ -76,7 +76,9 @@ def stream(
     unknown: Unknown | None = None,
     **changes: object,
 ) -> Iterator[str]:
-    """Yield the continuation of one text as it is sampled, a character or more at a time.
+    """Yield the continuation of one text as it is sampled, piece by piece.
+
+    A piece may be empty, while a stop string or a character of several bytes is unfinished.
 
     The arguments and errors are those of `sample`; joined, the pieces are its first text without
     the prompt.

@@ -51,22 +51,17 @@ class Scored:
         return lines
 
 
-def sliding_losses(run: Run, tokens: Tokens, on_progress: OnProgress) -> Floats:
-    """Return the loss of each token but the first in nats, by `sliding` evaluation."""
-    return token_losses(run.model, tokens, on_progress)
-
-
 def score(
     run: Run,
     text: str,
     unknown: Unknown | None = None,
     on_progress: OnProgress = lambda *_: None,
-    losses_of: Callable[[Run, Tokens, OnProgress], Floats] = sliding_losses,
+    losses_of: Callable[[Run, Tokens, OnProgress], Floats] = token_losses,
 ) -> Scored:
     """Return the surprisal of each character, -log2 of its probability.
 
     The text is scored as if a boundary of documents or a newline preceded it. If the vocabulary has
-    neither, the first character has surprisal log2(V).
+    neither, the first token has surprisal log2(V).
 
     Args:
         run: a run from `load_run`.

@@ -42,9 +42,7 @@ def count_parameters(config: ModelConfig, vocab_size: int) -> int:
 
 def rotary_bytes(config: ModelConfig) -> int:
     """Return the peak memory of computing a model's rotary tables, in bytes."""
-    # per entry: angles in float64 before and after concatenation, one table in float64, two in
-    # float32
-    entry_bytes = 4 + 8 + 8 + 4 + 4
+    entry_bytes = 8 + 8 + 4 + 4  # angles and one table in float64, two tables in float32
     return entry_bytes * config.block_size * config.head_size * (config.kind == "gpt")
 
 

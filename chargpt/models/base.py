@@ -73,7 +73,7 @@ class LanguageModel(nn.Module, ABC):
         return next(chain(self.parameters(), self.buffers())).device
 
     def parameter_count(self) -> int:
-        """Return the number of trainable parameters."""
+        """Return the number of parameters."""
         return sum(p.numel() for p in self.parameters())
 
 

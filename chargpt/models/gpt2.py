@@ -1,5 +1,6 @@
-"""GPT-2 (Radford et al. 2019), as nanoGPT trains it: for checkpoints that are imported.
+"""GPT-2 (Radford et al. 2019), for checkpoints of nanoGPT that are imported.
 
+It computes what nanoGPT does; its dropout and initial weights, for training on, are simpler.
 Learned positions, LayerNorm, GELU, biases, and the embedding as output head. A checkpoint without
 biases has zeros.
 

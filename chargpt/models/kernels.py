@@ -243,7 +243,8 @@ class _Dropout(Function):
         # 16 random bits an element; torch's dropout draws a 64-bit number for each
         bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
         uniform = bits.view(torch.int16)[: x.numel()].view(x.shape)
-        mask = (uniform >= round(p * 2**16) - 2**15).to(x.dtype)
+        threshold = min(round(p * 2**16) - 2**15, 2**15 - 1)  # the maximum of int16
+        mask = (uniform >= threshold).to(x.dtype)
         ctx.save_for_backward(mask)
         ctx.scale = 1 / (1 - p)
         return (x * mask).mul_(ctx.scale)

@@ -40,13 +40,12 @@ class Gate(nn.Module):
     (Hansen and Salamon 1990).
 
     Args:
-        n_tokens: of the text that the n-grams are counted from.
         order: of the n-gram model.
     """
 
-    def __init__(self, n_tokens: int, order: int = ORDER) -> None:
+    def __init__(self, order: int = ORDER) -> None:
         super().__init__()
-        n_orders = min(order, n_tokens) + WORDS + 1  # K
+        n_orders = order + WORDS + 1  # K
         self.hidden = nn.Linear(1 + 2 * n_orders, NETWORKS * HIDDEN)
         self.output = nn.Parameter(torch.zeros(NETWORKS, HIDDEN, 1 + n_orders))
         self.bias = nn.Parameter(torch.zeros(NETWORKS, 1 + n_orders))
@@ -68,7 +67,7 @@ class Mixture(LanguageModel):
 
     Args:
         gpt: the GPT.
-        tokens: that the n-grams are counted from, the last MAX_TOKENS of them.
+        tokens: that the n-grams are counted from, at least `order`, the last MAX_TOKENS of them.
         in_words: which tokens are part of words, (V,).
         order: of the n-gram model.
     """
@@ -80,7 +79,7 @@ class Mixture(LanguageModel):
         self.gpt, self.in_words, self.order = gpt, in_words, order
         self.first_continuation = gpt.first_continuation
         self.count(tokens)
-        self.gate = Gate(len(tokens), order)
+        self.gate = Gate(order)
 
     def count(self, tokens: Tokens) -> None:
         """Estimate the n-gram models from the last MAX_TOKENS token ids."""

@@ -1,6 +1,6 @@
 """Word n-grams: counts of the next token after the current word so far and the words before it.
 
-    p_m(w | h) = (c(h_m w) - d + d t(h_m) p_{m-1}(w | h)) / c(h_m)
+    p_m(w | h) = (max(c(h_m w) - d, 0) + d t(h_m) p_{m-1}(w | h)) / c(h_m)
 
 h_m is the current word so far with the m words before it, m = 0, 1, 2, and p_{-1} is the n-gram
 model of order `BACKOFF_ORDER`; c, d and t are as in ngram.py, c being the number of occurrences.
@@ -96,7 +96,9 @@ class WordNGrams(nn.Module):
 
 
 def hash_contexts(tokens: Ints, in_words: Bools) -> list[Ints]:
-    """Return the hashes of the contexts that end at each token, by m, (B, T) each; < 2^62 / V.
+    """Return the hashes of the contexts that end at each token, by m, (B, T) each.
+
+    They are below 2^63 / V, so that hash * V + token fits into int64.
 
     The hash of a sequence is a polynomial in MULTIPLIER modulo 2^64 with its tokens as
     coefficients: a difference of two prefix sums, times a power.

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from chargpt.config import Config, validate
+from chargpt.config import Config, ModelConfig, validate
 from chargpt.device import require_memory
 from chargpt.errors import RunError
 from chargpt.files import Chunks, entry_names
@@ -109,23 +109,36 @@ def read_checkpoint(folder: Path, *, optimizer: bool = True) -> Checkpoint:
         ChargptError: a file is missing, damaged, or inconsistent with the others.
     """
     config, tokenizer, state = read_without_tensors(folder)
-    weight_bytes = 4 * count_parameters(config.model, tokenizer.vocab_size)
-    header_bytes = MAX_TENSOR_HEADER * (TENSORS_PER_LAYER * config.model.n_layer + OTHER_TENSORS)
-    max_bytes = {MODEL: weight_bytes + header_bytes}
+    max_bytes = {MODEL: max_weight_bytes(config.model, tokenizer.vocab_size)}
     if optimizer:
-        max_bytes[OPTIMIZER] = MAX_OPTIMIZER_COPIES * (weight_bytes + header_bytes)
+        max_bytes[OPTIMIZER] = MAX_OPTIMIZER_COPIES * max_bytes[MODEL]
+    sizes = [min(limit, _file_size(folder / name)) for name, limit in max_bytes.items()]
     # each file's bytes are in memory together with its tensors
-    wanted = 2 * sum(max_bytes.values()) + rotary_bytes(config.model)
-    require_memory(wanted, f"the checkpoint {folder}")
+    require_memory(2 * sum(sizes) + rotary_bytes(config.model), f"the checkpoint {folder}")
     tensors = {
         name: deserialize(folder / name, content)
         for name, content in commit.read(folder, max_bytes, {"step": state.step}).items()
     }
-    if 4 * sum(tensor.numel() for tensor in tensors[MODEL].values()) != weight_bytes:
+    n_weights = sum(tensor.numel() for tensor in tensors[MODEL].values())
+    if n_weights != count_parameters(config.model, tokenizer.vocab_size):
         # raises, naming the first tensor that differs; without memory: the config may be forged
         with torch.device("meta"):
             load_weights(build_model(config.model, tokenizer.vocab_size), tensors[MODEL], folder)
     return Checkpoint(folder, config, tokenizer, state, tensors[MODEL], tensors.get(OPTIMIZER, {}))
+
+
+def max_weight_bytes(model: ModelConfig, vocab_size: int) -> int:
+    """Return the largest size of a model's safetensors file, in bytes."""
+    header = MAX_TENSOR_HEADER * (TENSORS_PER_LAYER * model.n_layer + OTHER_TENSORS)
+    return 4 * count_parameters(model, vocab_size) + header
+
+
+def _file_size(path: Path) -> int:
+    """Return the size of a file; 0 if there is none, which reading it will report."""
+    try:
+        return path.lstat().st_size
+    except OSError:
+        return 0
 
 
 def read_without_tensors(folder: Path) -> tuple[Config, CharTokenizer, RunState]:

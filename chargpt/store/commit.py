@@ -64,12 +64,13 @@ def commit(folder: Path, files: Mapping[str, Chunks], metadata: Mapping[str, obj
         sync_directory(temporary)
         for name in set(entry_names(folder)) - set(names):
             os.rename(folder / name, temporary / name)
-        discard(folder, names)
+        old = _set_aside(folder)
         os.rename(temporary, folder)
     except BaseException:
         remove(temporary, names)
         raise
     sync_directory(folder.parent)
+    remove(old, names)
 
 
 def _sha256(chunks: Chunks) -> str:
@@ -81,10 +82,15 @@ def _sha256(chunks: Chunks) -> str:
 
 def discard(folder: Path, names: Iterable[str]) -> None:
     """Delete a directory, renamed first so that no part of it can be taken for a complete one."""
+    remove(_set_aside(folder), names)
+
+
+def _set_aside(folder: Path) -> Path:
+    """Rename a directory, if there is one, so that readers do not find it; return its new path."""
+    aside = folder.with_name(f"{folder.name}.old.tmp")
     if exists(folder):
-        temporary = folder.with_name(f"{folder.name}.old.tmp")
-        os.rename(folder, temporary)
-        remove(temporary, names)
+        os.rename(folder, aside)
+    return aside
 
 
 def remove(folder: Path, names: Iterable[str]) -> None:

@@ -293,14 +293,6 @@ class RunFolder:
                 commit.write_pointer(self.checkpoints, "best", best)
                 self.notes.append(f"best.json was missing or damaged; it names {best.name} again")
 
-    def read_config(self) -> Config:
-        """Return the config that the newest intact checkpoint was saved with.
-
-        Raises:
-            RunError: there is none.
-        """
-        return loading.newest_without_tensors(self.path)[0]
-
     def note_edits(self, config: Config) -> None:
         """Note that the run's `config.yaml` is not what its checkpoint has, which is used."""
         path = self.path / CONFIG

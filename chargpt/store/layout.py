@@ -42,6 +42,14 @@ def is_run(path: Path) -> bool:
     return (CONFIG in names and TOKENIZER in names) or has_checkpoint(path)
 
 
+def is_readable_run(path: Path) -> bool:
+    """Return whether a folder is a run, as far as this user can read it."""
+    try:
+        return is_run(path)
+    except OSError:
+        return False
+
+
 def has_checkpoint(path: Path) -> bool:
     """Return whether a run, or the one it is to replace, has a checkpoint, intact or damaged.
 
@@ -125,7 +133,7 @@ def _is_run_file(parts: tuple[str, ...]) -> bool:
         return False
     if len(rest) == 1:
         return _is_step_folder(rest[0]) or _is_written(rest[0], POINTERS)
-    return _is_step_folder(rest[0]) and len(rest) == 2 and rest[1] in (*FILES, KEEP)
+    return _is_step_folder(rest[0]) and len(rest) == 2 and _is_written(rest[1], (*FILES, KEEP))
 
 
 def _is_step_folder(name: str) -> bool:

@@ -8,9 +8,9 @@ from typing import Literal
 
 from filelock import FileLock, Timeout
 
-from chargpt.errors import ChargptError
+from chargpt.errors import ChargptError, UnreadableError
+from chargpt.files import exists
 from chargpt.models import count_parameters
-from chargpt.store import commit
 from chargpt.store.checkpoint import read_without_tensors
 from chargpt.store.layout import (
     CHECKPOINTS,
@@ -18,10 +18,19 @@ from chargpt.store.layout import (
     REPLACED,
     has_checkpoint,
     has_checkpoint_itself,
-    is_run,
+    is_readable_run,
 )
+from chargpt.store.loading import candidates
 
-State = Literal["finished", "stopped early", "training", "unfinished", "no checkpoint", "damaged"]
+State = Literal[
+    "finished",
+    "stopped early",
+    "training",
+    "unfinished",
+    "no checkpoint",
+    "damaged",
+    "unreadable",  # now: no permission, or an error of the disk
+]
 
 
 @dataclass(frozen=True)
@@ -48,7 +57,9 @@ def list_runs(parent: Path) -> list[RunSummary]:
 
 def _run_paths(parent: Path) -> Iterator[Path]:
     for depth in ("*", "*/*"):
-        yield from (path for path in parent.glob(depth) if path.name != REPLACED and is_run(path))
+        for path in parent.glob(depth):
+            if path.name != REPLACED and is_readable_run(path):
+                yield path
 
 
 def summarize(path: Path) -> RunSummary:
@@ -58,10 +69,16 @@ def summarize(path: Path) -> RunSummary:
         return RunSummary(path, "training" if is_training else "no checkpoint")
     try:
         current = path if has_checkpoint_itself(path) else path / REPLACED
-        folder = commit.resolve_pointer(current / CHECKPOINTS, "latest")
+        (folder, *_), skipped = candidates(current, "latest")
+        if skipped:
+            return RunSummary(path, "damaged")
         config, tokenizer, state = read_without_tensors(folder)
-        saved = datetime.fromtimestamp(folder.stat().st_mtime).astimezone()
-    except (ChargptError, OSError):
+        pointer = current / CHECKPOINTS / "latest.json"
+        written = pointer if exists(pointer) else folder  # it was killed in its first save
+        saved = datetime.fromtimestamp(written.stat().st_mtime).astimezone()
+    except (UnreadableError, OSError):
+        return RunSummary(path, "unreadable")
+    except ChargptError:
         return RunSummary(path, "damaged")
     progress: State = "finished" if state.step >= config.train.max_steps else "unfinished"
     return RunSummary(

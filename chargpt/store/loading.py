@@ -4,7 +4,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from chargpt.config import Config
-from chargpt.errors import ChargptError, RunError, UnreadableError
+from chargpt.errors import ChargptError, DeviceError, RunError, UnreadableError
 from chargpt.files import entry_names, read_regular
 from chargpt.store import commit
 from chargpt.store.checkpoint import (
@@ -50,7 +50,7 @@ def newest_without_tensors(run: Path) -> tuple[Config, CharTokenizer, RunState]:
 
 
 def _pointers(run: Path) -> list[bytes | None]:
-    """Return the content of the pointers, which changes with every save."""
+    """Return the content of the pointers, of which `latest` changes with every save."""
     contents: list[bytes | None] = []
     for name in POINTERS:
         try:
@@ -61,11 +61,11 @@ def _pointers(run: Path) -> list[bytes | None]:
 
 
 def _load(run: Path, which: str, *, optimizer: bool) -> tuple[Checkpoint, list[str]]:
-    candidates, skipped = _candidates(run, which)
-    for folder in candidates:
+    folders, skipped = candidates(run, which)
+    for folder in folders:
         try:
             return read_checkpoint(folder, optimizer=optimizer), skipped
-        except UnreadableError:
+        except (UnreadableError, DeviceError):  # it may be intact, but there is too little memory
             raise
         except ChargptError as error:
             skipped.append(str(error))
@@ -74,7 +74,7 @@ def _load(run: Path, which: str, *, optimizer: bool) -> tuple[Checkpoint, list[s
     )
 
 
-def _candidates(run: Path, which: str) -> tuple[list[Path], list[str]]:
+def candidates(run: Path, which: str) -> tuple[list[Path], list[str]]:
     """Return the checkpoints to try, in order, and why the one named is not among them."""
     parent = run / CHECKPOINTS
     folders = list_checkpoints(parent)[::-1]
@@ -90,21 +90,17 @@ def _candidates(run: Path, which: str) -> tuple[list[Path], list[str]]:
         return [steps[which]], []
     if len(folders) == 1 and f"{which}.json" not in entry_names(parent):
         return folders, []  # the process was killed in its first save, before it wrote the pointer
+    named = None
     try:
         named, _ = commit.read_pointer(parent, which)
-    except UnreadableError:
-        raise
-    except RunError as error:
-        best = _recorded_best(run, folders) if which == "best" else []
-        return [*best, *(folder for folder in folders if folder not in best)], [str(error)]
-    others = [folder for folder in folders if folder != named]
-    try:
         commit.resolve_pointer(parent, which)
     except UnreadableError:
         raise
     except RunError as error:
-        return others, [str(error)]
-    return [named, *others], []
+        best = _recorded_best(run, folders) if which == "best" else []
+        others = [*best, *(folder for folder in folders if folder not in best)]
+        return [folder for folder in others if folder != named], [str(error)]
+    return [named, *(folder for folder in folders if folder != named)], []
 
 
 def _recorded_best(run: Path, folders: list[Path]) -> list[Path]:

@@ -16,7 +16,7 @@ import torch
 from chargpt.errors import RunError
 from chargpt.files import exists, read_regular, write_atomically
 from chargpt.models import GPT
-from chargpt.models.mixture import Gate, Mixture
+from chargpt.models.mixture import ORDER, Gate, Mixture
 from chargpt.models.ngram import MAX_TOKENS
 from chargpt.models.word_ngram import word_tokens
 from chargpt.store.folder import RunFolder
@@ -25,6 +25,10 @@ from chargpt.store.run import Run, as_run
 from chargpt.text.tokenizer import Tokens
 
 MAX_BYTES = 4 * MAX_TOKENS + 1_000_000
+MALFORMED = (  # what reading a file raises that is missing, or not of this form
+    *(OSError, ValueError, KeyError, TypeError, OverflowError, RuntimeError),
+    safetensors.SafetensorError,
+)
 
 
 class OtherCheckpointError(RunError):
@@ -65,7 +69,7 @@ def _kept_step(run: Run) -> int | None:
     try:
         content = read_regular(run.folder / MIXTURE, MAX_BYTES)
         step = int(safetensors.numpy.load(content)["step"].item())
-    except (OSError, ValueError, KeyError, safetensors.SafetensorError):
+    except MALFORMED:
         return None
     return step if RunFolder(run.folder).is_kept(step) else None
 
@@ -115,13 +119,14 @@ def read_mixture(run: Run) -> tuple[Tokens, Gate]:
         arrays = safetensors.numpy.load(read_regular(path, MAX_BYTES))
         step, key, tokens = arrays.pop("step").item(), arrays.pop("key"), arrays.pop("tokens")
         is_valid = tokens.ndim == 1 and tokens.dtype == run.tokenizer.dtype
-        if not (is_valid and 0 < len(tokens) <= MAX_TOKENS and tokens.max() < run.model.vocab_size):
+        is_valid = is_valid and ORDER <= len(tokens) <= MAX_TOKENS
+        if not (is_valid and tokens.max() < run.model.vocab_size):
             raise ValueError("its tokens are not those of the run's text")
-        gate = Gate(len(tokens))
+        gate = Gate()
         gate.load_state_dict({name: torch.from_numpy(array) for name, array in arrays.items()})
         if not all(parameter.isfinite().all() for parameter in gate.parameters()):
             raise ValueError("a weight of its gate is not finite")
-    except (OSError, ValueError, KeyError, RuntimeError, safetensors.SafetensorError) as error:
+    except MALFORMED as error:
         reason = str(error).partition("\n")[0]
         raise RunError(
             f"{path} cannot be used ({reason:.200}); use the run without --mixture"

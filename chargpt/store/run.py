@@ -13,7 +13,13 @@ from chargpt.device import choose_device, tune_malloc
 from chargpt.errors import RunError, TextError
 from chargpt.models import LanguageModel, build_model
 from chargpt.store.folder import RunFolder
-from chargpt.store.layout import CHECKPOINTS, REPLACED, has_checkpoint_itself, is_run
+from chargpt.store.layout import (
+    CHECKPOINTS,
+    REPLACED,
+    has_checkpoint_itself,
+    is_readable_run,
+    is_run,
+)
 from chargpt.store.state import RunState
 from chargpt.store.tensors import load_weights, serialize
 from chargpt.text.corpus import Corpus, load_cached
@@ -39,7 +45,9 @@ class Run:
 
     @torch.inference_mode()
     def logits(self, text: str) -> Tensor:
-        """Return the logits after each character of a text, (characters, V), on the CPU.
+        """Return the logits after each token of a text, (tokens, V), on the CPU.
+
+        A token is a character, or a byte of a rare one.
 
         Raises:
             TextError: the text is empty or longer than the block size.
@@ -47,13 +55,14 @@ class Run:
         """
         if not isinstance(text, str):
             raise TextError(f"expected a text (it is {text!r:.100})")
-        if not 1 <= len(text) <= self.model.block_size:
+        tokens = torch.from_numpy(self.tokenizer.encode(text).astype("int64"))
+        if not 1 <= len(tokens) <= self.model.block_size:
+            unit = "tokens" if self.tokenizer.has_bytes else "characters"
             raise TextError(
-                f"the text has {len(text):,} characters, and logits are computed for 1 to "
+                f"the text has {len(tokens):,} {unit}, and logits are computed for 1 to "
                 f"{self.model.block_size:,} (the block size); give a text of that length"
             )
-        tokens = torch.from_numpy(self.tokenizer.encode(text).astype("int64"))
-        logits: Tensor = self.model(tokens[None].to(self.model.device))[0]  # (characters, V)
+        logits: Tensor = self.model(tokens[None].to(self.model.device))[0]  # (tokens, V)
         return logits.float().cpu()
 
     def key(self) -> bytes:
@@ -75,6 +84,11 @@ class Run:
         Raises:
             TextError: the cache no longer has it.
         """
+        if self.state.corpus is None and self.config.text.path is None:
+            raise TextError(
+                f"{self.folder} was imported without its text; import it again with --text, or "
+                "name a text where the command takes one"
+            )
         corpus = load_cached(self.config.text, self.state.corpus, self.state.text)
         if corpus.tokenizer != self.tokenizer:
             raise TextError(
@@ -111,7 +125,7 @@ def open_run(path: str | Path) -> RunFolder:
     if not is_run(path):
         what = "there is no folder" if not path.exists() else "there is no run in"
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*")], n=1)
-        inside = [p for p in sorted(path.glob("*")) if is_run(p)]
+        inside = [p for p in sorted(path.glob("*")) if is_readable_run(p)]
         if inside:
             raise RunError(f"{path} is a folder of runs; name one of them, such as {inside[0]}")
         hint = f"did you mean {path.parent / near[0]}?" if near and not path.exists() else ""

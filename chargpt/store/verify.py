@@ -12,7 +12,6 @@ from chargpt.store.checkpoint import (
     Checkpoint,
     list_checkpoints,
     read_checkpoint,
-    read_without_tensors,
     unfinished_checkpoints,
 )
 from chargpt.store.folder import RunFolder
@@ -48,12 +47,14 @@ def verify(run: RunFolder) -> Verification:
     # a running training process deletes old checkpoints
     checked = [each for each in checked if exists(each.folder)]
     problems = [each.problem for each in checked if each.problem]
-    uses = {}
+    uses: dict[str, Path | None] = {}
+    saved = None
     for pointer in ("best", "latest"):
-        uses[pointer], found = _resolve(run, pointer)
+        saved, found = _resolve(run, pointer)
+        uses[pointer] = saved.folder if saved else None
         problems += [sentence for sentence in found if sentence not in problems]
-    if uses["latest"] is not None:
-        problems += _check_files(run, uses["latest"])
+    if saved is not None:
+        problems += _check_files(run, saved)
     notes = [
         f"{path} was left by a save that did not finish; the next save deletes it"
         for path in unfinished_checkpoints(run.checkpoints)
@@ -68,15 +69,15 @@ def verify(run: RunFolder) -> Verification:
     return Verification(checked, uses, problems, [*notes, *run.notes])
 
 
-def _check_files(run: RunFolder, latest: Path) -> list[str]:
+def _check_files(run: RunFolder, latest: Checkpoint) -> list[str]:
     """Return what is wrong with the run's own files, next to those of its latest checkpoint."""
-    problems = []
+    problems, path = [], run.path / TOKENIZER
     try:
-        config, tokenizer, state = read_without_tensors(latest)
-        run.note_edits(config)
-        if exists(run.path / TOKENIZER) and CharTokenizer.load(run.path / TOKENIZER) != tokenizer:
-            problems.append(f"{run.path / TOKENIZER} is not the tokenizer of {latest.name}")
-        problems += run.metrics.problems(state.step)
+        run.note_edits(latest.config)
+        if exists(path) and CharTokenizer.load(path) != latest.tokenizer:
+            problems.append(f"{path} is not the tokenizer of {latest.folder.name}")
+        if latest.optimizer:  # an imported run has neither an optimizer state nor metrics
+            problems += run.metrics.problems(latest.state.step)
     except (ChargptError, OSError) as error:
         problems.append(str(error))
     return problems
@@ -113,12 +114,12 @@ def require_intact(saved: Checkpoint) -> None:
             )
 
 
-def _resolve(run: RunFolder, pointer: str) -> tuple[Path | None, list[str]]:
+def _resolve(run: RunFolder, pointer: str) -> tuple[Checkpoint | None, list[str]]:
     """Return the checkpoint that a pointer loads, and why it is not the one named."""
     try:
         saved, skipped = run.load(pointer)
     except RunError as error:
         return None, [f"no intact checkpoint for {pointer}: {error}"]
     if not skipped:
-        return saved.folder, []
-    return saved.folder, [*skipped, f"{saved.folder.name} is used instead of {pointer}"]
+        return saved, []
+    return saved, [*skipped, f"{saved.folder.name} is used instead of {pointer}"]

@@ -12,8 +12,9 @@ prepare the same text at the same time do not disturb each other.
 import hashlib
 import json
 import os
+import re
+import secrets
 import shutil
-import tempfile
 import time
 import zlib
 from dataclasses import dataclass
@@ -74,7 +75,8 @@ def make_tokens_folder() -> Path:
     folder = cache_folder() / "tokens"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for leftover in (*folder.glob(".tokens.*.tmp"), *folder.glob("*/.*.json.*.tmp")):
+        leftovers = [*folder.glob(".tokens.*.tmp"), *folder.parent.glob("*/.*.json.*.tmp")]
+        for leftover in (*leftovers, *folder.glob("*/.*.json.*.tmp")):
             if time.time() - leftover.stat().st_mtime > MAX_TEMPORARY_SECONDS:
                 leftover.unlink(missing_ok=True)
     except FileNotFoundError:  # another process has deleted it
@@ -114,8 +116,9 @@ class TemporaryFile:
     """
 
     def __init__(self, folder: Path) -> None:
-        handle, path = tempfile.mkstemp(dir=folder, prefix=".tokens.", suffix=".tmp")
-        self.path, self.file = Path(path), os.fdopen(handle, "w+b")
+        self.path = folder / f".tokens.{secrets.token_hex(6)}.tmp"
+        # unlike tempfile's, readable by others if the umask allows it
+        self.file = open(self.path, "x+b")  # noqa: SIM115
         self.crc32 = 0
 
     def __enter__(self) -> Self:
@@ -176,7 +179,7 @@ def load(key: str) -> CachedText | None:
         DamagedCacheError: its files differ from what was written.
     """
     folder = cache_folder() / "tokens" / key
-    if not key.isalnum() or not (folder / "meta.json").exists():
+    if not re.fullmatch("[0-9a-f]{64}", key) or not (folder / "meta.json").exists():
         return None
     try:
         meta = read_json(folder / "meta.json", MAX_META_BYTES)

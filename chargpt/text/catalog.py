@@ -118,7 +118,7 @@ def settings_for(name: str, folder: Path = Path("data")) -> dict[str, object] | 
     path = folder / f"{name}.txt"
     if not path.is_file():
         raise TextError(f"{name} is not in {folder} yet; fetch it with `chargpt data get {name}`")
-    return {"text.path": str(path), **entry.settings}
+    return {"text.path": str(path.absolute()), **entry.settings}
 
 
 def fetch(entry: Entry, folder: Path = Path("data"), progress: OnLoading | None = None) -> Path:

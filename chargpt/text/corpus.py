@@ -155,15 +155,17 @@ class Corpus:
         if shorter > MIN_BLOCK_SIZE:
             remedies.insert(0, f"set model.block_size to {shorter - 1:,} or less")
         fraction = math.ceil(1000 * needed / total) / 1000
-        if val < needed and fraction + self.test_fraction < 1 and total * (1 - fraction) > needed:
+        n_train = total * (1 - fraction - self.test_fraction)
+        if val < needed and n_train > needed + 1:  # a margin for the rounding
             remedies.insert(0, f"set text.val_fraction to {fraction:g} or more")
         characters = "1 character" if total == 1 else f"{total:,} characters"
         if self.documents:
             characters += f" in {self.documents:,} documents"
             remedies.append("correct text.documents")
+        unit = "tokens " if self.tokenizer.has_bytes else ""
         raise TextError(
-            f"{self.name} holds {characters}, {train:,} to train on and {val:,} to validate on, "
-            f"and model.block_size {block_size:,} needs {needed:,} of each; "
+            f"{self.name} holds {characters}, {train:,} {unit}to train on and {val:,} to validate "
+            f"on, and model.block_size {block_size:,} needs {needed:,} of each; "
             + ", or ".join(remedies)
         )
 

@@ -138,7 +138,7 @@ def compare_splits(corpus: Corpus) -> str | None:
     divergence = divergence_nats(corpus.token_counts("val"), counts)
     if divergence < max(MIN_DIVERGENCE, MIN_DIVERGENCE_RATIO * by_chance):
         return None
-    what = "the end of the text"
+    what, unit = "the end of the text", "token" if corpus.tokenizer.has_bytes else "character"
     remedy = (
         "if the text is a list of items, text.documents=lines, =files or =SEPARATOR shuffles it"
     )
@@ -146,7 +146,7 @@ def compare_splits(corpus: Corpus) -> str | None:
         what, remedy = f"the last of {corpus.documents:,} documents", "give more documents"
     return (
         f"the validation split, {what}, differs from the training split: the KL "
-        f"divergence of its character frequencies is {divergence:.3f} nats, {by_chance:.3f} by "
+        f"divergence of its {unit} frequencies is {divergence:.3f} nats, {by_chance:.3f} by "
         f"chance. Its loss measures that difference too; {remedy}"
     )
 
@@ -192,8 +192,8 @@ def _warnings(
     once = int((known == 1).sum())
     if once > MAX_ONCE_FRACTION * tokenizer.vocab_size and once > 10:
         warnings.append(
-            f"{once:,} of the {tokenizer.vocab_size:,} characters occur only once and cannot be "
-            "learned; set text.min_count to 2 or more"
+            f"{once:,} of the {len(tokenizer.characters):,} characters occur only once and cannot "
+            "be learned; set text.min_count to 2 or more"
         )
     if longest > MAX_LINE:
         warnings.append(

@@ -15,6 +15,7 @@ import numpy as np
 from chargpt.text.tokenizer import REPLACEMENT
 
 ZWJ = "\N{ZERO WIDTH JOINER}"
+FIRST_CONTROL_PICTURE = 0x2400  # Unicode's signs of the control characters, in their order
 
 
 def graphemes(text: str) -> list[tuple[int, int]]:
@@ -50,16 +51,21 @@ def _extends(before: str, character: str) -> bool:
 def display_char(character: str) -> str:
     """Return a visible sign for a character or byte token: invisible ones and marks get one."""
     signs = {
-        " ": "\N{OPEN BOX}",
         "\n": "\N{RETURN SYMBOL}",
         "\t": "\N{RIGHTWARDS ARROW TO BAR}",
         "\N{ZERO WIDTH JOINER}": "ZWJ",
         "\N{VARIATION SELECTOR-16}": "VS16",
     }
-    is_mark = len(character) == 1 and unicodedata.category(character).startswith("M")
-    if is_mark and character not in signs:
+    if character in signs or len(character) > 1:
+        return signs.get(character, character)
+    category = unicodedata.category(character)
+    if category[0] == "M":
         return f"\N{DOTTED CIRCLE}{character}"  # a mark alone would be drawn on its neighbour
-    return signs.get(character, character if character.isprintable() else REPLACEMENT)
+    if category == "Zs":
+        return "\N{OPEN BOX}"  # a space of any width
+    if character < " ":
+        return chr(FIRST_CONTROL_PICTURE + ord(character))
+    return character if character.isprintable() else REPLACEMENT
 
 
 def display_text(text: str) -> str:

@@ -52,7 +52,7 @@ def _separated(pieces: Iterator[str], documents: str, boundary: str) -> Iterator
         if documents == "lines":
             yield piece.replace("\r", "\n")
             continue
-        if boundary in piece:
+        if boundary in piece and documents != boundary:
             raise TextError(
                 "the text holds the character U+001E, which marks the end of a document; remove it"
             )

@@ -41,11 +41,12 @@ def build_config(
         ) from None
     settings, defaults = list(overrides), None
     if text is not None:
+        path: object = text if text == "-" else str(Path(os.path.expanduser(text)).absolute())
         if not os.path.exists(text):  # unlike Path.exists, False for any text
             defaults = settings_for(text)
-        if defaults is None:
-            path = text if text == "-" else str(Path(text).absolute())
-            settings = [f"text.path={to_yaml(path)}", *settings]
+        if defaults is not None:
+            path = defaults.pop("text.path")
+        settings = [f"text.path={to_yaml(path)}", *settings]
     if device is not None:
         settings.append(f"device={to_yaml(device)}")
     return load_config(config or "gpt", settings, defaults)

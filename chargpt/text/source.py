@@ -264,7 +264,7 @@ def _decompress(name: str, raw: IO[bytes]) -> Iterator[bytes]:
     raw.seek(0)
     is_gzip = raw.read(len(GZIP_MAGIC)) == GZIP_MAGIC or name.lower().endswith(".gz")
     raw.seek(0)
-    stream = gzip.GzipFile(fileobj=raw) if is_gzip else raw
+    stream = gzip.GzipFile(fileobj=raw, mode="rb") if is_gzip else raw
     try:
         while content := stream.read(CHUNK_BYTES):
             yield content

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from chargpt.errors import RunError, TextError, UnknownCharacterError
-from chargpt.files import parse_json, write_atomically
+from chargpt.files import parse_json, read_regular, write_atomically
 from chargpt.text.byte_fallback import CONTINUATION_BYTES, ValidTokens, byte_values, insert_bytes
 
 DECODE_CHUNK = 1 << 20  # ids decoded at once, to bound the memory
@@ -340,11 +340,13 @@ class CharTokenizer:
             RunError: the file is missing, unreadable or not a tokenizer.
         """
         try:
-            if os.path.getsize(path) > MAX_JSON_BYTES:
-                raise _unusable(path, f"it is over {MAX_JSON_BYTES:,} bytes")
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise _unusable(path, getattr(error, "strerror", None) or "it is not UTF-8") from None
+            text = read_regular(Path(path), MAX_JSON_BYTES).decode()
+        except OSError as error:
+            raise _unusable(path, error.strerror or str(error)) from None
+        except UnicodeDecodeError:
+            raise _unusable(path, "it is not UTF-8") from None
+        except ValueError as error:
+            raise _unusable(path, str(error)) from None
         return cls.from_json(text, str(path))
 
     def __repr__(self) -> str:

@@ -1,9 +1,9 @@
 """Dynamic evaluation: a mixture that learns from the text that it predicts (Krause et al. 2018).
 
-After each half block, GPT and gate take a gradient step on what was just predicted, at a small
-fraction of the run's learning rates, and its n-grams are counted from time to time. So every
-prediction depends only on the characters before it, and a decoder can repeat it. The run stays as
-it is.
+After each half block, the GPT takes an optimizer step on what was just predicted, at a small
+fraction of the run's learning rates, and the gate a step of gradient descent; the n-grams are
+counted again from time to time. So every prediction depends only on the characters before it, and a
+decoder can repeat it. The run stays as it is.
 
 Shapes in this file: L = lanes, N = tokens so far, T = block size, V = vocabulary size.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 from chargpt.inference.decoders.model_decoder import ModelDecoder
 from chargpt.inference.evaluation import OnProgress
 from chargpt.models.mixture import Mixture
-from chargpt.models.ngram import UNSEEN
+from chargpt.models.word_ngram import NO_TOKEN
 from chargpt.store.run import Run
 from chargpt.text.tokenizer import Floats, TokenIds, Tokens
 from chargpt.training.mixing import gate_data
@@ -27,7 +27,7 @@ from chargpt.training.optim import Optimizer
 
 LR_FRACTION = 0.03  # of the run's learning rates
 GATE_LR = 0.02
-COUNT_EVERY = 0.005  # fraction of the counted tokens that are new when they are counted again
+COUNT_EVERY = 0.005  # fraction of the counted tokens: after so many new ones, all are counted again
 
 
 class AdaptiveMixture:
@@ -58,7 +58,9 @@ class AdaptiveMixture:
         n_new -= n_new == history.shape[1]  # nothing predicts the first token
         if not n_new:
             return torch.zeros(len(history), 0)
-        rows = torch.from_numpy(self._window(history)).to(self.model.device)
+        length = self.model.block_size + 1
+        window = np.concatenate((self.before(history, length), history[:, -length:]), axis=1)
+        rows = torch.from_numpy(window).to(self.model.device)
         with torch.no_grad():
             inputs, log_probs = gate_data(self.model, rows)
         weights: Tensor = self.model.gate(inputs[:, -n_new:])
@@ -79,13 +81,11 @@ class AdaptiveMixture:
             self.model.count(np.concatenate((self.training_tokens, history.ravel())))
         return mixed.detach()
 
-    def _window(self, history: TokenIds) -> TokenIds:
-        """Return the last block and its target, after `lookback` tokens or UNSEEN."""
-        length = self.model.block_size + 1
+    def before(self, history: TokenIds, length: int) -> TokenIds:
+        """Return the `lookback` tokens before the last `length`, NO_TOKEN where there is none."""
         before = history[:, :-length][:, -self.model.lookback :]
         n_missing = self.model.lookback - before.shape[1]
-        padded = np.pad(before, ((0, 0), (n_missing, 0)), constant_values=UNSEEN)
-        return np.concatenate((padded, history[:, -length:]), axis=1)
+        return np.pad(before, ((0, 0), (n_missing, 0)), constant_values=NO_TOKEN)
 
 
 class AdaptiveDecoder:
@@ -109,10 +109,16 @@ class AdaptiveDecoder:
 
     @torch.inference_mode()
     def _prefill(self) -> npt.NDArray[np.float32]:
-        """Fill a new cache with half a block; return the logits after it, (L, V)."""
+        """Fill a new cache with half a block; return the logits after it, (L, V).
+
+        The cache is full just before the mixture learns again: the context is that of `learn`.
+        """
         model = self.mixture.model
-        context = self.history[:, -max(1, model.block_size - self.mixture.stride) :]
+        length = model.block_size - self.mixture.stride + 1
+        context = self.history[:, -length:]
         self.decoder = ModelDecoder(model, len(context))
+        before = torch.from_numpy(self.mixture.before(self.history, length))
+        self.decoder.cache.tokens = before.to(model.device)
         logits = model(torch.from_numpy(context).to(model.device), self.decoder.cache)
         last: npt.NDArray[np.float32] = logits[:, -1].cpu().numpy()
         return last

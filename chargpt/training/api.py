@@ -1,5 +1,6 @@
 """`chargpt.train`: from a text to a trained run in one call."""
 
+import math
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -10,8 +11,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from chargpt.errors import ConfigError, FinishedError, WorkError
-from chargpt.ranks import is_main_rank
+from chargpt.errors import ConfigError, FinishedError, RunError
+from chargpt.ranks import is_main_rank, world_size
 from chargpt.store.run import Run, load_run
 from chargpt.text import OnLoading
 from chargpt.training.mixing import add_mixture
@@ -36,9 +37,9 @@ def train(
 ) -> Run:
     """Train a model on a text and return the run with its best checkpoint.
 
-    Without `config` and `settings`, sizes and steps are chosen for a budget of 150 seconds. The
-    run's `notes` say what happened, such as that a budget was too short. Ctrl-C ends training after
-    the current step and saves a checkpoint.
+    Without `config` and settings of model or training, sizes and steps are chosen for a budget of
+    150 seconds. The run's `notes` say what happened, such as that a budget was too short. Ctrl-C
+    ends training after the current step and saves a checkpoint.
 
     Args:
         text: a file, folder, glob, or a name from `chargpt data list`; by default the built-in
@@ -58,7 +59,7 @@ def train(
 
     Raises:
         ChargptError: the text, a setting, the folder or the device is unusable, or the last
-            checkpoint or the mixture could not be written.
+            checkpoint could not be written.
         KeyboardInterrupt: training was interrupted. After the first Ctrl-C, which lets the step
             finish, the message names the checkpoint.
     """
@@ -69,7 +70,8 @@ def train(
             "settings: expected a dictionary, such as {'train.max_steps': 500} (it is of type "
             f"{type(settings).__name__})"
         )
-    if not isinstance(budget, str | int | float | None):
+    is_number = isinstance(budget, int | float) and math.isfinite(budget)
+    if not (budget is None or isinstance(budget, str) or is_number):
         raise ConfigError(
             f"budget: expected seconds, or a time such as '3m' (it is {budget!r:.100})"
         )
@@ -85,6 +87,8 @@ def train(
         raise ConfigError(f"start {start!r} is not one of {modes}") from None
     if start is StartMode.BEGIN_OR_RESUME and out is None:
         raise ConfigError("start 'begin or resume' needs the run's folder; give out=")
+    if start is not StartMode.RESUME and out is None and world_size() > 1:
+        raise ConfigError("several processes need the run's folder; give out=")
     request = Request(
         text=None if text is None else str(text),
         content=content,
@@ -103,10 +107,12 @@ def train(
             raise
         return load_run(str(request.out), device=device or "auto")
     run = load_run(path, device=device or "auto")
-    run = replace(run, notes=(*notes, *run.notes))
     if is_main_rank():
-        add_mixture(run, run.corpus())
-    return run
+        try:
+            add_mixture(run, run.corpus())
+        except RunError as error:  # the run itself is complete and saved
+            notes.append(str(error))
+    return replace(run, notes=(*notes, *run.notes))
 
 
 def run_training(
@@ -117,31 +123,22 @@ def run_training(
     """Start a run, train it with `run_session`, and return its folder.
 
     `loading` is called with the progress of preparing the text.
-
-    Raises:
-        WorkError: the last checkpoint could not be written.
     """
     with open_session(request, loading) as session:
         run_session(session)
-        error = session.trainer.writer.disk_error
-        if error is not None:
-            raise WorkError(
-                f"cannot save step {session.trainer.state.step:,} of {session.folder.path} "
-                f"({error}); free some space, then resume the run"
-            )
         session.trainer.group.broadcast(0.0)  # other ranks wait until rank 0 has saved
         return session.folder.path
 
 
-def run_steps(session: Session, *, progress: bool = False, notes: list[str] | None = None) -> None:
+def run_steps(session: Session, *, progress: bool, notes: list[str]) -> None:
     """Run all steps, with a progress bar on stderr or without; add sentences to `notes`."""
     trainer = session.trainer
-    notes = [] if notes is None else notes
     notes += session.notes
     total, done = trainer.config.train.max_steps, trainer.state.step
+    is_main = trainer.group.is_main
     with (
         deferred_interrupt() as interrupts,
-        tqdm(total=total, initial=done, unit="step", disable=not progress) as bar,
+        tqdm(total=total, initial=done, unit="step", disable=not (progress and is_main)) as bar,
     ):
         for report in trainer.steps(session.budget, lambda: bool(interrupts)):
             notes += report.notes
@@ -149,7 +146,7 @@ def run_steps(session: Session, *, progress: bool = False, notes: list[str] | No
             if report.validation is not None:
                 bar.set_postfix_str(f"val {report.validation.nats_per_char:.3f}", refresh=False)
             bar.update(report.step - bar.n)
-    if interrupts and trainer.writer.disk_error is None:
+    if interrupts:
         if trainer.finished:
             raise KeyboardInterrupt(f"all steps are done and saved in {session.folder.path}")
         raise KeyboardInterrupt(

@@ -36,7 +36,7 @@ TRIAL_LR_FACTOR = 1e-6  # trial updates must not leave the usual range of values
 class Reserve:
     """Time that a budget keeps for the work after the last step."""
 
-    seconds: float = 0.75  # start-up of the closing table, and the process's exit
+    seconds: float = 0.75  # preparing the closing table, and the exit of the process
     fraction: float = 0.04  # of the budget, for scoring, until the time of scoring is measured
     report_from: float = 120  # seconds: shortest budget that ends with a report page
     report_seconds: float = 4  # of a report page, without its scoring
@@ -59,7 +59,8 @@ class Replanning:
     min_steps: int = 20  # fewer are of little use
     overrun: float = 0.08  # fraction of the budget by which the first `min_steps` may exceed it
     noted_change: float = 0.05  # of the number of steps: smaller changes are not noted
-    noted_slowdown: float = 2.0  # some is always expected: steps are measured without validation
+    # from which a note gives the factor; some is expected: trial steps leave out validation
+    noted_slowdown: float = 2.0
 
 
 RESERVE, REPLANNING = Reserve(), Replanning()
@@ -118,7 +119,7 @@ class Budget:
         self.max_steps: int | None = None  # more would only over-fit; set by planning
         self.scoring_seconds = RESERVE.fraction * seconds
         self.replan_step: int | None = None
-        self.noted_steps = 0  # their number as the user last read it
+        self.noted_steps = 0  # number of steps in the last note to the user
         self.planned_step_seconds = self.step_seconds = math.nan  # of a step; measured later
         self.replan_remaining = 0.0
         self.thread_tuner: ThreadTuner | None = None

@@ -109,9 +109,6 @@ def forgetting(start: Run, run: Run) -> dict[str, float] | None:
 
     Both are in nats per character of its validation split, without the characters that the new
     vocabulary lacks. None if the cache no longer has that text.
-
-    Raises:
-        WorkError: a loss is not finite.
     """
     try:
         text = start.tokenizer.decode(start.corpus().split("val"))

@@ -7,7 +7,7 @@ The expected loss comes from a scaling law with fitted coefficients, stored in `
 
 `unique` being the unique-token equivalents of all tokens read (`unique_token_equivalents`). The
 speed of each size is measured. All choices go into the config, which repeats the run without a
-budget.
+budget. Lengths called characters here are tokens, which differ only where bytes spell rare ones.
 """
 
 import json
@@ -92,7 +92,6 @@ class Recipe:
     usable_memory: float = 0.6  # fraction: the memory of a run is an estimate
     short: int = 1_000_000  # below it the law overestimates larger sizes
     short_gain: float = 0.01  # nats that a larger size then has to gain by the law
-    max_epochs: int = MAX_EPOCHS
     max_parameters: int = 12  # per character of the text: the most of the fitted runs
     tune_characters: int = 20_000  # to fit a mixture to; more gain nothing
     min_block_size: int = 8
@@ -263,7 +262,7 @@ class _Planner:
             config, speed = self.config, measure_speed(self.config, self.corpus)
         characters, parameters = self.reachable(speed), self.parameters(config)
         length = length_settings(config, characters, self.text_characters, parameters)
-        max_characters = RECIPE.max_epochs * self.text_characters
+        max_characters = MAX_EPOCHS * self.text_characters
         self.budget.max_steps = max(REPLANNING.min_steps, max_characters // config.step_tokens)
         notes = [EPOCH_LIMIT] if characters == max_characters else []
         if self.chooses_size and (note := extrapolation(parameters, characters)):
@@ -332,7 +331,7 @@ class _Planner:
     def reachable(self, speed: float) -> float:
         """Return how many characters can be read in the remaining time, at least 1."""
         readable = RECIPE.usable * self.budget.remaining * speed
-        return max(1.0, min(readable, RECIPE.max_epochs * self.text_characters))
+        return max(1.0, min(readable, MAX_EPOCHS * self.text_characters))
 
     def loss(self, config: Config, speed: float) -> float:
         return expected_loss(self.parameters(config), self.reachable(speed), self.text_characters)
@@ -343,7 +342,8 @@ def measure_speed(config: Config, corpus: Corpus) -> float:
 
     Soft targets cost a tenth or less, which re-planning takes into account.
     """
-    trial = config.with_values({"train.ngram_target_weight": 0.0, "train.from_run": None})
+    fresh = {"train.ngram_target_weight": 0.0, "train.from_run": None, "optim.pull": 0.0}
+    trial = config.with_values(fresh)
     learner = Trainer(trial, corpus).learner
     seconds = measure_step_seconds(learner, RECIPE.trial_steps, update=True)
     return config.step_tokens / seconds

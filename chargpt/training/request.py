@@ -13,12 +13,7 @@ from chargpt.training.budget import Budget, parse_duration
 
 DEFAULT_BUDGET = "150s"
 MAX_PATH = 4096  # characters; longer is a text in place of its path
-UNPLANNED_TEXT = "encoding encoding_errors documents seed rare min_count characters tune_characters"
-UNPLANNED = {
-    "seed",
-    "train.from_run",
-    *(f"text.{name}" for name in UNPLANNED_TEXT.split()),
-}  # no budget plans them
+PLANNED_SECTIONS = {"model", "train", "optim", "schedule"}  # a setting of these ends the default
 
 
 class StartMode(Enum):
@@ -68,6 +63,11 @@ class Request:
                 "--resume takes its settings from the run; drop -c and --budget, or "
                 "give both a text and --out to begin the run where there is none"
             )
+        if self.content is not None or (self.text is not None and self.out is not None):
+            raise ConfigError(
+                "start 'resume' takes the text from the run; drop the text, or begin the run where "
+                "there is none with start='begin or resume'"
+            )
         values = dict(parse_override(override) for override in self.overrides)
         return values if self.device is None else {**values, "device": self.device}
 
@@ -93,7 +93,9 @@ class Request:
             ConfigError: it is not a duration, or several processes would have to agree on it.
         """
         duration, keys = self.budget, self.fixed_keys()
-        if duration is None and self.config is None and keys <= UNPLANNED and world_size() == 1:
+        sections = {key.partition(".")[0] for key in keys - {"train.from_run"}}
+        is_planned = self.config is None and sections.isdisjoint(PLANNED_SECTIONS)
+        if duration is None and is_planned and world_size() == 1:
             duration = DEFAULT_BUDGET
         if duration is None:
             return None

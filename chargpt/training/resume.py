@@ -11,11 +11,13 @@ from chargpt.errors import ConfigError, FinishedError, RunError, TextError
 from chargpt.store.checkpoint import Checkpoint
 from chargpt.store.folder import RunFolder
 from chargpt.text.corpus import Corpus, load_corpus
+from chargpt.text.source import STDIN
 from chargpt.training.schedule import decay_start, lr_factor_at
 
 # Fraction of the peak of the learning rates when a finished run goes on: RESTART times the square
 # root of (steps to come / steps done), at most MAX_RESTART.
 RESTART, MAX_RESTART = 0.5, 0.5
+NOTED_RISE = 1.5  # factor by which the learning rates rise; a smaller one needs no restart or note
 RATES = ("optim.lr", "optim.matrix_lr")
 MAY_CHANGE = (
     *("train.max_steps", "train.patience", "train.keep_last", "train.rollbacks"),
@@ -54,13 +56,14 @@ def resume(
         if not _is_unchanged(saved, key, value, same_command)
     }
     for key, value in changes.items():
+        if same_command and key == "text.path" and value == STDIN:
+            continue  # it can be read only once: the caller reads and compares it
         if same_command and key == "text.path":
             text = saved.config.with_values({"text.path": value}).text
             require_same_text(load_corpus(text), saved)
         elif key not in MAY_CHANGE and not key.endswith("_every"):
             raise ConfigError(
-                f"{key} cannot change when a run is resumed; leave it, or start a new run with "
-                "--out"
+                f"{key} cannot change when a run is resumed; drop it, or start a new run with --out"
             )
     config = saved.config.with_values(changes)
     if config.optim != saved.config.optim:
@@ -108,10 +111,11 @@ def require_same_text(corpus: Corpus, saved: Checkpoint) -> None:
 
 
 def continue_schedule(before: Config, after: Config, step: int, notes: list[str]) -> Config:
-    """Return the config with a schedule for its new number of steps that does not harm the weights.
+    """Return the config with a schedule for its new number of steps.
 
-    A decay that has begun continues from its present rate to the new end. After the end of the run
-    the rates warm up to a fraction of their peak and decay again (benchmarks/LOG.md).
+    With `wsd`, a decay that has begun continues from its present rate to the new end. After the end
+    of the run the rates warm up to a fraction of their peak and decay again (benchmarks/LOG.md).
+    Otherwise they are those of a run of so many steps from now on; a note says if they rise.
 
     Args:
         before: of the run so far.
@@ -125,7 +129,7 @@ def continue_schedule(before: Config, after: Config, step: int, notes: list[str]
         return after
     now = lr_factor_at(step, schedule, new)
     if step >= old:
-        if now <= 1.5 * lr_factor_at(old - 1, schedule, old):  # no rise to speak of
+        if now <= NOTED_RISE * lr_factor_at(old - 1, schedule, old):
             return after
         fraction = round(min(MAX_RESTART, RESTART * math.sqrt((new - step) / step)), 3)
         notes.append(
@@ -137,6 +141,12 @@ def continue_schedule(before: Config, after: Config, step: int, notes: list[str]
     if has_decayed and not schedule.restarts:
         point = (step - 1, old)
         return after.with_values({"schedule.decay_points": (*schedule.decay_points, point)})
+    before_now = lr_factor_at(step, schedule, old)
+    if now > NOTED_RISE * before_now:
+        notes.append(
+            f"the learning rates rise from {before_now:.0%} to {now:.0%} of their peak, as in a "
+            f"run of {new:,} steps: the loss may rise a little before it falls"
+        )
     return after
 
 

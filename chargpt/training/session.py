@@ -7,8 +7,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import torch
-
 from chargpt.config import Config
 from chargpt.device import choose_device
 from chargpt.distributed import (
@@ -16,8 +14,8 @@ from chargpt.distributed import (
     init_process_group,
     is_lost_rank_error,
 )
-from chargpt.errors import RunError, WorkError
-from chargpt.ranks import is_main_rank
+from chargpt.errors import RunError, TextError, WorkError
+from chargpt.ranks import is_main_rank, world_size
 from chargpt.store.folder import RunFolder
 from chargpt.store.layout import REPLACED, has_checkpoint
 from chargpt.store.run import Run, newest_run, open_run
@@ -38,7 +36,7 @@ from chargpt.training.mixing import MIN_CHARACTERS
 from chargpt.training.planner import RECIPE, Plan, plan
 from chargpt.training.request import Request, StartMode
 from chargpt.training.resume import require_same_text, resume
-from chargpt.training.threads import ThreadTuner, measure_threads
+from chargpt.training.threads import ThreadTuner, default_threads, measure_threads
 from chargpt.training.trainer import Trainer
 
 
@@ -76,7 +74,8 @@ def open_session(request: Request, loading: OnLoading | None = None) -> Iterator
         try:
             yield session
         finally:
-            session.folder.unlock()
+            if session.trainer.group.is_main:
+                session.folder.unlock()
         session.trainer.learner.release_replica()
     except RuntimeError as error:
         if not is_lost_rank_error(error):
@@ -143,6 +142,7 @@ def create_run(
     settings = with_measured_threads(settings, budget)
     if out is not None and group.is_main and not force:
         RunFolder.require_unused(out, allow_unsaved=allow_unsaved)
+    require_one_reader(settings, content)
     corpus = load_corpus(settings.text, content=content, progress=loading)
     planned = None
     if budget is not None:
@@ -170,14 +170,14 @@ def create_run(
             seconds = min(budget.remaining, planned_seconds)
         if group.is_main:
             # the last ones, the best one and an unfinished one
-            require_space(trainer, folder.path, trainer.config.train.keep_last + 2)
+            require_space(folder, trainer.config.train.keep_last + 2, trainer.checkpoint_bytes())
             folder.create(
                 trainer.config, corpus.tokenizer, force=force, allow_unsaved=allow_unsaved
             )
             notes += folder.notes
-    if start_run is not None:
-        notes.append(describe_start(start_run, corpus.tokenizer))
-    cost = expected_cost(trainer.config, trainer.learner, 0, seconds)
+        if start_run is not None:
+            notes.append(describe_start(start_run, corpus.tokenizer))
+        cost = expected_cost(trainer.config, trainer.learner, 0, seconds)
     return Session(trainer, folder, cost, budget, planned, notes, start_run)
 
 
@@ -210,7 +210,8 @@ def with_tune_split(settings: Config, corpus: Corpus, budget: Budget) -> tuple[C
 
 def with_measured_threads(settings: Config, budget: Budget | None = None) -> Config:
     """Return the config with the number of CPU threads that is fastest now, unless it is fixed."""
-    max_threads, (device, _) = torch.get_num_threads(), choose_device(settings.device)
+    max_threads = default_threads()
+    device, _ = choose_device(settings.device)
     threads = measure_threads(device) if settings.threads is None else None
     if threads is None:
         return settings
@@ -249,9 +250,11 @@ def resume_run(
         saved, settings, notes = resume(folder, changes, same_command=same_command)
         group = init_process_group(choose_device(settings.device)[0])
         key = saved.state.corpus
-        if same_command and settings.text.path != STDIN:  # the command names the text
+        is_given_once = content is not None or settings.text.path == STDIN
+        if same_command and not is_given_once:  # the command names the text
             corpus = load_corpus(settings.text, key=key, progress=loading)
         elif same_command:
+            require_one_reader(settings, content)
             corpus = load_corpus(settings.text, content=content, progress=loading)
             require_same_text(corpus, saved)
         else:
@@ -261,7 +264,7 @@ def resume_run(
             settings, corpus, folder=folder, saved=saved, group=group, start=start_run
         )
         if group.is_main:
-            require_space(trainer, folder.path, 1)
+            require_space(folder, 1, trainer.checkpoint_bytes())
             folder.repair_pointer(saved)
             folder.note_edits(saved.config)
             folder.write_config(trainer.config)
@@ -271,21 +274,31 @@ def resume_run(
     return Session(trainer, folder, cost, notes=notes, is_resumed=True)
 
 
-def require_space(trainer: Trainer, path: Path, n_checkpoints: int) -> None:
-    """Check that the disk has room for `n_checkpoints` more checkpoints.
+def require_space(folder: RunFolder, n_checkpoints: int, n_bytes: int) -> None:
+    """Check that the disk has room for `n_checkpoints` more checkpoints of `n_bytes` each.
 
     Raises:
         RunError: it has not.
     """
-    n_bytes = n_checkpoints * trainer.checkpoint_bytes()
+    n_bytes *= n_checkpoints
     try:
-        if trainer.folder is not None:
-            trainer.folder.require_space(n_bytes)
+        folder.require_space(n_bytes)
     except OSError:
         raise RunError(
-            f"{path} needs {n_bytes / 1e6:,.1f} MB of disk for {n_checkpoints} checkpoints, and "
-            "less is free; free some space, lower train.keep_last, or name another place with --out"
+            f"{folder.path} needs {n_bytes / 1e6:,.1f} MB of disk for {n_checkpoints} checkpoints, "
+            "and less is free; free some space, lower train.keep_last, or name another place with "
+            "--out"
         ) from None
+
+
+def require_one_reader(settings: Config, content: str | None) -> None:
+    """Check that standard input is not read by several processes, of which each would get a part.
+
+    Raises:
+        TextError: it would be.
+    """
+    if world_size() > 1 and settings.text.path == STDIN and content is None:
+        raise TextError("several processes cannot share standard input; name a file")
 
 
 def slug(name: str) -> str:

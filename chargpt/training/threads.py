@@ -7,6 +7,7 @@ one. PyTorch can change the number of threads at any time, but not how they wait
 
 import os
 import time
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -44,11 +45,17 @@ def choose_threads(max_threads: int) -> int:
     return best
 
 
+@cache
+def default_threads() -> int:
+    """Return PyTorch's number of threads at the first call, before a run has set another."""
+    return torch.get_num_threads()
+
+
 def measure_threads(device: torch.device) -> int | None:
     """Set the fastest number of threads and return it; None if it does not matter or is set."""
     if device.type != "cpu" or "OMP_NUM_THREADS" in os.environ:
         return None
-    return choose_threads(torch.get_num_threads())
+    return choose_threads(default_threads())
 
 
 class ThreadTuner:

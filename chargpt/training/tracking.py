@@ -25,7 +25,7 @@ class TensorBoardLog:
         if find_spec("tensorboard") is None:
             raise ConfigError(
                 "track.tensorboard needs a package that is not installed; "
-                "pip install 'chargpt[track]', or leave the setting out"
+                "pip install '.[track]' in chargpt's folder, or leave the setting out"
             )
         self.folder = folder
         self.step = step

@@ -5,6 +5,7 @@ for report in trainer.steps():
 """
 
 import math
+import shlex
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -24,7 +25,7 @@ from chargpt.device import (
     tune_malloc,
 )
 from chargpt.distributed import ProcessGroup
-from chargpt.errors import DivergedError, RunError
+from chargpt.errors import DivergedError, RunError, WorkError
 from chargpt.inference.evaluation import Evaluation
 from chargpt.models.ngram import NGramLM
 from chargpt.store.checkpoint import Checkpoint
@@ -41,7 +42,7 @@ from chargpt.training.validator import Validator
 from chargpt.training.writer import RunWriter
 
 METRICS_EVERY = 10  # steps between writes of the metrics
-METRICS_SECONDS = 0.5  # the same in seconds, at least, on a GPU, where reading them synchronises
+METRICS_SECONDS = 0.5  # least time between two writes on a GPU, where reading them synchronises
 SPEED_SECONDS = 1.0  # over which the speed is measured
 
 
@@ -75,7 +76,9 @@ class Trainer:
         start: the run that `train.from_run` names.
 
     Raises:
-        ConfigError: the batch does not divide over ranks and micro-batches.
+        ConfigError: the batch does not divide over ranks and micro-batches, or TensorBoard is not
+            installed.
+        RunError: the checkpoint is of another model, or its metrics cannot be continued.
         TextError: a split is shorter than a block.
         DeviceError: the device is missing, or has too little memory.
     """
@@ -154,6 +157,7 @@ class Trainer:
 
         Raises:
             DivergedError: the loss, a gradient or a weight is not finite.
+            WorkError: the last checkpoint could not be written.
         """
         self.started = time.perf_counter() - self.state.seconds
         self.speed_since = self.state.step, time.perf_counter()
@@ -161,12 +165,11 @@ class Trainer:
             budget.start(self.config, self.state.step)
         try:
             for report in self._reports():
-                if not self.finished:
-                    self._follow_budget(budget, report)
-                may_stop = not self.finished and self.stopped_by is None
-                if may_stop and self.group.all_reduce_any(should_stop()):
+                if not self.finished and self.group.all_reduce_any(should_stop()):
                     self.stopped_by = "request"
                     self._save()
+                elif not self.finished:
+                    self._follow_budget(budget, report)
                 if self.finished or self.stopped_by is not None:
                     self._finish_saving()
                 report.max_steps = self.config.train.max_steps
@@ -177,9 +180,10 @@ class Trainer:
         finally:
             self._finish_saving()
         self.writer.close()
+        self._require_saved()
 
     def _reports(self) -> Iterator[StepReport]:
-        if self.state.step == 0:
+        if self.state.step == 0 and self.state.best_step is None:
             report = StepReport(0, self.config.train.max_steps)
             self.validate(report)
             yield report
@@ -202,7 +206,8 @@ class Trainer:
         train, step = self.config.train, self.state.step
         lr_factor = lr_factor_at(step, self.config.schedule, train.max_steps)
         report = StepReport(step + 1, train.max_steps, lr_factor)
-        report.loss = self.learner.accumulate_gradients(step)
+        token_loss = self.learner.accumulate_gradients(step)
+        report.loss = token_loss / self.corpus.characters_per_token
         report.grad_norm = self.learner.clip_gradients()
         if self.device.type == "cpu":
             # elsewhere reading them would synchronise; `write_metrics` checks before each save.
@@ -226,14 +231,15 @@ class Trainer:
         return report
 
     def _may_synchronise(self) -> bool:
-        """Return, the same on all ranks, whether reading values on the device now costs little."""
+        """Return, the same on all ranks, whether the metrics may be read from the device now."""
         waited = time.perf_counter() - self.metrics_written
         return self.device.type == "cpu" or self.group.all_reduce_any(waited >= METRICS_SECONDS)
 
     def change_config(self, config: Config) -> None:
         """Continue with another number of steps or threads, or other learning rates."""
         self.config = config
-        self.config_is_unsaved = True  # resuming reads the checkpoint's config: save it next step
+        # resuming reads the checkpoint's config: save it next step
+        self.config_is_unsaved = self.folder is not None
         self.writer.write_config(config)
 
     def _follow_budget(self, budget: Budget | None, report: StepReport) -> None:
@@ -291,11 +297,11 @@ class Trainer:
             nats = report.validation.nats_per_char
             self._record({"step": report.step, VALIDATION: nats})
         nats = self.group.broadcast(nats)
+        if not math.isfinite(nats):
+            raise self._diverged("weights are", report.step, report.lr_factor)
         if report.step == 0:  # a checkpoint is the best only if it beats the untrained model
             self.state = replace(self.state, best_step=0, best_nats_per_char=nats)
             return
-        if not math.isfinite(nats):
-            raise self._diverged("weights are", report.step, report.lr_factor)
         best, patience = self.state.best_nats_per_char, self.config.train.patience
         # only rank 0 knows which checkpoints were saved
         report.is_best = bool(self.group.broadcast(float(best is None or nats < best)))
@@ -397,6 +403,23 @@ class Trainer:
             self.state = replace(self.state, best_step=step, best_nats_per_char=nats)
         return saved
 
+    def _require_saved(self) -> None:
+        """Check that the last step is saved.
+
+        Raises:
+            WorkError: its checkpoint could not be written.
+        """
+        error, saved = self.writer.disk_error, self.writer.saved_step
+        if self.folder is not None and error is not None and saved != self.state.step:
+            path = self.folder.path
+            remedy = "there is no checkpoint; free some space, then train again"
+            if saved is not None:
+                remedy = (
+                    f"the last checkpoint is step {saved:,}; free some space, then resume with\n"
+                    f"  chargpt train --resume {shlex.quote(str(path))}"
+                )
+            raise WorkError(f"cannot save step {self.state.step:,} of {path} ({error}); {remedy}")
+
     def checkpoint_bytes(self) -> int:
         """Return the approximate size of a checkpoint in bytes."""
         tensors = (tensor for part in self.learner.tensors() for tensor in part.values())
@@ -429,7 +452,7 @@ class Trainer:
         """Continue from the last checkpoint at half the learning rates, after a non-finite step."""
         assert self.folder is not None
         rollbacks = self.state.rollbacks + 1
-        saved, _ = self.folder.load("latest")
+        saved, skipped = self.folder.load("latest")
         optim = self.config.optim
         rates = {"optim.lr": optim.lr / 2, "optim.matrix_lr": optim.matrix_lr / 2}
         self.change_config(self.config.with_values(rates))
@@ -442,7 +465,7 @@ class Trainer:
             f"learning rates (optim.lr {rates['optim.lr']:.3g}, "
             f"optim.matrix_lr {rates['optim.matrix_lr']:.3g})"
         )
-        return StepReport(step, self.config.train.max_steps, notes=[note])
+        return StepReport(step, self.config.train.max_steps, notes=[*skipped, note])
 
     def _require_finite(self, loss: float, grad_norm: float, step: int, lr_factor: float) -> None:
         if not math.isfinite(loss) or not math.isfinite(grad_norm):
@@ -466,6 +489,8 @@ class Trainer:
             f"the {what} no longer finite at step {step:,} (learning rates {optim.lr:g} and "
             f"{optim.matrix_lr:g}, factor {lr_factor:.3g}), and nothing of that was saved: "
             f"{remedy} lower rates, such as -s optim.lr={optim.lr / 4:g} -s optim.matrix_lr="
-            f"{optim.matrix_lr / 4:g}, or with -s train.rollbacks=3 to roll back automatically"
+            f"{optim.matrix_lr / 4:g}"
         )
+        if saved_step is not None and self.group.size == 1 and not self.config.train.rollbacks:
+            message += ", or with -s train.rollbacks=3 to roll back automatically"
         return DivergedError(message, step)

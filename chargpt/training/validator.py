@@ -40,7 +40,7 @@ class Validator:
     def sample(self) -> str:
         """Return a short text, or some documents, generated with the run's sampling settings."""
         tokenizer, options = self.corpus.tokenizer, self.sampling
-        prompt = tokenizer.encode(options.prompt, unknown="replace")
+        prompt = tokenizer.encode(tokenizer.boundary + options.prompt, unknown="replace")
         unigram = self.corpus.token_counts("train")
         with self.learner.averaged_weights():
             pieces = stream_pieces(self.learner.model, tokenizer, prompt, options, unigram=unigram)

@@ -126,7 +126,7 @@ def other_times(*records: dict[str, Any]) -> list[str]:
             losses.append(f"{statistics.mean(values):.4f}{spread}")
         runs = len(result["runs"])
         lines.append(f"| `{name}` | {result['seconds']:.1f} | {' | '.join(losses)} | {runs} |")
-    head = "Other time budgets: means and standard deviations over the runs."
+    head = "Other time budgets: median seconds; means and standard deviations of the losses."
     commands = (f"\n`{command(found)}` ({found['hardware']}, {found['date']})" for found in records)
     return [head, "", *lines, *commands]
 

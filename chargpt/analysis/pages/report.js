@@ -26,7 +26,8 @@ passage.addEventListener("pointerover", (event) => show(spans.indexOf(event.targ
 passage.addEventListener("click", (event) => show(spans.indexOf(event.target)));
 passage.addEventListener("focus", () => { if (at < 0) show(0); });
 passage.addEventListener("keydown", (event) => {
-  const step = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10 }[event.key];
+  const right = getComputedStyle(passage).direction === "rtl" ? -1 : 1;
+  const step = { ArrowRight: right, ArrowLeft: -right, ArrowDown: 10, ArrowUp: -10 }[event.key];
   if (!step) return;
   show(Math.max(0, Math.min(spans.length - 1, at + step)));
   spans[at].scrollIntoView({ block: "nearest" });
