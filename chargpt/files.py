@@ -107,6 +107,8 @@ def write_output(path: Path, content: bytes, *, force: bool = False) -> None:
             return
         with open(path, "ab") as file:  # a redirected /dev/stdout is a file, and not to be cut
             file.write(content)
+    except BrokenPipeError:  # nobody reads: that is no error
+        raise
     except OSError as error:
         raise ConfigError(f"{path} cannot be written ({error.strerror}); name another") from None
 

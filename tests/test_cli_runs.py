@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY, Cli, refusal, run_cli, run_here
+from rich.cells import cell_len
 from test_docs import load_script
 
-from chargpt.cli import console, tables
+from chargpt.cli import console, progress, tables
 from chargpt.cli import main as main_module
 from chargpt.config import Config
 from chargpt.store.folder import RunFolder
@@ -119,6 +120,7 @@ def test_interactive_sampling_continues_each_line(runs: Path, cli: Cli) -> None:
     typed = "The sea\n/num_samples 3\n/stop \\n\n/stop []\n/length 5\n/temperature 0\n"
     typed += "The light\n\n/seed x\nΩ\n"
     typed += "/unknown x\n/unknown skip\nThe Ω end\n/stop a=b: #\n/length = 6\n"
+    typed += '/stop ["END", "\\n"]\n'
     done = run_cli("sample", runs / "a", "-i", "--seed", "1", cwd=runs, stdin=typed)
     assert done.returncode == 0, done.stderr
     assert "Ctrl-D" in done.stderr
@@ -136,6 +138,7 @@ def test_interactive_sampling_continues_each_line(runs: Path, cli: Cli) -> None:
     assert 'unknown is "skip"' in done.stderr
     assert 'stop is ["a=b: #"]' in done.stderr
     assert "length is 6" in done.stderr
+    assert 'stop is ["END", "\\n"]' in done.stderr
     assert len(fourth.removesuffix("\n")) == len("The Ω end") + 5
     assert "drop --json" in refusal(cli("sample", runs / "a", "-i", "--json"))
 
@@ -205,6 +208,40 @@ def test_a_table_keeps_its_names_and_numbers_on_a_narrow_terminal(
     shown = capsys.readouterr().out.split()
     for word in (*head, "gpt", "(trained)", "train", "1.2345", "2.3456", "1,234.56"):
         assert word in shown
+    tables.table(["model", "nats"], [["a long name " * 5, "1.0"], ["漢字" * 12, "2.0"]])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(cell_len, lines)) <= max(columns, 24)
+
+
+def test_progress_after_a_rollback_is_not_said_to_end_in_the_past(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bar = progress.ProgressBar(100, "step", initial=50)
+    monkeypatch.setattr(progress, "PLAIN_LINE_SECONDS", 0)
+    bar.move_to(40, 100, lambda: "loss 2")
+    bar.move_to(60, 100, lambda: "loss 1")
+    back, on = capsys.readouterr().err.splitlines()
+    assert "left" not in back
+    assert " left" in on
+    assert "-" not in on
+
+
+def test_the_loading_bar_takes_the_place_of_a_notice() -> None:
+    shown: list[str] = []
+    loading = progress.LoadingProgress(lambda: shown.append("bar"))
+    loading("reading", 1, 1000)  # too short for a bar
+    assert shown == []
+    for done in (1, 2):
+        loading("reading", done, loading.MIN_BYTES)
+    assert shown == ["bar"]
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(999, "999"), (999.4, "999"), (999.6, "1k"), (999_600, "1M"), (1e12, "1000G")],
+)
+def test_a_number_is_never_rounded_to_a_thousand_of_its_unit(count: float, text: str) -> None:
+    assert console.short(count) == text
 
 
 def test_training_on_a_terminal_shows_a_percentage_in_80_columns(runs: Path) -> None:

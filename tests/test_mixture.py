@@ -372,7 +372,6 @@ def test_evaluate_and_compare_show_the_mixture_beside_the_gpt(run_of: Path, cli:
     assert [row["model"] for row in compared] == ["run", f"run + {ORDER}-gram"]
     assert compared[1]["nats_per_char"] == pytest.approx(measured["mixture"]["nats_per_char"])
     assert [row["parameters"] is None for row in compared] == [False, True]  # counts are none
-    assert "numbers of steps differ" not in cli("compare", run_of).stdout
 
 
 def test_a_text_from_standard_input_is_read_once_for_both(run_of: Path, verse: Path) -> None:
@@ -381,7 +380,7 @@ def test_a_text_from_standard_input_is_read_once_for_both(run_of: Path, verse: P
     again = run_cli("evaluate", run_of, "--text", verse, cwd=run_of)
 
     def losses(shown: str) -> list[str]:
-        return [line for line in shown.splitlines() if "gpt" in line]
+        return [line for line in shown.splitlines() if line.lstrip().startswith("gpt")]
 
     assert losses(done.stdout) == losses(again.stdout)
     assert len(losses(done.stdout)) == 2

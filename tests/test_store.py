@@ -616,6 +616,7 @@ def test_runs_are_listed_by_their_last_save_and_beside_folders_that_cannot_be_re
     run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(run, 1)
+    os.utime(run.checkpoints / "latest.json", (1, 1))
     other = RunFolder(tmp_path / "other").create(CONFIG, TOKENIZER)
     save(other, 2)
     run.keep(1)  # changes the folder of the checkpoint, and saves nothing
@@ -634,6 +635,29 @@ def test_runs_are_listed_by_their_last_save_and_beside_folders_that_cannot_be_re
     assert [each.state for each in list_runs(tmp_path)] == ["unreadable", "unreadable"]
 
 
+def test_a_run_whose_only_checkpoint_is_damaged_is_listed_as_such(run: RunFolder) -> None:
+    (save(run, 1) / "manifest.json").write_text("{}")
+    (listed,) = list_runs(run.path.parent)
+    assert listed.state == "damaged"
+
+
+def test_a_step_that_cannot_be_saved_again_keeps_its_checkpoint(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, real = save(run, 1), os.rename
+
+    def rename(source: Path, target: Path) -> None:
+        if target == folder and ".old" not in source.name:
+            raise OSError(errno.EIO, "Input/output error")
+        real(source, target)
+
+    monkeypatch.setattr(os, "rename", rename)
+    with pytest.raises(OSError, match="Input/output error"):
+        save(run, 1, fill=0.25)
+    saved, skipped = run.load("latest")
+    assert (float(saved.model["head.weight"][0, 0]), skipped) == (0.5, [])
+
+
 def failing_read(*_: object) -> None:
     raise OSError(errno.EIO, "Input/output error")
 
@@ -648,8 +672,8 @@ def test_a_leftover_of_keep_is_a_file_of_ours(run: RunFolder) -> None:
 def test_a_tokenizer_is_read_from_a_regular_file_only(run: RunFolder) -> None:
     save(run, 1)
     path = run.path / "tokenizer.json"
-    path.unlink()
-    path.symlink_to("/dev/zero")
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to(path.with_name("elsewhere"))
     with pytest.raises(RunError, match="not a regular file"):
         CharTokenizer.load(path)
     assert any("not a regular file" in problem for problem in verify(run).problems)

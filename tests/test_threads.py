@@ -12,7 +12,8 @@ import pytest
 import torch
 from conftest import REPOSITORY, Cli
 
-from chargpt.config import load_config
+from chargpt.config import TextConfig, load_config
+from chargpt.text.corpus import load_corpus
 from chargpt.training import threads as threads_module
 from chargpt.training.threads import (
     ThreadTuner,
@@ -20,6 +21,7 @@ from chargpt.training.threads import (
     default_threads,
     measure_threads,
 )
+from chargpt.training.trainer import Trainer
 
 CPU = torch.device("cpu")
 
@@ -107,6 +109,14 @@ def test_a_later_run_in_the_same_process_may_use_more_threads_again(
     assert measure_threads(CPU) == 1  # another process uses a core
     machine.seconds[2] = 1e-4
     assert measure_threads(CPU) == 2
+
+
+def test_a_run_with_few_threads_does_not_limit_later_ones(verse: Path) -> None:
+    torch.set_num_threads(2)
+    tiny = {"model.n_layer": 1, "model.n_embd": 16, "model.block_size": 16, "threads": 1}
+    config = load_config().with_values({**tiny, "device": "cpu"})
+    Trainer(config, load_corpus(TextConfig(path=str(verse))))
+    assert (torch.get_num_threads(), default_threads()) == (1, 2)
 
 
 @pytest.mark.parametrize("command", [["evaluate"], ["score"], ["compare"]])

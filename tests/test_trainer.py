@@ -361,6 +361,15 @@ def test_after_a_failed_save_the_next_try_is_the_next_due_save(
 
     with pytest.raises(WorkError, match=r"cannot save step 9 of .*; there is no checkpoint;"):
         train_to_the_end()
+    monkeypatch.undo()
+    trainer = start_trainer(tiny_config(), corpus, tmp_path / "other run")
+    reports = trainer.steps()
+    for _ in range(8):
+        next(reports)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: FULL)
+    message = r"last checkpoint is step 6; .* with\n  chargpt train --resume '.*/other run'$"
+    with pytest.raises(WorkError, match=message):
+        list(reports)
     assert len(calls) == 2  # with the step after the change, and at the end
     assert steps[-1] == 9  # its report is yielded
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from chargpt.config import Config, load_config
-from chargpt.errors import ConfigError, RunError
+from chargpt.errors import ChargptError, ConfigError
 from chargpt.inference.baselines import NGRAM, Baselines
 from chargpt.inference.evaluation import Evaluation, OnProgress, evaluate_tokens
 from chargpt.inference.sampling import sample
@@ -70,13 +70,14 @@ class Row:
 class Comparison:
     """Rows, validation curves and samples of the compared models, and the baselines' losses.
 
-    All rows score the same characters of the validation split, in spans of `span` if it is long.
+    All rows score the same characters of the validation split, in spans of `span` if it is long; if
+    the vocabularies differ, those at its start.
     """
 
     title: str
     val_characters: int  # of the validation split
     span: int
-    max_characters: int  # scored at most
+    max_characters: int  # scored at most; tokens where bytes spell rare characters
     rows: list[Row] = field(default_factory=list)
     curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     samples: dict[str, str] = field(default_factory=dict)
@@ -195,7 +196,7 @@ def compare(
         run = train_run(config, folder / kind, corpus, kind, run_trainer, baselines.ngram)
         try:
             mixed = add_mixture(run, corpus)
-        except RunError as error:  # the run itself is complete and saved
+        except ChargptError as error:  # the run itself is complete and saved
             mixed = None
             comparison.notes.append(str(error))
         comparison.add_run(f"{kind} (trained)", run, val, mixed)
@@ -205,7 +206,9 @@ def compare(
 def compare_runs(
     paths: Sequence[Path], device: str = "auto", show_progress: ShowProgress = show_nothing
 ) -> Comparison:
-    """Evaluate existing runs on the validation split that they share; vocabularies may differ.
+    """Evaluate existing runs on the validation split that they share.
+
+    If their vocabularies differ, they score its first MAX_CHARACTERS.
 
     Raises:
         ConfigError: the runs have different texts or validation splits.

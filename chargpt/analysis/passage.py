@@ -65,5 +65,5 @@ def name_of(character: str) -> str:
     """Return a character as it is named in a sentence."""
     names = {" ": "space", "\n": "line end", "\t": "tab"}
     if character not in names and display_char(character) in (REPLACEMENT, display_char(" ")):
-        return f"U+{ord(character):04X}"  # a control character, or a space of another width
+        return f"U+{ord(character):04X}"  # a space of another width, or a character without a sign
     return names.get(character, display_char(character))

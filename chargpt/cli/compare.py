@@ -202,13 +202,13 @@ def print_comparison(result: Comparison, plot: Path | None, *, json_: bool) -> N
     """Draw the loss curves, if a file is given, and print the comparison."""
     if plot is not None:
         save_picture(plots.loss_curves(result.curves, result.baselines, result.title), plot)
+    for note in result.notes:
+        console.say(note)
     picture = None if plot is None else str(plot)
     if json_:
         rows = [row.as_dict() for row in result.rows]
         console.out_json({"rows": rows, "baselines": dict(result.baselines), "picture": picture})
         return
-    for note in result.notes:
-        console.say(note)
     print_rows(result)
     tables.side_by_side(list(result.samples), list(result.samples.values()))
     if picture is not None:

@@ -17,7 +17,7 @@ from chargpt.cli import console, options, runs, tables
 from chargpt.cli.pictures import save_picture
 from chargpt.cli.progress import LoadingProgress
 from chargpt.errors import ConfigError, RunError
-from chargpt.files import require_output, write_output
+from chargpt.files import is_stream, require_output, write_output
 from chargpt.store.layout import is_run
 from chargpt.text.corpus import load_corpus
 from chargpt.text.settings import build_config
@@ -70,6 +70,8 @@ def explain(
         save_plot(maps, plot)
     if html is not None:
         write_sections(sections, html, subject.corpus.name)
+        if is_stream(html):  # stdout holds the page
+            return
     if json_:
         facts = [{"name": s.name, "title": s.title, **s.facts} for s in sections]
         console.out_json({"sections": facts})

@@ -73,7 +73,7 @@ def change_setting(config: Config, written: str) -> Config:
         raise ConfigError(f"there is no setting {name!r:.40}; there are {', '.join(CHANGEABLE)}")
     section = "text" if name == "unknown" else "sample"
     key = f"{section}.{name}"
-    if name == "stop" and value not in ("", "[]"):  # any text, as --stop takes it
+    if name == "stop" and value[:1] not in ("", "["):  # any text, as --stop takes it, or a list
         config = config.with_values({key: (unescape(value),)})
     elif value.strip():
         config = config.with_values(dict([parse_override(f"{key}={value.strip()}")]))

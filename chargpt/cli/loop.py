@@ -74,6 +74,8 @@ class StepView:
         default = signal.SIGTERM if trainer.stopped_by == "request" else None
         number = next(iter(self.signals.caught), default)
         self.signals.caught = []
+        if trainer.writer.disk_error is not None:  # the checkpoint is saved
+            console.say(f"the last metrics cannot be written ({trainer.writer.disk_error})")
         if number is None:
             self.signals.is_deferred = False
             return

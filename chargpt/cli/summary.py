@@ -9,7 +9,7 @@ from chargpt.analysis.result import RunScores, score_run, summarize
 from chargpt.cli import console, tables
 from chargpt.cli.progress import show_progress
 from chargpt.config import ModelConfig
-from chargpt.errors import ChargptError, RunError
+from chargpt.errors import ChargptError
 from chargpt.inference.baselines import Baselines
 from chargpt.store.run import Run, load_run
 from chargpt.text.corpus import Corpus
@@ -135,7 +135,7 @@ def mixture_of(best: Run, corpus: Corpus) -> Run | None:
     """Return the run with a fitted mixture in place of its GPT, None if there is none."""
     try:
         return add_mixture(best, corpus)
-    except RunError as error:  # the run itself is complete and saved
+    except ChargptError as error:  # the run itself is complete and saved
         console.say(str(error))
         return None
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from rich import box
+from rich.cells import cell_len
 from rich.columns import Columns
 from rich.console import Console, RenderableType
 from rich.panel import Panel
@@ -27,7 +28,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str =
         title_style="bold",
     )
     for index, column in enumerate(columns):
-        is_short = all(len(row[index]) <= MAX_WHOLE for row in rows)
+        is_short = all(cell_len(row[index]) <= MAX_WHOLE for row in rows)
         justify: Literal["left", "right"] = "left" if index == 0 else "right"
         grid.add_column(
             Text(console.printable(column)),
@@ -39,7 +40,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str =
     for row in rows:
         grid.add_row(*(Text(console.printable(cell)) for cell in row))
     # a terminal that is too narrow breaks whole lines: rich would leave out columns and cut numbers
-    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+    widths = [max(map(cell_len, cells)) for cells in zip(columns, *rows, strict=True)]
     limits = (MIN_FIRST, *(MAX_WHOLE for _ in widths[1:]))
     least = 1 + 2 * len(widths) + sum(map(min, widths, limits))
     print_rich(Console(highlight=False, width=max(Console().width, least)), grid)

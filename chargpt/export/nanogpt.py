@@ -91,7 +91,7 @@ def import_nanogpt(checkpoint: Path, meta: Path, out: Path, text: Path | None = 
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """Reads integers, strings and dicts; refuses everything else."""
+    """Refuses classes and functions; `read_meta` has checked the other opcodes before."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise pickle.UnpicklingError(f"it asks for {module}.{name}")

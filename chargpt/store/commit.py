@@ -65,7 +65,12 @@ def commit(folder: Path, files: Mapping[str, Chunks], metadata: Mapping[str, obj
         for name in set(entry_names(folder)) - set(names):
             os.rename(folder / name, temporary / name)
         old = _set_aside(folder)
-        os.rename(temporary, folder)
+        try:
+            os.rename(temporary, folder)
+        except BaseException:
+            if exists(old):
+                os.rename(old, folder)
+            raise
     except BaseException:
         remove(temporary, names)
         raise

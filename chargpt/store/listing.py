@@ -64,14 +64,15 @@ def _run_paths(parent: Path) -> Iterator[Path]:
 
 def summarize(path: Path) -> RunSummary:
     """Return what a run's latest checkpoint says, without reading its tensors."""
-    is_training = is_locked(path)
-    if not has_checkpoint(path):
-        return RunSummary(path, "training" if is_training else "no checkpoint")
     try:
+        is_training = is_locked(path)
+        if not has_checkpoint(path):
+            return RunSummary(path, "training" if is_training else "no checkpoint")
         current = path if has_checkpoint_itself(path) else path / REPLACED
-        (folder, *_), skipped = candidates(current, "latest")
+        folders, skipped = candidates(current, "latest")
         if skipped:
             return RunSummary(path, "damaged")
+        folder = folders[0]
         config, tokenizer, state = read_without_tensors(folder)
         pointer = current / CHECKPOINTS / "latest.json"
         written = pointer if exists(pointer) else folder  # it was killed in its first save

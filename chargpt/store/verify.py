@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from chargpt.errors import ChargptError, RunError
+from chargpt.errors import ChargptError, DeviceError, RunError
 from chargpt.files import exists
 from chargpt.models import build_model
 from chargpt.store.checkpoint import (
@@ -88,6 +88,8 @@ def _check(folder: Path) -> CheckedCheckpoint:
     try:
         size = sum(path.lstat().st_size for path in folder.iterdir())
         require_intact(read_checkpoint(folder))
+    except DeviceError:  # too little memory is no damage
+        raise
     except (ChargptError, OSError) as error:
         return CheckedCheckpoint(folder, size, str(error))
     return CheckedCheckpoint(folder, size, None)

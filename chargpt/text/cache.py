@@ -17,6 +17,7 @@ import secrets
 import shutil
 import time
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -75,14 +76,13 @@ def make_tokens_folder() -> Path:
     folder = cache_folder() / "tokens"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        leftovers = [*folder.glob(".tokens.*.tmp"), *folder.parent.glob("*/.*.json.*.tmp")]
-        for leftover in (*leftovers, *folder.glob("*/.*.json.*.tmp")):
-            if time.time() - leftover.stat().st_mtime > MAX_TEMPORARY_SECONDS:
-                leftover.unlink(missing_ok=True)
-    except FileNotFoundError:  # another process has deleted it
-        pass
     except OSError as error:
         raise _unwritable(folder, error) from None
+    leftovers = [*folder.glob(".tokens.*.tmp"), *folder.parent.glob("*/.*.json.*.tmp")]
+    for leftover in (*leftovers, *folder.glob("*/.*.json.*.tmp")):
+        with suppress(OSError):  # another process has deleted it, or another user owns it
+            if time.time() - leftover.stat().st_mtime > MAX_TEMPORARY_SECONDS:
+                leftover.unlink()
     return folder
 
 

@@ -155,7 +155,8 @@ class Corpus:
         if shorter > MIN_BLOCK_SIZE:
             remedies.insert(0, f"set model.block_size to {shorter - 1:,} or less")
         fraction = math.ceil(1000 * needed / total) / 1000
-        n_train = total * (1 - fraction - self.test_fraction)
+        n_tune = min(self.tune_characters, int(MAX_TUNE_FRACTION * total))
+        n_train = total * (1 - fraction - self.test_fraction) - n_tune
         if val < needed and n_train > needed + 1:  # a margin for the rounding
             remedies.insert(0, f"set text.val_fraction to {fraction:g} or more")
         characters = "1 character" if total == 1 else f"{total:,} characters"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from chargpt.errors import ConfigError, FinishedError, RunError
+from chargpt.errors import ChargptError, ConfigError, FinishedError
 from chargpt.ranks import is_main_rank, world_size
 from chargpt.store.run import Run, load_run
 from chargpt.text import OnLoading
@@ -54,7 +54,7 @@ def train(
         start: what to do about a run that exists in `out`: `new` rejects it, `resume` continues it,
             `begin or resume` begins where there is none, `replace` deletes it.
         device: `auto`, `cpu`, `cuda`, `cuda:N` or `mps`.
-        encoding: of the text, if it is neither UTF-8 nor UTF-16.
+        encoding: of the text; by default UTF-8, or what its byte order mark says.
         progress: show a progress bar on stderr.
 
     Raises:
@@ -70,7 +70,7 @@ def train(
             "settings: expected a dictionary, such as {'train.max_steps': 500} (it is of type "
             f"{type(settings).__name__})"
         )
-    is_number = isinstance(budget, int | float) and math.isfinite(budget)
+    is_number = isinstance(budget, int) or (isinstance(budget, float) and math.isfinite(budget))
     if not (budget is None or isinstance(budget, str) or is_number):
         raise ConfigError(
             f"budget: expected seconds, or a time such as '3m' (it is {budget!r:.100})"
@@ -110,7 +110,7 @@ def train(
     if is_main_rank():
         try:
             add_mixture(run, run.corpus())
-        except RunError as error:  # the run itself is complete and saved
+        except ChargptError as error:  # the run itself is complete and saved
             notes.append(str(error))
     return replace(run, notes=(*notes, *run.notes))
 

@@ -38,6 +38,7 @@ from chargpt.training.budget import REPLANNING, Budget
 from chargpt.training.cost import training_bytes
 from chargpt.training.learner import Learner, micro_batch_size
 from chargpt.training.schedule import lr_factor_at
+from chargpt.training.threads import default_threads
 from chargpt.training.validator import Validator
 from chargpt.training.writer import RunWriter
 
@@ -107,6 +108,7 @@ class Trainer:
         if self.device.type == "cpu":
             tune_malloc()
             if config.threads is not None:
+                default_threads()  # before it is changed
                 torch.set_num_threads(config.threads)
         self.folder = folder if self.group.is_main else None
         self.learner = Learner(self.config, corpus, self.group, self.device, saved, ngram, start)
