@@ -1,6 +1,7 @@
 """Every command on real texts, and every user error as one sentence with an exit code."""
 
 import gzip
+import io
 import json
 import math
 import os
@@ -187,15 +188,19 @@ def test_the_same_command_with_resume_starts_a_run_and_continues_it(verse: Path,
     assert "has done all its 6 steps" in again.stderr
 
 
-def test_standard_input_resumes_a_run_of_the_same_text(verse: Path, tmp_path: Path) -> None:
-    args = [*QUICK, "--out", "mine", "--resume"]
-    assert run_cli("train", verse, *args, cwd=tmp_path).returncode == 0
-    more = [word.replace("max_steps=6", "max_steps=8") for word in args]
-    done = run_cli("train", "-", *more, cwd=tmp_path, stdin=verse.read_bytes())
+def test_standard_input_resumes_a_run_of_the_same_text(
+    verse: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(text: object, steps: int, content: bytes = b"") -> subprocess.CompletedProcess[str]:
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
+        words = [word.replace("max_steps=6", f"max_steps={steps}") for word in QUICK]
+        return cli("train", text, *words, "--out", "mine", "--resume")
+
+    assert train(verse, 6).returncode == 0
+    done = train("-", 8, verse.read_bytes())
     assert done.returncode == 0, done.stderr
     assert "resuming mine from step 6" in done.stderr
-    more = [word.replace("max_steps=6", "max_steps=9") for word in args]
-    done = run_cli("train", "-", *more, cwd=tmp_path, stdin="another text " * 500)
+    done = train("-", 9, b"another text " * 500)
     assert "is not the text that the run was trained on" in refusal(done)
 
 

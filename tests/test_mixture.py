@@ -1,5 +1,6 @@
 """The mixture of a GPT with n-gram counts: its formula, its fit, its file, and the commands."""
 
+import io
 import json
 import math
 import shutil
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import torch
-from conftest import REPOSITORY, Cli, refusal, run_cli, run_here
+from conftest import REPOSITORY, Cli, refusal, run_here
 
 import chargpt
 from chargpt.config import Config, ModelConfig, TextConfig
@@ -374,10 +375,13 @@ def test_evaluate_and_compare_show_the_mixture_beside_the_gpt(run_of: Path, cli:
     assert [row["parameters"] is None for row in compared] == [False, True]  # counts are none
 
 
-def test_a_text_from_standard_input_is_read_once_for_both(run_of: Path, verse: Path) -> None:
-    done = run_cli("evaluate", run_of, "--text", "-", cwd=run_of, stdin=verse.read_bytes())
+def test_a_text_from_standard_input_is_read_once_for_both(
+    run_of: Path, verse: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(verse.read_bytes())))
+    done = cli("evaluate", run_of, "--text", "-")
     assert done.returncode == 0, done.stderr
-    again = run_cli("evaluate", run_of, "--text", verse, cwd=run_of)
+    again = cli("evaluate", run_of, "--text", verse)
 
     def losses(shown: str) -> list[str]:
         return [line for line in shown.splitlines() if line.lstrip().startswith("gpt")]

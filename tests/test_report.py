@@ -214,8 +214,8 @@ def test_a_failed_report_does_not_fail_the_training(
     assert "no report: mine/report.html cannot be written (No space left on device)" in done.stderr
 
 
-def test_a_report_on_standard_output_is_the_page_alone(cli: Cli, verse: Path) -> None:
-    assert cli("train", verse, *TINY, "--out", "mine").returncode == 0
+def test_a_report_on_standard_output_is_the_page_alone(page: Page, verse: Path) -> None:
+    read_again(verse)
     with open("page.html", "wb") as file:
         command = [sys.executable, "-m", "chargpt", "report", "mine", "--out", "/dev/stdout"]
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
