@@ -7,6 +7,7 @@ import pytest
 from conftest import Cli
 from hypothesis import given
 from hypothesis import strategies as st
+from noise import fill_with_noise
 
 from chargpt.config import Config, TextConfig
 from chargpt.errors import ConfigError, TextError
@@ -129,6 +130,7 @@ def test_samples_of_a_list_are_whole_items(cli: Cli) -> None:
     assert len(items) == 30
     assert max(map(len, items)) < 50  # the text ended before its length
     run = load_run("run", "latest")  # a sample in training has the context of `chargpt sample`
+    fill_with_noise(run.model)  # so that every token of the context matters
     trainer = Trainer(run.config.with_values({"sample.prompt": "be"}), run.corpus())
     trainer.model.load_state_dict(run.model.state_dict())
     expected = sampling.sample(run, prompt="be", length=200, num_samples=5, seed=1)

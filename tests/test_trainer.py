@@ -374,6 +374,16 @@ def test_after_a_failed_save_the_next_try_is_the_next_due_save(
     assert steps[-1] == 9  # its report is yielded
 
 
+def test_metrics_lost_after_the_last_checkpoint_are_no_failed_save(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    trainer = start_trainer(tiny_config(), corpus, tmp_path / "run")
+    for report in trainer.steps():
+        if report.step == 12:
+            trainer.writer.disk_error = "No space left on device"
+    assert RunFolder(tmp_path / "run").load("latest")[0].state.step == 12
+
+
 def raise_disk_full(calls: list[RunFolder], run: RunFolder) -> None:
     calls.append(run)
     raise OSError(28, "No space left on device")

@@ -58,9 +58,7 @@ class AdaptiveMixture:
         n_new -= n_new == history.shape[1]  # nothing predicts the first token
         if not n_new:
             return torch.zeros(len(history), 0)
-        length = self.model.block_size + 1
-        window = np.concatenate((self.before(history, length), history[:, -length:]), axis=1)
-        rows = torch.from_numpy(window).to(self.model.device)
+        rows = torch.from_numpy(self._window(history)).to(self.model.device)
         with torch.no_grad():
             inputs, log_probs = gate_data(self.model, rows)
         weights: Tensor = self.model.gate(inputs[:, -n_new:])
@@ -81,11 +79,13 @@ class AdaptiveMixture:
             self.model.count(np.concatenate((self.training_tokens, history.ravel())))
         return mixed.detach()
 
-    def before(self, history: TokenIds, length: int) -> TokenIds:
-        """Return the `lookback` tokens before the last `length`, NO_TOKEN where there is none."""
+    def _window(self, history: TokenIds) -> TokenIds:
+        """Return the last block and its target, after `lookback` tokens or NO_TOKEN."""
+        length = self.model.block_size + 1
         before = history[:, :-length][:, -self.model.lookback :]
         n_missing = self.model.lookback - before.shape[1]
-        return np.pad(before, ((0, 0), (n_missing, 0)), constant_values=NO_TOKEN)
+        padded = np.pad(before, ((0, 0), (n_missing, 0)), constant_values=NO_TOKEN)
+        return np.concatenate((padded, history[:, -length:]), axis=1)
 
 
 class AdaptiveDecoder:
@@ -114,11 +114,8 @@ class AdaptiveDecoder:
         The cache is full just before the mixture learns again: the context is that of `learn`.
         """
         model = self.mixture.model
-        length = model.block_size - self.mixture.stride + 1
-        context = self.history[:, -length:]
+        context = self.history[:, -(model.block_size - self.mixture.stride + 1) :]
         self.decoder = ModelDecoder(model, len(context))
-        before = torch.from_numpy(self.mixture.before(self.history, length))
-        self.decoder.cache.tokens = before.to(model.device)
         logits = model(torch.from_numpy(context).to(model.device), self.decoder.cache)
         last: npt.NDArray[np.float32] = logits[:, -1].cpu().numpy()
         return last
