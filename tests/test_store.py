@@ -666,7 +666,10 @@ def test_a_leftover_of_keep_is_a_file_of_ours(run: RunFolder) -> None:
     folder = save(run, 1)
     (folder / ".keep.0123456789ab.tmp").touch()
     run.unlock()
-    RunFolder(run.path).create(CONFIG, TOKENIZER, force=True).unlock()
+    new = RunFolder(run.path).create(CONFIG, TOKENIZER, force=True)
+    save(new, 2)
+    assert [path.name for path in new.checkpoints.iterdir() if path.is_dir()] == ["step-00000002"]
+    assert not (run.path / ".replaced").exists()
 
 
 def test_a_tokenizer_is_read_from_a_regular_file_only(run: RunFolder) -> None:

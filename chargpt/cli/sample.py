@@ -24,7 +24,7 @@ from chargpt.errors import ConfigError
 from chargpt.inference.sampling import sample as sample_texts
 from chargpt.inference.sampling import stream_run
 from chargpt.store.run import Run
-from chargpt.text.corpus import Corpus, read_text
+from chargpt.text.corpus import read_text
 from chargpt.text.display import display_text, whole_graphemes
 from chargpt.text.tokenizer import Unknown
 
@@ -184,7 +184,7 @@ def sample(
                 report["new"] = [text not in copied for text in texts]
         console.out_json(report)
         return
-    print_samples(texts, n_prompt, boundary, corpus, overlap, copied)
+    print_samples(loaded, texts, n_prompt, overlap, copied)
     say_seed(config, settings)
 
 
@@ -213,23 +213,18 @@ def say_seed(config: Config, settings: SampleConfig) -> None:
 
 
 def print_samples(
-    texts: list[str],
-    n_prompt: int,
-    boundary: str,
-    corpus: Corpus | None,
-    overlap: OverlapReport | None,
-    copied: set[str],
+    run: Run, texts: list[str], n_prompt: int, overlap: OverlapReport | None, copied: set[str]
 ) -> None:
     """Print texts with their verbatim matches marked, and what was found.
 
     Args:
+        run: its model sampled the texts.
         texts: each begins with the prompt.
         n_prompt: length of the prompt.
-        boundary: of documents; "" if the run's text has none.
-        corpus: the run's text, if `overlap` was measured.
-        overlap: of the rest of the texts with the training split.
+        overlap: of the rest of the texts with the training split, if it was measured.
         copied: those texts that are whole documents of the training split.
     """
+    boundary = run.tokenizer.boundary
     for number, text in enumerate(texts, 1):
         matched = overlap.texts[number - 1].matched if overlap else []
         if text in copied:
@@ -245,13 +240,13 @@ def print_samples(
             "verbatim matches with the training split, of whole documents or "
             f"{MIN_MATCH} characters or more"
         )
-    elif overlap is not None and corpus is not None:
+    elif overlap is not None:
         print_overlap(overlap)
         # lines that the model has ended, with what the prompt has of the first
         first = texts[0].rfind("\n", 0, n_prompt) + 1
         lines = {line for text in texts for line in text[first:].split("\n")[:-1] if line}
         if len(lines) > 1:
-            n_copied = len(find_items(corpus, lines, "\n"))
+            n_copied = len(find_items(run.corpus(), lines, "\n"))
             console.out_sentence(
                 f"of {len(lines):,} different lines, {n_copied:,} are in the training split"
             )

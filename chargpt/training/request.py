@@ -94,8 +94,8 @@ class Request:
         """
         duration, keys = self.budget, self.fixed_keys()
         sections = {key.partition(".")[0] for key in keys - {"train.from_run"}}
-        is_planned = self.config is None and sections.isdisjoint(PLANNED_SECTIONS)
-        if duration is None and is_planned and world_size() == 1:
+        is_default = self.config is None and sections.isdisjoint(PLANNED_SECTIONS)
+        if duration is None and is_default and world_size() == 1:
             duration = DEFAULT_BUDGET
         if duration is None:
             return None
