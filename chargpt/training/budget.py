@@ -39,7 +39,7 @@ class Reserve:
     seconds: float = 0.75  # preparing the closing table, and the exit of the process
     fraction: float = 0.04  # of the budget, for scoring, until the time of scoring is measured
     report_from: float = 120  # seconds: shortest budget that ends with a report page
-    report_seconds: float = 4  # of a report page, without its scoring
+    report_seconds: float = 2  # of a report page, without its scoring
     report_characters: int = 40_000  # that a report page scores
     timed_characters: int = 8_000  # scored to measure the speed of scoring
     gate_seconds: float = 0.35  # of fitting a mixture's gate

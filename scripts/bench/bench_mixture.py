@@ -46,6 +46,12 @@ def losses_of(run: Path, checkout: Path | None = None) -> dict[str, float]:
     return losses
 
 
+def steps_of(run: Path, checkout: Path | None = None) -> int:
+    """Return the number of steps of a run's best checkpoint."""
+    steps: int = json.loads(chargpt("evaluate", str(run), "--json", checkout=checkout))["steps"]
+    return steps
+
+
 def measure(text: Path, budget: str, seed: int, before: Path | None) -> dict[str, Any]:
     """Train and score one case."""
     with tempfile.TemporaryDirectory() as folder:
@@ -54,14 +60,14 @@ def measure(text: Path, budget: str, seed: int, before: Path | None) -> dict[str
         start = time.perf_counter()
         chargpt(*words, str(run))
         seconds = time.perf_counter() - start
-        losses = losses_of(run)
+        losses, steps = losses_of(run), {"steps": steps_of(run)}
         if before is not None:
             chargpt(*words, str(old), checkout=before)
             losses["gpt before"] = losses_of(old, before)["gpt"]
-        steps = json.loads(chargpt("evaluate", str(run), "--json"))["steps"]
+            steps["steps before"] = steps_of(old, before)
     shown = {name: round(losses[name], 4) for name in SHOWN if name in losses}
     case = {"text": text.stem, "budget": budget, "seed": seed}
-    return {**case, "seconds": round(seconds, 2), "steps": steps, **shown}
+    return {**case, "seconds": round(seconds, 2), **steps, **shown}
 
 
 def means(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -95,8 +101,8 @@ def main() -> None:
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for budget in args.budgets:
-        for seed in args.seeds:
-            for text in args.texts:
+        for text in args.texts:
+            for seed in args.seeds:
                 rows.append(measure(text.absolute(), budget, seed, args.before))
                 print(rows[-1], file=sys.stderr, flush=True)
                 save_record({**facts(), "means": means(rows), "rows": rows}, args.json)
