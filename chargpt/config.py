@@ -30,7 +30,7 @@ from pydantic import (
 from chargpt.errors import ConfigError
 from chargpt.yaml_reader import MAX_YAML_CHARACTERS, dump_yaml, parse_yaml
 
-RESERVED = ("%", "@", "`", "#")  # YAML has no values that begin with these
+RESERVED = ("%", "@", "`", "#")  # no plain YAML value begins with these
 MAX_PROBLEMS = 20  # listed in one message
 MESSAGES = {  # by pydantic's error type
     "model_type": "expected a section with `key: value` lines",
@@ -62,7 +62,7 @@ def unescape(text: str) -> str:
 
 
 class Section(BaseModel):
-    """A group of settings: immutable, without unknown keys or type conversions."""
+    """A group of settings: immutable, without unknown keys."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
@@ -444,8 +444,8 @@ def validate(
 
 def _problem(detail: Mapping[str, Any], origin: str, lines: Mapping[str, int]) -> str:
     """Return the message for one invalid setting, with its file and line if it has one."""
-    place = [str(part) for part in detail["loc"] if not isinstance(part, int)]
-    dotted = ".".join(place)
+    keys = [str(part) for part in detail["loc"] if not isinstance(part, int)]
+    dotted = ".".join(keys)
     where = f"{origin}: line {lines[dotted]}: " if dotted in lines else ""
     key = dotted if dotted.isprintable() else ascii(dotted)
     if detail["type"] == "extra_forbidden":

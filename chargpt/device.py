@@ -1,4 +1,4 @@
-"""Device, data type, memory limits and CUDA graphs."""
+"""Device, dtype, memory limits and CUDA graphs."""
 
 import contextlib
 import ctypes
@@ -22,7 +22,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 MAX_MMAP_THRESHOLD = 32 * 2**20  # bytes; glibc rejects more
-N_TIMINGS = 20  # of each data type
+N_TIMINGS = 20  # of each dtype
 MAX_CPU_INFO = 10_000  # characters of /proc/cpuinfo: the first processor and more
 CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
@@ -61,7 +61,7 @@ def choose_device(name: str) -> tuple[torch.device, str]:
 
 
 def choose_dtype(device: torch.device, name: str) -> tuple[torch.dtype, str]:
-    """Return the data type of matrix products, and why `auto` chose it; weights stay float32.
+    """Return the dtype of matrix products, and why `auto` chose it; weights stay float32.
 
     `auto` takes bfloat16 only where the hardware has it and it is measurably faster.
     """

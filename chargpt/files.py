@@ -139,14 +139,17 @@ def require_output(path: Path, *, force: bool = False) -> None:
     """Check that a file may be written: that there is none, or one of ours, or no regular one.
 
     Raises:
-        ConfigError: there is a folder, or a file of another origin, and not `force`.
+        ConfigError: there is a folder, or not `force` and a file that is unreadable or not ours.
     """
     if path.is_dir():
         raise ConfigError(f"{path} is a folder; name a file in it")
     if force or not path.is_file() or is_stream(path):
         return
-    with open(path, "rb") as file:
-        head = file.read(4096)
+    try:
+        with open(path, "rb") as file:
+            head = file.read(4096)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}); name another file") from None
     if head and not any(mark in head for mark in MARKS):
         raise ConfigError(f"{path} exists and was not made by chargpt; name another file")
 

@@ -23,7 +23,7 @@ from chargpt.errors import (
 )
 from chargpt.models import build_model
 from chargpt.store.folder import RunFolder
-from chargpt.training.request import StartMode
+from chargpt.training.request import Request, StartMode
 from chargpt.training.session import require_one_reader
 from chargpt.training.trainer import StepReport, Trainer
 
@@ -129,6 +129,14 @@ def test_a_second_interrupt_ends_the_step(
     monkeypatch.setattr(Trainer, "advance", twice)
     with pytest.raises(KeyboardInterrupt):
         chargpt.train(verse, settings=TINY, out=tmp_path / "run", device="cpu")
+
+
+def test_the_same_command_resumes_a_run_whose_decay_was_planned_again() -> None:
+    overrides = ("schedule.cooldown=0.5", "seed=5")
+    planned = Request(text="novel.txt", overrides=overrides, budget="30s")
+    assert set(planned.fixed(planned.settings())) == {"text.path", "seed"}
+    fixed = Request(text="novel.txt", overrides=overrides)
+    assert set(fixed.fixed(fixed.settings())) == {"text.path", "seed", "schedule.cooldown"}
 
 
 def test_a_run_is_resumed_with_its_own_content_only(tmp_path: Path) -> None:

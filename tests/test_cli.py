@@ -769,6 +769,9 @@ def test_unknown_prompt_characters_follow_the_policy(trained: Path, cli: Cli) ->
 
 def test_invalid_sampling_settings_are_rejected(trained: Path, cli: Cli) -> None:
     assert "--top-p: expected 1 or less" in refusal(cli("sample", trained, "--top-p", "1.5"))
+    both = refusal(cli("sample", trained, "--top-p", "2", "--min-p", "3"))
+    assert "--top-p: expected 1" in both
+    assert "--min-p: expected 1" in both
     assert "give one" in refusal(cli("sample", trained, "--prompt", "a", "--prompt-file", "b"))
     assert "no run under" in refusal(cli("sample"))
     assert "there is no folder" in refusal(cli("sample", "nowhere"))

@@ -15,11 +15,13 @@ from pathlib import Path
 import pytest
 from conftest import REPOSITORY, Cli, refusal, run_cli, run_here
 from rich.cells import cell_len
+from saving import CONFIG, TOKENIZER, save
 from test_docs import load_script
 
 from chargpt.cli import console, progress, tables
 from chargpt.cli import main as main_module
 from chargpt.config import Config
+from chargpt.store import listing
 from chargpt.store.folder import RunFolder
 
 QUICK = (
@@ -65,6 +67,24 @@ def test_runs_lists_each_run_with_its_state(runs: Path, cli: Cli) -> None:
     for word in ("novel.txt", "finished", "damaged", "no checkpoint", "group/b"):
         assert word in table
     assert max(map(len, table.splitlines())) <= 82
+
+
+def test_a_run_that_is_saved_while_it_is_listed_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunFolder(tmp_path / "run").create(CONFIG, TOKENIZER, force=False)
+    first = save(run, 1, best=True)
+    read = listing.read_without_tensors
+
+    def save_before_reading(folder: Path) -> object:
+        if folder == first and folder.exists():
+            save(run, 2, best=True)
+            shutil.rmtree(first)
+        return read(folder)
+
+    monkeypatch.setattr(listing, "read_without_tensors", save_before_reading)
+    (summary,) = listing.list_runs(tmp_path)
+    assert (summary.step, summary.state) == (2, "training")
 
 
 def test_runs_shows_which_run_is_in_training(runs: Path, tmp_path: Path, cli: Cli) -> None:

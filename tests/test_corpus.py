@@ -319,6 +319,9 @@ def test_a_folder_is_read_recursively_sorted_and_by_suffix(write: Write) -> None
     message = error_message(folder, suffixes=(".rst", ".tex"))
     assert ".rst, .tex" in message
     assert "/**/*.gz" in message
+    message = error_message(write("x", "other/README").parent)
+    assert message.endswith("other/**/*'")  # README has no ending to set text.suffixes to
+    assert "text.suffixes" not in message
 
 
 def test_a_run_is_not_taken_for_a_text(write: Write) -> None:

@@ -32,7 +32,9 @@ def test_gradient_error_is_within_the_precision_of_the_dtype() -> None:
     assert 1e-4 < gradient_error(CPU, torch.bfloat16) < 0.1
 
 
-def test_a_device_with_wrong_gradients_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_with_wrong_gradients_is_reported(
+    monkeypatch: pytest.MonkeyPatch, cli: Cli
+) -> None:
     assert advice("gradient") == ""
     exact = doctor._gradient
 
@@ -42,6 +44,10 @@ def test_a_device_with_wrong_gradients_is_reported(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(doctor, "_gradient", wrong)
     assert "gradients are wrong" in advice("gradient")
+    for words in ((), ("--json",)):
+        done = cli("doctor", "--device", "cpu", *words)
+        assert done.returncode == 1
+        assert "gradients are wrong" in done.stdout
 
 
 def test_speed_is_floating_point_operations_per_second(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +59,8 @@ def test_speed_is_floating_point_operations_per_second(monkeypatch: pytest.Monke
 def test_too_many_and_too_few_threads_give_advice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(doctor.os, "cpu_count", lambda: 8)
+    # of a machine that has more, eight cores are this process's
+    monkeypatch.setattr(doctor.os, "sched_getaffinity", lambda _: range(8), raising=False)
     for threads, words in ((16, "unset OMP_NUM_THREADS"), (1, "set OMP_NUM_THREADS"), (8, "")):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         assert advice("threads").startswith(words)
@@ -69,11 +76,11 @@ def test_a_full_disk_gives_advice(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_command_prints_all_checks_as_text_and_json(cli: Cli) -> None:
     done = cli("doctor", "--device", "cpu")
     assert done.returncode == 0, done.stderr
-    for word in ("device", "format", "threads", "float32 matmul", "gradient", "disk"):
+    for word in ("device", "dtype", "threads", "float32 matmul", "gradient", "disk"):
         assert word in done.stdout
     assert "GFLOP/s" in done.stdout
     checks = json.loads(cli("doctor", "--device", "cpu", "--json").stdout)["checks"]
-    assert [check["name"] for check in checks][:2] == ["device", "number format"]
+    assert [check["name"] for check in checks][:2] == ["device", "dtype"]
     assert str(Path.cwd()) in next(c["value"] for c in checks if c["name"] == "disk for runs")
 
 

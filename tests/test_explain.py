@@ -168,6 +168,7 @@ def test_characters_missing_from_the_font_give_no_warning(cli: Cli) -> None:
         (["--section", "mask", "--section", "maths"], "there is no section 'maths'"),
         (["--plot", "a.gif"], "a.gif must end in .svg or .png"),
         (["--plot", "a.png"], "--plot draws the attention of a trained gpt; name the run of one"),
+        (["--device", "cpu"], "--device applies to a run, not a text; drop it"),
     ],
 )
 def test_invalid_requests_are_rejected(

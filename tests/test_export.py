@@ -85,12 +85,27 @@ def export(kind: str, run: Run, path: Path, **options: Any) -> check.Check:
 
 def test_the_model_card_says_how_the_loss_was_measured() -> None:
     run = run_of(TOKENIZERS["ascii"])
-    assert "Loss: 1.250 nats per character on the validation split (10% of the text, its end" in (
-        model_card(run)
+    assert (
+        "Loss: 1.250 nats per character on the validation split (10% of the text, at its end"
+        in (model_card(run))
     )
     listed = replace(run, config=run.config.with_values({"text.documents": "lines"}))
     assert "(10% of the documents, which are shuffled, at most" in model_card(listed)
+    tested = replace(run, config=run.config.with_values({"text.test_fraction": 0.1}))
+    assert "(10% of the text, before the test split, at most" in model_card(tested)
     assert "Loss: not measured" in model_card(replace(run, state=RunState(7)))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5])
+def test_an_export_samples_at_the_temperature_of_the_run(temperature: float) -> None:
+    run = run_of(TOKENIZERS["ascii"])
+    run = replace(run, config=run.config.with_values({"sample.temperature": temperature}))
+    assert isinstance(run.model, GPT)
+    written = json.loads(huggingface.files(run, run.model)["generation_config.json"])
+    assert written["do_sample"] == (temperature > 0)
+    assert written.get("temperature", 0.0) == temperature
+    content = gguf.modelfile_text("a.gguf", 16, temperature)
+    assert f"PARAMETER temperature {temperature}\n" in content
 
 
 class Exported(NamedTuple):
@@ -261,7 +276,7 @@ def test_a_vocabulary_that_gguf_cannot_hold_is_refused(
 
 
 def test_q8_0_needs_rows_of_whole_blocks(tmp_path: Path) -> None:
-    for key, sizes in (("n_embd", {"n_embd": 40}), ("mlp_width", {"n_mlp": 40})):
+    for key, sizes in (("n_embd", {"n_embd": 40}), ("n_mlp", {"n_mlp": 40})):
         with pytest.raises(ConfigError, match=f"multiples of 32, and the model's {key} is 40"):
             export_gguf(run_of(TOKENIZERS["ascii"], **sizes), tmp_path / "x.gguf", "q8_0")
 

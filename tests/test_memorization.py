@@ -48,8 +48,8 @@ def test_planted_matches_of_every_length_are_found_with_their_position(training:
     ):
         assert found.longest is not None
         assert (found.longest.start, found.longest.length) == (start, length)
-        place = found.longest.place
-        assert training[place : place + length] == words
+        position = found.longest.position
+        assert training[position : position + length] == words
         assert found.matched == [(start, start + length)]
 
 
@@ -187,3 +187,7 @@ def test_items_of_a_list_are_found_across_chunks(monkeypatch: pytest.MonkeyPatch
     wanted = {"bert", "anna", "carl", "dora", "ann"}
     found = module.find_items(corpus, wanted, "\n")
     assert found == {"bert", "anna", "dora"}
+    spelled = load_corpus(TextConfig(min_count=15), content="a\N{PILE OF POO}b\nab\n" * 10)
+    for size in range(1, 12):  # also where a chunk would end within a character
+        monkeypatch.setattr("chargpt.analysis.memorization.CHUNK", size)
+        assert module.find_items(spelled, {"a\N{PILE OF POO}b"}, "\n")

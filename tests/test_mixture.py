@@ -473,7 +473,7 @@ def test_a_budget_that_is_too_short_to_count_in_has_no_mixture(verse: Path) -> N
     long = load_corpus(TextConfig(documents="|"), content=pieces * 6)
     settings, chosen = with_tune_split(Config(), long, Budget(100.0))
     assert settings.text.tune_characters == len(chosen.split("tune")) == 0
-    assert "the documents are too long" in chosen.notes[-1]
+    assert "its tune split, of whole documents, would be over 6%" in chosen.notes[-1]
     fixed = Config().with_values({"text.tune_characters": 300})
     budget = Budget(0.5 * limit, {"text.tune_characters"})
     assert len(with_tune_split(fixed, corpus, budget)[1].split("tune")) == 300

@@ -26,7 +26,28 @@ TINY = (
 PAGE = b'<meta name="generator" content="chargpt">'
 
 
+def test_messages_keep_tabs_and_spaces_off_a_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    text = "def f():\n\treturn 1  \n\n  # done"  # a sample of code
+    console.say(text)
+    assert capfd.readouterr().err == text + "\n"
+
+
 # -- files -------------------------------------------------------------------------------------
+
+
+def test_a_closed_pipe_is_no_error_of_an_export(verse: Path, tmp_path: Path) -> None:
+    run_here("train", verse, *TINY, "--out", "mine", cwd=tmp_path)
+    command = f"{sys.executable} -m chargpt export html mine /dev/stdout | true"
+    done = subprocess.run(
+        ["bash", "-c", command],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        timeout=60,
+    )
+    assert "exporting" in done.stderr
+    assert "cannot be written" not in done.stderr
 
 
 def test_only_a_file_of_ours_is_overwritten(tmp_path: Path) -> None:

@@ -83,7 +83,9 @@ def test_durations_are_parsed(written: str, seconds: float) -> None:
     assert parse_duration(written) == seconds
 
 
-@pytest.mark.parametrize("written", ["", "soon", "3 m", "-5s", "m", "1.5h", "4s", "0", "1m1h"])
+@pytest.mark.parametrize(
+    "written", ["", "soon", "3 m", "-5s", "m", "1.5h", "4s", "0", "1m1h", "1h30"]
+)
 def test_other_texts_are_rejected_as_durations(written: str) -> None:
     with pytest.raises(ConfigError, match=r"is not a duration|is too short"):
         parse_duration(written)
@@ -225,6 +227,9 @@ def test_models_that_do_not_fit_into_the_memory_are_not_tried(
     for config in (*machine, chosen):
         used = training_bytes(config, corpus.tokenizer.vocab_size, config.train.batch_size)
         assert used <= limit * RECIPE.usable_memory
+    accumulating = Config().with_values({"train.accumulate": 16})
+    larger = choose(accumulating, ("train.accumulate",), long, 10**7).config
+    assert larger.model.n_embd > chosen.model.n_embd  # a micro-batch takes less
 
 
 def test_the_first_trial_step_is_a_warm_up() -> None:
@@ -443,6 +448,24 @@ def test_a_noted_slowdown_is_that_of_a_step() -> None:
         re.fullmatch(r"re-planned: 100 -> \d\d steps: training is 2.5 times slower than .*", note)
         for note in notes
     ), notes
+
+
+def test_after_a_rollback_the_step_time_is_measured_anew() -> None:
+    now = [0.0]
+    budget = Budget(100.0, started=0.0, clock=lambda: now[0])
+    config = Config().with_values({"train.max_steps": 1000, "schedule.cooldown": 0.5})
+    budget.start(config, 0)
+    seconds = budget.remaining / 1000
+    measured = []
+    for step in (*range(1, 601), *range(510, 1000)):  # 90 steps are repeated
+        now[0] += seconds
+        replanned = budget.replan(config, step)
+        if replanned is not None:
+            config = replanned
+            measured.append(budget.step_seconds)
+    assert len(measured) > 2
+    assert measured == pytest.approx([seconds] * len(measured))
+    assert 860 < config.train.max_steps < 910
 
 
 def test_small_changes_of_the_number_of_steps_are_noted_when_they_add_up(

@@ -241,6 +241,8 @@ def test_a_run_from_a_pipe_whose_text_is_gone_says_so(
     done = run_cli("train", "-", *TINY, "--out", "piped", cwd=tmp_path, stdin=words)
     assert done.returncode == 0, done.stderr
     assert cli("report", "piped").returncode == 0
+    page = Path("piped", "report.html").read_text(encoding="utf-8")
+    assert "chargpt train TEXT -c piped/config.yaml --out COPY" in page
     monkeypatch.setenv("CHARGPT_CACHE", str(tmp_path / "another"))
     for command in (["report"], ["explain"], ["sample", "--check"], ["evaluate"]):
         said = refusal(cli(command[0], "piped", *command[1:]))

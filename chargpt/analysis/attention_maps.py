@@ -46,7 +46,7 @@ def attention_maps(model: GPT | GPT2, line: Tokens) -> list[Weights]:
 
 
 def describe_heads(weights: Weights) -> list[str]:
-    """Return for each head of (H, T, T) the distance that it attends to most, on average."""
+    """Return a sentence per head of (H, T, T): the distance that it attends to most, on average."""
     positions = np.arange(weights.shape[-1])
     distance = positions[:, None] - positions[None]
     considered = positions[: max(1, 3 * len(positions) // 4)]  # few rows have larger distances

@@ -193,7 +193,7 @@ def compare(
     comparison.add_baselines(baselines, val)
     for kind in models:
         config = model_settings(settings, kind)
-        run = train_run(config, folder / kind, corpus, kind, run_trainer, baselines.ngram)
+        run = train_run(config, Path(folder, kind), corpus, kind, run_trainer, baselines.ngram)
         try:
             mixed = add_mixture(run, corpus)
         except ChargptError as error:  # the run itself is complete and saved

@@ -1,4 +1,4 @@
-"""Checks of this machine: device, number format, speed, correctness, disk."""
+"""Checks of this machine: device, dtype, speed, correctness, disk."""
 
 import math
 import os
@@ -41,6 +41,7 @@ class Check:
     name: str
     value: str
     advice: str = ""
+    has_failed: bool = False  # results on this machine would be wrong
 
 
 def run_checks(device_name: str = "auto") -> list[Check]:
@@ -53,7 +54,7 @@ def run_checks(device_name: str = "auto") -> list[Check]:
     dtype, _ = choose_dtype(device, "auto")
     checks = [
         Check("device", f"{device.type} ({reason or 'as asked'})"),
-        Check("number format", dtype_name(dtype)),
+        Check("dtype", dtype_name(dtype)),
     ]
     if device.type == "cuda":
         checks.append(Check("GPU", describe_gpu() or "nvidia-smi does not answer"))
@@ -154,27 +155,29 @@ def _check_gradient(device: torch.device, dtype: torch.dtype) -> Check:
     error, tolerance = gradient_error(device, dtype), TOLERANCE[dtype]
     advice = "" if error < tolerance else "gradients are wrong: update torch or use --device cpu"
     value = f"relative error {error:.1e} against float64 (at most {tolerance})"
-    return Check("gradient", value, advice)
+    return Check("gradient", value, advice, has_failed=bool(advice))
 
 
 def _check_threads() -> Check:
-    used, cores = torch.get_num_threads(), os.cpu_count() or 1
-    advice = ""
+    used, advice = torch.get_num_threads(), ""
+    # a process may be limited to some of them, and then os.cpu_count() counts the others too
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     if used > cores:
         advice = f"unset OMP_NUM_THREADS: {used} threads compete for {cores} cores"
     elif used * 4 < cores:
         advice = f"set OMP_NUM_THREADS to the number of physical cores, {cores} at most"
-    shown = f"{used} of {cores} cores at most; training takes as many as are fastest"
+    shown = f"{used} at most, of {cores} cores; training measures which number is fastest"
     return Check("threads", shown, advice)
 
 
 def _check_disk() -> list[Check]:
     checks = []
-    for name, place in (("disk for runs", Path.cwd()), ("disk for texts", cache_folder())):
-        existing = next(p for p in (place, *place.parents) if p.exists())
+    for name, folder in (("disk for runs", Path.cwd()), ("disk for texts", cache_folder())):
+        existing = next(p for p in (folder, *folder.parents) if p.exists())
         free = shutil.disk_usage(existing).free
         advice = "" if free > MIN_FREE_BYTES else f"free some space at {existing}"
-        checks.append(Check(name, f"{free / 1e9:,.1f} GB free at {place}", advice))
+        checks.append(Check(name, f"{free / 1e9:,.1f} GB free at {folder}", advice))
     return checks
 
 

@@ -25,7 +25,7 @@ def set_fallback_fonts(figure: "Figure") -> str:
     from matplotlib.text import Text
 
     texts = [text for text in figure.findobj(Text) if isinstance(text, Text)]
-    missing = {c for text in texts for c in text.get_text() if has_glyph(c)}
+    missing = {c for text in texts for c in text.get_text() if may_lack_glyph(c)}
     missing -= found_in(font_manager.findfont(DEFAULT), missing)
     families = [DEFAULT]
     for fonts in (font_manager.fontManager.ttflist, new_fonts()):
@@ -39,8 +39,8 @@ def set_fallback_fonts(figure: "Figure") -> str:
     return "".join(sorted(missing))
 
 
-def has_glyph(character: str) -> bool:
-    """Return whether a font needs a glyph of its own for a character."""
+def may_lack_glyph(character: str) -> bool:
+    """Return whether the default font may lack a character that is drawn."""
     return (
         not character.isascii()
         and unicodedata.category(character) not in ("Cf", "Cc")
@@ -57,7 +57,8 @@ def choose_fonts(characters: set[str], fonts: "Iterable[FontEntry]") -> dict[str
         if font.fname in paths or is_placeholder:
             continue
         paths.add(font.fname)
-        found.setdefault(font.name, found_in(font.fname, characters))
+        if font.name not in found:
+            found[font.name] = found_in(font.fname, characters)
         if found[font.name] == characters:
             break
     chosen = {}

@@ -48,7 +48,8 @@ class Rung:
 
     name: str  # of the component that it adds to the rung below
     adds: str  # what that component is
-    values: Mapping[str, object]  # settings that differ from those of the highest rung
+    # settings that differ from those of the highest rung; the bigram has a config of its own
+    values: Mapping[str, object]
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ def ladder_rungs(settings: Config) -> tuple[Rung, ...]:
     if model.kind != "gpt" or model.n_head < 2 or model.n_layer < 2 or model.mlp == "none":
         raise ConfigError(
             "the ladder needs a gpt with several layers and heads and an mlp; "
-            "set model.n_layer and model.n_head to 2 or more"
+            "set model.kind=gpt, model.mlp=swiglu, and model.n_layer and model.n_head to 2 or more"
         )
     if not (model.attention == "full" and model.scaled and model.qk_norm):
         raise ConfigError(

@@ -38,7 +38,7 @@ class VerbatimMatch:
 
     start: int  # in the text
     length: int
-    place: int  # start in the training split
+    position: int  # start in the training split
     text: str = ""
 
 
@@ -91,16 +91,20 @@ def longest_match(overlaps: Sequence[Overlap]) -> int:
 def find_items(corpus: Corpus, wanted: set[str], separator: str) -> set[str]:
     """Return which of the wanted texts are between two separators of the training split.
 
-    An item of a list is far shorter than a verbatim match.
+    They are matched whole, since most items of a list are shorter than a verbatim match.
     """
-    training = corpus.split("train")
+    training, tokenizer = corpus.split("train"), corpus.tokenizer
     known: set[str] = set()
     rest = ""
-    for start in range(0, len(training), CHUNK):
-        text = corpus.tokenizer.decode(training[start : start + CHUNK])
-        items = (rest + text).split(separator)
+    start = 0
+    while start < len(training):
+        end = start + CHUNK
+        while end < len(training) and training[end] >= tokenizer.first_continuation:
+            end += 1  # a character of several bytes stays whole
+        items = (rest + tokenizer.decode(training[start:end])).split(separator)
         rest = items.pop()
         known |= wanted.intersection(items)
+        start = end
     return known
 
 
@@ -117,8 +121,8 @@ def measure_overlap(
     compared = []
     for repeat in range(repeats):
         for number, tokens in enumerate(generated):
-            place = (number * repeats + repeat) / max(1, repeats * len(generated) - 1)
-            start = max(0, round((len(val) - len(tokens)) * place))
+            fraction = (number * repeats + repeat) / max(1, repeats * len(generated) - 1)
+            start = max(0, round((len(val) - len(tokens)) * fraction))
             compared.append(val[start:][: len(tokens)])
     tokenized = [*generated, *compared]
     found = [
@@ -133,16 +137,16 @@ def measure_overlap(
 def _in_characters(
     overlap: Overlap, tokens: Tokens, training: Tokens, tokenizer: CharTokenizer
 ) -> Overlap:
-    """Return an overlap of tokens (M,) in characters, without what then is no match."""
+    """Return an overlap of tokens (M,) in characters, without matches then under MIN_MATCH."""
     is_start = tokens < tokenizer.first_continuation
     index = np.append(is_start.cumsum() - is_start, is_start.sum()).tolist()
     matched = [(index[start], index[end]) for start, end in overlap.matched]
     longest = overlap.longest
     if longest is not None:
         start, end = longest.start, longest.start + longest.length
-        place = tokenizer.count_characters(training[: longest.place])
+        position = tokenizer.count_characters(training[: longest.position])
         text = tokenizer.decode(tokens[start:end])
-        longest = VerbatimMatch(index[start], index[end] - index[start], place, text)
+        longest = VerbatimMatch(index[start], index[end] - index[start], position, text)
     return replace(
         overlap,
         matched=[(start, end) for start, end in matched if end - start >= MIN_MATCH],
@@ -187,13 +191,13 @@ class _NGramTable:
     def look_up(self, sums: Hashes, inverses: Hashes, first: int, count: int) -> None:
         """Look up the `count` n-grams that begin in a chunk of the training split."""
         hashes = (sums[self.n : self.n + count] - sums[:count]) * inverses[:count]
-        places = np.flatnonzero(self.filter[hashes >> np.uint64(64 - TABLE_BITS)])
-        ids = np.searchsorted(self.hashes, hashes[places]).clip(max=len(self.hashes) - 1)
-        is_equal = self.hashes[ids] == hashes[places]
-        ids, places = ids[is_equal], places[is_equal]
+        positions = np.flatnonzero(self.filter[hashes >> np.uint64(64 - TABLE_BITS)])
+        ids = np.searchsorted(self.hashes, hashes[positions]).clip(max=len(self.hashes) - 1)
+        is_equal = self.hashes[ids] == hashes[positions]
+        ids, positions = ids[is_equal], positions[is_equal]
         self.occurs[ids] = True
         if self.n >= MIN_MATCH:
-            self._store(ids, places + first)
+            self._store(ids, positions + first)
 
     def _store(self, ids: Positions, positions: Positions) -> None:
         order = np.argsort(ids, kind="stable")
@@ -243,20 +247,20 @@ def _overlap_of(training: Tokens, text: Tokens, number: int, tables: list[_NGram
 
 
 def _longest(
-    training: Tokens, text: Tokens, starts: Positions, places: Positions, length: int
+    training: Tokens, text: Tokens, starts: Positions, positions: Positions, length: int
 ) -> VerbatimMatch | None:
-    """Return the longest extension of the matches of `length` tokens at (starts, places)."""
-    longest_starts, longest_places = starts, places
+    """Return the longest extension of the matches of `length` tokens at (starts, positions)."""
+    longest_starts, longest_positions = starts, positions
     while len(starts):
-        longest_starts, longest_places = starts, places
-        is_inside = (starts + length < len(text)) & (places + length < len(training))
-        starts, places = starts[is_inside], places[is_inside]
-        is_equal = text[starts + length] == training[places + length]
-        starts, places = starts[is_equal], places[is_equal]
+        longest_starts, longest_positions = starts, positions
+        is_inside = (starts + length < len(text)) & (positions + length < len(training))
+        starts, positions = starts[is_inside], positions[is_inside]
+        is_equal = text[starts + length] == training[positions + length]
+        starts, positions = starts[is_equal], positions[is_equal]
         length += len(starts) > 0
-    for start, place in zip(longest_starts.tolist(), longest_places.tolist(), strict=True):
-        if np.array_equal(text[start : start + length], training[place : place + length]):
-            return VerbatimMatch(start, length, place)
+    for start, position in zip(longest_starts.tolist(), longest_positions.tolist(), strict=True):
+        if np.array_equal(text[start : start + length], training[position : position + length]):
+            return VerbatimMatch(start, length, position)
     return None  # only hashes were equal
 
 

@@ -9,7 +9,7 @@ from chargpt.text.corpus import Corpus
 from chargpt.text.display import display_char, display_text, graphemes
 from chargpt.text.tokenizer import REPLACEMENT
 
-PASSAGE = 800  # characters whose surprisal is shown
+PASSAGE = 800  # tokens whose surprisal is shown
 CONTEXT = 20  # characters before one of high surprisal
 N_HIGHEST = 8
 SURPRISAL_BITS = (0.5, 1, 2, 3.5, 5, 7)  # from which on the colour becomes stronger

@@ -35,6 +35,7 @@ from chargpt.store.mixture import find_mixture
 from chargpt.store.run import Run
 from chargpt.text.corpus import Corpus
 from chargpt.text.display import whole_graphemes
+from chargpt.text.source import STDIN
 
 MAX_PREDICTED = 30_000  # characters of the validation split behind accuracy and calibration
 N_SAMPLES, SAMPLE_LENGTH, SEED = 3, 400, 1337
@@ -53,7 +54,7 @@ SECTIONS = {
     "reproduce": "Reproduce",
 }
 
-Facts = dict[str, Any]
+Context = dict[str, Any]
 Records = Sequence[Mapping[str, Any]]
 
 
@@ -70,7 +71,7 @@ def write_report(
         run: what `load_run` returned.
         path: of the page; `report.html` in the run's folder by default.
         corpus: the run's text, if it is loaded.
-        scores: what `score_run` returned, if it is at hand.
+        scores: what `score_run` returned, if already known.
         on_progress: called with the number of sections done, and of all.
 
     Raises:
@@ -80,7 +81,7 @@ def write_report(
     corpus = corpus or run.corpus()
     scores = scores or score_run(run, corpus, mixed=find_mixture(run))
     records = RunFolder(run.folder).metrics.records()
-    facts: Facts = {
+    context: Context = {
         **result(run, corpus, scores, records),
         **curves(run, corpus, scores, records),
         "samples": training_samples(records),
@@ -89,21 +90,23 @@ def write_report(
     slow = (passage_facts, accuracy_and_calibration, attention, overlap)
     for number, section in enumerate(slow, 1):
         on_progress(number, len(slow) + 1)
-        facts |= section(run, corpus)
+        context |= section(run, corpus)
     on_progress(len(slow) + 1, len(slow) + 1)
     present = {
-        "curves": bool(facts["loss_curves"]),
-        "samples": bool(facts["samples"]),
-        "attention": bool(facts["maps"]),
+        "curves": bool(context["loss_curves"]),
+        "samples": bool(context["samples"]),
+        "attention": bool(context["maps"]),
     }
-    facts["sections"] = [(key, title) for key, title in SECTIONS.items() if present.get(key, True)]
+    context["sections"] = [
+        (key, title) for key, title in SECTIONS.items() if present.get(key, True)
+    ]
     path = path or run.folder / REPORT
-    page = render("report.html", script="report.js", **facts)
+    page = render("report.html", script="report.js", **context)
     write_output(path, page.encode(errors="replace"))
     return path
 
 
-def result(run: Run, corpus: Corpus, scores: RunScores, records: Records) -> Facts:
+def result(run: Run, corpus: Corpus, scores: RunScores, records: Records) -> Context:
     """Return what was trained, its losses beside the baselines, and the summary."""
     rows, val = scores.rows(run.config.model.kind), scores.losses["val"]
     return {
@@ -129,7 +132,7 @@ def result(run: Run, corpus: Corpus, scores: RunScores, records: Records) -> Fac
     }
 
 
-def curves(run: Run, corpus: Corpus, scores: RunScores, records: Records) -> Facts:
+def curves(run: Run, corpus: Corpus, scores: RunScores, records: Records) -> Context:
     """Return the curves of loss, learning rate, gradient norm and speed; none without metrics."""
     if not records:
         return {"loss_curves": None}
@@ -156,7 +159,7 @@ def training_samples(records: Records) -> list[tuple[str, str]]:
     return samples[::-every][::-1]
 
 
-def accuracy_and_calibration(run: Run, corpus: Corpus) -> Facts:
+def accuracy_and_calibration(run: Run, corpus: Corpus) -> Context:
     """Return accuracy by context and by kind of character, and the calibration."""
     found = predictions.predict(run.model, corpus.split("val"), MAX_PREDICTED)
     groups = predictions.calibration(found)
@@ -171,7 +174,7 @@ def accuracy_and_calibration(run: Run, corpus: Corpus) -> Facts:
     }
 
 
-def attention(run: Run, corpus: Corpus) -> Facts:
+def attention(run: Run, corpus: Corpus) -> Context:
     """Return pictures of each head's attention weights on a line of the validation split."""
     if not isinstance(run.model, GPT | GPT2):
         return {"maps": []}
@@ -187,7 +190,7 @@ def attention(run: Run, corpus: Corpus) -> Facts:
     return {"maps": maps}
 
 
-def overlap(run: Run, corpus: Corpus) -> Facts:
+def overlap(run: Run, corpus: Corpus) -> Context:
     """Return samples with their verbatim overlap with the training split.
 
     Documents are matched as a whole: most are shorter than a verbatim match.
@@ -233,10 +236,11 @@ def split_at(text: str, matched: Sequence[tuple[int, int]]) -> Iterator[tuple[st
     yield text[end:], False
 
 
-def reproduction(run: Run) -> Facts:
+def reproduction(run: Run) -> Context:
     """Return the command that repeats the run, its environment and its config."""
     state, config = run.state, run.config
-    command = shlex.join(["chargpt", "train", "-c", str(run.folder / "config.yaml")])
+    text = ["TEXT"] if config.text.path == STDIN else []  # which the config cannot name
+    command = shlex.join(["chargpt", "train", *text, "-c", str(run.folder / "config.yaml")])
     is_imported = config.model.kind == "gpt2"
     return {
         "command": "it was trained by another program" if is_imported else f"{command} --out COPY",

@@ -54,7 +54,7 @@ class RunScores:
         return gain if gain >= MIN_GAIN else 0.0
 
     def rows(self, kind: str) -> list[list[str]]:
-        """Return the rows of the final table: model, split, nats, bits and perplexity."""
+        """Return the rows of the closing table: model, split, nats, bits and perplexity."""
         rows = [(name, "val", nats) for name, nats in self.baselines.items()]
         rows += [(f"{kind} (trained)", s, e.nats_per_char) for s, e in self.losses.items()]
         if self.mixture:
@@ -77,7 +77,7 @@ def score_run(
     Args:
         run: what `load_run` returned.
         corpus: its text.
-        baselines: of the text, if they are at hand.
+        baselines: of the text, if already estimated.
         mixed: the run with its mixture in place of its GPT, if it has one.
 
     Raises:

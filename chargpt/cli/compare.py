@@ -155,7 +155,6 @@ def train_models(request: Request, out: Path | None, models: str) -> tuple[Compa
     """Train and evaluate the models with progress bars; return the folder of their runs too."""
     settings = request.settings()
     budget = request.time_budget() if request.budget else None
-    corpus = load_corpus(settings.text, progress=LoadingProgress())
     names = list(dict.fromkeys(name.strip() for name in models.split(",") if name.strip()))
     if not names:
         raise ConfigError("--models names no model; give bigram, gpt or both")
@@ -164,6 +163,7 @@ def train_models(request: Request, out: Path | None, models: str) -> tuple[Compa
     used = next((out / name for name in names if out and (out / name).exists()), None)
     if used is not None:
         raise ConfigError(f"{used} exists; name another folder with --out")
+    corpus = load_corpus(settings.text, progress=LoadingProgress())
     settings = with_measured_threads(settings, budget)
     if budget is not None:
         settings, corpus = with_tune_split(settings, corpus, budget)

@@ -60,10 +60,11 @@ def compress(
         torch.set_num_threads(1)
     with show_progress("character", "compressed") as on_progress:
         packed = pack(loaded, content, on_progress, unknown or "error", decoder)
-    lost = loaded.tokenizer.count_unknown(content.decode())
+    decoded = content.decode()
+    lost = loaded.tokenizer.count_unknown(decoded)
     console.say_unknown(lost, unknown or "error")
     write(packed, out, force=force)
-    characters = len(content.decode()) - (lost if unknown == "skip" else 0)
+    characters = len(decoded) - (lost if unknown == "skip" else 0)
     bits = f": {8 * len(packed) / characters:.3f} bits per character" if characters else ""
     bits += f", with {HEADER.size} bytes of header"
     xz = ""

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 from chargpt.errors import DeviceError, TextError, WorkError
 from chargpt.ranks import is_main_rank
 
-NOTICE_SECONDS = 1.0  # of work without a word, before it is said
+NOTICE_SECONDS = 1.0  # before `say_if_slow` prints
 SPARKS = "▁▂▃▄▅▆▇█"
 KEPT = "\n\t\N{SOFT HYPHEN}\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}\N{WORD JOINER}"
 
@@ -47,8 +47,10 @@ def wrapped(text: str, stream: TextIO, indent: str = "", hanging: str = "") -> s
     `indent` begins every line, and `hanging` those after a break too. Lines that
     begin with a space are commands to copy and stay whole.
     """
+    if not stream.isatty() and not indent:
+        return text
     width = terminal_size(stream)[0] if stream.isatty() else 10**6
-    options: Any = {"break_long_words": False, "break_on_hyphens": False}
+    options: Any = {"break_long_words": False, "break_on_hyphens": False, "expand_tabs": False}
     # an option and its value stay together
     text = re.sub(r"( --?[a-z][\w-]*) (?=\S)| (?=-\d)", lambda found: f"{found[1] or ''}\0", text)
     return "\n".join(
@@ -126,7 +128,7 @@ def write_out(text: str) -> None:
     if is_main():
         try:
             print(text, end="", flush=True)
-        except BrokenPipeError:  # which the parser of options would make exit code 1
+        except BrokenPipeError:  # which click would make exit code 1
             raise OutputClosed from None
 
 

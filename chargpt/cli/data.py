@@ -79,11 +79,11 @@ def info(
     corpus = load_corpus(settings.text, progress=LoadingProgress())
     for note in corpus.notes:
         console.say(note)
-    facts = describe(corpus)
+    description = describe(corpus)
     if json_:
-        console.out_json(asdict(facts))
+        console.out_json(asdict(description))
     else:
-        _print_facts(corpus, facts)
+        _print_description(corpus, description)
 
 
 def shown(character: str) -> str:
@@ -93,27 +93,27 @@ def shown(character: str) -> str:
     return sign if has_sign else f"U+{ord(character):04X}"
 
 
-def _print_facts(corpus: Corpus, facts: Description) -> None:
+def _print_description(corpus: Corpus, description: Description) -> None:
     def listed(pairs: Iterable[tuple[str, int]]) -> str:
         cells = [f"{shown(c)} {count:,}" for c, count in pairs]
         return "\n".join("  ".join(cells[i : i + 5]) for i in range(0, len(cells), 5))
 
     rare = "none"
     if corpus.rare_count:
-        rare = f"{facts.rare_fraction:.4%} of the text, {corpus.rare_form}"
+        rare = f"{description.rare_fraction:.4%} of the text, {corpus.rare_form}"
     tables.table(
         ["text", corpus.name],
         [
-            ["characters", f"{facts.characters:,}"],
-            ["vocabulary", facts.vocabulary],
-            *([["documents", f"{facts.documents:,}"]] if facts.documents else []),
-            ["lines", f"{facts.lines:,} (longest {facts.longest_line:,} characters)"],
-            ["most frequent", listed(facts.most_frequent)],
-            ["least frequent", listed(facts.least_frequent)],
+            ["characters", f"{description.characters:,}"],
+            ["vocabulary", description.vocabulary],
+            *([["documents", f"{description.documents:,}"]] if description.documents else []),
+            ["lines", f"{description.lines:,} (longest {description.longest_line:,} characters)"],
+            ["most frequent", listed(description.most_frequent)],
+            ["least frequent", listed(description.least_frequent)],
             ["not in the vocabulary", rare],
-            ["unigram entropy", f"{facts.unigram_bits:.4f} bits/character"],
-            ["bigram entropy", f"{facts.bigram_bits:.4f} bits/character"],
+            ["unigram entropy", f"{description.unigram_bits:.4f} bits/character"],
+            ["bigram entropy", f"{description.bigram_bits:.4f} bits/character"],
         ],
     )
-    for warning in facts.warnings:
+    for warning in description.warnings:
         console.out_sentence(f"note: {warning}")

@@ -59,7 +59,6 @@ def evaluate(
     if split is not None and text is not None:
         raise ConfigError("--text is measured as a whole; drop --split, a part of the run's text")
     split = split or "val"
-    loaded = runs.load_named_run(run, checkpoint, device, choose_threads=True)
     changes = {
         "text.encoding": encoding,
         "text.encoding_errors": encoding_errors,
@@ -70,6 +69,7 @@ def evaluate(
         raise ConfigError(
             "--encoding, --encoding-errors and --unknown concern another text; name it with --text"
         )
+    loaded = runs.load_named_run(run, checkpoint, device, choose_threads=True)
     loaded = replace(loaded, config=loaded.config.with_values(wanted))
     tokens, n_unknown = None, 0
     if text is not None:  # read once: it may be standard input

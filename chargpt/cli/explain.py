@@ -73,8 +73,8 @@ def explain(
         if is_stream(html):  # stdout holds the page
             return
     if json_:
-        facts = [{"name": s.name, "title": s.title, **s.facts} for s in sections]
-        console.out_json({"sections": facts})
+        content = [{"name": s.name, "title": s.title, **s.numbers} for s in sections]
+        console.out_json({"sections": content})
         return
     print_sections(sections)
     if maps and plot is None and html is None:
@@ -104,9 +104,9 @@ def find_subject(
         if subject.run is None:
             console.say(f"{path} has no queries and keys: an untrained gpt is shown on its text")
         return subject
-    if checkpoint != "best":
-        options.reject({"--checkpoint": checkpoint}, "applies to a run, and this is a text")
-    settings = build_config(what, None, overrides, device=device)
+    chosen = checkpoint if checkpoint != "best" else None
+    options.reject({"--checkpoint": chosen, "--device": device}, "applies to a run, not a text")
+    settings = build_config(what, None, overrides)
     return choose_subject(load_corpus(settings.text, progress=LoadingProgress()), None)
 
 
@@ -118,7 +118,8 @@ def save_plot(maps: list[Maps], path: Path) -> None:
     """
     if not maps:
         raise ConfigError(
-            "--plot draws the attention of a trained gpt; name the run of one, and no other section"
+            "--plot draws the attention of a trained gpt; name the run of one, and drop --section "
+            "or add --section attention"
         )
     save_picture(plots.attention(maps[0].weights, maps[0].text, maps[0].titles), path)
 

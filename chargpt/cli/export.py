@@ -110,6 +110,8 @@ def write(export: Callable[[Run, Path], Check], run: Run, path: Path) -> None:
     """
     try:
         check = export(run, path)
+    except BrokenPipeError:  # nobody reads: that is no error
+        raise
     except OSError as error:
         raise ConfigError(f"{path} cannot be written ({error.strerror}); name another") from None
     if not is_stream(path):  # whose content is the page

@@ -73,7 +73,7 @@ def print_ladder(ladder: Ladder) -> None:
             )
     console.out_sentence(
         f"one scaled attention head: {describe_gain(ladder.attention_gain)} than the bigram; "
-        f"gpt: {describe_gain(ladder.total_gain)}"
+        f"gpt: {describe_gain(ladder.total_gain)} than the bigram"
     )
     trained, counts = ladder.results[0].loss.value, ladder.ngrams["bigram (counts)"]
     if trained > counts + UNTRAINED:

@@ -166,6 +166,7 @@ def exit_code_of(command: Callable[[], Any]) -> int:
         if "unexpected extra argument" in message:  # the shell may have expanded a pattern
             message = f"{message[:200]}; a pattern such as '*.txt' needs quotes"
         message += hint
+        # Typer's checks of values may be pydantic's, in its words
         message = message.replace("Value error, ", "").replace("Input should be", "it should be")
         message = re.sub(", unable to parse string as an? [a-z]+", "", message)
         code = 2

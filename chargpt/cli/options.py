@@ -13,7 +13,10 @@ from chargpt.yaml_reader import to_yaml
 Seed = Annotated[
     int | None,
     typer.Option(
-        "--seed", metavar="N", min=0, help="Of initial weights and batches; 1337 by default."
+        "--seed",
+        metavar="N",
+        min=0,
+        help="Seed of initial weights, batches and dropout; 1337 by default.",
     ),
 ]
 RunPath = Annotated[Path, typer.Argument(help="The run's folder.")]

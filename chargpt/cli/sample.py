@@ -267,7 +267,7 @@ def sample_config(config: Config, given: Mapping[str, Any]) -> Config:
         return config.with_values(changes)
     except ConfigError as error:  # name the options instead of the settings
         name = re.sub(
-            r"^sample\.(\w+)",
+            r"\bsample\.(\w+)",
             lambda found: "--" + found[1].replace("_", "-"),
             str(error),
         )
@@ -290,8 +290,8 @@ def print_overlap(overlap: OverlapReport) -> None:
         match = max(matches, key=lambda each: each.length)
         console.out_sentence(
             f"⟦…⟧: verbatim matches of {MIN_MATCH} characters or more with the training split; the "
-            f"longest: {match.length} characters ({reference}), from character {match.place:,} on: "
-            f"{display_text(match.text)[:80]}"
+            f"longest: {match.length} characters ({reference}), at character {match.position:,} of "
+            f"the split: {display_text(match.text)[:80]}"
         )
     else:
         console.out_sentence(

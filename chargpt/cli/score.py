@@ -56,7 +56,7 @@ def score(
     console.say_unknown(scored.unknown, unknown or loaded.config.text.unknown)
     ranked = sorted(scored.lines(), key=lambda line: -line.bits_per_char)
     if json_:
-        facts = {
+        result = {
             "bits_per_char": scored.bits_per_char,
             "protocol": "adaptive" if adaptive else "sliding",
             "characters": len(scored.bits),
@@ -65,7 +65,7 @@ def score(
             "text": text,
             "lines": [vars(line) for line in sorted(ranked, key=lambda line: line.number)],
         }
-        console.out_json(facts)
+        console.out_json(result)
         return
     if per_line:
         for line in ranked:

@@ -27,8 +27,8 @@ class Signals:
     """The handler of the signals that end a process.
 
     Attributes:
-        caught: numbers of the signals so far. All are recorded, as Python drops an exception that
-            is raised within `__del__`: such a signal ends the command later.
+        caught: numbers of the signals so far, also of those that raised `Stopped`: Python drops
+            exceptions that are raised within `__del__`, and such a signal ends the command later.
         is_deferred: whether a signal is only recorded, for the training loop to see.
     """
 

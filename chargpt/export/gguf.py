@@ -64,7 +64,8 @@ def export_gguf(
         reader = open_reader(temporary, run)
         limit = None if precision == "f32" else MAX_DIVERGENCE
         check = check_export(run, reader, max_divergence=limit, remedy="use --precision f32")
-        write_atomically(modelfile, modelfile_text(path.name, model.block_size).encode())
+        content = modelfile_text(path.name, model.block_size, run.config.sample.temperature)
+        write_atomically(modelfile, content.encode())
         temporary.replace(path)
     return check
 
@@ -91,7 +92,7 @@ def require_gguf(run: Run, precision: Precision) -> None:
             f"GGUF takes the character {SPACE} (U+2581) for a space, and the vocabulary has it; "
             "train on a text without it"
         )
-    for key, size in (("n_embd", width), ("mlp_width", run.config.model.mlp_width)):
+    for key, size in (("n_embd", width), ("n_mlp", run.config.model.mlp_width)):
         if precision == "q8_0" and size % Q8_BLOCK:
             raise ConfigError(
                 f"q8_0 needs sizes that are multiples of {Q8_BLOCK}, and the model's {key} is "
@@ -171,14 +172,14 @@ def llama_cpp_names(model: GPT) -> dict[str, str]:
     }
 
 
-def modelfile_text(name: str, block_size: int) -> str:
+def modelfile_text(name: str, block_size: int, temperature: float) -> str:
     """Return a Modelfile: the prompt as it is, without a chat template."""
     return (
         f"# ollama create NAME -f {name}.Modelfile\n"
         f"FROM ./{name}\n"
         'TEMPLATE """{{ .Prompt }}"""\n'
         f"PARAMETER num_ctx {block_size}\n"
-        "PARAMETER temperature 0.8\n"
+        f"PARAMETER temperature {temperature}\n"
         "PARAMETER top_k 0\n"
         "PARAMETER top_p 1\n"
         "PARAMETER repeat_penalty 1\n"

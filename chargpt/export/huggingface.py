@@ -83,9 +83,10 @@ def export_huggingface(run: Run, folder: Path) -> Check:
 def files(run: Run, model: GPT) -> dict[str, bytes]:
     """Return the content of each file of the folder."""
     tokenizer = run.tokenizer
+    temperature = run.config.sample.temperature
     generation = {
-        "do_sample": True,
-        "temperature": 0.8,
+        "do_sample": temperature > 0,
+        **({"temperature": temperature} if temperature else {}),  # of greedy decoding there is none
         "max_new_tokens": max(1, model.block_size // 2),
     }
     if tokenizer.boundary:
@@ -204,7 +205,11 @@ def model_card(run: Run) -> str:
     """Return the model card, in Markdown."""
     state, config, model = run.state, run.config, run.model
     loss = "not measured"
-    order = "the documents, which are shuffled" if config.text.documents else "the text, its end"
+    order = "the text, at its end"
+    if config.text.documents:
+        order = "the documents, which are shuffled"
+    elif config.text.test_fraction:
+        order = "the text, before the test split"
     if state.best_nats_per_char is not None:
         loss = (
             f"{state.best_nats_per_char:.3f} nats per character on the validation split ("

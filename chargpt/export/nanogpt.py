@@ -165,7 +165,7 @@ def convert(
     numbers = [*(args[key] for key in (*SIZES, "vocab_size")), step, loss]
     # whatever else they are, converting or printing it could cost any time and memory
     if any(type(number) not in (int, float) for number in numbers) or type(dataset) is not str:
-        raise ValueError("its settings are not numbers")
+        raise ValueError("a setting has the wrong type")
     sizes = {key: args[key] for key in SIZES}
     tree = {"model": {"kind": "gpt2", **sizes}, "train": {"max_steps": max(1, int(step))}}
     config = validate(tree, "its settings")

@@ -6,7 +6,7 @@
            once, with at least T - S + 1 characters of context except near the start.
 `nanogpt`  the mean over 200 seeded random batches of 64 x min(T, 256), as nanoGPT evaluates.
 
-Losses are float32 on the device; all sums are float64 on the CPU. Byte tokens count to the
+Losses are float32 on the device; all sums are float64 on the CPU. Byte tokens count towards the
 character that they spell: its loss is the sum of theirs, and it is predicted if all of them are.
 Shapes in this file: B = rows of a forward pass, T = block size, L = scored tokens of a row,
 V = vocabulary size, N = scored characters in total.
@@ -72,7 +72,8 @@ class Evaluation:
     def difference_error(self, other: "Evaluation") -> float:
         """Return the standard error of the difference of two losses, in nats per character.
 
-        It is paired, of the differences of blocks, if both scored the same `MIN_BLOCKS` or more.
+        It is paired by block if both, on the same text, have the same block sizes, at least
+        `MIN_BLOCKS` of them; otherwise the losses are taken as independent.
         """
         if self.blocks is not None and other.blocks is not None:
             (losses, sizes), (other_losses, other_sizes) = self.blocks, other.blocks
@@ -137,16 +138,16 @@ def evaluate(
     for name, value, choices in (("protocol", protocol, Protocol), ("split", split, Split)):
         if value not in get_args(choices):
             raise ConfigError(f"{name} {value!r} is not one of {', '.join(get_args(choices))}")
-    run, n_unknown, name = as_run(run), 0, "all"
+    run, n_unknown, scored = as_run(run), 0, "all"
     if text is not None or content is not None:
         tokens, n_unknown = read_tokens(run, text, content)
     elif tokens is None:
-        tokens, name = run.corpus().split(split), split
+        tokens, scored = run.corpus().split(split), split
     result = evaluate_tokens(
         run.model,
         tokens,
         protocol=protocol,
-        split=name,
+        split=scored,
         stride=stride,
         dtype=dtype,
         seed=seed,
@@ -305,8 +306,9 @@ def _score(
             for losses, correct, starts in _iter_losses(model, windows, dtype):
                 block_losses.append(losses.sum(axis=1))
                 block_sizes.append(starts.sum(axis=1))
-                n_correct += _count_correct(correct, starts)
-                characters = starts.ravel().cumsum().astype(np.int64)
+                characters = starts.ravel().cumsum().astype(np.int64)  # of each token
+                n_wrong = np.bincount(characters, weights=1 - correct.ravel())  # of its tokens
+                n_correct += int((n_wrong[1:] == 0).sum())
                 squares += (np.bincount(characters, weights=losses.ravel()) ** 2).sum()
                 done += losses.size
                 on_progress(done)
@@ -317,13 +319,6 @@ def _variance(block_losses: Floats, block_sizes: Floats) -> float:
     """Return the variance of summed losses, with blocks as clusters."""
     mean = block_losses.sum() / block_sizes.sum()
     return float(((block_losses - block_sizes * mean) ** 2).sum())
-
-
-def _count_correct(correct: Floats, starts: Floats) -> int:
-    """Return the number of characters that begin in rows of tokens and have no wrong token."""
-    characters = starts.ravel().cumsum().astype(np.int64)
-    n_wrong = np.bincount(characters, weights=1 - correct.ravel())[1:]
-    return int(np.count_nonzero(n_wrong == 0))
 
 
 def _iter_losses(

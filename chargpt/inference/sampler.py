@@ -4,10 +4,10 @@ A token is the inverse of the cumulative distribution at one uniform number, whi
 (seed, stream, position) alone. So the text of a stream does not depend on how many streams are
 sampled together, except where rounding changes the logits.
 
-Filters, in this order: temperature; top-k (the k most likely tokens); top-p (the smallest set of
-most likely tokens whose probabilities sum to at least p; Holtzman et al. 2020, section 3.1); min-p
-(tokens at least p times as likely as the most likely one). The unknown token is never sampled, and
-byte tokens only where they form valid UTF-8.
+Filters, in this order: valid tokens (not the unknown one, and bytes only where they form valid
+UTF-8); temperature; top-k (the k most likely tokens); top-p (the smallest set of most likely tokens
+whose probabilities sum to at least p; Holtzman et al. 2020, section 3.1); min-p (tokens at least p
+times as likely as the most likely one).
 
 Shapes in this file: N = streams, V = vocabulary size.
 """

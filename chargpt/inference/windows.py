@@ -23,7 +23,7 @@ class Windows(NamedTuple):
     n_before: int = 0  # tokens before the window, for the model's counts; -1 stands for none
 
 
-COPIED_ROWS = 4096  # at once, of windows with tokens before them
+COPIED_ROWS = 4096  # at once; windows with tokens before them overlap, so they are copied
 NANOGPT_BATCHES, NANOGPT_ROWS, NANOGPT_BLOCK = 200, 64, 256
 
 
@@ -80,8 +80,8 @@ def full_windows(
 def even_spans(n_inputs: int, span: int, max_characters: int | None) -> tuple[Counts, int]:
     """Return the first input of each scored span, shape (spans,), and the length of the spans.
 
-    It is one span of all inputs, or spans of at most `span` inputs that are spread evenly and hold
-    at most `max_characters`.
+    Either one span of all inputs, or evenly spread spans of at most `span` inputs, in all
+    `max_characters` at most.
     """
     if max_characters is None or max_characters >= n_inputs:
         return np.zeros(1, dtype=np.int64), n_inputs

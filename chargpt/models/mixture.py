@@ -67,7 +67,7 @@ class Mixture(LanguageModel):
 
     Args:
         gpt: the GPT.
-        tokens: that the n-grams are counted from, at least `order`, the last MAX_TOKENS of them.
+        tokens: training tokens, at least `order`; the last MAX_TOKENS are counted.
         in_words: which tokens are part of words, (V,).
         order: of the n-gram model.
     """
@@ -137,9 +137,9 @@ class Mixture(LanguageModel):
     ) -> Tensor:
         """Return the inputs of the gate, (B, T, 1 + 2 K).
 
-        They are 1 / the number of tokens that the GPT sees, entropy and maximum of its
-        log-probabilities, and for each order but the first the log of the number of distinct
-        tokens seen after the context, and its backoff weight.
+        They are 1 / the number of tokens that the GPT sees, the entropy of its distribution and its
+        highest log-probability, and for each order but the first log(1 + number of distinct tokens
+        seen after the context) and the backoff weight.
 
         Args:
             log_probs: of the GPT, (B, T, V).

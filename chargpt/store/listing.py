@@ -20,7 +20,7 @@ from chargpt.store.layout import (
     has_checkpoint_itself,
     is_readable_run,
 )
-from chargpt.store.loading import candidates
+from chargpt.store.loading import candidates, read_pointers
 
 State = Literal[
     "finished",
@@ -64,6 +64,14 @@ def _run_paths(parent: Path) -> Iterator[Path]:
 
 def summarize(path: Path) -> RunSummary:
     """Return what a run's latest checkpoint says, without reading its tensors."""
+    before = read_pointers(path)
+    summary = _summarize(path)
+    if summary.state == "damaged" and read_pointers(path) != before:  # a save came in between
+        return summarize(path)
+    return summary
+
+
+def _summarize(path: Path) -> RunSummary:
     try:
         is_training = is_locked(path)
         if not has_checkpoint(path):

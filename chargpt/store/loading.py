@@ -24,15 +24,15 @@ MAX_TRIES = 200  # of reading a run that a training process changes faster than 
 def load(run: Path, which: str, *, optimizer: bool) -> tuple[Checkpoint, list[str]]:
     """Return a run's checkpoint and why others were skipped; see `RunFolder.load`."""
     for _ in range(MAX_TRIES):
-        before = _pointers(run)
+        before = read_pointers(run)
         try:
             saved, skipped = _load(run, which, optimizer=optimizer)
-            if not skipped or _pointers(run) == before:
+            if not skipped or read_pointers(run) == before:
                 return saved, skipped
         except UnreadableError:
             raise
         except RunError:
-            if _pointers(run) == before:
+            if read_pointers(run) == before:
                 raise
     return _load(run, which, optimizer=optimizer)
 
@@ -49,8 +49,8 @@ def newest_without_tensors(run: Path) -> tuple[Config, CharTokenizer, RunState]:
     raise RunError(f"{run} holds no intact checkpoint; train it first, or name another run")
 
 
-def _pointers(run: Path) -> list[bytes | None]:
-    """Return the content of the pointers, of which `latest` changes with every save."""
+def read_pointers(run: Path) -> list[bytes | None]:
+    """Return the content of the pointers, None if unreadable; `latest` changes with every save."""
     contents: list[bytes | None] = []
     for name in POINTERS:
         try:
@@ -65,7 +65,7 @@ def _load(run: Path, which: str, *, optimizer: bool) -> tuple[Checkpoint, list[s
     for folder in folders:
         try:
             return read_checkpoint(folder, optimizer=optimizer), skipped
-        except (UnreadableError, DeviceError):  # it may be intact, but there is too little memory
+        except (UnreadableError, DeviceError):  # it may be intact: unreadable now, or too large
             raise
         except ChargptError as error:
             skipped.append(str(error))

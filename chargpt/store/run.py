@@ -1,4 +1,4 @@
-"""Loading a trained run: `load_run` is the one way from disk to a model."""
+"""Loading a trained run: all commands load it by `load_run`."""
 
 import difflib
 import hashlib

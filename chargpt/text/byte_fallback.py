@@ -42,23 +42,23 @@ def byte_values(characters: str) -> bytes:
 
 def insert_bytes(
     ids: npt.NDArray[np.integer],
-    places: npt.NDArray[np.int64],
+    positions: npt.NDArray[np.int64],
     characters: str,
     byte_ids: npt.NDArray[np.integer],
 ) -> npt.NDArray[np.integer]:
-    """Return ids in which byte tokens replace those at some places.
+    """Return ids in which byte tokens replace those at some positions.
 
     Args:
         ids: shape (N,).
-        places: indices of the rare characters, sorted, (R,).
+        positions: indices of the rare characters, sorted, (R,).
         characters: the R rare characters.
         byte_ids: id of each byte, (256,).
     """
     codes = np.array([characters]).view(np.uint32)
     lengths = 1 + (codes >= 0x80).astype(np.int64) + (codes >= 0x800) + (codes >= 0x10000)
     extra = lengths - 1
-    result = np.insert(ids, np.repeat(places, extra), 0)
-    starts = places + np.cumsum(extra) - extra
+    result = np.insert(ids, np.repeat(positions, extra), 0)
+    starts = positions + np.cumsum(extra) - extra
     ends = np.cumsum(lengths)
     within = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
     values = np.frombuffer(characters.encode(), dtype=np.uint8)

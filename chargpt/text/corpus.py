@@ -53,7 +53,7 @@ class Corpus:
         tokens: the whole text, shape (tokens,), memory-mapped, read-only.
         val_fraction, test_fraction: fractions of the text in the splits.
         tune_characters: maximum length of the tune split.
-        rare_count: number of the characters that are not in the vocabulary.
+        rare_count: number of occurrences of characters that are not in the vocabulary.
         notes: sentences for the user.
     """
 
@@ -161,7 +161,7 @@ class Corpus:
             remedies.insert(0, f"set text.val_fraction to {fraction:g} or more")
         characters = "1 character" if total == 1 else f"{total:,} characters"
         if self.documents:
-            characters += f" in {self.documents:,} documents"
+            characters += f" in {self.documents:,} document{'' if self.documents == 1 else 's'}"
             remedies.append("correct text.documents")
         unit = "tokens " if self.tokenizer.has_bytes else ""
         raise TextError(
@@ -182,7 +182,7 @@ class Corpus:
 def load_cached(settings: TextConfig, key: str | None, name: str) -> Corpus:
     """Return the text that a run was trained on from the cache, or the built-in text.
 
-    Whoever made the run has chosen its `settings.path`, so that is not read.
+    `settings.path` comes from the run's folder, which may be someone else's: it is never opened.
 
     Args:
         settings: of the run.

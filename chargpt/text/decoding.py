@@ -92,10 +92,10 @@ def _undecodable(name: str, codec: str, offset: int, error: UnicodeError) -> str
     if isinstance(error, UnicodeDecodeError):
         where = f"byte 0x{error.object[error.start]:02X} at offset {offset + error.start:,}"
     shown = {"utf-8": "UTF-8", "utf-8-sig": "UTF-8"}.get(codec, codec)
-    others = ", ".join(name for name in ("cp1252", "cp1251", "latin-1") if name != codec)
+    first, *others = (name for name in ("cp1252", "cp1251", "latin-1") if name != codec)
     remedy = (
-        f"name its true encoding, for example --encoding {others}, or if few bytes are damaged, "
-        "replace them with --encoding-errors replace"
+        f"name its true encoding, for example --encoding {first} (or {', '.join(others)}), or if "
+        "few bytes are damaged, replace them with --encoding-errors replace"
     )
     binary = ", so it may be binary" if codec.startswith(("utf-16", "utf-32")) else ""
     return f"{name} is not {shown} text ({where} does not decode){binary}; {remedy}"

@@ -187,7 +187,8 @@ def _warnings(
     if tokenizer.vocab_size > MAX_VOCAB_SIZE and not tokenizer.has_bytes:
         warnings.append(
             f"a vocabulary of {tokenizer.vocab_size:,} characters makes the model large and slow, "
-            "and most of them are rare; set text.rare to bytes"
+            "and most of them are rare; spell those as bytes with -s text.rare=bytes "
+            "-s text.min_count=2"
         )
     once = int((known == 1).sum())
     if once > MAX_ONCE_FRACTION * tokenizer.vocab_size and once > 10:

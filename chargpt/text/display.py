@@ -21,11 +21,11 @@ FIRST_CONTROL_PICTURE = 0x2400  # Unicode's signs of the control characters, in 
 def graphemes(text: str) -> list[tuple[int, int]]:
     """Return the graphemes of a text as (start, end) positions in order."""
     edges, flag_letters = [], 0  # consecutive letters of flags are paired from the left
-    for place, character in enumerate(text):
+    for index, character in enumerate(text):
         is_flag_letter = "\U0001f1e6" <= character <= "\U0001f1ff"
         completes_flag = is_flag_letter and flag_letters % 2 == 1
-        if place == 0 or not (completes_flag or _extends(text[place - 1], character)):
-            edges.append(place)
+        if index == 0 or not (completes_flag or _extends(text[index - 1], character)):
+            edges.append(index)
         flag_letters = flag_letters + 1 if is_flag_letter else 0
     return list(itertools.pairwise([*edges, len(text)]))
 

@@ -159,16 +159,19 @@ def _find_folder(root: Path, suffixes: tuple[str, ...]) -> Source:
             )
         if not others:
             raise MissingTextError(f"the folder {root} holds no files; name another")
-        common = max(others, key=others.__getitem__) or ".py"
+        common = max(others, key=others.__getitem__)
+        remedy = f"name its files by a pattern, such as '{root}/**/*{common}'"
+        if common:
+            remedy = f"set text.suffixes, as with -s text.suffixes={common}, or {remedy}"
         raise MissingTextError(
-            f"the folder {root} holds no file that ends in {', '.join(endings)}; set "
-            f"text.suffixes to the endings to read, as with -s text.suffixes={common}, or name "
-            f"its files by a pattern, such as '{root}/**/*{common}'"
+            f"the folder {root} holds no file that ends in {', '.join(endings)}; {remedy}"
         )
     name = f"{root.absolute().name}/"
     notes: tuple[str, ...] = ()
     if n_others := others.total():
-        listed = ", ".join(f"{n:,} {ending or 'without'}" for ending, n in others.most_common(3))
+        listed = ", ".join(
+            f"{n:,} {ending or 'without an ending'}" for ending, n in others.most_common(3)
+        )
         notes = (
             f"files read of {name}: {len(files):,}, which end in {', '.join(endings)}; "
             f"not read: {n_others:,} ({listed})",

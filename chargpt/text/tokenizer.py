@@ -2,8 +2,8 @@
 
 A character is one Unicode code point. The vocabulary is the sorted characters of the text, and a
 token's id is its index there. Nothing is normalised: line ends, combining marks and joiners are
-characters like any other. Characters rarer than `min_count` are byte tokens (byte_fallback.py), so
-that any text can be encoded, or share one unknown token.
+characters like any other. Characters rarer than `min_count` are spelled by byte tokens
+(byte_fallback.py), with which any text can be encoded, or share one unknown token.
 """
 
 import codecs
@@ -73,7 +73,7 @@ class CharTokenizer:
 
     @property
     def first_continuation(self) -> int:
-        """The first id of a continuation byte; all later ones are, too. Without any: the size."""
+        """Ids from this one on are continuation bytes; without any, it is `vocab_size`."""
         return self.vocab_size - (len(CONTINUATION_BYTES) if self.has_bytes else 0)
 
     @cached_property

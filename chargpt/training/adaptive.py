@@ -49,13 +49,14 @@ class AdaptiveMixture:
         """Learn from the last `stride` tokens; return the log-probabilities that they had.
 
         Args:
-            history: all tokens so far, (L, N), a multiple of the stride or the end of the text.
+            history: all tokens so far, (L, N), where N is a multiple of the stride, except at the
+                end of the text.
 
         Returns:
             Log-probabilities of the new tokens, the very first excepted, (L, up to `stride`).
         """
-        n_new = (history.shape[1] - 1) % self.stride + 1
-        n_new -= n_new == history.shape[1]  # nothing predicts the first token
+        n_tokens = history.shape[1]
+        n_new = min((n_tokens - 1) % self.stride + 1, n_tokens - 1)  # nothing predicts the first
         if not n_new:
             return torch.zeros(len(history), 0)
         rows = torch.from_numpy(self._window(history)).to(self.model.device)

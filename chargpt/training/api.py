@@ -52,7 +52,8 @@ def train(
         from_run: folder of a run of another text, whose weights are the start.
         out: folder of the run; by default a new one under runs/.
         start: what to do about a run that exists in `out`: `new` rejects it, `resume` continues it,
-            `begin or resume` begins where there is none, `replace` deletes it.
+            `begin or resume` begins where there is none, `replace` deletes it once the new run has
+            saved.
         device: `auto`, `cpu`, `cuda`, `cuda:N` or `mps`.
         encoding: of the text; by default UTF-8, or what its byte order mark says.
         progress: show a progress bar on stderr.

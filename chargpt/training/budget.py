@@ -59,7 +59,7 @@ class Replanning:
     min_steps: int = 20  # fewer are of little use
     overrun: float = 0.08  # fraction of the budget by which the first `min_steps` may exceed it
     noted_change: float = 0.05  # of the number of steps: smaller changes are not noted
-    # from which a note gives the factor; some is expected: trial steps leave out validation
+    # slowdown from which a note gives the factor; some is normal: trial steps have no validation
     noted_slowdown: float = 2.0
 
 
@@ -82,13 +82,13 @@ def parse_duration(text: str) -> float:
     Raises:
         ConfigError: it is not a duration, or under `MIN_SECONDS`.
     """
-    match = re.fullmatch(r"(?:(\d{1,4})h)?(?:(\d{1,6})m)?(?:(\d{1,8})s?)?", text.strip())
+    match = re.fullmatch(r"(?:(\d{1,4})h)?(?:(\d{1,6})m)?(?:(\d{1,8})s)?|(\d{1,8})", text.strip())
     if not match or not any(match.groups()):
         raise ConfigError(
             f"the time {text!r:.40} is not a duration; write it like 30s, 3m, 1m30s or 2h"
         )
-    hours, minutes, seconds = (int(part or 0) for part in match.groups())
-    total = 3600 * hours + 60 * minutes + seconds
+    hours, minutes, seconds, bare = (int(part or 0) for part in match.groups())
+    total = 3600 * hours + 60 * minutes + seconds + bare
     if total < MIN_SECONDS:
         raise ConfigError(f"{text} is too short to train in; give {MIN_SECONDS}s or more")
     return total
@@ -124,6 +124,7 @@ class Budget:
         self.replan_remaining = 0.0
         self.thread_tuner: ThreadTuner | None = None
         self.measured_from = (1, math.nan)  # step and time; the first step is slower than others
+        self.last_step = 0  # that `replan` was asked about
 
     @property
     def has_report(self) -> bool:
@@ -213,8 +214,9 @@ class Budget:
         """
         now, remaining = self.clock(), self.remaining
         first, since = self.measured_from
-        if step == 1:
-            first, since = self.measured_from = 1, now
+        if step == 1 or step < self.last_step:  # a rollback repeats steps
+            first, since = self.measured_from = step, now
+        self.last_step = step
         if self.replan_step is None or step <= first:
             return None
         if step < self.replan_step and remaining >= self.replan_remaining:

@@ -1,8 +1,8 @@
 """One update: batch, gradients, optimizer, moving average of the weights.
 
-Batch and learning rate of a step are pure functions of (seed, step), its dropout of these and of
-rank and micro-batch. So a resumed run equals the uninterrupted one bit for bit, and no generator
-state is stored.
+The batch of a step is a pure function of (seed, step), its learning rate of (config, step), its
+dropout of seed, step, rank and micro-batch. So a resumed run equals the uninterrupted one bit for
+bit, and no generator state is stored.
 Shapes in this file: B = sequences of a micro-batch, T = block size, V = vocabulary size.
 """
 
@@ -39,7 +39,7 @@ class Learner:
     """A model with its batches, optimizer and moving average of weights (EMA).
 
     Args:
-        config: with the actual device and number format.
+        config: with the actual device and dtype.
         corpus: the text.
         group: the ranks that train together.
         device: of the model.

@@ -33,8 +33,8 @@ def add_mixture(run: Run, corpus: Corpus) -> Run | None:
     """Fit the mixture of a run's GPT to the tune split and save it with the run.
 
     Returns:
-        The run with the mixture in place of its GPT; None if its text has no tune split, or it is
-        no GPT.
+        The run with the mixture in place of its GPT; None if it is no GPT, or its tune split is
+        shorter than MIN_CHARACTERS.
 
     Raises:
         WorkError: the GPT's predictions are not finite.
@@ -64,8 +64,7 @@ def fit_mixture(gpt: GPT, tokenizer: CharTokenizer, train: Tokens, tune: Tokens)
     found = []
     with eval_mode(mixture), torch.no_grad():
         for rows, *_ in full_windows(tune, gpt.block_size, lookback=mixture.lookback):
-            parts = torch.split(torch.from_numpy(rows), ROWS)
-            for part in parts:
+            for part in torch.split(torch.from_numpy(rows), ROWS):
                 data = gate_data(mixture, part.to(gpt.device))
                 found.append([tensor.flatten(0, 1).cpu() for tensor in data])
     inputs, log_probs = map(torch.cat, zip(*found, strict=True))

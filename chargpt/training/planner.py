@@ -90,7 +90,7 @@ class Recipe:
     trial_steps: int = 3  # that measure a size's speed
     trial_fraction: float = 0.05  # of the time: once trials have used it, no larger size is tried
     usable_memory: float = 0.6  # fraction: the memory of a run is an estimate
-    short: int = 1_000_000  # below it the law overestimates larger sizes
+    short: int = 1_000_000  # below it the law is too optimistic about larger sizes
     short_gain: float = 0.01  # nats that a larger size then has to gain by the law
     max_parameters: int = 12  # per character of the text: the most of the fitted runs
     tune_characters: int = 20_000  # to fit a mixture to; more gain nothing
@@ -272,8 +272,9 @@ class _Planner:
     def best_size(self) -> tuple[Size, Config, float]:
         """Measure sizes, smallest first, while a larger one may have a lower loss.
 
-        A size is left out if a larger one has a lower expected loss even at its lowest possible
-        speed: a model is slower than a smaller one by at most the ratio of their parameters.
+        Before they are measured, sizes are compared at their lowest possible speeds: a model is
+        slower than a smaller one by at most the ratio of their parameters. The search ends where
+        the next size has no lower expected loss even if it is slower by only the root of that.
         """
         number, config = 0, self.sized(SIZES[0], INITIAL_LENGTH)
         speed = measure_speed(config, self.corpus)
@@ -299,7 +300,7 @@ class _Planner:
     def is_better(self, larger: Config, speed: float, loss: float) -> bool:
         """Return whether the law gives a larger size at this speed a lower loss than `loss`.
 
-        In a short run it must be lower by `short_gain`, since the law overestimates larger sizes.
+        In a short run it must be lower by `short_gain`, since the law is too optimistic about them.
         """
         min_gain = RECIPE.short_gain if self.reachable(speed) < RECIPE.short else 0.0
         return self.loss(larger, speed) <= loss - min_gain
@@ -309,10 +310,11 @@ class _Planner:
         vocab_size = self.corpus.tokenizer.vocab_size
         usable = RECIPE.usable_memory * memory_limit(choose_device(self.config.device)[0])
         configs = [self.sized(size, max(INITIAL_LENGTH, characters)) for size in SIZES[first:]]
+        accumulate = self.config.train.accumulate
         return [
             each
             for each in configs
-            if training_bytes(each, vocab_size, each.train.batch_size) <= usable
+            if training_bytes(each, vocab_size, each.train.batch_size // accumulate) <= usable
             and self.parameters(each) <= RECIPE.max_parameters * self.text_characters
         ]
 

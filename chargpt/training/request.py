@@ -13,7 +13,7 @@ from chargpt.training.budget import Budget, parse_duration
 
 DEFAULT_BUDGET = "150s"
 MAX_PATH = 4096  # characters; longer is a text in place of its path
-PLANNED_SECTIONS = {"model", "train", "optim", "schedule"}  # a setting of these ends the default
+PLANNED_SECTIONS = {"model", "train", "optim", "schedule"}  # with one set, no default budget
 
 
 class StartMode(Enum):
@@ -72,16 +72,19 @@ class Request:
         return values if self.device is None else {**values, "device": self.device}
 
     def fixed(self, settings: Config) -> dict[str, object]:
-        """Return the values in `settings` of the keys that this request sets."""
+        """Return the values in `settings` of the keys that this request sets for the whole run."""
         arguments = {"text.path": self.text, "device": self.device}
         keys = self.fixed_keys() | {k for k, v in arguments.items() if v is not None}
+        if self.budget is not None:
+            keys -= {"schedule.cooldown"}  # re-planning changes it
         values = settings.by_key()
         return {key: values[key] for key in sorted(keys)}
 
     def fixed_keys(self) -> set[str]:
         """Return the dotted keys that the config and the overrides set."""
         keys = {parse_override(override)[0] for override in self.overrides}
-        for section, values in read_config_tree(self.config)[0].items() if self.config else ():
+        tree = read_config_tree(self.config)[0] if self.config else {}
+        for section, values in tree.items():
             names = values if isinstance(values, dict) else {}
             keys |= {f"{section}.{name}" for name in names} or {section}
         return keys

@@ -23,10 +23,9 @@ def lr_factor_at(step: int, schedule: ScheduleConfig, max_steps: int) -> float:
             max_steps = at
             break
         start, peak = at, fraction
+    warmup = min(1.0, (step - start + 1) / (schedule.warmup + 1))
     if start:
-        warmup = min(1.0, (step - start + 1) / (schedule.warmup + 1))
         return peak * min(warmup, (max_steps - step) / (max_steps - start))
-    warmup = min(1.0, (step + 1) / (schedule.warmup + 1))
     if schedule.kind == "cosine":
         span = max(1, max_steps - schedule.warmup)
         progress = min(1.0, max(0, step - schedule.warmup) / span)

@@ -202,7 +202,7 @@ def with_tune_split(settings: Config, corpus: Corpus, budget: Budget) -> tuple[C
     corpus = replace(corpus, tune_characters=settings.text.tune_characters)
     n_tune = len(corpus.split("tune"))
     if key not in budget.fixed and n_tune > 2 * MAX_TUNE_FRACTION * len(corpus.tokens):
-        note = "without a mixture: the documents are too long to leave some out to fit one to"
+        note = "without a mixture: its tune split, of whole documents, would be over 6% of the text"
         settings = settings.with_values({key: 0})
         corpus = replace(corpus, tune_characters=0)
     return settings, replace(corpus, notes=(*corpus.notes, note)) if note else corpus
@@ -228,10 +228,10 @@ def resume_run(
     content: str | None = None,
     same_command: bool = False,
 ) -> Session:
-    """Load the latest checkpoint of a run, by default the newest, and its text.
+    """Load the latest checkpoint of a run, and its text.
 
     Args:
-        path: of the run's folder.
+        path: of the run's folder; by default of the newest run.
         changes: settings by dotted keys.
         loading: called with the progress of preparing the text.
         content: the text itself, given again.
@@ -284,10 +284,13 @@ def require_space(folder: RunFolder, n_checkpoints: int, n_bytes: int) -> None:
     try:
         folder.require_space(n_bytes)
     except OSError:
+        what, remedy = "a checkpoint", "free some space"
+        if n_checkpoints > 1:
+            what = f"{n_checkpoints} checkpoints"
+            remedy += ", lower train.keep_last, or name another place with --out"
         raise RunError(
-            f"{folder.path} needs {n_bytes / 1e6:,.1f} MB of disk for {n_checkpoints} checkpoints, "
-            "and less is free; free some space, lower train.keep_last, or name another place with "
-            "--out"
+            f"{folder.path} needs {n_bytes / 1e6:,.1f} MB of disk for {what}, and less is free; "
+            f"{remedy}"
         ) from None
 
 

@@ -13,16 +13,17 @@ import torch
 import torch.nn.functional as F
 
 N_ROUNDS = 16
-ROUNDS_BEFORE_DROPPING = 5  # a slow number of threads
+ROUNDS_BEFORE_DROPPING = 5  # after which slow numbers of threads are not tried again
 MIN_GAIN = 1.25  # by which more threads must be faster: on a busy machine their speed varies
 MIN_SPEED = 0.5  # fraction of the highest speed: below it, threads are chosen again
 RETRY_SECONDS = 20.0  # after which more threads are tried again
 
 
 def choose_threads(max_threads: int) -> int:
-    """Set the number of threads with the fastest small operations: `max_threads`, half, ... 1.
+    """Time small operations with `max_threads` threads, half as many, ..., 1; set the best number.
 
-    It takes about 0.1 s on an idle machine. Return the number.
+    It is the fastest number, or a lower one that MIN_GAIN does not tell from it. This takes about
+    0.1 s on an idle machine. Return the number.
     """
     x, weight = torch.ones(2048, 128), torch.ones(128, 512)
     seconds = {max_threads >> n: 0.0 for n in range(max_threads.bit_length())}

@@ -15,7 +15,7 @@ class TensorBoardLog:
 
     Args:
         folder: of the files, which are created with the first record.
-        step: that training continues from; records of later steps, from before, are hidden.
+        step: that training continues from; an earlier session's records of later steps are hidden.
 
     Raises:
         ConfigError: TensorBoard is not installed.

@@ -73,7 +73,7 @@ class Trainer:
         folder: of checkpoints and metrics; None writes nothing.
         saved: a checkpoint to continue from.
         group: the ranks that train together.
-        ngram: what `fit_ngram` returned, for the soft targets, if it is at hand.
+        ngram: what `fit_ngram` returned, for the soft targets, if already fitted.
         start: the run that `train.from_run` names.
 
     Raises:
@@ -135,7 +135,7 @@ class Trainer:
         self.speed_since = self.state.step, self.started
 
     def _resolved(self, config: Config) -> tuple[Config, str]:
-        """Return the config with the actual device and number format, and the format's reason."""
+        """Return the config with the actual device and dtype, and the reason of the dtype."""
         dtype, reason = choose_dtype(self.device, config.dtype)
         # each rank measures its own speed: rank 0 decides
         is_bfloat16 = self.group.broadcast(float(dtype == torch.bfloat16))
@@ -216,7 +216,7 @@ class Trainer:
             # only the norm is the same on all ranks, so that all of them stop or none
             loss = report.loss.item()
             self._require_finite(
-                loss if self.group.size == 1 else 0.0, report.grad_norm.item(), step + 1, lr_factor
+                loss if self.group.size == 1 else 0.0, report.grad_norm.item(), step + 1
             )
             self.last_loss = loss
         self.learner.apply_update(step, lr_factor)
@@ -289,7 +289,7 @@ class Trainer:
     # -- validation -------------------------------------------------------------------------
 
     def validate(self, report: StepReport) -> None:
-        """Evaluate the validation split; decide whether it is the best and whether to stop."""
+        """Evaluate the validation split; note whether it is the best, and whether to stop."""
         self._finish_saving()
         self.write_metrics()
         nats = math.nan
@@ -300,8 +300,8 @@ class Trainer:
             self._record({"step": report.step, VALIDATION: nats})
         nats = self.group.broadcast(nats)
         if not math.isfinite(nats):
-            raise self._diverged("weights are", report.step, report.lr_factor)
-        if report.step == 0:  # a checkpoint is the best only if it beats the untrained model
+            raise self._diverged("weights are", report.step)
+        if report.step == 0:  # a checkpoint is the best only if it beats the weights at the start
             self.state = replace(self.state, best_step=0, best_nats_per_char=nats)
             return
         best, patience = self.state.best_nats_per_char, self.config.train.patience
@@ -314,7 +314,7 @@ class Trainer:
     def _sample(self, report: StepReport) -> None:
         """Add a generated text to a report and to the metrics."""
         self.write_metrics()  # checks the losses so far
-        self._require_finite_weights(report.step, report.lr_factor)
+        self._require_finite_weights(report.step)
         if self.group.is_main:
             report.sample = self.validator.sample()
             self._record({"step": report.step, "sample": report.sample})
@@ -335,7 +335,7 @@ class Trainer:
         records: list[dict[str, object]] = []
         try:
             for (step, factor, _, _), (loss, norm) in zip(self.pending, rows, strict=True):
-                self._require_finite(loss, norm, step, factor)
+                self._require_finite(loss, norm, step)
                 records.append({"step": step, "loss": loss, "grad_norm": norm, "lr_factor": factor})
                 self.last_loss = loss
         finally:
@@ -377,7 +377,7 @@ class Trainer:
             self.state = state
             return None
         self.config_is_unsaved = False  # if the disk refuses, the next due save will include it
-        self._require_finite_weights(state.step, 1.0)
+        self._require_finite_weights(state.step)
         state = replace(
             state,
             seconds=self._seconds(),
@@ -461,6 +461,7 @@ class Trainer:
         self.learner.restore(saved, self.config.optim)
         self._continue_from(replace(saved.state, rollbacks=rollbacks))
         step = self.state.step
+        self.speed_since = step, time.perf_counter()
         self._record({"step": step, "rolled_back_from": failed_step, **rates})
         note = (
             f"non-finite values at step {failed_step:,}: rolled back to step {step:,} at half the "
@@ -469,19 +470,21 @@ class Trainer:
         )
         return StepReport(step, self.config.train.max_steps, notes=[*skipped, note])
 
-    def _require_finite(self, loss: float, grad_norm: float, step: int, lr_factor: float) -> None:
+    def _require_finite(self, loss: float, grad_norm: float, step: int) -> None:
         if not math.isfinite(loss) or not math.isfinite(grad_norm):
             what = "gradient is" if math.isfinite(loss) else "loss is"
-            raise self._diverged(what, step, lr_factor)
+            raise self._diverged(what, step)
 
-    def _require_finite_weights(self, step: int, lr_factor: float) -> None:
+    def _require_finite_weights(self, step: int) -> None:
         if not self.learner.has_finite_weights():
-            raise self._diverged("weights are", step, lr_factor)
+            raise self._diverged("weights are", step)
 
-    def _diverged(self, what: str, step: int, lr_factor: float) -> DivergedError:
+    def _diverged(self, what: str, step: int) -> DivergedError:
         """Return the error that names the step and the remedy."""
         self._finish_saving()
         optim, saved_step = self.config.optim, self.writer.saved_step
+        max_steps = self.config.train.max_steps
+        lr_factor = lr_factor_at(max(0, step - 1), self.config.schedule, max_steps)
         remedy = (
             "there is no checkpoint yet, so start again with"
             if saved_step is None

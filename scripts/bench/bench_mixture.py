@@ -5,7 +5,7 @@
 
 Each case is a whole `chargpt train --budget` process; its run is scored by `chargpt compare`, all
 rows on the same characters of the validation split. `--before` also trains and scores a GPT with
-the package in another checkout, right after. The record is written after each case.
+the package in another checkout, in turn. The record is written after each case.
 """
 
 import argparse
@@ -53,21 +53,21 @@ def steps_of(run: Path, checkout: Path | None = None) -> int:
 
 
 def measure(text: Path, budget: str, seed: int, before: Path | None) -> dict[str, Any]:
-    """Train and score one case."""
+    """Train and score one case; which version trains first alternates with the seed."""
+    case: dict[str, Any] = {"text": text.stem, "budget": budget, "seed": seed}
+    versions = {"": None} if before is None else {"": None, " before": before}
     with tempfile.TemporaryDirectory() as folder:
-        run, old = Path(folder) / "run", Path(folder) / "old"
-        words = ["train", str(text), "--budget", budget, "-s", f"seed={seed}", "--out"]
-        start = time.perf_counter()
-        chargpt(*words, str(run))
-        seconds = time.perf_counter() - start
-        losses, steps = losses_of(run), {"steps": steps_of(run)}
-        if before is not None:
-            chargpt(*words, str(old), checkout=before)
-            losses["gpt before"] = losses_of(old, before)["gpt"]
-            steps["steps before"] = steps_of(old, before)
-    shown = {name: round(losses[name], 4) for name in SHOWN if name in losses}
-    case = {"text": text.stem, "budget": budget, "seed": seed}
-    return {**case, "seconds": round(seconds, 2), **steps, **shown}
+        for suffix, checkout in sorted(versions.items(), reverse=seed % 2 == 0):
+            run = Path(folder) / f"run{suffix}"
+            words = ["--budget", budget, "-s", f"seed={seed}", "--out", str(run)]
+            start = time.perf_counter()
+            chargpt("train", str(text), *words, checkout=checkout)
+            case[f"seconds{suffix}"] = round(time.perf_counter() - start, 2)
+            case[f"steps{suffix}"] = steps_of(run, checkout)
+            losses = losses_of(run, checkout)
+            shown = {"gpt before": losses["gpt"]} if checkout else losses
+            case |= {name: round(shown[name], 4) for name in SHOWN if name in shown}
+    return case
 
 
 def means(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

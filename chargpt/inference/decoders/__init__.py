@@ -25,8 +25,9 @@ class Decoder(Protocol):
     """Incremental decoder of N streams with a KV cache.
 
     The cache stores at most `block_size` tokens a stream. When it is full, the next step first
-    evicts the older half; keys and values of the newer half are not recomputed. So once the block
-    is full, every token is predicted from more than half a block of context.
+    evicts the older half; keys and values of the newer half are not recomputed (but for a GPT-2,
+    whose positions are absolute). So once the block is full, every token is predicted from more
+    than half a block of context.
     """
 
     def step(self, tokens: TokenIds) -> npt.NDArray[np.float32]:
@@ -41,7 +42,7 @@ TRIAL_STEPS = 10  # after two, which capture a graph and load kernels
 def build_decoder(
     model: LanguageModel, num_streams: int, prefilled: KVCache | None = None
 ) -> Decoder:
-    """Return the fastest decoder for a model on its device.
+    """Return the fastest decoder for a model: on its device, or on the CPU for few small streams.
 
     Args:
         model: any model, in evaluation mode. `NumpyDecoder` copies its weights; the other decoders
