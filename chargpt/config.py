@@ -323,7 +323,7 @@ class Config(Section):
     device: str = "auto"
     """`auto`, `cpu`, `cuda`, `cuda:N` or `mps`; `auto`: a GPU if there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Data type of matrix products; `auto`: bfloat16 where it is faster."""
+    """Dtype of matrix products; `auto`: bfloat16 where it is faster."""
     deterministic: bool = False
     """Bitwise reproducible results on CUDA, at some cost in speed."""
     threads: int | None = Field(None, ge=1, le=4096)

@@ -1,4 +1,4 @@
-"""Choice of device and data type, memory settings, and the process group."""
+"""Choice of device and dtype, memory settings, and the process group."""
 
 import os
 import platform

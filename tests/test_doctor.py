@@ -61,6 +61,7 @@ def test_too_many_and_too_few_threads_give_advice(
 ) -> None:
     # of a machine that has more, eight cores are this process's
     monkeypatch.setattr(doctor.os, "sched_getaffinity", lambda _: range(8), raising=False)
+    monkeypatch.setattr(doctor.os, "cpu_count", lambda: 64)
     for threads, words in ((16, "unset OMP_NUM_THREADS"), (1, "set OMP_NUM_THREADS"), (8, "")):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         assert advice("threads").startswith(words)

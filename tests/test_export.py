@@ -90,9 +90,9 @@ def test_the_model_card_says_how_the_loss_was_measured() -> None:
         in (model_card(run))
     )
     listed = replace(run, config=run.config.with_values({"text.documents": "lines"}))
-    assert "(10% of the documents, which are shuffled, at most" in model_card(listed)
+    assert "(10% of the documents, which are shuffled; at most" in model_card(listed)
     tested = replace(run, config=run.config.with_values({"text.test_fraction": 0.1}))
-    assert "(10% of the text, before the test split, at most" in model_card(tested)
+    assert "(10% of the text, before the test split; at most" in model_card(tested)
     assert "Loss: not measured" in model_card(replace(run, state=RunState(7)))
 
 

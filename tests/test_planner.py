@@ -457,7 +457,7 @@ def test_after_a_rollback_the_step_time_is_measured_anew() -> None:
     budget.start(config, 0)
     seconds = budget.remaining / 1000
     measured = []
-    for step in (*range(1, 601), *range(510, 1000)):  # 90 steps are repeated
+    for step in (*range(1, 601), *range(510, 1000)):
         now[0] += seconds
         replanned = budget.replan(config, step)
         if replanned is not None:

@@ -22,6 +22,7 @@ from chargpt.text.batches import Batches
 from chargpt.text.corpus import Corpus, load_corpus
 from chargpt.training.budget import Budget
 from chargpt.training.cost import expected_cost, training_bytes
+from chargpt.training.request import Request
 from chargpt.training.resume import resume
 from chargpt.training.schedule import lr_factor_at
 from chargpt.training.trainer import StepReport, Trainer
@@ -270,7 +271,10 @@ def test_non_finite_weights_are_not_saved(corpus: Corpus, tmp_path: Path) -> Non
 def test_a_diverged_run_rolls_back_to_its_last_checkpoint_at_half_the_learning_rates(
     corpus: Corpus, tmp_path: Path
 ) -> None:
-    trainer = start_trainer(tiny_config(**{"train.rollbacks": 2}), corpus, tmp_path / "run")
+    points = [[5, 12], [6, 13]]
+    schedule = {"schedule.cooldown": 0.9, "schedule.decay_points": points}
+    config = tiny_config(**{"train.rollbacks": 2, **schedule})
+    trainer = start_trainer(config, corpus, tmp_path / "run")
     rate = trainer.config.optim.lr
     make_gradient_infinite(trainer, 7, times=2)
     reports = run_steps(trainer)
@@ -287,6 +291,7 @@ def test_a_diverged_run_rolls_back_to_its_last_checkpoint_at_half_the_learning_r
     assert saved.state.step == 12
     assert saved.state.rollbacks == 2
     assert saved.config.optim.lr == rate / 4
+    assert saved.config.schedule.decay_points == ((5, 12),)  # the later one can be planned again
     assert load_config(tmp_path / "run" / "config.yaml").optim.lr == rate / 4
     once = start_trainer(tiny_config(**{"train.rollbacks": 1}), corpus, tmp_path / "once")
     make_gradient_infinite(once, 7, times=2)
@@ -706,11 +711,14 @@ def test_repeating_a_command_keeps_the_rates_of_a_rollback_and_the_resolved_devi
     folder.create(trainer.config, corpus.tokenizer, force=False)
     for _ in trainer.steps():
         pass
-    trainer.change_config(trainer.config.with_values({"optim.lr": 0.001}))
+    changed = {"optim.lr": 0.001, "schedule.cooldown": 0.9}  # by a rollback, and by re-planning
+    trainer.change_config(trainer.config.with_values(changed))
     trainer.state = dataclasses.replace(trainer.state, rollbacks=1)
     trainer.writer.saved_step = None
     trainer.save()
-    wanted = {"optim.lr": 0.002, "device": "auto", "dtype": "auto", "train.max_steps": 9}
+    request = Request(overrides=("schedule.cooldown=0.6",), budget="30s")
+    given = request.fixed(request.settings())
+    wanted = {"optim.lr": 0.002, "device": "auto", "dtype": "auto", "train.max_steps": 9, **given}
     _, config, notes = resume(folder, wanted, same_command=True)
     assert (config.optim.lr, config.device, config.dtype) == (0.001, "cpu", "float32")
     assert config.train.max_steps == 9

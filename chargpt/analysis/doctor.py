@@ -160,14 +160,14 @@ def _check_gradient(device: torch.device, dtype: torch.dtype) -> Check:
 
 def _check_threads() -> Check:
     used, advice = torch.get_num_threads(), ""
-    # a process may be limited to some of them, and then os.cpu_count() counts the others too
+    # os.cpu_count() also counts cores that this process may not use
     has_affinity = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     if used > cores:
         advice = f"unset OMP_NUM_THREADS: {used} threads compete for {cores} cores"
     elif used * 4 < cores:
         advice = f"set OMP_NUM_THREADS to the number of physical cores, {cores} at most"
-    shown = f"{used} at most, of {cores} cores; training measures which number is fastest"
+    shown = f"{used} at most, of {cores} cores; on a CPU, training measures which number is fastest"
     return Check("threads", shown, advice)
 
 

@@ -73,7 +73,7 @@ class Section:
     name: str
     title: str
     parts: Sequence[str | Figure]
-    numbers: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -136,14 +136,14 @@ def explain(subject: Subject, names: Sequence[str] = ()) -> list[Section]:
 
 
 def fill_template(
-    name: str, numbers: dict[str, Any], figures: Mapping[str, Figure], **values: object
+    name: str, data: dict[str, Any], figures: Mapping[str, Figure], **values: object
 ) -> Section:
     """Return a section from its template: a title, then paragraphs and `[figure]` references."""
     text = templates.get_template(f"{name}.txt").render(values)
     title, *paragraphs = (part.strip() for part in text.split("\n\n") if part.strip())
     by_reference = {f"[{key}]": figure for key, figure in figures.items()}
     parts = [by_reference.get(paragraph, paragraph) for paragraph in paragraphs]
-    return Section(name, title.removeprefix("# "), parts, numbers)
+    return Section(name, title.removeprefix("# "), parts, data)
 
 
 def explain_averaging(subject: Subject) -> Section:
@@ -165,10 +165,10 @@ def explain_averaging(subject: Subject) -> Section:
     caption = "mean of each position and all earlier ones"
     table = value_table(caption, ["after", *distinct], characters, means)
     rows = average_by_loop(notebook)[0, :3].tolist()
-    numbers = {"largest_difference": gaps, "notebook_means": rows}
+    data = {"largest_difference": gaps, "notebook_means": rows}
     return fill_template(
         "averaging",
-        numbers,
+        data,
         {"means": table},
         gaps=gaps,
         notebook=rows,
@@ -226,14 +226,14 @@ def explain_mask(subject: Subject) -> Section:
         ["character", "value", "output"],
         [[c, components(v[i]), components(outputs[i])] for i, c in enumerate(characters)],
     )
-    numbers = {
+    data = {
         "weights": weights.tolist(),
         "outputs": outputs.tolist(),
         "future_without_mask": future,
     }
     figures = {"weights": table, "outputs": vectors}
     last = " + ".join(f"{weight:.2f} v{j}" for j, weight in enumerate(weights[-1].tolist(), 1))
-    return fill_template("mask", numbers, figures, future=future, last=last)
+    return fill_template("mask", data, figures, future=future, last=last)
 
 
 def explain_scaling(subject: Subject) -> Section:
@@ -254,7 +254,7 @@ def explain_scaling(subject: Subject) -> Section:
             for size, m in measured.items()
         ],
     )
-    numbers = {
+    data = {
         "by_head_size": measured,
         "notebook_variances": notebook,
         "softmax": five,
@@ -264,7 +264,7 @@ def explain_scaling(subject: Subject) -> Section:
     }
     return fill_template(
         "scaling",
-        numbers,
+        data,
         {"variances": table},
         notebook=notebook,
         inputs=", ".join(f"{score:g}" for score in SCORES),
@@ -294,10 +294,10 @@ def explain_attention(subject: Subject) -> Section:
     ]
     caption = "a row per query, a column per key; the stronger the colour, the larger the weight"
     maps = Maps(caption, subject.line, np.concatenate(layers), titles)
-    numbers = {"line": subject.line, "heads": heads, "untrained_heads": untrained}
+    data = {"line": subject.line, "heads": heads, "untrained_heads": untrained}
     figures = {"maps": maps}
     return fill_template(
-        "attention", numbers, figures, heads=heads, untrained=untrained, line=quoted(subject.line)
+        "attention", data, figures, heads=heads, untrained=untrained, line=quoted(subject.line)
     )
 
 
@@ -338,12 +338,12 @@ def score_statistics(size: int) -> dict[str, float]:
     """Return variance and largest weights of 64 random queries and keys, unscaled and scaled."""
     generator = torch.Generator().manual_seed(Config().seed)
     q, k = (torch.randn(64, 64, size, generator=generator) for _ in range(2))
-    numbers = {}
+    data = {}
     for suffix, scaled in (("", False), ("_scaled", True)):
         scores = attention_scores(q, k, scaled=scaled)
-        numbers[f"variance{suffix}"] = float(scores.var())
-        numbers[f"largest_weight{suffix}"] = float(scores.softmax(-1).max(-1).values.mean())
-    return numbers
+        data[f"variance{suffix}"] = float(scores.var())
+        data[f"largest_weight{suffix}"] = float(scores.softmax(-1).max(-1).values.mean())
+    return data
 
 
 def notebook_scaling() -> tuple[list[float], list[float], list[float]]:

@@ -46,7 +46,7 @@ class VerbatimMatch:
 class Overlap:
     """Verbatim overlap of one text with the training split, in matches of MIN_MATCH or more.
 
-    Places and lengths are in tokens, in an `OverlapReport` in characters; n-grams are of tokens.
+    Positions and lengths are in tokens, in an `OverlapReport` in characters; n-grams are of tokens.
     """
 
     # of an n-gram that occurs very often only the first positions are extended

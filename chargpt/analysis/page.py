@@ -12,9 +12,9 @@ PAGES = Path(__file__).parent / "pages"
 
 
 def render(
-    name: str, script: str | None = None, *, folder: Path = PAGES, policy: str = "", **context: Any
+    name: str, script: str | None = None, *, folder: Path = PAGES, policy: str = "", **values: Any
 ) -> str:
-    """Return the page that a template makes of a context.
+    """Return the page that a template makes of some values.
 
     Strings among them are shown as they are, whatever they hold; only `Markup` stands as HTML. The
     page's policy forbids all fetching, and every script but the named one.
@@ -24,7 +24,7 @@ def render(
         script: name of the page's script in `folder`.
         folder: of the template and the script.
         policy: further directives of the page's policy, each begun by a semicolon.
-        context: of the template.
+        values: of the template.
     """
     pages = Environment(
         loader=FileSystemLoader([folder, PAGES]),
@@ -37,5 +37,5 @@ def render(
     source = f"'sha256-{digest}'" if words else "'none'"
     template = pages.get_template(name)
     return template.render(
-        script=Markup(words), script_source=Markup(source), policy=policy, **context
+        script=Markup(words), script_source=Markup(source), policy=policy, **values
     )

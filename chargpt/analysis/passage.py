@@ -15,7 +15,7 @@ N_HIGHEST = 8
 SURPRISAL_BITS = (0.5, 1, 2, 3.5, 5, 7)  # from which on the colour becomes stronger
 
 
-def passage_facts(run: Run, corpus: Corpus) -> dict[str, Any]:
+def surprisal(run: Run, corpus: Corpus) -> dict[str, Any]:
     """Return the passage by graphemes, and the predictions of each grapheme's characters."""
     scored = predictions.score_passage(run.model, run.tokenizer, corpus.split("val"), PASSAGE)
     text = "".join(each.character for each in scored)

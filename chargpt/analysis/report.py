@@ -20,7 +20,7 @@ from chargpt.analysis.attention_maps import (
     typical_line,
 )
 from chargpt.analysis.page import render
-from chargpt.analysis.passage import passage_facts
+from chargpt.analysis.passage import surprisal
 from chargpt.analysis.result import RunScores, score_run, summarize
 from chargpt.files import write_output
 from chargpt.inference.baselines import NGRAM
@@ -54,7 +54,7 @@ SECTIONS = {
     "reproduce": "Reproduce",
 }
 
-Context = dict[str, Any]
+Values = dict[str, Any]
 Records = Sequence[Mapping[str, Any]]
 
 
@@ -81,32 +81,30 @@ def write_report(
     corpus = corpus or run.corpus()
     scores = scores or score_run(run, corpus, mixed=find_mixture(run))
     records = RunFolder(run.folder).metrics.records()
-    context: Context = {
+    values: Values = {
         **result(run, corpus, scores, records),
         **curves(run, corpus, scores, records),
         "samples": training_samples(records),
         **reproduction(run),
     }
-    slow = (passage_facts, accuracy_and_calibration, attention, overlap)
+    slow = (surprisal, accuracy_and_calibration, attention, overlap)
     for number, section in enumerate(slow, 1):
         on_progress(number, len(slow) + 1)
-        context |= section(run, corpus)
+        values |= section(run, corpus)
     on_progress(len(slow) + 1, len(slow) + 1)
     present = {
-        "curves": bool(context["loss_curves"]),
-        "samples": bool(context["samples"]),
-        "attention": bool(context["maps"]),
+        "curves": bool(values["loss_curves"]),
+        "samples": bool(values["samples"]),
+        "attention": bool(values["maps"]),
     }
-    context["sections"] = [
-        (key, title) for key, title in SECTIONS.items() if present.get(key, True)
-    ]
+    values["sections"] = [(key, title) for key, title in SECTIONS.items() if present.get(key, True)]
     path = path or run.folder / REPORT
-    page = render("report.html", script="report.js", **context)
+    page = render("report.html", script="report.js", **values)
     write_output(path, page.encode(errors="replace"))
     return path
 
 
-def result(run: Run, corpus: Corpus, scores: RunScores, records: Records) -> Context:
+def result(run: Run, corpus: Corpus, scores: RunScores, records: Records) -> Values:
     """Return what was trained, its losses beside the baselines, and the summary."""
     rows, val = scores.rows(run.config.model.kind), scores.losses["val"]
     return {
@@ -132,7 +130,7 @@ def result(run: Run, corpus: Corpus, scores: RunScores, records: Records) -> Con
     }
 
 
-def curves(run: Run, corpus: Corpus, scores: RunScores, records: Records) -> Context:
+def curves(run: Run, corpus: Corpus, scores: RunScores, records: Records) -> Values:
     """Return the curves of loss, learning rate, gradient norm and speed; none without metrics."""
     if not records:
         return {"loss_curves": None}
@@ -159,7 +157,7 @@ def training_samples(records: Records) -> list[tuple[str, str]]:
     return samples[::-every][::-1]
 
 
-def accuracy_and_calibration(run: Run, corpus: Corpus) -> Context:
+def accuracy_and_calibration(run: Run, corpus: Corpus) -> Values:
     """Return accuracy by context and by kind of character, and the calibration."""
     found = predictions.predict(run.model, corpus.split("val"), MAX_PREDICTED)
     groups = predictions.calibration(found)
@@ -174,7 +172,7 @@ def accuracy_and_calibration(run: Run, corpus: Corpus) -> Context:
     }
 
 
-def attention(run: Run, corpus: Corpus) -> Context:
+def attention(run: Run, corpus: Corpus) -> Values:
     """Return pictures of each head's attention weights on a line of the validation split."""
     if not isinstance(run.model, GPT | GPT2):
         return {"maps": []}
@@ -190,7 +188,7 @@ def attention(run: Run, corpus: Corpus) -> Context:
     return {"maps": maps}
 
 
-def overlap(run: Run, corpus: Corpus) -> Context:
+def overlap(run: Run, corpus: Corpus) -> Values:
     """Return samples with their verbatim overlap with the training split.
 
     Documents are matched as a whole: most are shorter than a verbatim match.
@@ -236,7 +234,7 @@ def split_at(text: str, matched: Sequence[tuple[int, int]]) -> Iterator[tuple[st
     yield text[end:], False
 
 
-def reproduction(run: Run) -> Context:
+def reproduction(run: Run) -> Values:
     """Return the command that repeats the run, its environment and its config."""
     state, config = run.state, run.config
     text = ["TEXT"] if config.text.path == STDIN else []  # which the config cannot name

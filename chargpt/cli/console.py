@@ -50,7 +50,7 @@ def wrapped(text: str, stream: TextIO, indent: str = "", hanging: str = "") -> s
     if not stream.isatty() and not indent:
         return text
     width = terminal_size(stream)[0] if stream.isatty() else 10**6
-    options: Any = {"break_long_words": False, "break_on_hyphens": False, "expand_tabs": False}
+    options: Any = {"break_long_words": False, "break_on_hyphens": False}
     # an option and its value stay together
     text = re.sub(r"( --?[a-z][\w-]*) (?=\S)| (?=-\d)", lambda found: f"{found[1] or ''}\0", text)
     return "\n".join(

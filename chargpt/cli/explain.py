@@ -73,7 +73,7 @@ def explain(
         if is_stream(html):  # stdout holds the page
             return
     if json_:
-        content = [{"name": s.name, "title": s.title, **s.numbers} for s in sections]
+        content = [{"name": s.name, "title": s.title, **s.data} for s in sections]
         console.out_json({"sections": content})
         return
     print_sections(sections)

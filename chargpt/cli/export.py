@@ -48,7 +48,7 @@ def gguf(
     run: options.RunPath,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write.")],
     precision: Annotated[
-        Precision, typer.Option("--precision", help="Number format of the matrices.")
+        Precision, typer.Option("--precision", help="Precision of the matrices.")
     ] = "f32",
     checkpoint: options.Checkpoint = "best",
     force: Force = False,

@@ -86,7 +86,7 @@ def files(run: Run, model: GPT) -> dict[str, bytes]:
     temperature = run.config.sample.temperature
     generation = {
         "do_sample": temperature > 0,
-        **({"temperature": temperature} if temperature else {}),  # of greedy decoding there is none
+        **({"temperature": temperature} if temperature else {}),  # greedy decoding has none
         "max_new_tokens": max(1, model.block_size // 2),
     }
     if tokenizer.boundary:
@@ -213,8 +213,8 @@ def model_card(run: Run) -> str:
     if state.best_nats_per_char is not None:
         loss = (
             f"{state.best_nats_per_char:.3f} nats per character on the validation split ("
-            f"{config.text.val_fraction:.0%} of {order}, at most "
-            f"{config.train.evaluate_characters:,} characters of it; protocol `full`: "
+            f"{config.text.val_fraction:.0%} of {order}; at most "
+            f"{config.train.evaluate_characters:,} characters of this split; protocol `full`: "
             "non-overlapping blocks, every character scored once), as measured in training"
         )
     outside = (

@@ -306,8 +306,8 @@ def _score(
             for losses, correct, starts in _iter_losses(model, windows, dtype):
                 block_losses.append(losses.sum(axis=1))
                 block_sizes.append(starts.sum(axis=1))
-                characters = starts.ravel().cumsum().astype(np.int64)  # of each token
-                n_wrong = np.bincount(characters, weights=1 - correct.ravel())  # of its tokens
+                characters = starts.ravel().cumsum().astype(np.int64)  # which one each token spells
+                n_wrong = np.bincount(characters, weights=1 - correct.ravel())  # tokens of each
                 n_correct += int((n_wrong[1:] == 0).sum())
                 squares += (np.bincount(characters, weights=losses.ravel()) ** 2).sum()
                 done += losses.size

@@ -300,7 +300,7 @@ class _Planner:
     def is_better(self, larger: Config, speed: float, loss: float) -> bool:
         """Return whether the law gives a larger size at this speed a lower loss than `loss`.
 
-        In a short run it must be lower by `short_gain`, since the law is too optimistic about them.
+        In a short run it must be lower by `short_gain`, since the law is too optimistic there.
         """
         min_gain = RECIPE.short_gain if self.reachable(speed) < RECIPE.short else 0.0
         return self.loss(larger, speed) <= loss - min_gain

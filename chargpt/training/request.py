@@ -76,7 +76,7 @@ class Request:
         arguments = {"text.path": self.text, "device": self.device}
         keys = self.fixed_keys() | {k for k, v in arguments.items() if v is not None}
         if self.budget is not None:
-            keys -= {"schedule.cooldown"}  # re-planning changes it
+            keys -= {"schedule.cooldown", "schedule.decay_points"}  # re-planning changes them
         values = settings.by_key()
         return {key: values[key] for key in sorted(keys)}
 

@@ -455,12 +455,14 @@ class Trainer:
         assert self.folder is not None
         rollbacks = self.state.rollbacks + 1
         saved, skipped = self.folder.load("latest")
-        optim = self.config.optim
+        optim, step = self.config.optim, saved.state.step
         rates = {"optim.lr": optim.lr / 2, "optim.matrix_lr": optim.matrix_lr / 2}
-        self.change_config(self.config.with_values(rates))
+        # the decay after this step is planned again
+        points = [point for point in self.config.schedule.decay_points if point[0] < step]
+        changes = {**rates, "schedule.decay_points": points}
+        self.change_config(self.config.with_values(changes))
         self.learner.restore(saved, self.config.optim)
         self._continue_from(replace(saved.state, rollbacks=rollbacks))
-        step = self.state.step
         self.speed_since = step, time.perf_counter()
         self._record({"step": step, "rolled_back_from": failed_step, **rates})
         note = (

@@ -5,7 +5,8 @@
 
 Each case is a whole `chargpt train --budget` process; its run is scored by `chargpt compare`, all
 rows on the same characters of the validation split. `--before` also trains and scores a GPT with
-the package in another checkout, in turn. The record is written after each case.
+the package in another checkout: for odd seeds afterwards, for even ones first. The record is
+written after each case.
 """
 
 import argparse
