@@ -229,7 +229,8 @@ def mixture(*records: dict[str, Any]) -> list[str]:
     return [
         "Nats per character of the whole validation splits, protocol `full`, means of the seeds "
         f"({records[-1]['date']}). *gpt before* is commit 1f6a672, without mixtures, trained in "
-        "turn with the others. The texts are described in [LOG.md](LOG.md).",
+        "turn with the others. [LOG.md](LOG.md) describes the texts, and has both versions at the "
+        "same time, since the machine's speed varies.",
         "",
         *table(head, rows),
         "",
