@@ -131,6 +131,13 @@ def test_a_second_interrupt_ends_the_step(
         chargpt.train(verse, settings=TINY, out=tmp_path / "run", device="cpu")
 
 
+def test_models_are_compared_in_a_folder_named_as_a_string(verse: Path, tmp_path: Path) -> None:
+    config = Config().with_values({**TINY, "text.path": str(verse), "device": "cpu"})
+    compared = chargpt.compare(config, str(tmp_path / "both"), models=["bigram"])
+    assert any(row.model == "bigram (trained)" for row in compared.rows)
+    assert chargpt.load_run(tmp_path / "both" / "bigram").step == 4
+
+
 def test_the_same_command_resumes_a_run_whose_decay_was_planned_again() -> None:
     overrides = ("schedule.cooldown=0.5", "seed=5")
     planned = Request(text="novel.txt", overrides=overrides, budget="30s")

@@ -163,7 +163,7 @@ def train_run(
 
 def compare(
     settings: Config,
-    folder: Path,
+    folder: str | Path,
     *,
     models: Sequence[str] = MODELS,
     run_trainer: RunTrainer = run_to_end,
