@@ -356,8 +356,8 @@ def test_a_second_interrupt_stops_at_once_and_leaves_an_intact_checkpoint(
     verse: Path, tmp_path: Path
 ) -> None:
     # signals are noticed between micro-batches, so there are many of them in a step
-    slow = ["model.n_embd=256", "model.block_size=128", "train.batch_size=128"]
-    slow += ["train.accumulate=128", "train.save_every=1"]
+    slow = ["model.n_embd=256", "model.block_size=128", "train.batch_size=64"]
+    slow += ["train.accumulate=64", "train.save_every=1"]
     changes = [word for setting in slow for word in ("-s", setting)]
     process = start_training(verse, *LONG, *changes, "--out", "run", cwd=tmp_path)
     assert process.stderr is not None
@@ -949,7 +949,7 @@ def test_compare_trains_and_compares_bigram_and_gpt(verse: Path, cli: Cli) -> No
 
 
 def test_compare_trains_within_a_budget(verse: Path, cli: Cli) -> None:
-    done = cli("compare", verse, "--budget", "10s", "--seed", "3", "-o", "both", "--json")
+    done = cli("compare", verse, "--budget", "6s", "--seed", "3", "-o", "both", "--json")
     assert done.returncode == 0, done.stderr
     rows = {row["model"]: row for row in json.loads(done.stdout)["rows"]}
     assert rows["gpt (trained)"]["nats_per_char"] < rows["unigram (counts)"]["nats_per_char"]

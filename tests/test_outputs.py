@@ -151,7 +151,7 @@ def test_bytes_that_are_not_utf_8_are_no_error_of_ours(russian: Path) -> None:
 
 
 def test_json_is_right_and_text_an_error_where_stdout_lacks_the_characters(russian: Path) -> None:
-    words = "$CHARGPT sample r -n 9 --seed 1"
+    words = "$CHARGPT sample r --length 50 --seed 1"
     right = shell(f"{words} --json", russian.parent, PYTHONIOENCODING="utf-8")
     samples = json.loads(right.stdout)["samples"]
     assert not samples[0].isascii()
@@ -167,9 +167,9 @@ def test_json_is_right_and_text_an_error_where_stdout_lacks_the_characters(russi
 @pytest.mark.parametrize(
     ("command", "code"),
     [
-        ("$CHARGPT sample r -n 5 2>&-", 0),
-        ("$CHARGPT sample r -n 5 >&-", 0),
-        ("$CHARGPT evaluate r | true", 0),
+        ("$CHARGPT sample r --length 50 2>&-", 0),
+        ("$CHARGPT sample r --length 50 >&-", 0),
+        ("$CHARGPT data info t.txt | true && $CHARGPT evaluate r | true", 0),
         ("$CHARGPT runs . | true", 0),
         ("$CHARGPT train - <&-", 2),
         ("$CHARGPT score r <&-", 2),
@@ -178,7 +178,6 @@ def test_json_is_right_and_text_an_error_where_stdout_lacks_the_characters(russi
     ],
 )
 def test_closed_streams_are_no_error_of_ours(russian: Path, command: str, code: int) -> None:
-    shell("$CHARGPT data info t.txt", russian.parent)
     done = shell(command, russian.parent)
     assert done.returncode == code, done.stderr
     assert b"Traceback" not in done.stderr
@@ -326,7 +325,7 @@ def test_a_user_without_a_home_is_told_to_name_a_cache(
 def test_several_trainings_at_once_each_get_a_folder(verse: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "chargpt", "train", str(verse), *TINY]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    processes = [subprocess.Popen(command, cwd=tmp_path, env=environment) for _ in range(3)]
-    assert [process.wait(120) for process in processes] == [0, 0, 0]
+    processes = [subprocess.Popen(command, cwd=tmp_path, env=environment) for _ in range(2)]
+    assert [process.wait(120) for process in processes] == [0, 0]
     names = sorted(path.name for path in (tmp_path / "runs").iterdir())
-    assert names == ["lighthouse-gpt", "lighthouse-gpt-2", "lighthouse-gpt-3"]
+    assert names == ["lighthouse-gpt", "lighthouse-gpt-2"]
