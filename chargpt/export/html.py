@@ -69,7 +69,6 @@ class PageReader(ModelReader):
         self.model = model.eval()
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text."""
         return encode(self.tokenizer, text)
 
 
