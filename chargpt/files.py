@@ -17,7 +17,6 @@ Chunks = Sequence[bytes | memoryview]  # the content of a file, in parts
 UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK}  # by a network file system
 # What pages and pictures of ours begin with; they may be written again without asking.
 MARKS = (b'content="chargpt', b"<dc:title>chargpt", b"Software\0chargpt")
-TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{12}\.tmp")  # what a killed `write_atomically` leaves
 
 
 def exists(path: Path) -> bool:
@@ -88,6 +87,12 @@ def write_atomically(
     finally:
         temporary.unlink(missing_ok=True)
     sync_directory(path.parent)
+
+
+def name_pattern(names: Iterable[str]) -> str:
+    """Return a pattern of file names, and of what a killed `write_atomically` of one leaves."""
+    either = "|".join(map(re.escape, names))
+    return rf"({either}|\.({either})\.[0-9a-f]{{12}}\.tmp)"
 
 
 def write_output(path: Path, content: bytes, *, force: bool = False) -> None:

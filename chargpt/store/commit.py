@@ -107,19 +107,6 @@ def remove(folder: Path, names: Iterable[str]) -> None:
         folder.rmdir()
 
 
-def committed(parent: Path) -> list[Path]:
-    """Return the committed checkpoint directories, in no order.
-
-    Raises:
-        UnreadableError: they cannot be listed.
-    """
-    try:
-        paths = [parent / entry for entry in entry_names(parent) if NAME.fullmatch(entry)]
-        return [path for path in paths if exists(path / MANIFEST)]
-    except OSError as error:
-        raise unreadable(parent, error) from None
-
-
 def write_pointer(parent: Path, pointer: str, folder: Path) -> None:
     """Make the pointer file `pointer`.json name a directory and its manifest's SHA-256."""
     content = {"checkpoint": folder.name, "manifest_sha256": _manifest_sha256(folder)}
@@ -127,11 +114,7 @@ def write_pointer(parent: Path, pointer: str, folder: Path) -> None:
 
 
 def read_pointer(parent: Path, pointer: str) -> tuple[Path, str]:
-    """Return the directory that a pointer names, and its manifest's SHA-256.
-
-    Args:
-        parent: of the directories and the pointer.
-        pointer: `latest` or `best`.
+    """Return the directory that a pointer (`latest`, `best`) names, and its manifest's SHA-256.
 
     Raises:
         UnreadableError: the pointer exists and cannot be read.
@@ -187,11 +170,7 @@ def unreadable(path: Path, error: Exception) -> RunError:
 def _read_manifest(
     folder: Path, metadata: Mapping[str, object] | None = None
 ) -> dict[str, tuple[int, str]]:
-    """Return the size and SHA-256 of each file that a manifest lists.
-
-    Raises:
-        RunError: the directory or its manifest is missing, malformed, or has other metadata.
-    """
+    """Return the size and SHA-256 of each file that a manifest lists; `read` has the rest."""
     path = folder / MANIFEST
     try:
         is_link = stat.S_ISLNK(folder.lstat().st_mode)

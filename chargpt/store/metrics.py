@@ -35,7 +35,7 @@ class MetricsLog:
             OSError: the write failed; the lines are kept for the next call.
         """
         # a failed write may have left part of a line: end it
-        prefix = "" if not self._unwritten else "\n"
+        prefix = "\n" if self._unwritten else ""
         self._unwritten += [json.dumps(record) + "\n" for record in records]
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(prefix + "".join(self._unwritten))
