@@ -38,10 +38,7 @@ class Reader(Protocol):
         """Return the token ids of a text."""
 
     def logits(self, tokens: list[int]) -> Floats:
-        """Return the logits, or log-probabilities, after the last N of the tokens, (N, V).
-
-        N is 1 or more, as many as the reader gives at once.
-        """
+        """Return logits or log-probabilities after the last tokens, one or more (N), (N, V)."""
 
     def greedy(self, tokens: list[int], length: int) -> list[int]:
         """Return `length` greedily decoded tokens after these."""
@@ -132,10 +129,7 @@ def check_export(
         reader: of the export.
         max_divergence: in nats, of an export whose weights are rounded: its log-probabilities
             and greedy text may differ. None for float32.
-        remedy: what to do if it is more.
-
-    Raises:
-        WorkError: they differ.
+        remedy: what the WorkError advises if it is more.
     """
     difference, divergences, texts = 0.0, [], prompts(run)
     for text in texts:

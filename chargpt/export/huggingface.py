@@ -332,11 +332,7 @@ class OwnReader(ModelReader):
 
 
 def read_folder(folder: Path) -> tuple[Config, CharTokenizer, RunState, GPT]:
-    """Return config, tokenizer, state and model of a folder that `export_huggingface` wrote.
-
-    Raises:
-        ChargptError: it is not one, or damaged.
-    """
+    """Return config, tokenizer, state and model of a folder that `export_huggingface` wrote."""
     path = folder / ORIGIN
     try:
         origin = read_json(path, MAX_JSON_BYTES)

@@ -35,16 +35,13 @@ MAX_JSON_BYTES = 64_000_000
 
 
 def commit(folder: Path, files: Mapping[str, Chunks], metadata: Mapping[str, object]) -> None:
-    """Write a directory atomically; if that fails, remove all of it.
+    """Write a directory atomically; if that fails (OSError), remove all of it.
 
     Args:
         folder: the directory to make. One of that name is replaced; files in it that are not
             among `files` are kept.
         files: content by file name.
         metadata: further entries of the manifest, which `read` compares.
-
-    Raises:
-        OSError: a write failed.
     """
     temporary = folder.with_name(f"{folder.name}.tmp")
     if exists(temporary):  # not a leftover of ours, which was deleted before
@@ -129,11 +126,7 @@ def read_pointer(parent: Path, pointer: str) -> tuple[Path, str]:
 
 
 def resolve_pointer(parent: Path, pointer: str) -> Path:
-    """Return the directory that a pointer names, after checking its manifest's SHA-256.
-
-    Raises:
-        RunError: the pointer is missing, malformed, or does not match the directory.
-    """
+    """Return the directory that a pointer names, or raise RunError if its manifest is another."""
     folder, digest = read_pointer(parent, pointer)
     _read_manifest(folder)
     try:

@@ -147,9 +147,7 @@ class RunFolder:
     def lock(self) -> None:
         """Lock the folder against other training processes, until `unlock` or process exit.
 
-        Raises:
-            RunError: another process holds the lock.
-            OSError: the folder cannot be written.
+        It raises RunError if another process holds the lock, OSError if it cannot be written.
         """
         try:
             self._lock.acquire(timeout=0.2)  # seconds: listing.is_locked holds it for a moment
@@ -204,8 +202,7 @@ class RunFolder:
     ) -> Path:
         """Commit a checkpoint of `state.step`, update the pointers, prune; return its folder.
 
-        Raises:
-            OSError: a write failed; earlier checkpoints are unchanged.
+        If a write fails (OSError), earlier checkpoints are unchanged.
         """
         files = {
             MODEL: serialize(model),
@@ -237,9 +234,7 @@ class RunFolder:
     ) -> None:
         """Create a run with one checkpoint, without optimizer state: it cannot be resumed.
 
-        Raises:
-            RunError: the path is in use, or cannot be written.
-            OSError: the checkpoint cannot be written.
+        It raises what `create` does, and OSError if the checkpoint cannot be written.
         """
         self.create(config, tokenizer)
         try:
@@ -268,9 +263,7 @@ class RunFolder:
     def repair_pointer(self, saved: Checkpoint) -> None:
         """Let `best.json` name the best checkpoint again if it is missing or damaged.
 
-        Args:
-            saved: the checkpoint that training continues from. It knows which one is the best, and
-                is named if that one is gone.
+        `saved`, from which training continues, knows which one that is, and is named if it is gone.
         """
         best = self.checkpoints / name_of(saved.state.best_step or 0)
         try:

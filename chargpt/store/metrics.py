@@ -77,9 +77,7 @@ class MetricsLog:
     def truncate_after(self, step: int) -> None:
         """Drop the records of later steps, which a resumed run repeats; keep all other lines.
 
-        Raises:
-            OSError: the file cannot be read or written; it is unchanged.
-            RunError: the file is not a regular file, or too large.
+        On an OSError or RunError the file is unchanged.
         """
         self._unwritten.clear()
         kept = (
@@ -88,12 +86,7 @@ class MetricsLog:
         write_atomically(self.path, (line.rstrip(b"\n") + b"\n" for line in kept))
 
     def problems(self, step: int) -> list[str]:
-        """Return a sentence for malformed lines, and one for training steps up to `step` missing.
-
-        Raises:
-            RunError: the file is not a regular file, or too large.
-            OSError: it cannot be read.
-        """
+        """Return a sentence for malformed lines, and one for training steps missing to `step`."""
         n_lines = malformed = n_steps = last = 0
         is_cut = False
         for line in self._lines():

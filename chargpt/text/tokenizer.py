@@ -132,11 +132,8 @@ class CharTokenizer:
     ) -> Self:
         """Return the tokenizer of a text that has `counts[c]` characters of code point c.
 
-        The other arguments are those of `fit`, and characters that are never rare: the boundary,
-        and others whether the text has them or not.
-
-        Raises:
-            TextError: as `fit` does.
+        The other arguments and errors are those of `fit`, and characters that are never rare: the
+        boundary, and others whether the text has them or not.
         """
         present = np.flatnonzero(counts)
         is_known = counts >= (1 if rare == "keep" else max(1, min_count))
@@ -374,11 +371,7 @@ def _is_surrogate(codes: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
 
 
 def choose_min_count(counts: Counts) -> int:
-    """Return the count from which a character is worth a place in the vocabulary.
-
-    Args:
-        counts: number of occurrences of each code point.
-    """
+    """Return `min_count` for a text with these counts of the code points."""
     present = counts[counts > 0]
     if present.size <= MAX_KEPT:
         return 1
