@@ -113,9 +113,8 @@ def write_gguf(path: Path, run: Run, model: GPT, precision: Precision) -> None:
     writer.add_value_length(config.head_size)
     writer.add_layer_norm_rms_eps(NORM_EPS)
     writer.add_rope_freq_base(config.rope_theta)
-    file_types = gguf.LlamaFileType
-    kinds = {"f32": file_types.ALL_F32, "f16": file_types.MOSTLY_F16}
-    writer.add_file_type(kinds.get(precision, file_types.MOSTLY_Q8_0))
+    kinds = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0"}
+    writer.add_file_type(gguf.LlamaFileType[kinds[precision]])
     pieces, types = vocabulary(tokenizer)
     end = len(pieces) - 1
     writer.add_tokenizer_model("llama")

@@ -338,12 +338,10 @@ class CharTokenizer:
         """
         try:
             text = read_regular(Path(path), MAX_JSON_BYTES).decode()
-        except OSError as error:
-            raise _unusable(path, error.strerror or str(error)) from None
         except UnicodeDecodeError:
             raise _unusable(path, "it is not UTF-8") from None
-        except ValueError as error:
-            raise _unusable(path, str(error)) from None
+        except (OSError, ValueError) as error:
+            raise _unusable(path, getattr(error, "strerror", None) or str(error)) from None
         return cls.from_json(text, str(path))
 
     def __repr__(self) -> str:
