@@ -123,8 +123,6 @@ def settings_for(name: str, folder: Path = Path("data")) -> dict[str, object] | 
 def fetch(entry: Entry, folder: Path = Path("data"), progress: OnLoading | None = None) -> Path:
     """Download a named text to FOLDER/NAME.txt and verify it, unless it is there already.
 
-    The folder is created if missing.
-
     Raises:
         DownloadError: the download failed; the folder is unchanged.
         TextError: the text is built in, so there is nothing to download.

@@ -184,11 +184,6 @@ def load_cached(settings: TextConfig, key: str | None, name: str) -> Corpus:
 
     `settings.path` comes from the run's folder, which may be someone else's: it is never opened.
 
-    Args:
-        settings: of the run.
-        key: of its text in the cache.
-        name: of the text.
-
     Raises:
         TextError: the cache does not have it; the message says how to read it again.
     """
