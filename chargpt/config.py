@@ -266,7 +266,6 @@ class ScheduleConfig(Section):
     from 0, the rate decays towards zero at `end`; after it, towards the next pair's end, and after
     the last pair towards train.max_steps. The decay begins at (1 - `cooldown`) times the first
     end."""
-
     restarts: tuple[tuple[PositiveInt, Fraction], ...] = ()
     """Resumed runs with more steps: pairs (step, fraction of the peak). At that step the rate warms
     up to this fraction again, then decays linearly to zero."""
@@ -420,15 +419,12 @@ def describe_unknown_key(key: str) -> str:
 def validate(
     tree: dict[str, Any], origin: str = "", lines: Mapping[str, int] | None = None
 ) -> Config:
-    """Return the Config of a dict, validated.
+    """Return the Config of a dict, or raise a ConfigError that names every invalid setting.
 
     Args:
         tree: the settings.
         origin: the file or program that they are from.
         lines: of the file, by dotted key; settings without one are from elsewhere.
-
-    Raises:
-        ConfigError: naming every invalid setting and its origin.
     """
     try:
         return Config.model_validate(tree)
@@ -474,11 +470,7 @@ def shipped_configs() -> dict[str, Path]:
 
 
 def read_config_tree(source: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return a shipped config (by name) or a YAML file (by path) as a dict, and its keys' lines.
-
-    Raises:
-        ConfigError: there is no such config, or it cannot be read.
-    """
+    """Return a shipped config (by name) or a YAML file (by path) as a dict, and its keys' lines."""
     shipped = shipped_configs()
     path = shipped.get(str(source), Path(source))
     if not os.path.isfile(path):  # unlike Path.is_file, False for invalid names
@@ -533,11 +525,7 @@ def load_config(
 
 
 def parse_override(written: str) -> tuple[str, object]:
-    """Return the dotted key and the value, read as YAML, of `section.key=value`.
-
-    Raises:
-        ConfigError: it has another form.
-    """
+    """Return the dotted key and the value, read as YAML, of `section.key=value`, or ConfigError."""
     key, equals, value = written.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"-s {written!r} is not of the form section.key=value")

@@ -144,11 +144,7 @@ def memory_limit(device: torch.device | None = None) -> int:
 
 
 def require_memory(wanted: int, what: str, device: torch.device | None = None) -> None:
-    """Check that `wanted` bytes of memory exist, before they are allocated.
-
-    Raises:
-        DeviceError: there are fewer; `what` names what needs them.
-    """
+    """Raise DeviceError if the memory has fewer bytes than are `wanted` for `what`."""
     limit = memory_limit(device)
     if wanted > limit:
         raise DeviceError(

@@ -60,11 +60,7 @@ class ProcessGroup:
 
 
 def init_process_group(device: torch.device) -> ProcessGroup:
-    """Join the process group of `torchrun`, if it started this process.
-
-    Raises:
-        DeviceError: the rendezvous failed.
-    """
+    """Join the process group of `torchrun`, if it started this process, or raise DeviceError."""
     size = world_size()
     is_main_rank()  # checks the variable
     if size == 1:

@@ -17,16 +17,12 @@ Chunks = Sequence[bytes | memoryview]  # the content of a file, in parts
 UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK}  # by a network file system
 # What pages and pictures of ours begin with; they may be written again without asking.
 MARKS = (b'content="chargpt', b"<dc:title>chargpt", b"Software\0chargpt")
-TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{12}\.tmp")  # what a killed `write_atomically` leaves
 
 
 def exists(path: Path) -> bool:
     """Return whether there is anything at a path, a dangling link included.
 
-    `Path.exists` takes every error for "no" in some versions of Python.
-
-    Raises:
-        OSError: the system cannot tell.
+    It raises OSError if the system cannot tell, which `Path.exists` of some versions takes for no.
     """
     try:
         path.lstat()
@@ -36,11 +32,7 @@ def exists(path: Path) -> bool:
 
 
 def entry_names(folder: Path) -> list[str]:
-    """Return the names of a folder's entries; none if there is no folder.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Return the names of a folder's entries; none if there is no folder."""
     try:
         return os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -90,6 +82,12 @@ def write_atomically(
     sync_directory(path.parent)
 
 
+def name_pattern(names: Iterable[str]) -> str:
+    """Return a pattern of file names, and of what a killed `write_atomically` of one leaves."""
+    either = "|".join(map(re.escape, names))
+    return rf"({either}|\.({either})\.[0-9a-f]{{12}}\.tmp)"
+
+
 def write_output(path: Path, content: bytes, *, force: bool = False) -> None:
     """Write a file that a user named, if `require_output` accepts it.
 
@@ -114,14 +112,9 @@ def write_output(path: Path, content: bytes, *, force: bool = False) -> None:
 
 
 def require_new(path: Path, *, force: bool | None = None) -> None:
-    """Check that nothing is at a path, or with `force` at most a regular file.
+    """Check that nothing is at a path, or with `force` at most a regular file, else ConfigError.
 
-    Args:
-        path: of the file or folder to make.
-        force: replace a file; None where there is no such choice.
-
-    Raises:
-        ConfigError: something is in the way.
+    `force` is None where the command has no such option.
     """
     if not exists(path):
         return
@@ -136,10 +129,9 @@ def require_new(path: Path, *, force: bool | None = None) -> None:
 
 
 def require_output(path: Path, *, force: bool = False) -> None:
-    """Check that a file may be written: that there is none, or one of ours, or no regular one.
+    """Check that a file may be written, else ConfigError.
 
-    Raises:
-        ConfigError: there is a folder, or not `force` and a file that is unreadable or not ours.
+    There may be none, one of ours or no regular one; with `force`, all but a folder.
     """
     if path.is_dir():
         raise ConfigError(f"{path} is a folder; name a file in it")
@@ -171,9 +163,7 @@ def file_stamp(path: Path) -> list[int]:
 def read_regular(path: Path, max_bytes: int) -> bytes:
     """Return the content of a regular file. Links, pipes and devices are rejected unopened.
 
-    Raises:
-        ValueError: it is not a regular file, or larger than `max_bytes`.
-        OSError: it is missing or unreadable.
+    It raises ValueError for these and for files larger than `max_bytes`, else OSError.
     """
     with open_regular(path, max_bytes) as file:
         return file.read()
@@ -190,11 +180,7 @@ def open_regular(path: Path, max_bytes: int) -> IO[bytes]:
 
 
 def parse_json(content: bytes | str) -> dict[str, Any]:
-    """Return a JSON object.
-
-    Raises:
-        ValueError: it is not a JSON object, or nested too deep.
-    """
+    """Return a JSON object; ValueError if it is none, or nested too deep."""
     try:
         value = json.loads(content)
     except RecursionError:
@@ -205,12 +191,7 @@ def parse_json(content: bytes | str) -> dict[str, Any]:
 
 
 def read_json(path: Path, max_bytes: int) -> dict[str, Any]:
-    """Return the JSON object in a regular file.
-
-    Raises:
-        ValueError: it is not a regular file, too large, or not a JSON object.
-        OSError: it is missing or unreadable.
-    """
+    """Return the JSON object in a file, with the errors of `read_regular` and `parse_json`."""
     return parse_json(read_regular(path, max_bytes))
 
 

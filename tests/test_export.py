@@ -67,7 +67,7 @@ def run_of(tokenizer: CharTokenizer, **changes: object) -> Run:
 def without(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
     """Let packages be missing."""
     found = importlib.util.find_spec
-    for module in (gguf, huggingface, onnx):
+    for module in (check, gguf, huggingface, onnx):
         monkeypatch.setattr(
             module, "find_spec", lambda name: None if name in packages else found(name)
         )

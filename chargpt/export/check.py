@@ -3,8 +3,12 @@
 Shapes in this file: T = tokens, V = vocabulary size.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Protocol
 
 import numpy as np
@@ -34,10 +38,7 @@ class Reader(Protocol):
         """Return the token ids of a text."""
 
     def logits(self, tokens: list[int]) -> Floats:
-        """Return the logits, or log-probabilities, after the last N of the tokens, (N, V).
-
-        N is 1 or more, as many as the reader gives at once.
-        """
+        """Return logits or log-probabilities after the last tokens, one or more (N), (N, V)."""
 
     def greedy(self, tokens: list[int], length: int) -> list[int]:
         """Return `length` greedily decoded tokens after these."""
@@ -71,27 +72,40 @@ class Check:
 
 
 class ModelReader:
-    """A reader of ours: the exported weights in a model of this package."""
+    """The part of a `Reader` whose model is one of this package, with the exported weights."""
 
     model: LanguageModel
 
     def logits(self, tokens: list[int]) -> Floats:
-        """Return the logits after each of the tokens, (T, V)."""
         return logits(self.model, tokens)
 
     def greedy(self, tokens: list[int], length: int) -> list[int]:
-        """Return `length` greedily decoded tokens after these."""
         return greedy(self.model, tokens, length)
 
 
+def require_package(name: str, target: str) -> None:
+    """Check that the package with which a format is written is installed, else ConfigError."""
+    if find_spec(name) is None:
+        raise ConfigError(
+            f"{target} needs a package that is not installed; run pip install '.[export]' in "
+            "chargpt's folder"
+        )
+
+
+@contextmanager
+def temporary_export(path: Path) -> Iterator[Path]:
+    """Yield a path beside `path`; unless the block fails, what is written there replaces `path`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+        temporary = Path(folder) / path.name
+        yield temporary
+        temporary.replace(path)
+
+
 def exportable_model(run: Run, target: str) -> GPT:
-    """Return the GPT of a run, which the architecture of Qwen3 can hold.
+    """Return the GPT of a run, if the architecture of Qwen3 can hold it, else ConfigError.
 
-    Args:
-        target: the name of the format.
-
-    Raises:
-        ConfigError: it cannot; the message names the setting.
+    `target` is the name of the format in the message, which also names the setting.
     """
     model, config = run.model, run.config.model
     wanted = {"kind": "gpt", "attention": "full", "scaled": True, "qk_norm": True, "mlp": "swiglu"}
@@ -115,10 +129,7 @@ def check_export(
         reader: of the export.
         max_divergence: in nats, of an export whose weights are rounded: its log-probabilities
             and greedy text may differ. None for float32.
-        remedy: what to do if it is more.
-
-    Raises:
-        WorkError: they differ.
+        remedy: what the WorkError advises if it is more.
     """
     difference, divergences, texts = 0.0, [], prompts(run)
     for text in texts:
@@ -183,6 +194,17 @@ def encode(tokenizer: CharTokenizer, text: str) -> list[int]:
     """Return the tokens of a text; characters outside the vocabulary become the unknown token."""
     tokens: list[int] = tokenizer.encode(text, unknown="replace").tolist()
     return tokens
+
+
+def look_up(text: str, ids: Mapping[str, int], unknown: str | None = None) -> list[int]:
+    """Return the id of each character; of one without, that of `unknown`, or those of its bytes."""
+    found = []
+    for character in text:
+        if character in ids or unknown:
+            found.append(ids[character if character in ids else str(unknown)])
+        else:
+            found += [ids[f"<0x{byte:02X}>"] for byte in character.encode()]
+    return found
 
 
 def greedy_prompts(run: Run, texts: Iterable[str]) -> Iterator[tuple[list[int], int]]:

@@ -10,7 +10,6 @@ import urllib.request
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import numpy as np
@@ -20,7 +19,16 @@ import torch
 from chargpt import __version__
 from chargpt.config import NORM_EPS
 from chargpt.errors import ConfigError, WorkError
-from chargpt.export.check import Check, Floats, ModelReader, check_export, exportable_model
+from chargpt.export.check import (
+    Check,
+    Floats,
+    ModelReader,
+    check_export,
+    exportable_model,
+    look_up,
+    require_package,
+    temporary_export,
+)
 from chargpt.export.huggingface import qwen3_weights
 from chargpt.files import require_new, write_atomically
 from chargpt.models import GPT, build_model
@@ -53,35 +61,24 @@ def export_gguf(
         OSError: it cannot be written.
     """
     model = exportable_model(run, "GGUF")
-    require_gguf(run, precision)
+    _require_gguf(run, precision)
     modelfile = path.with_name(f"{path.name}.Modelfile")
     for each in (path, modelfile):
         require_new(each, force=force)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
-        temporary = Path(folder) / path.name
+    with temporary_export(path) as temporary:
         write_gguf(temporary, run, model, precision)
         reader = open_reader(temporary, run)
         limit = None if precision == "f32" else MAX_DIVERGENCE
         check = check_export(run, reader, max_divergence=limit, remedy="use --precision f32")
         content = modelfile_text(path.name, model.block_size, run.config.sample.temperature)
         write_atomically(modelfile, content.encode())
-        temporary.replace(path)
     return check
 
 
-def require_gguf(run: Run, precision: Precision) -> None:
-    """Check that the package is installed, and that a file can hold the run.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+def _require_gguf(run: Run, precision: Precision) -> None:
+    """Check that the package is installed, and that a file can hold the run, else ConfigError."""
     tokenizer, width = run.tokenizer, run.config.model.n_embd
-    if find_spec("gguf") is None:
-        raise ConfigError(
-            "GGUF needs a package that is not installed; run pip install '.[export]' in chargpt's "
-            "folder"
-        )
+    require_package("gguf", "GGUF")
     if tokenizer.has_unknown:
         raise ConfigError(
             "GGUF has no unknown token for characters; export a run that was trained with "
@@ -101,7 +98,6 @@ def require_gguf(run: Run, precision: Precision) -> None:
 
 
 def write_gguf(path: Path, run: Run, model: GPT, precision: Precision) -> None:
-    """Write the file."""
     gguf: Any = import_module("gguf")
     config, tokenizer = model.config, run.tokenizer
     writer = gguf.GGUFWriter(path, "qwen3")
@@ -117,9 +113,8 @@ def write_gguf(path: Path, run: Run, model: GPT, precision: Precision) -> None:
     writer.add_value_length(config.head_size)
     writer.add_layer_norm_rms_eps(NORM_EPS)
     writer.add_rope_freq_base(config.rope_theta)
-    file_types = gguf.LlamaFileType
-    kinds = {"f32": file_types.ALL_F32, "f16": file_types.MOSTLY_F16}
-    writer.add_file_type(kinds.get(precision, file_types.MOSTLY_Q8_0))
+    kinds = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0"}
+    writer.add_file_type(gguf.LlamaFileType[kinds[precision]])
     pieces, types = vocabulary(tokenizer)
     end = len(pieces) - 1
     writer.add_tokenizer_model("llama")
@@ -238,11 +233,7 @@ class LlamaReader:
         self.opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def post(self, path: str, **request: Any) -> dict[str, Any]:
-        """Return the server's answer to a request.
-
-        Raises:
-            WorkError: it gives none.
-        """
+        """Return the server's answer to a request, or raise WorkError if it gives none."""
         url = f"{self.server.listening_address}/{path}"
         body = json.dumps(request).encode()
         headers = {"Content-Type": "application/json"}
@@ -258,7 +249,6 @@ class LlamaReader:
         return answer
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text."""
         tokens: list[int] = self.post("tokenize", content=text, add_special=False)["tokens"]
         return tokens
 
@@ -278,12 +268,8 @@ class LlamaReader:
         return log_probs[None, : self.vocab_size]
 
     def greedy(self, tokens: list[int], length: int) -> list[int]:
-        """Return `length` greedily decoded tokens after these.
-
-        The server stops at the end of a document.
-        """
         found: list[int] = []
-        while len(found) < length:
+        while len(found) < length:  # the server stops at the end of a document
             answer = self.post(
                 "completion",
                 prompt=tokens + found,
@@ -318,14 +304,7 @@ class OwnReader(ModelReader):
         self.model = model.eval()
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text."""
-        found = []
-        for character in text.replace(" ", SPACE):
-            if character in self.ids:
-                found.append(self.ids[character])
-            else:
-                found += [self.ids[f"<0x{byte:02X}>"] for byte in character.encode()]
-        return found
+        return look_up(text.replace(" ", SPACE), self.ids)
 
 
 def dequantized(tensor: Any) -> npt.NDArray[np.float32]:

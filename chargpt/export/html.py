@@ -69,7 +69,6 @@ class PageReader(ModelReader):
         self.model = model.eval()
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text."""
         return encode(self.tokenizer, text)
 
 
@@ -129,9 +128,7 @@ def make_page(run: Run, model: GPT) -> str:
 def page_facts(run: Run, tensors: list[tuple[str, int]]) -> Facts:
     """Return what the page's scripts need beside the weights.
 
-    Args:
-        run: that is exported.
-        tensors: name and size of each weight, in the order of the page's data block.
+    `tensors` are name and size of each weight, in the order of the page's data block.
     """
     tokenizer = run.tokenizer
     facts: Facts = {

@@ -9,7 +9,6 @@ import json
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import safetensors.torch
@@ -25,6 +24,8 @@ from chargpt.export.check import (
     ModelReader,
     check_export,
     exportable_model,
+    look_up,
+    temporary_export,
 )
 from chargpt.files import read_json, read_regular, require_new, write_synced
 from chargpt.models import GPT, build_model, count_parameters, rotary_bytes
@@ -69,15 +70,11 @@ def export_huggingface(run: Run, folder: Path) -> Check:
     """
     require_new(folder)
     model = exportable_model(run, "Qwen3, the architecture of this export,")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as parent:
-        temporary = Path(parent) / folder.name
+    with temporary_export(folder) as temporary:
         temporary.mkdir()
         for name, content in files(run, model).items():
             write_synced(temporary / name, [content])
-        check = check_export(run, _open_reader(temporary))
-        temporary.rename(folder)
-    return check
+        return check_export(run, _open_reader(temporary))
 
 
 def files(run: Run, model: GPT) -> dict[str, bytes]:
@@ -286,18 +283,15 @@ class TransformersReader:
             raise WorkError(f"{self.name} cannot open the export ({cause:.200})") from None
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text."""
         ids: list[int] = self.tokenizer(text)["input_ids"]
         return ids
 
     def logits(self, tokens: list[int]) -> Floats:
-        """Return the logits after each of the tokens, (T, V)."""
         with torch.inference_mode():
             found: Floats = self.model(torch.tensor([tokens])).logits[0].numpy()
         return found
 
     def greedy(self, tokens: list[int], length: int) -> list[int]:
-        """Return `length` greedily decoded tokens after these."""
         prompt = torch.tensor([tokens])
         with torch.inference_mode():
             ids = self.model.generate(
@@ -331,25 +325,14 @@ class OwnReader(ModelReader):
         self.vocabulary, self.unknown = tree["vocab"], tree["unk_token"]
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text."""
-        ids: list[int] = []
-        if self.tokenizer is not None:
-            ids += self.tokenizer.encode(text).ids
-            return ids
-        for character in text:
-            if character in self.vocabulary or self.unknown:
-                ids.append(self.vocabulary.get(character, self.vocabulary.get(self.unknown)))
-            else:
-                ids += [self.vocabulary[f"<0x{byte:02X}>"] for byte in character.encode()]
+        if self.tokenizer is None:
+            return look_up(text, self.vocabulary, self.unknown)
+        ids: list[int] = self.tokenizer.encode(text).ids
         return ids
 
 
 def read_folder(folder: Path) -> tuple[Config, CharTokenizer, RunState, GPT]:
-    """Return config, tokenizer, state and model of a folder that `export_huggingface` wrote.
-
-    Raises:
-        ChargptError: it is not one, or damaged.
-    """
+    """Return config, tokenizer, state and model of a folder that `export_huggingface` wrote."""
     path = folder / ORIGIN
     try:
         origin = read_json(path, MAX_JSON_BYTES)

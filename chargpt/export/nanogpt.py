@@ -98,11 +98,7 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 def read_meta(path: Path) -> tuple[CharTokenizer, Tensor]:
-    """Return the tokenizer of a `meta.pkl`, and the ids there of its characters, (V,).
-
-    Raises:
-        RunError: it is not such a file.
-    """
+    """Return the tokenizer of a `meta.pkl`, and the ids there of its characters, (V,)."""
     try:
         content = read_regular(path, MAX_META_BYTES)
         for opcode, argument, _ in pickletools.genops(content):
@@ -126,12 +122,7 @@ def read_meta(path: Path) -> tuple[CharTokenizer, Tensor]:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Return what a checkpoint contains: tensors and plain values.
-
-    Raises:
-        RunError: it is not a checkpoint, or contains anything else.
-        DeviceError: it does not fit into the memory.
-    """
+    """Return what a checkpoint contains: tensors and plain values, nothing else."""
     try:
         require_memory(2 * path.lstat().st_size, str(path))  # its bytes, and then its tensors
         content = read_regular(path, MAX_CHECKPOINT_BYTES)
@@ -184,11 +175,7 @@ def convert(
 
 
 def rename(weights: dict[str, Tensor], model: ModelConfig, vocab_size: int) -> dict[str, Tensor]:
-    """Return the weights under our names, with biases of 0 where there are none.
-
-    Raises:
-        ValueError: one has another shape than the settings say, or the head is not the embedding.
-    """
+    """Return the weights under our names, with biases of 0 where there are none, or ValueError."""
     with torch.device("meta"):
         shapes = {
             name: tensor.shape

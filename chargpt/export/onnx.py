@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,15 @@ import numpy as np
 from chargpt import __version__
 from chargpt.config import NORM_EPS
 from chargpt.errors import ConfigError
-from chargpt.export.check import Check, Floats, check_export, encode, exportable_model
+from chargpt.export.check import (
+    Check,
+    Floats,
+    check_export,
+    encode,
+    exportable_model,
+    require_package,
+    temporary_export,
+)
 from chargpt.files import require_new
 from chargpt.models import GPT
 from chargpt.store.run import Run
@@ -133,28 +140,19 @@ def export_onnx(run: Run, path: Path, *, force: bool = False) -> Check:
         OSError: it cannot be written.
     """
     model = exportable_model(run, "ONNX")
-    if find_spec("onnx") is None:
-        raise ConfigError(
-            "ONNX needs a package that is not installed; run pip install '.[export]' in chargpt's "
-            "folder"
-        )
+    require_package("onnx", "ONNX")
     if 4 * model.parameter_count() > MAX_BYTES:
         raise ConfigError(
             f"an ONNX file holds at most {MAX_BYTES / 1e9:.0f} GB of weights, and these are more; "
             "use `chargpt export hf`"
         )
     require_new(path, force=force)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
-        temporary = Path(folder) / path.name
-        write_onnx(temporary, run, model)
-        check = check_export(run, OnnxReader(temporary, model))
-        temporary.replace(path)
-    return check
+    with temporary_export(path) as temporary:
+        _write_onnx(temporary, run, model)
+        return check_export(run, OnnxReader(temporary, model))
 
 
-def write_onnx(path: Path, run: Run, model: GPT) -> None:
-    """Write the file."""
+def _write_onnx(path: Path, run: Run, model: GPT) -> None:
     onnx: Any = import_module("onnx")
     helper, config = onnx.helper, model.config
     kinds = {"tokens": onnx.TensorProto.INT64}
@@ -269,16 +267,13 @@ class OnnxReader:
         return outputs
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text."""
         return encode(self.tokenizer, text)
 
     def logits(self, tokens: list[int]) -> Floats:
-        """Return the logits after each of the tokens, (T, V)."""
         found: Floats = self.run(tokens, self.empty, self.empty)[0][0]
         return found
 
     def greedy(self, tokens: list[int], length: int) -> list[int]:
-        """Return `length` greedily decoded tokens after these."""
         found: list[int] = []
         keys = values = self.empty
         for _ in range(length):

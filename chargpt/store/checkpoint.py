@@ -12,7 +12,7 @@ from torch import Tensor
 from chargpt.config import Config, ModelConfig, validate
 from chargpt.device import require_memory
 from chargpt.errors import RunError
-from chargpt.files import Chunks, entry_names
+from chargpt.files import Chunks, entry_names, exists
 from chargpt.models import build_model, count_parameters, rotary_bytes
 from chargpt.store import commit
 from chargpt.store.state import RunState
@@ -60,8 +60,12 @@ def step_of(folder: Path) -> int:
 
 
 def list_checkpoints(parent: Path) -> list[Path]:
-    """Return the committed checkpoint folders, oldest first."""
-    return sorted(commit.committed(parent), key=step_of)
+    """Return the committed checkpoint folders, oldest first, or raise UnreadableError."""
+    try:
+        folders = [parent / name for name in entry_names(parent) if commit.NAME.fullmatch(name)]
+        return sorted((f for f in folders if exists(f / commit.MANIFEST)), key=step_of)
+    except OSError as error:
+        raise commit.unreadable(parent, error) from None
 
 
 def unfinished_checkpoints(parent: Path) -> list[Path]:
@@ -70,11 +74,7 @@ def unfinished_checkpoints(parent: Path) -> list[Path]:
 
 
 def write_checkpoint(parent: Path, step: int, files: Mapping[str, Chunks]) -> Path:
-    """Commit a checkpoint and return its folder `step-NNNNNNNN`.
-
-    Raises:
-        OSError: a write failed; no part of the checkpoint is left.
-    """
+    """Commit a checkpoint and return its folder; if a write fails (OSError), nothing is left."""
     for path in unfinished_checkpoints(parent):
         commit.remove(path, FILES)
     folder = parent / name_of(step)
@@ -99,11 +99,8 @@ def prune_checkpoints(parent: Path, keep: Iterable[str], keep_last: int, newest:
 def read_checkpoint(folder: Path, *, optimizer: bool = True) -> Checkpoint:
     """Return a checkpoint's content, all of it checked.
 
-    The config is read first: it bounds the size of the tensor files.
-
-    Args:
-        folder: the checkpoint's directory.
-        optimizer: whether to read the optimizer state, which only training needs.
+    The config is read first: it bounds the size of the tensor files. Without `optimizer`, the
+    optimizer state is left out, which only training needs.
 
     Raises:
         ChargptError: a file is missing, damaged, or inconsistent with the others.
@@ -142,11 +139,7 @@ def _file_size(path: Path) -> int:
 
 
 def read_without_tensors(folder: Path) -> tuple[Config, CharTokenizer, RunState]:
-    """Return a checkpoint's config, tokenizer and state.
-
-    Raises:
-        ChargptError: a file is missing, damaged, or inconsistent with the others.
-    """
+    """Return a checkpoint's config, tokenizer and state; ChargptError as `read_checkpoint`."""
     step = step_of(folder)
     max_bytes = dict.fromkeys((CONFIG, TOKENIZER, STATE), MAX_TEXT_BYTES)
     texts = commit.read(folder, max_bytes, {"step": step})
@@ -165,11 +158,6 @@ def read_without_tensors(folder: Path) -> tuple[Config, CharTokenizer, RunState]
 
 
 def parse_config(content: bytes, path: Path) -> Config:
-    """Return the config in a file's content.
-
-    Raises:
-        ConfigError: it is not a config.
-        UnicodeDecodeError: it is not UTF-8.
-    """
+    """Return the config in a file's content, or raise ConfigError or UnicodeDecodeError."""
     tree, lines = parse_yaml(content.decode(), str(path))
     return validate(tree, str(path), lines)

@@ -35,16 +35,13 @@ MAX_JSON_BYTES = 64_000_000
 
 
 def commit(folder: Path, files: Mapping[str, Chunks], metadata: Mapping[str, object]) -> None:
-    """Write a directory atomically; if that fails, remove all of it.
+    """Write a directory atomically; if that fails (OSError), remove all of it.
 
     Args:
         folder: the directory to make. One of that name is replaced; files in it that are not
             among `files` are kept.
         files: content by file name.
         metadata: further entries of the manifest, which `read` compares.
-
-    Raises:
-        OSError: a write failed.
     """
     temporary = folder.with_name(f"{folder.name}.tmp")
     if exists(temporary):  # not a leftover of ours, which was deleted before
@@ -107,19 +104,6 @@ def remove(folder: Path, names: Iterable[str]) -> None:
         folder.rmdir()
 
 
-def committed(parent: Path) -> list[Path]:
-    """Return the committed checkpoint directories, in no order.
-
-    Raises:
-        UnreadableError: they cannot be listed.
-    """
-    try:
-        paths = [parent / entry for entry in entry_names(parent) if NAME.fullmatch(entry)]
-        return [path for path in paths if exists(path / MANIFEST)]
-    except OSError as error:
-        raise unreadable(parent, error) from None
-
-
 def write_pointer(parent: Path, pointer: str, folder: Path) -> None:
     """Make the pointer file `pointer`.json name a directory and its manifest's SHA-256."""
     content = {"checkpoint": folder.name, "manifest_sha256": _manifest_sha256(folder)}
@@ -127,11 +111,7 @@ def write_pointer(parent: Path, pointer: str, folder: Path) -> None:
 
 
 def read_pointer(parent: Path, pointer: str) -> tuple[Path, str]:
-    """Return the directory that a pointer names, and its manifest's SHA-256.
-
-    Args:
-        parent: of the directories and the pointer.
-        pointer: `latest` or `best`.
+    """Return the directory that a pointer (`latest`, `best`) names, and its manifest's SHA-256.
 
     Raises:
         UnreadableError: the pointer exists and cannot be read.
@@ -146,11 +126,7 @@ def read_pointer(parent: Path, pointer: str) -> tuple[Path, str]:
 
 
 def resolve_pointer(parent: Path, pointer: str) -> Path:
-    """Return the directory that a pointer names, after checking its manifest's SHA-256.
-
-    Raises:
-        RunError: the pointer is missing, malformed, or does not match the directory.
-    """
+    """Return the directory that a pointer names, or raise RunError if its manifest is another."""
     folder, digest = read_pointer(parent, pointer)
     _read_manifest(folder)
     try:
@@ -187,11 +163,7 @@ def unreadable(path: Path, error: Exception) -> RunError:
 def _read_manifest(
     folder: Path, metadata: Mapping[str, object] | None = None
 ) -> dict[str, tuple[int, str]]:
-    """Return the size and SHA-256 of each file that a manifest lists.
-
-    Raises:
-        RunError: the directory or its manifest is missing, malformed, or has other metadata.
-    """
+    """Return the size and SHA-256 of each file that a manifest lists; `read` has the rest."""
     path = folder / MANIFEST
     try:
         is_link = stat.S_ISLNK(folder.lstat().st_mode)

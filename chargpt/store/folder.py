@@ -14,7 +14,7 @@ from torch import Tensor
 from chargpt.config import Config
 from chargpt.errors import ChargptError, RunError, UnreadableError
 from chargpt.files import UNSUPPORTED, exists, read_regular, write_atomically
-from chargpt.store import commit, loading, replacement
+from chargpt.store import commit, loading
 from chargpt.store.checkpoint import (
     CONFIG,
     KEEP,
@@ -34,10 +34,13 @@ from chargpt.store.layout import (
     CHECKPOINTS,
     LOCK,
     METRICS,
+    delete_replaced,
     delete_run_files,
     find_foreign_file,
     has_checkpoint,
     is_run,
+    move_aside,
+    restore_replaced,
 )
 from chargpt.store.metrics import MetricsLog
 from chargpt.store.state import RunState
@@ -63,9 +66,7 @@ class RunFolder:
     def require_unused(path: Path, *, allow_unsaved: bool = False) -> None:
         """Check that a new run at `path` would overwrite nothing.
 
-        Args:
-            path: of the new run's folder.
-            allow_unsaved: accept a run that has not saved a checkpoint yet.
+        With `allow_unsaved`, a run that has not saved a checkpoint yet counts as nothing.
 
         Raises:
             RunError: the path is in use.
@@ -123,7 +124,7 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=True)
             self.lock()
             if force:
-                replacement.move_aside(path)
+                move_aside(path)
             else:  # again: another process may have created it before the lock
                 self.require_unused(path, allow_unsaved=allow_unsaved)
             delete_run_files(path)
@@ -132,7 +133,7 @@ class RunFolder:
             self.write_config(config)
         except OSError as error:
             with suppress(OSError):
-                replacement.restore(self.path)
+                restore_replaced(self.path)
                 if is_new:
                     delete_run_files(path)
                     self.unlock()
@@ -146,9 +147,7 @@ class RunFolder:
     def lock(self) -> None:
         """Lock the folder against other training processes, until `unlock` or process exit.
 
-        Raises:
-            RunError: another process holds the lock.
-            OSError: the folder cannot be written.
+        It raises RunError if another process holds the lock, OSError if it cannot be written.
         """
         try:
             self._lock.acquire(timeout=0.2)  # seconds: listing.is_locked holds it for a moment
@@ -163,7 +162,7 @@ class RunFolder:
             self.notes.append(
                 f"the file system of {self.path} has no locks; let no other process train into it"
             )
-        replacement.restore(self.path)
+        restore_replaced(self.path)
 
     @contextmanager
     def unlocked_on_error(self) -> Iterator[Self]:
@@ -178,15 +177,11 @@ class RunFolder:
     def unlock(self) -> None:
         """Release the lock. A run that was to be replaced by one that saved nothing is restored."""
         with suppress(OSError):
-            replacement.restore(self.path)
+            restore_replaced(self.path)
         self._lock.release()
 
     def require_space(self, n_bytes: int) -> None:
-        """Check that the disk has `n_bytes` free.
-
-        Raises:
-            OSError: it has less (ENOSPC).
-        """
+        """Check that the disk has `n_bytes` free, else raise OSError (ENOSPC)."""
         folder = next(p for p in (self.path, *self.path.absolute().parents) if p.exists())
         if shutil.disk_usage(folder).free < n_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
@@ -207,8 +202,7 @@ class RunFolder:
     ) -> Path:
         """Commit a checkpoint of `state.step`, update the pointers, prune; return its folder.
 
-        Raises:
-            OSError: a write failed; earlier checkpoints are unchanged.
+        If a write fails (OSError), earlier checkpoints are unchanged.
         """
         files = {
             MODEL: serialize(model),
@@ -224,7 +218,7 @@ class RunFolder:
         if is_best or not state.best_step:
             commit.write_pointer(self.checkpoints, "best", folder)
         commit.write_pointer(self.checkpoints, "latest", folder)
-        replacement.delete_replaced(self.path)
+        delete_replaced(self.path)
         with suppress(RunError):  # while it is not known which one is the best, all are kept
             best, _ = commit.read_pointer(self.checkpoints, "best")
             keep = {best.name, name_of(state.best_step or 0)}
@@ -240,9 +234,7 @@ class RunFolder:
     ) -> None:
         """Create a run with one checkpoint, without optimizer state: it cannot be resumed.
 
-        Raises:
-            RunError: the path is in use, or cannot be written.
-            OSError: the checkpoint cannot be written.
+        It raises what `create` does, and OSError if the checkpoint cannot be written.
         """
         self.create(config, tokenizer)
         try:
@@ -261,11 +253,7 @@ class RunFolder:
             self.unlock()
 
     def keep(self, step: int) -> None:
-        """Protect a checkpoint from being deleted as an old one.
-
-        Raises:
-            OSError: its folder cannot be written.
-        """
+        """Protect a checkpoint from being deleted as an old one."""
         write_atomically(self.checkpoints / name_of(step) / KEEP, b"")
 
     def is_kept(self, step: int) -> bool:
@@ -275,9 +263,7 @@ class RunFolder:
     def repair_pointer(self, saved: Checkpoint) -> None:
         """Let `best.json` name the best checkpoint again if it is missing or damaged.
 
-        Args:
-            saved: the checkpoint that training continues from. It knows which one is the best, and
-                is named if that one is gone.
+        `saved`, from which training continues, knows which one that is, and is named if it is gone.
         """
         best = self.checkpoints / name_of(saved.state.best_step or 0)
         try:

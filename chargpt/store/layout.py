@@ -11,33 +11,35 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from chargpt.files import TEMPORARY, entry_names, exists, open_regular
-from chargpt.store.checkpoint import (
-    CONFIG,
-    FILES,
-    KEEP,
-    MAX_TEXT_BYTES,
-    TOKENIZER,
-    UNFINISHED,
-)
+from chargpt.files import entry_names, exists, name_pattern, open_regular
+from chargpt.store.checkpoint import CONFIG, FILES, KEEP, MAX_TEXT_BYTES, TOKENIZER, UNFINISHED
 from chargpt.store.commit import NAME
 from chargpt.text.tokenizer import FORMAT
 
 METRICS, CHECKPOINTS = "metrics.jsonl", "checkpoints"
 MIXTURE = "mixture.safetensors"  # store/mixture.py
 REPORT, PLAY, TENSORBOARD, LOCK = "report.html", "play.html", "tensorboard", ".lock"
-REPLACED = ".replaced"  # the run that `--force` replaces, until the new one has saved
+REPLACED = ".replaced"  # folder of the run that `--force` replaces, until the new one has saved
 RUN_FILES = (METRICS, REPORT, PLAY, MIXTURE, CONFIG, TOKENIZER)
 POINTERS = ("latest.json", "best.json")
-EVENTS = re.compile(r"events\.out\.tfevents\..+")  # TensorBoard's
+# The folder that holds `checkpoints/` counts as the run: moved aside first and put back last.
+REPLACED_PARTS = (CHECKPOINTS, TENSORBOARD, *RUN_FILES)
+RUN_PATHS = re.compile(  # of all that a run writes, relative to its folder
+    rf"""
+    {re.escape(REPLACED)} |
+    ({re.escape(REPLACED)}/)? (
+        {re.escape(LOCK)} |
+        {name_pattern(RUN_FILES)} |
+        {TENSORBOARD} (/events\.out\.tfevents\.[^/\n]+)? |
+        {CHECKPOINTS} (/{name_pattern(POINTERS)})? |
+        {CHECKPOINTS}/({NAME.pattern}|{UNFINISHED.pattern}) (/{name_pattern((*FILES, KEEP))})?
+    )""",
+    re.VERBOSE,
+)
 
 
 def is_run(path: Path) -> bool:
-    """Return whether a folder is a run.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Return whether a folder is a run, or raise OSError if it cannot be read."""
     names = entry_names(path)
     return (CONFIG in names and TOKENIZER in names) or has_checkpoint(path)
 
@@ -51,11 +53,7 @@ def is_readable_run(path: Path) -> bool:
 
 
 def has_checkpoint(path: Path) -> bool:
-    """Return whether a run, or the one it is to replace, has a checkpoint, intact or damaged.
-
-    Raises:
-        OSError: the folder cannot be read.
-    """
+    """Return whether a run, or the one it is to replace, has a checkpoint, intact or damaged."""
     return has_checkpoint_itself(path) or has_checkpoint_itself(path / REPLACED)
 
 
@@ -68,14 +66,10 @@ def has_checkpoint_itself(path: Path) -> bool:
 
 
 def find_foreign_file(path: Path) -> str | None:
-    """Return the path within a run's folder of a file that no run writes, or None.
-
-    Raises:
-        OSError: the folder cannot be read.
-    """
-    for parts in _entries(path):
-        if not _is_run_file(parts):
-            return "/".join(parts)
+    """Return the path within a run's folder of a file that no run writes, or None."""
+    for entry in _entries(path):
+        if not RUN_PATHS.fullmatch(entry):
+            return entry
     checkpoints = path / CHECKPOINTS
     if exists(checkpoints) and not stat.S_ISDIR(checkpoints.lstat().st_mode):
         return CHECKPOINTS  # a file or a link
@@ -100,14 +94,15 @@ def delete_run_files(path: Path, part: str | None = None) -> None:
     The lock, the replaced run, and all that cannot be deleted remain. With `part`, only the file or
     folder of this name is deleted.
     """
-    for parts in _entries(path):
-        entry = path.joinpath(*parts)
-        if _is_run_file(parts) and parts[0] not in (LOCK, REPLACED) and part in (None, parts[0]):
+    for name in _entries(path):
+        entry, first = path / name, name.partition("/")[0]
+        is_deleted = first not in (LOCK, REPLACED) and part in (None, first)
+        if is_deleted and RUN_PATHS.fullmatch(name):
             with suppress(OSError):
                 entry.rmdir() if entry.is_dir() and not entry.is_symlink() else entry.unlink()
 
 
-def _entries(folder: Path) -> Iterator[tuple[str, ...]]:
+def _entries(folder: Path) -> Iterator[str]:
     """Yield the relative path of everything in a folder, the innermost first."""
 
     def reject(error: OSError) -> None:
@@ -117,30 +112,34 @@ def _entries(folder: Path) -> Iterator[tuple[str, ...]]:
     for root, folders, files in os.walk(folder, topdown=False, onerror=reject):
         inside = Path(root).relative_to(folder).parts
         for name in (*folders, *files):
-            yield (*inside, name)
+            yield "/".join((*inside, name))
 
 
-def _is_run_file(parts: tuple[str, ...]) -> bool:
-    """Return whether a run writes a file or folder at this relative path."""
-    first, rest = parts[0], parts[1:]
-    if first == REPLACED:
-        return not rest or (rest[0] != REPLACED and _is_run_file(rest))
-    if not rest:
-        return first in (CHECKPOINTS, TENSORBOARD, LOCK) or _is_written(first, RUN_FILES)
-    if first == TENSORBOARD:
-        return len(rest) == 1 and EVENTS.fullmatch(rest[0]) is not None
-    if first != CHECKPOINTS:
-        return False
-    if len(rest) == 1:
-        return _is_step_folder(rest[0]) or _is_written(rest[0], POINTERS)
-    return _is_step_folder(rest[0]) and len(rest) == 2 and _is_written(rest[1], (*FILES, KEEP))
+def move_aside(run: Path) -> None:
+    """Move the files of a run that has saved into its folder `.replaced`."""
+    if not has_checkpoint_itself(run):
+        return
+    (run / REPLACED).mkdir(exist_ok=True)
+    for name in REPLACED_PARTS:
+        if exists(run / name):
+            os.rename(run / name, run / REPLACED / name)
 
 
-def _is_step_folder(name: str) -> bool:
-    return bool(NAME.fullmatch(name) or UNFINISHED.fullmatch(name))
+def restore_replaced(run: Path) -> None:
+    """Put the old run back, unless the new one has saved; then delete the old one."""
+    if not exists(run / REPLACED):
+        return
+    if not has_checkpoint_itself(run):
+        for name in reversed(REPLACED_PARTS):
+            if exists(run / REPLACED / name):
+                delete_run_files(run, name)
+                os.replace(run / REPLACED / name, run / name)
+    delete_replaced(run)
 
 
-def _is_written(name: str, names: tuple[str, ...]) -> bool:
-    """Return whether a name is one of these, or what a killed write of one leaves."""
-    leftover = TEMPORARY.fullmatch(name)
-    return (leftover[1] if leftover else name) in names
+def delete_replaced(run: Path) -> None:
+    """Delete the old run; what cannot be deleted now is left to the next call."""
+    with suppress(OSError):
+        if exists(run / REPLACED):
+            delete_run_files(run / REPLACED)
+            (run / REPLACED).rmdir()

@@ -1,6 +1,5 @@
 """A folder's runs, each with what its latest checkpoint says about it."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -51,15 +50,9 @@ class RunSummary:
 
 def list_runs(parent: Path) -> list[RunSummary]:
     """Return the runs in a folder, at most two levels deep, the one saved last first."""
-    found = [summarize(path) for path in _run_paths(parent)]
+    paths = [*parent.glob("*"), *parent.glob("*/*")]
+    found = [summarize(path) for path in paths if path.name != REPLACED and is_readable_run(path)]
     return sorted(found, key=lambda run: run.saved.timestamp() if run.saved else 0, reverse=True)
-
-
-def _run_paths(parent: Path) -> Iterator[Path]:
-    for depth in ("*", "*/*"):
-        for path in parent.glob(depth):
-            if path.name != REPLACED and is_readable_run(path):
-                yield path
 
 
 def summarize(path: Path) -> RunSummary:

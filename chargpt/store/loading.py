@@ -38,11 +38,7 @@ def load(run: Path, which: str, *, optimizer: bool) -> tuple[Checkpoint, list[st
 
 
 def newest_without_tensors(run: Path) -> tuple[Config, CharTokenizer, RunState]:
-    """Return the newest intact checkpoint's config, tokenizer and state.
-
-    Raises:
-        RunError: there is none.
-    """
+    """Return the newest intact checkpoint's config, tokenizer and state, or raise RunError."""
     for folder in list_checkpoints(run / CHECKPOINTS)[::-1]:
         with suppress(ChargptError):
             return read_without_tensors(folder)

@@ -35,7 +35,7 @@ class MetricsLog:
             OSError: the write failed; the lines are kept for the next call.
         """
         # a failed write may have left part of a line: end it
-        prefix = "" if not self._unwritten else "\n"
+        prefix = "\n" if self._unwritten else ""
         self._unwritten += [json.dumps(record) + "\n" for record in records]
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(prefix + "".join(self._unwritten))
@@ -77,9 +77,7 @@ class MetricsLog:
     def truncate_after(self, step: int) -> None:
         """Drop the records of later steps, which a resumed run repeats; keep all other lines.
 
-        Raises:
-            OSError: the file cannot be read or written; it is unchanged.
-            RunError: the file is not a regular file, or too large.
+        On an OSError or RunError the file is unchanged.
         """
         self._unwritten.clear()
         kept = (
@@ -88,12 +86,7 @@ class MetricsLog:
         write_atomically(self.path, (line.rstrip(b"\n") + b"\n" for line in kept))
 
     def problems(self, step: int) -> list[str]:
-        """Return a sentence for malformed lines, and one for training steps up to `step` missing.
-
-        Raises:
-            RunError: the file is not a regular file, or too large.
-            OSError: it cannot be read.
-        """
+        """Return a sentence for malformed lines, and one for training steps missing to `step`."""
         n_lines = malformed = n_steps = last = 0
         is_cut = False
         for line in self._lines():

@@ -36,11 +36,7 @@ class OtherCheckpointError(RunError):
 
 
 def save_mixture(run: Run, mixture: Mixture) -> None:
-    """Write the mixture of a run's checkpoint.
-
-    Args:
-        run: with the mixture's GPT as its model.
-        mixture: what `fit_mixture` returned.
+    """Write the mixture that `fit_mixture` returned for a run's checkpoint.
 
     Raises:
         RunError: it cannot be written, or would replace that of a checkpoint that is kept.
@@ -104,11 +100,7 @@ def with_mixture(run: Run | str | Path) -> Run:
 
 
 def read_mixture(run: Run) -> tuple[Tokens, Gate]:
-    """Return the tokens that a run's mixture counts, and its gate.
-
-    Raises:
-        RunError: it has no mixture, or that of another checkpoint, or the file is damaged.
-    """
+    """Return the tokens that a run's mixture counts, and its gate; errors of `with_mixture`."""
     path = run.folder / MIXTURE
     if not has_mixture(run) or not isinstance(run.model, GPT):
         raise RunError(

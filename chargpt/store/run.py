@@ -99,11 +99,7 @@ class Run:
 
 
 def newest_run(parent: Path = Path("runs")) -> Path:
-    """Return the run under `parent`, at most two levels deep, that saved a checkpoint last.
-
-    Raises:
-        RunError: there is none.
-    """
+    """Return the run under `parent`, at most two levels deep, that saved last; RunError if none."""
     found = [
         (pointer.stat().st_mtime_ns, pointer.parent.parent)
         for depth in ("*", "*/*")
@@ -116,11 +112,7 @@ def newest_run(parent: Path = Path("runs")) -> Path:
 
 
 def open_run(path: str | Path) -> RunFolder:
-    """Return an existing run's folder; of one being replaced, the old run until the new one saves.
-
-    Raises:
-        RunError: it is not a run.
-    """
+    """Return a run's folder, else RunError; of one being replaced, the old one until a save."""
     path = Path(path)
     if not is_run(path):
         what = "there is no folder" if not path.exists() else "there is no run in"
@@ -139,11 +131,7 @@ def open_run(path: str | Path) -> RunFolder:
 
 
 def as_run(run: Run | str | Path) -> Run:
-    """Return a run; of a folder, the run with its best checkpoint, as `load_run` does.
-
-    Raises:
-        RunError: it is neither, or cannot be loaded.
-    """
+    """Return a run; of a folder, the run with its best checkpoint, as `load_run` does."""
     if not isinstance(run, Run | str | Path):
         raise RunError(f"expected a run or the path of its folder (it is {run!r:.100})")
     return run if isinstance(run, Run) else load_run(run)

@@ -31,11 +31,7 @@ class RunState:
 
     @classmethod
     def from_json(cls, content: bytes) -> Self:
-        """Return the state that `state.json` holds. Unknown keys are ignored.
-
-        Raises:
-            ValueError: it is not JSON, a value has the wrong type, or a number is out of range.
-        """
+        """Return the state in `state.json`, ignoring unknown keys; ValueError if malformed."""
         try:
             return TypeAdapter(cls).validate_json(content)
         except ValidationError as error:

@@ -38,11 +38,7 @@ def serialize(tensors: Mapping[str, Tensor]) -> Chunks:
 
 
 def deserialize(path: Path, content: bytes) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file's bytes.
-
-    Raises:
-        RunError: it is not a safetensors file.
-    """
+    """Return the tensors of a safetensors file's bytes, or raise RunError."""
     try:
         tensors: dict[str, Tensor] = safetensors.torch.load(content)
         for name, tensor in tensors.items():
@@ -59,11 +55,7 @@ def deserialize(path: Path, content: bytes) -> dict[str, Tensor]:
 
 
 def load_weights(model: LanguageModel, tensors: Mapping[str, Tensor], origin: Path) -> None:
-    """Copy saved weights into a model of the same shape.
-
-    Raises:
-        RunError: names or shapes differ, or a weight is NaN or infinite.
-    """
+    """Copy saved weights into a model; RunError if names or shapes differ or one is not finite."""
     wanted = {name: tensor.shape for name, tensor in model.state_dict().items()}
     given = {name: tensor.shape for name, tensor in tensors.items()}
     if wanted != given:
@@ -77,11 +69,7 @@ def load_weights(model: LanguageModel, tensors: Mapping[str, Tensor], origin: Pa
 
 
 def require_finite(tensors: Mapping[str, Tensor], origin: Path) -> None:
-    """Check that every value is finite.
-
-    Raises:
-        RunError: one is NaN or infinite.
-    """
+    """Raise RunError if a value is NaN or infinite."""
     for name, tensor in tensors.items():
         if not math.isfinite(tensor.double().abs().sum().item()):
             raise RunError(f"{name} in {origin} is NaN or infinite; use an earlier checkpoint")

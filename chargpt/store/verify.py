@@ -96,11 +96,7 @@ def _check(folder: Path) -> CheckedCheckpoint:
 
 
 def require_intact(saved: Checkpoint) -> None:
-    """Check that a checkpoint's tensors are finite, and its weights of its config's shapes.
-
-    Raises:
-        ChargptError: they are not.
-    """
+    """Check that tensors are finite, and weights of their config's shapes, else RunError."""
     model = build_model(saved.config.model, saved.tokenizer.vocab_size)
     load_weights(model, saved.model, saved.folder)
     load_weights(model, saved.raw_model, saved.folder)

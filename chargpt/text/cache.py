@@ -68,11 +68,7 @@ def cache_folder() -> Path:
 
 
 def make_tokens_folder() -> Path:
-    """Create the folder of token files and delete what killed processes left there; return it.
-
-    Raises:
-        TextError: it cannot be created.
-    """
+    """Create the folder of token files, delete what killed processes left there, and return it."""
     folder = cache_folder() / "tokens"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -94,11 +90,7 @@ def _unwritable(folder: Path, error: OSError) -> TextError:
 
 
 def require_room(folder: Path, size: int) -> None:
-    """Check that `size` more bytes fit on the folder's disk.
-
-    Raises:
-        TextError: they do not.
-    """
+    """Check that `size` more bytes fit on the folder's disk, else raise TextError."""
     free = shutil.disk_usage(folder).free
     if free < size + MIN_FREE_BYTES:
         raise TextError(
@@ -129,22 +121,14 @@ class TemporaryFile:
         self.path.unlink(missing_ok=True)
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append bytes.
-
-        Raises:
-            TextError: the disk is nearly full.
-        """
+        """Append bytes, or raise TextError if the disk is nearly full."""
         require_room(self.path.parent, len(data))
         self.crc32 = zlib.crc32(data, self.crc32)
         self.file.write(data)
 
 
 def store(key: str, tokenizer: CharTokenizer, tokens: TemporaryFile, rare_count: int) -> CachedText:
-    """Move an encoded text, with ids in `tokenizer.dtype`, into the cache, and return it.
-
-    Raises:
-        TextError: the disk is full or the cache cannot be written.
-    """
+    """Move an encoded text, with ids in `tokenizer.dtype`, into the cache, and return it."""
     folder = make_tokens_folder() / key
     try:
         folder.mkdir(exist_ok=True)
@@ -173,11 +157,7 @@ def store(key: str, tokenizer: CharTokenizer, tokens: TemporaryFile, rare_count:
 
 
 def load(key: str) -> CachedText | None:
-    """Return the encoded text with this key; None if there is none.
-
-    Raises:
-        DamagedCacheError: its files differ from what was written.
-    """
+    """Return the encoded text with this key, or None; DamagedCacheError if it is damaged."""
     folder = cache_folder() / "tokens" / key
     if not re.fullmatch("[0-9a-f]{64}", key) or not (folder / "meta.json").exists():
         return None
@@ -222,11 +202,9 @@ def _is_intact(path: Path, meta: dict[str, Any], size: int) -> bool:
 
 def _try_write(path: Path, content: bytes) -> None:
     """Write a file that only saves time; a cache that cannot be written is no error here."""
-    try:
+    with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, content)
-    except OSError:
-        pass
 
 
 def _index_path(spec: list[Any]) -> Path:

@@ -105,10 +105,9 @@ def built_in_text() -> str:
 
 
 def settings_for(name: str, folder: Path = Path("data")) -> dict[str, object] | None:
-    """Return the `text.*` settings of a named text; None if the catalog has no such name.
+    """Return the `text.*` settings of a named text, None if the catalog has no such name.
 
-    Raises:
-        TextError: the text is not in the folder.
+    A TextError says that the text is not in the folder.
     """
     entry = CATALOG.get(name)
     if entry is None:
@@ -123,8 +122,6 @@ def settings_for(name: str, folder: Path = Path("data")) -> dict[str, object] | 
 
 def fetch(entry: Entry, folder: Path = Path("data"), progress: OnLoading | None = None) -> Path:
     """Download a named text to FOLDER/NAME.txt and verify it, unless it is there already.
-
-    The folder is created if missing.
 
     Raises:
         DownloadError: the download failed; the folder is unchanged.

@@ -18,9 +18,9 @@ from chargpt.errors import MissingTextError, TextError
 from chargpt.text import OnLoading, cache
 from chargpt.text.cache import CachedText, DamagedCacheError
 from chargpt.text.catalog import BUILT_IN
-from chargpt.text.decoding import codec_name, decode
-from chargpt.text.documents import document_ends, mark_documents
-from chargpt.text.ingest import ingest, load_or_note
+from chargpt.text.decoding import codec_name
+from chargpt.text.documents import document_ends
+from chargpt.text.ingest import ingest, load_or_note, text_pieces
 from chargpt.text.source import STDIN, copy_stdin, find_source, iter_chunks, text_in_memory
 from chargpt.text.statistics import PairCounts, count_pairs, count_tokens
 from chargpt.text.tokenizer import REPLACEMENT, CharTokenizer, Counts, Tokens
@@ -184,11 +184,6 @@ def load_cached(settings: TextConfig, key: str | None, name: str) -> Corpus:
 
     `settings.path` comes from the run's folder, which may be someone else's: it is never opened.
 
-    Args:
-        settings: of the run.
-        key: of its text in the cache.
-        name: of the text.
-
     Raises:
         TextError: the cache does not have it; the message says how to read it again.
     """
@@ -318,8 +313,7 @@ def read_text(path: str | os.PathLike[str], settings: TextConfig = TextConfig())
             # 4 bytes each, and a byte order mark
             copy_stdin(spool.write, 4 * (MAX_READ_CHARACTERS + 1))
             source = replace(source, stream=spool)
-        files = decode(iter_chunks(source), settings.encoding, settings.encoding_errors)
-        for text in mark_documents(files, settings.documents):
+        for text in text_pieces(iter_chunks(source), settings):
             size += len(text)
             if size > MAX_READ_CHARACTERS:
                 raise TextError(

@@ -28,11 +28,7 @@ class Chunk(NamedTuple):
 
 
 def codec_name(encoding: str) -> str:
-    """Return the canonical name of a text encoding; `auto` stays `auto`.
-
-    Raises:
-        TextError: there is no such encoding, or it does not decode bytes to text.
-    """
+    """Return the canonical name of a text encoding, or raise TextError; `auto` stays `auto`."""
     if encoding == "auto":
         return encoding
     try:

@@ -174,11 +174,6 @@ def _lines(tokenizer: CharTokenizer, tokens: Tokens) -> tuple[int, int]:
     return lines + bool(length), max(longest, length)
 
 
-def _count(pairs: PairCounts, first: int, second: int) -> int:
-    """Return the number of occurrences of a pair of ids."""
-    return int(pairs.counts[(pairs.first == first) & (pairs.second == second)].sum())
-
-
 def _warnings(
     corpus: Corpus, known: Counts, pairs: PairCounts, lines: int, longest: int
 ) -> list[str]:
@@ -201,8 +196,8 @@ def _warnings(
             f"its longest line has {longest:,} characters; check that its line ends are \\n"
         )
     carriage_return, newline = map(tokenizer.characters.find, "\r\n")
-    returns = _count(pairs, carriage_return, newline)
-    if returns:
+    ends_line = (pairs.first == carriage_return) & (pairs.second == newline)
+    if returns := int(pairs.counts[ends_line].sum()):
         warnings.append(
             f"{returns:,} lines end in CR LF (Windows), which the model will reproduce; "
             "convert them to LF if that is unwanted"

@@ -25,11 +25,9 @@ def mark_documents(files: Iterable[Iterator[str]], documents: str | None) -> Ite
     """Yield the text of files with a boundary after each document, and no empty document.
 
     Args:
-        files: pieces of the text of each file; a document ends where its file ends.
+        files: pieces of the text of each file; a document ends where its file ends. TextError if
+            one holds the boundary already.
         documents: `lines`, `files`, the separator of the documents, or None: nothing is changed.
-
-    Raises:
-        TextError: a text already holds the boundary.
     """
     boundary = boundary_of(documents)
     has_ended = True  # the last document

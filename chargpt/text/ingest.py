@@ -81,7 +81,7 @@ def ingest(
             rare_count = int(counts.sum() - counts[code_points(tokenizer.characters)].sum())
             tokens = stack.enter_context(TemporaryFile(folder))
             chunks = second.update(iter_chunks(source, progress, "encoding"))
-            for text in _texts(chunks, settings):
+            for text in text_pieces(chunks, settings):
                 tokens.write(tokenizer.encode(text, "replace").view(np.uint8).data)
             if first.crc32 != second.crc32:
                 raise TextError(
@@ -109,7 +109,7 @@ def _count_characters(
     # The thread ends here even on an error: a generator that garbage collection closes would
     # join it at any time, which can deadlock.
     with ThreadPoolExecutor(1, "hash") as worker:
-        for text in _texts(_hashed(chunks, hashes, worker), settings):
+        for text in text_pieces(_hashed(chunks, hashes, worker), settings):
             if text.isascii():
                 counts[:128] += count_tokens(np.frombuffer(text.encode("ascii"), np.uint8), 128)
             else:
@@ -118,7 +118,7 @@ def _count_characters(
     return counts, [digest.hexdigest() for digest in hashes.values()]
 
 
-def _texts(chunks: Iterator[Chunk], settings: TextConfig) -> Iterator[str]:
+def text_pieces(chunks: Iterator[Chunk], settings: TextConfig) -> Iterator[str]:
     """Yield the text of chunks in pieces, with the boundaries of its documents."""
     files = decode(chunks, settings.encoding, settings.encoding_errors)
     return mark_documents(files, settings.documents)

@@ -69,11 +69,7 @@ class Source:
 
 
 def text_in_memory(content: str) -> Source:
-    """Return a source that holds the text itself.
-
-    Raises:
-        TextError: it holds lone surrogates.
-    """
+    """Return a source that holds the text itself, or raise TextError at a lone surrogate."""
     try:
         return Source("text in memory", stream=io.BytesIO(content.encode()))
     except UnicodeEncodeError as error:
@@ -86,12 +82,7 @@ def text_in_memory(content: str) -> Source:
 def find_source(path: str | None, suffixes: tuple[str, ...]) -> Source:
     """Return the source at a path: a file, folder, glob, `-`, or None for the built-in text.
 
-    Args:
-        path: as `text.path`.
-        suffixes: endings of a folder's files.
-
-    Raises:
-        TextError: there is nothing to read there.
+    `suffixes` are the endings of a folder's files. A TextError says why nothing can be read.
     """
     if path is None:
         return Source(BUILT_IN, stream=io.BytesIO(built_in_text().encode()))
@@ -215,11 +206,7 @@ def _explained(path: str) -> Iterator[None]:
 
 
 def copy_stdin(write: Callable[[bytes], object], max_bytes: int = MAX_TEXT_BYTES) -> None:
-    """Copy standard input to a file, since a pipe cannot be read twice.
-
-    Raises:
-        TextError: it is closed, or larger than `max_bytes`.
-    """
+    """Copy standard input, which can be read only once; TextError if it is closed or too large."""
     if sys.stdin is None:
         raise TextError("standard input is closed; pipe a text in, or name a file")
     size = 0

@@ -132,11 +132,8 @@ class CharTokenizer:
     ) -> Self:
         """Return the tokenizer of a text that has `counts[c]` characters of code point c.
 
-        The other arguments are those of `fit`, and characters that are never rare: the boundary,
-        and others whether the text has them or not.
-
-        Raises:
-            TextError: as `fit` does.
+        The other arguments and errors are those of `fit`, and characters that are never rare: the
+        boundary, and others whether the text has them or not.
         """
         present = np.flatnonzero(counts)
         is_known = counts >= (1 if rare == "keep" else max(1, min_count))
@@ -341,12 +338,10 @@ class CharTokenizer:
         """
         try:
             text = read_regular(Path(path), MAX_JSON_BYTES).decode()
-        except OSError as error:
-            raise _unusable(path, error.strerror or str(error)) from None
         except UnicodeDecodeError:
             raise _unusable(path, "it is not UTF-8") from None
-        except ValueError as error:
-            raise _unusable(path, str(error)) from None
+        except (OSError, ValueError) as error:
+            raise _unusable(path, getattr(error, "strerror", None) or str(error)) from None
         return cls.from_json(text, str(path))
 
     def __repr__(self) -> str:
@@ -374,11 +369,7 @@ def _is_surrogate(codes: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
 
 
 def choose_min_count(counts: Counts) -> int:
-    """Return the count from which a character is worth a place in the vocabulary.
-
-    Args:
-        counts: number of occurrences of each code point.
-    """
+    """Return `min_count` for a text with these counts of the code points."""
     present = counts[counts > 0]
     if present.size <= MAX_KEPT:
         return 1
