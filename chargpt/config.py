@@ -99,7 +99,10 @@ class TextConfig(Section):
     @classmethod
     def split_suffixes(cls, suffixes: tuple[str, ...]) -> tuple[str, ...]:
         """Accept `.py,.md` and `.py .md` as two suffixes."""
-        return tuple(suffix for each in suffixes for suffix in re.split(r"[,\s]+", each) if suffix)
+        split = tuple(suffix for each in suffixes for suffix in re.split(r"[,\s]+", each) if suffix)
+        if not split:
+            raise ValueError("expected an ending of file names, such as .txt")
+        return split
 
     documents: str | None = None
     """For a text made of items, such as names or poems: `lines`, `files`, or what separates them.

@@ -224,6 +224,7 @@ def test_all_errors_are_reported_at_once_with_their_lines(write) -> None:
         ("text.path", "5"),
         ("text.suffixes", "5"),
         ("text.suffixes", "[1]"),
+        ("text.suffixes", "[]"),
         ("text.encoding", "2024-01-01x: 1"),
         ("seed", "0x" + "f" * 5000),
         ("seed", "9" * 5000),

@@ -404,6 +404,7 @@ def test_a_hostile_mixture_does_not_end_a_training(run_of: Path, tmp_path: Path)
 
 def test_the_mixture_samples_scores_and_compresses_better(run_of: Path, cli: Cli) -> None:
     mixed = with_mixture(chargpt.load_run(run_of, device="cpu"))
+    assert with_mixture(mixed) is mixed
     assert chargpt.sample(mixed, length=50, seed=3) == chargpt.sample(mixed, length=50, seed=3)
     sampled = json.loads(cli("sample", run_of, "--mixture", "--seed", 3, "-n", 50, "--json").stdout)
     assert sampled["samples"] == chargpt.sample(mixed, length=50, seed=3)

@@ -651,11 +651,22 @@ def test_a_step_that_cannot_be_saved_again_keeps_its_checkpoint(
             raise OSError(errno.EIO, "Input/output error")
         real(source, target)
 
+    run.keep(1)
     monkeypatch.setattr(os, "rename", rename)
     with pytest.raises(OSError, match="Input/output error"):
         save(run, 1, fill=0.25)
     saved, skipped = run.load("latest")
     assert (float(saved.model["head.weight"][0, 0]), skipped) == (0.5, [])
+    assert run.is_kept(1)
+    assert [path.name for path in run.checkpoints.iterdir() if path.is_dir()] == [folder.name]
+
+
+def test_a_checkpoint_is_no_run(run: RunFolder) -> None:
+    folder = save(run, 1)
+    assert list_runs(run.path) == []
+    for path in (run.checkpoints, folder):
+        with pytest.raises(RunError, match="there is no run in"):
+            open_run(path)
 
 
 def failing_read(*_: object) -> None:

@@ -35,7 +35,7 @@ MAX_JSON_BYTES = 64_000_000
 
 
 def commit(folder: Path, files: Mapping[str, Chunks], metadata: Mapping[str, object]) -> None:
-    """Write a directory atomically; if that fails (OSError), remove all of it.
+    """Write a directory atomically; if that fails (OSError), leave all as it was.
 
     Args:
         folder: the directory to make. One of that name is replaced; files in it that are not
@@ -69,6 +69,9 @@ def commit(folder: Path, files: Mapping[str, Chunks], metadata: Mapping[str, obj
                 os.rename(old, folder)
             raise
     except BaseException:
+        for name in set(entry_names(temporary)) - set(names):
+            with suppress(OSError):
+                os.rename(temporary / name, folder / name)
         remove(temporary, names)
         raise
     sync_directory(folder.parent)

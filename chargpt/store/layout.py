@@ -13,7 +13,7 @@ from pathlib import Path
 
 from chargpt.files import entry_names, exists, name_pattern, open_regular
 from chargpt.store.checkpoint import CONFIG, FILES, KEEP, MAX_TEXT_BYTES, TOKENIZER, UNFINISHED
-from chargpt.store.commit import NAME
+from chargpt.store.commit import MANIFEST, NAME
 from chargpt.text.tokenizer import FORMAT
 
 METRICS, CHECKPOINTS = "metrics.jsonl", "checkpoints"
@@ -41,6 +41,8 @@ RUN_PATHS = re.compile(  # of all that a run writes, relative to its folder
 def is_run(path: Path) -> bool:
     """Return whether a folder is a run, or raise OSError if it cannot be read."""
     names = entry_names(path)
+    if MANIFEST in names:  # a checkpoint
+        return False
     return (CONFIG in names and TOKENIZER in names) or has_checkpoint(path)
 
 

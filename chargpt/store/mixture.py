@@ -92,6 +92,8 @@ def with_mixture(run: Run | str | Path) -> Run:
         RunError: it has none, or that of another checkpoint, or the file is damaged.
     """
     run = as_run(run)
+    if isinstance(run.model, Mixture):
+        return run
     tokens, gate = read_mixture(run)
     assert isinstance(run.model, GPT)
     mixture = Mixture(run.model, tokens, word_tokens(run.tokenizer))
@@ -104,7 +106,7 @@ def read_mixture(run: Run) -> tuple[Tokens, Gate]:
     path = run.folder / MIXTURE
     if not has_mixture(run) or not isinstance(run.model, GPT):
         raise RunError(
-            f"{run.folder} has no mixture with n-gram counts; train a run with a --budget, or with "
+            f"{run.folder} has no mixture with n-gram models; train a run with a --budget, or with "
             "-s text.tune_characters=20000, to its end"
         )
     try:
