@@ -226,11 +226,7 @@ def explain_mask(subject: Subject) -> Section:
         ["character", "value", "output"],
         [[c, components(v[i]), components(outputs[i])] for i, c in enumerate(characters)],
     )
-    data = {
-        "weights": weights.tolist(),
-        "outputs": outputs.tolist(),
-        "future_without_mask": future,
-    }
+    data = {"weights": weights.tolist(), "outputs": outputs.tolist(), "future_without_mask": future}
     figures = {"weights": table, "outputs": vectors}
     last = " + ".join(f"{weight:.2f} v{j}" for j, weight in enumerate(weights[-1].tolist(), 1))
     return fill_template("mask", data, figures, future=future, last=last)

@@ -29,8 +29,7 @@ def evaluate(
         typer.Option("--split", help="Part of the run's text; val by default."),
     ] = None,
     protocol: Annotated[
-        Protocol,
-        typer.Option("--protocol", help="How the loss is measured."),
+        Protocol, typer.Option("--protocol", help="How the loss is measured.")
     ] = "full",
     stride: Annotated[
         int | None,
@@ -41,8 +40,7 @@ def evaluate(
     checkpoint: options.Checkpoint = "best",
     unknown: options.UnknownPolicy = None,
     mixture: Annotated[
-        bool,
-        typer.Option("--mixture/--no-mixture", help="Also measure the run's mixture, if any."),
+        bool, typer.Option("--mixture/--no-mixture", help="Also measure the run's mixture, if any.")
     ] = True,
     json_: options.Json = False,
     device: options.Device = None,

@@ -70,13 +70,11 @@ Checkpoint = Annotated[
 UnknownPolicy = Annotated[
     Unknown | None,
     typer.Option(
-        "--unknown",
-        help="What to do with characters outside the vocabulary; error by default.",
+        "--unknown", help="What to do with characters outside the vocabulary; error by default."
     ),
 ]
 Mixture = Annotated[
-    bool,
-    typer.Option("--mixture", help="Use the mixture of the GPT with n-gram counts."),
+    bool, typer.Option("--mixture", help="Use the mixture of the GPT with n-gram counts.")
 ]
 Adaptive = Annotated[
     bool,

@@ -36,8 +36,7 @@ def runs(
     if not found:
         raise RunError(f"there is no run in {folder}; train one with `chargpt train`")
     tables.table(
-        ["run", "text", "size", "progress", "nats", "saved"],
-        [cells(run, folder) for run in found],
+        ["run", "text", "size", "progress", "nats", "saved"], [cells(run, folder) for run in found]
     )
     console.out_sentence(
         "size: parameters; nats: the lowest validation loss per character. Newest first."

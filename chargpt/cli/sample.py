@@ -10,12 +10,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from chargpt.analysis.memorization import (
-    MIN_MATCH,
-    OverlapReport,
-    find_items,
-    measure_overlap,
-)
+from chargpt.analysis.memorization import MIN_MATCH, OverlapReport, find_items, measure_overlap
 from chargpt.cli import console, options, runs, tables
 from chargpt.cli.interactive import interact
 from chargpt.cli.progress import show_progress
@@ -109,8 +104,7 @@ def sample(
         ),
     ] = None,
     interactive: Annotated[
-        bool,
-        typer.Option("--interactive", "-i", help="Continue what you type, until Ctrl-D."),
+        bool, typer.Option("--interactive", "-i", help="Continue what you type, until Ctrl-D.")
     ] = False,
     check: Annotated[
         bool, typer.Option("--check", help="Mark verbatim matches with the training split.")
@@ -267,9 +261,7 @@ def sample_config(config: Config, given: Mapping[str, Any]) -> Config:
         return config.with_values(changes)
     except ConfigError as error:  # name the options instead of the settings
         name = re.sub(
-            r"\bsample\.(\w+)",
-            lambda found: "--" + found[1].replace("_", "-"),
-            str(error),
+            r"\bsample\.(\w+)", lambda found: "--" + found[1].replace("_", "-"), str(error)
         )
         raise ConfigError(name) from None
 

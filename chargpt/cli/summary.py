@@ -146,8 +146,7 @@ def print_result(
     """Print losses beside those of the baselines, the summary, and the next commands."""
     state, config = session.trainer.state, session.trainer.config
     tables.table(
-        ["model", "split", "nats/char", "bits/char", "perplexity"],
-        scores.rows(config.model.kind),
+        ["model", "split", "nats/char", "bits/char", "perplexity"], scores.rows(config.model.kind)
     )
     for sentence in (f"Losses on {scores.scored}.", *sentences):
         console.out_sentence(sentence)

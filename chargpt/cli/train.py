@@ -74,11 +74,7 @@ def train(
         text=text,
         config=config,
         overrides=options.overrides(
-            set_,
-            seed=seed,
-            encoding=encoding,
-            encoding_errors=encoding_errors,
-            from_run=from_,
+            set_, seed=seed, encoding=encoding, encoding_errors=encoding_errors, from_run=from_
         ),
         budget=budget,
         out=out,
