@@ -36,7 +36,7 @@ def config(
         str | None, typer.Argument(help="A setting, or a section such as train; all by default.")
     ] = None,
     run: Annotated[
-        Path | None, typer.Option("--run", metavar="RUN", help="Show the values of a run.")
+        Path | None, typer.Option(metavar="RUN", help="Show the values of a run.")
     ] = None,
     config_: Annotated[
         str | None,

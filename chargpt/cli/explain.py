@@ -33,15 +33,13 @@ def explain(
         ),
     ] = None,
     section: Annotated[
-        list[str] | None,
-        typer.Option("--section", metavar="NAME", help="One section; may be repeated."),
+        list[str] | None, typer.Option(metavar="NAME", help="One section; may be repeated.")
     ] = None,
     html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write the sections as a page.")
+        Path | None, typer.Option(metavar="FILE", help="Write the sections as a page.")
     ] = None,
     plot: Annotated[
-        Path | None,
-        typer.Option("--plot", metavar="FILE", help="Draw the attention of a run: .svg or .png."),
+        Path | None, typer.Option(metavar="FILE", help="Draw the attention of a run: .svg or .png.")
     ] = None,
     checkpoint: options.Checkpoint = "best",
     json_: options.Json = False,

@@ -47,9 +47,7 @@ def hf(
 def gguf(
     run: options.RunPath,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write.")],
-    precision: Annotated[
-        Precision, typer.Option("--precision", help="Precision of the matrices.")
-    ] = "f32",
+    precision: Annotated[Precision, typer.Option(help="Precision of the matrices.")] = "f32",
     checkpoint: options.Checkpoint = "best",
     force: Force = False,
 ) -> None:

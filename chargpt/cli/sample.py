@@ -33,8 +33,7 @@ def sample(
         str | None, typer.Option("-p", "--prompt", metavar="TEXT", help="Start of the text.")
     ] = None,
     prompt_file: Annotated[
-        str | None,
-        typer.Option("--prompt-file", metavar="FILE", help="The prompt, in a file; - for stdin."),
+        str | None, typer.Option(metavar="FILE", help="The prompt, in a file; - for stdin.")
     ] = None,
     length: Annotated[
         int | None,
@@ -49,7 +48,6 @@ def sample(
     temperature: Annotated[
         float | None,
         typer.Option(
-            "--temperature",
             metavar="T",
             min=0,
             help=f"0: always the most likely character; {DEFAULTS.temperature} by default.",
@@ -57,50 +55,36 @@ def sample(
     ] = None,
     top_k: Annotated[
         int | None,
-        typer.Option(
-            "--top-k", metavar="K", min=1, help="Sample from the k most likely characters."
-        ),
+        typer.Option(metavar="K", min=1, help="Sample from the k most likely characters."),
     ] = None,
     top_p: Annotated[
         float | None,
         typer.Option(
-            "--top-p",
-            metavar="P",
-            help="Sample from the fewest most likely with total probability p or more.",
+            metavar="P", help="Sample from the fewest most likely with total probability p or more."
         ),
     ] = None,
     min_p: Annotated[
         float | None,
         typer.Option(
-            "--min-p",
-            metavar="P",
-            help="Sample from those with at least p times the highest probability.",
+            metavar="P", help="Sample from those with at least p times the highest probability."
         ),
     ] = None,
     num_samples: Annotated[
         int | None,
         typer.Option(
-            "--num-samples",
-            metavar="N",
-            min=1,
-            help=f"Number of texts; {DEFAULTS.num_samples} by default.",
+            metavar="N", min=1, help=f"Number of texts; {DEFAULTS.num_samples} by default."
         ),
     ] = None,
     seed: Annotated[
         int | None,
         typer.Option(
-            "--seed",
-            metavar="N",
-            min=0,
-            help="The same seed gives the same text; random by default.",
+            metavar="N", min=0, help="The same seed gives the same text; random by default."
         ),
     ] = None,
     stop: Annotated[
         list[str] | None,
         typer.Option(
-            "--stop",
-            metavar="TEXT",
-            help="End before this text (\\n: a line end); may be repeated.",
+            metavar="TEXT", help="End before this text (\\n: a line end); may be repeated."
         ),
     ] = None,
     interactive: Annotated[

@@ -36,7 +36,6 @@ def train(
     budget: Annotated[
         str | None,
         typer.Option(
-            "--budget",
             metavar="TIME",
             help="Total time, as in 30s, 3m or 1h: model size and steps are chosen to fit. "
             f"Without -c and settings of model or training: {DEFAULT_BUDGET}.",
