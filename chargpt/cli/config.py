@@ -78,16 +78,12 @@ def config(
         console.say("these are the defaults; -c gpt shows what `chargpt train` starts from")
 
 
-def settings(values: Config) -> Iterator[Setting]:
+def settings(values: Section, defaults: Section = Config(), prefix: str = "") -> Iterator[Setting]:
     """Yield all settings in the order of the YAML file, with the values of a config."""
-    yield from _settings_of("", values, Config())
-
-
-def _settings_of(prefix: str, values: Section, defaults: Section) -> Iterator[Setting]:
     for name, field in type(values).model_fields.items():
         value, default = getattr(values, name), getattr(defaults, name)
         if isinstance(value, Section):
-            yield from _settings_of(f"{name}.", value, default)
+            yield from settings(value, default, f"{name}.")
         else:
             meaning = " ".join((field.description or "").split())
             yield Setting(f"{prefix}{name}", describe_type(field), default, value, meaning)

@@ -91,11 +91,7 @@ class OutputClosed(BaseException):
 
 
 def out(text: str, end: str = "\n") -> None:
-    """Print results on stdout, without control characters.
-
-    Raises:
-        OutputClosed: nobody reads it.
-    """
+    """Print results on stdout, without control characters."""
     write_out(printable(text) + end)
 
 
@@ -103,7 +99,6 @@ def out_text(text: str, end: str = "") -> None:
     """Print a generated text on stdout: as it is for a file, and printable for a terminal.
 
     Raises:
-        OutputClosed: nobody reads it.
         TextError: the encoding of stdout, which is no terminal, lacks a character.
     """
     if sys.stdout.isatty():

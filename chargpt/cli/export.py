@@ -101,11 +101,7 @@ def load(path: Path | None, checkpoint: str) -> Run:
 
 
 def write(export: Callable[[Run, Path], Check], run: Run, path: Path) -> None:
-    """Export a run's GPT to a path; print the path and the result of the check.
-
-    Raises:
-        ConfigError: the path cannot be written.
-    """
+    """Export a run's GPT to a path; print the path and the result of the check."""
     try:
         check = export(run, path)
     except BrokenPipeError:  # nobody reads: that is no error

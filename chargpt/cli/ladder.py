@@ -22,11 +22,7 @@ MAX_SAMPLE = 150  # characters of a rung's sample
 def compare_rungs(
     settings: Config, out: Path | None, n_seeds: int, plot: Path | None, *, json_: bool
 ) -> None:
-    """Train the rungs with progress bars, draw them, and print the table or the JSON.
-
-    Raises:
-        ChargptError: the text, a setting or the folder is unusable.
-    """
+    """Train the rungs with progress bars, draw them, and print the table or the JSON."""
     corpus = load_corpus(settings.text, progress=LoadingProgress())
 
     def run_trainer(name: str, trainer: Trainer) -> None:

@@ -64,11 +64,7 @@ class StepView:
         self.has_reported_disk_error = disk_error is not None
 
     def end(self) -> None:
-        """End the command if a signal came.
-
-        Raises:
-            Stopped: one did.
-        """
+        """End the command, by raising `Stopped`, if a signal came."""
         trainer = self.trainer
         # another rank's signal stops this one too; from here on a signal changes nothing
         default = signal.SIGTERM if trainer.stopped_by == "request" else None
@@ -122,10 +118,6 @@ def run_steps(
 
     Returns:
         The baselines of the text, on rank 0.
-
-    Raises:
-        WorkError: the last checkpoint could not be written.
-        Stopped: a signal came.
     """
     view = StepView(trainer, folder, signals)
     try:

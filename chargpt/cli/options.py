@@ -75,11 +75,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
 def reject(given: Mapping[str, object], cause: str) -> None:
-    """Reject options that do not apply, those of `given` that have a value, for a cause.
-
-    Raises:
-        ConfigError: there is one.
-    """
+    """Reject options that do not apply, those of `given` that have a value, for a cause."""
     for name, value in given.items():
         if value not in (None, [], ()):
             raise ConfigError(f"{name} {cause}; drop it")

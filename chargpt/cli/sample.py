@@ -167,11 +167,7 @@ def sample(
 
 
 def readable_prompt(run: Run, prompt: str, unknown: Unknown) -> str:
-    """Return a prompt as the model reads it; say what it does not read.
-
-    Raises:
-        UnknownCharacterError: it contains unknown characters and `unknown` is `error`.
-    """
+    """Return a prompt as the model reads it; say what it does not read."""
     tokenizer = run.tokenizer
     tokens = tokenizer.encode(prompt, unknown=unknown)
     console.say_unknown(tokenizer.count_unknown(prompt), unknown)
@@ -195,12 +191,7 @@ def print_samples(
 ) -> None:
     """Print texts with their verbatim matches marked, and what was found.
 
-    Args:
-        run: its model sampled the texts.
-        texts: each begins with the prompt.
-        n_prompt: length of the prompt.
-        overlap: of the rest of the texts with the training split, if it was measured.
-        copied: those texts that are whole documents of the training split.
+    `copied` are those texts that are whole documents of the training split.
     """
     boundary = run.tokenizer.boundary
     for number, text in enumerate(texts, 1):
@@ -231,11 +222,7 @@ def print_samples(
 
 
 def sample_config(config: Config, given: Mapping[str, Any]) -> Config:
-    """Return the run's config with the given sampling settings.
-
-    Raises:
-        ConfigError: a setting is out of its range.
-    """
+    """Return the run's config with the given sampling settings."""
     changes = {
         f"sample.{name}": given[name]
         for name in SampleConfig.model_fields

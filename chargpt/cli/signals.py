@@ -38,11 +38,7 @@ class Signals:
         self.terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
     def handle(self, number: int, _frame: object) -> None:
-        """Record a signal; unless signals are deferred, or at a second INT, stop at once.
-
-        Raises:
-            Stopped: at once.
-        """
+        """Record a signal; unless signals are deferred, or at a second INT, raise `Stopped`."""
         if number == getattr(signal, "SIGHUP", None):  # the terminal is gone: writing would fail
             for terminal in self.terminals:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), terminal)

@@ -160,12 +160,10 @@ def print_result(
     console.out_sentence(f"trained {state.step:,} steps in {seconds}{earlier}; {best_step}")
     path = shlex.quote(str(session.folder.path))
     more = f" -s train.max_steps={2 * state.step}" if session.trainer.finished else ""
-    sample = f"chargpt sample {path}{' --mixture' if scores.mixture_gain else ''}"
-    commands = [
-        sample,
-        f"chargpt evaluate {path}",
-        *([] if has_report else [f"chargpt report {path}"]),
-    ]
+    mixture = " --mixture" if scores.mixture_gain else ""
+    commands = [f"chargpt sample {path}{mixture}", f"chargpt evaluate {path}"]
+    if not has_report:
+        commands.append(f"chargpt report {path}")
     if not (more and state.best_step != state.step):  # more steps would only over-fit
         commands.append(f"chargpt train --resume {path}{more}")
     lines = [f"the run is in {path}; next:", *(f"  {command}" for command in commands)]

@@ -112,11 +112,7 @@ def train(
 
 
 def start_mode(text: str | None, out: Path | None, *, resume: bool, force: bool) -> StartMode:
-    """Return what --resume and --force ask for.
-
-    Raises:
-        ConfigError: both were given.
-    """
+    """Return what --resume and --force ask for."""
     if resume and force:
         raise ConfigError("--resume continues a run and --force replaces it; give one of them")
     if resume:
