@@ -125,11 +125,10 @@ def measure_overlap(
             start = max(0, round((len(val) - len(tokens)) * fraction))
             compared.append(val[start:][: len(tokens)])
     tokenized = [*generated, *compared]
+    overlaps = find_overlap(training, tokenized, on_progress)
     found = [
         _in_characters(overlap, tokens, training, corpus.tokenizer)
-        for overlap, tokens in zip(
-            find_overlap(training, tokenized, on_progress), tokenized, strict=True
-        )
+        for overlap, tokens in zip(overlaps, tokenized, strict=True)
     ]
     return OverlapReport(found[: len(generated)], found[len(generated) :])
 

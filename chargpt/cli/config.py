@@ -69,9 +69,8 @@ def config(
         console.out_json([asdict(setting) for setting in found])
         return
     for setting in found:
-        default = (
-            "" if setting.value == setting.default else f"default {in_yaml(setting.default)}; "
-        )
+        is_default = setting.value == setting.default
+        default = "" if is_default else f"default {in_yaml(setting.default)}; "
         console.out(f"{setting.key} = {in_yaml(setting.value)}   ({default}{setting.type})")
         console.out_sentence(setting.meaning, indent="    ")
     if key is None and run is None and config_ is None:

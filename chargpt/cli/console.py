@@ -20,8 +20,6 @@ SPARKS = "▁▂▃▄▅▆▇█"
 KEPT = "\n\t\N{SOFT HYPHEN}\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}\N{WORD JOINER}"
 
 started = time.perf_counter()  # when the command began; `run` sets it
-
-
 has_ranks = False  # whether the command is one that `torchrun` starts; `run` sets it
 
 

@@ -36,8 +36,7 @@ def compare_rungs(
     picture = plot or folder / "ladder.svg"
     save_picture(plots.ladder(ladder), picture)
     if json_:
-        report = {**ladder.as_dict(), "picture": str(picture)}
-        console.out_json(report)
+        console.out_json({**ladder.as_dict(), "picture": str(picture)})
         return
     print_ladder(ladder)
     console.out(f"picture: {picture}")

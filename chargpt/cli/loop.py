@@ -19,17 +19,12 @@ MIN_SPARKLINE_COLUMNS = 100  # of the terminal
 
 
 class StepView:
-    """Shows the steps of one trainer and stops it at a signal.
-
-    Attributes:
-        baselines: of the text; None on other ranks than 0.
-        baseline_losses: in nats per character, on the characters that training validates on.
-    """
+    """Shows the steps of one trainer and stops it at a signal."""
 
     def __init__(self, trainer: Trainer, folder: RunFolder, signals: Signals) -> None:
         self.trainer, self.folder, self.signals = trainer, folder, signals
-        self.baselines: Baselines | None = None
-        self.baseline_losses: dict[str, float] = {}
+        self.baselines: Baselines | None = None  # of the text; None on other ranks than 0
+        self.baseline_losses: dict[str, float] = {}  # on what training validates on
         if trainer.group.is_main:
             config = trainer.config
             self.baselines = Baselines(trainer.corpus, trainer.learner.fitted_ngram)
@@ -116,8 +111,7 @@ def run_steps(
 ) -> Baselines | None:
     """Run all steps with a progress bar; a signal saves the run and ends the command.
 
-    Returns:
-        The baselines of the text, on rank 0.
+    Returns the baselines of the text, on rank 0.
     """
     view = StepView(trainer, folder, signals)
     try:

@@ -12,15 +12,11 @@ NAMES = ("SIGINT", "SIGTERM", "SIGHUP")
 
 
 class Stopped(BaseException):
-    """A signal has ended the command; its number decides the exit code.
-
-    Attributes:
-        is_said: whether a message has said so.
-    """
+    """A signal has ended the command; its number decides the exit code."""
 
     def __init__(self, number: int, *, is_said: bool = False) -> None:
         super().__init__(number)
-        self.number, self.is_said = number, is_said
+        self.number, self.is_said = number, is_said  # is_said: whether a message has said so
 
 
 class Signals:
