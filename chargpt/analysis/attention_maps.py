@@ -54,9 +54,8 @@ def describe_heads(weights: Weights) -> list[str]:
     for number, head in enumerate(weights, 1):
         fractions = [float(head[distance == d].mean()) for d in considered]
         best = int(np.argmax(fractions))
-        target = {0: "its own position", 1: "the previous character"}.get(
-            best, f"{best} characters back"
-        )
+        names = {0: "its own position", 1: "the previous character"}
+        target = names.get(best, f"{best} characters back")
         verb = "attends to" if fractions[best] >= 0.5 else "is spread out, most on"
         sentences.append(f"head {number} {verb} {target} ({fractions[best]:.0%})")
     return sentences

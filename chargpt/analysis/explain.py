@@ -138,8 +138,11 @@ def explain(subject: Subject, names: Sequence[str] = ()) -> list[Section]:
 def fill_template(
     name: str, data: dict[str, Any], figures: Mapping[str, Figure], **values: object
 ) -> Section:
-    """Return a section from its template: a title, then paragraphs and `[figure]` references."""
-    text = templates.get_template(f"{name}.txt").render(values)
+    """Return a section from its template: a title, then paragraphs and `[figure]` references.
+
+    The template reads the section's data and further values.
+    """
+    text = templates.get_template(f"{name}.txt").render(data | values)
     title, *paragraphs = (part.strip() for part in text.split("\n\n") if part.strip())
     by_reference = {f"[{key}]": figure for key, figure in figures.items()}
     parts = [by_reference.get(paragraph, paragraph) for paragraph in paragraphs]
@@ -165,13 +168,10 @@ def explain_averaging(subject: Subject) -> Section:
     caption = "mean of each position and all earlier ones"
     table = value_table(caption, ["after", *distinct], characters, means)
     rows = average_by_loop(notebook)[0, :3].tolist()
-    data = {"largest_difference": gaps, "notebook_means": rows}
     return fill_template(
         "averaging",
-        data,
+        {"largest_difference": gaps, "notebook_means": rows},
         {"means": table},
-        gaps=gaps,
-        notebook=rows,
         shown=len(characters),
         line=quoted(subject.line),
         is_trained=subject.run is not None,
@@ -200,7 +200,6 @@ def explain_queries(subject: Subject) -> Section:
         "queries",
         {"head_size": size, "scores": scores.tolist(), "line": subject.line},
         {"vectors": vectors, "scores": table},
-        size=size,
         scaled=scaled,
         root=math.sqrt(size),
         is_trained=subject.run is not None,
@@ -226,14 +225,10 @@ def explain_mask(subject: Subject) -> Section:
         ["character", "value", "output"],
         [[c, components(v[i]), components(outputs[i])] for i, c in enumerate(characters)],
     )
-    data = {
-        "weights": weights.tolist(),
-        "outputs": outputs.tolist(),
-        "future_without_mask": future,
-    }
+    data = {"weights": weights.tolist(), "outputs": outputs.tolist(), "future_without_mask": future}
     figures = {"weights": table, "outputs": vectors}
     last = " + ".join(f"{weight:.2f} v{j}" for j, weight in enumerate(weights[-1].tolist(), 1))
-    return fill_template("mask", data, figures, future=future, last=last)
+    return fill_template("mask", data, figures, last=last)
 
 
 def explain_scaling(subject: Subject) -> Section:
@@ -266,11 +261,7 @@ def explain_scaling(subject: Subject) -> Section:
         "scaling",
         data,
         {"variances": table},
-        notebook=notebook,
-        inputs=", ".join(f"{score:g}" for score in SCORES),
-        five=four_decimals(five),
-        eight=four_decimals(eight),
-        own=own,
+        inputs=SCORES,
         size=q.size(-1),
         qk_norm=isinstance(subject.model, GPT) and subject.model.config.qk_norm,
     )
@@ -282,11 +273,12 @@ def explain_attention(subject: Subject) -> Section:
         return fill_template("attention", {}, {}, heads=[])
     layers = attention_maps(subject.model, subject.ids)
     heads = describe_layers(layers)
-    untrained: list[str] = []
+    data: dict[str, Any] = {"line": subject.line, "heads": heads, "untrained_heads": []}
     if has_previous_token_init(subject.model) and subject.run.config.train.from_run is None:
         torch.manual_seed(subject.run.config.seed)
         fresh = GPT(subject.model.config, subject.corpus.tokenizer.vocab_size)
-        untrained = describe_layers(attention_maps(fresh, subject.ids)[:PREVIOUS_TOKEN_LAYERS])
+        first_layers = attention_maps(fresh, subject.ids)[:PREVIOUS_TOKEN_LAYERS]
+        data["untrained_heads"] = describe_layers(first_layers)
     titles = [
         f"layer {layer}, head {head}"
         for layer, weights in enumerate(layers, 1)
@@ -294,11 +286,7 @@ def explain_attention(subject: Subject) -> Section:
     ]
     caption = "a row per query, a column per key; the stronger the colour, the larger the weight"
     maps = Maps(caption, subject.line, np.concatenate(layers), titles)
-    data = {"line": subject.line, "heads": heads, "untrained_heads": untrained}
-    figures = {"maps": maps}
-    return fill_template(
-        "attention", data, figures, heads=heads, untrained=untrained, line=quoted(subject.line)
-    )
+    return fill_template("attention", data, {"maps": maps}, line=quoted(subject.line))
 
 
 SECTIONS: dict[str, Callable[[Subject], Section]] = {
@@ -371,8 +359,3 @@ def value_table(
         for character, row in zip(characters, values.tolist(), strict=True)
     ]
     return Table(caption, columns, rows)
-
-
-def four_decimals(values: Sequence[float]) -> str:
-    """Return numbers as the notebooks print them."""
-    return ", ".join(f"{value:.4f}" for value in values)

@@ -51,14 +51,11 @@ def may_lack_glyph(character: str) -> bool:
 def choose_fonts(characters: set[str], fonts: "Iterable[FontEntry]") -> dict[str, set[str]]:
     """Return families that together have as many of the characters as any, and what each adds."""
     found: dict[str, set[str]] = {}
-    paths = set()
     for font in sorted(fonts, key=lambda font: (font.style != "normal", font.weight != 400)):
         is_placeholder = "lastresort" in font.name.replace(" ", "").lower()
-        if font.fname in paths or is_placeholder:
+        if font.name in found or is_placeholder:
             continue
-        paths.add(font.fname)
-        if font.name not in found:
-            found[font.name] = found_in(font.fname, characters)
+        found[font.name] = found_in(font.fname, characters)
         if found[font.name] == characters:
             break
     chosen = {}

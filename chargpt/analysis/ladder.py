@@ -20,13 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from chargpt.analysis.compare import (
-    MAX_CHARACTERS,
-    SAMPLE,
-    RunTrainer,
-    model_settings,
-    train_run,
-)
+from chargpt.analysis.compare import MAX_CHARACTERS, SAMPLE, RunTrainer, model_settings, train_run
 from chargpt.config import Config
 from chargpt.errors import ConfigError
 from chargpt.inference.baselines import Baselines, fit_ngram

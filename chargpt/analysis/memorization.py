@@ -125,11 +125,10 @@ def measure_overlap(
             start = max(0, round((len(val) - len(tokens)) * fraction))
             compared.append(val[start:][: len(tokens)])
     tokenized = [*generated, *compared]
+    overlaps = find_overlap(training, tokenized, on_progress)
     found = [
         _in_characters(overlap, tokens, training, corpus.tokenizer)
-        for overlap, tokens in zip(
-            find_overlap(training, tokenized, on_progress), tokenized, strict=True
-        )
+        for overlap, tokens in zip(overlaps, tokenized, strict=True)
     ]
     return OverlapReport(found[: len(generated)], found[len(generated) :])
 
@@ -207,17 +206,14 @@ class _NGramTable:
         self.positions.append((ids[is_kept], positions[is_kept]))
         self.n_stored += np.bincount(ids, minlength=len(self.hashes))
 
-    def _ids_of(self, number: int) -> Positions:
+    def ids_of(self, number: int) -> Positions:
+        """Return the id of each n-gram of one text."""
         start = self.ends[number - 1] if number else 0
         return self.ids[start : self.ends[number]]
 
-    def occurrence(self, number: int) -> npt.NDArray[np.bool_]:
-        """Return for each n-gram of one text whether it occurs in the training split."""
-        return self.occurs[self._ids_of(number)]
-
     def pairs(self, number: int) -> tuple[Positions, Positions]:
         """Return starts in one text and in the training split of all equal n-grams."""
-        ids = self._ids_of(number)
+        ids = self.ids_of(number)
         if not self.positions:
             return ids[:0], ids[:0]
         stored_ids = np.concatenate([ids for ids, _ in self.positions])
@@ -232,7 +228,9 @@ class _NGramTable:
 
 
 def _overlap_of(training: Tokens, text: Tokens, number: int, tables: list[_NGramTable]) -> Overlap:
-    occurrence = {table.n: table.occurrence(number) for table in tables if table.n <= len(text)}
+    occurrence = {
+        table.n: table.occurs[table.ids_of(number)] for table in tables if table.n <= len(text)
+    }
     novel = {n: 1 - float(occurs.mean()) for n, occurs in occurrence.items()}
     covered = np.zeros(len(text) + 2, dtype=bool)
     for start in np.flatnonzero(occurrence.get(MIN_MATCH, np.zeros(0, dtype=bool))).tolist():

@@ -239,11 +239,10 @@ def inline_heads(
     weights: "npt.NDArray[np.float32]", text: str, titles: Sequence[str], name: str
 ) -> list[Markup]:
     """Return the attention weights of heads as SVG for a page, one each, which a page can wrap."""
-    drawings = []
-    for number, title in enumerate(titles):
-        figure = attention(weights[number : number + 1], text, [title])
-        drawings.append(inline(figure, f"{name}-{number + 1}"))
-    return drawings
+    return [
+        inline(attention(weights[i : i + 1], text, [title]), f"{name}-{i + 1}")
+        for i, title in enumerate(titles)
+    ]
 
 
 def plain(name: str) -> str:

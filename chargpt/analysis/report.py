@@ -13,12 +13,7 @@ from typing import Any
 
 from chargpt import __version__
 from chargpt.analysis import memorization, plots, predictions
-from chargpt.analysis.attention_maps import (
-    MAX_LINE,
-    attention_maps,
-    describe_layers,
-    typical_line,
-)
+from chargpt.analysis.attention_maps import MAX_LINE, attention_maps, describe_layers, typical_line
 from chargpt.analysis.page import render
 from chargpt.analysis.passage import surprisal
 from chargpt.analysis.result import RunScores, score_run, summarize

@@ -40,8 +40,7 @@ def compare(
         typer.Argument(metavar="TEXT|RUN", help="A text to train on, or runs to compare."),
     ] = None,
     models: Annotated[
-        str | None,
-        typer.Option("--models", metavar="NAMES", help="Models to train; bigram,gpt by default."),
+        str | None, typer.Option(metavar="NAMES", help="Models to train; bigram,gpt by default.")
     ] = None,
     config: options.ConfigName = None,
     out: Annotated[
@@ -56,7 +55,6 @@ def compare(
     budget: Annotated[
         str | None,
         typer.Option(
-            "--budget",
             metavar="TIME",
             help="Total time, as in 30s or 3m: the gpt's size and all models' steps fit it.",
         ),
@@ -70,12 +68,10 @@ def compare(
     ] = False,
     seeds: Annotated[
         int,
-        typer.Option(
-            "--seeds", metavar="N", min=1, max=10, help="With --ladder: number of seeds per model."
-        ),
+        typer.Option(metavar="N", min=1, max=10, help="With --ladder: number of seeds per model."),
     ] = 1,
     plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="The picture: .svg or .png.")
+        Path | None, typer.Option(metavar="FILE", help="The picture: .svg or .png.")
     ] = None,
     json_: options.Json = False,
     seed: options.Seed = None,

@@ -119,11 +119,7 @@ def decompress(
 
 
 def read_input(path: Path, out: Path, *, force: bool) -> bytes:
-    """Return the content of a file, after checking that the output file can be written.
-
-    Raises:
-        ChargptError: a file is unusable.
-    """
+    """Return the content of a file, after checking that the output file can be written."""
     if str(out) != STDIN:
         if not out.parent.is_dir():
             raise ConfigError(f"there is no folder {out.parent}; create it, or name another file")

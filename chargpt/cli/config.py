@@ -36,7 +36,7 @@ def config(
         str | None, typer.Argument(help="A setting, or a section such as train; all by default.")
     ] = None,
     run: Annotated[
-        Path | None, typer.Option("--run", metavar="RUN", help="Show the values of a run.")
+        Path | None, typer.Option(metavar="RUN", help="Show the values of a run.")
     ] = None,
     config_: Annotated[
         str | None,
@@ -69,25 +69,20 @@ def config(
         console.out_json([asdict(setting) for setting in found])
         return
     for setting in found:
-        default = (
-            "" if setting.value == setting.default else f"default {in_yaml(setting.default)}; "
-        )
+        is_default = setting.value == setting.default
+        default = "" if is_default else f"default {in_yaml(setting.default)}; "
         console.out(f"{setting.key} = {in_yaml(setting.value)}   ({default}{setting.type})")
         console.out_sentence(setting.meaning, indent="    ")
     if key is None and run is None and config_ is None:
         console.say("these are the defaults; -c gpt shows what `chargpt train` starts from")
 
 
-def settings(values: Config) -> Iterator[Setting]:
+def settings(values: Section, defaults: Section = Config(), prefix: str = "") -> Iterator[Setting]:
     """Yield all settings in the order of the YAML file, with the values of a config."""
-    yield from _settings_of("", values, Config())
-
-
-def _settings_of(prefix: str, values: Section, defaults: Section) -> Iterator[Setting]:
     for name, field in type(values).model_fields.items():
         value, default = getattr(values, name), getattr(defaults, name)
         if isinstance(value, Section):
-            yield from _settings_of(f"{name}.", value, default)
+            yield from settings(value, default, f"{name}.")
         else:
             meaning = " ".join((field.description or "").split())
             yield Setting(f"{prefix}{name}", describe_type(field), default, value, meaning)

@@ -20,8 +20,6 @@ SPARKS = "▁▂▃▄▅▆▇█"
 KEPT = "\n\t\N{SOFT HYPHEN}\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}\N{WORD JOINER}"
 
 started = time.perf_counter()  # when the command began; `run` sets it
-
-
 has_ranks = False  # whether the command is one that `torchrun` starts; `run` sets it
 
 
@@ -91,11 +89,7 @@ class OutputClosed(BaseException):
 
 
 def out(text: str, end: str = "\n") -> None:
-    """Print results on stdout, without control characters.
-
-    Raises:
-        OutputClosed: nobody reads it.
-    """
+    """Print results on stdout, without control characters."""
     write_out(printable(text) + end)
 
 
@@ -103,7 +97,6 @@ def out_text(text: str, end: str = "") -> None:
     """Print a generated text on stdout: as it is for a file, and printable for a terminal.
 
     Raises:
-        OutputClosed: nobody reads it.
         TextError: the encoding of stdout, which is no terminal, lacks a character.
     """
     if sys.stdout.isatty():

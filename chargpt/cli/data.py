@@ -39,9 +39,9 @@ def list_() -> None:
 @app.command()
 def get(
     name: Annotated[str, typer.Argument(help="A name from `chargpt data list`.")],
-    to: Annotated[
-        Path, typer.Option("--to", metavar="FOLDER", help="Folder to write it to.")
-    ] = Path("data"),
+    to: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder to write it to.")] = Path(
+        "data"
+    ),
 ) -> None:
     """Fetch a named text and verify its checksum. Example: `chargpt data get tinyshakespeare`."""
     if name not in CATALOG:

@@ -22,27 +22,21 @@ from chargpt.store.run import Run
 def evaluate(
     run: options.RunOrNewest = None,
     text: Annotated[
-        Path | None, typer.Option("--text", metavar="FILE", help="Another text to measure on.")
+        Path | None, typer.Option(metavar="FILE", help="Another text to measure on.")
     ] = None,
     split: Annotated[
         Literal["train", "val", "test"] | None,
-        typer.Option("--split", help="Part of the run's text; val by default."),
+        typer.Option(help="Part of the run's text; val by default."),
     ] = None,
-    protocol: Annotated[
-        Protocol,
-        typer.Option("--protocol", help="How the loss is measured."),
-    ] = "full",
+    protocol: Annotated[Protocol, typer.Option(help="How the loss is measured.")] = "full",
     stride: Annotated[
         int | None,
-        typer.Option(
-            "--stride", metavar="N", min=1, help="Step of the sliding window; default half a block."
-        ),
+        typer.Option(metavar="N", min=1, help="Step of the sliding window; default half a block."),
     ] = None,
     checkpoint: options.Checkpoint = "best",
     unknown: options.UnknownPolicy = None,
     mixture: Annotated[
-        bool,
-        typer.Option("--mixture/--no-mixture", help="Also measure the run's mixture, if any."),
+        bool, typer.Option("--mixture/--no-mixture", help="Also measure the run's mixture, if any.")
     ] = True,
     json_: options.Json = False,
     device: options.Device = None,

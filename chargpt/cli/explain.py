@@ -11,7 +11,7 @@ import typer
 from chargpt import __version__
 from chargpt.analysis import explain as explanation
 from chargpt.analysis import plots
-from chargpt.analysis.explain import Figure, Maps, Section, Subject, Table, choose_subject
+from chargpt.analysis.explain import Maps, Section, Subject, Table, choose_subject
 from chargpt.analysis.page import render
 from chargpt.cli import console, options, runs, tables
 from chargpt.cli.pictures import save_picture
@@ -33,15 +33,13 @@ def explain(
         ),
     ] = None,
     section: Annotated[
-        list[str] | None,
-        typer.Option("--section", metavar="NAME", help="One section; may be repeated."),
+        list[str] | None, typer.Option(metavar="NAME", help="One section; may be repeated.")
     ] = None,
     html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write the sections as a page.")
+        Path | None, typer.Option(metavar="FILE", help="Write the sections as a page.")
     ] = None,
     plot: Annotated[
-        Path | None,
-        typer.Option("--plot", metavar="FILE", help="Draw the attention of a run: .svg or .png."),
+        Path | None, typer.Option(metavar="FILE", help="Draw the attention of a run: .svg or .png.")
     ] = None,
     checkpoint: options.Checkpoint = "best",
     json_: options.Json = False,
@@ -87,11 +85,7 @@ def explain(
 def find_subject(
     what: str | None, checkpoint: str, device: str | None, overrides: tuple[str, ...]
 ) -> Subject:
-    """Return what to explain: the run or text named, else the newest run, else a text.
-
-    Raises:
-        ChargptError: there is no such run or text.
-    """
+    """Return what to explain: the run or text named, else the newest run, else a text."""
     path = Path(what) if what else None
     if path is None:
         with suppress(RunError):
@@ -111,11 +105,7 @@ def find_subject(
 
 
 def save_plot(maps: list[Maps], path: Path) -> None:
-    """Draw the attention weights of a run.
-
-    Raises:
-        ConfigError: there are none.
-    """
+    """Draw the attention weights of a run."""
     if not maps:
         raise ConfigError(
             "--plot draws the attention of a trained gpt; name the run of one, and drop --section "
@@ -126,21 +116,13 @@ def save_plot(maps: list[Maps], path: Path) -> None:
 
 def write_sections(sections: list[Section], path: Path, name: str) -> None:
     """Write the sections as a page."""
-
-    def page_part(part: str | Figure) -> tuple[str, object]:
-        if isinstance(part, str):
-            return "paragraph", part
-        if isinstance(part, Table):
-            return "table", part
-        drawings = plots.inline_heads(part.weights, part.text, part.titles, "heads")
-        return "heads", {"drawings": drawings, "caption": part.caption}
-
-    pages = [
-        {"name": s.name, "title": s.title, "parts": [page_part(part) for part in s.parts]}
-        for s in sections
-    ]
-    title = f"Attention, on {name}"
-    page = render("explain.html", title=title, version=__version__, sections=pages)
+    page = render(
+        "explain.html",
+        title=f"Attention, on {name}",
+        version=__version__,
+        sections=sections,
+        inline_heads=plots.inline_heads,
+    )
     write_output(path, page.encode(errors="replace"))
 
 

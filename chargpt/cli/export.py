@@ -47,9 +47,7 @@ def hf(
 def gguf(
     run: options.RunPath,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write.")],
-    precision: Annotated[
-        Precision, typer.Option("--precision", help="Precision of the matrices.")
-    ] = "f32",
+    precision: Annotated[Precision, typer.Option(help="Precision of the matrices.")] = "f32",
     checkpoint: options.Checkpoint = "best",
     force: Force = False,
 ) -> None:
@@ -103,11 +101,7 @@ def load(path: Path | None, checkpoint: str) -> Run:
 
 
 def write(export: Callable[[Run, Path], Check], run: Run, path: Path) -> None:
-    """Export a run's GPT to a path; print the path and the result of the check.
-
-    Raises:
-        ConfigError: the path cannot be written.
-    """
+    """Export a run's GPT to a path; print the path and the result of the check."""
     try:
         check = export(run, path)
     except BrokenPipeError:  # nobody reads: that is no error

@@ -36,12 +36,9 @@ def hf(
 def nanogpt(
     checkpoint: Annotated[Path, typer.Argument(metavar="CKPT", help="Its ckpt.pt.")],
     out: Out,
-    meta: Annotated[
-        Path, typer.Option("--meta", metavar="FILE", help="Its meta.pkl, with the characters.")
-    ],
+    meta: Annotated[Path, typer.Option(metavar="FILE", help="Its meta.pkl, with the characters.")],
     text: Annotated[
-        Path | None,
-        typer.Option("--text", metavar="FILE", help="Its input.txt, to evaluate and explain on."),
+        Path | None, typer.Option(metavar="FILE", help="Its input.txt, to evaluate and explain on.")
     ] = None,
 ) -> None:
     """Import a checkpoint of nanoGPT; no code in it is run.

@@ -27,10 +27,7 @@ CHANGEABLE = ("temperature", "length", "top_k", "top_p", "min_p", "seed", "stop"
 def interact(run: Run, config: Config, unknown: Unknown | None) -> None:
     """Read lines from standard input until its end; print a continuation of each.
 
-    Args:
-        run: the model.
-        config: its `sample` section is used; a seed of null is a new seed for each text.
-        unknown: how characters outside the vocabulary are treated; as the run says by default.
+    A seed of null is a new seed for each text; without `unknown`, that of the config is used.
     """
     if sys.stdin is None:
         raise TextError("standard input is closed; type or pipe the prompts")

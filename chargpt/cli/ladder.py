@@ -22,11 +22,7 @@ MAX_SAMPLE = 150  # characters of a rung's sample
 def compare_rungs(
     settings: Config, out: Path | None, n_seeds: int, plot: Path | None, *, json_: bool
 ) -> None:
-    """Train the rungs with progress bars, draw them, and print the table or the JSON.
-
-    Raises:
-        ChargptError: the text, a setting or the folder is unusable.
-    """
+    """Train the rungs with progress bars, draw them, and print the table or the JSON."""
     corpus = load_corpus(settings.text, progress=LoadingProgress())
 
     def run_trainer(name: str, trainer: Trainer) -> None:
@@ -40,8 +36,7 @@ def compare_rungs(
     picture = plot or folder / "ladder.svg"
     save_picture(plots.ladder(ladder), picture)
     if json_:
-        report = {**ladder.as_dict(), "picture": str(picture)}
-        console.out_json(report)
+        console.out_json({**ladder.as_dict(), "picture": str(picture)})
         return
     print_ladder(ladder)
     console.out(f"picture: {picture}")

@@ -19,17 +19,12 @@ MIN_SPARKLINE_COLUMNS = 100  # of the terminal
 
 
 class StepView:
-    """Shows the steps of one trainer and stops it at a signal.
-
-    Attributes:
-        baselines: of the text; None on other ranks than 0.
-        baseline_losses: in nats per character, on the characters that training validates on.
-    """
+    """Shows the steps of one trainer and stops it at a signal."""
 
     def __init__(self, trainer: Trainer, folder: RunFolder, signals: Signals) -> None:
         self.trainer, self.folder, self.signals = trainer, folder, signals
-        self.baselines: Baselines | None = None
-        self.baseline_losses: dict[str, float] = {}
+        self.baselines: Baselines | None = None  # of the text; None on other ranks than 0
+        self.baseline_losses: dict[str, float] = {}  # on what training validates on
         if trainer.group.is_main:
             config = trainer.config
             self.baselines = Baselines(trainer.corpus, trainer.learner.fitted_ngram)
@@ -64,11 +59,7 @@ class StepView:
         self.has_reported_disk_error = disk_error is not None
 
     def end(self) -> None:
-        """End the command if a signal came.
-
-        Raises:
-            Stopped: one did.
-        """
+        """End the command, by raising `Stopped`, if a signal came."""
         trainer = self.trainer
         # another rank's signal stops this one too; from here on a signal changes nothing
         default = signal.SIGTERM if trainer.stopped_by == "request" else None
@@ -120,12 +111,7 @@ def run_steps(
 ) -> Baselines | None:
     """Run all steps with a progress bar; a signal saves the run and ends the command.
 
-    Returns:
-        The baselines of the text, on rank 0.
-
-    Raises:
-        WorkError: the last checkpoint could not be written.
-        Stopped: a signal came.
+    Returns the baselines of the text, on rank 0.
     """
     view = StepView(trainer, folder, signals)
     try:

@@ -13,10 +13,7 @@ from chargpt.yaml_reader import to_yaml
 Seed = Annotated[
     int | None,
     typer.Option(
-        "--seed",
-        metavar="N",
-        min=0,
-        help="Seed of initial weights, batches and dropout; 1337 by default.",
+        metavar="N", min=0, help="Seed of initial weights, batches and dropout; 1337 by default."
     ),
 ]
 RunPath = Annotated[Path, typer.Argument(help="The run's folder.")]
@@ -44,15 +41,12 @@ ConfigName = Annotated[
 Device = Annotated[
     str | None,
     typer.Option(
-        "--device",
-        metavar="DEVICE",
-        help="auto, cpu, cuda, cuda:N or mps; auto, a GPU if any, by default.",
+        metavar="DEVICE", help="auto, cpu, cuda, cuda:N or mps; auto, a GPU if any, by default."
     ),
 ]
 Encoding = Annotated[
     str | None,
     typer.Option(
-        "--encoding",
         metavar="NAME",
         help="Encoding of the text; by default UTF-8, or what its byte order mark says.",
     ),
@@ -60,23 +54,16 @@ Encoding = Annotated[
 EncodingErrors = Annotated[
     Literal["strict", "replace"] | None,
     typer.Option(
-        "--encoding-errors",
-        help="Bytes that do not decode: an error (strict, the default), or U+FFFD (replace).",
+        help="Bytes that do not decode: an error (strict, the default), or U+FFFD (replace)."
     ),
 ]
-Checkpoint = Annotated[
-    str, typer.Option("--checkpoint", metavar="best|latest|STEP", help="Which checkpoint.")
-]
+Checkpoint = Annotated[str, typer.Option(metavar="best|latest|STEP", help="Which checkpoint.")]
 UnknownPolicy = Annotated[
     Unknown | None,
-    typer.Option(
-        "--unknown",
-        help="What to do with characters outside the vocabulary; error by default.",
-    ),
+    typer.Option(help="What to do with characters outside the vocabulary; error by default."),
 ]
 Mixture = Annotated[
-    bool,
-    typer.Option("--mixture", help="Use the mixture of the GPT with n-gram counts."),
+    bool, typer.Option("--mixture", help="Use the mixture of the GPT with n-gram counts.")
 ]
 Adaptive = Annotated[
     bool,
@@ -88,11 +75,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
 def reject(given: Mapping[str, object], cause: str) -> None:
-    """Reject options that do not apply, those of `given` that have a value, for a cause.
-
-    Raises:
-        ConfigError: there is one.
-    """
+    """Reject options that do not apply, those of `given` that have a value, for a cause."""
     for name, value in given.items():
         if value not in (None, [], ()):
             raise ConfigError(f"{name} {cause}; drop it")

@@ -14,11 +14,7 @@ MAX_NAMED = 5
 
 
 def save_picture(figure: "Figure", path: Path) -> None:
-    """Write a figure to a file.
-
-    Raises:
-        ChargptError: the suffix is another, or the file cannot be written.
-    """
+    """Write a figure to a file."""
     missing = plots.save(figure, path)
     if missing:
         others = len(missing) - MAX_NAMED

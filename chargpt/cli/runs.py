@@ -36,8 +36,7 @@ def runs(
     if not found:
         raise RunError(f"there is no run in {folder}; train one with `chargpt train`")
     tables.table(
-        ["run", "text", "size", "progress", "nats", "saved"],
-        [cells(run, folder) for run in found],
+        ["run", "text", "size", "progress", "nats", "saved"], [cells(run, folder) for run in found]
     )
     console.out_sentence(
         "size: parameters; nats: the lowest validation loss per character. Newest first."
@@ -68,11 +67,7 @@ def cells(run: RunSummary, folder: Path) -> list[str]:
 
 
 def find_run(path: Path | None) -> Path:
-    """Return the run named, or else the newest one, which is then printed.
-
-    Raises:
-        RunError: there is none.
-    """
+    """Return the run named, or else the newest one, which is then printed."""
     if path is None:
         path = newest_run()
         console.say(f"run: {path}")
@@ -91,9 +86,6 @@ def load_named_run(
 
     With `mixture`, its model is the mixture. With `choose_threads`, for long work, the number of
     CPU threads that is fastest now is used.
-
-    Raises:
-        ChargptError: there is no such run, checkpoint or mixture, or none is intact.
     """
     run = load_run(find_run(path), checkpoint, device or "auto")
     for note in run.notes:

@@ -10,12 +10,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from chargpt.analysis.memorization import (
-    MIN_MATCH,
-    OverlapReport,
-    find_items,
-    measure_overlap,
-)
+from chargpt.analysis.memorization import MIN_MATCH, OverlapReport, find_items, measure_overlap
 from chargpt.cli import console, options, runs, tables
 from chargpt.cli.interactive import interact
 from chargpt.cli.progress import show_progress
@@ -38,8 +33,7 @@ def sample(
         str | None, typer.Option("-p", "--prompt", metavar="TEXT", help="Start of the text.")
     ] = None,
     prompt_file: Annotated[
-        str | None,
-        typer.Option("--prompt-file", metavar="FILE", help="The prompt, in a file; - for stdin."),
+        str | None, typer.Option(metavar="FILE", help="The prompt, in a file; - for stdin.")
     ] = None,
     length: Annotated[
         int | None,
@@ -54,7 +48,6 @@ def sample(
     temperature: Annotated[
         float | None,
         typer.Option(
-            "--temperature",
             metavar="T",
             min=0,
             help=f"0: always the most likely character; {DEFAULTS.temperature} by default.",
@@ -62,55 +55,40 @@ def sample(
     ] = None,
     top_k: Annotated[
         int | None,
-        typer.Option(
-            "--top-k", metavar="K", min=1, help="Sample from the k most likely characters."
-        ),
+        typer.Option(metavar="K", min=1, help="Sample from the k most likely characters."),
     ] = None,
     top_p: Annotated[
         float | None,
         typer.Option(
-            "--top-p",
-            metavar="P",
-            help="Sample from the fewest most likely with total probability p or more.",
+            metavar="P", help="Sample from the fewest most likely with total probability p or more."
         ),
     ] = None,
     min_p: Annotated[
         float | None,
         typer.Option(
-            "--min-p",
-            metavar="P",
-            help="Sample from those with at least p times the highest probability.",
+            metavar="P", help="Sample from those with at least p times the highest probability."
         ),
     ] = None,
     num_samples: Annotated[
         int | None,
         typer.Option(
-            "--num-samples",
-            metavar="N",
-            min=1,
-            help=f"Number of texts; {DEFAULTS.num_samples} by default.",
+            metavar="N", min=1, help=f"Number of texts; {DEFAULTS.num_samples} by default."
         ),
     ] = None,
     seed: Annotated[
         int | None,
         typer.Option(
-            "--seed",
-            metavar="N",
-            min=0,
-            help="The same seed gives the same text; random by default.",
+            metavar="N", min=0, help="The same seed gives the same text; random by default."
         ),
     ] = None,
     stop: Annotated[
         list[str] | None,
         typer.Option(
-            "--stop",
-            metavar="TEXT",
-            help="End before this text (\\n: a line end); may be repeated.",
+            metavar="TEXT", help="End before this text (\\n: a line end); may be repeated."
         ),
     ] = None,
     interactive: Annotated[
-        bool,
-        typer.Option("--interactive", "-i", help="Continue what you type, until Ctrl-D."),
+        bool, typer.Option("--interactive", "-i", help="Continue what you type, until Ctrl-D.")
     ] = False,
     check: Annotated[
         bool, typer.Option("--check", help="Mark verbatim matches with the training split.")
@@ -189,11 +167,7 @@ def sample(
 
 
 def readable_prompt(run: Run, prompt: str, unknown: Unknown) -> str:
-    """Return a prompt as the model reads it; say what it does not read.
-
-    Raises:
-        UnknownCharacterError: it contains unknown characters and `unknown` is `error`.
-    """
+    """Return a prompt as the model reads it; say what it does not read."""
     tokenizer = run.tokenizer
     tokens = tokenizer.encode(prompt, unknown=unknown)
     console.say_unknown(tokenizer.count_unknown(prompt), unknown)
@@ -217,12 +191,7 @@ def print_samples(
 ) -> None:
     """Print texts with their verbatim matches marked, and what was found.
 
-    Args:
-        run: its model sampled the texts.
-        texts: each begins with the prompt.
-        n_prompt: length of the prompt.
-        overlap: of the rest of the texts with the training split, if it was measured.
-        copied: those texts that are whole documents of the training split.
+    `copied` are those texts that are whole documents of the training split.
     """
     boundary = run.tokenizer.boundary
     for number, text in enumerate(texts, 1):
@@ -253,11 +222,7 @@ def print_samples(
 
 
 def sample_config(config: Config, given: Mapping[str, Any]) -> Config:
-    """Return the run's config with the given sampling settings.
-
-    Raises:
-        ConfigError: a setting is out of its range.
-    """
+    """Return the run's config with the given sampling settings."""
     changes = {
         f"sample.{name}": given[name]
         for name in SampleConfig.model_fields
@@ -267,9 +232,7 @@ def sample_config(config: Config, given: Mapping[str, Any]) -> Config:
         return config.with_values(changes)
     except ConfigError as error:  # name the options instead of the settings
         name = re.sub(
-            r"\bsample\.(\w+)",
-            lambda found: "--" + found[1].replace("_", "-"),
-            str(error),
+            r"\bsample\.(\w+)", lambda found: "--" + found[1].replace("_", "-"), str(error)
         )
         raise ConfigError(name) from None
 

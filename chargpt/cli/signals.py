@@ -12,15 +12,11 @@ NAMES = ("SIGINT", "SIGTERM", "SIGHUP")
 
 
 class Stopped(BaseException):
-    """A signal has ended the command; its number decides the exit code.
-
-    Attributes:
-        is_said: whether a message has said so.
-    """
+    """A signal has ended the command; its number decides the exit code."""
 
     def __init__(self, number: int, *, is_said: bool = False) -> None:
         super().__init__(number)
-        self.number, self.is_said = number, is_said
+        self.number, self.is_said = number, is_said  # is_said: whether a message has said so
 
 
 class Signals:
@@ -38,11 +34,7 @@ class Signals:
         self.terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
     def handle(self, number: int, _frame: object) -> None:
-        """Record a signal; unless signals are deferred, or at a second INT, stop at once.
-
-        Raises:
-            Stopped: at once.
-        """
+        """Record a signal; unless signals are deferred, or at a second INT, raise `Stopped`."""
         if number == getattr(signal, "SIGHUP", None):  # the terminal is gone: writing would fail
             for terminal in self.terminals:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), terminal)

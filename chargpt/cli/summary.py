@@ -146,8 +146,7 @@ def print_result(
     """Print losses beside those of the baselines, the summary, and the next commands."""
     state, config = session.trainer.state, session.trainer.config
     tables.table(
-        ["model", "split", "nats/char", "bits/char", "perplexity"],
-        scores.rows(config.model.kind),
+        ["model", "split", "nats/char", "bits/char", "perplexity"], scores.rows(config.model.kind)
     )
     for sentence in (f"Losses on {scores.scored}.", *sentences):
         console.out_sentence(sentence)
@@ -161,12 +160,10 @@ def print_result(
     console.out_sentence(f"trained {state.step:,} steps in {seconds}{earlier}; {best_step}")
     path = shlex.quote(str(session.folder.path))
     more = f" -s train.max_steps={2 * state.step}" if session.trainer.finished else ""
-    sample = f"chargpt sample {path}{' --mixture' if scores.mixture_gain else ''}"
-    commands = [
-        sample,
-        f"chargpt evaluate {path}",
-        *([] if has_report else [f"chargpt report {path}"]),
-    ]
+    mixture = " --mixture" if scores.mixture_gain else ""
+    commands = [f"chargpt sample {path}{mixture}", f"chargpt evaluate {path}"]
+    if not has_report:
+        commands.append(f"chargpt report {path}")
     if not (more and state.best_step != state.step):  # more steps would only over-fit
         commands.append(f"chargpt train --resume {path}{more}")
     lines = [f"the run is in {path}; next:", *(f"  {command}" for command in commands)]

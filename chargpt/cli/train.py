@@ -36,7 +36,6 @@ def train(
     budget: Annotated[
         str | None,
         typer.Option(
-            "--budget",
             metavar="TIME",
             help="Total time, as in 30s, 3m or 1h: model size and steps are chosen to fit. "
             f"Without -c and settings of model or training: {DEFAULT_BUDGET}.",
@@ -74,11 +73,7 @@ def train(
         text=text,
         config=config,
         overrides=options.overrides(
-            set_,
-            seed=seed,
-            encoding=encoding,
-            encoding_errors=encoding_errors,
-            from_run=from_,
+            set_, seed=seed, encoding=encoding, encoding_errors=encoding_errors, from_run=from_
         ),
         budget=budget,
         out=out,
@@ -117,11 +112,7 @@ def train(
 
 
 def start_mode(text: str | None, out: Path | None, *, resume: bool, force: bool) -> StartMode:
-    """Return what --resume and --force ask for.
-
-    Raises:
-        ConfigError: both were given.
-    """
+    """Return what --resume and --force ask for."""
     if resume and force:
         raise ConfigError("--resume continues a run and --force replaces it; give one of them")
     if resume:
