@@ -117,9 +117,7 @@ def train(
 
 
 def run_training(
-    request: Request,
-    run_session: Callable[[Session], None],
-    loading: OnLoading | None = None,
+    request: Request, run_session: Callable[[Session], None], loading: OnLoading | None = None
 ) -> Path:
     """Start a run, train it with `run_session`, and return its folder.
 

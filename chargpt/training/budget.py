@@ -44,9 +44,7 @@ class Reserve:
     timed_characters: int = 8_000  # scored to measure the speed of scoring
     gate_seconds: float = 0.35  # of fitting a mixture's gate
     counting_seconds: float = 0.5  # of counting the n-grams of a mixture, per million characters
-    counting_fraction: float = (
-        0.15  # of the budget: where counting takes longer, there is no mixture
-    )
+    counting_fraction: float = 0.15  # of the budget: if counting takes longer, no mixture
     margin: float = 1.3  # factor on the measured time of scoring
 
 
@@ -266,13 +264,9 @@ def replan(
 
 
 def replanning_notes(old: int, new: int, slowdown: float, limit: int | None = None) -> list[str]:
-    """Return a sentence about a large change of the number of steps, from `old`, or none.
+    """Return a sentence about a large change of the number of steps since the last note, or none.
 
-    Args:
-        old: number of steps as last noted.
-        new: number of steps now.
-        slowdown: how many times as long as planned a step takes.
-        limit: that of `replan`.
+    A step takes `slowdown` times as long as planned; `limit` is that of `replan`.
     """
     if abs(new - old) < REPLANNING.noted_change * old:
         return []

@@ -33,12 +33,8 @@ def load_start(settings: Config) -> Run | None:
 def settings_from(run: Run, settings: Config, fixed: Collection[str]) -> Config:
     """Return the config of a run that starts from another run's weights.
 
-    It has that run's model and characters, and lower learning rates.
-
-    Args:
-        run: the other run.
-        settings: of a new run.
-        fixed: dotted keys that the user has set.
+    It has that run's model and characters, and lower learning rates. The user has set the dotted
+    keys `fixed`.
 
     Raises:
         ConfigError: the user has set another model.

@@ -9,11 +9,7 @@ from pathlib import Path
 
 from chargpt.config import Config
 from chargpt.device import choose_device
-from chargpt.distributed import (
-    destroy_process_group,
-    init_process_group,
-    is_lost_rank_error,
-)
+from chargpt.distributed import destroy_process_group, init_process_group, is_lost_rank_error
 from chargpt.errors import RunError, TextError, WorkError
 from chargpt.ranks import is_main_rank, world_size
 from chargpt.store.folder import RunFolder
@@ -23,13 +19,7 @@ from chargpt.text import OnLoading
 from chargpt.text.corpus import MAX_TUNE_FRACTION, Corpus, load_cached, load_corpus
 from chargpt.text.describe import warn_of_length, warn_of_list
 from chargpt.text.source import STDIN
-from chargpt.training.budget import (
-    REPLANNING,
-    RESERVE,
-    Budget,
-    counting_seconds,
-    mixture_seconds,
-)
+from chargpt.training.budget import REPLANNING, RESERVE, Budget, counting_seconds, mixture_seconds
 from chargpt.training.cost import Cost, expected_cost
 from chargpt.training.finetune import describe_start, load_start, settings_from
 from chargpt.training.mixing import MIN_CHARACTERS

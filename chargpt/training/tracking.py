@@ -11,11 +11,9 @@ NOT_LOGGED = ("step", "seconds")
 
 
 class TensorBoardLog:
-    """Writes records as TensorBoard scalars and texts.
+    """Writes records as TensorBoard scalars and texts, to files created with the first record.
 
-    Args:
-        folder: of the files, which are created with the first record.
-        step: that training continues from; an earlier session's records of later steps are hidden.
+    An earlier session's records of steps after `step`, which training continues from, are hidden.
 
     Raises:
         ConfigError: TensorBoard is not installed.

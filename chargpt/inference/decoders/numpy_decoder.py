@@ -1,8 +1,14 @@
 """CPU decoder of a GPT in numpy: the steps of models/gpt.py, for one token a stream.
 
 With about a million multiplications a token, the overhead of each operation dominates, and
-numpy's is far smaller than torch's. The layout of the weights (numpy_weights.py) leaves few
-operations, and the first layer's q, k and v, which depend only on the token, are a table.
+numpy's is far smaller than torch's. The layout of the weights leaves few operations:
+
+- q, k and v are one matrix, gate and up another. RMSNorm weights, times sqrt(C), are folded into
+  the matrix that follows, so that a norm only scales its input to length 1. QK-norm weights contain
+  sqrt(D) and those of q also the attention scale 1 / sqrt(D).
+- The channels (i, i + D / 2) of a rotary pair are adjacent in q and k, so that RoPE is one complex
+  product.
+- The first layer's q, k and v, which depend only on the token, are a table.
 
 Shapes in this file: N = streams (the axis is absent for a single stream, which is faster),
 S = cached tokens, L = layers, C = n_embd, H = n_head, D = C / H, F = mlp_width, V = vocabulary
@@ -10,15 +16,19 @@ size, K = block size.
 """
 
 import math
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from chargpt.config import NORM_EPS
-from chargpt.inference.decoders.numpy_weights import Array, interleave, pack_weights, to_numpy
 from chargpt.models import GPT, LanguageModel
 from chargpt.models.cache import KVCache
 from chargpt.text.tokenizer import TokenIds
+
+Array = npt.NDArray[np.float32]
 
 ONE = np.float32(1)
 MAX_SCORE = 60  # up to this attention score, sums and products of exp(score) fit into float32
@@ -32,7 +42,7 @@ class NumpyDecoder:
     """
 
     def __init__(self, model: GPT, num_streams: int, prefilled: KVCache | None = None) -> None:
-        self.weights = weights = pack_weights(model)
+        self.weights = weights = _pack_weights(model)
         self.is_batch = num_streams > 1
         lead = (num_streams,) if self.is_batch else ()
         self.block_size, half = weights.rotary.shape
@@ -105,10 +115,10 @@ class NumpyDecoder:
     def _copy_cache(self, cache: KVCache) -> None:
         """Copy the keys and values of one sequence into the cache of every stream."""
         self.length = cache.length
-        pairs = interleave(cache.keys.size(-1))
+        pairs = _interleave(cache.keys.size(-1))
         keys, values = cache.keys.cpu()[..., pairs], cache.values.cpu()
         for cached, new in ((self.keys, keys), (self.values, values)):
-            layers = to_numpy(new[:, :, :, : self.length])  # (L, 1, H, S, D)
+            layers = _to_numpy(new[:, :, :, : self.length])  # (L, 1, H, S, D)
             cached[..., : self.length, :] = layers if self.is_batch else layers[:, 0]
 
 
@@ -145,3 +155,79 @@ def is_supported(model: LanguageModel) -> TypeGuard[GPT]:
         and model.config.qk_norm
         and model.config.mlp == "swiglu"
     )
+
+
+class LayerWeights(NamedTuple):
+    """Weights of one layer."""
+
+    qkv: Array  # (C, 3C)
+    qk_norm: Array  # (2, 1, D)
+    output: Array  # (C, C)
+    gate_up: Array  # (C, 2F)
+    down: Array  # (F, C)
+
+
+class Weights(NamedTuple):
+    """Weights of a GPT."""
+
+    embedding: Array  # (V, C)
+    layers: list[LayerWeights]
+    head: Array  # (C, V)
+    rotary: npt.NDArray[np.complex64]  # (K, D / 2), cos + i sin
+
+
+@torch.no_grad()
+def _pack_weights(model: GPT) -> Weights:
+    """Return a copy of a model's weights in the layout above."""
+    config = model.config
+    size, root = config.head_size, math.sqrt(config.n_embd)
+    pairs = _interleave(size)
+    weight = {
+        name.removesuffix(".weight"): tensor.float().cpu()
+        for name, tensor in model.state_dict().items()
+    }
+
+    def fold_norm(norm: str, *names: str) -> Tensor:
+        """Return the joint matrix after a norm with its weight folded in, (C, outputs)."""
+        joint = torch.cat([weight[name] for name in names])  # (outputs, C)
+        folded: Tensor = joint * (weight[norm] * root)
+        return folded.mT
+
+    layers = []
+    for prefix in (f"blocks.{number}" for number in range(config.n_layer)):
+        names = (f"{prefix}.attention.{name}" for name in ("query", "key", "value"))
+        qkv = fold_norm(f"{prefix}.attention_norm", *names)  # (C, 3C)
+        by_head = qkv.view(-1, 3, config.n_head, size)
+        by_head[:, :2] = by_head[:, :2, :, pairs]
+        norms = [weight[f"{prefix}.attention.{name}"] for name in ("query_norm", "key_norm")]
+        qk_norm = torch.stack(norms) * size**0.5  # (2, D)
+        if config.scaled:
+            qk_norm[0] *= size**-0.5
+        layers.append(
+            LayerWeights(
+                qkv=_to_numpy(qkv),
+                qk_norm=_to_numpy(qk_norm[:, None, pairs]),
+                output=_to_numpy(weight[f"{prefix}.attention.output"].mT),
+                gate_up=_to_numpy(
+                    fold_norm(f"{prefix}.mlp_norm", f"{prefix}.mlp.gate", f"{prefix}.mlp.up")
+                ),
+                down=_to_numpy(weight[f"{prefix}.mlp.down"].mT),
+            )
+        )
+    return Weights(
+        embedding=_to_numpy(weight["embedding"]),
+        layers=layers,
+        head=_to_numpy((weight["head"] * weight["norm"] * root).mT),
+        rotary=torch.complex(model.cos.cpu(), model.sin.cpu())[:, : size // 2].numpy(),
+    )
+
+
+def _interleave(size: int) -> Tensor:
+    """Return the channels of a head with those of a rotary pair adjacent, (D,): 0, D / 2, 1, ..."""
+    return torch.arange(size).view(2, -1).mT.flatten()
+
+
+def _to_numpy(tensor: Tensor) -> Array:
+    """Return a contiguous copy."""
+    array: Array = tensor.detach().float().cpu().numpy().copy(order="C")
+    return array
