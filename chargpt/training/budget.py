@@ -191,12 +191,11 @@ class Budget:
         """Return the config to continue with after `step` steps; add sentences to `notes`."""
         replanned = self.replan(config, step)
         if replanned is not None:
-            new, slowdown = replanned.train.max_steps, self.step_seconds / self.planned_step_seconds
-            found = replanning_notes(self.noted_steps, new, slowdown, self.max_steps)
-            if found:
+            config, steps = replanned, replanned.train.max_steps
+            slowdown = self.step_seconds / self.planned_step_seconds
+            if found := replanning_notes(self.noted_steps, steps, slowdown, self.max_steps):
                 notes += found
-                self.noted_steps = new
-            config = replanned
+                self.noted_steps = steps
         threads = self.thread_tuner.update(speed) if self.thread_tuner and speed else None
         if threads is not None:
             unit = "thread" if threads == 1 else "threads"

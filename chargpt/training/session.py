@@ -90,13 +90,12 @@ def start_session(request: Request, loading: OnLoading | None) -> Session:
             return resume_run(
                 request.out, changes, loading, content=request.content, same_command=True
             )
-    budget = request.time_budget()
     return create_run(
         settings,
         request.out,
         loading,
         content=request.content,
-        budget=budget,
+        budget=request.time_budget(),
         start=request.start,
         fixed=request.fixed_keys(),
     )
@@ -265,11 +264,7 @@ def resume_run(
 
 
 def require_space(folder: RunFolder, n_checkpoints: int, n_bytes: int) -> None:
-    """Check that the disk has room for `n_checkpoints` more checkpoints of `n_bytes` each.
-
-    Raises:
-        RunError: it has not.
-    """
+    """Raise a RunError unless the disk has room for `n_checkpoints` of `n_bytes` each."""
     n_bytes *= n_checkpoints
     try:
         folder.require_space(n_bytes)
@@ -285,11 +280,7 @@ def require_space(folder: RunFolder, n_checkpoints: int, n_bytes: int) -> None:
 
 
 def require_one_reader(settings: Config, content: str | None) -> None:
-    """Check that standard input is not read by several processes, of which each would get a part.
-
-    Raises:
-        TextError: it would be.
-    """
+    """Raise a TextError if several processes would each read a part of standard input."""
     if world_size() > 1 and settings.text.path == STDIN and content is None:
         raise TextError("several processes cannot share standard input; name a file")
 
