@@ -114,10 +114,7 @@ def create_run(
     """Load the text, plan the run for the budget, and create its folder, by default under runs/.
 
     `content` is the text itself, instead of what the settings name. `fixed` are the dotted keys
-    that the user has set.
-
-    Raises:
-        ChargptError: the text, a setting or the folder is unusable.
+    that the user has set. Errors are those of `open_session`.
     """
     force = start is StartMode.REPLACE
     allow_unsaved = start is StartMode.BEGIN_OR_RESUME  # a run that has saved nothing is replaced
@@ -217,18 +214,9 @@ def resume_run(
     content: str | None = None,
     same_command: bool = False,
 ) -> Session:
-    """Load the latest checkpoint of a run, and its text.
+    """Load the latest checkpoint of a run, by default the newest, and its text.
 
-    Args:
-        path: of the run's folder; by default of the newest run.
-        changes: settings by dotted keys.
-        loading: called with the progress of preparing the text.
-        content: the text itself, given again.
-        same_command: whether `changes` are the settings that started the run, given again.
-
-    Raises:
-        FinishedError: the run has no steps left.
-        ChargptError: there is no run, or a change would make it another run.
+    The arguments and errors are those of `resume`; `content` is the text itself, given again.
     """
     folder = open_run(path or newest_run())
     if folder.path.name == REPLACED:  # locking the run puts the old one back

@@ -418,10 +418,9 @@ class Trainer:
 
     def _record(self, *records: dict[str, object]) -> None:
         """Add records to the metrics, with the time now."""
-        if not records:
-            return
-        seconds = self._seconds()
-        self.writer.record(*({**record, "seconds": seconds} for record in records))
+        if records:
+            seconds = self._seconds()
+            self.writer.record(*({**record, "seconds": seconds} for record in records))
 
     # -- continuing and diverging -----------------------------------------------------------
 
