@@ -9,9 +9,9 @@ from torch import Tensor
 
 from chargpt.models import kernels
 from chargpt.models.kernels import (
+    Dropout,
     RMSNorm,
     apply_rotary,
-    dropout,
     linear,
     norm_linear,
     rms_norm,
@@ -155,7 +155,7 @@ def test_the_gradient_at_zero_is_finite(custom: bool, monkeypatch: pytest.Monkey
 def test_dropout_zeroes_a_fraction_p_and_keeps_the_mean(p: float, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x = torch.ones(7, 14287, dtype=dtype, requires_grad=True)  # 100,009: no multiple of four
-    result = dropout(x, p)
+    result = Dropout(p)(x)
     is_zero = (result == 0).float()
     assert is_zero.mean().item() == pytest.approx(p, abs=0.01)
     assert result.unique().tolist() == pytest.approx([0, 1 / (1 - p)], rel=0.005)
@@ -169,15 +169,16 @@ def test_dropout_zeroes_a_fraction_p_and_keeps_the_mean(p: float, dtype: torch.d
 
 
 def test_dropout_of_nearly_everything_is_possible() -> None:
-    assert dropout(torch.ones(1000, requires_grad=True), 0.9999999).count_nonzero() < 10
+    assert Dropout(0.9999999)(torch.ones(1000, requires_grad=True)).count_nonzero() < 10
 
 
 def test_dropout_differs_between_calls_and_repeats_with_the_seed() -> None:
     x = torch.ones(1000)
     torch.manual_seed(1)
-    first, second = dropout(x, 0.5), dropout(x, 0.5)
+    dropout = Dropout(0.5)
+    first, second = dropout(x), dropout(x)
     torch.manual_seed(1)
-    assert dropout(x, 0.5).equal(first)
+    assert dropout(x).equal(first)
     assert not first.equal(second)
 
 

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from chargpt.config import ModelConfig, OptimConfig
 from chargpt.errors import RunError
 from chargpt.models import build_model
-from chargpt.training.adamw import BETAS, AdamW
 from chargpt.training.muon import COEFFICIENTS, Muon, orthogonalise
-from chargpt.training.optim import Optimizer
+from chargpt.training.optim import BETAS, AdamW, Optimizer
 
 SHAPES = {"tall": (3, 48, 16), "wide": (3, 16, 48), "square": (3, 24, 24), "row": (2, 1, 7)}
 VOCAB = 11

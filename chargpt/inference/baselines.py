@@ -80,13 +80,8 @@ def fit_ngram(corpus: Corpus) -> NGramLM:
 def bigram_log_probs(fitted: PairCounts, first: Tokens, second: Tokens, alpha: float) -> Floats:
     """Return the log-probability of each token after the one before it, without a V x V table.
 
-    Equal to that of `BigramLM.from_counts(fitted, ..., alpha)`.
-
-    Args:
-        fitted: pair counts that the model is fitted to.
-        first: the tokens before, shape (N,).
-        second: the predicted tokens, shape (N,).
-        alpha: pseudo-count of additive smoothing.
+    Equal to that of `BigramLM.from_counts(fitted, ..., alpha)`. The tokens before are `first`,
+    the predicted ones `second`, (N,) each.
     """
     vocab_size = fitted.vocab_size
     row_sums = np.bincount(fitted.first, weights=fitted.counts, minlength=vocab_size)

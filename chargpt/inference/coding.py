@@ -111,7 +111,7 @@ def packed_model(packed: bytes) -> tuple[int, Kind]:
     kinds: dict[bytes, Kind] = {magic: kind for kind, magic in MAGIC.items()}
     if len(packed) < HEADER.size or packed[:4] not in kinds:
         raise ChargptError("the file was not made by `chargpt compress`; name another")
-    magic, version, _, _, step, *_ = HEADER.unpack(packed[: HEADER.size])
+    magic, version, _, _, step, *_ = HEADER.unpack_from(packed)
     if version != VERSION:
         raise ChargptError(
             f"the file has version {version}, and this chargpt reads and writes version {VERSION}; "
@@ -140,8 +140,7 @@ def decompress(
     """
     step, kind = packed_model(packed)
     assert (kind == "adaptive") == (adaptive is not None), "compressed with another decoder"
-    header = HEADER.unpack(packed[: HEADER.size])
-    _, _, threads, count, _, model_key, platform_key, checksum = header
+    _, _, threads, count, _, model_key, platform_key, checksum = HEADER.unpack_from(packed)
     body = packed[HEADER.size :]
     if model_key != run.key():
         raise ChargptError(
@@ -248,8 +247,7 @@ class ArithmeticDecoder:
     """Inverse of `ArithmeticEncoder`."""
 
     def __init__(self, content: bytes) -> None:
-        self.content = content
-        self.position = 7  # of the next byte to read
+        self.further = iter(content[7:])  # bytes, followed by zeros
         self.offset = int.from_bytes(content[:7].ljust(7, b"\0"))  # from the start of the range
         self.range = MAX_RANGE
         self.unit = 0
@@ -261,14 +259,11 @@ class ArithmeticDecoder:
 
     def consume(self, start: int, end: int) -> None:
         """Advance past the interval from `start` to `end`, of the total given to `decode`."""
-        self.offset -= start * self.unit
         self.range = (end - start) * self.unit
-        self.offset = min(self.offset, self.range - 1)  # only if the bytes are damaged
+        # the maximum is exceeded only if the bytes are damaged
+        self.offset = min(self.offset - start * self.unit, self.range - 1)
         while self.range < MIN_RANGE:
-            has_byte = self.position < len(self.content)
-            next_byte = self.content[self.position] if has_byte else 0
-            self.position += 1
-            self.offset = self.offset << 8 | next_byte
+            self.offset = self.offset << 8 | next(self.further, 0)
             self.range <<= 8
 
 

@@ -196,15 +196,11 @@ def evaluate_tokens(
     Args:
         model: used on its device in evaluation mode; its mode is restored.
         tokens: shape (tokens,).
-        protocol: `full`, `sliding` or `nanogpt`.
         split: name of the split in the result.
-        stride: S of `sliding`, 1 to T; max(1, T // 2) by default.
         max_characters: with `full`, at most so many tokens are scored, in evenly spread spans.
         span: length of such a span; the block size by default. Models with different block sizes
             score the same characters if it is the same.
-        dtype: torch.bfloat16 for mixed precision; float32 by default.
-        seed: of the random batches of `nanogpt`.
-        on_progress: called with the number of characters scored, and of all.
+        protocol, stride, dtype, seed, on_progress: as for `evaluate`.
 
     Raises:
         TextError: there are too few characters.
@@ -226,18 +222,9 @@ def evaluate_tokens(
         total = NANOGPT_BATCHES * NANOGPT_ROWS * block_size
     total = min(total, max_characters or total)
     batches = protocol_windows(
-        tokens,
-        block_size,
-        protocol,
-        stride=stride,
-        max_characters=max_characters,
-        span=span,
-        seed=seed,
-        lookback=model.lookback,
+        tokens, block_size, protocol, max_characters, stride, span, seed, model.lookback
     )
-    losses, sizes, n_correct, squares = _score(
-        model, batches, dtype, lambda done: on_progress(done, total)
-    )
+    losses, sizes, n_correct, squares = _score(model, batches, dtype, total, on_progress)
     characters = int(sizes.sum())
     if not characters:
         raise TextError("no character begins in what is scored; give a longer text")
@@ -283,11 +270,7 @@ def iter_log_probs(
     """
     with eval_mode(model):
         for windows in protocol_windows(
-            tokens,
-            model.block_size,
-            protocol,
-            max_characters=max_characters,
-            lookback=model.lookback,
+            tokens, model.block_size, protocol, max_characters, lookback=model.lookback
         ):
             for logits, targets in _iter_logits(model, windows):
                 yield logits.log_softmax(dim=-1), targets
@@ -297,7 +280,8 @@ def _score(
     model: LanguageModel,
     batches: Iterator[Windows],
     dtype: torch.dtype | None,
-    on_progress: Callable[[int], object],
+    total: int,
+    on_progress: OnProgress,
 ) -> tuple[Floats, Floats, int, float]:
     """Return loss and size of each block, correct characters, sum of squares of their losses."""
     block_losses, block_sizes, n_correct, squares, done = [], [], 0, 0.0, 0
@@ -311,7 +295,7 @@ def _score(
                 n_correct += int((n_wrong[1:] == 0).sum())
                 squares += (np.bincount(characters, weights=losses.ravel()) ** 2).sum()
                 done += losses.size
-                on_progress(done)
+                on_progress(done, total)
     return np.concatenate(block_losses), np.concatenate(block_sizes), n_correct, float(squares)
 
 

@@ -38,8 +38,8 @@ def generate(
     """Sample tokens without end and yield those of each position, (N,).
 
     Args:
-        decoder: decoder of N streams, after the prompt.
-        logits: logits of the first token, (V,).
+        decoder: of N streams, after the prompt.
+        logits: of the first token, (V,).
         options: sampling settings, with a seed.
         stream_ids: numbers of the N streams, which select their uniform numbers.
         valid: which tokens may be sampled.
@@ -63,12 +63,7 @@ def generate(
 def filter_probs(
     logits: Floats, options: SampleConfig, allowed: npt.NDArray[np.bool_] | None = None
 ) -> Floats:
-    """Return unnormalised probabilities after all filters, (N, V).
-
-    Args:
-        logits: shape (N, V).
-        options: sampling settings, of which temperature, top_k, top_p and min_p are used.
-        allowed: the probability of other tokens is set to 0; bool, (N, V).
+    """Return unnormalised probabilities after all filters, (N, V), 0 for tokens not `allowed`.
 
     Raises:
         WorkError: the logits are not finite.
@@ -121,11 +116,9 @@ def _top_mask(probs: Floats, top_k: int | None, top_p: float | None) -> npt.NDAr
 
 
 def sample_tokens(probs: Floats, numbers: Floats) -> TokenIds:
-    """Return one token a row, (N,), by inverse transform sampling.
+    """Return one token a row, (N,), by inverse transform sampling at uniform numbers (N,).
 
-    Args:
-        probs: unnormalised probabilities (N, V), at least one above 0 in each row.
-        numbers: uniform numbers in [0, 1), (N,).
+    The probabilities (N, V) are unnormalised, at least one above 0 in each row.
     """
     cumulative = np.add.accumulate(probs, axis=1)  # (N, V)
     thresholds = numbers * cumulative[:, -1]  # (N,)

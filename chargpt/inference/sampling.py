@@ -108,8 +108,7 @@ def stream_run(
 ) -> Iterator[list[str]]:
     """Yield the continuations that `sample` returns, piece by piece as `stream_pieces` does.
 
-    Raises:
-        ConfigError, UnknownCharacterError: as `sample` does, before the first piece.
+    Errors are those of `sample`, raised before the first piece.
     """
     tokenizer = run.tokenizer
     text = tokenizer.boundary + options.prompt

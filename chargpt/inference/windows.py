@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from chargpt.errors import ConfigError, TextError
 from chargpt.text.batches import Batches
@@ -31,9 +32,8 @@ def protocol_windows(
     tokens: Tokens,
     block_size: int,
     protocol: Protocol,
-    *,
-    stride: int | None = None,
     max_characters: int | None = None,
+    stride: int | None = None,
     span: int | None = None,
     seed: int = 1337,
     lookback: int = 0,
@@ -67,7 +67,7 @@ def full_windows(
         return
     n_blocks = n_inputs // block_size
     if n_blocks and not lookback:
-        yield Windows(_all_windows(tokens, block_size)[::block_size])
+        yield Windows(sliding_window_view(tokens, block_size + 1)[::block_size])
     elif n_blocks:
         starts = np.arange(n_blocks) * block_size - lookback
         for chunk in np.split(starts, range(COPIED_ROWS, n_blocks, COPIED_ROWS)):
@@ -111,7 +111,7 @@ def sliding_windows(
     yield Windows(tokens[None, : block_size + 1])
     if n_inputs <= block_size:
         return
-    further = _all_windows(tokens, block_size)[stride::stride]
+    further = sliding_window_view(tokens, block_size + 1)[stride::stride]
     if len(further):
         yield Windows(further, block_size - stride)
     rest = (n_inputs - block_size) % stride
@@ -139,8 +139,3 @@ def spans(tokens: Tokens, starts: Counts, length: int) -> Counts:
     """Return length + 1 tokens from each start, (spans, length + 1); -1 before the first token."""
     index = starts[:, None] + np.arange(length + 1)
     return np.where(index < 0, -1, tokens[index.clip(min=0)].astype(np.int64))
-
-
-def _all_windows(tokens: Tokens, length: int) -> Tokens:
-    """Return a view of the window of length + 1 tokens at every offset, (offsets, length + 1)."""
-    return np.lib.stride_tricks.sliding_window_view(tokens, length + 1)

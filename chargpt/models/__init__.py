@@ -54,11 +54,10 @@ def build_model(config: ModelConfig, vocab_size: int) -> LanguageModel:
     """
     if config.kind == "bigram":
         return BigramLM(vocab_size, config.block_size)
-    architecture = GPT2 if config.kind == "gpt2" else GPT
     n_parameters = count_parameters(config, vocab_size)
     if n_parameters > MAX_PARAMETERS:
         raise ConfigError(
             f"the model would have {n_parameters:,} parameters, more than the maximum of "
             f"{MAX_PARAMETERS:,}; lower model.n_layer, model.n_embd or model.n_mlp"
         )
-    return architecture(config, vocab_size)
+    return (GPT2 if config.kind == "gpt2" else GPT)(config, vocab_size)

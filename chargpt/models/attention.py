@@ -46,9 +46,7 @@ def explicit_attention(
     """Return attention outputs (..., T, D) and weights (..., T, S), whose rows sum to 1.
 
     Args:
-        q: queries (..., T, D).
-        k: keys (..., S, D).
-        v: values (..., S, D).
+        q, k, v: queries (..., T, D), keys and values (..., S, D).
         causal: hide later positions, if there is no `mask`.
         scaled: divide the scores by sqrt(D).
         mask: bool (T, S), true where a query sees a key.
@@ -63,31 +61,21 @@ def explicit_attention(
 
 
 def fused_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scaled: bool = True,
-    mask: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, scaled: bool = True, mask: Tensor | None = None
 ) -> Tensor:
     """Return the causal outputs of `explicit_attention`, (B, H, T, D), by the fastest kernel."""
     n_queries, n_keys = q.size(-2), k.size(-2)
     is_square = mask is None and n_queries == n_keys
     if q.device.type == "cpu" and is_square and n_keys * q.itemsize <= MAX_PRODUCT_ROW_BYTES:
-        return _attention_by_products(q, k, v, scaled=scaled)
+        bias = q.new_full((n_keys, n_keys), -math.inf).triu(1)  # (T, T)
+        factor = 1 / math.sqrt(q.size(-1)) if scaled else 1.0
+        # (B H, T, T)
+        scores = torch.baddbmm(bias, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=factor)
+        return (scores.softmax(dim=-1) @ v.flatten(0, 1)).view_as(q)
     if mask is None and 1 < n_queries < n_keys:
         mask = causal_mask(n_queries, n_keys, q.device)
     scale = None if scaled else 1.0
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_square, scale=scale)
-
-
-def _attention_by_products(q: Tensor, k: Tensor, v: Tensor, *, scaled: bool) -> Tensor:
-    """Compute causal attention by batched matrix products; T = S."""
-    length = q.size(-2)
-    bias = q.new_full((length, length), -math.inf).triu(1)  # (T, T)
-    scale = 1 / math.sqrt(q.size(-1)) if scaled else 1.0
-    scores = torch.baddbmm(bias, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=scale)  # (B H, T, T)
-    return (scores.softmax(dim=-1) @ v.flatten(0, 1)).view_as(q)  # (B, H, T, D)
 
 
 def average_weights(mask: Tensor) -> Tensor:

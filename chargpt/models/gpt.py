@@ -29,9 +29,9 @@ from chargpt.models.base import LanguageModel
 from chargpt.models.cache import KVCache, Shape, StaticKVCache
 from chargpt.models.init import init_weights
 from chargpt.models.kernels import (
+    Dropout,
     RMSNorm,
     apply_rotary,
-    dropout,
     linear,
     norm_linear,
     rotary_tables,
@@ -48,13 +48,6 @@ class AttentionInputs:
     sin: Tensor  # the same, (T, D)
     mask: Tensor | None = None  # bool (T, S), true where a query sees a key; None for causal
     cache: KVCache | None = None  # keys and values of earlier tokens
-
-
-class Dropout(nn.Dropout):
-    """`nn.Dropout` with the custom autograd function."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return dropout(x, self.p) if self.training and self.p else x
 
 
 class Attention(nn.Module):

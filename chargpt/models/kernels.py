@@ -228,11 +228,15 @@ class _SwiGLU(Function):
         return result
 
 
-def dropout(x: Tensor, p: float) -> Tensor:
-    """Zero elements with probability p and divide the rest by 1 - p (Srivastava et al. 2014)."""
-    if uses_custom_autograd(x):
-        return cast("Tensor", _Dropout.apply(x, p))  # type: ignore[no-untyped-call]
-    return F.dropout(x, p)
+class Dropout(nn.Dropout):
+    """`nn.Dropout` with a custom autograd function (Srivastava et al. 2014)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or not self.p:
+            return x
+        if uses_custom_autograd(x):
+            return cast("Tensor", _Dropout.apply(x, self.p))  # type: ignore[no-untyped-call]
+        return F.dropout(x, self.p)
 
 
 class _Dropout(Function):

@@ -37,10 +37,7 @@ class Gate(nn.Module):
     """Weights of a mixture's components: the mean of what several networks give.
 
     The networks differ in their initial weights, and their mean is better than each of them
-    (Hansen and Salamon 1990).
-
-    Args:
-        order: of the n-gram model.
+    (Hansen and Salamon 1990). `order` is that of the n-gram model.
     """
 
     def __init__(self, order: int = ORDER) -> None:

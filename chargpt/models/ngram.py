@@ -186,11 +186,7 @@ class NGramLM(LanguageModel):
 class NGramOrder(nn.Module):
     """All n-grams of one order k, with their part of the interpolated probabilities.
 
-    Args:
-        codes: of the n-grams, sorted, (G,).
-        counts: c of each n-gram, (G,).
-        n_contexts: P.
-        vocab_size: V.
+    Computed from the n-grams' sorted codes and their counts c, (G,) each, P and V.
     """
 
     codes: Tensor  # (G,) int64, sorted: id of the first k - 1 tokens * V + the last token

@@ -46,13 +46,7 @@ def word_tokens(tokenizer: CharTokenizer) -> Bools:
 
 
 class WordNGrams(nn.Module):
-    """Word n-grams of a text.
-
-    Args:
-        tokens: of the training text, (N,).
-        vocab_size: V.
-        in_words: which tokens are part of words, (V,).
-    """
+    """Word n-grams of a training text (N,), given which tokens are part of words, (V,)."""
 
     def __init__(self, tokens: Tokens, vocab_size: int, in_words: Bools) -> None:
         super().__init__()
@@ -101,11 +95,7 @@ def hash_contexts(tokens: Ints, in_words: Bools) -> list[Ints]:
     They are below 2^63 / V, so that hash * V + token fits into int64.
 
     The hash of a sequence is a polynomial in MULTIPLIER modulo 2^64 with its tokens as
-    coefficients: a difference of two prefix sums, times a power.
-
-    Args:
-        tokens: ids or NO_TOKEN, (B, T).
-        in_words: which tokens are part of words, (V,).
+    coefficients: a difference of two prefix sums, times a power. `tokens` are ids or NO_TOKEN.
     """
     length = tokens.shape[1]
     index = np.broadcast_to(np.arange(length), tokens.shape)

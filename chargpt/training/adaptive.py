@@ -48,12 +48,8 @@ class AdaptiveMixture:
     def learn(self, history: TokenIds) -> Tensor:
         """Learn from the last `stride` tokens; return the log-probabilities that they had.
 
-        Args:
-            history: all tokens so far, (L, N), where N is a multiple of the stride, except at the
-                end of the text.
-
-        Returns:
-            Log-probabilities of the new tokens, the very first excepted, (L, up to `stride`).
+        These are (L, up to `stride`), without the very first token. `history` is all tokens so far,
+        (L, N), where N is a multiple of the stride except at the end of the text.
         """
         n_tokens = history.shape[1]
         n_new = min((n_tokens - 1) % self.stride + 1, n_tokens - 1)  # nothing predicts the first
@@ -123,13 +119,7 @@ class AdaptiveDecoder:
 
 
 def adaptive_losses(run: Run, tokens: Tokens, on_progress: OnProgress = lambda *_: None) -> Floats:
-    """Return the loss of each token but the first in nats, (tokens - 1,), by `adaptive`.
-
-    Args:
-        run: its model is a mixture.
-        tokens: shape (tokens,).
-        on_progress: called with the number of tokens scored, and of all.
-    """
+    """Return the loss of each token but the first in nats, (tokens - 1,), by a run's mixture."""
     mixture, found = AdaptiveMixture(run), []
     history = tokens[None].astype(np.int64)
     for end in range(mixture.stride, len(tokens) + mixture.stride, mixture.stride):

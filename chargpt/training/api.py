@@ -117,14 +117,9 @@ def train(
 
 
 def run_training(
-    request: Request,
-    run_session: Callable[[Session], None],
-    loading: OnLoading | None = None,
+    request: Request, run_session: Callable[[Session], None], loading: OnLoading | None = None
 ) -> Path:
-    """Start a run, train it with `run_session`, and return its folder.
-
-    `loading` is called with the progress of preparing the text.
-    """
+    """Start a run, train it with `run_session`, and return its folder."""
     with open_session(request, loading) as session:
         run_session(session)
         session.trainer.group.broadcast(0.0)  # other ranks wait until rank 0 has saved
@@ -147,9 +142,9 @@ def run_steps(session: Session, *, progress: bool, notes: list[str]) -> None:
             if report.validation is not None:
                 bar.set_postfix_str(f"val {report.validation.nats_per_char:.3f}", refresh=False)
             bar.update(report.step - bar.n)
+    if interrupts and trainer.finished:
+        raise KeyboardInterrupt(f"all steps are done and saved in {session.folder.path}")
     if interrupts:
-        if trainer.finished:
-            raise KeyboardInterrupt(f"all steps are done and saved in {session.folder.path}")
         raise KeyboardInterrupt(
             f"stopped at step {trainer.state.step:,} and saved in {session.folder.path}; "
             "start='resume' continues the run"

@@ -44,9 +44,7 @@ class Reserve:
     timed_characters: int = 8_000  # scored to measure the speed of scoring
     gate_seconds: float = 0.35  # of fitting a mixture's gate
     counting_seconds: float = 0.5  # of counting the n-grams of a mixture, per million characters
-    counting_fraction: float = (
-        0.15  # of the budget: where counting takes longer, there is no mixture
-    )
+    counting_fraction: float = 0.15  # of the budget: if counting takes longer, no mixture
     margin: float = 1.3  # factor on the measured time of scoring
 
 
@@ -193,12 +191,11 @@ class Budget:
         """Return the config to continue with after `step` steps; add sentences to `notes`."""
         replanned = self.replan(config, step)
         if replanned is not None:
-            new, slowdown = replanned.train.max_steps, self.step_seconds / self.planned_step_seconds
-            found = replanning_notes(self.noted_steps, new, slowdown, self.max_steps)
-            if found:
+            config, steps = replanned, replanned.train.max_steps
+            slowdown = self.step_seconds / self.planned_step_seconds
+            if found := replanning_notes(self.noted_steps, steps, slowdown, self.max_steps):
                 notes += found
-                self.noted_steps = new
-            config = replanned
+                self.noted_steps = steps
         threads = self.thread_tuner.update(speed) if self.thread_tuner and speed else None
         if threads is not None:
             unit = "thread" if threads == 1 else "threads"
@@ -266,13 +263,9 @@ def replan(
 
 
 def replanning_notes(old: int, new: int, slowdown: float, limit: int | None = None) -> list[str]:
-    """Return a sentence about a large change of the number of steps, from `old`, or none.
+    """Return a sentence about a large change of the number of steps since the last note, or none.
 
-    Args:
-        old: number of steps as last noted.
-        new: number of steps now.
-        slowdown: how many times as long as planned a step takes.
-        limit: that of `replan`.
+    A step takes `slowdown` times as long as planned; `limit` is that of `replan`.
     """
     if abs(new - old) < REPLANNING.noted_change * old:
         return []

@@ -17,7 +17,6 @@ from chargpt.store.run import Run, load_run
 from chargpt.text.tokenizer import CharTokenizer
 
 LR_FRACTION = 0.1  # of the learning rates of a new run
-OWN_SETTINGS = {"model.block_size", "model.dropout"}  # that may differ from the run's
 
 
 def load_start(settings: Config) -> Run | None:
@@ -33,21 +32,17 @@ def load_start(settings: Config) -> Run | None:
 def settings_from(run: Run, settings: Config, fixed: Collection[str]) -> Config:
     """Return the config of a run that starts from another run's weights.
 
-    It has that run's model and characters, and lower learning rates.
-
-    Args:
-        run: the other run.
-        settings: of a new run.
-        fixed: dotted keys that the user has set.
+    It has that run's model and characters, and lower learning rates. The user has set the dotted
+    keys `fixed`.
 
     Raises:
         ConfigError: the user has set another model.
     """
     model = {f"model.{name}": value for name, value in run.config.model.model_dump().items()}
     given = {f"model.{name}": value for name, value in settings.model.model_dump().items()}
-    own = OWN_SETTINGS
-    if run.config.model.kind == "gpt2":  # it learns a vector for each position
-        own = OWN_SETTINGS - {"model.block_size"}
+    own = {"model.dropout"}  # settings that may differ from the run's
+    if run.config.model.kind != "gpt2":  # which learns a vector for each position
+        own.add("model.block_size")
     for key in sorted(set(fixed) & set(model) - own):
         if given[key] != model[key]:
             raise ConfigError(
@@ -115,8 +110,7 @@ def forgetting(start: Run, run: Run) -> dict[str, float] | None:
     except ChargptError:
         return None
     start.model.to(run.model.device)
-    encoded = run.tokenizer.encode(text, "skip")
-    text = run.tokenizer.decode(encoded)
+    text = run.tokenizer.decode(run.tokenizer.encode(text, "skip"))
     n_scored = run.config.train.evaluate_characters
     before, after = (
         evaluate_tokens(

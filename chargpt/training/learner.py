@@ -38,15 +38,8 @@ from chargpt.training.optim import Optimizer
 class Learner:
     """A model with its batches, optimizer and moving average of weights (EMA).
 
-    Args:
-        config: with the actual device and dtype.
-        corpus: the text.
-        group: the ranks that train together.
-        device: of the model.
-        saved: a checkpoint to continue from.
-        ngram: what `fit_ngram` returned, for the soft targets; fitted when first used by default.
-        start: the run whose weights are the start and are pulled towards, of a model of the same
-            sizes.
+    The arguments are those of `Trainer`, but `config` has the actual dtype, and `start` a model of
+    the same sizes.
 
     Attributes:
         captured_gradients: `gradients` as a CUDA graph; None on other devices, with several ranks
@@ -173,13 +166,10 @@ class Learner:
         return loss.detach()
 
     def _capture_gradients(self) -> Callable[[Tensor], Tensor]:
-        """Return `gradients` of a single micro-batch as a CUDA graph.
+        """Return `gradients` of a single micro-batch as a CUDA graph, or raise a CaptureError.
 
         The returned function does not refer to `self`: in a cycle, the memory of trial models would
         wait for the garbage collector.
-
-        Raises:
-            CaptureError: capture failed.
         """
         parameters = list(self.model.parameters())
         static_block = self.batches.at(0).to(self.device)

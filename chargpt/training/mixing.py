@@ -19,7 +19,7 @@ from chargpt.store.mixture import save_mixture
 from chargpt.store.run import Run
 from chargpt.text.corpus import Corpus
 from chargpt.text.tokenizer import CharTokenizer, Tokens
-from chargpt.training.adamw import AdamW
+from chargpt.training.optim import AdamW
 
 STEPS, BATCH_SIZE, LR = 100, 2048, 0.1
 L2 = 1.0  # penalty on the squared weights, divided by the number of characters
@@ -49,13 +49,9 @@ def add_mixture(run: Run, corpus: Corpus) -> Run | None:
 
 
 def fit_mixture(gpt: GPT, tokenizer: CharTokenizer, train: Tokens, tune: Tokens) -> Mixture:
-    """Return the mixture of a GPT and the n-gram counts of its training text.
+    """Return the mixture of a GPT and the n-gram counts of its training split, on its device.
 
-    Args:
-        gpt: on its device.
-        tokenizer: of the text.
-        train: training split, (characters,).
-        tune: text that is not in the training split, at least 2 characters.
+    `tune` is text that is not in the training split, at least 2 characters.
 
     Raises:
         WorkError: the GPT's predictions are not finite.
@@ -92,10 +88,7 @@ def gate_data(mixture: Mixture, rows: Tensor) -> tuple[Tensor, Tensor]:
 def fit_gate(gate: Gate, inputs: Tensor, log_probs: Tensor) -> None:
     """Fit each network of a gate, in place, to the loss of its own mixture on these characters.
 
-    Args:
-        gate: of the mixture.
-        inputs: shape (N, 1 + 2 K).
-        log_probs: of each component for the character that follows, (N, 1 + K).
+    Inputs are (N, 1 + 2 K), `log_probs` of each component for the next character (N, 1 + K).
     """
     mean, deviation = inputs.mean(dim=0), inputs.std(dim=0, correction=0) + MIN_DEVIATION
     device, n_characters = gate.bias.device, len(inputs)

@@ -199,8 +199,7 @@ def length_settings(
 ) -> dict[str, object]:
     """Return the settings that depend on the training length, for about `characters` characters."""
     recipe, length = RECIPE, length_of(characters)
-    steps = int(characters / config.step_tokens)
-    steps = max(REPLANNING.min_steps, steps)
+    steps = max(REPLANNING.min_steps, int(characters / config.step_tokens))
     every = math.ceil(steps / length.evaluations)
     epochs = characters / text_characters
     overfitting = epochs * math.sqrt(parameters / text_characters)
@@ -239,7 +238,25 @@ def plan(config: Config, corpus: Corpus, budget: Budget) -> Plan:
         raise ConfigError(
             "--budget and train.max_steps both say how long to train; drop one of them"
         )
-    return _Planner(config, corpus, budget).plan()
+    planner = _Planner(config, corpus, budget)
+    text_characters = planner.text_characters
+    chooses_size = config.model.kind == "gpt" and SIZE_KEYS.isdisjoint(budget.fixed)
+    if chooses_size:
+        size, config, speed = planner.best_size()
+        # block and batch sizes follow from the length, which is known now
+        resized = planner.sized(size, planner.reachable(speed), config)
+        if resized != config:
+            config, speed = resized, measure_speed(resized, corpus)
+    else:
+        speed = measure_speed(config, corpus)
+    characters, parameters = planner.reachable(speed), planner.parameters(config)
+    length = length_settings(config, characters, text_characters, parameters)
+    max_characters = MAX_EPOCHS * text_characters
+    budget.max_steps = max(REPLANNING.min_steps, max_characters // config.step_tokens)
+    notes = [EPOCH_LIMIT] if characters == max_characters else []
+    if chooses_size and (note := extrapolation(parameters, characters)):
+        notes.append(note)
+    return Plan(planner.with_free(config, length), speed, chooses_size, notes)
 
 
 class _Planner:
@@ -248,26 +265,6 @@ class _Planner:
     def __init__(self, config: Config, corpus: Corpus, budget: Budget) -> None:
         self.config, self.corpus, self.budget = config, corpus, budget
         self.text_characters = len(corpus.split("train"))
-        is_given = not SIZE_KEYS.isdisjoint(budget.fixed)
-        self.chooses_size = config.model.kind == "gpt" and not is_given
-
-    def plan(self) -> Plan:
-        if self.chooses_size:
-            size, config, speed = self.best_size()
-            # block and batch sizes follow from the length, which is known now
-            resized = self.sized(size, self.reachable(speed), config)
-            if resized != config:
-                config, speed = resized, measure_speed(resized, self.corpus)
-        else:
-            config, speed = self.config, measure_speed(self.config, self.corpus)
-        characters, parameters = self.reachable(speed), self.parameters(config)
-        length = length_settings(config, characters, self.text_characters, parameters)
-        max_characters = MAX_EPOCHS * self.text_characters
-        self.budget.max_steps = max(REPLANNING.min_steps, max_characters // config.step_tokens)
-        notes = [EPOCH_LIMIT] if characters == max_characters else []
-        if self.chooses_size and (note := extrapolation(parameters, characters)):
-            notes.append(note)
-        return Plan(self.with_free(config, length), speed, self.chooses_size, notes)
 
     def best_size(self) -> tuple[Size, Config, float]:
         """Measure sizes, smallest first, while a larger one may have a lower loss.

@@ -98,11 +98,7 @@ def resume(
 
 
 def require_same_text(corpus: Corpus, saved: Checkpoint) -> None:
-    """Check that a text has the content that a run was trained on, wherever it is now.
-
-    Raises:
-        TextError: it has not.
-    """
+    """Raise a TextError unless a text has the content that a run was trained on."""
     if corpus.key != saved.state.corpus:
         raise TextError(
             f"{corpus.name} is not the text that the run was trained on; name that one, or start a "

@@ -9,11 +9,7 @@ from pathlib import Path
 
 from chargpt.config import Config
 from chargpt.device import choose_device
-from chargpt.distributed import (
-    destroy_process_group,
-    init_process_group,
-    is_lost_rank_error,
-)
+from chargpt.distributed import destroy_process_group, init_process_group, is_lost_rank_error
 from chargpt.errors import RunError, TextError, WorkError
 from chargpt.ranks import is_main_rank, world_size
 from chargpt.store.folder import RunFolder
@@ -23,13 +19,7 @@ from chargpt.text import OnLoading
 from chargpt.text.corpus import MAX_TUNE_FRACTION, Corpus, load_cached, load_corpus
 from chargpt.text.describe import warn_of_length, warn_of_list
 from chargpt.text.source import STDIN
-from chargpt.training.budget import (
-    REPLANNING,
-    RESERVE,
-    Budget,
-    counting_seconds,
-    mixture_seconds,
-)
+from chargpt.training.budget import REPLANNING, RESERVE, Budget, counting_seconds, mixture_seconds
 from chargpt.training.cost import Cost, expected_cost
 from chargpt.training.finetune import describe_start, load_start, settings_from
 from chargpt.training.mixing import MIN_CHARACTERS
@@ -100,13 +90,12 @@ def start_session(request: Request, loading: OnLoading | None) -> Session:
             return resume_run(
                 request.out, changes, loading, content=request.content, same_command=True
             )
-    budget = request.time_budget()
     return create_run(
         settings,
         request.out,
         loading,
         content=request.content,
-        budget=budget,
+        budget=request.time_budget(),
         start=request.start,
         fixed=request.fixed_keys(),
     )
@@ -125,10 +114,7 @@ def create_run(
     """Load the text, plan the run for the budget, and create its folder, by default under runs/.
 
     `content` is the text itself, instead of what the settings name. `fixed` are the dotted keys
-    that the user has set.
-
-    Raises:
-        ChargptError: the text, a setting or the folder is unusable.
+    that the user has set. Errors are those of `open_session`.
     """
     force = start is StartMode.REPLACE
     allow_unsaved = start is StartMode.BEGIN_OR_RESUME  # a run that has saved nothing is replaced
@@ -228,18 +214,9 @@ def resume_run(
     content: str | None = None,
     same_command: bool = False,
 ) -> Session:
-    """Load the latest checkpoint of a run, and its text.
+    """Load the latest checkpoint of a run, by default the newest, and its text.
 
-    Args:
-        path: of the run's folder; by default of the newest run.
-        changes: settings by dotted keys.
-        loading: called with the progress of preparing the text.
-        content: the text itself, given again.
-        same_command: whether `changes` are the settings that started the run, given again.
-
-    Raises:
-        FinishedError: the run has no steps left.
-        ChargptError: there is no run, or a change would make it another run.
+    The arguments and errors are those of `resume`; `content` is the text itself, given again.
     """
     folder = open_run(path or newest_run())
     if folder.path.name == REPLACED:  # locking the run puts the old one back
@@ -275,11 +252,7 @@ def resume_run(
 
 
 def require_space(folder: RunFolder, n_checkpoints: int, n_bytes: int) -> None:
-    """Check that the disk has room for `n_checkpoints` more checkpoints of `n_bytes` each.
-
-    Raises:
-        RunError: it has not.
-    """
+    """Raise a RunError unless the disk has room for `n_checkpoints` of `n_bytes` each."""
     n_bytes *= n_checkpoints
     try:
         folder.require_space(n_bytes)
@@ -295,11 +268,7 @@ def require_space(folder: RunFolder, n_checkpoints: int, n_bytes: int) -> None:
 
 
 def require_one_reader(settings: Config, content: str | None) -> None:
-    """Check that standard input is not read by several processes, of which each would get a part.
-
-    Raises:
-        TextError: it would be.
-    """
+    """Raise a TextError if several processes would each read a part of standard input."""
     if world_size() > 1 and settings.text.path == STDIN and content is None:
         raise TextError("several processes cannot share standard input; name a file")
 

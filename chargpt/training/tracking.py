@@ -11,11 +11,9 @@ NOT_LOGGED = ("step", "seconds")
 
 
 class TensorBoardLog:
-    """Writes records as TensorBoard scalars and texts.
+    """Writes records as TensorBoard scalars and texts, to files created with the first record.
 
-    Args:
-        folder: of the files, which are created with the first record.
-        step: that training continues from; an earlier session's records of later steps are hidden.
+    An earlier session's records of steps after `step`, which training continues from, are hidden.
 
     Raises:
         ConfigError: TensorBoard is not installed.
@@ -37,23 +35,20 @@ class TensorBoardLog:
         if self.is_broken:
             return
         try:
+            if self.writer is None:
+                from torch.utils.tensorboard import SummaryWriter
+
+                self.writer = SummaryWriter(str(self.folder), purge_step=self.step + 1)
             for record in records:
-                self._add(record)
+                self.step = record["step"]
+                for name, value in record.items():
+                    if isinstance(value, str):
+                        self.writer.add_text(name, f"```\n{value}\n```", self.step)
+                    elif name not in NOT_LOGGED:
+                        self.writer.add_scalar(name, value, self.step)
             self.writer.flush()
         except OSError:  # metrics.jsonl holds the same records
             self.is_broken = True
-
-    def _add(self, record: Mapping[str, Any]) -> None:
-        if self.writer is None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.writer = SummaryWriter(str(self.folder), purge_step=self.step + 1)
-        self.step = record["step"]
-        for name, value in record.items():
-            if isinstance(value, str):
-                self.writer.add_text(name, f"```\n{value}\n```", self.step)
-            elif name not in NOT_LOGGED:
-                self.writer.add_scalar(name, value, self.step)
 
     def close(self) -> None:
         """Flush and close the file; later records go to a new one."""

@@ -17,13 +17,7 @@ import torch
 from torch import Tensor
 
 from chargpt.config import Config
-from chargpt.device import (
-    choose_device,
-    choose_dtype,
-    dtype_name,
-    require_memory,
-    tune_malloc,
-)
+from chargpt.device import choose_device, choose_dtype, dtype_name, require_memory, tune_malloc
 from chargpt.distributed import ProcessGroup
 from chargpt.errors import DivergedError, RunError, WorkError
 from chargpt.inference.evaluation import Evaluation
@@ -359,12 +353,7 @@ class Trainer:
     def _save(self, report: StepReport | None = None) -> Path | None:
         """Commit a checkpoint of this step; the validation in its report decides the best.
 
-        Returns:
-            Its folder; None if nothing is written, the write failed, it exists, or it is written in
-            the background.
-
-        Raises:
-            DivergedError: a weight is not finite; nothing is saved.
+        Returns and raises what `save` does, and None also while it is written in the background.
         """
         self._finish_saving()
         self.write_metrics()
@@ -406,11 +395,7 @@ class Trainer:
         return saved
 
     def _require_saved(self) -> None:
-        """Check that the last step is saved.
-
-        Raises:
-            WorkError: its checkpoint could not be written.
-        """
+        """Raise a WorkError if the checkpoint of the last step could not be written."""
         error, saved = self.writer.disk_error, self.writer.saved_step
         if self.folder is not None and error is not None and saved != self.state.step:
             path = self.folder.path
@@ -433,10 +418,9 @@ class Trainer:
 
     def _record(self, *records: dict[str, object]) -> None:
         """Add records to the metrics, with the time now."""
-        if not records:
-            return
-        seconds = self._seconds()
-        self.writer.record(*({**record, "seconds": seconds} for record in records))
+        if records:
+            seconds = self._seconds()
+            self.writer.record(*({**record, "seconds": seconds} for record in records))
 
     # -- continuing and diverging -----------------------------------------------------------
 

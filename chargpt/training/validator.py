@@ -11,13 +11,7 @@ N_DOCUMENTS = 5  # per sample, of a list of documents
 
 
 class Validator:
-    """Evaluates and samples a model while it trains.
-
-    Args:
-        learner: of the model; with EMA the averaged weights are used.
-        corpus: the text.
-        config: of the run.
-    """
+    """Evaluates and samples a model while it trains; with EMA, its averaged weights."""
 
     def __init__(self, learner: Learner, corpus: Corpus, config: Config) -> None:
         self.learner, self.corpus = learner, corpus

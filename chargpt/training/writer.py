@@ -1,9 +1,8 @@
 """Everything a training run writes to disk: metrics, config, checkpoints."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -71,27 +70,27 @@ class RunWriter:
         model, optimizer = (  # no copy of what is on the CPU
             {name: x.detach().cpu() for name, x in part.items()} for part in tensors
         )
-        save = partial(
-            self.folder.save,
-            config=config,
-            tokenizer=tokenizer,
-            state=state,
-            model=model,
-            optimizer=optimizer,
-            is_best=is_best,
-        )
-        if not is_on_cpu:
-            return self.thread.submit(self._commit, save, state.step)
-        done: Future[Path | None] = Future()
-        done.set_result(self._commit(save, state.step))
-        return done
+        save = self.folder.save
 
-    def _commit(self, save: Callable[[], Path], step: int) -> Path | None:
-        with self._tolerate_disk_errors():
-            folder = save()
-            self.saved_step, self.disk_error = step, None
-            return folder
-        return None
+        def commit() -> Path | None:
+            with self._tolerate_disk_errors():
+                path = save(
+                    config=config,
+                    tokenizer=tokenizer,
+                    state=state,
+                    model=model,
+                    optimizer=optimizer,
+                    is_best=is_best,
+                )
+                self.saved_step, self.disk_error = state.step, None
+                return path
+            return None
+
+        if not is_on_cpu:
+            return self.thread.submit(commit)
+        done: Future[Path | None] = Future()
+        done.set_result(commit())
+        return done
 
     def continue_from(self, step: int) -> None:
         """Drop the metrics after a checkpoint that training continues from."""

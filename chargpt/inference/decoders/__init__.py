@@ -45,8 +45,7 @@ def build_decoder(
     """Return the fastest decoder for a model: on its device, or on the CPU for few small streams.
 
     Args:
-        model: any model, in evaluation mode. `NumpyDecoder` copies its weights; the other decoders
-            read them at each step.
+        model: in evaluation mode. `NumpyDecoder` copies its weights, others read them at each step.
         num_streams: N.
         prefilled: cache of one sequence, which every stream continues; empty by default.
     """
