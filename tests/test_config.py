@@ -473,6 +473,10 @@ texts = st.text(max_size=40) | st.sampled_from(
 positive = st.floats(0, exclude_min=True, allow_infinity=False, allow_nan=False)
 
 
+def has_suffix(suffixes: list[str]) -> bool:
+    return bool("".join(suffixes).replace(",", "").strip())
+
+
 @st.composite
 def configs(draw: st.DrawFn) -> Config:
     return Config().with_values(
@@ -481,7 +485,7 @@ def configs(draw: st.DrawFn) -> Config:
             "deterministic": draw(st.booleans()),
             "text.path": draw(st.none() | texts),
             "text.encoding": draw(texts),
-            "text.suffixes": draw(st.lists(texts, max_size=3)),
+            "text.suffixes": draw(st.lists(texts, min_size=1, max_size=3).filter(has_suffix)),
             "text.val_fraction": draw(st.floats(1e-12, 0.9)),
             "model.rope_theta": draw(positive),
             "model.n_mlp": draw(st.none() | st.integers(1, 9999)),

@@ -291,12 +291,29 @@ def test_a_diverged_run_rolls_back_to_its_last_checkpoint_at_half_the_learning_r
     assert saved.state.step == 12
     assert saved.state.rollbacks == 2
     assert saved.config.optim.lr == rate / 4
-    assert saved.config.schedule.decay_points == ((5, 12),)  # the later one can be planned again
+    assert saved.config.schedule.decay_points == ((5, 12), (6, 13))
     assert load_config(tmp_path / "run" / "config.yaml").optim.lr == rate / 4
     once = start_trainer(tiny_config(**{"train.rollbacks": 1}), corpus, tmp_path / "once")
     make_gradient_infinite(once, 7, times=2)
     with pytest.raises(DivergedError):
         run_steps(once)
+
+
+def test_a_rollback_undoes_a_later_re_planning_and_is_saved_at_once(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    config = tiny_config(**{"train.rollbacks": 1, "schedule.cooldown": 0.5})
+    trainer = start_trainer(config, corpus, tmp_path / "run")
+    make_gradient_infinite(trainer, 7)
+    for report in trainer.steps(should_stop=lambda: trainer.state.rollbacks > 0):
+        if report.step == 7:  # saved with step 8, which fails
+            later = {"train.max_steps": 20, "schedule.decay_points": [(6, 12)]}
+            trainer.change_config(trainer.config.with_values(later))
+    saved, _ = RunFolder(tmp_path / "run").load("latest")
+    assert (saved.state.step, saved.state.rollbacks) == (6, 1)
+    assert saved.config == config.with_values(
+        {"optim.lr": config.optim.lr / 2, "optim.matrix_lr": config.optim.matrix_lr / 2}
+    )
 
 
 FULL = shutil._ntuple_diskusage(10**9, 10**9, 0)

@@ -219,10 +219,13 @@ def compare_runs(
     splits = [corpus.tokenizer.decode(corpus.split("val")) for corpus in corpora]
     for path, split, corpus in zip(paths, splits, corpora, strict=True):
         if split != splits[0]:
+            has_unknown = corpus.tokenizer.has_unknown or corpora[0].tokenizer.has_unknown
             raise ConfigError(
                 f"{path} ({corpus.name}) has another validation split than {paths[0]} "
-                f"({corpora[0].name}), so their losses cannot be compared; name runs of one text, "
-                "or measure each with `chargpt evaluate RUN --text FILE`"
+                f"({corpora[0].name}){', or reads other characters as unknown' * has_unknown}, so "
+                "their losses cannot be compared; name runs of one text"
+                f"{' and vocabulary' * has_unknown}, or measure each with `chargpt evaluate RUN "
+                "--text FILE`"
             )
     vals, span = [corpus.split("val") for corpus in corpora], max(r.model.block_size for r in runs)
     n_val = corpora[0].count_characters("val")
@@ -236,6 +239,7 @@ def compare_runs(
     comparison = Comparison(name, n_val, span, max_characters, show_progress=show_progress)
     comparison.add_baselines(Baselines(corpora[0]), vals[0])
     for path, run, val in zip(paths, runs, vals, strict=True):
+        comparison.notes += [f"{path}: {note}" for note in run.notes]
         name = path.resolve().name
         comparison.add_run(
             name if name not in comparison.curves else str(path), run, val, find_mixture(run)

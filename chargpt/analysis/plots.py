@@ -76,10 +76,14 @@ def inline(figure: "Figure", name: str) -> Markup:
     for axes in figure.axes:
         axes.patch.set_alpha(0)
     svg = _rendered(figure, format="svg", metadata={"Date": None}).decode()
-    svg = svg[svg.index("<svg") :].replace("#000000", "currentColor")
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     used = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', svg))
-    svg = re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in used else "", svg)
+
+    def shorten(tag: re.Match[str]) -> str:
+        coloured = tag[0].replace("#000000", "currentColor")
+        return re.sub(r' id="([^"]*)"', lambda found: found[0] * (found[1] in used), coloured)
+
+    svg = re.sub(r"<[^>]+>", shorten, svg)  # and not the text between tags
     for mark in used:  # hashes, which occur nowhere else
         svg = svg.replace(mark, f"{name}-{mark}")
     return Markup(svg.replace("<svg ", '<svg aria-hidden="true" ', 1))  # its container has a label

@@ -15,6 +15,7 @@ from chargpt.config import Config, Section, describe_unknown_key, load_config
 from chargpt.errors import ConfigError
 from chargpt.store.loading import newest_without_tensors
 from chargpt.store.run import open_run
+from chargpt.yaml_reader import dump_yaml
 
 TYPES = {int: "integer", float: "number", bool: "true or false", str: "string"}
 BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
@@ -119,4 +120,6 @@ def _name_of(annotation: Any) -> str:
 
 def in_yaml(value: Any) -> str:
     """Return a value as it is written in YAML."""
-    return value if isinstance(value, str) and value else json.dumps(value)
+    if isinstance(value, str):
+        return dump_yaml({"value": value}).removeprefix("value: ").rstrip("\n")
+    return json.dumps(value)

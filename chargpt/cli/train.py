@@ -11,6 +11,8 @@ from chargpt.cli.progress import LoadingProgress
 from chargpt.cli.signals import Stopped, catch_signals
 from chargpt.cli.summary import show_budget, show_plan, show_result
 from chargpt.errors import ConfigError, FinishedError
+from chargpt.files import exists
+from chargpt.store.layout import MIXTURE
 from chargpt.training.api import run_training
 from chargpt.training.request import DEFAULT_BUDGET, Request, StartMode
 from chargpt.training.session import Session
@@ -95,9 +97,11 @@ def train(
         try:
             show_result(session, baselines, json_=json_)
         except (KeyboardInterrupt, Stopped):
+            path = session.folder.path
+            missing = "its report" if exists(path / MIXTURE) else "a mixture or report"
             console.say(
-                f"the run is saved in {session.folder.path}, without a mixture or report; "
-                "`chargpt evaluate` measures the run"
+                f"the run is saved in {path}, without {missing}; `chargpt evaluate` measures the "
+                "run, `chargpt report` writes its report"
             )
             raise
 

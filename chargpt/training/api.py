@@ -136,8 +136,12 @@ def run_steps(session: Session, *, progress: bool, notes: list[str]) -> None:
         deferred_interrupt() as interrupts,
         tqdm(total=total, initial=done, unit="step", disable=not (progress and is_main)) as bar,
     ):
+        disk_error = None
         for report in trainer.steps(session.budget, lambda: bool(interrupts)):
             notes += report.notes
+            if trainer.writer.disk_error not in (None, disk_error):
+                notes.append(f"cannot save step {report.step:,} ({trainer.writer.disk_error})")
+            disk_error = trainer.writer.disk_error
             bar.total = report.max_steps
             if report.validation is not None:
                 bar.set_postfix_str(f"val {report.validation.nats_per_char:.3f}", refresh=False)

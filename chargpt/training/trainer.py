@@ -362,7 +362,8 @@ class Trainer:
         if report is not None and is_best and report.validation is not None:
             nats = report.validation.nats_per_char
             state = replace(state, best_step=report.step, best_nats_per_char=nats)
-        if self.folder is None or (self.writer.saved_step == state.step and not is_best):
+        is_new = self.writer.saved_step != state.step or is_best or self.config_is_unsaved
+        if self.folder is None or not is_new:
             self.state = state
             return None
         self.config_is_unsaved = False  # if the disk refuses, the next due save will include it
@@ -441,10 +442,12 @@ class Trainer:
         saved, skipped = self.folder.load("latest")
         optim, step = self.config.optim, saved.state.step
         rates = {"optim.lr": optim.lr / 2, "optim.matrix_lr": optim.matrix_lr / 2}
-        # the decay after this step is planned again
-        points = [point for point in self.config.schedule.decay_points if point[0] < step]
-        changes = {**rates, "schedule.decay_points": points}
-        self.change_config(self.config.with_values(changes))
+        planned = {  # a decay that was re-planned later is planned again
+            "train.max_steps": saved.config.train.max_steps,
+            "schedule.cooldown": saved.config.schedule.cooldown,
+            "schedule.decay_points": saved.config.schedule.decay_points,
+        }
+        self.change_config(self.config.with_values({**rates, **planned}))
         self.learner.restore(saved, self.config.optim)
         self._continue_from(replace(saved.state, rollbacks=rollbacks))
         self.speed_since = step, time.perf_counter()
