@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from chargpt.config import load_config as load_config
     from chargpt.errors import ChargptError as ChargptError
     from chargpt.inference.evaluation import evaluate as evaluate
-    from chargpt.inference.sampling import sample as sample
-    from chargpt.inference.sampling import stream as stream
+    from chargpt.inference.generation import sample as sample
+    from chargpt.inference.generation import stream as stream
     from chargpt.models.bigram import BigramLM as BigramLM
     from chargpt.models.gpt import GPT as GPT
     from chargpt.models.ngram import NGramLM as NGramLM
@@ -48,8 +48,8 @@ _MODULES = {
     "load_config": "chargpt.config",
     "load_run": "chargpt.store.run",
     "load_corpus": "chargpt.text.corpus",
-    "sample": "chargpt.inference.sampling",
-    "stream": "chargpt.inference.sampling",
+    "sample": "chargpt.inference.generation",
+    "stream": "chargpt.inference.generation",
     "train": "chargpt.training.api",
     "with_mixture": "chargpt.store.mixture",
 }

@@ -53,7 +53,7 @@ MESSAGES = {  # by pydantic's error type
 }
 NORM_EPS = 1e-6  # of every RMSNorm
 
-Fraction = Annotated[float, Field(gt=0, le=1)]
+UnitInterval = Annotated[float, Field(gt=0, le=1)]
 
 
 def unescape(text: str) -> str:
@@ -61,7 +61,7 @@ def unescape(text: str) -> str:
     return text.replace("\\n", "\n").replace("\\t", "\t")
 
 
-class Section(BaseModel):
+class Settings(BaseModel):
     """A group of settings: immutable, without unknown keys."""
 
     model_config = ConfigDict(
@@ -83,7 +83,7 @@ class Section(BaseModel):
         return value
 
 
-class TextConfig(Section):
+class TextConfig(Settings):
     """The training text, its encoding, and its splits."""
 
     path: str | None = None
@@ -91,7 +91,7 @@ class TextConfig(Section):
     encoding: str = "auto"
     """`auto`: UTF-8, or what a byte order mark states."""
     encoding_errors: Literal["strict", "replace"] = "strict"
-    """Bytes that do not decode: an error, or each the character U+FFFD."""
+    """Bytes that do not decode are an error, or each becomes U+FFFD."""
     suffixes: tuple[str, ...] = (".txt", ".md", ".gz")
     """Which files of a folder are read, by their endings: `.py,.txt`."""
 
@@ -126,7 +126,7 @@ class TextConfig(Section):
     """Fraction of the text in the validation split, after the training split."""
     test_fraction: float = Field(0.0, ge=0, lt=1)
     """Fraction of the text in the test split, its end."""
-    tune_characters: int = Field(0, ge=0)
+    mixture_characters: int = Field(0, ge=0)
     """Characters at the start of the text, at most 3% of it, that are left out of training to fit
     the mixture of GPT and n-gram counts; 0: no mixture. --budget chooses it."""
     rare: Literal["bytes", "keep", "unknown"] = "bytes"
@@ -135,7 +135,7 @@ class TextConfig(Section):
     min_count: int | None = Field(None, ge=1)
     """Count from which a character is in the vocabulary; null: 1, which keeps all, if the text has
     at most 256 different characters, else its length / 100,000."""
-    characters: str = ""
+    extra_characters: str = ""
     """Characters that are in the vocabulary whether the text has them or not."""
     unknown: Literal["error", "skip", "replace"] = "error"
     """How prompts and other texts treat characters that cannot be encoded."""
@@ -149,7 +149,7 @@ class TextConfig(Section):
         return self
 
 
-class ModelConfig(Section):
+class ModelConfig(Settings):
     """The model. A bigram has only `kind` and `block_size`; gpt2 also `n_layer`, `n_head`, `n_embd`
     and `dropout`."""
 
@@ -203,7 +203,7 @@ class ModelConfig(Section):
         return self
 
 
-class TrainConfig(Section):
+class TrainConfig(Settings):
     """The training loop. Intervals are in steps."""
 
     from_run: str | None = None
@@ -213,12 +213,13 @@ class TrainConfig(Section):
     """Number of updates (optimizer steps) in all, those before a resume included."""
     batch_size: int = Field(16, ge=1)
     """Sequences per update, over all ranks and micro-batches."""
-    accumulate: int = Field(1, ge=1)
+    micro_batches: int = Field(1, ge=1)
     """Micro-batches per update (gradient accumulation)."""
     evaluate_every: int = Field(65, ge=1)
     """Interval of evaluations on the validation split."""
-    evaluate_characters: int = Field(30_000, ge=1)
-    """Maximum characters of a split, spread evenly, per evaluation in training and at its end."""
+    evaluate_tokens: int = Field(30_000, ge=1)
+    """Each evaluation in training and at its end scores at most this many tokens of a split, in
+    evenly spread blocks."""
     save_every: int = Field(65, ge=1)
     """Interval of checkpoints; a new best is saved at once."""
     sample_every: int = Field(325, ge=0)
@@ -229,7 +230,7 @@ class TrainConfig(Section):
     """Stop early after this many evaluations without a new best loss; null: never."""
     clip_norm: float | None = Field(1.0, gt=0)
     """Maximum norm of the gradient; null: no clipping."""
-    rollbacks: int = Field(0, ge=0, le=20)
+    max_rollbacks: int = Field(0, ge=0, le=20)
     """Maximum returns to the last checkpoint, at half the learning rates, on non-finite values; in
     one process only."""
     ema: float = Field(0.0, ge=0, lt=1)
@@ -238,24 +239,25 @@ class TrainConfig(Section):
     """Weight of the n-gram baseline's probabilities in the training targets (soft targets)."""
 
 
-class OptimConfig(Section):
+class OptimConfig(Settings):
     """The optimizer."""
 
     name: Literal["adamw", "muon"] = "muon"
     """`muon`: Muon for the matrices of the blocks, AdamW for all other parameters."""
     lr: float = Field(0.02, gt=0)
-    """AdamW's learning rate; with `muon`, the embedding uses four times this."""
+    """AdamW's learning rate; with `muon`, the embedding of a model with blocks uses four times
+    this."""
     matrix_lr: float = Field(0.05, gt=0)
     """Muon's learning rate."""
     weight_decay: float = Field(0.1, ge=0)
     """Decoupled weight decay of all matrices, embedding and head included, times the learning
     rate."""
-    pull: float = Field(0.0, ge=0, lt=1)
+    l2_sp: float = Field(0.0, ge=0, lt=1)
     """L2-SP: fraction of the distance to the weights of `train.from_run` that each update removes,
     times the schedule's factor; a higher one forgets less of the old text."""
 
 
-class ScheduleConfig(Section):
+class ScheduleConfig(Settings):
     """The learning rate over the steps."""
 
     kind: Literal["wsd", "cosine"] = "wsd"
@@ -265,11 +267,10 @@ class ScheduleConfig(Section):
     cooldown: float = Field(0.9, ge=0, le=1)
     """Fraction of all steps in which `wsd` decays towards zero; 0 keeps the rate constant."""
     decay_points: tuple[tuple[NonNegativeInt, PositiveInt], ...] = ()
-    """Re-planned decay of a run with a time budget: pairs (step, end). Up to that step, counted
-    from 0, the rate decays towards zero at `end`; after it, towards the next pair's end, and after
-    the last pair towards train.max_steps. The decay begins at (1 - `cooldown`) times the first
-    end."""
-    restarts: tuple[tuple[PositiveInt, Fraction], ...] = ()
+    """Decay whose end was moved by a time budget or a resume: pairs (last step, end). Up to and
+    including that step, counted from 0, the rate decays towards zero at `end`; then the next pair
+    applies, finally train.max_steps. The decay begins at (1 - `cooldown`) times the first end."""
+    restarts: tuple[tuple[PositiveInt, UnitInterval], ...] = ()
     """Resumed runs with more steps: pairs (step, fraction of the peak). At that step the rate warms
     up to this fraction again, then decays linearly to zero."""
 
@@ -286,11 +287,12 @@ class ScheduleConfig(Section):
         return pairs
 
 
-class SampleConfig(Section):
+class SampleConfig(Settings):
     """How text is sampled from the model."""
 
     prompt: str = ""
-    """Text to continue; empty: the text starts after a newline."""
+    """Text to continue; empty: a document starts after the boundary, another text after a newline,
+    else with a character sampled by its frequency."""
     length: int = Field(500, ge=1)
     """Characters to sample."""
     temperature: float = Field(0.8, ge=0)
@@ -298,8 +300,8 @@ class SampleConfig(Section):
     top_k: int | None = Field(None, ge=1)
     """Sample from the k most likely characters; null: from all."""
     top_p: float | None = Field(None, gt=0, le=1)
-    """Sample from the fewest most likely characters with total probability p or more; null: from
-    all."""
+    """Sample from the smallest set of most likely characters with total probability p or more;
+    null: from all."""
     min_p: float | None = Field(None, ge=0, le=1)
     """Sample from characters with at least p times the highest probability; null: from all."""
     num_samples: int = Field(1, ge=1, le=4096)
@@ -310,14 +312,14 @@ class SampleConfig(Section):
     """End a text before any of these."""
 
 
-class TrackConfig(Section):
+class TrackConfig(Settings):
     """Where metrics are logged in addition to `metrics.jsonl`."""
 
     tensorboard: bool = False
     """Write TensorBoard files into the run's folder; needs `pip install '.[track]'`."""
 
 
-class Config(Section):
+class Config(Settings):
     """All settings of a run."""
 
     seed: int = Field(1337, ge=0, lt=2**63)
@@ -325,7 +327,8 @@ class Config(Section):
     device: str = "auto"
     """`auto`, `cpu`, `cuda`, `cuda:N` or `mps`; `auto`: a GPU if there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype of matrix products; `auto`: bfloat16 where it is faster."""
+    """Dtype of matrix products; `auto`: bfloat16 on GPUs that have it, and on CPUs where it is
+    measured as faster."""
     deterministic: bool = False
     """Bitwise reproducible results on CUDA, at some cost in speed."""
     threads: int | None = Field(None, ge=1, le=4096)
@@ -342,12 +345,12 @@ class Config(Section):
     def require_valid_device_and_batch(self) -> Self:
         if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device):
             raise ValueError(f"device {self.device!r} is not one of auto, cpu, cuda, cuda:N, mps")
-        if self.optim.pull and self.train.from_run is None:
-            raise ValueError("optim.pull is towards the weights of train.from_run; set that too")
-        if self.train.batch_size % self.train.accumulate:
+        if self.optim.l2_sp and self.train.from_run is None:
+            raise ValueError("optim.l2_sp is towards the weights of train.from_run; set that too")
+        if self.train.batch_size % self.train.micro_batches:
             raise ValueError(
                 f"train.batch_size {self.train.batch_size} must be divisible by "
-                f"train.accumulate {self.train.accumulate}"
+                f"train.micro_batches {self.train.micro_batches}"
             )
         return self
 
@@ -369,14 +372,14 @@ class Config(Section):
 
     def differing_keys(self, other: "Config") -> list[str]:
         """Return the dotted keys of the settings that differ from another config's."""
-        others = other.by_key()
+        others = other.flatten()
         return [
             key
-            for key, value in self.by_key().items()
+            for key, value in self.flatten().items()
             if value != others[key] and not isinstance(value, dict)
         ]
 
-    def by_key(self) -> dict[str, Any]:
+    def flatten(self) -> dict[str, Any]:
         """Return the value of every setting by its dotted key, and each section as a dict."""
         values = {}
         for name, value in self.model_dump().items():
@@ -402,7 +405,7 @@ def set_dotted(tree: dict[str, Any], key: str, value: object) -> None:
 
 def describe_unknown_key(key: str) -> str:
     """Return '; did you mean ...?' for an unknown dotted key, or a list of the valid keys."""
-    known = list(Config().by_key())
+    known = list(Config().flatten())
     if key in known:
         section, _, name = key.partition(".")
         return f"; write {name} on a separate line, indented under `{section}:`"
@@ -510,7 +513,7 @@ def load_config(
         set_dotted(tree, key, value)
     file_tree, lines = read_config_tree(source)
     for key, value in file_tree.items():
-        if value is None and isinstance(getattr(Config(), key, None), Section):
+        if value is None and isinstance(getattr(Config(), key, None), Settings):
             value = {}  # all lines of the section are comments
         is_merged = isinstance(value, dict) and isinstance(tree.get(key), dict)
         tree[key] = tree[key] | value if is_merged else value

@@ -21,7 +21,7 @@ LOST_RANK = (  # in the messages of gloo, NCCL and NCCL's watchdog
 
 
 @dataclass(frozen=True)
-class ProcessGroup:
+class RankGroup:
     """The ranks that train one model together. Without `torchrun` it is rank 0 of 1."""
 
     rank: int = 0
@@ -59,12 +59,12 @@ class ProcessGroup:
         return torch.tensor(float(number), dtype=torch.float64)
 
 
-def init_process_group(device: torch.device) -> ProcessGroup:
+def init_process_group(device: torch.device) -> RankGroup:
     """Join the process group of `torchrun`, if it started this process, or raise DeviceError."""
     size = world_size()
     is_main_rank()  # checks the variable
     if size == 1:
-        return ProcessGroup()
+        return RankGroup()
     if device.type == "mps":
         raise DeviceError(
             "an Apple GPU trains with one process; start without torchrun, or set device to cpu"
@@ -88,7 +88,7 @@ def init_process_group(device: torch.device) -> ProcessGroup:
             f"cannot connect the {size} processes ({str(error).splitlines()[0]}); "
             "start them with `torchrun`"
         ) from None
-    return ProcessGroup(dist.get_rank(), dist.get_world_size())
+    return RankGroup(dist.get_rank(), dist.get_world_size())
 
 
 def is_lost_rank_error(error: Exception) -> bool:

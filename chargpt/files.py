@@ -15,8 +15,9 @@ from chargpt.errors import ConfigError
 
 Chunks = Sequence[bytes | memoryview]  # the content of a file, in parts
 UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK}  # by a network file system
-# What pages and pictures of ours begin with; they may be written again without asking.
-MARKS = (b'content="chargpt', b"<dc:title>chargpt", b"Software\0chargpt")
+# A mark in the first bytes of every page and picture of ours; these may be written again without
+# asking.
+ORIGIN_MARKERS = (b'content="chargpt', b"<dc:title>chargpt", b"Software\0chargpt")
 
 
 def exists(path: Path) -> bool:
@@ -99,7 +100,7 @@ def write_output(path: Path, content: bytes, *, force: bool = False) -> None:
     try:
         require_output(path, force=force)
         status = path.stat() if path.exists() else None
-        if status is None or (stat.S_ISREG(status.st_mode) and not is_stream(path)):
+        if status is None or (stat.S_ISREG(status.st_mode) and not is_open_descriptor(path)):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(Path(os.path.realpath(path)), content, status)
             return
@@ -135,18 +136,18 @@ def require_output(path: Path, *, force: bool = False) -> None:
     """
     if path.is_dir():
         raise ConfigError(f"{path} is a folder; name a file in it")
-    if force or not path.is_file() or is_stream(path):
+    if force or not path.is_file() or is_open_descriptor(path):
         return
     try:
         with open(path, "rb") as file:
             head = file.read(4096)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}); name another file") from None
-    if head and not any(mark in head for mark in MARKS):
+    if head and not any(mark in head for mark in ORIGIN_MARKERS):
         raise ConfigError(f"{path} exists and was not made by chargpt; name another file")
 
 
-def is_stream(path: Path) -> bool:
+def is_open_descriptor(path: Path) -> bool:
     """Return whether a path stands for an open file, as /dev/stdout does."""
     return str(path).startswith(("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/self/fd/"))
 

@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 
 from chargpt.cli.config import in_yaml, settings
-from chargpt.config import Config, Section
+from chargpt.config import Config, Settings
 
 TARGET = Path(__file__).parents[1] / "docs" / "config.md"
 INTRODUCTION = """# Settings
@@ -27,7 +27,7 @@ def page() -> str:
     for section, group in groupby(settings(Config()), key=lambda each: each.key.rpartition(".")[0]):
         if section:
             value = getattr(Config(), section)
-            assert isinstance(value, Section)
+            assert isinstance(value, Settings)
             parts.append(f"\n## {section}\n\n{value.__doc__}\n")
         parts.append("\n| setting | default | type | meaning |\n|---|---|---|---|\n")
         for each in group:

@@ -47,8 +47,8 @@ def logits_of_long_text(model: LanguageModel, tokens: Tensor) -> Tensor:
     config = model.config
     model.cos, model.sin = rotary_tables(length, config.head_size, config.rope_theta)
     with (
-        patch.object(gpt, "fused_attention", attention),
-        patch.object(gpt, "average_weights", average),
+        patch.object(gpt, "fast_attention", attention),
+        patch.object(gpt, "uniform_weights", average),
     ):
         logits: Tensor = model(tokens)
     return logits

@@ -26,10 +26,10 @@ from chargpt.store.run import Run
 from chargpt.training.adaptive import AdaptiveDecoder, adaptive_losses
 
 SETTINGS = {
-    "text.tune_characters": 800,
+    "text.mixture_characters": 800,
     "train.max_steps": 40,
     "train.batch_size": 4,
-    "train.evaluate_characters": 1000,
+    "train.evaluate_tokens": 1000,
     "model.n_layer": 1,
     "model.n_embd": 32,
     "model.block_size": 32,
@@ -66,13 +66,13 @@ def encoded(run: Run, text: str) -> np.ndarray:
 
 
 def test_what_is_read_is_learnt_and_the_run_stays_as_it_is(run: Run) -> None:
-    key, tokens = run.key(), encoded(run, NEW)
+    key, tokens = run.fingerprint(), encoded(run, NEW)
     model_before = [parameter.clone() for parameter in run.model.parameters()]
     adaptive, static = adaptive_losses(run, tokens), token_losses(run, tokens)
     assert len(adaptive) == len(static) == len(NEW) - 1
     assert adaptive[:15] == pytest.approx(static[:15], abs=1e-4)  # nothing is learnt yet
     assert adaptive[len(NEW) // 2 :].mean() < static[len(NEW) // 2 :].mean() - 0.3
-    assert run.key() == key
+    assert run.fingerprint() == key
     for before, after in zip(model_before, run.model.parameters(), strict=True):
         assert torch.equal(before, after)
 

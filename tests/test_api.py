@@ -67,7 +67,7 @@ def test_a_progress_bar_is_shown_on_request(
 def test_an_interrupt_lets_the_step_end_saves_and_can_be_resumed(
     verse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, real = tmp_path / "run", Trainer.advance
+    out, real = tmp_path / "run", Trainer.train_step
 
     def interrupted(trainer: Trainer) -> StepReport:
         if trainer.state.step == 1:
@@ -75,7 +75,7 @@ def test_an_interrupt_lets_the_step_end_saves_and_can_be_resumed(
         return real(trainer)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Trainer, "advance", interrupted)
+        patched.setattr(Trainer, "train_step", interrupted)
         with pytest.raises(
             KeyboardInterrupt, match=r"stopped at step 2 and saved in .*run; start="
         ):
@@ -92,7 +92,7 @@ def test_an_interrupt_lets_the_step_end_saves_and_can_be_resumed(
 def test_an_interrupt_in_the_last_step_says_what_is_saved(
     disk_is_full: bool, verse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(trainer: Trainer, real: Any = Trainer.advance) -> StepReport:
+    def interrupted(trainer: Trainer, real: Any = Trainer.train_step) -> StepReport:
         if trainer.state.step == TINY["train.max_steps"] - 1:
             signal.raise_signal(signal.SIGINT)
         return real(trainer)
@@ -100,7 +100,7 @@ def test_an_interrupt_in_the_last_step_says_what_is_saved(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Trainer, "advance", interrupted)
+    monkeypatch.setattr(Trainer, "train_step", interrupted)
     if disk_is_full:
         monkeypatch.setattr(RunFolder, "save", full)
     expected = "cannot save step 4" if disk_is_full else "^all steps are done and saved in .*run$"
@@ -126,7 +126,7 @@ def test_a_second_interrupt_ends_the_step(
         signal.raise_signal(signal.SIGINT)
         raise AssertionError("the second one did not interrupt")
 
-    monkeypatch.setattr(Trainer, "advance", twice)
+    monkeypatch.setattr(Trainer, "train_step", twice)
     with pytest.raises(KeyboardInterrupt):
         chargpt.train(verse, settings=TINY, out=tmp_path / "run", device="cpu")
 
@@ -141,9 +141,9 @@ def test_models_are_compared_in_a_folder_named_as_a_string(verse: Path, tmp_path
 def test_the_same_command_resumes_a_run_whose_decay_was_planned_again() -> None:
     overrides = ("schedule.cooldown=0.5", "seed=5")
     planned = Request(text="novel.txt", overrides=overrides, budget="30s")
-    assert set(planned.fixed(planned.settings())) == {"text.path", "seed"}
+    assert set(planned.given_values(planned.settings())) == {"text.path", "seed"}
     fixed = Request(text="novel.txt", overrides=overrides)
-    assert set(fixed.fixed(fixed.settings())) == {"text.path", "seed", "schedule.cooldown"}
+    assert set(fixed.given_values(fixed.settings())) == {"text.path", "seed", "schedule.cooldown"}
 
 
 def test_a_run_is_resumed_with_its_own_content_only(tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_a_run_is_returned_also_if_its_mixture_cannot_be_saved(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("chargpt.store.mixture.write_atomically", full)
-    settings = {**TINY, "text.tune_characters": 800}
+    settings = {**TINY, "text.mixture_characters": 800}
     run = chargpt.train(verse, settings=settings, out=tmp_path / "run", device="cpu")
     assert run.step == 4
     assert any("the mixture of" in note and "No space left" in note for note in run.notes)
@@ -355,11 +355,11 @@ def test_a_folder_stands_for_its_run_and_mistakes_are_said_in_a_sentence(
     assert chargpt.sample(folder, length=20, seed=1) == chargpt.sample(tiny_run, length=20, seed=1)
     assert list(chargpt.stream(folder, length=5, seed=1))
     with pytest.raises(
-        chargpt.ChargptError, match="protocol 'fast' is not one of full, sliding, nanogpt"
+        chargpt.ChargptError, match="protocol 'fast' is not one of blocks, sliding, nanogpt"
     ):
         chargpt.evaluate(tiny_run, protocol="fast")  # type: ignore[arg-type]
     with pytest.raises(
-        chargpt.ChargptError, match="split 'dev' is not one of tune, train, val, test"
+        chargpt.ChargptError, match="split 'dev' is not one of mixture, train, val, test"
     ):
         chargpt.evaluate(tiny_run, "dev")  # type: ignore[arg-type]
     with pytest.raises(chargpt.ChargptError, match="by name, as in sample"):

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from chargpt.analysis.averages import average_by_loop, average_by_matrix, average_by_softmax
 from chargpt.models.attention import (
     attention_scores,
-    average_weights,
     causal_mask,
     explicit_attention,
-    fused_attention,
+    fast_attention,
+    uniform_weights,
 )
 
 
@@ -35,7 +35,7 @@ def random_heads(n_queries, n_keys, head_size=4, seed=0):
 def test_fused_attention_equals_the_explicit_form(keys, past, head_size, scaled):
     q, k, v = random_heads(keys - min(past, keys - 1), keys, head_size)
     expected, _ = explicit_attention(q, k, v, scaled=scaled)
-    fused = fused_attention(q, k, v, scaled=scaled)
+    fused = fast_attention(q, k, v, scaled=scaled)
     torch.testing.assert_close(fused, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -46,7 +46,7 @@ def test_both_forms_apply_a_given_mask(n_queries, n_keys, scaled):
     mask[:, 0] = True
     expected, weights = explicit_attention(q, k, v, scaled=scaled, mask=mask)
     assert not weights[..., ~mask].any()
-    fused = fused_attention(q, k, v, scaled=scaled, mask=mask)
+    fused = fast_attention(q, k, v, scaled=scaled, mask=mask)
     torch.testing.assert_close(fused, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -84,7 +84,7 @@ def test_without_a_mask_every_query_sees_every_key():
     assert weights.min() > 0
 
 
-@pytest.mark.parametrize("form", [lambda *x: explicit_attention(*x)[0], fused_attention])
+@pytest.mark.parametrize("form", [lambda *x: explicit_attention(*x)[0], fast_attention])
 def test_future_keys_and_values_never_change_past_outputs(form):
     q, k, v = random_heads(8, 8)
     before = form(q, k, v)
@@ -111,9 +111,9 @@ def test_scores_of_unit_gaussians_have_the_variance_of_the_head_size():
 
 def test_attention_in_bfloat16_stays_near_float32():
     q, k, v = random_heads(8, 8)
-    half = fused_attention(q.bfloat16(), k.bfloat16(), v.bfloat16())
+    half = fast_attention(q.bfloat16(), k.bfloat16(), v.bfloat16())
     assert half.dtype == torch.bfloat16
-    torch.testing.assert_close(half.float(), fused_attention(q, k, v), atol=0.05, rtol=0.05)
+    torch.testing.assert_close(half.float(), fast_attention(q, k, v), atol=0.05, rtol=0.05)
 
 
 @given(length=st.integers(1, 30), channels=st.integers(1, 5), seed=st.integers(0, 100))
@@ -132,6 +132,6 @@ def test_an_average_is_the_mean_of_a_position_and_all_earlier_ones():
 
 
 def test_average_weights_are_equal_over_the_past():
-    weights = average_weights(causal_mask(2, 3))
+    weights = uniform_weights(causal_mask(2, 3))
     assert weights.tolist() == [[0.5, 0.5, 0], pytest.approx([1 / 3] * 3)]
     assert math.isclose(float(weights.sum()), 2, rel_tol=1e-6)

@@ -21,7 +21,7 @@ from chargpt.config import Config, ModelConfig, SampleConfig, TextConfig
 from chargpt.inference.baselines import Baselines
 from chargpt.inference.coding import compress, decompress
 from chargpt.inference.evaluation import evaluate_tokens
-from chargpt.inference.sampling import stream_pieces
+from chargpt.inference.generation import stream_pieces
 from chargpt.inference.scoring import score
 from chargpt.models import build_model
 from chargpt.store.run import Run
@@ -42,7 +42,7 @@ def noisy_run(kind: str = "gpt") -> Run:
     settings = {"kind": kind, "n_layer": 1, "n_embd": 16, "n_head": 1, "block_size": 8}
     config = Config(model=ModelConfig(**settings))
     model = fill_with_noise(build_model(config.model, TOKENIZER.vocab_size)).eval()
-    model.first_continuation = TOKENIZER.first_continuation
+    model.first_continuation_byte = TOKENIZER.first_continuation_byte
     return Run(Path("run"), config, TOKENIZER, model, 1, RunState(1))
 
 
@@ -92,7 +92,7 @@ def test_a_stop_string_of_rare_characters_ends_a_text() -> None:
     assert "".join(piece for (piece,) in pieces) == text[: text.index(stop)]
 
 
-@pytest.mark.parametrize("protocol", ["full", "sliding"])
+@pytest.mark.parametrize("protocol", ["blocks", "sliding"])
 def test_losses_are_per_character(protocol) -> None:
     run, tokens = noisy_run("bigram"), TOKENIZER.encode(TEXT).astype(np.int64)
     logits = run.model.table.weight[torch.from_numpy(tokens[:-1])]
@@ -123,13 +123,14 @@ def test_the_speed_in_a_report_is_in_characters(monkeypatch: pytest.MonkeyPatch)
     run, corpus = noisy_run(), load_corpus(TextConfig(min_count=100), content=TEXT * 30)
     per_step: list[float] = []
 
-    def pace(records: Any, characters: float, real: Any = plots.pace) -> Any:
+    def pace(records: Any, characters: float, real: Any = plots.optimization_curves) -> Any:
         per_step.append(characters)
         return real(records, characters)
 
-    monkeypatch.setattr(plots, "pace", pace)
+    monkeypatch.setattr(plots, "optimization_curves", pace)
     scores = SimpleNamespace(
-        baselines={"bigram": 2.0, "6-gram": 2.0}, losses={"val": SimpleNamespace(nats_per_char=2.0)}
+        baseline_losses={"bigram": 2.0, "6-gram": 2.0},
+        evaluations={"val": SimpleNamespace(nats_per_char=2.0)},
     )
     curves(run, corpus, scores, [{"step": 1, "loss": 1.0}])
     tokens_per_character = len(corpus.tokenizer.encode(TEXT)) / len(TEXT)
@@ -187,11 +188,11 @@ def test_splits_hold_whole_characters_and_fractions_of_them(
     monkeypatch.setattr(corpus_module, "CHUNK", chunk)
     path = tmp_path / "text.txt"
     path.write_text(TEXT * 20, encoding="utf-8")
-    shared = {"val_fraction": 0.21, "test_fraction": 0.13, "tune_characters": 30}
+    shared = {"val_fraction": 0.21, "test_fraction": 0.13, "mixture_characters": 30}
     settings = TextConfig(path=str(path), min_count=100, **shared)
     corpus, plain = load_corpus(settings), load_corpus(TextConfig(path=str(path), **shared))
-    assert corpus.tokens.size > corpus.characters == plain.characters == len(TEXT * 20)
-    for name in ("tune", "train", "val", "test"):
+    assert corpus.tokens.size > corpus.n_characters == plain.n_characters == len(TEXT * 20)
+    for name in ("mixture", "train", "val", "test"):
         text = corpus.tokenizer.decode(corpus.split(name))
         assert text == plain.tokenizer.decode(plain.split(name))
 
@@ -199,10 +200,10 @@ def test_splits_hold_whole_characters_and_fractions_of_them(
 def test_no_block_of_a_batch_begins_inside_a_character() -> None:
     tokens = TOKENIZER.encode(TEXT * 5)
     for seed in range(20):
-        batches = Batches(tokens, 12, 16, seed, TOKENIZER.first_continuation)
-        assert (batches.at(3)[:, 0].numpy() < TOKENIZER.first_continuation).all()
+        batches = Batches(tokens, 12, 16, seed, TOKENIZER.first_continuation_byte)
+        assert (batches.at(3)[:, 0].numpy() < TOKENIZER.first_continuation_byte).all()
     unaware = Batches(tokens, 12, 16, 0).at(3)[:, 0].numpy()
-    assert (unaware >= TOKENIZER.first_continuation).any()
+    assert (unaware >= TOKENIZER.first_continuation_byte).any()
 
 
 @given(st.text(max_size=40))

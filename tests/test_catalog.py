@@ -131,7 +131,7 @@ def test_a_wrong_checksum_keeps_the_existing_file(
     server: Server, tmp_path: Path, capfd: pytest.CaptureFixture[str], path: str
 ) -> None:
     (tmp_path / "sample.txt").write_bytes(b"older")
-    entry = replace(server.entry(path), known_hash="sha256:" + "0" * 64)
+    entry = replace(server.entry(path), download_hash="sha256:" + "0" * 64)
     assert "with another checksum than the published one" in error_message(entry, tmp_path)
     assert (tmp_path / "sample.txt").read_bytes() == b"older"
     assert capfd.readouterr() == ("", "")
@@ -242,7 +242,7 @@ def test_every_entry_has_checksums_of_the_right_length(entry: Entry) -> None:
     assert entry.description
     if entry.url is None:
         return
-    for checksum in (entry.known_hash, entry.content_hash):
+    for checksum in (entry.download_hash, entry.content_hash):
         algorithm, _, digits = checksum.partition(":")
         assert len(bytes.fromhex(digits)) == hashlib.new(algorithm).digest_size
     assert entry.size > 1_000_000

@@ -29,7 +29,7 @@ from chargpt.store.run import load_run
 
 QUICK = (
     "-s train.max_steps=6 -s train.batch_size=4 -s train.evaluate_every=3 -s train.save_every=3 "
-    "-s train.evaluate_characters=300 -s train.sample_every=6 -s model.n_layer=1 "
+    "-s train.evaluate_tokens=300 -s train.sample_every=6 -s model.n_layer=1 "
     "-s model.n_embd=16 -s model.block_size=16 -s sample.length=40 --device cpu -s dtype=float32"
 ).split()
 RARE = ("-s", "text.min_count=20")
@@ -357,7 +357,7 @@ def test_a_second_interrupt_stops_at_once_and_leaves_an_intact_checkpoint(
 ) -> None:
     # signals are noticed between micro-batches, so there are many of them in a step
     slow = ["model.n_embd=256", "model.block_size=128", "train.batch_size=64"]
-    slow += ["train.accumulate=64", "train.save_every=1"]
+    slow += ["train.micro_batches=64", "train.save_every=1"]
     changes = [word for setting in slow for word in ("-s", setting)]
     process = start_training(verse, *LONG, *changes, "--out", "run", cwd=tmp_path)
     assert process.stderr is not None
@@ -800,7 +800,7 @@ KEYS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("protocol", ["full", "sliding", "nanogpt"])
+@pytest.mark.parametrize("protocol", ["blocks", "sliding", "nanogpt"])
 def test_evaluate_prints_one_json_object_with_the_documented_keys(
     protocol: str, trained: Path, cli: Cli
 ) -> None:
@@ -815,7 +815,7 @@ def test_evaluate_prints_one_json_object_with_the_documented_keys(
 def test_evaluate_prints_protocol_split_and_block_size(trained: Path, cli: Cli) -> None:
     cli("data", "info", trained.parent / "novel.txt")
     shown = cli("evaluate", trained, "--split", "train").stdout
-    assert "train split: protocol full, blocks of 16" in shown
+    assert "train split: protocol blocks, blocks of 16" in shown
     assert "characters scored" in shown
     assert "text.test_fraction" in refusal(cli("evaluate", trained, "--split", "test"))
 
@@ -888,7 +888,7 @@ def test_the_plan_gives_reasons_only_for_what_was_chosen(verse: Path, cli: Cli) 
 
 
 def test_train_prints_its_result_as_json(verse: Path, cli: Cli) -> None:
-    whole = ("-s", "train.evaluate_characters=30000")
+    whole = ("-s", "train.evaluate_tokens=30000")
     done = cli("train", verse, *QUICK, *whole, "--seed", "4", "-o", "mine", "--json")
     report = json.loads(done.stdout)
     assert report["run"] == "mine"
@@ -995,7 +995,7 @@ def test_compared_runs_score_the_same_characters(
     assert shown[-1][:2] == ("scored, longer", 960)
     assert shown[0][0] == f"scored, {trained.name}"
     assert {row.evaluation.characters for row in result.rows if row.evaluation} == {960}
-    assert result.scored == "960 of 2,844 validation characters, protocol full"
+    assert result.scored_on == "960 of 2,844 validation characters, protocol blocks"
 
 
 def test_runs_of_different_vocabularies_score_the_same_start_of_the_split(

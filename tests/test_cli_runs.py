@@ -26,7 +26,7 @@ from chargpt.store.folder import RunFolder
 
 QUICK = (
     "-s train.max_steps=6 -s train.batch_size=4 -s train.evaluate_every=3 -s train.save_every=3 "
-    "-s train.evaluate_characters=300 -s train.sample_every=0 -s model.n_layer=1 "
+    "-s train.evaluate_tokens=300 -s train.sample_every=0 -s model.n_layer=1 "
     "-s model.n_embd=16 -s model.block_size=16 -s sample.length=40 --device cpu -s dtype=float32"
 ).split()
 
@@ -74,7 +74,7 @@ def test_a_run_that_is_saved_while_it_is_listed_is_not_called_damaged(
 ) -> None:
     run = RunFolder(tmp_path / "run").create(CONFIG, TOKENIZER, force=False)
     first = save(run, 1, best=True)
-    read = listing.read_without_tensors
+    read = listing.read_metadata
 
     def save_before_reading(folder: Path) -> object:
         if folder == first and folder.exists():
@@ -82,7 +82,7 @@ def test_a_run_that_is_saved_while_it_is_listed_is_not_called_damaged(
             shutil.rmtree(first)
         return read(folder)
 
-    monkeypatch.setattr(listing, "read_without_tensors", save_before_reading)
+    monkeypatch.setattr(listing, "read_metadata", save_before_reading)
     (summary,) = listing.list_runs(tmp_path)
     assert (summary.step, summary.state) == (2, "training")
 
@@ -238,8 +238,8 @@ def test_progress_after_a_rollback_is_not_said_to_end_in_the_past(
 ) -> None:
     bar = progress.ProgressBar(100, "step", initial=50)
     monkeypatch.setattr(progress, "PLAIN_LINE_SECONDS", 0)
-    bar.move_to(40, 100, lambda: "loss 2")
-    bar.move_to(60, 100, lambda: "loss 1")
+    bar.update(40, 100, lambda: "loss 2")
+    bar.update(60, 100, lambda: "loss 1")
     back, on = capsys.readouterr().err.splitlines()
     assert "left" not in back
     assert " left" in on

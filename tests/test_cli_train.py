@@ -146,13 +146,13 @@ def test_a_budget_is_met_when_the_step_time_changes(
     max_steps = f"train.max_steps={int(0.9 * seconds / before)}"
     created = create_run(tiny(verse, "schedule.cooldown=0.7", max_steps), tmp_path / "run", None)
     trainer, clock = created.trainer, Clock()
-    advance = trainer.advance
+    advance = trainer.train_step
 
     def timed_advance() -> Any:
         clock.now += before if clock.now < changes_at else after
         return advance()
 
-    monkeypatch.setattr(trainer, "advance", timed_advance)
+    monkeypatch.setattr(trainer, "train_step", timed_advance)
     budget = Budget(seconds, started=0.0, clock=clock)
     until = budget.remaining
     run_steps(trainer, created.folder, Signals(), budget)
@@ -193,12 +193,12 @@ def test_a_budget_reserves_the_measured_time_of_scoring(
     trainer = create_run(tiny(verse, *STEPS), tmp_path / "run", None, budget=budget).trainer
     clock.now = 10.0
     val = len(trainer.corpus.split("val"))
-    limit = trainer.config.train.evaluate_characters
+    limit = trainer.config.train.evaluate_tokens
     scored = sum(min(limit, len(trainer.corpus.split(name))) for name in ("train", "val"))
-    n_tune = len(trainer.corpus.split("tune"))
-    scored += report_characters + n_tune + round(1.3 * min(limit, val))  # the mixture
-    timed_characters = min(RESERVE.timed_characters, val - 1)
-    closing = RESERVE.seconds + 1.3 * 2 * scored / timed_characters + report_seconds
+    n_mixture = len(trainer.corpus.split("mixture"))
+    scored += report_characters + n_mixture + round(1.3 * min(limit, val))  # the mixture
+    timed_tokens = min(RESERVE.timed_tokens, val - 1)
+    closing = RESERVE.seconds + 1.3 * 2 * scored / timed_tokens + report_seconds
     closing += RESERVE.gate_seconds + counting_seconds(trainer.corpus)  # fitting the mixture
     assert budget.remaining == pytest.approx(seconds - 10 - closing)
 
@@ -210,13 +210,13 @@ def test_the_plan_leaves_time_for_the_mixture(
 
     def planned(config: Config, corpus: Corpus, budget: Budget) -> Plan:
         available.append(budget.remaining)
-        return Plan(config, 1e5, chooses_size=False)
+        return Plan(config, 1e5, size_was_chosen=False)
 
     monkeypatch.setattr(session, "plan", planned)
-    for name, fixed in (("with", ()), ("without", ("text.tune_characters",))):
+    for name, fixed in (("with", ()), ("without", ("text.mixture_characters",))):
         budget = Budget(10.0, fixed, started=0.0, clock=Clock())
         created = create_run(tiny(verse, *STEPS), tmp_path / name, None, budget=budget)
-        assert bool(len(created.trainer.corpus.split("tune"))) == (name == "with")
+        assert bool(len(created.trainer.corpus.split("mixture"))) == (name == "with")
     counted = 0.9 * len(verse.read_text(encoding="utf-8")) / 1e6
     expected = RESERVE.gate_seconds + RESERVE.counting_seconds * counted
     assert available[1] - available[0] == pytest.approx(expected, abs=0.001)
@@ -267,7 +267,7 @@ def test_speeds_are_in_characters_and_models_by_their_kind(
 ) -> None:
     corpus = load_corpus(TextConfig(min_count=300), content="sea é light è\n" * 200)
     assert corpus.characters_per_token < 0.9
-    show_budget(Plan(Config(), 1e6, chooses_size=True), Budget(10.0), corpus)
+    show_budget(Plan(Config(), 1e6, size_was_chosen=True), Budget(10.0), corpus)
     expected = f"{1e6 * corpus.characters_per_token:,.0f} characters/s"
     assert expected in capfd.readouterr().err
     assert describe_model(ModelConfig(kind="gpt2")).startswith("gpt2 4 layers")

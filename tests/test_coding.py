@@ -29,7 +29,7 @@ from chargpt.inference.coding import (
     ArithmeticEncoder,
     compress,
     decompress,
-    packed_model,
+    read_header,
 )
 from chargpt.models import LanguageModel, build_model
 from chargpt.store.run import Run
@@ -207,7 +207,7 @@ def test_decompression_uses_the_thread_count_of_compression() -> None:
 
 def test_a_compressed_file_names_the_step_that_it_needs() -> None:
     packed = compress(RUN, b"some words")
-    assert packed_model(packed) == (RUN.step, "gpt")
+    assert read_header(packed) == (RUN.step, "plain")
     with pytest.raises(ChargptError, match=r"another model \(step 1, weights [0-9a-f]{16}\)"):
         decompress(run_of(seed=1), packed)
 

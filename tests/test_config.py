@@ -242,7 +242,7 @@ def test_a_value_of_the_wrong_type_is_rejected(key: str, value: str) -> None:
 WRONG = "true null x -1 1.5 1e400 [1] [[1]] [[1,2,3]] {a: 1} 9999999999999999999999 '5' .nan"
 
 
-@pytest.mark.parametrize("key", Config().by_key())
+@pytest.mark.parametrize("key", Config().flatten())
 def test_the_messages_are_in_our_own_words(key: str) -> None:
     for value in WRONG.replace("{a: 1}", "{a:1}").split():
         with contextlib.suppress(ConfigError):
@@ -430,7 +430,10 @@ def test_an_error_in_an_override_has_no_line_of_the_file(write) -> None:
     [
         (["model.n_head=3"], "n_embd 128 must be divisible by 2 * n_head = 6"),
         (["model.n_embd=6", "model.n_head=2"], "divisible by 2 * n_head = 4"),
-        (["train.accumulate=3"], "train.batch_size 16 must be divisible by train.accumulate 3"),
+        (
+            ["train.micro_batches=3"],
+            "train.batch_size 16 must be divisible by train.micro_batches 3",
+        ),
         (["text.val_fraction=0.5", "text.test_fraction=0.5"], "must be less than 1"),
         (["schedule.decay_points=[[30, 30]]"], "each step must be less than its end"),
         (["schedule.decay_points=[[30, 90], [30, 80]]"], "the steps must be strictly increasing"),

@@ -11,7 +11,7 @@ from chargpt.config import SampleConfig, TextConfig, load_config
 from chargpt.device import capture_graph
 from chargpt.inference import decoders
 from chargpt.inference.evaluation import evaluate_tokens
-from chargpt.inference.sampling import stream_pieces
+from chargpt.inference.generation import stream_pieces
 from chargpt.models.ngram import NGramLM
 from chargpt.store.folder import RunFolder
 from chargpt.store.run import load_run
@@ -84,7 +84,7 @@ def test_training_replays_one_cuda_graph(
     assert trainer.learner.capture_error is None
     replays.clear()
     for _ in range(20):
-        trainer.advance()
+        trainer.train_step()
     assert len(replays) >= 20  # and those of sampling
     assert replays.count(replays[0]) == 20
 
@@ -135,11 +135,11 @@ def test_a_saved_run_has_the_same_loss_on_both_devices(corpus: Corpus, tmp_path:
     assert scores[0] == pytest.approx(scores[1], abs=1e-3)
 
 
-@pytest.mark.parametrize("streams", [1, 3])
+@pytest.mark.parametrize("sequences", [1, 3])
 @pytest.mark.usefixtures("no_cpu_decoder")
-def test_greedy_text_is_the_same_on_both_devices(streams: int) -> None:
+def test_greedy_text_is_the_same_on_both_devices(sequences: int) -> None:
     tokenizer = CharTokenizer("abcdefghijk")
-    options = SampleConfig(length=40, temperature=0, seed=1, num_samples=streams)
+    options = SampleConfig(length=40, temperature=0, seed=1, num_samples=sequences)
     texts = []
     for device in ("cpu", "cuda"):
         model = noisy_model().to(device)
@@ -159,12 +159,12 @@ def test_decoding_replays_one_cuda_graph(replays: list[int]) -> None:
     assert len(set(replays)) == 1
 
 
-@pytest.mark.parametrize("streams", [1, 3])
+@pytest.mark.parametrize("sequences", [1, 3])
 @torch.inference_mode()
-def test_a_captured_step_with_a_static_cache_gives_the_logits_of_a_cache(streams: int) -> None:
+def test_a_captured_step_with_a_static_cache_gives_the_logits_of_a_cache(sequences: int) -> None:
     model = noisy_model().to(CUDA)
-    tokens = random_tokens(batch=streams, steps=40).to(CUDA)
-    cache, static = model.new_cache(streams), model.new_static_cache(streams)
+    tokens = random_tokens(batch=sequences, steps=40).to(CUDA)
+    cache, static = model.new_cache(sequences), model.new_static_cache(sequences)
     token = tokens[:, :1].clone()
 
     def step() -> torch.Tensor:

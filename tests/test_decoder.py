@@ -35,27 +35,27 @@ def test_the_cache_stores_more_than_half_a_block_and_at_most_a_block():
 
 
 @pytest.mark.parametrize("kind", DECODERS)
-@pytest.mark.parametrize("streams", [1, 3])
+@pytest.mark.parametrize("sequences", [1, 3])
 @pytest.mark.parametrize("block_size", [1, 2, 3, 12])
 @pytest.mark.parametrize("scaled", [True, False])
 @pytest.mark.parametrize("scale", [1, 30])  # attention scores whose exp does not or does overflow
 @torch.no_grad()
-def test_every_decoder_gives_the_logits_of_the_formula(kind, streams, block_size, scaled, scale):
+def test_every_decoder_gives_the_logits_of_the_formula(kind, sequences, block_size, scaled, scale):
     model = noisy_model(block_size=block_size, n_layer=3, scaled=scaled)
     model.blocks[1].attention.query_norm.weight.mul_(scale)
-    tokens = random_tokens(streams, steps=40)
-    logits = decode(DECODERS[kind](model, streams), tokens)
+    tokens = random_tokens(sequences, steps=40)
+    logits = decode(DECODERS[kind](model, sequences), tokens)
     assert_close(logits, logits_of_long_text(model, tokens), 1e-4 if scale == 1 else 1e-3)
 
 
 @pytest.mark.parametrize("rung", RUNGS)
-@pytest.mark.parametrize("streams", [1, 3])
-def test_every_architecture_is_decoded_to_the_logits_of_the_formula(rung, streams):
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_every_architecture_is_decoded_to_the_logits_of_the_formula(rung, sequences):
     model = noisy_model(**rung)
-    tokens = random_tokens(streams, steps=40)
+    tokens = random_tokens(sequences, steps=40)
     expected = logits_of_long_text(model, tokens)
-    assert_close(decode(build_decoder(model, streams), tokens), expected)
-    assert_close(decode(GraphDecoder(model, streams), tokens), expected)
+    assert_close(decode(build_decoder(model, sequences), tokens), expected)
+    assert_close(decode(GraphDecoder(model, sequences), tokens), expected)
 
 
 @pytest.mark.parametrize(
@@ -72,14 +72,14 @@ def test_count_models_are_decoded_to_the_logits_of_the_formula(model):
 
 @pytest.mark.parametrize("kind", DECODERS)
 @pytest.mark.parametrize("prompt", [1, 5, 12])
-@pytest.mark.parametrize("streams", [1, 3])
+@pytest.mark.parametrize("sequences", [1, 3])
 @torch.inference_mode()
-def test_every_stream_continues_from_the_cache_of_one_sequence(kind, prompt, streams):
-    model, tokens = noisy_model(n_layer=3), random_tokens(streams, steps=30)
+def test_every_stream_continues_from_the_cache_of_one_sequence(kind, prompt, sequences):
+    model, tokens = noisy_model(n_layer=3), random_tokens(sequences, steps=30)
     tokens[:, :prompt] = tokens[0, :prompt].clone()
     cache = model.new_cache(1)
     model(tokens[:1, :prompt], cache)
-    decoder = DECODERS[kind](model, streams, cache)
+    decoder = DECODERS[kind](model, sequences, cache)
     expected = logits_of_long_text(model, tokens)[:, prompt:]
     assert_close(decode(decoder, tokens[:, prompt:]), expected)
 
@@ -92,35 +92,35 @@ def test_decoding_does_not_change_the_weights(kind):
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
-@pytest.mark.parametrize("streams", [1, 3])
+@pytest.mark.parametrize("sequences", [1, 3])
 @torch.no_grad()
-def test_the_numpy_decoder_copies_the_weights(streams):
-    model, tokens = noisy_model(), random_tokens(streams)
+def test_the_numpy_decoder_copies_the_weights(sequences):
+    model, tokens = noisy_model(), random_tokens(sequences)
     expected = logits_of_long_text(model, tokens)
-    decoder = NumpyDecoder(model, streams)
+    decoder = NumpyDecoder(model, sequences)
     for parameter in model.parameters():
         parameter.add_(1)
     assert_close(decode(decoder, tokens), expected)
 
 
-@pytest.mark.parametrize("streams", [1, 3])
+@pytest.mark.parametrize("sequences", [1, 3])
 @torch.no_grad()
-def test_gates_that_overflow_are_closed_without_a_warning(streams, recwarn):
-    model, tokens = noisy_model(), random_tokens(streams)
+def test_gates_that_overflow_are_closed_without_a_warning(sequences, recwarn):
+    model, tokens = noisy_model(), random_tokens(sequences)
     for block in model.blocks:
         block.mlp.gate.weight.mul_(300)  # exp(-gate) overflows
-    assert_close(decode(NumpyDecoder(model, streams), tokens), model(tokens), 1e-2)
+    assert_close(decode(NumpyDecoder(model, sequences), tokens), model(tokens), 1e-2)
     assert not recwarn.list
 
 
-@pytest.mark.parametrize("streams", [1, 3])
+@pytest.mark.parametrize("sequences", [1, 3])
 @pytest.mark.parametrize("name", ["embedding", "blocks.0.attention.key", "blocks.1.mlp.gate"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @torch.no_grad()
-def test_non_finite_weights_give_non_finite_logits(streams, name, value):
+def test_non_finite_weights_give_non_finite_logits(sequences, name, value):
     model = noisy_model()
     model.get_submodule(name).weight[3] = value
-    logits = decode(NumpyDecoder(model, streams), torch.full((streams, 2), 3))
+    logits = decode(NumpyDecoder(model, sequences), torch.full((sequences, 2), 3))
     assert not logits.isfinite().any()
 
 

@@ -21,7 +21,7 @@ from chargpt.device import (
     tune_malloc,
 )
 from chargpt.distributed import (
-    ProcessGroup,
+    RankGroup,
     destroy_process_group,
     init_process_group,
     is_lost_rank_error,
@@ -164,7 +164,7 @@ def test_onednn_is_chosen_on_amd_cpus_with_avx512(
 
 
 def test_a_single_rank_reduces_and_broadcasts_nothing() -> None:
-    group = ProcessGroup()
+    group = RankGroup()
     assert group.is_main
     assert (group.rank, group.size) == (0, 1)
     value = torch.tensor([1.0, 2.0])
@@ -175,12 +175,12 @@ def test_a_single_rank_reduces_and_broadcasts_nothing() -> None:
 
 
 def test_only_rank_zero_is_main() -> None:
-    assert [ProcessGroup(rank, 3).is_main for rank in range(3)] == [True, False, False]
+    assert [RankGroup(rank, 3).is_main for rank in range(3)] == [True, False, False]
 
 
 def test_without_torchrun_the_world_size_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert init_process_group(CPU) == ProcessGroup()
+    assert init_process_group(CPU) == RankGroup()
     destroy_process_group()  # no group: does nothing
 
 

@@ -10,7 +10,7 @@ import pytest
 from conftest import REPOSITORY, Cli
 
 SETTINGS = (
-    "-s train.max_steps=8 -s train.batch_size=8 -s train.accumulate=2 -s train.evaluate_every=4 "
+    "-s train.max_steps=8 -s train.batch_size=8 -s train.micro_batches=2 -s train.evaluate_every=4 "
     "-s model.n_layer=1 -s model.n_embd=32 -s model.block_size=16 -s dtype=float32 "
     "-s train.sample_every=0 --device cpu"
 ).split()
@@ -63,7 +63,7 @@ def test_two_ranks_train_to_the_losses_of_one_process(
 def test_a_batch_that_does_not_divide_over_the_ranks_is_rejected(
     verse: Path, tmp_path: Path
 ) -> None:
-    args = [*SETTINGS, "-s", "train.batch_size=7", "-s", "train.accumulate=1"]
+    args = [*SETTINGS, "-s", "train.batch_size=7", "-s", "train.micro_batches=1"]
     done = torchrun("train", verse, *args, cwd=tmp_path)
     assert done.returncode != 0
     assert "does not divide over 2 processes" in done.stderr

@@ -11,13 +11,13 @@ from noise import fill_with_noise
 
 from chargpt.config import Config, TextConfig
 from chargpt.errors import ConfigError, TextError
-from chargpt.inference import sampling
+from chargpt.inference import generation
 from chargpt.inference.evaluation import evaluate
 from chargpt.store.run import load_run
 from chargpt.text import documents as module
 from chargpt.text.corpus import Corpus, load_corpus
 from chargpt.text.describe import describe
-from chargpt.text.documents import SEPARATOR, mark_documents
+from chargpt.text.documents import RECORD_SEPARATOR, mark_documents
 from chargpt.text.tokenizer import CharTokenizer
 from chargpt.training.trainer import Trainer
 
@@ -46,7 +46,7 @@ def test_lines_are_documents_and_empty_ones_are_left_out(files: list[list[str]])
 def test_separators_may_lie_across_pieces(files: list[list[str]], separator: str) -> None:
     marked = "".join(mark_documents(map(iter, files), separator))
     found = [each for pieces in files for each in "".join(pieces).split(separator) if each]
-    assert marked == "".join(each + SEPARATOR for each in found)
+    assert marked == "".join(each + RECORD_SEPARATOR for each in found)
 
 
 def test_each_file_is_a_document(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_each_file_is_a_document(tmp_path: Path) -> None:
     for i, poem in enumerate(poems):
         (tmp_path / f"{i}.txt").write_text(poem)
     corpus = load_corpus(TextConfig(path=str(tmp_path), documents="files"))
-    assert corpus.documents == 20
+    assert corpus.n_documents == 20
     assert sorted(documents_of(corpus, "train") + documents_of(corpus, "val")) == sorted(poems)
 
 
@@ -64,9 +64,9 @@ def test_documents_are_shuffled_and_split_whole(
 ) -> None:
     monkeypatch.setattr(module, "CHUNK", chunk)
     content = "\n".join(NAMES)
-    fractions = {"val_fraction": 0.3, "test_fraction": 0.2, "tune_characters": 5}
+    fractions = {"val_fraction": 0.3, "test_fraction": 0.2, "mixture_characters": 5}
     corpus = load_corpus(TextConfig(documents="lines", **fractions), content=content)
-    splits = [documents_of(corpus, split) for split in ("tune", "train", "val", "test")]
+    splits = [documents_of(corpus, split) for split in ("mixture", "train", "val", "test")]
     together = [document for documents in splits for document in documents]
     assert all(splits)
     assert sorted(together) == sorted(NAMES) != together
@@ -82,14 +82,14 @@ def test_a_seed_gives_the_same_order_in_every_version() -> None:
 def test_rare_boundaries_stay_characters() -> None:
     content = "".join(map(chr, range(0x4E00, 0x4E00 + 300))) * 50 + "%%" + "一" * 100
     corpus = load_corpus(TextConfig(documents="%%", min_count=10), content=content)
-    assert SEPARATOR in corpus.tokenizer.characters
-    assert corpus.documents == 2
+    assert RECORD_SEPARATOR in corpus.tokenizer.characters
+    assert corpus.n_documents == 2
 
 
 def test_a_text_that_holds_the_boundary_is_refused() -> None:
     with pytest.raises(TextError, match=r"holds the character U\+001E"):
         load_corpus(TextConfig(documents="%"), content="a\x1eb % c")
-    assert load_corpus(TextConfig(documents="\x1e"), content="a\x1eb b\x1ec").documents == 3
+    assert load_corpus(TextConfig(documents="\x1e"), content="a\x1eb b\x1ec").n_documents == 3
 
 
 def test_separators_are_written_with_escapes() -> None:
@@ -133,7 +133,7 @@ def test_samples_of_a_list_are_whole_items(cli: Cli) -> None:
     fill_with_noise(run.model)  # so that every token of the context matters
     trainer = Trainer(run.config.with_values({"sample.prompt": "be"}), run.corpus())
     trainer.model.load_state_dict(run.model.state_dict())
-    expected = sampling.sample(run, prompt="be", length=200, num_samples=5, seed=1)
+    expected = generation.sample(run, prompt="be", length=200, num_samples=5, seed=1)
     assert trainer.validator.sample().split("\n") == expected
     prompted = cli(*sample, "--num-samples", "5", "-p", "be").stdout.splitlines()
     assert [item[:2] for item in prompted] == ["be"] * 5

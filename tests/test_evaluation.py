@@ -54,7 +54,7 @@ def test_full_scores_every_character_but_the_first_once(count):
     assert result.characters == count - 1
     assert result.nats_per_char == pytest.approx(losses.mean(), abs=1e-5)
     assert result.accuracy == pytest.approx(correct.mean())
-    assert (result.protocol, result.split, result.block_size) == ("full", "val", T)
+    assert (result.protocol, result.split, result.block_size) == ("blocks", "val", T)
 
 
 @given(count=st.integers(2, 50), stride=st.none() | st.integers(1, T))
@@ -104,7 +104,7 @@ def test_nanogpt_uses_at_most_256_characters_of_context():
 @pytest.mark.parametrize("limit", [1, 5, T, T + 1, 3 * T, 10 * T + 5])
 def test_a_limit_scores_whole_blocks_up_to_it(limit):
     model, tokens = noisy_model(n_layer=1), random_tokens(20 * T + 7)
-    result = evaluate_tokens(model, tokens, max_characters=limit)
+    result = evaluate_tokens(model, tokens, max_tokens=limit)
     assert result.characters == (limit // T * T or limit)
 
 
@@ -118,18 +118,18 @@ def test_a_limit_spreads_its_blocks_over_the_split():
 
     seen: list[int] = []
     model, tokens = Recorder(1000, block_size=10), np.arange(1000, dtype=np.uint16)
-    evaluate_tokens(model, tokens, max_characters=40)
+    evaluate_tokens(model, tokens, max_tokens=40)
     assert seen == [120, 370, 610, 860]  # the 99 whole blocks' four middles
 
 
 def test_a_limit_above_the_length_changes_nothing():
     model, tokens = noisy_model(n_layer=1), random_tokens(3 * T + 5)
     whole = evaluate_tokens(model, tokens)
-    assert evaluate_tokens(model, tokens, max_characters=3 * T + 4) == whole
-    assert evaluate_tokens(model, tokens, max_characters=10**9) == whole
+    assert evaluate_tokens(model, tokens, max_tokens=3 * T + 4) == whole
+    assert evaluate_tokens(model, tokens, max_tokens=10**9) == whole
 
 
-@pytest.mark.parametrize("protocol", ["full", "sliding", "nanogpt"])
+@pytest.mark.parametrize("protocol", ["blocks", "sliding", "nanogpt"])
 def test_the_batch_size_of_a_forward_pass_does_not_matter(protocol, monkeypatch):
     monkeypatch.setattr(windows, "NANOGPT_BATCHES", 2)
     model, tokens = noisy_model(n_layer=1), random_tokens(10 * T + 3)
@@ -156,7 +156,7 @@ def test_the_logits_of_a_forward_pass_stay_small_for_every_vocabulary(
     model = Counter.__new__(Counter)
     torch.nn.Module.__init__(model)
     model.vocab_size, model.block_size = vocab_size, 16
-    model.first_continuation = vocab_size
+    model.first_continuation_byte = vocab_size
     model.anything = torch.nn.Parameter(torch.zeros(1))
     evaluate_tokens(model, np.zeros(16 * 1100 + 1, dtype=np.uint8))
     assert max(calls) == rows
@@ -253,7 +253,7 @@ def test_texts_that_are_too_short_are_rejected():
             evaluate_tokens(model, random_tokens(count))
     with pytest.raises(TextError, match="has no test split; evaluate another"):
         evaluate_tokens(model, random_tokens(0), split="test")
-    with pytest.raises(TextError, match="use the protocol full"):
+    with pytest.raises(TextError, match="use the protocol blocks"):
         evaluate_tokens(model, random_tokens(T), protocol="nanogpt")
     for stride in (0, T + 1):
         with pytest.raises(ConfigError, match="choose 1 to 12"):
@@ -261,10 +261,10 @@ def test_texts_that_are_too_short_are_rejected():
 
 
 def test_a_loss_is_reported_in_three_units():
-    result = Evaluation(math.log(8), 0.5, 10, 0.1, "full", "val", 16)
+    result = Evaluation(math.log(8), 0.5, 10, 0.1, "blocks", "val", 16)
     assert result.bits_per_char == pytest.approx(3)
     assert result.perplexity == pytest.approx(8)
-    assert Evaluation(1e4, 0, 10, 0.1, "full", "val", 16).perplexity == math.inf
+    assert Evaluation(1e4, 0, 10, 0.1, "blocks", "val", 16).perplexity == math.inf
     assert result.as_dict() == {
         "nats_per_char": math.log(8),
         "bits_per_char": result.bits_per_char,
@@ -272,7 +272,7 @@ def test_a_loss_is_reported_in_three_units():
         "accuracy": 0.5,
         "characters": 10,
         "standard_error": 0.1,
-        "protocol": "full",
+        "protocol": "blocks",
         "split": "val",
         "block_size": 16,
         "unknown": 0,
@@ -349,8 +349,8 @@ def test_baselines_and_models_score_the_same_characters(limit, block_size):
     fitted, val = Baselines(corpus), corpus.split("val")
     bigram = BigramLM.from_counts(fitted.pair_counts, block_size, BIGRAM_ALPHA)
     span = 16  # the same characters for any block size
-    own = evaluate_tokens(bigram, val, max_characters=limit, span=span)
-    losses = fitted.losses(val, max_characters=limit, span=span)
+    own = evaluate_tokens(bigram, val, max_tokens=limit, span=span)
+    losses = fitted.losses(val, max_tokens=limit, span=span)
     # a bigram needs no context but the character before, so blocks do not matter to it
     assert losses["bigram"] == pytest.approx(own.nats_per_char, abs=1e-6)
     assert own.characters <= min(limit, len(val) - 1)
@@ -363,7 +363,7 @@ def test_the_n_gram_has_all_of_its_context_in_every_span():
     for limit in (8, 100, 400):
         starts, length = even_spans(len(val) - 1, 16, limit)
         expected = np.mean([of_each[start : start + length] for start in starts])
-        losses = fitted.losses(val, max_characters=limit, span=16)
+        losses = fitted.losses(val, max_tokens=limit, span=16)
         assert losses["6-gram"] == pytest.approx(expected, abs=1e-6)
 
 

@@ -16,7 +16,7 @@ from chargpt.text.tokenizer import CharTokenizer
 
 TINY = (
     "-s train.max_steps=3 -s train.batch_size=4 -s model.n_layer=2 -s model.n_head=2 "
-    "-s model.n_embd=16 -s model.block_size=32 -s train.evaluate_characters=300"
+    "-s model.n_embd=16 -s model.block_size=32 -s train.evaluate_tokens=300"
 ).split()
 MIN_COUNT = ["-s", "text.min_count=3"]
 RUSSIAN = (
@@ -86,7 +86,7 @@ def test_a_runs_own_weights_are_shown(cli: Cli, verse: Path, scaled: str) -> Non
     tokens = torch.from_numpy(run.tokenizer.encode(line[:8]).astype(np.int64))[None]
     first = run.model.attention_weights(tokens)[0][0, 0]
     np.testing.assert_allclose(found["mask"]["weights"], first.numpy(), atol=1e-6)
-    _, _, values = run.model.first_projection(tokens)  # (1, H, T, D)
+    _, _, values = run.model.first_layer_qkv(tokens)  # (1, H, T, D)
     outputs = first.numpy() @ values[0, 0].detach().numpy()
     np.testing.assert_allclose(found["mask"]["outputs"], outputs, rtol=1e-4, atol=1e-5)
     scores = torch.tensor(found["queries"]["scores"])
@@ -127,7 +127,7 @@ def test_without_a_name_it_explains_the_newest_run_or_a_text(cli: Cli, verse: Pa
 def test_of_a_bigram_run_only_the_text_is_used(cli: Cli, verse: Path) -> None:
     cli("train", verse, "-c", "bigram", "-s", "train.max_steps=2", "--out", "pairs")
     done = cli("explain", "pairs")
-    assert "of a fresh model" in " ".join(done.stdout.split())
+    assert "of an untrained model" in " ".join(done.stdout.split())
     assert "pairs has no queries and keys: an untrained gpt is shown on its text" in done.stderr
 
 

@@ -59,7 +59,7 @@ def run_of(tokenizer: CharTokenizer, **changes: object) -> Run:
     """Return a run whose weights are random, so that predictions differ."""
     config = Config(model=ModelConfig(**{**SIZES, **changes}))  # type: ignore[arg-type]
     model = fill_with_noise(build_model(config.model, tokenizer.vocab_size)).eval()
-    model.first_continuation = tokenizer.first_continuation
+    model.first_continuation_byte = tokenizer.first_continuation_byte
     state = RunState(7, best_step=7, best_nats_per_char=1.25, text="a 'text'.txt")
     return Run(Path("runs/a run"), config, tokenizer, model, 7, state)
 
@@ -73,9 +73,9 @@ def without(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
         )
 
 
-def export(kind: str, run: Run, path: Path, **options: Any) -> check.Check:
+def export(kind: str, run: Run, path: Path, **options: Any) -> check.ExportCheck:
     """Export by the name of the format."""
-    by_name: dict[str, Callable[..., check.Check]] = {
+    by_name: dict[str, Callable[..., check.ExportCheck]] = {
         "hf": export_huggingface,
         "gguf": export_gguf,
         "onnx": export_onnx,
@@ -113,7 +113,7 @@ class Exported(NamedTuple):
 
     run: Run
     path: Path
-    check: check.Check
+    check: check.ExportCheck
 
 
 @pytest.fixture(scope="module")
@@ -363,7 +363,7 @@ def test_a_run_comes_back_from_its_hugging_face_folder_bit_for_bit(
     for name, tokenizer in {**TOKENIZERS, "unknown": UNKNOWN}.items():
         run, path, _ = exported("hf", name)
         back = load_run(import_huggingface(path, tmp_path / name))
-        assert back.key() == run.key()
+        assert back.fingerprint() == run.fingerprint()
         assert (back.config, back.tokenizer, back.state) == (run.config, tokenizer, run.state)
         for ours, theirs in zip(run.model.parameters(), back.model.parameters(), strict=True):
             assert torch.equal(ours, theirs)

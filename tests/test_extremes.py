@@ -19,7 +19,7 @@ from chargpt.text.settings import build_config
 
 pytestmark = pytest.mark.slow
 TINY = (
-    "-s train.max_steps=4 -s train.batch_size=4 -s train.evaluate_characters=300 "
+    "-s train.max_steps=4 -s train.batch_size=4 -s train.evaluate_tokens=300 "
     "-s model.n_layer=1 -s model.n_embd=16 -s model.block_size=16 --device cpu -s dtype=float32"
 ).split()
 

@@ -38,7 +38,7 @@ from chargpt.inference.decoders import (
     build_decoder,
     model_decoder,
 )
-from chargpt.inference.sampling import stream_pieces
+from chargpt.inference.generation import stream_pieces
 from chargpt.models import kernels
 from chargpt.models.gpt import GPT
 from chargpt.models.ngram import NGramLM
@@ -97,7 +97,7 @@ def test_an_operation_on_two_devices_is_rejected(gpu: torch.device) -> None:
 @pytest.mark.parametrize(
     "values",
     [
-        {"train.accumulate": 2, "train.ema": 0.9, "train.sample_every": 15},
+        {"train.micro_batches": 2, "train.ema": 0.9, "train.sample_every": 15},
         {"optim.name": "adamw", "train.ngram_target_weight": 0.0, "model.attention": "average"},
     ],
 )
@@ -122,7 +122,7 @@ def test_training_synchronises_only_to_write_metrics(
     synced = []
     for step in range(1, 25):
         syncs.clear()
-        training.advance()
+        training.train_step()
         synced += [step] * len(syncs)
     assert synced == [METRICS_EVERY, 2 * METRICS_EVERY]
     monkeypatch.setattr(trainer, "METRICS_SECONDS", 1000.0)  # since the last write
@@ -130,7 +130,7 @@ def test_training_synchronises_only_to_write_metrics(
     far = dict.fromkeys(("max_steps", "evaluate_every", "save_every"), 1000)
     training.config = training.config.with_values({f"train.{key}": n for key, n in far.items()})
     for _ in range(2 * METRICS_EVERY):
-        training.advance()
+        training.train_step()
     assert not syncs
 
 
@@ -384,7 +384,7 @@ def test_slow_first_calls_are_not_measured(
     corpus: Corpus, gpu: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cold = 0.5  # seconds of each of about a hundred operations
-    monkeypatch.setattr(budget_module, "RESERVE", Reserve(timed_characters=500))
+    monkeypatch.setattr(budget_module, "RESERVE", Reserve(timed_tokens=500))
     clock = slow_first_calls(monkeypatch, cold)
     training = trainer_on("mps", corpus)
     step_seconds = measure_step_seconds(training.learner, 3, update=True)
@@ -392,9 +392,9 @@ def test_slow_first_calls_are_not_measured(
     assert step_seconds < cold
     clock = slow_first_calls(monkeypatch, cold)
     budget = Budget(1000.0, clock=lambda: clock.now)
-    budget.measure_scoring(training.model, corpus, training.config)
+    budget.measure_evaluation(training.model, corpus, training.config)
     assert clock.now > 10 * cold
-    assert budget.scoring_seconds < cold
+    assert budget.evaluation_seconds < cold
 
 
 def test_a_slow_first_trial_does_not_use_up_the_share_of_time_for_trials(

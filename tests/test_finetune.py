@@ -18,7 +18,7 @@ from chargpt.text.tokenizer import CharTokenizer
 from chargpt.training.finetune import copy_weights
 
 SMALL = ("-s", "model.n_layer=1", "-s", "model.n_embd=32", "-s", "model.block_size=16")
-STEPS = ("-s", "train.max_steps=60", "-s", "train.evaluate_characters=500")
+STEPS = ("-s", "train.max_steps=60", "-s", "train.evaluate_tokens=500")
 FIRST, SECOND = "the cat sat on the mat\n" * 200, "my own cat sat on ten maps\n" * 100
 
 
@@ -104,7 +104,7 @@ def test_a_pull_towards_the_old_weights_forgets_less(first: Path, cli: Cli) -> N
     train = ("train", "second.txt", "--from", first, *STEPS, "--json")
     after = []
     for pull in (0, 0.05):
-        done = cli(*train, "-s", f"optim.pull={pull}", "--out", f"pull-{pull}")
+        done = cli(*train, "-s", f"optim.l2_sp={pull}", "--out", f"pull-{pull}")
         assert done.returncode == 0, done.stderr
         after.append(json.loads(done.stdout)["forgetting"]["after"])
     assert after[1] < after[0] - 0.05
@@ -113,7 +113,7 @@ def test_a_pull_towards_the_old_weights_forgets_less(first: Path, cli: Cli) -> N
     shutil.rmtree(first)
     refused = cli("train", "--resume", "pull-0.05", "-s", "train.max_steps=80")
     assert (refused.returncode, "first" in refused.stderr) == (2, True)
-    alone = cli("train", "second.txt", "-s", "optim.pull=0.1", "--out", "alone")
+    alone = cli("train", "second.txt", "-s", "optim.l2_sp=0.1", "--out", "alone")
     assert alone.returncode == 2
     assert "train.from_run" in alone.stderr
 

@@ -14,7 +14,7 @@ from chargpt.config import ModelConfig
 from chargpt.errors import ConfigError, TextError
 from chargpt.export.huggingface import qwen3_config, qwen3_weights
 from chargpt.models import GPT, build_model, count_parameters, gpt
-from chargpt.models.attention import average_weights, causal_mask, explicit_attention
+from chargpt.models.attention import causal_mask, explicit_attention, uniform_weights
 from chargpt.models.kernels import NORM_EPS
 
 
@@ -51,7 +51,7 @@ def record_attention_weights(model, tokens, monkeypatch):
         recorded.append(weights)
         return output
 
-    monkeypatch.setattr(gpt, "fused_attention", recording_attention)
+    monkeypatch.setattr(gpt, "fast_attention", recording_attention)
     with torch.no_grad():
         model(tokens)
     return recorded
@@ -135,14 +135,14 @@ def test_only_a_full_cache_evicts_and_at_least_half():
     assert cache.length == 6
 
 
-@pytest.mark.parametrize("streams", [1, 3])
+@pytest.mark.parametrize("sequences", [1, 3])
 @pytest.mark.parametrize("block_size", [1, 11, 12])
 @pytest.mark.parametrize("rung", RUNGS)
 @torch.inference_mode()
-def test_a_static_cache_gives_the_logits_of_a_cache(rung, block_size, streams):
+def test_a_static_cache_gives_the_logits_of_a_cache(rung, block_size, sequences):
     model = noisy_model(**(rung | {"block_size": block_size}))
-    tokens = random_tokens(batch=streams, steps=3 * block_size + 2)
-    cache, static = model.new_cache(streams), model.new_static_cache(streams)
+    tokens = random_tokens(batch=sequences, steps=3 * block_size + 2)
+    cache, static = model.new_cache(sequences), model.new_static_cache(sequences)
     for token in tokens.split(1, dim=1):
         for each in (cache, static):
             if each.length == block_size:
@@ -183,7 +183,7 @@ def test_the_model_equals_one_with_explicit_attention(scaled, monkeypatch):
     def slow_attention(q, k, v, **kwargs):
         return explicit_attention(q, k, v, **kwargs)[0]
 
-    monkeypatch.setattr(gpt, "fused_attention", slow_attention)
+    monkeypatch.setattr(gpt, "fast_attention", slow_attention)
     torch.testing.assert_close(model(tokens), logits, atol=1e-5, rtol=1e-5)
 
 
@@ -217,7 +217,7 @@ def test_average_attention_multiplies_values_by_a_normalised_triangle():
     layer = model.blocks[0]
     x = model.embedding(tokens)
     triangle = torch.ones(12, 12).tril() / torch.arange(1, 13)[:, None]
-    torch.testing.assert_close(average_weights(causal_mask(12, 12)), triangle)
+    torch.testing.assert_close(uniform_weights(causal_mask(12, 12)), triangle)
 
     def norm(x, module):
         return F.rms_norm(x, (x.size(-1),), module.weight, NORM_EPS)

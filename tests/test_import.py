@@ -123,7 +123,7 @@ def test_attention_weights_are_those_of_the_forward_pass() -> None:
         assert layer.triu(1).abs().max() == 0
     block = model.blocks[0]
     x = model.embed(tokens)
-    _, _, v = model.first_projection(tokens)
+    _, _, v = model.first_layer_qkv(tokens)
     heads = (layers[0] @ v).transpose(1, 2).flatten(2)
     expected = x + block.attention.output(heads)
     after_attention = x + block.attention(block.attention_norm(x), None)

@@ -25,14 +25,14 @@ from chargpt.inference.baselines import NGRAM, Baselines
 from chargpt.inference.evaluation import evaluate, evaluate_tokens
 from chargpt.models import build_model, count_parameters
 from chargpt.models.bigram import BigramLM
-from chargpt.models.ngram import ORDER
+from chargpt.models.ngram import NGRAM_ORDER
 from chargpt.store.run import load_run
 from chargpt.text.corpus import Corpus, load_corpus
 from chargpt.text.tokenizer import CharTokenizer
 
 TINY = (
     "-s train.max_steps=4 -s train.batch_size=4 -s model.n_layer=2 -s model.n_head=2 "
-    "-s model.n_embd=16 -s model.block_size=16 -s train.evaluate_characters=300"
+    "-s model.n_embd=16 -s model.block_size=16 -s train.evaluate_tokens=300"
 ).split()
 
 
@@ -139,7 +139,7 @@ def test_baselines_and_compressors_score_the_same_characters(
     monkeypatch.setattr(ladder, "MAX_CHARACTERS", 500)
     val = corpus.split("val")[:501]
     levels = Baselines(corpus).losses(val)
-    assert ngram_loss(corpus, ORDER) == pytest.approx(levels[NGRAM], abs=1e-6)
+    assert ngram_loss(corpus, NGRAM_ORDER) == pytest.approx(levels[NGRAM], abs=1e-6)
     bigram = BigramLM.from_counts(corpus.pair_counts("train"), 1000, alpha=0.1)
     own = evaluate_tokens(bigram, val)
     assert own.characters == 500
@@ -153,7 +153,7 @@ def test_baselines_and_compressors_score_the_same_characters(
 
 def test_ngram_loss_equals_the_baseline_and_falls_with_the_order(verse: Path) -> None:
     corpus = corpus_of(verse)
-    assert ngram_loss(corpus, ORDER) == pytest.approx(val_losses(corpus)[NGRAM], abs=1e-6)
+    assert ngram_loss(corpus, NGRAM_ORDER) == pytest.approx(val_losses(corpus)[NGRAM], abs=1e-6)
     assert ngram_loss(corpus, 2) > ngram_loss(corpus, 3) > ngram_loss(corpus, 4)
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from chargpt.analysis import memorization as module
 from chargpt.analysis.memorization import (
-    LENGTHS,
     MIN_MATCH,
+    TRAINING_LENGTHS,
     VerbatimMatch,
     find_overlap,
     longest_match,
@@ -57,7 +57,7 @@ def test_planted_matches_of_every_length_are_found_with_their_position(training:
 def test_the_result_equals_a_brute_force_search(text: str, sample: str) -> None:
     with mock.patch.object(module, "MAX_POSITIONS", 400):  # every place
         (found,) = find_overlap(tokens(text), [tokens(sample)])
-    for n in LENGTHS:
+    for n in TRAINING_LENGTHS:
         if n <= min(len(sample), len(text)):
             grams = [sample[i : i + n] for i in range(len(sample) - n + 1)]
             assert found.novel[n] == pytest.approx(np.mean([gram not in text for gram in grams]))
@@ -185,9 +185,9 @@ def test_items_of_a_list_are_found_across_chunks(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("chargpt.analysis.memorization.CHUNK", 7)
     corpus = load_corpus(TextConfig(), content="anna\nbert\ncarla\ndora\n" * 3)
     wanted = {"bert", "anna", "carl", "dora", "ann"}
-    found = module.find_items(corpus, wanted, "\n")
+    found = module.find_known_documents(corpus, wanted, "\n")
     assert found == {"bert", "anna", "dora"}
     spelled = load_corpus(TextConfig(min_count=15), content="a\N{PILE OF POO}b\nab\n" * 10)
     for size in range(1, 12):  # also where a chunk would end within a character
         monkeypatch.setattr("chargpt.analysis.memorization.CHUNK", size)
-        assert module.find_items(spelled, {"a\N{PILE OF POO}b"}, "\n")
+        assert module.find_known_documents(spelled, {"a\N{PILE OF POO}b"}, "\n")

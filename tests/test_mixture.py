@@ -20,26 +20,26 @@ from chargpt.inference.decoders import build_decoder
 from chargpt.inference.evaluation import evaluate_tokens
 from chargpt.inference.windows import even_spans
 from chargpt.models import GPT
-from chargpt.models.mixture import ORDER, Mixture
+from chargpt.models.mixture import MIXTURE_ORDER, Mixture
 from chargpt.models.ngram import NGramLM
 from chargpt.models.word_ngram import BACKOFF_ORDER, WordNGrams, word_tokens
-from chargpt.store.layout import MIXTURE
+from chargpt.store.layout import MIXTURE_FILE
 from chargpt.store.mixture import save_mixture, with_mixture
 from chargpt.text.corpus import load_corpus
 from chargpt.text.tokenizer import CharTokenizer
 from chargpt.training.budget import RESERVE, Budget, counting_seconds
 from chargpt.training.mixing import fit_mixture
-from chargpt.training.session import with_tune_split
+from chargpt.training.session import with_mixture_split
 
 TOKENIZER = CharTokenizer(" .abcdefghij")
 VOCAB_SIZE, BLOCK_SIZE = TOKENIZER.vocab_size, 16
 SETTINGS = {
-    "text.tune_characters": 800,
+    "text.mixture_characters": 800,
     "train.max_steps": 40,
     "train.batch_size": 4,
     "train.evaluate_every": 20,
     "train.save_every": 20,
-    "train.evaluate_characters": 1000,
+    "train.evaluate_tokens": 1000,
     "model.n_layer": 1,
     "model.n_embd": 32,
     "model.block_size": 32,
@@ -176,7 +176,7 @@ def test_counts_keep_the_context_before_a_block(limit: int | None) -> None:
         block = torch.tensor(tokens[first : first + spacing + 1])[None]
         log_probs = mixture(block[:, :-1], before=torch.tensor([before]))
         losses += (-log_probs.gather(-1, block[:, 1:, None])).flatten().tolist()
-    measured = evaluate_tokens(mixture, tokens, max_characters=limit)
+    measured = evaluate_tokens(mixture, tokens, max_tokens=limit)
     assert measured.characters == len(losses)
     assert measured.nats_per_char == pytest.approx(np.mean(losses), abs=1e-5)
     mixture.lookback = 0
@@ -192,13 +192,13 @@ def test_a_fitted_mixture_is_better_than_each_of_its_components(run_of: Path) ->
     run = chargpt.load_run(run_of, device="cpu")
     corpus = run.corpus()
     assert isinstance(run.model, GPT)
-    mixture = fit_mixture(run.model, run.tokenizer, corpus.split("train"), corpus.split("tune"))
+    mixture = fit_mixture(run.model, run.tokenizer, corpus.split("train"), corpus.split("mixture"))
     val = corpus.split("val")
     losses = [
         evaluate_tokens(model, val).nats_per_char for model in (mixture, run.model, mixture.ngram)
     ]
     assert losses[0] < min(losses[1:]) - 0.01
-    again = fit_mixture(run.model, run.tokenizer, corpus.split("train"), corpus.split("tune"))
+    again = fit_mixture(run.model, run.tokenizer, corpus.split("train"), corpus.split("mixture"))
     for one, other in zip(mixture.gate.parameters(), again.gate.parameters(), strict=True):
         assert torch.equal(one, other), "the fit does not repeat"
     words = WordNGrams(corpus.split("train"), run.model.vocab_size, word_tokens(run.tokenizer))
@@ -225,15 +225,15 @@ def test_the_gate_trusts_the_component_that_predicts_the_tune_split(informed: st
 
 
 def test_the_tune_split_is_the_start_of_the_text_and_is_not_trained_on(verse: Path) -> None:
-    settings = TextConfig(path=str(verse), tune_characters=500)
+    settings = TextConfig(path=str(verse), mixture_characters=500)
     corpus, plain = load_corpus(settings), load_corpus(TextConfig(path=str(verse)))
-    tune, train = corpus.split("tune"), corpus.split("train")
+    tune, train = corpus.split("mixture"), corpus.split("train")
     assert np.array_equal(np.concatenate((tune, train)), plain.split("train"))
     assert len(tune) == 500
     assert np.array_equal(corpus.split("val"), plain.split("val"))
-    assert len(plain.split("tune")) == 0
-    longest = load_corpus(TextConfig(path=str(verse), tune_characters=10**6))
-    assert len(longest.split("tune")) == int(0.03 * corpus.tokens.size)
+    assert len(plain.split("mixture")) == 0
+    longest = load_corpus(TextConfig(path=str(verse), mixture_characters=10**6))
+    assert len(longest.split("mixture")) == int(0.03 * corpus.tokens.size)
 
 
 # -- the file -----------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ def test_a_saved_mixture_predicts_the_same_bits(run_of: Path) -> None:
     run = chargpt.load_run(run_of, device="cpu")
     corpus = run.corpus()
     assert isinstance(run.model, GPT)
-    fitted = fit_mixture(run.model, run.tokenizer, corpus.split("train"), corpus.split("tune"))
+    fitted = fit_mixture(run.model, run.tokenizer, corpus.split("train"), corpus.split("mixture"))
     loaded = with_mixture(run).model
     tokens = torch.from_numpy(corpus.split("val")[None, :32].astype(np.int64))
     with torch.inference_mode():
@@ -297,7 +297,7 @@ def test_a_damaged_mixture_is_one_sentence(
     run_of: Path, cli: Cli, damage: Callable[[dict[str, Any]], None]
 ) -> None:
     shutil.copytree(run_of, "run")
-    path = Path("run", MIXTURE)
+    path = Path("run", MIXTURE_FILE)
     arrays = safetensors.numpy.load(path.read_bytes())
     damage(arrays)
     path.write_bytes(safetensors.numpy.save(arrays))
@@ -316,7 +316,7 @@ def test_a_damaged_mixture_is_one_sentence(
 
 def test_a_truncated_or_foreign_mixture_is_one_sentence(run_of: Path, cli: Cli) -> None:
     shutil.copytree(run_of, "run")
-    path = Path("run", MIXTURE)
+    path = Path("run", MIXTURE_FILE)
     for content in (path.read_bytes()[:1000], b"", b"x" * 50_000_000):
         path.write_bytes(content)
         assert "mixture.safetensors" in refusal(cli("score", "run", path, "--mixture"))
@@ -335,14 +335,14 @@ def test_the_mixture_belongs_to_one_checkpoint(run_of: Path, cli: Cli) -> None:
 
 
 def test_a_run_without_a_mixture_says_how_to_get_one(verse: Path, cli: Cli) -> None:
-    words = [word.replace("tune_characters=800", "tune_characters=0") for word in WORDS]
+    words = [word.replace("mixture_characters=800", "mixture_characters=0") for word in WORDS]
     done = cli("train", verse, *words, "--out", "plain")
     assert done.returncode == 0, done.stderr
     assert "gram" in done.stdout
-    assert f"gpt + {ORDER}-gram" not in done.stdout
-    assert not Path("plain", MIXTURE).exists()
+    assert f"gpt + {MIXTURE_ORDER}-gram" not in done.stdout
+    assert not Path("plain", MIXTURE_FILE).exists()
     message = refusal(cli("sample", "plain", "--mixture"))
-    assert "text.tune_characters" in message
+    assert "text.mixture_characters" in message
     bigram = cli("train", verse, *WORDS, "-c", "bigram", "--out", "bigram")
     assert bigram.returncode == 0, bigram.stderr
     assert "has no mixture" in refusal(cli("sample", "bigram", "--mixture"))
@@ -350,9 +350,9 @@ def test_a_run_without_a_mixture_says_how_to_get_one(verse: Path, cli: Cli) -> N
 
 def test_replacing_a_run_removes_its_mixture(run_of: Path, verse: Path, cli: Cli) -> None:
     shutil.copytree(run_of, "run")
-    words = [word.replace("tune_characters=800", "tune_characters=0") for word in WORDS]
+    words = [word.replace("mixture_characters=800", "mixture_characters=0") for word in WORDS]
     assert cli("train", verse, *words, "--out", "run", "--force").returncode == 0
-    assert not Path("run", MIXTURE).exists()
+    assert not Path("run", MIXTURE_FILE).exists()
 
 
 # -- the commands -------------------------------------------------------------------------------
@@ -362,7 +362,7 @@ def test_evaluate_and_compare_show_the_mixture_beside_the_gpt(run_of: Path, cli:
     shown = cli("evaluate", run_of)
     rows = [line for line in shown.stdout.splitlines() if "gpt" in line]
     assert len(rows) == 2
-    assert f"gpt + {ORDER}-gram" in rows[1]
+    assert f"gpt + {MIXTURE_ORDER}-gram" in rows[1]
     assert "with the mixture on cpu" in shown.stdout
     assert "8-gram" not in cli("evaluate", run_of, "--no-mixture").stdout
     measured = json.loads(cli("evaluate", run_of, "--json").stdout)
@@ -370,7 +370,7 @@ def test_evaluate_and_compare_show_the_mixture_beside_the_gpt(run_of: Path, cli:
     assert f"{measured['nats_per_char']:.4f}" in rows[0], "the GPT's own figure is not in its place"
     compared = json.loads(cli("compare", run_of, "--json").stdout)["rows"]
     compared = [row for row in compared if row["run"]]
-    assert [row["model"] for row in compared] == ["run", f"run + {ORDER}-gram"]
+    assert [row["model"] for row in compared] == ["run", f"run + {MIXTURE_ORDER}-gram"]
     assert compared[1]["nats_per_char"] == pytest.approx(measured["mixture"]["nats_per_char"])
     assert [row["parameters"] is None for row in compared] == [False, True]  # counts are none
 
@@ -392,7 +392,7 @@ def test_a_text_from_standard_input_is_read_once_for_both(
 
 def test_a_hostile_mixture_does_not_end_a_training(run_of: Path, tmp_path: Path) -> None:
     shutil.copytree(run_of, tmp_path / "copy")
-    path = tmp_path / "copy" / MIXTURE
+    path = tmp_path / "copy" / MIXTURE_FILE
     arrays = safetensors.numpy.load(path.read_bytes())
     path.write_bytes(safetensors.numpy.save({**arrays, "step": np.array([math.inf])}))
     run = chargpt.load_run(tmp_path / "copy", device="cpu")
@@ -436,9 +436,9 @@ def test_a_kept_mixture_is_not_replaced_when_the_run_goes_on(run_of: Path, cli: 
     assert f"that of step {step} is kept" in done.stderr
     assert cli("decompress", "run", "t.cgpt", "back.txt").returncode == 0
     assert Path("back.txt").read_text() == "the sea and the light"
-    arrays = safetensors.numpy.load_file(Path("run", MIXTURE))
+    arrays = safetensors.numpy.load_file(Path("run", MIXTURE_FILE))
     arrays["key"] = arrays["key"][::-1].copy()  # as if it were another checkpoint's
-    safetensors.numpy.save_file(arrays, Path("run", MIXTURE))
+    safetensors.numpy.save_file(arrays, Path("run", MIXTURE_FILE))
     lost = refusal(cli("decompress", "run", "t.cgpt", "c.txt"))
     assert f"compressed with the mixture of step {step}, which has been replaced since" in lost
 
@@ -446,12 +446,14 @@ def test_a_kept_mixture_is_not_replaced_when_the_run_goes_on(run_of: Path, cli: 
 def test_a_budget_leaves_characters_for_the_mixture(verse: Path, cli: Cli) -> None:
     done = cli("train", verse, "--budget", "5s", "--out", "run", "--device", "cpu")
     assert done.returncode == 0, done.stderr
-    assert f"gpt + {ORDER}-gram" in done.stdout
+    assert f"gpt + {MIXTURE_ORDER}-gram" in done.stdout
     assert "--mixture uses it" in " ".join(done.stdout.split())
-    assert chargpt.load_run("run").config.text.tune_characters == 20_000
-    plain = cli("train", verse, "--budget", "5s", "-s", "text.tune_characters=0", "--out", "plain")
+    assert chargpt.load_run("run").config.text.mixture_characters == 20_000
+    plain = cli(
+        "train", verse, "--budget", "5s", "-s", "text.mixture_characters=0", "--out", "plain"
+    )
     assert plain.returncode == 0, plain.stderr
-    assert f"gpt + {ORDER}-gram" not in plain.stdout
+    assert f"gpt + {MIXTURE_ORDER}-gram" not in plain.stdout
 
 
 def test_a_budget_that_is_too_short_to_count_in_has_no_mixture(verse: Path) -> None:
@@ -459,25 +461,25 @@ def test_a_budget_that_is_too_short_to_count_in_has_no_mixture(verse: Path) -> N
     seconds = counting_seconds(corpus)
     assert seconds == pytest.approx(RESERVE.counting_seconds * len(corpus.split("train")) / 1e6)
     limit = seconds / 0.15
-    for total, length in ((0.99 * limit, 0), (1.01 * limit, int(0.03 * corpus.characters))):
-        settings, chosen = with_tune_split(Config(), corpus, Budget(total))
-        assert len(chosen.split("tune")) == length
-        assert bool(settings.text.tune_characters) == bool(length)
+    for total, length in ((0.99 * limit, 0), (1.01 * limit, int(0.03 * corpus.n_characters))):
+        settings, chosen = with_mixture_split(Config(), corpus, Budget(total))
+        assert len(chosen.split("mixture")) == length
+        assert bool(settings.text.mixture_characters) == bool(length)
         assert [note for note in chosen.notes if "without a mixture" in note] == (
             [] if length else [chosen.notes[-1]]
         )
     short = load_corpus(TextConfig(), content="The sea, the light.\n" * 150)
-    _, chosen = with_tune_split(Config(), short, Budget(10.0))
-    assert not len(chosen.split("tune"))
+    _, chosen = with_mixture_split(Config(), short, Budget(10.0))
+    assert not len(chosen.split("mixture"))
     assert "without a mixture: the text is too short" in chosen.notes[-1]
     pieces = "the sea, the light, the lamp. " * 4000 + "|"
     long = load_corpus(TextConfig(documents="|"), content=pieces * 6)
-    settings, chosen = with_tune_split(Config(), long, Budget(100.0))
-    assert settings.text.tune_characters == len(chosen.split("tune")) == 0
-    assert "its tune split, of whole documents, would be over 6%" in chosen.notes[-1]
-    fixed = Config().with_values({"text.tune_characters": 300})
-    budget = Budget(0.5 * limit, {"text.tune_characters"})
-    assert len(with_tune_split(fixed, corpus, budget)[1].split("tune")) == 300
+    settings, chosen = with_mixture_split(Config(), long, Budget(100.0))
+    assert settings.text.mixture_characters == len(chosen.split("mixture")) == 0
+    assert "its mixture split, of whole documents, would be over 6%" in chosen.notes[-1]
+    fixed = Config().with_values({"text.mixture_characters": 300})
+    budget = Budget(0.5 * limit, {"text.mixture_characters"})
+    assert len(with_mixture_split(fixed, corpus, budget)[1].split("mixture")) == 300
 
 
 def test_train_in_python_fits_the_mixture(verse: Path, tmp_path: Path) -> None:

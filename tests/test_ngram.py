@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from chargpt.config import SampleConfig
 from chargpt.inference.evaluation import evaluate_tokens
-from chargpt.inference.sampling import stream_pieces
+from chargpt.inference.generation import stream_pieces
 from chargpt.models import ngram
 from chargpt.models.ngram import NGramLM
 from chargpt.text.tokenizer import CharTokenizer

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from chargpt.analysis.averages import average_by_loop, average_by_matrix, average_by_softmax
-from chargpt.models.attention import attention_scores, explicit_attention, fused_attention
+from chargpt.models.attention import attention_scores, explicit_attention, fast_attention
 from chargpt.models.bigram import BigramLM
 from chargpt.text.tokenizer import CharTokenizer
 
@@ -52,7 +52,7 @@ def test_unmasked_attention_over_six_tokens_gives_the_printed_context_vectors():
 
 def test_fused_attention_over_six_tokens_gives_the_printed_context_vectors():
     q, k, v = (x[None, None] for x in six_token_heads())
-    output = fused_attention(q, k, v, mask=torch.ones(6, 6, dtype=torch.bool))[0, 0]
+    output = fast_attention(q, k, v, mask=torch.ones(6, 6, dtype=torch.bool))[0, 0]
     assert_printed(output[0], [0.2996, 0.8053])
     assert_printed(output[5], [0.2990, 0.8040])
 

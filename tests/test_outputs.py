@@ -243,7 +243,7 @@ def test_nothing_printed_controls_the_terminal(
     console.out(hostile)
     console.out_sentence(hostile)
     console.out_json({hostile: hostile})
-    console.fail(hostile)
+    console.print_error(hostile)
     tables.table([hostile], [[hostile]], title=hostile)
     tables.side_by_side([hostile], [hostile])
     printed = "".join(capsys.readouterr())

@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from chargpt.config import Config, TextConfig, load_config
-from chargpt.distributed import ProcessGroup
+from chargpt.distributed import RankGroup
 from chargpt.errors import ConfigError, WorkError
 from chargpt.models import count_parameters
 from chargpt.text.corpus import Corpus, load_corpus
@@ -167,18 +167,18 @@ def test_the_number_of_epochs_is_limited_also_in_replanning(
 
     # planned for fewer steps, on a machine that turns out a thousand times faster
     before = config.with_values({"train.max_steps": 100})
-    after = replan(before, 40, 1e-3, 10**6, budget.max_steps)
-    assert after.train.max_steps == budget.max_steps == config.train.max_steps
+    after = replan(before, 40, 1e-3, 10**6, budget.step_limit)
+    assert after.train.max_steps == budget.step_limit == config.train.max_steps
     assert replan(before, 40, 1e-3, 10**6).train.max_steps > 10**6
-    (note,) = replanning_notes(100, after.train.max_steps, 1.0, budget.max_steps)
-    assert note.startswith(f"re-planned: 100 -> {budget.max_steps:,} steps: training ends before")
+    (note,) = replanning_notes(100, after.train.max_steps, 1.0, budget.step_limit)
+    assert note.startswith(f"re-planned: 100 -> {budget.step_limit:,} steps: training ends before")
 
 
-@pytest.mark.parametrize("accumulate", [1, 3, 16, 64])
-def test_a_planned_batch_divides_into_micro_batches(accumulate: int, verse: Path) -> None:
+@pytest.mark.parametrize("micro_batches", [1, 3, 16, 64])
+def test_a_planned_batch_divides_into_micro_batches(micro_batches: int, verse: Path) -> None:
     corpus = load_corpus(TextConfig(path=str(verse)))
-    batch_size = size_settings(SIZES[0], 1e6, corpus, accumulate)["train.batch_size"]
-    assert batch_size == {1: 8, 3: 6, 16: 16, 64: 64}[accumulate]
+    batch_size = size_settings(SIZES[0], 1e6, corpus, micro_batches)["train.batch_size"]
+    assert batch_size == {1: 8, 3: 6, 16: 16, 64: 64}[micro_batches]
 
 
 @pytest.mark.parametrize("length", [9_000, 93_000, 1_000_000])
@@ -227,15 +227,15 @@ def test_models_that_do_not_fit_into_the_memory_are_not_tried(
     for config in (*machine, chosen):
         used = training_bytes(config, corpus.tokenizer.vocab_size, config.train.batch_size)
         assert used <= limit * RECIPE.usable_memory
-    accumulating = Config().with_values({"train.accumulate": 16})
-    larger = choose(accumulating, ("train.accumulate",), long, 10**7).config
+    accumulating = Config().with_values({"train.micro_batches": 16})
+    larger = choose(accumulating, ("train.micro_batches",), long, 10**7).config
     assert larger.model.n_embd > chosen.model.n_embd  # a micro-batch takes less
 
 
 def test_the_first_trial_step_is_a_warm_up() -> None:
     class ColdLearner(Mock):
         device = torch.device("cpu")
-        group = ProcessGroup()
+        group = RankGroup()
         steps = 0
 
         def accumulate_gradients(self, step: int) -> None:
@@ -287,7 +287,7 @@ def test_what_the_user_has_set_stays(corpus: Corpus, machine: list[Config]) -> N
     assert (config.model.n_embd, config.model.n_layer) == (32, Config().model.n_layer)
     assert config.schedule.cooldown == 0.3
     assert len(machine) == 1
-    assert not planned.chooses_size
+    assert not planned.size_was_chosen
 
 
 def test_a_setting_that_is_no_size_leaves_the_size_to_the_plan(
@@ -296,7 +296,7 @@ def test_a_setting_that_is_no_size_leaves_the_size_to_the_plan(
     values = {"model.dropout": 0.3, "model.qk_norm": False}
     planned = choose(Config().with_values(values), values, corpus, 30)
     without = choose(Config(), (), corpus, 30)
-    assert planned.chooses_size
+    assert planned.size_was_chosen
     expected = without.config.model.model_copy(update={"dropout": 0.3, "qk_norm": False})
     assert planned.config.model == expected
 
@@ -325,7 +325,7 @@ def test_the_speed_of_a_config_is_measured(corpus: Corpus) -> None:
 
 def test_the_speed_of_a_fine_tuned_run_is_measured_without_the_other(corpus: Corpus) -> None:
     tiny = {"model.n_layer": 1, "model.n_embd": 16, "model.block_size": 16, "train.batch_size": 2}
-    pulled = Config().with_values({**tiny, "train.from_run": "elsewhere", "optim.pull": 0.1})
+    pulled = Config().with_values({**tiny, "train.from_run": "elsewhere", "optim.l2_sp": 0.1})
     assert planner.measure_speed(pulled, corpus) > 0
 
 

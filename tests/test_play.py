@@ -51,7 +51,7 @@ TOKENIZERS = {
 PROMPTS = {"russian": "дом", "hebrew": "שלום", "bytes": "aж😀", "emoji": "字😀", "hostile": MARKUP}
 TINY = (
     "-s train.max_steps=4 -s train.batch_size=4 -s model.n_layer=2 -s model.n_head=2 "
-    "-s model.n_embd=16 -s model.block_size=32 -s train.evaluate_characters=300"
+    "-s model.n_embd=16 -s model.block_size=32 -s train.evaluate_tokens=300"
 ).split()
 
 

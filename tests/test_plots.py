@@ -83,10 +83,10 @@ def test_a_run_whose_name_begins_with_an_underscore_is_in_the_legend() -> None:
     assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == [" _mine"]
 
 
-def test_metrics_that_lack_a_value_are_left_out_of_the_pace() -> None:
+def test_metrics_that_lack_a_value_are_left_out_of_the_optimization_curves() -> None:
     full = {"step": 1, "grad_norm": 1.0, "lr_factor": 1.0, "seconds": 1.0}
     records = [full, {"step": 2, "grad_norm": 1.0}, {**full, "step": 3, "seconds": 2.0}]
-    figure = plots.pace(records, 10)
+    figure = plots.optimization_curves(records, 10)
     assert [len(axes.lines[0].get_xdata()) for axes in figure.axes] == [2, 2, 1]
 
 

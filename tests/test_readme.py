@@ -16,9 +16,9 @@ README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```sh\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
 COMMANDS = [line for block in BLOCKS for line in block.splitlines() if line.strip()]
 SHORT = shlex.split(
-    "-s train.max_steps=4 -s train.batch_size=4 -s train.accumulate=1 -s train.evaluate_every=2 "
+    "-s train.max_steps=4 -s train.batch_size=4 -s train.micro_batches=1 -s train.evaluate_every=2 "
     "-s model.n_layer=1 -s model.n_head=1 -s model.n_embd=16 -s model.block_size=16 "
-    "-s train.sample_every=0 -s train.evaluate_characters=300"
+    "-s train.sample_every=0 -s train.evaluate_tokens=300"
 )
 
 
@@ -54,7 +54,7 @@ def test_every_command_of_the_readme_runs(cli: Cli, monkeypatch: pytest.MonkeyPa
             args += ["-s", "model.n_layer=2", "-s", "model.n_head=2"]
         if "--budget" in args:  # a budget excludes max_steps: see test_cli.py
             del args[args.index("--budget") : args.index("--budget") + 2]
-            args += ["-s", "text.tune_characters=500"]  # as a budget sets it
+            args += ["-s", "text.mixture_characters=500"]  # as a budget sets it
         if args[1] == "train" and "--resume" in args:
             args += ["-s", "train.max_steps=6"]
         if args[1] == "play":
@@ -73,7 +73,7 @@ def test_every_command_of_the_readme_runs(cli: Cli, monkeypatch: pytest.MonkeyPa
 def test_every_setting_that_the_readme_names_exists() -> None:
     names = set(re.findall(r"`((?:text|model|train|optim|schedule|sample)\.\w+)", README))
     assert len(names) > 5
-    assert names <= chargpt.Config().by_key().keys()
+    assert names <= chargpt.Config().flatten().keys()
 
 
 def test_the_python_of_the_readme_runs(verse: Path, tmp_path: Path) -> None:

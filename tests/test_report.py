@@ -34,7 +34,7 @@ from chargpt.training.budget import Reserve
 
 TINY = (
     "-s train.max_steps=6 -s train.batch_size=4 -s model.n_layer=2 -s model.n_head=2 "
-    "-s model.n_embd=16 -s model.block_size=32 -s train.evaluate_characters=300 "
+    "-s model.n_embd=16 -s model.block_size=32 -s train.evaluate_tokens=300 "
     "-s train.evaluate_every=2 -s train.sample_every=3"
 ).split()
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> &amp; {{ 7*7 }} \"'`\n"
@@ -100,7 +100,7 @@ def test_the_page_has_all_sections_and_loads_nothing(page: Page) -> None:
         "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
         f"script-src 'sha256-{digest}'"
     )
-    # curves, pace, calibration, and two heads of two layers
+    # losses, optimization curves, calibration, and two heads of two layers
     assert page.tags.count("svg") == 3 + 2 * 2
 
 
@@ -113,9 +113,9 @@ def test_the_figures_are_those_of_the_run(page: Page, verse: Path) -> None:
     read_again(verse)
     run = load_run(Path("mine"), device="cpu")
     result = score_run(run, run.corpus())
-    assert f"{result.losses['val'].nats_per_char:.4f}" in page.text
-    assert f"{result.losses['train'].nats_per_char:.4f}" in page.text
-    for nats in result.baselines.values():
+    assert f"{result.evaluations['val'].nats_per_char:.4f}" in page.text
+    assert f"{result.evaluations['train'].nats_per_char:.4f}" in page.text
+    for nats in result.baseline_losses.values():
         assert f"{nats:.4f}" in page.text
     records = RunFolder(run.folder).metrics.records()
     samples = {r["step"]: r["sample"] for r in records if "sample" in r}
@@ -190,7 +190,7 @@ def test_a_long_training_writes_its_report(
     brief = cli("train", verse, *TINY, "--out", "brief")
     assert "chargpt report brief" in brief.stdout
     assert not Path("brief/report.html").exists()
-    monkeypatch.setattr(summary, "RESERVE", Reserve(report_from=0))
+    monkeypatch.setattr(summary, "RESERVE", Reserve(min_report_budget=0))
     long = cli("train", verse, *TINY, "--out", "long")
     assert "report: long/report.html" in long.stdout
     assert Path("long/report.html").exists()
@@ -201,7 +201,7 @@ def test_a_long_training_writes_its_report(
 def test_a_failed_report_does_not_fail_the_training(
     cli: Cli, verse: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(summary, "RESERVE", Reserve(report_from=0))
+    monkeypatch.setattr(summary, "RESERVE", Reserve(min_report_budget=0))
 
     def full(path: Path, *_: object) -> None:
         if path.name == "report.html":
@@ -305,15 +305,15 @@ def test_all_rows_of_the_closing_table_score_the_same_characters(cli: Cli, verse
     scored = 300 // run.model.block_size * run.model.block_size
     assert f"Losses on {scored} of {len(val):,} validation characters" in done.stdout
     result = score_run(run, corpus)
-    assert result.losses["val"].characters == scored
+    assert result.evaluations["val"].characters == scored
     fitted = Baselines(corpus)
     span = run.model.block_size
-    assert result.baselines == fitted.losses(val, max_characters=300, span=span)
-    assert result.baselines != fitted.losses(val)
+    assert result.baseline_losses == fitted.losses(val, max_tokens=300, span=span)
+    assert result.baseline_losses != fitted.losses(val)
     # the last validation of training is that of the table
     records = RunFolder(run.folder).metrics.records()
     last = validation_curve(records)[-1][1]
-    assert result.losses["val"].nats_per_char == pytest.approx(last, abs=2e-3)
+    assert result.evaluations["val"].nats_per_char == pytest.approx(last, abs=2e-3)
 
 
 def test_over_fitting_is_reported_from_the_recorded_losses(cli: Cli, verse: Path) -> None:
@@ -336,15 +336,15 @@ def test_over_fitting_is_reported_from_the_recorded_losses(cli: Cli, verse: Path
     stopped = type(run)(run.folder, patient, run.tokenizer, run.model, run.step, run.state)
     sentence = "Early stopping: 2 evaluations without a new best."
     assert sentence in summarize(stopped, result, records)
-    val = result.losses["val"]
-    bigram = result.baselines["bigram"]
+    val = result.evaluations["val"]
+    bigram = result.baseline_losses["bigram"]
     easy, under_fitted = (
-        type(val)(nats, 1, 1, 0, "full", "train", 8) for nats in (bigram - 0.1, bigram + 0.1)
+        type(val)(nats, 1, 1, 0, "blocks", "train", 8) for nats in (bigram - 0.1, bigram + 0.1)
     )
     assert val.nats_per_char > bigram + 0.5
-    untrained = RunScores(result.baselines, {"train": under_fitted, "val": val}, 9)
+    untrained = RunScores(result.baseline_losses, {"train": under_fitted, "val": val}, 9)
     assert not any("over-fits" in words for words in summarize(run, untrained, records[:1]))
-    memorised = RunScores(result.baselines, {"train": easy, "val": val}, 9)
+    memorised = RunScores(result.baseline_losses, {"train": easy, "val": val}, 9)
     for dropout, remedy in ((0.0, "more text or model.dropout would"), (0.1, "more text would")):
         config = run.config.with_values({"model.dropout": dropout})
         dropping = type(run)(run.folder, config, run.tokenizer, run.model, run.step, run.state)
@@ -366,7 +366,7 @@ def test_the_speed_curve_has_a_point_for_each_write_of_the_metrics() -> None:
         }
         for s in range(1, 101)
     ]
-    axes = plots.pace(records, 64).axes[2]
+    axes = plots.optimization_curves(records, 64).axes[2]
     np.testing.assert_allclose(axes.lines[0].get_ydata(), [640] * 9)
 
 
@@ -555,7 +555,7 @@ def test_a_number_stays_with_its_unit_in_a_tile(phone: Any, joined: Path, width:
     ],
 )
 def test_a_difference_within_twice_the_standard_error_is_none(nats: float, expected: str) -> None:
-    evaluation = Evaluation(nats, 0.5, 1000, 0.02, "full", "val", 128)
+    evaluation = Evaluation(nats, 0.5, 1000, 0.02, "blocks", "val", 128)
     sentence = describe_difference(evaluation, "the 6-gram", 1.6)
     assert sentence.startswith(expected)
     assert "twice the standard error is 0.040)" in sentence or not expected.endswith(", ")

@@ -19,10 +19,10 @@ from noise import noisy_model
 from chargpt.cli import progress
 from chargpt.config import Config, SampleConfig
 from chargpt.errors import ConfigError, UnknownCharacterError, WorkError
-from chargpt.inference import sampling
+from chargpt.inference import generation
 from chargpt.inference.decoders import NumpyDecoder
+from chargpt.inference.generation import sample, stream_pieces, stream_run
 from chargpt.inference.sampler import filter_probs, sample_tokens, uniforms
-from chargpt.inference.sampling import sample, stream_pieces, stream_run
 from chargpt.models.bigram import BigramLM
 from chargpt.store.run import Run
 from chargpt.store.state import RunState
@@ -33,11 +33,11 @@ LETTERS = CharTokenizer("\n abcdefgh")
 NO_NEWLINE = CharTokenizer("abcdefghijk")
 
 
-def continuations(model, prompt="", tokenizer=NO_NEWLINE, stream_ids=None, **options):
+def continuations(model, prompt="", tokenizer=NO_NEWLINE, sequence_ids=None, **options):
     """Return the whole text of each stream, without the prompt."""
     settings = SampleConfig(**{"length": 40, "seed": 5, "temperature": 1.0} | options)
     steps = stream_pieces(
-        model, tokenizer, tokenizer.encode(prompt), settings, stream_ids=stream_ids
+        model, tokenizer, tokenizer.encode(prompt), settings, sequence_ids=sequence_ids
     )
     return ["".join(pieces) for pieces in zip(*steps, strict=True)]
 
@@ -58,8 +58,8 @@ def test_a_streams_text_does_not_depend_on_the_number_of_streams():
     model = noisy_model()
     together = continuations(model, num_samples=5)
     assert continuations(model, num_samples=2) == together[:2]
-    assert continuations(model, stream_ids=[3]) == [together[3]]
-    assert continuations(model, stream_ids=[4, 1]) == [together[4], together[1]]
+    assert continuations(model, sequence_ids=[3]) == [together[3]]
+    assert continuations(model, sequence_ids=[4, 1]) == [together[4], together[1]]
 
 
 @pytest.mark.parametrize(
@@ -294,7 +294,7 @@ def test_a_text_that_ends_within_a_stop_string_is_complete():
 def pieces_of(text, **options):
     """Return the pieces of a stream that samples a text, and whether it has ended."""
     tokenizer = CharTokenizer.fit(text)
-    stream = sampling._Stream(tokenizer, SampleConfig(**options))
+    stream = generation._SampledText(tokenizer, SampleConfig(**options))
     return [stream.push(int(token)) for token in tokenizer.encode(text)], stream.has_ended
 
 
@@ -408,7 +408,7 @@ def test_sampling_in_groups_gives_the_same_texts(make_run, monkeypatch):
     monkeypatch.setattr(
         NumpyDecoder, "step", lambda self, ids: (widths.append(len(ids)), step(self, ids))[1]
     )
-    monkeypatch.setattr(sampling, "MAX_GROUP_BYTES", 3 * 4 * (2 * 2 * 16 * 12 + 9) + 5)
+    monkeypatch.setattr(generation, "MAX_GROUP_BYTES", 3 * 4 * (2 * 2 * 16 * 12 + 9) + 5)
     assert run.model.vocab_size == 9
     calls = []
     assert sample(run, num_samples=7, on_progress=lambda *c: calls.append(c)) == together

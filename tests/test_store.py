@@ -24,14 +24,14 @@ from saving import BEST_STEPS, CONFIG, TOKENIZER, rewrite, save
 from chargpt.errors import ChargptError, DeviceError, RunError, UnreadableError
 from chargpt.files import to_json
 from chargpt.models import build_model
-from chargpt.store import loading, metrics
+from chargpt.store import metrics, selection
 from chargpt.store.checkpoint import Checkpoint, list_checkpoints, step_of
 from chargpt.store.folder import RunFolder
-from chargpt.store.layout import has_checkpoint, has_checkpoint_itself
+from chargpt.store.layout import has_checkpoint, has_own_checkpoint
 from chargpt.store.listing import list_runs
-from chargpt.store.loading import newest_without_tensors
 from chargpt.store.metrics import MetricsLog
 from chargpt.store.run import load_run, newest_run, open_run
+from chargpt.store.selection import newest_metadata
 from chargpt.store.state import RunState
 from chargpt.store.tensors import serialize
 from chargpt.store.verify import verify
@@ -233,8 +233,8 @@ def test_verify_finds_damaged_checkpoints_and_what_is_used_instead(
     assert [each.problem is None for each in result.checkpoints] == [True, True, False]
     assert any("optimizer.safetensors" in problem for problem in result.problems)
     assert "step-00000002 is used instead of latest" in result.problems
-    assert result.uses["best"] == run.checkpoints / "step-00000001"
-    assert result.uses["latest"] == run.checkpoints / "step-00000002"
+    assert result.loaded_by["best"] == run.checkpoints / "step-00000001"
+    assert result.loaded_by["latest"] == run.checkpoints / "step-00000002"
     assert str(unfinished) in result.notes[0]
 
 
@@ -522,7 +522,7 @@ def test_verify_lists_sizes_and_each_problem_once(run: RunFolder) -> None:
         f"no intact checkpoint for best: {missing}",
         f"no intact checkpoint for latest: {missing}",
     ]
-    assert result.uses == {"best": None, "latest": None}
+    assert result.loaded_by == {"best": None, "latest": None}
 
 
 # -- what cannot be read, and what is not ours ------------------------------------------------
@@ -717,14 +717,14 @@ def test_a_checkpoint_deleted_while_it_is_read_is_no_damage(
 ) -> None:
     save(run, 1)
     save(run, 2)
-    real, saves = loading.read_checkpoint, iter((3, 4))
+    real, saves = selection.read_checkpoint, iter((3, 4))
 
     def read(folder: Path, *, optimizer: bool) -> Checkpoint:
         for step in saves:  # with keep_last 2, the second one deletes step 2
             save(run, step)
         return real(folder, optimizer=optimizer)
 
-    monkeypatch.setattr(loading, "read_checkpoint", read)
+    monkeypatch.setattr(selection, "read_checkpoint", read)
     saved, skipped = RunFolder(run.path).load("latest")
     assert (saved.state.step, skipped) == (4, [])
 
@@ -875,7 +875,7 @@ def test_a_run_without_its_config_is_still_a_run(run: RunFolder) -> None:
     save(run, 1)
     (run.path / "config.yaml").unlink()
     assert load_run(run.path, device="cpu").step == 1
-    assert newest_without_tensors(open_run(run.path).path)[0] == CONFIG
+    assert newest_metadata(open_run(run.path).path)[0] == CONFIG
 
 
 FOREIGN = (
@@ -944,7 +944,7 @@ def test_a_run_that_is_being_replaced_is_one_run_and_is_resumed_in_its_place(
     assert listed.state != "damaged"
     with pytest.raises(ChargptError):  # no text to train on; the run is back by then
         resume_run(run.path, {})
-    assert has_checkpoint_itself(run.path)
+    assert has_own_checkpoint(run.path)
     assert not (run.path / ".replaced").exists()
 
 

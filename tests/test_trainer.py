@@ -36,7 +36,7 @@ TINY = {
     "train.max_steps": 12,
     "train.batch_size": 4,
     "train.evaluate_every": 4,
-    "train.evaluate_characters": 500,
+    "train.evaluate_tokens": 500,
     "train.save_every": 3,
     "train.sample_every": 0,
     "train.keep_last": 50,
@@ -44,7 +44,7 @@ TINY = {
 VARIANTS: dict[str, dict[str, object]] = {
     "muon": {},
     "adamw": {"optim.name": "adamw"},
-    "dropout and accumulation": {"model.dropout": 0.3, "train.accumulate": 2},
+    "dropout and accumulation": {"model.dropout": 0.3, "train.micro_batches": 2},
     "ema and soft targets": {"train.ema": 0.9, "train.ngram_target_weight": 0.6},
     "cosine and bfloat16": {"schedule.kind": "cosine", "dtype": "bfloat16"},
     "bigram": {"model.kind": "bigram", "optim.name": "adamw", "train.clip_norm": None},
@@ -133,7 +133,7 @@ def test_the_loss_starts_at_ln_v_and_falls_below_the_unigram_baseline(corpus: Co
 
 def test_gradient_accumulation_gives_the_losses_of_the_whole_batch(corpus: Corpus) -> None:
     whole = run_steps(Trainer(tiny_config(), corpus))
-    parts = run_steps(Trainer(tiny_config(**{"train.accumulate": 4}), corpus))
+    parts = run_steps(Trainer(tiny_config(**{"train.micro_batches": 4}), corpus))
     for one, other in zip(whole[1:], parts[1:], strict=True):
         assert one.loss is not None
         assert other.loss is not None
@@ -156,8 +156,8 @@ def test_dropout_differs_between_micro_batches_and_is_off_in_evaluation(corpus: 
 def test_the_moving_average_keeps_no_autograd_graph(corpus: Corpus) -> None:
     trainer = Trainer(tiny_config(**{"train.ema": 0.9}), corpus)
     list(trainer.steps())
-    assert trainer.learner.average is not None
-    assert not any(tensor.requires_grad for tensor in trainer.learner.average.values())
+    assert trainer.learner.ema_weights is not None
+    assert not any(tensor.requires_grad for tensor in trainer.learner.ema_weights.values())
 
 
 def test_with_ema_the_saved_model_is_the_moving_average(corpus: Corpus, tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ def test_a_diverged_run_rolls_back_to_its_last_checkpoint_at_half_the_learning_r
 ) -> None:
     points = [[5, 12], [6, 13]]
     schedule = {"schedule.cooldown": 0.9, "schedule.decay_points": points}
-    config = tiny_config(**{"train.rollbacks": 2, **schedule})
+    config = tiny_config(**{"train.max_rollbacks": 2, **schedule})
     trainer = start_trainer(config, corpus, tmp_path / "run")
     rate = trainer.config.optim.lr
     make_gradient_infinite(trainer, 7, times=2)
@@ -293,7 +293,7 @@ def test_a_diverged_run_rolls_back_to_its_last_checkpoint_at_half_the_learning_r
     assert saved.config.optim.lr == rate / 4
     assert saved.config.schedule.decay_points == ((5, 12), (6, 13))
     assert load_config(tmp_path / "run" / "config.yaml").optim.lr == rate / 4
-    once = start_trainer(tiny_config(**{"train.rollbacks": 1}), corpus, tmp_path / "once")
+    once = start_trainer(tiny_config(**{"train.max_rollbacks": 1}), corpus, tmp_path / "once")
     make_gradient_infinite(once, 7, times=2)
     with pytest.raises(DivergedError):
         run_steps(once)
@@ -302,7 +302,7 @@ def test_a_diverged_run_rolls_back_to_its_last_checkpoint_at_half_the_learning_r
 def test_a_rollback_undoes_a_later_re_planning_and_is_saved_at_once(
     corpus: Corpus, tmp_path: Path
 ) -> None:
-    config = tiny_config(**{"train.rollbacks": 1, "schedule.cooldown": 0.5})
+    config = tiny_config(**{"train.max_rollbacks": 1, "schedule.cooldown": 0.5})
     trainer = start_trainer(config, corpus, tmp_path / "run")
     make_gradient_infinite(trainer, 7)
     for report in trainer.steps(should_stop=lambda: trainer.state.rollbacks > 0):
@@ -446,17 +446,17 @@ def test_a_run_saved_before_its_first_step_is_not_validated_again(
 def test_rollbacks_are_advised_only_where_they_are_possible(corpus: Corpus, tmp_path: Path) -> None:
     for steps, allowed, is_advised in ((2, 0, False), (7, 0, True), (7, 1, False)):
         path = tmp_path / f"run-{steps}-{allowed}"
-        trainer = start_trainer(tiny_config(**{"train.rollbacks": allowed}), corpus, path)
+        trainer = start_trainer(tiny_config(**{"train.max_rollbacks": allowed}), corpus, path)
         make_gradient_infinite(trainer, steps, times=5)
         with pytest.raises(DivergedError) as raised:
             list(trainer.steps())
-        assert ("train.rollbacks=3" in str(raised.value)) == is_advised
+        assert ("train.max_rollbacks=3" in str(raised.value)) == is_advised
 
 
 def test_a_damaged_checkpoint_that_a_rollback_skips_is_named(
     corpus: Corpus, tmp_path: Path
 ) -> None:
-    config = tiny_config(**{"train.rollbacks": 1})
+    config = tiny_config(**{"train.max_rollbacks": 1})
     trainer = start_trainer(config, corpus, tmp_path / "run")
     make_gradient_infinite(trainer, 7)
     notes = []
@@ -595,7 +595,7 @@ def test_a_run_of_a_machine_with_more_cores_is_resumed_with_the_default_threads(
 
 def test_a_batch_that_does_not_divide_into_micro_batches_is_rejected(corpus: Corpus) -> None:
     with pytest.raises(ConfigError, match="must be divisible"):
-        tiny_config(**{"train.batch_size": 5, "train.accumulate": 2})
+        tiny_config(**{"train.batch_size": 5, "train.micro_batches": 2})
 
 
 def test_a_text_shorter_than_a_block_is_rejected_with_its_size(tmp_path: Path) -> None:
@@ -736,7 +736,7 @@ def test_repeating_a_command_keeps_the_rates_of_a_rollback_and_the_resolved_devi
     trainer.writer.saved_step = None
     trainer.save()
     request = Request(overrides=("schedule.cooldown=0.6",), budget="30s")
-    given = request.fixed(request.settings())
+    given = request.given_values(request.settings())
     wanted = {"optim.lr": 0.002, "device": "auto", "dtype": "auto", "train.max_steps": 9, **given}
     _, config, notes = resume(folder, wanted, same_command=True)
     assert (config.optim.lr, config.device, config.dtype) == (0.001, "cpu", "float32")

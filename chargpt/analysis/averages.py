@@ -6,7 +6,7 @@ Shapes in this file: B = batch, T = positions, C = channels.
 import torch
 from torch import Tensor
 
-from chargpt.models.attention import average_weights, causal_mask, explicit_attention
+from chargpt.models.attention import causal_mask, explicit_attention, uniform_weights
 
 
 def average_by_loop(x: Tensor) -> Tensor:
@@ -17,7 +17,7 @@ def average_by_loop(x: Tensor) -> Tensor:
 def average_by_matrix(x: Tensor) -> Tensor:
     """Compute `average_by_loop` as a product with a normalised lower triangle of ones."""
     mask = causal_mask(x.size(1), x.size(1), x.device)  # (T, T)
-    return average_weights(mask).to(x.dtype) @ x
+    return uniform_weights(mask).to(x.dtype) @ x
 
 
 def average_by_softmax(x: Tensor) -> Tensor:

@@ -11,12 +11,12 @@ from chargpt.config import Config, load_config
 from chargpt.errors import ChargptError, ConfigError
 from chargpt.inference.baselines import NGRAM, Baselines
 from chargpt.inference.evaluation import Evaluation, OnProgress, evaluate_tokens
-from chargpt.inference.sampling import sample
-from chargpt.models.mixture import ORDER
+from chargpt.inference.generation import sample
+from chargpt.models.mixture import MIXTURE_ORDER
 from chargpt.models.ngram import NGramLM
 from chargpt.store.folder import RunFolder
 from chargpt.store.metrics import validation_curve
-from chargpt.store.mixture import find_mixture
+from chargpt.store.mixture import find_mixture_run
 from chargpt.store.run import Run, load_run
 from chargpt.text.corpus import Corpus, load_corpus
 from chargpt.text.tokenizer import Tokens
@@ -77,7 +77,7 @@ class Comparison:
     title: str
     val_characters: int  # of the validation split
     span: int
-    max_characters: int  # scored at most; tokens where bytes spell rare characters
+    max_tokens: int  # scored at most; tokens where bytes spell rare characters
     rows: list[Row] = field(default_factory=list)
     curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     samples: dict[str, str] = field(default_factory=dict)
@@ -86,14 +86,14 @@ class Comparison:
     notes: list[str] = field(default_factory=list)  # sentences for the user
 
     @property
-    def scored(self) -> str:
+    def scored_on(self) -> str:
         """What the losses were measured on."""
         scored = max(row.evaluation.characters for row in self.rows if row.evaluation)
-        return f"{scored:,} of {self.val_characters:,} validation characters, protocol full"
+        return f"{scored:,} of {self.val_characters:,} validation characters, protocol blocks"
 
     def add_baselines(self, baselines: Baselines, val: Tokens) -> None:
         """Score the baselines on the validation split and add them."""
-        losses = baselines.losses(val, max_characters=self.max_characters, span=self.span)
+        losses = baselines.losses(val, max_tokens=self.max_tokens, span=self.span)
         vocab_size, self.baselines = baselines.ngram.vocab_size, losses
         self.rows += [
             Row("uniform", losses["uniform"], 0),
@@ -102,15 +102,15 @@ class Comparison:
             Row(f"{NGRAM} (counts)", losses[NGRAM]),
         ]
 
-    def add_run(self, name: str, run: Run, val: Tokens, mixed: Run | None) -> None:
+    def add_run(self, name: str, run: Run, val: Tokens, mixture_run: Run | None) -> None:
         """Evaluate a trained run on the validation split and add it under a name.
 
-        `mixed`, the run with its mixture as its model, is another row.
+        `mixture_run`, the run with its mixture as its model, is another row.
         """
         self._add_row(name, run, val, run.model.parameter_count())
-        if mixed is not None:
-            mixture = name.replace("gpt (trained)", "gpt") + f" + {ORDER}-gram"
-            self._add_row(mixture, mixed, val, None)
+        if mixture_run is not None:
+            mixture = name.replace("gpt (trained)", "gpt") + f" + {MIXTURE_ORDER}-gram"
+            self._add_row(mixture, mixture_run, val, None)
         self.curves[name] = validation_curve(RunFolder(run.folder).metrics.records())
         self.samples[name] = sample(run, run.config.sample.model_copy(update=SAMPLE))[0]
 
@@ -119,7 +119,7 @@ class Comparison:
             evaluation = evaluate_tokens(
                 run.model,
                 val,
-                max_characters=self.max_characters,
+                max_tokens=self.max_tokens,
                 span=self.span,
                 on_progress=on_progress,
             )
@@ -168,10 +168,10 @@ def compare(
     models: Sequence[str] = MODELS,
     run_trainer: RunTrainer = run_to_end,
     corpus: Corpus | None = None,
-    max_characters: int = MAX_CHARACTERS,
+    max_tokens: int = MAX_CHARACTERS,
     show_progress: ShowProgress = show_nothing,
 ) -> Comparison:
-    """Train each model on the same text, split and steps, and evaluate all under `full`.
+    """Train each model on the same text, split and steps, and evaluate all under `blocks`.
 
     Args:
         settings: of the GPT; the other models share its text, steps and batch.
@@ -179,7 +179,7 @@ def compare(
         models: of `MODELS`.
         run_trainer: called with a model's name and trainer; runs all its steps.
         corpus: the text, if it is loaded.
-        max_characters: scored of the validation split.
+        max_tokens: scored of the validation split.
         show_progress: of the evaluations.
 
     Raises:
@@ -189,17 +189,17 @@ def compare(
     baselines, val = Baselines(corpus), corpus.split("val")
     n_val = corpus.count_characters("val")
     span = settings.model.block_size
-    comparison = Comparison(corpus.name, n_val, span, max_characters, show_progress=show_progress)
+    comparison = Comparison(corpus.name, n_val, span, max_tokens, show_progress=show_progress)
     comparison.add_baselines(baselines, val)
     for kind in models:
         config = model_settings(settings, kind)
         run = train_run(config, Path(folder, kind), corpus, kind, run_trainer, baselines.ngram)
         try:
-            mixed = add_mixture(run, corpus)
+            mixture_run = add_mixture(run, corpus)
         except ChargptError as error:  # the run itself is complete and saved
-            mixed = None
+            mixture_run = None
             comparison.notes.append(str(error))
-        comparison.add_run(f"{kind} (trained)", run, val, mixed)
+        comparison.add_run(f"{kind} (trained)", run, val, mixture_run)
     return comparison
 
 
@@ -229,19 +229,19 @@ def compare_runs(
             )
     vals, span = [corpus.split("val") for corpus in corpora], max(r.model.block_size for r in runs)
     n_val = corpora[0].count_characters("val")
-    max_characters = MAX_CHARACTERS
+    max_tokens = MAX_CHARACTERS
     if any(corpus.tokenizer != corpora[0].tokenizer for corpus in corpora):
         # spans of tokens would begin at other characters: score the start of the split instead
         start = splits[0][: MAX_CHARACTERS + 1]
         vals = [corpus.tokenizer.encode(start, unknown="replace") for corpus in corpora]
-        max_characters = max(map(len, vals))
+        max_tokens = max(map(len, vals))
     name = corpora[0].name
-    comparison = Comparison(name, n_val, span, max_characters, show_progress=show_progress)
+    comparison = Comparison(name, n_val, span, max_tokens, show_progress=show_progress)
     comparison.add_baselines(Baselines(corpora[0]), vals[0])
     for path, run, val in zip(paths, runs, vals, strict=True):
         comparison.notes += [f"{path}: {note}" for note in run.notes]
         name = path.resolve().name
         comparison.add_run(
-            name if name not in comparison.curves else str(path), run, val, find_mixture(run)
+            name if name not in comparison.curves else str(path), run, val, find_mixture_run(run)
         )
     return comparison

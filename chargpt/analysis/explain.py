@@ -54,7 +54,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Maps:
+class AttentionMaps:
     """Attention weights of heads on a text: (H, T, T), with a title per head."""
 
     caption: str
@@ -63,7 +63,7 @@ class Maps:
     titles: Sequence[str]
 
 
-Figure = Table | Maps
+Exhibit = Table | AttentionMaps
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Section:
 
     name: str
     title: str
-    parts: Sequence[str | Figure]
+    parts: Sequence[str | Exhibit]
     data: dict[str, Any] = field(default_factory=dict)
 
 
@@ -136,7 +136,7 @@ def explain(subject: Subject, names: Sequence[str] = ()) -> list[Section]:
 
 
 def fill_template(
-    name: str, data: dict[str, Any], figures: Mapping[str, Figure], **values: object
+    name: str, data: dict[str, Any], figures: Mapping[str, Exhibit], **values: object
 ) -> Section:
     """Return a section from its template: a title, then paragraphs and `[figure]` references.
 
@@ -285,7 +285,7 @@ def explain_attention(subject: Subject) -> Section:
         for head in range(1, len(weights) + 1)
     ]
     caption = "a row per query, a column per key; the stronger the colour, the larger the weight"
-    maps = Maps(caption, subject.line, np.concatenate(layers), titles)
+    maps = AttentionMaps(caption, subject.line, np.concatenate(layers), titles)
     return fill_template("attention", data, {"maps": maps}, line=quoted(subject.line))
 
 
@@ -302,7 +302,7 @@ SECTIONS: dict[str, Callable[[Subject], Section]] = {
 def project(subject: Subject, *, whole_line: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries, keys and values of layer 1, head 1 on the shown characters, (T, D) each."""
     tokens = subject.tokens if whole_line else subject.tokens[:, :SHOWN]
-    qkv = subject.model.first_projection(tokens)  # (1, H, T, D) each
+    qkv = subject.model.first_layer_qkv(tokens)  # (1, H, T, D) each
     q, k, v = (part[0, 0].float().cpu() for part in qkv)  # (T, D) each
     return q, k, v
 
@@ -323,7 +323,7 @@ def has_previous_token_init(model: GPT | GPT2) -> bool:
 
 
 def score_statistics(size: int) -> dict[str, float]:
-    """Return variance and largest weights of 64 random queries and keys, unscaled and scaled."""
+    """Return variance and largest weights for 64 sets of 64 random queries and keys."""
     generator = torch.Generator().manual_seed(Config().seed)
     q, k = (torch.randn(64, 64, size, generator=generator) for _ in range(2))
     data = {}

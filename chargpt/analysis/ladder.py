@@ -25,12 +25,12 @@ from chargpt.config import Config
 from chargpt.errors import ConfigError
 from chargpt.inference.baselines import Baselines, fit_ngram
 from chargpt.inference.evaluation import evaluate_tokens
-from chargpt.inference.sampling import sample
-from chargpt.models.ngram import ORDER, NGramLM
+from chargpt.inference.generation import sample
+from chargpt.models.ngram import NGRAM_ORDER, NGramLM
 from chargpt.store.folder import RunFolder
 from chargpt.text.corpus import Corpus
 
-ORDERS = (3, 4, ORDER, 8)  # of the n-gram baselines
+ORDERS = (3, 4, NGRAM_ORDER, 8)  # of the n-gram baselines
 MAX_PRIMED = 20_000_000  # characters given to compressors, from the end of the training split
 # 97.5% quantiles of Student's t, by degrees of freedom from 1 on (Gosset 1908)
 T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
@@ -40,9 +40,10 @@ T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 class Rung:
     """A model of the ladder."""
 
-    name: str  # of the component that it adds to the rung below
+    name: str  # as it is printed
     adds: str  # what that component is
-    # settings that differ from those of the highest rung; the bigram has a config of its own
+    # settings of this rung; empty for the bigram, which has a config of its own; the bigram has a
+    # config of its own
     values: Mapping[str, object]
 
 
@@ -98,7 +99,7 @@ class Ladder:
 
     title: str  # name of the text
     ngrams: dict[str, float] = field(default_factory=dict)  # baselines by name
-    compressed: dict[str, float] = field(default_factory=dict)  # compressors by name
+    compressor_losses: dict[str, float] = field(default_factory=dict)  # compressors by name
     results: list[RungResult] = field(default_factory=list)  # lowest rung first
     characters: int = 0  # of the validation split that are scored
 
@@ -140,7 +141,7 @@ class Ladder:
             "characters": self.characters,
             "rows": [
                 *(row(name, "n-gram", nats) for name, nats in self.ngrams.items()),
-                *(row(name, "compressed", nats) for name, nats in self.compressed.items()),
+                *(row(name, "compressed", nats) for name, nats in self.compressor_losses.items()),
                 *trained,
             ],
             "attention_gain": vars(self.attention_gain),
@@ -195,7 +196,7 @@ def ladder_rungs(settings: Config) -> tuple[Rung, ...]:
 def run_ladder(
     settings: Config, folder: Path, corpus: Corpus, n_seeds: int, run_trainer: RunTrainer
 ) -> Ladder:
-    """Train every rung with every seed and evaluate all under `full`.
+    """Train every rung with every seed and evaluate all under `blocks`.
 
     Args:
         settings: of the highest rung; the others share its text, batches and steps.
@@ -239,7 +240,7 @@ def ngram_losses(corpus: Corpus, ngram: NGramLM) -> dict[str, float]:
     """Return the losses of the n-gram baselines, each character with all of its context."""
     losses = Baselines(corpus, ngram).losses(corpus.split("val")[: MAX_CHARACTERS + 1])
     for order in ORDERS:
-        if order != ORDER:
+        if order != NGRAM_ORDER:
             losses[f"{order}-gram"] = ngram_loss(corpus, order)
     names = ("unigram", "bigram", *(f"{order}-gram" for order in ORDERS))
     return {"uniform": losses["uniform"]} | {f"{name} (counts)": losses[name] for name in names}

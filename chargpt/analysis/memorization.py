@@ -20,7 +20,7 @@ from chargpt.inference.evaluation import OnProgress
 from chargpt.text.corpus import Corpus
 from chargpt.text.tokenizer import CharTokenizer, Tokens
 
-LENGTHS = (4, 6, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+TRAINING_LENGTHS = (4, 6, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 MIN_COMPARED = 16  # parts of the validation split, at least, since their overlap varies much
 MIN_MATCH = 20  # characters of a match that counts; shorter ones are common phrases
 CHUNK = 2**20  # tokens of the training split
@@ -49,7 +49,7 @@ class Overlap:
     Positions and lengths are in tokens, in an `OverlapReport` in characters; n-grams are of tokens.
     """
 
-    # of an n-gram that occurs very often only the first positions are extended
+    # only the first MAX_POSITIONS occurrences of an n-gram are tried
     longest: VerbatimMatch | None
     matched: list[tuple[int, int]]  # parts covered by matches, as disjoint (start, end) in order
     novel: dict[int, float]  # by n, the fraction of the text's n-grams that are not in the split
@@ -72,7 +72,7 @@ class OverlapReport:
     def novel_rows(self) -> list[list[str]]:
         """Return n, the novel fraction in the texts and in the validation split, as table rows."""
         rows = []
-        for n in LENGTHS:
+        for n in TRAINING_LENGTHS:
             ours, others = (
                 [each.novel[n] for each in overlaps if n in each.novel]
                 for overlaps in (self.texts, self.val)
@@ -88,7 +88,7 @@ def longest_match(overlaps: Sequence[Overlap]) -> int:
     return max((each.longest.length for each in overlaps if each.longest), default=0)
 
 
-def find_items(corpus: Corpus, wanted: set[str], separator: str) -> set[str]:
+def find_known_documents(corpus: Corpus, wanted: set[str], separator: str) -> set[str]:
     """Return which of the wanted texts are between two separators of the training split.
 
     They are matched whole, since most items of a list are shorter than a verbatim match.
@@ -99,7 +99,7 @@ def find_items(corpus: Corpus, wanted: set[str], separator: str) -> set[str]:
     start = 0
     while start < len(training):
         end = start + CHUNK
-        while end < len(training) and training[end] >= tokenizer.first_continuation:
+        while end < len(training) and training[end] >= tokenizer.first_continuation_byte:
             end += 1  # a character of several bytes stays whole
         items = (rest + tokenizer.decode(training[start:end])).split(separator)
         rest = items.pop()
@@ -137,7 +137,7 @@ def _in_characters(
     overlap: Overlap, tokens: Tokens, training: Tokens, tokenizer: CharTokenizer
 ) -> Overlap:
     """Return an overlap of tokens (M,) in characters, without matches then under MIN_MATCH."""
-    is_start = tokens < tokenizer.first_continuation
+    is_start = tokens < tokenizer.first_continuation_byte
     index = np.append(is_start.cumsum() - is_start, is_start.sum()).tolist()
     matched = [(index[start], index[end]) for start, end in overlap.matched]
     longest = overlap.longest
@@ -158,7 +158,7 @@ def find_overlap(
 ) -> list[Overlap]:
     """Return the overlap of each text with the training tokens (N,), in one pass over those."""
     longest = max((len(text) for text in texts), default=0)
-    lengths = [n for n in LENGTHS if n <= min(longest, len(training))]
+    lengths = [n for n in TRAINING_LENGTHS if n <= min(longest, len(training))]
     tables = [_NGramTable(texts, n) for n in lengths]
     powers, inverses = _powers(CHUNK + (lengths[-1] if lengths else 0))
     for first in range(0, len(training) if lengths else 0, CHUNK):

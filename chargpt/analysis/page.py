@@ -16,7 +16,7 @@ def render(
 ) -> str:
     """Return the page that a template makes of some values.
 
-    Strings among them are shown as they are, whatever they hold; only `Markup` stands as HTML. The
+    Strings among them are HTML-escaped; only `Markup` stands as HTML. The
     page's policy forbids all fetching, and every script but the named one.
 
     Args:

@@ -10,7 +10,7 @@ from chargpt.text.display import display_char, display_text, graphemes
 from chargpt.text.tokenizer import REPLACEMENT
 
 PASSAGE = 800  # tokens whose surprisal is shown
-CONTEXT = 20  # characters before one of high surprisal
+N_PRECEDING = 20  # characters before one of high surprisal
 N_HIGHEST = 8
 SURPRISAL_BITS = (0.5, 1, 2, 3.5, 5, 7)  # from which on the colour becomes stronger
 
@@ -52,7 +52,7 @@ def highest_surprisal(text: str, scored: list[ScoredCharacter]) -> list[list[str
     start_of = [start for start, end in graphemes(text) for _ in range(start, end)]
     return [
         [
-            display_text(text[start_of[max(0, i - CONTEXT)] : i]),
+            display_text(text[start_of[max(0, i - N_PRECEDING)] : i]),
             display_char(scored[i].character),
             f"{scored[i].bits:.1f}",
             ", ".join(f"{display_char(c)} {prob:.0%}" for c, prob in scored[i].top[:3]),

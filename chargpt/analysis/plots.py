@@ -53,7 +53,7 @@ def save(figure: "Figure", path: Path) -> str:
         The characters that no installed font has, of a PNG; an SVG takes its fonts from its viewer.
 
     Raises:
-        ChargptError: the suffix is another, or the file cannot be written.
+        ChargptError: the suffix is neither .svg nor .png, or the file cannot be written.
     """
     require_suffix(path)
     missing = ""
@@ -144,7 +144,7 @@ def loss_curves(
     return figure
 
 
-def pace(records: Sequence[Mapping[str, Any]], characters: float) -> "Figure":
+def optimization_curves(records: Sequence[Mapping[str, Any]], characters: float) -> "Figure":
     """Draw learning-rate factor, gradient norm and speed against steps.
 
     Args:
@@ -153,10 +153,10 @@ def pace(records: Sequence[Mapping[str, Any]], characters: float) -> "Figure":
     """
     rows = [each for each in records if {"grad_norm", "lr_factor", "seconds"} <= each.keys()]
     # metrics of several steps are written at once, with the time of the last
-    moments = list({row["seconds"]: row["step"] for row in rows}.items())
+    timestamps = list({row["seconds"]: row["step"] for row in rows}.items())
     speeds = [
         (step, characters * (step - before) / (now - then))
-        for (then, before), (now, step) in itertools.pairwise(moments)
+        for (then, before), (now, step) in itertools.pairwise(timestamps)
         if now > then and step > before
     ]
     figure = _figure(8, 2.4)
@@ -258,7 +258,7 @@ def ladder(found: "Ladder") -> "Figure":
     """Draw the losses of a ladder as bars, in bits per character."""
     bars = [
         *((name, nats, None, GREY) for name, nats in found.ngrams.items()),
-        *((name, nats, None, PALE) for name, nats in found.compressed.items()),
+        *((name, nats, None, PALE) for name, nats in found.compressor_losses.items()),
         *((s.rung.name, s.loss.value, s.loss.margin, COLOURS[0]) for s in found.results),
     ]
     figure = _figure(8, 0.6 + 0.28 * len(bars))

@@ -22,7 +22,7 @@ BINS = 10  # of the calibration curve
 
 @dataclass(frozen=True)
 class Predictions:
-    """Predictions under the protocol `full`, as arrays of shape (N,)."""
+    """Predictions under the protocol `blocks`, as arrays of shape (N,)."""
 
     targets: npt.NDArray[np.int64]  # token ids that occurred
     context_length: npt.NDArray[np.int64]  # tokens that the model saw before each, 1 to T
@@ -51,10 +51,10 @@ class ScoredCharacter:
     top: tuple[tuple[str, float], ...]
 
 
-def predict(model: LanguageModel, tokens: Tokens, max_characters: int) -> Predictions:
-    """Return the predictions on a text, or on `max_characters` spread evenly over it."""
+def predict(model: LanguageModel, tokens: Tokens, max_tokens: int) -> Predictions:
+    """Return the predictions on a text, or on `max_tokens` spread evenly over it."""
     columns: list[tuple[torch.Tensor, ...]] = []
-    for log_probs, targets in iter_log_probs(model, tokens, "full", max_characters):
+    for log_probs, targets in iter_log_probs(model, tokens, "blocks", max_tokens):
         best, predicted = log_probs.max(dim=-1)  # (B, L)
         target_log_probs = log_probs.gather(2, targets[..., None]).squeeze(2)
         lengths = torch.arange(1, targets.size(1) + 1).repeat(len(targets))
@@ -150,7 +150,7 @@ def score_passage(
     """
     scored = []
     bits, predicted = 0.0, tuple[tuple[str, float], ...]()
-    read = tokenizer.reader()
+    read = tokenizer.incremental_decoder()
     read(int(tokens[0]))
     for log_probs, targets in iter_log_probs(model, tokens[: n_tokens + 1], "sliding"):
         target_log_probs = log_probs.gather(2, targets[..., None]).squeeze(2)

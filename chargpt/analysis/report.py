@@ -20,13 +20,13 @@ from chargpt.analysis.result import RunScores, score_run, summarize
 from chargpt.files import write_output
 from chargpt.inference.baselines import NGRAM
 from chargpt.inference.evaluation import OnProgress
-from chargpt.inference.sampling import sample
+from chargpt.inference.generation import sample
 from chargpt.models import GPT, GPT2
-from chargpt.models.ngram import ORDER
+from chargpt.models.ngram import NGRAM_ORDER
 from chargpt.store.folder import RunFolder
 from chargpt.store.layout import REPORT
 from chargpt.store.metrics import validation_curve
-from chargpt.store.mixture import find_mixture
+from chargpt.store.mixture import find_mixture_run
 from chargpt.store.run import Run
 from chargpt.text.corpus import Corpus
 from chargpt.text.display import whole_graphemes
@@ -74,7 +74,7 @@ def write_report(
         ChargptError: the page cannot be written.
     """
     corpus = corpus or run.corpus()
-    scores = scores or score_run(run, corpus, mixed=find_mixture(run))
+    scores = scores or score_run(run, corpus, mixture_run=find_mixture_run(run))
     records = RunFolder(run.folder).metrics.records()
     values: Values = {
         **result(run, corpus, scores, records),
@@ -101,16 +101,16 @@ def write_report(
 
 def result(run: Run, corpus: Corpus, scores: RunScores, records: Records) -> Values:
     """Return what was trained, its losses beside the baselines, and the summary."""
-    rows, val = scores.rows(run.config.model.kind), scores.losses["val"]
+    rows, val = scores.rows(run.config.model.kind), scores.evaluations["val"]
     return {
         "title": f"{run.config.model.kind} on {corpus.name}",
         "version": __version__,
         "block_size": val.block_size,
-        "scored": scores.scored,
+        "scored": scores.scored_on,
         "ngram": NGRAM,
-        "ngram_context": ORDER - 1,
+        "ngram_context": NGRAM_ORDER - 1,
         "cards": [
-            ("text", f"{corpus.characters:,} characters"),
+            ("text", f"{corpus.n_characters:,} characters"),
             ("vocabulary", corpus.tokenizer.describe()),
             ("model", f"{run.model.parameter_count():,} parameters"),
             ("checkpoint", f"step {run.step:,}, {run.state.seconds:,.0f} s"),
@@ -132,16 +132,18 @@ def curves(run: Run, corpus: Corpus, scores: RunScores, records: Records) -> Val
     train = run.config.train
     validation = validation_curve(records)
     training = plots.smoothed([(r["step"], r["loss"]) for r in records if "loss" in r])
-    lines = {name: scores.baselines[name] for name in ("bigram", NGRAM)}
+    lines = {name: scores.baseline_losses[name] for name in ("bigram", NGRAM)}
     losses = plots.loss_curves({"validation": validation, "training": training}, lines, corpus.name)
-    pace = plots.pace(records, run.config.step_tokens * corpus.characters_per_token)
-    last = validation[-1][1] if validation else scores.losses["val"].nats_per_char
+    optimization = plots.optimization_curves(
+        records, run.config.step_tokens * corpus.characters_per_token
+    )
+    last = validation[-1][1] if validation else scores.evaluations["val"].nats_per_char
     return {
         "loss_curves": plots.inline(losses, "loss"),
         "last_validation": last,
         "lines": list(lines.items()),
-        "evaluated": f"{train.evaluate_characters:,}",
-        "pace": plots.inline(pace, "pace"),
+        "evaluated": f"{train.evaluate_tokens:,}",
+        "pace": plots.inline(optimization, "pace"),
     }
 
 
@@ -195,7 +197,7 @@ def overlap(run: Run, corpus: Corpus) -> Values:
     texts = sample(run, prompt="", length=SAMPLE_LENGTH, num_samples=number, seed=SEED, stop=())
     found = memorization.measure_overlap(corpus, texts)
     if boundary:
-        copied = memorization.find_items(corpus, set(texts), boundary)
+        copied = memorization.find_known_documents(corpus, set(texts), boundary)
         marked = [[(part, text in copied) for text in texts for part in (text, "\n")]]
     else:
         copied = set()

@@ -9,15 +9,15 @@ from typing import Any
 from chargpt.errors import NOT_FINITE, WorkError
 from chargpt.inference.baselines import NGRAM, Baselines
 from chargpt.inference.evaluation import Evaluation, evaluate_tokens
-from chargpt.models.mixture import ORDER
+from chargpt.models.mixture import MIXTURE_ORDER
 from chargpt.store.metrics import validation_curve
 from chargpt.store.run import Run
-from chargpt.text.corpus import SPLITS, Corpus, Split
+from chargpt.text.corpus import REQUIRED_SPLITS, Corpus, Split
 from chargpt.text.describe import compare_splits
 
 MIN_RISE = 0.02  # nats above the best validation loss that count as over-fitting, not noise
 LAST_STEPS = 10  # whose mean is the last training loss
-MIXTURE = f"gpt + {ORDER}-gram"
+MIXTURE_LABEL = f"gpt + {MIXTURE_ORDER}-gram"
 MIN_GAIN = 0.005  # nats: the smallest gain of a mixture that is reported
 MIN_GAP = 0.3  # nats of generalisation gap that are reported
 
@@ -26,16 +26,16 @@ MIN_GAP = 0.3  # nats of generalisation gap that are reported
 class RunScores:
     """Losses of a run and its baselines."""
 
-    baselines: Mapping[str, float]  # nats per character, by name, on the same characters
-    losses: Mapping[Split, Evaluation]  # of the run on each split
+    baseline_losses: Mapping[str, float]  # nats per character, by name, on the same characters
+    evaluations: Mapping[Split, Evaluation]  # of the run on each split
     val_characters: int  # of the validation split
     mixture: Evaluation | None = None  # of GPT and n-gram counts, on the validation split
     split_warning: str | None = None  # if the validation split differs from the training split
 
     @property
-    def scored(self) -> str:
+    def scored_on(self) -> str:
         """What the validation losses were measured on, and their standard error."""
-        val = self.losses["val"]
+        val = self.evaluations["val"]
         return (
             f"{val.characters:,} of {self.val_characters:,} validation characters "
             f"(protocol {val.protocol}), standard error {val.standard_error:.3f}"
@@ -44,7 +44,7 @@ class RunScores:
     @property
     def better_part(self) -> tuple[str, float]:
         """Which part of the mixture has the lower validation loss, and that loss."""
-        parts = {"gpt": self.losses["val"].nats_per_char, NGRAM: self.baselines[NGRAM]}
+        parts = {"gpt": self.evaluations["val"].nats_per_char, NGRAM: self.baseline_losses[NGRAM]}
         return min(parts.items(), key=lambda part: part[1])
 
     @property
@@ -54,11 +54,11 @@ class RunScores:
         return gain if gain >= MIN_GAIN else 0.0
 
     def rows(self, kind: str) -> list[list[str]]:
-        """Return the rows of the closing table: model, split, nats, bits and perplexity."""
-        rows = [(name, "val", nats) for name, nats in self.baselines.items()]
-        rows += [(f"{kind} (trained)", s, e.nats_per_char) for s, e in self.losses.items()]
+        """Return the rows of the results table: model, split, nats, bits and perplexity."""
+        rows = [(name, "val", nats) for name, nats in self.baseline_losses.items()]
+        rows += [(f"{kind} (trained)", s, e.nats_per_char) for s, e in self.evaluations.items()]
         if self.mixture:
-            rows.append((MIXTURE, "val", self.mixture.nats_per_char))
+            rows.append((MIXTURE_LABEL, "val", self.mixture.nats_per_char))
         return [[model, split, *loss_cells(nats)] for model, split, nats in rows]
 
 
@@ -70,7 +70,7 @@ def loss_cells(nats: float) -> list[str]:
 
 
 def score_run(
-    run: Run, corpus: Corpus, baselines: Baselines | None = None, mixed: Run | None = None
+    run: Run, corpus: Corpus, baselines: Baselines | None = None, mixture_run: Run | None = None
 ) -> RunScores:
     """Evaluate a run on its training and validation splits, and the baselines on the latter.
 
@@ -78,29 +78,29 @@ def score_run(
         run: what `load_run` returned.
         corpus: its text.
         baselines: of the text, if already estimated.
-        mixed: the run with its mixture in place of its GPT, if it has one.
+        mixture_run: the run with its mixture in place of its GPT, if it has one.
 
     Raises:
         TextError: a split is too short to score.
         WorkError: a loss is not finite.
     """
-    scored = run.config.train.evaluate_characters
+    scored = run.config.train.evaluate_tokens
     losses = {
-        split: evaluate_tokens(run.model, corpus.split(split), split=split, max_characters=scored)
-        for split in SPLITS
+        split: evaluate_tokens(run.model, corpus.split(split), split=split, max_tokens=scored)
+        for split in REQUIRED_SPLITS
     }
     if not all(math.isfinite(loss.nats_per_char) for loss in losses.values()):
         raise WorkError(NOT_FINITE)
     val = corpus.split("val")
     baselines = baselines or Baselines(corpus)
-    reference = baselines.losses(val, max_characters=scored, span=run.model.block_size)
-    mixture = evaluate_tokens(mixed.model, val, max_characters=scored) if mixed else None
+    reference = baselines.losses(val, max_tokens=scored, span=run.model.block_size)
+    mixture = evaluate_tokens(mixture_run.model, val, max_tokens=scored) if mixture_run else None
     n_val = corpus.count_characters("val")
     return RunScores(reference, losses, n_val, mixture, compare_splits(corpus))
 
 
 def describe_difference(evaluation: Evaluation, name: str, reference: float | Evaluation) -> str:
-    """Return how a loss compares with another one, within twice the standard error."""
+    """Return the difference of two losses in words, or that it is within twice the error."""
     if isinstance(reference, Evaluation):
         error = 2 * evaluation.difference_error(reference)
         reference = reference.nats_per_char
@@ -119,13 +119,15 @@ def describe_difference(evaluation: Evaluation, name: str, reference: float | Ev
 def summarize(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return sentences on the gain over the baselines, over-fitting and early stopping."""
     sentences = []
-    train_loss, val_loss = (scores.losses[split].nats_per_char for split in SPLITS)
+    train_loss, val_loss = (scores.evaluations[split].nats_per_char for split in REQUIRED_SPLITS)
     curve = validation_curve(records)
     last = curve[-1][1] if curve else val_loss
     best, best_step = run.state.best_nats_per_char, run.state.best_step
     if run.config.model.kind == "gpt":
         differences = [
-            describe_difference(scores.losses["val"], f"the {name}", scores.baselines[name])
+            describe_difference(
+                scores.evaluations["val"], f"the {name}", scores.baseline_losses[name]
+            )
             for name in ("bigram", NGRAM)
         ]
         sentences.append(f"The gpt is {' and '.join(differences)} on the validation split.")
@@ -140,7 +142,7 @@ def summarize(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]])
         sentences.append(f"The mixture of gpt and n-gram counts is {verdict}")
     if scores.split_warning is not None:
         sentences.append(f"{scores.split_warning[0].upper()}{scores.split_warning[1:]}.")
-    uniform = scores.baselines["uniform"]
+    uniform = scores.baseline_losses["uniform"]
     training = [record["loss"] for record in records if "loss" in record][-LAST_STEPS:]
     if last > uniform + MIN_RISE and training and fmean(training) > uniform:
         optim = run.config.optim
@@ -162,7 +164,7 @@ def summarize(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]])
         )
     elif (
         val_loss - train_loss > MIN_GAP
-        and train_loss < scores.baselines["bigram"]
+        and train_loss < scores.baseline_losses["bigram"]
         and scores.split_warning is None
     ):
         remedy = "more text" if run.config.model.dropout else "more text or model.dropout"

@@ -29,7 +29,7 @@ from chargpt.text.corpus import load_corpus
 from chargpt.training.cost import expected_cost
 from chargpt.training.planner import plan
 from chargpt.training.request import Request
-from chargpt.training.session import output_folder, slug, with_measured_threads, with_tune_split
+from chargpt.training.session import output_folder, slug, with_measured_threads, with_mixture_split
 from chargpt.training.threads import measure_threads
 from chargpt.training.trainer import Trainer
 
@@ -162,7 +162,7 @@ def train_models(request: Request, out: Path | None, models: str) -> tuple[Compa
     corpus = load_corpus(settings.text, progress=LoadingProgress())
     settings = with_measured_threads(settings, budget)
     if budget is not None:
-        settings, corpus = with_tune_split(settings, corpus, budget)
+        settings, corpus = with_mixture_split(settings, corpus, budget)
         settings = plan(settings, corpus, budget).config
     for note in corpus.notes:
         console.say(note)
@@ -172,14 +172,14 @@ def train_models(request: Request, out: Path | None, models: str) -> tuple[Compa
         console.say(f"== {name} ==")
         own_budget = budget if name == settings.model.kind else None
         if own_budget is not None:
-            own_budget.measure_scoring(trainer.model, corpus, trainer.config)
+            own_budget.measure_evaluation(trainer.model, corpus, trainer.config)
         seconds = own_budget.remaining if own_budget is not None else None
         show_plan(trainer, expected_cost(trainer.config, trainer.learner, 0, seconds))
         run_steps(trainer, trainer.folder, signals, own_budget)
 
-    max_characters = comparison.MAX_CHARACTERS
+    max_tokens = comparison.MAX_CHARACTERS
     if budget is not None:
-        max_characters = settings.train.evaluate_characters
+        max_tokens = settings.train.evaluate_tokens
     name = f"compare-{slug(corpus.name)}"
     with catch_signals() as signals, output_folder(out, name) as folder:
         result = comparison.compare(
@@ -188,7 +188,7 @@ def train_models(request: Request, out: Path | None, models: str) -> tuple[Compa
             models=names,
             run_trainer=run_trainer,
             corpus=corpus,
-            max_characters=max_characters,
+            max_tokens=max_tokens,
             show_progress=show_progress,
         )
     return result, folder
@@ -228,7 +228,7 @@ def print_rows(result: Comparison) -> None:
             ]
             for row in result.rows
         ],
-        title=f"{result.title}: loss on {result.scored}",
+        title=f"{result.title}: loss on {result.scored_on}",
     )
     trained = [row for row in result.rows if row.steps and row.parameters is not None]
     steps = {row.model.removesuffix(" (trained)"): row.steps for row in trained}

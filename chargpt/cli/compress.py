@@ -16,7 +16,7 @@ from chargpt.cli.progress import show_progress
 from chargpt.device import memory_limit
 from chargpt.errors import ConfigError, RunError, TextError
 from chargpt.files import require_output, write_output
-from chargpt.inference.coding import BYTES_PER_CHARACTER, HEADER, packed_model
+from chargpt.inference.coding import BYTES_PER_CHARACTER, HEADER, read_header
 from chargpt.inference.coding import compress as pack
 from chargpt.inference.coding import decompress as unpack
 from chargpt.store.folder import RunFolder
@@ -37,7 +37,7 @@ def compress(
         Path, typer.Argument(metavar="IN", help="A text, as UTF-8; - for standard input.")
     ],
     out: Out,
-    unknown: options.UnknownPolicy = None,
+    unknown: options.UnknownOption = None,
     mixture: options.Mixture = False,
     adaptive: options.Adaptive = False,
     checkpoint: options.Checkpoint = "best",
@@ -71,7 +71,7 @@ def compress(
     if len(content) <= XZ_BYTES and not lost:
         xz = f"; xz -9: {len(lzma.compress(content, preset=9)):,} bytes"
     sizes = f"{len(content):,} bytes -> {len(packed):,} bytes"
-    tell(f"{console.characters(characters)}, {sizes}{bits}{xz}", out)
+    print_sentence(f"{console.characters(characters)}, {sizes}{bits}{xz}", out)
     folder = RunFolder(loaded.folder)
     if keep:
         folder.keep(loaded.step)
@@ -98,9 +98,9 @@ def decompress(
     Example: `chargpt decompress runs/novel chapter.cgpt chapter.txt`.
     """
     content = read_input(packed, out, force=force)
-    step, kind = packed_model(content)
+    step, kind = read_header(content)
     try:
-        loaded = runs.load_named_run(run, str(step), "cpu", mixture=kind != "gpt")
+        loaded = runs.load_named_run(run, str(step), "cpu", mixture=kind != "plain")
     except OtherCheckpointError:
         raise RunError(
             f"{packed} was compressed with the mixture of step {step:,}, which has been replaced "
@@ -115,7 +115,7 @@ def decompress(
     with show_progress("character", "restored") as on_progress:
         text = unpack(loaded, content, on_progress, decoder)
     write(text, out, force=force)
-    tell(f"{console.characters(len(text.decode()))}, {len(text):,} bytes", out)
+    print_sentence(f"{console.characters(len(text.decode()))}, {len(text):,} bytes", out)
 
 
 def read_input(path: Path, out: Path, *, force: bool) -> bytes:
@@ -154,7 +154,7 @@ def write(content: bytes, out: Path, *, force: bool) -> None:
         raise console.OutputClosed from None
 
 
-def tell(sentence: str, out: Path) -> None:
+def print_sentence(sentence: str, out: Path) -> None:
     """Print a sentence about the result, on stderr if the result itself is on stdout."""
     if str(out) == STDIN:
         console.say(sentence)

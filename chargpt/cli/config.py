@@ -11,10 +11,10 @@ import typer
 from pydantic.fields import FieldInfo
 
 from chargpt.cli import console, options
-from chargpt.config import Config, Section, describe_unknown_key, load_config
+from chargpt.config import Config, Settings, describe_unknown_key, load_config
 from chargpt.errors import ConfigError
-from chargpt.store.loading import newest_without_tensors
 from chargpt.store.run import open_run
+from chargpt.store.selection import newest_metadata
 from chargpt.yaml_reader import dump_yaml
 
 TYPES = {int: "integer", float: "number", bool: "true or false", str: "string"}
@@ -56,7 +56,7 @@ def config(
     if run is not None and config_ is not None:
         raise ConfigError("--run and -c exclude each other; give one")
     if run is not None:
-        values = newest_without_tensors(open_run(run).path)[0]
+        values = newest_metadata(open_run(run).path)[0]
     else:
         values = Config() if config_ is None else load_config(config_)
     found = [
@@ -78,11 +78,13 @@ def config(
         console.say("these are the defaults; -c gpt shows what `chargpt train` starts from")
 
 
-def settings(values: Section, defaults: Section = Config(), prefix: str = "") -> Iterator[Setting]:
+def settings(
+    values: Settings, defaults: Settings = Config(), prefix: str = ""
+) -> Iterator[Setting]:
     """Yield all settings in the order of the YAML file, with the values of a config."""
     for name, field in type(values).model_fields.items():
         value, default = getattr(values, name), getattr(defaults, name)
-        if isinstance(value, Section):
+        if isinstance(value, Settings):
             yield from settings(value, default, f"{name}.")
         else:
             meaning = " ".join((field.description or "").split())

@@ -1,4 +1,4 @@
-"""The only printer: data on stdout, messages on stderr, and numbers with units."""
+"""Printing for commands: data on stdout, messages on stderr, and numbers with units."""
 
 import json
 import os
@@ -152,7 +152,7 @@ def has_process_group() -> bool:
     return distributed is not None and bool(distributed.is_initialized())
 
 
-def fail(text: str) -> None:
+def print_error(text: str) -> None:
     """Print an error message: on rank 0, or on any rank once the process group exists."""
     if is_main():
         say(f"chargpt: {text}")

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from chargpt.analysis.result import MIXTURE, loss_cells
+from chargpt.analysis.result import MIXTURE_LABEL, loss_cells
 from chargpt.cli import console, options, runs, tables
 from chargpt.cli.progress import show_progress
 from chargpt.errors import ConfigError, RunError
@@ -28,13 +28,13 @@ def evaluate(
         Literal["train", "val", "test"] | None,
         typer.Option(help="Part of the run's text; val by default."),
     ] = None,
-    protocol: Annotated[Protocol, typer.Option(help="How the loss is measured.")] = "full",
+    protocol: Annotated[Protocol, typer.Option(help="How the loss is measured.")] = "blocks",
     stride: Annotated[
         int | None,
         typer.Option(metavar="N", min=1, help="Step of the sliding window; default half a block."),
     ] = None,
     checkpoint: options.Checkpoint = "best",
-    unknown: options.UnknownPolicy = None,
+    unknown: options.UnknownOption = None,
     mixture: Annotated[
         bool, typer.Option("--mixture/--no-mixture", help="Also measure the run's mixture, if any.")
     ] = True,
@@ -86,7 +86,7 @@ def evaluate(
     ]
     if mixture and has_mixture(loaded):
         try:
-            measured[MIXTURE], more = measure(runs.count_mixture(loaded), MIXTURE)
+            measured[MIXTURE_LABEL], more = measure(runs.load_run_mixture(loaded), MIXTURE_LABEL)
             times.append(f"{console.duration(more)} with the mixture")
         except RunError as error:
             console.say(str(error))

@@ -11,13 +11,13 @@ import typer
 from chargpt import __version__
 from chargpt.analysis import explain as explanation
 from chargpt.analysis import plots
-from chargpt.analysis.explain import Maps, Section, Subject, Table, choose_subject
+from chargpt.analysis.explain import AttentionMaps, Section, Subject, Table, choose_subject
 from chargpt.analysis.page import render
 from chargpt.cli import console, options, runs, tables
 from chargpt.cli.pictures import save_picture
 from chargpt.cli.progress import LoadingProgress
 from chargpt.errors import ConfigError, RunError
-from chargpt.files import is_stream, require_output, write_output
+from chargpt.files import is_open_descriptor, require_output, write_output
 from chargpt.store.layout import is_run
 from chargpt.text.corpus import load_corpus
 from chargpt.text.settings import build_config
@@ -29,7 +29,9 @@ def explain(
     what: Annotated[
         str | None,
         typer.Argument(
-            metavar="FILE|RUN", help="A text file, or a run. Without it: the newest run, or a text."
+            metavar="FILE|RUN",
+            help="A text file, or a run. Without it: the newest run; if there is none, the "
+            "built-in text.",
         ),
     ] = None,
     section: Annotated[
@@ -63,12 +65,12 @@ def explain(
     overrides = options.overrides(set_, encoding=encoding, encoding_errors=encoding_errors)
     subject = find_subject(what, checkpoint, device, overrides)
     sections = explanation.explain(subject, section or ())
-    maps = [part for each in sections for part in each.parts if isinstance(part, Maps)]
+    maps = [part for each in sections for part in each.parts if isinstance(part, AttentionMaps)]
     if plot is not None:
         save_plot(maps, plot)
     if html is not None:
         write_sections(sections, html, subject.corpus.name)
-        if is_stream(html):  # stdout holds the page
+        if is_open_descriptor(html):  # stdout holds the page
             return
     if json_:
         content = [{"name": s.name, "title": s.title, **s.data} for s in sections]
@@ -104,7 +106,7 @@ def find_subject(
     return choose_subject(load_corpus(settings.text, progress=LoadingProgress()), None)
 
 
-def save_plot(maps: list[Maps], path: Path) -> None:
+def save_plot(maps: list[AttentionMaps], path: Path) -> None:
     """Draw the attention weights of a run."""
     if not maps:
         raise ConfigError(

@@ -9,12 +9,12 @@ import typer
 
 from chargpt.cli import console, options, runs
 from chargpt.errors import ConfigError
-from chargpt.export.check import Check
+from chargpt.export.check import ExportCheck
 from chargpt.export.gguf import Precision, export_gguf
 from chargpt.export.html import export_html
 from chargpt.export.huggingface import export_huggingface
 from chargpt.export.onnx import export_onnx
-from chargpt.files import is_stream, require_new
+from chargpt.files import is_open_descriptor, require_new
 from chargpt.store.mixture import has_mixture
 from chargpt.store.run import Run
 
@@ -86,7 +86,7 @@ def html(
 
     Example: `chargpt export html runs/novel-gpt novel.html`.
     """
-    if not is_stream(file):
+    if not is_open_descriptor(file):
         require_new(file, force=force)
     write(partial(export_html, force=force), load(run, checkpoint), file)
 
@@ -100,7 +100,7 @@ def load(path: Path | None, checkpoint: str) -> Run:
     return run
 
 
-def write(export: Callable[[Run, Path], Check], run: Run, path: Path) -> None:
+def write(export: Callable[[Run, Path], ExportCheck], run: Run, path: Path) -> None:
     """Export a run's GPT to a path; print the path and the result of the check."""
     try:
         check = export(run, path)
@@ -108,6 +108,6 @@ def write(export: Callable[[Run, Path], Check], run: Run, path: Path) -> None:
         raise
     except OSError as error:
         raise ConfigError(f"{path} cannot be written ({error.strerror}); name another") from None
-    if not is_stream(path):  # whose content is the page
+    if not is_open_descriptor(path):  # whose content is the page
         console.out(str(path))
     console.say(check.describe())

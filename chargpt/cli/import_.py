@@ -29,7 +29,7 @@ def hf(
 
     Example: `chargpt import hf novel-hf runs/novel`.
     """
-    tell(import_huggingface(folder, out))
+    print_new_run(import_huggingface(folder, out))
 
 
 @app.command()
@@ -45,10 +45,10 @@ def nanogpt(
 
     Example: `chargpt import nanogpt out/ckpt.pt runs/nano --meta data/shakespeare_char/meta.pkl`.
     """
-    tell(import_nanogpt(checkpoint, meta, out, text))
+    print_new_run(import_nanogpt(checkpoint, meta, out, text))
 
 
-def tell(run: Path) -> None:
+def print_new_run(run: Path) -> None:
     """Print the path of a new run."""
     console.out(str(run))
     console.say(

@@ -8,9 +8,9 @@ from contextlib import suppress
 from chargpt.cli import console
 from chargpt.config import Config, parse_override, unescape
 from chargpt.errors import ChargptError, ConfigError, TextError
-from chargpt.inference.sampling import stream_run
+from chargpt.inference.generation import stream_run
 from chargpt.store.run import Run
-from chargpt.text.tokenizer import Unknown
+from chargpt.text.tokenizer import UnknownPolicy
 
 with suppress(ImportError):
     import readline  # noqa: F401  # input() then edits the line and remembers earlier ones
@@ -24,7 +24,7 @@ HELP = (
 CHANGEABLE = ("temperature", "length", "top_k", "top_p", "min_p", "seed", "stop", "unknown")
 
 
-def interact(run: Run, config: Config, unknown: Unknown | None) -> None:
+def interact(run: Run, config: Config, unknown: UnknownPolicy | None) -> None:
     """Read lines from standard input until its end; print a continuation of each.
 
     A seed of null is a new seed for each text; without `unknown`, that of the config is used.

@@ -46,7 +46,7 @@ def print_ladder(ladder: Ladder) -> None:
     """Print the ladder as a table, the gain of each rung, and its sample."""
     rows = [
         [name, "-", *loss_cells(nats)[:2], "-", "-"]
-        for losses in (ladder.ngrams, ladder.compressed)
+        for losses in (ladder.ngrams, ladder.compressor_losses)
         for name, nats in losses.items()
     ]
     for result in ladder.results:
@@ -59,7 +59,7 @@ def print_ladder(ladder: Ladder) -> None:
         ["model", "parameters", "nats/char", "bits/char", "95% CI", "seconds"],
         rows,
         title=f"{ladder.title}: loss on the first {ladder.characters:,} validation characters, "
-        "protocol full",
+        "protocol blocks",
     )
     for result in ladder.results:
         if result.gain is not None:
@@ -76,7 +76,7 @@ def print_ladder(ladder: Ladder) -> None:
             f"the trained bigram, {trained:.3f}, is still far from that of counts, {counts:.3f}: "
             "train more steps, or compare with the latter"
         )
-    if ladder.compressed:
+    if ladder.compressor_losses:
         console.out_sentence(
             "compressors: the size of both splits together minus that of the training split"
         )

@@ -30,7 +30,7 @@ class StepView:
             self.baselines = Baselines(trainer.corpus, trainer.learner.fitted_ngram)
             self.baseline_losses = self.baselines.losses(
                 trainer.corpus.split("val"),
-                max_characters=config.train.evaluate_characters,
+                max_tokens=config.train.evaluate_tokens,
                 span=config.model.block_size,
             )
         self.bar = ProgressBar(trainer.config.train.max_steps, "step", initial=trainer.state.step)
@@ -43,7 +43,7 @@ class StepView:
         if report.validation is not None and report.step:  # before training it is ln V
             self.validation.append(report.validation.nats_per_char)
         detail = None if report.loss is None else partial(self._detail, report)
-        self.bar.move_to(report.step, report.max_steps, detail)
+        self.bar.update(report.step, report.max_steps, detail)
         if report.sample is not None:
             self.bar.write(f"-- sample at step {report.step:,} --")
             self.bar.write(report.sample.strip("\r\n"))

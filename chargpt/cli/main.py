@@ -182,7 +182,7 @@ def exit_code_of(command: Callable[[], Any]) -> int:
         return 0
     except Exception as error:
         message, code = _describe(error), 1
-    console.fail(message)
+    console.print_error(message)
     return code
 
 
@@ -197,7 +197,7 @@ def _describe(error: Exception) -> str:
     phrases = ("can't allocate memory", "out of memory")
     if isinstance(error, MemoryError) or any(text in str(error).lower() for text in phrases):
         return (
-            "there is not enough memory; lower train.batch_size or raise train.accumulate, or "
+            "there is not enough memory; lower train.batch_size or raise train.micro_batches, or "
             "make the model or its block smaller (training: resume a saved run with --resume)"
         )
     if console.is_main():

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from chargpt.errors import ConfigError
-from chargpt.text.tokenizer import Unknown
+from chargpt.text.tokenizer import UnknownPolicy
 from chargpt.yaml_reader import to_yaml
 
 Seed = Annotated[
@@ -58,8 +58,8 @@ EncodingErrors = Annotated[
     ),
 ]
 Checkpoint = Annotated[str, typer.Option(metavar="best|latest|STEP", help="Which checkpoint.")]
-UnknownPolicy = Annotated[
-    Unknown | None,
+UnknownOption = Annotated[
+    UnknownPolicy | None,
     typer.Option(help="What to do with characters outside the vocabulary; error by default."),
 ]
 Mixture = Annotated[
@@ -75,7 +75,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
 def reject(given: Mapping[str, object], cause: str) -> None:
-    """Reject options that do not apply, those of `given` that have a value, for a cause."""
+    """Raise if an option in `given` has a value; `cause` says why it does not apply."""
     for name, value in given.items():
         if value not in (None, [], ()):
             raise ConfigError(f"{name} {cause}; drop it")

@@ -9,7 +9,7 @@ import typer
 from chargpt.cli import console, options
 from chargpt.cli.export import load, write
 from chargpt.export.html import export_html
-from chargpt.files import is_stream, require_output
+from chargpt.files import is_open_descriptor, require_output
 from chargpt.store.layout import PLAY
 
 
@@ -38,7 +38,7 @@ def play(
     loaded = load(run, checkpoint)
     page = out or loaded.folder / PLAY
     write(export_html, loaded, page)
-    if page.is_file() and not is_stream(page):
+    if page.is_file() and not is_open_descriptor(page):
         address = page.absolute().as_uri()
         if is_open and not webbrowser.open(address):
             console.say(f"no browser opened; open {address} in one")

@@ -39,7 +39,7 @@ class ProgressBar:
                 colour=None if os.environ.get("NO_COLOR") else "cyan",
             )
 
-    def move_to(self, done: int, total: int, detail: Callable[[], str] | None) -> None:
+    def update(self, done: int, total: int, detail: Callable[[], str] | None) -> None:
         """Show that `done` of `total` units are done.
 
         `detail` is called only when its text is shown, since it may synchronise the device.
@@ -79,7 +79,7 @@ class ProgressBar:
 def show_progress(unit: str, label: str) -> Iterator[Callable[[int, int], None]]:
     """Show a progress bar; yield a function of (done, total) that shows both, with a label."""
     with closing(ProgressBar(1, unit)) as bar:
-        yield lambda done, total: bar.move_to(done, total, lambda: label)
+        yield lambda done, total: bar.update(done, total, lambda: label)
 
 
 class LoadingProgress:
@@ -98,7 +98,7 @@ class LoadingProgress:
             self.on_show()
             self.bar = ProgressBar(total, stage)
         detail = f"{stage} {console.size(done)} of {console.size(total)}"
-        self.bar.move_to(done, total, lambda: detail)
+        self.bar.update(done, total, lambda: detail)
         if done >= total:
             self.bar.close()
             self.bar = None

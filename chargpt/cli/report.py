@@ -8,7 +8,7 @@ import typer
 from chargpt.analysis.report import write_report
 from chargpt.cli import console, options, runs
 from chargpt.cli.progress import show_progress
-from chargpt.files import is_stream, require_output
+from chargpt.files import is_open_descriptor, require_output
 
 
 def report(
@@ -34,5 +34,5 @@ def report(
     loaded = runs.load_named_run(run, checkpoint, device, choose_threads=True)
     with show_progress("section", "written") as on_progress:
         page = write_report(loaded, out, on_progress=on_progress)
-    if page.is_file() and not is_stream(page):  # whose content is the page
+    if page.is_file() and not is_open_descriptor(page):  # whose content is the page
         console.out(str(page))

@@ -92,10 +92,10 @@ def load_named_run(
         console.say(note)
     if choose_threads:
         measure_threads(run.model.device)
-    return count_mixture(run) if mixture else run
+    return load_run_mixture(run) if mixture else run
 
 
-def count_mixture(run: Run) -> Run:
+def load_run_mixture(run: Run) -> Run:
     """Return a run with its mixture in place of its GPT, with a word if counting is slow.
 
     Raises:

@@ -10,18 +10,23 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from chargpt.analysis.memorization import MIN_MATCH, OverlapReport, find_items, measure_overlap
+from chargpt.analysis.memorization import (
+    MIN_MATCH,
+    OverlapReport,
+    find_known_documents,
+    measure_overlap,
+)
 from chargpt.cli import console, options, runs, tables
 from chargpt.cli.interactive import interact
 from chargpt.cli.progress import show_progress
 from chargpt.config import Config, SampleConfig, TextConfig, unescape
 from chargpt.errors import ConfigError
-from chargpt.inference.sampling import sample as sample_texts
-from chargpt.inference.sampling import stream_run
+from chargpt.inference.generation import sample as sample_texts
+from chargpt.inference.generation import stream_run
 from chargpt.store.run import Run
 from chargpt.text.corpus import read_text
 from chargpt.text.display import display_text, whole_graphemes
-from chargpt.text.tokenizer import Unknown
+from chargpt.text.tokenizer import UnknownPolicy
 
 DEFAULTS = SampleConfig()  # the run's config may contain others
 
@@ -60,13 +65,15 @@ def sample(
     top_p: Annotated[
         float | None,
         typer.Option(
-            metavar="P", help="Sample from the fewest most likely with total probability p or more."
+            metavar="P",
+            help="Sample from the smallest set of likely characters with total probability p.",
         ),
     ] = None,
     min_p: Annotated[
         float | None,
         typer.Option(
-            metavar="P", help="Sample from those with at least p times the highest probability."
+            metavar="P",
+            help="Sample from characters with at least p times the highest probability.",
         ),
     ] = None,
     num_samples: Annotated[
@@ -93,7 +100,7 @@ def sample(
     check: Annotated[
         bool, typer.Option("--check", help="Mark verbatim matches with the training split.")
     ] = False,
-    unknown: options.UnknownPolicy = None,
+    unknown: options.UnknownOption = None,
     mixture: options.Mixture = False,
     checkpoint: options.Checkpoint = "best",
     json_: options.Json = False,
@@ -148,7 +155,7 @@ def sample(
             continuations = [text[n_prompt:] for text in texts]
             overlap = measure_overlap(corpus, continuations, on_progress)
         if boundary:
-            copied = find_items(corpus, set(texts), boundary)
+            copied = find_known_documents(corpus, set(texts), boundary)
     if json_:
         report: dict[str, object] = {
             "samples": texts,
@@ -166,7 +173,7 @@ def sample(
     say_seed(config, settings)
 
 
-def readable_prompt(run: Run, prompt: str, unknown: Unknown) -> str:
+def readable_prompt(run: Run, prompt: str, unknown: UnknownPolicy) -> str:
     """Return a prompt as the model reads it; say what it does not read."""
     tokenizer = run.tokenizer
     tokens = tokenizer.encode(prompt, unknown=unknown)
@@ -215,7 +222,7 @@ def print_samples(
         first = texts[0].rfind("\n", 0, n_prompt) + 1
         lines = {line for text in texts for line in text[first:].split("\n")[:-1] if line}
         if len(lines) > 1:
-            n_copied = len(find_items(run.corpus(), lines, "\n"))
+            n_copied = len(find_known_documents(run.corpus(), lines, "\n"))
             console.out_sentence(
                 f"of {len(lines):,} different lines, {n_copied:,} are in the training split"
             )

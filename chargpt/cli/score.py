@@ -27,7 +27,7 @@ def score(
             help="Print bits per character, number and text of every line, highest first.",
         ),
     ] = False,
-    unknown: options.UnknownPolicy = None,
+    unknown: options.UnknownOption = None,
     mixture: options.Mixture = False,
     adaptive: options.Adaptive = False,
     checkpoint: options.Checkpoint = "best",

@@ -34,7 +34,7 @@ class Signals:
         self.terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
     def handle(self, number: int, _frame: object) -> None:
-        """Record a signal; unless signals are deferred, or at a second INT, raise `Stopped`."""
+        """Record a signal. Raise `Stopped` if they are not deferred, or at a second Ctrl-C."""
         if number == getattr(signal, "SIGHUP", None):  # the terminal is gone: writing would fail
             for terminal in self.terminals:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), terminal)

@@ -28,7 +28,7 @@ LATE = 1.1  # of a budget: a command that takes longer says so
 def show_budget(plan: Plan, budget: Budget, corpus: Corpus) -> None:
     """Print what a time budget has chosen, and why."""
     reason = (
-        "size with the lowest expected loss" if plan.chooses_size else "the model size is given"
+        "size with the lowest expected loss" if plan.size_was_chosen else "the model size is given"
     )
     seconds = console.duration(budget.seconds)
     speed = plan.speed * corpus.characters_per_token
@@ -43,12 +43,12 @@ def show_plan(trainer: Trainer, cost: Cost) -> None:
         rare = f"; rarer ones, {corpus.rare_fraction:.2%} of the text, are {corpus.rare_form}"
     lengths = ", ".join(
         f"{corpus.count_characters(name):,} {name}"
-        for name in ("tune", "train", "val", "test")
+        for name in ("mixture", "train", "val", "test")
         if len(corpus.split(name))
     )
     documents = ""
-    if corpus.documents:
-        documents = f"{corpus.documents:,} documents, shuffled by text.seed {config.text.seed}; "
+    if corpus.n_documents:
+        documents = f"{corpus.n_documents:,} documents, shuffled by text.seed {config.text.seed}; "
     n_threads = torch.get_num_threads()
     threads = f"{n_threads} thread{'' if n_threads == 1 else 's'}"
     on_device = in_brackets(trainer.device_reason, threads if trainer.device.type == "cpu" else "")
@@ -56,7 +56,7 @@ def show_plan(trainer: Trainer, cost: Cost) -> None:
     tokens = " tokens" if corpus.characters_per_token < 1 else ""
     ranks = f" x {trainer.group.size} processes" if trainer.group.size > 1 else ""
     console.say(
-        f"text    {corpus.name}: {documents}{console.characters(corpus.characters)} ({lengths})\n"
+        f"text    {corpus.name}: {documents}{console.characters(corpus.n_characters)} ({lengths})\n"
         f"vocab   {corpus.tokenizer.describe()}{rare}\n"
         f"model   {describe_model(config.model)}, {cost.parameters:,} parameters\n"
         f"device  {trainer.device.type}{ranks}{on_device}, "
@@ -89,12 +89,12 @@ def describe_model(model: ModelConfig) -> str:
 
 
 def show_result(session: Session, baselines: Baselines | None, *, json_: bool = False) -> None:
-    """Print the closing table or the JSON, and write the report of a long run."""
+    """Print the results table or the JSON, and write the report of a long run."""
     trainer, folder, budget = session.trainer, session.folder, session.budget
     best = load_run(folder.path, "best", str(trainer.device))
-    scores = score_run(best, trainer.corpus, baselines, mixture_of(best, trainer.corpus))
+    scores = score_run(best, trainer.corpus, baselines, try_add_mixture(best, trainer.corpus))
     sentences = summarize(best, scores, folder.metrics.records())
-    start = session.start_run
+    start = session.from_run
     forgotten = None if start is None else forgetting(start, best)
     if start is not None and forgotten is not None:
         sentences.append(
@@ -102,7 +102,7 @@ def show_result(session: Session, baselines: Baselines | None, *, json_: bool = 
             f"per character before training, {forgotten['after']:.3f} after it."
         )
     state = trainer.state
-    has_report = budget.has_report if budget else state.seconds >= RESERVE.report_from
+    has_report = budget.has_report if budget else state.seconds >= RESERVE.min_report_budget
     if json_:
         console.out_json(
             {
@@ -111,8 +111,8 @@ def show_result(session: Session, baselines: Baselines | None, *, json_: bool = 
                 "best_step": state.best_step,
                 "seconds": state.seconds,
                 "parameters": best.model.parameter_count(),
-                "baselines": scores.baselines,
-                "losses": {split: loss.as_dict() for split, loss in scores.losses.items()},
+                "baselines": scores.baseline_losses,
+                "losses": {split: loss.as_dict() for split, loss in scores.evaluations.items()},
                 "mixture": scores.mixture.as_dict() if scores.mixture else None,
                 **({"forgetting": forgotten} if forgotten else {}),
                 "summary": sentences,
@@ -131,7 +131,7 @@ def show_result(session: Session, baselines: Baselines | None, *, json_: bool = 
             )
 
 
-def mixture_of(best: Run, corpus: Corpus) -> Run | None:
+def try_add_mixture(best: Run, corpus: Corpus) -> Run | None:
     """Return the run with a fitted mixture in place of its GPT, None if there is none."""
     try:
         return add_mixture(best, corpus)
@@ -148,7 +148,7 @@ def print_result(
     tables.table(
         ["model", "split", "nats/char", "bits/char", "perplexity"], scores.rows(config.model.kind)
     )
-    for sentence in (f"Losses on {scores.scored}.", *sentences):
+    for sentence in (f"Losses on {scores.scored_on}.", *sentences):
         console.out_sentence(sentence)
     best_step = f"the best checkpoint is step {state.best_step:,}"
     if state.best_step == 0:

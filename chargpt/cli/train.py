@@ -12,7 +12,7 @@ from chargpt.cli.signals import Stopped, catch_signals
 from chargpt.cli.summary import show_budget, show_plan, show_result
 from chargpt.errors import ConfigError, FinishedError
 from chargpt.files import exists
-from chargpt.store.layout import MIXTURE
+from chargpt.store.layout import MIXTURE_FILE
 from chargpt.training.api import run_training
 from chargpt.training.request import DEFAULT_BUDGET, Request, StartMode
 from chargpt.training.session import Session
@@ -23,8 +23,8 @@ def train(
         str | None,
         typer.Argument(
             help="A file, folder (of .txt, .md and .gz files), glob, name from `chargpt data "
-            "list`, or - for standard input; with --resume, a run. Without it: a built-in text, "
-            "or the newest run.",
+            "list`, or - for standard input; with --resume, a run. Without it: the built-in "
+            "text; with --resume, the newest run.",
             show_default=False,
         ),
     ] = None,
@@ -98,7 +98,7 @@ def train(
             show_result(session, baselines, json_=json_)
         except (KeyboardInterrupt, Stopped):
             path = session.folder.path
-            missing = "its report" if exists(path / MIXTURE) else "a mixture or report"
+            missing = "its report" if exists(path / MIXTURE_FILE) else "a mixture or report"
             console.say(
                 f"the run is saved in {path}, without {missing}; `chargpt evaluate` measures the "
                 "run, `chargpt report` writes its report"

@@ -26,7 +26,7 @@ def verify(run: options.RunOrNewest = None, json_: options.Json = False) -> None
                 "run": str(folder.path),
                 "intact": not result.problems,
                 "checkpoints": checkpoints,
-                "uses": {name: path and path.name for name, path in result.uses.items()},
+                "uses": {name: path and path.name for name, path in result.loaded_by.items()},
                 "problems": result.problems,
                 "notes": result.notes,
             }
@@ -35,7 +35,9 @@ def verify(run: options.RunOrNewest = None, json_: options.Json = False) -> None
         rows = [
             [
                 each.folder.name,
-                " and ".join(name for name, path in result.uses.items() if path == each.folder),
+                " and ".join(
+                    name for name, path in result.loaded_by.items() if path == each.folder
+                ),
                 console.size(each.size),
                 "damaged" if each.problem else "intact",
             ]

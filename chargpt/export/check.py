@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from chargpt.errors import ConfigError, WorkError
-from chargpt.inference.sampling import sample
+from chargpt.inference.generation import sample
 from chargpt.models import GPT, LanguageModel
 from chargpt.store.run import Run
 from chargpt.text.tokenizer import CharTokenizer
@@ -45,7 +45,7 @@ class Reader(Protocol):
 
 
 @dataclass(frozen=True)
-class Check:
+class ExportCheck:
     """Result of a check.
 
     Attributes:
@@ -113,7 +113,7 @@ def exportable_model(run: Run, target: str) -> GPT:
         if getattr(config, key) != value:
             raise ConfigError(
                 f"{target} cannot hold a model with model.{key}={getattr(config, key)}; export a "
-                f"run that was trained with {value}"
+                f"run that was trained with model.{key}={value}"
             )
     assert isinstance(model, GPT), "a mixture is not exported"
     return model
@@ -121,7 +121,7 @@ def exportable_model(run: Run, target: str) -> GPT:
 
 def check_export(
     run: Run, reader: Reader, *, max_divergence: float | None = None, remedy: str = ""
-) -> Check:
+) -> ExportCheck:
     """Compare an export with its run: tokens, log-probabilities and greedy text.
 
     Args:
@@ -142,7 +142,7 @@ def check_export(
             raise _differs(reader, "its logits are not finite, or not as many")
         difference = max(difference, float(np.abs(ours - theirs).max()))
         divergences.append(float((np.exp(ours) * (ours - theirs)).sum(axis=-1).mean()))
-    check = Check(reader.name, difference, float(np.mean(divergences)))
+    check = ExportCheck(reader.name, difference, float(np.mean(divergences)))
     if max_divergence is not None:
         if check.divergence > max_divergence:
             raise WorkError(

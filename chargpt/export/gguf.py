@@ -20,7 +20,7 @@ from chargpt import __version__
 from chargpt.config import NORM_EPS
 from chargpt.errors import ConfigError, WorkError
 from chargpt.export.check import (
-    Check,
+    ExportCheck,
     Floats,
     ModelReader,
     check_export,
@@ -46,7 +46,7 @@ SECONDS = 120  # at most, of a request to llama.cpp
 
 def export_gguf(
     run: Run, path: Path, precision: Precision = "f32", *, force: bool = False
-) -> Check:
+) -> ExportCheck:
     """Write a run as a GGUF file, with a Modelfile for Ollama beside it, and check it.
 
     Args:

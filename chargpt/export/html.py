@@ -1,6 +1,6 @@
 """Export as one HTML page that holds the model and runs it in a browser.
 
-The page (`pages/play.html`) loads nothing: the weights in half precision and the facts about model
+The page (`pages/play.html`) loads nothing: the weights in half precision and the data about model
 and vocabulary are data blocks in it, and `pages/worker.js` computes the model. The reader here
 takes the model out of the page's own text, so that the check sees what a browser gets.
 
@@ -24,7 +24,7 @@ from chargpt.analysis.passage import SURPRISAL_BITS
 from chargpt.config import NORM_EPS, ModelConfig
 from chargpt.errors import ChargptError
 from chargpt.export.check import (
-    Check,
+    ExportCheck,
     ModelReader,
     check_export,
     encode,
@@ -43,7 +43,7 @@ MAX_DIVERGENCE = 0.002  # in nats, by the rounding of the weights
 MAX_PAIRS = 50_000  # of the bigram, the most frequent ones
 HALF = np.dtype("<f2")
 PAGES = Path(__file__).parent / "pages"
-Facts = dict[str, Any]
+PageData = dict[str, Any]
 
 
 class PageReader(ModelReader):
@@ -52,12 +52,12 @@ class PageReader(ModelReader):
     name = "chargpt's own reader"
 
     def __init__(self, page: str) -> None:
-        facts = json.loads(_block(page, "facts"))
-        self.tokenizer = CharTokenizer.from_json(json.dumps(facts["tokenizer"]), "the page")
-        model = build_model(ModelConfig(**facts["model"]), self.tokenizer.vocab_size)
+        data = json.loads(_block(page, "page-data"))
+        self.tokenizer = CharTokenizer.from_json(json.dumps(data["tokenizer"]), "the page")
+        model = build_model(ModelConfig(**data["model"]), self.tokenizer.vocab_size)
         assert isinstance(model, GPT)
         weights = np.frombuffer(base64.b64decode(_block(page, "weights")), HALF).astype(np.float32)
-        names, sizes = zip(*facts["tensors"], strict=True)
+        names, sizes = zip(*data["tensors"], strict=True)
         parts = np.split(weights, np.cumsum(sizes)[:-1])
         shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
         model.load_state_dict(
@@ -72,7 +72,7 @@ class PageReader(ModelReader):
         return encode(self.tokenizer, text)
 
 
-def export_html(run: Run, path: Path, *, force: bool = False) -> Check:
+def export_html(run: Run, path: Path, *, force: bool = False) -> ExportCheck:
     """Write a run's model as one page, after reading it back from the page's text.
 
     Args:
@@ -119,19 +119,19 @@ def make_page(run: Run, model: GPT) -> str:
         length=options.length,
         temperature=options.temperature,
         top_k=options.top_k or "",
-        facts=page_facts(run, [(name, weight.size) for name, weight in weights.items()]),
+        page_data=page_data(run, [(name, weight.size) for name, weight in weights.items()]),
         worker=Markup((PAGES / "worker.js").read_text("utf-8")),
         weights=base64.b64encode(content).decode(),
     )
 
 
-def page_facts(run: Run, tensors: list[tuple[str, int]]) -> Facts:
+def page_data(run: Run, tensors: list[tuple[str, int]]) -> PageData:
     """Return what the page's scripts need beside the weights.
 
     `tensors` are name and size of each weight, in the order of the page's data block.
     """
     tokenizer = run.tokenizer
-    facts: Facts = {
+    data: PageData = {
         "model": run.config.model.model_dump(),
         "norm_eps": NORM_EPS,
         "tensors": tensors,
@@ -140,21 +140,21 @@ def page_facts(run: Run, tensors: list[tuple[str, int]]) -> Facts:
         "vocab_size": tokenizer.vocab_size,
         "bytes": list(tokenizer.bytes_),
         "transitions": TRANSITIONS,
-        "first_continuation": tokenizer.first_continuation,
+        "first_continuation_byte": tokenizer.first_continuation_byte,
         "boundary_id": tokenizer.boundary_id if tokenizer.boundary else None,
-        "start": tokenizer.start,
+        "start": tokenizer.bos_text,
         "counts": None,
         "bigram": None,
     }
     with suppress(ChargptError):  # the text may have been deleted
         corpus = run.corpus()
-        facts["bigram"] = bigram_facts(corpus.pair_counts("train"))
-        if not tokenizer.start:
-            facts["counts"] = corpus.token_counts("train").tolist()
-    return facts
+        data["bigram"] = bigram_data(corpus.pair_counts("train"))
+        if not tokenizer.bos_text:
+            data["counts"] = corpus.token_counts("train").tolist()
+    return data
 
 
-def bigram_facts(pairs: PairCounts) -> Facts:
+def bigram_data(pairs: PairCounts) -> PageData:
     """Return the most frequent pairs: of each first token, the second ones and their counts."""
     rows: dict[int, list[int]] = {}
     for index in np.sort(np.argsort(-pairs.counts, kind="stable")[:MAX_PAIRS]):

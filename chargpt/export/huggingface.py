@@ -19,7 +19,7 @@ from chargpt.config import NORM_EPS, Config, validate
 from chargpt.device import require_memory
 from chargpt.errors import RunError, WorkError
 from chargpt.export.check import (
-    Check,
+    ExportCheck,
     Floats,
     ModelReader,
     check_export,
@@ -56,7 +56,7 @@ LAYER_NAMES = {
 OTHER_NAMES = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 
 
-def export_huggingface(run: Run, folder: Path) -> Check:
+def export_huggingface(run: Run, folder: Path) -> ExportCheck:
     """Write a run as a folder that `transformers` opens, and check it.
 
     Args:
@@ -211,7 +211,7 @@ def model_card(run: Run) -> str:
         loss = (
             f"{state.best_nats_per_char:.3f} nats per character on the validation split ("
             f"{config.text.val_fraction:.0%} of {order}; at most "
-            f"{config.train.evaluate_characters:,} characters of this split; protocol `full`: "
+            f"{config.train.evaluate_tokens:,} characters of this split; protocol `blocks`: "
             "non-overlapping blocks, every character scored once), as measured in training"
         )
     outside = (
@@ -360,7 +360,7 @@ def read_folder(folder: Path) -> tuple[Config, CharTokenizer, RunState, GPT]:
         ) from None
     model = build_model(config.model, tokenizer.vocab_size)
     assert isinstance(model, GPT)
-    model.first_continuation = tokenizer.first_continuation
+    model.first_continuation_byte = tokenizer.first_continuation_byte
     ours = {_their_name(name): name for name in model.state_dict()}
     load_weights(model, {ours.get(name, name): tensor for name, tensor in tensors.items()}, folder)
     return config, tokenizer, state, model.eval()

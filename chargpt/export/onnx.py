@@ -22,7 +22,7 @@ from chargpt import __version__
 from chargpt.config import NORM_EPS
 from chargpt.errors import ConfigError
 from chargpt.export.check import (
-    Check,
+    ExportCheck,
     Floats,
     check_export,
     encode,
@@ -126,7 +126,7 @@ positions (past_keys, tokens, cos_table, sin_table) => (cos, sin, mask) {
 )
 
 
-def export_onnx(run: Run, path: Path, *, force: bool = False) -> Check:
+def export_onnx(run: Run, path: Path, *, force: bool = False) -> ExportCheck:
     """Write a run as an ONNX file, in float32, and check it.
 
     Args:

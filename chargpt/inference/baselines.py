@@ -5,15 +5,15 @@ import math
 import numpy as np
 
 from chargpt.errors import TextError
-from chargpt.inference.windows import even_spans, spans
-from chargpt.models.ngram import ORDER, NGramLM
+from chargpt.inference.windows import even_spans, gather_rows
+from chargpt.models.ngram import NGRAM_ORDER, NGramLM
 from chargpt.text.corpus import Corpus
 from chargpt.text.statistics import PairCounts
 from chargpt.text.tokenizer import Floats, Tokens
 
 UNIGRAM_ALPHA = 1.0  # pseudo-count of additive smoothing
 BIGRAM_ALPHA = 0.1
-NGRAM = f"{ORDER}-gram"
+NGRAM = f"{NGRAM_ORDER}-gram"
 MAX_BLOCK_SIZE = 65_536  # the maximum of model.block_size
 
 
@@ -36,7 +36,7 @@ class Baselines:
         self.ngram = ngram or fit_ngram(corpus)
 
     def losses(
-        self, tokens: Tokens, *, max_characters: int | None = None, span: int | None = None
+        self, tokens: Tokens, *, max_tokens: int | None = None, span: int | None = None
     ) -> dict[str, float]:
         """Return the loss of each baseline in nats per character, by name.
 
@@ -44,9 +44,9 @@ class Baselines:
         all of its context.
 
         Args:
-            tokens: of a split, shape (characters,).
-            max_characters: score at most this many, in evenly spread spans; all by default.
-            span: length of the spans, required with `max_characters`: the model's block size.
+            tokens: of a split, shape (tokens,).
+            max_tokens: score at most this many, in evenly spread spans; all by default.
+            span: length of the spans, required with `max_tokens`: the model's block size.
 
         Raises:
             TextError: there are fewer than 2 characters.
@@ -57,16 +57,18 @@ class Baselines:
                 "the split contains fewer than 2 characters; give a longer text or a larger "
                 "text.val_fraction or text.test_fraction"
             )
-        starts, length = even_spans(n_inputs, span or n_inputs, max_characters)
-        rows = spans(tokens, starts - (ORDER - 2), length + ORDER - 2)  # with earlier context
-        first, second = rows[:, ORDER - 2 : -1].ravel(), rows[:, ORDER - 1 :].ravel()
+        starts, length = even_spans(n_inputs, span or n_inputs, max_tokens)
+        rows = gather_rows(
+            tokens, starts - (NGRAM_ORDER - 2), length + NGRAM_ORDER - 2
+        )  # with earlier context
+        first, second = rows[:, NGRAM_ORDER - 2 : -1].ravel(), rows[:, NGRAM_ORDER - 1 :].ravel()
         counts = self.token_counts + UNIGRAM_ALPHA
         pair_log_probs = bigram_log_probs(self.pair_counts, first, second, BIGRAM_ALPHA)
         losses = {
             "uniform": math.log(len(counts)),
             "unigram": -float(np.log(counts / counts.sum())[second].mean()),
             "bigram": -float(pair_log_probs.mean()),
-            NGRAM: float(self.ngram.losses(rows)[:, ORDER - 2 :].mean(dtype=np.float64)),
+            NGRAM: float(self.ngram.losses(rows)[:, NGRAM_ORDER - 2 :].mean(dtype=np.float64)),
         }
         per_character = second.size / max(1, self.tokenizer.count_characters(second))
         return {name: loss * per_character for name, loss in losses.items()}

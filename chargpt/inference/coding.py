@@ -1,11 +1,11 @@
 """Lossless compression: arithmetic coding with a model's next-character probabilities.
 
-The text is cut into lanes of equal length, which are decoded as the streams of one decoder: step t
-predicts character t of every lane. Compression and decompression run the same steps on arrays of
-the same shapes and so compute the same bits. Probabilities are rounded to integer frequencies for
-an arithmetic coder (Witten, Neal and Cleary 1987). The first character of a lane costs log2(V)
-bits; the others have the context of incremental decoding (decoders/__init__.py), so the compressed
-size is close to the loss of the protocol `sliding`.
+The text is cut into lanes of equal length, which are decoded as the sequences of one decoder:
+step t predicts character t of every lane. Compression and decompression run the same steps on
+arrays of the same shapes and so compute the same bits. Probabilities are rounded to integer
+frequencies for an arithmetic coder (Witten, Neal and Cleary 1987). The first character of a lane
+costs log2(V) bits; the others have the context of incremental decoding (decoders/__init__.py), so
+the compressed size is close to the loss of the protocol `sliding`.
 
 Another machine may round differently. The file names the platform, which is compared before
 decompression, and contains a checksum of the text, which is compared afterwards.
@@ -34,19 +34,19 @@ from chargpt.models import LanguageModel
 from chargpt.models.base import eval_mode
 from chargpt.models.mixture import Mixture
 from chargpt.store.run import Run
-from chargpt.text.tokenizer import TokenIds, Tokens, Unknown
+from chargpt.text.tokenizer import TokenIds, Tokens, UnknownPolicy
 
 MAX_LANES = 64
 MAX_ADAPTIVE_LANES = 8  # the fewer, the more each learns, and the longer it takes
 MIN_LANE_CHARACTERS = 4096  # so that the first characters of lanes add little to the size
 # magic, version, threads, N, step of the checkpoint, model, platform, checksum
 HEADER = struct.Struct("<4sBBIQ8s4sI")
-Kind = Literal["gpt", "mixture", "adaptive"]  # of the model
-MAGIC: dict[Kind, bytes] = {"gpt": b"cgpt", "mixture": b"cgpm", "adaptive": b"cgpa"}
+Kind = Literal["plain", "mixture", "adaptive"]  # of the model
+MAGIC: dict[Kind, bytes] = {"plain": b"cgpt", "mixture": b"cgpm", "adaptive": b"cgpa"}
 VERSION = 4  # raised when the format changes or predictions are rounded differently
 MAX_CHARACTERS = 2**32 - 1
 MAX_CHARACTERS_PER_BYTE = 10_000  # so that a small file cannot expand without bound
-FREQUENCY_SCALE = 2**30  # sum of a distribution's frequencies, before each is raised to at least 1
+FREQUENCY_SCALE = 2**30  # sum of a distribution's frequencies, before 1 is added to each
 BYTES_PER_CHARACTER = 16  # of memory, measured: tokens, text and UTF-8
 MAX_RANGE, MIN_RANGE = 2**56, 2**48  # of the arithmetic coder's interval
 
@@ -55,7 +55,7 @@ def compress(
     run: Run,
     content: bytes,
     on_progress: OnProgress = lambda *_: None,
-    unknown: Unknown = "error",
+    unknown: UnknownPolicy = "error",
     adaptive: Callable[[int], Decoder] | None = None,
 ) -> bytes:
     """Compress a UTF-8 text with a run's model.
@@ -96,13 +96,13 @@ def compress(
                 encoder.encode(start, int(ends[lane, token]), totals[lane])
     body = encoder.finish()
     body += bytes(max(0, len(tokens) // MAX_CHARACTERS_PER_BYTE - len(body)))
-    keys = (run.step, run.key(), _platform_key())
-    kind: Kind = "mixture" if isinstance(run.model, Mixture) else "gpt"
+    keys = (run.step, run.fingerprint(), _platform_key())
+    kind: Kind = "mixture" if isinstance(run.model, Mixture) else "plain"
     magic = MAGIC["adaptive" if adaptive else kind]
     return HEADER.pack(magic, VERSION, threads, len(tokens), *keys, zlib.crc32(content)) + body
 
 
-def packed_model(packed: bytes) -> tuple[int, Kind]:
+def read_header(packed: bytes) -> tuple[int, Kind]:
     """Return the step of the checkpoint that a text was compressed with, and the kind of model.
 
     Raises:
@@ -138,11 +138,11 @@ def decompress(
         ChargptError: the file is of another format, version, run or platform.
         WorkError: the checksum differs: the file is damaged, or this machine rounds differently.
     """
-    step, kind = packed_model(packed)
+    step, kind = read_header(packed)
     assert (kind == "adaptive") == (adaptive is not None), "compressed with another decoder"
     _, _, threads, count, _, model_key, platform_key, checksum = HEADER.unpack_from(packed)
     body = packed[HEADER.size :]
-    if model_key != run.key():
+    if model_key != run.fingerprint():
         raise ChargptError(
             f"the file was compressed with another model (step {step:,}, weights "
             f"{model_key.hex()}); name the run that made it"

@@ -1,6 +1,6 @@
 """Losses of a model on a text, by three protocols.
 
-`full`     non-overlapping blocks: every character but the first is scored exactly once, the short
+`blocks`     non-overlapping blocks: every character but the first is scored exactly once, the short
            last block included. The protocol to quote.
 `sliding`  a window of T characters moves by the stride S: every character but the first is scored
            once, with at least T - S + 1 characters of context except near the start.
@@ -106,7 +106,7 @@ class Evaluation:
 def evaluate(
     run: Run | str | Path,
     split: Split = "val",
-    protocol: Protocol = "full",
+    protocol: Protocol = "blocks",
     text: str | Path | None = None,
     *,
     content: str | None = None,
@@ -121,14 +121,14 @@ def evaluate(
     Args:
         run: a run from `train` or `load_run`, or its folder.
         split: `train`, `val`, `test` or `tune` of the run's text, unless another text is given.
-        protocol: `full`, `sliding` or `nanogpt`.
+        protocol: `blocks`, `sliding` or `nanogpt`.
         text: path of another text; characters outside the vocabulary follow `text.unknown`.
         content: another text itself, instead of its path.
         tokens: another text as token ids, (tokens,), instead of its path.
         stride: S of `sliding`, 1 to T; max(1, T // 2) by default.
         dtype: torch.bfloat16 for mixed precision; float32 by default.
         seed: of the random batches of `nanogpt`.
-        on_progress: called with the number of characters scored, and of all.
+        on_progress: called with the number of tokens scored, and of all.
 
     Raises:
         TextError: the text is missing, unreadable, too short, or contains unknown characters.
@@ -182,10 +182,10 @@ def evaluate_tokens(
     model: LanguageModel,
     tokens: Tokens,
     *,
-    protocol: Protocol = "full",
+    protocol: Protocol = "blocks",
     split: str = "val",
     stride: int | None = None,
-    max_characters: int | None = None,
+    max_tokens: int | None = None,
     span: int | None = None,
     dtype: torch.dtype | None = None,
     seed: int = 1337,
@@ -197,7 +197,7 @@ def evaluate_tokens(
         model: used on its device in evaluation mode; its mode is restored.
         tokens: shape (tokens,).
         split: name of the split in the result.
-        max_characters: with `full`, at most so many tokens are scored, in evenly spread spans.
+        max_tokens: with `blocks`, at most so many tokens are scored, in evenly spread spans.
         span: length of such a span; the block size by default. Models with different block sizes
             score the same characters if it is the same.
         protocol, stride, dtype, seed, on_progress: as for `evaluate`.
@@ -206,9 +206,9 @@ def evaluate_tokens(
         TextError: there are too few characters.
         ConfigError: the stride is out of range.
     """
-    assert max_characters is None or protocol == "full"
+    assert max_tokens is None or protocol == "blocks"
     if len(tokens) < 2:
-        setting = {"test": "test_fraction=0.1", "tune": "tune_characters=20000"}.get(split)
+        setting = {"test": "test_fraction=0.1", "mixture": "mixture_characters=20000"}.get(split)
         if setting is not None:
             raise TextError(
                 f"the run's text has no {split} split; evaluate another split, or train with "
@@ -220,9 +220,9 @@ def evaluate_tokens(
     if protocol == "nanogpt":
         block_size = min(block_size, NANOGPT_BLOCK)
         total = NANOGPT_BATCHES * NANOGPT_ROWS * block_size
-    total = min(total, max_characters or total)
+    total = min(total, max_tokens or total)
     batches = protocol_windows(
-        tokens, block_size, protocol, max_characters, stride, span, seed, model.lookback
+        tokens, block_size, protocol, max_tokens, stride, span, seed, model.lookback
     )
     losses, sizes, n_correct, squares = _score(model, batches, dtype, total, on_progress)
     characters = int(sizes.sum())
@@ -261,8 +261,8 @@ def token_losses(run: Run, tokens: Tokens, on_progress: OnProgress = lambda *_: 
 def iter_log_probs(
     model: LanguageModel,
     tokens: Tokens,
-    protocol: Protocol = "full",
-    max_characters: int | None = None,
+    protocol: Protocol = "blocks",
+    max_tokens: int | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield log-probabilities (B, L, V) and targets (B, L) of one forward pass after another.
 
@@ -270,7 +270,7 @@ def iter_log_probs(
     """
     with eval_mode(model):
         for windows in protocol_windows(
-            tokens, model.block_size, protocol, max_characters, lookback=model.lookback
+            tokens, model.block_size, protocol, max_tokens, lookback=model.lookback
         ):
             for logits, targets in _iter_logits(model, windows):
                 yield logits.log_softmax(dim=-1), targets
@@ -312,7 +312,7 @@ def _iter_losses(
     for logits, targets in _iter_logits(model, windows, dtype):
         losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
         correct = logits.argmax(dim=-1) == targets
-        starts = targets < model.first_continuation
+        starts = targets < model.first_continuation_byte
         # one transfer from the device for all
         stacked = torch.stack((losses.view_as(targets), correct.float(), starts.float()))
         yield stacked.cpu().double().numpy()
@@ -323,14 +323,14 @@ def _iter_logits(
     model: LanguageModel, windows: Windows, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield logits (B, L, V) and targets (B, L) of one forward pass after another."""
-    rows, n_context, n_before = windows
-    device, length = model.device, rows.shape[1] - 1 - n_before
-    max_characters = MAX_CPU_CALL_CHARACTERS if device.type == "cpu" else MAX_CALL_CHARACTERS
-    n_rows = min(MAX_LOGITS_BYTES // (4 * length * model.vocab_size), max_characters // length)
+    rows, n_unscored, lookback = windows
+    device, length = model.device, rows.shape[1] - 1 - lookback
+    max_tokens = MAX_CPU_CALL_CHARACTERS if device.type == "cpu" else MAX_CALL_CHARACTERS
+    n_rows = min(MAX_LOGITS_BYTES // (4 * length * model.vocab_size), max_tokens // length)
     step = max(1, n_rows)
     for first in range(0, len(rows), step):
         tokens = torch.from_numpy(rows[first : first + step].astype(np.int64)).to(device)
         with torch.autocast(device.type, dtype, enabled=dtype == torch.bfloat16):
-            before, inputs = tokens[:, :n_before], tokens[:, n_before:-1]
-            logits = model(inputs, before=before) if n_before else model(inputs)  # (B, length, V)
-        yield logits[:, n_context:].float(), tokens[:, n_before + 1 + n_context :]
+            before, inputs = tokens[:, :lookback], tokens[:, lookback:-1]
+            logits = model(inputs, before=before) if lookback else model(inputs)  # (B, length, V)
+        yield logits[:, n_unscored:].float(), tokens[:, lookback + 1 + n_unscored :]

@@ -1,7 +1,7 @@
 """Sampling of tokens from logits.
 
 A token is the inverse of the cumulative distribution at one uniform number, which is a function of
-(seed, stream, position) alone. So the text of a stream does not depend on how many streams are
+(seed, sequence, position) alone. So the text of a sequence does not depend on how many are
 sampled together, except where rounding changes the logits.
 
 Filters, in this order: valid tokens (not the unknown one, and bytes only where they form valid
@@ -9,7 +9,7 @@ UTF-8); temperature; top-k (the k most likely tokens); top-p (the smallest set o
 whose probabilities sum to at least p; Holtzman et al. 2020, section 3.1); min-p (tokens at least p
 times as likely as the most likely one).
 
-Shapes in this file: N = streams, V = vocabulary size.
+Shapes in this file: N = sequences, V = vocabulary size.
 """
 
 import math
@@ -32,25 +32,25 @@ def generate(
     decoder: Decoder,
     logits: Floats,
     options: SampleConfig,
-    stream_ids: Sequence[int],
+    sequence_ids: Sequence[int],
     valid: ValidTokens,
 ) -> Iterator[TokenIds]:
     """Sample tokens without end and yield those of each position, (N,).
 
     Args:
-        decoder: of N streams, after the prompt.
+        decoder: of N sequences, after the prompt.
         logits: of the first token, (V,).
         options: sampling settings, with a seed.
-        stream_ids: numbers of the N streams, which select their uniform numbers.
+        sequence_ids: numbers of the N sequences, which select their uniform numbers.
         valid: which tokens may be sampled.
 
     Raises:
         WorkError: the logits are not finite.
     """
     assert options.seed is not None
-    uniform_numbers = uniforms(options.seed, stream_ids)
-    next_logits = np.tile(logits, (len(stream_ids), 1))  # (N, V)
-    states = np.zeros(len(stream_ids), dtype=np.int64)
+    uniform_numbers = uniforms(options.seed, sequence_ids)
+    next_logits = np.tile(logits, (len(sequence_ids), 1))  # (N, V)
+    states = np.zeros(len(sequence_ids), dtype=np.int64)
     while True:
         allowed = None if valid.allowed.all() else valid.allowed[states]
         probs = filter_probs(next_logits, options, allowed)
@@ -127,18 +127,18 @@ def sample_tokens(probs: Floats, numbers: Floats) -> TokenIds:
     return tokens
 
 
-def uniforms(seed: int, stream_ids: Sequence[int]) -> Iterator[Floats]:
-    """Yield a uniform number in [0, 1) for each stream, (N,), position after position.
+def uniforms(seed: int, sequence_ids: Sequence[int]) -> Iterator[Floats]:
+    """Yield a uniform number in [0, 1) for each sequence, (N,), position after position.
 
-    Raw bits of Philox keyed by (seed, stream), which are the same in every version of numpy. The
-    start of the counter separates them from the random numbers of training batches.
+    Raw bits of Philox keyed by (seed, sequence), which are the same in every version of numpy. The
+    counter starts elsewhere than that of the training batches, so that no numbers are shared.
     """
     generators = [
         np.random.Philox(
             counter=np.array([0, 0, 0, 1], dtype=np.uint64),
-            key=np.array([seed, stream], dtype=np.uint64),
+            key=np.array([seed, sequence], dtype=np.uint64),
         )
-        for stream in stream_ids
+        for sequence in sequence_ids
     ]
     while True:
         bits = np.stack([source.random_raw(UNIFORMS_CHUNK) for source in generators], axis=1)

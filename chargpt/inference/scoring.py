@@ -13,7 +13,7 @@ from chargpt.device import require_memory
 from chargpt.errors import NOT_FINITE, TextError, WorkError
 from chargpt.inference.evaluation import OnProgress, token_losses
 from chargpt.store.run import Run
-from chargpt.text.tokenizer import Floats, Tokens, Unknown
+from chargpt.text.tokenizer import Floats, Tokens, UnknownPolicy
 
 BYTES_PER_CHARACTER = 40  # of memory, measured
 
@@ -54,7 +54,7 @@ class Scored:
 def score(
     run: Run,
     text: str,
-    unknown: Unknown | None = None,
+    unknown: UnknownPolicy | None = None,
     on_progress: OnProgress = lambda *_: None,
     losses_of: Callable[[Run, Tokens, OnProgress], Floats] = token_losses,
 ) -> Scored:
@@ -67,7 +67,7 @@ def score(
         run: a run from `load_run`.
         text: of any length.
         unknown: policy for characters outside the vocabulary; the run's `text.unknown` by default.
-        on_progress: called with the number of characters scored, and of all.
+        on_progress: called with the number of tokens scored, and of all.
         losses_of: returns the loss of each token but the first in nats; by `sliding` evaluation by
             default.
 
@@ -82,13 +82,13 @@ def score(
     if not len(tokens):
         raise TextError("there is no character to score; give a longer text")
     first = np.zeros(0)
-    if tokenizer.start:
-        tokens = np.concatenate((tokenizer.encode(tokenizer.start), tokens))
+    if tokenizer.bos_text:
+        tokens = np.concatenate((tokenizer.encode(tokenizer.bos_text), tokens))
     else:
         first = np.full(1, math.log(tokenizer.vocab_size))
     rest = losses_of(run, tokens, on_progress) if len(tokens) > 1 else np.zeros(0)
     scored = tokens[len(tokens) - len(first) - len(rest) :]
-    starts = np.flatnonzero(scored < tokenizer.first_continuation)
+    starts = np.flatnonzero(scored < tokenizer.first_continuation_byte)
     bits = np.add.reduceat(np.concatenate((first, rest)), starts) / math.log(2)
     if not np.isfinite(bits).all():
         raise WorkError(NOT_FINITE)

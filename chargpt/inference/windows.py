@@ -13,15 +13,15 @@ from chargpt.errors import ConfigError, TextError
 from chargpt.text.batches import Batches
 from chargpt.text.tokenizer import Counts, Tokens
 
-Protocol = Literal["full", "sliding", "nanogpt"]
+Protocol = Literal["blocks", "sliding", "nanogpt"]
 
 
 class Windows(NamedTuple):
     """Windows of equal length."""
 
-    rows: Tokens  # (B, n_before + length + 1)
-    n_context: int = 0  # leading targets that are not scored
-    n_before: int = 0  # tokens before the window, for the model's counts; -1 stands for none
+    rows: Tokens  # (B, lookback + length + 1)
+    n_unscored: int = 0  # leading targets that are not scored
+    lookback: int = 0  # tokens before the window, for the model's counts; -1 stands for none
 
 
 COPIED_ROWS = 4096  # at once; windows with tokens before them overlap, so they are copied
@@ -32,7 +32,7 @@ def protocol_windows(
     tokens: Tokens,
     block_size: int,
     protocol: Protocol,
-    max_characters: int | None = None,
+    max_tokens: int | None = None,
     stride: int | None = None,
     span: int | None = None,
     seed: int = 1337,
@@ -40,10 +40,10 @@ def protocol_windows(
 ) -> Iterator[Windows]:
     """Yield the windows of a protocol; its arguments are those of `evaluate_tokens`.
 
-    `lookback` is the model's: under `full`, windows have so many tokens before them.
+    `lookback` is the model's: under `blocks`, windows have so many tokens before them.
     """
-    if protocol == "full":
-        return full_windows(tokens, block_size, max_characters, span, lookback)
+    if protocol == "blocks":
+        return full_windows(tokens, block_size, max_tokens, span, lookback)
     if protocol == "sliding":
         return sliding_windows(tokens, block_size, stride)
     assert protocol == "nanogpt"
@@ -53,15 +53,15 @@ def protocol_windows(
 def full_windows(
     tokens: Tokens,
     block_size: int,
-    max_characters: int | None = None,
+    max_tokens: int | None = None,
     span: int | None = None,
     lookback: int = 0,
 ) -> Iterator[Windows]:
     """Yield blocks of T inputs, not overlapping, the last one shorter, or those of `even_spans`."""
     n_inputs = len(tokens) - 1
-    starts, length = even_spans(n_inputs, span or block_size, max_characters)
+    starts, length = even_spans(n_inputs, span or block_size, max_tokens)
     if length < n_inputs:
-        rows = spans(tokens, starts - lookback, lookback + length)
+        rows = gather_rows(tokens, starts - lookback, lookback + length)
         for first in range(0, length, block_size):
             yield Windows(rows[:, first : first + lookback + block_size + 1], 0, lookback)
         return
@@ -71,24 +71,24 @@ def full_windows(
     elif n_blocks:
         starts = np.arange(n_blocks) * block_size - lookback
         for chunk in np.split(starts, range(COPIED_ROWS, n_blocks, COPIED_ROWS)):
-            yield Windows(spans(tokens, chunk, lookback + block_size), 0, lookback)
+            yield Windows(gather_rows(tokens, chunk, lookback + block_size), 0, lookback)
     if n_inputs % block_size:
         start = n_blocks * block_size - lookback
-        yield Windows(spans(tokens, np.array([start]), len(tokens) - 1 - start), 0, lookback)
+        yield Windows(gather_rows(tokens, np.array([start]), len(tokens) - 1 - start), 0, lookback)
 
 
-def even_spans(n_inputs: int, span: int, max_characters: int | None) -> tuple[Counts, int]:
+def even_spans(n_inputs: int, span: int, max_tokens: int | None) -> tuple[Counts, int]:
     """Return the first input of each scored span, shape (spans,), and the length of the spans.
 
     Either one span of all inputs, or evenly spread spans of at most `span` inputs, in all
-    `max_characters` at most.
+    `max_tokens` at most.
     """
-    if max_characters is None or max_characters >= n_inputs:
+    if max_tokens is None or max_tokens >= n_inputs:
         return np.zeros(1, dtype=np.int64), n_inputs
     n_spans = n_inputs // span
-    count = max(1, min(n_spans, max_characters // span))
+    count = max(1, min(n_spans, max_tokens // span))
     middles = (2 * np.arange(count) + 1) * n_spans // (2 * count)  # of equal parts
-    return middles * span, min(span, max(1, max_characters))
+    return middles * span, min(span, max(1, max_tokens))
 
 
 def sliding_windows(
@@ -128,14 +128,14 @@ def nanogpt_windows(tokens: Tokens, block_size: int, seed: int) -> Iterator[Wind
     if len(tokens) <= block_size:
         raise TextError(
             f"the nanogpt protocol needs {block_size + 1} characters, and there are {len(tokens)}; "
-            "use the protocol full"
+            "use the protocol blocks"
         )
     batches = Batches(tokens, block_size, NANOGPT_ROWS, seed)
     for index in range(NANOGPT_BATCHES):
         yield Windows(batches.at(index).numpy())
 
 
-def spans(tokens: Tokens, starts: Counts, length: int) -> Counts:
+def gather_rows(tokens: Tokens, starts: Counts, length: int) -> Counts:
     """Return length + 1 tokens from each start, (spans, length + 1); -1 before the first token."""
     index = starts[:, None] + np.arange(length + 1)
     return np.where(index < 0, -1, tokens[index.clip(min=0)].astype(np.int64))

@@ -1,4 +1,4 @@
-"""Token ids in, logits out. `build_model` makes every model from its config."""
+"""Token ids in, logits out. `build_model` makes every trainable model from its config."""
 
 from chargpt.config import ModelConfig
 from chargpt.errors import ConfigError

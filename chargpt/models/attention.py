@@ -60,10 +60,13 @@ def explicit_attention(
     return weights @ v, weights
 
 
-def fused_attention(
+def fast_attention(
     q: Tensor, k: Tensor, v: Tensor, *, scaled: bool = True, mask: Tensor | None = None
 ) -> Tensor:
-    """Return the causal outputs of `explicit_attention`, (B, H, T, D), by the fastest kernel."""
+    """Return the outputs of `explicit_attention` by the fastest kernel, (B, H, T, D).
+
+    They are causal unless there is a mask.
+    """
     n_queries, n_keys = q.size(-2), k.size(-2)
     is_square = mask is None and n_queries == n_keys
     if q.device.type == "cpu" and is_square and n_keys * q.itemsize <= MAX_PRODUCT_ROW_BYTES:
@@ -78,6 +81,6 @@ def fused_attention(
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_square, scale=scale)
 
 
-def average_weights(mask: Tensor) -> Tensor:
+def uniform_weights(mask: Tensor) -> Tensor:
     """Return (T, S) weights that are equal over the keys that each query sees under `mask`."""
     return mask / mask.sum(dim=-1, keepdim=True)

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from chargpt.config import ModelConfig
 from chargpt.models.attention import (
-    average_weights,
     causal_mask,
     explicit_attention,
-    fused_attention,
+    fast_attention,
+    uniform_weights,
 )
 from chargpt.models.base import LanguageModel
 from chargpt.models.cache import KVCache, Shape, StaticKVCache
@@ -71,7 +71,7 @@ class Attention(nn.Module):
         q, k, v = self.project(x, norm, inputs)  # (B, H, T, D) each
         if inputs.cache is not None:
             k, v = inputs.cache.append(self.layer, k, v)  # (B, H, S, D) each
-        heads = fused_attention(q, k, v, scaled=self.scaled, mask=inputs.mask)  # (B, H, T, D)
+        heads = fast_attention(q, k, v, scaled=self.scaled, mask=inputs.mask)  # (B, H, T, D)
         return linear(heads.transpose(1, 2).flatten(2), self.output.weight)  # (B, T, C)
 
     def project(
@@ -105,12 +105,12 @@ class AverageAttention(nn.Module):
         mask = inputs.mask
         if mask is None:
             mask = causal_mask(x.size(1), v.size(2), x.device)  # (T, S)
-        heads = average_weights(mask).to(v.dtype) @ v  # (B, H, T, D)
+        heads = uniform_weights(mask).to(v.dtype) @ v  # (B, H, T, D)
         return linear(heads.transpose(1, 2).flatten(2), self.output.weight)  # (B, T, C)
 
     def weights(self, x: Tensor, norm: RMSNorm, inputs: AttentionInputs) -> Tensor:
         """Return the attention weights, (B, H, T, T)."""
-        weights = average_weights(causal_mask(x.size(1), x.size(1), x.device))  # (T, T)
+        weights = uniform_weights(causal_mask(x.size(1), x.size(1), x.device))  # (T, T)
         return weights.expand(x.size(0), self.n_head, -1, -1)
 
 
@@ -208,7 +208,7 @@ class GPT(LanguageModel):
             x = block(x, inputs)
         return weights
 
-    def first_projection(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def first_layer_qkv(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values of the first layer on tokens (B, T), (B, H, T, D) each.
 
         The layer must have full attention.

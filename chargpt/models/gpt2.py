@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from chargpt.config import ModelConfig
-from chargpt.models.attention import explicit_attention, fused_attention
+from chargpt.models.attention import explicit_attention, fast_attention
 from chargpt.models.base import LanguageModel
 from chargpt.models.cache import KVCache
 
@@ -37,7 +37,7 @@ class GPT2Attention(nn.Module):
         q, k, v = self.project(x)  # (B, H, T, D) each
         if cache is not None:
             k, v = cache.append(self.layer, k, v)  # (B, H, S, D) each
-        heads = fused_attention(q, k, v)  # (B, H, T, D)
+        heads = fast_attention(q, k, v)  # (B, H, T, D)
         output: Tensor = self.output(heads.transpose(1, 2).flatten(2))  # (B, T, C)
         return output
 
@@ -122,7 +122,7 @@ class GPT2(LanguageModel):
             x = block(x, None)
         return weights
 
-    def first_projection(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def first_layer_qkv(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values of the first layer on tokens (B, T): (B, H, T, D)."""
         block = self.blocks[0]
         return block.attention.project(block.attention_norm(self.embed(tokens)))

@@ -45,8 +45,8 @@ def init_previous_token_heads(model: nn.Module, config: ModelConfig) -> None:
     """
     model.get_parameter("embedding.weight")[:, 0] = SHARED_VALUE * config.n_embd**0.5
     head_size, half = config.head_size, config.head_size // 2
-    max_distance = PREVIOUS_TOKEN_LAYERS + config.n_head
-    cos, sin = rotary_tables(max_distance, head_size, config.rope_theta)  # (max_distance, D)
+    n_distances = PREVIOUS_TOKEN_LAYERS + config.n_head
+    cos, sin = rotary_tables(n_distances, head_size, config.rope_theta)  # (n_distances, D)
     # pairs of low frequency hardly distinguish nearby positions
     used = torch.arange(half) < N_PAIRS  # (D / 2,)
     for layer in range(min(PREVIOUS_TOKEN_LAYERS, config.n_layer)):

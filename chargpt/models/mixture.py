@@ -1,4 +1,4 @@
-"""Mixture of a GPT and n-gram counts: both know what the other does not.
+"""Mixture of a GPT and n-gram counts: each knows what the other does not.
 
     p(w | h) = g_0(h) p_GPT(w | h) + sum_k g_k(h) p_k(w | h)
 
@@ -28,7 +28,7 @@ from chargpt.models.ngram import MAX_TOKENS, NGramLM
 from chargpt.models.word_ngram import BACKOFF_ORDER, LOOKBACK, NO_TOKEN, WORDS, Bools, WordNGrams
 from chargpt.text.tokenizer import Tokens
 
-ORDER = 8  # of the n-gram model: higher ones gain nothing
+MIXTURE_ORDER = 8  # of the n-gram model: higher ones gain nothing
 NETWORKS = 3  # of the gate
 HIDDEN = 16  # units of each
 
@@ -40,7 +40,7 @@ class Gate(nn.Module):
     (Hansen and Salamon 1990). `order` is that of the n-gram model.
     """
 
-    def __init__(self, order: int = ORDER) -> None:
+    def __init__(self, order: int = MIXTURE_ORDER) -> None:
         super().__init__()
         n_orders = order + WORDS + 1  # K
         self.hidden = nn.Linear(1 + 2 * n_orders, NETWORKS * HIDDEN)
@@ -60,7 +60,7 @@ class Gate(nn.Module):
 class Mixture(LanguageModel):
     """A GPT, n-gram counts, and the gate that weighs them; `fit_mixture` fits it.
 
-    Its logits are log-probabilities. The context of the counts may begin before the block.
+    Its logits are log-probabilities. The n-grams may look at tokens before the block.
 
     Args:
         gpt: the GPT.
@@ -71,14 +71,16 @@ class Mixture(LanguageModel):
 
     lookback = LOOKBACK
 
-    def __init__(self, gpt: GPT, tokens: Tokens, in_words: Bools, order: int = ORDER) -> None:
+    def __init__(
+        self, gpt: GPT, tokens: Tokens, in_words: Bools, order: int = MIXTURE_ORDER
+    ) -> None:
         super().__init__(gpt.vocab_size, gpt.block_size)
         self.gpt, self.in_words, self.order = gpt, in_words, order
-        self.first_continuation = gpt.first_continuation
-        self.count(tokens)
+        self.first_continuation_byte = gpt.first_continuation_byte
+        self.fit_counts(tokens)
         self.gate = Gate(order)
 
-    def count(self, tokens: Tokens) -> None:
+    def fit_counts(self, tokens: Tokens) -> None:
         """Estimate the n-gram models from the last MAX_TOKENS token ids."""
         self.tokens = np.array(tokens[-MAX_TOKENS:])
         with ThreadPoolExecutor(1) as pool:  # numpy sorts without Python's lock
@@ -148,7 +150,7 @@ class Mixture(LanguageModel):
         inputs = [seen.reciprocal().expand_as(entropy), entropy, log_probs.amax(dim=-1)]
         orders = self.ngram.orders + self.word_ngrams.orders
         for order, ids in zip(orders[1:], contexts[1:], strict=True):
-            n_followers, backoff_weight = order.describe(ids)
+            n_followers, backoff_weight = order.context_statistics(ids)
             inputs += [n_followers.log1p(), backoff_weight]
         return torch.stack(inputs, dim=-1)
 

@@ -31,7 +31,7 @@ from chargpt.models.cache import KVCache
 
 Ints = npt.NDArray[np.int64]
 
-ORDER = 6  # higher orders gain nothing on texts of a million characters
+NGRAM_ORDER = 6  # higher orders gain nothing on texts of a million characters
 MAX_TOKENS = 4_000_000  # counted tokens: a second of work
 MAX_TABLE_ENTRIES = 50_000_000  # of the table of contexts: 200 MB
 UNSEEN = -1  # id of an n-gram that the training text does not contain
@@ -50,7 +50,7 @@ class NGramLM(LanguageModel):
 
     @classmethod
     def fit(
-        cls, tokens: npt.NDArray[Any], vocab_size: int, block_size: int, order: int = ORDER
+        cls, tokens: npt.NDArray[Any], vocab_size: int, block_size: int, order: int = NGRAM_ORDER
     ) -> "NGramLM":
         """Return the model estimated from token ids (N,).
 
@@ -227,7 +227,7 @@ class NGramOrder(nn.Module):
         weight = self.backoff_weight[contexts.clamp(min=0)].where(contexts != UNSEEN, 1.0)
         return weight * lower_prob + self.discounted_prob[ids.clamp(min=0)] * (ids != UNSEEN)
 
-    def describe(self, contexts: Tensor) -> tuple[Tensor, Tensor]:
+    def context_statistics(self, contexts: Tensor) -> tuple[Tensor, Tensor]:
         """Return the number of distinct tokens seen after each context, and its backoff weight."""
         ids = contexts.clamp(min=0)
         n_followers = (self.starts[ids + 1] - self.starts[ids]) * (contexts != UNSEEN)
@@ -235,7 +235,7 @@ class NGramOrder(nn.Module):
 
     def interpolate(self, probs: Tensor, contexts: Tensor) -> None:
         """Update p_{k-1} of all tokens, (N, V), to p_k after contexts (N,), in place."""
-        n_followers, backoff_weight = self.describe(contexts)  # (N,)
+        n_followers, backoff_weight = self.context_statistics(contexts)  # (N,)
         first = self.starts[contexts.clamp(min=0)]
         probs *= backoff_weight[:, None]
         # one entry for each token that follows each context

@@ -24,8 +24,8 @@ CONFIG, TOKENIZER, STATE = "config.yaml", "tokenizer.json", "state.json"
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 FILES = (CONFIG, TOKENIZER, STATE, MODEL, OPTIMIZER, commit.MANIFEST)
 KEEP = "keep"  # a file of this name in a checkpoint protects it from deletion
-UNFINISHED = re.compile(rf"{commit.NAME.pattern}(\.old|\.[0-9]+)?\.tmp")
-MAX_TEXT_BYTES = 64_000_000  # of the config, tokenizer and state files
+UNFINISHED = re.compile(rf"{commit.CHECKPOINT_NAME.pattern}(\.old|\.[0-9]+)?\.tmp")
+MAX_METADATA_BYTES = 64_000_000  # of the config, tokenizer and state files
 MAX_OPTIMIZER_COPIES = 4  # optimizer values per parameter: moments and raw weights, and a margin
 MAX_TENSOR_HEADER = 400  # bytes of a safetensors header per tensor
 TENSORS_PER_LAYER, OTHER_TENSORS = 12, 8  # at most
@@ -62,10 +62,12 @@ def step_of(folder: Path) -> int:
 def list_checkpoints(parent: Path) -> list[Path]:
     """Return the committed checkpoint folders, oldest first, or raise UnreadableError."""
     try:
-        folders = [parent / name for name in entry_names(parent) if commit.NAME.fullmatch(name)]
+        folders = [
+            parent / name for name in entry_names(parent) if commit.CHECKPOINT_NAME.fullmatch(name)
+        ]
         return sorted((f for f in folders if exists(f / commit.MANIFEST)), key=step_of)
     except OSError as error:
-        raise commit.unreadable(parent, error) from None
+        raise commit.read_error(parent, error) from None
 
 
 def unfinished_checkpoints(parent: Path) -> list[Path]:
@@ -105,7 +107,7 @@ def read_checkpoint(folder: Path, *, optimizer: bool = True) -> Checkpoint:
     Raises:
         ChargptError: a file is missing, damaged, or inconsistent with the others.
     """
-    config, tokenizer, state = read_without_tensors(folder)
+    config, tokenizer, state = read_metadata(folder)
     max_bytes = {MODEL: max_weight_bytes(config.model, tokenizer.vocab_size)}
     if optimizer:
         max_bytes[OPTIMIZER] = MAX_OPTIMIZER_COPIES * max_bytes[MODEL]
@@ -138,10 +140,10 @@ def _file_size(path: Path) -> int:
         return 0
 
 
-def read_without_tensors(folder: Path) -> tuple[Config, CharTokenizer, RunState]:
+def read_metadata(folder: Path) -> tuple[Config, CharTokenizer, RunState]:
     """Return a checkpoint's config, tokenizer and state; ChargptError as `read_checkpoint`."""
     step = step_of(folder)
-    max_bytes = dict.fromkeys((CONFIG, TOKENIZER, STATE), MAX_TEXT_BYTES)
+    max_bytes = dict.fromkeys((CONFIG, TOKENIZER, STATE), MAX_METADATA_BYTES)
     texts = commit.read(folder, max_bytes, {"step": step})
     try:
         config = parse_config(texts[CONFIG], folder / CONFIG)

@@ -30,7 +30,7 @@ from chargpt.files import (
 )
 
 MANIFEST = "manifest.json"
-NAME = re.compile(r"step-[0-9]{8,18}")  # of a checkpoint's directory
+CHECKPOINT_NAME = re.compile(r"step-[0-9]{8,18}")  # of a checkpoint's directory
 MAX_JSON_BYTES = 64_000_000
 
 
@@ -123,7 +123,7 @@ def read_pointer(parent: Path, pointer: str) -> tuple[Path, str]:
     path = parent / f"{pointer}.json"
     content = _read_json(path)
     target, digest = str(content.get("checkpoint")), str(content.get("manifest_sha256"))
-    if not NAME.fullmatch(target):
+    if not CHECKPOINT_NAME.fullmatch(target):
         raise RunError(f"{path} names no checkpoint; resuming the run repairs it")
     return parent / target, digest
 
@@ -135,7 +135,7 @@ def resolve_pointer(parent: Path, pointer: str) -> Path:
     try:
         is_same = _manifest_sha256(folder) == digest
     except OSError as error:
-        raise unreadable(folder / MANIFEST, error) from None
+        raise read_error(folder / MANIFEST, error) from None
     if not is_same:
         raise RunError(f"{folder} is not the checkpoint that {pointer}.json names; use another")
     return folder
@@ -149,10 +149,10 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         return read_json(path, MAX_JSON_BYTES)
     except (OSError, ValueError) as error:
-        raise unreadable(path, error) from None
+        raise read_error(path, error) from None
 
 
-def unreadable(path: Path, error: Exception) -> RunError:
+def read_error(path: Path, error: Exception) -> RunError:
     """Return the error about a file: it is damaged or missing, or the system cannot read it."""
     if isinstance(error, OSError) and not isinstance(error, FileNotFoundError | NotADirectoryError):
         return UnreadableError(
@@ -171,7 +171,7 @@ def _read_manifest(
     try:
         is_link = stat.S_ISLNK(folder.lstat().st_mode)
     except OSError as error:
-        raise unreadable(folder, error) from None
+        raise read_error(folder, error) from None
     if is_link:
         raise RunError(f"{folder} is a symbolic link, not a checkpoint; restore it")
     content = _read_json(path)
@@ -213,7 +213,7 @@ def read(
         try:
             content = read_regular(path, limit)
         except (OSError, ValueError) as error:
-            raise unreadable(path, error) from None
+            raise read_error(path, error) from None
         if len(content) != size:
             raise RunError(f"{path} is not of the size it was saved with; use another checkpoint")
         if _sha256([content]) != digest:

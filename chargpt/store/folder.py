@@ -14,11 +14,11 @@ from torch import Tensor
 from chargpt.config import Config
 from chargpt.errors import ChargptError, RunError, UnreadableError
 from chargpt.files import UNSUPPORTED, exists, read_regular, write_atomically
-from chargpt.store import commit, loading
+from chargpt.store import commit, selection
 from chargpt.store.checkpoint import (
     CONFIG,
     KEEP,
-    MAX_TEXT_BYTES,
+    MAX_METADATA_BYTES,
     MODEL,
     OPTIMIZER,
     STATE,
@@ -175,7 +175,10 @@ class RunFolder:
             raise
 
     def unlock(self) -> None:
-        """Release the lock. A run that was to be replaced by one that saved nothing is restored."""
+        """Release the lock.
+
+        If this run was to replace another (`--force`) and saved nothing, the old one is restored.
+        """
         with suppress(OSError):
             restore_replaced(self.path)
         self._lock.release()
@@ -280,10 +283,10 @@ class RunFolder:
                 self.notes.append(f"best.json was missing or damaged; it names {best.name} again")
 
     def note_edits(self, config: Config) -> None:
-        """Note that the run's `config.yaml` is not what its checkpoint has, which is used."""
+        """Note how `config.yaml` differs from the checkpoint's config; the latter is used."""
         path = self.path / CONFIG
         try:
-            edited = parse_config(read_regular(path, MAX_TEXT_BYTES), path)
+            edited = parse_config(read_regular(path, MAX_METADATA_BYTES), path)
             differences = ", ".join(edited.differing_keys(config))
         except FileNotFoundError:
             return
@@ -311,4 +314,4 @@ class RunFolder:
             UnreadableError: the system cannot read the checkpoint, which may be intact.
             RunError: no checkpoint is intact.
         """
-        return loading.load(self.path, which, optimizer=optimizer)
+        return selection.load(self.path, which, optimizer=optimizer)

@@ -12,15 +12,15 @@ from contextlib import suppress
 from pathlib import Path
 
 from chargpt.files import entry_names, exists, name_pattern, open_regular
-from chargpt.store.checkpoint import CONFIG, FILES, KEEP, MAX_TEXT_BYTES, TOKENIZER, UNFINISHED
-from chargpt.store.commit import MANIFEST, NAME
+from chargpt.store.checkpoint import CONFIG, FILES, KEEP, MAX_METADATA_BYTES, TOKENIZER, UNFINISHED
+from chargpt.store.commit import CHECKPOINT_NAME, MANIFEST
 from chargpt.text.tokenizer import FORMAT
 
 METRICS, CHECKPOINTS = "metrics.jsonl", "checkpoints"
-MIXTURE = "mixture.safetensors"  # store/mixture.py
+MIXTURE_FILE = "mixture.safetensors"  # store/mixture.py
 REPORT, PLAY, TENSORBOARD, LOCK = "report.html", "play.html", "tensorboard", ".lock"
 REPLACED = ".replaced"  # folder of the run that `--force` replaces, until the new one has saved
-RUN_FILES = (METRICS, REPORT, PLAY, MIXTURE, CONFIG, TOKENIZER)
+RUN_FILES = (METRICS, REPORT, PLAY, MIXTURE_FILE, CONFIG, TOKENIZER)
 POINTERS = ("latest.json", "best.json")
 # The folder that holds `checkpoints/` counts as the run: moved aside first and put back last.
 REPLACED_PARTS = (CHECKPOINTS, TENSORBOARD, *RUN_FILES)
@@ -32,7 +32,8 @@ RUN_PATHS = re.compile(  # of all that a run writes, relative to its folder
         {name_pattern(RUN_FILES)} |
         {TENSORBOARD} (/events\.out\.tfevents\.[^/\n]+)? |
         {CHECKPOINTS} (/{name_pattern(POINTERS)})? |
-        {CHECKPOINTS}/({NAME.pattern}|{UNFINISHED.pattern}) (/{name_pattern((*FILES, KEEP))})?
+        {CHECKPOINTS}/({CHECKPOINT_NAME.pattern} | {UNFINISHED.pattern})
+            (/{name_pattern((*FILES, KEEP))})?
     )""",
     re.VERBOSE,
 )
@@ -56,15 +57,15 @@ def is_readable_run(path: Path) -> bool:
 
 def has_checkpoint(path: Path) -> bool:
     """Return whether a run, or the one it is to replace, has a checkpoint, intact or damaged."""
-    return has_checkpoint_itself(path) or has_checkpoint_itself(path / REPLACED)
+    return has_own_checkpoint(path) or has_own_checkpoint(path / REPLACED)
 
 
-def has_checkpoint_itself(path: Path) -> bool:
+def has_own_checkpoint(path: Path) -> bool:
     """Return whether a run has saved a checkpoint, intact or damaged."""
     checkpoints = path / CHECKPOINTS
     if exists(checkpoints) and stat.S_ISLNK(checkpoints.lstat().st_mode):
         return True  # its target may be on a disk that is not mounted now
-    return any(NAME.fullmatch(name) for name in entry_names(checkpoints))
+    return any(CHECKPOINT_NAME.fullmatch(name) for name in entry_names(checkpoints))
 
 
 def find_foreign_file(path: Path) -> str | None:
@@ -84,7 +85,7 @@ def find_foreign_file(path: Path) -> str | None:
 
 def _is_tokenizer(path: Path) -> bool:
     try:
-        with open_regular(path, MAX_TEXT_BYTES) as file:
+        with open_regular(path, MAX_METADATA_BYTES) as file:
             return FORMAT.encode() in file.read(100)
     except ValueError:
         return False
@@ -119,7 +120,7 @@ def _entries(folder: Path) -> Iterator[str]:
 
 def move_aside(run: Path) -> None:
     """Move the files of a run that has saved into its folder `.replaced`."""
-    if not has_checkpoint_itself(run):
+    if not has_own_checkpoint(run):
         return
     (run / REPLACED).mkdir(exist_ok=True)
     for name in REPLACED_PARTS:
@@ -131,7 +132,7 @@ def restore_replaced(run: Path) -> None:
     """Put the old run back, unless the new one has saved; then delete the old one."""
     if not exists(run / REPLACED):
         return
-    if not has_checkpoint_itself(run):
+    if not has_own_checkpoint(run):
         for name in reversed(REPLACED_PARTS):
             if exists(run / REPLACED / name):
                 delete_run_files(run, name)

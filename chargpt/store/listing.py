@@ -10,18 +10,18 @@ from filelock import FileLock, Timeout
 from chargpt.errors import ChargptError, UnreadableError
 from chargpt.files import exists
 from chargpt.models import count_parameters
-from chargpt.store.checkpoint import read_without_tensors
+from chargpt.store.checkpoint import read_metadata
 from chargpt.store.layout import (
     CHECKPOINTS,
     LOCK,
     REPLACED,
     has_checkpoint,
-    has_checkpoint_itself,
+    has_own_checkpoint,
     is_readable_run,
 )
-from chargpt.store.loading import candidates, read_pointers
+from chargpt.store.selection import candidates, pointer_contents
 
-State = Literal[
+Status = Literal[
     "finished",
     "stopped early",
     "training",
@@ -37,7 +37,7 @@ class RunSummary:
     """What a run's latest checkpoint says; None where there is no intact one."""
 
     run: Path
-    state: State
+    state: Status
     text: str | None = None  # name of the training text
     kind: str | None = None  # of the model
     parameters: int | None = None
@@ -57,9 +57,9 @@ def list_runs(parent: Path) -> list[RunSummary]:
 
 def summarize(path: Path) -> RunSummary:
     """Return what a run's latest checkpoint says, without reading its tensors."""
-    before = read_pointers(path)
+    before = pointer_contents(path)
     summary = _summarize(path)
-    if summary.state == "damaged" and read_pointers(path) != before:  # a save came in between
+    if summary.state == "damaged" and pointer_contents(path) != before:  # a save came in between
         return summarize(path)
     return summary
 
@@ -69,12 +69,12 @@ def _summarize(path: Path) -> RunSummary:
         is_training = is_locked(path)
         if not has_checkpoint(path):
             return RunSummary(path, "training" if is_training else "no checkpoint")
-        current = path if has_checkpoint_itself(path) else path / REPLACED
+        current = path if has_own_checkpoint(path) else path / REPLACED
         folders, skipped = candidates(current, "latest")
         if skipped:
             return RunSummary(path, "damaged")
         folder = folders[0]
-        config, tokenizer, state = read_without_tensors(folder)
+        config, tokenizer, state = read_metadata(folder)
         pointer = current / CHECKPOINTS / "latest.json"
         written = pointer if exists(pointer) else folder  # it was killed in its first save
         saved = datetime.fromtimestamp(written.stat().st_mtime).astimezone()
@@ -82,7 +82,7 @@ def _summarize(path: Path) -> RunSummary:
         return RunSummary(path, "unreadable")
     except ChargptError:
         return RunSummary(path, "damaged")
-    progress: State = "finished" if state.step >= config.train.max_steps else "unfinished"
+    progress: Status = "finished" if state.step >= config.train.max_steps else "unfinished"
     return RunSummary(
         path,
         "training" if is_training else "stopped early" if state.stopped_early else progress,

@@ -7,7 +7,7 @@ from typing import Any
 
 from chargpt.errors import RunError
 from chargpt.files import open_regular, write_atomically
-from chargpt.store.commit import unreadable
+from chargpt.store.commit import read_error
 
 VALIDATION = "val_nats_per_char"
 MAX_METRICS_BYTES = 2_000_000_000  # about 100 bytes per step
@@ -60,7 +60,7 @@ class MetricsLog:
                 if len(kept) == MAX_RECORDS:
                     kept, every = _thinned(kept), 2 * every
         except OSError as error:
-            raise unreadable(self.path, error) from None
+            raise read_error(self.path, error) from None
         return kept
 
     def _lines(self) -> Iterator[bytes]:

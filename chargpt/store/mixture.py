@@ -16,11 +16,11 @@ import torch
 from chargpt.errors import RunError
 from chargpt.files import exists, read_regular, write_atomically
 from chargpt.models import GPT
-from chargpt.models.mixture import ORDER, Gate, Mixture
+from chargpt.models.mixture import MIXTURE_ORDER, Gate, Mixture
 from chargpt.models.ngram import MAX_TOKENS
 from chargpt.models.word_ngram import word_tokens
 from chargpt.store.folder import RunFolder
-from chargpt.store.layout import MIXTURE
+from chargpt.store.layout import MIXTURE_FILE
 from chargpt.store.run import Run, as_run
 from chargpt.text.tokenizer import Tokens
 
@@ -50,9 +50,9 @@ def save_mixture(run: Run, mixture: Mixture) -> None:
     arrays = {name: tensor.cpu().numpy() for name, tensor in mixture.gate.state_dict().items()}
     arrays["tokens"] = mixture.tokens
     arrays["step"] = np.array([run.step])
-    arrays["key"] = np.frombuffer(run.key(), np.uint8)
+    arrays["key"] = np.frombuffer(run.fingerprint(), np.uint8)
     try:
-        write_atomically(run.folder / MIXTURE, safetensors.numpy.save(arrays))
+        write_atomically(run.folder / MIXTURE_FILE, safetensors.numpy.save(arrays))
     except OSError as error:
         raise RunError(
             f"the mixture of {run.folder} cannot be saved ({error.strerror}); free some "
@@ -63,7 +63,7 @@ def save_mixture(run: Run, mixture: Mixture) -> None:
 def _kept_step(run: Run) -> int | None:
     """Return the step of the run's present mixture if that checkpoint is kept, else None."""
     try:
-        content = read_regular(run.folder / MIXTURE, MAX_BYTES)
+        content = read_regular(run.folder / MIXTURE_FILE, MAX_BYTES)
         step = int(safetensors.numpy.load(content)["step"].item())
     except MALFORMED:
         return None
@@ -72,10 +72,10 @@ def _kept_step(run: Run) -> int | None:
 
 def has_mixture(run: Run) -> bool:
     """Return whether a run has a mixture, even if it is that of another checkpoint."""
-    return exists(run.folder / MIXTURE)
+    return exists(run.folder / MIXTURE_FILE)
 
 
-def find_mixture(run: Run) -> Run | None:
+def find_mixture_run(run: Run) -> Run | None:
     """Return the run with the mixture in place of its GPT, None if there is none to use."""
     try:
         return with_mixture(run)
@@ -103,17 +103,17 @@ def with_mixture(run: Run | str | Path) -> Run:
 
 def read_mixture(run: Run) -> tuple[Tokens, Gate]:
     """Return the tokens that a run's mixture counts, and its gate; errors of `with_mixture`."""
-    path = run.folder / MIXTURE
+    path = run.folder / MIXTURE_FILE
     if not has_mixture(run) or not isinstance(run.model, GPT):
         raise RunError(
             f"{run.folder} has no mixture with n-gram models; train a run with a --budget, or with "
-            "-s text.tune_characters=20000, to its end"
+            "-s text.mixture_characters=20000, to its end"
         )
     try:
         arrays = safetensors.numpy.load(read_regular(path, MAX_BYTES))
         step, key, tokens = arrays.pop("step").item(), arrays.pop("key"), arrays.pop("tokens")
         is_valid = tokens.ndim == 1 and tokens.dtype == run.tokenizer.dtype
-        is_valid = is_valid and ORDER <= len(tokens) <= MAX_TOKENS
+        is_valid = is_valid and MIXTURE_ORDER <= len(tokens) <= MAX_TOKENS
         if not (is_valid and tokens.max() < run.model.vocab_size):
             raise ValueError("its tokens are not those of the run's text")
         gate = Gate()
@@ -125,7 +125,7 @@ def read_mixture(run: Run) -> tuple[Tokens, Gate]:
         raise RunError(
             f"{path} cannot be used ({reason:.200}); use the run without --mixture"
         ) from None
-    if key.tobytes() != run.key():
+    if key.tobytes() != run.fingerprint():
         raise OtherCheckpointError(
             f"the mixture of {run.folder} is that of step {step:,}, not of step {run.step:,}; use "
             "that checkpoint, or train the run to its end"

@@ -16,7 +16,7 @@ from chargpt.store.folder import RunFolder
 from chargpt.store.layout import (
     CHECKPOINTS,
     REPLACED,
-    has_checkpoint_itself,
+    has_own_checkpoint,
     is_readable_run,
     is_run,
 )
@@ -65,7 +65,7 @@ class Run:
         logits: Tensor = self.model(tokens[None].to(self.model.device))[0]  # (tokens, V)
         return logits.float().cpu()
 
-    def key(self) -> bytes:
+    def fingerprint(self) -> bytes:
         """Return a hash of the model's weights and settings and of the vocabulary, 8 bytes."""
         settings = self.tokenizer.to_json() + self.config.model.model_dump_json()
         digest = hashlib.sha256(settings.encode())
@@ -126,7 +126,7 @@ def open_run(path: str | Path) -> RunFolder:
         raise RunError(
             f"{what} {path}; {hint or 'train one with `chargpt train`, or name another'}"
         )
-    is_replaced = not has_checkpoint_itself(path) and has_checkpoint_itself(path / REPLACED)
+    is_replaced = not has_own_checkpoint(path) and has_own_checkpoint(path / REPLACED)
     return RunFolder(path / REPLACED if is_replaced else path)
 
 
@@ -155,7 +155,7 @@ def load_run(path: str | Path, checkpoint: str = "best", device: str = "auto") -
     if target.type == "cpu":
         tune_malloc()
     model = build_model(saved.config.model, saved.tokenizer.vocab_size)
-    model.first_continuation = saved.tokenizer.first_continuation
+    model.first_continuation_byte = saved.tokenizer.first_continuation_byte
     load_weights(model, saved.model, saved.folder)
     return Run(
         folder=run.path,

@@ -15,7 +15,7 @@ from chargpt.store.checkpoint import (
     unfinished_checkpoints,
 )
 from chargpt.store.folder import RunFolder
-from chargpt.store.layout import MIXTURE
+from chargpt.store.layout import MIXTURE_FILE
 from chargpt.store.mixture import OtherCheckpointError, read_mixture
 from chargpt.store.run import load_run
 from chargpt.store.tensors import load_weights, require_finite
@@ -36,7 +36,7 @@ class Verification:
     """The result of checking a run."""
 
     checkpoints: list[CheckedCheckpoint]  # oldest first
-    uses: dict[str, Path | None]  # what `best` and `latest` load now; None if none is intact
+    loaded_by: dict[str, Path | None]  # what `best` and `latest` load now; None if none is intact
     problems: list[str]  # one sentence per damage, with the checkpoint that is used instead
     notes: list[str]  # harmless leftovers
 
@@ -47,11 +47,11 @@ def verify(run: RunFolder) -> Verification:
     # a running training process deletes old checkpoints
     checked = [each for each in checked if exists(each.folder)]
     problems = [each.problem for each in checked if each.problem]
-    uses: dict[str, Path | None] = {}
+    loaded_by: dict[str, Path | None] = {}
     saved = None
     for pointer in ("best", "latest"):
         saved, found = _resolve(run, pointer)
-        uses[pointer] = saved.folder if saved else None
+        loaded_by[pointer] = saved.folder if saved else None
         problems += [sentence for sentence in found if sentence not in problems]
     if saved is not None:
         problems += _check_files(run, saved)
@@ -59,18 +59,18 @@ def verify(run: RunFolder) -> Verification:
         f"{path} was left by a save that did not finish; the next save deletes it"
         for path in unfinished_checkpoints(run.checkpoints)
     ]
-    if uses["best"] is not None and exists(run.path / MIXTURE):
+    if loaded_by["best"] is not None and exists(run.path / MIXTURE_FILE):
         try:
             read_mixture(load_run(run.path, device="cpu"))
         except OtherCheckpointError as error:
             notes.append(str(error))
         except RunError as error:
             problems.append(str(error))
-    return Verification(checked, uses, problems, [*notes, *run.notes])
+    return Verification(checked, loaded_by, problems, [*notes, *run.notes])
 
 
 def _check_files(run: RunFolder, latest: Checkpoint) -> list[str]:
-    """Return what is wrong with the run's own files, next to those of its latest checkpoint."""
+    """Return what is wrong with the run's own files, compared with its latest checkpoint."""
     problems, path = [], run.path / TOKENIZER
     try:
         run.note_edits(latest.config)

@@ -1,8 +1,8 @@
 """Byte fallback: rare characters as the bytes of their UTF-8 form, as in SentencePiece.
 
 A byte token stands for one byte. In order of their ids: the ASCII bytes that are no character of
-the vocabulary, the first bytes of longer forms, the continuation bytes. A continuation byte belongs
-to the character before it, so the number of other tokens is that of characters.
+the vocabulary, the first bytes of longer forms, the continuation bytes. Every token but
+a continuation byte begins a character, so the characters are counted by those.
 
 Shapes in this file: N = tokens, R = rare characters, V = vocabulary size.
 """

@@ -146,7 +146,7 @@ def store(key: str, tokenizer: CharTokenizer, tokens: TemporaryFile, rare_count:
             "crc32": tokens.crc32,
             "rare_count": rare_count,
             "tokenizer_sha256": hashlib.sha256(vocabulary).hexdigest(),
-            "unchanged_since": stamp,
+            "file_stamp": stamp,
         }
         write_atomically(folder / "meta.json", json.dumps(meta, indent=1).encode("ascii"))
     except OSError as error:
@@ -185,7 +185,7 @@ def _is_intact(path: Path, meta: dict[str, Any], size: int) -> bool:
     stamp = file_stamp(path)
     if stamp[0] != size or size == 0:
         return False
-    is_unchanged = stamp == meta["unchanged_since"]
+    is_unchanged = stamp == meta["file_stamp"]
     if is_unchanged and size > MAX_CHECKED_BYTES:
         return True
     checksum = 0
@@ -195,7 +195,7 @@ def _is_intact(path: Path, meta: dict[str, Any], size: int) -> bool:
     if checksum != meta["crc32"]:
         return False
     if not is_unchanged:  # a copy of the folder, or written by two processes
-        meta = {**meta, "unchanged_since": stamp}
+        meta = {**meta, "file_stamp": stamp}
         _try_write(path.with_name("meta.json"), json.dumps(meta, indent=1).encode("ascii"))
     return True
 

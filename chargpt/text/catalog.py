@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from chargpt.errors import DownloadError, MissingTextError, TextError
-from chargpt.text import OnLoading
+from chargpt.text import OnStage
 
 BUILT_IN = "python-docs"
 TIMEOUT = 30  # seconds without a byte
@@ -28,7 +28,7 @@ class Entry:
     Attributes:
         name, description: as `chargpt data list` prints them.
         url: None for the built-in text.
-        known_hash: checksum of the file at `url`, as `algorithm:hexadecimal`.
+        download_hash: checksum of the file at `url`, as `algorithm:hexadecimal`.
         content_hash, size: checksum and bytes of the text itself.
         member: the text's name inside a ZIP archive.
         settings: the `text.*` settings usual for it.
@@ -37,7 +37,7 @@ class Entry:
     name: str
     description: str
     url: str | None = None
-    known_hash: str = ""
+    download_hash: str = ""
     content_hash: str = ""
     size: int = 0
     member: str | None = None
@@ -120,7 +120,7 @@ def settings_for(name: str, folder: Path = Path("data")) -> dict[str, object] | 
     return {"text.path": str(path.absolute()), **entry.settings}
 
 
-def fetch(entry: Entry, folder: Path = Path("data"), progress: OnLoading | None = None) -> Path:
+def fetch(entry: Entry, folder: Path = Path("data"), progress: OnStage | None = None) -> Path:
     """Download a named text to FOLDER/NAME.txt and verify it, unless it is there already.
 
     Raises:
@@ -162,7 +162,7 @@ def _has_content(path: Path, entry: Entry) -> bool:
 class _Meter:
     """The methods of a tqdm bar that pooch's downloader calls; it bounds the download."""
 
-    def __init__(self, progress: OnLoading, max_bytes: int) -> None:
+    def __init__(self, progress: OnStage, max_bytes: int) -> None:
         self.progress, self.done, self.total = progress, 0, 0
         self.max_bytes = max_bytes
 
@@ -179,7 +179,7 @@ class _Meter:
         pass
 
 
-def _download(entry: Entry, folder: Path, progress: OnLoading | None) -> Path:
+def _download(entry: Entry, folder: Path, progress: OnStage | None) -> Path:
     """Return the text; pooch verifies the checksum of the published file before unpacking it."""
     import pooch  # imported here, since it delays every command
     from requests import HTTPError, RequestException
@@ -189,7 +189,7 @@ def _download(entry: Entry, folder: Path, progress: OnLoading | None) -> Path:
     try:
         found = pooch.retrieve(
             entry.url,
-            entry.known_hash,
+            entry.download_hash,
             fname="download",
             path=folder,
             processor=pooch.Unzip([entry.member]) if entry.member else None,

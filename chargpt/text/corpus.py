@@ -15,7 +15,7 @@ import numpy as np
 
 from chargpt.config import TextConfig
 from chargpt.errors import MissingTextError, TextError
-from chargpt.text import OnLoading, cache
+from chargpt.text import OnStage, cache
 from chargpt.text.cache import CachedText, DamagedCacheError
 from chargpt.text.catalog import BUILT_IN
 from chargpt.text.decoding import codec_name
@@ -29,17 +29,17 @@ from chargpt.yaml_reader import to_yaml
 MAX_READ_CHARACTERS = 1 << 30
 MAX_MEMORY_BYTES = 64 << 20  # of standard input, before it goes to a temporary file
 MANY_REPLACED = 0.01  # of all characters: the encoding is wrong
-READ_SETTINGS = (  # what determines the tokens of a text, apart from the content of its files
-    *("suffixes", "encoding", "encoding_errors", "rare", "min_count", "characters"),
+TOKENIZATION_SETTINGS = (  # what determines the tokens, apart from the content of the files
+    *("suffixes", "encoding", "encoding_errors", "rare", "min_count", "extra_characters"),
     *("documents", "seed"),
 )
 MIN_BLOCK_SIZE = 8  # shorter ones are not advised
 CHANGED = "the text has changed since the run was trained on it; the old text's tokens are used"
 
-MAX_TUNE_FRACTION = 0.03  # of the text
+MAX_MIXTURE_FRACTION = 0.03  # of the text
 
-Split = Literal["tune", "train", "val", "test"]
-SPLITS: tuple[Split, ...] = ("train", "val")  # the splits of every run
+Split = Literal["mixture", "train", "val", "test"]
+REQUIRED_SPLITS: tuple[Split, ...] = ("train", "val")  # the splits of every run
 CHUNK = 1 << 20  # tokens whose characters are counted together
 
 
@@ -52,7 +52,7 @@ class Corpus:
         key: hash of the text's content and of the settings that determine its tokens.
         tokens: the whole text, shape (tokens,), memory-mapped, read-only.
         val_fraction, test_fraction: fractions of the text in the splits.
-        tune_characters: maximum length of the tune split.
+        mixture_characters: maximum length of the mixture split.
         rare_count: number of occurrences of characters that are not in the vocabulary.
         notes: sentences for the user.
     """
@@ -63,12 +63,12 @@ class Corpus:
     tokens: Tokens
     val_fraction: float
     test_fraction: float
-    tune_characters: int = 0
+    mixture_characters: int = 0
     rare_count: int = 0
     notes: tuple[str, ...] = ()
 
     @cached_property
-    def characters(self) -> int:
+    def n_characters(self) -> int:
         """Number of characters of the whole text."""
         return int(self._chunk_starts[-1])
 
@@ -79,7 +79,7 @@ class Corpus:
     @property
     def rare_fraction(self) -> float:
         """Fraction of the characters that are not in the vocabulary."""
-        return self.rare_count / self.characters
+        return self.rare_count / self.n_characters
 
     @property
     def rare_form(self) -> str:
@@ -89,7 +89,7 @@ class Corpus:
     @property
     def characters_per_token(self) -> float:
         """1, or less if byte tokens spell some characters."""
-        return self.characters / self.tokens.size
+        return self.n_characters / self.tokens.size
 
     @cached_property
     def _chunk_starts(self) -> Counts:
@@ -99,13 +99,13 @@ class Corpus:
 
     def _index(self, character: int) -> int:
         """Return the index of the token that begins a character."""
-        if character == self.characters:
+        if character == self.n_characters:
             return self.tokens.size
         if not self.tokenizer.has_bytes:
             return character
         chunk = int(np.searchsorted(self._chunk_starts, character, side="right")) - 1
         tokens = self.tokens[chunk * CHUNK : (chunk + 1) * CHUNK]
-        starts = np.flatnonzero(tokens < self.tokenizer.first_continuation)
+        starts = np.flatnonzero(tokens < self.tokenizer.first_continuation_byte)
         return chunk * CHUNK + int(starts[character - self._chunk_starts[chunk]])
 
     @cached_property
@@ -114,24 +114,24 @@ class Corpus:
         return np.append(0, document_ends(self.tokens, self.tokenizer.boundary_id))
 
     @property
-    def documents(self) -> int:
+    def n_documents(self) -> int:
         """Number of documents; 0 if the text is no list of them."""
         return len(self._document_limits) - 1 if self.tokenizer.boundary else 0
 
     def split(self, name: Split) -> Tokens:
         """Return a split as a view, shape (tokens,), in the order tune, train, val, test.
 
-        The sizes of the validation and test splits are rounded up to whole characters. The tune
-        split, to which a mixture is fitted, is at most 3% of the text. A document that a limit
-        falls into is in the earlier split.
+        The sizes of the validation and test splits are rounded up to whole characters. The mixture
+        split is at most 3% of the text. A document that straddles two splits belongs wholly to the
+        earlier one.
         """
-        total = self.characters
+        total = self.n_characters
         # Exact decimals: in floating point, 0.1 of 10 characters could round up to 2.
         val = math.ceil(total * Fraction(str(self.val_fraction)))
         test = min(math.ceil(total * Fraction(str(self.test_fraction))), total - val)
         end = total - val - test
-        tune = min(self.tune_characters, int(MAX_TUNE_FRACTION * total), end)
-        lengths = {"tune": tune, "train": end - tune, "val": val, "test": test}
+        tune = min(self.mixture_characters, int(MAX_MIXTURE_FRACTION * total), end)
+        lengths = {"mixture": tune, "train": end - tune, "val": val, "test": test}
         stops = dict(zip(lengths, accumulate(lengths.values()), strict=True))
         limits = [self._index(stops[name] - lengths[name]), self._index(stops[name])]
         if self.tokenizer.boundary:
@@ -149,19 +149,19 @@ class Corpus:
         shorter = min(train, val)
         if shorter > block_size:
             return
-        total = self.characters
+        total = self.n_characters
         needed = block_size + 1
         remedies = ["give a longer text"]
         if shorter > MIN_BLOCK_SIZE:
             remedies.insert(0, f"set model.block_size to {shorter - 1:,} or less")
         fraction = math.ceil(1000 * needed / total) / 1000
-        n_tune = min(self.tune_characters, int(MAX_TUNE_FRACTION * total))
-        n_train = total * (1 - fraction - self.test_fraction) - n_tune
+        n_mixture = min(self.mixture_characters, int(MAX_MIXTURE_FRACTION * total))
+        n_train = total * (1 - fraction - self.test_fraction) - n_mixture
         if val < needed and n_train > needed + 1:  # a margin for the rounding
             remedies.insert(0, f"set text.val_fraction to {fraction:g} or more")
         characters = "1 character" if total == 1 else f"{total:,} characters"
-        if self.documents:
-            characters += f" in {self.documents:,} document{'' if self.documents == 1 else 's'}"
+        if self.n_documents:
+            characters += f" in {self.n_documents:,} document{'' if self.n_documents == 1 else 's'}"
             remedies.append("correct text.documents")
         unit = "tokens " if self.tokenizer.has_bytes else ""
         raise TextError(
@@ -203,7 +203,7 @@ def load_cached(settings: TextConfig, key: str | None, name: str) -> Corpus:
     defaults = TextConfig().model_dump(mode="json")
     words = ["chargpt", "data", "info", settings.path]
     for setting, value in settings.model_dump(mode="json").items():
-        if setting in READ_SETTINGS and value != defaults[setting]:
+        if setting in TOKENIZATION_SETTINGS and value != defaults[setting]:
             words += ["-s", f"text.{setting}={to_yaml(value)}"]
     raise TextError(
         f"the cache no longer has the text {name} of this run; read it again with\n  "
@@ -216,7 +216,7 @@ def load_corpus(
     *,
     key: str | None = None,
     content: str | None = None,
-    progress: OnLoading | None = None,
+    progress: OnStage | None = None,
 ) -> Corpus:
     """Return the text of the settings, from the cache or encoded now.
 
@@ -270,7 +270,7 @@ def _specification(settings: TextConfig) -> list[Any]:
     """Return what determines the tokens of a text, together with the content of its files."""
     path = settings.path
     absolute = None if path is None else os.path.abspath(os.path.expanduser(path))
-    values = {name: getattr(settings, name) for name in READ_SETTINGS}
+    values = {name: getattr(settings, name) for name in TOKENIZATION_SETTINGS}
     values["encoding"] = codec_name(settings.encoding)
     return [absolute, *values.values()]
 
@@ -289,7 +289,7 @@ def _corpus(settings: TextConfig, cached: CachedText, name: str, notes: list[str
         tokens=cached.tokens,
         val_fraction=settings.val_fraction,
         test_fraction=settings.test_fraction,
-        tune_characters=settings.tune_characters,
+        mixture_characters=settings.mixture_characters,
         rare_count=cached.rare_count,
         notes=tuple(notes),
     )

@@ -18,7 +18,7 @@ from chargpt.text.statistics import (
 from chargpt.text.tokenizer import CharTokenizer, Counts, Tokens
 
 MAX_SHOWN = 10  # characters listed as the most or least frequent
-MAX_VOCAB_SIZE = 5_000  # beyond this and the following limits there is a warning
+MAX_VOCAB_SIZE = 5_000  # limits of the warnings
 MIN_CHARACTERS = 10_000
 MAX_LINE = 1_000_000  # characters
 # What looks like a list: many short lines, none of them empty
@@ -73,11 +73,11 @@ def describe(corpus: Corpus) -> Description:
     lines, longest = _lines(tokenizer, tokens)
     return Description(
         name=corpus.name,
-        characters=corpus.characters,
+        characters=corpus.n_characters,
         vocab_size=tokenizer.vocab_size,
         most_frequent=tuple(ranked[:MAX_SHOWN]),
         least_frequent=tuple(ranked[: -MAX_SHOWN - 1 : -1]),
-        documents=corpus.documents,
+        documents=corpus.n_documents,
         lines=lines,
         longest_line=longest,
         unigram_bits=entropy_bits(counts) / corpus.characters_per_token,
@@ -90,7 +90,7 @@ def describe(corpus: Corpus) -> Description:
 
 def warn_of_length(corpus: Corpus) -> list[str]:
     """Return a warning if the text is too short to train on, else nothing."""
-    total = corpus.characters
+    total = corpus.n_characters
     if total >= MIN_CHARACTERS:
         return []
     return [
@@ -108,7 +108,7 @@ def warn_of_list(corpus: Corpus) -> list[str]:
     is_end = start == tokenizer.characters.find("\n")
     has_empty = bool((is_end[1:] & is_end[:-1]).any())
     is_short = longest <= MAX_ITEM and start.size <= MAX_MEAN_ITEM * lines
-    if lines < MIN_LIST or not is_short or has_empty or corpus.documents:
+    if lines < MIN_LIST or not is_short or has_empty or corpus.n_documents:
         return []
     (line, repeats), *_ = Counter(tokenizer.decode(start).split("\n")).most_common(1)
     if repeats > MAX_REPEATED * lines and not any(map(str.isalnum, line)):
@@ -142,8 +142,8 @@ def compare_splits(corpus: Corpus) -> str | None:
     remedy = (
         "if the text is a list of items, text.documents=lines, =files or =SEPARATOR shuffles it"
     )
-    if corpus.documents:
-        what, remedy = f"the last of {corpus.documents:,} documents", "give more documents"
+    if corpus.n_documents:
+        what, remedy = f"the last of {corpus.n_documents:,} documents", "give more documents"
     return (
         f"the validation split, {what}, differs from the training split: the KL "
         f"divergence of its {unit} frequencies is {divergence:.3f} nats, {by_chance:.3f} by "
@@ -159,7 +159,7 @@ def _lines(tokenizer: CharTokenizer, tokens: Tokens) -> tuple[int, int]:
     has_ended = True  # a line, before the current chunk
     for offset in range(0, tokens.size, CHUNK):
         chunk = tokens[offset : offset + CHUNK]
-        chunk = chunk[chunk < tokenizer.first_continuation]  # one token of each character
+        chunk = chunk[chunk < tokenizer.first_continuation_byte]  # one token of each character
         is_newline, is_boundary = chunk == newline, chunk == boundary
         ends = np.flatnonzero(is_newline | is_boundary)
         if not ends.size:

@@ -49,7 +49,8 @@ def _extends(before: str, character: str) -> bool:
 
 
 def display_char(character: str) -> str:
-    """Return a visible sign for a character or byte token: invisible ones and marks get one."""
+    """Return what to draw for a character or byte token: a symbol if it is invisible, a dotted
+    circle under a lone mark, else itself."""
     signs = {
         "\n": "\N{RETURN SYMBOL}",
         "\t": "\N{RIGHTWARDS ARROW TO BAR}",

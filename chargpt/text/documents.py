@@ -12,13 +12,13 @@ import numpy as np
 from chargpt.errors import TextError
 from chargpt.text.tokenizer import Counts, Tokens
 
-SEPARATOR = "\x1e"
+RECORD_SEPARATOR = "\x1e"
 CHUNK = 1 << 22  # tokens read or written at once
 
 
 def boundary_of(documents: str | None) -> str:
     """Return the character that ends each document of `text.documents`; "" if that is null."""
-    return "" if documents is None else "\n" if documents == "lines" else SEPARATOR
+    return "" if documents is None else "\n" if documents == "lines" else RECORD_SEPARATOR
 
 
 def mark_documents(files: Iterable[Iterator[str]], documents: str | None) -> Iterator[str]:

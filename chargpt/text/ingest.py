@@ -17,7 +17,7 @@ import numpy as np
 
 from chargpt.config import TextConfig
 from chargpt.errors import TextError
-from chargpt.text import OnLoading, cache
+from chargpt.text import OnStage, cache
 from chargpt.text.cache import CachedText, DamagedCacheError, TemporaryFile
 from chargpt.text.decoding import Chunk, codec_name, decode
 from chargpt.text.documents import boundary_of, mark_documents, shuffled
@@ -38,7 +38,7 @@ class _Checksum:
 
     crc32 = 0
 
-    def update(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+    def tee(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
         """Pass chunks on and add them to the checksum."""
         for chunk in chunks:
             self.crc32 = zlib.crc32(chunk.content, self.crc32)
@@ -46,7 +46,7 @@ class _Checksum:
 
 
 def ingest(
-    source: Source, settings: TextConfig, progress: OnLoading | None, notes: list[str]
+    source: Source, settings: TextConfig, progress: OnStage | None, notes: list[str]
 ) -> CachedText:
     """Read a text and store its tokens in the cache, unless they are there and undamaged.
 
@@ -75,12 +75,12 @@ def ingest(
                 raise TextError(f"{source.name} is empty; give a text that holds characters")
             boundary = boundary_of(settings.documents)
             tokenizer = CharTokenizer.from_counts(
-                counts, min_count, rare, boundary, settings.characters
+                counts, min_count, rare, boundary, settings.extra_characters
             )
             cache.require_room(folder, int(counts.sum()) * tokenizer.dtype.itemsize)
             rare_count = int(counts.sum() - counts[code_points(tokenizer.characters)].sum())
             tokens = stack.enter_context(TemporaryFile(folder))
-            chunks = second.update(iter_chunks(source, progress, "encoding"))
+            chunks = second.tee(iter_chunks(source, progress, "encoding"))
             for text in text_pieces(chunks, settings):
                 tokens.write(tokenizer.encode(text, "replace").view(np.uint8).data)
             if first.crc32 != second.crc32:
@@ -100,12 +100,12 @@ def ingest(
 
 
 def _count_characters(
-    source: Source, settings: TextConfig, progress: OnLoading | None, checksum: _Checksum
+    source: Source, settings: TextConfig, progress: OnStage | None, checksum: _Checksum
 ) -> tuple[Counts, list[str]]:
     """Return the number of occurrences of each code point, and each file's digest."""
     counts = np.zeros(CODE_POINTS, dtype=np.int64)
     hashes: dict[str, Any] = {}  # by file name
-    chunks = checksum.update(iter_chunks(source, progress, "reading"))
+    chunks = checksum.tee(iter_chunks(source, progress, "reading"))
     # The thread ends here even on an error: a generator that garbage collection closes would
     # join it at any time, which can deadlock.
     with ThreadPoolExecutor(1, "hash") as worker:
@@ -169,8 +169,8 @@ def text_key(digests: list[str], settings: TextConfig, min_count: int, rare: Rar
         facts.append(settings.encoding_errors)
     if rare == "bytes":
         facts.append(rare)
-    if settings.characters:
-        facts.append({"characters": settings.characters})
+    if settings.extra_characters:
+        facts.append({"characters": settings.extra_characters})
     if settings.documents:
         facts.append([settings.documents, settings.seed])
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()

@@ -20,7 +20,7 @@ from typing import IO
 
 from chargpt.errors import MissingTextError, TextError
 from chargpt.files import file_stamp
-from chargpt.text import OnLoading
+from chargpt.text import OnStage
 from chargpt.text.catalog import BUILT_IN, CATALOG, built_in_text
 from chargpt.text.decoding import Chunk
 
@@ -218,7 +218,7 @@ def copy_stdin(write: Callable[[bytes], object], max_bytes: int = MAX_TEXT_BYTES
 
 
 def iter_chunks(
-    source: Source, progress: OnLoading | None = None, stage: str = "reading"
+    source: Source, progress: OnStage | None = None, stage: str = "reading"
 ) -> Iterator[Chunk]:
     """Yield the bytes of a source's files, decompressed.
 

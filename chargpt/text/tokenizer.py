@@ -32,7 +32,7 @@ CHUNK = 1 << 15  # characters encoded at once: small enough for a processor's ca
 REPLACEMENT = "\ufffd"  # stands for an unknown character, and for bytes that do not decode
 FORMAT, VERSION = "chargpt-tokenizer", 1
 
-Unknown = Literal["error", "skip", "replace"]
+UnknownPolicy = Literal["error", "skip", "replace"]
 Rare = Literal["bytes", "keep", "unknown"]
 Tokens = npt.NDArray[Any]  # token ids of any integer type
 TokenIds = npt.NDArray[np.int64]
@@ -72,7 +72,7 @@ class CharTokenizer:
         return len(self.characters) + self.has_unknown + len(self.bytes_)
 
     @property
-    def first_continuation(self) -> int:
+    def first_continuation_byte(self) -> int:
         """Ids from this one on are continuation bytes; without any, it is `vocab_size`."""
         return self.vocab_size - (len(CONTINUATION_BYTES) if self.has_bytes else 0)
 
@@ -87,7 +87,7 @@ class CharTokenizer:
         return self.characters.index(self.boundary)
 
     @property
-    def start(self) -> str:
+    def bos_text(self) -> str:
         """What comes before the start of a text: the boundary, else a newline if it is known."""
         return self.boundary or ("\n" if "\n" in self.characters else "")
 
@@ -188,7 +188,7 @@ class CharTokenizer:
         """UTF-8 form of each id's character, or its byte."""
         return [*map(str.encode, self.characters), *(bytes([byte]) for byte in self.bytes_)]
 
-    def encode(self, text: str, unknown: Unknown = "error") -> Tokens:
+    def encode(self, text: str, unknown: UnknownPolicy = "error") -> Tokens:
         """Return the ids of a text, shape (tokens,), in `dtype`.
 
         Args:
@@ -248,7 +248,7 @@ class CharTokenizer:
         if not self.has_bytes:
             return ids.size
         chunks = (ids[i : i + DECODE_CHUNK] for i in range(0, len(ids), DECODE_CHUNK))
-        return sum(int(np.count_nonzero(chunk < self.first_continuation)) for chunk in chunks)
+        return sum(int(np.count_nonzero(chunk < self.first_continuation_byte)) for chunk in chunks)
 
     def token_text(self, token: int) -> str:
         """Return the character of a token; a byte token as `<0xE4>`, the unknown one as U+FFFD."""
@@ -257,7 +257,7 @@ class CharTokenizer:
             return f"<0x{self.bytes_[token - n_characters]:02X}>"
         return self.decode([token])
 
-    def reader(self) -> Callable[[int], str]:
+    def incremental_decoder(self) -> Callable[[int], str]:
         """Return a function from one token after another to its character.
 
         Of a character that byte tokens spell it returns "" until its last byte.

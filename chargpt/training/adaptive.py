@@ -73,7 +73,7 @@ class AdaptiveMixture:
         self.n_updates += 1
         if history.size - self.n_counted > COUNT_EVERY * len(self.model.tokens):
             self.n_counted = history.size
-            self.model.count(np.concatenate((self.training_tokens, history.ravel())))
+            self.model.fit_counts(np.concatenate((self.training_tokens, history.ravel())))
         return mixed.detach()
 
     def _window(self, history: TokenIds) -> TokenIds:

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from chargpt.errors import ChargptError, ConfigError, FinishedError
 from chargpt.ranks import is_main_rank, world_size
 from chargpt.store.run import Run, load_run
-from chargpt.text import OnLoading
+from chargpt.text import OnStage
 from chargpt.training.mixing import add_mixture
 from chargpt.training.request import Request, StartMode
 from chargpt.training.session import Session, open_session
@@ -37,9 +37,9 @@ def train(
 ) -> Run:
     """Train a model on a text and return the run with its best checkpoint.
 
-    Without `config` and settings of model or training, sizes and steps are chosen for a budget of
-    150 seconds. The run's `notes` say what happened, such as that a budget was too short. Ctrl-C
-    ends training after the current step and saves a checkpoint.
+    Without `config` and settings of model, train, optim or schedule, sizes and steps are chosen for
+    a budget of 150 seconds. The run's `notes` say what happened, such as that a budget was too
+    short. Ctrl-C ends training after the current step and saves a checkpoint.
 
     Args:
         text: a file, folder, glob, or a name from `chargpt data list`; by default the built-in
@@ -117,7 +117,7 @@ def train(
 
 
 def run_training(
-    request: Request, run_session: Callable[[Session], None], loading: OnLoading | None = None
+    request: Request, run_session: Callable[[Session], None], loading: OnStage | None = None
 ) -> Path:
     """Start a run, train it with `run_session`, and return its folder."""
     with open_session(request, loading) as session:
@@ -159,7 +159,7 @@ def run_steps(session: Session, *, progress: bool, notes: list[str]) -> None:
 def deferred_interrupt() -> Iterator[list[int]]:
     """Record a first Ctrl-C instead of raising KeyboardInterrupt within a step.
 
-    Nothing changes in another thread than the main one, or if the signal has a handler already.
+    Does nothing outside the main thread, or if the signal has a handler already.
     """
     caught: list[int] = []
 

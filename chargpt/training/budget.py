@@ -17,7 +17,7 @@ from chargpt.errors import ConfigError, WorkError
 from chargpt.inference.evaluation import evaluate_tokens
 from chargpt.models import LanguageModel
 from chargpt.models.ngram import MAX_TOKENS
-from chargpt.text.corpus import SPLITS, Corpus
+from chargpt.text.corpus import REQUIRED_SPLITS, Corpus
 from chargpt.training.learner import Learner
 from chargpt.training.schedule import decay_start
 from chargpt.training.threads import ThreadTuner
@@ -27,7 +27,7 @@ MIN_TRIAL_SECONDS = 0.05  # of trial steps: one of a bigram or on a GPU may take
 MAX_EPOCHS = 40  # of a plan; more over-fit
 EPOCH_LIMIT = (
     f"training ends before its time, after {MAX_EPOCHS} epochs, since more would only over-fit "
-    "most texts; -s train.max_steps=N trains longer"
+    "most texts; chargpt train --resume with -s train.max_steps=N trains longer"
 )
 TRIAL_LR_FACTOR = 1e-6  # trial updates must not leave the usual range of values
 
@@ -36,12 +36,12 @@ TRIAL_LR_FACTOR = 1e-6  # trial updates must not leave the usual range of values
 class Reserve:
     """Time that a budget keeps for the work after the last step."""
 
-    seconds: float = 0.75  # preparing the closing table, and the exit of the process
+    seconds: float = 0.75  # preparing the results table, and the exit of the process
     fraction: float = 0.04  # of the budget, for scoring, until the time of scoring is measured
-    report_from: float = 120  # seconds: shortest budget that ends with a report page
+    min_report_budget: float = 120  # seconds: shortest budget that ends with a report page
     report_seconds: float = 2  # of a report page, without its scoring
     report_characters: int = 40_000  # that a report page scores
-    timed_characters: int = 8_000  # scored to measure the speed of scoring
+    timed_tokens: int = 8_000  # scored to measure the speed of scoring
     gate_seconds: float = 0.35  # of fitting a mixture's gate
     counting_seconds: float = 0.5  # of counting the n-grams of a mixture, per million characters
     counting_fraction: float = 0.15  # of the budget: if counting takes longer, no mixture
@@ -52,7 +52,7 @@ class Reserve:
 class Replanning:
     """Constants of re-planning."""
 
-    usable: float = 0.95  # fraction of the remaining time that is planned for steps
+    planned_fraction: float = 0.95  # fraction of the remaining time that is planned for steps
     min_fraction: float = 1 / 8  # of all steps: when fewer remain, their number is final
     min_steps: int = 20  # fewer are of little use
     overrun: float = 0.08  # fraction of the budget by which the first `min_steps` may exceed it
@@ -71,7 +71,7 @@ def counting_seconds(corpus: Corpus) -> float:
 
 def mixture_seconds(corpus: Corpus) -> float:
     """Return the expected time of counting and of fitting the gate, 0 without a mixture."""
-    return RESERVE.gate_seconds + counting_seconds(corpus) if len(corpus.split("tune")) else 0.0
+    return RESERVE.gate_seconds + counting_seconds(corpus) if len(corpus.split("mixture")) else 0.0
 
 
 def parse_duration(text: str) -> float:
@@ -114,8 +114,8 @@ class Budget:
         self.clock = clock
         self.started = clock() if started is None else started
         self.extension = 0.0  # seconds, where the budget is too short
-        self.max_steps: int | None = None  # more would only over-fit; set by planning
-        self.scoring_seconds = RESERVE.fraction * seconds
+        self.step_limit: int | None = None  # more would only over-fit; set by planning
+        self.evaluation_seconds = RESERVE.fraction * seconds
         self.replan_step: int | None = None
         self.noted_steps = 0  # number of steps in the last note to the user
         self.planned_step_seconds = self.step_seconds = math.nan  # of a step; measured later
@@ -127,12 +127,12 @@ class Budget:
     @property
     def has_report(self) -> bool:
         """Whether the run ends with a report page."""
-        return self.seconds >= RESERVE.report_from
+        return self.seconds >= RESERVE.min_report_budget
 
     @property
     def remaining(self) -> float:
         """Seconds until the last training step has to be done."""
-        closing = RESERVE.seconds + self.scoring_seconds
+        closing = RESERVE.seconds + self.evaluation_seconds
         closing += RESERVE.report_seconds if self.has_report else 0
         return self.seconds + self.extension - closing - (self.clock() - self.started)
 
@@ -162,23 +162,27 @@ class Budget:
             f"the fewest that are useful, end after about {total} s"
         )
 
-    def measure_scoring(self, model: LanguageModel, corpus: Corpus, config: Config) -> None:
-        """Measure how long the closing evaluations take and reserve that time."""
-        max_characters = config.train.evaluate_characters
-        splits = [corpus.split(split) for split in SPLITS]
+    def measure_evaluation(self, model: LanguageModel, corpus: Corpus, config: Config) -> None:
+        """Measure how long the final evaluations take and reserve that time."""
+        max_tokens = config.train.evaluate_tokens
+        splits = [corpus.split(split) for split in REQUIRED_SPLITS]
         # the first call is a warm-up: a GPU loads its kernels
-        for n_characters in (model.block_size, RESERVE.timed_characters):
+        for n_characters in (model.block_size, RESERVE.timed_tokens):
             start = self.clock()
-            timed = evaluate_tokens(model, splits[-1], max_characters=n_characters)
+            timed = evaluate_tokens(model, splits[-1], max_tokens=n_characters)
         per_character = (self.clock() - start) / timed.characters
-        n_scored = sum(min(max_characters, len(tokens)) for tokens in splits)
+        n_scored = sum(min(max_tokens, len(tokens)) for tokens in splits)
         n_scored += RESERVE.report_characters if self.has_report else 0
-        n_tune = len(corpus.split("tune"))
-        if n_tune:  # a mixture is fitted to it, and scored: it takes a little longer than its GPT
-            n_scored += n_tune + round(1.3 * min(max_characters, len(splits[-1])))
+        n_mixture = len(corpus.split("mixture"))
+        if (
+            n_mixture
+        ):  # a mixture is fitted to it, and scored: it takes a little longer than its GPT
+            n_scored += n_mixture + round(1.3 * min(max_tokens, len(splits[-1])))
         if config.train.from_run is not None:  # the text of that run is scored before and after
-            n_scored += 2 * max_characters
-        self.scoring_seconds = RESERVE.margin * per_character * n_scored + mixture_seconds(corpus)
+            n_scored += 2 * max_tokens
+        self.evaluation_seconds = RESERVE.margin * per_character * n_scored + mixture_seconds(
+            corpus
+        )
 
     def start(self, config: Config, step: int) -> None:
         """Begin to measure steps; call it before the first one."""
@@ -193,7 +197,7 @@ class Budget:
         if replanned is not None:
             config, steps = replanned, replanned.train.max_steps
             slowdown = self.step_seconds / self.planned_step_seconds
-            if found := replanning_notes(self.noted_steps, steps, slowdown, self.max_steps):
+            if found := replanning_notes(self.noted_steps, steps, slowdown, self.step_limit):
                 notes += found
                 self.noted_steps = steps
         threads = self.thread_tuner.update(speed) if self.thread_tuner and speed else None
@@ -219,7 +223,7 @@ class Budget:
         if step < self.replan_step and remaining >= self.replan_remaining:
             return None
         self.step_seconds = (now - since) / (step - first)
-        config = replan(config, step, self.step_seconds, remaining, self.max_steps)
+        config = replan(config, step, self.step_seconds, remaining, self.step_limit)
         self.measured_from = step, now
         self._schedule_replanning(config, step, step)
         return config
@@ -234,7 +238,7 @@ class Budget:
 
 
 def replan(
-    config: Config, step: int, step_seconds: float, seconds: float, limit: int | None = None
+    config: Config, step: int, step_seconds: float, seconds: float, step_limit: int | None = None
 ) -> Config:
     """Return the config with as many steps after `step` as the remaining time allows.
 
@@ -246,12 +250,12 @@ def replan(
         step: number of steps done.
         step_seconds: measured time of a step, validation and saving included.
         seconds: until the last step has to be done.
-        limit: of the number of all steps, however much time remains.
+        step_limit: of the number of all steps, however much time remains.
     """
     fewest = min(REPLANNING.min_steps, config.train.max_steps) - step
-    n_steps = max(1, fewest, int(REPLANNING.usable * seconds / step_seconds))
-    if limit is not None:
-        n_steps = min(n_steps, max(1, limit - step))
+    n_steps = max(1, fewest, int(REPLANNING.planned_fraction * seconds / step_seconds))
+    if step_limit is not None:
+        n_steps = min(n_steps, max(1, step_limit - step))
     max_steps, schedule = step + n_steps, config.schedule
     values: dict[str, object] = {"train.max_steps": max_steps}
     if step <= decay_start(schedule, config.train.max_steps) and not schedule.decay_points:
@@ -262,14 +266,16 @@ def replan(
     return config.with_values(values)
 
 
-def replanning_notes(old: int, new: int, slowdown: float, limit: int | None = None) -> list[str]:
+def replanning_notes(
+    old: int, new: int, slowdown: float, step_limit: int | None = None
+) -> list[str]:
     """Return a sentence about a large change of the number of steps since the last note, or none.
 
-    A step takes `slowdown` times as long as planned; `limit` is that of `replan`.
+    A step takes `slowdown` times as long as planned; `step_limit` is that of `replan`.
     """
     if abs(new - old) < REPLANNING.noted_change * old:
         return []
-    if new == limit:
+    if new == step_limit:
         return [f"re-planned: {old:,} -> {new:,} steps: {EPOCH_LIMIT}"]
     cause = "slower" if new < old else "faster"
     if new < old and slowdown >= REPLANNING.noted_slowdown:

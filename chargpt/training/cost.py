@@ -55,7 +55,7 @@ def expected_cost(
     n_tokens = n_steps * config.step_tokens
     if seconds is None:
         step_seconds = UPDATE_OVERHEAD * measure_step_seconds(learner, 2, update=False)
-        scored = min(train.evaluate_characters, len(corpus.split("val")))
+        scored = min(train.evaluate_tokens, len(corpus.split("val")))
         # a forward pass takes about a third of a step, and rank 0 evaluates alone
         evaluation = step_seconds * scored / config.step_tokens / 3 * learner.group.size
         n_evaluations = n_steps // train.evaluate_every + 2
@@ -65,6 +65,6 @@ def expected_cost(
         steps=n_steps,
         characters=round(n_tokens * corpus.characters_per_token),
         epochs=n_tokens / len(corpus.split("train")),
-        memory_bytes=training_bytes(config, corpus.tokenizer.vocab_size, learner.micro_batch),
+        memory_bytes=training_bytes(config, corpus.tokenizer.vocab_size, learner.micro_batch_size),
         seconds=seconds,
     )

@@ -51,7 +51,7 @@ def settings_from(run: Run, settings: Config, fixed: Collection[str]) -> Config:
             )
     values = {
         **model,
-        "text.characters": run.tokenizer.characters,
+        "text.extra_characters": run.tokenizer.characters,
         "train.batch_size": run.config.train.batch_size,
         "optim.lr": LR_FRACTION * settings.optim.lr,
         "optim.matrix_lr": LR_FRACTION * settings.optim.matrix_lr,
@@ -111,10 +111,10 @@ def forgetting(start: Run, run: Run) -> dict[str, float] | None:
         return None
     start.model.to(run.model.device)
     text = run.tokenizer.decode(run.tokenizer.encode(text, "skip"))
-    n_scored = run.config.train.evaluate_characters
+    n_scored = run.config.train.evaluate_tokens
     before, after = (
         evaluate_tokens(
-            each.model, each.tokenizer.encode(text, "skip"), max_characters=n_scored
+            each.model, each.tokenizer.encode(text, "skip"), max_tokens=n_scored
         ).nats_per_char
         for each in (start, run)
     )

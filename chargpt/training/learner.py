@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from chargpt.config import Config, OptimConfig, TrainConfig
 from chargpt.device import can_capture, capture_graph
-from chargpt.distributed import ProcessGroup
+from chargpt.distributed import RankGroup
 from chargpt.errors import CaptureError, ConfigError
 from chargpt.inference.baselines import fit_ngram
 from chargpt.models import LanguageModel, build_model
@@ -38,8 +38,8 @@ from chargpt.training.optim import Optimizer
 class Learner:
     """A model with its batches, optimizer and moving average of weights (EMA).
 
-    The arguments are those of `Trainer`, but `config` has the actual dtype, and `start` a model of
-    the same sizes.
+    The arguments are those of `Trainer`, but `config` has the actual dtype, and `from_run` a model
+    of the same sizes.
 
     Attributes:
         captured_gradients: `gradients` as a CUDA graph; None on other devices, with several ranks
@@ -54,33 +54,37 @@ class Learner:
         self,
         config: Config,
         corpus: Corpus,
-        group: ProcessGroup,
+        group: RankGroup,
         device: torch.device,
         saved: Checkpoint | None = None,
         ngram: NGramLM | None = None,
-        start: Run | None = None,
+        from_run: Run | None = None,
     ) -> None:
         train = config.train
         self.seed, self.dropout = config.seed, config.model.dropout
-        self.accumulate, self.clip_norm, self.ema = train.accumulate, train.clip_norm, train.ema
+        self.micro_batches, self.clip_norm, self.ema_decay = (
+            train.micro_batches,
+            train.clip_norm,
+            train.ema,
+        )
         self.ngram_target_weight = train.ngram_target_weight
         self.corpus = corpus
         self.group = group
         self.device = device
         self.dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-        self.micro_batch = micro_batch_size(train, group)
+        self.micro_batch_size = micro_batch_size(train, group)
         torch.manual_seed(config.seed)
         model = build_model(config.model, corpus.tokenizer.vocab_size)
-        model.first_continuation = corpus.tokenizer.first_continuation
+        model.first_continuation_byte = corpus.tokenizer.first_continuation_byte
         self.model: LanguageModel = model.to(device)
-        self.pull, self.start_weights = config.optim.pull, list[Tensor]()
-        if start is not None:
-            copy_weights(self.model, corpus.tokenizer, start)
-            if self.pull:
-                self.start_weights = [p.detach().clone() for p in self.model.parameters()]
+        self.l2_sp, self.initial_weights = config.optim.l2_sp, list[Tensor]()
+        if from_run is not None:
+            copy_weights(self.model, corpus.tokenizer, from_run)
+            if self.l2_sp:
+                self.initial_weights = [p.detach().clone() for p in self.model.parameters()]
         if saved is None:
             self.optimizer = Optimizer(self.model, config.optim, self.dtype)
-            self.average = self._start_average(dict(self.model.named_parameters()))
+            self.ema_weights = self._start_ema(dict(self.model.named_parameters()))
         else:
             self.restore(saved, config.optim)
         self._given_ngram = ngram
@@ -90,13 +94,13 @@ class Learner:
             self.model.block_size,
             train.batch_size,
             config.seed,
-            self.model.first_continuation,
+            self.model.first_continuation_byte,
         )
         if device.type != "cpu":
             self.batches.to_device(device)
         self.captured_gradients: Callable[[Tensor], Tensor] | None = None
         self.capture_error: str | None = None
-        if can_capture(device) and group.size == self.accumulate == 1:
+        if can_capture(device) and group.size == self.micro_batches == 1:
             try:
                 self.captured_gradients = self._capture_gradients()
             except CaptureError as error:
@@ -127,11 +131,11 @@ class Learner:
         if saved.raw_model is not saved.model:  # with EMA: those were the averages, now checked
             load_weights(self.model, saved.raw_model, saved.folder)
         self.model.zero_grad(set_to_none=True)
-        self.average = self._start_average(saved.model)
+        self.ema_weights = self._start_ema(saved.model)
         self.optimizer = Optimizer(self.model, optim, self.dtype)
         self.optimizer.load_tensors(saved.optimizer)
 
-    def release_replica(self) -> None:
+    def unwrap_ddp(self) -> None:
         """Drop the data-parallel wrapper before the process group is destroyed.
 
         The wrapper would be the last to hold the group, whose threads and Python would then wait
@@ -144,25 +148,25 @@ class Learner:
 
     def accumulate_gradients(self, step: int) -> Tensor:
         """Run the step's micro-batches forward and backward; return this rank's mean loss."""
-        first = self.group.rank * self.accumulate * self.micro_batch
-        rows = slice(first, first + self.accumulate * self.micro_batch)
+        first = self.group.rank * self.micro_batches * self.micro_batch_size
+        rows = slice(first, first + self.micro_batches * self.micro_batch_size)
         # other devices may read a non-blocking copy after its source is freed
         non_blocking = self.device.type == "cuda"
         blocks = self.batches.at(step, rows).to(self.device, non_blocking=non_blocking)
         total = torch.zeros((), device=self.device)
-        for micro, block in enumerate(torch.split(blocks, self.micro_batch)):  # (B, T + 1)
+        for micro, block in enumerate(torch.split(blocks, self.micro_batch_size)):  # (B, T + 1)
             self.seed_dropout(step, micro)
-            is_last = micro == self.accumulate - 1
+            is_last = micro == self.micro_batches - 1
             with contextlib.ExitStack() as stack:
                 if isinstance(self.ddp_model, DistributedDataParallel) and not is_last:
                     stack.enter_context(self.ddp_model.no_sync())  # do not average over the ranks
-                total += (self.captured_gradients or self.gradients)(block) / self.accumulate
+                total += (self.captured_gradients or self.gradients)(block) / self.micro_batches
         return total
 
     def gradients(self, block: Tensor) -> Tensor:
         """Add the gradients of a (B, T + 1) block; return its mean loss."""
         objective, loss = self.objective(block)
-        (objective / self.accumulate).backward()  # type: ignore[no-untyped-call]
+        (objective / self.micro_batches).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
     def _capture_gradients(self) -> Callable[[Tensor], Tensor]:
@@ -221,14 +225,14 @@ class Learner:
         """Update the weights and their moving average."""
         self.optimizer.step(step, lr_factor)
         self.model.zero_grad(set_to_none=True)
-        if self.start_weights:  # L2-SP (Li, Grandvalet and Davoine 2018), decoupled
+        if self.initial_weights:  # L2-SP (Li, Grandvalet and Davoine 2018), decoupled
             weights = list[Tensor](self.model.parameters())
-            torch._foreach_lerp_(weights, self.start_weights, self.pull * lr_factor)
-        if self.average is not None:
+            torch._foreach_lerp_(weights, self.initial_weights, self.l2_sp * lr_factor)
+        if self.ema_weights is not None:
             # a smaller decay at first, so that the random initial weights are soon forgotten
-            decay = min(self.ema, (1 + step) / (10 + step))
+            decay = min(self.ema_decay, (1 + step) / (10 + step))
             torch._foreach_lerp_(
-                list(self.average.values()), list(self.model.parameters()), 1 - decay
+                list(self.ema_weights.values()), list(self.model.parameters()), 1 - decay
             )
 
     def seed_dropout(self, step: int, micro: int) -> None:
@@ -256,25 +260,25 @@ class Learner:
         With EMA the model's are the averages, and the raw weights are with the optimizer's.
         """
         raw, optimizer = dict(self.model.state_dict()), self.optimizer.state_tensors()
-        if self.average is None:
+        if self.ema_weights is None:
             return raw, optimizer
-        return self.average, optimizer | {f"raw.{name}": tensor for name, tensor in raw.items()}
+        return self.ema_weights, optimizer | {f"raw.{name}": tensor for name, tensor in raw.items()}
 
     @contextlib.contextmanager
-    def averaged_weights(self) -> Iterator[None]:
+    def with_ema_weights(self) -> Iterator[None]:
         """Use the moving average, if there is one, as the model's weights within the block."""
-        if self.average is None:
+        if self.ema_weights is None:
             yield
             return
         raw = {name: p.detach().clone() for name, p in self.model.named_parameters()}
-        self.model.load_state_dict(self.average)
+        self.model.load_state_dict(self.ema_weights)
         try:
             yield
         finally:
             self.model.load_state_dict(raw)
 
-    def _start_average(self, source: dict[str, Tensor]) -> dict[str, Tensor] | None:
-        if not self.ema:
+    def _start_ema(self, source: dict[str, Tensor]) -> dict[str, Tensor] | None:
+        if not self.ema_decay:
             return None
         # in the order of the parameters, as `apply_update` pairs them
         names = dict(self.model.named_parameters())
@@ -290,16 +294,16 @@ class Learner:
             return DistributedDataParallel(self.model, device_ids=devices, broadcast_buffers=False)
 
 
-def micro_batch_size(train: TrainConfig, group: ProcessGroup) -> int:
+def micro_batch_size(train: TrainConfig, group: RankGroup) -> int:
     """Return the number of sequences of a micro-batch on one rank.
 
     Raises:
         ConfigError: the batch does not divide over ranks and micro-batches.
     """
-    parts = train.accumulate * group.size
+    parts = train.micro_batches * group.size
     if train.batch_size % parts:
         raise ConfigError(
             f"train.batch_size {train.batch_size} does not divide over {group.size} "
-            f"processes x {train.accumulate} micro-batches; make it a multiple of {parts}"
+            f"processes x {train.micro_batches} micro-batches; make it a multiple of {parts}"
         )
     return train.batch_size // parts

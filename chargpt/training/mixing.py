@@ -30,17 +30,17 @@ MIN_CHARACTERS = 100  # to fit to
 
 
 def add_mixture(run: Run, corpus: Corpus) -> Run | None:
-    """Fit the mixture of a run's GPT to the tune split and save it with the run.
+    """Fit the mixture of a run's GPT to the mixture split and save it with the run.
 
     Returns:
-        The run with the mixture in place of its GPT; None if it is no GPT, or its tune split is
+        The run with the mixture in place of its GPT; None if it is no GPT, or its mixture split is
         shorter than MIN_CHARACTERS.
 
     Raises:
         WorkError: the GPT's predictions are not finite.
         RunError: the mixture cannot be saved.
     """
-    train, tune = corpus.split("train"), corpus.split("tune")
+    train, tune = corpus.split("train"), corpus.split("mixture")
     if not isinstance(run.model, GPT) or len(tune) < MIN_CHARACTERS:
         return None
     mixture = fit_mixture(run.model, run.tokenizer, train, tune)

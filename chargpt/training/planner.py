@@ -22,7 +22,7 @@ from chargpt.config import Config
 from chargpt.device import choose_device, memory_limit
 from chargpt.errors import ConfigError
 from chargpt.models import count_parameters
-from chargpt.text.corpus import SPLITS, Corpus
+from chargpt.text.corpus import REQUIRED_SPLITS, Corpus
 from chargpt.training.budget import (
     EPOCH_LIMIT,
     MAX_EPOCHS,
@@ -60,7 +60,7 @@ SIZE_KEYS = {
 
 
 @dataclass(frozen=True)
-class Length:
+class TrainingLength:
     """Settings of runs that read at least `characters` characters, repeats included."""
 
     characters: int
@@ -70,30 +70,32 @@ class Length:
     evaluations: int = 6
 
 
-LENGTHS = (  # by rising `characters`
-    Length(0, 128, 1024, 0.6, evaluations=2),  # each takes as long as four steps
-    Length(150_000, 128, 2048, 0.6, evaluations=2),
-    Length(1_000_000, 256, 2048, 0.7),
-    Length(3_000_000, 256, 4096, 0.7),
+TRAINING_LENGTHS = (  # by rising `characters`
+    TrainingLength(0, 128, 1024, 0.6, evaluations=2),  # each takes as long as four steps
+    TrainingLength(150_000, 128, 2048, 0.6, evaluations=2),
+    TrainingLength(1_000_000, 256, 2048, 0.7),
+    TrainingLength(3_000_000, 256, 4096, 0.7),
     # longer than the runs that the others were found by
-    Length(100_000_000, 512, 8192, 0.7),
-    Length(1_000_000_000, 1024, 16384, 0.7),
+    TrainingLength(100_000_000, 512, 8192, 0.7),
+    TrainingLength(1_000_000_000, 1024, 16384, 0.7),
 )
-INITIAL_LENGTH = 350_000  # characters, until a speed is measured
+INITIAL_TRAINING_LENGTH = 350_000  # characters, until a speed is measured
 
 
 @dataclass(frozen=True)
 class Recipe:
     """Settings found by experiment (benchmarks/LOG.md); lengths are in characters read."""
 
-    usable: float = 0.93  # fraction of the time planned for training steps before re-planning
+    planned_fraction: float = (
+        0.93  # fraction of the time planned for training steps before re-planning
+    )
     trial_steps: int = 3  # that measure a size's speed
     trial_fraction: float = 0.05  # of the time: once trials have used it, no larger size is tried
     usable_memory: float = 0.6  # fraction: the memory of a run is an estimate
     short: int = 1_000_000  # below it the law is too optimistic about larger sizes
     short_gain: float = 0.01  # nats that a larger size then has to gain by the law
     max_parameters: int = 12  # per character of the text: the most of the fitted runs
-    tune_characters: int = 20_000  # to fit a mixture to; more gain nothing
+    mixture_characters: int = 20_000  # to fit a mixture to; more gain nothing
     min_block_size: int = 8
     min_evaluated: int = 12_000  # characters of the validation split per evaluation
     max_evaluated: int = 300_000
@@ -116,7 +118,7 @@ class Plan:
 
     config: Config
     speed: float
-    chooses_size: bool
+    size_was_chosen: bool
     notes: list[str] = field(default_factory=list)  # sentences for the user
 
 
@@ -167,22 +169,22 @@ def extrapolation(parameters: int, characters: float) -> str | None:
     )
 
 
-def length_of(characters: float) -> Length:
+def training_length_of(characters: float) -> TrainingLength:
     """Return the settings of a run over about `characters` characters."""
-    return [each for each in LENGTHS if each.characters <= characters][-1]
+    return [each for each in TRAINING_LENGTHS if each.characters <= characters][-1]
 
 
 def size_settings(
-    size: Size, characters: float, corpus: Corpus, accumulate: int = 1
+    size: Size, characters: float, corpus: Corpus, micro_batches: int = 1
 ) -> dict[str, object]:
     """Return the settings of a run of this size over about `characters` characters.
 
     Short runs gain more from many small updates than they lose by short blocks. A split must hold
     a block and one more character, and a batch whole micro-batches.
     """
-    length = length_of(characters)
+    length = training_length_of(characters)
     block_size = length.block_size
-    shortest_split = min(len(corpus.split(split)) for split in SPLITS)
+    shortest_split = min(len(corpus.split(split)) for split in REQUIRED_SPLITS)
     while block_size > RECIPE.min_block_size and block_size >= shortest_split:
         block_size //= 2
     return {
@@ -190,7 +192,8 @@ def size_settings(
         "model.n_head": size.n_head,
         "model.n_embd": size.n_embd,
         "model.block_size": block_size,
-        "train.batch_size": accumulate * max(1, length.step_characters // block_size // accumulate),
+        "train.batch_size": micro_batches
+        * max(1, length.step_characters // block_size // micro_batches),
     }
 
 
@@ -198,7 +201,7 @@ def length_settings(
     config: Config, characters: float, text_characters: int, parameters: int
 ) -> dict[str, object]:
     """Return the settings that depend on the training length, for about `characters` characters."""
-    recipe, length = RECIPE, length_of(characters)
+    recipe, length = RECIPE, training_length_of(characters)
     steps = max(REPLANNING.min_steps, int(characters / config.step_tokens))
     every = math.ceil(steps / length.evaluations)
     epochs = characters / text_characters
@@ -211,7 +214,7 @@ def length_settings(
     return {
         "train.max_steps": steps,
         "train.evaluate_every": every,
-        "train.evaluate_characters": max(
+        "train.evaluate_tokens": max(
             recipe.min_evaluated, min(recipe.max_evaluated, int(characters / 100))
         ),
         "train.save_every": every,
@@ -240,23 +243,23 @@ def plan(config: Config, corpus: Corpus, budget: Budget) -> Plan:
         )
     planner = _Planner(config, corpus, budget)
     text_characters = planner.text_characters
-    chooses_size = config.model.kind == "gpt" and SIZE_KEYS.isdisjoint(budget.fixed)
-    if chooses_size:
+    size_was_chosen = config.model.kind == "gpt" and SIZE_KEYS.isdisjoint(budget.fixed)
+    if size_was_chosen:
         size, config, speed = planner.best_size()
         # block and batch sizes follow from the length, which is known now
-        resized = planner.sized(size, planner.reachable(speed), config)
+        resized = planner.config_of_size(size, planner.readable_characters(speed), config)
         if resized != config:
             config, speed = resized, measure_speed(resized, corpus)
     else:
         speed = measure_speed(config, corpus)
-    characters, parameters = planner.reachable(speed), planner.parameters(config)
+    characters, parameters = planner.readable_characters(speed), planner.parameters(config)
     length = length_settings(config, characters, text_characters, parameters)
-    max_characters = MAX_EPOCHS * text_characters
-    budget.max_steps = max(REPLANNING.min_steps, max_characters // config.step_tokens)
-    notes = [EPOCH_LIMIT] if characters == max_characters else []
-    if chooses_size and (note := extrapolation(parameters, characters)):
+    max_tokens = MAX_EPOCHS * text_characters
+    budget.step_limit = max(REPLANNING.min_steps, max_tokens // config.step_tokens)
+    notes = [EPOCH_LIMIT] if characters == max_tokens else []
+    if size_was_chosen and (note := extrapolation(parameters, characters)):
         notes.append(note)
-    return Plan(planner.with_free(config, length), speed, chooses_size, notes)
+    return Plan(planner.with_unless_fixed(config, length), speed, size_was_chosen, notes)
 
 
 class _Planner:
@@ -273,20 +276,20 @@ class _Planner:
         slower than a smaller one by at most the ratio of their parameters. The search ends where
         the next size has no lower expected loss even if it is slower by only the root of that.
         """
-        number, config = 0, self.sized(SIZES[0], INITIAL_LENGTH)
+        number, config = 0, self.config_of_size(SIZES[0], INITIAL_TRAINING_LENGTH)
         speed = measure_speed(config, self.corpus)
         available = self.budget.remaining  # without the first trial: on a GPU it loads the kernels
         while available - self.budget.remaining <= RECIPE.trial_fraction * available:
-            larger = self.larger_sizes(number + 1, self.reachable(speed))
+            larger = self.larger_sizes(number + 1, self.readable_characters(speed))
             slowdowns = [self.parameters(each) / self.parameters(config) for each in larger]
             loss = self.loss(config, speed)
             if not larger or not self.is_better(larger[0], speed / slowdowns[0] ** 0.5, loss):
                 break
-            highest = [
+            worst_losses = [
                 self.loss(each, speed / slowdown)
                 for each, slowdown in zip(larger, slowdowns, strict=True)
             ]
-            skipped = highest.index(min(highest))
+            skipped = worst_losses.index(min(worst_losses))
             candidate = larger[skipped]
             candidate_speed = measure_speed(candidate, self.corpus)
             if not self.is_better(candidate, candidate_speed, loss):
@@ -299,41 +302,46 @@ class _Planner:
 
         In a short run it must be lower by `short_gain`, since the law is too optimistic there.
         """
-        min_gain = RECIPE.short_gain if self.reachable(speed) < RECIPE.short else 0.0
+        min_gain = RECIPE.short_gain if self.readable_characters(speed) < RECIPE.short else 0.0
         return self.loss(larger, speed) <= loss - min_gain
 
     def larger_sizes(self, first: int, characters: float) -> list[Config]:
         """Return the configs of the sizes from number `first` on that suit text and memory."""
         vocab_size = self.corpus.tokenizer.vocab_size
         usable = RECIPE.usable_memory * memory_limit(choose_device(self.config.device)[0])
-        configs = [self.sized(size, max(INITIAL_LENGTH, characters)) for size in SIZES[first:]]
-        accumulate = self.config.train.accumulate
+        configs = [
+            self.config_of_size(size, max(INITIAL_TRAINING_LENGTH, characters))
+            for size in SIZES[first:]
+        ]
+        micro_batches = self.config.train.micro_batches
         return [
             each
             for each in configs
-            if training_bytes(each, vocab_size, each.train.batch_size // accumulate) <= usable
+            if training_bytes(each, vocab_size, each.train.batch_size // micro_batches) <= usable
             and self.parameters(each) <= RECIPE.max_parameters * self.text_characters
         ]
 
-    def sized(self, size: Size, characters: float, config: Config | None = None) -> Config:
-        accumulate = self.config.train.accumulate
-        settings = size_settings(size, characters, self.corpus, accumulate)
-        return self.with_free(config or self.config, settings)
+    def config_of_size(self, size: Size, characters: float, config: Config | None = None) -> Config:
+        micro_batches = self.config.train.micro_batches
+        settings = size_settings(size, characters, self.corpus, micro_batches)
+        return self.with_unless_fixed(config or self.config, settings)
 
-    def with_free(self, config: Config, values: dict[str, object]) -> Config:
+    def with_unless_fixed(self, config: Config, values: dict[str, object]) -> Config:
         """Return the config with those of the values that the user has not fixed."""
         return config.with_values({k: v for k, v in values.items() if k not in self.budget.fixed})
 
     def parameters(self, config: Config) -> int:
         return count_parameters(config.model, self.corpus.tokenizer.vocab_size)
 
-    def reachable(self, speed: float) -> float:
+    def readable_characters(self, speed: float) -> float:
         """Return how many characters can be read in the remaining time, at least 1."""
-        readable = RECIPE.usable * self.budget.remaining * speed
+        readable = RECIPE.planned_fraction * self.budget.remaining * speed
         return max(1.0, min(readable, MAX_EPOCHS * self.text_characters))
 
     def loss(self, config: Config, speed: float) -> float:
-        return expected_loss(self.parameters(config), self.reachable(speed), self.text_characters)
+        return expected_loss(
+            self.parameters(config), self.readable_characters(speed), self.text_characters
+        )
 
 
 def measure_speed(config: Config, corpus: Corpus) -> float:
@@ -341,7 +349,7 @@ def measure_speed(config: Config, corpus: Corpus) -> float:
 
     Soft targets cost a tenth or less, which re-planning takes into account.
     """
-    fresh = {"train.ngram_target_weight": 0.0, "train.from_run": None, "optim.pull": 0.0}
+    fresh = {"train.ngram_target_weight": 0.0, "train.from_run": None, "optim.l2_sp": 0.0}
     trial = config.with_values(fresh)
     learner = Trainer(trial, corpus).learner
     seconds = measure_step_seconds(learner, RECIPE.trial_steps, update=True)

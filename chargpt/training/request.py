@@ -27,7 +27,7 @@ class StartMode(Enum):
 
 @dataclass(frozen=True)
 class Request:
-    """What a user asks `train` for; the fields are those of `chargpt.train`."""
+    """What a user asks `train` for; the fields are like the arguments of `chargpt.train`."""
 
     text: str | None = None
     content: str | None = None
@@ -71,13 +71,13 @@ class Request:
         values = dict(parse_override(override) for override in self.overrides)
         return values if self.device is None else {**values, "device": self.device}
 
-    def fixed(self, settings: Config) -> dict[str, object]:
+    def given_values(self, settings: Config) -> dict[str, object]:
         """Return the values in `settings` of the keys that this request sets for the whole run."""
         arguments = {"text.path": self.text, "device": self.device}
         keys = self.fixed_keys() | {k for k, v in arguments.items() if v is not None}
         if self.budget is not None:
             keys -= {"schedule.cooldown", "schedule.decay_points"}  # re-planning changes them
-        values = settings.by_key()
+        values = settings.flatten()
         return {key: values[key] for key in sorted(keys)}
 
     def fixed_keys(self) -> set[str]:

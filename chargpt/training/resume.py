@@ -17,10 +17,10 @@ from chargpt.training.schedule import decay_start, lr_factor_at
 # Fraction of the peak of the learning rates when a finished run goes on: RESTART times the square
 # root of (steps to come / steps done), at most MAX_RESTART.
 RESTART, MAX_RESTART = 0.5, 0.5
-NOTED_RISE = 1.5  # factor by which the learning rates rise; a smaller one needs no restart or note
+NOTED_RISE = 1.5  # a rise of the learning rates up to this factor needs no restart or note
 RATES = ("optim.lr", "optim.matrix_lr")
 MAY_CHANGE = (
-    *("train.max_steps", "train.patience", "train.keep_last", "train.rollbacks"),
+    *("train.max_steps", "train.patience", "train.keep_last", "train.max_rollbacks"),
     "schedule.restarts",
     *(*RATES, "device", "dtype", "threads"),
 )

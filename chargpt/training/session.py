@@ -15,8 +15,8 @@ from chargpt.ranks import is_main_rank, world_size
 from chargpt.store.folder import RunFolder
 from chargpt.store.layout import REPLACED, has_checkpoint
 from chargpt.store.run import Run, newest_run, open_run
-from chargpt.text import OnLoading
-from chargpt.text.corpus import MAX_TUNE_FRACTION, Corpus, load_cached, load_corpus
+from chargpt.text import OnStage
+from chargpt.text.corpus import MAX_MIXTURE_FRACTION, Corpus, load_cached, load_corpus
 from chargpt.text.describe import warn_of_length, warn_of_list
 from chargpt.text.source import STDIN
 from chargpt.training.budget import REPLANNING, RESERVE, Budget, counting_seconds, mixture_seconds
@@ -40,7 +40,7 @@ class Session:
     budget: Budget | None = None
     plan: Plan | None = None  # what the budget chose
     notes: list[str] = field(default_factory=list)  # sentences for the user
-    start_run: Run | None = None  # whose weights are the start
+    from_run: Run | None = None  # whose weights are the start
     is_resumed: bool = False
 
     def __post_init__(self) -> None:
@@ -49,7 +49,7 @@ class Session:
 
 
 @contextmanager
-def open_session(request: Request, loading: OnLoading | None = None) -> Iterator[Session]:
+def open_session(request: Request, loading: OnStage | None = None) -> Iterator[Session]:
     """Start a run as requested; unlock its folder and leave the process group at the end.
 
     `loading` is called with the progress of preparing the text.
@@ -66,7 +66,7 @@ def open_session(request: Request, loading: OnLoading | None = None) -> Iterator
         finally:
             if session.trainer.group.is_main:
                 session.folder.unlock()
-        session.trainer.learner.release_replica()
+        session.trainer.learner.unwrap_ddp()
     except RuntimeError as error:
         if not is_lost_rank_error(error):
             raise
@@ -78,7 +78,7 @@ def open_session(request: Request, loading: OnLoading | None = None) -> Iterator
     destroy_process_group()
 
 
-def start_session(request: Request, loading: OnLoading | None) -> Session:
+def start_session(request: Request, loading: OnStage | None) -> Session:
     """Create a run or resume one, as the request's start mode says."""
     if request.start is StartMode.RESUME:
         return resume_run(request.out or request.text, request.changes(), loading)
@@ -86,7 +86,7 @@ def start_session(request: Request, loading: OnLoading | None) -> Session:
     if request.start is StartMode.BEGIN_OR_RESUME:
         assert request.out is not None
         if has_checkpoint(request.out):
-            changes = request.fixed(settings)
+            changes = request.given_values(settings)
             return resume_run(
                 request.out, changes, loading, content=request.content, same_command=True
             )
@@ -104,7 +104,7 @@ def start_session(request: Request, loading: OnLoading | None) -> Session:
 def create_run(
     settings: Config,
     out: Path | None,
-    loading: OnLoading | None = None,
+    loading: OnStage | None = None,
     *,
     content: str | None = None,
     budget: Budget | None = None,
@@ -120,9 +120,9 @@ def create_run(
     allow_unsaved = start is StartMode.BEGIN_OR_RESUME  # a run that has saved nothing is replaced
     device, _ = choose_device(settings.device)
     group = init_process_group(device)
-    start_run = load_start(settings)
-    if start_run is not None:
-        settings = settings_from(start_run, settings, fixed)
+    from_run = load_start(settings)
+    if from_run is not None:
+        settings = settings_from(from_run, settings, fixed)
         if budget is not None:
             budget.fixed |= {"model.kind"}  # the size is not chosen
     settings = with_measured_threads(settings, budget)
@@ -132,8 +132,8 @@ def create_run(
     corpus = load_corpus(settings.text, content=content, progress=loading)
     planned = None
     if budget is not None:
-        settings, corpus = with_tune_split(settings, corpus, budget)
-        budget.scoring_seconds += mixture_seconds(corpus)
+        settings, corpus = with_mixture_split(settings, corpus, budget)
+        budget.evaluation_seconds += mixture_seconds(corpus)
         planned = plan(settings, corpus, budget)
         settings = planned.config
     if not group.is_main:
@@ -142,17 +142,17 @@ def create_run(
         output_folder(out, f"{slug(corpus.name)}-{settings.model.kind}") as path,
         RunFolder(path).unlocked_on_error() as folder,
     ):
-        trainer = Trainer(settings, corpus, folder=folder, group=group, start=start_run)
+        trainer = Trainer(settings, corpus, folder=folder, group=group, from_run=from_run)
         notes = [*corpus.notes, *warn_of_length(corpus), *warn_of_list(corpus)]
         seconds = None
         if budget is not None and planned is not None:
             notes += planned.notes
-            budget.measure_scoring(trainer.model, corpus, trainer.config)
+            budget.measure_evaluation(trainer.model, corpus, trainer.config)
             min_steps = min(REPLANNING.min_steps, settings.train.max_steps)
             step_seconds = settings.step_tokens / planned.speed
             note = budget.extend_for(min_steps, step_seconds)
             notes += [] if note is None else [note]
-            planned_seconds = settings.train.max_steps * step_seconds / RECIPE.usable
+            planned_seconds = settings.train.max_steps * step_seconds / RECIPE.planned_fraction
             seconds = min(budget.remaining, planned_seconds)
         if group.is_main:
             # the last ones, the best one and an unfinished one
@@ -161,22 +161,22 @@ def create_run(
                 trainer.config, corpus.tokenizer, force=force, allow_unsaved=allow_unsaved
             )
             notes += folder.notes
-        if start_run is not None:
-            notes.append(describe_start(start_run, corpus.tokenizer))
+        if from_run is not None:
+            notes.append(describe_start(from_run, corpus.tokenizer))
         cost = expected_cost(trainer.config, trainer.learner, 0, seconds)
-    return Session(trainer, folder, cost, budget, planned, notes, start_run)
+    return Session(trainer, folder, cost, budget, planned, notes, from_run)
 
 
-def with_tune_split(settings: Config, corpus: Corpus, budget: Budget) -> tuple[Config, Corpus]:
-    """Return config and text with a tune split for a mixture, unless its length is fixed.
+def with_mixture_split(settings: Config, corpus: Corpus, budget: Budget) -> tuple[Config, Corpus]:
+    """Return config and text with a mixture split for a mixture, unless its length is fixed.
 
     There is none, with a note, if the text is too short for it, or if counting the n-grams would
     take too much of the budget.
     """
-    key, note = "text.tune_characters", ""
+    key, note = "text.mixture_characters", ""
     if key not in budget.fixed and settings.model.kind == "gpt":
         seconds = counting_seconds(corpus)
-        if MAX_TUNE_FRACTION * corpus.characters < MIN_CHARACTERS:
+        if MAX_MIXTURE_FRACTION * corpus.n_characters < MIN_CHARACTERS:
             note = "without a mixture: the text is too short to fit one to 3% of it"
         elif seconds > RESERVE.counting_fraction * budget.seconds:
             note = (
@@ -184,13 +184,15 @@ def with_tune_split(settings: Config, corpus: Corpus, budget: Budget) -> tuple[C
                 f"{budget.seconds:g} s; give a longer --budget"
             )
         else:
-            settings = settings.with_values({key: RECIPE.tune_characters})
-    corpus = replace(corpus, tune_characters=settings.text.tune_characters)
-    n_tune = len(corpus.split("tune"))
-    if key not in budget.fixed and n_tune > 2 * MAX_TUNE_FRACTION * len(corpus.tokens):
-        note = "without a mixture: its tune split, of whole documents, would be over 6% of the text"
+            settings = settings.with_values({key: RECIPE.mixture_characters})
+    corpus = replace(corpus, mixture_characters=settings.text.mixture_characters)
+    n_mixture = len(corpus.split("mixture"))
+    if key not in budget.fixed and n_mixture > 2 * MAX_MIXTURE_FRACTION * len(corpus.tokens):
+        note = (
+            "without a mixture: its mixture split, of whole documents, would be over 6% of the text"
+        )
         settings = settings.with_values({key: 0})
-        corpus = replace(corpus, tune_characters=0)
+        corpus = replace(corpus, mixture_characters=0)
     return settings, replace(corpus, notes=(*corpus.notes, note)) if note else corpus
 
 
@@ -209,7 +211,7 @@ def with_measured_threads(settings: Config, budget: Budget | None = None) -> Con
 def resume_run(
     path: str | Path | None,
     changes: dict[str, object],
-    loading: OnLoading | None = None,
+    loading: OnStage | None = None,
     *,
     content: str | None = None,
     same_command: bool = False,
@@ -236,9 +238,9 @@ def resume_run(
             require_same_text(corpus, saved)
         else:
             corpus = load_cached(settings.text, key, saved.state.text)
-        start_run = load_start(settings) if settings.optim.pull else None
+        from_run = load_start(settings) if settings.optim.l2_sp else None
         trainer = Trainer(
-            settings, corpus, folder=folder, saved=saved, group=group, start=start_run
+            settings, corpus, folder=folder, saved=saved, group=group, from_run=from_run
         )
         if group.is_main:
             require_space(folder, 1, trainer.checkpoint_bytes())

@@ -22,7 +22,7 @@ RETRY_SECONDS = 20.0  # after which more threads are tried again
 def choose_threads(max_threads: int) -> int:
     """Time small operations with `max_threads` threads, half as many, ..., 1; set the best number.
 
-    It is the fastest, or a lower one that MIN_GAIN does not tell from it, and is returned. This
+    It is the fastest, or the lowest that is less than MIN_GAIN times slower, and is returned. This
     takes about 0.1 s on an idle machine.
     """
     x, weight = torch.ones(2048, 128), torch.ones(128, 512)

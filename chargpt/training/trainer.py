@@ -18,7 +18,7 @@ from torch import Tensor
 
 from chargpt.config import Config
 from chargpt.device import choose_device, choose_dtype, dtype_name, require_memory, tune_malloc
-from chargpt.distributed import ProcessGroup
+from chargpt.distributed import RankGroup
 from chargpt.errors import DivergedError, RunError, WorkError
 from chargpt.inference.evaluation import Evaluation
 from chargpt.models.ngram import NGramLM
@@ -68,7 +68,7 @@ class Trainer:
         saved: a checkpoint to continue from.
         group: the ranks that train together.
         ngram: what `fit_ngram` returned, for the soft targets, if already fitted.
-        start: the run that `train.from_run` names.
+        from_run: the run that `train.from_run` names.
 
     Raises:
         ConfigError: the batch does not divide over ranks and micro-batches, or TensorBoard is not
@@ -85,11 +85,11 @@ class Trainer:
         *,
         folder: RunFolder | None = None,
         saved: Checkpoint | None = None,
-        group: ProcessGroup | None = None,
+        group: RankGroup | None = None,
         ngram: NGramLM | None = None,
-        start: Run | None = None,
+        from_run: Run | None = None,
     ) -> None:
-        self.group = group or ProcessGroup()
+        self.group = group or RankGroup()
         self.device, self.device_reason = choose_device(config.device)
         self.config, self.dtype_reason = self._resolved(config)
         self.corpus = corpus
@@ -105,7 +105,7 @@ class Trainer:
                 default_threads()  # before it is changed
                 torch.set_num_threads(config.threads)
         self.folder = folder if self.group.is_main else None
-        self.learner = Learner(self.config, corpus, self.group, self.device, saved, ngram, start)
+        self.learner = Learner(self.config, corpus, self.group, self.device, saved, ngram, from_run)
         self.model, self.dtype = self.learner.model, self.learner.dtype
         self.validator = Validator(self.learner, corpus, self.config)
         self.writer = RunWriter(self.folder, tensorboard=self.config.track.tensorboard)
@@ -185,7 +185,7 @@ class Trainer:
             yield report
         while not self.finished:
             try:
-                report = self.advance()
+                report = self.train_step()
             except DivergedError as error:
                 if not self._can_roll_back():
                     raise
@@ -197,17 +197,18 @@ class Trainer:
         """Whether all steps are done or early stopping ended the run."""
         return self.state.stopped_early or self.state.step >= self.config.train.max_steps
 
-    def advance(self) -> StepReport:
+    def train_step(self) -> StepReport:
         """Run one step and whatever is due after it."""
         train, step = self.config.train, self.state.step
         lr_factor = lr_factor_at(step, self.config.schedule, train.max_steps)
         report = StepReport(step + 1, train.max_steps, lr_factor)
-        token_loss = self.learner.accumulate_gradients(step)
-        report.loss = token_loss / self.corpus.characters_per_token
+        loss_per_token = self.learner.accumulate_gradients(step)
+        report.loss = loss_per_token / self.corpus.characters_per_token
         report.grad_norm = self.learner.clip_gradients()
         if self.device.type == "cpu":
             # elsewhere reading them would synchronise; `write_metrics` checks before each save.
-            # only the norm is the same on all ranks, so that all of them stop or none
+            # with several ranks only the norm is checked: it is the same on all, so they stop
+            # together
             loss = report.loss.item()
             self._require_finite(
                 loss if self.group.size == 1 else 0.0, report.grad_norm.item(), step + 1
@@ -254,7 +255,7 @@ class Trainer:
         if report.validation is None:
             self.validate(report)
             self._save(report)
-        else:  # a best one is saved already
+        else:  # if it was the best, it is saved already
             self._save()
 
     def _measure_speed(self, report: StepReport, budget: Budget | None) -> None:
@@ -288,8 +289,8 @@ class Trainer:
         self.write_metrics()
         nats = math.nan
         if self.group.is_main:
-            max_characters = self.config.train.evaluate_characters
-            report.validation = self.validator.evaluate("val", max_characters)
+            max_tokens = self.config.train.evaluate_tokens
+            report.validation = self.validator.evaluate("val", max_tokens)
             nats = report.validation.nats_per_char
             self._record({"step": report.step, VALIDATION: nats})
         nats = self.group.broadcast(nats)
@@ -432,7 +433,7 @@ class Trainer:
 
     def _can_roll_back(self) -> bool:
         has_checkpoint = self.folder is not None and self.writer.saved_step is not None
-        is_allowed = self.state.rollbacks < self.config.train.rollbacks
+        is_allowed = self.state.rollbacks < self.config.train.max_rollbacks
         return is_allowed and has_checkpoint and self.group.size == 1
 
     def roll_back(self, failed_step: int) -> StepReport:
@@ -485,6 +486,6 @@ class Trainer:
             f"{remedy} lower rates, such as -s optim.lr={optim.lr / 4:g} -s optim.matrix_lr="
             f"{optim.matrix_lr / 4:g}"
         )
-        if saved_step is not None and self.group.size == 1 and not self.config.train.rollbacks:
-            message += ", or with -s train.rollbacks=3 to roll back automatically"
+        if saved_step is not None and self.group.size == 1 and not self.config.train.max_rollbacks:
+            message += ", or with -s train.max_rollbacks=3 to roll back automatically"
         return DivergedError(message, step)

@@ -2,7 +2,7 @@
 
 from chargpt.config import Config
 from chargpt.inference.evaluation import Evaluation, evaluate_tokens
-from chargpt.inference.sampling import stream_pieces
+from chargpt.inference.generation import stream_pieces
 from chargpt.text.corpus import Corpus, Split
 from chargpt.training.learner import Learner
 
@@ -20,14 +20,14 @@ class Validator:
         update = {"length": length, "num_samples": number, "seed": config.seed}
         self.sampling = config.sample.model_copy(update=update)
 
-    def evaluate(self, split: Split, max_characters: int | None = None) -> Evaluation:
-        """Return the loss on a split, or on evenly spaced blocks of `max_characters` in all."""
-        with self.learner.averaged_weights():
+    def evaluate(self, split: Split, max_tokens: int | None = None) -> Evaluation:
+        """Return the loss on a split, or on evenly spaced blocks of `max_tokens` in all."""
+        with self.learner.with_ema_weights():
             return evaluate_tokens(
                 self.learner.model,
                 self.corpus.split(split),
                 split=split,
-                max_characters=max_characters,
+                max_tokens=max_tokens,
                 dtype=self.learner.dtype,
             )
 
@@ -36,7 +36,7 @@ class Validator:
         tokenizer, options = self.corpus.tokenizer, self.sampling
         prompt = tokenizer.encode(tokenizer.boundary + options.prompt, unknown="replace")
         unigram = self.corpus.token_counts("train")
-        with self.learner.averaged_weights():
+        with self.learner.with_ema_weights():
             pieces = stream_pieces(self.learner.model, tokenizer, prompt, options, unigram=unigram)
             texts = zip(*pieces, strict=True)
             return "\n".join(options.prompt + "".join(each) for each in texts)

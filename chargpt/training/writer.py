@@ -32,7 +32,7 @@ class RunWriter:
         self.saved_step: int | None = None
         self.disk_error: str | None = None
         self.tensorboard: TensorBoardLog | None = None
-        self.thread = ThreadPoolExecutor(1)  # starts with the first save from a GPU
+        self.executor = ThreadPoolExecutor(1)  # starts with the first save from a GPU
         if folder is not None and tensorboard:
             self.tensorboard = TensorBoardLog(folder.path / TENSORBOARD, 0)
 
@@ -87,7 +87,7 @@ class RunWriter:
             return None
 
         if not is_on_cpu:
-            return self.thread.submit(commit)
+            return self.executor.submit(commit)
         done: Future[Path | None] = Future()
         done.set_result(commit())
         return done

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from record import facts, write_record
+from record import environment, write_record
 
 from chargpt.inference.coding import compress, decompress, split_into_lanes
 from chargpt.inference.evaluation import evaluate_tokens
@@ -153,8 +153,8 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=200)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    record = {**facts(), "runs": [measure_run(path, arguments.texts) for path in arguments.runs]}
-    write_record(record, arguments.json)
+    runs = [measure_run(path, arguments.texts) for path in arguments.runs]
+    write_record({**environment(), "runs": runs}, arguments.json)
 
 
 if __name__ == "__main__":

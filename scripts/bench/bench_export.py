@@ -3,8 +3,8 @@
     python scripts/bench/bench_export.py RUN [RUN ...] [--json benchmarks/export.json]
 
 For each run and format: the largest difference of a log-probability on 64 prompts, whether the
-greedy text of 200 characters is the same, and the loss of the exported model (protocol full) on the
-first 20,000 characters of the validation split, beside that of the run. The page is measured in
+greedy text of 200 characters is the same, and the loss of the exported model (protocol blocks) on
+the first 20,000 characters of the validation split, beside that of the run. The page is measured in
 Chromium, which leaves out blocks that begin within a character that bytes spell; its greedy text is
 compared with that of `sample`.
 """
@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 from playwright.sync_api import Playwright, sync_playwright
-from record import facts, save_record, write_record
+from record import environment, save_record, write_record
 
 from chargpt.export import gguf, html, huggingface, onnx
 from chargpt.export.check import (
@@ -38,15 +38,15 @@ from chargpt.export.check import (
     prompts,
 )
 from chargpt.inference.evaluation import evaluate_tokens
-from chargpt.inference.sampling import sample
+from chargpt.inference.generation import sample
 from chargpt.models import build_model
 from chargpt.store.run import Run, load_run
 
 CHARACTERS = 20_000
 # starts another worker of the page
-START = """([worker, facts, weights]) => {
+START = """([worker, pageData, weights]) => {
   window.asked = new Worker(URL.createObjectURL(new Blob([worker])));
-  window.asked.postMessage({ facts: JSON.parse(facts), weights });
+  window.asked.postMessage({ pageData: JSON.parse(pageData), weights });
   window.askedCount = 0;
 }"""
 # asks that worker for a continuation; returns the records of all tokens
@@ -76,7 +76,7 @@ class PageInChromium:
         content = path.read_text(encoding="utf-8")
         found = [
             re.search(rf'<script[^>]* id="{name}">(.*?)</script>', content, re.DOTALL)
-            for name in ("worker", "facts", "weights")
+            for name in ("worker", "page-data", "weights")
         ]
         self.page.evaluate(START, [each[1] for each in found if each])
         self.name = f"Chromium {self.browser.version}"
@@ -116,7 +116,7 @@ class PageInChromium:
         size, theirs, ours, characters = run.model.block_size, 0.0, 0.0, 0
         for start in range(0, len(tokens) - 1, size):
             block = tokens[start : start + size + 1]
-            if block[0] >= run.model.first_continuation:
+            if block[0] >= run.model.first_continuation_byte:
                 continue  # the page begins at whole characters
             records = [*self.ask(block[:-1])[1:], *self.ask(block, is_new=False)]
             assert len(records) == len(block) - 1
@@ -150,7 +150,7 @@ def open_export(kind: str, run: Run, folder: Path) -> Iterator[Reader]:
 
 
 def full_loss(reader: Reader, run: Run, tokens: list[int]) -> float:
-    """Return the loss of protocol full in nats per character, from the reader's logits."""
+    """Return the loss of protocol blocks in nats per character, from the reader's logits."""
     size, losses = run.model.block_size, []
     for start in range(0, len(tokens) - 1, size):
         block = tokens[start : start + size]
@@ -215,8 +215,8 @@ def main() -> None:
         for kind in args.formats:
             rows.append(measure(run, kind))
             print(rows[-1], file=sys.stderr, flush=True)
-            save_record({**facts(), "rows": rows}, args.json)
-    write_record({**facts(), "rows": rows}, args.json)
+            save_record({**environment(), "rows": rows}, args.json)
+    write_record({**environment(), "rows": rows}, args.json)
 
 
 if __name__ == "__main__":

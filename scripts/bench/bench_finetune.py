@@ -5,7 +5,7 @@
 
 For each pair of texts and seed: a run of OLD for the long budget; then on NEW, from that run for
 the short budget, fresh for the short one, and fresh for both together. Losses are those of the
-validation splits in nats per character, protocol full, each by the run's own vocabulary; a fresh
+validation splits in nats per character, protocol blocks, each by the run's own vocabulary; a fresh
 run is scored on the characters of OLD that it knows, whose fraction is given.
 """
 
@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from record import facts, save_record, write_record
+from record import environment, save_record, write_record
 
 import chargpt
 from chargpt.inference.evaluation import evaluate_tokens
@@ -37,7 +37,7 @@ def train(text: str, budget: str, seed: int, out: Path, *more: str) -> Run:
 def loss(run: Run, text: str) -> float:
     """Return the loss on the characters of a text that a run knows."""
     tokens = run.tokenizer.encode(text, "skip")
-    return round(evaluate_tokens(run.model, tokens, max_characters=SCORED).nats_per_char, 4)
+    return round(evaluate_tokens(run.model, tokens, max_tokens=SCORED).nats_per_char, 4)
 
 
 def measure(pair: str, args: argparse.Namespace, seed: int, folder: Path) -> list[dict[str, Any]]:
@@ -108,8 +108,8 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 rows += measure(pair, args, seed, Path(folder))
             print(*rows[-4:], sep="\n", file=sys.stderr, flush=True)
-            save_record({**facts(), "means": means(rows), "rows": rows}, args.json)
-    write_record({**facts(), "means": means(rows), "rows": rows}, args.json)
+            save_record({**environment(), "means": means(rows), "rows": rows}, args.json)
+    write_record({**environment(), "means": means(rows), "rows": rows}, args.json)
 
 
 if __name__ == "__main__":

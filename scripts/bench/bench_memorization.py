@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from record import facts, write_record
+from record import environment, write_record
 
 from chargpt.analysis.memorization import find_overlap
 
@@ -60,7 +60,7 @@ def main() -> None:
         for overlap, length in zip(overlaps, planted, strict=True)
     )
     record = {
-        **facts(),
+        **environment(),
         "characters": len(training),
         "planted": N_TEXTS,
         "found": n_found,

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from record import facts, save_record, write_record
+from record import environment, save_record, write_record
 
 CHARGPT = [sys.executable, "-m", "chargpt"]
 SHOWN = ("6-gram", "gpt", "gpt + 8-gram", "gpt before")
@@ -36,7 +36,7 @@ def chargpt(*words: str, checkout: Path | None = None) -> str:
 
 
 def losses_of(run: Path, checkout: Path | None = None) -> dict[str, float]:
-    """Return the losses of a run and its baselines in nats per character, protocol full."""
+    """Return the losses of a run and its baselines in nats per character, protocol blocks."""
     compared = json.loads(chargpt("compare", str(run), "--json", checkout=checkout))
     losses: dict[str, float] = dict(compared.get("baselines", {}))
     for row in compared["rows"]:
@@ -106,8 +106,8 @@ def main() -> None:
             for seed in args.seeds:
                 rows.append(measure(text.absolute(), budget, seed, args.before))
                 print(rows[-1], file=sys.stderr, flush=True)
-                save_record({**facts(), "means": means(rows), "rows": rows}, args.json)
-    write_record({**facts(), "means": means(rows), "rows": rows}, args.json)
+                save_record({**environment(), "means": means(rows), "rows": rows}, args.json)
+    write_record({**environment(), "means": means(rows), "rows": rows}, args.json)
 
 
 if __name__ == "__main__":

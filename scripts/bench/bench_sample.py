@@ -1,14 +1,14 @@
-"""Benchmark of sampling: characters per second for one and many streams, beside others.
+"""Benchmark of sampling: characters per second for one and many sequences, beside others.
 
     python scripts/bench/bench_sample.py [--nanogpt DIR] [--llama] [--repeats 3]
         [--json benchmarks/sample.json]
 
-The model is that of the config `gpt`: 4 layers, width 128, 65 characters, block size 128; for 64
-streams also the block size 64 of nanoGPT's small CPU model. Weights are random, because speed does
-not depend on them. `--llama` also runs the exported model (f32) in llama.cpp, which evicts half of
-its context when that is full, as chargpt does. Every measurement is a process of its own, on this
-machine's best device for chargpt and on the CPU for the others. The first 20 characters are a
-warm-up and not timed.
+The model is that of the config `gpt`: 4 layers, width 128, 65 characters, block size 128; for
+64 sequences also the block size 64 of nanoGPT's small CPU model. Weights are random, because speed
+does not depend on them. `--llama` also runs the exported model (f32) in llama.cpp, which evicts
+half of its context when that is full, as chargpt does. Every measurement is a process of its own,
+on this machine's best device for chargpt and on the CPU for the others. The first 20 characters are
+a warm-up and not timed.
 """
 
 import argparse
@@ -20,47 +20,47 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from record import facts, save_record
+from record import environment, save_record
 
 CHARGPT = """
 import sys, time
 import torch
 from chargpt.config import ModelConfig, SampleConfig
 from chargpt.device import choose_device
-from chargpt.inference.sampling import stream_pieces
+from chargpt.inference.generation import stream_pieces
 from chargpt.models import build_model
 from chargpt.text.tokenizer import CharTokenizer
 
-streams, length, block_size = map(int, sys.argv[1:])
+sequences, length, block_size = map(int, sys.argv[1:])
 torch.manual_seed(0)
 model = build_model(ModelConfig(n_layer=4, n_head=2, n_embd=128, block_size=block_size), 65)
 torch.nn.init.normal_(model.head.weight, std=0.02)
 model.to(choose_device("auto")[0])
 tokenizer = CharTokenizer("".join(map(chr, range(40, 105))))
-options = SampleConfig(length=20 + length, num_samples=streams, seed=1)
+options = SampleConfig(length=20 + length, num_samples=sequences, seed=1)
 pieces = stream_pieces(model, tokenizer, tokenizer.encode("0"), options)
 for _ in range(20):
     next(pieces)
 start = time.perf_counter()
 count = sum(1 for _ in pieces)
-print(count * streams / (time.perf_counter() - start))
+print(count * sequences / (time.perf_counter() - start))
 """
 NANOGPT = """
 import sys, time
 import torch
 from model import GPT, GPTConfig
 
-streams, length, block_size = map(int, sys.argv[1:])
+sequences, length, block_size = map(int, sys.argv[1:])
 torch.manual_seed(0)
 config = GPTConfig(block_size=block_size, vocab_size=65, n_layer=4, n_head=4, n_embd=128,
                    dropout=0.0, bias=False)
 model = GPT(config).eval()
-prompt = torch.zeros(streams, 1, dtype=torch.long)
+prompt = torch.zeros(sequences, 1, dtype=torch.long)
 with torch.no_grad():
     model.generate(prompt, 20, temperature=0.8, top_k=200)
     start = time.perf_counter()
     model.generate(prompt, length, temperature=0.8, top_k=200)
-print(streams * length / (time.perf_counter() - start))
+print(sequences * length / (time.perf_counter() - start))
 """
 LLAMA = """
 import sys, tempfile, time
@@ -98,18 +98,18 @@ start = time.perf_counter()
 complete(length)
 print(length / (time.perf_counter() - start))
 """
-CASES = {  # streams, characters of each, block size
-    "1 stream, 2,000 characters": (1, 2_000, 128),
-    "1 stream": (1, 20_000, 128),
-    "16 streams": (16, 5_000, 128),
-    "64 streams": (64, 2_000, 128),
-    "64 streams, block 64": (64, 2_000, 64),
+CASES = {  # sequences, characters of each, block size
+    "1 sequence, 2,000 characters": (1, 2_000, 128),
+    "1 sequence": (1, 20_000, 128),
+    "16 sequences": (16, 5_000, 128),
+    "64 sequences": (64, 2_000, 128),
+    "64 sequences, block 64": (64, 2_000, 64),
 }
-NANOGPT_CASES = {"nanoGPT, 1 stream": (1, 500, 64), "nanoGPT, 64 streams": (64, 100, 64)}
+NANOGPT_CASES = {"nanoGPT, 1 sequence": (1, 500, 64), "nanoGPT, 64 sequences": (64, 100, 64)}
 LLAMA_CASES = {  # threads, characters, block size: llama.cpp has no smaller context
-    "1 stream, 2,000 characters, block 256": (1, 2_000, 256),
-    "llama.cpp, 1 stream, 1 thread": (1, 2_000, 256),
-    "llama.cpp, 1 stream, 2 threads": (2, 2_000, 256),
+    "1 sequence, 2,000 characters, block 256": (1, 2_000, 256),
+    "llama.cpp, 1 sequence, 1 thread": (1, 2_000, 256),
+    "llama.cpp, 1 sequence, 2 threads": (2, 2_000, 256),
 }
 
 
@@ -118,7 +118,7 @@ def measure(program: str, case: tuple[int, int, int], nanogpt: Path | None = Non
 
     Args:
         program: CHARGPT, NANOGPT or LLAMA.
-        case: streams (of llama.cpp threads), characters of each, block size.
+        case: sequences (of llama.cpp threads), characters of each, block size.
         nanogpt: nanoGPT's checkout, to import from.
     """
     paths = [str(nanogpt), *sys.path[1:]] if nanogpt else sys.path[1:]
@@ -160,7 +160,7 @@ def record_of(speeds: dict[str, list[float]]) -> dict[str, Any]:
     """Return the record of the measurements so far."""
     medians = {name: round(statistics.median(values)) for name, values in speeds.items()}
     record = {
-        **facts(),
+        **environment(),
         "characters_per_second": medians,
         "all": {name: [round(value) for value in values] for name, values in speeds.items()},
     }

@@ -9,8 +9,8 @@ stopped after N seconds if they are given: its best checkpoint until then is sco
 written after every run.
 Each of --ours is what follows `chargpt train TEXT -s seed=N`, N being the pair's number. A time
 is that of a whole process, from a cold start to its end with the checkpoint saved; scoring comes
-after. Both are scored by chargpt's `full` protocol on the same last tenth, nanoGPT at its own block
-size. The picture has nanoGPT's own estimates along the way beside them.
+after. Both are scored by chargpt's `blocks` protocol on the same last tenth, nanoGPT at its own
+block size. The picture has nanoGPT's own estimates along the way beside them.
 """
 
 import argparse
@@ -28,7 +28,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from record import facts, save_record
+from record import environment, save_record
 
 SMALL = (
     "--device=cpu --compile=False --eval_iters=20 --log_interval=1 --block_size=64 "
@@ -178,7 +178,7 @@ def run_nanogpt(
     result = {
         "seconds": training,
         "prepare_seconds": preparing,
-        "full": found["nats_per_char"],
+        "blocks": found["nats_per_char"],
         "iterations": iterations[-1],
     }
     return result | {"curve": curve_of(log, training)}
@@ -209,10 +209,10 @@ def draw(results: dict[str, dict[str, Any]], curve: list[tuple[float, float]], p
     if curve:
         axes.plot(*zip(*curve[1:], strict=True), "o-", color="#D55E00", label="nanoGPT")
     ours = [result for name, result in results.items() if name != "nanoGPT"]
-    medians = sorted((result["seconds"], result["full"]) for result in ours)
+    medians = sorted((result["seconds"], result["blocks"]) for result in ours)
     axes.plot(*zip(*medians, strict=True), "o-", color="#0072B2", label="chargpt --budget")
     for result in ours:
-        points = [(run["seconds"], run["full"]) for run in result["runs"]]
+        points = [(run["seconds"], run["blocks"]) for run in result["runs"]]
         axes.plot(*zip(*points, strict=True), ".", color="#0072B2", alpha=0.4)
     axes.set(xscale="log", xlabel="seconds, whole process", ylabel="validation loss (nats/char)")
     axes.xaxis.set_major_formatter("{x:g}")
@@ -236,7 +236,7 @@ def main() -> None:
     parser.add_argument("--recipe", choices=RECIPES, default="cpu")
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--ours", action="append", default=[])
-    parser.add_argument("--protocols", nargs="+", default=["full", "sliding", "nanogpt"])
+    parser.add_argument("--protocols", nargs="+", default=["blocks", "sliding", "nanogpt"])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--peer-seconds", type=float)
@@ -278,8 +278,8 @@ def record_of(
     for name, result in summaries.items():
         if peer and name != "nanoGPT":
             result["time_against_nanogpt"] = round(peer["seconds"] / result["seconds"], 2)
-            result["nats_below_nanogpt"] = round(peer["full"] - result["full"], 4)
-    return {**facts(), "text": text.name, "results": summaries, "nanogpt_curve": curve}
+            result["nats_below_nanogpt"] = round(peer["blocks"] - result["blocks"], 4)
+    return {**environment(), "text": text.name, "results": summaries, "nanogpt_curve": curve}
 
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@
         [--settings text.rare=keep ""] [--json benchmarks/vocabulary.json]
 
 Each case is a whole `chargpt train --budget` process with some settings; "" is the default. Losses
-are per character over characters spread evenly over the validation split, protocol full, none left
-out. With the last run of the default, random Unicode strings are encoded and decoded, and samples
-are drawn and searched for broken characters.
+are per character over characters spread evenly over the validation split, protocol blocks, none
+left out. With the last run of the default, random Unicode strings are encoded and decoded, and
+samples are drawn and searched for broken characters.
 """
 
 import argparse
@@ -20,10 +20,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from record import facts, save_record, write_record
+from record import environment, save_record, write_record
 
 from chargpt.inference.evaluation import evaluate_tokens
-from chargpt.inference.sampling import sample
+from chargpt.inference.generation import sample
 from chargpt.store.run import Run, load_run
 from chargpt.text.tokenizer import REPLACEMENT
 
@@ -44,7 +44,7 @@ def measure(run: Run) -> dict[str, Any]:
     """Return size, speed and loss of a run."""
     corpus, config = run.corpus(), run.config
     n_tokens = run.step * config.train.batch_size * config.model.block_size
-    result = evaluate_tokens(run.model, corpus.split("val"), max_characters=SCORED)
+    result = evaluate_tokens(run.model, corpus.split("val"), max_tokens=SCORED)
     return {
         "vocabulary": run.model.vocab_size,
         "model": f"{config.model.n_layer} x {config.model.n_embd}",
@@ -111,7 +111,7 @@ def main() -> None:
                     checked = check(run)
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
             found = {"text": args.text.name, "bytes": args.text.stat().st_size}
-            record = {**facts(), **found, "budget": args.budget, "means": means(rows)}
+            record = {**environment(), **found, "budget": args.budget, "means": means(rows)}
             save_record({**record, "checked": checked, "rows": rows}, args.json)
     write_record({**record, "checked": checked, "rows": rows}, args.json)
 

@@ -34,7 +34,7 @@ def summary() -> list[str]:
     """Return the table of the README, at most eight rows."""
     train, budgets = record("train"), record("budgets")
     nanogpt = train["results"][NANOGPT]
-    peer = f"{nanogpt['full']:.3f} nats/char in {nanogpt['seconds']:.0f} s"
+    peer = f"{nanogpt['blocks']:.3f} nats/char in {nanogpt['seconds']:.0f} s"
     lines = ["| task | chargpt | for comparison |", "|---|---|---|"]
     for found, time, other in (
         (train, "6s", f"nanoGPT's CPU recipe: {peer}"),
@@ -43,16 +43,16 @@ def summary() -> list[str]:
         (record("ten-minutes"), "10m", ""),
     ):
         result = found["results"][f"chargpt train --budget {time}"]
-        losses = [run["full"] for run in result["runs"]]
-        mean = statistics.mean(losses) if found is budgets else result["full"]
+        losses = [run["blocks"] for run in result["runs"]]
+        mean = statistics.mean(losses) if found is budgets else result["blocks"]
         lines.append(
             f"| train with `--budget {time}` | {mean:.3f} nats/char in {result['seconds']:.0f} s "
             f"| {other} |"
         )
     speeds = record("sample")["characters_per_second"]
     for name, ours, theirs in (
-        ("sample 2,000 characters", "1 stream, 2,000 characters", "1 stream"),
-        ("sample 64 texts at once", "64 streams", "64 streams"),
+        ("sample 2,000 characters", "1 sequence, 2,000 characters", "1 sequence"),
+        ("sample 64 texts at once", "64 sequences", "64 sequences"),
     ):
         lines.append(
             f"| {name} | {speeds[ours]:,} characters/s "
@@ -69,7 +69,7 @@ def summary() -> list[str]:
     ]
     about = (
         f"Tiny Shakespeare (1.1 MB) on {train['hardware']}, {train['date']}; loss of the "
-        "validation split, protocol `full`; training times are those of the whole command."
+        "validation split, protocol `blocks`; training times are those of the whole command."
     )
     return [about, "", *lines]
 
@@ -82,7 +82,7 @@ def training(found: dict[str, Any]) -> list[str]:
         f"{len(found['results'][NANOGPT]['runs'])} runs of each, interleaved. Loss in nats per "
         "character on the validation split.",
         "",
-        "| | seconds | `full` | `sliding` | of the matrix peak | against nanoGPT's CPU recipe |",
+        "| | seconds | `blocks` | `sliding` | of the matrix peak | against nanoGPT's CPU recipe |",
         "|---|---|---|---|---|---|",
     ]
     for name, result in found["results"].items():
@@ -95,7 +95,7 @@ def training(found: dict[str, Any]) -> list[str]:
             against = f"{faster:.1f} times as fast, {abs(lower):.3f} nats {word}"
             name = f"`{name}`"
         lines.append(
-            f"| {name} | {result['seconds']:.1f} | {result['full']:.4f} | {sliding} | {fraction} "
+            f"| {name} | {result['seconds']:.1f} | {result['blocks']:.4f} | {sliding} | {fraction} "
             f"| {against} |"
         )
     peaks = [
@@ -112,12 +112,12 @@ def training(found: dict[str, Any]) -> list[str]:
 
 def other_times(*records: dict[str, Any]) -> list[str]:
     """Return the lines on other time budgets, one row each."""
-    lines = ["| | seconds | `full` | `sliding` | `nanogpt` | runs |", "|---|---|---|---|---|---|"]
+    lines = ["| | seconds | `blocks` | `sliding` | `nanogpt` | runs |", "|---|---|---|---|---|---|"]
     for name, result in (item for found in records for item in found["results"].items()):
         if name == NANOGPT:
             continue
         losses = []
-        for protocol in ("full", "sliding", "nanogpt"):
+        for protocol in ("blocks", "sliding", "nanogpt"):
             values = [run[protocol] for run in result["runs"] if protocol in run]
             if not values:
                 losses.append("")
@@ -136,7 +136,7 @@ def busy(found: dict[str, Any]) -> list[str]:
     lines = [
         f"Beside processes that loop without end ({found['hardware']}, {found['date']}):",
         "",
-        "| busy processes | budget | seconds | steps | threads at the end | `full` |",
+        "| busy processes | budget | seconds | steps | threads at the end | `blocks` |",
         "|---|---|---|---|---|---|",
     ]
     lines += [
@@ -152,7 +152,7 @@ def sampling(found: dict[str, Any]) -> list[str]:
     speeds = found["characters_per_second"]
     parts = [f"{name}: {speed:,}" for name, speed in speeds.items()]
     return [
-        f"Characters per second of all streams together, model of the config `gpt`, "
+        f"Characters per second of all sequences together, model of the config `gpt`, "
         f"{found['date']}: {'; '.join(parts)}.",
         "",
         f"`{command(found)}`",
@@ -227,7 +227,7 @@ def mixture(*records: dict[str, Any]) -> list[str]:
     models = ["6-gram", "gpt", "gpt before", "gpt + 8-gram"]
     head = ["text", "budget", "seeds", *models, "below the better one", "commit", "hardware"]
     return [
-        "Nats per character of the whole validation splits, protocol `full`, means of the seeds "
+        "Nats per character of the whole validation splits, protocol `blocks`, means of the seeds "
         f"({records[-1]['date']}). *gpt before* is commit 1f6a672, without mixtures, trained in "
         "turn with the others. [LOG.md](LOG.md) describes the texts, and has both versions at the "
         "same time, since the machine's speed varies.",
@@ -317,7 +317,7 @@ def exports(found: dict[str, Any], imported: dict[str, Any], speed: dict[str, An
     return [
         "Exported models beside their runs, by the programs that open them: the largest difference "
         "of a log-probability on 64 prompts, the greedy text of 200 characters, and the loss of "
-        "20,000 validation characters in nats per character, protocol `full` "
+        "20,000 validation characters in nats per character, protocol `blocks` "
         f"({found['date']}).",
         "",
         *table([*head, "loss", "loss of the run"], rows),

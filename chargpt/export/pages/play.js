@@ -1,11 +1,11 @@
 "use strict";
 const element = (id) => document.getElementById(id);
-const facts = JSON.parse(element("facts").textContent);
-const vocabulary = [...facts.tokenizer.characters], ids = new Map(vocabulary.map((character, id) => [character, id]));
-const byteIds = new Map(facts.bytes.map((byte, index) => [byte, vocabulary.length + index]));
+const pageData = JSON.parse(element("page-data").textContent);
+const vocabulary = [...pageData.tokenizer.characters], ids = new Map(vocabulary.map((character, id) => [character, id]));
+const byteIds = new Map(pageData.bytes.map((byte, index) => [byte, vocabulary.length + index]));
 const graphemes = new Intl.Segmenter(undefined, { granularity: "grapheme" }), utf8 = new TextDecoder();
 const form = element("form"), prompt = element("prompt"), view = element("view"), end = element("end");
-let tokens = [], hidden = 0;  // what the model reads; how many at the start are not part of the text
+let tokens = [], prefixLength = 0;  // what the model reads; how many at the start are not part of the text
 let records = [];  // surprisal and predictions of each token, as the worker reports them
 let spans = [], owners = [];  // graphemes as {node, from, to}; the one of each token
 let at = null, isPinned = false;  // the chosen token, null for the next one; whether the pointer chooses no other
@@ -15,7 +15,7 @@ let written = "", writtenFrom = 0;  // the text that the model last put into the
 
 const source = new Blob([element("worker").textContent], { type: "text/javascript" });
 const worker = new Worker(URL.createObjectURL(source));
-worker.postMessage({ facts, weights: element("weights").textContent });
+worker.postMessage({ pageData, weights: element("weights").textContent });
 element("weights").remove();
 
 function newSeed() {
@@ -32,7 +32,7 @@ function encode(text) {
       for (const byte of new TextEncoder().encode(character)) found.push(byteIds.get(byte));
     } else {
       missing.add(character);
-      if (facts.tokenizer.unknown) found.push(vocabulary.length);
+      if (pageData.tokenizer.unknown) found.push(vocabulary.length);
     }
   }
   return [found, missing];
@@ -42,7 +42,7 @@ function characters(ofTokens, from) {  // {text, from, to}, byte tokens joined; 
   const found = [];
   let bytes = [];
   for (let i = from; i < ofTokens.length; i++) {
-    const byte = facts.bytes[ofTokens[i] - vocabulary.length];
+    const byte = pageData.bytes[ofTokens[i] - vocabulary.length];
     if (byte === undefined) found.push({ text: vocabulary[ofTokens[i]] ?? "\ufffd", from: i, to: i + 1 });
     else if (bytes.push(byte) === byteCount(bytes[0])) {
       found.push({ text: utf8.decode(Uint8Array.from(bytes)), from: i + 1 - bytes.length, to: i + 1 });
@@ -72,7 +72,7 @@ function shown(segment) {  // a grapheme as it is displayed
 }
 
 function name(token) {
-  const byte = facts.bytes[token - vocabulary.length];
+  const byte = pageData.bytes[token - vocabulary.length];
   if (byte >= 0x80) return `byte ${byte.toString(16).toUpperCase()}`;
   const character = byte === undefined ? vocabulary[token] : String.fromCharCode(byte);
   if (character === undefined) return "unknown";
@@ -90,7 +90,7 @@ function isolated(words) {  // so that their direction does not change the sente
 function draw(from) {  // those of the tokens from an index on; the one before may grow
   while (spans.length && spans.at(-1).to > from) spans.pop().node.remove();
   spans.pop()?.node.remove();
-  owners.length = spans.at(-1)?.to ?? hidden;
+  owners.length = spans.at(-1)?.to ?? prefixLength;
   const found = characters(tokens, owners.length);
   let which = 0;
   for (const { segment } of graphemes.segment(found.map((each) => each.text).join(""))) {
@@ -113,7 +113,7 @@ function shade(span) {
   const own = records.slice(span.from, span.to).filter((record) => record);
   const sampled = own.filter((record) => record.isSampled);
   const bits = Math.max(0, ...own.map((record) => record.bits ?? 0));
-  const level = facts.thresholds.filter((least) => bits >= least).length;
+  const level = pageData.thresholds.filter((least) => bits >= least).length;
   span.node.className = `s${level} ${sampled.length ? (sampled[0].isPreview ? "preview" : "") : "typed"}`;
 }
 
@@ -136,12 +136,12 @@ function read(given, length, { isPreview: preview = false, seed = 0 } = {}) {
 
 function promptTokens() {  // and says which characters are not in the vocabulary
   const text = written.replace(/\r\n?/g, "\n") === prompt.value ? written : prompt.value;
-  const isLonger = hidden && written && text.startsWith(written);  // than what began without a prompt
-  const start = isLonger || !text ? facts.start : facts.tokenizer.boundary ?? "";
-  hidden = [...start].length;
+  const isLonger = prefixLength && written && text.startsWith(written);  // than what began without a prompt
+  const start = isLonger || !text ? pageData.start : pageData.tokenizer.boundary ?? "";
+  prefixLength = [...start].length;
   const [found, missing] = encode(start + text);
   const names = [...missing].slice(0, 5).map((character) => `\u2068${character === " " ? "space" : sign(character)}\u2069`).join(", ");
-  const done = facts.tokenizer.unknown ? "read as unknown" : "left out", others = missing.size > 5 ? " and others" : "";
+  const done = pageData.tokenizer.unknown ? "read as unknown" : "left out", others = missing.size > 5 ? " and others" : "";
   element("missing").textContent = missing.size ? `Not in the vocabulary and ${done}: ${names}${others}.` : "";
   return found;
 }
@@ -210,7 +210,7 @@ worker.onmessage = ({ data }) => {
 worker.onerror = () => say("This browser does not run the model; another one may.");
 
 function showText() {  // in the field
-  written = textOf(tokens, hidden);
+  written = textOf(tokens, prefixLength);
   prompt.value = written;
   prompt.scrollTop = prompt.scrollHeight;
 }
@@ -247,7 +247,7 @@ function choose(token) {  // null: the next one
   for (const [other, prob, mayCome] of record?.top ?? []) {
     const button = document.createElement("button");
     button.type = "button";
-    button.disabled = !mayCome || other === facts.boundary_id;
+    button.disabled = !mayCome || other === pageData.boundary_id;
     button.style.setProperty("--prob", `${100 * prob}%`);
     button.setAttribute("aria-pressed", other === record.token);
     button.append(isolated(name(other)), ` ${(100 * prob).toFixed(1)}%`);
@@ -289,11 +289,11 @@ function showAttention(answer) {
 function showWeights() {  // of each grapheme, the mean over the selected layers and heads
   for (const { node } of spans) node.style.removeProperty("--weight");
   const perSpan = new Map(), [layer, head] = [element("layer").value, element("head").value];
-  const { n_layer: layers, n_head: heads } = facts.model, { start, size, weights } = attention ?? { size: 0 };
+  const { n_layer: layers, n_head: heads } = pageData.model, { start, size, weights } = attention ?? { size: 0 };
   const rows = Array.from({ length: layers * heads }, (_, row) => row).filter((row) =>
     (layer === "" || Math.floor(row / heads) === Number(layer)) && (head === "" || row % heads === Number(head)));
   for (let s = 0; s < size; s++) {
-    const span = start + s >= hidden ? owners[start + s] : undefined;
+    const span = start + s >= prefixLength ? owners[start + s] : undefined;
     const sum = rows.reduce((total, row) => total + weights[row * size + s] / 255, 0);
     if (span) perSpan.set(span, (perSpan.get(span) ?? 0) + sum / rows.length);
   }
@@ -308,7 +308,7 @@ function showWeights() {  // of each grapheme, the mean over the selected layers
 // --- input
 
 function move(step) {
-  choose(Math.max(hidden, Math.min(tokens.length, (at ?? tokens.length) + step)));
+  choose(Math.max(prefixLength, Math.min(tokens.length, (at ?? tokens.length) + step)));
   view.querySelector(".at")?.scrollIntoView({ block: "nearest" });
 }
 

@@ -4,25 +4,25 @@
 // size, S = cached tokens. A matrix is (outputs, inputs), row by row, as in PyTorch.
 const N_TOP = 8;  // most likely tokens that are reported
 const CHUNK_MS = 20;  // between two messages to the page, when those from it are received
-const MAX_PATTERN_BYTES = 1 << 27;  // of the attention weights that are kept, of the last tokens
-let facts, characters, weight, L, C, H, D, K, V, cos, sin, keys, values;
-let tokens = [], patterns = [];  // all tokens read; {start, size = S, weights (L, H, S)} of each
+const MAX_ATTENTION_BYTES = 1 << 27;  // of the attention weights that are kept, of the last tokens
+let pageData, characters, weight, L, C, H, D, K, V, cos, sin, keys, values;
+let tokens = [], attentionRows = [];  // all tokens read; {start, size = S, weights (L, H, S)} of each
 let length = 0;  // cached tokens
 let logits = null;  // of the next token, (V); null if the text has not begun
 let state = 0;  // of the UTF-8 decoder, 0 between characters
 let active = 0;  // id of the request that is answered
 
-function load({ facts: given, weights }) {
-  facts = given;
-  ({ n_layer: L, n_embd: C, n_head: H, block_size: K } = facts.model);
-  [D, V, characters] = [C / H, facts.vocab_size, [...facts.tokenizer.characters].length];
+function load({ pageData: given, weights }) {
+  pageData = given;
+  ({ n_layer: L, n_embd: C, n_head: H, block_size: K } = pageData.model);
+  [D, V, characters] = [C / H, pageData.vocab_size, [...pageData.tokenizer.characters].length];
   const table = Float32Array.from({ length: 1 << 16 }, (_, bits) => halfToFloat(bits));
   const bytes = atob(weights), all = new Float32Array(bytes.length / 2);
   for (let i = 0; i < all.length; i++) all[i] = table[bytes.charCodeAt(2 * i) | (bytes.charCodeAt(2 * i + 1) << 8)];
   weight = {};
   let at = 0;
-  for (const [name, size] of facts.tensors) weight[name] = all.subarray(at, (at += size));
-  const angle = (_, i) => Math.floor(i / (D / 2)) * facts.model.rope_theta ** (-2 * (i % (D / 2)) / D);
+  for (const [name, size] of pageData.tensors) weight[name] = all.subarray(at, (at += size));
+  const angle = (_, i) => Math.floor(i / (D / 2)) * pageData.model.rope_theta ** (-2 * (i % (D / 2)) / D);
   const angles = Float64Array.from({ length: K * D / 2 }, angle);  // (K, D / 2)
   [cos, sin] = [Float32Array.from(angles, Math.cos), Float32Array.from(angles, Math.sin)];
   [keys, values] = [0, 1].map(() => Array.from({ length: L }, () => new Float32Array(K * C)));  // (L, K, C)
@@ -36,7 +36,7 @@ function halfToFloat(bits) {
 function forward(token) {  // appends a token to the cache; returns the logits of the next one, (V)
   if (length === K) evictOldestHalf();
   const x = Float64Array.from(weight["embedding.weight"].subarray(token * C, (token + 1) * C));  // (C)
-  const pattern = new Uint8Array(L * H * (length + 1));  // attention weights in 255ths
+  const attentionRow = new Uint8Array(L * H * (length + 1));  // attention weights in 255ths
   for (let layer = 0; layer < L; layer++) {
     const of = (name) => weight[`blocks.${layer}.${name}.weight`];
     const a = norm(x, of("attention_norm"));
@@ -45,15 +45,15 @@ function forward(token) {  // appends a token to the cache; returns the logits o
     rope(headNorm(k, of("attention.key_norm")), 0, length, 1);
     keys[layer].set(k, length * C);
     values[layer].set(v, length * C);
-    add(x, linear(of("attention.output"), attend(layer, q, pattern)));
+    add(x, linear(of("attention.output"), attend(layer, q, attentionRow)));
     const m = norm(x, of("mlp_norm"));
     const gate = linear(of("mlp.gate"), m), up = linear(of("mlp.up"), m);  // (F)
     for (let i = 0; i < up.length; i++) up[i] *= gate[i] / (1 + Math.exp(-gate[i]));
     add(x, linear(of("mlp.down"), up));
   }
   length++;
-  patterns.push({ start: tokens.length + 1 - length, size: length, weights: pattern });
-  delete patterns[patterns.length - 1 - Math.floor(MAX_PATTERN_BYTES / (L * H * K))];
+  attentionRows.push({ start: tokens.length + 1 - length, size: length, weights: attentionRow });
+  delete attentionRows[attentionRows.length - 1 - Math.floor(MAX_ATTENTION_BYTES / (L * H * K))];
   return linear(weight["head.weight"], norm(x, weight["norm.weight"]));
 }
 
@@ -78,7 +78,7 @@ function linear(matrix, x) {  // four rows at once, so that each x[i] is read fo
 function norm(x, scale, from = 0, out = new Float64Array(x.length)) {  // RMSNorm over scale.length channels
   let squares = 0;
   for (let i = 0; i < scale.length; i++) squares += x[from + i] ** 2;
-  const inverse = 1 / Math.sqrt(squares / scale.length + facts.norm_eps);
+  const inverse = 1 / Math.sqrt(squares / scale.length + pageData.norm_eps);
   for (let i = 0; i < scale.length; i++) out[from + i] = x[from + i] * inverse * scale[i];
   return out;
 }
@@ -99,7 +99,7 @@ function rope(x, from, position, sign) {  // rotates channels i and i + D / 2 of
   }
 }
 
-function attend(layer, q, pattern) {  // attention over the S cached tokens, (C)
+function attend(layer, q, attentionRow) {  // attention over the S cached tokens, (C)
   const k = keys[layer], v = values[layer], S = length + 1;
   const out = new Float64Array(C), probs = new Float64Array(S);
   for (let head = 0; head < H; head++) {
@@ -114,7 +114,7 @@ function attend(layer, q, pattern) {  // attention over the S cached tokens, (C)
     for (let s = 0; s < S; s++) sum += probs[s] = Math.exp(probs[s] - max);
     for (let s = 0; s < S; s++) {
       const prob = probs[s] / sum;
-      pattern[(layer * H + head) * S + s] = Math.round(255 * prob);
+      attentionRow[(layer * H + head) * S + s] = Math.round(255 * prob);
       for (let i = channel, j = s * C + channel; i < channel + D; i++, j++) out[i] += prob * v[j];
     }
   }
@@ -163,8 +163,8 @@ function top(probs) {  // [token, probability, may it come here], the most likel
 function follow(from, token) {  // the state of UTF-8 after a token, -1 where it may not come
   const byte = token - characters;
   if (byte < 0) return from === 0 ? 0 : -1;
-  const value = facts.bytes[byte];  // none for the unknown token
-  const rule = facts.transitions.find(([s, low, high]) => s === from && low <= value && value <= high);
+  const value = pageData.bytes[byte];  // none for the unknown token
+  const rule = pageData.transitions.find(([s, low, high]) => s === from && low <= value && value <= high);
   return rule ? rule[3] : -1;
 }
 
@@ -204,14 +204,14 @@ function rewind(prompt) {  // keeps what the cache shares with a prompt; returns
   let first = length;
   if (!length) {
     first = Math.max(0, prompt.length - K);
-    const whole = prompt.slice(first).findIndex((token) => token < facts.first_continuation);
+    const whole = prompt.slice(first).findIndex((token) => token < pageData.first_continuation_byte);
     first += Math.max(0, whole);
   }
   tokens = prompt.slice(0, first);
-  patterns.length = first;
+  attentionRows.length = first;
   state = tokens.reduce((from, token) => Math.max(0, follow(from, token)), 0);
   // without a start token, the first character has its frequency in the training split
-  logits = !first && facts.counts ? Float64Array.from(facts.counts, Math.log) : null;
+  logits = !first && pageData.counts ? Float64Array.from(pageData.counts, Math.log) : null;
   if (length) feed(prompt[first++], false);
   return first;
 }
@@ -221,7 +221,7 @@ function* generate(request) {  // prefill, then sampling; yields a record of eac
   for (let count = 0; count < request.length; count += state === 0) {
     const scores = logits ?? new Float64Array(V);
     const token = sample(scores, state, uniform(request.seed, tokens.length), request);
-    if (token === facts.boundary_id) return;  // the document ends
+    if (token === pageData.boundary_id) return;  // the document ends
     yield feed(token, true);
   }
 }
@@ -230,10 +230,10 @@ function generateBigram(request) {  // the continuation by the bigram of the tra
   const found = [];
   let last = request.tokens.at(-1), from = 0;
   for (let count = 0; count < request.length; count += from === 0) {
-    const scores = new Float64Array(V).fill(Math.log(facts.bigram.alpha)), row = facts.bigram.rows[last] ?? [];
-    for (let i = 0; i < row.length; i += 2) scores[row[i]] = Math.log(row[i + 1] + facts.bigram.alpha);
+    const scores = new Float64Array(V).fill(Math.log(pageData.bigram.alpha)), row = pageData.bigram.rows[last] ?? [];
+    for (let i = 0; i < row.length; i += 2) scores[row[i]] = Math.log(row[i + 1] + pageData.bigram.alpha);
     last = sample(scores, from, uniform(request.seed, request.tokens.length + found.length), request);
-    if (last === facts.boundary_id) break;
+    if (last === pageData.boundary_id) break;
     found.push(last);
     from = follow(from, last);
   }
@@ -252,7 +252,7 @@ async function run(request) {
       isDone = done;
     }
     const next = isDone && logits ? top(softmax(logits)) : [];
-    const bigram = isDone && facts.bigram && request.length ? generateBigram(request) : null;
+    const bigram = isDone && pageData.bigram && request.length ? generateBigram(request) : null;
     postMessage({ id: request.id, batch, isDone, next, bigram });
   }
 }
@@ -260,5 +260,5 @@ async function run(request) {
 onmessage = ({ data }) => {
   if (data.weights) load(data);
   else if (data.tokens) run(data);
-  else postMessage({ attention: data.attention, ...patterns[data.attention] });
+  else postMessage({ attention: data.attention, ...attentionRows[data.attention] });
 };

@@ -1,9 +1,9 @@
-"""Incremental decoders: one token of N streams in, the logits of their next tokens out.
+"""Incremental decoders: one token of N sequences in, the logits of their next tokens out.
 
 On a CPU a GPT with full attention, QK-norm and SwiGLU is decoded by numpy (numpy_decoder.py). All
 other models run their own forward pass with a KV cache, a GPT on CUDA as a graph
-(model_decoder.py). Few streams of a small model on a GPU are launch-bound: there the faster of both
-is measured.
+(model_decoder.py). Few sequences of a small model on a GPU are launch-bound: there the faster of
+both is measured.
 """
 
 import time
@@ -22,32 +22,32 @@ from chargpt.text.tokenizer import TokenIds
 
 
 class Decoder(Protocol):
-    """Incremental decoder of N streams with a KV cache.
+    """Incremental decoder of N sequences with a KV cache.
 
-    The cache stores at most `block_size` tokens a stream. When it is full, the next step first
+    The cache stores at most `block_size` tokens a sequence. When it is full, the next step first
     evicts the older half; keys and values of the newer half are not recomputed (but for a GPT-2,
     whose positions are absolute). So once the block is full, every token is predicted from more
     than half a block of context.
     """
 
     def step(self, tokens: TokenIds) -> npt.NDArray[np.float32]:
-        """Append one token a stream, (N,); return the logits of the next ones, (N, V)."""
+        """Append one token a sequence, (N,); return the logits of the next ones, (N, V)."""
         ...
 
 
-MAX_CPU_WORK = 100_000_000  # parameters x streams: beyond it the CPU is not tried beside a GPU
+MAX_CPU_WORK = 100_000_000  # parameters x sequences: beyond it the CPU is not tried beside a GPU
 TRIAL_STEPS = 10  # after two, which capture a graph and load kernels
 
 
 def build_decoder(
     model: LanguageModel, num_streams: int, prefilled: KVCache | None = None
 ) -> Decoder:
-    """Return the fastest decoder for a model: on its device, or on the CPU for few small streams.
+    """Return the fastest decoder for a model: on its device, or on the CPU for few small sequences.
 
     Args:
         model: in evaluation mode. `NumpyDecoder` copies its weights, others read them at each step.
         num_streams: N.
-        prefilled: cache of one sequence, which every stream continues; empty by default.
+        prefilled: cache of one sequence, which every sequence continues; empty by default.
     """
     candidates: list[Callable[..., Decoder]] = []
     is_on_cpu = model.device.type == "cpu"

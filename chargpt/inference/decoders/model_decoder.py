@@ -1,6 +1,6 @@
 """Decoders that run a model's own forward pass with a KV cache.
 
-Shapes in this file: N = streams, V = vocabulary size.
+Shapes in this file: N = sequences, V = vocabulary size.
 """
 
 import logging
@@ -37,7 +37,7 @@ class ModelDecoder:
 
     @torch.inference_mode()
     def step(self, tokens: TokenIds) -> npt.NDArray[np.float32]:
-        """Append one token a stream, (N,); return the logits of the next ones, (N, V)."""
+        """Append one token a sequence, (N,); return the logits of the next ones, (N, V)."""
         if self.cache.length == self.model.block_size:
             self.model.evict_oldest_half(self.cache)
         logits = self._forward(torch.from_numpy(tokens[:, None]))

@@ -1,10 +1,10 @@
-"""CPU decoder of a GPT in numpy: the steps of models/gpt.py, for one token a stream.
+"""CPU decoder of a GPT in numpy: the steps of models/gpt.py, for one token a sequence.
 
 With about a million multiplications a token, the overhead of each operation dominates, and
 numpy's is far smaller than torch's. The layout of the weights (numpy_weights.py) leaves few
 operations, and the first layer's q, k and v, which depend only on the token, are a table.
 
-Shapes in this file: N = streams (the axis is absent for a single stream, which is faster),
+Shapes in this file: N = sequences (the axis is absent for a single sequence, which is faster),
 S = cached tokens, L = layers, C = n_embd, H = n_head, D = C / H, F = mlp_width, V = vocabulary
 size, K = block size.
 """
@@ -28,7 +28,7 @@ class NumpyDecoder:
     """CPU decoder of a GPT with full attention, QK-norm and an MLP.
 
     Attributes:
-        length: number of cached tokens of each stream, at most the block size.
+        length: number of cached tokens of each sequence, at most the block size.
     """
 
     def __init__(self, model: GPT, num_streams: int, prefilled: KVCache | None = None) -> None:
@@ -51,7 +51,7 @@ class NumpyDecoder:
 
     @np.errstate(all="ignore")  # exp(-gate) may overflow to inf, which gives the right limit
     def step(self, tokens: TokenIds) -> Array:
-        """Append one token a stream, (N,); return the logits of the next ones, (N, V)."""
+        """Append one token a sequence, (N,); return the logits of the next ones, (N, V)."""
         if self.length == self.block_size:
             self._evict_oldest_half()
         token: Any = tokens if self.is_batch else int(tokens[0])
@@ -103,7 +103,7 @@ class NumpyDecoder:
             pairs *= self.weights.rotary[n_evicted].conj()
 
     def _copy_cache(self, cache: KVCache) -> None:
-        """Copy the keys and values of one sequence into the cache of every stream."""
+        """Copy the keys and values of one sequence into the cache of every sequence."""
         self.length = cache.length
         pairs = interleave(cache.keys.size(-1))
         keys, values = cache.keys.cpu()[..., pairs], cache.values.cpu()

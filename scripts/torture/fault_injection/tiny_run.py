@@ -25,10 +25,10 @@ TINY: dict[str, object] = {
     "model.dropout": 0.1,
     "train.max_steps": STEPS,
     "train.batch_size": 4,
-    "train.accumulate": 2,
+    "train.micro_batches": 2,
     "train.ema": 0.9,
     "train.evaluate_every": 20,
-    "train.evaluate_characters": 200,
+    "train.evaluate_tokens": 200,
     "train.save_every": SAVE_EVERY,
     "train.sample_every": 0,
 }

@@ -18,7 +18,7 @@ SETTINGS: tuple[dict[str, object], ...] = (
     {},
     {"optim.name": "adamw", "train.ema": 0.0, "schedule.kind": "cosine"},
     {"model.attention": "average", "train.clip_norm": "null", "model.dropout": 0.3},
-    {"model.kind": "bigram", "train.accumulate": 1},
+    {"model.kind": "bigram", "train.micro_batches": 1},
     {"dtype": "bfloat16", "schedule.cooldown": 0.3, "train.ngram_target_weight": 0.5},
     {"train.patience": 60, "model.mlp": "none", "model.qk_norm": False, "model.scaled": False},
 )
@@ -89,7 +89,9 @@ def non_finite(work: Path, index: int, random: Random) -> str | None:
     """Inject NaN or infinity into a loss, gradient or weight; no update may include it."""
     target, value = ("loss", "gradient", "weight")[index % 3], NON_FINITE[index // 3 % 2]
     step = random.randint(SAVE_EVERY + 1, 40)
-    config = Config().with_values({**TINY, "train.max_steps": 60, "train.rollbacks": index // 30})
+    config = Config().with_values(
+        {**TINY, "train.max_steps": 60, "train.max_rollbacks": index // 30}
+    )
     corpus = load_corpus(config.text)
     run = RunFolder(empty_folder(work / "non-finite") / "R")
     trainer = Trainer(config, corpus, folder=run)
@@ -103,7 +105,7 @@ def non_finite(work: Path, index: int, random: Random) -> str | None:
                 before = {n: p.clone() for n, p in trainer.model.state_dict().items()}
                 saved_before = trainer.writer.saved_step or 0
         wrong = _check_rollback(run, step + 1) if trainer.finished else "training did not finish"
-        if not config.train.rollbacks:
+        if not config.train.max_rollbacks:
             wrong = "it was not detected"
     except DivergedError as error:
         wrong = None
@@ -116,7 +118,7 @@ def non_finite(work: Path, index: int, random: Random) -> str | None:
             wrong = f"the last checkpoint changed: {skipped}"
         if f"step {step + 1} " not in str(error) or "--resume" not in str(error):
             wrong = f"the message is {error}"
-        if config.train.rollbacks:
+        if config.train.max_rollbacks:
             wrong = f"no rollback: {error}"
     return f"{value} in a {target} at step {step + 1}: {wrong}" if wrong else None
 

@@ -11,7 +11,7 @@ from chargpt.store.checkpoint import (
     Checkpoint,
     list_checkpoints,
     read_checkpoint,
-    read_without_tensors,
+    read_metadata,
     step_of,
 )
 from chargpt.store.layout import CHECKPOINTS, POINTERS
@@ -24,28 +24,28 @@ MAX_TRIES = 200  # of reading a run that a training process changes faster than 
 def load(run: Path, which: str, *, optimizer: bool) -> tuple[Checkpoint, list[str]]:
     """Return a run's checkpoint and why others were skipped; see `RunFolder.load`."""
     for _ in range(MAX_TRIES):
-        before = read_pointers(run)
+        before = pointer_contents(run)
         try:
             saved, skipped = _load(run, which, optimizer=optimizer)
-            if not skipped or read_pointers(run) == before:
+            if not skipped or pointer_contents(run) == before:
                 return saved, skipped
         except UnreadableError:
             raise
         except RunError:
-            if read_pointers(run) == before:
+            if pointer_contents(run) == before:
                 raise
     return _load(run, which, optimizer=optimizer)
 
 
-def newest_without_tensors(run: Path) -> tuple[Config, CharTokenizer, RunState]:
+def newest_metadata(run: Path) -> tuple[Config, CharTokenizer, RunState]:
     """Return the newest intact checkpoint's config, tokenizer and state, or raise RunError."""
     for folder in list_checkpoints(run / CHECKPOINTS)[::-1]:
         with suppress(ChargptError):
-            return read_without_tensors(folder)
+            return read_metadata(folder)
     raise RunError(f"{run} holds no intact checkpoint; train it first, or name another run")
 
 
-def read_pointers(run: Path) -> list[bytes | None]:
+def pointer_contents(run: Path) -> list[bytes | None]:
     """Return the content of the pointers, None if unreadable; `latest` changes with every save."""
     contents: list[bytes | None] = []
     for name in POINTERS:
@@ -102,7 +102,7 @@ def candidates(run: Path, which: str) -> tuple[list[Path], list[str]]:
 def _recorded_best(run: Path, folders: list[Path]) -> list[Path]:
     """Return the best checkpoint as the newest intact one knows it, if both exist."""
     try:
-        _, _, state = newest_without_tensors(run)
+        _, _, state = newest_metadata(run)
     except RunError:
         return []
     return [folder for folder in folders if step_of(folder) == state.best_step]

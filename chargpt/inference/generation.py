@@ -3,7 +3,7 @@
 The context is at most `block_size` tokens: of a longer prompt the last `block_size`. When the KV
 cache is full, its older half is evicted (decoders/__init__.py).
 
-Shapes in this file: N = streams sampled together, T = prompt length, V = vocabulary size.
+Shapes in this file: N = sequences sampled together, T = prompt length, V = vocabulary size.
 """
 
 import secrets
@@ -22,16 +22,16 @@ from chargpt.models import LanguageModel
 from chargpt.models.base import eval_mode
 from chargpt.models.cache import KVCache
 from chargpt.store.run import Run, as_run
-from chargpt.text.tokenizer import CharTokenizer, Counts, Floats, TokenIds, Tokens, Unknown
+from chargpt.text.tokenizer import CharTokenizer, Counts, Floats, TokenIds, Tokens, UnknownPolicy
 
-MAX_GROUP_BYTES = 256_000_000  # of KV caches and logits of streams that are sampled together
+MAX_GROUP_BYTES = 256_000_000  # of KV caches and logits of sequences that are sampled together
 
 
 def sample(
     run: Run | str | Path,
     options: SampleConfig | None = None,
     *,
-    unknown: Unknown | None = None,
+    unknown: UnknownPolicy | None = None,
     on_progress: Callable[[int, int], object] = lambda *_: None,
     **changes: object,
 ) -> list[str]:
@@ -59,11 +59,11 @@ def sample(
     group_size = _max_streams(run.model)
     texts: list[str] = []
     for first in range(0, chosen.num_samples, group_size):
-        stream_ids = range(first, min(first + group_size, chosen.num_samples))
+        sequence_ids = range(first, min(first + group_size, chosen.num_samples))
         steps = []
-        for step in stream_run(run, chosen, unknown=unknown, stream_ids=stream_ids):
+        for step in stream_run(run, chosen, unknown=unknown, sequence_ids=sequence_ids):
             steps.append(step)
-            done = first * chosen.length + min(len(steps), chosen.length) * len(stream_ids)
+            done = first * chosen.length + min(len(steps), chosen.length) * len(sequence_ids)
             on_progress(done, chosen.num_samples * chosen.length)
         texts += [chosen.prompt + "".join(pieces) for pieces in zip(*steps, strict=True)]
     return texts
@@ -73,7 +73,7 @@ def stream(
     run: Run | str | Path,
     options: SampleConfig | None = None,
     *,
-    unknown: Unknown | None = None,
+    unknown: UnknownPolicy | None = None,
     **changes: object,
 ) -> Iterator[str]:
     """Yield the continuation of one text as it is sampled, piece by piece.
@@ -103,8 +103,8 @@ def stream_run(
     run: Run,
     options: SampleConfig,
     *,
-    unknown: Unknown | None = None,
-    stream_ids: Sequence[int] | None = None,
+    unknown: UnknownPolicy | None = None,
+    sequence_ids: Sequence[int] | None = None,
 ) -> Iterator[list[str]]:
     """Yield the continuations that `sample` returns, piece by piece as `stream_pieces` does.
 
@@ -114,11 +114,11 @@ def stream_run(
     text = tokenizer.boundary + options.prompt
     prompt = tokenizer.encode(text, unknown=unknown or run.config.text.unknown)
     unigram = None
-    if not prompt.size and not tokenizer.start:
+    if not prompt.size and not tokenizer.bos_text:
         with suppress(ChargptError):  # the text may have been deleted
             unigram = run.corpus().token_counts("train")
     return stream_pieces(
-        run.model, tokenizer, prompt, options, stream_ids=stream_ids, unigram=unigram
+        run.model, tokenizer, prompt, options, sequence_ids=sequence_ids, unigram=unigram
     )
 
 
@@ -128,14 +128,14 @@ def stream_pieces(
     prompt_ids: Tokens,
     options: SampleConfig,
     *,
-    stream_ids: Sequence[int] | None = None,
+    sequence_ids: Sequence[int] | None = None,
     unigram: Counts | None = None,
 ) -> Iterator[list[str]]:
-    """Yield the next piece of each stream's text, one list of N pieces a step, without the prompt.
+    """Yield the next piece of each sequence's text, a list of N pieces a step, without the prompt.
 
     A piece is one character; while a stop string may be beginning it is empty, and afterwards
-    several characters. It is also empty while byte tokens spell a character. A stream that reached
-    its length, a stop string or the end of a document yields empty pieces until all have.
+    several characters. It is also empty while byte tokens spell a character. A sequence that
+    reached its length, a stop string or the end of a document yields empty pieces until all have.
 
     Args:
         model: used on its device in evaluation mode; its mode is restored at the end.
@@ -143,7 +143,7 @@ def stream_pieces(
         prompt_ids: tokens to continue, (T,). If empty, the text starts after a boundary or newline,
             or if the vocabulary has none, with a character sampled from `unigram`.
         options: sampling settings; `prompt` is not used.
-        stream_ids: numbers of the N streams; 0 to `num_samples` - 1 by default.
+        sequence_ids: numbers of the N sequences; 0 to `num_samples` - 1 by default.
         unigram: count of each token, (V,), for the first character; uniform by default.
 
     Raises:
@@ -152,12 +152,12 @@ def stream_pieces(
     """
     if "" in options.stop:
         raise ConfigError("a stop string is empty and would stop at once; give it a character")
-    ids = range(options.num_samples) if stream_ids is None else stream_ids
+    ids = range(options.num_samples) if sequence_ids is None else sequence_ids
     options = _with_seed(options)
     prompt = np.asarray(prompt_ids).astype(np.int64)[-model.block_size :]
-    prompt = prompt[np.argmax(prompt < model.first_continuation) :] if prompt.size else prompt
+    prompt = prompt[np.argmax(prompt < model.first_continuation_byte) :] if prompt.size else prompt
     if not prompt.size:
-        prompt = tokenizer.encode(tokenizer.start).astype(np.int64)
+        prompt = tokenizer.encode(tokenizer.bos_text).astype(np.int64)
     counts = np.ones(tokenizer.vocab_size) if unigram is None else unigram.astype(np.float64)
     return _iter_pieces(model, tokenizer, prompt, counts, options, ids)
 
@@ -168,10 +168,10 @@ def _iter_pieces(
     prompt: TokenIds,
     counts: Floats,
     options: SampleConfig,
-    stream_ids: Sequence[int],
+    sequence_ids: Sequence[int],
 ) -> Iterator[list[str]]:
-    """Prefill the prompt once, then yield the pieces of each position until all streams end."""
-    streams = [_Stream(tokenizer, options) for _ in stream_ids]
+    """Prefill the prompt once, then yield the pieces of each position until all sequences end."""
+    sequences = [_SampledText(tokenizer, options) for _ in sequence_ids]
     with eval_mode(model):
         cache = model.new_cache(1)
         if prompt.size:
@@ -179,10 +179,10 @@ def _iter_pieces(
         else:
             with np.errstate(divide="ignore"):
                 logits = np.log(counts)
-        decoder = build_decoder(model, len(stream_ids), cache)
-        for tokens in generate(decoder, logits, options, stream_ids, tokenizer.valid_tokens):
-            yield [each.push(token) for each, token in zip(streams, tokens.tolist(), strict=True)]
-            if all(each.has_ended for each in streams):
+        decoder = build_decoder(model, len(sequence_ids), cache)
+        for tokens in generate(decoder, logits, options, sequence_ids, tokenizer.valid_tokens):
+            yield [each.push(token) for each, token in zip(sequences, tokens.tolist(), strict=True)]
+            if all(each.has_ended for each in sequences):
                 return
 
 
@@ -194,11 +194,11 @@ def _prefill(model: LanguageModel, prompt: TokenIds, cache: KVCache) -> Floats:
     return last  # converted on the CPU because a device may lack float64
 
 
-class _Stream:
-    """A stream's text, of which the end is buffered while it may begin a stop string."""
+class _SampledText:
+    """A sequence's text, of which the end is buffered while it may begin a stop string."""
 
     def __init__(self, tokenizer: CharTokenizer, options: SampleConfig) -> None:
-        self.read = tokenizer.reader()
+        self.read = tokenizer.incremental_decoder()
         self.stops = options.stop + ((tokenizer.boundary,) if tokenizer.boundary else ())
         self.remaining = options.length  # characters
         self.buffer = ""
@@ -238,6 +238,6 @@ def _with_seed(options: SampleConfig) -> SampleConfig:
 
 
 def _max_streams(model: LanguageModel) -> int:
-    """Return how many streams can be sampled together within MAX_GROUP_BYTES."""
-    numbers = 2 * model.new_cache(1).keys.numel() + model.vocab_size  # float32, of one stream
+    """Return how many sequences can be sampled together within MAX_GROUP_BYTES."""
+    numbers = 2 * model.new_cache(1).keys.numel() + model.vocab_size  # float32, of one sequence
     return max(1, MAX_GROUP_BYTES // (4 * numbers))
