@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench.record import environment, write_record
+from bench.record import provenance, write_record
 
 from chargpt.config import ModelConfig, TextConfig
 from chargpt.models import count_parameters
@@ -164,9 +164,9 @@ def main() -> None:
         results = train_all(training, tasks, arguments.workers, arguments.device)
     runs = sorted(known + results, key=lambda run: (run["parameters"], run["characters"]))
     law = fit(runs, text_characters)
-    record = {**environment(), "text_characters": text_characters, "law": law, "runs": runs}
+    record = {**provenance(), "text_characters": text_characters, "law": law, "runs": runs}
     if arguments.refit:  # the facts of the runs stay
-        record = {**recorded, "refitted": environment(), "law": law}
+        record = {**recorded, "refitted": provenance(), "law": law}
     write_record(record, TARGET)
 
 

@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench.record import environment, write_record
+from bench.record import provenance, write_record
 
 REPOSITORY = Path(__file__).parent.parent
 SETTINGS = """
@@ -60,7 +60,7 @@ def main() -> None:
         alive = [] if args.survivors is None else survivors(copy)
     killed = stats["killed"] + stats["timeout"]
     record = {
-        **environment(),
+        **provenance(),
         "mutants": stats["total"],
         "killed": killed,
         "mutation_score": round(killed / stats["total"], 4),

@@ -84,9 +84,9 @@ def test_a_record_names_commit_and_gpu_without_git(
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "argv", [str(SCRIPTS / "bench" / "bench_gpu.py"), "text.txt"])
-    assert record.environment()["commit"] == "unknown"
+    assert record.provenance()["commit"] == "unknown"
     monkeypatch.setenv("CHARGPT_COMMIT", "abc1234")
-    facts = record.environment()
+    facts = record.provenance()
     assert facts["commit"] == "abc1234"
     assert "name H100, driver version 580.1" in facts["gpu"]
 

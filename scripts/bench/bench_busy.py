@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from record import environment, write_record
+from record import provenance, write_record
 
 from chargpt.training.budget import parse_duration
 
@@ -76,7 +76,7 @@ def main() -> None:
         for budget in args.budgets:
             rows.append(train(args.text.absolute(), budget, n_processes))
             print(rows[-1], file=sys.stderr, flush=True)
-    write_record({**environment(), "rows": rows}, args.json)
+    write_record({**provenance(), "rows": rows}, args.json)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from record import environment, write_record
+from record import provenance, write_record
 
 from chargpt.inference.coding import compress, decompress, split_into_lanes
 from chargpt.inference.evaluation import evaluate_tokens
@@ -154,7 +154,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     runs = [measure_run(path, arguments.texts) for path in arguments.runs]
-    write_record({**environment(), "runs": runs}, arguments.json)
+    write_record({**provenance(), "runs": runs}, arguments.json)
 
 
 if __name__ == "__main__":

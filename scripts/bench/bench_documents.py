@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from record import environment, save_record, write_record
+from record import provenance, save_record, write_record
 
 import chargpt
 from chargpt.training.budget import parse_duration
@@ -133,7 +133,7 @@ def main() -> None:
                 rows.append({"model": model, "seed": seed, **found, **counted})
                 rows[-1]["examples"] = samples[:10]
                 print(rows[-1], file=sys.stderr, flush=True)
-                save_record({**environment(), "rows": rows}, args.json)
+                save_record({**provenance(), "rows": rows}, args.json)
     means = {
         model: {
             key: round(statistics.mean(r[key] for r in rows if r["model"] == model), 4)
@@ -141,7 +141,7 @@ def main() -> None:
         }
         for model in models
     }
-    write_record({**environment(), "names": len(trained), "means": means, "rows": rows}, args.json)
+    write_record({**provenance(), "names": len(trained), "means": means, "rows": rows}, args.json)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 from playwright.sync_api import Playwright, sync_playwright
-from record import environment, save_record, write_record
+from record import provenance, save_record, write_record
 
 from chargpt.export import gguf, html, huggingface, onnx
 from chargpt.export.check import (
@@ -215,8 +215,8 @@ def main() -> None:
         for kind in args.formats:
             rows.append(measure(run, kind))
             print(rows[-1], file=sys.stderr, flush=True)
-            save_record({**environment(), "rows": rows}, args.json)
-    write_record({**environment(), "rows": rows}, args.json)
+            save_record({**provenance(), "rows": rows}, args.json)
+    write_record({**provenance(), "rows": rows}, args.json)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from record import environment, save_record, write_record
+from record import provenance, save_record, write_record
 
 import chargpt
 from chargpt.inference.evaluation import evaluate_tokens
@@ -108,8 +108,8 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 rows += measure(pair, args, seed, Path(folder))
             print(*rows[-4:], sep="\n", file=sys.stderr, flush=True)
-            save_record({**environment(), "means": means(rows), "rows": rows}, args.json)
-    write_record({**environment(), "means": means(rows), "rows": rows}, args.json)
+            save_record({**provenance(), "means": means(rows), "rows": rows}, args.json)
+    write_record({**provenance(), "means": means(rows), "rows": rows}, args.json)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import yaml
-from record import environment, save_record
+from record import provenance, save_record
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -49,7 +49,7 @@ class Measurements:
         """Record, print and save a value."""
         print(f"{part:9} {name}: {value}", flush=True)
         self.values.setdefault(part, {})[name] = value
-        save_record({**environment(), **self.values}, self.path)
+        save_record({**provenance(), **self.values}, self.path)
 
 
 def milliseconds(function: Callable[[], object], device: torch.device, number: int) -> float:

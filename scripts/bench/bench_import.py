@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from record import environment, write_record
+from record import provenance, write_record
 
 from chargpt import evaluate
 from chargpt.export.nanogpt import import_nanogpt
@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rows = [measure(args.nanogpt.absolute(), path.absolute()) for path in args.checkpoints]
-    write_record({**environment(), "rows": rows}, args.json)
+    write_record({**provenance(), "rows": rows}, args.json)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from record import environment, write_record
+from record import provenance, write_record
 
 from chargpt.analysis.memorization import find_overlap
 
@@ -60,7 +60,7 @@ def main() -> None:
         for overlap, length in zip(overlaps, planted, strict=True)
     )
     record = {
-        **environment(),
+        **provenance(),
         "characters": len(training),
         "planted": N_TEXTS,
         "found": n_found,

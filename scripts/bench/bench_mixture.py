@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from record import environment, save_record, write_record
+from record import provenance, save_record, write_record
 
 CHARGPT = [sys.executable, "-m", "chargpt"]
 SHOWN = ("6-gram", "gpt", "gpt + 8-gram", "gpt before")
@@ -106,8 +106,8 @@ def main() -> None:
             for seed in args.seeds:
                 rows.append(measure(text.absolute(), budget, seed, args.before))
                 print(rows[-1], file=sys.stderr, flush=True)
-                save_record({**environment(), "means": means(rows), "rows": rows}, args.json)
-    write_record({**environment(), "means": means(rows), "rows": rows}, args.json)
+                save_record({**provenance(), "means": means(rows), "rows": rows}, args.json)
+    write_record({**provenance(), "means": means(rows), "rows": rows}, args.json)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from playwright.sync_api import Browser, sync_playwright
-from record import environment, write_record
+from record import provenance, write_record
 
 from chargpt.config import Config
 from chargpt.export.html import export_html
@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    record: dict[str, Any] = {**environment(), "models": {}}
+    record: dict[str, Any] = {**provenance(), "models": {}}
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])

@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from record import environment, save_record
+from record import provenance, save_record
 
 CHARGPT = """
 import sys, time
@@ -160,7 +160,7 @@ def record_of(speeds: dict[str, list[float]]) -> dict[str, Any]:
     """Return the record of the measurements so far."""
     medians = {name: round(statistics.median(values)) for name, values in speeds.items()}
     record = {
-        **environment(),
+        **provenance(),
         "characters_per_second": medians,
         "all": {name: [round(value) for value in values] for name, values in speeds.items()},
     }

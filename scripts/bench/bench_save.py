@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from record import environment, write_record
+from record import provenance, write_record
 from safetensors.torch import save_file
 
 from chargpt.config import load_config
@@ -77,7 +77,7 @@ def main() -> None:
         summing = time.perf_counter() - start
         medians = {name: statistics.median(times) for name, times in seconds.items()}
         record = {
-            **environment(),
+            **provenance(),
             "parameters": trainer.model.parameter_count(),
             "bytes": trainer.checkpoint_bytes(),
             "seconds": medians,

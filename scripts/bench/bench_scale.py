@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_text import make_text
-from record import environment, write_record
+from record import provenance, write_record
 
 PROBE = """
 import json, resource, sys, time
@@ -152,7 +152,7 @@ def main() -> None:
             print(axis, row, file=sys.stderr, flush=True)
     if arguments.plot:
         draw(rows, arguments.plot)
-    write_record({**environment(), "rows": rows}, arguments.json)
+    write_record({**provenance(), "rows": rows}, arguments.json)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from record import environment, write_record
+from record import provenance, write_record
 
 from chargpt.text.tokenizer import CharTokenizer
 
@@ -111,7 +111,7 @@ def main() -> None:
         warm = [probe(text, cache) for _ in range(3)]
     seconds = statistics.median(run["seconds"] for run in cold)
     result = {
-        **environment(),
+        **provenance(),
         "text_bytes": size,
         "cold_mb_per_second": round(size / 1e6 / seconds, 1),
         "cold_seconds": [round(run["seconds"], 2) for run in cold],

@@ -28,7 +28,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from record import environment, save_record
+from record import provenance, save_record
 
 SMALL = (
     "--device=cpu --compile=False --eval_iters=20 --log_interval=1 --block_size=64 "
@@ -279,7 +279,7 @@ def record_of(
         if peer and name != "nanoGPT":
             result["time_against_nanogpt"] = round(peer["seconds"] / result["seconds"], 2)
             result["nats_below_nanogpt"] = round(peer["blocks"] - result["blocks"], 4)
-    return {**environment(), "text": text.name, "results": summaries, "nanogpt_curve": curve}
+    return {**provenance(), "text": text.name, "results": summaries, "nanogpt_curve": curve}
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from record import environment, save_record, write_record
+from record import provenance, save_record, write_record
 
 from chargpt.inference.evaluation import evaluate_tokens
 from chargpt.inference.generation import sample
@@ -111,7 +111,7 @@ def main() -> None:
                     checked = check(run)
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
             found = {"text": args.text.name, "bytes": args.text.stat().st_size}
-            record = {**environment(), **found, "budget": args.budget, "means": means(rows)}
+            record = {**provenance(), **found, "budget": args.budget, "means": means(rows)}
             save_record({**record, "checked": checked, "rows": rows}, args.json)
     write_record({**record, "checked": checked, "rows": rows}, args.json)
 

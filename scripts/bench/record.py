@@ -17,7 +17,7 @@ import torch
 from chargpt.analysis.doctor import describe_gpu
 
 
-def environment() -> dict[str, Any]:
+def provenance() -> dict[str, Any]:
     """Return the metadata of this benchmark, without absolute paths."""
     arguments = [re.sub(r"(^|:)/[^:]*/", r"\1", word) for word in sys.argv[1:]]
     script = Path(sys.argv[0]).absolute().relative_to(Path(__file__).parents[2])

@@ -69,10 +69,10 @@ def main() -> None:
         else:
             shutil.rmtree(work)
     if args.json is not None:
-        from bench.record import environment
+        from bench.record import provenance
 
         report = json.loads(args.json.read_text()) if args.json.exists() else {}
-        report |= {target: {**environment(), **result} for target, result in results.items()}
+        report |= {target: {**provenance(), **result} for target, result in results.items()}
         args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     sys.exit(1 if any(result["crashes"] for result in results.values()) else 0)
 

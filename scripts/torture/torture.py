@@ -29,7 +29,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 REPOSITORY = Path(__file__).parents[2]
 sys.path[:0] = [str(Path(__file__).parent), str(REPOSITORY / "scripts"), str(REPOSITORY)]
 
-from bench.record import environment  # noqa: E402  found through the path above
+from bench.record import provenance  # noqa: E402  found through the path above
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def main() -> None:
         results = [future.result() for future in futures]
     failed = sum(len(result["failed"]) for result in results)
     if args.json is not None:
-        report = {**environment(), "fraction": args.fraction, "seed": args.seed, "rows": results}
+        report = {**provenance(), "fraction": args.fraction, "seed": args.seed, "rows": results}
         args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     sys.exit(1 if failed else 0)
 
