@@ -128,7 +128,7 @@ class TextConfig(Settings):
     """Fraction of the text in the test split, its end."""
     mixture_characters: int = Field(0, ge=0)
     """Characters at the start of the text, at most 3% of it, that are left out of training to fit
-    the mixture of GPT and n-gram counts; 0: no mixture. --budget chooses it."""
+    the mixture of GPT and n-gram models; 0: no mixture. --budget chooses it."""
     rare: Literal["bytes", "keep", "unknown"] = "bytes"
     """Characters rarer than `min_count`: spelled as the bytes of their UTF-8 form, kept in the
     vocabulary, or all one unknown token."""

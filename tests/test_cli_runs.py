@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import yaml
 from conftest import REPOSITORY, Cli, refusal, run_cli, run_here
 from rich.cells import cell_len
 from saving import CONFIG, TOKENIZER, save
@@ -126,6 +127,23 @@ def test_config_shows_one_setting_or_section_and_a_runs_values(runs: Path, cli: 
     section = cli("config", "optim").stdout
     assert section.count("optim.") == 5
     assert "did you mean model.n_layer" in refusal(cli("config", "n_layers"))
+
+
+@pytest.mark.parametrize("value", ["true", "\n\n", "a: b", "plain words"])
+def test_config_shows_a_string_as_yaml_that_is_read_back(value: str, cli: Cli) -> None:
+    Path("c.yaml").write_text(Config().with_values({"text.documents": value}).to_yaml())
+    shown = cli("config", "text.documents", "-c", "c.yaml").stdout.splitlines()[0]
+    written = shown.removeprefix("text.documents = ").partition("   (")[0]
+    assert yaml.safe_load(written) == value
+
+
+def test_compare_tells_of_a_checkpoint_that_it_cannot_use(runs: Path, cli: Cli) -> None:
+    shutil.copytree(runs, "runs")
+    (Path("runs") / "a" / "checkpoints" / "best.json").write_text("{}")
+    cli("data", "info", runs.parent / "novel.txt")  # into this test's cache
+    done = cli("compare", "runs/a", "runs/group/b")
+    assert done.returncode == 0, done.stderr
+    assert "runs/a: " in done.stderr
 
 
 def test_the_page_of_settings_is_up_to_date() -> None:

@@ -1,4 +1,4 @@
-"""The mixture of a GPT with n-gram counts: its formula, its fit, its file, and the commands."""
+"""The mixture of a GPT with n-gram models: its formula, its fit, its file, and the commands."""
 
 import io
 import json

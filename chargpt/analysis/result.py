@@ -29,7 +29,7 @@ class RunScores:
     baseline_losses: Mapping[str, float]  # nats per character, by name, on the same characters
     evaluations: Mapping[Split, Evaluation]  # of the run on each split
     val_characters: int  # of the validation split
-    mixture: Evaluation | None = None  # of GPT and n-gram counts, on the validation split
+    mixture: Evaluation | None = None  # of GPT and n-gram models, on the validation split
     split_warning: str | None = None  # if the validation split differs from the training split
 
     @property
@@ -139,7 +139,7 @@ def summarize(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]])
                 f"{scores.mixture_gain:.3f} nats better than the {better} on the same characters; "
                 "chargpt sample --mixture uses it."
             )
-        sentences.append(f"The mixture of gpt and n-gram counts is {verdict}")
+        sentences.append(f"The mixture of gpt and n-gram models is {verdict}")
     if scores.split_warning is not None:
         sentences.append(f"{scores.split_warning[0].upper()}{scores.split_warning[1:]}.")
     uniform = scores.baseline_losses["uniform"]

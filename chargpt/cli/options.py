@@ -63,7 +63,7 @@ UnknownOption = Annotated[
     typer.Option(help="What to do with characters outside the vocabulary; error by default."),
 ]
 Mixture = Annotated[
-    bool, typer.Option("--mixture", help="Use the mixture of the GPT with n-gram counts.")
+    bool, typer.Option("--mixture", help="Use the mixture of the GPT with n-gram models.")
 ]
 Adaptive = Annotated[
     bool,

@@ -1,4 +1,4 @@
-"""Mixture of a GPT and n-gram counts: each knows what the other does not.
+"""Mixture of a GPT and n-gram models: each knows what the other does not.
 
     p(w | h) = g_0(h) p_GPT(w | h) + sum_k g_k(h) p_k(w | h)
 
@@ -58,7 +58,7 @@ class Gate(nn.Module):
 
 
 class Mixture(LanguageModel):
-    """A GPT, n-gram counts, and the gate that weighs them; `fit_mixture` fits it.
+    """A GPT, n-gram models, and the gate that weighs them; `fit_mixture` fits it.
 
     Its logits are log-probabilities. The n-grams may look at tokens before the block.
 

@@ -1,4 +1,4 @@
-"""The mixture of a run's GPT with n-gram counts, in one file of the run folder.
+"""The mixture of a run's GPT with n-gram models, in one file of the run folder.
 
 `mixture.safetensors` holds the gate's weights and the tokens that n-grams are counted from, at most
 `ngram.MAX_TOKENS`: counting them again takes no longer than reading all counts would. It belongs to

@@ -49,7 +49,7 @@ def add_mixture(run: Run, corpus: Corpus) -> Run | None:
 
 
 def fit_mixture(gpt: GPT, tokenizer: CharTokenizer, train: Tokens, tune: Tokens) -> Mixture:
-    """Return the mixture of a GPT and the n-gram counts of its training split, on its device.
+    """Return the mixture of a GPT and the n-gram models of its training split, on its device.
 
     `tune` is text that is not in the training split, at least 2 characters.
 
