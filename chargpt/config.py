@@ -125,7 +125,7 @@ class TextConfig(Settings):
     val_fraction: float = Field(0.1, gt=0, lt=1)
     """Fraction of the text in the validation split, after the training split."""
     test_fraction: float = Field(0.0, ge=0, lt=1)
-    """Fraction of the text in the test split, its end."""
+    """Fraction of the text in the test split, at the end of the text."""
     mixture_characters: int = Field(0, ge=0)
     """Characters at the start of the text, at most 3% of it, that are left out of training to fit
     the mixture of GPT and n-gram models; 0: no mixture. --budget chooses it."""
@@ -207,8 +207,8 @@ class TrainConfig(Settings):
     """The training loop. Intervals are in steps."""
 
     from_run: str | None = None
-    """A run whose best weights are the start, with its model settings and characters; null: random
-    weights. --from sets it."""
+    """The run whose best weights training starts from, with its model settings and vocabulary;
+    null: random weights. --from sets it."""
     max_steps: int = Field(650, ge=1)
     """Number of updates (optimizer steps) in all, those before a resume included."""
     batch_size: int = Field(16, ge=1)
@@ -346,7 +346,9 @@ class Config(Settings):
         if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device):
             raise ValueError(f"device {self.device!r} is not one of auto, cpu, cuda, cuda:N, mps")
         if self.optim.l2_sp and self.train.from_run is None:
-            raise ValueError("optim.l2_sp is towards the weights of train.from_run; set that too")
+            raise ValueError(
+                "optim.l2_sp pulls towards the weights of train.from_run; set that too"
+            )
         if self.train.batch_size % self.train.micro_batches:
             raise ValueError(
                 f"train.batch_size {self.train.batch_size} must be divisible by "

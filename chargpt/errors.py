@@ -65,4 +65,4 @@ class DivergedError(WorkError):
 
 
 class DownloadError(WorkError):
-    """A corpus could not be downloaded, or its checksum is wrong."""
+    """A text could not be downloaded, or its checksum is wrong."""

@@ -132,7 +132,8 @@ def require_new(path: Path, *, force: bool | None = None) -> None:
 def require_output(path: Path, *, force: bool = False) -> None:
     """Check that a file may be written, else ConfigError.
 
-    There may be none, one of ours or no regular one; with `force`, all but a folder.
+    Accepted: no file yet, a file that chargpt wrote, a pipe or a device; with `force`, all but a
+    folder.
     """
     if path.is_dir():
         raise ConfigError(f"{path} is a folder; name a file in it")

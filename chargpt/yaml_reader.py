@@ -114,7 +114,7 @@ def _to_python(
 
 
 def to_yaml(value: object) -> str:
-    """Return a setting's value as YAML on one line, in ASCII: any path, and lists."""
+    """Return a setting's value as YAML on one line, in ASCII; paths and lists too."""
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(to_yaml, value))}]"
     if isinstance(value, os.PathLike):

@@ -928,7 +928,7 @@ def test_compare_trains_and_compares_bigram_and_gpt(verse: Path, cli: Cli) -> No
     assert done.returncode == 0, done.stderr
     for word in (
         "uniform", "unigram (counts)", "bigram (counts)", "bigram (trained)", "gpt (trained)",
-        "parameters", "the gpt is", "best bigram", "loss curves: both/curves.svg",
+        "parameters", "the gpt is", "best bigram", "plot: both/curves.svg",
     ):  # fmt: skip
         assert word in done.stdout, word
     picture = Path("both/curves.svg").read_text()
@@ -1018,7 +1018,7 @@ def test_comparing_runs_writes_no_picture_unless_asked(trained: Path, cli: Cli) 
     cli("data", "info", trained.parent / "novel.txt")
     before = sorted(trained.parent.rglob("*"))
     report = json.loads(cli("compare", trained, "--json").stdout)
-    assert report["picture"] is None
+    assert report["plot"] is None
     assert report["baselines"]["6-gram"] < report["baselines"]["uniform"]
     assert sorted(trained.parent.rglob("*")) == before
 

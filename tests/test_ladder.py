@@ -95,7 +95,7 @@ def test_every_rung_is_trained_with_every_seed(cli: Cli, verse: Path) -> None:
     heads = {row["model"]: row["nats_per_char"] for row in trained}
     gain = heads["bigram (trained)"] - heads["one head, scaled"]
     assert report["attention_gain"]["value"] == pytest.approx(gain)
-    assert Path(report["picture"]).read_text().startswith("<?xml")
+    assert Path(report["plot"]).read_text().startswith("<?xml")
     by_name = {row["model"]: row["nats_per_char"] for row in report["rows"]}
     levels = val_losses(corpus_of(verse))
     assert by_name["uniform"] == pytest.approx(levels["uniform"])

@@ -185,9 +185,9 @@ def test_items_of_a_list_are_found_across_chunks(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("chargpt.analysis.memorization.CHUNK", 7)
     corpus = load_corpus(TextConfig(), content="anna\nbert\ncarla\ndora\n" * 3)
     wanted = {"bert", "anna", "carl", "dora", "ann"}
-    found = module.find_known_documents(corpus, wanted, "\n")
+    found = module.find_copied_documents(corpus, wanted, "\n")
     assert found == {"bert", "anna", "dora"}
     spelled = load_corpus(TextConfig(min_count=15), content="a\N{PILE OF POO}b\nab\n" * 10)
     for size in range(1, 12):  # also where a chunk would end within a character
         monkeypatch.setattr("chargpt.analysis.memorization.CHUNK", size)
-        assert module.find_known_documents(spelled, {"a\N{PILE OF POO}b"}, "\n")
+        assert module.find_copied_documents(spelled, {"a\N{PILE OF POO}b"}, "\n")

@@ -35,9 +35,9 @@ from chargpt.training.planner import (
     RECIPE,
     SIZES,
     Plan,
-    expected_loss,
     length_settings,
     plan,
+    predicted_loss,
     size_settings,
     unique_token_equivalents,
 )
@@ -96,10 +96,10 @@ def test_other_texts_are_rejected_as_durations(written: str) -> None:
 def test_the_expected_loss_falls_with_parameters_and_characters(
     parameters: int, characters: int
 ) -> None:
-    loss = expected_loss(parameters, characters, 10**9)  # each character is read once
-    assert expected_loss(2 * parameters, characters, 10**9) < loss
-    assert expected_loss(parameters, 2 * characters, 10**9) < loss
-    repeated, longer = (expected_loss(parameters, n * characters, 10**6) for n in (1, 2))
+    loss = predicted_loss(parameters, characters, 10**9)  # each character is read once
+    assert predicted_loss(2 * parameters, characters, 10**9) < loss
+    assert predicted_loss(parameters, 2 * characters, 10**9) < loss
+    repeated, longer = (predicted_loss(parameters, n * characters, 10**6) for n in (1, 2))
     rounding = 1e-12
     assert repeated >= loss - rounding  # repeated characters are worth no more
     assert longer <= repeated + rounding
@@ -119,7 +119,9 @@ def test_repeated_tokens_are_worth_less_and_least_to_a_large_model() -> None:
     # half as much with four parameters a character as with one
     assert worth(10**6, 1000, r=3, s=0.5) == pytest.approx(4)
     assert worth(4 * 10**6, 1000, r=3, s=0.5) == pytest.approx(2.5)
-    repeated, unique = (expected_loss(4 * 10**6, 10**7, characters) for characters in (text, 10**9))
+    repeated, unique = (
+        predicted_loss(4 * 10**6, 10**7, characters) for characters in (text, 10**9)
+    )
     assert repeated > unique + 0.01
 
 

@@ -63,7 +63,7 @@ class AttentionMaps:
     titles: Sequence[str]
 
 
-Exhibit = Table | AttentionMaps
+Figure = Table | AttentionMaps
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Section:
 
     name: str
     title: str
-    parts: Sequence[str | Exhibit]
+    parts: Sequence[str | Figure]
     data: dict[str, Any] = field(default_factory=dict)
 
 
@@ -136,7 +136,7 @@ def explain(subject: Subject, names: Sequence[str] = ()) -> list[Section]:
 
 
 def fill_template(
-    name: str, data: dict[str, Any], figures: Mapping[str, Exhibit], **values: object
+    name: str, data: dict[str, Any], figures: Mapping[str, Figure], **values: object
 ) -> Section:
     """Return a section from its template: a title, then paragraphs and `[figure]` references.
 

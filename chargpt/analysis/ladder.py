@@ -42,8 +42,7 @@ class Rung:
 
     name: str  # as it is printed
     adds: str  # what that component is
-    # settings of this rung; empty for the bigram, which has a config of its own; the bigram has a
-    # config of its own
+    # settings of this rung; empty for the bigram, which has a config of its own
     values: Mapping[str, object]
 
 

@@ -20,7 +20,7 @@ from chargpt.inference.evaluation import OnProgress
 from chargpt.text.corpus import Corpus
 from chargpt.text.tokenizer import CharTokenizer, Tokens
 
-TRAINING_LENGTHS = (4, 6, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+NGRAM_LENGTHS = (4, 6, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 MIN_COMPARED = 16  # parts of the validation split, at least, since their overlap varies much
 MIN_MATCH = 20  # characters of a match that counts; shorter ones are common phrases
 CHUNK = 2**20  # tokens of the training split
@@ -72,7 +72,7 @@ class OverlapReport:
     def novel_rows(self) -> list[list[str]]:
         """Return n, the novel fraction in the texts and in the validation split, as table rows."""
         rows = []
-        for n in TRAINING_LENGTHS:
+        for n in NGRAM_LENGTHS:
             ours, others = (
                 [each.novel[n] for each in overlaps if n in each.novel]
                 for overlaps in (self.texts, self.val)
@@ -88,7 +88,7 @@ def longest_match(overlaps: Sequence[Overlap]) -> int:
     return max((each.longest.length for each in overlaps if each.longest), default=0)
 
 
-def find_known_documents(corpus: Corpus, wanted: set[str], separator: str) -> set[str]:
+def find_copied_documents(corpus: Corpus, wanted: set[str], separator: str) -> set[str]:
     """Return which of the wanted texts are between two separators of the training split.
 
     They are matched whole, since most items of a list are shorter than a verbatim match.
@@ -158,7 +158,7 @@ def find_overlap(
 ) -> list[Overlap]:
     """Return the overlap of each text with the training tokens (N,), in one pass over those."""
     longest = max((len(text) for text in texts), default=0)
-    lengths = [n for n in TRAINING_LENGTHS if n <= min(longest, len(training))]
+    lengths = [n for n in NGRAM_LENGTHS if n <= min(longest, len(training))]
     tables = [_NGramTable(texts, n) for n in lengths]
     powers, inverses = _powers(CHUNK + (lengths[-1] if lengths else 0))
     for first in range(0, len(training) if lengths else 0, CHUNK):

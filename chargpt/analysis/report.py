@@ -143,7 +143,7 @@ def curves(run: Run, corpus: Corpus, scores: RunScores, records: Records) -> Val
         "last_validation": last,
         "lines": list(lines.items()),
         "evaluated": f"{train.evaluate_tokens:,}",
-        "pace": plots.inline(optimization, "pace"),
+        "optimization": plots.inline(optimization, "optimization"),
     }
 
 
@@ -197,7 +197,7 @@ def overlap(run: Run, corpus: Corpus) -> Values:
     texts = sample(run, prompt="", length=SAMPLE_LENGTH, num_samples=number, seed=SEED, stop=())
     found = memorization.measure_overlap(corpus, texts)
     if boundary:
-        copied = memorization.find_known_documents(corpus, set(texts), boundary)
+        copied = memorization.find_copied_documents(corpus, set(texts), boundary)
         marked = [[(part, text in copied) for text in texts for part in (text, "\n")]]
     else:
         copied = set()

@@ -146,7 +146,7 @@ def summarize(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]])
     training = [record["loss"] for record in records if "loss" in record][-LAST_STEPS:]
     if last > uniform + MIN_RISE and training and fmean(training) > uniform:
         optim = run.config.optim
-        used = f"step {best_step:,} is used" if best_step else "no checkpoint is better than it"
+        used = f"step {best_step:,} is the best" if best_step else "no checkpoint is better than it"
         sentences.append(
             f"The training diverged: its losses, last {last:.3f} nats, are above the "
             f"{uniform:.3f} of an untrained model; {used}. Train again with lower learning rates, "

@@ -71,7 +71,7 @@ def compare(
         typer.Option(metavar="N", min=1, max=10, help="With --ladder: number of seeds per model."),
     ] = 1,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The picture: .svg or .png.")
+        Path | None, typer.Option(metavar="FILE", help="The file of the plot: .svg or .png.")
     ] = None,
     json_: options.Json = False,
     seed: options.Seed = None,
@@ -203,12 +203,12 @@ def print_comparison(result: Comparison, plot: Path | None, *, json_: bool) -> N
     picture = None if plot is None else str(plot)
     if json_:
         rows = [row.as_dict() for row in result.rows]
-        console.out_json({"rows": rows, "baselines": dict(result.baselines), "picture": picture})
+        console.out_json({"rows": rows, "baselines": dict(result.baselines), "plot": picture})
         return
     print_rows(result)
     tables.side_by_side(list(result.samples), list(result.samples.values()))
     if picture is not None:
-        console.out(f"loss curves: {picture}")
+        console.out(f"plot: {picture}")
 
 
 def print_rows(result: Comparison) -> None:

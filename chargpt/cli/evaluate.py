@@ -31,7 +31,9 @@ def evaluate(
     protocol: Annotated[Protocol, typer.Option(help="How the loss is measured.")] = "blocks",
     stride: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Step of the sliding window; default half a block."),
+        typer.Option(
+            metavar="N", min=1, help="Tokens by which the window moves; default half a block."
+        ),
     ] = None,
     checkpoint: options.Checkpoint = "best",
     unknown: options.UnknownOption = None,
@@ -49,7 +51,7 @@ def evaluate(
     `chargpt evaluate runs/novel --text other.txt --unknown skip`.
     """
     if stride is not None and protocol != "sliding":
-        raise ConfigError("--stride applies only to --protocol sliding; add it")
+        raise ConfigError("--stride applies only to --protocol sliding; add --protocol sliding")
     if split is not None and text is not None:
         raise ConfigError("--text is measured as a whole; drop --split, a part of the run's text")
     split = split or "val"

@@ -36,10 +36,10 @@ def compare_rungs(
     picture = plot or folder / "ladder.svg"
     save_picture(plots.ladder(ladder), picture)
     if json_:
-        console.out_json({**ladder.as_dict(), "picture": str(picture)})
+        console.out_json({**ladder.as_dict(), "plot": str(picture)})
         return
     print_ladder(ladder)
-    console.out(f"picture: {picture}")
+    console.out(f"plot: {picture}")
 
 
 def print_ladder(ladder: Ladder) -> None:

@@ -62,7 +62,7 @@ class StepView:
         """End the command, by raising `Stopped`, if a signal came."""
         trainer = self.trainer
         # another rank's signal stops this one too; from here on a signal changes nothing
-        default = signal.SIGTERM if trainer.stopped_by == "request" else None
+        default = signal.SIGTERM if trainer.stopped_by == "signal" else None
         number = next(iter(self.signals.caught), default)
         self.signals.caught = []
         if trainer.writer.disk_error is not None:  # the checkpoint is saved

@@ -96,7 +96,7 @@ def load_named_run(
 
 
 def load_run_mixture(run: Run) -> Run:
-    """Return a run with its mixture in place of its GPT, with a word if counting is slow.
+    """Return a run with its mixture in place of its GPT, with a message if counting is slow.
 
     Raises:
         RunError: it has none, or that of another checkpoint, or the file is damaged.

@@ -13,7 +13,7 @@ import typer
 from chargpt.analysis.memorization import (
     MIN_MATCH,
     OverlapReport,
-    find_known_documents,
+    find_copied_documents,
     measure_overlap,
 )
 from chargpt.cli import console, options, runs, tables
@@ -155,7 +155,7 @@ def sample(
             continuations = [text[n_prompt:] for text in texts]
             overlap = measure_overlap(corpus, continuations, on_progress)
         if boundary:
-            copied = find_known_documents(corpus, set(texts), boundary)
+            copied = find_copied_documents(corpus, set(texts), boundary)
     if json_:
         report: dict[str, object] = {
             "samples": texts,
@@ -222,7 +222,7 @@ def print_samples(
         first = texts[0].rfind("\n", 0, n_prompt) + 1
         lines = {line for text in texts for line in text[first:].split("\n")[:-1] if line}
         if len(lines) > 1:
-            n_copied = len(find_known_documents(run.corpus(), lines, "\n"))
+            n_copied = len(find_copied_documents(run.corpus(), lines, "\n"))
             console.out_sentence(
                 f"of {len(lines):,} different lines, {n_copied:,} are in the training split"
             )

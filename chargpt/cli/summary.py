@@ -28,7 +28,7 @@ LATE = 1.1  # of a budget: a command that takes longer says so
 def show_budget(plan: Plan, budget: Budget, corpus: Corpus) -> None:
     """Print what a time budget has chosen, and why."""
     reason = (
-        "size with the lowest expected loss" if plan.size_was_chosen else "the model size is given"
+        "size with the lowest predicted loss" if plan.size_was_chosen else "the model size is given"
     )
     seconds = console.duration(budget.seconds)
     speed = plan.speed * corpus.characters_per_token

@@ -38,7 +38,7 @@ class Reader(Protocol):
         """Return the token ids of a text."""
 
     def logits(self, tokens: list[int]) -> Floats:
-        """Return logits or log-probabilities after the last tokens, one or more (N), (N, V)."""
+        """Return logits or log-probabilities after each of the last N >= 1 tokens, (N, V)."""
 
     def greedy(self, tokens: list[int], length: int) -> list[int]:
         """Return `length` greedily decoded tokens after these."""

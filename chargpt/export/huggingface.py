@@ -207,7 +207,7 @@ def model_card(run: Run) -> str:
         order = "the documents, which are shuffled"
     elif config.text.test_fraction:
         order = "the text, before the test split"
-    if state.best_nats_per_char is not None:
+    if state.best_nats_per_char is not None and state.step == state.best_step:
         loss = (
             f"{state.best_nats_per_char:.3f} nats per character on the validation split ("
             f"{config.text.val_fraction:.0%} of {order}; at most "

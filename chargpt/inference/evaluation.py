@@ -63,7 +63,7 @@ class Evaluation:
     characters: int  # N
     standard_error: float  # of `nats_per_char`
     protocol: str
-    split: str  # `tune`, `train`, `val` or `test`; `all` for another text
+    split: str  # `mixture`, `train`, `val` or `test`; `all` for another text
     block_size: int  # T, the maximum context in tokens
     unknown: int = 0  # characters outside the vocabulary, left out or replaced
     nats_per_document: float | None = None  # of a list of documents: `nats_per_char` * mean length
@@ -120,7 +120,7 @@ def evaluate(
 
     Args:
         run: a run from `train` or `load_run`, or its folder.
-        split: `train`, `val`, `test` or `tune` of the run's text, unless another text is given.
+        split: `train`, `val`, `test` or `mixture` of the run's text, unless another text is given.
         protocol: `blocks`, `sliding` or `nanogpt`.
         text: path of another text; characters outside the vocabulary follow `text.unknown`.
         content: another text itself, instead of its path.

@@ -1,8 +1,8 @@
-"""Masked scaled dot-product attention in an explicit and a fused form.
+"""Masked scaled dot-product attention in an explicit and a fast form.
 
     softmax(mask(q k^T / sqrt(D))) v            (Vaswani et al. 2017, section 3.2.1)
 
-The explicit form can return its weights, for plots and `explain`; models run the fused form. Tests
+The explicit form can return its weights, for plots and `explain`; models run the fast form. Tests
 compare the two.
 
 Shapes in this file: B = batch, H = heads, T = queries, S = keys (S >= T), D = head size. Unless a

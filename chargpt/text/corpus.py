@@ -119,7 +119,7 @@ class Corpus:
         return len(self._document_limits) - 1 if self.tokenizer.boundary else 0
 
     def split(self, name: Split) -> Tokens:
-        """Return a split as a view, shape (tokens,), in the order tune, train, val, test.
+        """Return a split as a view, shape (tokens,), in the order mixture, train, val, test.
 
         The sizes of the validation and test splits are rounded up to whole characters. The mixture
         split is at most 3% of the text. A document that straddles two splits belongs wholly to the
@@ -130,8 +130,8 @@ class Corpus:
         val = math.ceil(total * Fraction(str(self.val_fraction)))
         test = min(math.ceil(total * Fraction(str(self.test_fraction))), total - val)
         end = total - val - test
-        tune = min(self.mixture_characters, int(MAX_MIXTURE_FRACTION * total), end)
-        lengths = {"mixture": tune, "train": end - tune, "val": val, "test": test}
+        mixture = min(self.mixture_characters, int(MAX_MIXTURE_FRACTION * total), end)
+        lengths = {"mixture": mixture, "train": end - mixture, "val": val, "test": test}
         stops = dict(zip(lengths, accumulate(lengths.values()), strict=True))
         limits = [self._index(stops[name] - lengths[name]), self._index(stops[name])]
         if self.tokenizer.boundary:

@@ -40,18 +40,18 @@ def add_mixture(run: Run, corpus: Corpus) -> Run | None:
         WorkError: the GPT's predictions are not finite.
         RunError: the mixture cannot be saved.
     """
-    train, tune = corpus.split("train"), corpus.split("mixture")
-    if not isinstance(run.model, GPT) or len(tune) < MIN_CHARACTERS:
+    train, held_out = corpus.split("train"), corpus.split("mixture")
+    if not isinstance(run.model, GPT) or len(held_out) < MIN_CHARACTERS:
         return None
-    mixture = fit_mixture(run.model, run.tokenizer, train, tune)
+    mixture = fit_mixture(run.model, run.tokenizer, train, held_out)
     save_mixture(run, mixture)
     return replace(run, model=mixture)
 
 
-def fit_mixture(gpt: GPT, tokenizer: CharTokenizer, train: Tokens, tune: Tokens) -> Mixture:
+def fit_mixture(gpt: GPT, tokenizer: CharTokenizer, train: Tokens, held_out: Tokens) -> Mixture:
     """Return the mixture of a GPT and the n-gram models of its training split, on its device.
 
-    `tune` is text that is not in the training split, at least 2 characters.
+    `held_out` is text that is not in the training split, at least 2 characters.
 
     Raises:
         WorkError: the GPT's predictions are not finite.
@@ -59,7 +59,7 @@ def fit_mixture(gpt: GPT, tokenizer: CharTokenizer, train: Tokens, tune: Tokens)
     mixture = Mixture(gpt, train, word_tokens(tokenizer)).to(gpt.device).eval()
     found = []
     with eval_mode(mixture), torch.no_grad():
-        for rows, *_ in full_windows(tune, gpt.block_size, lookback=mixture.lookback):
+        for rows, *_ in full_windows(held_out, gpt.block_size, lookback=mixture.lookback):
             for part in torch.split(torch.from_numpy(rows), ROWS):
                 data = gate_data(mixture, part.to(gpt.device))
                 found.append([tensor.flatten(0, 1).cpu() for tensor in data])

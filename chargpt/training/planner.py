@@ -1,6 +1,6 @@
 """Choice of model size and training length for a text, a device and a time budget.
 
-The expected loss comes from a scaling law with fitted coefficients, stored in `plan.json` by
+The predicted loss comes from a scaling law with fitted coefficients, stored in `plan.json` by
 `scripts/fit_plan.py`:
 
     loss = floor + a * parameters^-p + b * unique^-q            (Hoffmann et al. 2022, eq. 2)
@@ -122,7 +122,7 @@ class Plan:
     notes: list[str] = field(default_factory=list)  # sentences for the user
 
 
-def expected_loss(parameters: int, characters: float, text_characters: int) -> float:
+def predicted_loss(parameters: int, characters: float, text_characters: int) -> float:
     """Return the loss in nats that the scaling law expects on a text like the fitted one.
 
     `characters` are those read in training, repeats included; `text_characters` is the length of
@@ -263,7 +263,7 @@ def plan(config: Config, corpus: Corpus, budget: Budget) -> Plan:
 
 
 class _Planner:
-    """The search for the size with the lowest expected loss."""
+    """The search for the size with the lowest predicted loss."""
 
     def __init__(self, config: Config, corpus: Corpus, budget: Budget) -> None:
         self.config, self.corpus, self.budget = config, corpus, budget
@@ -274,7 +274,7 @@ class _Planner:
 
         Before they are measured, sizes are compared at their lowest possible speeds: a model is
         slower than a smaller one by at most the ratio of their parameters. The search ends where
-        the next size has no lower expected loss even if it is slower by only the root of that.
+        the next size has no lower predicted loss even if it is slower by only the root of that.
         """
         number, config = 0, self.config_of_size(SIZES[0], INITIAL_TRAINING_LENGTH)
         speed = measure_speed(config, self.corpus)
@@ -339,7 +339,7 @@ class _Planner:
         return max(1.0, min(readable, MAX_EPOCHS * self.text_characters))
 
     def loss(self, config: Config, speed: float) -> float:
-        return expected_loss(
+        return predicted_loss(
             self.parameters(config), self.readable_characters(speed), self.text_characters
         )
 

@@ -116,7 +116,7 @@ class Trainer:
         self.config_is_unsaved = False
         self.saving: Future[Path | None] | None = None  # a checkpoint that is being written
         self.best_before: tuple[int | None, float | None] = None, None  # step and loss, before it
-        self.stopped_by: Literal["deadline", "request"] | None = None  # before the last step
+        self.stopped_by: Literal["deadline", "signal"] | None = None  # before the last step
         if saved is not None:
             self._continue_from(saved.state)
             if self.writer.disk_error is not None:  # appending now would repeat steps
@@ -162,7 +162,7 @@ class Trainer:
         try:
             for report in self._reports():
                 if not self.finished and self.group.all_reduce_any(should_stop()):
-                    self.stopped_by = "request"
+                    self.stopped_by = "signal"
                     self._save()
                 elif not self.finished:
                     self._follow_budget(budget, report)
