@@ -214,7 +214,7 @@ class TrainConfig(Settings):
     batch_size: int = Field(16, ge=1)
     """Sequences per update, over all ranks and micro-batches."""
     micro_batches: int = Field(1, ge=1)
-    """Micro-batches per update (gradient accumulation)."""
+    """Micro-batches per update on each rank (gradient accumulation)."""
     evaluate_every: int = Field(65, ge=1)
     """Interval of evaluations on the validation split."""
     evaluate_tokens: int = Field(30_000, ge=1)
@@ -267,9 +267,10 @@ class ScheduleConfig(Settings):
     cooldown: float = Field(0.9, ge=0, le=1)
     """Fraction of all steps in which `wsd` decays towards zero; 0 keeps the rate constant."""
     decay_points: tuple[tuple[NonNegativeInt, PositiveInt], ...] = ()
-    """Decay whose end was moved by a time budget or a resume: pairs (last step, end). Up to and
-    including that step, counted from 0, the rate decays towards zero at `end`; then the next pair
-    applies, finally train.max_steps. The decay begins at (1 - `cooldown`) times the first end."""
+    """Pairs (step, end), one for each time a budget or a resume moved the end of the decay. Until
+    `step`, counted from 0, the rate fell in a straight line to reach zero at `end`; after the last
+    pair it falls to reach zero at train.max_steps. The decay begins at (1 - `cooldown`) times the
+    first end."""
     restarts: tuple[tuple[PositiveInt, UnitInterval], ...] = ()
     """Resumed runs with more steps: pairs (step, fraction of the peak). At that step the rate warms
     up to this fraction again, then decays linearly to zero."""

@@ -50,13 +50,13 @@ class FinishedError(RunError):
     """The run to resume has no steps left."""
 
 
-class WorkError(ChargptError):
+class OperationError(ChargptError):
     """The input was valid, and the operation failed."""
 
     exit_code = 1
 
 
-class DivergedError(WorkError):
+class DivergedError(OperationError):
     """A loss, gradient or weight is NaN or infinite, first at `step`."""
 
     def __init__(self, message: str, step: int) -> None:
@@ -64,5 +64,5 @@ class DivergedError(WorkError):
         self.step = step
 
 
-class DownloadError(WorkError):
+class DownloadError(OperationError):
     """A text could not be downloaded, or its checksum is wrong."""

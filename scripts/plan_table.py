@@ -44,9 +44,7 @@ def main() -> None:
     corpus = load_corpus(TextConfig(path=str(DATA)))
     base, speeds = load_config("gpt"), dict[int, float]()
     for size in planner.SIZES:
-        config = base.with_values(
-            planner.size_settings(size, planner.INITIAL_TRAINING_LENGTH, corpus)
-        )
+        config = base.with_values(planner.size_settings(size, planner.INITIAL_TOKENS, corpus))
         parameters = count_parameters(config.model, corpus.tokenizer.vocab_size)
         if parameters <= MEASURED_PARAMETERS:
             speeds[parameters] = max(planner.measure_speed(config, corpus) for _ in range(3))

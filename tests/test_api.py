@@ -17,9 +17,9 @@ from chargpt.errors import (
     ConfigError,
     DeviceError,
     FinishedError,
+    OperationError,
     RunError,
     TextError,
-    WorkError,
 )
 from chargpt.models import build_model
 from chargpt.store.folder import RunFolder
@@ -104,7 +104,7 @@ def test_an_interrupt_in_the_last_step_says_what_is_saved(
     if disk_is_full:
         monkeypatch.setattr(RunFolder, "save", full)
     expected = "cannot save step 4" if disk_is_full else "^all steps are done and saved in .*run$"
-    error = WorkError if disk_is_full else KeyboardInterrupt
+    error = OperationError if disk_is_full else KeyboardInterrupt
     with pytest.raises(error, match=expected):
         chargpt.train(verse, settings=TINY, out=tmp_path / "run", device="cpu")
 
@@ -253,7 +253,7 @@ def test_a_full_disk_is_an_error_with_its_remedy(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(RunFolder, "save", lambda *_, **__: full())
-    with pytest.raises(WorkError, match=r"cannot save step 4 .* \(No space left on device\)"):
+    with pytest.raises(OperationError, match=r"cannot save step 4 .* \(No space left on device\)"):
         chargpt.train(verse, settings=TINY, out=tmp_path / "run", device="cpu")
 
 
@@ -302,7 +302,7 @@ def test_a_text_in_memory_trains_evaluates_and_resumes(verse: Path, tmp_path: Pa
     out, text = tmp_path / "run", verse.read_text(encoding="utf-8")
     run = chargpt.train(content=text, settings=TINY, out=out, device="cpu")
     other = chargpt.train(verse, settings=TINY, out=tmp_path / "other", device="cpu")
-    assert run.state.text == "text in memory"
+    assert run.state.text_name == "text in memory"
     assert chargpt.evaluate(run).nats_per_char == chargpt.evaluate(other).nats_per_char
     resumed = chargpt.train(out, settings={"train.max_steps": 6}, start=StartMode.RESUME)
     assert resumed.step == 6

@@ -22,7 +22,13 @@ from noise import fill_with_noise
 from threadpoolctl import threadpool_info
 
 from chargpt.config import Config, ModelConfig
-from chargpt.errors import ChargptError, DeviceError, TextError, UnknownCharacterError, WorkError
+from chargpt.errors import (
+    ChargptError,
+    DeviceError,
+    OperationError,
+    TextError,
+    UnknownCharacterError,
+)
 from chargpt.inference import coding
 from chargpt.inference.coding import (
     ArithmeticDecoder,
@@ -151,7 +157,7 @@ def test_texts_and_models_that_cannot_be_compressed_are_rejected() -> None:
     diverged = run_of()
     with torch.no_grad():
         next(diverged.model.parameters()).fill_(math.nan)
-    with pytest.raises(WorkError, match="not finite numbers"):
+    with pytest.raises(OperationError, match="not finite numbers"):
         compress(diverged, b"abc")
     with pytest.raises(UnknownCharacterError, match="Q"):
         compress(RUN, b"Queen")

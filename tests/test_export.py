@@ -22,7 +22,7 @@ from noise import fill_with_noise
 
 from chargpt import sample
 from chargpt.config import Config, ModelConfig
-from chargpt.errors import ChargptError, ConfigError, WorkError
+from chargpt.errors import ChargptError, ConfigError, OperationError
 from chargpt.export import check, gguf, huggingface, onnx
 from chargpt.export.check import N_GREEDY, check_export, exportable_model
 from chargpt.export.gguf import LlamaReader, export_gguf
@@ -199,7 +199,7 @@ def test_precision_that_costs_too_much_is_refused_with_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gguf, "MAX_DIVERGENCE", 1e-9)
-    with pytest.raises(WorkError, match=r"nats .*Kullback.* use --precision f32"):
+    with pytest.raises(OperationError, match=r"nats .*Kullback.* use --precision f32"):
         export_gguf(run_of(TOKENIZERS["ascii"]), tmp_path / "low.gguf", "q8_0")
     assert not list(tmp_path.iterdir())
 
@@ -302,7 +302,7 @@ def test_an_export_that_reads_back_differently_is_not_kept(
         return other.eval()
 
     monkeypatch.setattr(module, "exportable_model", mistaken)
-    with pytest.raises(WorkError, match="does not read back"):
+    with pytest.raises(OperationError, match="does not read back"):
         export(kind, run, tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
@@ -353,7 +353,7 @@ class Tampered:
 def test_the_check_notices_one_different_answer(changed: str, cause: str) -> None:
     run = run_of(TOKENIZERS["ascii"])
     assert check_export(run, Tampered(run, "nothing")).difference == 0
-    with pytest.raises(WorkError, match=cause):
+    with pytest.raises(OperationError, match=cause):
         check_export(run, Tampered(run, changed))
 
 

@@ -29,7 +29,7 @@ import chargpt.device
 from chargpt.analysis import doctor
 from chargpt.cli.main import app
 from chargpt.config import Config, SampleConfig, TextConfig, load_config
-from chargpt.errors import WorkError
+from chargpt.errors import OperationError
 from chargpt.inference import decoders
 from chargpt.inference.decoders import (
     GraphDecoder,
@@ -201,14 +201,14 @@ def test_a_failed_capture_is_reported_and_training_goes_on(
         assert figures(other) == pytest.approx(figures(one), abs=1e-4)
 
 
-@pytest.mark.parametrize("num_streams", [1, 3])
+@pytest.mark.parametrize("num_sequences", [1, 3])
 def test_sampling_replays_one_cuda_graph_with_the_text_of_the_cpu(
-    num_streams: int, gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+    num_sequences: int, gpu: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     enable_graphs(monkeypatch)
-    ids = np.arange(20 * num_streams).reshape(20, num_streams) % 11
+    ids = np.arange(20 * num_sequences).reshape(20, num_sequences) % 11
     on_cpu, on_gpu = (
-        GraphDecoder(cast("GPT", noisy_model(block_size=8).to(device)), num_streams)
+        GraphDecoder(cast("GPT", noisy_model(block_size=8).to(device)), num_sequences)
         for device in (CPU, gpu)
     )
     for each in ids:
@@ -231,7 +231,7 @@ def test_few_streams_of_a_small_model_are_decoded_where_it_is_fastest(
     on_cpu = build_decoder(noisy_model(block_size=8), 2, prefilled[0])
     tried = []
 
-    def seconds(decoder: object, num_streams: int) -> float:
+    def seconds(decoder: object, num_sequences: int) -> float:
         tried.append(type(decoder))
         decoder.step(np.array([5, 6]))  # type: ignore[attr-defined]
         return 0.1 if isinstance(decoder, fastest) else 0.2
@@ -460,7 +460,7 @@ def test_a_best_checkpoint_that_could_not_be_written_in_the_background_is_not_th
     full = OSError(errno.ENOSPC, "No space left on device")
     monkeypatch.setattr(RunFolder, "save", Mock(side_effect=full))
     reports: list[StepReport] = []
-    with pytest.raises(WorkError, match="No space left on device"):
+    with pytest.raises(OperationError, match="No space left on device"):
         reports.extend(training.steps())
     assert reports[-1].is_best
     assert training.writer.disk_error == "No space left on device"

@@ -69,7 +69,9 @@ def test_a_run_starts_from_another_and_says_what_that_one_forgets(first: Path, c
 
 
 def test_the_loss_on_the_old_text_is_printed(first: Path, cli: Cli) -> None:
-    done = cli("train", "second.txt", "--from", first, *STEPS, "--out", "second")
+    extra = ("-s", "text.extra_characters=é")
+    done = cli("train", "second.txt", "--from", first, *STEPS, *extra, "--out", "second")
+    assert set(load_run("second").tokenizer.characters) == {*FIRST, *SECOND, "é"}
     assert "On first.txt, the text of " in done.stdout
     assert "nats per character before training" in " ".join(done.stdout.split())
 

@@ -143,7 +143,7 @@ def test_an_imported_run_gives_the_logits_of_the_checkpoint(
                     parameter.zero_()
     paths = write(tmp_path, checkpoint_of(model, prefix=prefix, bias=bias))
     run = load_run(import_nanogpt(*paths, tmp_path / "run"))
-    assert (run.step, run.state.best_nats_per_char, run.state.text) == (250, 1.5, "verse")
+    assert (run.step, run.state.best_nats_per_char, run.state.text_name) == (250, 1.5, "verse")
     text = "abc é😀\ncab"
     tokens = torch.tensor([[CHARACTERS.index(c) for c in text]])
     with torch.no_grad():

@@ -128,18 +128,18 @@ def test_the_gate_sees_how_much_the_counts_know_and_how_certain_the_gpt_is() -> 
     assert inputs[2, 4::2].tolist() == [1] * 5, "an unseen context backs off entirely"
 
 
-@pytest.mark.parametrize("num_streams", [1, 3])
-def test_decoding_predicts_what_the_forward_pass_does(num_streams: int) -> None:
+@pytest.mark.parametrize("num_sequences", [1, 3])
+def test_decoding_predicts_what_the_forward_pass_does(num_sequences: int) -> None:
     mixture, text = random_mixture()
     with torch.inference_mode():
         cache = mixture.new_cache(1)
         prompt = torch.from_numpy(text[None, :5])
         first = mixture(prompt, cache)
         assert torch.allclose(first, mixture(prompt), atol=1e-5)
-        decoder = build_decoder(mixture, num_streams, cache)
-        streams = np.stack([text[5 + i : 16 + i] for i in range(num_streams)])
+        decoder = build_decoder(mixture, num_sequences, cache)
+        streams = np.stack([text[5 + i : 16 + i] for i in range(num_sequences)])
         stepped = np.stack([decoder.step(streams[:, t]) for t in range(11)], axis=1)
-        rows = torch.from_numpy(np.hstack([np.tile(text[:5], (num_streams, 1)), streams]))
+        rows = torch.from_numpy(np.hstack([np.tile(text[:5], (num_sequences, 1)), streams]))
         assert np.allclose(stepped, mixture(rows)[:, 5:].numpy(), atol=1e-4)
 
 

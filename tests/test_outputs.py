@@ -14,7 +14,7 @@ import pytest
 from conftest import REPOSITORY, Cli, refusal, run_here
 
 from chargpt.cli import console, tables
-from chargpt.errors import ConfigError, DeviceError, TextError, WorkError
+from chargpt.errors import ConfigError, DeviceError, OperationError, TextError
 from chargpt.files import write_output
 from chargpt.ranks import is_main_rank, world_size
 from chargpt.yaml_reader import parse_yaml, to_yaml
@@ -263,7 +263,7 @@ def test_spaces_and_joiners_of_every_script_are_printed(
 
 
 def test_json_has_no_numbers_that_are_none() -> None:
-    with pytest.raises(WorkError, match="NaN or infinite"):
+    with pytest.raises(OperationError, match="NaN or infinite"):
         console.out_json({"loss": float("nan")})
 
 

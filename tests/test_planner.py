@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from chargpt.config import Config, TextConfig, load_config
 from chargpt.distributed import RankGroup
-from chargpt.errors import ConfigError, WorkError
+from chargpt.errors import ConfigError, OperationError
 from chargpt.models import count_parameters
 from chargpt.text.corpus import Corpus, load_corpus
 from chargpt.training import planner, session
@@ -411,7 +411,7 @@ def test_a_budget_that_is_too_short_for_the_fewest_steps_is_extended_and_says_so
     assert "5 s is too short" in note
     assert "20 steps" in note
     assert "about 8 s" in note
-    with pytest.raises(WorkError, match=r"give --budget 20s"):
+    with pytest.raises(OperationError, match=r"give --budget 20s"):
         budget.extend_for(20, step_seconds=1.0)
 
 

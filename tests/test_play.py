@@ -16,7 +16,7 @@ from noise import fill_with_noise
 from chargpt import sample
 from chargpt.cli import play as play_command
 from chargpt.config import Config, ModelConfig
-from chargpt.errors import ConfigError, WorkError
+from chargpt.errors import ConfigError, OperationError
 from chargpt.export import html
 from chargpt.export.check import check_export
 from chargpt.export.html import PageReader, export_html, make_page
@@ -550,7 +550,7 @@ def test_the_check_reads_the_page_itself(tmp_path: Path) -> None:
     assert check_export(run, PageReader(page), max_divergence=0.1).divergence < 1e-6
     start = page.index(">", page.index('id="weights"')) + 1
     changed = page[:start] + "AAAA" * 500 + page[start + 2000 :]
-    with pytest.raises(WorkError, match="Kullback-Leibler"):
+    with pytest.raises(OperationError, match="Kullback-Leibler"):
         check_export(run, PageReader(changed), max_divergence=0.005)
 
 
@@ -562,12 +562,12 @@ def test_weights_that_half_precision_does_not_hold_are_refused(
     with torch.no_grad():
         run.model.head.weight *= 1 + torch.rand_like(run.model.head.weight)
     monkeypatch.setattr(html, "MAX_DIVERGENCE", 1e-12)
-    with pytest.raises(WorkError, match="rounding the weights"):
+    with pytest.raises(OperationError, match="rounding the weights"):
         export_html(run, tmp_path / "play.html")
     with torch.no_grad():
         run.model.norm.weight /= 1e6
         run.model.head.weight *= 1e6
-    with pytest.raises(WorkError, match="not finite"):
+    with pytest.raises(OperationError, match="not finite"):
         export_html(run, tmp_path / "play.html")
     assert not (tmp_path / "play.html").exists()
 

@@ -18,7 +18,7 @@ from noise import noisy_model
 
 from chargpt.cli import progress
 from chargpt.config import Config, SampleConfig
-from chargpt.errors import ConfigError, UnknownCharacterError, WorkError
+from chargpt.errors import ConfigError, OperationError, UnknownCharacterError
 from chargpt.inference import generation
 from chargpt.inference.decoders import NumpyDecoder
 from chargpt.inference.generation import sample, stream_pieces, stream_run
@@ -357,7 +357,7 @@ def test_non_finite_logits_are_reported():
     for value in (math.nan, math.inf):
         model = BigramLM(11, block_size=4)
         model.table.weight.data[3] = value
-        with pytest.raises(WorkError, match="not finite"):
+        with pytest.raises(OperationError, match="not finite"):
             continuations(model, "d")
 
 

@@ -95,10 +95,10 @@ def test_the_compute_optimal_ratio_is_where_the_loss_is_lowest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.syspath_prepend(SCRIPTS)
-    fit_plan = import_module("fit_plan")
+    fit_scaling_law = import_module("fit_scaling_law")
     law = {"a": 189.0, "p": 0.6, "b": 127.0, "q": 0.5}
     sizes = np.geomspace(1e6, 1e10, 4001)
     product = 1e17  # of parameters and characters
     losses = law["a"] * sizes ** -law["p"] + law["b"] * (product / sizes) ** -law["q"]
     best = sizes[losses.argmin()]
-    assert fit_plan.optimal_ratio(law, best) == pytest.approx(product / best**2, rel=0.02)
+    assert fit_scaling_law.optimal_ratio(law, best) == pytest.approx(product / best**2, rel=0.02)

@@ -407,9 +407,9 @@ def test_optimizer_state_and_raw_weights_are_loaded(run: RunFolder) -> None:
     saved, skipped = run.load("latest")
     assert skipped == []
     assert saved.optimizer == {"adamw.step": torch.tensor(3.0)}
-    assert saved.raw_model is saved.model
+    assert saved.trained_weights is saved.model
     averaged = dataclasses.replace(saved, optimizer={"raw.head.weight": torch.ones(2)})
-    assert averaged.raw_model == {"head.weight": averaged.optimizer["raw.head.weight"]}
+    assert averaged.trained_weights == {"head.weight": averaged.optimizer["raw.head.weight"]}
 
 
 def test_a_loaded_run_names_its_folder_and_checkpoint(run: RunFolder) -> None:
@@ -446,7 +446,7 @@ def test_every_kind_of_training_can_be_loaded(changes: dict[str, object], tmp_pa
     assert skipped == []
     assert verify(folder).problems == []
     for name, weight in trainer.model.state_dict().items():
-        assert torch.equal(saved.raw_model[name], weight), name
+        assert torch.equal(saved.trained_weights[name], weight), name
     again = Trainer(saved.config, corpus, saved=saved)
     for name, tensor in trainer.learner.optimizer.state_tensors().items():
         assert torch.equal(again.learner.optimizer.state_tensors()[name], tensor), name
@@ -659,6 +659,24 @@ def test_a_step_that_cannot_be_saved_again_keeps_its_checkpoint(
     assert (float(saved.model["head.weight"][0, 0]), skipped) == (0.5, [])
     assert run.is_kept(1)
     assert [path.name for path in run.checkpoints.iterdir() if path.is_dir()] == [folder.name]
+
+
+def test_a_kill_while_a_checkpoint_is_replaced_loses_nothing(run: RunFolder) -> None:
+    folder = save(run, 1)
+    run.keep(1)
+    aside = folder.with_name(f"{folder.name}.old.tmp")
+    folder.rename(aside)  # killed between the two renames
+    run.unlock()
+    run.lock()
+    assert run.is_kept(1)
+    assert not run.load("latest")[1]
+    shutil.copytree(folder, aside)  # killed after them
+    (folder / "keep").unlink()
+    run.unlock()
+    run.lock()
+    assert run.is_kept(1)
+    save(run, 2)
+    assert not aside.exists()
 
 
 def test_a_checkpoint_is_no_run(run: RunFolder) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from chargpt.config import Config, TextConfig, load_config
-from chargpt.errors import ConfigError, DivergedError, RunError, TextError, WorkError
+from chargpt.errors import ConfigError, DivergedError, OperationError, RunError, TextError
 from chargpt.inference.baselines import Baselines
 from chargpt.store.folder import RunFolder
 from chargpt.store.metrics import validation_curve
@@ -381,7 +381,7 @@ def test_after_a_failed_save_the_next_try_is_the_next_due_save(
                 )
                 trainer.change_config(trainer.config.with_values({"train.max_steps": 9}))
 
-    with pytest.raises(WorkError, match=r"cannot save step 9 of .*; there is no checkpoint;"):
+    with pytest.raises(OperationError, match=r"cannot save step 9 of .*; there is no checkpoint;"):
         train_to_the_end()
     monkeypatch.undo()
     trainer = start_trainer(tiny_config(), corpus, tmp_path / "other run")
@@ -390,7 +390,7 @@ def test_after_a_failed_save_the_next_try_is_the_next_due_save(
         next(reports)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: FULL)
     message = r"last checkpoint is step 6; .* with\n  chargpt train --resume '.*/other run'$"
-    with pytest.raises(WorkError, match=message):
+    with pytest.raises(OperationError, match=message):
         list(reports)
     assert len(calls) == 2  # with the step after the change, and at the end
     assert steps[-1] == 9  # its report is yielded

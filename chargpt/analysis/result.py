@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from chargpt.errors import NOT_FINITE, WorkError
+from chargpt.errors import NOT_FINITE, OperationError
 from chargpt.inference.baselines import NGRAM, Baselines
 from chargpt.inference.evaluation import Evaluation, evaluate_tokens
 from chargpt.models.mixture import MIXTURE_ORDER
@@ -82,7 +82,7 @@ def score_run(
 
     Raises:
         TextError: a split is too short to score.
-        WorkError: a loss is not finite.
+        OperationError: a loss is not finite.
     """
     scored = run.config.train.evaluate_tokens
     losses = {
@@ -90,7 +90,7 @@ def score_run(
         for split in REQUIRED_SPLITS
     }
     if not all(math.isfinite(loss.nats_per_char) for loss in losses.values()):
-        raise WorkError(NOT_FINITE)
+        raise OperationError(NOT_FINITE)
     val = corpus.split("val")
     baselines = baselines or Baselines(corpus)
     reference = baselines.losses(val, max_tokens=scored, span=run.model.block_size)

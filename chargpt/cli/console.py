@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
-from chargpt.errors import DeviceError, TextError, WorkError
+from chargpt.errors import DeviceError, OperationError, TextError
 from chargpt.ranks import is_main_rank
 
 NOTICE_SECONDS = 1.0  # before `say_if_slow` prints
@@ -134,13 +134,13 @@ def out_json(value: object) -> None:
     """Print one JSON value on stdout; what stdout or a terminal cannot take is escaped.
 
     Raises:
-        WorkError: a number in it is NaN or infinite.
+        OperationError: a number in it is NaN or infinite.
     """
     is_ascii = (sys.stdout.encoding or "").lower().replace("-", "") != "utf8"
     try:
         text = json.dumps(value, ensure_ascii=is_ascii, allow_nan=False)
     except ValueError:
-        raise WorkError(
+        raise OperationError(
             "a result is NaN or infinite: the model's weights are too large; use another checkpoint"
         ) from None
     write_out("".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text) + "\n")

@@ -51,7 +51,7 @@ def evaluate(
     `chargpt evaluate runs/novel --text other.txt --unknown skip`.
     """
     if stride is not None and protocol != "sliding":
-        raise ConfigError("--stride applies only to --protocol sliding; add --protocol sliding")
+        raise ConfigError("--stride applies only to --protocol sliding; add that, or drop --stride")
     if split is not None and text is not None:
         raise ConfigError("--text is measured as a whole; drop --split, a part of the run's text")
     split = split or "val"
@@ -93,7 +93,7 @@ def evaluate(
         except RunError as error:
             console.say(str(error))
     console.say_unknown(n_unknown, loaded.config.text.unknown)
-    name = str(text) if text else loaded.state.text
+    name = str(text) if text else loaded.state.text_name
     if json_:
         console.out_json({**as_json(loaded, measured, seconds), "text": name})
         return

@@ -53,8 +53,8 @@ class StepView:
         is_last = self.trainer.finished or self.trainer.stopped_by is not None
         if disk_error is not None and not is_last and not self.has_reported_disk_error:
             self.bar.write(
-                f"cannot save step {report.step:,} ({disk_error}); {self._last_checkpoint()}; "
-                "training continues: free some space"
+                f"cannot write to the run at step {report.step:,} ({disk_error}); "
+                f"{self._last_checkpoint()}; training continues: free some space"
             )
         self.has_reported_disk_error = disk_error is not None
 

@@ -98,8 +98,8 @@ def show_result(session: Session, baselines: Baselines | None, *, json_: bool = 
     forgotten = None if start is None else forgetting(start, best)
     if start is not None and forgotten is not None:
         sentences.append(
-            f"On {start.state.text}, the text of {start.folder}: {forgotten['before']:.3f} nats "
-            f"per character before training, {forgotten['after']:.3f} after it."
+            f"On {start.state.text_name}, the text of {start.folder}: {forgotten['before']:.3f} "
+            f"nats per character before training, {forgotten['after']:.3f} after it."
         )
     state = trainer.state
     has_report = budget.has_report if budget else state.seconds >= RESERVE.min_report_budget

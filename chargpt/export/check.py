@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from chargpt.errors import ConfigError, WorkError
+from chargpt.errors import ConfigError, OperationError
 from chargpt.inference.generation import sample
 from chargpt.models import GPT, LanguageModel
 from chargpt.store.run import Run
@@ -129,7 +129,7 @@ def check_export(
         reader: of the export.
         max_divergence: in nats, of an export whose weights are rounded: its log-probabilities
             and greedy text may differ. None for float32.
-        remedy: what the WorkError advises if it is more.
+        remedy: what the OperationError advises if it is more.
     """
     difference, divergences, texts = 0.0, [], prompts(run)
     for text in texts:
@@ -145,7 +145,7 @@ def check_export(
     check = ExportCheck(reader.name, difference, float(np.mean(divergences)))
     if max_divergence is not None:
         if check.divergence > max_divergence:
-            raise WorkError(
+            raise OperationError(
                 f"rounding the weights changes the model by {check.divergence:.2g} nats (mean "
                 f"Kullback-Leibler divergence), and {max_divergence:g} is the limit; {remedy}"
             )
@@ -160,8 +160,8 @@ def check_export(
     return replace(check, n_greedy=n_greedy)
 
 
-def _differs(reader: Reader, cause: str) -> WorkError:
-    return WorkError(
+def _differs(reader: Reader, cause: str) -> OperationError:
+    return OperationError(
         f"the export does not read back as the run with {reader.name}: {cause}; nothing was "
         "written: please report it with what `chargpt doctor` prints"
     )

@@ -18,7 +18,7 @@ import torch
 
 from chargpt import __version__
 from chargpt.config import NORM_EPS
-from chargpt.errors import ConfigError, WorkError
+from chargpt.errors import ConfigError, OperationError
 from chargpt.export.check import (
     ExportCheck,
     Floats,
@@ -57,7 +57,7 @@ def export_gguf(
 
     Raises:
         ConfigError: the file exists, or GGUF cannot hold the model.
-        WorkError: the export does not read back as the run.
+        OperationError: the export does not read back as the run.
         OSError: it cannot be written.
     """
     model = exportable_model(run, "GGUF")
@@ -228,12 +228,12 @@ class LlamaReader:
         try:
             self.server = xllamacpp.Server(params)
         except RuntimeError as error:
-            raise WorkError(f"llama.cpp cannot open the export ({error!s:.200})") from None
+            raise OperationError(f"llama.cpp cannot open the export ({error!s:.200})") from None
         # the server is on this machine
         self.opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def post(self, path: str, **request: Any) -> dict[str, Any]:
-        """Return the server's answer to a request, or raise WorkError if it gives none."""
+        """Return the server's answer to a request, or raise OperationError if it gives none."""
         url = f"{self.server.listening_address}/{path}"
         body = json.dumps(request).encode()
         headers = {"Content-Type": "application/json"}
@@ -245,7 +245,7 @@ class LlamaReader:
             cause = str(error)
             if isinstance(error, urllib.error.HTTPError):
                 cause = error.read().decode(errors="replace")
-            raise WorkError(f"llama.cpp cannot use the export ({cause:.200})") from None
+            raise OperationError(f"llama.cpp cannot use the export ({cause:.200})") from None
         return answer
 
     def encode(self, text: str) -> list[int]:

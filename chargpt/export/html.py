@@ -82,7 +82,7 @@ def export_html(run: Run, path: Path, *, force: bool = False) -> ExportCheck:
 
     Raises:
         ConfigError: the model cannot be exported, or the file is of another origin.
-        WorkError: the page does not read back as the run.
+        OperationError: the page does not read back as the run.
         OSError: the file cannot be written.
     """
     require_output(path, force=force)

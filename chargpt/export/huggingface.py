@@ -17,7 +17,7 @@ from torch import Tensor
 
 from chargpt.config import NORM_EPS, Config, validate
 from chargpt.device import require_memory
-from chargpt.errors import RunError, WorkError
+from chargpt.errors import OperationError, RunError
 from chargpt.export.check import (
     ExportCheck,
     Floats,
@@ -65,7 +65,7 @@ def export_huggingface(run: Run, folder: Path) -> ExportCheck:
 
     Raises:
         ConfigError: the folder exists, or Qwen3 cannot hold the model.
-        WorkError: the export does not read back as the run.
+        OperationError: the export does not read back as the run.
         OSError: it cannot be written.
     """
     require_new(folder)
@@ -222,7 +222,7 @@ def model_card(run: Run) -> str:
         else "any other is dropped by the tokenizer"
     )
     unit = "tokens" if run.tokenizer.has_bytes else "characters"
-    text = " ".join(state.text.split()).replace("`", "'") or "unknown"
+    text = " ".join(state.text_name.split()).replace("`", "'") or "unknown"
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -280,7 +280,7 @@ class TransformersReader:
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         except Exception as error:  # of whatever kind: it is the answer to whether they open it
             cause = " ".join(str(error).split())
-            raise WorkError(f"{self.name} cannot open the export ({cause:.200})") from None
+            raise OperationError(f"{self.name} cannot open the export ({cause:.200})") from None
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text)["input_ids"]

@@ -83,7 +83,7 @@ def import_nanogpt(checkpoint: Path, meta: Path, out: Path, text: Path | None = 
                 f"{text} and {meta} have different characters, such as {min(different)!r}; name "
                 "the text of the model"
             )
-        state = replace(state, corpus=corpus.key, text=corpus.name)
+        state = replace(state, corpus_key=corpus.key, text_name=corpus.name)
     model = build_model(config.model, tokenizer.vocab_size)
     load_weights(model, tensors, checkpoint)
     RunFolder(out).create_from_weights(config, tokenizer, state, model.state_dict())
@@ -169,7 +169,7 @@ def convert(
     tensors["embedding.weight"] = tensors["embedding.weight"][order].contiguous()
     known_loss = loss if 0 <= loss < math.inf else None
     state = RunState(
-        int(step), best_step=int(step), best_nats_per_char=known_loss, text=dataset[:80]
+        int(step), best_step=int(step), best_nats_per_char=known_loss, text_name=dataset[:80]
     )
     return config, state, tensors
 

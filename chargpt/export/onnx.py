@@ -136,7 +136,7 @@ def export_onnx(run: Run, path: Path, *, force: bool = False) -> ExportCheck:
 
     Raises:
         ConfigError: the file exists, a package is missing, or the model is of another kind.
-        WorkError: the export does not read back as the run.
+        OperationError: the export does not read back as the run.
         OSError: it cannot be written.
     """
     model = exportable_model(run, "ONNX")

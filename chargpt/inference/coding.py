@@ -10,7 +10,7 @@ the compressed size is close to the loss of the protocol `sliding`.
 Another machine may round differently. The file names the platform, which is compared before
 decompression, and contains a checksum of the text, which is compared afterwards.
 
-Shapes in this file: N = characters, L = lanes, V = vocabulary size.
+Shapes in this file: N = tokens, L = lanes, V = vocabulary size.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ import torch
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from chargpt.device import onednn_is_faster, require_memory
-from chargpt.errors import ChargptError, TextError, WorkError
+from chargpt.errors import ChargptError, OperationError, TextError
 from chargpt.inference.decoders import Decoder, build_decoder
 from chargpt.inference.evaluation import OnProgress
 from chargpt.inference.sampler import max_logits
@@ -41,8 +41,8 @@ MAX_ADAPTIVE_LANES = 8  # the fewer, the more each learns, and the longer it tak
 MIN_LANE_CHARACTERS = 4096  # so that the first characters of lanes add little to the size
 # magic, version, threads, N, step of the checkpoint, model, platform, checksum
 HEADER = struct.Struct("<4sBBIQ8s4sI")
-Kind = Literal["plain", "mixture", "adaptive"]  # of the model
-MAGIC: dict[Kind, bytes] = {"plain": b"cgpt", "mixture": b"cgpm", "adaptive": b"cgpa"}
+Mode = Literal["plain", "mixture", "adaptive"]  # of the model
+MAGIC: dict[Mode, bytes] = {"plain": b"cgpt", "mixture": b"cgpm", "adaptive": b"cgpa"}
 VERSION = 4  # raised when the format changes or predictions are rounded differently
 MAX_CHARACTERS = 2**32 - 1
 MAX_CHARACTERS_PER_BYTE = 10_000  # so that a small file cannot expand without bound
@@ -71,7 +71,7 @@ def compress(
     Raises:
         TextError: the text is not UTF-8, or too long.
         UnknownCharacterError: a character is not in the vocabulary, and `unknown` is `error`.
-        WorkError: the model's logits are not finite.
+        OperationError: the model's logits are not finite.
     """
     try:
         text = content.decode()
@@ -97,18 +97,18 @@ def compress(
     body = encoder.finish()
     body += bytes(max(0, len(tokens) // MAX_CHARACTERS_PER_BYTE - len(body)))
     keys = (run.step, run.fingerprint(), _platform_key())
-    kind: Kind = "mixture" if isinstance(run.model, Mixture) else "plain"
+    kind: Mode = "mixture" if isinstance(run.model, Mixture) else "plain"
     magic = MAGIC["adaptive" if adaptive else kind]
     return HEADER.pack(magic, VERSION, threads, len(tokens), *keys, zlib.crc32(content)) + body
 
 
-def read_header(packed: bytes) -> tuple[int, Kind]:
+def read_header(packed: bytes) -> tuple[int, Mode]:
     """Return the step of the checkpoint that a text was compressed with, and the kind of model.
 
     Raises:
         ChargptError: the file is of another format or version.
     """
-    kinds: dict[bytes, Kind] = {magic: kind for kind, magic in MAGIC.items()}
+    kinds: dict[bytes, Mode] = {magic: kind for kind, magic in MAGIC.items()}
     if len(packed) < HEADER.size or packed[:4] not in kinds:
         raise ChargptError("the file was not made by `chargpt compress`; name another")
     magic, version, _, _, step, *_ = HEADER.unpack_from(packed)
@@ -136,7 +136,8 @@ def decompress(
 
     Raises:
         ChargptError: the file is of another format, version, run or platform.
-        WorkError: the checksum differs: the file is damaged, or this machine rounds differently.
+        OperationError: the checksum differs: the file is damaged, or this machine rounds
+            differently.
     """
     step, kind = read_header(packed)
     assert (kind == "adaptive") == (adaptive is not None), "compressed with another decoder"
@@ -169,7 +170,7 @@ def decompress(
                 column[lane] = token
     content = run.tokenizer.decode(lanes.reshape(-1)[:count]).encode()
     if zlib.crc32(content) != checksum:
-        raise WorkError(
+        raise OperationError(
             "the text's checksum differs: the file is damaged, or this machine rounds differently "
             "from the one that compressed it; restore the file or decompress it there"
         )

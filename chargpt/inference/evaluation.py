@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from chargpt.errors import NOT_FINITE, ConfigError, TextError, WorkError
+from chargpt.errors import NOT_FINITE, ConfigError, OperationError, TextError
 from chargpt.inference.windows import (
     NANOGPT_BATCHES,
     NANOGPT_BLOCK,
@@ -133,7 +133,7 @@ def evaluate(
     Raises:
         TextError: the text is missing, unreadable, too short, or contains unknown characters.
         ConfigError: there is no such protocol or split, or the stride is out of range.
-        WorkError: the loss is not finite.
+        OperationError: the loss is not finite.
     """
     for name, value, choices in (("protocol", protocol, Protocol), ("split", split, Split)):
         if value not in get_args(choices):
@@ -154,7 +154,7 @@ def evaluate(
         on_progress=on_progress,
     )
     if not math.isfinite(result.nats_per_char):
-        raise WorkError(NOT_FINITE)
+        raise OperationError(NOT_FINITE)
     per_document = None
     if run.tokenizer.boundary and (n_documents := np.sum(tokens == run.tokenizer.boundary_id)):
         mean_length = run.tokenizer.count_characters(tokens) / int(n_documents)

@@ -22,7 +22,7 @@ from chargpt.models import LanguageModel
 from chargpt.models.base import eval_mode
 from chargpt.models.cache import KVCache
 from chargpt.store.run import Run, as_run
-from chargpt.text.tokenizer import CharTokenizer, Counts, Floats, TokenIds, Tokens, UnknownPolicy
+from chargpt.text.tokenizer import CharTokenizer, Floats, Ints, TokenIds, Tokens, UnknownPolicy
 
 MAX_GROUP_BYTES = 256_000_000  # of KV caches and logits of sequences that are sampled together
 
@@ -52,11 +52,11 @@ def sample(
     Raises:
         ConfigError: a setting is unknown or invalid.
         UnknownCharacterError: the prompt contains unknown characters and `unknown` is `error`.
-        WorkError: the model's logits are not finite.
+        OperationError: the model's logits are not finite.
     """
     run = as_run(run)
     chosen = _with_changes(run, options, changes)
-    group_size = _max_streams(run.model)
+    group_size = _max_sequences(run.model)
     texts: list[str] = []
     for first in range(0, chosen.num_samples, group_size):
         sequence_ids = range(first, min(first + group_size, chosen.num_samples))
@@ -129,7 +129,7 @@ def stream_pieces(
     options: SampleConfig,
     *,
     sequence_ids: Sequence[int] | None = None,
-    unigram: Counts | None = None,
+    unigram: Ints | None = None,
 ) -> Iterator[list[str]]:
     """Yield the next piece of each sequence's text, a list of N pieces a step, without the prompt.
 
@@ -148,7 +148,7 @@ def stream_pieces(
 
     Raises:
         ConfigError: a stop string is empty.
-        WorkError: the model's logits are not finite.
+        OperationError: the model's logits are not finite.
     """
     if "" in options.stop:
         raise ConfigError("a stop string is empty and would stop at once; give it a character")
@@ -237,7 +237,7 @@ def _with_seed(options: SampleConfig) -> SampleConfig:
     return options.model_copy(update={"seed": secrets.randbits(63)})
 
 
-def _max_streams(model: LanguageModel) -> int:
+def _max_sequences(model: LanguageModel) -> int:
     """Return how many sequences can be sampled together within MAX_GROUP_BYTES."""
     numbers = 2 * model.new_cache(1).keys.numel() + model.vocab_size  # float32, of one sequence
     return max(1, MAX_GROUP_BYTES // (4 * numbers))

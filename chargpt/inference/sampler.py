@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from chargpt.config import SampleConfig
-from chargpt.errors import WorkError
+from chargpt.errors import OperationError
 from chargpt.inference.decoders import Decoder
 from chargpt.text.byte_fallback import ValidTokens
 from chargpt.text.tokenizer import Floats, TokenIds
@@ -45,7 +45,7 @@ def generate(
         valid: which tokens may be sampled.
 
     Raises:
-        WorkError: the logits are not finite.
+        OperationError: the logits are not finite.
     """
     assert options.seed is not None
     uniform_numbers = uniforms(options.seed, sequence_ids)
@@ -66,7 +66,7 @@ def filter_probs(
     """Return unnormalised probabilities after all filters, (N, V), 0 for tokens not `allowed`.
 
     Raises:
-        WorkError: the logits are not finite.
+        OperationError: the logits are not finite.
     """
     if allowed is not None:
         logits = np.where(allowed, logits, -math.inf)
@@ -89,11 +89,11 @@ def max_logits(logits: Floats) -> Floats:
     """Return the maximum of each row, (N, V) -> (N, 1).
 
     Raises:
-        WorkError: a maximum is not finite.
+        OperationError: a maximum is not finite.
     """
     maximum: Floats = np.maximum.reduce(logits, axis=1, keepdims=True)  # faster than `logits.max`
     if not math.isfinite(np.add.reduce(maximum, axis=None)):
-        raise WorkError(
+        raise OperationError(
             "the model's predictions are not finite numbers, so its training diverged; "
             "use an earlier checkpoint, or train again with a lower optim.lr"
         )

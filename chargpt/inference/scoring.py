@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from chargpt.device import require_memory
-from chargpt.errors import NOT_FINITE, TextError, WorkError
+from chargpt.errors import NOT_FINITE, OperationError, TextError
 from chargpt.inference.evaluation import OnProgress, token_losses
 from chargpt.store.run import Run
 from chargpt.text.tokenizer import Floats, Tokens, UnknownPolicy
@@ -74,7 +74,7 @@ def score(
     Raises:
         TextError: the text is empty, or contains unknown characters.
         DeviceError: it is too long for the memory.
-        WorkError: the losses are not finite.
+        OperationError: the losses are not finite.
     """
     require_memory(BYTES_PER_CHARACTER * len(text), f"a text of {len(text):,} characters")
     tokenizer = run.tokenizer
@@ -91,5 +91,5 @@ def score(
     starts = np.flatnonzero(scored < tokenizer.first_continuation_byte)
     bits = np.add.reduceat(np.concatenate((first, rest)), starts) / math.log(2)
     if not np.isfinite(bits).all():
-        raise WorkError(NOT_FINITE)
+        raise OperationError(NOT_FINITE)
     return Scored(tokenizer.decode(scored), bits, tokenizer.count_unknown(text))

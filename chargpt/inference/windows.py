@@ -11,7 +11,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from chargpt.errors import ConfigError, TextError
 from chargpt.text.batches import Batches
-from chargpt.text.tokenizer import Counts, Tokens
+from chargpt.text.tokenizer import Ints, Tokens
 
 Protocol = Literal["blocks", "sliding", "nanogpt"]
 
@@ -77,7 +77,7 @@ def full_windows(
         yield Windows(gather_rows(tokens, np.array([start]), len(tokens) - 1 - start), 0, lookback)
 
 
-def even_spans(n_inputs: int, span: int, max_tokens: int | None) -> tuple[Counts, int]:
+def even_spans(n_inputs: int, span: int, max_tokens: int | None) -> tuple[Ints, int]:
     """Return the first input of each scored span, shape (spans,), and the length of the spans.
 
     Either one span of all inputs, or evenly spread spans of at most `span` inputs, in all
@@ -135,7 +135,7 @@ def nanogpt_windows(tokens: Tokens, block_size: int, seed: int) -> Iterator[Wind
         yield Windows(batches.at(index).numpy())
 
 
-def gather_rows(tokens: Tokens, starts: Counts, length: int) -> Counts:
+def gather_rows(tokens: Tokens, starts: Ints, length: int) -> Ints:
     """Return length + 1 tokens from each start, (spans, length + 1); -1 before the first token."""
     index = starts[:, None] + np.arange(length + 1)
     return np.where(index < 0, -1, tokens[index.clip(min=0)].astype(np.int64))

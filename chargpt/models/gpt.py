@@ -5,7 +5,7 @@ i + D/2 form a pair), QK-norm over the head size before the rotation (Dehghani e
 (Shazeer 2020), no biases, an untied output head. With its tensors renamed it is a
 `Qwen3ForCausalLM`.
 
-The steps from averaging to a full transformer are settings of this one class: `attention` (`full`,
+Simpler models, down to plain averaging, are settings of this class: `attention` (`full`,
 `average`, `none`), `scaled`, `qk_norm`, `mlp`, and the sizes.
 
 Shapes in this file: B = batch, T = tokens given, S = T and cached tokens, C = n_embd, H = n_head,

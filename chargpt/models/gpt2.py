@@ -1,8 +1,8 @@
 """GPT-2 (Radford et al. 2019), for checkpoints of nanoGPT that are imported.
 
-It computes what nanoGPT does; its dropout and initial weights, for training on, are simpler.
-Learned positions, LayerNorm, GELU, biases, and the embedding as output head. A checkpoint without
-biases has zeros.
+It computes what nanoGPT does; its dropout and initial weights, which matter only if training
+continues, are simpler. Learned positions, LayerNorm, GELU, biases, and the embedding as output
+head. A checkpoint without biases has zeros.
 
 Shapes in this file: B = batch, T = tokens given, S = T and cached tokens, C = n_embd, H = n_head,
 D = C / H, V = vocabulary size.

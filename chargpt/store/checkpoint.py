@@ -43,7 +43,7 @@ class Checkpoint:
     optimizer: dict[str, Tensor]  # and `raw.*`, the weights to train on; empty if not read
 
     @property
-    def raw_model(self) -> dict[str, Tensor]:
+    def trained_weights(self) -> dict[str, Tensor]:
         """The weights to train on, without the moving average."""
         raw = {n[4:]: t for n, t in self.optimizer.items() if n.startswith("raw.")}
         return raw or self.model
@@ -73,6 +73,13 @@ def list_checkpoints(parent: Path) -> list[Path]:
 def unfinished_checkpoints(parent: Path) -> list[Path]:
     """Return what saves or deletions that a crash interrupted have left."""
     return sorted(parent / name for name in entry_names(parent) if UNFINISHED.fullmatch(name))
+
+
+def restore_checkpoints(parent: Path) -> None:
+    """Put back what a kill between the two renames of a replaced checkpoint has left aside."""
+    for path in unfinished_checkpoints(parent):
+        if path.name.endswith(".old.tmp"):
+            commit.restore_set_aside(path.with_name(path.name.removesuffix(".old.tmp")), FILES)
 
 
 def write_checkpoint(parent: Path, step: int, files: Mapping[str, Chunks]) -> Path:

@@ -59,8 +59,6 @@ def commit(folder: Path, files: Mapping[str, Chunks], metadata: Mapping[str, obj
         }
         write_synced(temporary / MANIFEST, [to_json({**metadata, "files": manifest})])
         sync_directory(temporary)
-        for name in set(entry_names(folder)) - set(names):
-            os.rename(folder / name, temporary / name)
         old = _set_aside(folder)
         try:
             os.rename(temporary, folder)
@@ -69,12 +67,10 @@ def commit(folder: Path, files: Mapping[str, Chunks], metadata: Mapping[str, obj
                 os.rename(old, folder)
             raise
     except BaseException:
-        for name in set(entry_names(temporary)) - set(names):
-            with suppress(OSError):
-                os.rename(temporary / name, folder / name)
         remove(temporary, names)
         raise
     sync_directory(folder.parent)
+    restore_set_aside(folder, names)
     remove(old, names)
 
 
@@ -98,9 +94,19 @@ def _set_aside(folder: Path) -> Path:
     return aside
 
 
+def restore_set_aside(folder: Path, names: Iterable[str]) -> None:
+    """Put a directory back whose replacement a kill interrupted; of a replaced one, other files."""
+    aside = folder.with_name(f"{folder.name}.old.tmp")
+    if not exists(folder) and exists(aside / MANIFEST):
+        os.rename(aside, folder)
+    elif exists(folder):
+        for name in set(entry_names(aside)) - set(names):
+            os.rename(aside / name, folder / name)
+
+
 def remove(folder: Path, names: Iterable[str]) -> None:
     """Delete the named files of a directory, and the directory unless it holds others."""
-    for name in names:
+    for name in sorted(names, key=lambda name: name != MANIFEST):  # without it none is restored
         with suppress(OSError):
             (folder / name).unlink()
     with suppress(OSError):

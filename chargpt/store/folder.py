@@ -28,6 +28,7 @@ from chargpt.store.checkpoint import (
     parse_config,
     prune_checkpoints,
     read_checkpoint,
+    restore_checkpoints,
     write_checkpoint,
 )
 from chargpt.store.layout import (
@@ -163,6 +164,8 @@ class RunFolder:
                 f"the file system of {self.path} has no locks; let no other process train into it"
             )
         restore_replaced(self.path)
+        with suppress(OSError):
+            restore_checkpoints(self.checkpoints)
 
     @contextmanager
     def unlocked_on_error(self) -> Iterator[Self]:
@@ -266,7 +269,8 @@ class RunFolder:
     def repair_pointer(self, saved: Checkpoint) -> None:
         """Let `best.json` name the best checkpoint again if it is missing or damaged.
 
-        `saved`, from which training continues, knows which one that is, and is named if it is gone.
+        `saved` is the checkpoint that training continues from. Its state says which is best; if
+        that one is gone, `best.json` names `saved`.
         """
         best = self.checkpoints / name_of(saved.state.best_step or 0)
         try:

@@ -86,7 +86,7 @@ def _summarize(path: Path) -> RunSummary:
     return RunSummary(
         path,
         "training" if is_training else "stopped early" if state.stopped_early else progress,
-        text=state.text,
+        text=state.text_name,
         kind=config.model.kind,
         parameters=count_parameters(config.model, tokenizer.vocab_size),
         step=state.step,

@@ -84,12 +84,12 @@ class Run:
         Raises:
             TextError: the cache no longer has it.
         """
-        if self.state.corpus is None and self.config.text.path is None:
+        if self.state.corpus_key is None and self.config.text.path is None:
             raise TextError(
                 f"{self.folder} was imported without its text; import it again with --text, or "
                 "name a text where the command takes one"
             )
-        corpus = load_cached(self.config.text, self.state.corpus, self.state.text)
+        corpus = load_cached(self.config.text, self.state.corpus_key, self.state.text_name)
         if corpus.tokenizer != self.tokenizer:
             raise TextError(
                 f"the text {corpus.name} is not the one that {self.folder} was trained on; "
@@ -112,7 +112,7 @@ def newest_run(parent: Path = Path("runs")) -> Path:
 
 
 def open_run(path: str | Path) -> RunFolder:
-    """Return a run's folder, else RunError; of one being replaced, the old one until a save."""
+    """Return a run's folder, or raise RunError; while `--force` replaces it, the old run's."""
     path = Path(path)
     if not is_run(path):
         what = "there is no folder" if not path.exists() else "there is no run in"

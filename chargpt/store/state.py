@@ -18,13 +18,13 @@ class RunState:
 
     step: Count  # optimizer steps done
     seconds: Number = 0.0  # training time, interruptions left out
-    best_step: Count | None = None  # of the lowest validation loss; 0 is the untrained model
+    best_step: Count | None = None  # of the lowest validation loss; 0: the weights at the start
     best_nats_per_char: Number | None = None  # the lowest validation loss
     evaluations_since_best: Count = 0
     stopped_early: bool = False  # whether `train.patience` ended the run
     rollbacks: Count = 0  # how often the run returned to a checkpoint after a non-finite value
-    corpus: str | None = None  # cache key of the training text
-    text: str = ""  # name of the training text
+    corpus_key: str | None = None  # cache key of the training text
+    text_name: str = ""  # name of the training text
     threads: Count | None = None  # CPU threads of PyTorch
     world_size: Count = 1  # number of ranks
     torch: str = "unknown"  # version of PyTorch

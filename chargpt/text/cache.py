@@ -212,16 +212,16 @@ def _index_path(spec: list[Any]) -> Path:
     return cache_folder() / "index" / f"{digest}.json"
 
 
-def write_index(spec: list[Any], signature: list[list[str | int]], key: str) -> None:
-    """Note the key of the text with this specification, whose files have this signature."""
-    _try_write(_index_path(spec), json.dumps({"key": key, "files": signature}).encode())
+def write_index(spec: list[Any], file_stamps: list[list[str | int]], key: str) -> None:
+    """Note the key of the text with this specification, whose files have this file_stamps."""
+    _try_write(_index_path(spec), json.dumps({"key": key, "files": file_stamps}).encode())
 
 
-def read_index(spec: list[Any], signature: list[list[str | int]] | None = None) -> str | None:
-    """Return the key noted for this specification; with a signature, only if that is the same."""
+def read_index(spec: list[Any], file_stamps: list[list[str | int]] | None = None) -> str | None:
+    """Return the key noted for this specification; with a file_stamps, only if that is the same."""
     try:
         entry = read_json(_index_path(spec), MAX_INDEX_BYTES)
-        key, is_current = entry["key"], signature is None or entry["files"] == signature
+        key, is_current = entry["key"], file_stamps is None or entry["files"] == file_stamps
     except (OSError, ValueError, KeyError):
         return None
     return key if is_current and isinstance(key, str) else None

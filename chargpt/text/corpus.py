@@ -23,7 +23,7 @@ from chargpt.text.documents import document_ends
 from chargpt.text.ingest import ingest, load_or_note, text_pieces
 from chargpt.text.source import STDIN, copy_stdin, find_source, iter_chunks, text_in_memory
 from chargpt.text.statistics import PairCounts, count_pairs, count_tokens
-from chargpt.text.tokenizer import REPLACEMENT, CharTokenizer, Counts, Tokens
+from chargpt.text.tokenizer import REPLACEMENT, CharTokenizer, Ints, Tokens
 from chargpt.yaml_reader import to_yaml
 
 MAX_READ_CHARACTERS = 1 << 30
@@ -92,7 +92,7 @@ class Corpus:
         return self.n_characters / self.tokens.size
 
     @cached_property
-    def _chunk_starts(self) -> Counts:
+    def _chunk_starts(self) -> Ints:
         """Number of characters before each chunk of tokens, and of all."""
         chunks = (self.tokens[i : i + CHUNK] for i in range(0, self.tokens.size, CHUNK))
         return np.cumsum([0, *map(self.tokenizer.count_characters, chunks)])
@@ -109,7 +109,7 @@ class Corpus:
         return chunk * CHUNK + int(starts[character - self._chunk_starts[chunk]])
 
     @cached_property
-    def _document_limits(self) -> Counts:
+    def _document_limits(self) -> Ints:
         """0, and the index after each document, (1 + documents,)."""
         return np.append(0, document_ends(self.tokens, self.tokenizer.boundary_id))
 
@@ -122,8 +122,8 @@ class Corpus:
         """Return a split as a view, shape (tokens,), in the order mixture, train, val, test.
 
         The sizes of the validation and test splits are rounded up to whole characters. The mixture
-        split is at most 3% of the text. A document that straddles two splits belongs wholly to the
-        earlier one.
+        split is at most 3% of the text, then rounded up to a whole document. A document that
+        straddles two splits belongs wholly to the earlier one.
         """
         total = self.n_characters
         # Exact decimals: in floating point, 0.1 of 10 characters could round up to 2.
@@ -170,7 +170,7 @@ class Corpus:
             + ", or ".join(remedies)
         )
 
-    def token_counts(self, split: Split) -> Counts:
+    def token_counts(self, split: Split) -> Ints:
         """Return the number of occurrences of each id in a split, shape (V,)."""
         return count_tokens(self.split(split), self.tokenizer.vocab_size)
 
@@ -239,7 +239,7 @@ def load_corpus(
         else:
             source = text_in_memory(content)
         notes += source.notes
-        signature = source.signature()
+        signature = source.file_stamps()
     except MissingTextError:
         noted = key or cache.read_index(spec)
         cached = cache.load(noted) if noted else None

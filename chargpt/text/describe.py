@@ -15,7 +15,7 @@ from chargpt.text.statistics import (
     divergence_nats,
     entropy_bits,
 )
-from chargpt.text.tokenizer import CharTokenizer, Counts, Tokens
+from chargpt.text.tokenizer import CharTokenizer, Ints, Tokens
 
 MAX_SHOWN = 10  # characters listed as the most or least frequent
 MAX_VOCAB_SIZE = 5_000  # limits of the warnings
@@ -175,7 +175,7 @@ def _lines(tokenizer: CharTokenizer, tokens: Tokens) -> tuple[int, int]:
 
 
 def _warnings(
-    corpus: Corpus, known: Counts, pairs: PairCounts, lines: int, longest: int
+    corpus: Corpus, known: Ints, pairs: PairCounts, lines: int, longest: int
 ) -> list[str]:
     tokenizer = corpus.tokenizer
     warnings = warn_of_length(corpus)

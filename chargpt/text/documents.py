@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from chargpt.errors import TextError
-from chargpt.text.tokenizer import Counts, Tokens
+from chargpt.text.tokenizer import Ints, Tokens
 
 RECORD_SEPARATOR = "\x1e"
 CHUNK = 1 << 22  # tokens read or written at once
@@ -64,7 +64,7 @@ def _separated(pieces: Iterator[str], documents: str, boundary: str) -> Iterator
     yield rest + boundary
 
 
-def document_ends(tokens: Tokens, boundary: int) -> Counts:
+def document_ends(tokens: Tokens, boundary: int) -> Ints:
     """Return the index after each boundary, shape (documents,)."""
     return np.concatenate(
         [

@@ -26,7 +26,7 @@ from chargpt.text.statistics import count_tokens
 from chargpt.text.tokenizer import (
     CODE_POINTS,
     CharTokenizer,
-    Counts,
+    Ints,
     Rare,
     choose_min_count,
     code_points,
@@ -101,7 +101,7 @@ def ingest(
 
 def _count_characters(
     source: Source, settings: TextConfig, progress: OnStage | None, checksum: _Checksum
-) -> tuple[Counts, list[str]]:
+) -> tuple[Ints, list[str]]:
     """Return the number of occurrences of each code point, and each file's digest."""
     counts = np.zeros(CODE_POINTS, dtype=np.int64)
     hashes: dict[str, Any] = {}  # by file name

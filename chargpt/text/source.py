@@ -53,7 +53,7 @@ class Source:
         """Whether the text is standard input, which can be read only once."""
         return not self.files and self.stream is None
 
-    def signature(self) -> list[list[str | int]]:
+    def file_stamps(self) -> list[list[str | int]]:
         """Return path, size, inode, mtime and ctime of each file, which change with its content."""
         rows: list[list[str | int]] = []
         for path in self.files:
@@ -65,7 +65,7 @@ class Source:
         """Return the number of bytes as stored; 0 for standard input."""
         if self.stream is not None:
             return self.stream.seek(0, os.SEEK_END)
-        return sum(int(row[1]) for row in self.signature())
+        return sum(int(row[1]) for row in self.file_stamps())
 
 
 def text_in_memory(content: str) -> Source:

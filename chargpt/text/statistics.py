@@ -1,4 +1,4 @@
-"""Counts of tokens and of token pairs, and their entropies, in bounded memory.
+"""Ints of tokens and of token pairs, and their entropies, in bounded memory.
 
 Legend: V = vocabulary size, N = number of tokens, P = number of distinct pairs.
 """
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from chargpt.text.tokenizer import Counts, Tokens
+from chargpt.text.tokenizer import Ints, Tokens
 
 CHUNK = 1 << 20  # tokens counted at once: small enough for a processor's cache
 SPARSE_CHUNK = 1 << 23  # tokens sorted at once
@@ -26,19 +26,19 @@ class PairCounts:
         vocab_size: V.
     """
 
-    first: Counts
-    second: Counts
-    counts: Counts
+    first: Ints
+    second: Ints
+    counts: Ints
     vocab_size: int
 
 
-def count_tokens(tokens: Tokens, vocab_size: int) -> Counts:
+def count_tokens(tokens: Tokens, vocab_size: int) -> Ints:
     """Return the number of occurrences of each id, shape (V,)."""
     if tokens.dtype == np.uint8:  # counting two bytes at once is twice as fast
         n_even = tokens.size - tokens.size % 2
         words = np.ascontiguousarray(tokens[:n_even]).view("<u2")
         table = count_tokens(words, 1 << 16).reshape(256, 256)
-        counts: Counts = table.sum(axis=0) + table.sum(axis=1)
+        counts: Ints = table.sum(axis=0) + table.sum(axis=1)
         counts[tokens[n_even:]] += 1
         return counts[:vocab_size]
     counts = np.zeros(vocab_size, dtype=np.int64)
@@ -60,17 +60,17 @@ def count_pairs(tokens: Tokens, vocab_size: int) -> PairCounts:
     return PairCounts(codes // vocab_size, codes % vocab_size, counts, vocab_size)
 
 
-def _pair_codes(tokens: Tokens, vocab_size: int, chunk: int) -> Iterator[Counts]:
+def _pair_codes(tokens: Tokens, vocab_size: int, chunk: int) -> Iterator[Ints]:
     """Yield first * V + second of consecutive pairs, `chunk` pairs at a time."""
     for start in range(0, tokens.size - 1, chunk):
         ids = tokens[start : start + chunk + 1].astype(np.int64)
         yield ids[:-1] * vocab_size + ids[1:]
 
 
-def _count_sparse(tokens: Tokens, vocab_size: int) -> tuple[Counts, Counts]:
+def _count_sparse(tokens: Tokens, vocab_size: int) -> tuple[Ints, Ints]:
     """Return the distinct pair codes, sorted, and their counts."""
     merged = (np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
-    pending: list[tuple[Counts, Counts]] = []
+    pending: list[tuple[Ints, Ints]] = []
     for codes in _pair_codes(tokens, vocab_size, SPARSE_CHUNK):
         pending.append(np.unique(codes, return_counts=True))
         # Merging only when as much is pending as was merged keeps the work near-linear.
@@ -79,7 +79,7 @@ def _count_sparse(tokens: Tokens, vocab_size: int) -> tuple[Counts, Counts]:
     return _merge([merged, *pending])
 
 
-def _merge(tables: list[tuple[Counts, Counts]]) -> tuple[Counts, Counts]:
+def _merge(tables: list[tuple[Ints, Ints]]) -> tuple[Ints, Ints]:
     """Add up tables of (codes, counts) by code."""
     codes, rows = np.unique(np.concatenate([codes for codes, _ in tables]), return_inverse=True)
     counts = np.zeros(codes.size, dtype=np.int64)
@@ -87,7 +87,7 @@ def _merge(tables: list[tuple[Counts, Counts]]) -> tuple[Counts, Counts]:
     return codes, counts
 
 
-def divergence_nats(counts: Counts, reference: Counts) -> float:
+def divergence_nats(counts: Ints, reference: Ints) -> float:
     """Return the KL divergence in nats of frequencies from others, which are smoothed by 1."""
     probs, reference_probs = counts / counts.sum(), (reference + 1) / (reference + 1).sum()
     present = probs > 0

@@ -36,7 +36,7 @@ UnknownPolicy = Literal["error", "skip", "replace"]
 Rare = Literal["bytes", "keep", "unknown"]
 Tokens = npt.NDArray[Any]  # token ids of any integer type
 TokenIds = npt.NDArray[np.int64]
-Counts = npt.NDArray[np.int64]
+Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 
@@ -368,7 +368,7 @@ def _is_surrogate(codes: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
     return (codes >= 0xD800) & (codes < 0xE000)
 
 
-def choose_min_count(counts: Counts) -> int:
+def choose_min_count(counts: Ints) -> int:
     """Return `min_count` for a text with these counts of the code points."""
     present = counts[counts > 0]
     if present.size <= MAX_KEPT:

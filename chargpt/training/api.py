@@ -140,7 +140,9 @@ def run_steps(session: Session, *, progress: bool, notes: list[str]) -> None:
         for report in trainer.steps(session.budget, lambda: bool(interrupts)):
             notes += report.notes
             if trainer.writer.disk_error not in (None, disk_error):
-                notes.append(f"cannot save step {report.step:,} ({trainer.writer.disk_error})")
+                notes.append(
+                    f"cannot write to the run at step {report.step:,} ({trainer.writer.disk_error})"
+                )
             disk_error = trainer.writer.disk_error
             bar.total = report.max_steps
             if report.validation is not None:

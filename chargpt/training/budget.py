@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from chargpt.config import Config
 from chargpt.device import synchronize
-from chargpt.errors import ConfigError, WorkError
+from chargpt.errors import ConfigError, OperationError
 from chargpt.inference.evaluation import evaluate_tokens
 from chargpt.models import LanguageModel
 from chargpt.models.ngram import MAX_TOKENS
@@ -145,14 +145,14 @@ class Budget:
         """Extend a budget in which `n_steps` steps do not fit; return a note about it.
 
         Raises:
-            WorkError: the steps would take more than the whole budget again.
+            OperationError: the steps would take more than the whole budget again.
         """
         missing = n_steps * step_seconds - self.remaining
         if missing <= 0:
             return None
         total = math.ceil(self.seconds + missing)
         if missing > self.seconds:
-            raise WorkError(
+            raise OperationError(
                 f"a budget of {self.seconds:g} s is too short for {n_steps} steps, the fewest that "
                 f"are useful, on this machine now; give --budget {total}s, or a smaller model"
             )

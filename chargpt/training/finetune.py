@@ -19,7 +19,7 @@ from chargpt.text.tokenizer import CharTokenizer
 LR_FRACTION = 0.1  # of the learning rates of a new run
 
 
-def load_start(settings: Config) -> Run | None:
+def load_base_run(settings: Config) -> Run | None:
     """Return the run that `train.from_run` names, None if there is none.
 
     Raises:
@@ -51,15 +51,16 @@ def settings_from(run: Run, settings: Config, fixed: Collection[str]) -> Config:
             )
     values = {
         **model,
-        "text.extra_characters": run.tokenizer.characters,
         "train.batch_size": run.config.train.batch_size,
         "optim.lr": LR_FRACTION * settings.optim.lr,
         "optim.matrix_lr": LR_FRACTION * settings.optim.matrix_lr,
     }
-    return settings.with_values({key: v for key, v in values.items() if key not in fixed})
+    values = {key: value for key, value in values.items() if key not in fixed}
+    characters = sorted({*settings.text.extra_characters, *run.tokenizer.characters})
+    return settings.with_values({**values, "text.extra_characters": "".join(characters)})
 
 
-def describe_start(run: Run, tokenizer: CharTokenizer) -> str:
+def describe_base_run(run: Run, tokenizer: CharTokenizer) -> str:
     """Return which weights are the start, and how many tokens are new, in a sentence."""
     old, _ = shared_tokens(run.tokenizer, tokenizer)
     return (

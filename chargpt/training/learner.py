@@ -128,8 +128,10 @@ class Learner:
             RunError: it belongs to another model.
         """
         load_weights(self.model, saved.model, saved.folder)
-        if saved.raw_model is not saved.model:  # with EMA: those were the averages, now checked
-            load_weights(self.model, saved.raw_model, saved.folder)
+        if (
+            saved.trained_weights is not saved.model
+        ):  # with EMA: those were the averages, now checked
+            load_weights(self.model, saved.trained_weights, saved.folder)
         self.model.zero_grad(set_to_none=True)
         self.ema_weights = self._start_ema(saved.model)
         self.optimizer = Optimizer(self.model, optim, self.dtype)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from chargpt.errors import NOT_FINITE, WorkError
+from chargpt.errors import NOT_FINITE, OperationError
 from chargpt.inference.windows import full_windows
 from chargpt.models import GPT
 from chargpt.models.base import eval_mode
@@ -37,7 +37,7 @@ def add_mixture(run: Run, corpus: Corpus) -> Run | None:
         shorter than MIN_CHARACTERS.
 
     Raises:
-        WorkError: the GPT's predictions are not finite.
+        OperationError: the GPT's predictions are not finite.
         RunError: the mixture cannot be saved.
     """
     train, held_out = corpus.split("train"), corpus.split("mixture")
@@ -54,7 +54,7 @@ def fit_mixture(gpt: GPT, tokenizer: CharTokenizer, train: Tokens, held_out: Tok
     `held_out` is text that is not in the training split, at least 2 characters.
 
     Raises:
-        WorkError: the GPT's predictions are not finite.
+        OperationError: the GPT's predictions are not finite.
     """
     mixture = Mixture(gpt, train, word_tokens(tokenizer)).to(gpt.device).eval()
     found = []
@@ -65,7 +65,7 @@ def fit_mixture(gpt: GPT, tokenizer: CharTokenizer, train: Tokens, held_out: Tok
                 found.append([tensor.flatten(0, 1).cpu() for tensor in data])
     inputs, log_probs = map(torch.cat, zip(*found, strict=True))
     if not inputs.isfinite().all():
-        raise WorkError(NOT_FINITE)
+        raise OperationError(NOT_FINITE)
     fit_gate(mixture.gate, inputs, log_probs)
     return mixture
 

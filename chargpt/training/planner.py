@@ -1,7 +1,7 @@
 """Choice of model size and training length for a text, a device and a time budget.
 
-The predicted loss comes from a scaling law with fitted coefficients, stored in `plan.json` by
-`scripts/fit_plan.py`:
+The predicted loss comes from a scaling law with fitted coefficients, stored in `scaling_law.json`
+by `scripts/fit_scaling_law.py`:
 
     loss = floor + a * parameters^-p + b * unique^-q            (Hoffmann et al. 2022, eq. 2)
 
@@ -60,7 +60,7 @@ SIZE_KEYS = {
 
 
 @dataclass(frozen=True)
-class TrainingLength:
+class LengthPreset:
     """Settings of runs that read at least `characters` characters, repeats included."""
 
     characters: int
@@ -70,16 +70,16 @@ class TrainingLength:
     evaluations: int = 6
 
 
-TRAINING_LENGTHS = (  # by rising `characters`
-    TrainingLength(0, 128, 1024, 0.6, evaluations=2),  # each takes as long as four steps
-    TrainingLength(150_000, 128, 2048, 0.6, evaluations=2),
-    TrainingLength(1_000_000, 256, 2048, 0.7),
-    TrainingLength(3_000_000, 256, 4096, 0.7),
+LENGTH_PRESETS = (  # by rising `characters`
+    LengthPreset(0, 128, 1024, 0.6, evaluations=2),  # each takes as long as four steps
+    LengthPreset(150_000, 128, 2048, 0.6, evaluations=2),
+    LengthPreset(1_000_000, 256, 2048, 0.7),
+    LengthPreset(3_000_000, 256, 4096, 0.7),
     # longer than the runs that the others were found by
-    TrainingLength(100_000_000, 512, 8192, 0.7),
-    TrainingLength(1_000_000_000, 1024, 16384, 0.7),
+    LengthPreset(100_000_000, 512, 8192, 0.7),
+    LengthPreset(1_000_000_000, 1024, 16384, 0.7),
 )
-INITIAL_TRAINING_LENGTH = 350_000  # characters, until a speed is measured
+INITIAL_TOKENS = 350_000  # characters, until a speed is measured
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def unique_token_equivalents(
 @cache
 def _fitted() -> dict[str, Any]:
     """Return the coefficients of the law, and the runs that it was fitted to."""
-    content = (Path(__file__).parent / "plan.json").read_text(encoding="utf-8")
+    content = (Path(__file__).parent / "scaling_law.json").read_text(encoding="utf-8")
     fitted: dict[str, Any] = json.loads(content)
     return fitted
 
@@ -169,9 +169,9 @@ def extrapolation(parameters: int, characters: float) -> str | None:
     )
 
 
-def training_length_of(characters: float) -> TrainingLength:
+def length_preset_for(characters: float) -> LengthPreset:
     """Return the settings of a run over about `characters` characters."""
-    return [each for each in TRAINING_LENGTHS if each.characters <= characters][-1]
+    return [each for each in LENGTH_PRESETS if each.characters <= characters][-1]
 
 
 def size_settings(
@@ -182,7 +182,7 @@ def size_settings(
     Short runs gain more from many small updates than they lose by short blocks. A split must hold
     a block and one more character, and a batch whole micro-batches.
     """
-    length = training_length_of(characters)
+    length = length_preset_for(characters)
     block_size = length.block_size
     shortest_split = min(len(corpus.split(split)) for split in REQUIRED_SPLITS)
     while block_size > RECIPE.min_block_size and block_size >= shortest_split:
@@ -201,7 +201,7 @@ def length_settings(
     config: Config, characters: float, text_characters: int, parameters: int
 ) -> dict[str, object]:
     """Return the settings that depend on the training length, for about `characters` characters."""
-    recipe, length = RECIPE, training_length_of(characters)
+    recipe, length = RECIPE, length_preset_for(characters)
     steps = max(REPLANNING.min_steps, int(characters / config.step_tokens))
     every = math.ceil(steps / length.evaluations)
     epochs = characters / text_characters
@@ -276,7 +276,7 @@ class _Planner:
         slower than a smaller one by at most the ratio of their parameters. The search ends where
         the next size has no lower predicted loss even if it is slower by only the root of that.
         """
-        number, config = 0, self.config_of_size(SIZES[0], INITIAL_TRAINING_LENGTH)
+        number, config = 0, self.config_of_size(SIZES[0], INITIAL_TOKENS)
         speed = measure_speed(config, self.corpus)
         available = self.budget.remaining  # without the first trial: on a GPU it loads the kernels
         while available - self.budget.remaining <= RECIPE.trial_fraction * available:
@@ -310,8 +310,7 @@ class _Planner:
         vocab_size = self.corpus.tokenizer.vocab_size
         usable = RECIPE.usable_memory * memory_limit(choose_device(self.config.device)[0])
         configs = [
-            self.config_of_size(size, max(INITIAL_TRAINING_LENGTH, characters))
-            for size in SIZES[first:]
+            self.config_of_size(size, max(INITIAL_TOKENS, characters)) for size in SIZES[first:]
         ]
         micro_batches = self.config.train.micro_batches
         return [

@@ -99,7 +99,7 @@ def resume(
 
 def require_same_text(corpus: Corpus, saved: Checkpoint) -> None:
     """Raise a TextError unless a text has the content that a run was trained on."""
-    if corpus.key != saved.state.corpus:
+    if corpus.key != saved.state.corpus_key:
         raise TextError(
             f"{corpus.name} is not the text that the run was trained on; name that one, or start a "
             "new run with --out"

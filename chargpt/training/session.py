@@ -10,7 +10,7 @@ from pathlib import Path
 from chargpt.config import Config
 from chargpt.device import choose_device
 from chargpt.distributed import destroy_process_group, init_process_group, is_lost_rank_error
-from chargpt.errors import RunError, TextError, WorkError
+from chargpt.errors import OperationError, RunError, TextError
 from chargpt.ranks import is_main_rank, world_size
 from chargpt.store.folder import RunFolder
 from chargpt.store.layout import REPLACED, has_checkpoint
@@ -21,7 +21,7 @@ from chargpt.text.describe import warn_of_length, warn_of_list
 from chargpt.text.source import STDIN
 from chargpt.training.budget import REPLANNING, RESERVE, Budget, counting_seconds, mixture_seconds
 from chargpt.training.cost import Cost, expected_cost
-from chargpt.training.finetune import describe_start, load_start, settings_from
+from chargpt.training.finetune import describe_base_run, load_base_run, settings_from
 from chargpt.training.mixing import MIN_CHARACTERS
 from chargpt.training.planner import RECIPE, Plan, plan
 from chargpt.training.request import Request, StartMode
@@ -56,7 +56,7 @@ def open_session(request: Request, loading: OnStage | None = None) -> Iterator[S
 
     Raises:
         FinishedError: the run to resume has no steps left.
-        WorkError: another rank has failed.
+        OperationError: another rank has failed.
         ChargptError: the text, a setting or the folder is unusable.
     """
     try:
@@ -71,7 +71,7 @@ def open_session(request: Request, loading: OnStage | None = None) -> Iterator[S
         if not is_lost_rank_error(error):
             raise
         cause = str(error).splitlines()[0].split("] ")[-1].split(". ")[0]
-        raise WorkError(
+        raise OperationError(
             f"another rank has failed ({cause:.100}); continue from the last checkpoint with "
             "--resume, with any number of processes"
         ) from None
@@ -120,7 +120,7 @@ def create_run(
     allow_unsaved = start is StartMode.BEGIN_OR_RESUME  # a run that has saved nothing is replaced
     device, _ = choose_device(settings.device)
     group = init_process_group(device)
-    from_run = load_start(settings)
+    from_run = load_base_run(settings)
     if from_run is not None:
         settings = settings_from(from_run, settings, fixed)
         if budget is not None:
@@ -162,7 +162,7 @@ def create_run(
             )
             notes += folder.notes
         if from_run is not None:
-            notes.append(describe_start(from_run, corpus.tokenizer))
+            notes.append(describe_base_run(from_run, corpus.tokenizer))
         cost = expected_cost(trainer.config, trainer.learner, 0, seconds)
     return Session(trainer, folder, cost, budget, planned, notes, from_run)
 
@@ -228,7 +228,7 @@ def resume_run(
             folder.lock()  # before it is read, so that no other process writes in between
         saved, settings, notes = resume(folder, changes, same_command=same_command)
         group = init_process_group(choose_device(settings.device)[0])
-        key = saved.state.corpus
+        key = saved.state.corpus_key
         is_given_once = content is not None or settings.text.path == STDIN
         if same_command and not is_given_once:  # the command names the text
             corpus = load_corpus(settings.text, key=key, progress=loading)
@@ -237,8 +237,8 @@ def resume_run(
             corpus = load_corpus(settings.text, content=content, progress=loading)
             require_same_text(corpus, saved)
         else:
-            corpus = load_cached(settings.text, key, saved.state.text)
-        from_run = load_start(settings) if settings.optim.l2_sp else None
+            corpus = load_cached(settings.text, key, saved.state.text_name)
+        from_run = load_base_run(settings) if settings.optim.l2_sp else None
         trainer = Trainer(
             settings, corpus, folder=folder, saved=saved, group=group, from_run=from_run
         )

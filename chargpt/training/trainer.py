@@ -19,7 +19,7 @@ from torch import Tensor
 from chargpt.config import Config
 from chargpt.device import choose_device, choose_dtype, dtype_name, require_memory, tune_malloc
 from chargpt.distributed import RankGroup
-from chargpt.errors import DivergedError, RunError, WorkError
+from chargpt.errors import DivergedError, OperationError, RunError
 from chargpt.inference.evaluation import Evaluation
 from chargpt.models.ngram import NGramLM
 from chargpt.store.checkpoint import Checkpoint
@@ -153,7 +153,7 @@ class Trainer:
 
         Raises:
             DivergedError: the loss, a gradient or a weight is not finite.
-            WorkError: the last checkpoint could not be written.
+            OperationError: the last checkpoint could not be written.
         """
         self.started = time.perf_counter() - self.state.seconds
         self.speed_since = self.state.step, time.perf_counter()
@@ -372,8 +372,8 @@ class Trainer:
         state = replace(
             state,
             seconds=self._seconds(),
-            corpus=self.corpus.key,
-            text=self.corpus.name,
+            corpus_key=self.corpus.key,
+            text_name=self.corpus.name,
             threads=torch.get_num_threads(),
             world_size=self.group.size,
             torch=str(torch.__version__),
@@ -397,7 +397,7 @@ class Trainer:
         return saved
 
     def _require_saved(self) -> None:
-        """Raise a WorkError if the checkpoint of the last step could not be written."""
+        """Raise an OperationError if the checkpoint of the last step could not be written."""
         error, saved = self.writer.disk_error, self.writer.saved_step
         if self.folder is not None and error is not None and saved != self.state.step:
             path = self.folder.path
@@ -407,7 +407,9 @@ class Trainer:
                     f"the last checkpoint is step {saved:,}; free some space, then resume with\n"
                     f"  chargpt train --resume {shlex.quote(str(path))}"
                 )
-            raise WorkError(f"cannot save step {self.state.step:,} of {path} ({error}); {remedy}")
+            raise OperationError(
+                f"cannot save step {self.state.step:,} of {path} ({error}); {remedy}"
+            )
 
     def checkpoint_bytes(self) -> int:
         """Return the approximate size of a checkpoint in bytes."""

@@ -1,4 +1,4 @@
-"""Validation during training: losses and samples of the averaged weights."""
+"""Validation during training: losses and samples, of the averaged weights if `train.ema` is on."""
 
 from chargpt.config import Config
 from chargpt.inference.evaluation import Evaluation, evaluate_tokens

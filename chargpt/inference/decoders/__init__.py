@@ -40,31 +40,33 @@ TRIAL_STEPS = 10  # after two, which capture a graph and load kernels
 
 
 def build_decoder(
-    model: LanguageModel, num_streams: int, prefilled: KVCache | None = None
+    model: LanguageModel, num_sequences: int, prefilled: KVCache | None = None
 ) -> Decoder:
     """Return the fastest decoder for a model: on its device, or on the CPU for few small sequences.
 
     Args:
         model: in evaluation mode. `NumpyDecoder` copies its weights, others read them at each step.
-        num_streams: N.
+        num_sequences: N.
         prefilled: cache of one sequence, which every sequence continues; empty by default.
     """
     candidates: list[Callable[..., Decoder]] = []
     is_on_cpu = model.device.type == "cpu"
-    is_small = is_on_cpu or model.parameter_count() * num_streams <= MAX_CPU_WORK
+    is_small = is_on_cpu or model.parameter_count() * num_sequences <= MAX_CPU_WORK
     if is_supported(model) and is_small:
         candidates.append(NumpyDecoder)
     if not (is_on_cpu and candidates):
         has_graphs = isinstance(model, GPT) and can_capture(model.device)
         candidates.append(GraphDecoder if has_graphs else ModelDecoder)
     if len(candidates) > 1:
-        candidates.sort(key=lambda decoder: trial_seconds(decoder(model, num_streams), num_streams))
-    return candidates[0](model, num_streams, prefilled)
+        candidates.sort(
+            key=lambda decoder: trial_seconds(decoder(model, num_sequences), num_sequences)
+        )
+    return candidates[0](model, num_sequences, prefilled)
 
 
-def trial_seconds(decoder: Decoder, num_streams: int) -> float:
+def trial_seconds(decoder: Decoder, num_sequences: int) -> float:
     """Return the time of a few steps."""
-    tokens = np.zeros(num_streams, np.int64)
+    tokens = np.zeros(num_sequences, np.int64)
     for number in range(2 + TRIAL_STEPS):
         if number == 2:
             start = time.perf_counter()

@@ -25,15 +25,15 @@ class ModelDecoder:
     """Decoder for any model on any device."""
 
     def __init__(
-        self, model: LanguageModel, num_streams: int, prefilled: KVCache | None = None
+        self, model: LanguageModel, num_sequences: int, prefilled: KVCache | None = None
     ) -> None:
         self.model = model
-        self.cache = self._new_cache(num_streams)
+        self.cache = self._new_cache(num_sequences)
         if prefilled is not None:
             self.cache.copy_from(prefilled)
 
-    def _new_cache(self, num_streams: int) -> KVCache:
-        return self.model.new_cache(num_streams)
+    def _new_cache(self, num_sequences: int) -> KVCache:
+        return self.model.new_cache(num_sequences)
 
     @torch.inference_mode()
     def step(self, tokens: TokenIds) -> npt.NDArray[np.float32]:
@@ -59,13 +59,13 @@ class GraphDecoder(ModelDecoder):
 
     model: GPT
 
-    def __init__(self, model: GPT, num_streams: int, prefilled: KVCache | None = None) -> None:
-        super().__init__(model, num_streams, prefilled)
-        self.tokens = torch.zeros(num_streams, 1, dtype=torch.int64, device=model.device)
+    def __init__(self, model: GPT, num_sequences: int, prefilled: KVCache | None = None) -> None:
+        super().__init__(model, num_sequences, prefilled)
+        self.tokens = torch.zeros(num_sequences, 1, dtype=torch.int64, device=model.device)
         self.replay: Callable[[], Tensor] | None = None
 
-    def _new_cache(self, num_streams: int) -> KVCache:
-        return self.model.new_static_cache(num_streams)
+    def _new_cache(self, num_sequences: int) -> KVCache:
+        return self.model.new_static_cache(num_sequences)
 
     def _forward(self, column: Tensor) -> Tensor:
         self.tokens.copy_(column)

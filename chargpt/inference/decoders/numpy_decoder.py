@@ -31,10 +31,10 @@ class NumpyDecoder:
         length: number of cached tokens of each sequence, at most the block size.
     """
 
-    def __init__(self, model: GPT, num_streams: int, prefilled: KVCache | None = None) -> None:
+    def __init__(self, model: GPT, num_sequences: int, prefilled: KVCache | None = None) -> None:
         self.weights = weights = pack_weights(model)
-        self.is_batch = num_streams > 1
-        lead = (num_streams,) if self.is_batch else ()
+        self.is_batch = num_sequences > 1
+        lead = (num_sequences,) if self.is_batch else ()
         self.block_size, half = weights.rotary.shape
         self.heads_shape = (*lead, 3, model.config.n_head, 2 * half)
         self.qk_eps = np.float32(2 * half * NORM_EPS)

@@ -1,6 +1,6 @@
 """Fit the scaling law with which `chargpt train --budget` chooses a model's size.
 
-    python scripts/fit_plan.py TEXT [--workers 2] [--device cpu] [--more | --refit]
+    python scripts/fit_scaling_law.py TEXT [--workers 2] [--device cpu] [--more | --refit]
 
 Trains the sizes of `chargpt.training.planner.SIZES` on several numbers of characters of TEXT's
 training split, up to MAX_WORK, evaluates each on a held-out tail of that split (the validation
@@ -9,8 +9,9 @@ split is never read), fits
     loss = floor + a * parameters^-p + b * unique^-q            (Hoffmann et al. 2022, eq. 2)
 
 where `unique` are unique-token equivalents (`planner.unique_token_equivalents`), and writes runs
-and coefficients to `chargpt/training/plan.json`. Takes about an hour on two cores with bfloat16.
-With --more, the recorded runs are kept and only missing ones are trained; with --refit, none.
+and coefficients to `chargpt/training/scaling_law.json`. Takes about an hour on two cores with
+bfloat16. With --more, the recorded runs are kept and only missing ones are trained; with --refit,
+none.
 
 Many coefficients fit runs of this length about equally well, but differ in how large a model they
 choose for far longer ones. Of those whose error is within TOLERANCE of the smallest, the fit takes
@@ -36,7 +37,7 @@ from chargpt.models import count_parameters
 from chargpt.text.corpus import load_corpus
 from chargpt.training.planner import SIZES, unique_token_equivalents
 
-TARGET = Path(__file__).parent.parent / "chargpt" / "training" / "plan.json"
+TARGET = Path(__file__).parent.parent / "chargpt" / "training" / "scaling_law.json"
 CHARACTERS = (150_000, 300_000, 600_000, 1_200_000, 2_400_000, 4_800_000, 9_600_000)
 MAX_WORK = 2.4e13  # parameters x characters of one run
 LENGTH_TOLERANCE = 0.1  # a run has whole steps, so it may be shorter than requested
