@@ -195,6 +195,7 @@ def test_a_missing_rendezvous_address_is_rejected(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_importing_the_package_prepares_cublas_for_deterministic_algorithms() -> None:
     # cuBLAS reads the variable once, at its first call
     words = "import os, chargpt.device; print(os.environ['CUBLAS_WORKSPACE_CONFIG'])"

@@ -375,7 +375,7 @@ def make_run(tmp_path):
         config = Config().with_values({"text.path": str(path), "text.unknown": unknown})
         corpus = load_corpus(config.text)
         model = noisy_model(vocab_size=corpus.tokenizer.vocab_size)
-        return Run(tmp_path, config, corpus.tokenizer, model, 5, RunState(5, corpus=corpus.key))
+        return Run(tmp_path, config, corpus.tokenizer, model, 5, RunState(5, corpus_key=corpus.key))
 
     return make
 
@@ -405,7 +405,7 @@ def test_a_run_is_evaluated_on_the_text_it_was_trained_on_and_reads_no_other(mak
     before = evaluate(run)
     (tmp_path / "sea.txt").write_text(TEXT.replace("sea", "ash") + "!?")
     assert evaluate(run) == before
-    run = replace(run, state=RunState(run.step, text="sea.txt"))  # not in the cache
+    run = replace(run, state=RunState(run.step, text_name="sea.txt"))  # not in the cache
     with pytest.raises(TextError, match=r"no longer has the text sea\.txt of this run") as caught:
         evaluate(run)
     assert str(tmp_path / "sea.txt") in str(caught.value)

@@ -380,6 +380,7 @@ def test_every_command_except_compression_computes_on_the_device(
         assert bool(syncs) == ("compress" not in command[0]), command
 
 
+@pytest.mark.slow
 def test_slow_first_calls_are_not_measured(
     corpus: Corpus, gpu: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from chargpt.analysis import memorization as module
 from chargpt.analysis.memorization import (
-    LENGTH_PRESETS,
+    NGRAM_LENGTHS,
     MIN_MATCH,
     VerbatimMatch,
     find_overlap,
@@ -57,7 +57,7 @@ def test_planted_matches_of_every_length_are_found_with_their_position(training:
 def test_the_result_equals_a_brute_force_search(text: str, sample: str) -> None:
     with mock.patch.object(module, "MAX_POSITIONS", 400):  # every place
         (found,) = find_overlap(tokens(text), [tokens(sample)])
-    for n in LENGTH_PRESETS:
+    for n in NGRAM_LENGTHS:
         if n <= min(len(sample), len(text)):
             grams = [sample[i : i + n] for i in range(len(sample) - n + 1)]
             assert found.novel[n] == pytest.approx(np.mean([gram not in text for gram in grams]))

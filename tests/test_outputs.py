@@ -322,6 +322,7 @@ def test_a_user_without_a_home_is_told_to_name_a_cache(
     assert not Path("~").exists()
 
 
+@pytest.mark.slow
 def test_several_trainings_at_once_each_get_a_folder(verse: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "chargpt", "train", str(verse), *TINY]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}

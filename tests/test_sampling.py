@@ -384,7 +384,7 @@ def make_run(tmp_path):
         config = Config().with_values(sizes | values)
         corpus = load_corpus(config.text)
         model = noisy_model(vocab_size=corpus.tokenizer.vocab_size)
-        return Run(tmp_path, config, corpus.tokenizer, model, 5, RunState(5, corpus=corpus.key))
+        return Run(tmp_path, config, corpus.tokenizer, model, 5, RunState(5, corpus_key=corpus.key))
 
     return make
 

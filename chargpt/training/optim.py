@@ -9,9 +9,7 @@ from chargpt.config import OptimConfig
 from chargpt.errors import RunError
 from chargpt.training.muon import Muon
 
-EMBEDDING_LR_FACTOR = (
-    4  # with Muon; measured
-)
+EMBEDDING_LR_FACTOR = 4  # with Muon; measured
 BETAS = (0.9, 0.95)
 EPSILON = 1e-8
 
