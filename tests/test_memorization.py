@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from chargpt.analysis import memorization as module
 from chargpt.analysis.memorization import (
-    NGRAM_LENGTHS,
     MIN_MATCH,
+    NGRAM_LENGTHS,
     VerbatimMatch,
     find_overlap,
     longest_match,
