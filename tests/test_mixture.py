@@ -443,14 +443,15 @@ def test_a_kept_mixture_is_not_replaced_when_the_run_goes_on(run_of: Path, cli: 
     assert f"compressed with the mixture of step {step}, which has been replaced since" in lost
 
 
+@pytest.mark.slow
 def test_a_budget_leaves_characters_for_the_mixture(verse: Path, cli: Cli) -> None:
-    done = cli("train", verse, "--budget", "5s", "--out", "run", "--device", "cpu")
+    done = cli("train", verse, "--budget", "10s", "--out", "run", "--device", "cpu")
     assert done.returncode == 0, done.stderr
     assert f"gpt + {MIXTURE_ORDER}-gram" in done.stdout
     assert "--mixture uses it" in " ".join(done.stdout.split())
     assert chargpt.load_run("run").config.text.mixture_characters == 20_000
     plain = cli(
-        "train", verse, "--budget", "5s", "-s", "text.mixture_characters=0", "--out", "plain"
+        "train", verse, "--budget", "10s", "-s", "text.mixture_characters=0", "--out", "plain"
     )
     assert plain.returncode == 0, plain.stderr
     assert f"gpt + {MIXTURE_ORDER}-gram" not in plain.stdout

@@ -150,6 +150,7 @@ def test_bytes_that_are_not_utf_8_are_no_error_of_ours(russian: Path) -> None:
     assert "U+FFFD" in done.stderr.decode()
 
 
+@pytest.mark.slow
 def test_json_is_right_and_text_an_error_where_stdout_lacks_the_characters(russian: Path) -> None:
     words = "$CHARGPT sample r --length 50 --seed 1"
     right = shell(f"{words} --json", russian.parent, PYTHONIOENCODING="utf-8")
@@ -164,6 +165,7 @@ def test_json_is_right_and_text_an_error_where_stdout_lacks_the_characters(russi
     assert (russian.parent / "f").read_bytes() == b""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "code"),
     [
