@@ -156,7 +156,7 @@ def test_the_logits_of_a_forward_pass_stay_small_for_every_vocabulary(
     model = Counter.__new__(Counter)
     torch.nn.Module.__init__(model)
     model.vocab_size, model.block_size = vocab_size, 16
-    model.first_continuation_byte = vocab_size
+    model.first_continuation_token = vocab_size
     model.anything = torch.nn.Parameter(torch.zeros(1))
     evaluate_tokens(model, np.zeros(16 * 1100 + 1, dtype=np.uint8))
     assert max(calls) == rows

@@ -59,7 +59,7 @@ def run_of(tokenizer: CharTokenizer, **changes: object) -> Run:
     """Return a run whose weights are random, so that predictions differ."""
     config = Config(model=ModelConfig(**{**SIZES, **changes}))  # type: ignore[arg-type]
     model = fill_with_noise(build_model(config.model, tokenizer.vocab_size)).eval()
-    model.first_continuation_byte = tokenizer.first_continuation_byte
+    model.first_continuation_token = tokenizer.first_continuation_token
     state = RunState(7, best_step=7, best_nats_per_char=1.25, text="a 'text'.txt")
     return Run(Path("runs/a run"), config, tokenizer, model, 7, state)
 

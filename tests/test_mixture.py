@@ -279,7 +279,7 @@ def change_shape(arrays: dict[str, Any]) -> None:
 
 
 def drop_key(arrays: dict[str, Any]) -> None:
-    del arrays["key"]
+    del arrays["fingerprint"]
 
 
 def keep_one_token(arrays: dict[str, Any]) -> None:
@@ -437,7 +437,7 @@ def test_a_kept_mixture_is_not_replaced_when_the_run_goes_on(run_of: Path, cli: 
     assert cli("decompress", "run", "t.cgpt", "back.txt").returncode == 0
     assert Path("back.txt").read_text() == "the sea and the light"
     arrays = safetensors.numpy.load_file(Path("run", MIXTURE_FILE))
-    arrays["key"] = arrays["key"][::-1].copy()  # as if it were another checkpoint's
+    arrays["fingerprint"] = arrays["fingerprint"][::-1].copy()  # as if it were another checkpoint's
     safetensors.numpy.save_file(arrays, Path("run", MIXTURE_FILE))
     lost = refusal(cli("decompress", "run", "t.cgpt", "c.txt"))
     assert f"compressed with the mixture of step {step}, which has been replaced since" in lost

@@ -21,7 +21,7 @@ from conftest import REPOSITORY, WIDTHS, Cli, refusal, run_cli, run_here
 from chargpt.analysis import passage
 from chargpt.analysis import report as module
 from chargpt.analysis.report import split_at, write_report
-from chargpt.analysis.result import RunScores, describe_difference, score_run, summarize
+from chargpt.analysis.result import RunScores, describe_difference, evaluate_run, summarize
 from chargpt.cli import summary
 from chargpt.config import TextConfig
 from chargpt.inference.baselines import Baselines
@@ -112,7 +112,7 @@ def read_again(text: Path) -> None:
 def test_the_figures_are_those_of_the_run(page: Page, verse: Path) -> None:
     read_again(verse)
     run = load_run(Path("mine"), device="cpu")
-    result = score_run(run, run.corpus())
+    result = evaluate_run(run, run.corpus())
     assert f"{result.evaluations['val'].nats_per_char:.4f}" in page.text
     assert f"{result.evaluations['train'].nats_per_char:.4f}" in page.text
     for nats in result.baseline_losses.values():
@@ -304,7 +304,7 @@ def test_all_rows_of_the_closing_table_score_the_same_characters(cli: Cli, verse
     val = corpus.split("val")
     scored = 300 // run.model.block_size * run.model.block_size
     assert f"Losses on {scored} of {len(val):,} validation characters" in done.stdout
-    result = score_run(run, corpus)
+    result = evaluate_run(run, corpus)
     assert result.evaluations["val"].characters == scored
     fitted = Baselines(corpus)
     span = run.model.block_size
@@ -319,7 +319,7 @@ def test_all_rows_of_the_closing_table_score_the_same_characters(cli: Cli, verse
 def test_over_fitting_is_reported_from_the_recorded_losses(cli: Cli, verse: Path) -> None:
     cli("train", verse, *TINY, "--out", "mine")
     run = load_run(Path("mine"), device="cpu")
-    result = score_run(run, run.corpus())
+    result = evaluate_run(run, run.corpus())
     records = [{"step": run.step, "val_nats_per_char": 2.0}]
     state = replace(run.state, best_nats_per_char=2.0, best_step=run.step)
     run = replace(run, state=state)

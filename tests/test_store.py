@@ -155,6 +155,18 @@ def test_metrics_whose_write_failed_are_written_with_the_next(
     ]
 
 
+def test_a_metrics_write_that_failed_as_a_whole_leaves_no_damage(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.metrics.append({"step": 1, "loss": 1.0})
+    monkeypatch.setattr("builtins.open", failing_read)
+    with pytest.raises(OSError, match="Input/output error"):
+        run.metrics.append({"step": 2, "loss": 1.0})
+    monkeypatch.undo()
+    run.metrics.append({"step": 3, "loss": 1.0})
+    assert run.metrics.problems(3) == []
+
+
 def test_one_process_at_a_time_holds_the_lock_of_a_run(run: RunFolder) -> None:
     with pytest.raises(RunError) as caught:
         RunFolder(run.path).lock()
@@ -407,9 +419,9 @@ def test_optimizer_state_and_raw_weights_are_loaded(run: RunFolder) -> None:
     saved, skipped = run.load("latest")
     assert skipped == []
     assert saved.optimizer == {"adamw.step": torch.tensor(3.0)}
-    assert saved.trained_weights is saved.model
+    assert saved.raw_weights is saved.model
     averaged = dataclasses.replace(saved, optimizer={"raw.head.weight": torch.ones(2)})
-    assert averaged.trained_weights == {"head.weight": averaged.optimizer["raw.head.weight"]}
+    assert averaged.raw_weights == {"head.weight": averaged.optimizer["raw.head.weight"]}
 
 
 def test_a_loaded_run_names_its_folder_and_checkpoint(run: RunFolder) -> None:
@@ -446,7 +458,7 @@ def test_every_kind_of_training_can_be_loaded(changes: dict[str, object], tmp_pa
     assert skipped == []
     assert verify(folder).problems == []
     for name, weight in trainer.model.state_dict().items():
-        assert torch.equal(saved.trained_weights[name], weight), name
+        assert torch.equal(saved.raw_weights[name], weight), name
     again = Trainer(saved.config, corpus, saved=saved)
     for name, tensor in trainer.learner.optimizer.state_tensors().items():
         assert torch.equal(again.learner.optimizer.state_tensors()[name], tensor), name
@@ -687,7 +699,7 @@ def test_a_checkpoint_is_no_run(run: RunFolder) -> None:
             open_run(path)
 
 
-def failing_read(*_: object) -> None:
+def failing_read(*_: object, **__: object) -> None:
     raise OSError(errno.EIO, "Input/output error")
 
 

@@ -99,7 +99,7 @@ def find_copied_documents(corpus: Corpus, wanted: set[str], separator: str) -> s
     start = 0
     while start < len(training):
         end = start + CHUNK
-        while end < len(training) and training[end] >= tokenizer.first_continuation_byte:
+        while end < len(training) and training[end] >= tokenizer.first_continuation_token:
             end += 1  # a character of several bytes stays whole
         items = (rest + tokenizer.decode(training[start:end])).split(separator)
         rest = items.pop()
@@ -137,7 +137,7 @@ def _in_characters(
     overlap: Overlap, tokens: Tokens, training: Tokens, tokenizer: CharTokenizer
 ) -> Overlap:
     """Return an overlap of tokens (M,) in characters, without matches then under MIN_MATCH."""
-    is_start = tokens < tokenizer.first_continuation_byte
+    is_start = tokens < tokenizer.first_continuation_token
     index = np.append(is_start.cumsum() - is_start, is_start.sum()).tolist()
     matched = [(index[start], index[end]) for start, end in overlap.matched]
     longest = overlap.longest

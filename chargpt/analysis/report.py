@@ -16,7 +16,7 @@ from chargpt.analysis import memorization, plots, predictions
 from chargpt.analysis.attention_maps import MAX_LINE, attention_maps, describe_layers, typical_line
 from chargpt.analysis.page import render
 from chargpt.analysis.passage import surprisal
-from chargpt.analysis.result import RunScores, score_run, summarize
+from chargpt.analysis.result import RunScores, evaluate_run, summarize
 from chargpt.files import write_output
 from chargpt.inference.baselines import NGRAM
 from chargpt.inference.evaluation import OnProgress
@@ -66,7 +66,7 @@ def write_report(
         run: what `load_run` returned.
         path: of the page; `report.html` in the run's folder by default.
         corpus: the run's text, if it is loaded.
-        scores: what `score_run` returned, if already known.
+        scores: what `evaluate_run` returned, if already known.
         on_progress: called with the number of sections done, and of all.
 
     Raises:
@@ -74,7 +74,7 @@ def write_report(
         ChargptError: the page cannot be written.
     """
     corpus = corpus or run.corpus()
-    scores = scores or score_run(run, corpus, mixture_run=find_mixture_run(run))
+    scores = scores or evaluate_run(run, corpus, mixture_run=find_mixture_run(run))
     records = RunFolder(run.folder).metrics.records()
     values: Values = {
         **result(run, corpus, scores, records),

@@ -69,7 +69,7 @@ def loss_cells(nats: float) -> list[str]:
     return [f"{nats:.4f}", f"{nats / math.log(2):.4f}", shown]
 
 
-def score_run(
+def evaluate_run(
     run: Run, corpus: Corpus, baselines: Baselines | None = None, mixture_run: Run | None = None
 ) -> RunScores:
     """Evaluate a run on its training and validation splits, and the baselines on the latter.

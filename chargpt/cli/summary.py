@@ -5,7 +5,7 @@ import shlex
 import torch
 
 from chargpt.analysis.report import write_report
-from chargpt.analysis.result import RunScores, score_run, summarize
+from chargpt.analysis.result import RunScores, evaluate_run, summarize
 from chargpt.cli import console, tables
 from chargpt.cli.progress import show_progress
 from chargpt.config import ModelConfig
@@ -92,7 +92,7 @@ def show_result(session: Session, baselines: Baselines | None, *, json_: bool = 
     """Print the results table or the JSON, and write the report of a long run."""
     trainer, folder, budget = session.trainer, session.folder, session.budget
     best = load_run(folder.path, "best", str(trainer.device))
-    scores = score_run(best, trainer.corpus, baselines, try_add_mixture(best, trainer.corpus))
+    scores = evaluate_run(best, trainer.corpus, baselines, try_add_mixture(best, trainer.corpus))
     sentences = summarize(best, scores, folder.metrics.records())
     start = session.from_run
     forgotten = None if start is None else forgetting(start, best)

@@ -140,7 +140,7 @@ def page_data(run: Run, tensors: list[tuple[str, int]]) -> PageData:
         "vocab_size": tokenizer.vocab_size,
         "bytes": list(tokenizer.bytes_),
         "transitions": TRANSITIONS,
-        "first_continuation_byte": tokenizer.first_continuation_byte,
+        "first_continuation_token": tokenizer.first_continuation_token,
         "boundary_id": tokenizer.boundary_id if tokenizer.boundary else None,
         "start": tokenizer.bos_text,
         "counts": None,

@@ -360,7 +360,7 @@ def read_folder(folder: Path) -> tuple[Config, CharTokenizer, RunState, GPT]:
         ) from None
     model = build_model(config.model, tokenizer.vocab_size)
     assert isinstance(model, GPT)
-    model.first_continuation_byte = tokenizer.first_continuation_byte
+    model.first_continuation_token = tokenizer.first_continuation_token
     ours = {_their_name(name): name for name in model.state_dict()}
     load_weights(model, {ours.get(name, name): tensor for name, tensor in tensors.items()}, folder)
     return config, tokenizer, state, model.eval()

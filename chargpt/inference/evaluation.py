@@ -312,7 +312,7 @@ def _iter_losses(
     for logits, targets in _iter_logits(model, windows, dtype):
         losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
         correct = logits.argmax(dim=-1) == targets
-        starts = targets < model.first_continuation_byte
+        starts = targets < model.first_continuation_token
         # one transfer from the device for all
         stacked = torch.stack((losses.view_as(targets), correct.float(), starts.float()))
         yield stacked.cpu().double().numpy()

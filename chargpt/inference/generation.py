@@ -155,7 +155,7 @@ def stream_pieces(
     ids = range(options.num_samples) if sequence_ids is None else sequence_ids
     options = _with_seed(options)
     prompt = np.asarray(prompt_ids).astype(np.int64)[-model.block_size :]
-    prompt = prompt[np.argmax(prompt < model.first_continuation_byte) :] if prompt.size else prompt
+    prompt = prompt[np.argmax(prompt < model.first_continuation_token) :] if prompt.size else prompt
     if not prompt.size:
         prompt = tokenizer.encode(tokenizer.bos_text).astype(np.int64)
     counts = np.ones(tokenizer.vocab_size) if unigram is None else unigram.astype(np.float64)

@@ -43,7 +43,7 @@ class Checkpoint:
     optimizer: dict[str, Tensor]  # and `raw.*`, the weights to train on; empty if not read
 
     @property
-    def trained_weights(self) -> dict[str, Tensor]:
+    def raw_weights(self) -> dict[str, Tensor]:
         """The weights to train on, without the moving average."""
         raw = {n[4:]: t for n, t in self.optimizer.items() if n.startswith("raw.")}
         return raw or self.model

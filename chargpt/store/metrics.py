@@ -90,6 +90,8 @@ class MetricsLog:
         n_lines = malformed = n_steps = last = 0
         is_cut = False
         for line in self._lines():
+            if not line.strip():  # a failed write came before
+                continue
             n_lines += 1
             record = parse_record(line)
             is_cut = record is None and not line.endswith(b"\n")  # by a crash

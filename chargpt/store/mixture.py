@@ -2,7 +2,7 @@
 
 `mixture.safetensors` holds the gate's weights and the tokens that n-grams are counted from, at most
 `ngram.MAX_TOKENS`: counting them again takes no longer than reading all counts would. It belongs to
-one checkpoint, whose step and key it holds.
+one checkpoint, whose step and fingerprint it holds.
 """
 
 from dataclasses import replace
@@ -50,7 +50,7 @@ def save_mixture(run: Run, mixture: Mixture) -> None:
     arrays = {name: tensor.cpu().numpy() for name, tensor in mixture.gate.state_dict().items()}
     arrays["tokens"] = mixture.tokens
     arrays["step"] = np.array([run.step])
-    arrays["key"] = np.frombuffer(run.fingerprint(), np.uint8)
+    arrays["fingerprint"] = np.frombuffer(run.fingerprint(), np.uint8)
     try:
         write_atomically(run.folder / MIXTURE_FILE, safetensors.numpy.save(arrays))
     except OSError as error:
@@ -111,7 +111,8 @@ def read_mixture(run: Run) -> tuple[Tokens, Gate]:
         )
     try:
         arrays = safetensors.numpy.load(read_regular(path, MAX_BYTES))
-        step, key, tokens = arrays.pop("step").item(), arrays.pop("key"), arrays.pop("tokens")
+        step, tokens = arrays.pop("step").item(), arrays.pop("tokens")
+        fingerprint = arrays.pop("fingerprint")
         is_valid = tokens.ndim == 1 and tokens.dtype == run.tokenizer.dtype
         is_valid = is_valid and MIXTURE_ORDER <= len(tokens) <= MAX_TOKENS
         if not (is_valid and tokens.max() < run.model.vocab_size):
@@ -125,7 +126,7 @@ def read_mixture(run: Run) -> tuple[Tokens, Gate]:
         raise RunError(
             f"{path} cannot be used ({reason:.200}); use the run without --mixture"
         ) from None
-    if key.tobytes() != run.fingerprint():
+    if fingerprint.tobytes() != run.fingerprint():
         raise OtherCheckpointError(
             f"the mixture of {run.folder} is that of step {step:,}, not of step {run.step:,}; use "
             "that checkpoint, or train the run to its end"

@@ -155,7 +155,7 @@ def load_run(path: str | Path, checkpoint: str = "best", device: str = "auto") -
     if target.type == "cpu":
         tune_malloc()
     model = build_model(saved.config.model, saved.tokenizer.vocab_size)
-    model.first_continuation_byte = saved.tokenizer.first_continuation_byte
+    model.first_continuation_token = saved.tokenizer.first_continuation_token
     load_weights(model, saved.model, saved.folder)
     return Run(
         folder=run.path,

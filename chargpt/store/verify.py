@@ -99,7 +99,7 @@ def require_intact(saved: Checkpoint) -> None:
     """Check that tensors are finite, and weights of their config's shapes, else RunError."""
     model = build_model(saved.config.model, saved.tokenizer.vocab_size)
     load_weights(model, saved.model, saved.folder)
-    load_weights(model, saved.trained_weights, saved.folder)
+    load_weights(model, saved.raw_weights, saved.folder)
     require_finite(saved.optimizer, saved.folder)
     shapes = {name: tensor.shape for name, tensor in saved.model.items()}
     for name, tensor in saved.optimizer.items():

@@ -105,7 +105,7 @@ class Corpus:
             return character
         chunk = int(np.searchsorted(self._chunk_starts, character, side="right")) - 1
         tokens = self.tokens[chunk * CHUNK : (chunk + 1) * CHUNK]
-        starts = np.flatnonzero(tokens < self.tokenizer.first_continuation_byte)
+        starts = np.flatnonzero(tokens < self.tokenizer.first_continuation_token)
         return chunk * CHUNK + int(starts[character - self._chunk_starts[chunk]])
 
     @cached_property

@@ -159,7 +159,7 @@ def _lines(tokenizer: CharTokenizer, tokens: Tokens) -> tuple[int, int]:
     has_ended = True  # a line, before the current chunk
     for offset in range(0, tokens.size, CHUNK):
         chunk = tokens[offset : offset + CHUNK]
-        chunk = chunk[chunk < tokenizer.first_continuation_byte]  # one token of each character
+        chunk = chunk[chunk < tokenizer.first_continuation_token]  # one token of each character
         is_newline, is_boundary = chunk == newline, chunk == boundary
         ends = np.flatnonzero(is_newline | is_boundary)
         if not ends.size:

@@ -72,7 +72,7 @@ class CharTokenizer:
         return len(self.characters) + self.has_unknown + len(self.bytes_)
 
     @property
-    def first_continuation_byte(self) -> int:
+    def first_continuation_token(self) -> int:
         """Ids from this one on are continuation bytes; without any, it is `vocab_size`."""
         return self.vocab_size - (len(CONTINUATION_BYTES) if self.has_bytes else 0)
 
@@ -248,7 +248,7 @@ class CharTokenizer:
         if not self.has_bytes:
             return ids.size
         chunks = (ids[i : i + DECODE_CHUNK] for i in range(0, len(ids), DECODE_CHUNK))
-        return sum(int(np.count_nonzero(chunk < self.first_continuation_byte)) for chunk in chunks)
+        return sum(int(np.count_nonzero(chunk < self.first_continuation_token)) for chunk in chunks)
 
     def token_text(self, token: int) -> str:
         """Return the character of a token; a byte token as `<0xE4>`, the unknown one as U+FFFD."""

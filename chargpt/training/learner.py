@@ -75,7 +75,7 @@ class Learner:
         self.micro_batch_size = micro_batch_size(train, group)
         torch.manual_seed(config.seed)
         model = build_model(config.model, corpus.tokenizer.vocab_size)
-        model.first_continuation_byte = corpus.tokenizer.first_continuation_byte
+        model.first_continuation_token = corpus.tokenizer.first_continuation_token
         self.model: LanguageModel = model.to(device)
         self.l2_sp, self.initial_weights = config.optim.l2_sp, list[Tensor]()
         if from_run is not None:
@@ -94,7 +94,7 @@ class Learner:
             self.model.block_size,
             train.batch_size,
             config.seed,
-            self.model.first_continuation_byte,
+            self.model.first_continuation_token,
         )
         if device.type != "cpu":
             self.batches.to_device(device)
@@ -128,10 +128,8 @@ class Learner:
             RunError: it belongs to another model.
         """
         load_weights(self.model, saved.model, saved.folder)
-        if (
-            saved.trained_weights is not saved.model
-        ):  # with EMA: those were the averages, now checked
-            load_weights(self.model, saved.trained_weights, saved.folder)
+        if saved.raw_weights is not saved.model:  # with EMA: those were the averages, now checked
+            load_weights(self.model, saved.raw_weights, saved.folder)
         self.model.zero_grad(set_to_none=True)
         self.ema_weights = self._start_ema(saved.model)
         self.optimizer = Optimizer(self.model, optim, self.dtype)

@@ -105,7 +105,8 @@ def fit_gate(gate: Gate, inputs: Tensor, log_probs: Tensor) -> None:
     optimizer = AdamW(parameters, LR, weight_decay=0.0)
     for step in range(STEPS):
         batch = torch.randint(n_characters, (BATCH_SIZE,), generator=generator)
-        log_weights = gate.logits(scaled[batch]).log_softmax(dim=-1)  # (N, networks, 1 + K)
+        # (BATCH_SIZE, networks, 1 + K)
+        log_weights = gate.logits(scaled[batch]).log_softmax(dim=-1)
         mixed = torch.logsumexp(log_weights + log_probs[batch, None], dim=-1)
         squares = torch.stack([parameter.square().sum() for parameter in parameters.values()])
         gate.zero_grad()

@@ -79,16 +79,14 @@ LENGTH_PRESETS = (  # by rising `characters`
     LengthPreset(100_000_000, 512, 8192, 0.7),
     LengthPreset(1_000_000_000, 1024, 16384, 0.7),
 )
-INITIAL_TOKENS = 350_000  # characters, until a speed is measured
+INITIAL_TOKENS = 350_000  # until a speed is measured
 
 
 @dataclass(frozen=True)
 class Recipe:
     """Settings found by experiment (benchmarks/LOG.md); lengths are in characters read."""
 
-    planned_fraction: float = (
-        0.93  # fraction of the time planned for training steps before re-planning
-    )
+    planned_fraction: float = 0.93  # of the time, for training steps before re-planning
     trial_steps: int = 3  # that measure a size's speed
     trial_fraction: float = 0.05  # of the time: once trials have used it, no larger size is tried
     usable_memory: float = 0.6  # fraction: the memory of a run is an estimate
@@ -101,7 +99,7 @@ class Recipe:
     max_evaluated: int = 300_000
     full_weight_decay_epochs: float = 5  # from it on, weight decay is whole
     min_weight_decay: float = 0.2  # fraction of the weight decay in runs of up to one epoch
-    # (overfitting, dropout), where overfitting = epochs * sqrt(parameters / text_characters)
+    # (overfitting, dropout), where overfitting = epochs * sqrt(parameters / train_characters)
     dropout: tuple[tuple[float, float], ...] = ((24, 0.2), (8, 0.1), (0, 0.0))
     ngram_until: int = 1_200_000  # beyond it, the weight of soft targets falls as 1 / characters
     ngram_repeated_epochs: float = 2  # from it on, at least `ngram_repeated` of the weight stays
@@ -122,31 +120,31 @@ class Plan:
     notes: list[str] = field(default_factory=list)  # sentences for the user
 
 
-def predicted_loss(parameters: int, characters: float, text_characters: int) -> float:
+def predicted_loss(parameters: int, characters: float, train_characters: int) -> float:
     """Return the loss in nats that the scaling law expects on a text like the fitted one.
 
-    `characters` are those read in training, repeats included; `text_characters` is the length of
+    `characters` are those read in training, repeats included; `train_characters` is the length of
     the training split.
     """
     law = _fitted()["law"]
-    unique = unique_token_equivalents(parameters, characters, text_characters, law)
+    unique = unique_token_equivalents(parameters, characters, train_characters, law)
     loss = law["floor"] + law["a"] * parameters ** -law["p"] + law["b"] * unique ** -law["q"]
     return float(loss)
 
 
 def unique_token_equivalents(
-    parameters: int, characters: float, text_characters: int, law: Mapping[str, float]
+    parameters: int, characters: float, train_characters: int, law: Mapping[str, float]
 ) -> float:
     """Return how many unique tokens are worth as much as all tokens read, repeats included.
 
     Repeated tokens lose value exponentially, with R* epochs as the constant (Muennighoff et al.
     2023, eq. 5). They fit R* = 15.4 for few parameters per token; here larger models lose it
-    sooner: R* = r * (text_characters / parameters)^s, with the coefficients r and s in `law`.
+    sooner: R* = r * (train_characters / parameters)^s, with the coefficients r and s in `law`.
     """
-    r_star: float = law["r"] * (text_characters / parameters) ** law["s"]
-    repeats = max(0.0, characters / text_characters - 1)
+    r_star: float = law["r"] * (train_characters / parameters) ** law["s"]
+    repeats = max(0.0, characters / train_characters - 1)
     value = -r_star * math.expm1(-repeats / r_star)
-    return max(1.0, min(characters, text_characters) * (1 + value))
+    return max(1.0, min(characters, train_characters) * (1 + value))
 
 
 @cache
@@ -198,14 +196,14 @@ def size_settings(
 
 
 def length_settings(
-    config: Config, characters: float, text_characters: int, parameters: int
+    config: Config, characters: float, train_characters: int, parameters: int
 ) -> dict[str, object]:
     """Return the settings that depend on the training length, for about `characters` characters."""
     recipe, length = RECIPE, length_preset_for(characters)
     steps = max(REPLANNING.min_steps, int(characters / config.step_tokens))
     every = math.ceil(steps / length.evaluations)
-    epochs = characters / text_characters
-    overfitting = epochs * math.sqrt(parameters / text_characters)
+    epochs = characters / train_characters
+    overfitting = epochs * math.sqrt(parameters / train_characters)
     # soft targets soon teach all they can, but they also keep a model from over-fitting
     at_least = recipe.ngram_repeated if epochs >= recipe.ngram_repeated_epochs else 0.0
     ngram_fraction = max(at_least, min(1.0, recipe.ngram_until / characters))
@@ -242,7 +240,7 @@ def plan(config: Config, corpus: Corpus, budget: Budget) -> Plan:
             "--budget and train.max_steps both say how long to train; drop one of them"
         )
     planner = _Planner(config, corpus, budget)
-    text_characters = planner.text_characters
+    train_characters = planner.train_characters
     size_was_chosen = config.model.kind == "gpt" and SIZE_KEYS.isdisjoint(budget.fixed)
     if size_was_chosen:
         size, config, speed = planner.best_size()
@@ -253,8 +251,8 @@ def plan(config: Config, corpus: Corpus, budget: Budget) -> Plan:
     else:
         speed = measure_speed(config, corpus)
     characters, parameters = planner.readable_characters(speed), planner.parameters(config)
-    length = length_settings(config, characters, text_characters, parameters)
-    max_tokens = MAX_EPOCHS * text_characters
+    length = length_settings(config, characters, train_characters, parameters)
+    max_tokens = MAX_EPOCHS * train_characters
     budget.step_limit = max(REPLANNING.min_steps, max_tokens // config.step_tokens)
     notes = [EPOCH_LIMIT] if characters == max_tokens else []
     if size_was_chosen and (note := extrapolation(parameters, characters)):
@@ -267,7 +265,7 @@ class _Planner:
 
     def __init__(self, config: Config, corpus: Corpus, budget: Budget) -> None:
         self.config, self.corpus, self.budget = config, corpus, budget
-        self.text_characters = len(corpus.split("train"))
+        self.train_characters = len(corpus.split("train"))
 
     def best_size(self) -> tuple[Size, Config, float]:
         """Measure sizes, smallest first, while a larger one may have a lower loss.
@@ -317,7 +315,7 @@ class _Planner:
             each
             for each in configs
             if training_bytes(each, vocab_size, each.train.batch_size // micro_batches) <= usable
-            and self.parameters(each) <= RECIPE.max_parameters * self.text_characters
+            and self.parameters(each) <= RECIPE.max_parameters * self.train_characters
         ]
 
     def config_of_size(self, size: Size, characters: float, config: Config | None = None) -> Config:
@@ -335,11 +333,11 @@ class _Planner:
     def readable_characters(self, speed: float) -> float:
         """Return how many characters can be read in the remaining time, at least 1."""
         readable = RECIPE.planned_fraction * self.budget.remaining * speed
-        return max(1.0, min(readable, MAX_EPOCHS * self.text_characters))
+        return max(1.0, min(readable, MAX_EPOCHS * self.train_characters))
 
     def loss(self, config: Config, speed: float) -> float:
         return predicted_loss(
-            self.parameters(config), self.readable_characters(speed), self.text_characters
+            self.parameters(config), self.readable_characters(speed), self.train_characters
         )
 
 

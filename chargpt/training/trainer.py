@@ -48,7 +48,7 @@ class StepReport:
     step: int  # number of updates done
     max_steps: int  # planned updates in all
     lr_factor: float = 0.0  # on the learning rates in this step
-    loss: Tensor | None = None  # mean over the batch, in nats per character
+    loss: Tensor | None = None  # mean over this rank's part of the batch, in nats per character
     grad_norm: Tensor | None = None  # before clipping
     speed: float = 0.0  # characters per second of training; 0 until it is measured
     remaining_seconds: float | None = None  # until the last step

@@ -116,7 +116,7 @@ class PageInChromium:
         size, theirs, ours, characters = run.model.block_size, 0.0, 0.0, 0
         for start in range(0, len(tokens) - 1, size):
             block = tokens[start : start + size + 1]
-            if block[0] >= run.model.first_continuation_byte:
+            if block[0] >= run.model.first_continuation_token:
                 continue  # the page begins at whole characters
             records = [*self.ask(block[:-1])[1:], *self.ask(block, is_new=False)]
             assert len(records) == len(block) - 1

@@ -167,13 +167,13 @@ def both(
 
 def measure_epochs(config: Config, corpus: Corpus, found: Measurements) -> None:
     """Train for several numbers of epochs with several batch sizes."""
-    text_characters = len(corpus.split("train"))
+    train_characters = len(corpus.split("train"))
     for batch_size in BATCHES:
         for epochs in EPOCHS:
             sized = config.with_values({"train.batch_size": batch_size})
             start, trainer = time.perf_counter(), Trainer(sized, corpus)
             settings = length_settings(
-                sized, epochs * text_characters, text_characters, trainer.model.parameter_count()
+                sized, epochs * train_characters, train_characters, trainer.model.parameter_count()
             )
             trainer = Trainer(sized.with_values({**settings, "train.sample_every": 0}), corpus)
             validation = [r.validation for r in trainer.steps() if r.validation is not None]

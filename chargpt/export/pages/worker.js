@@ -204,7 +204,7 @@ function rewind(prompt) {  // keeps what the cache shares with a prompt; returns
   let first = length;
   if (!length) {
     first = Math.max(0, prompt.length - K);
-    const whole = prompt.slice(first).findIndex((token) => token < pageData.first_continuation_byte);
+    const whole = prompt.slice(first).findIndex((token) => token < pageData.first_continuation_token);
     first += Math.max(0, whole);
   }
   tokens = prompt.slice(0, first);
