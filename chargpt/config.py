@@ -245,8 +245,7 @@ class OptimConfig(Settings):
     name: Literal["adamw", "muon"] = "muon"
     """`muon`: Muon for the matrices of the blocks, AdamW for all other parameters."""
     lr: float = Field(0.02, gt=0)
-    """AdamW's learning rate; with `muon`, the embedding of a model with blocks uses four times
-    this."""
+    """AdamW's learning rate; with `muon`, the embedding of a transformer uses four times this."""
     matrix_lr: float = Field(0.05, gt=0)
     """Muon's learning rate."""
     weight_decay: float = Field(0.1, ge=0)

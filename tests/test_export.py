@@ -94,6 +94,8 @@ def test_the_model_card_says_how_the_loss_was_measured() -> None:
     tested = replace(run, config=run.config.with_values({"text.test_fraction": 0.1}))
     assert "(10% of the text, before the test split; at most" in model_card(tested)
     assert "Loss: not measured" in model_card(replace(run, state=RunState(7)))
+    other = RunState(7, best_step=5, best_nats_per_char=1.4)  # the loss of another checkpoint
+    assert "Loss: not measured" in model_card(replace(run, state=other))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5])

@@ -477,7 +477,7 @@ def test_a_budget_that_is_too_short_to_count_in_has_no_mixture(verse: Path) -> N
     long = load_corpus(TextConfig(documents="|"), content=pieces * 6)
     settings, chosen = with_mixture_split(Config(), long, Budget(100.0))
     assert settings.text.mixture_characters == len(chosen.split("mixture")) == 0
-    assert "its mixture split, of whole documents, would be over 6%" in chosen.notes[-1]
+    assert "its split, of whole documents, would be over 6%" in chosen.notes[-1]
     fixed = Config().with_values({"text.mixture_characters": 300})
     budget = Budget(0.5 * limit, {"text.mixture_characters"})
     assert len(with_mixture_split(fixed, corpus, budget)[1].split("mixture")) == 300

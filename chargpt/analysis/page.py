@@ -16,8 +16,9 @@ def render(
 ) -> str:
     """Return the page that a template makes of some values.
 
-    Strings among them are HTML-escaped; only `Markup` stands as HTML. The
-    page's policy forbids all fetching, and every script but the named one.
+    Strings among them are HTML-escaped; only `Markup` stands as HTML.
+    The page's policy (Content-Security-Policy) forbids all fetching, and every script but the
+    named one.
 
     Args:
         name: of the template in `folder`; it may extend those of `pages/`.

@@ -58,9 +58,8 @@ class Baselines:
                 "text.val_fraction or text.test_fraction"
             )
         starts, length = even_spans(n_inputs, span or n_inputs, max_tokens)
-        rows = gather_rows(
-            tokens, starts - (NGRAM_ORDER - 2), length + NGRAM_ORDER - 2
-        )  # with earlier context
+        n_earlier = NGRAM_ORDER - 2  # tokens of context before each span
+        rows = gather_rows(tokens, starts - n_earlier, length + n_earlier)
         first, second = rows[:, NGRAM_ORDER - 2 : -1].ravel(), rows[:, NGRAM_ORDER - 1 :].ravel()
         counts = self.token_counts + UNIGRAM_ALPHA
         pair_log_probs = bigram_log_probs(self.pair_counts, first, second, BIGRAM_ALPHA)

@@ -213,12 +213,12 @@ def _index_path(spec: list[Any]) -> Path:
 
 
 def write_index(spec: list[Any], file_stamps: list[list[str | int]], key: str) -> None:
-    """Note the key of the text with this specification, whose files have this file_stamps."""
+    """Note the key of the text with this specification, whose files have these stamps."""
     _try_write(_index_path(spec), json.dumps({"key": key, "files": file_stamps}).encode())
 
 
 def read_index(spec: list[Any], file_stamps: list[list[str | int]] | None = None) -> str | None:
-    """Return the key noted for this specification; with a file_stamps, only if that is the same."""
+    """Return the key noted for this specification; with stamps, only if they are the same."""
     try:
         entry = read_json(_index_path(spec), MAX_INDEX_BYTES)
         key, is_current = entry["key"], file_stamps is None or entry["files"] == file_stamps

@@ -239,7 +239,7 @@ def load_corpus(
         else:
             source = text_in_memory(content)
         notes += source.notes
-        signature = source.file_stamps()
+        stamps = source.file_stamps()
     except MissingTextError:
         noted = key or cache.read_index(spec)
         cached = cache.load(noted) if noted else None
@@ -248,13 +248,13 @@ def load_corpus(
         name = Path(settings.path).name if settings.path else BUILT_IN
         notes.append(f"the text {name} is missing; its cached tokens are used")
         return _corpus(settings, cached, name, notes)
-    current = cache.read_index(spec, signature) if source.files else None
+    current = cache.read_index(spec, stamps) if source.files else None
     if key is None or current in (None, key):
         cached = load_or_note(current, notes) if current else None
         if cached is None:
             cached = ingest(source, settings, progress, notes)
             if source.files:
-                cache.write_index(spec, signature, cached.key)
+                cache.write_index(spec, stamps, cached.key)
         if key in (None, cached.key):
             return _corpus(settings, cached, source.name, notes)
     cached = cache.load(str(key))

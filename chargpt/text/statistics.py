@@ -1,4 +1,4 @@
-"""Ints of tokens and of token pairs, and their entropies, in bounded memory.
+"""Counts of tokens and of token pairs, and their entropies, in bounded memory.
 
 Legend: V = vocabulary size, N = number of tokens, P = number of distinct pairs.
 """

@@ -168,7 +168,7 @@ def create_run(
 
 
 def with_mixture_split(settings: Config, corpus: Corpus, budget: Budget) -> tuple[Config, Corpus]:
-    """Return config and text with a mixture split for a mixture, unless its length is fixed.
+    """Return config and text with a split to fit a mixture to, unless its length is fixed.
 
     There is none, with a note, if the text is too short for it, or if counting the n-grams would
     take too much of the budget.
@@ -188,9 +188,7 @@ def with_mixture_split(settings: Config, corpus: Corpus, budget: Budget) -> tupl
     corpus = replace(corpus, mixture_characters=settings.text.mixture_characters)
     n_mixture = len(corpus.split("mixture"))
     if key not in budget.fixed and n_mixture > 2 * MAX_MIXTURE_FRACTION * len(corpus.tokens):
-        note = (
-            "without a mixture: its mixture split, of whole documents, would be over 6% of the text"
-        )
+        note = "without a mixture: its split, of whole documents, would be over 6% of the text"
         settings = settings.with_values({key: 0})
         corpus = replace(corpus, mixture_characters=0)
     return settings, replace(corpus, notes=(*corpus.notes, note)) if note else corpus
