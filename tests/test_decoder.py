@@ -9,6 +9,7 @@ from noise import RUNGS, fill_with_noise, noisy_model, random_tokens
 
 from chargpt.inference.decoders import GraphDecoder, ModelDecoder, NumpyDecoder, build_decoder
 from chargpt.inference.decoders.numpy_decoder import is_supported
+from chargpt.inference.decoders.parallel_decoder import MIN_SEQUENCES, ParallelDecoder
 from chargpt.models.bigram import BigramLM
 from chargpt.models.ngram import NGramLM
 
@@ -90,6 +91,20 @@ def test_decoding_does_not_change_the_weights(kind):
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     decode(DECODERS[kind](model, 1), random_tokens(1, 30))
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@torch.no_grad()
+def test_sequences_divided_over_threads_give_the_logits_of_the_formula():
+    model, tokens = noisy_model(), random_tokens(2 * MIN_SEQUENCES + 1, steps=40)
+    prompt, rest = tokens[:1, :5], tokens[:, 5:]
+    tokens[:, :5] = prompt
+    cache = model.new_cache(1)
+    model(prompt, cache)
+    decoder = build_decoder(model, len(tokens), cache, max_threads=9)
+    assert [len(each.keys[0]) for each in decoder.decoders] == [33, 32]
+    assert_close(decode(decoder, rest), logits_of_long_text(model, tokens)[:, 5:])
+    assert isinstance(build_decoder(model, len(tokens)), NumpyDecoder)
+    assert not isinstance(build_decoder(model, 2 * MIN_SEQUENCES - 1, None, 9), ParallelDecoder)
 
 
 @pytest.mark.parametrize("sequences", [1, 3])

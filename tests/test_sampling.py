@@ -15,13 +15,14 @@ from formula import logits_of_long_text
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from noise import noisy_model
+from threadpoolctl import threadpool_info
 
 from chargpt.cli import progress
 from chargpt.config import Config, SampleConfig
 from chargpt.errors import ConfigError, OperationError, UnknownCharacterError
 from chargpt.inference import generation
 from chargpt.inference.decoders import NumpyDecoder
-from chargpt.inference.generation import sample, stream_pieces, stream_run
+from chargpt.inference.generation import sample, stream, stream_pieces, stream_run
 from chargpt.inference.sampler import filter_probs, sample_tokens, uniforms
 from chargpt.models.bigram import BigramLM
 from chargpt.store.run import Run
@@ -398,6 +399,18 @@ def test_a_sample_is_the_prompt_and_its_continuation(make_run):
     assert [len(text) for text in texts] == [24, 24]
     assert sample(run, prompt="here", num_samples=2) == texts
     assert sample(run, options, num_samples=1) == texts[:1]
+
+
+def test_sampling_limits_the_blas_to_one_thread_and_restores_it(make_run):
+    def blas_threads():
+        return [each["num_threads"] for each in threadpool_info() if each["user_api"] == "blas"]
+
+    before = blas_threads()
+    pieces = stream(make_run(), seed=1)
+    next(pieces)
+    assert set(blas_threads()) == {1}
+    assert list(pieces)
+    assert blas_threads() == before
 
 
 def test_sampling_in_groups_gives_the_same_texts(make_run, monkeypatch):

@@ -6,6 +6,7 @@ cache is full, its older half is evicted (decoders/__init__.py).
 Shapes in this file: N = sequences sampled together, T = prompt length, V = vocabulary size.
 """
 
+import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from threadpoolctl import threadpool_limits
 
 from chargpt.config import SampleConfig
 from chargpt.errors import ChargptError, ConfigError
@@ -172,14 +174,15 @@ def _iter_pieces(
 ) -> Iterator[list[str]]:
     """Prefill the prompt once, then yield the pieces of each position until all sequences end."""
     sequences = [_SampledText(tokenizer, options) for _ in sequence_ids]
-    with eval_mode(model):
+    # threads of the BLAS spin while they wait: on a busy machine they slow a decode step
+    with eval_mode(model), threadpool_limits(1, user_api="blas"):
         cache = model.new_cache(1)
         if prompt.size:
             logits = _prefill(model, prompt, cache)
         else:
             with np.errstate(divide="ignore"):
                 logits = np.log(counts)
-        decoder = build_decoder(model, len(sequence_ids), cache)
+        decoder = build_decoder(model, len(sequence_ids), cache, max_threads=os.cpu_count() or 1)
         for tokens in generate(decoder, logits, options, sequence_ids, tokenizer.valid_tokens):
             yield [each.push(token) for each, token in zip(sequences, tokens.tolist(), strict=True)]
             if all(each.has_ended for each in sequences):

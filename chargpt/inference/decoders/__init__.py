@@ -1,13 +1,14 @@
 """Incremental decoders: one token of N sequences in, the logits of their next tokens out.
 
-On a CPU a GPT with full attention, QK-norm and SwiGLU is decoded by numpy (numpy_decoder.py). All
-other models run their own forward pass with a KV cache, a GPT on CUDA as a graph
-(model_decoder.py). Few sequences of a small model on a GPU are launch-bound: there the faster of
-both is measured.
+On a CPU a GPT with full attention, QK-norm and SwiGLU is decoded by numpy (numpy_decoder.py), many
+sequences on several threads (parallel_decoder.py). All other models run their own forward pass with
+a KV cache, a GPT on CUDA as a graph (model_decoder.py). Few sequences of a small model on a GPU are
+launch-bound: there a timed trial picks the faster of the two.
 """
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy.typing as npt
 from chargpt.device import can_capture
 from chargpt.inference.decoders.model_decoder import GraphDecoder, ModelDecoder
 from chargpt.inference.decoders.numpy_decoder import NumpyDecoder, is_supported
+from chargpt.inference.decoders.parallel_decoder import MIN_SEQUENCES, ParallelDecoder
 from chargpt.models import GPT, LanguageModel
 from chargpt.models.cache import KVCache
 from chargpt.text.tokenizer import TokenIds
@@ -40,20 +42,26 @@ TRIAL_STEPS = 10  # after two, which capture a graph and load kernels
 
 
 def build_decoder(
-    model: LanguageModel, num_sequences: int, prefilled: KVCache | None = None
+    model: LanguageModel,
+    num_sequences: int,
+    prefilled: KVCache | None = None,
+    max_threads: int = 1,
 ) -> Decoder:
-    """Return the fastest decoder for a model: on its device, or on the CPU for few small sequences.
+    """Return the fastest decoder: on the model's device, or on the CPU for little work.
 
     Args:
         model: in evaluation mode. `NumpyDecoder` copies its weights, others read them at each step.
         num_sequences: N.
         prefilled: cache of one sequence, which every sequence continues; empty by default.
+        max_threads: of the CPU; rounding depends on how many are used.
     """
     candidates: list[Callable[..., Decoder]] = []
     is_on_cpu = model.device.type == "cpu"
     is_small = is_on_cpu or model.parameter_count() * num_sequences <= MAX_CPU_WORK
     if is_supported(model) and is_small:
-        candidates.append(NumpyDecoder)
+        num_threads = min(max_threads, num_sequences // MIN_SEQUENCES)
+        parallel = partial(ParallelDecoder, num_threads=num_threads)
+        candidates.append(parallel if num_threads > 1 else NumpyDecoder)
     if not (is_on_cpu and candidates):
         has_graphs = isinstance(model, GPT) and can_capture(model.device)
         candidates.append(GraphDecoder if has_graphs else ModelDecoder)

@@ -15,7 +15,13 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from chargpt.config import NORM_EPS
-from chargpt.inference.decoders.numpy_weights import Array, interleave, pack_weights, to_numpy
+from chargpt.inference.decoders.numpy_weights import (
+    Array,
+    Weights,
+    interleave,
+    pack_weights,
+    to_numpy,
+)
 from chargpt.models import GPT, LanguageModel
 from chargpt.models.cache import KVCache
 from chargpt.text.tokenizer import TokenIds
@@ -27,12 +33,20 @@ MAX_SCORE = 60  # up to this attention score, sums and products of exp(score) fi
 class NumpyDecoder:
     """CPU decoder of a GPT with full attention, QK-norm and an MLP.
 
+    `weights` are those of another decoder of the same model; without it they are copied.
+
     Attributes:
         length: number of cached tokens of each sequence, at most the block size.
     """
 
-    def __init__(self, model: GPT, num_sequences: int, prefilled: KVCache | None = None) -> None:
-        self.weights = weights = pack_weights(model)
+    def __init__(
+        self,
+        model: GPT,
+        num_sequences: int,
+        prefilled: KVCache | None = None,
+        weights: Weights | None = None,
+    ) -> None:
+        self.weights = weights = weights or pack_weights(model)
         self.is_batch = num_sequences > 1
         lead = (num_sequences,) if self.is_batch else ()
         self.block_size, half = weights.rotary.shape
