@@ -162,7 +162,7 @@ class ModelConfig(Settings):
     """Attention heads of a block."""
     n_embd: int = Field(128, ge=2, le=65536)
     """Embedding width, a multiple of 2 * n_head; of gpt2, of n_head."""
-    n_mlp: int | None = Field(None, ge=1, le=262144)
+    n_inner: int | None = Field(None, ge=1, le=262144)
     """Hidden width of the MLP; null is 8/3 of n_embd, rounded up to a multiple of 64."""
     block_size: int = Field(128, ge=1, le=65536)
     """Context length in tokens; a token is a character, or a byte of a rare one."""
@@ -173,7 +173,7 @@ class ModelConfig(Settings):
     attention: Literal["full", "average", "none"] = "full"
     """`full`: causal self-attention; `average`: the mean of the current and past values; `none`:
     left out."""
-    scaled: bool = True
+    scale_attn_weights: bool = True
     """Divide attention scores by sqrt(head size)."""
     qk_norm: bool = True
     """Normalise queries and keys by RMSNorm."""
@@ -183,7 +183,7 @@ class ModelConfig(Settings):
     @property
     def mlp_width(self) -> int:
         """Hidden width of the MLP."""
-        return self.n_mlp or 64 * math.ceil(self.n_embd * 8 / 3 / 64)
+        return self.n_inner or 64 * math.ceil(self.n_embd * 8 / 3 / 64)
 
     @property
     def head_size(self) -> int:
@@ -217,7 +217,7 @@ class TrainConfig(Settings):
     """Micro-batches per update on each rank (gradient accumulation)."""
     evaluate_every: int = Field(65, ge=1)
     """Interval of evaluations on the validation split."""
-    evaluate_tokens: int = Field(30_000, ge=1)
+    evaluation_tokens: int = Field(30_000, ge=1)
     """Each evaluation in training and at its end scores at most this many tokens of a split, in
     evenly spread blocks."""
     save_every: int = Field(65, ge=1)
@@ -291,8 +291,9 @@ class SampleConfig(Settings):
     """How text is sampled from the model."""
 
     prompt: str = ""
-    """Text to continue; empty: a document starts after the boundary, another text after a newline,
-    else with a character sampled by its frequency."""
+    """Text to continue. Empty: generation starts after the end of a document, if the text is a list
+    of documents, or after a newline; if the vocabulary has neither, with a character sampled by its
+    frequency."""
     length: int = Field(500, ge=1)
     """Characters to sample."""
     temperature: float = Field(0.8, ge=0)
@@ -357,7 +358,7 @@ class Config(Settings):
         return self
 
     @property
-    def step_tokens(self) -> int:
+    def tokens_per_step(self) -> int:
         """Number of tokens that an update reads."""
         return self.train.batch_size * self.model.block_size
 

@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from chargpt.errors import ConfigError
 
-Chunks = Sequence[bytes | memoryview]  # the content of a file, in parts
+Buffers = Sequence[bytes | memoryview]  # the content of a file, in parts
 UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK}  # by a network file system
 # A mark in the first bytes of every page and picture of ours; these may be written again without
 # asking.

@@ -44,7 +44,7 @@ def main() -> None:
     corpus = load_corpus(TextConfig(path=str(DATA)))
     base, speeds = load_config("gpt"), dict[int, float]()
     for size in planner.SIZES:
-        config = base.with_values(planner.size_settings(size, planner.INITIAL_TOKENS, corpus))
+        config = base.with_values(planner.size_values(size, planner.INITIAL_TOKENS, corpus))
         parameters = count_parameters(config.model, corpus.tokenizer.vocab_size)
         if parameters <= MEASURED_PARAMETERS:
             speeds[parameters] = max(planner.measure_speed(config, corpus) for _ in range(3))
@@ -68,7 +68,7 @@ def main() -> None:
             config = planner.plan(base, long, IdleBudget(seconds)).config
             model = config.model
             parameters = count_parameters(model, corpus.tokenizer.vocab_size)
-            read = config.train.max_steps * config.step_tokens
+            read = config.train.max_steps * config.tokens_per_step
             cells = (
                 *(f"{faster:g}", f"{megabytes:,g} MB", f"{seconds:g} s"),
                 *(f"{model.n_layer} x {model.n_embd}", f"{parameters / 1e6:.1f}M"),

@@ -13,10 +13,10 @@ RUNGS: list[dict[str, Any]] = [  # the ladder's models and other settings
     {"attention": "average"},
     {"attention": "none"},
     {"mlp": "none"},
-    {"scaled": False},
+    {"scale_attn_weights": False},
     {"qk_norm": False},
     {"n_head": 1, "n_layer": 1, "mlp": "none", "qk_norm": False},
-    {"n_head": 4, "n_mlp": 24, "rope_theta": 100.0},
+    {"n_head": 4, "n_inner": 24, "rope_theta": 100.0},
 ]
 
 

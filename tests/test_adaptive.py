@@ -29,7 +29,7 @@ SETTINGS = {
     "text.mixture_characters": 800,
     "train.max_steps": 40,
     "train.batch_size": 4,
-    "train.evaluate_tokens": 1000,
+    "train.evaluation_tokens": 1000,
     "model.n_layer": 1,
     "model.n_embd": 32,
     "model.block_size": 32,
@@ -108,7 +108,7 @@ def test_the_size_of_a_compressed_text_is_its_adaptive_loss(run: Run, length: in
 
 
 def test_several_lanes_are_restored(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coding, "MIN_LANE_CHARACTERS", 200)
+    monkeypatch.setattr(coding, "MIN_LANE_TOKENS", 200)
     text = NEW[:850]
     decoder = partial(AdaptiveDecoder, run)
     packed = compress(run, text.encode(), adaptive=decoder)

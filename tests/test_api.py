@@ -140,10 +140,10 @@ def test_models_are_compared_in_a_folder_named_as_a_string(verse: Path, tmp_path
 
 def test_the_same_command_resumes_a_run_whose_decay_was_planned_again() -> None:
     overrides = ("schedule.cooldown=0.5", "seed=5")
-    planned = Request(text="novel.txt", overrides=overrides, budget="30s")
-    assert set(planned.given_values(planned.settings())) == {"text.path", "seed"}
-    fixed = Request(text="novel.txt", overrides=overrides)
-    assert set(fixed.given_values(fixed.settings())) == {"text.path", "seed", "schedule.cooldown"}
+    planned = Request(path="novel.txt", overrides=overrides, budget="30s")
+    assert set(planned.fixed_values(planned.run_config())) == {"text.path", "seed"}
+    fixed = Request(path="novel.txt", overrides=overrides)
+    assert set(fixed.fixed_values(fixed.run_config())) == {"text.path", "seed", "schedule.cooldown"}
 
 
 def test_a_run_is_resumed_with_its_own_content_only(tmp_path: Path) -> None:
@@ -151,16 +151,16 @@ def test_a_run_is_resumed_with_its_own_content_only(tmp_path: Path) -> None:
 
     def train(content: str, steps: int) -> int:
         settings = {**TINY, "train.max_steps": steps}
-        start = StartMode.BEGIN_OR_RESUME
-        return chargpt.train(content=content, settings=settings, out=out, start=start).step
+        start = StartMode.NEW_OR_RESUME
+        return chargpt.train(text=content, settings=settings, out=out, start=start).step
 
     assert train(text, 4) == 4
     with pytest.raises(TextError, match="is not the text that the run was trained on"):
         train(text.upper(), 6)
     assert train(text, 6) == 6
     with pytest.raises(ConfigError, match="give out="):
-        chargpt.train(content=text, start="begin or resume")
-    for given in ({"content": text}, {"text": "novel.txt"}):
+        chargpt.train(text=text, start="new or resume")
+    for given in ({"text": text}, {"path": "novel.txt"}):
         with pytest.raises(ConfigError, match="takes the text from the run"):
             chargpt.train(**given, out=out, start="resume")  # type: ignore[arg-type]
 
@@ -170,8 +170,8 @@ def test_the_content_given_to_resume_a_run_of_a_file_is_compared(
 ) -> None:
     def train(content: str, steps: int) -> int:
         settings = {**TINY, "train.max_steps": steps}
-        given: Any = {"settings": settings, "out": tmp_path / "run", "start": "begin or resume"}
-        return chargpt.train(content=content, **given).step
+        given: Any = {"settings": settings, "out": tmp_path / "run", "start": "new or resume"}
+        return chargpt.train(text=content, **given).step
 
     chargpt.train(verse, settings=TINY, out=tmp_path / "run", device="cpu")
     with pytest.raises(TextError, match="is not the text that the run was trained on"):
@@ -238,8 +238,8 @@ def test_start_modes_create_replace_and_resume_runs(verse: Path, tmp_path: Path)
     assert train(StartMode.REPLACE, seed=5) == 4
     assert chargpt.load_run(out).config.seed == 5
     longer = {"seed": 5, "train.max_steps": 6}
-    assert train(StartMode.BEGIN_OR_RESUME, **longer) == 6
-    assert train(StartMode.BEGIN_OR_RESUME, **longer) == 6  # no steps are left
+    assert train(StartMode.NEW_OR_RESUME, **longer) == 6
+    assert train(StartMode.NEW_OR_RESUME, **longer) == 6  # no steps are left
     resumed = chargpt.train(out, settings={"train.max_steps": 8}, start=StartMode.RESUME)
     assert resumed.step == 8
     with pytest.raises(ConfigError, match="--out"):
@@ -300,7 +300,7 @@ def test_a_wrong_shape_of_tokens_is_a_sentence(kind: str) -> None:
 
 def test_a_text_in_memory_trains_evaluates_and_resumes(verse: Path, tmp_path: Path) -> None:
     out, text = tmp_path / "run", verse.read_text(encoding="utf-8")
-    run = chargpt.train(content=text, settings=TINY, out=out, device="cpu")
+    run = chargpt.train(text=text, settings=TINY, out=out, device="cpu")
     other = chargpt.train(verse, settings=TINY, out=tmp_path / "other", device="cpu")
     assert run.state.text_name == "text in memory"
     assert chargpt.evaluate(run).nats_per_char == chargpt.evaluate(other).nats_per_char
@@ -310,18 +310,18 @@ def test_a_text_in_memory_trains_evaluates_and_resumes(verse: Path, tmp_path: Pa
     with pytest.raises(TextError, match="text in memory, which the cache no longer has"):
         chargpt.evaluate(run)
     with pytest.raises(ConfigError, match="not both"):
-        chargpt.train(verse, content=text)
+        chargpt.train(verse, text=text)
     for mistaken in (text, "x" * 5000):
-        with pytest.raises(ConfigError, match="give the text itself as `content`"):
+        with pytest.raises(ConfigError, match="give it as text="):
             chargpt.train(mistaken)
     with pytest.raises(TextError, match="lone surrogate at index 3"):
-        chargpt.train(content="abc\ud800", settings=TINY, out=tmp_path / "bad")
+        chargpt.train(text="abc\ud800", settings=TINY, out=tmp_path / "bad")
 
 
 def test_another_text_in_memory_is_evaluated(tiny_run: chargpt.Run, tmp_path: Path) -> None:
     (tmp_path / "other.txt").write_text("the light, the sea")
-    assert chargpt.evaluate(tiny_run, content="the light, the sea") == chargpt.evaluate(
-        tiny_run, text=tmp_path / "other.txt"
+    assert chargpt.evaluate(tiny_run, text="the light, the sea") == chargpt.evaluate(
+        tiny_run, path=tmp_path / "other.txt"
     )
 
 
@@ -373,7 +373,7 @@ def test_a_folder_stands_for_its_run_and_mistakes_are_said_in_a_sentence(
         lambda: chargpt.evaluate(None),  # type: ignore[arg-type]
         lambda: tiny_run.logits(3),  # type: ignore[arg-type]
         lambda: tiny_run.logits(["a"]),  # type: ignore[arg-type]
-        lambda: chargpt.train(content=b"abc"),  # type: ignore[arg-type]
+        lambda: chargpt.train(text=b"abc"),  # type: ignore[arg-type]
         lambda: chargpt.train(budget=[5]),  # type: ignore[arg-type]
         lambda: chargpt.train(settings=["seed=1"]),  # type: ignore[arg-type]
     ):

@@ -112,4 +112,4 @@ def test_the_config_builds_a_bigram_of_zeros():
     assert model.block_size == 8
     assert model.vocab_size == 9
     assert not model.table.weight.any()
-    assert model.parameter_count() == count_parameters(ModelConfig(kind="bigram"), 9) == 81
+    assert model.num_parameters() == count_parameters(ModelConfig(kind="bigram"), 9) == 81

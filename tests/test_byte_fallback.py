@@ -42,7 +42,7 @@ def noisy_run(kind: str = "gpt") -> Run:
     settings = {"kind": kind, "n_layer": 1, "n_embd": 16, "n_head": 1, "block_size": 8}
     config = Config(model=ModelConfig(**settings))
     model = fill_with_noise(build_model(config.model, TOKENIZER.vocab_size)).eval()
-    model.first_continuation_token = TOKENIZER.first_continuation_token
+    model.first_continuation_byte = TOKENIZER.first_continuation_byte
     return Run(Path("run"), config, TOKENIZER, model, 1, RunState(1))
 
 
@@ -120,7 +120,7 @@ def test_the_standard_error_of_one_block_is_that_of_characters() -> None:
 
 
 def test_the_speed_in_a_report_is_in_characters(monkeypatch: pytest.MonkeyPatch) -> None:
-    run, corpus = noisy_run(), load_corpus(TextConfig(min_count=100), content=TEXT * 30)
+    run, corpus = noisy_run(), load_corpus(TextConfig(min_count=100), text=TEXT * 30)
     per_step: list[float] = []
 
     def pace(records: Any, characters: float, real: Any = plots.optimization_curves) -> Any:
@@ -140,7 +140,7 @@ def test_the_speed_in_a_report_is_in_characters(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_training_loss_is_per_character(tmp_path: Path) -> None:
-    corpus = load_corpus(TextConfig(min_count=100), content=TEXT * 30)
+    corpus = load_corpus(TextConfig(min_count=100), text=TEXT * 30)
     values = {"kind": "gpt", "n_layer": 1, "n_embd": 16, "n_head": 1, "block_size": 8}
     config = Config(model=ModelConfig(**values), device="cpu", dtype="float32")
     config = config.with_values({"train.max_steps": 1, "train.sample_every": 0})
@@ -159,7 +159,7 @@ def test_each_character_has_the_surprisal_of_its_bytes() -> None:
     )
     scored = score(run, TEXT)
     assert scored.text == TEXT
-    assert scored.unknown == 0
+    assert scored.n_unknown == 0
     place = TEXT.index("€")  # after é, which takes two bytes
     expected = losses[place + 1 : place + 4].sum() / math.log(2)
     assert scored.bits[place] == pytest.approx(float(expected), rel=1e-5)
@@ -200,10 +200,10 @@ def test_splits_hold_whole_characters_and_fractions_of_them(
 def test_no_block_of_a_batch_begins_inside_a_character() -> None:
     tokens = TOKENIZER.encode(TEXT * 5)
     for seed in range(20):
-        batches = Batches(tokens, 12, 16, seed, TOKENIZER.first_continuation_token)
-        assert (batches.at(3)[:, 0].numpy() < TOKENIZER.first_continuation_token).all()
+        batches = Batches(tokens, 12, 16, seed, TOKENIZER.first_continuation_byte)
+        assert (batches.at(3)[:, 0].numpy() < TOKENIZER.first_continuation_byte).all()
     unaware = Batches(tokens, 12, 16, 0).at(3)[:, 0].numpy()
-    assert (unaware >= TOKENIZER.first_continuation_token).any()
+    assert (unaware >= TOKENIZER.first_continuation_byte).any()
 
 
 @given(st.text(max_size=40))

@@ -29,7 +29,7 @@ from chargpt.store.run import load_run
 
 QUICK = (
     "-s train.max_steps=6 -s train.batch_size=4 -s train.evaluate_every=3 -s train.save_every=3 "
-    "-s train.evaluate_tokens=300 -s train.sample_every=6 -s model.n_layer=1 "
+    "-s train.evaluation_tokens=300 -s train.sample_every=6 -s model.n_layer=1 "
     "-s model.n_embd=16 -s model.block_size=16 -s sample.length=40 --device cpu -s dtype=float32"
 ).split()
 RARE = ("-s", "text.min_count=20")
@@ -534,7 +534,7 @@ def test_verify_names_the_damaged_file_and_the_checkpoint_used_instead(
     assert "step-00000004 is used instead of latest" in shown
     report = json.loads(cli("verify", "run", "--json").stdout)
     assert report["intact"] is False
-    assert report["uses"]["latest"] == "step-00000004"
+    assert report["loaded_by"]["latest"] == "step-00000004"
     states = {row["checkpoint"]: row["problem"] is None for row in report["checkpoints"]}
     assert states["step-00000004"]
     assert not states["step-00000006"]
@@ -745,7 +745,7 @@ def test_a_check_without_the_text_is_refused_before_sampling(
     trained: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("chargpt.cli.sample.sample_texts", forbidden)
-    assert "the cache no longer has the text" in refusal(cli("sample", trained, "--check"))
+    assert "the cache no longer has the text" in refusal(cli("sample", trained, "--overlap"))
 
 
 def forbidden(*_: object, **__: object) -> None:
@@ -795,8 +795,8 @@ def test_a_closed_output_pipe_is_no_error(trained: Path, tmp_path: Path) -> None
 
 KEYS = {
     "nats_per_char", "bits_per_char", "perplexity", "accuracy", "characters", "standard_error",
-    "protocol", "split", "block_size", "parameters", "steps", "seconds", "chars_per_second",
-    "text", "run", "unknown",
+    "protocol", "split", "block_size", "parameters", "step", "evaluation_seconds",
+    "chars_per_second", "text", "run", "n_unknown",
 }  # fmt: skip
 
 
@@ -835,7 +835,7 @@ def test_the_number_of_unknown_characters_is_printed(trained: Path, cli: Cli) ->
     for command, text in (("evaluate", ["--text", "other.txt"]), ("score", ["other.txt"])):
         for policy, done in (("skip", "left out"), ("replace", "replaced")):
             result = cli(command, trained, *text, "--unknown", policy, "--json")
-            assert json.loads(result.stdout)["unknown"] == 20
+            assert json.loads(result.stdout)["n_unknown"] == 20
             assert f"20 characters outside the vocabulary: {done}" in result.stderr
 
 
@@ -888,11 +888,11 @@ def test_the_plan_gives_reasons_only_for_what_was_chosen(verse: Path, cli: Cli) 
 
 
 def test_train_prints_its_result_as_json(verse: Path, cli: Cli) -> None:
-    whole = ("-s", "train.evaluate_tokens=30000")
+    whole = ("-s", "train.evaluation_tokens=30000")
     done = cli("train", verse, *QUICK, *whole, "--seed", "4", "-o", "mine", "--json")
     report = json.loads(done.stdout)
     assert report["run"] == "mine"
-    assert report["steps"] == 6
+    assert report["step"] == 6
     assert set(report["losses"]) == {"train", "val"}
     again = json.loads(cli("evaluate", "mine", "--json").stdout)
     assert report["losses"]["val"]["nats_per_char"] == pytest.approx(again["nats_per_char"])
@@ -944,7 +944,7 @@ def test_compare_trains_and_compares_bigram_and_gpt(verse: Path, cli: Cli) -> No
     again = cli("compare", "both/bigram", "both/gpt", "--json", "--plot", "two.png")
     rows = json.loads(again.stdout)["rows"]
     assert [row["model"] for row in rows if row["run"]] == ["bigram", "gpt"]
-    assert KEYS - {"chars_per_second", "text"} <= set(rows[-1])
+    assert KEYS - {"chars_per_second", "evaluation_seconds", "text"} <= set(rows[-1])
     assert Path("two.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -984,7 +984,7 @@ def test_compared_runs_score_the_same_characters(
 ) -> None:
     longer = [word.replace("block_size=16", "block_size=64") for word in QUICK]
     assert cli("train", trained.parent / "novel.txt", *longer, "--out", "longer").returncode == 0
-    monkeypatch.setattr(comparison, "MAX_CHARACTERS", 1000)
+    monkeypatch.setattr(comparison, "MAX_TOKENS", 1000)
     shown = []
 
     @contextmanager
@@ -1005,7 +1005,7 @@ def test_runs_of_different_vocabularies_score_the_same_start_of_the_split(
     assert cli("data", "info", text).returncode == 0
     rare = ("-s", "text.min_count=20", "--out", "rare")
     assert cli("train", text, *QUICK, *rare).returncode == 0
-    monkeypatch.setattr(comparison, "MAX_CHARACTERS", 1000)
+    monkeypatch.setattr(comparison, "MAX_TOKENS", 1000)
     result = compare_runs([trained, Path("rare")], "cpu")
     assert load_run("rare").tokenizer != load_run(trained).tokenizer
     assert {row.evaluation.characters for row in result.rows if row.evaluation} == {1000}

@@ -27,7 +27,7 @@ from chargpt.store.folder import RunFolder
 
 QUICK = (
     "-s train.max_steps=6 -s train.batch_size=4 -s train.evaluate_every=3 -s train.save_every=3 "
-    "-s train.evaluate_tokens=300 -s train.sample_every=0 -s model.n_layer=1 "
+    "-s train.evaluation_tokens=300 -s train.sample_every=0 -s model.n_layer=1 "
     "-s model.n_embd=16 -s model.block_size=16 -s sample.length=40 --device cpu -s dtype=float32"
 ).split()
 
@@ -53,7 +53,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_runs_lists_each_run_with_its_state(runs: Path, cli: Cli) -> None:
     listed = json.loads(cli("runs", runs, "--json").stdout)
     by_name = {Path(each["run"]).relative_to(runs).as_posix(): each for each in listed}
-    assert {name: each["state"] for name, each in by_name.items()} == {
+    assert {name: each["status"] for name, each in by_name.items()} == {
         "a": "finished",
         "group/b": "finished",
         "damaged": "damaged",
@@ -85,7 +85,7 @@ def test_a_run_that_is_saved_while_it_is_listed_is_not_called_damaged(
 
     monkeypatch.setattr(listing, "read_metadata", save_before_reading)
     (summary,) = listing.list_runs(tmp_path)
-    assert (summary.step, summary.state) == (2, "training")
+    assert (summary.step, summary.status) == (2, "training")
 
 
 def test_runs_shows_which_run_is_in_training(runs: Path, tmp_path: Path, cli: Cli) -> None:

@@ -193,7 +193,7 @@ def test_a_budget_reserves_the_measured_time_of_scoring(
     trainer = create_run(tiny(verse, *STEPS), tmp_path / "run", None, budget=budget).trainer
     clock.now = 10.0
     val = len(trainer.corpus.split("val"))
-    limit = trainer.config.train.evaluate_tokens
+    limit = trainer.config.train.evaluation_tokens
     scored = sum(min(limit, len(trainer.corpus.split(name))) for name in ("train", "val"))
     n_mixture = len(trainer.corpus.split("mixture"))
     scored += report_characters + n_mixture + round(1.3 * min(limit, val))  # the mixture
@@ -265,7 +265,7 @@ def test_such_a_signal_before_the_first_step_still_saves_the_run(
 def test_speeds_are_in_characters_and_models_by_their_kind(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    corpus = load_corpus(TextConfig(min_count=300), content="sea é light è\n" * 200)
+    corpus = load_corpus(TextConfig(min_count=300), text="sea é light è\n" * 200)
     assert corpus.characters_per_token < 0.9
     show_budget(Plan(Config(), 1e6, size_was_chosen=True), Budget(10.0), corpus)
     expected = f"{1e6 * corpus.characters_per_token:,.0f} characters/s"

@@ -75,9 +75,9 @@ def test_any_text_of_the_vocabulary_is_restored(text: str) -> None:
 def test_the_compressed_size_is_the_loss_over_the_lanes(
     changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(coding, "MIN_LANE_CHARACTERS", 700)
+    monkeypatch.setattr(coding, "MIN_LANE_TOKENS", 700)
     run = run_of(**changes)
-    count = 3 * coding.MIN_LANE_CHARACTERS + 123
+    count = 3 * coding.MIN_LANE_TOKENS + 123
     tokens = np.random.default_rng(0).integers(0, len(LETTERS), count)
     content = run.tokenizer.decode(tokens).encode()
     packed = compress(run, content)
@@ -122,7 +122,7 @@ def test_a_carry_propagates_through_all_bytes_of_255() -> None:
 def test_certain_characters_cost_nothing_but_expansion_is_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(coding, "MAX_CHARACTERS_PER_BYTE", 500)
+    monkeypatch.setattr(coding, "MAX_TOKENS_PER_BYTE", 500)
     run = run_of(kind="bigram")
     with torch.no_grad():
         next(run.model.parameters()).zero_()[:, 5] = 200
@@ -219,7 +219,7 @@ def test_a_compressed_file_names_the_step_that_it_needs() -> None:
 
 
 def test_memory_is_bounded_by_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coding, "MIN_LANE_CHARACTERS", 128)  # few steps: both sizes have 64 lanes
+    monkeypatch.setattr(coding, "MIN_LANE_TOKENS", 128)  # few steps: both sizes have 64 lanes
     peaks = []  # of both directions; the smaller text shows what does not depend on the length
     for size in (8_192, 40_000):
         text = b"a" * size

@@ -219,8 +219,8 @@ def test_all_errors_are_reported_at_once_with_their_lines(write) -> None:
         ("optim.lr", ".nan"),
         ("optim.lr", ".inf"),
         ("optim.lr", "1e999"),
-        ("model.scaled", "1"),
-        ("model.scaled", "'yes'"),
+        ("model.scale_attn_weights", "1"),
+        ("model.scale_attn_weights", "'yes'"),
         ("text.path", "5"),
         ("text.suffixes", "5"),
         ("text.suffixes", "[1]"),
@@ -383,7 +383,7 @@ def test_the_last_of_two_overrides_applies() -> None:
         ("sample.stop=[a, b]", "sample.stop", ["a", "b"]),
         ("sample.prompt=x=y", "sample.prompt", "x=y"),
         ("sample.prompt='1e5'", "sample.prompt", "1e5"),
-        ("model.scaled=false", "model.scaled", False),
+        ("model.scale_attn_weights=false", "model.scale_attn_weights", False),
         ("text.documents=%", "text.documents", "%"),
         ("text.documents= @@ ", "text.documents", "@@"),
         ("text.documents=##", "text.documents", "##"),
@@ -464,7 +464,7 @@ def test_the_mlp_width_is_8_3_n_embd_rounded_up_to_64(n_embd: int) -> None:
     width = ModelConfig(kind="bigram", n_embd=n_embd).mlp_width
     assert width % 64 == 0
     assert 0 <= width * 3 - n_embd * 8 < 64 * 3
-    assert ModelConfig(kind="bigram", n_embd=n_embd, n_mlp=7).mlp_width == 7
+    assert ModelConfig(kind="bigram", n_embd=n_embd, n_inner=7).mlp_width == 7
 
 
 # -- round trip ------------------------------------------------------------------------------
@@ -491,7 +491,7 @@ def configs(draw: st.DrawFn) -> Config:
             "text.suffixes": draw(st.lists(texts, min_size=1, max_size=3).filter(has_suffix)),
             "text.val_fraction": draw(st.floats(1e-12, 0.9)),
             "model.rope_theta": draw(positive),
-            "model.n_mlp": draw(st.none() | st.integers(1, 9999)),
+            "model.n_inner": draw(st.none() | st.integers(1, 9999)),
             "optim.lr": draw(positive),
             "train.clip_norm": draw(st.none() | positive),
             "sample.prompt": draw(texts | st.text(string.printable, min_size=90, max_size=300)),

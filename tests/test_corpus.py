@@ -145,7 +145,7 @@ def test_the_advised_fraction_suffices(size: int, test: float) -> None:
 
 
 def test_lengths_of_a_text_with_byte_tokens_are_said_in_tokens() -> None:
-    corpus = load_corpus(TextConfig(min_count=10), content="ab" * 20 + "éèêëàâäùûü" * 4)
+    corpus = load_corpus(TextConfig(min_count=10), text="ab" * 20 + "éèêëàâäùûü" * 4)
     with pytest.raises(TextError, match=r"holds 80 characters, \d+ tokens to train on and 1\d "):
         corpus.require_blocks(30)
 
@@ -484,7 +484,7 @@ def test_progress_reaches_the_size_of_the_files_in_both_passes(
     write("cd" * 1000, "b.txt")
     reports: list[tuple[str, int, int]] = []
     corpus = load_corpus(
-        TextConfig(path=str(folder)), progress=lambda *report: reports.append(report)
+        TextConfig(path=str(folder)), on_progress=lambda *report: reports.append(report)
     )
     assert text_of(corpus) == "ab" * 1500 + "cd" * 1000
     stages = ("reading", "encoding")
@@ -746,7 +746,7 @@ def test_a_key_that_is_no_hash_finds_nothing(key: str) -> None:
 
 
 def test_a_text_in_memory_has_no_encoding() -> None:
-    corpus = load_corpus(TextConfig(encoding="cp1251"), content="Привет, " * 50)
+    corpus = load_corpus(TextConfig(encoding="cp1251"), text="Привет, " * 50)
     assert corpus.tokenizer.decode(corpus.tokens) == "Привет, " * 50
 
 

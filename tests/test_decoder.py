@@ -42,7 +42,7 @@ def test_the_cache_stores_more_than_half_a_block_and_at_most_a_block():
 @pytest.mark.parametrize("scale", [1, 30])  # attention scores whose exp does not or does overflow
 @torch.no_grad()
 def test_every_decoder_gives_the_logits_of_the_formula(kind, sequences, block_size, scaled, scale):
-    model = noisy_model(block_size=block_size, n_layer=3, scaled=scaled)
+    model = noisy_model(block_size=block_size, n_layer=3, scale_attn_weights=scaled)
     model.blocks[1].attention.query_norm.weight.mul_(scale)
     tokens = random_tokens(sequences, steps=40)
     logits = decode(DECODERS[kind](model, sequences), tokens)

@@ -28,8 +28,8 @@ QUICK = (*QUICK, "-s", "model.block_size=16", "-s", "text.documents=lines", "--s
 
 def documents_of(corpus: Corpus, split: str) -> list[str]:
     text = corpus.tokenizer.decode(corpus.split(split))
-    assert text.endswith(corpus.tokenizer.boundary) or not text
-    return text.split(corpus.tokenizer.boundary)[:-1]
+    assert text.endswith(corpus.tokenizer.eos_token) or not text
+    return text.split(corpus.tokenizer.eos_token)[:-1]
 
 
 @given(st.lists(st.lists(st.text("ab\n\r", max_size=6), max_size=4), max_size=3))
@@ -65,31 +65,31 @@ def test_documents_are_shuffled_and_split_whole(
     monkeypatch.setattr(module, "CHUNK", chunk)
     content = "\n".join(NAMES)
     fractions = {"val_fraction": 0.3, "test_fraction": 0.2, "mixture_characters": 5}
-    corpus = load_corpus(TextConfig(documents="lines", **fractions), content=content)
+    corpus = load_corpus(TextConfig(documents="lines", **fractions), text=content)
     splits = [documents_of(corpus, split) for split in ("mixture", "train", "val", "test")]
     together = [document for documents in splits for document in documents]
     assert all(splits)
     assert sorted(together) == sorted(NAMES) != together
-    other = load_corpus(TextConfig(documents="lines", seed=2, **fractions), content=content)
+    other = load_corpus(TextConfig(documents="lines", seed=2, **fractions), text=content)
     assert documents_of(other, "val") != splits[2]
 
 
 def test_a_seed_gives_the_same_order_in_every_version() -> None:
-    corpus = load_corpus(TextConfig(documents="lines"), content="\n".join("abcdefghij"))
+    corpus = load_corpus(TextConfig(documents="lines"), text="\n".join("abcdefghij"))
     assert corpus.tokenizer.decode(corpus.tokens).split() == list("cefgjhdiab")
 
 
 def test_rare_boundaries_stay_characters() -> None:
     content = "".join(map(chr, range(0x4E00, 0x4E00 + 300))) * 50 + "%%" + "一" * 100
-    corpus = load_corpus(TextConfig(documents="%%", min_count=10), content=content)
+    corpus = load_corpus(TextConfig(documents="%%", min_count=10), text=content)
     assert RECORD_SEPARATOR in corpus.tokenizer.characters
     assert corpus.n_documents == 2
 
 
-def test_a_text_that_holds_the_boundary_is_refused() -> None:
+def test_a_text_that_holds_the_eos_token_is_refused() -> None:
     with pytest.raises(TextError, match=r"holds the character U\+001E"):
-        load_corpus(TextConfig(documents="%"), content="a\x1eb % c")
-    assert load_corpus(TextConfig(documents="\x1e"), content="a\x1eb b\x1ec").n_documents == 3
+        load_corpus(TextConfig(documents="%"), text="a\x1eb % c")
+    assert load_corpus(TextConfig(documents="\x1e"), text="a\x1eb b\x1ec").n_documents == 3
 
 
 def test_separators_are_written_with_escapes() -> None:
@@ -103,17 +103,17 @@ def test_separators_are_written_with_escapes() -> None:
         Config().with_values({"text.documents": ""})
 
 
-def test_the_boundary_is_kept_in_the_json_of_a_tokenizer() -> None:
-    tokenizer = CharTokenizer("\nab", boundary="\n")
+def test_the_eos_token_is_kept_in_the_json_of_a_tokenizer() -> None:
+    tokenizer = CharTokenizer("\nab", eos_token="\n")
     assert CharTokenizer.from_json(tokenizer.to_json()) == tokenizer
-    assert "boundary" not in CharTokenizer("\nab").to_json()
+    assert "eos_token" not in CharTokenizer("\nab").to_json()
 
 
 def test_a_list_is_recognised() -> None:
-    names = load_corpus(TextConfig(), content="\n".join(NAMES * 3))
+    names = load_corpus(TextConfig(), text="\n".join(NAMES * 3))
     assert any("text.documents=lines" in warning for warning in describe(names).warnings)
-    marked = load_corpus(TextConfig(documents="lines"), content="\n".join(NAMES * 3))
-    prose = load_corpus(TextConfig(), content=("A line of prose.\n" * 20 + "\n") * 20)
+    marked = load_corpus(TextConfig(documents="lines"), text="\n".join(NAMES * 3))
+    prose = load_corpus(TextConfig(), text=("A line of prose.\n" * 20 + "\n") * 20)
     for corpus in (marked, prose):
         assert not any("text.documents" in warning for warning in describe(corpus).warnings)
 
@@ -137,10 +137,10 @@ def test_samples_of_a_list_are_whole_items(cli: Cli) -> None:
     assert trainer.validator.sample().split("\n") == expected
     prompted = cli(*sample, "--num-samples", "5", "-p", "be").stdout.splitlines()
     assert [item[:2] for item in prompted] == ["be"] * 5
-    report = json.loads(cli(*sample, "--num-samples", "30", "--check", "--json").stdout)
+    report = json.loads(cli(*sample, "--num-samples", "30", "--overlap", "--json").stdout)
     assert report["samples"] == items
     assert report["new"] == [item not in NAMES for item in items]
-    checked = cli(*sample, "--num-samples", "30", "--check").stdout
+    checked = cli(*sample, "--num-samples", "30", "--overlap").stdout
     n_new, different = sum(report["new"]), len(set(items))
     assert f"of 30 sampled, {n_new} are not in the training split, " in checked
     assert f"{different} are distinct, and {len(set(items) - set(NAMES))} are both" in checked
@@ -155,7 +155,7 @@ def test_documents_of_another_text_end_where_its_files_end(cli: Cli) -> None:
     options = ("-s", "text.documents=files", "-s", "text.suffixes=.py")
     done = cli("train", "train", *QUICK, *options, "--out", "run")
     assert done.returncode == 0, done.stderr
-    result = evaluate(load_run("run"), text="other")
+    result = evaluate(load_run("run"), path="other")
     n_characters = 10 * sum(2 * len(name) + 6 for name in NAMES)
     assert result.characters == n_characters - 1
     mean_length = n_characters / (10 * len(NAMES))
@@ -167,7 +167,7 @@ def test_the_loss_of_a_document_is_that_of_its_characters(cli: Cli) -> None:
     Path("other.txt").write_text("\r\n\r\n".join(NAMES))
     cli("train", "names.txt", *QUICK, "--out", "run")
     run = load_run("run")
-    result = evaluate(run, text="other.txt")
+    result = evaluate(run, path="other.txt")
     mean_length = sum(len(name) + 1 for name in NAMES) / len(NAMES)
     assert result.nats_per_document == pytest.approx(result.nats_per_char * mean_length)
     assert f"{result.nats_per_document:.2f} nats/document" in (

@@ -156,7 +156,7 @@ def test_the_logits_of_a_forward_pass_stay_small_for_every_vocabulary(
     model = Counter.__new__(Counter)
     torch.nn.Module.__init__(model)
     model.vocab_size, model.block_size = vocab_size, 16
-    model.first_continuation_token = vocab_size
+    model.first_continuation_byte = vocab_size
     model.anything = torch.nn.Parameter(torch.zeros(1))
     evaluate_tokens(model, np.zeros(16 * 1100 + 1, dtype=np.uint8))
     assert max(calls) == rows
@@ -275,7 +275,7 @@ def test_a_loss_is_reported_in_three_units():
         "protocol": "blocks",
         "split": "val",
         "block_size": 16,
-        "unknown": 0,
+        "n_unknown": 0,
     }
 
 
@@ -416,7 +416,7 @@ def test_another_text_is_scored_completely(name, make_run, tmp_path):
     run, path = make_run(), tmp_path / name
     content = "no ship, no sea, no bird" * 3
     path.write_bytes(gzip.compress(content.encode()) if name.endswith("gz") else content.encode())
-    result = evaluate(run, text=path)
+    result = evaluate(run, path=path)
     tokens = run.tokenizer.encode(content)
     assert result == evaluate_tokens(run.model, tokens, split="all")
     assert result.characters == len(content) - 1
@@ -426,12 +426,12 @@ def test_unknown_characters_of_another_text_follow_the_policy(make_run, tmp_path
     path = tmp_path / "other.txt"
     path.write_text("no sea ÉÉÉ", encoding="utf-8")
     with pytest.raises(UnknownCharacterError, match=r"U\+00C9"):
-        evaluate(make_run(), text=path)
-    assert evaluate(make_run("skip"), text=path).characters == 6
-    assert evaluate(make_run("replace"), text=path).characters == 9
+        evaluate(make_run(), path=path)
+    assert evaluate(make_run("skip"), path=path).characters == 6
+    assert evaluate(make_run("replace"), path=path).characters == 9
     path.write_text("ÉÉ", encoding="utf-8")
     with pytest.raises(TextError, match="the text is shorter than 2 characters"):
-        evaluate(make_run("skip"), text=path)
+        evaluate(make_run("skip"), path=path)
 
 
 def test_the_pairs_of_a_split_are_its_scored_characters():

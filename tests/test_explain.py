@@ -16,7 +16,7 @@ from chargpt.text.tokenizer import CharTokenizer
 
 TINY = (
     "-s train.max_steps=3 -s train.batch_size=4 -s model.n_layer=2 -s model.n_head=2 "
-    "-s model.n_embd=16 -s model.block_size=32 -s train.evaluate_tokens=300"
+    "-s model.n_embd=16 -s model.block_size=32 -s train.evaluation_tokens=300"
 ).split()
 MIN_COUNT = ["-s", "text.min_count=3"]
 RUSSIAN = (
@@ -76,7 +76,7 @@ def test_the_given_text_is_explained(cli: Cli, verse: Path, russian: Path) -> No
 
 @pytest.mark.parametrize("scaled", ["true", "false"])
 def test_a_runs_own_weights_are_shown(cli: Cli, verse: Path, scaled: str) -> None:
-    cli("train", verse, *TINY, "-s", f"model.scaled={scaled}", "--out", "mine")
+    cli("train", verse, *TINY, "-s", f"model.scale_attn_weights={scaled}", "--out", "mine")
     words = " ".join(cli("explain", "mine", "--section", "queries").stdout.split())
     assert ("divided by sqrt(8) = 2.83" in words) == (scaled == "true")
     found = explain_json(cli, "mine")

@@ -25,9 +25,9 @@ from chargpt.config import Config, ModelConfig
 from chargpt.errors import ChargptError, ConfigError, OperationError
 from chargpt.export import check, gguf, huggingface, onnx
 from chargpt.export.check import N_GREEDY, check_export, exportable_model
-from chargpt.export.gguf import LlamaReader, export_gguf
+from chargpt.export.gguf import LlamaRuntime, export_gguf
 from chargpt.export.huggingface import (
-    TransformersReader,
+    TransformersRuntime,
     export_huggingface,
     import_huggingface,
     model_card,
@@ -47,7 +47,7 @@ TOKENIZERS = {
     "russian": CharTokenizer.fit("\n абвгдежзийклмнопрстуфхцчшщъыьэюя,.!—«»"),
     "emoji": CharTokenizer.fit("\n aé\u0301\u0308\u200d字語漢的你佽😀🎉👩🏽 "),
     "hostile": CharTokenizer.fit("\0\n\r a</script>&\u2028\u2029\u202e\u200f\ufeff\ufffd'\"\\"),
-    "documents": CharTokenizer("\n abcdeé", boundary="\n"),
+    "documents": CharTokenizer("\n abcdeé", eos_token="\n"),
     "no newline": CharTokenizer.fit("абвгд"),
     "one character": CharTokenizer.fit("я"),
     "bytes": CharTokenizer("\n abcdeé字", has_bytes=True),
@@ -59,7 +59,7 @@ def run_of(tokenizer: CharTokenizer, **changes: object) -> Run:
     """Return a run whose weights are random, so that predictions differ."""
     config = Config(model=ModelConfig(**{**SIZES, **changes}))  # type: ignore[arg-type]
     model = fill_with_noise(build_model(config.model, tokenizer.vocab_size)).eval()
-    model.first_continuation_token = tokenizer.first_continuation_token
+    model.first_continuation_byte = tokenizer.first_continuation_byte
     state = RunState(7, best_step=7, best_nats_per_char=1.25, text="a 'text'.txt")
     return Run(Path("runs/a run"), config, tokenizer, model, 7, state)
 
@@ -135,14 +135,14 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], E
 @pytest.mark.parametrize("name", [*TOKENIZERS, "unknown"])
 def test_transformers_reads_the_same_model(name: str, exported: Any) -> None:
     found = exported("hf", name).check
-    assert found.reader.startswith("transformers ")
+    assert found.runtime.startswith("transformers ")
     assert found.difference < 1e-4
 
 
 @pytest.mark.parametrize("name", list(TOKENIZERS))
 def test_llama_cpp_reads_the_same_model(name: str, exported: Any) -> None:
     found = exported("gguf", name).check
-    assert found.reader.startswith("llama.cpp ")
+    assert found.runtime.startswith("llama.cpp ")
     assert found.difference < 1e-3
 
 
@@ -150,7 +150,7 @@ def test_llama_cpp_reads_the_same_model(name: str, exported: Any) -> None:
 def test_onnxruntime_reads_the_same_model(name: str, tmp_path: Path) -> None:
     run = run_of(TOKENIZERS[name])
     found = export_onnx(run, tmp_path / "model.onnx")
-    assert found.reader.startswith("onnxruntime ")
+    assert found.runtime.startswith("onnxruntime ")
     assert found.difference < 1e-4
 
 
@@ -173,15 +173,17 @@ def test_the_same_export_passes_with_our_own_readers(
 ) -> None:
     without(monkeypatch, "transformers", "xllamacpp", "onnxruntime")
     run = run_of(TOKENIZERS["bytes"])
-    assert export_huggingface(run, tmp_path / "a").reader.startswith("tokenizers and chargpt's own")
+    assert export_huggingface(run, tmp_path / "a").runtime.startswith(
+        "tokenizers and chargpt's own"
+    )
     without(monkeypatch, "transformers", "tokenizers", "xllamacpp", "onnxruntime")
     for name in ("emoji", "bytes"):
         run = run_of(TOKENIZERS[name])
-        assert export_huggingface(run, tmp_path / name).reader.startswith("chargpt's own reader")
-        assert "own reader" in export_gguf(run, tmp_path / f"{name}.gguf").reader
-    assert "own reader" in export_huggingface(run_of(UNKNOWN), tmp_path / "unknown").reader
-    reader = export_onnx(run_of(TOKENIZERS["ascii"], n_layer=1), tmp_path / "model.onnx").reader
-    assert "reference evaluator" in reader
+        assert export_huggingface(run, tmp_path / name).runtime.startswith("chargpt's own runtime")
+        assert "own runtime" in export_gguf(run, tmp_path / f"{name}.gguf").runtime
+    assert "own runtime" in export_huggingface(run_of(UNKNOWN), tmp_path / "unknown").runtime
+    runtime = export_onnx(run_of(TOKENIZERS["ascii"], n_layer=1), tmp_path / "model.onnx").runtime
+    assert "reference evaluator" in runtime
 
 
 @pytest.mark.parametrize(("precision", "bits"), [("f16", 16), ("q8_0", 8.5)])
@@ -212,29 +214,29 @@ def readers(exported: Any) -> list[tuple[Run, Any]]:
     found: list[tuple[Run, Any]] = []
     for name in TOKENIZERS:
         run, path, _ = exported("hf", name)
-        found.append((run, TransformersReader(path)))
+        found.append((run, TransformersRuntime(path)))
         run, path, _ = exported("gguf", name)
-        found.append((run, LlamaReader(path, run.model.vocab_size, run.model.block_size)))
+        found.append((run, LlamaRuntime(path, run.model.vocab_size, run.model.block_size)))
     return found
 
 
 @given(data=st.data())
 @settings(max_examples=30)
 def test_any_text_of_the_vocabulary_has_the_same_tokens(readers: Any, data: st.DataObject) -> None:
-    for run, reader in readers:
+    for run, runtime in readers:
         characters = run.tokenizer.characters
         if run.tokenizer.has_bytes:
             characters += "zß→😀\0"
         text = data.draw(st.text(st.sampled_from(characters), min_size=1, max_size=30))
-        ids = reader.encode(text)
+        ids = runtime.encode(text)
         assert ids == run.tokenizer.encode(text).tolist()
-        if isinstance(reader, TransformersReader):
-            assert reader.tokenizer.decode(ids) == text
+        if isinstance(runtime, TransformersRuntime):
+            assert runtime.tokenizer.decode(ids) == text
 
 
 def test_llama_cpp_never_ends_a_text_and_never_samples_its_own_token(readers: Any) -> None:
-    run, reader = readers[1]
-    answer = reader.post("completion", prompt="ab", n_predict=300, temperature=5, seed=1, top_k=0)
+    run, runtime = readers[1]
+    answer = runtime.post("completion", prompt="ab", n_predict=300, temperature=5, seed=1, top_k=0)
     assert answer["stop_type"] == "limit"
     assert "endoftext" not in answer["content"]
     assert set(answer["content"]) <= set(run.tokenizer.characters)
@@ -251,7 +253,7 @@ def test_a_document_ends_the_text_in_other_programs(readers: Any) -> None:
 @pytest.mark.parametrize("kind", ["hf", "gguf", "onnx"])
 @pytest.mark.parametrize(
     ("setting", "value"),
-    [("attention", "none"), ("scaled", False), ("qk_norm", False), ("mlp", "none")],
+    [("attention", "none"), ("scale_attn_weights", False), ("qk_norm", False), ("mlp", "none")],
 )
 def test_a_model_that_a_format_cannot_hold_is_refused_by_name(
     kind: str, setting: str, value: object, tmp_path: Path
@@ -278,7 +280,7 @@ def test_a_vocabulary_that_gguf_cannot_hold_is_refused(
 
 
 def test_q8_0_needs_rows_of_whole_blocks(tmp_path: Path) -> None:
-    for key, sizes in (("n_embd", {"n_embd": 40}), ("n_mlp", {"n_mlp": 40})):
+    for key, sizes in (("n_embd", {"n_embd": 40}), ("n_inner", {"n_inner": 40})):
         with pytest.raises(ConfigError, match=f"multiples of 32, and the model's {key} is 40"):
             export_gguf(run_of(TOKENIZERS["ascii"], **sizes), tmp_path / "x.gguf", "q8_0")
 
@@ -318,9 +320,9 @@ def test_greedy_text_of_200_characters_is_compared() -> None:
 
 
 class Tampered:
-    """A reader of a run with one answer changed."""
+    """A runtime of a run with one answer changed."""
 
-    name = "a reader"
+    name = "a runtime"
 
     def __init__(self, run: Run, changed: str) -> None:
         self.run, self.changed, self.calls = run, changed, 0

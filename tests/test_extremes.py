@@ -14,12 +14,12 @@ import pytest
 from conftest import REPOSITORY, Cli, refusal
 
 from chargpt.store.run import load_run
+from chargpt.text.build_config import build_config
 from chargpt.text.corpus import load_corpus
-from chargpt.text.settings import build_config
 
 pytestmark = pytest.mark.slow
 TINY = (
-    "-s train.max_steps=4 -s train.batch_size=4 -s train.evaluate_tokens=300 "
+    "-s train.max_steps=4 -s train.batch_size=4 -s train.evaluation_tokens=300 "
     "-s model.n_layer=1 -s model.n_embd=16 -s model.block_size=16 --device cpu -s dtype=float32"
 ).split()
 
@@ -39,7 +39,7 @@ def test_texts_prepared_by_two_killed_processes_at_once_are_never_wrong(tmp_path
     text = tmp_path / "t.txt"
     code = (
         "import sys; from chargpt.text.corpus import load_corpus;"
-        "from chargpt.text.settings import build_config;"
+        "from chargpt.text.build_config import build_config;"
         "load_corpus(build_config(sys.argv[1]).text)"
     )
     for round_ in range(6):

@@ -243,7 +243,7 @@ def test_few_streams_of_a_small_model_are_decoded_where_it_is_fastest(
     for token in range(10):  # the trials left nothing behind
         tokens = np.array([token, 10 - token])
         np.testing.assert_allclose(chosen.step(tokens), on_cpu.step(tokens), rtol=1e-4, atol=1e-4)
-    monkeypatch.setattr(decoders, "MAX_CPU_WORK", model.parameter_count())
+    monkeypatch.setattr(decoders, "MAX_CPU_WORK", model.num_parameters())
     tried.clear()
     assert type(build_decoder(model, 2)) is not NumpyDecoder
     assert not tried
@@ -363,7 +363,7 @@ def test_every_command_except_compression_computes_on_the_device(
     for command in (
         ["train", "novel.txt", "--out", "gpt", *settings],
         ["train", "novel.txt", "--out", "bigram", "-s", "model.kind=bigram", *settings],
-        ["sample", "gpt", "--length", "20", "--check"],
+        ["sample", "gpt", "--length", "20", "--overlap"],
         ["evaluate", "gpt", "--protocol", "sliding"],
         ["score", "gpt", "line.txt"],
         ["explain", "gpt"],

@@ -18,7 +18,7 @@ from chargpt.text.tokenizer import CharTokenizer
 from chargpt.training.finetune import copy_weights
 
 SMALL = ("-s", "model.n_layer=1", "-s", "model.n_embd=32", "-s", "model.block_size=16")
-STEPS = ("-s", "train.max_steps=60", "-s", "train.evaluate_tokens=500")
+STEPS = ("-s", "train.max_steps=60", "-s", "train.evaluation_tokens=500")
 FIRST, SECOND = "the cat sat on the mat\n" * 200, "my own cat sat on ten maps\n" * 100
 
 

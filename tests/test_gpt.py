@@ -177,7 +177,7 @@ def test_a_static_cache_decodes_in_the_same_memory_at_every_position():
 
 @pytest.mark.parametrize("scaled", [True, False])
 def test_the_model_equals_one_with_explicit_attention(scaled, monkeypatch):
-    model, tokens = noisy_model(scaled=scaled), random_tokens()
+    model, tokens = noisy_model(scale_attn_weights=scaled), random_tokens()
     logits = model(tokens)
 
     def slow_attention(q, k, v, **kwargs):
@@ -190,7 +190,7 @@ def test_the_model_equals_one_with_explicit_attention(scaled, monkeypatch):
 @pytest.mark.parametrize(
     "change",
     [
-        {"scaled": False},
+        {"scale_attn_weights": False},
         {"qk_norm": False},
         {"mlp": "none"},
         {"attention": "none"},
@@ -253,7 +253,7 @@ def test_every_parameter_gets_a_gradient(rung):
     n_layer=st.integers(1, 3),
     n_head=st.integers(1, 3),
     half_head_size=st.integers(1, 4),
-    n_mlp=st.none() | st.integers(1, 9),
+    n_inner=st.none() | st.integers(1, 9),
     attention=st.sampled_from(["full", "average", "none"]),
     qk_norm=st.booleans(),
     mlp=st.sampled_from(["swiglu", "none"]),
@@ -265,7 +265,7 @@ def test_count_parameters_equals_the_built_models_count(
 ):
     n_embd = 2 * half_head_size * n_head
     config = ModelConfig(n_head=n_head, n_embd=n_embd, block_size=4, **choice)
-    expected = build_model(config, vocab_size).parameter_count()
+    expected = build_model(config, vocab_size).num_parameters()
     assert count_parameters(config, vocab_size) == expected
 
 
@@ -341,7 +341,7 @@ def as_qwen3(model: GPT):
     "sizes",
     [
         {"n_head": 1},
-        {"n_head": 4, "n_embd": 48, "n_mlp": 40, "rope_theta": 500.0, "n_layer": 3},
+        {"n_head": 4, "n_embd": 48, "n_inner": 40, "rope_theta": 500.0, "n_layer": 3},
     ],
 )
 def test_qwen3_of_transformers_gives_the_same_logits(sizes):

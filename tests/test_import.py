@@ -32,7 +32,7 @@ def noisy_gpt2(vocab_size: int = len(CHARACTERS), **sizes: object) -> GPT2:
     config = ModelConfig(kind="gpt2", **{**SIZES, **sizes})  # type: ignore[arg-type]
     model = fill_with_noise(build_model(config, vocab_size))
     assert isinstance(model, GPT2)
-    assert model.parameter_count() == count_parameters(config, vocab_size)
+    assert model.num_parameters() == count_parameters(config, vocab_size)
     return model.eval()
 
 

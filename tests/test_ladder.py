@@ -32,7 +32,7 @@ from chargpt.text.tokenizer import CharTokenizer
 
 TINY = (
     "-s train.max_steps=4 -s train.batch_size=4 -s model.n_layer=2 -s model.n_head=2 "
-    "-s model.n_embd=16 -s model.block_size=16 -s train.evaluate_tokens=300"
+    "-s model.n_embd=16 -s model.block_size=16 -s train.evaluation_tokens=300"
 ).split()
 
 
@@ -85,7 +85,7 @@ def test_every_rung_is_trained_with_every_seed(cli: Cli, verse: Path) -> None:
             evaluate(load_run(Path("rungs", f"{number}-{seed}"), device="cpu")).nats_per_char
             for seed in (1337, 1338)
         ]
-        assert row["seeds"] == pytest.approx(losses, abs=1e-6)
+        assert row["nats_by_seed"] == pytest.approx(losses, abs=1e-6)
         assert row["nats_per_char"] == pytest.approx(sum(losses) / 2, abs=1e-6)
         assert row["bits_per_char"] == pytest.approx(row["nats_per_char"] / math.log(2))
         assert row["margin"] > 0
@@ -136,7 +136,7 @@ def test_baselines_and_compressors_score_the_same_characters(
     verse: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     corpus = corpus_of(verse)
-    monkeypatch.setattr(ladder, "MAX_CHARACTERS", 500)
+    monkeypatch.setattr(ladder, "MAX_TOKENS", 500)
     val = corpus.split("val")[:501]
     levels = Baselines(corpus).losses(val)
     assert ngram_loss(corpus, NGRAM_ORDER) == pytest.approx(levels[NGRAM], abs=1e-6)

@@ -119,7 +119,7 @@ def test_short_texts_and_no_texts_are_accepted(training: str) -> None:
 def test_the_compared_parts_are_from_all_of_the_validation_split(training: str) -> None:
     random = np.random.default_rng(0)
     copied, new = training[:400], "".join(map(chr, random.integers(97, 123, 2700)))
-    corpus = load_corpus(TextConfig(val_fraction=0.1), content=training[:27_900] + copied + new)
+    corpus = load_corpus(TextConfig(val_fraction=0.1), text=training[:27_900] + copied + new)
     report = measure_overlap(corpus, [training[500:700]])
     assert longest_match(report.val) == 200  # of the part that is copied
     assert report.longest_in_val == 0  # of most parts
@@ -129,14 +129,14 @@ def test_the_compared_parts_are_from_all_of_the_validation_split(training: str) 
 
 
 def test_ngrams_are_those_of_the_longest_text(training: str) -> None:
-    report = measure_overlap(load_corpus(TextConfig(), content=training), ["sea", training[:300]])
+    report = measure_overlap(load_corpus(TextConfig(), text=training), ["sea", training[:300]])
     assert [int(n) for n, *_ in report.novel_rows()] == [4, 6, 8, 12, 16, 20, 24, 32]
 
 
 def test_lengths_are_those_of_characters_also_where_bytes_spell_them() -> None:
     numbers = np.random.default_rng(1).permutation(np.arange(0x4E00, 0x5600)).tolist()
     text = "".join(map(chr, numbers))  # each occurs once, and is spelled as three bytes
-    corpus = load_corpus(TextConfig(min_count=2), content="ab" * 20 + text)
+    corpus = load_corpus(TextConfig(min_count=2), text="ab" * 20 + text)
     assert corpus.tokenizer.has_bytes
     training = corpus.tokenizer.decode(corpus.split("train"))
     copied = [training[300:330], training[500:510]]
@@ -150,7 +150,7 @@ def test_sample_check_counts_whole_lines_with_what_the_prompt_has_of_them(cli: C
     Path("letters.txt").write_text("abcdefghijklmnopqrstuvwxyz\n" * 100)
     steps = ["-s", "train.max_steps=300", "-s", "model.block_size=16", "-s", "train.batch_size=8"]
     cli("train", "letters.txt", "-c", "bigram", *steps, "--out", "mine")
-    args = ["sample", "mine", "-p", "Q\nabc", "--unknown", "skip", "-n", "60", "--check"]
+    args = ["sample", "mine", "-p", "Q\nabc", "--unknown", "skip", "-n", "60", "--overlap"]
     done = cli(*args, "--temperature", "0")
     assert "different lines" not in done.stdout  # there is one: that of the training text
     done = cli(*args, "--temperature", "0", "-p", "Q\nxbc")
@@ -170,24 +170,24 @@ def test_sample_check_reports_matches_and_novel_ngrams(cli: Cli) -> None:
         "60",
         "--temperature",
         "0",
-        "--check",
+        "--overlap",
     ]
     done = cli(*args)
     assert done.returncode == 0, done.stderr
     assert "xyz\n⟦abcdefghijklmnopqrstuvwxyz\n" in done.stdout  # the prompt is not marked
     assert "with the training split; the longest: 60" in done.stdout
-    (overlap,) = json.loads(cli(*args, "--json").stdout)["memorization"]
+    (overlap,) = json.loads(cli(*args, "--json").stdout)["overlap"]
     assert overlap["longest"]["length"] == 60
     assert overlap["matched"] == [[0, 60]]
 
 
 def test_items_of_a_list_are_found_across_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("chargpt.analysis.memorization.CHUNK", 7)
-    corpus = load_corpus(TextConfig(), content="anna\nbert\ncarla\ndora\n" * 3)
+    corpus = load_corpus(TextConfig(), text="anna\nbert\ncarla\ndora\n" * 3)
     wanted = {"bert", "anna", "carl", "dora", "ann"}
     found = module.find_copied_documents(corpus, wanted, "\n")
     assert found == {"bert", "anna", "dora"}
-    spelled = load_corpus(TextConfig(min_count=15), content="a\N{PILE OF POO}b\nab\n" * 10)
+    spelled = load_corpus(TextConfig(min_count=15), text="a\N{PILE OF POO}b\nab\n" * 10)
     for size in range(1, 12):  # also where a chunk would end within a character
         monkeypatch.setattr("chargpt.analysis.memorization.CHUNK", size)
         assert module.find_copied_documents(spelled, {"a\N{PILE OF POO}b"}, "\n")

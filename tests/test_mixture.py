@@ -20,7 +20,7 @@ from chargpt.inference.decoders import build_decoder
 from chargpt.inference.evaluation import evaluate_tokens
 from chargpt.inference.windows import even_spans
 from chargpt.models import GPT
-from chargpt.models.mixture import MIXTURE_ORDER, Mixture
+from chargpt.models.mixture import Mixture
 from chargpt.models.ngram import NGramLM
 from chargpt.models.word_ngram import BACKOFF_ORDER, WordNGrams, word_tokens
 from chargpt.store.layout import MIXTURE_FILE
@@ -39,7 +39,7 @@ SETTINGS = {
     "train.batch_size": 4,
     "train.evaluate_every": 20,
     "train.save_every": 20,
-    "train.evaluate_tokens": 1000,
+    "train.evaluation_tokens": 1000,
     "model.n_layer": 1,
     "model.n_embd": 32,
     "model.block_size": 32,
@@ -330,7 +330,7 @@ def test_the_mixture_belongs_to_one_checkpoint(run_of: Path, cli: Cli) -> None:
     resumed = cli("train", "--resume", "run", "-s", "train.max_steps=60")
     assert resumed.returncode == 0, resumed.stderr
     best = json.loads(cli("evaluate", "run", "--json").stdout)
-    assert best["steps"] == 60, "the run no longer improved: the test needs another length"
+    assert best["step"] == 60, "the run no longer improved: the test needs another length"
     assert best["mixture"]["nats_per_char"] < best["nats_per_char"]
 
 
@@ -339,7 +339,7 @@ def test_a_run_without_a_mixture_says_how_to_get_one(verse: Path, cli: Cli) -> N
     done = cli("train", verse, *words, "--out", "plain")
     assert done.returncode == 0, done.stderr
     assert "gram" in done.stdout
-    assert f"gpt + {MIXTURE_ORDER}-gram" not in done.stdout
+    assert "gpt + n-grams" not in done.stdout
     assert not Path("plain", MIXTURE_FILE).exists()
     message = refusal(cli("sample", "plain", "--mixture"))
     assert "text.mixture_characters" in message
@@ -362,15 +362,15 @@ def test_evaluate_and_compare_show_the_mixture_beside_the_gpt(run_of: Path, cli:
     shown = cli("evaluate", run_of)
     rows = [line for line in shown.stdout.splitlines() if "gpt" in line]
     assert len(rows) == 2
-    assert f"gpt + {MIXTURE_ORDER}-gram" in rows[1]
+    assert "gpt + n-grams" in rows[1]
     assert "with the mixture on cpu" in shown.stdout
-    assert "8-gram" not in cli("evaluate", run_of, "--no-mixture").stdout
+    assert "n-grams" not in cli("evaluate", run_of, "--no-mixture").stdout
     measured = json.loads(cli("evaluate", run_of, "--json").stdout)
     assert f"{measured['mixture']['nats_per_char']:.4f}" in rows[1]
     assert f"{measured['nats_per_char']:.4f}" in rows[0], "the GPT's own figure is not in its place"
     compared = json.loads(cli("compare", run_of, "--json").stdout)["rows"]
     compared = [row for row in compared if row["run"]]
-    assert [row["model"] for row in compared] == ["run", f"run + {MIXTURE_ORDER}-gram"]
+    assert [row["model"] for row in compared] == ["run", "run + n-grams"]
     assert compared[1]["nats_per_char"] == pytest.approx(measured["mixture"]["nats_per_char"])
     assert [row["parameters"] is None for row in compared] == [False, True]  # counts are none
 
@@ -447,14 +447,14 @@ def test_a_kept_mixture_is_not_replaced_when_the_run_goes_on(run_of: Path, cli: 
 def test_a_budget_leaves_characters_for_the_mixture(verse: Path, cli: Cli) -> None:
     done = cli("train", verse, "--budget", "10s", "--out", "run", "--device", "cpu")
     assert done.returncode == 0, done.stderr
-    assert f"gpt + {MIXTURE_ORDER}-gram" in done.stdout
+    assert "gpt + n-grams" in done.stdout
     assert "--mixture uses it" in " ".join(done.stdout.split())
     assert chargpt.load_run("run").config.text.mixture_characters == 20_000
     plain = cli(
         "train", verse, "--budget", "10s", "-s", "text.mixture_characters=0", "--out", "plain"
     )
     assert plain.returncode == 0, plain.stderr
-    assert f"gpt + {MIXTURE_ORDER}-gram" not in plain.stdout
+    assert "gpt + n-grams" not in plain.stdout
 
 
 def test_a_budget_that_is_too_short_to_count_in_has_no_mixture(verse: Path) -> None:
@@ -469,12 +469,12 @@ def test_a_budget_that_is_too_short_to_count_in_has_no_mixture(verse: Path) -> N
         assert [note for note in chosen.notes if "without a mixture" in note] == (
             [] if length else [chosen.notes[-1]]
         )
-    short = load_corpus(TextConfig(), content="The sea, the light.\n" * 150)
+    short = load_corpus(TextConfig(), text="The sea, the light.\n" * 150)
     _, chosen = with_mixture_split(Config(), short, Budget(10.0))
     assert not len(chosen.split("mixture"))
     assert "without a mixture: the text is too short" in chosen.notes[-1]
     pieces = "the sea, the light, the lamp. " * 4000 + "|"
-    long = load_corpus(TextConfig(documents="|"), content=pieces * 6)
+    long = load_corpus(TextConfig(documents="|"), text=pieces * 6)
     settings, chosen = with_mixture_split(Config(), long, Budget(100.0))
     assert settings.text.mixture_characters == len(chosen.split("mixture")) == 0
     assert "its split, of whole documents, would be over 6%" in chosen.notes[-1]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from chargpt.config import ModelConfig, OptimConfig
 from chargpt.errors import RunError
 from chargpt.models import build_model
-from chargpt.training.muon import COEFFICIENTS, Muon, orthogonalise
+from chargpt.training.muon import COEFFICIENTS, Muon, orthogonalize
 from chargpt.training.optim import BETAS, AdamW, Optimizer
 
 SHAPES = {"tall": (3, 48, 16), "wide": (3, 16, 48), "square": (3, 24, 24), "row": (2, 1, 7)}
@@ -26,7 +26,7 @@ def conditioned(count: int, rows: int, columns: int, seed: int = 0) -> Tensor:
     return left * torch.linspace(1, 0.05, values.size(-1)) @ right
 
 
-def slow_orthogonalise(matrix: Tensor) -> Tensor:
+def slow_orthogonalize(matrix: Tensor) -> Tensor:
     """Apply the polynomials to the singular values of one matrix."""
     left, values, right = torch.linalg.svd(matrix.double(), full_matrices=False)
     values = values / (values.square().sum().sqrt() * 1.02 + 1e-7)
@@ -50,7 +50,7 @@ class SlowMuon:
             buffer = beta * self.buffers[name] + (1 - beta) * weight.grad
             self.buffers[name] = buffer
             nesterov = (1 - beta) * weight.grad + beta * buffer
-            update = slow_orthogonalise(nesterov)
+            update = slow_orthogonalize(nesterov)
             rows, columns = weight.shape
             rate = self.lr * factor
             weight -= rate * self.weight_decay * weight
@@ -77,15 +77,15 @@ def descend(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
         model.zero_grad(set_to_none=True)
 
 
-# -- orthogonalise ---------------------------------------------------------------------------
+# -- orthogonalize ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_orthogonalised_matrices_have_singular_values_near_one(
+def test_orthogonalized_matrices_have_singular_values_near_one(
     shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    result = orthogonalise(conditioned(*shape), dtype)
+    result = orthogonalize(conditioned(*shape), dtype)
     values = torch.linalg.svdvals(result)
     assert result.shape == shape
     assert result.dtype == torch.float32
@@ -97,20 +97,20 @@ def test_orthogonalised_matrices_have_singular_values_near_one(
 def test_orthogonalising_a_stack_equals_orthogonalising_each_matrix(shape: tuple[int, ...]) -> None:
     stack = conditioned(*shape)
     stack[0] *= 1e3  # a neighbour's size must not matter
-    alone = torch.cat([orthogonalise(matrix[None]) for matrix in stack])
-    torch.testing.assert_close(orthogonalise(stack), alone, rtol=1e-5, atol=1e-5)
+    alone = torch.cat([orthogonalize(matrix[None]) for matrix in stack])
+    torch.testing.assert_close(orthogonalize(stack), alone, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_orthogonalising_keeps_the_singular_vectors(shape: tuple[int, ...]) -> None:
     stack = conditioned(*shape)
-    slow = torch.stack([slow_orthogonalise(matrix) for matrix in stack])
-    torch.testing.assert_close(orthogonalise(stack), slow, rtol=1e-3, atol=1e-3)
+    slow = torch.stack([slow_orthogonalize(matrix) for matrix in stack])
+    torch.testing.assert_close(orthogonalize(stack), slow, rtol=1e-3, atol=1e-3)
 
 
 def test_the_update_does_not_depend_on_the_scale_of_the_gradient() -> None:
     stack = conditioned(2, 8, 12)
-    torch.testing.assert_close(orthogonalise(stack * 64), orthogonalise(stack), atol=1e-4, rtol=0)
+    torch.testing.assert_close(orthogonalize(stack * 64), orthogonalize(stack), atol=1e-4, rtol=0)
 
 
 def test_in_bfloat16_only_the_products_of_muon_are_bfloat16() -> None:
@@ -122,7 +122,7 @@ def test_in_bfloat16_only_the_products_of_muon_are_bfloat16() -> None:
             parameter.grad = torch.randn_like(parameter)
         optimizer = Optimizer(one, OptimConfig(), dtype)
         optimizer.step(0, 1.0)
-        assert {t.dtype for t in optimizer.state_tensors().values()} == {torch.float32}
+        assert {t.dtype for t in optimizer.state_dict().values()} == {torch.float32}
         results.append(torch.cat([p.detach().flatten() for p in one.parameters()]))
     rough, exact = results
     assert rough.dtype == torch.float32
@@ -131,13 +131,13 @@ def test_in_bfloat16_only_the_products_of_muon_are_bfloat16() -> None:
 
 
 def test_a_zero_gradient_gives_a_zero_update() -> None:
-    assert orthogonalise(torch.zeros(2, 4, 3)).equal(torch.zeros(2, 4, 3))
+    assert orthogonalize(torch.zeros(2, 4, 3)).equal(torch.zeros(2, 4, 3))
 
 
 def test_orthogonalising_does_not_change_its_argument() -> None:
     stack = conditioned(2, 6, 6)
     before = stack.clone()
-    orthogonalise(stack)
+    orthogonalize(stack)
     assert stack.equal(before)
 
 
@@ -160,7 +160,7 @@ def test_the_batched_step_equals_the_plain_loop() -> None:
         twin.step(step, 1 - step / 10)
     for name in shapes:
         torch.testing.assert_close(fast[name], slow[name], rtol=1e-3, atol=1e-3)
-        saved = muon.state_tensors()[f"muon.momentum.{name}"]
+        saved = muon.state_dict()[f"muon.momentum.{name}"]
         torch.testing.assert_close(saved, twin.buffers[name], rtol=1e-5, atol=1e-6)
 
 
@@ -300,28 +300,28 @@ def test_a_restored_optimizer_continues_bit_for_bit(name: str) -> None:
     optimizer = Optimizer(model, config)
     descend(model, optimizer, range(4))
     weights = copy.deepcopy(model.state_dict())
-    tensors = {n: t.clone() for n, t in optimizer.state_tensors().items()}
+    tensors = {n: t.clone() for n, t in optimizer.state_dict().items()}
     descend(model, optimizer, range(4, 8))
 
     other = small_model(seed=1)
     other.load_state_dict(weights)
     restored = Optimizer(other, config)
-    restored.load_tensors(tensors)
+    restored.load_state_dict(tensors)
     descend(other, restored, range(4, 8))
     for (n, one), two in zip(model.named_parameters(), other.parameters(), strict=True):
         assert one.equal(two), n
-    again = restored.state_tensors()
+    again = restored.state_dict()
     assert set(again) == set(tensors)
-    assert all(again[n].equal(t) for n, t in optimizer.state_tensors().items())
+    assert all(again[n].equal(t) for n, t in optimizer.state_dict().items())
 
 
 def test_loading_copies_the_tensors() -> None:
     model = small_model()
     optimizer = Optimizer(model, OptimConfig())
     descend(model, optimizer, range(2))
-    tensors = {n: t.clone() for n, t in optimizer.state_tensors().items()}
+    tensors = {n: t.clone() for n, t in optimizer.state_dict().items()}
     kept = {n: t.clone() for n, t in tensors.items()}
-    optimizer.load_tensors(tensors)
+    optimizer.load_state_dict(tensors)
     descend(model, optimizer, range(2, 4))
     assert all(tensors[n].equal(t) for n, t in kept.items())
 
@@ -332,7 +332,7 @@ def test_a_state_of_other_names_or_shapes_is_rejected(prefix: str, damage: str) 
     model = small_model()
     optimizer = Optimizer(model, OptimConfig())
     descend(model, optimizer, range(1))
-    tensors = dict(optimizer.state_tensors())
+    tensors = dict(optimizer.state_dict())
     name = next(n for n in tensors if n.startswith(prefix))
     if damage == "missing":
         del tensors[name]
@@ -341,5 +341,5 @@ def test_a_state_of_other_names_or_shapes_is_rejected(prefix: str, damage: str) 
     else:
         tensors[name] = torch.zeros(1)
     with pytest.raises(RunError, match="does not fit this model") as caught:
-        Optimizer(small_model(), OptimConfig()).load_tensors(tensors)
+        Optimizer(small_model(), OptimConfig()).load_state_dict(tensors)
     assert name in str(caught.value)

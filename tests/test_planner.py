@@ -35,10 +35,10 @@ from chargpt.training.planner import (
     RECIPE,
     SIZES,
     Plan,
-    length_settings,
+    length_values,
     plan,
     predicted_loss,
-    size_settings,
+    size_values,
     unique_token_equivalents,
 )
 from chargpt.training.request import Request
@@ -161,8 +161,8 @@ def test_the_number_of_epochs_is_limited_also_in_replanning(
     budget = FixedBudget(10**6)
     planned = plan(Config(), corpus, budget)
     config, limit = planned.config, MAX_EPOCHS * len(corpus.split("train"))
-    assert limit - config.step_tokens < config.train.max_steps * config.step_tokens
-    assert config.train.max_steps * config.step_tokens <= limit
+    assert limit - config.tokens_per_step < config.train.max_steps * config.tokens_per_step
+    assert config.train.max_steps * config.tokens_per_step <= limit
     assert config.model.dropout > 0
     assert any("after 40 epochs" in note for note in planned.notes)
     assert not plan(Config(), corpus, FixedBudget(10)).notes
@@ -179,7 +179,7 @@ def test_the_number_of_epochs_is_limited_also_in_replanning(
 @pytest.mark.parametrize("micro_batches", [1, 3, 16, 64])
 def test_a_planned_batch_divides_into_micro_batches(micro_batches: int, verse: Path) -> None:
     corpus = load_corpus(TextConfig(path=str(verse)))
-    batch_size = size_settings(SIZES[0], 1e6, corpus, micro_batches)["train.batch_size"]
+    batch_size = size_values(SIZES[0], 1e6, corpus, micro_batches)["train.batch_size"]
     assert batch_size == {1: 8, 3: 6, 16: 16, 64: 64}[micro_batches]
 
 
@@ -254,7 +254,7 @@ def test_longer_runs_have_less_ngram_weight_and_more_epochs_have_more_weight_dec
     weight, decay = base.train.ngram_target_weight, base.optim.weight_decay
 
     def chosen(characters: float, train_characters: int) -> object:
-        values = length_settings(base, characters, train_characters, 10**6)
+        values = length_values(base, characters, train_characters, 10**6)
         return pytest.approx((values["train.ngram_target_weight"], values["optim.weight_decay"]))
 
     assert chosen(500_000, 10**6) == (weight, decay / 5)
@@ -267,7 +267,7 @@ def test_longer_runs_have_less_ngram_weight_and_more_epochs_have_more_weight_dec
 
 def test_dropout_grows_with_epochs_and_parameters_per_character() -> None:
     def dropout(epochs: float, parameters_per_character: float) -> object:
-        values = length_settings(
+        values = length_values(
             Config(), epochs * 10**6, 10**6, int(parameters_per_character * 10**6)
         )
         return values["model.dropout"]

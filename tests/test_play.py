@@ -19,7 +19,7 @@ from chargpt.config import Config, ModelConfig
 from chargpt.errors import ConfigError, OperationError
 from chargpt.export import html
 from chargpt.export.check import check_export
-from chargpt.export.html import PageReader, export_html, make_page
+from chargpt.export.html import PageRuntime, export_html, make_page
 from chargpt.inference.baselines import BIGRAM_ALPHA
 from chargpt.models import GPT, build_model
 from chargpt.models.bigram import BigramLM
@@ -44,14 +44,14 @@ TOKENIZERS = {
     "hostile": CharTokenizer.fit(HOSTILE),
     "line ends": CharTokenizer.fit("\r\n abc"),
     "no line end": CharTokenizer.fit("abcdef"),
-    "documents": CharTokenizer("\n abcdeé", boundary="\n"),
+    "documents": CharTokenizer("\n abcdeé", eos_token="\n"),
     "bytes": CharTokenizer("\n abcdeé字", has_bytes=True),
     "unknown": CharTokenizer("\n abcdeé", has_unknown=True),
 }
 PROMPTS = {"russian": "дом", "hebrew": "שלום", "bytes": "aж😀", "emoji": "字😀", "hostile": MARKUP}
 TINY = (
     "-s train.max_steps=4 -s train.batch_size=4 -s model.n_layer=2 -s model.n_head=2 "
-    "-s model.n_embd=16 -s model.block_size=32 -s train.evaluate_tokens=300"
+    "-s model.n_embd=16 -s model.block_size=32 -s train.evaluation_tokens=300"
 ).split()
 
 
@@ -189,7 +189,7 @@ def test_a_text_without_a_start_token_begins_with_the_most_frequent_character(
 @pytest.mark.parametrize(
     "sizes",
     [
-        {"n_embd": 6, "n_head": 3, "n_mlp": 7, "block_size": 5},
+        {"n_embd": 6, "n_head": 3, "n_inner": 7, "block_size": 5},
         {"block_size": 1},
         {"block_size": 7, "n_layer": 1, "rope_theta": 100.0},
     ],
@@ -529,7 +529,7 @@ def test_everything_is_reached_by_the_tab_key(player: Callable[..., Player], cac
         ("kind", "bigram"),
         ("kind", "gpt2"),
         ("attention", "average"),
-        ("scaled", False),
+        ("scale_attn_weights", False),
         ("qk_norm", False),
         ("mlp", "none"),
     ],
@@ -547,11 +547,11 @@ def test_the_check_reads_the_page_itself(tmp_path: Path) -> None:
     run = save_run(tmp_path)
     assert isinstance(run.model, GPT)
     page = make_page(run, run.model)
-    assert check_export(run, PageReader(page), max_divergence=0.1).divergence < 1e-6
+    assert check_export(run, PageRuntime(page), max_divergence=0.1).divergence < 1e-6
     start = page.index(">", page.index('id="weights"')) + 1
     changed = page[:start] + "AAAA" * 500 + page[start + 2000 :]
     with pytest.raises(OperationError, match="Kullback-Leibler"):
-        check_export(run, PageReader(changed), max_divergence=0.005)
+        check_export(run, PageRuntime(changed), max_divergence=0.005)
 
 
 def test_weights_that_half_precision_does_not_hold_are_refused(
@@ -580,7 +580,7 @@ def test_the_command_writes_the_page_into_the_run_and_opens_it(
     monkeypatch.setattr(play_command.webbrowser, "open", lambda url: bool(opened.append(url)))
     done = cli("play", "mine", "--no-open")
     assert (done.returncode, done.stdout) == (0, "mine/play.html\n")
-    assert "checked with chargpt's own reader" in done.stderr
+    assert "checked with chargpt's own runtime" in done.stderr
     assert opened == []
     done = cli("play", "mine")
     assert opened == [(tmp_path / "mine" / "play.html").as_uri()]

@@ -118,7 +118,7 @@ def test_characters_are_grouped_by_kind(character: str, kind: str) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"qk_norm": False}, {"scaled": False}, {"attention": "average"}],
+    [{}, {"qk_norm": False}, {"scale_attn_weights": False}, {"attention": "average"}],
     ids=["full", "plain", "unscaled", "average"],
 )
 def test_attention_maps_are_the_weights_of_the_forward_pass(changes: dict) -> None:

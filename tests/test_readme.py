@@ -18,7 +18,7 @@ COMMANDS = [line for block in BLOCKS for line in block.splitlines() if line.stri
 SHORT = shlex.split(
     "-s train.max_steps=4 -s train.batch_size=4 -s train.micro_batches=1 -s train.evaluate_every=2 "
     "-s model.n_layer=1 -s model.n_head=1 -s model.n_embd=16 -s model.block_size=16 "
-    "-s train.sample_every=0 -s train.evaluate_tokens=300"
+    "-s train.sample_every=0 -s train.evaluation_tokens=300"
 )
 
 

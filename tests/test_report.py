@@ -34,7 +34,7 @@ from chargpt.training.budget import Reserve
 
 TINY = (
     "-s train.max_steps=6 -s train.batch_size=4 -s model.n_layer=2 -s model.n_head=2 "
-    "-s model.n_embd=16 -s model.block_size=32 -s train.evaluate_tokens=300 "
+    "-s model.n_embd=16 -s model.block_size=32 -s train.evaluation_tokens=300 "
     "-s train.evaluate_every=2 -s train.sample_every=3"
 ).split()
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> &amp; {{ 7*7 }} \"'`\n"
@@ -244,7 +244,7 @@ def test_a_run_from_a_pipe_whose_text_is_gone_says_so(
     page = Path("piped", "report.html").read_text(encoding="utf-8")
     assert "chargpt train TEXT -c piped/config.yaml --out COPY" in page
     monkeypatch.setenv("CHARGPT_CACHE", str(tmp_path / "another"))
-    for command in (["report"], ["explain"], ["sample", "--check"], ["evaluate"]):
+    for command in (["report"], ["explain"], ["sample", "--overlap"], ["evaluate"]):
         said = refusal(cli(command[0], "piped", *command[1:]))
         assert "trained on standard input, which the cache no longer has" in said
 
@@ -255,7 +255,7 @@ def test_overlap_is_left_out_for_a_long_training_split(
     cli("train", verse, *TINY, "--out", "mine")
     monkeypatch.setattr(module, "MAX_SEARCHED", 10)
     path = write_report(load_run(Path("mine"), device="cpu"))
-    assert "<code>chargpt sample --check</code> searches it" in path.read_text(encoding="utf-8")
+    assert "<code>chargpt sample --overlap</code> searches it" in path.read_text(encoding="utf-8")
 
 
 def test_of_a_list_the_sampled_documents_are_new_or_marked(cli: Cli, tmp_path: Path) -> None:

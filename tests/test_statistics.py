@@ -105,8 +105,8 @@ def test_a_description_has_the_statistics_of_the_text(tmp_path: Path) -> None:
 
 def test_items_of_several_lines_are_not_taken_for_a_list_of_lines() -> None:
     jokes = "".join(f"Lamp {i}\nand boat {i}\n\tby {i}\n%\n" for i in range(300))
-    assert not warn_of_list(load_corpus(TextConfig(), content=jokes))
-    assert warn_of_list(load_corpus(TextConfig(), content=jokes.replace("%\n", "")))
+    assert not warn_of_list(load_corpus(TextConfig(), text=jokes))
+    assert warn_of_list(load_corpus(TextConfig(), text=jokes.replace("%\n", "")))
 
 
 @pytest.mark.parametrize(

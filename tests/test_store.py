@@ -437,7 +437,7 @@ def test_a_loaded_run_names_its_folder_and_checkpoint(run: RunFolder) -> None:
     "changes",
     [
         {"model.kind": "bigram"},
-        {"model.n_layer": 40, "model.n_embd": 2, "model.n_head": 1, "model.n_mlp": 1},
+        {"model.n_layer": 40, "model.n_embd": 2, "model.n_head": 1, "model.n_inner": 1},
         {"train.ema": 0.9, "model.n_layer": 1, "model.n_embd": 16},
         {"train.ema": 0.9, "optim.name": "adamw", "model.n_layer": 3, "model.n_embd": 32},
     ],
@@ -460,8 +460,8 @@ def test_every_kind_of_training_can_be_loaded(changes: dict[str, object], tmp_pa
     for name, weight in trainer.model.state_dict().items():
         assert torch.equal(saved.raw_weights[name], weight), name
     again = Trainer(saved.config, corpus, saved=saved)
-    for name, tensor in trainer.learner.optimizer.state_tensors().items():
-        assert torch.equal(again.learner.optimizer.state_tensors()[name], tensor), name
+    for name, tensor in trainer.learner.optimizer.state_dict().items():
+        assert torch.equal(again.learner.optimizer.state_dict()[name], tensor), name
 
 
 def test_json_is_indented_and_sorted() -> None:
@@ -644,13 +644,13 @@ def test_runs_are_listed_by_their_last_save_and_beside_folders_that_cannot_be_re
     assert [each.run for each in list_runs(tmp_path)] == [other.path, run.path]
     assert newest_run(tmp_path) == other.path
     monkeypatch.setattr("chargpt.store.commit.read_json", failing_read)
-    assert [each.state for each in list_runs(tmp_path)] == ["unreadable", "unreadable"]
+    assert [each.status for each in list_runs(tmp_path)] == ["unreadable", "unreadable"]
 
 
 def test_a_run_whose_only_checkpoint_is_damaged_is_listed_as_such(run: RunFolder) -> None:
     (save(run, 1) / "manifest.json").write_text("{}")
     (listed,) = list_runs(run.path.parent)
-    assert listed.state == "damaged"
+    assert listed.status == "damaged"
 
 
 def test_a_step_that_cannot_be_saved_again_keeps_its_checkpoint(
@@ -965,13 +965,13 @@ def test_a_run_that_is_being_replaced_is_one_run_and_is_resumed_in_its_place(
     run.unlock()
     new = RunFolder(run.path).create(CONFIG, TOKENIZER, force=True)
     (listed,) = list_runs(run.path.parent)
-    assert (listed.run, listed.state, listed.step) == (run.path, "training", 3)
+    assert (listed.run, listed.status, listed.step) == (run.path, "training", 3)
     assert newest_run(run.path.parent) == run.path
     with pytest.raises(RunError, match="another process is training into"):
         resume_run(run.path, {})
     new._lock.release()  # as when the process is killed
     (listed,) = list_runs(run.path.parent)
-    assert listed.state != "damaged"
+    assert listed.status != "damaged"
     with pytest.raises(ChargptError):  # no text to train on; the run is back by then
         resume_run(run.path, {})
     assert has_own_checkpoint(run.path)

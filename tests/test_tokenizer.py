@@ -114,7 +114,7 @@ def test_byte_tokens_spell_every_text(text: str) -> None:
     assert RARE.count_characters(tokens) == len(text)
     assert tokens.dtype == np.uint8
     assert RARE.count_unknown(text) == 0
-    read = RARE.incremental_decoder()
+    read = RARE.decode_stream()
     assert "".join(map(read, tokens.tolist())) == text
 
 

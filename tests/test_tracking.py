@@ -10,7 +10,7 @@ from chargpt.training import tracking
 
 TINY = (
     "-s train.batch_size=4 -s model.n_layer=1 -s model.n_head=1 -s model.n_embd=16 "
-    "-s model.block_size=16 -s train.evaluate_tokens=300 -s train.evaluate_every=2 "
+    "-s model.block_size=16 -s train.evaluation_tokens=300 -s train.evaluate_every=2 "
     "-s train.save_every=2 -s train.sample_every=2 -s track.tensorboard=true"
 ).split()
 

@@ -36,7 +36,7 @@ TINY = {
     "train.max_steps": 12,
     "train.batch_size": 4,
     "train.evaluate_every": 4,
-    "train.evaluate_tokens": 500,
+    "train.evaluation_tokens": 500,
     "train.save_every": 3,
     "train.sample_every": 0,
     "train.keep_last": 50,
@@ -619,7 +619,7 @@ def test_the_metrics_have_a_record_for_every_step_and_evaluation(
 def test_estimating_the_cost_does_not_change_the_run(corpus: Corpus) -> None:
     trainer = Trainer(tiny_config(**{"model.dropout": 0.2}), corpus)
     cost = expected_cost(trainer.config, trainer.learner, 0)
-    assert cost.parameters == trainer.model.parameter_count()
+    assert cost.parameters == trainer.model.num_parameters()
     assert cost.characters == 12 * 4 * 16
     assert cost.seconds > 0
     estimated = run_steps(trainer)
@@ -736,7 +736,7 @@ def test_repeating_a_command_keeps_the_rates_of_a_rollback_and_the_resolved_devi
     trainer.writer.saved_step = None
     trainer.save()
     request = Request(overrides=("schedule.cooldown=0.6",), budget="30s")
-    given = request.given_values(request.settings())
+    given = request.fixed_values(request.run_config())
     wanted = {"optim.lr": 0.002, "device": "auto", "dtype": "auto", "train.max_steps": 9, **given}
     _, config, notes = resume(folder, wanted, same_command=True)
     assert (config.optim.lr, config.device, config.dtype) == (0.001, "cpu", "float32")

@@ -12,7 +12,6 @@ from chargpt.errors import ChargptError, ConfigError
 from chargpt.inference.baselines import NGRAM, Baselines
 from chargpt.inference.evaluation import Evaluation, OnProgress, evaluate_tokens
 from chargpt.inference.generation import sample
-from chargpt.models.mixture import MIXTURE_ORDER
 from chargpt.models.ngram import NGramLM
 from chargpt.store.folder import RunFolder
 from chargpt.store.metrics import validation_curve
@@ -24,7 +23,7 @@ from chargpt.training.mixing import add_mixture
 from chargpt.training.trainer import Trainer
 
 MODELS = ("bigram", "gpt")
-MAX_CHARACTERS = 300_000  # scored
+MAX_TOKENS = 300_000  # scored
 SAMPLE = {"length": 300, "temperature": 0.8, "seed": 1337, "num_samples": 1}
 
 RunTrainer = Callable[[str, Trainer], None]
@@ -44,8 +43,8 @@ class Row:
     model: str
     nats_per_char: float
     parameters: int | None = None
-    seconds: float | None = None
-    steps: int | None = None
+    seconds: float | None = None  # training time
+    step: int | None = None  # of its checkpoint
     run: str | None = None
     evaluation: Evaluation | None = None
 
@@ -61,7 +60,7 @@ class Row:
             "model": self.model,
             "parameters": self.parameters,
             "seconds": self.seconds,
-            "steps": self.steps,
+            "step": self.step,
             "run": self.run,
         }
 
@@ -107,9 +106,9 @@ class Comparison:
 
         `mixture_run`, the run with its mixture as its model, is another row.
         """
-        self._add_row(name, run, val, run.model.parameter_count())
+        self._add_row(name, run, val, run.model.num_parameters())
         if mixture_run is not None:
-            mixture = name.replace("gpt (trained)", "gpt") + f" + {MIXTURE_ORDER}-gram"
+            mixture = name.replace("gpt (trained)", "gpt") + " + n-grams"
             self._add_row(mixture, mixture_run, val, None)
         self.curves[name] = validation_curve(RunFolder(run.folder).metrics.records())
         self.samples[name] = sample(run, run.config.sample.model_copy(update=SAMPLE))[0]
@@ -134,20 +133,20 @@ def run_to_end(name: str, trainer: Trainer) -> None:
         pass
 
 
-def model_settings(settings: Config, kind: str) -> Config:
-    """Return the settings of one model: the given text, steps and batch, its own optimizer.
+def model_config(config: Config, kind: str) -> Config:
+    """Return the config of one model: the given text, steps and batch, its own optimizer.
 
     Raises:
         ConfigError: there is no such model.
     """
     if kind not in MODELS:
         raise ConfigError(f"there is no model {kind!r} to compare; there are {', '.join(MODELS)}")
-    if kind == settings.model.kind:
-        return settings
+    if kind == config.model.kind:
+        return config
     own = load_config(kind)
     values = {name: getattr(own, name).model_dump() for name in ("optim", "schedule")}
     weight = {"train.ngram_target_weight": own.train.ngram_target_weight}
-    return settings.with_values({"model.kind": kind, **weight, **values})
+    return config.with_values({"model.kind": kind, **weight, **values})
 
 
 def train_run(
@@ -162,19 +161,19 @@ def train_run(
 
 
 def compare(
-    settings: Config,
+    config: Config,
     folder: str | Path,
     *,
     models: Sequence[str] = MODELS,
     run_trainer: RunTrainer = run_to_end,
     corpus: Corpus | None = None,
-    max_tokens: int = MAX_CHARACTERS,
+    max_tokens: int = MAX_TOKENS,
     show_progress: ShowProgress = show_nothing,
 ) -> Comparison:
     """Train each model on the same text, split and steps, and evaluate all under `blocks`.
 
     Args:
-        settings: of the GPT; the other models share its text, steps and batch.
+        config: of the GPT; the other models share its text, steps and batch.
         folder: of the runs; each gets a folder with its model's name.
         models: of `MODELS`.
         run_trainer: called with a model's name and trainer; runs all its steps.
@@ -185,15 +184,15 @@ def compare(
     Raises:
         ChargptError: the text, a setting or the folder is unusable.
     """
-    corpus = corpus or load_corpus(settings.text)
+    corpus = corpus or load_corpus(config.text)
     baselines, val = Baselines(corpus), corpus.split("val")
     n_val = corpus.count_characters("val")
-    span = settings.model.block_size
+    span = config.model.block_size
     comparison = Comparison(corpus.name, n_val, span, max_tokens, show_progress=show_progress)
     comparison.add_baselines(baselines, val)
     for kind in models:
-        config = model_settings(settings, kind)
-        run = train_run(config, Path(folder, kind), corpus, kind, run_trainer, baselines.ngram)
+        own_config = model_config(config, kind)
+        run = train_run(own_config, Path(folder, kind), corpus, kind, run_trainer, baselines.ngram)
         try:
             mixture_run = add_mixture(run, corpus)
         except ChargptError as error:  # the run itself is complete and saved
@@ -208,7 +207,7 @@ def compare_runs(
 ) -> Comparison:
     """Evaluate existing runs on the validation split that they share.
 
-    If their vocabularies differ, they score its first MAX_CHARACTERS.
+    If their vocabularies differ, they score its first MAX_TOKENS.
 
     Raises:
         ConfigError: the runs have different texts or validation splits.
@@ -229,10 +228,10 @@ def compare_runs(
             )
     vals, span = [corpus.split("val") for corpus in corpora], max(r.model.block_size for r in runs)
     n_val = corpora[0].count_characters("val")
-    max_tokens = MAX_CHARACTERS
+    max_tokens = MAX_TOKENS
     if any(corpus.tokenizer != corpora[0].tokenizer for corpus in corpora):
         # spans of tokens would begin at other characters: score the start of the split instead
-        start = splits[0][: MAX_CHARACTERS + 1]
+        start = splits[0][: MAX_TOKENS + 1]
         vals = [corpus.tokenizer.encode(start, unknown="replace") for corpus in corpora]
         max_tokens = max(map(len, vals))
     name = corpora[0].name

@@ -181,7 +181,7 @@ def explain_averaging(subject: Subject) -> Section:
 def explain_queries(subject: Subject) -> Section:
     """Show queries, keys, values and the scores between them."""
     q, k, v = project(subject)  # (T, D) each
-    size, scaled = q.size(-1), subject.model.config.scaled
+    size, scaled = q.size(-1), subject.model.config.scale_attn_weights
     scores = attention_scores(q, k, scaled=scaled)  # (T, T)
     characters = subject.characters
     is_rotated = isinstance(subject.model, GPT)
@@ -214,7 +214,7 @@ def explain_queries(subject: Subject) -> Section:
 def explain_mask(subject: Subject) -> Section:
     """Show the weights under the causal mask, the outputs, and what the future would get."""
     q, k, v = project(subject)
-    scaled = subject.model.config.scaled
+    scaled = subject.model.config.scale_attn_weights
     outputs, weights = explicit_attention(q, k, v, scaled=scaled)  # (T, D), (T, T)
     _, unmasked = explicit_attention(q, k, v, causal=False, scaled=scaled)
     future = float(unmasked.triu(1).sum() / max(1, len(weights) - 1))  # the last row has no future

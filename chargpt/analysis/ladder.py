@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from chargpt.analysis.compare import MAX_CHARACTERS, SAMPLE, RunTrainer, model_settings, train_run
+from chargpt.analysis.compare import MAX_TOKENS, SAMPLE, RunTrainer, model_config, train_run
 from chargpt.config import Config
 from chargpt.errors import ConfigError
 from chargpt.inference.baselines import Baselines, fit_ngram
@@ -126,7 +126,7 @@ class Ladder:
                 "trained",
                 result.loss.value,
                 margin=result.loss.margin,
-                seeds=result.nats,
+                nats_by_seed=result.nats,
                 gain=vars(result.gain) if result.gain else None,
                 parameters=result.parameters,
                 seconds=round(result.seconds, 3),
@@ -148,34 +148,34 @@ class Ladder:
         }
 
 
-def ladder_rungs(settings: Config) -> tuple[Rung, ...]:
-    """Return the rungs up to a GPT with these settings.
+def ladder_rungs(config: Config) -> tuple[Rung, ...]:
+    """Return the rungs up to a GPT with this config.
 
     Raises:
         ConfigError: the settings are not those of a GPT with all components, and several heads
             and layers.
     """
-    model = settings.model
+    model = config.model
     if model.kind != "gpt" or model.n_head < 2 or model.n_layer < 2 or model.mlp == "none":
         raise ConfigError(
             "the ladder needs a gpt with several layers and heads and an mlp; "
             "set model.kind=gpt, model.mlp=swiglu, and model.n_layer and model.n_head to 2 or more"
         )
-    if not (model.attention == "full" and model.scaled and model.qk_norm):
+    if not (model.attention == "full" and model.scale_attn_weights and model.qk_norm):
         raise ConfigError(
-            "the ladder adds model.attention, model.scaled and model.qk_norm itself; leave them at "
-            "their defaults"
+            "the ladder adds model.attention, model.scale_attn_weights and model.qk_norm itself; "
+            "leave them at their defaults"
         )
     head = {
         "model.n_layer": 1,
         "model.n_head": 1,
         "model.attention": "full",
-        "model.scaled": False,
+        "model.scale_attn_weights": False,
         "model.qk_norm": False,
         "model.mlp": "none",
     }
     average = {**head, "model.attention": "average"}
-    scaled = {**head, "model.scaled": True}
+    scaled = {**head, "model.scale_attn_weights": True}
     heads = {**scaled, "model.n_head": model.n_head}
     mlp = {**heads, "model.mlp": model.mlp}
     depth = {**mlp, "model.n_layer": model.n_layer}
@@ -193,23 +193,23 @@ def ladder_rungs(settings: Config) -> tuple[Rung, ...]:
 
 
 def run_ladder(
-    settings: Config, folder: Path, corpus: Corpus, n_seeds: int, run_trainer: RunTrainer
+    config: Config, folder: Path, corpus: Corpus, n_seeds: int, run_trainer: RunTrainer
 ) -> Ladder:
     """Train every rung with every seed and evaluate all under `blocks`.
 
     Args:
-        settings: of the highest rung; the others share its text, batches and steps.
+        config: of the highest rung; the others share its text, batches and steps.
         folder: of the runs; each rung and seed gets a folder.
         corpus: the text.
-        n_seeds: number of seeds, from the settings' own on.
+        n_seeds: number of seeds, from the config's own on.
         run_trainer: called with a name and a trainer; runs all its steps.
 
     Raises:
         ChargptError: the text, a setting or the folder is unusable.
     """
     assert 1 <= n_seeds <= len(T_QUANTILES) + 1
-    rungs, seeds = ladder_rungs(settings), range(settings.seed, settings.seed + n_seeds)
-    corpus.require_blocks(settings.model.block_size)
+    rungs, seeds = ladder_rungs(config), range(config.seed, config.seed + n_seeds)
+    corpus.require_blocks(config.model.block_size)
     for number in range(1, len(rungs) + 1):
         for seed in seeds:
             RunFolder.require_unused(folder / f"{number}-{seed}")
@@ -219,17 +219,17 @@ def run_ladder(
     for number, rung in enumerate(rungs, 1):
         nats, seconds = [], []
         for seed in seeds:
-            base = settings if rung.values else model_settings(settings, "bigram")
-            config = base.with_values({**rung.values, "seed": seed})
+            base = config if rung.values else model_config(config, "bigram")
+            rung_config = base.with_values({**rung.values, "seed": seed})
             path = folder / f"{number}-{seed}"
             name = f"{number} of {len(rungs)}: {rung.name}, seed {seed}"
-            run = train_run(config, path, corpus, name, run_trainer, ngram)
-            evaluation = evaluate_tokens(run.model, corpus.split("val")[: MAX_CHARACTERS + 1])
+            run = train_run(rung_config, path, corpus, name, run_trainer, ngram)
+            evaluation = evaluate_tokens(run.model, corpus.split("val")[: MAX_TOKENS + 1])
             nats.append(evaluation.nats_per_char)
             seconds.append(float(run.state.seconds))
-            if seed == settings.seed:
+            if seed == config.seed:
                 text = sample(run, run.config.sample.model_copy(update=SAMPLE))[0]
-        parameters, ladder.characters = run.model.parameter_count(), evaluation.characters
+        parameters, ladder.characters = run.model.num_parameters(), evaluation.characters
         ladder.results.append(RungResult(rung, nats, parameters, mean(seconds), text, below))
         below = nats
     return ladder
@@ -237,7 +237,7 @@ def run_ladder(
 
 def ngram_losses(corpus: Corpus, ngram: NGramLM) -> dict[str, float]:
     """Return the losses of the n-gram baselines, each character with all of its context."""
-    losses = Baselines(corpus, ngram).losses(corpus.split("val")[: MAX_CHARACTERS + 1])
+    losses = Baselines(corpus, ngram).losses(corpus.split("val")[: MAX_TOKENS + 1])
     for order in ORDERS:
         if order != NGRAM_ORDER:
             losses[f"{order}-gram"] = ngram_loss(corpus, order)
@@ -248,8 +248,8 @@ def ngram_losses(corpus: Corpus, ngram: NGramLM) -> dict[str, float]:
 def ngram_loss(corpus: Corpus, order: int) -> float:
     """Return the loss of an n-gram model of the given order in nats per character."""
     model = NGramLM.fit(corpus.split("train"), corpus.tokenizer.vocab_size, 1, order)
-    losses = model.losses(corpus.split("val")[None, : MAX_CHARACTERS + 1])
-    n_characters = corpus.tokenizer.count_characters(corpus.split("val")[1 : MAX_CHARACTERS + 1])
+    losses = model.losses(corpus.split("val")[None, : MAX_TOKENS + 1])
+    n_characters = corpus.tokenizer.count_characters(corpus.split("val")[1 : MAX_TOKENS + 1])
     return float(losses.sum(dtype=np.float64)) / n_characters
 
 
@@ -257,7 +257,7 @@ def compressed_losses(corpus: Corpus) -> dict[str, float]:
     """Return size(training + validation text) - size(training text) in nats per character."""
     decode = corpus.tokenizer.decode
     train = decode(corpus.split("train")[-MAX_PRIMED:]).encode()
-    val = corpus.split("val")[: MAX_CHARACTERS + 1]
+    val = corpus.split("val")[: MAX_TOKENS + 1]
     val_text = decode(val)
     both = train + val_text.encode()
     return {

@@ -46,7 +46,8 @@ class VerbatimMatch:
 class Overlap:
     """Verbatim overlap of one text with the training split, in matches of MIN_MATCH or more.
 
-    Positions and lengths are in tokens, in an `OverlapReport` in characters; n-grams are of tokens.
+    `find_overlap` returns positions and lengths in tokens; within an `OverlapReport` they are in
+    characters. n-grams are of tokens.
     """
 
     # only the first MAX_POSITIONS occurrences of an n-gram are tried
@@ -60,11 +61,11 @@ class OverlapReport:
     """Overlap of generated texts, and of the validation split for reference."""
 
     texts: list[Overlap]
-    val: list[Overlap]  # of parts of the validation split, of the same lengths in turn
+    val: list[Overlap]  # of parts of the validation split, each as long as one of the texts
 
     @property
     def longest_in_val(self) -> int:
-        """Length of the longest match in as much of the validation split, the median; 0: none."""
+        """Longest match in validation parts as long as all texts: the median over such groups."""
         n_texts = len(self.texts)
         groups = [self.val[i : i + n_texts] for i in range(0, len(self.val), n_texts)]
         return round(median(map(longest_match, groups))) if groups else 0
@@ -89,9 +90,9 @@ def longest_match(overlaps: Sequence[Overlap]) -> int:
 
 
 def find_copied_documents(corpus: Corpus, wanted: set[str], separator: str) -> set[str]:
-    """Return which of the wanted texts are between two separators of the training split.
+    """Return which of the wanted texts are documents of the training split, which `separator` ends.
 
-    They are matched whole, since most items of a list are shorter than a verbatim match.
+    They are matched whole, since most documents are shorter than a verbatim match.
     """
     training, tokenizer = corpus.split("train"), corpus.tokenizer
     known: set[str] = set()
@@ -99,7 +100,7 @@ def find_copied_documents(corpus: Corpus, wanted: set[str], separator: str) -> s
     start = 0
     while start < len(training):
         end = start + CHUNK
-        while end < len(training) and training[end] >= tokenizer.first_continuation_token:
+        while end < len(training) and training[end] >= tokenizer.first_continuation_byte:
             end += 1  # a character of several bytes stays whole
         items = (rest + tokenizer.decode(training[start:end])).split(separator)
         rest = items.pop()
@@ -137,7 +138,7 @@ def _in_characters(
     overlap: Overlap, tokens: Tokens, training: Tokens, tokenizer: CharTokenizer
 ) -> Overlap:
     """Return an overlap of tokens (M,) in characters, without matches then under MIN_MATCH."""
-    is_start = tokens < tokenizer.first_continuation_token
+    is_start = tokens < tokenizer.first_continuation_byte
     index = np.append(is_start.cumsum() - is_start, is_start.sum()).tolist()
     matched = [(index[start], index[end]) for start, end in overlap.matched]
     longest = overlap.longest

@@ -150,7 +150,7 @@ def score_passage(
     """
     scored = []
     bits, predicted = 0.0, tuple[tuple[str, float], ...]()
-    read = tokenizer.incremental_decoder()
+    read = tokenizer.decode_stream()
     read(int(tokens[0]))
     for log_probs, targets in iter_log_probs(model, tokens[: n_tokens + 1], "sliding"):
         target_log_probs = log_probs.gather(2, targets[..., None]).squeeze(2)

@@ -112,7 +112,7 @@ def result(run: Run, corpus: Corpus, scores: RunScores, records: Records) -> Val
         "cards": [
             ("text", f"{corpus.n_characters:,} characters"),
             ("vocabulary", corpus.tokenizer.describe()),
-            ("model", f"{run.model.parameter_count():,} parameters"),
+            ("model", f"{run.model.num_parameters():,} parameters"),
             ("checkpoint", f"step {run.step:,}, {run.state.seconds:,.0f} s"),
             ("validation loss", f"{val.nats_per_char:.4f} nats/char"),
             ("bits per character", f"{val.bits_per_char:.4f} bits/char"),
@@ -135,14 +135,14 @@ def curves(run: Run, corpus: Corpus, scores: RunScores, records: Records) -> Val
     lines = {name: scores.baseline_losses[name] for name in ("bigram", NGRAM)}
     losses = plots.loss_curves({"validation": validation, "training": training}, lines, corpus.name)
     optimization = plots.optimization_curves(
-        records, run.config.step_tokens * corpus.characters_per_token
+        records, run.config.tokens_per_step * corpus.characters_per_token
     )
     last = validation[-1][1] if validation else scores.evaluations["val"].nats_per_char
     return {
         "loss_curves": plots.inline(losses, "loss"),
         "last_validation": last,
         "lines": list(lines.items()),
-        "evaluated": f"{train.evaluate_tokens:,}",
+        "evaluated": f"{train.evaluation_tokens:,}",
         "optimization": plots.inline(optimization, "optimization"),
     }
 
@@ -192,12 +192,12 @@ def overlap(run: Run, corpus: Corpus) -> Values:
     """
     if len(corpus.split("train")) > MAX_SEARCHED:
         return {"overlap": None}
-    boundary = run.tokenizer.boundary
-    number = N_DOCUMENTS if boundary else N_SAMPLES
+    eos_token = run.tokenizer.eos_token
+    number = N_DOCUMENTS if eos_token else N_SAMPLES
     texts = sample(run, prompt="", length=SAMPLE_LENGTH, num_samples=number, seed=SEED, stop=())
     found = memorization.measure_overlap(corpus, texts)
-    if boundary:
-        copied = memorization.find_copied_documents(corpus, set(texts), boundary)
+    if eos_token:
+        copied = memorization.find_copied_documents(corpus, set(texts), eos_token)
         marked = [[(part, text in copied) for text in texts for part in (text, "\n")]]
     else:
         copied = set()
@@ -208,7 +208,7 @@ def overlap(run: Run, corpus: Corpus) -> Values:
     return {
         "overlap": {
             "samples": number,
-            "is_documents": bool(boundary),
+            "is_documents": bool(eos_token),
             "new": sum(text not in copied for text in texts),
             "length": SAMPLE_LENGTH,
             "temperature": run.config.sample.temperature,

@@ -9,7 +9,6 @@ from typing import Any
 from chargpt.errors import NOT_FINITE, OperationError
 from chargpt.inference.baselines import NGRAM, Baselines
 from chargpt.inference.evaluation import Evaluation, evaluate_tokens
-from chargpt.models.mixture import MIXTURE_ORDER
 from chargpt.store.metrics import validation_curve
 from chargpt.store.run import Run
 from chargpt.text.corpus import REQUIRED_SPLITS, Corpus, Split
@@ -17,7 +16,7 @@ from chargpt.text.describe import compare_splits
 
 MIN_RISE = 0.02  # nats above the best validation loss that count as over-fitting, not noise
 LAST_STEPS = 10  # whose mean is the last training loss
-MIXTURE_LABEL = f"gpt + {MIXTURE_ORDER}-gram"
+MIXTURE_LABEL = "gpt + n-grams"
 MIN_GAIN = 0.005  # nats: the smallest gain of a mixture that is reported
 MIN_GAP = 0.3  # nats of generalisation gap that are reported
 
@@ -84,7 +83,7 @@ def evaluate_run(
         TextError: a split is too short to score.
         OperationError: a loss is not finite.
     """
-    scored = run.config.train.evaluate_tokens
+    scored = run.config.train.evaluation_tokens
     losses = {
         split: evaluate_tokens(run.model, corpus.split(split), split=split, max_tokens=scored)
         for split in REQUIRED_SPLITS

@@ -116,7 +116,7 @@ def compare(
         no_run = next(path for path in paths if not is_run(path))
         raise ConfigError(f"{no_run} is not a run; give one text, or only runs")
     request = Request(
-        text=texts[0] if texts else None,
+        path=texts[0] if texts else None,
         config=config or ("ladder" if ladder else None),
         overrides=overrides,
         budget=budget,
@@ -124,8 +124,8 @@ def compare(
         started=console.started,
     )
     if ladder:
-        settings = with_measured_threads(request.settings())
-        compare_rungs(settings, out, seeds, plot, json_=json_)
+        gpt_config = with_measured_threads(request.run_config())
+        compare_rungs(gpt_config, out, seeds, plot, json_=json_)
         return
     result, folder = train_models(request, out, models or "bigram,gpt")
     print_comparison(result, plot or folder / "curves.svg", json_=json_)
@@ -149,41 +149,41 @@ def compare_runs(paths: list[Path], device: str) -> Comparison:
 
 def train_models(request: Request, out: Path | None, models: str) -> tuple[Comparison, Path]:
     """Train and evaluate the models with progress bars; return the folder of their runs too."""
-    settings = request.settings()
+    gpt_config = request.run_config()
     budget = request.time_budget() if request.budget else None
     names = list(dict.fromkeys(name.strip() for name in models.split(",") if name.strip()))
     if not names:
         raise ConfigError("--models names no model; give bigram, gpt or both")
     for name in names:
-        comparison.model_settings(settings, name)  # rejects unknown names before any training
+        comparison.model_config(gpt_config, name)  # rejects unknown names before any training
     used = next((out / name for name in names if out and (out / name).exists()), None)
     if used is not None:
         raise ConfigError(f"{used} exists; name another folder with --out")
-    corpus = load_corpus(settings.text, progress=LoadingProgress())
-    settings = with_measured_threads(settings, budget)
+    corpus = load_corpus(gpt_config.text, on_progress=LoadingProgress())
+    gpt_config = with_measured_threads(gpt_config, budget)
     if budget is not None:
-        settings, corpus = with_mixture_split(settings, corpus, budget)
-        settings = plan(settings, corpus, budget).config
+        gpt_config, corpus = with_mixture_split(gpt_config, corpus, budget)
+        gpt_config = plan(gpt_config, corpus, budget).config
     for note in corpus.notes:
         console.say(note)
 
     def run_trainer(name: str, trainer: Trainer) -> None:
         assert trainer.folder is not None
         console.say(f"== {name} ==")
-        own_budget = budget if name == settings.model.kind else None
+        own_budget = budget if name == gpt_config.model.kind else None
         if own_budget is not None:
             own_budget.measure_evaluation(trainer.model, corpus, trainer.config)
         seconds = own_budget.remaining if own_budget is not None else None
         show_plan(trainer, expected_cost(trainer.config, trainer.learner, 0, seconds))
         run_steps(trainer, trainer.folder, signals, own_budget)
 
-    max_tokens = comparison.MAX_CHARACTERS
+    max_tokens = comparison.MAX_TOKENS
     if budget is not None:
-        max_tokens = settings.train.evaluate_tokens
+        max_tokens = gpt_config.train.evaluation_tokens
     name = f"compare-{slug(corpus.name)}"
     with catch_signals() as signals, output_folder(out, name) as folder:
         result = comparison.compare(
-            settings,
+            gpt_config,
             folder,
             models=names,
             run_trainer=run_trainer,
@@ -230,8 +230,8 @@ def print_rows(result: Comparison) -> None:
         ],
         title=f"{result.title}: loss on {result.scored_on}",
     )
-    trained = [row for row in result.rows if row.steps and row.parameters is not None]
-    steps = {row.model.removesuffix(" (trained)"): row.steps for row in trained}
+    trained = [row for row in result.rows if row.step and row.parameters is not None]
+    steps = {row.model.removesuffix(" (trained)"): row.step for row in trained}
     if len(set(steps.values())) > 1:
         each = ", ".join(f"{name} {count:,}" for name, count in steps.items())
         console.out_sentence(f"the numbers of steps differ: {each} (to the best checkpoint)")

@@ -11,11 +11,11 @@ import typer
 from chargpt.cli import console, options, tables
 from chargpt.cli.progress import LoadingProgress
 from chargpt.errors import TextError
+from chargpt.text.build_config import build_config
 from chargpt.text.catalog import CATALOG, fetch
 from chargpt.text.corpus import Corpus, load_corpus
 from chargpt.text.describe import Description, describe
 from chargpt.text.display import display_char
-from chargpt.text.settings import build_config
 from chargpt.text.tokenizer import REPLACEMENT
 
 app = typer.Typer(
@@ -76,7 +76,7 @@ def info(
     """
     overrides = options.overrides(set_, encoding=encoding, encoding_errors=encoding_errors)
     settings = build_config(text, None, overrides)
-    corpus = load_corpus(settings.text, progress=LoadingProgress())
+    corpus = load_corpus(settings.text, on_progress=LoadingProgress())
     for note in corpus.notes:
         console.say(note)
     description = describe(corpus)

@@ -14,7 +14,7 @@ from chargpt.cli.progress import show_progress
 from chargpt.errors import ConfigError, RunError
 from chargpt.inference import evaluation
 from chargpt.inference.evaluation import Evaluation
-from chargpt.inference.windows import Protocol
+from chargpt.inference.windows import EvaluationProtocol
 from chargpt.store.mixture import has_mixture
 from chargpt.store.run import Run
 
@@ -28,7 +28,9 @@ def evaluate(
         Literal["train", "val", "test"] | None,
         typer.Option(help="Part of the run's text; val by default."),
     ] = None,
-    protocol: Annotated[Protocol, typer.Option(help="How the loss is measured.")] = "blocks",
+    protocol: Annotated[
+        EvaluationProtocol, typer.Option(help="How the loss is measured.")
+    ] = "blocks",
     stride: Annotated[
         int | None,
         typer.Option(
@@ -78,7 +80,7 @@ def evaluate(
             result = evaluation.evaluate(
                 run, split, protocol, tokens=tokens, stride=stride, on_progress=on_progress
             )
-        return replace(result, unknown=n_unknown), time.perf_counter() - start
+        return replace(result, n_unknown=n_unknown), time.perf_counter() - start
 
     kind = loaded.config.model.kind
     result, seconds = measure(loaded, kind)
@@ -114,9 +116,9 @@ def as_json(loaded: Run, measured: Mapping[str, Evaluation], seconds: float) -> 
     result, *mixture = measured.values()
     return {
         **result.as_dict(),
-        "parameters": loaded.model.parameter_count(),
-        "steps": loaded.step,
-        "seconds": round(seconds, 3),
+        "parameters": loaded.model.num_parameters(),
+        "step": loaded.step,
+        "evaluation_seconds": round(seconds, 3),
         "chars_per_second": round(result.characters / seconds),
         "run": str(loaded.folder),
         **({"mixture": mixture[0].as_dict()} if mixture else {}),

@@ -19,8 +19,8 @@ from chargpt.cli.progress import LoadingProgress
 from chargpt.errors import ConfigError, RunError
 from chargpt.files import is_open_descriptor, require_output, write_output
 from chargpt.store.layout import is_run
+from chargpt.text.build_config import build_config
 from chargpt.text.corpus import load_corpus
-from chargpt.text.settings import build_config
 
 MAX_WIDTH = 79  # columns of a paragraph
 
@@ -103,7 +103,7 @@ def find_subject(
     chosen = checkpoint if checkpoint != "best" else None
     options.reject({"--checkpoint": chosen, "--device": device}, "applies to a run, not a text")
     settings = build_config(what, None, overrides)
-    return choose_subject(load_corpus(settings.text, progress=LoadingProgress()), None)
+    return choose_subject(load_corpus(settings.text, on_progress=LoadingProgress()), None)
 
 
 def save_plot(maps: list[AttentionMaps], path: Path) -> None:

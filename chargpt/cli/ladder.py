@@ -15,15 +15,15 @@ from chargpt.text.corpus import load_corpus
 from chargpt.training.session import output_folder, slug
 from chargpt.training.trainer import Trainer
 
-UNTRAINED = 0.1  # nats
+MAX_BIGRAM_GAP = 0.1  # nats
 MAX_SAMPLE = 150  # characters of a rung's sample
 
 
 def compare_rungs(
-    settings: Config, out: Path | None, n_seeds: int, plot: Path | None, *, json_: bool
+    config: Config, out: Path | None, n_seeds: int, plot: Path | None, *, json_: bool
 ) -> None:
     """Train the rungs with progress bars, draw them, and print the table or the JSON."""
-    corpus = load_corpus(settings.text, progress=LoadingProgress())
+    corpus = load_corpus(config.text, on_progress=LoadingProgress())
 
     def run_trainer(name: str, trainer: Trainer) -> None:
         assert trainer.folder is not None
@@ -32,7 +32,7 @@ def compare_rungs(
 
     name = f"ladder-{slug(corpus.name)}"
     with catch_signals() as signals, output_folder(out, name) as folder:
-        ladder = run_ladder(settings, folder, corpus, n_seeds, run_trainer)
+        ladder = run_ladder(config, folder, corpus, n_seeds, run_trainer)
     picture = plot or folder / "ladder.svg"
     save_picture(plots.ladder(ladder), picture)
     if json_:
@@ -71,7 +71,7 @@ def print_ladder(ladder: Ladder) -> None:
         f"gpt: {describe_gain(ladder.total_gain)} than the bigram"
     )
     trained, counts = ladder.results[0].loss.value, ladder.ngrams["bigram (counts)"]
-    if trained > counts + UNTRAINED:
+    if trained > counts + MAX_BIGRAM_GAP:
         console.out_sentence(
             f"the trained bigram, {trained:.3f}, is still far from that of counts, {counts:.3f}: "
             "train more steps, or compare with the latter"

@@ -30,7 +30,7 @@ class StepView:
             self.baselines = Baselines(trainer.corpus, trainer.learner.fitted_ngram)
             self.baseline_losses = self.baselines.losses(
                 trainer.corpus.split("val"),
-                max_tokens=config.train.evaluate_tokens,
+                max_tokens=config.train.evaluation_tokens,
                 span=config.model.block_size,
             )
         self.bar = ProgressBar(trainer.config.train.max_steps, "step", initial=trainer.state.step)

@@ -49,7 +49,7 @@ COMMANDS = (
     Command("play", "play", "Open a run's model as a page in the browser."),
     Command("export", "export", "Export a run's GPT for other tools, each file checked."),
     Command("import", "import_", "Import a model as a run."),
-    Command("runs", "runs", "List runs with their text, size, steps, loss and state."),
+    Command("runs", "runs", "List runs with their text, size, steps, loss and status."),
     Command("verify", "verify", "Verify that every checkpoint of a run is intact."),
     Command("doctor", "doctor", "Check this machine's device, speed and correctness."),
     Command("config", "config", "List every setting with its type, default and meaning."),

@@ -21,7 +21,7 @@ def runs(
     folder: Annotated[Path, typer.Argument(help="Where to look, two levels deep.")] = Path("runs"),
     json_: options.Json = False,
 ) -> None:
-    """List runs with their text, size, steps, loss and state.
+    """List runs with their text, size, steps, loss and status.
 
     The run that was saved last, which other commands take by default, is first.
 
@@ -36,11 +36,10 @@ def runs(
     if not found:
         raise RunError(f"there is no run in {folder}; train one with `chargpt train`")
     tables.table(
-        ["run", "text", "size", "progress", "nats", "saved"], [cells(run, folder) for run in found]
+        ["run", "text", "size", "progress", "nats/char", "saved"],
+        [cells(run, folder) for run in found],
     )
-    console.out_sentence(
-        "size: parameters; nats: the lowest validation loss per character. Newest first."
-    )
+    console.out_sentence("size: parameters; nats/char: the lowest validation loss. Newest first.")
     console.out_sentence("`chargpt compare RUN RUN` measures runs on the same characters.")
 
 
@@ -54,9 +53,9 @@ def cells(run: RunSummary, folder: Path) -> list[str]:
     """Return a run as a row of the table."""
     name = str(run.run.relative_to(folder))
     if run.saved is None:
-        return [name, "-", "-", run.state, "-", "-"]
+        return [name, "-", "-", run.status, "-", "-"]
     steps = f"{run.step:,} of {run.max_steps:,}"
-    progress = {"unfinished": steps, "training": f"training, {steps}"}.get(run.state, run.state)
+    progress = {"unfinished": steps, "training": f"training, {steps}"}.get(run.status, run.status)
     nats = "-" if run.best_nats_per_char is None else f"{run.best_nats_per_char:.3f}"
     text, size = run.text or "-", console.short(run.parameters or 0)
     if len(text) > MAX_TEXT:

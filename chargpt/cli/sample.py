@@ -97,8 +97,8 @@ def sample(
     interactive: Annotated[
         bool, typer.Option("--interactive", "-i", help="Continue what you type, until Ctrl-D.")
     ] = False,
-    check: Annotated[
-        bool, typer.Option("--check", help="Mark verbatim matches with the training split.")
+    overlap: Annotated[
+        bool, typer.Option("--overlap", help="Mark verbatim matches with the training split.")
     ] = False,
     unknown: options.UnknownOption = None,
     mixture: options.Mixture = False,
@@ -128,16 +128,16 @@ def sample(
         prompt = readable_prompt(loaded, prompt, unknown or loaded.config.text.unknown)
     config = sample_config(loaded.config, {**ctx.params, "prompt": prompt})
     if interactive:
-        if json_ or check or (num_samples or 1) > 1:
+        if json_ or overlap or (num_samples or 1) > 1:
             raise ConfigError(
-                "--interactive prints one text at a time; drop --json, --check and --num-samples"
+                "--interactive prints one text at a time; drop --json, --overlap and --num-samples"
             )
         interact(loaded, config, unknown)
         return
     settings = config.sample
     if settings.seed is None:  # chosen here, so that it can be printed
         settings = settings.model_copy(update={"seed": secrets.randbits(32)})
-    if settings.num_samples == 1 and not json_ and not check:
+    if settings.num_samples == 1 and not json_ and not overlap:
         pieces = stream_run(loaded, settings, unknown=unknown)
         console.out_text(settings.prompt)
         for (piece,) in pieces:
@@ -145,17 +145,17 @@ def sample(
         console.out("")
         say_seed(config, settings)
         return
-    corpus = loaded.corpus() if check else None  # an error before the work
+    corpus = loaded.corpus() if overlap else None  # an error before the work
     with show_progress("character", "sampled") as on_progress:
         texts = sample_texts(loaded, settings, unknown=unknown, on_progress=on_progress)
     n_prompt = len(settings.prompt)
-    overlap, boundary, copied = None, loaded.tokenizer.boundary, set[str]()
+    measured, eos_token, copied = None, loaded.tokenizer.eos_token, set[str]()
     if corpus is not None:
         with show_progress("character", "of the training split") as on_progress:
             continuations = [text[n_prompt:] for text in texts]
-            overlap = measure_overlap(corpus, continuations, on_progress)
-        if boundary:
-            copied = find_copied_documents(corpus, set(texts), boundary)
+            measured = measure_overlap(corpus, continuations, on_progress)
+        if eos_token:
+            copied = find_copied_documents(corpus, set(texts), eos_token)
     if json_:
         report: dict[str, object] = {
             "samples": texts,
@@ -163,13 +163,13 @@ def sample(
             "run": str(loaded.folder),
             "step": loaded.step,
         }
-        if overlap is not None:
-            report["memorization"] = [dataclasses.asdict(each) for each in overlap.texts]
-            if boundary:
+        if measured is not None:
+            report["overlap"] = [dataclasses.asdict(each) for each in measured.texts]
+            if eos_token:
                 report["new"] = [text not in copied for text in texts]
         console.out_json(report)
         return
-    print_samples(loaded, texts, n_prompt, overlap, copied)
+    print_samples(loaded, texts, n_prompt, measured, copied)
     say_seed(config, settings)
 
 
@@ -178,9 +178,9 @@ def readable_prompt(run: Run, prompt: str, unknown: UnknownPolicy) -> str:
     tokenizer = run.tokenizer
     tokens = tokenizer.encode(prompt, unknown=unknown)
     console.say_unknown(tokenizer.count_unknown(prompt), unknown)
-    n_tokens = len(tokens) + len(tokenizer.boundary)  # which precedes it
+    n_tokens = len(tokens) + len(tokenizer.eos_token)  # which precedes it
     if n_tokens > run.model.block_size:
-        unit = "tokens" if tokenizer.has_bytes or tokenizer.boundary else "characters"
+        unit = "tokens" if tokenizer.has_bytes or tokenizer.eos_token else "characters"
         console.say(
             f"the prompt has {n_tokens:,} {unit}; the model reads the last {run.model.block_size:,}"
         )
@@ -200,15 +200,15 @@ def print_samples(
 
     `copied` are those texts that are whole documents of the training split.
     """
-    boundary = run.tokenizer.boundary
+    eos_token = run.tokenizer.eos_token
     for number, text in enumerate(texts, 1):
         matched = overlap.texts[number - 1].matched if overlap else []
         if text in copied:
             matched = [(0, len(text) - n_prompt)]
-        if boundary != "\n":
+        if eos_token != "\n":
             console.out(f"-- sample {number} --")
         console.out_text(text[:n_prompt] + mark(text[n_prompt:], matched), "\n")
-    if overlap is not None and boundary:
+    if overlap is not None and eos_token:
         n_new = sum(text not in copied for text in texts)
         console.out_sentence(
             f"of {len(texts):,} sampled, {n_new:,} are not in the training split, "

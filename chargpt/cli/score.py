@@ -53,14 +53,14 @@ def score(
     content = read_text(text, settings)
     with show_progress("character", "scored") as on_progress:
         scored = scoring.score(loaded, content, unknown, on_progress, losses_of)
-    console.say_unknown(scored.unknown, unknown or loaded.config.text.unknown)
+    console.say_unknown(scored.n_unknown, unknown or loaded.config.text.unknown)
     ranked = sorted(scored.lines(), key=lambda line: -line.bits_per_char)
     if json_:
         result = {
             "bits_per_char": scored.bits_per_char,
             "protocol": "adaptive" if adaptive else "sliding",
             "characters": len(scored.bits),
-            "unknown": scored.unknown,
+            "n_unknown": scored.n_unknown,
             "run": str(run),
             "text": text,
             "lines": [vars(line) for line in sorted(ranked, key=lambda line: line.number)],

@@ -94,12 +94,13 @@ def show_result(session: Session, baselines: Baselines | None, *, json_: bool = 
     best = load_run(folder.path, "best", str(trainer.device))
     scores = evaluate_run(best, trainer.corpus, baselines, try_add_mixture(best, trainer.corpus))
     sentences = summarize(best, scores, folder.metrics.records())
-    start = session.from_run
-    forgotten = None if start is None else forgetting(start, best)
-    if start is not None and forgotten is not None:
+    base_run = session.base_run
+    forgotten = None if base_run is None else forgetting(base_run, best)
+    if base_run is not None and forgotten is not None:
         sentences.append(
-            f"On {start.state.text_name}, the text of {start.folder}: {forgotten['before']:.3f} "
-            f"nats per character before training, {forgotten['after']:.3f} after it."
+            f"On {base_run.state.text_name}, the text of {base_run.folder}: "
+            f"{forgotten['before']:.3f} nats per character before training, "
+            f"{forgotten['after']:.3f} after it."
         )
     state = trainer.state
     has_report = budget.has_report if budget else state.seconds >= RESERVE.min_report_budget
@@ -107,10 +108,10 @@ def show_result(session: Session, baselines: Baselines | None, *, json_: bool = 
         console.out_json(
             {
                 "run": str(folder.path),
-                "steps": state.step,
+                "step": state.step,
                 "best_step": state.best_step,
                 "seconds": state.seconds,
-                "parameters": best.model.parameter_count(),
+                "parameters": best.model.num_parameters(),
                 "baselines": scores.baseline_losses,
                 "losses": {split: loss.as_dict() for split, loss in scores.evaluations.items()},
                 "mixture": scores.mixture.as_dict() if scores.mixture else None,

@@ -72,7 +72,7 @@ def train(
     `chargpt train novel.txt -c bigram -s train.max_steps=500`, `chargpt train --resume`.
     """
     request = Request(
-        text=text,
+        path=text,
         config=config,
         overrides=options.overrides(
             set_, seed=seed, encoding=encoding, encoding_errors=encoding_errors, from_run=from_
@@ -110,7 +110,7 @@ def train(
         try:
             run_training(request, run_session, LoadingProgress(notice.cancel))
         except FinishedError as error:
-            if request.start is not StartMode.BEGIN_OR_RESUME:
+            if request.start is not StartMode.NEW_OR_RESUME:
                 raise
             console.say(str(error))
 
@@ -121,5 +121,5 @@ def start_mode(text: str | None, out: Path | None, *, resume: bool, force: bool)
         raise ConfigError("--resume continues a run and --force replaces it; give one of them")
     if resume:
         has_both = text is not None and out is not None
-        return StartMode.BEGIN_OR_RESUME if has_both else StartMode.RESUME
+        return StartMode.NEW_OR_RESUME if has_both else StartMode.RESUME
     return StartMode.REPLACE if force else StartMode.NEW

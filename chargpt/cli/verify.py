@@ -26,7 +26,7 @@ def verify(run: options.RunOrNewest = None, json_: options.Json = False) -> None
                 "run": str(folder.path),
                 "intact": not result.problems,
                 "checkpoints": checkpoints,
-                "uses": {name: path and path.name for name, path in result.loaded_by.items()},
+                "loaded_by": {name: path and path.name for name, path in result.loaded_by.items()},
                 "problems": result.problems,
                 "notes": result.notes,
             }
@@ -43,7 +43,7 @@ def verify(run: options.RunOrNewest = None, json_: options.Json = False) -> None
             ]
             for each in result.checkpoints
         ]
-        tables.table(["checkpoint", "used as", "size", "state"], rows)
+        tables.table(["checkpoint", "loaded as", "size", "state"], rows)
         for sentence in (*result.problems, *result.notes):
             console.out_sentence(sentence)
         if not result.problems:

@@ -1,4 +1,4 @@
-"""Check of an export: what a reader makes of the file, beside what the run's own model gives.
+"""Check of an export: what a runtime makes of the file, beside what the run's own model gives.
 
 Shapes in this file: T = tokens, V = vocabulary size.
 """
@@ -29,7 +29,7 @@ SEED = 1337
 Floats = npt.NDArray[np.floating]
 
 
-class Reader(Protocol):
+class Runtime(Protocol):
     """An exported model as another program reads it."""
 
     name: str  # of the program
@@ -49,14 +49,14 @@ class ExportCheck:
     """Result of a check.
 
     Attributes:
-        reader: name of the program that read the export.
+        runtime: name of the program that read the export.
         difference: the largest difference of a log-probability.
         divergence: mean Kullback-Leibler divergence of the export's predictions from the run's
             after the prompts, in nats.
         n_greedy: number of tokens of greedy text that are the same.
     """
 
-    reader: str
+    runtime: str
     difference: float
     divergence: float
     n_greedy: int = 0
@@ -65,14 +65,14 @@ class ExportCheck:
         """Return the result in a sentence."""
         greedy = f"; the same greedy text of {self.n_greedy} tokens" if self.n_greedy else ""
         return (
-            f"checked with {self.reader}: the same tokens for {N_PROMPTS} prompts, "
+            f"checked with {self.runtime}: the same tokens for {N_PROMPTS} prompts, "
             f"log-probabilities within {self.difference:.1e}, "
             f"mean Kullback-Leibler divergence {self.divergence:.1e} nats{greedy}"
         )
 
 
-class ModelReader:
-    """The part of a `Reader` whose model is one of this package, with the exported weights."""
+class ModelRuntime:
+    """The part of a `Runtime` whose model is one of this package, with the exported weights."""
 
     model: LanguageModel
 
@@ -108,7 +108,13 @@ def exportable_model(run: Run, target: str) -> GPT:
     `target` is the name of the format in the message, which also names the setting.
     """
     model, config = run.model, run.config.model
-    wanted = {"kind": "gpt", "attention": "full", "scaled": True, "qk_norm": True, "mlp": "swiglu"}
+    wanted = {
+        "kind": "gpt",
+        "attention": "full",
+        "scale_attn_weights": True,
+        "qk_norm": True,
+        "mlp": "swiglu",
+    }
     for key, value in wanted.items():
         if getattr(config, key) != value:
             raise ConfigError(
@@ -120,13 +126,13 @@ def exportable_model(run: Run, target: str) -> GPT:
 
 
 def check_export(
-    run: Run, reader: Reader, *, max_divergence: float | None = None, remedy: str = ""
+    run: Run, runtime: Runtime, *, max_divergence: float | None = None, remedy: str = ""
 ) -> ExportCheck:
     """Compare an export with its run: tokens, log-probabilities and greedy text.
 
     Args:
         run: whose model was exported.
-        reader: of the export.
+        runtime: of the export.
         max_divergence: in nats, of an export whose weights are rounded: its log-probabilities
             and greedy text may differ. None for float32.
         remedy: what the OperationError advises if it is more.
@@ -134,15 +140,15 @@ def check_export(
     difference, divergences, texts = 0.0, [], prompts(run)
     for text in texts:
         tokens = encode(run.tokenizer, text)
-        if reader.encode(text) != tokens:
-            raise _differs(reader, f"it encodes {text!r:.60} to other tokens")
-        theirs = log_softmax(reader.logits(tokens))
+        if runtime.encode(text) != tokens:
+            raise _differs(runtime, f"it encodes {text!r:.60} to other tokens")
+        theirs = log_softmax(runtime.logits(tokens))
         ours = log_softmax(logits(run.model, tokens))[-len(theirs) :]
         if ours.shape != theirs.shape or not np.isfinite(theirs).all():
-            raise _differs(reader, "its logits are not finite, or not as many")
+            raise _differs(runtime, "its logits are not finite, or not as many")
         difference = max(difference, float(np.abs(ours - theirs).max()))
         divergences.append(float((np.exp(ours) * (ours - theirs)).sum(axis=-1).mean()))
-    check = ExportCheck(reader.name, difference, float(np.mean(divergences)))
+    check = ExportCheck(runtime.name, difference, float(np.mean(divergences)))
     if max_divergence is not None:
         if check.divergence > max_divergence:
             raise OperationError(
@@ -151,18 +157,18 @@ def check_export(
             )
         return check
     if difference > MAX_DIFFERENCE:
-        raise _differs(reader, f"a log-probability differs by {difference:.2g}")
+        raise _differs(runtime, f"a log-probability differs by {difference:.2g}")
     n_greedy = 0
     for tokens, length in greedy_prompts(run, texts):
-        if reader.greedy(tokens, length) != greedy(run.model, tokens, length):
-            raise _differs(reader, "its greedy text differs")
+        if runtime.greedy(tokens, length) != greedy(run.model, tokens, length):
+            raise _differs(runtime, "its greedy text differs")
         n_greedy += length
     return replace(check, n_greedy=n_greedy)
 
 
-def _differs(reader: Reader, cause: str) -> OperationError:
+def _differs(runtime: Runtime, cause: str) -> OperationError:
     return OperationError(
-        f"the export does not read back as the run with {reader.name}: {cause}; nothing was "
+        f"the export does not read back as the run with {runtime.name}: {cause}; nothing was "
         "written: please report it with what `chargpt doctor` prints"
     )
 

@@ -22,7 +22,7 @@ from chargpt.errors import ConfigError, OperationError
 from chargpt.export.check import (
     ExportCheck,
     Floats,
-    ModelReader,
+    ModelRuntime,
     check_export,
     exportable_model,
     look_up,
@@ -67,9 +67,9 @@ def export_gguf(
         require_new(each, force=force)
     with temporary_export(path) as temporary:
         write_gguf(temporary, run, model, precision)
-        reader = open_reader(temporary, run)
+        runtime = open_runtime(temporary, run)
         limit = None if precision == "f32" else MAX_DIVERGENCE
-        check = check_export(run, reader, max_divergence=limit, remedy="use --precision f32")
+        check = check_export(run, runtime, max_divergence=limit, remedy="use --precision f32")
         content = modelfile_text(path.name, model.block_size, run.config.sample.temperature)
         write_atomically(modelfile, content.encode())
     return check
@@ -89,7 +89,7 @@ def _require_gguf(run: Run, precision: Precision) -> None:
             f"GGUF takes the character {SPACE} (U+2581) for a space, and the vocabulary has it; "
             "train on a text without it"
         )
-    for key, size in (("n_embd", width), ("n_mlp", run.config.model.mlp_width)):
+    for key, size in (("n_embd", width), ("n_inner", run.config.model.mlp_width)):
         if precision == "q8_0" and size % Q8_BLOCK:
             raise ConfigError(
                 f"q8_0 needs sizes that are multiples of {Q8_BLOCK}, and the model's {key} is "
@@ -122,7 +122,7 @@ def write_gguf(path: Path, run: Run, model: GPT, precision: Precision) -> None:
     writer.add_token_scores([0.0] * len(pieces))
     writer.add_token_types(types)
     writer.add_bos_token_id(end)
-    writer.add_eos_token_id(tokenizer.boundary_id if tokenizer.boundary else end)
+    writer.add_eos_token_id(tokenizer.eos_token_id if tokenizer.eos_token else end)
     writer.add_unk_token_id(end)
     writer.add_add_bos_token(False)
     writer.add_add_eos_token(False)
@@ -184,14 +184,14 @@ def modelfile_text(name: str, block_size: int, temperature: float) -> str:
 # -- reading ---------------------------------------------------------------------------------
 
 
-def open_reader(path: Path, run: Run) -> "LlamaReader | OwnReader":
+def open_runtime(path: Path, run: Run) -> "LlamaRuntime | OwnRuntime":
     """Open a file with llama.cpp where it is installed, else with `gguf`."""
     if find_spec("xllamacpp") is None:
-        return OwnReader(path, run)
-    return LlamaReader(path, run.model.vocab_size, run.model.block_size)
+        return OwnRuntime(path, run)
+    return LlamaRuntime(path, run.model.vocab_size, run.model.block_size)
 
 
-class LlamaReader:
+class LlamaRuntime:
     """The file as the server of llama.cpp opens it (package xllamacpp).
 
     Args:
@@ -281,10 +281,10 @@ class LlamaReader:
         return found
 
 
-class OwnReader(ModelReader):
+class OwnRuntime(ModelRuntime):
     """The file as `gguf` reads it, in a GPT of ours."""
 
-    name = "chargpt's own reader (install xllamacpp to check with llama.cpp)"
+    name = "chargpt's own runtime (install xllamacpp to check with llama.cpp)"
 
     def __init__(self, path: Path, run: Run) -> None:
         gguf: Any = import_module("gguf")

@@ -1,7 +1,7 @@
 """Export as one HTML page that holds the model and runs it in a browser.
 
 The page (`pages/play.html`) loads nothing: the weights in half precision and the data about model
-and vocabulary are data blocks in it, and `pages/worker.js` computes the model. The reader here
+and vocabulary are data blocks in it, and `pages/worker.js` computes the model. The runtime here
 takes the model out of the page's own text, so that the check sees what a browser gets.
 
 Shapes in this file: V = vocabulary size.
@@ -25,7 +25,7 @@ from chargpt.config import NORM_EPS, ModelConfig
 from chargpt.errors import ChargptError
 from chargpt.export.check import (
     ExportCheck,
-    ModelReader,
+    ModelRuntime,
     check_export,
     encode,
     exportable_model,
@@ -46,10 +46,10 @@ PAGES = Path(__file__).parent / "pages"
 PageData = dict[str, Any]
 
 
-class PageReader(ModelReader):
+class PageRuntime(ModelRuntime):
     """The model that a page holds, in the repository's own GPT."""
 
-    name = "chargpt's own reader"
+    name = "chargpt's own runtime"
 
     def __init__(self, page: str) -> None:
         data = json.loads(_block(page, "page-data"))
@@ -89,7 +89,7 @@ def export_html(run: Run, path: Path, *, force: bool = False) -> ExportCheck:
     page = make_page(run, exportable_model(run, "an HTML page"))
     check = check_export(
         run,
-        PageReader(page),
+        PageRuntime(page),
         max_divergence=MAX_DIVERGENCE,
         remedy="train with a lower optim.lr",
     )
@@ -113,7 +113,7 @@ def make_page(run: Run, model: GPT) -> str:
         policy="; worker-src blob:",
         title=f"Play: {name}",
         version=__version__,
-        parameters=model.parameter_count(),
+        parameters=model.num_parameters(),
         vocabulary=run.tokenizer.describe(),
         prompt=options.prompt,
         length=options.length,
@@ -140,9 +140,9 @@ def page_data(run: Run, tensors: list[tuple[str, int]]) -> PageData:
         "vocab_size": tokenizer.vocab_size,
         "bytes": list(tokenizer.bytes_),
         "transitions": TRANSITIONS,
-        "first_continuation_token": tokenizer.first_continuation_token,
-        "boundary_id": tokenizer.boundary_id if tokenizer.boundary else None,
-        "start": tokenizer.bos_text,
+        "first_continuation_byte": tokenizer.first_continuation_byte,
+        "eos_token_id": tokenizer.eos_token_id if tokenizer.eos_token else None,
+        "bos_text": tokenizer.bos_text,
         "counts": None,
         "bigram": None,
     }

@@ -21,7 +21,7 @@ from chargpt.errors import OperationError, RunError
 from chargpt.export.check import (
     ExportCheck,
     Floats,
-    ModelReader,
+    ModelRuntime,
     check_export,
     exportable_model,
     look_up,
@@ -74,7 +74,7 @@ def export_huggingface(run: Run, folder: Path) -> ExportCheck:
         temporary.mkdir()
         for name, content in files(run, model).items():
             write_synced(temporary / name, [content])
-        return check_export(run, _open_reader(temporary))
+        return check_export(run, _open_runtime(temporary))
 
 
 def files(run: Run, model: GPT) -> dict[str, bytes]:
@@ -86,8 +86,8 @@ def files(run: Run, model: GPT) -> dict[str, bytes]:
         **({"temperature": temperature} if temperature else {}),  # greedy decoding has none
         "max_new_tokens": max(1, model.block_size // 2),
     }
-    if tokenizer.boundary:
-        generation["eos_token_id"] = tokenizer.boundary_id
+    if tokenizer.eos_token:
+        generation["eos_token_id"] = tokenizer.eos_token_id
     origin = {
         "config": run.config.model_dump(mode="json"),
         "tokenizer": tokenizer.to_json(),
@@ -211,7 +211,7 @@ def model_card(run: Run) -> str:
         loss = (
             f"{state.best_nats_per_char:.3f} nats per character on the validation split ("
             f"{config.text.val_fraction:.0%} of {order}; at most "
-            f"{config.train.evaluate_tokens:,} characters of this split; protocol `blocks`: "
+            f"{config.train.evaluation_tokens:,} characters of this split; protocol `blocks`: "
             "non-overlapping blocks, every character scored once), as measured in training"
         )
     outside = (
@@ -233,7 +233,7 @@ tags: [character-level, qwen3]
 # A character-level GPT
 
 - Training text: `{text}`
-- Size: {model.parameter_count():,} parameters; layers {config.model.n_layer}, width \
+- Size: {model.num_parameters():,} parameters; layers {config.model.n_layer}, width \
 {config.model.n_embd}, heads {config.model.n_head}
 - Context: prompt and continuation together at most {config.model.block_size:,} {unit}
 - Vocabulary: {run.tokenizer.describe()}; {outside}
@@ -262,12 +262,12 @@ def _example_prompt(tokenizer: CharTokenizer) -> str:
 # -- reading ---------------------------------------------------------------------------------
 
 
-def _open_reader(folder: Path) -> "TransformersReader | OwnReader":
+def _open_runtime(folder: Path) -> "TransformersRuntime | OwnRuntime":
     is_installed = find_spec("transformers") and find_spec("transformers.models.qwen3")
-    return TransformersReader(folder) if is_installed else OwnReader(folder)
+    return TransformersRuntime(folder) if is_installed else OwnRuntime(folder)
 
 
-class TransformersReader:
+class TransformersRuntime:
     """The folder as `transformers` opens it."""
 
     def __init__(self, folder: Path) -> None:
@@ -306,14 +306,14 @@ class TransformersReader:
         return found
 
 
-class OwnReader(ModelReader):
+class OwnRuntime(ModelRuntime):
     """The folder as `import_huggingface` opens it, and its tokenizer file.
 
     That is opened by `tokenizers`, or else its vocabulary is looked up.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.name = "chargpt's own reader (install transformers to check with it)"
+        self.name = "chargpt's own runtime (install transformers to check with it)"
         *_, self.model = read_folder(folder)
         self.tokenizer: Any = None
         if find_spec("tokenizers"):
@@ -360,7 +360,7 @@ def read_folder(folder: Path) -> tuple[Config, CharTokenizer, RunState, GPT]:
         ) from None
     model = build_model(config.model, tokenizer.vocab_size)
     assert isinstance(model, GPT)
-    model.first_continuation_token = tokenizer.first_continuation_token
+    model.first_continuation_byte = tokenizer.first_continuation_byte
     ours = {_their_name(name): name for name in model.state_dict()}
     load_weights(model, {ours.get(name, name): tensor for name, tensor in tensors.items()}, folder)
     return config, tokenizer, state, model.eval()

@@ -141,7 +141,7 @@ def export_onnx(run: Run, path: Path, *, force: bool = False) -> ExportCheck:
     """
     model = exportable_model(run, "ONNX")
     require_package("onnx", "ONNX")
-    if 4 * model.parameter_count() > MAX_BYTES:
+    if 4 * model.num_parameters() > MAX_BYTES:
         raise ConfigError(
             f"an ONNX file holds at most {MAX_BYTES / 1e9:.0f} GB of weights, and these are more; "
             "use `chargpt export hf`"
@@ -149,7 +149,7 @@ def export_onnx(run: Run, path: Path, *, force: bool = False) -> ExportCheck:
     require_new(path, force=force)
     with temporary_export(path) as temporary:
         _write_onnx(temporary, run, model)
-        return check_export(run, OnnxReader(temporary, model))
+        return check_export(run, OnnxRuntime(temporary, model))
 
 
 def _write_onnx(path: Path, run: Run, model: GPT) -> None:
@@ -242,7 +242,7 @@ def graph_nodes(n_layer: int) -> Iterator[tuple[str, list[str], list[str], dict[
         yield "Concat", parts, [name], {"axis": 0}
 
 
-class OnnxReader:
+class OnnxRuntime:
     """The file as onnxruntime opens it, or else the reference evaluator of `onnx`."""
 
     def __init__(self, path: Path, model: GPT) -> None:

@@ -38,14 +38,14 @@ from chargpt.text.tokenizer import TokenIds, Tokens, UnknownPolicy
 
 MAX_LANES = 64
 MAX_ADAPTIVE_LANES = 8  # the fewer, the more each learns, and the longer it takes
-MIN_LANE_CHARACTERS = 4096  # so that the first characters of lanes add little to the size
+MIN_LANE_TOKENS = 4096  # so that the first characters of lanes add little to the size
 # magic, version, threads, N, step of the checkpoint, model, platform, checksum
 HEADER = struct.Struct("<4sBBIQ8s4sI")
 Mode = Literal["plain", "mixture", "adaptive"]  # of the model
 MAGIC: dict[Mode, bytes] = {"plain": b"cgpt", "mixture": b"cgpm", "adaptive": b"cgpa"}
 VERSION = 4  # raised when the format changes or predictions are rounded differently
-MAX_CHARACTERS = 2**32 - 1
-MAX_CHARACTERS_PER_BYTE = 10_000  # so that a small file cannot expand without bound
+MAX_TOKENS = 2**32 - 1
+MAX_TOKENS_PER_BYTE = 10_000  # so that a small file cannot expand without bound
 FREQUENCY_SCALE = 2**30  # sum of a distribution's frequencies, before 1 is added to each
 BYTES_PER_CHARACTER = 16  # of memory, measured: tokens, text and UTF-8
 MAX_RANGE, MIN_RANGE = 2**56, 2**48  # of the arithmetic coder's interval
@@ -82,8 +82,8 @@ def compress(
         ) from None
     tokens = run.tokenizer.encode(text, unknown=unknown)
     content = run.tokenizer.decode(tokens).encode()  # what `decompress` will return
-    if len(tokens) > MAX_CHARACTERS:
-        raise TextError(f"the text is over {MAX_CHARACTERS:,} characters; compress it in parts")
+    if len(tokens) > MAX_TOKENS:
+        raise TextError(f"the text is over {MAX_TOKENS:,} characters; compress it in parts")
     encoder = ArithmeticEncoder()
     threads = min(torch.get_num_threads(), 255)
     lanes = split_into_lanes(tokens, MAX_ADAPTIVE_LANES if adaptive else MAX_LANES)
@@ -95,7 +95,7 @@ def compress(
                 start = int(ends[lane, token - 1]) if token else 0
                 encoder.encode(start, int(ends[lane, token]), totals[lane])
     body = encoder.finish()
-    body += bytes(max(0, len(tokens) // MAX_CHARACTERS_PER_BYTE - len(body)))
+    body += bytes(max(0, len(tokens) // MAX_TOKENS_PER_BYTE - len(body)))
     keys = (run.step, run.fingerprint(), _platform_key())
     kind: Mode = "mixture" if isinstance(run.model, Mixture) else "plain"
     magic = MAGIC["adaptive" if adaptive else kind]
@@ -153,7 +153,7 @@ def decompress(
             "the file was compressed with another processor, torch or numpy, which rounds "
             "differently; decompress it there"
         )
-    if count > MAX_CHARACTERS_PER_BYTE * (len(body) + 1) or not threads:
+    if count > MAX_TOKENS_PER_BYTE * (len(body) + 1) or not threads:
         raise ChargptError("the file is damaged: it is too short for its text; restore it")
     require_memory(BYTES_PER_CHARACTER * count, f"a text of {count:,} characters")
     coder = ArithmeticDecoder(body)
@@ -270,7 +270,7 @@ class ArithmeticDecoder:
 
 def split_into_lanes(tokens: Tokens, max_lanes: int = MAX_LANES) -> Tokens:
     """Return the tokens as (L, characters per lane), padded with zeros."""
-    max_lanes = min(max_lanes, max(1, len(tokens) // MIN_LANE_CHARACTERS))
+    max_lanes = min(max_lanes, max(1, len(tokens) // MIN_LANE_TOKENS))
     length = max(1, -(-len(tokens) // max_lanes))
     lanes = np.zeros((max(1, -(-len(tokens) // length)), length), dtype=tokens.dtype)
     lanes.reshape(-1)[: len(tokens)] = tokens

@@ -28,7 +28,7 @@ from chargpt.inference.windows import (
     NANOGPT_BATCHES,
     NANOGPT_BLOCK,
     NANOGPT_ROWS,
-    Protocol,
+    EvaluationProtocol,
     Windows,
     protocol_windows,
     sliding_windows,
@@ -44,8 +44,8 @@ OnProgress = Callable[[int, int], object]  # of the number done, and of all
 
 MIN_BLOCKS = 20
 MAX_LOGITS_BYTES = 64_000_000  # of one forward pass
-MAX_CALL_CHARACTERS = 16_384  # of one forward pass
-MAX_CPU_CALL_CHARACTERS = 4_096  # activations of more do not fit into a CPU's caches
+MAX_CALL_TOKENS = 16_384  # of one forward pass
+MAX_CPU_CALL_TOKENS = 4_096  # activations of more do not fit into a CPU's caches
 
 
 @dataclass(frozen=True)
@@ -65,18 +65,20 @@ class Evaluation:
     protocol: str
     split: str  # `mixture`, `train`, `val` or `test`; `all` for another text
     block_size: int  # T, the maximum context in tokens
-    unknown: int = 0  # characters outside the vocabulary, left out or replaced
+    n_unknown: int = 0  # characters outside the vocabulary, left out or replaced
     nats_per_document: float | None = None  # of a list of documents: `nats_per_char` * mean length
-    blocks: Floats | None = field(default=None, repr=False, compare=False)  # L_b, n_b: (2, blocks)
+    clusters: Floats | None = field(
+        default=None, repr=False, compare=False
+    )  # L_b, n_b: (2, blocks)
 
     def difference_error(self, other: "Evaluation") -> float:
         """Return the standard error of the difference of two losses, in nats per character.
 
-        It is paired by block if both, on the same text, have the same block sizes, at least
-        `MIN_BLOCKS` of them; otherwise the losses are taken as independent.
+        It is paired by block if both scored the same number of characters in each of at least
+        `MIN_BLOCKS` blocks; otherwise the losses are taken as independent.
         """
-        if self.blocks is not None and other.blocks is not None:
-            (losses, sizes), (other_losses, other_sizes) = self.blocks, other.blocks
+        if self.clusters is not None and other.clusters is not None:
+            (losses, sizes), (other_losses, other_sizes) = self.clusters, other.clusters
             if len(sizes) >= MIN_BLOCKS and np.array_equal(sizes, other_sizes):
                 return math.sqrt(_variance(losses - other_losses, sizes)) / self.characters
         return math.hypot(self.standard_error, other.standard_error)
@@ -99,17 +101,17 @@ class Evaluation:
             "perplexity": self.perplexity,
             **asdict(self),
         }
-        del fields["blocks"]
+        del fields["clusters"]
         return {name: value for name, value in fields.items() if value is not None}
 
 
 def evaluate(
     run: Run | str | Path,
     split: Split = "val",
-    protocol: Protocol = "blocks",
-    text: str | Path | None = None,
+    protocol: EvaluationProtocol = "blocks",
+    path: str | Path | None = None,
     *,
-    content: str | None = None,
+    text: str | None = None,
     tokens: Tokens | None = None,
     stride: int | None = None,
     dtype: torch.dtype | None = None,
@@ -122,8 +124,8 @@ def evaluate(
         run: a run from `train` or `load_run`, or its folder.
         split: `train`, `val`, `test` or `mixture` of the run's text, unless another text is given.
         protocol: `blocks`, `sliding` or `nanogpt`.
-        text: path of another text; characters outside the vocabulary follow `text.unknown`.
-        content: another text itself, instead of its path.
+        path: of another text; characters outside the vocabulary follow `text.unknown`.
+        text: another text itself, instead of its path.
         tokens: another text as token ids, (tokens,), instead of its path.
         stride: S of `sliding`, 1 to T; max(1, T // 2) by default.
         dtype: torch.bfloat16 for mixed precision; float32 by default.
@@ -135,12 +137,15 @@ def evaluate(
         ConfigError: there is no such protocol or split, or the stride is out of range.
         OperationError: the loss is not finite.
     """
-    for name, value, choices in (("protocol", protocol, Protocol), ("split", split, Split)):
+    for name, value, choices in (
+        ("protocol", protocol, EvaluationProtocol),
+        ("split", split, Split),
+    ):
         if value not in get_args(choices):
             raise ConfigError(f"{name} {value!r} is not one of {', '.join(get_args(choices))}")
     run, n_unknown, scored = as_run(run), 0, "all"
-    if text is not None or content is not None:
-        tokens, n_unknown = read_tokens(run, text, content)
+    if path is not None or text is not None:
+        tokens, n_unknown = read_tokens(run, path, text)
     elif tokens is None:
         tokens, scored = run.corpus().split(split), split
     result = evaluate_tokens(
@@ -156,33 +161,31 @@ def evaluate(
     if not math.isfinite(result.nats_per_char):
         raise OperationError(NOT_FINITE)
     per_document = None
-    if run.tokenizer.boundary and (n_documents := np.sum(tokens == run.tokenizer.boundary_id)):
+    if run.tokenizer.eos_token and (n_documents := np.sum(tokens == run.tokenizer.eos_token_id)):
         mean_length = run.tokenizer.count_characters(tokens) / int(n_documents)
         per_document = result.nats_per_char * mean_length
-    return replace(result, unknown=n_unknown, nats_per_document=per_document)
+    return replace(result, n_unknown=n_unknown, nats_per_document=per_document)
 
 
-def read_tokens(
-    run: Run, text: str | Path | None, content: str | None = None
-) -> tuple[Tokens, int]:
+def read_tokens(run: Run, path: str | Path | None, text: str | None = None) -> tuple[Tokens, int]:
     """Return another text as a run's tokens, and its number of characters outside the vocabulary.
 
-    `content` is the text itself, instead of its path.
+    `text` is the text itself, instead of its path.
     """
     settings = run.config.text
-    if text is not None:
-        content = read_text(text, settings)
+    if path is not None:
+        text = read_text(path, settings)
     else:
-        content = "".join(mark_documents([iter([content or ""])], settings.documents))
-    tokens = run.tokenizer.encode(content, unknown=settings.unknown)
-    return tokens, run.tokenizer.count_unknown(content)
+        text = "".join(mark_documents([iter([text or ""])], settings.documents))
+    tokens = run.tokenizer.encode(text, unknown=settings.unknown)
+    return tokens, run.tokenizer.count_unknown(text)
 
 
 def evaluate_tokens(
     model: LanguageModel,
     tokens: Tokens,
     *,
-    protocol: Protocol = "blocks",
+    protocol: EvaluationProtocol = "blocks",
     split: str = "val",
     stride: int | None = None,
     max_tokens: int | None = None,
@@ -240,7 +243,7 @@ def evaluate_tokens(
         protocol=protocol,
         split=split,
         block_size=block_size,
-        blocks=np.stack((losses, sizes)),
+        clusters=np.stack((losses, sizes)),
     )
 
 
@@ -261,7 +264,7 @@ def token_losses(run: Run, tokens: Tokens, on_progress: OnProgress = lambda *_: 
 def iter_log_probs(
     model: LanguageModel,
     tokens: Tokens,
-    protocol: Protocol = "blocks",
+    protocol: EvaluationProtocol = "blocks",
     max_tokens: int | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield log-probabilities (B, L, V) and targets (B, L) of one forward pass after another.
@@ -312,7 +315,7 @@ def _iter_losses(
     for logits, targets in _iter_logits(model, windows, dtype):
         losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
         correct = logits.argmax(dim=-1) == targets
-        starts = targets < model.first_continuation_token
+        starts = targets < model.first_continuation_byte
         # one transfer from the device for all
         stacked = torch.stack((losses.view_as(targets), correct.float(), starts.float()))
         yield stacked.cpu().double().numpy()
@@ -325,7 +328,7 @@ def _iter_logits(
     """Yield logits (B, L, V) and targets (B, L) of one forward pass after another."""
     rows, n_unscored, lookback = windows
     device, length = model.device, rows.shape[1] - 1 - lookback
-    max_tokens = MAX_CPU_CALL_CHARACTERS if device.type == "cpu" else MAX_CALL_CHARACTERS
+    max_tokens = MAX_CPU_CALL_TOKENS if device.type == "cpu" else MAX_CALL_TOKENS
     n_rows = min(MAX_LOGITS_BYTES // (4 * length * model.vocab_size), max_tokens // length)
     step = max(1, n_rows)
     for first in range(0, len(rows), step):

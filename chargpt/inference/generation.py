@@ -113,7 +113,7 @@ def stream_run(
     Errors are those of `sample`, raised before the first piece.
     """
     tokenizer = run.tokenizer
-    text = tokenizer.boundary + options.prompt
+    text = tokenizer.eos_token + options.prompt
     prompt = tokenizer.encode(text, unknown=unknown or run.config.text.unknown)
     unigram = None
     if not prompt.size and not tokenizer.bos_text:
@@ -142,8 +142,8 @@ def stream_pieces(
     Args:
         model: used on its device in evaluation mode; its mode is restored at the end.
         tokenizer: the model's tokenizer.
-        prompt_ids: tokens to continue, (T,). If empty, the text starts after a boundary or newline,
-            or if the vocabulary has none, with a character sampled from `unigram`.
+        prompt_ids: tokens to continue, (T,). If empty, the text starts after the EOS token or a
+            newline, or if the vocabulary has none, with a character sampled from `unigram`.
         options: sampling settings; `prompt` is not used.
         sequence_ids: numbers of the N sequences; 0 to `num_samples` - 1 by default.
         unigram: count of each token, (V,), for the first character; uniform by default.
@@ -157,7 +157,7 @@ def stream_pieces(
     ids = range(options.num_samples) if sequence_ids is None else sequence_ids
     options = _with_seed(options)
     prompt = np.asarray(prompt_ids).astype(np.int64)[-model.block_size :]
-    prompt = prompt[np.argmax(prompt < model.first_continuation_token) :] if prompt.size else prompt
+    prompt = prompt[np.argmax(prompt < model.first_continuation_byte) :] if prompt.size else prompt
     if not prompt.size:
         prompt = tokenizer.encode(tokenizer.bos_text).astype(np.int64)
     counts = np.ones(tokenizer.vocab_size) if unigram is None else unigram.astype(np.float64)
@@ -201,8 +201,8 @@ class _SampledText:
     """A sequence's text, of which the end is buffered while it may begin a stop string."""
 
     def __init__(self, tokenizer: CharTokenizer, options: SampleConfig) -> None:
-        self.read = tokenizer.incremental_decoder()
-        self.stops = options.stop + ((tokenizer.boundary,) if tokenizer.boundary else ())
+        self.read = tokenizer.decode_stream()
+        self.stops = options.stop + ((tokenizer.eos_token,) if tokenizer.eos_token else ())
         self.remaining = options.length  # characters
         self.buffer = ""
         self.has_ended = False

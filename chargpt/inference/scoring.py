@@ -33,7 +33,7 @@ class Scored:
 
     text: str  # without skipped characters
     bits: Floats  # surprisal of each character, (N,)
-    unknown: int = 0  # characters outside the vocabulary, left out or replaced
+    n_unknown: int = 0  # characters outside the vocabulary, left out or replaced
 
     @property
     def bits_per_char(self) -> float:
@@ -60,7 +60,7 @@ def score(
 ) -> Scored:
     """Return the surprisal of each character, -log2 of its probability.
 
-    The text is scored as if a boundary of documents or a newline preceded it. If the vocabulary has
+    The text is scored as if the EOS token or a newline preceded it. If the vocabulary has
     neither, the first token has surprisal log2(V).
 
     Args:
@@ -88,7 +88,7 @@ def score(
         first = np.full(1, math.log(tokenizer.vocab_size))
     rest = losses_of(run, tokens, on_progress) if len(tokens) > 1 else np.zeros(0)
     scored = tokens[len(tokens) - len(first) - len(rest) :]
-    starts = np.flatnonzero(scored < tokenizer.first_continuation_token)
+    starts = np.flatnonzero(scored < tokenizer.first_continuation_byte)
     bits = np.add.reduceat(np.concatenate((first, rest)), starts) / math.log(2)
     if not np.isfinite(bits).all():
         raise OperationError(NOT_FINITE)

@@ -13,7 +13,7 @@ from chargpt.errors import ConfigError, TextError
 from chargpt.text.batches import Batches
 from chargpt.text.tokenizer import Ints, Tokens
 
-Protocol = Literal["blocks", "sliding", "nanogpt"]
+EvaluationProtocol = Literal["blocks", "sliding", "nanogpt"]
 
 
 class Windows(NamedTuple):
@@ -31,7 +31,7 @@ NANOGPT_BATCHES, NANOGPT_ROWS, NANOGPT_BLOCK = 200, 64, 256
 def protocol_windows(
     tokens: Tokens,
     block_size: int,
-    protocol: Protocol,
+    protocol: EvaluationProtocol,
     max_tokens: int | None = None,
     stride: int | None = None,
     span: int | None = None,
@@ -43,14 +43,14 @@ def protocol_windows(
     `lookback` is the model's: under `blocks`, windows have so many tokens before them.
     """
     if protocol == "blocks":
-        return full_windows(tokens, block_size, max_tokens, span, lookback)
+        return block_windows(tokens, block_size, max_tokens, span, lookback)
     if protocol == "sliding":
         return sliding_windows(tokens, block_size, stride)
     assert protocol == "nanogpt"
     return nanogpt_windows(tokens, block_size, seed)
 
 
-def full_windows(
+def block_windows(
     tokens: Tokens,
     block_size: int,
     max_tokens: int | None = None,

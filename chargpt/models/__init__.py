@@ -58,6 +58,6 @@ def build_model(config: ModelConfig, vocab_size: int) -> LanguageModel:
     if n_parameters > MAX_PARAMETERS:
         raise ConfigError(
             f"the model would have {n_parameters:,} parameters, more than the maximum of "
-            f"{MAX_PARAMETERS:,}; lower model.n_layer, model.n_embd or model.n_mlp"
+            f"{MAX_PARAMETERS:,}; lower model.n_layer, model.n_embd or model.n_inner"
         )
     return (GPT2 if config.kind == "gpt2" else GPT)(config, vocab_size)

@@ -21,7 +21,7 @@ class LanguageModel(nn.Module, ABC):
     Attributes:
         vocab_size: V.
         block_size: maximum context length in tokens.
-        first_continuation_token: token ids from this one on are continuation bytes of UTF-8; V if
+        first_continuation_byte: token ids from this one on are continuation bytes of UTF-8; V if
             there are none.
         lookback: number of earlier tokens that `Mixture.forward` takes as `before`; 0 for other
             models.
@@ -33,7 +33,7 @@ class LanguageModel(nn.Module, ABC):
         super().__init__()
         self.vocab_size = vocab_size
         self.block_size = block_size
-        self.first_continuation_token = vocab_size
+        self.first_continuation_byte = vocab_size
 
     @abstractmethod
     def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
@@ -73,7 +73,7 @@ class LanguageModel(nn.Module, ABC):
         """Device of the weights."""
         return next(chain(self.parameters(), self.buffers())).device
 
-    def parameter_count(self) -> int:
+    def num_parameters(self) -> int:
         """Return the number of parameters."""
         return sum(p.numel() for p in self.parameters())
 

@@ -6,7 +6,7 @@ i + D/2 form a pair), QK-norm over the head size before the rotation (Dehghani e
 `Qwen3ForCausalLM`.
 
 Simpler models, down to plain averaging, are settings of this class: `attention` (`full`,
-`average`, `none`), `scaled`, `qk_norm`, `mlp`, and the sizes.
+`average`, `none`), `scale_attn_weights`, `qk_norm`, `mlp`, and the sizes.
 
 Shapes in this file: B = batch, T = tokens given, S = T and cached tokens, C = n_embd, H = n_head,
 D = C / H, V = vocabulary size.
@@ -57,7 +57,7 @@ class Attention(nn.Module):
         super().__init__()
         width = config.n_embd
         self.layer, self.n_head = layer, config.n_head
-        self.scaled, self.qk_norm = config.scaled, config.qk_norm
+        self.scaled, self.qk_norm = config.scale_attn_weights, config.qk_norm
         self.query = nn.Linear(width, width, bias=False)
         self.key = nn.Linear(width, width, bias=False)
         if config.qk_norm:

@@ -76,7 +76,7 @@ class Mixture(LanguageModel):
     ) -> None:
         super().__init__(gpt.vocab_size, gpt.block_size)
         self.gpt, self.in_words, self.order = gpt, in_words, order
-        self.first_continuation_token = gpt.first_continuation_token
+        self.first_continuation_byte = gpt.first_continuation_byte
         self.fit_counts(tokens)
         self.gate = Gate(order)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from chargpt.config import Config, ModelConfig, validate
 from chargpt.device import require_memory
 from chargpt.errors import RunError
-from chargpt.files import Chunks, entry_names, exists
+from chargpt.files import Buffers, entry_names, exists
 from chargpt.models import build_model, count_parameters, rotary_bytes
 from chargpt.store import commit
 from chargpt.store.state import RunState
@@ -82,7 +82,7 @@ def restore_checkpoints(parent: Path) -> None:
             commit.restore_set_aside(path.with_name(path.name.removesuffix(".old.tmp")), FILES)
 
 
-def write_checkpoint(parent: Path, step: int, files: Mapping[str, Chunks]) -> Path:
+def write_checkpoint(parent: Path, step: int, files: Mapping[str, Buffers]) -> Path:
     """Commit a checkpoint and return its folder; if a write fails (OSError), nothing is left."""
     for path in unfinished_checkpoints(parent):
         commit.remove(path, FILES)

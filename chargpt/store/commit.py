@@ -18,7 +18,7 @@ from typing import Any
 
 from chargpt.errors import RunError, UnreadableError
 from chargpt.files import (
-    Chunks,
+    Buffers,
     entry_names,
     exists,
     read_json,
@@ -34,7 +34,7 @@ CHECKPOINT_NAME = re.compile(r"step-[0-9]{8,18}")  # of a checkpoint's directory
 MAX_JSON_BYTES = 64_000_000
 
 
-def commit(folder: Path, files: Mapping[str, Chunks], metadata: Mapping[str, object]) -> None:
+def commit(folder: Path, files: Mapping[str, Buffers], metadata: Mapping[str, object]) -> None:
     """Write a directory atomically; if that fails (OSError), leave all as it was.
 
     Args:
@@ -74,7 +74,7 @@ def commit(folder: Path, files: Mapping[str, Chunks], metadata: Mapping[str, obj
     remove(old, names)
 
 
-def _sha256(chunks: Chunks) -> str:
+def _sha256(chunks: Buffers) -> str:
     digest = hashlib.sha256()
     for chunk in chunks:
         digest.update(chunk)

@@ -37,7 +37,7 @@ class RunSummary:
     """What a run's latest checkpoint says; None where there is no intact one."""
 
     run: Path
-    state: Status
+    status: Status
     text: str | None = None  # name of the training text
     kind: str | None = None  # of the model
     parameters: int | None = None
@@ -59,7 +59,7 @@ def summarize(path: Path) -> RunSummary:
     """Return what a run's latest checkpoint says, without reading its tensors."""
     before = pointer_contents(path)
     summary = _summarize(path)
-    if summary.state == "damaged" and pointer_contents(path) != before:  # a save came in between
+    if summary.status == "damaged" and pointer_contents(path) != before:  # a save came in between
         return summarize(path)
     return summary
 

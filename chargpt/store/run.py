@@ -40,7 +40,7 @@ class Run:
     checkpoint: str = ""  # name of the checkpoint's folder
 
     def __repr__(self) -> str:
-        size = f"{self.model.parameter_count():,} parameters"
+        size = f"{self.model.num_parameters():,} parameters"
         return f"Run({str(self.folder)!r}, {self.config.model.kind}, {size}, step {self.step:,})"
 
     @torch.inference_mode()
@@ -155,7 +155,7 @@ def load_run(path: str | Path, checkpoint: str = "best", device: str = "auto") -
     if target.type == "cpu":
         tune_malloc()
     model = build_model(saved.config.model, saved.tokenizer.vocab_size)
-    model.first_continuation_token = saved.tokenizer.first_continuation_token
+    model.first_continuation_byte = saved.tokenizer.first_continuation_byte
     load_weights(model, saved.model, saved.folder)
     return Run(
         folder=run.path,

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from chargpt.errors import RunError
-from chargpt.files import Chunks
+from chargpt.files import Buffers
 from chargpt.models import LanguageModel
 
 
-def serialize(tensors: Mapping[str, Tensor]) -> Chunks:
+def serialize(tensors: Mapping[str, Tensor]) -> Buffers:
     """Return the bytes of `safetensors.torch.save` without copying contiguous CPU tensors.
 
     The library copies every tensor twice, which takes as long as writing the file. The returned

@@ -120,7 +120,7 @@ def settings_for(name: str, folder: Path = Path("data")) -> dict[str, object] | 
     return {"text.path": str(path.absolute()), **entry.settings}
 
 
-def fetch(entry: Entry, folder: Path = Path("data"), progress: OnStage | None = None) -> Path:
+def fetch(entry: Entry, folder: Path = Path("data"), on_progress: OnStage | None = None) -> Path:
     """Download a named text to FOLDER/NAME.txt and verify it, unless it is there already.
 
     Raises:
@@ -138,7 +138,7 @@ def fetch(entry: Entry, folder: Path = Path("data"), progress: OnStage | None = 
             if time.time() - leftover.stat().st_mtime > MAX_TEMPORARY_SECONDS:
                 shutil.rmtree(leftover, ignore_errors=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=PREFIX) as temporary:
-            file = _download(entry, Path(temporary), progress)
+            file = _download(entry, Path(temporary), on_progress)
             os.chmod(file, 0o644)
             os.replace(file, target)
     except OSError as error:
@@ -162,15 +162,15 @@ def _has_content(path: Path, entry: Entry) -> bool:
 class _Meter:
     """The methods of a tqdm bar that pooch's downloader calls; it bounds the download."""
 
-    def __init__(self, progress: OnStage, max_bytes: int) -> None:
-        self.progress, self.done, self.total = progress, 0, 0
+    def __init__(self, on_progress: OnStage, max_bytes: int) -> None:
+        self.on_progress, self.done, self.total = on_progress, 0, 0
         self.max_bytes = max_bytes
 
     def update(self, size: int) -> None:
         self.done += size
         if self.done > self.max_bytes:
             raise ValueError
-        self.progress("fetching", min(self.done, self.total or self.done), self.total)
+        self.on_progress("fetching", min(self.done, self.total or self.done), self.total)
 
     def reset(self) -> None:
         self.done = 0
@@ -179,7 +179,7 @@ class _Meter:
         pass
 
 
-def _download(entry: Entry, folder: Path, progress: OnStage | None) -> Path:
+def _download(entry: Entry, folder: Path, on_progress: OnStage | None) -> Path:
     """Return the text; pooch verifies the checksum of the published file before unpacking it."""
     import pooch  # imported here, since it delays every command
     from requests import HTTPError, RequestException
@@ -194,7 +194,7 @@ def _download(entry: Entry, folder: Path, progress: OnStage | None) -> Path:
             path=folder,
             processor=pooch.Unzip([entry.member]) if entry.member else None,
             downloader=pooch.HTTPDownloader(
-                progressbar=_Meter(progress or (lambda *_: None), entry.size + MAX_SLACK),
+                progressbar=_Meter(on_progress or (lambda *_: None), entry.size + MAX_SLACK),
                 timeout=TIMEOUT,
             ),
         )

@@ -105,18 +105,18 @@ class Corpus:
             return character
         chunk = int(np.searchsorted(self._chunk_starts, character, side="right")) - 1
         tokens = self.tokens[chunk * CHUNK : (chunk + 1) * CHUNK]
-        starts = np.flatnonzero(tokens < self.tokenizer.first_continuation_token)
+        starts = np.flatnonzero(tokens < self.tokenizer.first_continuation_byte)
         return chunk * CHUNK + int(starts[character - self._chunk_starts[chunk]])
 
     @cached_property
     def _document_limits(self) -> Ints:
         """0, and the index after each document, (1 + documents,)."""
-        return np.append(0, document_ends(self.tokens, self.tokenizer.boundary_id))
+        return np.append(0, document_ends(self.tokens, self.tokenizer.eos_token_id))
 
     @property
     def n_documents(self) -> int:
         """Number of documents; 0 if the text is no list of them."""
-        return len(self._document_limits) - 1 if self.tokenizer.boundary else 0
+        return len(self._document_limits) - 1 if self.tokenizer.eos_token else 0
 
     def split(self, name: Split) -> Tokens:
         """Return a split as a view, shape (tokens,), in the order mixture, train, val, test.
@@ -134,7 +134,7 @@ class Corpus:
         lengths = {"mixture": mixture, "train": end - mixture, "val": val, "test": test}
         stops = dict(zip(lengths, accumulate(lengths.values()), strict=True))
         limits = [self._index(stops[name] - lengths[name]), self._index(stops[name])]
-        if self.tokenizer.boundary:
+        if self.tokenizer.eos_token:
             allowed = self._document_limits
             limits = allowed[np.searchsorted(allowed, limits)].tolist()
         return self.tokens[slice(*limits)]
@@ -215,29 +215,29 @@ def load_corpus(
     settings: TextConfig,
     *,
     key: str | None = None,
-    content: str | None = None,
-    progress: OnStage | None = None,
+    text: str | None = None,
+    on_progress: OnStage | None = None,
 ) -> Corpus:
     """Return the text of the settings, from the cache or encoded now.
 
     Args:
         key: of the text that a run was trained on. If the text has changed since or is missing,
             its cached tokens are used instead, with a note.
-        content: the text itself, instead of what `settings.path` names.
-        progress: called while a text is read.
+        text: the text itself, instead of what `settings.path` names.
+        on_progress: called while a text is read.
 
     Raises:
         TextError: there is no such text, it cannot be read, or it is not the text of `key`.
     """
     notes: list[str] = []
-    if content is not None or settings.path is None:  # their bytes are UTF-8
+    if text is not None or settings.path is None:  # their bytes are UTF-8
         settings = settings.model_copy(update={"encoding": "auto"})
     spec = _specification(settings)
     try:
-        if content is None:
+        if text is None:
             source = find_source(settings.path, settings.suffixes)
         else:
-            source = text_in_memory(content)
+            source = text_in_memory(text)
         notes += source.notes
         stamps = source.file_stamps()
     except MissingTextError:
@@ -252,7 +252,7 @@ def load_corpus(
     if key is None or current in (None, key):
         cached = load_or_note(current, notes) if current else None
         if cached is None:
-            cached = ingest(source, settings, progress, notes)
+            cached = ingest(source, settings, on_progress, notes)
             if source.files:
                 cache.write_index(spec, stamps, cached.key)
         if key in (None, cached.key):

@@ -154,21 +154,21 @@ def compare_splits(corpus: Corpus) -> str | None:
 def _lines(tokenizer: CharTokenizer, tokens: Tokens) -> tuple[int, int]:
     """Return the number of lines and the longest one's length in characters."""
     newline = tokenizer.characters.find("\n")
-    boundary = tokenizer.boundary_id if tokenizer.boundary not in ("", "\n") else -1
+    eos_token_id = tokenizer.eos_token_id if tokenizer.eos_token not in ("", "\n") else -1
     lines = longest = length = 0  # length: of the current line
     has_ended = True  # a line, before the current chunk
     for offset in range(0, tokens.size, CHUNK):
         chunk = tokens[offset : offset + CHUNK]
-        chunk = chunk[chunk < tokenizer.first_continuation_token]  # one token of each character
-        is_newline, is_boundary = chunk == newline, chunk == boundary
-        ends = np.flatnonzero(is_newline | is_boundary)
+        chunk = chunk[chunk < tokenizer.first_continuation_byte]  # one token of each character
+        is_newline, is_eos = chunk == newline, chunk == eos_token_id
+        ends = np.flatnonzero(is_newline | is_eos)
         if not ends.size:
             length += chunk.size
             has_ended = False
             continue
         longest = max(longest, int(np.diff(ends, prepend=-1 - length).max()) - 1)
-        follows_end = np.append(has_ended, is_newline[:-1])  # then a boundary ends no line
-        lines += int(is_newline.sum() + (is_boundary & ~follows_end).sum())
+        follows_end = np.append(has_ended, is_newline[:-1])  # then an EOS token ends no line
+        lines += int(is_newline.sum() + (is_eos & ~follows_end).sum())
         has_ended = bool(is_newline[-1])
         length = chunk.size - int(ends[-1]) - 1
     return lines + bool(length), max(longest, length)

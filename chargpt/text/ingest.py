@@ -20,7 +20,7 @@ from chargpt.errors import TextError
 from chargpt.text import OnStage, cache
 from chargpt.text.cache import CachedText, DamagedCacheError, TemporaryFile
 from chargpt.text.decoding import Chunk, codec_name, decode
-from chargpt.text.documents import boundary_of, mark_documents, shuffled
+from chargpt.text.documents import eos_token_of, mark_documents, shuffled
 from chargpt.text.source import Source, copy_stdin, iter_chunks
 from chargpt.text.statistics import count_tokens
 from chargpt.text.tokenizer import (
@@ -46,7 +46,7 @@ class _Checksum:
 
 
 def ingest(
-    source: Source, settings: TextConfig, progress: OnStage | None, notes: list[str]
+    source: Source, settings: TextConfig, on_progress: OnStage | None, notes: list[str]
 ) -> CachedText:
     """Read a text and store its tokens in the cache, unless they are there and undamaged.
 
@@ -65,7 +65,7 @@ def ingest(
                 copy_stdin(spool.write)
                 source = replace(source, stream=spool.file)
             first, second = _Checksum(), _Checksum()  # of both passes
-            counts, digests = _count_characters(source, settings, progress, first)
+            counts, digests = _count_characters(source, settings, on_progress, first)
             min_count = settings.min_count or choose_min_count(counts)
             rare = settings.rare if min_count > 1 else "keep"
             key = text_key(digests, settings, 1 if rare == "keep" else min_count, rare)
@@ -73,21 +73,21 @@ def ingest(
                 return cached
             if not counts.any():
                 raise TextError(f"{source.name} is empty; give a text that holds characters")
-            boundary = boundary_of(settings.documents)
+            eos_token = eos_token_of(settings.documents)
             tokenizer = CharTokenizer.from_counts(
-                counts, min_count, rare, boundary, settings.extra_characters
+                counts, min_count, rare, eos_token, settings.extra_characters
             )
             cache.require_room(folder, int(counts.sum()) * tokenizer.dtype.itemsize)
             rare_count = int(counts.sum() - counts[code_points(tokenizer.characters)].sum())
             tokens = stack.enter_context(TemporaryFile(folder))
-            chunks = second.tee(iter_chunks(source, progress, "encoding"))
+            chunks = second.tee(iter_chunks(source, on_progress, "encoding"))
             for text in text_pieces(chunks, settings):
                 tokens.write(tokenizer.encode(text, "replace").view(np.uint8).data)
             if first.crc32 != second.crc32:
                 raise TextError(
                     f"{source.name} changed while it was read; try again when nothing writes to it"
                 )
-            if boundary:
+            if eos_token:
                 unordered, tokens = tokens, stack.enter_context(TemporaryFile(folder))
                 _shuffle(unordered, tokens, tokenizer, settings.seed)
             return cache.store(key, tokenizer, tokens, rare_count)
@@ -100,12 +100,12 @@ def ingest(
 
 
 def _count_characters(
-    source: Source, settings: TextConfig, progress: OnStage | None, checksum: _Checksum
+    source: Source, settings: TextConfig, on_progress: OnStage | None, checksum: _Checksum
 ) -> tuple[Ints, list[str]]:
     """Return the number of occurrences of each code point, and each file's digest."""
     counts = np.zeros(CODE_POINTS, dtype=np.int64)
     hashes: dict[str, Any] = {}  # by file name
-    chunks = checksum.tee(iter_chunks(source, progress, "reading"))
+    chunks = checksum.tee(iter_chunks(source, on_progress, "reading"))
     # The thread ends here even on an error: a generator that garbage collection closes would
     # join it at any time, which can deadlock.
     with ThreadPoolExecutor(1, "hash") as worker:
@@ -119,7 +119,7 @@ def _count_characters(
 
 
 def text_pieces(chunks: Iterator[Chunk], settings: TextConfig) -> Iterator[str]:
-    """Yield the text of chunks in pieces, with the boundaries of its documents."""
+    """Yield the text of chunks in pieces, with the EOS tokens of its documents."""
     files = decode(chunks, settings.encoding, settings.encoding_errors)
     return mark_documents(files, settings.documents)
 
@@ -131,7 +131,7 @@ def _shuffle(
     source.file.flush()
     tokens = np.memmap(source.path, dtype=tokenizer.dtype, mode="r")
     cache.require_room(target.path.parent, tokens.nbytes)
-    for chunk in shuffled(tokens, tokenizer.boundary_id, seed):
+    for chunk in shuffled(tokens, tokenizer.eos_token_id, seed):
         target.write(chunk.view(np.uint8).data)
 
 

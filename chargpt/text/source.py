@@ -218,7 +218,7 @@ def copy_stdin(write: Callable[[bytes], object], max_bytes: int = MAX_TEXT_BYTES
 
 
 def iter_chunks(
-    source: Source, progress: OnStage | None = None, stage: str = "reading"
+    source: Source, on_progress: OnStage | None = None, stage: str = "reading"
 ) -> Iterator[Chunk]:
     """Yield the bytes of a source's files, decompressed.
 
@@ -238,8 +238,8 @@ def iter_chunks(
                 if n_bytes > MAX_TEXT_BYTES:
                     raise TextError(f"{name} unpacks to over {MAX_TEXT_BYTES:,} bytes; split it")
                 yield Chunk(name, content)
-                if progress:
-                    progress(stage, n_stored + raw.tell(), total)
+                if on_progress:
+                    on_progress(stage, n_stored + raw.tell(), total)
             n_stored += raw.tell()
 
 

@@ -48,18 +48,18 @@ class CharTokenizer:
         characters: the known characters, sorted by code point; a token's id is its index here.
         has_unknown: whether the last id, `len(characters)`, stands for every other character.
         has_bytes: whether byte tokens spell every other character.
-        boundary: the character that ends every document, "" if the text is no list of them.
+        eos_token: the character that ends every document, "" if the text is no list of them.
     """
 
     characters: str
     has_unknown: bool = False
     has_bytes: bool = False
-    boundary: str = ""
+    eos_token: str = ""
 
     def __post_init__(self) -> None:
         assert self.characters, "a vocabulary holds at least one character"
         assert not (self.has_unknown and self.has_bytes), "nothing is unknown to byte tokens"
-        assert self.boundary in self.characters, "the boundary is a character of the vocabulary"
+        assert self.eos_token in self.characters, "the EOS token is a character of the vocabulary"
 
     @cached_property
     def bytes_(self) -> bytes:
@@ -72,7 +72,7 @@ class CharTokenizer:
         return len(self.characters) + self.has_unknown + len(self.bytes_)
 
     @property
-    def first_continuation_token(self) -> int:
+    def first_continuation_byte(self) -> int:
         """Ids from this one on are continuation bytes; without any, it is `vocab_size`."""
         return self.vocab_size - (len(CONTINUATION_BYTES) if self.has_bytes else 0)
 
@@ -82,14 +82,14 @@ class CharTokenizer:
         return ValidTokens(self.vocab_size, len(self.characters), self.bytes_)
 
     @property
-    def boundary_id(self) -> int:
-        """Id of the boundary."""
-        return self.characters.index(self.boundary)
+    def eos_token_id(self) -> int:
+        """Id of the EOS token."""
+        return self.characters.index(self.eos_token)
 
     @property
     def bos_text(self) -> str:
-        """What comes before the start of a text: the boundary, else a newline if it is known."""
-        return self.boundary or ("\n" if "\n" in self.characters else "")
+        """What comes before the start of a text: the EOS token, else a newline if it is known."""
+        return self.eos_token or ("\n" if "\n" in self.characters else "")
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -127,17 +127,17 @@ class CharTokenizer:
         counts: npt.NDArray[Any],
         min_count: int = 1,
         rare: Rare = "bytes",
-        boundary: str = "",
+        eos_token: str = "",
         characters: str = "",
     ) -> Self:
         """Return the tokenizer of a text that has `counts[c]` characters of code point c.
 
         The other arguments and errors are those of `fit`, and characters that are never rare: the
-        boundary, and others whether the text has them or not.
+        EOS token, and others whether the text has them or not.
         """
         present = np.flatnonzero(counts)
         is_known = counts >= (1 if rare == "keep" else max(1, min_count))
-        is_known[code_points(boundary + characters)] = True
+        is_known[code_points(eos_token + characters)] = True
         known = np.flatnonzero(is_known)
         if not present.size:
             raise TextError("the text is empty; give one that holds characters")
@@ -156,7 +156,7 @@ class CharTokenizer:
             codes_to_text(known),
             has_rare and rare == "unknown",
             has_rare and rare == "bytes",
-            boundary,
+            eos_token,
         )
 
     @cached_property
@@ -248,7 +248,7 @@ class CharTokenizer:
         if not self.has_bytes:
             return ids.size
         chunks = (ids[i : i + DECODE_CHUNK] for i in range(0, len(ids), DECODE_CHUNK))
-        return sum(int(np.count_nonzero(chunk < self.first_continuation_token)) for chunk in chunks)
+        return sum(int(np.count_nonzero(chunk < self.first_continuation_byte)) for chunk in chunks)
 
     def token_text(self, token: int) -> str:
         """Return the character of a token; a byte token as `<0xE4>`, the unknown one as U+FFFD."""
@@ -257,7 +257,7 @@ class CharTokenizer:
             return f"<0x{self.bytes_[token - n_characters]:02X}>"
         return self.decode([token])
 
-    def incremental_decoder(self) -> Callable[[int], str]:
+    def decode_stream(self) -> Callable[[int], str]:
         """Return a function from one token after another to its character.
 
         Of a character that byte tokens spell it returns "" until its last byte.
@@ -288,7 +288,7 @@ class CharTokenizer:
     def to_json(self) -> str:
         """Return the vocabulary as JSON (ASCII only, one line)."""
         tree = {"format": FORMAT, "version": VERSION, "characters": self.characters}
-        optional = {"bytes": self.has_bytes, "boundary": self.boundary}
+        optional = {"bytes": self.has_bytes, "eos_token": self.eos_token}
         given = {key: value for key, value in optional.items() if value}
         return json.dumps({**tree, "unknown": self.has_unknown, **given})
 
@@ -311,19 +311,19 @@ class CharTokenizer:
                 f"{VERSION}; update chargpt"
             )
         characters, has_unknown = tree.get("characters"), tree.get("unknown")
-        has_bytes, boundary = tree.get("bytes", False), tree.get("boundary", "")
+        has_bytes, eos_token = tree.get("bytes", False), tree.get("eos_token", "")
         if not isinstance(characters, str) or not isinstance(has_unknown, bool):
             raise _unusable(origin, "its `characters` or `unknown` is missing")
         if not isinstance(has_bytes, bool) or (has_unknown and has_bytes):
             raise _unusable(origin, "its `bytes` is wrong")
-        if not isinstance(boundary, str) or len(boundary) > 1 or boundary not in characters:
-            raise _unusable(origin, "its `boundary` is wrong")
+        if not isinstance(eos_token, str) or len(eos_token) > 1 or eos_token not in characters:
+            raise _unusable(origin, "its `eos_token` is wrong")
         codes = code_points(characters).astype(np.int64)
         if not 0 < codes.size <= CODE_POINTS or (np.diff(codes) <= 0).any():
             raise _unusable(origin, "its characters are not sorted and distinct")
         if _is_surrogate(codes).any():
             raise _unusable(origin, "it holds lone surrogates")
-        return cls(characters, has_unknown, has_bytes, boundary)
+        return cls(characters, has_unknown, has_bytes, eos_token)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the vocabulary as JSON, atomically."""
@@ -346,8 +346,8 @@ class CharTokenizer:
 
     def __repr__(self) -> str:
         shown = self.characters if len(self.characters) < 80 else self.characters[:79] + "…"
-        others = (self.has_unknown, self.has_bytes, self.boundary)
-        names = ("has_unknown", "has_bytes", "boundary")
+        others = (self.has_unknown, self.has_bytes, self.eos_token)
+        names = ("has_unknown", "has_bytes", "eos_token")
         given = "".join(f", {name}={value!r}" for name, value in zip(names, others, strict=True))
         return f"CharTokenizer({shown!r}{given})"
 

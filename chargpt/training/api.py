@@ -22,9 +22,9 @@ from chargpt.yaml_reader import to_yaml
 
 
 def train(
-    text: str | Path | None = None,
+    path: str | Path | None = None,
     *,
-    content: str | None = None,
+    text: str | None = None,
     config: str | Path | None = None,
     settings: Mapping[str, object] | None = None,
     budget: str | float | None = None,
@@ -42,9 +42,9 @@ def train(
     short. Ctrl-C ends training after the current step and saves a checkpoint.
 
     Args:
-        text: a file, folder, glob, or a name from `chargpt data list`; by default the built-in
+        path: a file, folder, glob, or a name from `chargpt data list`; by default the built-in
             text.
-        content: the text itself, instead of `text`. To evaluate or resume the run later, the cache
+        text: the text itself, instead of `path`. To evaluate or resume the run later, the cache
             must still have it.
         config: a shipped config's name, such as `gpt` or `bigram`, or a YAML file.
         settings: by dotted keys, as in {"train.max_steps": 500}; they take precedence.
@@ -52,7 +52,7 @@ def train(
         from_run: folder of a run of another text, whose weights are the start.
         out: folder of the run; by default a new one under runs/.
         start: what to do about a run that exists in `out`: `new` rejects it, `resume` continues it,
-            `begin or resume` begins where there is none, `replace` deletes it once the new run has
+            `new or resume` begins where there is none, `replace` deletes it once the new run has
             saved.
         device: `auto`, `cpu`, `cuda`, `cuda:N` or `mps`.
         encoding: of the text; by default UTF-8, or what its byte order mark says.
@@ -64,8 +64,8 @@ def train(
         KeyboardInterrupt: training was interrupted. After the first Ctrl-C, which lets the step
             finish, the message names the checkpoint.
     """
-    if not isinstance(content, str | None):
-        raise ConfigError(f"content: expected a text (it is of type {type(content).__name__})")
+    if not isinstance(text, str | None):
+        raise ConfigError(f"text: expected a string (it is of type {type(text).__name__})")
     if not isinstance(settings, Mapping | None):
         raise ConfigError(
             "settings: expected a dictionary, such as {'train.max_steps': 500} (it is of type "
@@ -86,13 +86,13 @@ def train(
     except ValueError:
         modes = ", ".join(repr(mode.value) for mode in StartMode)
         raise ConfigError(f"start {start!r} is not one of {modes}") from None
-    if start is StartMode.BEGIN_OR_RESUME and out is None:
-        raise ConfigError("start 'begin or resume' needs the run's folder; give out=")
+    if start is StartMode.NEW_OR_RESUME and out is None:
+        raise ConfigError("start 'new or resume' needs the run's folder; give out=")
     if start is not StartMode.RESUME and out is None and world_size() > 1:
         raise ConfigError("several processes need the run's folder; give out=")
     request = Request(
-        text=None if text is None else str(text),
-        content=content,
+        path=None if path is None else str(path),
+        text=text,
         config=None if config is None else str(config),
         overrides=tuple(overrides),
         budget=budget if budget is None or isinstance(budget, str) else f"{round(budget)}s",
@@ -102,12 +102,12 @@ def train(
     )
     notes: list[str] = []
     try:
-        path = run_training(request, partial(run_steps, progress=progress, notes=notes))
+        folder = run_training(request, partial(run_steps, progress=progress, notes=notes))
     except FinishedError:
-        if start is not StartMode.BEGIN_OR_RESUME:
+        if start is not StartMode.NEW_OR_RESUME:
             raise
         return load_run(str(request.out), device=device or "auto")
-    run = load_run(path, device=device or "auto")
+    run = load_run(folder, device=device or "auto")
     if is_main_rank():
         try:
             add_mixture(run, run.corpus())
@@ -117,10 +117,10 @@ def train(
 
 
 def run_training(
-    request: Request, run_session: Callable[[Session], None], loading: OnStage | None = None
+    request: Request, run_session: Callable[[Session], None], on_progress: OnStage | None = None
 ) -> Path:
     """Start a run, train it with `run_session`, and return its folder."""
-    with open_session(request, loading) as session:
+    with open_session(request, on_progress) as session:
         run_session(session)
         session.trainer.group.broadcast(0.0)  # other ranks wait until rank 0 has saved
         return session.folder.path

@@ -97,7 +97,7 @@ class Budget:
 
     Args:
         seconds: the budget.
-        fixed: dotted config keys that the user has set and planning must not change.
+        fixed_keys: dotted config keys that the user has set and planning must not change.
         started: when the command began, as `clock` counts; now by default.
         clock: returns the time in seconds.
     """
@@ -105,12 +105,12 @@ class Budget:
     def __init__(
         self,
         seconds: float,
-        fixed: Collection[str] = (),
+        fixed_keys: Collection[str] = (),
         started: float | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.seconds = seconds
-        self.fixed = frozenset(fixed)
+        self.fixed_keys = frozenset(fixed_keys)
         self.clock = clock
         self.started = clock() if started is None else started
         self.extension = 0.0  # seconds, where the budget is too short
@@ -164,7 +164,7 @@ class Budget:
 
     def measure_evaluation(self, model: LanguageModel, corpus: Corpus, config: Config) -> None:
         """Measure how long the final evaluations take and reserve that time."""
-        max_tokens = config.train.evaluate_tokens
+        max_tokens = config.train.evaluation_tokens
         splits = [corpus.split(split) for split in REQUIRED_SPLITS]
         # the first call is a warm-up: a GPU loads its kernels
         for n_characters in (model.block_size, RESERVE.timed_tokens):

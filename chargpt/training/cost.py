@@ -52,16 +52,16 @@ def expected_cost(
     """
     train, corpus = config.train, learner.corpus
     n_steps = train.max_steps - step
-    n_tokens = n_steps * config.step_tokens
+    n_tokens = n_steps * config.tokens_per_step
     if seconds is None:
         step_seconds = UPDATE_OVERHEAD * measure_step_seconds(learner, 2, update=False)
-        scored = min(train.evaluate_tokens, len(corpus.split("val")))
+        scored = min(train.evaluation_tokens, len(corpus.split("val")))
         # a forward pass takes about a third of a step, and rank 0 evaluates alone
-        evaluation = step_seconds * scored / config.step_tokens / 3 * learner.group.size
+        evaluation = step_seconds * scored / config.tokens_per_step / 3 * learner.group.size
         n_evaluations = n_steps // train.evaluate_every + 2
         seconds = n_steps * step_seconds + n_evaluations * evaluation
     return Cost(
-        parameters=learner.model.parameter_count(),
+        parameters=learner.model.num_parameters(),
         steps=n_steps,
         characters=round(n_tokens * corpus.characters_per_token),
         epochs=n_tokens / len(corpus.split("train")),

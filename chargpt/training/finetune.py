@@ -19,45 +19,45 @@ from chargpt.text.tokenizer import CharTokenizer
 LR_FRACTION = 0.1  # of the learning rates of a new run
 
 
-def load_base_run(settings: Config) -> Run | None:
+def load_base_run(config: Config) -> Run | None:
     """Return the run that `train.from_run` names, None if there is none.
 
     Raises:
         RunError: there is no such run, or it is damaged.
     """
-    path = settings.train.from_run
+    path = config.train.from_run
     return None if path is None else load_run(Path(path), device="cpu")
 
 
-def settings_from(run: Run, settings: Config, fixed: Collection[str]) -> Config:
+def config_from(base_run: Run, config: Config, fixed_keys: Collection[str]) -> Config:
     """Return the config of a run that starts from another run's weights.
 
     It has that run's model and characters, and lower learning rates. The user has set the dotted
-    keys `fixed`.
+    keys `fixed_keys`.
 
     Raises:
         ConfigError: the user has set another model.
     """
-    model = {f"model.{name}": value for name, value in run.config.model.model_dump().items()}
-    given = {f"model.{name}": value for name, value in settings.model.model_dump().items()}
-    own = {"model.dropout"}  # settings that may differ from the run's
-    if run.config.model.kind != "gpt2":  # which learns a vector for each position
-        own.add("model.block_size")
-    for key in sorted(set(fixed) & set(model) - own):
+    model = {f"model.{name}": value for name, value in base_run.config.model.model_dump().items()}
+    given = {f"model.{name}": value for name, value in config.model.model_dump().items()}
+    may_differ = {"model.dropout"}  # from the base run
+    if base_run.config.model.kind != "gpt2":  # which learns a vector for each position
+        may_differ.add("model.block_size")
+    for key in sorted(set(fixed_keys) & set(model) - may_differ):
         if given[key] != model[key]:
             raise ConfigError(
-                f"{key} is {model[key]} in {run.folder}, whose weights are the start; drop "
+                f"{key} is {model[key]} in {base_run.folder}, whose weights are the start; drop "
                 f"-s {key}={given[key]}"
             )
     values = {
         **model,
-        "train.batch_size": run.config.train.batch_size,
-        "optim.lr": LR_FRACTION * settings.optim.lr,
-        "optim.matrix_lr": LR_FRACTION * settings.optim.matrix_lr,
+        "train.batch_size": base_run.config.train.batch_size,
+        "optim.lr": LR_FRACTION * config.optim.lr,
+        "optim.matrix_lr": LR_FRACTION * config.optim.matrix_lr,
     }
-    values = {key: value for key, value in values.items() if key not in fixed}
-    characters = sorted({*settings.text.extra_characters, *run.tokenizer.characters})
-    return settings.with_values({**values, "text.extra_characters": "".join(characters)})
+    values = {key: value for key, value in values.items() if key not in fixed_keys}
+    characters = sorted({*config.text.extra_characters, *base_run.tokenizer.characters})
+    return config.with_values({**values, "text.extra_characters": "".join(characters)})
 
 
 def describe_base_run(run: Run, tokenizer: CharTokenizer) -> str:
@@ -100,23 +100,23 @@ def shared_tokens(first: CharTokenizer, second: CharTokenizer) -> tuple[Tensor, 
     return old, new
 
 
-def forgetting(start: Run, run: Run) -> dict[str, float] | None:
-    """Return the loss on the text of the run that was the start, `before` and `after` training.
+def forgetting(base_run: Run, run: Run) -> dict[str, float] | None:
+    """Return the loss on the base run's own text, `before` and `after` training.
 
     Both are in nats per character of its validation split, without the characters that the new
     vocabulary lacks. None if the cache no longer has that text.
     """
     try:
-        text = start.tokenizer.decode(start.corpus().split("val"))
+        text = base_run.tokenizer.decode(base_run.corpus().split("val"))
     except ChargptError:
         return None
-    start.model.to(run.model.device)
+    base_run.model.to(run.model.device)
     text = run.tokenizer.decode(run.tokenizer.encode(text, "skip"))
-    n_scored = run.config.train.evaluate_tokens
+    n_scored = run.config.train.evaluation_tokens
     before, after = (
         evaluate_tokens(
             each.model, each.tokenizer.encode(text, "skip"), max_tokens=n_scored
         ).nats_per_char
-        for each in (start, run)
+        for each in (base_run, run)
     )
     return {"before": before, "after": after}

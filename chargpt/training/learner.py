@@ -1,8 +1,8 @@
 """One update: batch, gradients, optimizer, moving average of the weights.
 
 The batch of a step is a pure function of (seed, step), its learning rate of (config, step), its
-dropout of seed, step, rank and micro-batch. So a resumed run equals the uninterrupted one bit for
-bit, and no generator state is stored.
+dropout of seed, step, rank and micro-batch. So on a CPU a resumed run is bitwise identical
+to the uninterrupted one, and no generator state is stored.
 Shapes in this file: B = sequences of a micro-batch, T = block size, V = vocabulary size.
 """
 
@@ -38,7 +38,7 @@ from chargpt.training.optim import Optimizer
 class Learner:
     """A model with its batches, optimizer and moving average of weights (EMA).
 
-    The arguments are those of `Trainer`, but `config` has the actual dtype, and `from_run` a model
+    The arguments are those of `Trainer`, but `config` has the actual dtype, and `base_run` a model
     of the same sizes.
 
     Attributes:
@@ -58,7 +58,7 @@ class Learner:
         device: torch.device,
         saved: Checkpoint | None = None,
         ngram: NGramLM | None = None,
-        from_run: Run | None = None,
+        base_run: Run | None = None,
     ) -> None:
         train = config.train
         self.seed, self.dropout = config.seed, config.model.dropout
@@ -75,11 +75,11 @@ class Learner:
         self.micro_batch_size = micro_batch_size(train, group)
         torch.manual_seed(config.seed)
         model = build_model(config.model, corpus.tokenizer.vocab_size)
-        model.first_continuation_token = corpus.tokenizer.first_continuation_token
+        model.first_continuation_byte = corpus.tokenizer.first_continuation_byte
         self.model: LanguageModel = model.to(device)
         self.l2_sp, self.initial_weights = config.optim.l2_sp, list[Tensor]()
-        if from_run is not None:
-            copy_weights(self.model, corpus.tokenizer, from_run)
+        if base_run is not None:
+            copy_weights(self.model, corpus.tokenizer, base_run)
             if self.l2_sp:
                 self.initial_weights = [p.detach().clone() for p in self.model.parameters()]
         if saved is None:
@@ -94,7 +94,7 @@ class Learner:
             self.model.block_size,
             train.batch_size,
             config.seed,
-            self.model.first_continuation_token,
+            self.model.first_continuation_byte,
         )
         if device.type != "cpu":
             self.batches.to_device(device)
@@ -133,7 +133,7 @@ class Learner:
         self.model.zero_grad(set_to_none=True)
         self.ema_weights = self._start_ema(saved.model)
         self.optimizer = Optimizer(self.model, optim, self.dtype)
-        self.optimizer.load_tensors(saved.optimizer)
+        self.optimizer.load_state_dict(saved.optimizer)
 
     def unwrap_ddp(self) -> None:
         """Drop the data-parallel wrapper before the process group is destroyed.
@@ -154,18 +154,20 @@ class Learner:
         non_blocking = self.device.type == "cuda"
         blocks = self.batches.at(step, rows).to(self.device, non_blocking=non_blocking)
         total = torch.zeros((), device=self.device)
-        for micro, block in enumerate(torch.split(blocks, self.micro_batch_size)):  # (B, T + 1)
-            self.seed_dropout(step, micro)
-            is_last = micro == self.micro_batches - 1
+        for number, micro_batch in enumerate(torch.split(blocks, self.micro_batch_size)):
+            self.seed_dropout(step, number)
+            is_last = number == self.micro_batches - 1
             with contextlib.ExitStack() as stack:
                 if isinstance(self.ddp_model, DistributedDataParallel) and not is_last:
                     stack.enter_context(self.ddp_model.no_sync())  # do not average over the ranks
-                total += (self.captured_gradients or self.gradients)(block) / self.micro_batches
+                total += (self.captured_gradients or self.gradients)(
+                    micro_batch
+                ) / self.micro_batches
         return total
 
-    def gradients(self, block: Tensor) -> Tensor:
-        """Add the gradients of a (B, T + 1) block; return its mean loss."""
-        objective, loss = self.objective(block)
+    def gradients(self, micro_batch: Tensor) -> Tensor:
+        """Add the gradients of a micro-batch (B, T + 1); return its mean loss."""
+        objective, loss = self.objective(micro_batch)
         (objective / self.micro_batches).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
@@ -176,11 +178,11 @@ class Learner:
         wait for the garbage collector.
         """
         parameters = list(self.model.parameters())
-        static_block = self.batches.at(0).to(self.device)
+        static_batch = self.batches.at(0).to(self.device)
 
         def step() -> Tensor:
             self.model.zero_grad(set_to_none=True)  # so that the graph writes into new gradients
-            return self.gradients(static_block)
+            return self.gradients(static_batch)
 
         try:
             replay = capture_graph(step, self.device, is_random=self.dropout > 0)
@@ -188,8 +190,8 @@ class Learner:
         finally:
             self.model.zero_grad(set_to_none=True)
 
-        def replayed(block: Tensor) -> Tensor:
-            static_block.copy_(block)
+        def replayed(micro_batch: Tensor) -> Tensor:
+            static_batch.copy_(micro_batch)
             loss = replay()
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
@@ -197,20 +199,20 @@ class Learner:
 
         return replayed
 
-    def objective(self, block: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the objective and the mean loss in nats of a (B, T + 1) block.
+    def objective(self, micro_batch: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the objective and the mean loss in nats of a micro-batch (B, T + 1).
 
         They differ with n-gram soft targets (distillation, Hinton et al. 2015, section 2): these
         hold a probability for every token that may follow, not only for the one that did.
         """
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
-            logits = self.ddp_model(block[:, :-1])  # (B, T, V)
+            logits = self.ddp_model(micro_batch[:, :-1])  # (B, T, V)
         log_probs = logits.float().log_softmax(dim=-1)
-        loss = F.nll_loss(log_probs.flatten(0, 1), block[:, 1:].flatten())
+        loss = F.nll_loss(log_probs.flatten(0, 1), micro_batch[:, 1:].flatten())
         if self.ngram is None:
             return loss, loss
         with torch.no_grad():
-            soft_targets = self.ngram.probs(block[:, :-1])  # (B, T, V)
+            soft_targets = self.ngram.probs(micro_batch[:, :-1])  # (B, T, V)
         soft_loss = -(soft_targets * log_probs).sum(dim=-1).mean()
         weight = self.ngram_target_weight
         return (1 - weight) * loss + weight * soft_loss, loss
@@ -254,12 +256,12 @@ class Learner:
         norms = torch._foreach_norm(list(self.model.parameters()))
         return math.isfinite(torch.stack(norms).sum().item())
 
-    def tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def state_dicts(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the model's and the optimizer's tensors for a checkpoint, without a copy.
 
         With EMA the model's are the averages, and the raw weights are with the optimizer's.
         """
-        raw, optimizer = dict(self.model.state_dict()), self.optimizer.state_tensors()
+        raw, optimizer = dict(self.model.state_dict()), self.optimizer.state_dict()
         if self.ema_weights is None:
             return raw, optimizer
         return self.ema_weights, optimizer | {f"raw.{name}": tensor for name, tensor in raw.items()}

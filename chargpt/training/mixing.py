@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from chargpt.errors import NOT_FINITE, OperationError
-from chargpt.inference.windows import full_windows
+from chargpt.inference.windows import block_windows
 from chargpt.models import GPT
 from chargpt.models.base import eval_mode
 from chargpt.models.mixture import HIDDEN, Gate, Mixture
@@ -59,7 +59,7 @@ def fit_mixture(gpt: GPT, tokenizer: CharTokenizer, train: Tokens, held_out: Tok
     mixture = Mixture(gpt, train, word_tokens(tokenizer)).to(gpt.device).eval()
     found = []
     with eval_mode(mixture), torch.no_grad():
-        for rows, *_ in full_windows(held_out, gpt.block_size, lookback=mixture.lookback):
+        for rows, *_ in block_windows(held_out, gpt.block_size, lookback=mixture.lookback):
             for part in torch.split(torch.from_numpy(rows), ROWS):
                 data = gate_data(mixture, part.to(gpt.device))
                 found.append([tensor.flatten(0, 1).cpu() for tensor in data])

@@ -21,7 +21,7 @@ COEFFICIENTS = (
 MOMENTUM = 0.8  # 0.95, common with far larger batches, was worse in every run
 
 
-def orthogonalise(matrices: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+def orthogonalize(matrices: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return U V^T of the singular value decomposition U S V^T, approximately, (N, R, C).
 
     Args:
@@ -71,14 +71,14 @@ class Muon:
             gradient = torch.stack([as_wide(w.grad) for w in weights if w.grad is not None])
             buffer.lerp_(gradient, 1 - MOMENTUM)
             nesterov = gradient.lerp_(buffer, MOMENTUM)
-            update = orthogonalise(nesterov, self.dtype)  # (N, R, C)
+            update = orthogonalize(nesterov, self.dtype)  # (N, R, C)
             rate = self.lr * factor
             torch._foreach_mul_(weights, 1 - rate * self.weight_decay)
             for weight, change in zip(weights, update.unbind(), strict=True):
                 scale = max(1, weight.size(0) / weight.size(1)) ** 0.5
                 as_wide(weight).add_(change, alpha=-rate * scale)
 
-    def state_tensors(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         """Return the momentum of every matrix under its name."""
         return {
             f"muon.momentum.{name}": row if row.shape == self.parameters[name].shape else row.mT

@@ -54,7 +54,7 @@ class AdamW:
                 maximize=False,
             )
 
-    def state_tensors(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         """Return both moments of every parameter under its name."""
         first = {f"adamw.exp_avg.{name}": tensor for name, tensor in self.exp_avg.items()}
         return first | {f"adamw.exp_avg_sq.{name}": t for name, t in self.exp_avg_sq.items()}
@@ -87,21 +87,21 @@ class Optimizer:
         for optimizer in self.optimizers:
             optimizer.step(step, factor)
 
-    def state_tensors(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         """Return the complete state of the optimizer."""
         return {
             n: tensor
             for optimizer in self.optimizers
-            for n, tensor in optimizer.state_tensors().items()
+            for n, tensor in optimizer.state_dict().items()
         }
 
-    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load what `state_tensors` returned.
+    def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
+        """Load what `state_dict` returned.
 
         Raises:
             RunError: a tensor is missing or has another shape.
         """
-        for name, tensor in self.state_tensors().items():
+        for name, tensor in self.state_dict().items():
             if name not in tensors:
                 raise _does_not_fit(f"it lacks {name!r}")
             if tensors[name].shape != tensor.shape:  # copy_ would broadcast it

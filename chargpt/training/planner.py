@@ -55,7 +55,7 @@ SIZES = (
 
 # if one of them is fixed, so is the size
 SIZE_KEYS = {
-    f"model.{name}" for name in ("kind", "n_layer", "n_head", "n_embd", "n_mlp", "block_size")
+    f"model.{name}" for name in ("kind", "n_layer", "n_head", "n_embd", "n_inner", "block_size")
 }
 
 
@@ -92,7 +92,7 @@ class Recipe:
     usable_memory: float = 0.6  # fraction: the memory of a run is an estimate
     short: int = 1_000_000  # below it the law is too optimistic about larger sizes
     short_gain: float = 0.01  # nats that a larger size then has to gain by the law
-    max_parameters: int = 12  # per character of the text: the most of the fitted runs
+    max_parameters_per_token: int = 12  # per character of the text: the most of the fitted runs
     mixture_characters: int = 20_000  # to fit a mixture to; more gain nothing
     min_block_size: int = 8
     min_evaluated: int = 12_000  # characters of the validation split per evaluation
@@ -172,7 +172,7 @@ def length_preset_for(characters: float) -> LengthPreset:
     return [each for each in LENGTH_PRESETS if each.characters <= characters][-1]
 
 
-def size_settings(
+def size_values(
     size: Size, characters: float, corpus: Corpus, micro_batches: int = 1
 ) -> dict[str, object]:
     """Return the settings of a run of this size over about `characters` characters.
@@ -195,12 +195,12 @@ def size_settings(
     }
 
 
-def length_settings(
+def length_values(
     config: Config, characters: float, train_characters: int, parameters: int
 ) -> dict[str, object]:
     """Return the settings that depend on the training length, for about `characters` characters."""
     recipe, length = RECIPE, length_preset_for(characters)
-    steps = max(REPLANNING.min_steps, int(characters / config.step_tokens))
+    steps = max(REPLANNING.min_steps, int(characters / config.tokens_per_step))
     every = math.ceil(steps / length.evaluations)
     epochs = characters / train_characters
     overfitting = epochs * math.sqrt(parameters / train_characters)
@@ -212,7 +212,7 @@ def length_settings(
     return {
         "train.max_steps": steps,
         "train.evaluate_every": every,
-        "train.evaluate_tokens": max(
+        "train.evaluation_tokens": max(
             recipe.min_evaluated, min(recipe.max_evaluated, int(characters / 100))
         ),
         "train.save_every": every,
@@ -230,18 +230,18 @@ def length_settings(
 def plan(config: Config, corpus: Corpus, budget: Budget) -> Plan:
     """Choose model size and settings for a run that uses the budget's remaining time.
 
-    Keys in `budget.fixed` stay as they are. The trials here take time from the budget too.
+    Keys in `budget.fixed_keys` stay as they are. The trials here take time from the budget too.
 
     Raises:
         ConfigError: `train.max_steps` is fixed too.
     """
-    if "train.max_steps" in budget.fixed:
+    if "train.max_steps" in budget.fixed_keys:
         raise ConfigError(
             "--budget and train.max_steps both say how long to train; drop one of them"
         )
     planner = _Planner(config, corpus, budget)
     train_characters = planner.train_characters
-    size_was_chosen = config.model.kind == "gpt" and SIZE_KEYS.isdisjoint(budget.fixed)
+    size_was_chosen = config.model.kind == "gpt" and SIZE_KEYS.isdisjoint(budget.fixed_keys)
     if size_was_chosen:
         size, config, speed = planner.best_size()
         # block and batch sizes follow from the length, which is known now
@@ -251,9 +251,9 @@ def plan(config: Config, corpus: Corpus, budget: Budget) -> Plan:
     else:
         speed = measure_speed(config, corpus)
     characters, parameters = planner.readable_characters(speed), planner.parameters(config)
-    length = length_settings(config, characters, train_characters, parameters)
+    length = length_values(config, characters, train_characters, parameters)
     max_tokens = MAX_EPOCHS * train_characters
-    budget.step_limit = max(REPLANNING.min_steps, max_tokens // config.step_tokens)
+    budget.step_limit = max(REPLANNING.min_steps, max_tokens // config.tokens_per_step)
     notes = [EPOCH_LIMIT] if characters == max_tokens else []
     if size_was_chosen and (note := extrapolation(parameters, characters)):
         notes.append(note)
@@ -315,17 +315,19 @@ class _Planner:
             each
             for each in configs
             if training_bytes(each, vocab_size, each.train.batch_size // micro_batches) <= usable
-            and self.parameters(each) <= RECIPE.max_parameters * self.train_characters
+            and self.parameters(each) <= RECIPE.max_parameters_per_token * self.train_characters
         ]
 
     def config_of_size(self, size: Size, characters: float, config: Config | None = None) -> Config:
         micro_batches = self.config.train.micro_batches
-        settings = size_settings(size, characters, self.corpus, micro_batches)
-        return self.with_unless_fixed(config or self.config, settings)
+        values = size_values(size, characters, self.corpus, micro_batches)
+        return self.with_unless_fixed(config or self.config, values)
 
     def with_unless_fixed(self, config: Config, values: dict[str, object]) -> Config:
         """Return the config with those of the values that the user has not fixed."""
-        return config.with_values({k: v for k, v in values.items() if k not in self.budget.fixed})
+        return config.with_values(
+            {k: v for k, v in values.items() if k not in self.budget.fixed_keys}
+        )
 
     def parameters(self, config: Config) -> int:
         return count_parameters(config.model, self.corpus.tokenizer.vocab_size)
@@ -350,4 +352,4 @@ def measure_speed(config: Config, corpus: Corpus) -> float:
     trial = config.with_values(fresh)
     learner = Trainer(trial, corpus).learner
     seconds = measure_step_seconds(learner, RECIPE.trial_steps, update=True)
-    return config.step_tokens / seconds
+    return config.tokens_per_step / seconds

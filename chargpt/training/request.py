@@ -7,7 +7,7 @@ from pathlib import Path
 from chargpt.config import Config, parse_override, read_config_tree
 from chargpt.errors import ConfigError
 from chargpt.ranks import world_size
-from chargpt.text.settings import build_config
+from chargpt.text.build_config import build_config
 from chargpt.text.source import STDIN
 from chargpt.training.budget import Budget, parse_duration
 
@@ -21,7 +21,7 @@ class StartMode(Enum):
 
     NEW = "new"  # reject it
     RESUME = "resume"
-    BEGIN_OR_RESUME = "begin or resume"  # resume it if it has a checkpoint
+    NEW_OR_RESUME = "new or resume"  # resume it if it has a checkpoint
     REPLACE = "replace"
 
 
@@ -29,8 +29,8 @@ class StartMode(Enum):
 class Request:
     """What a user asks `train` for; the fields are like the arguments of `chargpt.train`."""
 
+    path: str | None = None
     text: str | None = None
-    content: str | None = None
     config: str | None = None
     overrides: tuple[str, ...] = ()
     budget: str | None = None
@@ -39,18 +39,18 @@ class Request:
     device: str | None = None
     started: float | None = None
 
-    def settings(self) -> Config:
+    def run_config(self) -> Config:
         """Return the config of a new run.
 
         Raises:
             ConfigError: a setting is wrong, or there are two texts.
         """
-        if self.content is not None and self.text is not None:
-            raise ConfigError("give a text by its path or as `content`, not both")
-        if self.text is not None and (len(self.text) > MAX_PATH or "\n" in self.text):
-            raise ConfigError("`text` is the path of a text; give the text itself as `content`")
-        text = self.text if self.content is None else STDIN
-        return build_config(text, self.config, self.overrides, device=self.device)
+        if self.text is not None and self.path is not None:
+            raise ConfigError("give the path of a text or the text itself, not both")
+        if self.path is not None and (len(self.path) > MAX_PATH or "\n" in self.path):
+            raise ConfigError("the path of the text is a text itself; give it as text=")
+        path = self.path if self.text is None else STDIN
+        return build_config(path, self.config, self.overrides, device=self.device)
 
     def changes(self) -> dict[str, object]:
         """Return the settings of a resumed run that are to change, by dotted keys.
@@ -63,21 +63,21 @@ class Request:
                 "--resume takes its settings from the run; drop -c and --budget, or "
                 "give both a text and --out to begin the run where there is none"
             )
-        if self.content is not None or (self.text is not None and self.out is not None):
+        if self.text is not None or (self.path is not None and self.out is not None):
             raise ConfigError(
                 "start 'resume' takes the text from the run; drop the text, or begin the run where "
-                "there is none with start='begin or resume'"
+                "there is none with start='new or resume'"
             )
         values = dict(parse_override(override) for override in self.overrides)
         return values if self.device is None else {**values, "device": self.device}
 
-    def given_values(self, settings: Config) -> dict[str, object]:
-        """Return the values in `settings` of the keys that this request sets for the whole run."""
-        arguments = {"text.path": self.text, "device": self.device}
+    def fixed_values(self, config: Config) -> dict[str, object]:
+        """Return the values in `config` of the keys that this request sets for the whole run."""
+        arguments = {"text.path": self.path, "device": self.device}
         keys = self.fixed_keys() | {k for k, v in arguments.items() if v is not None}
         if self.budget is not None:
             keys -= {"schedule.cooldown", "schedule.decay_points"}  # re-planning changes them
-        values = settings.flatten()
+        values = config.flatten()
         return {key: values[key] for key in sorted(keys)}
 
     def fixed_keys(self) -> set[str]:

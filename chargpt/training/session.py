@@ -21,7 +21,7 @@ from chargpt.text.describe import warn_of_length, warn_of_list
 from chargpt.text.source import STDIN
 from chargpt.training.budget import REPLANNING, RESERVE, Budget, counting_seconds, mixture_seconds
 from chargpt.training.cost import Cost, expected_cost
-from chargpt.training.finetune import describe_base_run, load_base_run, settings_from
+from chargpt.training.finetune import config_from, describe_base_run, load_base_run
 from chargpt.training.mixing import MIN_CHARACTERS
 from chargpt.training.planner import RECIPE, Plan, plan
 from chargpt.training.request import Request, StartMode
@@ -40,7 +40,7 @@ class Session:
     budget: Budget | None = None
     plan: Plan | None = None  # what the budget chose
     notes: list[str] = field(default_factory=list)  # sentences for the user
-    from_run: Run | None = None  # whose weights are the start
+    base_run: Run | None = None  # whose weights are the start
     is_resumed: bool = False
 
     def __post_init__(self) -> None:
@@ -49,10 +49,10 @@ class Session:
 
 
 @contextmanager
-def open_session(request: Request, loading: OnStage | None = None) -> Iterator[Session]:
+def open_session(request: Request, on_progress: OnStage | None = None) -> Iterator[Session]:
     """Start a run as requested; unlock its folder and leave the process group at the end.
 
-    `loading` is called with the progress of preparing the text.
+    `on_progress` is called with the progress of preparing the text.
 
     Raises:
         FinishedError: the run to resume has no steps left.
@@ -60,7 +60,7 @@ def open_session(request: Request, loading: OnStage | None = None) -> Iterator[S
         ChargptError: the text, a setting or the folder is unusable.
     """
     try:
-        session = start_session(request, loading)
+        session = start_session(request, on_progress)
         try:
             yield session
         finally:
@@ -78,81 +78,81 @@ def open_session(request: Request, loading: OnStage | None = None) -> Iterator[S
     destroy_process_group()
 
 
-def start_session(request: Request, loading: OnStage | None) -> Session:
+def start_session(request: Request, on_progress: OnStage | None) -> Session:
     """Create a run or resume one, as the request's start mode says."""
     if request.start is StartMode.RESUME:
-        return resume_run(request.out or request.text, request.changes(), loading)
-    settings = request.settings()
-    if request.start is StartMode.BEGIN_OR_RESUME:
+        return resume_run(request.out or request.path, request.changes(), on_progress)
+    config = request.run_config()
+    if request.start is StartMode.NEW_OR_RESUME:
         assert request.out is not None
         if has_checkpoint(request.out):
-            changes = request.given_values(settings)
+            changes = request.fixed_values(config)
             return resume_run(
-                request.out, changes, loading, content=request.content, same_command=True
+                request.out, changes, on_progress, text=request.text, same_command=True
             )
     return create_run(
-        settings,
+        config,
         request.out,
-        loading,
-        content=request.content,
+        on_progress,
+        text=request.text,
         budget=request.time_budget(),
         start=request.start,
-        fixed=request.fixed_keys(),
+        fixed_keys=request.fixed_keys(),
     )
 
 
 def create_run(
-    settings: Config,
+    config: Config,
     out: Path | None,
-    loading: OnStage | None = None,
+    on_progress: OnStage | None = None,
     *,
-    content: str | None = None,
+    text: str | None = None,
     budget: Budget | None = None,
     start: StartMode = StartMode.NEW,
-    fixed: Collection[str] = (),
+    fixed_keys: Collection[str] = (),
 ) -> Session:
     """Load the text, plan the run for the budget, and create its folder, by default under runs/.
 
-    `content` is the text itself, instead of what the settings name. `fixed` are the dotted keys
+    `text` is the text itself, instead of what the config names. `fixed_keys` are the dotted keys
     that the user has set. Errors are those of `open_session`.
     """
     force = start is StartMode.REPLACE
-    allow_unsaved = start is StartMode.BEGIN_OR_RESUME  # a run that has saved nothing is replaced
-    device, _ = choose_device(settings.device)
+    allow_unsaved = start is StartMode.NEW_OR_RESUME  # a run that has saved nothing is replaced
+    device, _ = choose_device(config.device)
     group = init_process_group(device)
-    from_run = load_base_run(settings)
-    if from_run is not None:
-        settings = settings_from(from_run, settings, fixed)
+    base_run = load_base_run(config)
+    if base_run is not None:
+        config = config_from(base_run, config, fixed_keys)
         if budget is not None:
-            budget.fixed |= {"model.kind"}  # the size is not chosen
-    settings = with_measured_threads(settings, budget)
+            budget.fixed_keys |= {"model.kind"}  # the size is not chosen
+    config = with_measured_threads(config, budget)
     if out is not None and group.is_main and not force:
         RunFolder.require_unused(out, allow_unsaved=allow_unsaved)
-    require_one_reader(settings, content)
-    corpus = load_corpus(settings.text, content=content, progress=loading)
+    require_one_reader(config, text)
+    corpus = load_corpus(config.text, text=text, on_progress=on_progress)
     planned = None
     if budget is not None:
-        settings, corpus = with_mixture_split(settings, corpus, budget)
+        config, corpus = with_mixture_split(config, corpus, budget)
         budget.evaluation_seconds += mixture_seconds(corpus)
-        planned = plan(settings, corpus, budget)
-        settings = planned.config
+        planned = plan(config, corpus, budget)
+        config = planned.config
     if not group.is_main:
         out = out or Path("runs")  # any path: other ranks write nothing
     with (
-        output_folder(out, f"{slug(corpus.name)}-{settings.model.kind}") as path,
+        output_folder(out, f"{slug(corpus.name)}-{config.model.kind}") as path,
         RunFolder(path).unlocked_on_error() as folder,
     ):
-        trainer = Trainer(settings, corpus, folder=folder, group=group, from_run=from_run)
+        trainer = Trainer(config, corpus, folder=folder, group=group, base_run=base_run)
         notes = [*corpus.notes, *warn_of_length(corpus), *warn_of_list(corpus)]
         seconds = None
         if budget is not None and planned is not None:
             notes += planned.notes
             budget.measure_evaluation(trainer.model, corpus, trainer.config)
-            min_steps = min(REPLANNING.min_steps, settings.train.max_steps)
-            step_seconds = settings.step_tokens / planned.speed
+            min_steps = min(REPLANNING.min_steps, config.train.max_steps)
+            step_seconds = config.tokens_per_step / planned.speed
             note = budget.extend_for(min_steps, step_seconds)
             notes += [] if note is None else [note]
-            planned_seconds = settings.train.max_steps * step_seconds / RECIPE.planned_fraction
+            planned_seconds = config.train.max_steps * step_seconds / RECIPE.planned_fraction
             seconds = min(budget.remaining, planned_seconds)
         if group.is_main:
             # the last ones, the best one and an unfinished one
@@ -161,20 +161,20 @@ def create_run(
                 trainer.config, corpus.tokenizer, force=force, allow_unsaved=allow_unsaved
             )
             notes += folder.notes
-        if from_run is not None:
-            notes.append(describe_base_run(from_run, corpus.tokenizer))
+        if base_run is not None:
+            notes.append(describe_base_run(base_run, corpus.tokenizer))
         cost = expected_cost(trainer.config, trainer.learner, 0, seconds)
-    return Session(trainer, folder, cost, budget, planned, notes, from_run)
+    return Session(trainer, folder, cost, budget, planned, notes, base_run)
 
 
-def with_mixture_split(settings: Config, corpus: Corpus, budget: Budget) -> tuple[Config, Corpus]:
+def with_mixture_split(config: Config, corpus: Corpus, budget: Budget) -> tuple[Config, Corpus]:
     """Return config and text with a split to fit a mixture to, unless its length is fixed.
 
     There is none, with a note, if the text is too short for it, or if counting the n-grams would
     take too much of the budget.
     """
     key, note = "text.mixture_characters", ""
-    if key not in budget.fixed and settings.model.kind == "gpt":
+    if key not in budget.fixed_keys and config.model.kind == "gpt":
         seconds = counting_seconds(corpus)
         if MAX_MIXTURE_FRACTION * corpus.n_characters < MIN_CHARACTERS:
             note = "without a mixture: the text is too short to fit one to 3% of it"
@@ -184,39 +184,39 @@ def with_mixture_split(settings: Config, corpus: Corpus, budget: Budget) -> tupl
                 f"{budget.seconds:g} s; give a longer --budget"
             )
         else:
-            settings = settings.with_values({key: RECIPE.mixture_characters})
-    corpus = replace(corpus, mixture_characters=settings.text.mixture_characters)
+            config = config.with_values({key: RECIPE.mixture_characters})
+    corpus = replace(corpus, mixture_characters=config.text.mixture_characters)
     n_mixture = len(corpus.split("mixture"))
-    if key not in budget.fixed and n_mixture > 2 * MAX_MIXTURE_FRACTION * len(corpus.tokens):
+    if key not in budget.fixed_keys and n_mixture > 2 * MAX_MIXTURE_FRACTION * len(corpus.tokens):
         note = "without a mixture: its split, of whole documents, would be over 6% of the text"
-        settings = settings.with_values({key: 0})
+        config = config.with_values({key: 0})
         corpus = replace(corpus, mixture_characters=0)
-    return settings, replace(corpus, notes=(*corpus.notes, note)) if note else corpus
+    return config, replace(corpus, notes=(*corpus.notes, note)) if note else corpus
 
 
-def with_measured_threads(settings: Config, budget: Budget | None = None) -> Config:
+def with_measured_threads(config: Config, budget: Budget | None = None) -> Config:
     """Return the config with the number of CPU threads that is fastest now, unless it is fixed."""
     max_threads = default_threads()
-    device, _ = choose_device(settings.device)
-    threads = measure_threads(device) if settings.threads is None else None
+    device, _ = choose_device(config.device)
+    threads = measure_threads(device) if config.threads is None else None
     if threads is None:
-        return settings
+        return config
     if budget is not None:
         budget.thread_tuner = ThreadTuner(max_threads)
-    return settings.with_values({"threads": threads})
+    return config.with_values({"threads": threads})
 
 
 def resume_run(
     path: str | Path | None,
     changes: dict[str, object],
-    loading: OnStage | None = None,
+    on_progress: OnStage | None = None,
     *,
-    content: str | None = None,
+    text: str | None = None,
     same_command: bool = False,
 ) -> Session:
     """Load the latest checkpoint of a run, by default the newest, and its text.
 
-    The arguments and errors are those of `resume`; `content` is the text itself, given again.
+    The arguments and errors are those of `resume`; `text` is the text itself, given again.
     """
     folder = open_run(path or newest_run())
     if folder.path.name == REPLACED:  # locking the run puts the old one back
@@ -224,21 +224,21 @@ def resume_run(
     with folder.unlocked_on_error():
         if is_main_rank():
             folder.lock()  # before it is read, so that no other process writes in between
-        saved, settings, notes = resume(folder, changes, same_command=same_command)
-        group = init_process_group(choose_device(settings.device)[0])
+        saved, config, notes = resume(folder, changes, same_command=same_command)
+        group = init_process_group(choose_device(config.device)[0])
         key = saved.state.corpus_key
-        is_given_once = content is not None or settings.text.path == STDIN
+        is_given_once = text is not None or config.text.path == STDIN
         if same_command and not is_given_once:  # the command names the text
-            corpus = load_corpus(settings.text, key=key, progress=loading)
+            corpus = load_corpus(config.text, key=key, on_progress=on_progress)
         elif same_command:
-            require_one_reader(settings, content)
-            corpus = load_corpus(settings.text, content=content, progress=loading)
+            require_one_reader(config, text)
+            corpus = load_corpus(config.text, text=text, on_progress=on_progress)
             require_same_text(corpus, saved)
         else:
-            corpus = load_cached(settings.text, key, saved.state.text_name)
-        from_run = load_base_run(settings) if settings.optim.l2_sp else None
+            corpus = load_cached(config.text, key, saved.state.text_name)
+        base_run = load_base_run(config) if config.optim.l2_sp else None
         trainer = Trainer(
-            settings, corpus, folder=folder, saved=saved, group=group, from_run=from_run
+            config, corpus, folder=folder, saved=saved, group=group, base_run=base_run
         )
         if group.is_main:
             require_space(folder, 1, trainer.checkpoint_bytes())
@@ -267,9 +267,9 @@ def require_space(folder: RunFolder, n_checkpoints: int, n_bytes: int) -> None:
         ) from None
 
 
-def require_one_reader(settings: Config, content: str | None) -> None:
+def require_one_reader(config: Config, text: str | None) -> None:
     """Raise a TextError if several processes would each read a part of standard input."""
-    if world_size() > 1 and settings.text.path == STDIN and content is None:
+    if world_size() > 1 and config.text.path == STDIN and text is None:
         raise TextError("several processes cannot share standard input; name a file")
 
 

@@ -68,7 +68,7 @@ class Trainer:
         saved: a checkpoint to continue from.
         group: the ranks that train together.
         ngram: what `fit_ngram` returned, for the soft targets, if already fitted.
-        from_run: the run that `train.from_run` names.
+        base_run: the run that `train.base_run` names.
 
     Raises:
         ConfigError: the batch does not divide over ranks and micro-batches, or TensorBoard is not
@@ -87,7 +87,7 @@ class Trainer:
         saved: Checkpoint | None = None,
         group: RankGroup | None = None,
         ngram: NGramLM | None = None,
-        from_run: Run | None = None,
+        base_run: Run | None = None,
     ) -> None:
         self.group = group or RankGroup()
         self.device, self.device_reason = choose_device(config.device)
@@ -105,7 +105,7 @@ class Trainer:
                 default_threads()  # before it is changed
                 torch.set_num_threads(config.threads)
         self.folder = folder if self.group.is_main else None
-        self.learner = Learner(self.config, corpus, self.group, self.device, saved, ngram, from_run)
+        self.learner = Learner(self.config, corpus, self.group, self.device, saved, ngram, base_run)
         self.model, self.dtype = self.learner.model, self.learner.dtype
         self.validator = Validator(self.learner, corpus, self.config)
         self.writer = RunWriter(self.folder, tensorboard=self.config.track.tensorboard)
@@ -217,7 +217,7 @@ class Trainer:
         self.learner.apply_update(step, lr_factor)
         self.state = replace(self.state, step=step + 1)
         self.pending.append((step + 1, lr_factor, report.loss, report.grad_norm))
-        if self._is_due(METRICS_EVERY) and self._may_synchronise():
+        if self._is_due(METRICS_EVERY) and self._may_synchronize():
             self.write_metrics()
         if self._is_due(train.evaluate_every):
             self.validate(report)
@@ -227,7 +227,7 @@ class Trainer:
             self._sample(report)
         return report
 
-    def _may_synchronise(self) -> bool:
+    def _may_synchronize(self) -> bool:
         """Return, the same on all ranks, whether the metrics may be read from the device now."""
         waited = time.perf_counter() - self.metrics_written
         return self.device.type == "cpu" or self.group.all_reduce_any(waited >= METRICS_SECONDS)
@@ -275,7 +275,7 @@ class Trainer:
 
     @property
     def _characters_per_step(self) -> float:
-        return self.config.step_tokens * self.corpus.characters_per_token
+        return self.config.tokens_per_step * self.corpus.characters_per_token
 
     def _is_due(self, every: int) -> bool:
         """Return whether work done every `every` steps is due; after the last step it always is."""
@@ -289,7 +289,7 @@ class Trainer:
         self.write_metrics()
         nats = math.nan
         if self.group.is_main:
-            max_tokens = self.config.train.evaluate_tokens
+            max_tokens = self.config.train.evaluation_tokens
             report.validation = self.validator.evaluate("val", max_tokens)
             nats = report.validation.nats_per_char
             self._record({"step": report.step, VALIDATION: nats})
@@ -379,7 +379,7 @@ class Trainer:
             torch=str(torch.__version__),
         )
         self.saving = self.writer.save(
-            self.config, self.corpus.tokenizer, state, self.learner.tensors(), is_best=is_best
+            self.config, self.corpus.tokenizer, state, self.learner.state_dicts(), is_best=is_best
         )
         self.best_before = self.state.best_step, self.state.best_nats_per_char
         self.state = state
@@ -413,7 +413,7 @@ class Trainer:
 
     def checkpoint_bytes(self) -> int:
         """Return the approximate size of a checkpoint in bytes."""
-        tensors = (tensor for part in self.learner.tensors() for tensor in part.values())
+        tensors = (tensor for part in self.learner.state_dicts() for tensor in part.values())
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def _seconds(self) -> float:

@@ -16,7 +16,7 @@ class Validator:
     def __init__(self, learner: Learner, corpus: Corpus, config: Config) -> None:
         self.learner, self.corpus = learner, corpus
         length = min(SAMPLE_LENGTH, config.sample.length)
-        number = N_DOCUMENTS if corpus.tokenizer.boundary else 1
+        number = N_DOCUMENTS if corpus.tokenizer.eos_token else 1
         update = {"length": length, "num_samples": number, "seed": config.seed}
         self.sampling = config.sample.model_copy(update=update)
 
@@ -34,7 +34,7 @@ class Validator:
     def sample(self) -> str:
         """Return a short text, or some documents, generated with the run's sampling settings."""
         tokenizer, options = self.corpus.tokenizer, self.sampling
-        prompt = tokenizer.encode(tokenizer.boundary + options.prompt, unknown="replace")
+        prompt = tokenizer.encode(tokenizer.eos_token + options.prompt, unknown="replace")
         unigram = self.corpus.token_counts("train")
         with self.learner.with_ema_weights():
             pieces = stream_pieces(self.learner.model, tokenizer, prompt, options, unigram=unigram)

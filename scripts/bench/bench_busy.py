@@ -56,7 +56,7 @@ def train(text: Path, budget: str, n_processes: int) -> dict[str, Any]:
         "budget": budget,
         "seconds": round(seconds, 2),
         "of_budget": round(seconds / parse_duration(budget), 3),
-        "steps": result["steps"],
+        "steps": result["step"],
         "parameters": result["parameters"],
         "threads": config["threads"],
         "nats_per_char": round(result["nats_per_char"], 4),

@@ -135,7 +135,7 @@ def measure_run(path: Path, n_texts: int) -> dict[str, Any]:
             others[name] = {"bytes": found[0], "seconds": round(found[1], 1)}
     return {
         "text": corpus.name,
-        "parameters": run.model.parameter_count(),
+        "parameters": run.model.num_parameters(),
         "training_seconds": round(run.state.seconds, 1),
         "random_texts": n_texts,
         "differences": differences,

@@ -1,4 +1,4 @@
-"""Parity of exports: each format's reader beside the run, on runs of different kinds.
+"""Parity of exports: each format's runtime beside the run, on runs of different kinds.
 
     python scripts/bench/bench_export.py RUN [RUN ...] [--json benchmarks/export.json]
 
@@ -27,7 +27,7 @@ from record import provenance, save_record, write_record
 
 from chargpt.export import gguf, html, huggingface, onnx
 from chargpt.export.check import (
-    Reader,
+    Runtime,
     check_export,
     encode,
     exportable_model,
@@ -116,7 +116,7 @@ class PageInChromium:
         size, theirs, ours, characters = run.model.block_size, 0.0, 0.0, 0
         for start in range(0, len(tokens) - 1, size):
             block = tokens[start : start + size + 1]
-            if block[0] >= run.model.first_continuation_token:
+            if block[0] >= run.model.first_continuation_byte:
                 continue  # the page begins at whole characters
             records = [*self.ask(block[:-1])[1:], *self.ask(block, is_new=False)]
             assert len(records) == len(block) - 1
@@ -129,12 +129,12 @@ class PageInChromium:
 
 
 @contextmanager
-def open_export(kind: str, run: Run, folder: Path) -> Iterator[Reader]:
+def open_export(kind: str, run: Run, folder: Path) -> Iterator[Runtime]:
     """Export a run, and open what was written."""
     model = exportable_model(run, kind)
     if kind == "hf":
         huggingface.export_huggingface(run, folder / "hf")
-        yield huggingface.TransformersReader(folder / "hf")
+        yield huggingface.TransformersRuntime(folder / "hf")
     elif kind.startswith("gguf"):
         path, precision = folder / "model.gguf", kind.partition(" ")[2]
         gguf.export_gguf(run, path, precision)
@@ -143,21 +143,21 @@ def open_export(kind: str, run: Run, folder: Path) -> Iterator[Reader]:
         longer = build_model(model.config.model_copy(update={"block_size": size}), model.vocab_size)
         longer.load_state_dict(model.state_dict())
         gguf.write_gguf(path, run, longer, precision)
-        yield gguf.LlamaReader(path, model.vocab_size, size, threads=2)
+        yield gguf.LlamaRuntime(path, model.vocab_size, size, threads=2)
     else:
         onnx.export_onnx(run, folder / "model.onnx")
-        yield onnx.OnnxReader(folder / "model.onnx", model)
+        yield onnx.OnnxRuntime(folder / "model.onnx", model)
 
 
-def full_loss(reader: Reader, run: Run, tokens: list[int]) -> float:
-    """Return the loss of protocol blocks in nats per character, from the reader's logits."""
+def full_loss(runtime: Runtime, run: Run, tokens: list[int]) -> float:
+    """Return the loss of protocol blocks in nats per character, from the runtime's logits."""
     size, losses = run.model.block_size, []
     for start in range(0, len(tokens) - 1, size):
         block = tokens[start : start + size]
         targets = tokens[start + 1 : start + 1 + size]
-        found = log_softmax(reader.logits(block[: len(targets)])[-len(targets) :])
-        while len(found) < len(targets):  # of a reader of single positions
-            before = log_softmax(reader.logits(block[: len(targets) - len(found)]))
+        found = log_softmax(runtime.logits(block[: len(targets)])[-len(targets) :])
+        while len(found) < len(targets):  # of a runtime of single positions
+            before = log_softmax(runtime.logits(block[: len(targets) - len(found)]))
             found = np.concatenate((before, found))
         losses.append(-found[np.arange(len(targets)), targets])
     characters = run.tokenizer.count_characters(np.array(tokens[1:]))
@@ -176,13 +176,13 @@ def measure(run: Run, kind: str) -> dict[str, Any]:
                 page = PageInChromium(path, driver)
                 name, found = page.name, page.measure(run, tokens)
         else:
-            with open_export(kind, run, Path(folder)) as reader:
-                name, found = reader.name, measure_reader(reader, run, tokens)
+            with open_export(kind, run, Path(folder)) as runtime:
+                name, found = runtime.name, measure_runtime(runtime, run, tokens)
     return {
         "run": run.folder.name,
-        "parameters": run.model.parameter_count(),
+        "parameters": run.model.num_parameters(),
         "format": kind,
-        "reader": name,
+        "runtime": name,
         "difference": float(f"{found['difference']:.1e}"),
         "greedy": found["greedy"],
         "loss": round(found["loss"], 6),
@@ -190,14 +190,14 @@ def measure(run: Run, kind: str) -> dict[str, Any]:
     }
 
 
-def measure_reader(reader: Reader, run: Run, tokens: list[int]) -> dict[str, Any]:
+def measure_runtime(runtime: Runtime, run: Run, tokens: list[int]) -> dict[str, Any]:
     """Return largest difference, whether greedy text is the same, and the loss."""
     same = all(
-        reader.greedy(prompt, length) == greedy(run.model, prompt, length)
+        runtime.greedy(prompt, length) == greedy(run.model, prompt, length)
         for prompt, length in greedy_prompts(run, prompts(run))
     )
-    difference = check_export(run, reader, max_divergence=1.0).difference
-    return {"difference": difference, "greedy": same, "loss": full_loss(reader, run, tokens)}
+    difference = check_export(run, runtime, max_divergence=1.0).difference
+    return {"difference": difference, "greedy": same, "loss": full_loss(runtime, run, tokens)}
 
 
 def main() -> None:

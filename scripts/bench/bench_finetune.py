@@ -67,7 +67,7 @@ def measure(pair: str, args: argparse.Namespace, seed: int, folder: Path) -> lis
             "old": loss(run, splits["old"]),
             "old_known": round(known(run, splits["old"]), 4),
             "vocabulary": run.model.vocab_size,
-            "parameters": run.model.parameter_count(),
+            "parameters": run.model.num_parameters(),
         }
         for name, run in runs.items()
     ]

@@ -29,7 +29,7 @@ from chargpt.config import Config, load_config
 from chargpt.device import choose_device, choose_dtype, synchronize
 from chargpt.models.kernels import RMSNorm
 from chargpt.text.corpus import Corpus, load_corpus
-from chargpt.training.planner import Size, length_settings, size_settings
+from chargpt.training.planner import Size, length_values, size_values
 from chargpt.training.trainer import Trainer
 
 SIZES = (Size(4, 128), Size(6, 384), Size(12, 768))
@@ -86,7 +86,7 @@ def measure_steps(configs: list[Config], corpus: Corpus, number: int, found: Mea
 
         whole = milliseconds(step, device, number)
         found.add("steps", f"{name}, whole step (ms)", whole)
-        characters = round(1000 * config.step_tokens / whole)
+        characters = round(1000 * config.tokens_per_step / whole)
         found.add("steps", f"{name}, characters per second", characters)
 
 
@@ -172,8 +172,8 @@ def measure_epochs(config: Config, corpus: Corpus, found: Measurements) -> None:
         for epochs in EPOCHS:
             sized = config.with_values({"train.batch_size": batch_size})
             start, trainer = time.perf_counter(), Trainer(sized, corpus)
-            settings = length_settings(
-                sized, epochs * train_characters, train_characters, trainer.model.parameter_count()
+            settings = length_values(
+                sized, epochs * train_characters, train_characters, trainer.model.num_parameters()
             )
             trainer = Trainer(sized.with_values({**settings, "train.sample_every": 0}), corpus)
             validation = [r.validation for r in trainer.steps() if r.validation is not None]
@@ -199,7 +199,7 @@ def main() -> None:
     changes = {key: yaml.safe_load(value) for key, _, value in pairs}
     base = load_config("gpt").with_values({"text.path": str(arguments.text)})
     corpus = load_corpus(base.text)
-    configs = [base.with_values({**size_settings(size, LONG, corpus), **changes}) for size in SIZES]
+    configs = [base.with_values({**size_values(size, LONG, corpus), **changes}) for size in SIZES]
     device, found = choose_device(base.device)[0], Measurements(arguments.json)
     if "steps" in arguments.parts:
         measure_steps(configs, corpus, arguments.steps, found)

@@ -23,7 +23,7 @@ from typing import Any
 from record import provenance, save_record, write_record
 
 CHARGPT = [sys.executable, "-m", "chargpt"]
-SHOWN = ("6-gram", "gpt", "gpt + 8-gram", "gpt before")
+SHOWN = ("6-gram", "gpt", "gpt + n-grams", "gpt before")
 
 
 def chargpt(*words: str, checkout: Path | None = None) -> str:
@@ -42,14 +42,14 @@ def losses_of(run: Path, checkout: Path | None = None) -> dict[str, float]:
     for row in compared["rows"]:
         if row["run"] is None:  # a baseline
             continue
-        name = "gpt + 8-gram" if row["model"].endswith(" + 8-gram") else "gpt"
+        name = "gpt + n-grams" if row["model"].endswith("-grams") else "gpt"
         losses[name] = row["nats_per_char"]
     return losses
 
 
 def steps_of(run: Path, checkout: Path | None = None) -> int:
     """Return the number of steps of a run's best checkpoint."""
-    steps: int = json.loads(chargpt("evaluate", str(run), "--json", checkout=checkout))["steps"]
+    steps: int = json.loads(chargpt("evaluate", str(run), "--json", checkout=checkout))["step"]
     return steps
 
 

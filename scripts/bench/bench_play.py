@@ -61,7 +61,7 @@ def make_page(sizes: tuple[int, int, int, int], path: Path) -> int:
     model = build_model(config.model, tokenizer.vocab_size).eval()
     torch.nn.init.normal_(model.head.weight, std=0.02)
     export_html(Run(path.parent, config, tokenizer, model, 1, RunState(1)), path, force=True)
-    return model.parameter_count()
+    return model.num_parameters()
 
 
 def measure(browser: Browser, path: Path) -> dict[str, float]:

@@ -67,7 +67,7 @@ import sys, tempfile, time
 from pathlib import Path
 import torch
 from chargpt.config import Config
-from chargpt.export.gguf import LlamaReader, write_gguf
+from chargpt.export.gguf import LlamaRuntime, write_gguf
 from chargpt.models import build_model
 from chargpt.store.run import Run
 from chargpt.store.state import RunState
@@ -85,7 +85,7 @@ run = Run(Path("run"), config, tokenizer, model, 1, RunState(1))
 with tempfile.TemporaryDirectory() as folder:
     path = Path(folder) / "model.gguf"
     write_gguf(path, run, model, "f32")
-    reader = LlamaReader(path, 65, block_size, threads, is_exact=False)
+    reader = LlamaRuntime(path, 65, block_size, threads, is_exact=False)
 
 def complete(length):
     answer = reader.post(

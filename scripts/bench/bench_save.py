@@ -41,7 +41,7 @@ def main() -> None:
         run = RunFolder(Path(folder) / "run")
         trainer = Trainer(config, corpus, folder=run)
         run.create(trainer.config, corpus.tokenizer, force=False)
-        model, optimizer = trainer.model.state_dict(), trainer.learner.optimizer.state_tensors()
+        model, optimizer = trainer.model.state_dict(), trainer.learner.optimizer.state_dict()
         optimizer = {name: tensor.contiguous() for name, tensor in optimizer.items()}
         plain = [Path(folder) / name for name in ("model.safetensors", "optimizer.safetensors")]
 
@@ -78,7 +78,7 @@ def main() -> None:
         medians = {name: statistics.median(times) for name, times in seconds.items()}
         record = {
             **provenance(),
-            "parameters": trainer.model.parameter_count(),
+            "parameters": trainer.model.num_parameters(),
             "bytes": trainer.checkpoint_bytes(),
             "seconds": medians,
             "sha256_on_one_core": round(summing, 4),

@@ -48,7 +48,7 @@ for step in range(11):
 print(json.dumps({
     "prepare_seconds": round(prepared, 3),
     "prepare_mb": round(prepared_mb, 1),
-    "parameters": trainer.model.parameter_count(),
+    "parameters": trainer.model.num_parameters(),
     "step_ms": round(1000 * min(seconds[1:]), 1),
     "step_mb": round(peak() - before, 1),
     "characters_per_step": config.train.batch_size * config.model.block_size,

@@ -87,7 +87,7 @@ for step in range(13):
     trainer.learner.apply_update(step, 1.0)
     synchronize(trainer.device)
     seconds.append(time.perf_counter() - start)
-multiplied = trainer.model.parameter_count() - trainer.corpus.tokenizer.vocab_size * model.n_embd
+multiplied = trainer.model.num_parameters() - trainer.corpus.tokenizer.vocab_size * model.n_embd
 each = 6 * multiplied + 12 * model.n_layer * model.n_embd * model.block_size
 done = each * train.batch_size * model.block_size / statistics.median(seconds[3:])
 peak = matmul_flops(trainer.device, trainer.dtype)
@@ -143,8 +143,8 @@ def run_ours(
         found = printed([*chargpt, "evaluate", str(run), "--json", "--protocol", protocol], folder)
         losses[protocol] = found["nats_per_char"]
     share = printed([sys.executable, "-c", SHARE, str(run)], folder)
-    facts = {name: found[name] for name in ("parameters", "block_size", "steps")}
-    return {"seconds": seconds, **losses, **facts, **share}
+    facts = {name: found[name] for name in ("parameters", "block_size")}
+    return {"seconds": seconds, **losses, **facts, "steps": found["step"], **share}
 
 
 def run_nanogpt(

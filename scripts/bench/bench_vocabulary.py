@@ -48,7 +48,7 @@ def measure(run: Run) -> dict[str, Any]:
     return {
         "vocabulary": run.model.vocab_size,
         "model": f"{config.model.n_layer} x {config.model.n_embd}",
-        "parameters": run.model.parameter_count(),
+        "parameters": run.model.num_parameters(),
         "steps": run.step,
         "chars_per_second": round(n_tokens * corpus.characters_per_token / run.state.seconds),
         "nats_per_char": round(result.nats_per_char, 4),

@@ -218,13 +218,13 @@ def mixture(*records: dict[str, Any]) -> list[str]:
     rows = []
     cases = [(mean, found) for found in records for mean in found["means"]]
     for mean, found in cases:
-        losses = [mean["6-gram"], mean["gpt"], mean.get("gpt before"), mean["gpt + 8-gram"]]
+        losses = [mean["6-gram"], mean["gpt"], mean.get("gpt before"), mean["gpt + n-grams"]]
         cells = ["" if loss is None else f"{loss:.4f}" for loss in losses]
-        gain = min(mean["6-gram"], mean["gpt"]) - mean["gpt + 8-gram"]
+        gain = min(mean["6-gram"], mean["gpt"]) - mean["gpt + n-grams"]
         case = [mean["text"], mean["budget"], str(mean["seeds"])]
         rows.append([*case, *cells, f"{gain:.3f}", found["commit"], found["hardware"]])
     rows.sort(key=lambda row: row[0])
-    models = ["6-gram", "gpt", "gpt before", "gpt + 8-gram"]
+    models = ["6-gram", "gpt", "gpt before", "gpt + n-grams"]
     head = ["text", "budget", "seeds", *models, "below the better one", "commit", "hardware"]
     return [
         "Nats per character of the whole validation splits, protocol `blocks`, means of the seeds "

@@ -137,7 +137,7 @@ function read(given, length, { isPreview: preview = false, seed = 0 } = {}) {
 function promptTokens() {  // and says which characters are not in the vocabulary
   const text = written.replace(/\r\n?/g, "\n") === prompt.value ? written : prompt.value;
   const isLonger = prefixLength && written && text.startsWith(written);  // than what began without a prompt
-  const start = isLonger || !text ? pageData.start : pageData.tokenizer.boundary ?? "";
+  const start = isLonger || !text ? pageData.bos_text : pageData.tokenizer.eos_token ?? "";
   prefixLength = [...start].length;
   const [found, missing] = encode(start + text);
   const names = [...missing].slice(0, 5).map((character) => `\u2068${character === " " ? "space" : sign(character)}\u2069`).join(", ");
@@ -247,7 +247,7 @@ function choose(token) {  // null: the next one
   for (const [other, prob, mayCome] of record?.top ?? []) {
     const button = document.createElement("button");
     button.type = "button";
-    button.disabled = !mayCome || other === pageData.boundary_id;
+    button.disabled = !mayCome || other === pageData.eos_token_id;
     button.style.setProperty("--prob", `${100 * prob}%`);
     button.setAttribute("aria-pressed", other === record.token);
     button.append(isolated(name(other)), ` ${(100 * prob).toFixed(1)}%`);

@@ -204,13 +204,13 @@ function rewind(prompt) {  // keeps what the cache shares with a prompt; returns
   let first = length;
   if (!length) {
     first = Math.max(0, prompt.length - K);
-    const whole = prompt.slice(first).findIndex((token) => token < pageData.first_continuation_token);
+    const whole = prompt.slice(first).findIndex((token) => token < pageData.first_continuation_byte);
     first += Math.max(0, whole);
   }
   tokens = prompt.slice(0, first);
   attentionRows.length = first;
   state = tokens.reduce((from, token) => Math.max(0, follow(from, token)), 0);
-  // without a start token, the first character has its frequency in the training split
+  // without a text to start from, the first character has its frequency in the training split
   logits = !first && pageData.counts ? Float64Array.from(pageData.counts, Math.log) : null;
   if (length) feed(prompt[first++], false);
   return first;
@@ -221,7 +221,7 @@ function* generate(request) {  // prefill, then sampling; yields a record of eac
   for (let count = 0; count < request.length; count += state === 0) {
     const scores = logits ?? new Float64Array(V);
     const token = sample(scores, state, uniform(request.seed, tokens.length), request);
-    if (token === pageData.boundary_id) return;  // the document ends
+    if (token === pageData.eos_token_id) return;  // the document ends
     yield feed(token, true);
   }
 }
@@ -233,7 +233,7 @@ function generateBigram(request) {  // the continuation by the bigram of the tra
     const scores = new Float64Array(V).fill(Math.log(pageData.bigram.alpha)), row = pageData.bigram.rows[last] ?? [];
     for (let i = 0; i < row.length; i += 2) scores[row[i]] = Math.log(row[i + 1] + pageData.bigram.alpha);
     last = sample(scores, from, uniform(request.seed, request.tokens.length + found.length), request);
-    if (last === pageData.boundary_id) break;
+    if (last === pageData.eos_token_id) break;
     found.push(last);
     from = follow(from, last);
   }

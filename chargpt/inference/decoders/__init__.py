@@ -57,7 +57,7 @@ def build_decoder(
     """
     candidates: list[Callable[..., Decoder]] = []
     is_on_cpu = model.device.type == "cpu"
-    is_small = is_on_cpu or model.parameter_count() * num_sequences <= MAX_CPU_WORK
+    is_small = is_on_cpu or model.num_parameters() * num_sequences <= MAX_CPU_WORK
     if is_supported(model) and is_small:
         num_threads = min(max_threads, num_sequences // MIN_SEQUENCES)
         parallel = partial(ParallelDecoder, num_threads=num_threads)

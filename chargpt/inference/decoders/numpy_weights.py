@@ -67,7 +67,7 @@ def pack_weights(model: GPT) -> Weights:
         by_head[:, :2] = by_head[:, :2, :, pairs]
         norms = [weight[f"{prefix}.attention.{name}"] for name in ("query_norm", "key_norm")]
         qk_norm = torch.stack(norms) * size**0.5  # (2, D)
-        if config.scaled:
+        if config.scale_attn_weights:
             qk_norm[0] *= size**-0.5
         layers.append(
             LayerWeights(

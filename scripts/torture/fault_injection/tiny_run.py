@@ -28,7 +28,7 @@ TINY: dict[str, object] = {
     "train.micro_batches": 2,
     "train.ema": 0.9,
     "train.evaluate_every": 20,
-    "train.evaluate_tokens": 200,
+    "train.evaluation_tokens": 200,
     "train.save_every": SAVE_EVERY,
     "train.sample_every": 0,
 }

@@ -20,7 +20,12 @@ SETTINGS: tuple[dict[str, object], ...] = (
     {"model.attention": "average", "train.clip_norm": "null", "model.dropout": 0.3},
     {"model.kind": "bigram", "train.micro_batches": 1},
     {"dtype": "bfloat16", "schedule.cooldown": 0.3, "train.ngram_target_weight": 0.5},
-    {"train.patience": 60, "model.mlp": "none", "model.qk_norm": False, "model.scaled": False},
+    {
+        "train.patience": 60,
+        "model.mlp": "none",
+        "model.qk_norm": False,
+        "model.scale_attn_weights": False,
+    },
 )
 RESUMED_STEPS = 50
 NON_FINITE = (float("nan"), float("inf"))
