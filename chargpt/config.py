@@ -266,10 +266,10 @@ class ScheduleConfig(Settings):
     cooldown: float = Field(0.9, ge=0, le=1)
     """Fraction of all steps in which `wsd` decays towards zero; 0 keeps the rate constant."""
     decay_points: tuple[tuple[NonNegativeInt, PositiveInt], ...] = ()
-    """Pairs (step, end), one for each time a budget or a resume moved the end of the decay. Until
-    `step`, counted from 0, the rate fell in a straight line to reach zero at `end`; after the last
-    pair it falls to reach zero at train.max_steps. The decay begins at (1 - `cooldown`) times the
-    first end."""
+    """How a budget or a resume moved the end of the decay, one pair (step, end) per move: up to
+    `step`, counted from 0, the rate fell on a line that would reach zero at `end`. After the last
+    pair the line reaches zero at train.max_steps. The decay begins at (1 - `cooldown`) of the first
+    end."""
     restarts: tuple[tuple[PositiveInt, UnitInterval], ...] = ()
     """Resumed runs with more steps: pairs (step, fraction of the peak). At that step the rate warms
     up to this fraction again, then decays linearly to zero."""

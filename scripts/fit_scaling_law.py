@@ -62,8 +62,8 @@ config = load_config("gpt").with_values({"text.path": text, "device": sys.argv[4
 corpus = load_corpus(config.text)
 config = config.with_values(size_values(SIZES[size], characters, corpus))
 parameters = count_parameters(config.model, corpus.tokenizer.vocab_size)
-train_characters = len(corpus.split("train"))
-config = config.with_values(length_values(config, characters, train_characters, parameters))
+train_tokens = len(corpus.split("train"))
+config = config.with_values(length_values(config, characters, train_tokens, parameters))
 tune_malloc()
 trainer = Trainer(config, corpus)
 for report in trainer.steps():
@@ -100,7 +100,7 @@ def train_all(
     return sorted(results, key=lambda result: (result["parameters"], result["characters"]))
 
 
-def fit(results: list[dict[str, Any]], train_characters: int) -> dict[str, float]:
+def fit(results: list[dict[str, Any]], train_tokens: int) -> dict[str, float]:
     """Return the coefficients: exponents, r and s by grid search, the rest by least squares."""
     sizes = np.array([result["parameters"] for result in results], dtype=float)
     characters = np.array([result["characters"] for result in results], dtype=float)
@@ -109,7 +109,7 @@ def fit(results: list[dict[str, Any]], train_characters: int) -> dict[str, float
     for r, s in product(R_VALUES, S_VALUES):
         read = zip(sizes, characters, strict=True)
         unique = np.array(
-            [unique_token_equivalents(n, c, train_characters, {"r": r, "s": s}) for n, c in read]
+            [unique_token_equivalents(n, c, train_tokens, {"r": r, "s": s}) for n, c in read]
         )
         for p, q in product(EXPONENTS, EXPONENTS):
             columns = np.stack((np.ones_like(sizes), sizes**-p, unique**-q), axis=1)
@@ -160,12 +160,12 @@ def main() -> None:
         content = arguments.text.read_text(encoding="utf-8")
         training = Path(folder, "training-split.txt")
         training.write_text(content[: int(0.9 * len(content))], encoding="utf-8")
-        train_characters = len(load_corpus(TextConfig(path=str(training))).split("train"))
+        train_tokens = len(load_corpus(TextConfig(path=str(training))).split("train"))
         tasks = [job[1:] for job in jobs]
         results = train_all(training, tasks, arguments.workers, arguments.device)
     runs = sorted(known + results, key=lambda run: (run["parameters"], run["characters"]))
-    law = fit(runs, train_characters)
-    record = {**provenance(), "train_characters": train_characters, "law": law, "runs": runs}
+    law = fit(runs, train_tokens)
+    record = {**provenance(), "train_characters": train_tokens, "law": law, "runs": runs}
     if arguments.refit:  # the facts of the runs stay
         record = {**recorded, "refitted": provenance(), "law": law}
     write_record(record, TARGET)

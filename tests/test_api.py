@@ -146,6 +146,11 @@ def test_the_same_command_resumes_a_run_whose_decay_was_planned_again() -> None:
     assert set(fixed.fixed_values(fixed.run_config())) == {"text.path", "seed", "schedule.cooldown"}
 
 
+def test_a_section_of_comments_in_a_config_fixes_no_key(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("train:\n  # max_steps: 5\nmodel: {}\noptim:\n  lr: 0.1\n")
+    assert Request(config=str(tmp_path / "c.yaml")).fixed_keys() == {"optim.lr"}
+
+
 def test_a_run_is_resumed_with_its_own_content_only(tmp_path: Path) -> None:
     out, text = tmp_path / "run", "the cat sat on the mat\n" * 100
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from noise import RUNGS, fill_with_noise, noisy_model, random_tokens
 
 from chargpt.config import ModelConfig
-from chargpt.errors import ConfigError, TextError
+from chargpt.errors import ConfigError, DeviceError, TextError
 from chargpt.export.huggingface import qwen3_config, qwen3_weights
 from chargpt.models import GPT, build_model, count_parameters, gpt
 from chargpt.models.attention import causal_mask, explicit_attention, uniform_weights
@@ -370,3 +370,8 @@ def test_fill_with_noise_changes_every_parameter():
     fill_with_noise(model)
     for name, tensor in model.state_dict().items():
         assert (tensor != initial[name]).all(), name
+
+
+def test_a_cache_that_does_not_fit_into_memory_is_refused_before_it_is_allocated():
+    with pytest.raises(DeviceError, match=r"a KV cache of 1,000,000,000,000 x 12 tokens .* GB"):
+        noisy_model(block_size=12).new_cache(10**12)

@@ -253,8 +253,8 @@ def test_longer_runs_have_less_ngram_weight_and_more_epochs_have_more_weight_dec
     base = load_config("gpt")
     weight, decay = base.train.ngram_target_weight, base.optim.weight_decay
 
-    def chosen(characters: float, train_characters: int) -> object:
-        values = length_values(base, characters, train_characters, 10**6)
+    def chosen(characters: float, train_tokens: int) -> object:
+        values = length_values(base, characters, train_tokens, 10**6)
         return pytest.approx((values["train.ngram_target_weight"], values["optim.weight_decay"]))
 
     assert chosen(500_000, 10**6) == (weight, decay / 5)

@@ -377,6 +377,19 @@ def test_metrics_skip_a_truncated_line_and_are_truncated_after_a_step(run: RunFo
     assert [record["step"] for record in run.metrics.records()] == [1, 2]
 
 
+def test_other_lines_of_the_metrics_survive_a_resume_however_long(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.metrics.append({"step": 1, "loss": 1.0})
+    path = run.path / "metrics.jsonl"
+    before = path.read_bytes() + b"x" * 2500 + b"\n" + b"y" * 1000 + b"\n\nz\n"
+    path.write_bytes(before)
+    run.metrics.append({"step": 2, "loss": 1.0})
+    monkeypatch.setattr("chargpt.store.metrics.MAX_LINE_BYTES", 1000)
+    run.metrics.truncate_after(1)
+    assert path.read_bytes() == before
+
+
 def test_the_newest_run_is_the_one_saved_last(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="chargpt train"):
         newest_run(tmp_path)

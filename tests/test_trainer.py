@@ -23,7 +23,7 @@ from chargpt.text.corpus import Corpus, load_corpus
 from chargpt.training.budget import Budget
 from chargpt.training.cost import expected_cost, training_bytes
 from chargpt.training.request import Request
-from chargpt.training.resume import resume
+from chargpt.training.resume import continue_schedule, resume
 from chargpt.training.schedule import lr_factor_at
 from chargpt.training.trainer import StepReport, Trainer
 
@@ -565,7 +565,7 @@ def test_resume_notes_a_changed_number_of_threads(corpus: Corpus, tmp_path: Path
         _, _, notes = resume(RunFolder(tmp_path / "run"), {})
     finally:
         torch.set_num_threads(threads)
-    assert any(f"-s threads={threads} for the same bits" in note for note in notes)
+    assert any(f"-s threads={threads} for the same digits" in note for note in notes)
 
 
 def test_a_resumed_run_keeps_its_number_of_threads(corpus: Corpus, tmp_path: Path) -> None:
@@ -720,6 +720,28 @@ def test_the_shipped_bigram_trains_to_within_001_nats_of_the_counted_bigram(corp
     assert trained == pytest.approx(
         Baselines(corpus).losses(corpus.split("train"))["bigram"], abs=0.01
     )
+
+
+def test_a_run_of_a_missing_device_resumes_on_the_cpu_in_the_dtype_asked_for(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    trainer = Trainer(tiny_config(**{"train.max_steps": 4}), corpus, folder=folder)
+    folder.create(trainer.config, corpus.tokenizer, force=False)
+    missing = "mps" if torch.cuda.is_available() else "cuda"
+    trainer.config = trainer.config.with_values({"device": missing, "dtype": "bfloat16"})
+    trainer.save()
+    _, config, notes = resume(folder, {})
+    assert (config.device != missing, config.dtype) == (True, "auto")
+    assert any(f"{missing} is not available" in note for note in notes)
+    assert resume(folder, {"dtype": "float32"})[1].dtype == "float32"
+
+
+def test_a_few_steps_more_of_a_very_long_run_have_a_learning_rate() -> None:
+    before = Config().with_values({"train.max_steps": 3_000_000})
+    after = before.with_values({"train.max_steps": 3_000_002})
+    schedule = continue_schedule(before, after, 3_000_000, []).schedule
+    assert lr_factor_at(3_000_000, schedule, 3_000_002) > 0
 
 
 def test_repeating_a_command_keeps_the_rates_of_a_rollback_and_the_resolved_device(

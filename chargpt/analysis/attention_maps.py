@@ -21,7 +21,7 @@ Weights = npt.NDArray[np.float32]
 
 
 def typical_line(tokenizer: CharTokenizer, tokens: Tokens, max_length: int) -> Tokens:
-    """Return the tokens of the first line of medium length, not indented, or of the text's start.
+    """Return the tokens of the first line of medium length, unindented, or of the text's start.
 
     Each is a character: byte tokens are left out of the start, and no line has them.
     """

@@ -25,7 +25,7 @@ def hf(
     ],
     out: Out,
 ) -> None:
-    """Import a folder that `chargpt export hf` wrote, bit for bit.
+    """Import a folder that `chargpt export hf` wrote, bitwise identical.
 
     Example: `chargpt import hf novel-hf runs/novel`.
     """

@@ -77,7 +77,7 @@ def export_html(run: Run, path: Path, *, force: bool = False) -> ExportCheck:
 
     Args:
         run: with a GPT that Qwen3's architecture can hold.
-        path: of the page; one of ours is replaced.
+        path: of the page; a page that chargpt wrote is replaced.
         force: replace a file of another origin, too.
 
     Raises:

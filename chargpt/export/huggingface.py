@@ -211,7 +211,7 @@ def model_card(run: Run) -> str:
         loss = (
             f"{state.best_nats_per_char:.3f} nats per character on the validation split ("
             f"{config.text.val_fraction:.0%} of {order}; at most "
-            f"{config.train.evaluation_tokens:,} characters of this split; protocol `blocks`: "
+            f"{config.train.evaluation_tokens:,} tokens of this split; protocol `blocks`: "
             "non-overlapping blocks, every character scored once), as measured in training"
         )
     outside = (

@@ -2,7 +2,7 @@
 
 The text is cut into lanes of equal length, which are decoded as the sequences of one decoder:
 step t predicts character t of every lane. Compression and decompression run the same steps on
-arrays of the same shapes and so compute the same bits. Probabilities are rounded to integer
+arrays of the same shapes, with bitwise identical results. Probabilities are rounded to integer
 frequencies for an arithmetic coder (Witten, Neal and Cleary 1987). The first character of a lane
 costs log2(V) bits; the others have the context of incremental decoding (decoders/__init__.py), so
 the compressed size is close to the loss of the protocol `sliding`.

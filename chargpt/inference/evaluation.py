@@ -1,9 +1,9 @@
 """Losses of a model on a text, by three protocols.
 
-`blocks`     non-overlapping blocks: every character but the first is scored exactly once, the short
+`blocks`   non-overlapping blocks: every character but the first is scored exactly once, the short
            last block included. The protocol to quote.
-`sliding`  a window of T characters moves by the stride S: every character but the first is scored
-           once, with at least T - S + 1 characters of context except near the start.
+`sliding`  a window of T tokens moves by the stride S: every token but the first is scored once,
+           with at least T - S + 1 tokens of context except near the start.
 `nanogpt`  the mean over 200 seeded random batches of 64 x min(T, 256), as nanoGPT evaluates.
 
 Losses are float32 on the device; all sums are float64 on the CPU. Byte tokens count towards the
@@ -40,7 +40,7 @@ from chargpt.text.corpus import Split, read_text
 from chargpt.text.documents import mark_documents
 from chargpt.text.tokenizer import Floats, Tokens
 
-OnProgress = Callable[[int, int], object]  # of the number done, and of all
+OnProgress = Callable[[int, int], object]  # of the number done and the total
 
 MIN_BLOCKS = 20
 MAX_LOGITS_BYTES = 64_000_000  # of one forward pass

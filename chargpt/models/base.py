@@ -42,7 +42,8 @@ class LanguageModel(nn.Module, ABC):
         With a cache, `tokens` continue the cached ones and are appended to it.
 
         Raises:
-            TextError: the tokens are not (B, T), or exceed the block size.
+            TextError: the tokens are not (B, T), or exceed the block size (which limits a bigram
+                model only with a cache).
         """
 
     def check_tokens(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:

@@ -4,8 +4,12 @@ Shapes in this file: L = layers, B = batch, H = heads, T = new tokens, S = store
 the new ones, K = capacity, D = head size.
 """
 
+import math
+
 import torch
 from torch import Tensor
+
+from chargpt.device import require_memory
 
 Shape = tuple[int, int, int, int, int]  # L, B, H, K, D
 
@@ -21,7 +25,13 @@ class KVCache:
     tokens: Tensor | None = None
 
     def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
-        """Allocate an empty cache of shape (L, B, H, K, D)."""
+        """Allocate an empty cache of shape (L, B, H, K, D).
+
+        Raises:
+            DeviceError: it does not fit into memory.
+        """
+        n_bytes = 2 * math.prod(shape) * dtype.itemsize
+        require_memory(n_bytes, f"a KV cache of {shape[1]:,} x {shape[3]:,} tokens", device)
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
         self.capacity = shape[3]

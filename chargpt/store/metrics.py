@@ -83,7 +83,11 @@ class MetricsLog:
         kept = (
             line for line in self._lines() if (parse_record(line) or {"step": 0})["step"] <= step
         )
-        write_atomically(self.path, (line.rstrip(b"\n") + b"\n" for line in kept))
+        # a longer line comes in parts, and only a line that a crash has cut lacks its end
+        write_atomically(
+            self.path,
+            (part if len(part) == MAX_LINE_BYTES else part.rstrip(b"\n") + b"\n" for part in kept),
+        )
 
     def problems(self, step: int) -> list[str]:
         """Return a sentence for malformed lines, and one for training steps missing to `step`."""

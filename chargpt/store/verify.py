@@ -38,7 +38,7 @@ class Verification:
     checkpoints: list[CheckedCheckpoint]  # oldest first
     loaded_by: dict[str, Path | None]  # what `best` and `latest` load now; None if none is intact
     problems: list[str]  # one sentence per damage, with the checkpoint that is used instead
-    notes: list[str]  # harmless leftovers
+    notes: list[str]  # findings that are no damage
 
 
 def verify(run: RunFolder) -> Verification:

@@ -204,7 +204,7 @@ def _download(entry: Entry, folder: Path, on_progress: OnStage | None) -> Path:
     except RequestException as error:
         problem = (
             f"cannot be reached, or the transfer stopped ({type(error).__name__}); "
-            "check the network, or download the file yourself and name it as TEXT"
+            "check the network, or download it yourself and pass its path as TEXT"
         )
     except ValueError:
         problem = f"sent a file with another checksum than the published one; {later}"

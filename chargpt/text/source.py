@@ -25,7 +25,7 @@ from chargpt.text.catalog import BUILT_IN, CATALOG, built_in_text
 from chargpt.text.decoding import Chunk
 
 CHUNK_BYTES = 1 << 19  # small enough for a processor's cache, with its text and tokens
-MAX_TEXT_BYTES = 100 * 10**9  # decompressed: the most that an archive can cost
+MAX_TEXT_BYTES = 100 * 10**9  # of all files together, decompressed
 MAX_FILES = 1_000_000
 STDIN = "-"
 GZIP_MAGIC = b"\x1f\x8b"
@@ -222,7 +222,7 @@ def iter_chunks(
 ) -> Iterator[Chunk]:
     """Yield the bytes of a source's files, decompressed.
 
-    Standard input must be copied to a stream first. `progress` is called with the stage and the
+    Standard input must be copied to a stream first. `on_progress` is called with the stage and the
     bytes read, as stored.
 
     Raises:
@@ -236,7 +236,10 @@ def iter_chunks(
             for content in _decompress(name, raw):
                 n_bytes += len(content)
                 if n_bytes > MAX_TEXT_BYTES:
-                    raise TextError(f"{name} unpacks to over {MAX_TEXT_BYTES:,} bytes; split it")
+                    raise TextError(
+                        f"the text is over {MAX_TEXT_BYTES:,} bytes, decompressed, at {name}; "
+                        "give a shorter text"
+                    )
                 yield Chunk(name, content)
                 if on_progress:
                     on_progress(stage, n_stored + raw.tell(), total)

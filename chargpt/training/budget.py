@@ -243,7 +243,7 @@ def replan(
     """Return the config with as many steps after `step` as the remaining time allows.
 
     A decay that has not begun begins here; one that has begun continues with another slope. The
-    learning rates of the steps done stay the same bits.
+    learning rates of the steps done stay bitwise identical.
 
     Args:
         config: of the run so far.

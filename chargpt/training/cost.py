@@ -21,7 +21,7 @@ def training_bytes(config: Config, vocab_size: int, n_sequences: int) -> int:
         if model.attention == "full" and row_bytes <= MAX_PRODUCT_ROW_BYTES:
             activations += 2 * model.n_layer * model.n_head * model.block_size  # scores, weights
     masks = model.block_size**2 if model.attention == "average" else 0
-    # weights, gradients, two moments of the optimizer, EMA
+    # weights, gradients, up to two moments of the optimizer, EMA
     weights = (4 + bool(config.train.ema)) * count_parameters(model, vocab_size)
     numbers = weights + n_sequences * model.block_size * activations + masks
     return 4 * numbers + rotary_bytes(model)

@@ -92,7 +92,7 @@ def fit_gate(gate: Gate, inputs: Tensor, log_probs: Tensor) -> None:
     """
     mean, deviation = inputs.mean(dim=0), inputs.std(dim=0, correction=0) + MIN_DEVIATION
     device, n_characters = gate.bias.device, len(inputs)
-    gate.cpu()  # so that every device fits the same bits
+    gate.cpu()  # so that the fit is bitwise identical on every device
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight, n_inputs in ((gate.hidden.weight, inputs.size(1)), (gate.output, HIDDEN)):

@@ -7,7 +7,7 @@ by `scripts/fit_scaling_law.py`:
 
 `unique` being the unique-token equivalents of all tokens read (`unique_token_equivalents`). The
 speed of each size is measured. All choices go into the config, which repeats the run without a
-budget. Lengths called characters here are tokens, which differ only where bytes spell rare ones.
+budget.
 """
 
 import json
@@ -61,16 +61,16 @@ SIZE_KEYS = {
 
 @dataclass(frozen=True)
 class LengthPreset:
-    """Settings of runs that read at least `characters` characters, repeats included."""
+    """Settings of runs that read at least `min_tokens` tokens, repeats included."""
 
-    characters: int
+    min_tokens: int
     block_size: int
-    step_characters: int  # per update
+    tokens_per_step: int  # per update
     cooldown: float  # fraction of the steps; the steps before it measure the speed
     evaluations: int = 6
 
 
-LENGTH_PRESETS = (  # by rising `characters`
+LENGTH_PRESETS = (  # by rising `min_tokens`
     LengthPreset(0, 128, 1024, 0.6, evaluations=2),  # each takes as long as four steps
     LengthPreset(150_000, 128, 2048, 0.6, evaluations=2),
     LengthPreset(1_000_000, 256, 2048, 0.7),
@@ -79,12 +79,12 @@ LENGTH_PRESETS = (  # by rising `characters`
     LengthPreset(100_000_000, 512, 8192, 0.7),
     LengthPreset(1_000_000_000, 1024, 16384, 0.7),
 )
-INITIAL_TOKENS = 350_000  # until a speed is measured
+INITIAL_TOKENS = 350_000  # assumed until a speed is measured, and the least for larger sizes
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Settings found by experiment (benchmarks/LOG.md); lengths are in characters read."""
+    """Settings found by experiment (benchmarks/LOG.md); lengths are in tokens read."""
 
     planned_fraction: float = 0.93  # of the time, for training steps before re-planning
     trial_steps: int = 3  # that measure a size's speed
@@ -92,16 +92,16 @@ class Recipe:
     usable_memory: float = 0.6  # fraction: the memory of a run is an estimate
     short: int = 1_000_000  # below it the law is too optimistic about larger sizes
     short_gain: float = 0.01  # nats that a larger size then has to gain by the law
-    max_parameters_per_token: int = 12  # per character of the text: the most of the fitted runs
+    max_parameters_per_token: int = 12  # of the text: the most of the fitted runs
     mixture_characters: int = 20_000  # to fit a mixture to; more gain nothing
     min_block_size: int = 8
-    min_evaluated: int = 12_000  # characters of the validation split per evaluation
+    min_evaluated: int = 12_000  # tokens of the validation split per evaluation
     max_evaluated: int = 300_000
     full_weight_decay_epochs: float = 5  # from it on, weight decay is whole
     min_weight_decay: float = 0.2  # fraction of the weight decay in runs of up to one epoch
-    # (overfitting, dropout), where overfitting = epochs * sqrt(parameters / train_characters)
+    # (overfitting, dropout), where overfitting = epochs * sqrt(parameters / train_tokens)
     dropout: tuple[tuple[float, float], ...] = ((24, 0.2), (8, 0.1), (0, 0.0))
-    ngram_until: int = 1_200_000  # beyond it, the weight of soft targets falls as 1 / characters
+    ngram_until: int = 1_200_000  # beyond it, the weight of soft targets falls as 1 / tokens
     ngram_repeated_epochs: float = 2  # from it on, at least `ngram_repeated` of the weight stays
     ngram_repeated: float = 0.5
     min_ngram_weight: float = 0.05  # smaller weights become 0
@@ -120,31 +120,31 @@ class Plan:
     notes: list[str] = field(default_factory=list)  # sentences for the user
 
 
-def predicted_loss(parameters: int, characters: float, train_characters: int) -> float:
+def predicted_loss(parameters: int, n_tokens: float, train_tokens: int) -> float:
     """Return the loss in nats that the scaling law expects on a text like the fitted one.
 
-    `characters` are those read in training, repeats included; `train_characters` is the length of
+    `n_tokens` are those read in training, repeats included; `train_tokens` is the length of
     the training split.
     """
     law = _fitted()["law"]
-    unique = unique_token_equivalents(parameters, characters, train_characters, law)
+    unique = unique_token_equivalents(parameters, n_tokens, train_tokens, law)
     loss = law["floor"] + law["a"] * parameters ** -law["p"] + law["b"] * unique ** -law["q"]
     return float(loss)
 
 
 def unique_token_equivalents(
-    parameters: int, characters: float, train_characters: int, law: Mapping[str, float]
+    parameters: int, n_tokens: float, train_tokens: int, law: Mapping[str, float]
 ) -> float:
     """Return how many unique tokens are worth as much as all tokens read, repeats included.
 
     Repeated tokens lose value exponentially, with R* epochs as the constant (Muennighoff et al.
     2023, eq. 5). They fit R* = 15.4 for few parameters per token; here larger models lose it
-    sooner: R* = r * (train_characters / parameters)^s, with the coefficients r and s in `law`.
+    sooner: R* = r * (train_tokens / parameters)^s, with the coefficients r and s in `law`.
     """
-    r_star: float = law["r"] * (train_characters / parameters) ** law["s"]
-    repeats = max(0.0, characters / train_characters - 1)
+    r_star: float = law["r"] * (train_tokens / parameters) ** law["s"]
+    repeats = max(0.0, n_tokens / train_tokens - 1)
     value = -r_star * math.expm1(-repeats / r_star)
-    return max(1.0, min(characters, train_characters) * (1 + value))
+    return max(1.0, min(n_tokens, train_tokens) * (1 + value))
 
 
 @cache
@@ -155,11 +155,11 @@ def _fitted() -> dict[str, Any]:
     return fitted
 
 
-def extrapolation(parameters: int, characters: float) -> str | None:
+def extrapolation(parameters: int, n_tokens: float) -> str | None:
     """Return a sentence if a run is larger or longer than those that the law was fitted to."""
     largest = max(run["parameters"] for run in _fitted()["runs"])
     longest = max(run["characters"] for run in _fitted()["runs"])
-    if parameters <= 1.1 * largest and characters <= 1.1 * longest:
+    if parameters <= 1.1 * largest and n_tokens <= 1.1 * longest:
         return None
     return (
         "the size and the settings are extrapolated from runs of up to "
@@ -167,20 +167,20 @@ def extrapolation(parameters: int, characters: float) -> str | None:
     )
 
 
-def length_preset_for(characters: float) -> LengthPreset:
-    """Return the settings of a run over about `characters` characters."""
-    return [each for each in LENGTH_PRESETS if each.characters <= characters][-1]
+def length_preset_for(n_tokens: float) -> LengthPreset:
+    """Return the settings of a run over about `n_tokens` tokens."""
+    return [each for each in LENGTH_PRESETS if each.min_tokens <= n_tokens][-1]
 
 
 def size_values(
-    size: Size, characters: float, corpus: Corpus, micro_batches: int = 1
+    size: Size, n_tokens: float, corpus: Corpus, micro_batches: int = 1
 ) -> dict[str, object]:
-    """Return the settings of a run of this size over about `characters` characters.
+    """Return the settings of a run of this size over about `n_tokens` tokens.
 
     Short runs gain more from many small updates than they lose by short blocks. A split must hold
     a block and one more character, and a batch whole micro-batches.
     """
-    length = length_preset_for(characters)
+    length = length_preset_for(n_tokens)
     block_size = length.block_size
     shortest_split = min(len(corpus.split(split)) for split in REQUIRED_SPLITS)
     while block_size > RECIPE.min_block_size and block_size >= shortest_split:
@@ -191,29 +191,29 @@ def size_values(
         "model.n_embd": size.n_embd,
         "model.block_size": block_size,
         "train.batch_size": micro_batches
-        * max(1, length.step_characters // block_size // micro_batches),
+        * max(1, length.tokens_per_step // block_size // micro_batches),
     }
 
 
 def length_values(
-    config: Config, characters: float, train_characters: int, parameters: int
+    config: Config, n_tokens: float, train_tokens: int, parameters: int
 ) -> dict[str, object]:
-    """Return the settings that depend on the training length, for about `characters` characters."""
-    recipe, length = RECIPE, length_preset_for(characters)
-    steps = max(REPLANNING.min_steps, int(characters / config.tokens_per_step))
+    """Return the settings that depend on the training length, for about `n_tokens` tokens."""
+    recipe, length = RECIPE, length_preset_for(n_tokens)
+    steps = max(REPLANNING.min_steps, int(n_tokens / config.tokens_per_step))
     every = math.ceil(steps / length.evaluations)
-    epochs = characters / train_characters
-    overfitting = epochs * math.sqrt(parameters / train_characters)
+    epochs = n_tokens / train_tokens
+    overfitting = epochs * math.sqrt(parameters / train_tokens)
     # soft targets soon teach all they can, but they also keep a model from over-fitting
     at_least = recipe.ngram_repeated if epochs >= recipe.ngram_repeated_epochs else 0.0
-    ngram_fraction = max(at_least, min(1.0, recipe.ngram_until / characters))
+    ngram_fraction = max(at_least, min(1.0, recipe.ngram_until / n_tokens))
     ngram_weight = config.train.ngram_target_weight * ngram_fraction
     decay = min(1.0, max(recipe.min_weight_decay, epochs / recipe.full_weight_decay_epochs))
     return {
         "train.max_steps": steps,
         "train.evaluate_every": every,
         "train.evaluation_tokens": max(
-            recipe.min_evaluated, min(recipe.max_evaluated, int(characters / 100))
+            recipe.min_evaluated, min(recipe.max_evaluated, int(n_tokens / 100))
         ),
         "train.save_every": every,
         # a sample takes as long as a step
@@ -240,22 +240,22 @@ def plan(config: Config, corpus: Corpus, budget: Budget) -> Plan:
             "--budget and train.max_steps both say how long to train; drop one of them"
         )
     planner = _Planner(config, corpus, budget)
-    train_characters = planner.train_characters
+    train_tokens = planner.train_tokens
     size_was_chosen = config.model.kind == "gpt" and SIZE_KEYS.isdisjoint(budget.fixed_keys)
     if size_was_chosen:
         size, config, speed = planner.best_size()
         # block and batch sizes follow from the length, which is known now
-        resized = planner.config_of_size(size, planner.readable_characters(speed), config)
+        resized = planner.config_of_size(size, planner.readable_tokens(speed), config)
         if resized != config:
             config, speed = resized, measure_speed(resized, corpus)
     else:
         speed = measure_speed(config, corpus)
-    characters, parameters = planner.readable_characters(speed), planner.parameters(config)
-    length = length_values(config, characters, train_characters, parameters)
-    max_tokens = MAX_EPOCHS * train_characters
+    n_tokens, parameters = planner.readable_tokens(speed), planner.parameters(config)
+    length = length_values(config, n_tokens, train_tokens, parameters)
+    max_tokens = MAX_EPOCHS * train_tokens
     budget.step_limit = max(REPLANNING.min_steps, max_tokens // config.tokens_per_step)
-    notes = [EPOCH_LIMIT] if characters == max_tokens else []
-    if size_was_chosen and (note := extrapolation(parameters, characters)):
+    notes = [EPOCH_LIMIT] if n_tokens == max_tokens else []
+    if size_was_chosen and (note := extrapolation(parameters, n_tokens)):
         notes.append(note)
     return Plan(planner.with_unless_fixed(config, length), speed, size_was_chosen, notes)
 
@@ -265,20 +265,21 @@ class _Planner:
 
     def __init__(self, config: Config, corpus: Corpus, budget: Budget) -> None:
         self.config, self.corpus, self.budget = config, corpus, budget
-        self.train_characters = len(corpus.split("train"))
+        self.train_tokens = len(corpus.split("train"))
 
     def best_size(self) -> tuple[Size, Config, float]:
         """Measure sizes, smallest first, while a larger one may have a lower loss.
 
         Before they are measured, sizes are compared at their lowest possible speeds: a model is
         slower than a smaller one by at most the ratio of their parameters. The search ends where
-        the next size has no lower predicted loss even if it is slower by only the root of that.
+        the next size has no lower predicted loss even if it is slower by only that ratio's square
+        root.
         """
         number, config = 0, self.config_of_size(SIZES[0], INITIAL_TOKENS)
         speed = measure_speed(config, self.corpus)
         available = self.budget.remaining  # without the first trial: on a GPU it loads the kernels
         while available - self.budget.remaining <= RECIPE.trial_fraction * available:
-            larger = self.larger_sizes(number + 1, self.readable_characters(speed))
+            larger = self.larger_sizes(number + 1, self.readable_tokens(speed))
             slowdowns = [self.parameters(each) / self.parameters(config) for each in larger]
             loss = self.loss(config, speed)
             if not larger or not self.is_better(larger[0], speed / slowdowns[0] ** 0.5, loss):
@@ -300,27 +301,27 @@ class _Planner:
 
         In a short run it must be lower by `short_gain`, since the law is too optimistic there.
         """
-        min_gain = RECIPE.short_gain if self.readable_characters(speed) < RECIPE.short else 0.0
+        min_gain = RECIPE.short_gain if self.readable_tokens(speed) < RECIPE.short else 0.0
         return self.loss(larger, speed) <= loss - min_gain
 
-    def larger_sizes(self, first: int, characters: float) -> list[Config]:
+    def larger_sizes(self, first: int, n_tokens: float) -> list[Config]:
         """Return the configs of the sizes from number `first` on that suit text and memory."""
         vocab_size = self.corpus.tokenizer.vocab_size
         usable = RECIPE.usable_memory * memory_limit(choose_device(self.config.device)[0])
         configs = [
-            self.config_of_size(size, max(INITIAL_TOKENS, characters)) for size in SIZES[first:]
+            self.config_of_size(size, max(INITIAL_TOKENS, n_tokens)) for size in SIZES[first:]
         ]
         micro_batches = self.config.train.micro_batches
         return [
             each
             for each in configs
             if training_bytes(each, vocab_size, each.train.batch_size // micro_batches) <= usable
-            and self.parameters(each) <= RECIPE.max_parameters_per_token * self.train_characters
+            and self.parameters(each) <= RECIPE.max_parameters_per_token * self.train_tokens
         ]
 
-    def config_of_size(self, size: Size, characters: float, config: Config | None = None) -> Config:
+    def config_of_size(self, size: Size, n_tokens: float, config: Config | None = None) -> Config:
         micro_batches = self.config.train.micro_batches
-        values = size_values(size, characters, self.corpus, micro_batches)
+        values = size_values(size, n_tokens, self.corpus, micro_batches)
         return self.with_unless_fixed(config or self.config, values)
 
     def with_unless_fixed(self, config: Config, values: dict[str, object]) -> Config:
@@ -332,14 +333,14 @@ class _Planner:
     def parameters(self, config: Config) -> int:
         return count_parameters(config.model, self.corpus.tokenizer.vocab_size)
 
-    def readable_characters(self, speed: float) -> float:
-        """Return how many characters can be read in the remaining time, at least 1."""
+    def readable_tokens(self, speed: float) -> float:
+        """Return how many tokens can be read in the remaining time, at least 1."""
         readable = RECIPE.planned_fraction * self.budget.remaining * speed
-        return max(1.0, min(readable, MAX_EPOCHS * self.train_characters))
+        return max(1.0, min(readable, MAX_EPOCHS * self.train_tokens))
 
     def loss(self, config: Config, speed: float) -> float:
         return predicted_loss(
-            self.parameters(config), self.readable_characters(speed), self.train_characters
+            self.parameters(config), self.readable_tokens(speed), self.train_tokens
         )
 
 

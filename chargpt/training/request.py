@@ -85,8 +85,10 @@ class Request:
         keys = {parse_override(override)[0] for override in self.overrides}
         tree = read_config_tree(self.config)[0] if self.config else {}
         for section, values in tree.items():
-            names = values if isinstance(values, dict) else {}
-            keys |= {f"{section}.{name}" for name in names} or {section}
+            if isinstance(values, dict):
+                keys |= {f"{section}.{name}" for name in values}
+            elif values is not None:  # else all lines of the section are comments
+                keys.add(section)
         return keys
 
     def time_budget(self) -> Budget | None:

@@ -75,14 +75,15 @@ def resume(
     device, _ = choose_device("auto")
     if config.device.split(":")[0] not in ("cpu", device.type) and "device" not in changes:
         notes.append(f"{config.device} is not available, so the run continues on {device.type}")
-        config = config.with_values({"device": device.type, "dtype": "auto"})
+        dtype = {} if "dtype" in changes else {"dtype": "auto"}
+        config = config.with_values({"device": device.type, **dtype})
     if (config.threads or 0) > (os.cpu_count() or 1):
         config = config.with_values({"threads": None})  # saved on a machine with more cores
     threads = config.threads or torch.get_num_threads()
     if saved.state.threads != threads and config.device == "cpu":
         notes.append(
             f"{saved.state.threads} threads before, {threads} now: results may differ in the last "
-            f"digits (-s threads={saved.state.threads} for the same bits)"
+            f"digits (-s threads={saved.state.threads} for the same digits)"
         )
     if saved.state.stopped_early and "train.patience" not in changes:
         raise FinishedError(
@@ -111,7 +112,7 @@ def continue_schedule(before: Config, after: Config, step: int, notes: list[str]
 
     With `wsd`, a decay that has begun continues from its present rate to the new end. After the end
     of the run the rates warm up to a fraction of their peak and decay again (benchmarks/LOG.md).
-    Otherwise they are those of a run of so many steps from now on; a note says if they rise.
+    Otherwise the rates follow the schedule for the new number of steps; a note says if they rise.
 
     Args:
         before: of the run so far.
@@ -127,7 +128,7 @@ def continue_schedule(before: Config, after: Config, step: int, notes: list[str]
     if step >= old:
         if now <= NOTED_RISE * lr_factor_at(old - 1, schedule, old):
             return after
-        fraction = round(min(MAX_RESTART, RESTART * math.sqrt((new - step) / step)), 3)
+        fraction = max(0.001, round(min(MAX_RESTART, RESTART * math.sqrt((new - step) / step)), 3))
         notes.append(
             f"the learning rates warm up to {fraction:.0%} of their peak and decay again: the loss "
             "rises a little before it falls"

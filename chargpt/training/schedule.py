@@ -12,10 +12,10 @@ def lr_factor_at(step: int, schedule: ScheduleConfig, max_steps: int) -> float:
 
     The factor warms up linearly over `warmup` steps. With `wsd` (warmup, stable, decay) it then
     stays at 1 and decays linearly towards 0 over the last `cooldown` fraction of all steps,
-    re-planned at each of `decay_points`. With `cosine` it decays to a tenth (Loshchilov and Hutter
-    2017, section 3, without restarts). The end is `max_steps`, or the first of `restarts`, if there
-    are any. From each restart on, the factor warms up to the restart's fraction and decays
-    linearly towards 0 at the next one or the end.
+    re-planned at each of `decay_points`. With `cosine` it falls to a tenth along a half cosine
+    (Loshchilov and Hutter 2017, section 3, one cycle). Both end at `max_steps`, or at the first of
+    `restarts`. After each restart the factor warms up to the restart's fraction and decays linearly
+    towards 0 at the next one or the end.
     """
     start, peak = 0, 1.0
     for at, fraction in schedule.restarts:

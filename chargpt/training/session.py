@@ -32,7 +32,7 @@ from chargpt.training.trainer import Trainer
 
 @dataclass
 class Session:
-    """A run that is ready to train."""
+    """One invocation of training: a run from its start or resume to the end of its steps."""
 
     trainer: Trainer
     folder: RunFolder  # locked until the session ends
@@ -214,7 +214,7 @@ def resume_run(
     text: str | None = None,
     same_command: bool = False,
 ) -> Session:
-    """Load the latest checkpoint of a run, by default the newest, and its text.
+    """Load the text and the latest checkpoint of a run, by default the newest run.
 
     The arguments and errors are those of `resume`; `text` is the text itself, given again.
     """

@@ -22,8 +22,8 @@ RETRY_SECONDS = 20.0  # after which more threads are tried again
 def choose_threads(max_threads: int) -> int:
     """Time small operations with `max_threads` threads, half as many, ..., 1; set the best number.
 
-    From one thread up, more are taken where they are MIN_GAIN times as fast as the number taken so
-    far; it is returned. This takes about 0.1 s on an idle machine.
+    Starting at one thread, a larger number replaces the chosen one if it is MIN_GAIN times as fast.
+    Returns the chosen number. This takes about 0.1 s on an idle machine.
     """
     x, weight = torch.ones(2048, 128), torch.ones(128, 512)
     seconds = {max_threads >> n: 0.0 for n in range(max_threads.bit_length())}

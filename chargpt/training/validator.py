@@ -21,7 +21,7 @@ class Validator:
         self.sampling = config.sample.model_copy(update=update)
 
     def evaluate(self, split: Split, max_tokens: int | None = None) -> Evaluation:
-        """Return the loss on a split, or on evenly spaced blocks of `max_tokens` in all."""
+        """Return the loss on a split, or on evenly spread blocks of `max_tokens` in all."""
         with self.learner.with_ema_weights():
             return evaluate_tokens(
                 self.learner.model,

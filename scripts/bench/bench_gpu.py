@@ -167,13 +167,13 @@ def both(
 
 def measure_epochs(config: Config, corpus: Corpus, found: Measurements) -> None:
     """Train for several numbers of epochs with several batch sizes."""
-    train_characters = len(corpus.split("train"))
+    train_tokens = len(corpus.split("train"))
     for batch_size in BATCHES:
         for epochs in EPOCHS:
             sized = config.with_values({"train.batch_size": batch_size})
             start, trainer = time.perf_counter(), Trainer(sized, corpus)
             settings = length_values(
-                sized, epochs * train_characters, train_characters, trainer.model.num_parameters()
+                sized, epochs * train_tokens, train_tokens, trainer.model.num_parameters()
             )
             trainer = Trainer(sized.with_values({**settings, "train.sample_every": 0}), corpus)
             validation = [r.validation for r in trainer.steps() if r.validation is not None]

@@ -43,7 +43,12 @@ class Row:
 
 
 ROWS = (
-    Row("interruption", "sigkill", 200, "SIGKILL: no completed save lost, same bits on resume"),
+    Row(
+        "interruption",
+        "sigkill",
+        200,
+        "SIGKILL: no completed save lost, bitwise identical on resume",
+    ),
     Row("disk", "file_errors", 200, "failing file operation: earlier saves intact, one message"),
     Row("disk", "disk_full", 10, "full file system (ENOSPC): reported, saves intact, resumable"),
     Row("corruption", "corrupt_checkpoint", 1000, "corrupted or hostile checkpoints: rejected"),
@@ -65,13 +70,20 @@ ROWS = (
     Row("ownership", "special_target", 20, "outputs to devices, links, pipes: written through"),
     Row("strings", "hostile_string", 200, "escape sequences in every name: none is printed"),
     Row("strings", "encoding", 40, "locales and encodings: correct, or a one-sentence error"),
-    Row("training", "resume_at", 300, "resume from every step of six kinds of run: same bits"),
+    Row(
+        "training",
+        "resume_at",
+        300,
+        "resume from every step of six kinds of run: bitwise identical",
+    ),
     Row("training", "non_finite", 60, "NaN or infinity: stop before the update, or roll back"),
     Row("interruption", "send_signal", 60, "INT, TERM, HUP: saved, exit 128 + signal within 5 s"),
-    Row("ranks", "resume_ranks", 30, "two ranks resumed from every step: same bits"),
+    Row("ranks", "resume_ranks", 30, "two ranks resumed from every step: bitwise identical"),
     Row("ranks", "change_world_size", 12, "world sizes 1, 2, 4 in any order: losses within 1e-5"),
     Row("ranks", "signal_ranks", 60, "signals to one or both of two ranks: saved, as for one"),
-    Row("ranks", "lose_rank", 30, "one of two ranks killed under --max-restarts: same bits"),
+    Row(
+        "ranks", "lose_rank", 30, "one of two ranks killed under --max-restarts: bitwise identical"
+    ),
     Row("inputs", "invalid_text", 150, "unusable texts: a one-sentence error, exit code 2"),
     Row("inputs", "random_config", 10_000, "random configs: accepted, or rejected with a message"),
     Row("inputs", "misspelled_key", 100, "misspelled config keys: the correct key suggested"),

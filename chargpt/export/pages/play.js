@@ -136,7 +136,7 @@ function read(given, length, { isPreview: preview = false, seed = 0 } = {}) {
 
 function promptTokens() {  // and says which characters are not in the vocabulary
   const text = written.replace(/\r\n?/g, "\n") === prompt.value ? written : prompt.value;
-  const isLonger = prefixLength && written && text.startsWith(written);  // than what began without a prompt
+  const isLonger = prefixLength && written && text.startsWith(written);  // the field extends a text that was generated without a prompt
   const start = isLonger || !text ? pageData.bos_text : pageData.tokenizer.eos_token ?? "";
   prefixLength = [...start].length;
   const [found, missing] = encode(start + text);

@@ -170,7 +170,7 @@ def run_saved_at_every_step(work: Path) -> Path:
 
 
 def resume_ranks(work: Path, index: int, _: Random) -> str | None:
-    """Resume a run of two ranks from one step; the result must be the same bits."""
+    """Resume a run of two ranks from one step; the result must be bitwise identical."""
     whole, step = run_saved_at_every_step(work), index % (RESUMED_STEPS - 1) + 1
     folder = empty_folder(work / "resumed")
     run = folder / "R"

@@ -57,7 +57,7 @@ def _stepwise_config(kind: int) -> Config:
 
 
 def resume_at(work: Path, index: int, _: Random) -> str | None:
-    """Resume one kind of run from one step; the result must be the same bits."""
+    """Resume one kind of run from one step; the result must be bitwise identical."""
     kind, step = index % len(SETTINGS), index // len(SETTINGS) % RESUMED_STEPS
     corpus, run = run_saved_at_every_step(work, kind)
     copy = empty_folder(work / "resumed") / "R"
