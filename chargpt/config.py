@@ -291,8 +291,8 @@ class SampleConfig(Settings):
     """How text is sampled from the model."""
 
     prompt: str = ""
-    """Text to continue. Empty: generation starts after the end of a document, if the text is a list
-    of documents, or after a newline; if the vocabulary has neither, with a character sampled by its
+    """Text to continue. Empty: generation starts after the EOS token, if the text is a list of
+    documents, or after a newline; if the vocabulary has neither, with a character sampled by its
     frequency."""
     length: int = Field(500, ge=1)
     """Characters to sample."""

@@ -328,6 +328,8 @@ def test_another_text_in_memory_is_evaluated(tiny_run: chargpt.Run, tmp_path: Pa
     assert chargpt.evaluate(tiny_run, text="the light, the sea") == chargpt.evaluate(
         tiny_run, path=tmp_path / "other.txt"
     )
+    with pytest.raises(ConfigError, match="give one of path, text and tokens"):
+        chargpt.evaluate(tiny_run, path=tmp_path / "other.txt", text="the light")
 
 
 def test_pieces_are_streamed_as_they_are_sampled(tiny_run: chargpt.Run) -> None:

@@ -472,7 +472,7 @@ def test_a_budget_that_is_too_short_to_count_in_has_no_mixture(verse: Path) -> N
     short = load_corpus(TextConfig(), text="The sea, the light.\n" * 150)
     _, chosen = with_mixture_split(Config(), short, Budget(10.0))
     assert not len(chosen.split("mixture"))
-    assert "without a mixture: the text is too short" in chosen.notes[-1]
+    assert "without a mixture: 3% of the text is too little" in chosen.notes[-1]
     pieces = "the sea, the light, the lamp. " * 4000 + "|"
     long = load_corpus(TextConfig(documents="|"), text=pieces * 6)
     settings, chosen = with_mixture_split(Config(), long, Budget(100.0))

@@ -114,7 +114,7 @@ def sample(
     `chargpt sample --interactive`.
     """
     loaded = runs.load_named_run(run, checkpoint, device, mixture=mixture)
-    # a decode step is too small to share; on a busy machine threads would wait for each other
+    # on a busy machine torch's threads would wait for each other in every decode step
     torch.set_num_threads(1)
     if prompt_file is not None:
         if prompt is not None:
@@ -267,4 +267,4 @@ def print_overlap(overlap: OverlapReport) -> None:
         console.out_sentence(
             f"no verbatim match of {MIN_MATCH} characters with the training split ({reference})"
         )
-    tables.table(["n", "novel n-grams", "in validation split"], overlap.novel_rows())
+    tables.table(["n", "novel n-grams", "of validation text"], overlap.novel_rows())

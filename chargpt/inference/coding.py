@@ -1,9 +1,9 @@
 """Lossless compression: arithmetic coding with a model's next-character probabilities.
 
-The text is cut into lanes of equal length, which are decoded as the sequences of one decoder:
-step t predicts character t of every lane. Compression and decompression run the same steps on
-arrays of the same shapes, with bitwise identical results. Probabilities are rounded to integer
-frequencies for an arithmetic coder (Witten, Neal and Cleary 1987). The first character of a lane
+The text is cut into lanes of equal length, whose tokens one decoder predicts as its sequences:
+step t predicts token t of every lane. Compression and decompression run the same steps on arrays of
+the same shapes, with bitwise identical results. Probabilities are rounded to integer
+frequencies for an arithmetic coder (Witten, Neal and Cleary 1987). The first token of a lane
 costs log2(V) bits; the others have the context of incremental decoding (decoders/__init__.py), so
 the compressed size is close to the loss of the protocol `sliding`.
 
@@ -83,7 +83,7 @@ def compress(
     tokens = run.tokenizer.encode(text, unknown=unknown)
     content = run.tokenizer.decode(tokens).encode()  # what `decompress` will return
     if len(tokens) > MAX_TOKENS:
-        raise TextError(f"the text is over {MAX_TOKENS:,} characters; compress it in parts")
+        raise TextError(f"the text is over {MAX_TOKENS:,} tokens; compress it in parts")
     encoder = ArithmeticEncoder()
     threads = min(torch.get_num_threads(), 255)
     lanes = split_into_lanes(tokens, MAX_ADAPTIVE_LANES if adaptive else MAX_LANES)
@@ -184,7 +184,7 @@ def _iter_distributions(
 
     A distribution is cumulative frequencies, (L, V): token i of a lane has the interval from the
     cumulative frequency of i - 1 to that of i. The yielded tokens are a view into `lanes`; they are
-    decoded after the yield, so that decompression can assign them.
+    read or written after the yield, so that decompression can assign them.
     """
     num_lanes, length = lanes.shape
     n_full = count // length
@@ -269,7 +269,7 @@ class ArithmeticDecoder:
 
 
 def split_into_lanes(tokens: Tokens, max_lanes: int = MAX_LANES) -> Tokens:
-    """Return the tokens as (L, characters per lane), padded with zeros."""
+    """Return the tokens as (L, tokens per lane), padded with zeros."""
     max_lanes = min(max_lanes, max(1, len(tokens) // MIN_LANE_TOKENS))
     length = max(1, -(-len(tokens) // max_lanes))
     lanes = np.zeros((max(1, -(-len(tokens) // length)), length), dtype=tokens.dtype)

@@ -1,6 +1,6 @@
 """Losses of a model on a text, by three protocols.
 
-`blocks`   non-overlapping blocks: every character but the first is scored exactly once, the short
+`blocks`   non-overlapping blocks: every token but the first is scored exactly once, the short
            last block included. The protocol to quote.
 `sliding`  a window of T tokens moves by the stride S: every token but the first is scored once,
            with at least T - S + 1 tokens of context except near the start.
@@ -134,7 +134,8 @@ def evaluate(
 
     Raises:
         TextError: the text is missing, unreadable, too short, or contains unknown characters.
-        ConfigError: there is no such protocol or split, or the stride is out of range.
+        ConfigError: there is no such protocol or split, several texts are given, or the stride is
+            out of range.
         OperationError: the loss is not finite.
     """
     for name, value, choices in (
@@ -143,6 +144,8 @@ def evaluate(
     ):
         if value not in get_args(choices):
             raise ConfigError(f"{name} {value!r} is not one of {', '.join(get_args(choices))}")
+    if sum(each is not None for each in (path, text, tokens)) > 1:
+        raise ConfigError("give one of path, text and tokens: each is another text")
     run, n_unknown, scored = as_run(run), 0, "all"
     if path is not None or text is not None:
         tokens, n_unknown = read_tokens(run, path, text)

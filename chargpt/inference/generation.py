@@ -44,7 +44,7 @@ def sample(
         options: sampling settings; the run's own `sample` section by default.
         unknown: policy for prompt characters outside the vocabulary; the run's `text.unknown` by
             default.
-        on_progress: called with the number of sampled characters and their maximum.
+        on_progress: called with the decode steps done, at most the characters, and the maximum.
         changes: changed settings: `prompt`, `length`, `temperature`, `top_k`, `top_p`, `min_p`,
             `num_samples`, `stop` or `seed`, as in `sample(run, prompt="To be", temperature=0.5)`.
 

@@ -12,7 +12,7 @@ from chargpt.yaml_reader import to_yaml
 
 
 def build_config(
-    text: str | None = None,
+    path: str | None = None,
     config: str | None = None,
     overrides: Iterable[str] = (),
     *,
@@ -21,32 +21,32 @@ def build_config(
     """Return the config of a run.
 
     Args:
-        text: a file, folder, glob, name in the catalog, or `-`; None for the built-in text.
+        path: a file, folder, glob, name in the catalog, or `-`; None for the built-in text.
         config: a shipped config's name or a YAML file; `gpt` by default.
-        overrides: texts like `train.max_steps=100`, which take precedence over the config.
+        overrides: strings like `train.max_steps=100`, which take precedence over the config.
         device: replaces the config's.
 
     Raises:
         ConfigError: a key or value is wrong.
         TextError: the path of the text is not Unicode.
     """
-    if text == "":
+    if path == "":
         raise TextError("the path of the text is empty; name a file, a folder or a pattern")
     try:
-        (text or "").encode()
+        (path or "").encode()
     except UnicodeEncodeError:
         raise TextError(
-            f"the path {text} is not {sys.getfilesystemencoding()}; rename the text, or set "
+            f"the path {path} is not {sys.getfilesystemencoding()}; rename the text, or set "
             "PYTHONUTF8=1 if its name is right"
         ) from None
     settings, defaults = list(overrides), None
-    if text is not None:
-        path: object = text if text == "-" else str(Path(os.path.expanduser(text)).absolute())
-        if not os.path.exists(text):  # unlike Path.exists, False for any text
-            defaults = settings_for(text)
+    if path is not None:
+        value: object = path if path == "-" else str(Path(os.path.expanduser(path)).absolute())
+        if not os.path.exists(path):  # unlike Path.exists, False for any string
+            defaults = settings_for(path)
         if defaults is not None:
-            path = defaults.pop("text.path")
-        settings = [f"text.path={to_yaml(path)}", *settings]
+            value = defaults.pop("text.path")
+        settings = [f"text.path={to_yaml(value)}", *settings]
     if device is not None:
         settings.append(f"device={to_yaml(device)}")
     return load_config(config or "gpt", settings, defaults)

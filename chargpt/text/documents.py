@@ -26,7 +26,7 @@ def mark_documents(files: Iterable[Iterator[str]], documents: str | None) -> Ite
 
     Args:
         files: pieces of the text of each file; a document ends where its file ends. TextError if
-            one holds the EOS token already.
+            one holds U+001E, unless that separates them or they are lines.
         documents: `lines`, `files`, the separator of the documents, or None: nothing is changed.
     """
     eos_token = eos_token_of(documents)

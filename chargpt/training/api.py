@@ -49,11 +49,11 @@ def train(
         config: a shipped config's name, such as `gpt` or `bigram`, or a YAML file.
         settings: by dotted keys, as in {"train.max_steps": 500}; they take precedence.
         budget: a time, in seconds or as in "3m", that size and steps are chosen for.
-        from_run: folder of a run of another text, whose weights are the start.
+        from_run: folder of the base run: of another text, its weights are the start.
         out: folder of the run; by default a new one under runs/.
-        start: what to do about a run that exists in `out`: `new` rejects it, `resume` continues it,
-            `new or resume` begins where there is none, `replace` deletes it once the new run has
-            saved.
+        start: what to do about a run that exists in `out`: `new` rejects it, `resume` continues it
+            (or the run in `path`, by default the newest), `new or resume` begins where there is
+            none, `replace` deletes it once the new run has saved.
         device: `auto`, `cpu`, `cuda`, `cuda:N` or `mps`.
         encoding: of the text; by default UTF-8, or what its byte order mark says.
         progress: show a progress bar on stderr.

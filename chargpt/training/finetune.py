@@ -29,7 +29,7 @@ def load_base_run(config: Config) -> Run | None:
     return None if path is None else load_run(Path(path), device="cpu")
 
 
-def config_from(base_run: Run, config: Config, fixed_keys: Collection[str]) -> Config:
+def config_from_base_run(base_run: Run, config: Config, fixed_keys: Collection[str]) -> Config:
     """Return the config of a run that starts from another run's weights.
 
     It has that run's model and characters, and lower learning rates. The user has set the dotted
@@ -71,7 +71,7 @@ def describe_base_run(run: Run, tokenizer: CharTokenizer) -> str:
 
 @torch.no_grad()
 def copy_weights(model: LanguageModel, tokenizer: CharTokenizer, run: Run) -> None:
-    """Copy a run's weights to a model of the same sizes, its rows of each token by character.
+    """Copy a run's weights to a model of the same sizes, matching rows of tokens by character.
 
     The rows of new tokens are the mean of all others.
     """

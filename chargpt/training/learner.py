@@ -38,8 +38,8 @@ from chargpt.training.optim import Optimizer
 class Learner:
     """A model with its batches, optimizer and moving average of weights (EMA).
 
-    The arguments are those of `Trainer`, but `config` has the actual dtype, and `base_run` a model
-    of the same sizes.
+    The arguments are those of `Trainer`, but `config.dtype` is resolved, and `base_run.model` has
+    the sizes of `config.model`.
 
     Attributes:
         captured_gradients: `gradients` as a CUDA graph; None on other devices, with several ranks
@@ -268,7 +268,7 @@ class Learner:
 
     @contextlib.contextmanager
     def with_ema_weights(self) -> Iterator[None]:
-        """Use the moving average, if there is one, as the model's weights within the block."""
+        """Use the moving average, if there is one, as the model's weights in a `with` block."""
         if self.ema_weights is None:
             yield
             return

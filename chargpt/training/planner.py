@@ -92,7 +92,7 @@ class Recipe:
     usable_memory: float = 0.6  # fraction: the memory of a run is an estimate
     short: int = 1_000_000  # below it the law is too optimistic about larger sizes
     short_gain: float = 0.01  # nats that a larger size then has to gain by the law
-    max_parameters_per_token: int = 12  # of the text: the most of the fitted runs
+    max_parameters_per_token: int = 12  # of the training split: the highest of the fitted runs
     mixture_characters: int = 20_000  # to fit a mixture to; more gain nothing
     min_block_size: int = 8
     min_evaluated: int = 12_000  # tokens of the validation split per evaluation
@@ -178,7 +178,7 @@ def size_values(
     """Return the settings of a run of this size over about `n_tokens` tokens.
 
     Short runs gain more from many small updates than they lose by short blocks. A split must hold
-    a block and one more character, and a batch whole micro-batches.
+    a block and one more token, and a batch whole micro-batches.
     """
     length = length_preset_for(n_tokens)
     block_size = length.block_size

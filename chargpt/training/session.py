@@ -21,7 +21,7 @@ from chargpt.text.describe import warn_of_length, warn_of_list
 from chargpt.text.source import STDIN
 from chargpt.training.budget import REPLANNING, RESERVE, Budget, counting_seconds, mixture_seconds
 from chargpt.training.cost import Cost, expected_cost
-from chargpt.training.finetune import config_from, describe_base_run, load_base_run
+from chargpt.training.finetune import config_from_base_run, describe_base_run, load_base_run
 from chargpt.training.mixing import MIN_CHARACTERS
 from chargpt.training.planner import RECIPE, Plan, plan
 from chargpt.training.request import Request, StartMode
@@ -122,9 +122,9 @@ def create_run(
     group = init_process_group(device)
     base_run = load_base_run(config)
     if base_run is not None:
-        config = config_from(base_run, config, fixed_keys)
+        config = config_from_base_run(base_run, config, fixed_keys)
         if budget is not None:
-            budget.fixed_keys |= {"model.kind"}  # the size is not chosen
+            budget.fixed_keys |= {"model.kind"}  # so the planner chooses no size
     config = with_measured_threads(config, budget)
     if out is not None and group.is_main and not force:
         RunFolder.require_unused(out, allow_unsaved=allow_unsaved)
@@ -168,7 +168,7 @@ def create_run(
 
 
 def with_mixture_split(config: Config, corpus: Corpus, budget: Budget) -> tuple[Config, Corpus]:
-    """Return config and text with a split to fit a mixture to, unless its length is fixed.
+    """Return config and corpus with a mixture split, unless the user has fixed its length.
 
     There is none, with a note, if the text is too short for it, or if counting the n-grams would
     take too much of the budget.
@@ -177,7 +177,7 @@ def with_mixture_split(config: Config, corpus: Corpus, budget: Budget) -> tuple[
     if key not in budget.fixed_keys and config.model.kind == "gpt":
         seconds = counting_seconds(corpus)
         if MAX_MIXTURE_FRACTION * corpus.n_characters < MIN_CHARACTERS:
-            note = "without a mixture: the text is too short to fit one to 3% of it"
+            note = "without a mixture: 3% of the text is too little to fit its weights to"
         elif seconds > RESERVE.counting_fraction * budget.seconds:
             note = (
                 f"without a mixture: counting n-grams would take about {seconds:.1f} s of the "
@@ -216,7 +216,8 @@ def resume_run(
 ) -> Session:
     """Load the text and the latest checkpoint of a run, by default the newest run.
 
-    The arguments and errors are those of `resume`; `text` is the text itself, given again.
+    `changes`, `same_command` and the errors are those of `resume`; `text` is the text itself, given
+    again.
     """
     folder = open_run(path or newest_run())
     if folder.path.name == REPLACED:  # locking the run puts the old one back

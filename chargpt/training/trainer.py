@@ -68,7 +68,7 @@ class Trainer:
         saved: a checkpoint to continue from.
         group: the ranks that train together.
         ngram: what `fit_ngram` returned, for the soft targets, if already fitted.
-        base_run: the run that `train.base_run` names.
+        base_run: the run that `train.from_run` names.
 
     Raises:
         ConfigError: the batch does not divide over ranks and micro-batches, or TensorBoard is not
