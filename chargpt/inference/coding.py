@@ -196,8 +196,8 @@ def _iter_distributions(
             probs = np.exp(logits - max_logits(logits))
             probs *= FREQUENCY_SCALE / probs.sum(axis=1, keepdims=True)
             frequencies = probs.astype(np.int64) + 1  # no character is impossible
-        n_lanes = n_full + (position < count - n_full * length)  # the last lane may be shorter
-        yield lanes[:n_lanes, position], frequencies.cumsum(axis=1)
+        n_active = n_full + (position < count - n_full * length)  # the last lane may be shorter
+        yield lanes[:n_active, position], frequencies.cumsum(axis=1)
         on_progress(n_full * (position + 1) + min(position + 1, count - n_full * length), count)
 
 

@@ -167,9 +167,9 @@ class Budget:
         max_tokens = config.train.evaluation_tokens
         splits = [corpus.split(split) for split in REQUIRED_SPLITS]
         # the first call is a warm-up: a GPU loads its kernels
-        for n_characters in (model.block_size, RESERVE.timed_tokens):
+        for max_tokens in (model.block_size, RESERVE.timed_tokens):
             start = self.clock()
-            timed = evaluate_tokens(model, splits[-1], max_tokens=n_characters)
+            timed = evaluate_tokens(model, splits[-1], max_tokens=max_tokens)
         per_character = (self.clock() - start) / timed.characters
         n_scored = sum(min(max_tokens, len(tokens)) for tokens in splits)
         n_scored += RESERVE.report_characters if self.has_report else 0
