@@ -96,7 +96,7 @@ def sliding_windows(
 ) -> Iterator[Windows]:
     """Yield a first window scored whole, then windows whose last S targets are scored.
 
-    A last window, aligned to the end, has the targets that are left scored.
+    Remaining targets are scored in one more window, aligned to the end.
 
     Raises:
         ConfigError: the stride is not between 1 and T.

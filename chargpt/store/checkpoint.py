@@ -76,7 +76,7 @@ def unfinished_checkpoints(parent: Path) -> list[Path]:
 
 
 def restore_checkpoints(parent: Path) -> None:
-    """Put back what a kill between the two renames of a replaced checkpoint has left aside."""
+    """Undo a checkpoint replacement that was killed between its two renames."""
     for path in unfinished_checkpoints(parent):
         if path.name.endswith(".old.tmp"):
             commit.restore_set_aside(path.with_name(path.name.removesuffix(".old.tmp")), FILES)
@@ -127,7 +127,7 @@ def read_checkpoint(folder: Path, *, optimizer: bool = True) -> Checkpoint:
     }
     n_weights = sum(tensor.numel() for tensor in tensors[MODEL].values())
     if n_weights != count_parameters(config.model, tokenizer.vocab_size):
-        # raises, naming the first tensor that differs; without memory: the config may be forged
+        # raises, naming the first tensor that differs; a forged config may ask for any size
         with torch.device("meta"):
             load_weights(build_model(config.model, tokenizer.vocab_size), tensors[MODEL], folder)
     return Checkpoint(folder, config, tokenizer, state, tensors[MODEL], tensors.get(OPTIMIZER, {}))

@@ -95,7 +95,7 @@ def _set_aside(folder: Path) -> Path:
 
 
 def restore_set_aside(folder: Path, names: Iterable[str]) -> None:
-    """Put a directory back whose replacement a kill interrupted; of a replaced one, other files."""
+    """Undo a replacement that a kill interrupted, or move other files into the new directory."""
     aside = folder.with_name(f"{folder.name}.old.tmp")
     if not exists(folder) and exists(aside / MANIFEST):
         os.rename(aside, folder)
@@ -172,7 +172,7 @@ def read_error(path: Path, error: Exception) -> RunError:
 def _read_manifest(
     folder: Path, metadata: Mapping[str, object] | None = None
 ) -> dict[str, tuple[int, str]]:
-    """Return the size and SHA-256 of each file that a manifest lists; `read` has the rest."""
+    """Return the size and SHA-256 of each file that a manifest lists; arguments as for `read`."""
     path = folder / MANIFEST
     try:
         is_link = stat.S_ISLNK(folder.lstat().st_mode)

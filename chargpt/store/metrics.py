@@ -44,7 +44,7 @@ class MetricsLog:
     def records(self) -> list[dict[str, Any]]:
         """Return the records in order, without malformed lines (a crash may cut the last short).
 
-        Of a log that is too long for memory, records are left out evenly: training losses first.
+        A log of more than MAX_RECORDS records is thinned evenly, training losses first.
 
         Raises:
             UnreadableError: the system cannot read the file.

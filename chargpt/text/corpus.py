@@ -269,7 +269,7 @@ def load_corpus(
 
 
 def _specification(settings: TextConfig) -> list[Any]:
-    """Return what determines the tokens of a text, together with the content of its files."""
+    """Return what, besides the content of its files, determines a text's tokens."""
     path = settings.path
     absolute = None if path is None else os.path.abspath(os.path.expanduser(path))
     values = {name: getattr(settings, name) for name in TOKENIZATION_SETTINGS}

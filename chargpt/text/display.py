@@ -78,7 +78,7 @@ def display_text(text: str) -> str:
 
 
 def whole_graphemes(text: str, parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return (start, end) parts of a text, shrunk to graphemes that lie inside; empty ones go."""
+    """Return (start, end) parts of a text, shrunk to the graphemes inside, without empty ones."""
     starts = np.array([start for start, _ in graphemes(text)] + [len(text)])
     shrunk = [
         (int(starts[starts >= start].min()), int(starts[starts <= end].max()))
