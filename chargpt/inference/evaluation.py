@@ -67,9 +67,8 @@ class Evaluation:
     block_size: int  # T, the maximum context in tokens
     n_unknown: int = 0  # characters outside the vocabulary, left out or replaced
     nats_per_document: float | None = None  # of a list of documents: `nats_per_char` * mean length
-    clusters: Floats | None = field(
-        default=None, repr=False, compare=False
-    )  # L_b, n_b: (2, blocks)
+    # L_b and n_b, (2, blocks)
+    clusters: Floats | None = field(default=None, repr=False, compare=False)
 
     def difference_error(self, other: "Evaluation") -> float:
         """Return the standard error of the difference of two losses, in nats per character.

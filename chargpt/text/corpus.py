@@ -230,9 +230,8 @@ def load_corpus(
         TextError: there is no such text, it cannot be read, or it is not the text of `key`.
     """
     notes: list[str] = []
-    if (
-        text is not None or settings.path is None
-    ):  # a text in memory and the built-in text are UTF-8
+    # a text in memory and the built-in text are UTF-8
+    if text is not None or settings.path is None:
         settings = settings.model_copy(update={"encoding": "auto"})
     spec = _specification(settings)
     try:

@@ -167,16 +167,14 @@ class Budget:
         max_tokens = config.train.evaluation_tokens
         splits = [corpus.split(split) for split in REQUIRED_SPLITS]
         # the first call is a warm-up: a GPU loads its kernels
-        for max_tokens in (model.block_size, RESERVE.timed_tokens):
+        for n_timed in (model.block_size, RESERVE.timed_tokens):
             start = self.clock()
-            timed = evaluate_tokens(model, splits[-1], max_tokens=max_tokens)
+            timed = evaluate_tokens(model, splits[-1], max_tokens=n_timed)
         per_character = (self.clock() - start) / timed.characters
         n_scored = sum(min(max_tokens, len(tokens)) for tokens in splits)
         n_scored += RESERVE.report_characters if self.has_report else 0
         n_mixture = len(corpus.split("mixture"))
-        if (
-            n_mixture
-        ):  # a mixture is fitted to it, and scored: it takes a little longer than its GPT
+        if n_mixture:  # a mixture is fitted to it and scored, a little more slowly than its GPT
             n_scored += n_mixture + round(1.3 * min(max_tokens, len(splits[-1])))
         if config.train.from_run is not None:  # the text of that run is scored before and after
             n_scored += 2 * max_tokens

@@ -160,9 +160,8 @@ class Learner:
             with contextlib.ExitStack() as stack:
                 if isinstance(self.ddp_model, DistributedDataParallel) and not is_last:
                     stack.enter_context(self.ddp_model.no_sync())  # do not average over the ranks
-                total += (self.captured_gradients or self.gradients)(
-                    micro_batch
-                ) / self.micro_batches
+                loss = (self.captured_gradients or self.gradients)(micro_batch)
+            total += loss / self.micro_batches
         return total
 
     def gradients(self, micro_batch: Tensor) -> Tensor:
