@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -114,8 +114,8 @@ class Trainer:
         self.metrics_written = -math.inf  # time
         self.last_loss: float | None = None  # of the last step whose loss was read
         self.config_is_unsaved = False
-        self.saving: Future[Path | None] | None = None  # a checkpoint that is being written
-        self.best_before: tuple[int | None, float | None] = None, None  # step and loss, before it
+        # a checkpoint that is being written, and what it changes in the state once it is
+        self.saving: tuple[Future[Path | None], dict[str, Any]] | None = None
         self.stopped_by: Literal["deadline", "signal"] | None = None  # before the last step
         if saved is not None:
             self._continue_from(saved.state)
@@ -358,19 +358,19 @@ class Trainer:
         """
         self._finish_saving()
         self.write_metrics()
-        state = self.state
+        best: dict[str, Any] = {}
         is_best = report is not None and report.is_best
         if report is not None and is_best and report.validation is not None:
             nats = report.validation.nats_per_char
-            state = replace(state, best_step=report.step, best_nats_per_char=nats)
-        is_new = self.writer.saved_step != state.step or is_best or self.config_is_unsaved
+            best = {"best_step": report.step, "best_nats_per_char": nats}
+        is_new = self.writer.saved_step != self.state.step or is_best or self.config_is_unsaved
         if self.folder is None or not is_new:
-            self.state = state
+            self.state = replace(self.state, **best)
             return None
         self.config_is_unsaved = False  # if the disk refuses, the next due save will include it
-        self._require_finite_weights(state.step)
-        state = replace(
-            state,
+        self._require_finite_weights(self.state.step)
+        self.state = replace(
+            self.state,
             seconds=self._seconds(),
             corpus_key=self.corpus.key,
             text_name=self.corpus.name,
@@ -378,23 +378,21 @@ class Trainer:
             world_size=self.group.size,
             torch=str(torch.__version__),
         )
-        self.saving = self.writer.save(
-            self.config, self.corpus.tokenizer, state, self.learner.state_dicts(), is_best=is_best
-        )
-        self.best_before = self.state.best_step, self.state.best_nats_per_char
-        self.state = state
-        return self._finish_saving() if self.saving.done() else None
+        state, tensors = replace(self.state, **best), self.learner.state_dicts()
+        tokenizer = self.corpus.tokenizer
+        saving = self.writer.save(self.config, tokenizer, state, tensors, is_best=is_best)
+        self.saving = saving, best
+        return self._finish_saving() if saving.done() else None
 
     def _finish_saving(self) -> Path | None:
         """Wait for the checkpoint that is being written; return its folder, None if it failed."""
         if self.saving is None:
             return None
-        saving, self.saving = self.saving, None  # even if it raises
-        saved = saving.result()
-        if saved is None:  # a best that was not saved is not the best
-            step, nats = self.best_before
-            self.state = replace(self.state, best_step=step, best_nats_per_char=nats)
-        return saved
+        (saving, best), self.saving = self.saving, None  # even if it raises
+        folder = saving.result()
+        if folder is not None:  # a best that was not saved is not the best
+            self.state = replace(self.state, **best)
+        return folder
 
     def _require_saved(self) -> None:
         """Raise an OperationError if the checkpoint of the last step could not be written."""
