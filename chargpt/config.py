@@ -28,7 +28,7 @@ from pydantic import (
 )
 
 from chargpt.errors import ConfigError
-from chargpt.yaml_reader import MAX_YAML_CHARACTERS, dump_yaml, parse_yaml
+from chargpt.yaml_io import MAX_YAML_CHARACTERS, dump_yaml, parse_yaml
 
 RESERVED = ("%", "@", "`", "#")  # no plain YAML value begins with these
 MAX_PROBLEMS = 20  # listed in one message
@@ -52,6 +52,8 @@ MESSAGES = {  # by pydantic's error type
     "too_long": "expected a pair",
 }
 NORM_EPS = 1e-6  # of every RMSNorm
+MAX_BLOCK_SIZE = 65_536
+DEVICE_PATTERN, DEVICES = r"auto|cpu|mps|cuda(:\d+)?", "auto, cpu, cuda, cuda:N, mps"
 
 UnitInterval = Annotated[float, Field(gt=0, le=1)]
 
@@ -71,7 +73,10 @@ class Settings(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def reject_wrong_type(cls, value: object, info: ValidationInfo) -> object:
-        """Reject `"5"` or `true` as a number, and `"yes"` or 1 as a boolean."""
+        """Reject `"5"` or `true` as a number, and `"yes"` or 1 as a boolean.
+
+        A string in place of a list of strings becomes a list of one.
+        """
         annotation = cls.model_fields[str(info.field_name)].annotation
         types = get_args(annotation) or (annotation,)
         if bool in types and not isinstance(value, bool):
@@ -164,7 +169,7 @@ class ModelConfig(Settings):
     """Embedding width, a multiple of 2 * n_head; of gpt2, of n_head."""
     n_inner: int | None = Field(None, ge=1, le=262144)
     """Hidden width of the MLP; null is 8/3 of n_embd, rounded up to a multiple of 64."""
-    block_size: int = Field(128, ge=1, le=65536)
+    block_size: int = Field(128, ge=1, le=MAX_BLOCK_SIZE)
     """Context length in tokens; a token is a character, or a byte of a rare one."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Probability of dropout on embeddings and the outputs of attention and MLP."""
@@ -191,7 +196,7 @@ class ModelConfig(Settings):
         return self.n_embd // self.n_head
 
     @model_validator(mode="after")
-    def require_even_head_size(self) -> Self:
+    def require_head_divisibility(self) -> Self:
         if self.kind == "gpt2" and self.n_embd % self.n_head:
             raise ValueError(
                 f"n_embd {self.n_embd} must be divisible by n_head = {self.n_head} for gpt2"
@@ -306,7 +311,7 @@ class SampleConfig(Settings):
     min_p: float | None = Field(None, ge=0, le=1)
     """Sample from characters with at least p times the highest probability; null: from all."""
     num_samples: int = Field(1, ge=1, le=4096)
-    """Number of texts."""
+    """Number of samples."""
     seed: int | None = Field(None, ge=0, lt=2**63)
     """null: a new seed each time."""
     stop: tuple[str, ...] = ()
@@ -328,8 +333,8 @@ class Config(Settings):
     device: str = "auto"
     """`auto`, `cpu`, `cuda`, `cuda:N` or `mps`; `auto`: a GPU if there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype of matrix products; `auto`: bfloat16 on GPUs that have it, and on CPUs where it is
-    measured as faster."""
+    """Dtype of matrix products (autocast); weights stay float32. `auto`: bfloat16 on CUDA GPUs that
+    have it, and on x86 CPUs where it is measured as faster."""
     deterministic: bool = False
     """Bitwise reproducible results on CUDA, at some cost in speed."""
     threads: int | None = Field(None, ge=1, le=4096)
@@ -343,9 +348,9 @@ class Config(Settings):
     track: TrackConfig = TrackConfig()
 
     @model_validator(mode="after")
-    def require_valid_device_and_batch(self) -> Self:
-        if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device):
-            raise ValueError(f"device {self.device!r} is not one of auto, cpu, cuda, cuda:N, mps")
+    def require_consistent_settings(self) -> Self:
+        if not re.fullmatch(DEVICE_PATTERN, self.device):
+            raise ValueError(f"device {self.device!r} is not one of {DEVICES}")
         if self.optim.l2_sp and self.train.from_run is None:
             raise ValueError(
                 "optim.l2_sp pulls towards the weights of train.from_run; set that too"

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from chargpt import ranks
+from chargpt.config import DEVICE_PATTERN, DEVICES
 from chargpt.errors import CaptureError, DeviceError
 
 # deterministic algorithms require it, and cuBLAS reads it only once, at its first call
@@ -36,8 +37,8 @@ def choose_device(name: str) -> tuple[torch.device, str]:
     Raises:
         DeviceError: it is none of these, or this machine has no such device.
     """
-    if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", name):
-        raise DeviceError(f"device {name!r} is not one of auto, cpu, cuda, cuda:N, mps")
+    if not re.fullmatch(DEVICE_PATTERN, name):
+        raise DeviceError(f"device {name!r} is not one of {DEVICES}")
     local_rank = ranks.local_rank()
     has_cuda, has_mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     if name == "auto":
@@ -61,10 +62,10 @@ def choose_device(name: str) -> tuple[torch.device, str]:
 
 
 def choose_dtype(device: torch.device, name: str) -> tuple[torch.dtype, str]:
-    """Return the dtype of matrix products, and why `auto` chose it; weights stay float32.
+    """Return the dtype of matrix products (autocast), and why `auto` chose it.
 
-    `auto` takes bfloat16 on CUDA from compute capability 8.0, on a CPU with bfloat16 instructions
-    if it is measured as over 1.5 times as fast; else float32.
+    Weights stay float32. `auto` takes bfloat16 on CUDA from compute capability 8.0, on an x86 CPU
+    with bfloat16 instructions if it is measured as over 1.5 times as fast; else float32.
     """
     if name != "auto":
         return (torch.bfloat16 if name == "bfloat16" else torch.float32), ""
@@ -192,7 +193,7 @@ def capture_graph(
             graph.replay()
             is_equal = is_random or torch.allclose(result, expected, rtol=1e-3, atol=1e-3)
         except RuntimeError as error:
-            # a failed capture leaves both behind in the state of capturing
+            # a failed capture leaves the current stream and the generator in capture mode
             torch.cuda.set_stream(stream)
             generator.graphsafe_set_state(generator_state)
             reason = str(error).partition("\n")[0]

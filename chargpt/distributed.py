@@ -25,7 +25,7 @@ class RankGroup:
     """The ranks that train one model together. Without `torchrun` it is rank 0 of 1."""
 
     rank: int = 0
-    size: int = 1
+    world_size: int = 1
 
     @property
     def is_main(self) -> bool:
@@ -34,21 +34,21 @@ class RankGroup:
 
     def all_reduce_mean(self, value: Tensor) -> Tensor:
         """Return the mean of a tensor over all ranks (all-reduce)."""
-        if self.size > 1:
+        if self.world_size > 1:
             value = value.clone()
             dist.all_reduce(value)
-            value /= self.size
+            value /= self.world_size
         return value
 
     def all_reduce_any(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank."""
-        if self.size == 1:
+        if self.world_size == 1:
             return flag
         return bool(self.all_reduce_mean(self._scalar(flag)) > 0)
 
     def broadcast(self, number: float) -> float:
         """Return rank 0's number on every rank."""
-        if self.size == 1:
+        if self.world_size == 1:
             return number
         tensor = self._scalar(number)
         dist.broadcast(tensor, src=0)

@@ -6,6 +6,7 @@ import os
 import re
 import secrets
 import stat
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +16,8 @@ from chargpt.errors import ConfigError
 
 Buffers = Sequence[bytes | memoryview]  # the content of a file, in parts
 UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK}  # by a network file system
-# A mark in the first bytes of every page and picture of ours; these may be written again without
+MAX_TEMPORARY_SECONDS = 24 * 3600  # age of a temporary file whose process may still run
+# A mark in the first bytes of every page and plot of ours; these may be written again without
 # asking.
 ORIGIN_MARKERS = (b'content="chargpt', b"<dc:title>chargpt", b"Software\0chargpt")
 
@@ -83,6 +85,11 @@ def write_atomically(
     sync_directory(path.parent)
 
 
+def is_left_over(path: Path) -> bool:
+    """Return whether a temporary file is so old that its process must have been killed."""
+    return time.time() - path.stat().st_mtime > MAX_TEMPORARY_SECONDS
+
+
 def name_pattern(names: Iterable[str]) -> str:
     """Return a pattern of file names, and of what a killed `write_atomically` of one leaves."""
     either = "|".join(map(re.escape, names))
@@ -121,12 +128,8 @@ def require_new(path: Path, *, force: bool | None = None) -> None:
         return
     if force and path.is_file() and not path.is_symlink():
         return
-    remedy = (
-        "replace it with --force, or name another"
-        if force is False
-        else "delete it, or name another"
-    )
-    raise ConfigError(f"{path} exists; {remedy}")
+    remedy = "replace it with --force" if force is False else "delete it"
+    raise ConfigError(f"{path} exists; {remedy}, or name another")
 
 
 def require_output(path: Path, *, force: bool = False) -> None:

@@ -4,7 +4,7 @@
 
 An arrow points from a package to one that it imports. Arrows that follow from others are omitted
 (transitive reduction), and so are those to the top-level modules, which every package may import.
-A test checks that the picture is up to date.
+A test checks that the diagram is up to date.
 """
 
 import ast
@@ -23,7 +23,7 @@ PACKAGES = {  # from the top layer down; each imports only from those after it
     "models": "token ids in, logits out",
     "text": "text in, token ids out",
 }
-MODULES = ("distributed", "device", "config", "yaml_reader", "files", "ranks", "errors")
+MODULES = ("distributed", "device", "config", "yaml_io", "files", "ranks", "errors")
 WIDTH, MARGIN, GAP, MODULE_GAP, LINE = 920, 20, 26, 2, 18  # pixels
 MAX_CHARACTERS = 125  # of a line of file names
 
@@ -84,7 +84,7 @@ def box(x: float, y: float, width: float, lines: list[str], fill: str) -> list[s
 
 
 def draw() -> str:
-    """Return the picture as SVG."""
+    """Return the diagram as SVG."""
     inner = WIDTH - 2 * MARGIN
     elements: list[str] = []
     edges: dict[str, tuple[float, float]] = {}  # top and bottom of each box
@@ -117,7 +117,7 @@ def draw() -> str:
 
 
 def main() -> None:
-    """Write the picture."""
+    """Write the diagram."""
     TARGET.write_text(draw(), encoding="utf-8")
 
 

@@ -46,7 +46,7 @@ trap '' PIPE # of tee, which a signal to all of them ends first
 step "doctor"
 timeout --foreground 60 $python -m chargpt doctor --json | tee "$out/doctor.json"; codes+=("doctor=$?")
 step "training"
-timeout --foreground 260 $python scripts/bench/bench_train.py "$text" --pairs 1 --protocols full \
+timeout --foreground 260 $python scripts/bench/bench_train.py "$text" --repeats 1 --protocols blocks \
   --ours "--budget $((seconds * 3 / 10))s" --ours "--budget ${seconds}s" --json "$out/train.json"; codes+=("train=$?")
 step "sampling"
 timeout --foreground 90 $python scripts/bench/bench_sample.py --repeats 1 --json "$out/sample.json"
@@ -60,8 +60,8 @@ else
 fi
 if [ -n "$nanogpt" ]; then
   step "nanoGPT"
-  $python scripts/bench/bench_train.py "$text" --pairs 1 --nanogpt "$nanogpt" --recipe "$recipe" \
-    --peer-seconds $((limit - SECONDS > 30 ? limit - SECONDS : 30)) --json "$out/nanogpt.json"
+  $python scripts/bench/bench_train.py "$text" --repeats 1 --nanogpt "$nanogpt" --recipe "$recipe" \
+    --nanogpt-seconds $((limit - SECONDS > 30 ? limit - SECONDS : 30)) --json "$out/nanogpt.json"
   codes+=("nanogpt=$?")
 fi
 step "done: ${codes[*]}"

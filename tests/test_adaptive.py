@@ -38,6 +38,7 @@ SETTINGS = {
     "dtype": "float32",
 }
 SENTENCES = ("ORLA: Seven gulls sat by the lamp.\n", "NED: No boat has come tonight, Orla.\n")
+LIGHTHOUSE = (REPOSITORY / "data" / "lighthouse.txt").read_text(encoding="utf-8")
 NEW = "".join(SENTENCES[i % 7 % 2] for i in range(60))  # what the run has not read, repeated
 
 
@@ -86,8 +87,11 @@ def test_a_prediction_depends_only_on_what_was_before(run: Run, place: int) -> N
     assert not np.allclose(before[place - 1 :], after[place - 1 :])
 
 
-def test_the_decoder_predicts_from_the_context_that_the_mixture_learns_with(run: Run) -> None:
-    tokens = encoded(run, NEW[:304])  # whole half blocks
+@pytest.mark.parametrize("text", [NEW, LIGHTHOUSE[8000:]], ids=["new", "of the training split"])
+def test_the_decoder_predicts_from_the_context_that_the_mixture_learns_with(
+    run: Run, text: str
+) -> None:
+    tokens = encoded(run, text[:304])  # whole half blocks
     decoder, found = AdaptiveDecoder(run, 1), []
     for token, following in itertools.pairwise(tokens.astype(np.int64)):
         logits = decoder.step(np.array([token]))[0].astype(np.float64)

@@ -16,7 +16,7 @@ LAYERS = (
     "errors",
     "ranks",
     "files",
-    "yaml_reader",
+    "yaml_io",
     "config",
     "device",
     "distributed",

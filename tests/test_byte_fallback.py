@@ -42,7 +42,7 @@ def noisy_run(kind: str = "gpt") -> Run:
     settings = {"kind": kind, "n_layer": 1, "n_embd": 16, "n_head": 1, "block_size": 8}
     config = Config(model=ModelConfig(**settings))
     model = fill_with_noise(build_model(config.model, TOKENIZER.vocab_size)).eval()
-    model.first_continuation_byte = TOKENIZER.first_continuation_byte
+    model.first_continuation_id = TOKENIZER.first_continuation_id
     return Run(Path("run"), config, TOKENIZER, model, 1, RunState(1))
 
 
@@ -200,10 +200,10 @@ def test_splits_hold_whole_characters_and_fractions_of_them(
 def test_no_block_of_a_batch_begins_inside_a_character() -> None:
     tokens = TOKENIZER.encode(TEXT * 5)
     for seed in range(20):
-        batches = Batches(tokens, 12, 16, seed, TOKENIZER.first_continuation_byte)
-        assert (batches.at(3)[:, 0].numpy() < TOKENIZER.first_continuation_byte).all()
+        batches = Batches(tokens, 12, 16, seed, TOKENIZER.first_continuation_id)
+        assert (batches.at(3)[:, 0].numpy() < TOKENIZER.first_continuation_id).all()
     unaware = Batches(tokens, 12, 16, 0).at(3)[:, 0].numpy()
-    assert (unaware >= TOKENIZER.first_continuation_byte).any()
+    assert (unaware >= TOKENIZER.first_continuation_id).any()
 
 
 @given(st.text(max_size=40))

@@ -163,12 +163,12 @@ def test_a_budget_is_met_when_the_step_time_changes(
 
 
 @pytest.mark.parametrize(
-    ("seconds", "report_seconds", "report_characters"), [(100.0, 0, 0), (300.0, 2, 40_000)]
+    ("seconds", "report_seconds", "report_tokens"), [(100.0, 0, 0), (300.0, 2, 40_000)]
 )
 def test_a_budget_reserves_the_measured_time_of_scoring(
     seconds: float,
     report_seconds: int,
-    report_characters: int,
+    report_tokens: int,
     verse: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -196,7 +196,7 @@ def test_a_budget_reserves_the_measured_time_of_scoring(
     limit = trainer.config.train.evaluation_tokens
     scored = sum(min(limit, len(trainer.corpus.split(name))) for name in ("train", "val"))
     n_mixture = len(trainer.corpus.split("mixture"))
-    scored += report_characters + n_mixture + round(1.3 * min(limit, val))  # the mixture
+    scored += report_tokens + n_mixture + round(1.3 * min(limit, val))  # the mixture
     timed_tokens = min(RESERVE.timed_tokens, val - 1)
     closing = RESERVE.seconds + 1.3 * 2 * scored / timed_tokens + report_seconds
     closing += RESERVE.gate_seconds + counting_seconds(trainer.corpus)  # fitting the mixture

@@ -19,7 +19,7 @@ from chargpt.config import (
     shipped_configs,
 )
 from chargpt.errors import ConfigError
-from chargpt.yaml_reader import MAX_YAML_CHARACTERS, parse_yaml
+from chargpt.yaml_io import MAX_YAML_CHARACTERS, parse_yaml
 
 SHIPPED = ("bigram", "gpt", "gpt-baby", "head", "ladder", "notebook")
 

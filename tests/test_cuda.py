@@ -92,11 +92,11 @@ def test_training_replays_one_cuda_graph(
 def test_a_captured_step_has_the_gradients_of_an_eager_one(corpus: Corpus) -> None:
     learner = Trainer(load_config("gpt").with_values({**TINY, "device": "cuda"}), corpus).learner
     block = learner.batches.at(3).to(learner.device)
-    assert learner.captured_gradients is not None
-    loss = learner.captured_gradients(block)
+    assert learner.captured_forward_backward is not None
+    loss = learner.captured_forward_backward(block)
     captured = [p.grad.clone() for p in learner.model.parameters() if p.grad is not None]
     learner.model.zero_grad(set_to_none=True)
-    torch.testing.assert_close(learner.gradients(block), loss, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(learner.forward_backward(block), loss, atol=1e-3, rtol=1e-3)
     eager = [p.grad for p in learner.model.parameters() if p.grad is not None]
     torch.testing.assert_close(captured, eager, atol=1e-2, rtol=1e-2)
 

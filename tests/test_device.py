@@ -166,7 +166,7 @@ def test_onednn_is_chosen_on_amd_cpus_with_avx512(
 def test_a_single_rank_reduces_and_broadcasts_nothing() -> None:
     group = RankGroup()
     assert group.is_main
-    assert (group.rank, group.size) == (0, 1)
+    assert (group.rank, group.world_size) == (0, 1)
     value = torch.tensor([1.0, 2.0])
     assert group.all_reduce_mean(value) is value
     assert group.all_reduce_any(True) is True

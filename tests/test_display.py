@@ -3,9 +3,8 @@
 import pytest
 
 from chargpt.analysis.passage import name_of
-from chargpt.cli.data import shown
 from chargpt.cli.sample import mark
-from chargpt.text.display import display_text, graphemes, whole_graphemes
+from chargpt.text.display import display_text, graphemes, sign_or_code, whole_graphemes
 
 TEXTS = {
     "families and professions": "👨‍👩‍👧‍👦👩🏽‍🚀 👋🏿❤️‍🔥🙂‍↔️🐻‍❄️",
@@ -40,7 +39,7 @@ def test_every_space_has_a_name_of_its_own() -> None:
     names = {" ": "space", "\n": "line end", "\u3000": "U+3000", "\ue000": "U+E000", "\r": "␍"}
     assert {character: name_of(character) for character in names} == names
     signs = {" ": "␣", "\u3000": "U+3000", "\ue000": "U+E000", "a": "a", "\x1e": "␞"}
-    assert {character: shown(character) for character in signs} == signs
+    assert {character: sign_or_code(character) for character in signs} == signs
 
 
 def test_a_verbatim_match_is_marked_without_pieces_of_graphemes() -> None:

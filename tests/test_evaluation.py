@@ -131,7 +131,7 @@ def test_a_limit_above_the_length_changes_nothing():
 
 @pytest.mark.parametrize("protocol", ["blocks", "sliding", "nanogpt"])
 def test_the_batch_size_of_a_forward_pass_does_not_matter(protocol, monkeypatch):
-    monkeypatch.setattr(windows, "NANOGPT_BATCHES", 2)
+    monkeypatch.setattr(windows, "NANOGPT_EVAL_ITERS", 2)
     model, tokens = noisy_model(n_layer=1), random_tokens(10 * T + 3)
     large = evaluate_tokens(model, tokens, protocol=protocol)
     monkeypatch.setattr(evaluation, "MAX_LOGITS_BYTES", 4 * 11 * T * 3)
@@ -156,7 +156,7 @@ def test_the_logits_of_a_forward_pass_stay_small_for_every_vocabulary(
     model = Counter.__new__(Counter)
     torch.nn.Module.__init__(model)
     model.vocab_size, model.block_size = vocab_size, 16
-    model.first_continuation_byte = vocab_size
+    model.first_continuation_id = vocab_size
     model.anything = torch.nn.Parameter(torch.zeros(1))
     evaluate_tokens(model, np.zeros(16 * 1100 + 1, dtype=np.uint8))
     assert max(calls) == rows

@@ -59,7 +59,7 @@ def run_of(tokenizer: CharTokenizer, **changes: object) -> Run:
     """Return a run whose weights are random, so that predictions differ."""
     config = Config(model=ModelConfig(**{**SIZES, **changes}))  # type: ignore[arg-type]
     model = fill_with_noise(build_model(config.model, tokenizer.vocab_size)).eval()
-    model.first_continuation_byte = tokenizer.first_continuation_byte
+    model.first_continuation_id = tokenizer.first_continuation_id
     state = RunState(7, best_step=7, best_nats_per_char=1.25, text="a 'text'.txt")
     return Run(Path("runs/a run"), config, tokenizer, model, 7, state)
 
@@ -81,6 +81,23 @@ def export(kind: str, run: Run, path: Path, **options: Any) -> check.ExportCheck
         "onnx": export_onnx,
     }
     return by_name[kind](run, path, **options)
+
+
+def test_the_code_of_the_model_card_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    export("hf", run_of(TOKENIZERS["ascii"]), Path("FOLDER"))
+    tokenizer = json.loads(Path("FOLDER", "tokenizer_config.json").read_text(encoding="utf-8"))
+    assert tokenizer["model_input_names"] == ["input_ids", "attention_mask"]
+    card = Path("FOLDER", "README.md").read_text(encoding="utf-8")
+    code = card.partition("```python\n")[2].partition("```")[0]
+    prompt = code.partition('tokenizer("')[2].partition('"')[0]
+    capsys.readouterr()
+    exec(compile(code, "README.md", "exec"), {})
+    printed = capsys.readouterr().out
+    assert printed.startswith(prompt)
+    assert len(printed) > len(prompt) + 1
 
 
 def test_the_model_card_says_how_the_loss_was_measured() -> None:
@@ -332,7 +349,7 @@ class Tampered:
         ids = check.encode(self.run.tokenizer, text)
         return [*ids[::-1], 0] if self.changed == "tokens" and self.calls == 64 else ids
 
-    def logits(self, tokens: list[int]) -> check.Floats:
+    def logits(self, tokens: list[int]) -> check.Logits:
         found = check.logits(self.run.model, tokens)
         found[-1, 2] += 0.01 if self.changed == "logits" and self.calls == 64 else 0
         if self.changed == "nan" and self.calls == 64:

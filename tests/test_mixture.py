@@ -22,7 +22,7 @@ from chargpt.inference.windows import even_spans
 from chargpt.models import GPT
 from chargpt.models.mixture import Mixture
 from chargpt.models.ngram import NGramLM
-from chargpt.models.word_ngram import BACKOFF_ORDER, WordNGrams, word_tokens
+from chargpt.models.word_context import BACKOFF_ORDER, WordContextModel, word_token_mask
 from chargpt.store.layout import MIXTURE_FILE
 from chargpt.store.mixture import save_mixture, with_mixture
 from chargpt.text.corpus import load_corpus
@@ -62,7 +62,7 @@ def random_gpt(seed: int = 0) -> GPT:
 def random_mixture() -> tuple[Mixture, np.ndarray]:
     """Return a mixture with a random gate, and the text that its n-grams were counted from."""
     text = np.random.default_rng(0).integers(0, VOCAB_SIZE, 300) // 3
-    mixture = Mixture(random_gpt(), text, word_tokens(TOKENIZER), order=4).eval()
+    mixture = Mixture(random_gpt(), text, word_token_mask(TOKENIZER), order=4).eval()
     for parameter in mixture.gate.parameters():
         torch.nn.init.normal_(parameter)
     return mixture, text
@@ -101,7 +101,7 @@ def test_probabilities_are_the_gate_s_average_of_all_components() -> None:
         lower = NGramLM(VOCAB_SIZE, BLOCK_SIZE, list(mixture.ngram.orders[:k]))
         expected += weights[..., k : k + 1] * lower.probs(tokens)
     assert k < BACKOFF_ORDER, "the word n-grams back off to the longest n-gram"
-    words = mixture.word_ngrams.iter_probs(lower.probs(tokens), contexts[4:])
+    words = mixture.word_model.iter_probs(lower.probs(tokens), contexts[4:])
     for k, probs in enumerate(words, 5):
         expected += weights[..., k : k + 1] * probs
     probs = mixture(tokens).exp()
@@ -112,7 +112,7 @@ def test_probabilities_are_the_gate_s_average_of_all_components() -> None:
 @torch.inference_mode()
 def test_the_gate_sees_how_much_the_counts_know_and_how_certain_the_gpt_is() -> None:
     text = np.array([0, 1, 0, 1, 0, 2, 3, 3])  # after 0: 1, 1, 2; 01 is followed by 0 alone
-    mixture = Mixture(random_gpt(), text, word_tokens(TOKENIZER), order=3)
+    mixture = Mixture(random_gpt(), text, word_token_mask(TOKENIZER), order=3)
     tokens = torch.tensor([[0, 1, 7]])
     log_probs = mixture.gpt(tokens).log_softmax(-1)
     inputs = mixture.gate_inputs(log_probs, mixture.contexts(tokens))[0]
@@ -201,8 +201,10 @@ def test_a_fitted_mixture_is_better_than_each_of_its_components(run_of: Path) ->
     again = fit_mixture(run.model, run.tokenizer, corpus.split("train"), corpus.split("mixture"))
     for one, other in zip(mixture.gate.parameters(), again.gate.parameters(), strict=True):
         assert torch.equal(one, other), "the fit does not repeat"
-    words = WordNGrams(corpus.split("train"), run.model.vocab_size, word_tokens(run.tokenizer))
-    for one, other in zip(mixture.word_ngrams.buffers(), words.buffers(), strict=True):
+    words = WordContextModel(
+        corpus.split("train"), run.model.vocab_size, word_token_mask(run.tokenizer)
+    )
+    for one, other in zip(mixture.word_model.buffers(), words.buffers(), strict=True):
         assert torch.equal(one, other)
 
 

@@ -1,4 +1,8 @@
-"""Numbers printed by two well-known teaching notebooks, reproduced with the package's modules."""
+"""Numbers that teaching notebooks print, reproduced with the package's modules.
+
+They are those of the lecture "Let's build GPT" (Karpathy 2023, gpt-dev.ipynb) and of chapter 3 of
+"Build a Large Language Model (From Scratch)" (Raschka 2024).
+"""
 
 import math
 

@@ -17,7 +17,7 @@ from chargpt.cli import console, tables
 from chargpt.errors import ConfigError, DeviceError, OperationError, TextError
 from chargpt.files import write_output
 from chargpt.ranks import is_main_rank, world_size
-from chargpt.yaml_reader import parse_yaml, to_yaml
+from chargpt.yaml_io import parse_yaml, to_flow_yaml
 
 TINY = (
     "-s train.max_steps=4 -s train.batch_size=4 -s model.n_layer=1 -s model.n_embd=16 "
@@ -232,7 +232,7 @@ def test_a_name_that_is_not_unicode_is_one_sentence(cli: Cli, verse: Path) -> No
     "value", ["😀", "\udcff", 'a"b\\c\n\x85\u2028\x00', "~", "1e5", ["😀", ".py"], 0.5, None, True]
 )
 def test_every_value_survives_being_written_as_yaml(value: object) -> None:
-    written = to_yaml(value)
+    written = to_flow_yaml(value)
     assert written.isascii()
     assert parse_yaml(f"key: {written}", "test")[0] == {"key": value}
 

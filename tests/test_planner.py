@@ -27,7 +27,7 @@ from chargpt.training.budget import (
     measure_step_seconds,
     next_replan_step,
     parse_duration,
-    replan,
+    replanned_config,
     replanning_notes,
 )
 from chargpt.training.cost import training_bytes
@@ -169,9 +169,9 @@ def test_the_number_of_epochs_is_limited_also_in_replanning(
 
     # planned for fewer steps, on a machine that turns out a thousand times faster
     before = config.with_values({"train.max_steps": 100})
-    after = replan(before, 40, 1e-3, 10**6, budget.step_limit)
+    after = replanned_config(before, 40, 1e-3, 10**6, budget.step_limit)
     assert after.train.max_steps == budget.step_limit == config.train.max_steps
-    assert replan(before, 40, 1e-3, 10**6).train.max_steps > 10**6
+    assert replanned_config(before, 40, 1e-3, 10**6).train.max_steps > 10**6
     (note,) = replanning_notes(100, after.train.max_steps, 1.0, budget.step_limit)
     assert note.startswith(f"re-planned: 100 -> {budget.step_limit:,} steps: training ends before")
 
@@ -372,7 +372,7 @@ def test_replanning_keeps_past_learning_rates_and_ends_near_zero(
         at = max(
             done + 1, done + round(fraction * (planned - done))
         )  # on a slow machine the planned time comes before the planned step
-        new = replan(config, at, step_seconds, min(seconds, 3000 * step_seconds))
+        new = replanned_config(config, at, step_seconds, min(seconds, 3000 * step_seconds))
         assert rates(new, at) == rates(config, at)
         remaining = new.train.max_steps - at
         fewest = min(REPLANNING.min_steps, config.train.max_steps) - at
@@ -391,7 +391,8 @@ def test_replanning_is_due_where_the_decay_begins_and_then_half_way_to_the_end()
     replan_steps, step = [], 0
     while (step := next_replan_step(config, step) or 0) > 0:
         replan_steps.append(step)
-        config = replan(config, step, 1.0, (1000 - step) / 0.95 + 0.5)  # as fast as planned
+        remaining = (1000 - step) / 0.95 + 0.5  # as fast as planned
+        config = replanned_config(config, step, 1.0, remaining)
     assert replan_steps == [300, 650, 825, 912]
     assert config.train.max_steps == 1000
     no_decay = {"schedule.kind": "cosine"}, {"schedule.cooldown": 0.0}
@@ -502,8 +503,8 @@ def test_the_first_20_steps_may_overrun_the_budget_a_little() -> None:
 
 def test_replanning_leaves_at_least_20_steps() -> None:
     config = Config().with_values({"train.max_steps": 100})
-    assert replan(config, 5, step_seconds=1.0, seconds=3.0).train.max_steps == 20
-    assert replan(config, 50, step_seconds=1.0, seconds=3.0).train.max_steps == 52
+    assert replanned_config(config, 5, step_seconds=1.0, seconds=3.0).train.max_steps == 20
+    assert replanned_config(config, 50, step_seconds=1.0, seconds=3.0).train.max_steps == 52
 
 
 def test_a_device_a_thousand_times_faster_than_measured_keeps_to_the_cap_on_epochs(

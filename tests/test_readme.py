@@ -113,9 +113,9 @@ def test_every_public_name_can_be_imported(tmp_path: Path) -> None:
     assert done.stdout.startswith("chargpt ")
 
 
-def test_figures_between_the_markers_equal_the_generated_ones() -> None:
+def test_results_between_the_markers_equal_the_generated_ones() -> None:
     spec = importlib.util.spec_from_file_location(
-        "write_figures", REPOSITORY / "scripts" / "bench" / "write_figures.py"
+        "write_results", REPOSITORY / "scripts" / "bench" / "write_results.py"
     )
     assert spec is not None
     assert spec.loader is not None

@@ -130,7 +130,9 @@ def first_characters(model, count=400, unigram=None, **options):
     chosen = SampleConfig(
         **{"length": 1, "num_samples": count, "seed": 3, "temperature": 1} | options
     )
-    (pieces,) = stream_pieces(model, NO_NEWLINE, NO_NEWLINE.encode(""), chosen, unigram=unigram)
+    (pieces,) = stream_pieces(
+        model, NO_NEWLINE, NO_NEWLINE.encode(""), chosen, unigram=lambda: unigram
+    )
     return pieces
 
 

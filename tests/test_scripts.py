@@ -2,16 +2,20 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from importlib import import_module
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
 from conftest import REPOSITORY
+
+from chargpt.inference.windows import EvaluationProtocol
 
 SCRIPTS = REPOSITORY / "scripts"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHON": sys.executable}
@@ -72,6 +76,20 @@ def test_the_gpu_suite_writes_its_record_also_when_it_is_stopped(
     assert found["doctor"]["checks"]
     assert found["train"] is None
     assert not (out / "cache").exists()
+
+
+@pytest.mark.parametrize("page", ["scripts/gpu_suite.sh", "docs/gpu.md"])
+def test_the_benchmark_commands_for_a_gpu_have_valid_options(page: str) -> None:
+    text = (REPOSITORY / page).read_text(encoding="utf-8").replace("\\\n", " ")
+    commands = re.findall(r"(bench_\w+\.py) ([^`;|\n]*)", text)
+    assert len(commands) >= 3
+    for script, words in commands:
+        source = (SCRIPTS / "bench" / script).read_text(encoding="utf-8")
+        for option in re.findall(r"(?<= )--[a-z-]+", words):
+            assert f'"{option}"' in source, f"{script} has no {option}"
+        if "--protocols" in words:
+            protocols = words.partition("--protocols ")[2].partition(" --")[0].split()
+            assert set(protocols) <= set(get_args(EvaluationProtocol))
 
 
 def test_a_record_names_commit_and_gpu_without_git(

@@ -179,5 +179,5 @@ def test_a_description_has_the_fraction_of_rare_characters(
     description = describe_text(tmp_path, "ab" * 4999 + "x\u20ac", min_count=2, rare=rare)
     assert description.rare_fraction == pytest.approx(2 / 10_000)
     assert description.characters == 10_000
-    assert description.vocabulary == vocabulary
+    assert description.vocabulary_summary == vocabulary
     assert [character for character, _ in description.most_frequent] == ["a", "b"]

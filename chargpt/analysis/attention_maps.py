@@ -15,7 +15,7 @@ from chargpt.text.tokenizer import CharTokenizer, Tokens
 
 MAX_LINE = 40  # characters of a line that is drawn
 SEARCHED = 20_000  # characters that are searched for a line
-MAX_MAPS = 12  # layers, and heads of a layer, that a picture has room for
+MAX_MAPS = 12  # layers, and heads of a layer, that a plot has room for
 
 Weights = npt.NDArray[np.float32]
 

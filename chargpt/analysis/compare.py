@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from chargpt.analysis.result import MIXTURE_SUFFIX
 from chargpt.config import Config, load_config
-from chargpt.errors import ChargptError, ConfigError
+from chargpt.errors import ConfigError
 from chargpt.inference.baselines import NGRAM, Baselines
 from chargpt.inference.evaluation import Evaluation, OnProgress, evaluate_tokens
 from chargpt.inference.generation import sample
@@ -19,10 +20,11 @@ from chargpt.store.mixture import find_mixture_run
 from chargpt.store.run import Run, load_run
 from chargpt.text.corpus import Corpus, load_corpus
 from chargpt.text.tokenizer import Tokens
-from chargpt.training.mixing import add_mixture
+from chargpt.training.mixing import try_add_mixture
 from chargpt.training.trainer import Trainer
 
 MODELS = ("bigram", "gpt")
+TRAINED = " (trained)"  # ends the name of a model that `compare` trains
 MAX_TOKENS = 300_000  # scored
 SAMPLE = {"length": 300, "temperature": 0.8, "seed": 1337, "num_samples": 1}
 
@@ -38,7 +40,7 @@ def show_nothing(_unit: str, _label: str) -> AbstractContextManager[OnProgress]:
 
 @dataclass(frozen=True)
 class Row:
-    """A model's row of the table; None where a figure does not apply."""
+    """A model's row of the table; None where a value does not apply."""
 
     model: str
     nats_per_char: float
@@ -108,8 +110,7 @@ class Comparison:
         """
         self._add_row(name, run, val, run.model.num_parameters())
         if mixture_run is not None:
-            mixture = name.replace("gpt (trained)", "gpt") + " + n-grams"
-            self._add_row(mixture, mixture_run, val, None)
+            self._add_row(name.removesuffix(TRAINED) + MIXTURE_SUFFIX, mixture_run, val, None)
         self.curves[name] = validation_curve(RunFolder(run.folder).metrics.records())
         self.samples[name] = sample(run, run.config.sample.model_copy(update=SAMPLE))[0]
 
@@ -193,12 +194,8 @@ def compare(
     for kind in models:
         own_config = model_config(config, kind)
         run = train_run(own_config, Path(folder, kind), corpus, kind, run_trainer, baselines.ngram)
-        try:
-            mixture_run = add_mixture(run, corpus)
-        except ChargptError as error:  # the run itself is complete and saved
-            mixture_run = None
-            comparison.notes.append(str(error))
-        comparison.add_run(f"{kind} (trained)", run, val, mixture_run)
+        mixture_run = try_add_mixture(run, corpus, comparison.notes)
+        comparison.add_run(f"{kind}{TRAINED}", run, val, mixture_run)
     return comparison
 
 

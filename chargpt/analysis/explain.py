@@ -1,8 +1,9 @@
 """Attention step by step on a text and a model: averaging, queries and keys, mask, scaling.
 
-Every number is computed when it is asked for, by the explicit form of attention. With the inputs of
-the notebooks that teach attention, the outputs are theirs too. The prose is in `pages/explain/`.
-Shapes in this file: T = tokens, D = head size, H = heads.
+Every number is computed when it is asked for, by the explicit form of attention. The inputs that
+teaching notebooks use (tests/test_notebooks.py names them) give the outputs that they print. The
+prose is in `pages/explain/`.
+Shapes in this file: T = tokens, D = head size, H = heads, C = n_embd.
 """
 
 import math
@@ -63,16 +64,16 @@ class AttentionMaps:
     titles: Sequence[str]
 
 
-Figure = Table | AttentionMaps
+Element = Table | AttentionMaps
 
 
 @dataclass(frozen=True)
 class Section:
-    """A section: paragraphs and figures in order, and its numbers for `--json`."""
+    """A section: paragraphs and elements in order, and its numbers for `--json`."""
 
     name: str
     title: str
-    parts: Sequence[str | Figure]
+    parts: Sequence[str | Element]
     data: dict[str, Any] = field(default_factory=dict)
 
 
@@ -136,15 +137,15 @@ def explain(subject: Subject, names: Sequence[str] = ()) -> list[Section]:
 
 
 def fill_template(
-    name: str, data: dict[str, Any], figures: Mapping[str, Figure], **values: object
+    name: str, data: dict[str, Any], elements: Mapping[str, Element], **values: object
 ) -> Section:
-    """Return a section from its template: a title, then paragraphs and `[figure]` references.
+    """Return a section from its template: a title, then paragraphs and `[element]` references.
 
     The template reads the section's data and further values.
     """
     text = templates.get_template(f"{name}.txt").render(data | values)
     title, *paragraphs = (part.strip() for part in text.split("\n\n") if part.strip())
-    by_reference = {f"[{key}]": figure for key, figure in figures.items()}
+    by_reference = {f"[{key}]": element for key, element in elements.items()}
     parts = [by_reference.get(paragraph, paragraph) for paragraph in paragraphs]
     return Section(name, title.removeprefix("# "), parts, data)
 
@@ -226,9 +227,9 @@ def explain_mask(subject: Subject) -> Section:
         [[c, components(v[i]), components(outputs[i])] for i, c in enumerate(characters)],
     )
     data = {"weights": weights.tolist(), "outputs": outputs.tolist(), "future_without_mask": future}
-    figures = {"weights": table, "outputs": vectors}
+    elements = {"weights": table, "outputs": vectors}
     last = " + ".join(f"{weight:.2f} v{j}" for j, weight in enumerate(weights[-1].tolist(), 1))
-    return fill_template("mask", data, figures, last=last)
+    return fill_template("mask", data, elements, last=last)
 
 
 def explain_scaling(subject: Subject) -> Section:
@@ -309,7 +310,7 @@ def project(subject: Subject, *, whole_line: bool = False) -> tuple[Tensor, Tens
 
 def quoted(line: str) -> str:
     """Return a line in quotation marks, for a paragraph, which wraps at its spaces."""
-    return f'"{display_text(line).replace(display_char(" "), " ")}"'
+    return f'"{display_text(line, keep_spaces=True)}"'
 
 
 def components(vector: Tensor) -> str:

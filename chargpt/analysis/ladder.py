@@ -41,7 +41,7 @@ class Rung:
     """A model of the ladder."""
 
     name: str  # as it is printed
-    adds: str  # what that component is
+    adds: str  # the component that this rung adds, in words
     # settings of this rung; empty for the bigram, which has a config of its own
     values: Mapping[str, object]
 

@@ -5,7 +5,7 @@ the hash of the n tokens from i on is (P_{i+n} - P_i) B^{-i} (Karp and Rabin 198
 instead of a rolling hash): a few array operations for any n. So no index is built: the training
 split is scanned once, in chunks, for all lengths together, and its hashes are looked up in the
 small table of the texts' hashes.
-Shapes in this file: N = tokens of the training split, M = tokens of all texts together.
+Shapes in this file: N = tokens of the training split, M = tokens of a text.
 """
 
 import math
@@ -100,7 +100,7 @@ def find_copied_documents(corpus: Corpus, wanted: set[str], separator: str) -> s
     start = 0
     while start < len(training):
         end = start + CHUNK
-        while end < len(training) and training[end] >= tokenizer.first_continuation_byte:
+        while end < len(training) and training[end] >= tokenizer.first_continuation_id:
             end += 1  # a character of several bytes stays whole
         items = (rest + tokenizer.decode(training[start:end])).split(separator)
         rest = items.pop()
@@ -138,7 +138,7 @@ def _in_characters(
     overlap: Overlap, tokens: Tokens, training: Tokens, tokenizer: CharTokenizer
 ) -> Overlap:
     """Return an overlap of tokens (M,) in characters, without matches then under MIN_MATCH."""
-    is_start = tokens < tokenizer.first_continuation_byte
+    is_start = tokens < tokenizer.first_continuation_id
     index = np.append(is_start.cumsum() - is_start, is_start.sum()).tolist()
     matched = [(index[start], index[end]) for start, end in overlap.matched]
     longest = overlap.longest
@@ -160,8 +160,9 @@ def find_overlap(
     """Return the overlap of each text with the training tokens (N,), in one pass over those."""
     longest = max((len(text) for text in texts), default=0)
     lengths = [n for n in NGRAM_LENGTHS if n <= min(longest, len(training))]
-    tables = [_NGramTable(texts, n) for n in lengths]
-    powers, inverses = _powers(CHUNK + (lengths[-1] if lengths else 0))
+    powers, inverses = _powers(max(longest, CHUNK + (lengths[-1] if lengths else 0)))
+    text_sums = [_prefix_sums(text, powers) for text in texts]
+    tables = [_NGramTable(text_sums, inverses, n) for n in lengths]
     for first in range(0, len(training) if lengths else 0, CHUNK):
         chunk = training[first : first + CHUNK + lengths[-1] - 1]
         sums = _prefix_sums(chunk, powers)
@@ -175,11 +176,14 @@ def find_overlap(
 
 
 class _NGramTable:
-    """All n-grams of the texts for one n, and where the training split has them."""
+    """All n-grams of one length of some texts, and where the training split has them.
 
-    def __init__(self, texts: Sequence[Tokens], n: int) -> None:
+    `sums` are the texts' prefix sums.
+    """
+
+    def __init__(self, sums: Sequence[Hashes], inverses: Hashes, n: int) -> None:
         self.n = n
-        hashes = [_hashes_of(text, n) for text in texts]
+        hashes = [_hashes(each, inverses, n, max(0, len(each) - n)) for each in sums]
         self.ends = np.cumsum([len(each) for each in hashes])  # of each text's n-grams
         self.hashes, self.ids = np.unique(np.concatenate(hashes), return_inverse=True)
         self.occurs = np.zeros(len(self.hashes), dtype=bool)
@@ -190,7 +194,7 @@ class _NGramTable:
 
     def look_up(self, sums: Hashes, inverses: Hashes, first: int, count: int) -> None:
         """Look up the `count` n-grams that begin in a chunk of the training split."""
-        hashes = (sums[self.n : self.n + count] - sums[:count]) * inverses[:count]
+        hashes = _hashes(sums, inverses, self.n, count)
         positions = np.flatnonzero(self.filter[hashes >> np.uint64(64 - TABLE_BITS)])
         ids = np.searchsorted(self.hashes, hashes[positions]).clip(max=len(self.hashes) - 1)
         is_equal = self.hashes[ids] == hashes[positions]
@@ -278,10 +282,6 @@ def _prefix_sums(tokens: Tokens, powers: Hashes) -> Hashes:
     return np.concatenate((np.zeros(1, dtype=np.uint64), np.add.accumulate(terms)))
 
 
-def _hashes_of(text: Tokens, n: int) -> Hashes:
-    """Return the hash of every n-gram of a text."""
-    if len(text) < n:
-        return np.zeros(0, dtype=np.uint64)
-    powers, inverses = _powers(len(text))
-    sums = _prefix_sums(text, powers)
-    return (sums[n:] - sums[:-n]) * inverses[: len(text) - n + 1]
+def _hashes(sums: Hashes, inverses: Hashes, n: int, count: int) -> Hashes:
+    """Return the hashes of the first `count` n-grams of a text with these prefix sums, (M + 1,)."""
+    return (sums[n : n + count] - sums[:count]) * inverses[:count]

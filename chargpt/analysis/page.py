@@ -33,10 +33,10 @@ def render(
         undefined=StrictUndefined,
         trim_blocks=True,
     )
-    words = "" if script is None else (folder / script).read_text("utf-8")
-    digest = base64.b64encode(hashlib.sha256(words.encode()).digest()).decode()
-    source = f"'sha256-{digest}'" if words else "'none'"
+    code = "" if script is None else (folder / script).read_text("utf-8")
+    digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
+    source = f"'sha256-{digest}'" if code else "'none'"
     template = pages.get_template(name)
     return template.render(
-        script=Markup(words), script_source=Markup(source), policy=policy, **values
+        script=Markup(code), script_source=Markup(source), policy=policy, **values
     )

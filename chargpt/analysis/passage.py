@@ -6,8 +6,7 @@ from chargpt.analysis import predictions
 from chargpt.analysis.predictions import ScoredCharacter
 from chargpt.store.run import Run
 from chargpt.text.corpus import Corpus
-from chargpt.text.display import display_char, display_text, graphemes
-from chargpt.text.tokenizer import REPLACEMENT
+from chargpt.text.display import display_char, display_text, graphemes, sign_or_code
 
 PASSAGE = 800  # tokens whose surprisal is shown
 N_PRECEDING = 20  # characters before one of high surprisal
@@ -27,7 +26,7 @@ def surprisal(run: Run, corpus: Corpus) -> dict[str, Any]:
         "top_k": len(scored[0].top),
         "predictions": [[prediction(each) for each in scored[start:end]] for start, end in spans],
         "longest_grapheme": max(end - start for start, end in spans),
-        "highest": highest_surprisal(text, scored),
+        "highest": highest_surprisal(text, scored, spans),
     }
 
 
@@ -35,7 +34,7 @@ def shown(grapheme: str, scored: list[ScoredCharacter]) -> dict[str, Any]:
     """Return how a grapheme is displayed: its colour is that of its highest surprisal."""
     bits = max(each.bits for each in scored)
     return {
-        "text": grapheme if grapheme == " " else display_text(grapheme),
+        "text": display_text(grapheme, keep_spaces=True),
         "ends_line": grapheme == "\n",  # its visible sign stands before the line break
         "level": sum(bits >= level for level in SURPRISAL_BITS),
     }
@@ -47,9 +46,14 @@ def prediction(scored: ScoredCharacter) -> list[Any]:
     return [name_of(scored.character), round(scored.bits, 3), top]
 
 
-def highest_surprisal(text: str, scored: list[ScoredCharacter]) -> list[list[str]]:
-    """Return the rows of a table: context, character, bits and the most likely characters."""
-    start_of = [start for start, end in graphemes(text) for _ in range(start, end)]
+def highest_surprisal(
+    text: str, scored: list[ScoredCharacter], spans: list[tuple[int, int]]
+) -> list[list[str]]:
+    """Return the rows of a table: context, character, bits and the most likely characters.
+
+    `spans` are the graphemes of the text.
+    """
+    start_of = [start for start, end in spans for _ in range(start, end)]
     return [
         [
             display_text(text[start_of[max(0, i - N_PRECEDING)] : i]),
@@ -64,6 +68,4 @@ def highest_surprisal(text: str, scored: list[ScoredCharacter]) -> list[list[str
 def name_of(character: str) -> str:
     """Return a character as it is named in a sentence."""
     names = {" ": "space", "\n": "line end", "\t": "tab"}
-    if character not in names and display_char(character) in (REPLACEMENT, display_char(" ")):
-        return f"U+{ord(character):04X}"  # a space of another width, or a character without a sign
-    return names.get(character, display_char(character))
+    return names.get(character) or sign_or_code(character)

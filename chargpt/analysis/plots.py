@@ -1,4 +1,4 @@
-"""Figures, as SVG or PNG files or inline in a page.
+"""Plots (figures of matplotlib), as SVG or PNG files or inline in a page.
 
 Shapes in this file: H = heads, T = characters.
 """
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import Markup
 
 from chargpt.analysis.fonts import DEFAULT, set_fallback_fonts
-from chargpt.errors import ChargptError
+from chargpt.errors import ConfigError
 from chargpt.files import write_output
 from chargpt.text.display import display_text, graphemes
 
@@ -40,10 +40,10 @@ def require_suffix(path: Path) -> None:
     """Check that a path ends in .svg or .png.
 
     Raises:
-        ChargptError: it does not.
+        ConfigError: it does not.
     """
     if path.suffix not in SUFFIXES:
-        raise ChargptError(f"{path} must end in .svg or .png; rename it")
+        raise ConfigError(f"{path} must end in .svg or .png; rename it")
 
 
 def save(figure: "Figure", path: Path) -> str:
@@ -53,7 +53,7 @@ def save(figure: "Figure", path: Path) -> str:
         The characters that no installed font has, of a PNG; an SVG takes its fonts from its viewer.
 
     Raises:
-        ChargptError: the suffix is neither .svg nor .png, or the file cannot be written.
+        ConfigError: the suffix is neither .svg nor .png, or the file cannot be written.
     """
     require_suffix(path)
     missing = ""
@@ -254,12 +254,12 @@ def plain(name: str) -> str:
     return (" " if name.startswith("_") else "") + name.replace("$", r"\$")
 
 
-def ladder(found: "Ladder") -> "Figure":
+def ladder(result: "Ladder") -> "Figure":
     """Draw the losses of a ladder as bars, in bits per character."""
     bars = [
-        *((name, nats, None, GREY) for name, nats in found.ngrams.items()),
-        *((name, nats, None, PALE) for name, nats in found.compressor_losses.items()),
-        *((s.rung.name, s.loss.value, s.loss.margin, COLOURS[0]) for s in found.results),
+        *((name, nats, None, GREY) for name, nats in result.ngrams.items()),
+        *((name, nats, None, PALE) for name, nats in result.compressor_losses.items()),
+        *((r.rung.name, r.loss.value, r.loss.margin, COLOURS[0]) for r in result.results),
     ]
     figure = _figure(8, 0.6 + 0.28 * len(bars))
     axes = figure.add_subplot()
@@ -278,7 +278,7 @@ def ladder(found: "Ladder") -> "Figure":
     axes.set_xlim(0, 1.1 * max(bits))
     axes.set(xlabel="bits per character of the validation split (lower is better)")
     axes.set_title(
-        f"{plain(found.title)}: n-grams (grey), compressors (pale), trained (blue)", fontsize=10
+        f"{plain(result.title)}: n-grams (grey), compressors (pale), trained (blue)", fontsize=10
     )
     _remove_spines(axes)
     return figure

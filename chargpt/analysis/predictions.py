@@ -1,6 +1,6 @@
 """A model's predictions on a text: accuracy, calibration, surprisal by character.
 
-Shapes in this file: N = characters scored, V = vocabulary size.
+Shapes in this file: N = tokens scored, B = rows of a forward pass, L = scored tokens of a row.
 """
 
 import math

@@ -1,7 +1,7 @@
 """`report.html`: one page about a run that opens from disk, without a network.
 
-Every number is computed when the page is written, on one checkpoint. The prose is in
-`pages/report.html`.
+Losses and predictions are those of one checkpoint, computed when the page is written; training
+curves and samples are from the run's metrics. The prose is in `pages/report.html`.
 """
 
 import math
@@ -16,7 +16,7 @@ from chargpt.analysis import memorization, plots, predictions
 from chargpt.analysis.attention_maps import MAX_LINE, attention_maps, describe_layers, typical_line
 from chargpt.analysis.page import render
 from chargpt.analysis.passage import surprisal
-from chargpt.analysis.result import RunScores, evaluate_run, summarize
+from chargpt.analysis.result import MIXTURE_LABEL, RunScores, evaluate_run, summarize
 from chargpt.files import write_output
 from chargpt.inference.baselines import NGRAM
 from chargpt.inference.evaluation import OnProgress
@@ -108,6 +108,7 @@ def result(run: Run, corpus: Corpus, scores: RunScores, records: Records) -> Val
         "block_size": val.block_size,
         "scored": scores.scored_on,
         "ngram": NGRAM,
+        "mixture_label": MIXTURE_LABEL,
         "ngram_context": NGRAM_ORDER - 1,
         "cards": [
             ("text", f"{corpus.n_characters:,} characters"),
@@ -170,7 +171,7 @@ def accuracy_and_calibration(run: Run, corpus: Corpus) -> Values:
 
 
 def attention(run: Run, corpus: Corpus) -> Values:
-    """Return pictures of each head's attention weights on a line of the validation split."""
+    """Return a plot of each head's attention weights on a line of the validation split."""
     if not isinstance(run.model, GPT | GPT2):
         return {"maps": []}
     max_length = min(MAX_LINE, run.model.block_size)
@@ -180,8 +181,8 @@ def attention(run: Run, corpus: Corpus) -> Values:
     captions = describe_layers(layers)
     for number, (weights, caption) in enumerate(zip(layers, captions, strict=True), 1):
         titles = [f"head {head}" for head in range(1, len(weights) + 1)]
-        drawings = plots.inline_heads(weights, text, titles, f"layer{number}")
-        maps.append((caption, drawings, f"layer {number}"))
+        svgs = plots.inline_heads(weights, text, titles, f"layer{number}")
+        maps.append((caption, svgs, f"layer {number}"))
     return {"maps": maps}
 
 
@@ -236,7 +237,7 @@ def reproduction(run: Run) -> Values:
     state, config = run.state, run.config
     text = ["TEXT"] if config.text.path == STDIN else []  # which the config cannot name
     command = shlex.join(["chargpt", "train", *text, "-c", str(run.folder / "config.yaml")])
-    is_imported = config.model.kind == "gpt2"
+    is_imported = config.model.kind == "gpt2" and config.train.from_run is None
     return {
         "command": "it was trained by another program" if is_imported else f"{command} --out COPY",
         "environment": [

@@ -16,7 +16,8 @@ from chargpt.text.describe import compare_splits
 
 MIN_RISE = 0.02  # nats above the best validation loss that count as over-fitting, not noise
 LAST_STEPS = 10  # whose mean is the last training loss
-MIXTURE_LABEL = "gpt + n-grams"
+MIXTURE_SUFFIX = " + n-grams"
+MIXTURE_LABEL = f"gpt{MIXTURE_SUFFIX}"
 MIN_GAIN = 0.005  # nats: the smallest gain of a mixture that is reported
 MIN_GAP = 0.3  # nats of generalisation gap that are reported
 
@@ -41,15 +42,15 @@ class RunScores:
         )
 
     @property
-    def better_part(self) -> tuple[str, float]:
-        """Which part of the mixture has the lower validation loss, and that loss."""
-        parts = {"gpt": self.evaluations["val"].nats_per_char, NGRAM: self.baseline_losses[NGRAM]}
-        return min(parts.items(), key=lambda part: part[1])
+    def better_alone(self) -> tuple[str, float]:
+        """The one of GPT and n-gram baseline with the lower validation loss, and that loss."""
+        losses = {"gpt": self.evaluations["val"].nats_per_char, NGRAM: self.baseline_losses[NGRAM]}
+        return min(losses.items(), key=lambda item: item[1])
 
     @property
     def mixture_gain(self) -> float:
-        """By how many nats the mixture is better than its better part; 0 below MIN_GAIN."""
-        gain = self.better_part[1] - self.mixture.nats_per_char if self.mixture else 0.0
+        """By how many nats the mixture is better than `better_alone`; 0 below MIN_GAIN."""
+        gain = self.better_alone[1] - self.mixture.nats_per_char if self.mixture else 0.0
         return gain if gain >= MIN_GAIN else 0.0
 
     def rows(self, kind: str) -> list[list[str]]:
@@ -131,7 +132,7 @@ def summarize(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]])
         ]
         sentences.append(f"The gpt is {' and '.join(differences)} on the validation split.")
     if scores.mixture is not None:
-        better, _ = scores.better_part
+        better, _ = scores.better_alone
         verdict = f"no better than the {better}."
         if scores.mixture_gain:
             verdict = (

@@ -15,7 +15,7 @@ from chargpt.analysis.result import describe_difference, loss_cells
 from chargpt.cli import console, options, tables
 from chargpt.cli.ladder import compare_rungs
 from chargpt.cli.loop import run_steps
-from chargpt.cli.pictures import save_picture
+from chargpt.cli.plot_file import save_plot_file
 from chargpt.cli.progress import LoadingProgress, show_progress
 from chargpt.cli.signals import catch_signals
 from chargpt.cli.summary import show_plan
@@ -23,15 +23,23 @@ from chargpt.device import choose_device
 from chargpt.errors import ConfigError
 from chargpt.files import require_output
 from chargpt.inference.baselines import NGRAM
-from chargpt.inference.evaluation import OnProgress
+from chargpt.inference.evaluation import Evaluation, OnProgress
 from chargpt.store.layout import is_run
 from chargpt.text.corpus import load_corpus
 from chargpt.training.cost import expected_cost
-from chargpt.training.planner import plan
+from chargpt.training.planner import Plan
 from chargpt.training.request import Request
-from chargpt.training.session import output_folder, slug, with_measured_threads, with_mixture_split
+from chargpt.training.session import (
+    fit_budget,
+    output_folder,
+    plan_run,
+    slug,
+    with_measured_threads,
+)
 from chargpt.training.threads import measure_threads
 from chargpt.training.trainer import Trainer
+
+MODELS = ",".join(comparison.MODELS)
 
 
 def compare(
@@ -40,7 +48,7 @@ def compare(
         typer.Argument(metavar="TEXT|RUN", help="A text to train on, or runs to compare."),
     ] = None,
     models: Annotated[
-        str | None, typer.Option(metavar="NAMES", help="Models to train; bigram,gpt by default.")
+        str | None, typer.Option(metavar="NAMES", help=f"Models to train; {MODELS} by default.")
     ] = None,
     config: options.ConfigName = None,
     out: Annotated[
@@ -127,7 +135,7 @@ def compare(
         gpt_config = with_measured_threads(request.run_config())
         compare_rungs(gpt_config, out, seeds, plot, json_=json_)
         return
-    result, folder = train_models(request, out, models or "bigram,gpt")
+    result, folder = train_models(request, out, models or MODELS)
     print_comparison(result, plot or folder / "curves.svg", json_=json_)
     if not json_:
         console.out(f"the runs are in {folder}; next:")
@@ -161,19 +169,22 @@ def train_models(request: Request, out: Path | None, models: str) -> tuple[Compa
         raise ConfigError(f"{used} exists; name another folder with --out")
     corpus = load_corpus(gpt_config.text, on_progress=LoadingProgress())
     gpt_config = with_measured_threads(gpt_config, budget)
+    planned: Plan | None = None
     if budget is not None:
-        gpt_config, corpus = with_mixture_split(gpt_config, corpus, budget)
-        gpt_config = plan(gpt_config, corpus, budget).config
-    for note in corpus.notes:
+        planned, corpus = plan_run(gpt_config, corpus, budget)
+        gpt_config = planned.config
+    for note in (*corpus.notes, *(planned.notes if planned else ())):
         console.say(note)
 
     def run_trainer(name: str, trainer: Trainer) -> None:
         assert trainer.folder is not None
         console.say(f"== {name} ==")
         own_budget = budget if name == gpt_config.model.kind else None
-        if own_budget is not None:
-            own_budget.measure_evaluation(trainer.model, corpus, trainer.config)
-        seconds = own_budget.remaining if own_budget is not None else None
+        seconds, notes = None, list[str]()
+        if own_budget is not None and planned is not None:
+            seconds = fit_budget(own_budget, trainer, planned, notes)
+        for note in notes:
+            console.say(note)
         show_plan(trainer, expected_cost(trainer.config, trainer.learner, 0, seconds))
         run_steps(trainer, trainer.folder, signals, own_budget)
 
@@ -197,18 +208,18 @@ def train_models(request: Request, out: Path | None, models: str) -> tuple[Compa
 def print_comparison(result: Comparison, plot: Path | None, *, json_: bool) -> None:
     """Draw the loss curves, if a file is given, and print the comparison."""
     if plot is not None:
-        save_picture(plots.loss_curves(result.curves, result.baselines, result.title), plot)
+        save_plot_file(plots.loss_curves(result.curves, result.baselines, result.title), plot)
     for note in result.notes:
         console.say(note)
-    picture = None if plot is None else str(plot)
+    plot_name = None if plot is None else str(plot)
     if json_:
         rows = [row.as_dict() for row in result.rows]
-        console.out_json({"rows": rows, "baselines": dict(result.baselines), "plot": picture})
+        console.out_json({"rows": rows, "baselines": dict(result.baselines), "plot": plot_name})
         return
     print_rows(result)
     tables.side_by_side(list(result.samples), list(result.samples.values()))
-    if picture is not None:
-        console.out(f"plot: {picture}")
+    if plot_name is not None:
+        console.out(f"plot: {plot_name}")
 
 
 def print_rows(result: Comparison) -> None:
@@ -231,23 +242,27 @@ def print_rows(result: Comparison) -> None:
         title=f"{result.title}: loss on {result.scored_on}",
     )
     trained = [row for row in result.rows if row.step and row.parameters is not None]
-    steps = {row.model.removesuffix(" (trained)"): row.step for row in trained}
+    steps = {row.model.removesuffix(comparison.TRAINED): row.step for row in trained}
     if len(set(steps.values())) > 1:
         each = ", ".join(f"{name} {count:,}" for name, count in steps.items())
         console.out_sentence(f"the numbers of steps differ: {each} (to the best checkpoint)")
-    others = [row.nats_per_char for row in result.rows if row.model.startswith(NGRAM)]
+    ngrams = [row.nats_per_char for row in result.rows if row.model.startswith(NGRAM)]
     bigrams = [row.nats_per_char for row in result.rows if row.model.startswith("bigram")]
-    gpt = next((row.evaluation for row in result.rows if row.model == "gpt (trained)"), None)
+    trained_gpt = f"gpt{comparison.TRAINED}"
+    gpt = next((row.evaluation for row in result.rows if row.model == trained_gpt), None)
     if bigrams and gpt is not None:
         differences = [
             describe_difference(gpt, name, min(losses))
-            for name, losses in (("the best bigram", bigrams), (f"the {NGRAM}", others))
+            for name, losses in (("the best bigram", bigrams), (f"the {NGRAM}", ngrams))
             if losses
         ]
         console.out_sentence(f"the gpt is {' and '.join(differences)}")
     elif len(result.curves) > 1:
-        measured = [(row.evaluation, row.model) for row in result.rows if row.evaluation]
-        (best, name), (second, other), *_ = sorted(measured, key=lambda pair: pair[0].nats_per_char)
+        best_of_run: dict[str | None, tuple[Evaluation, str]] = {}  # without or with its mixture
+        for row in sorted(result.rows, key=lambda row: row.nats_per_char):
+            if row.evaluation is not None:
+                best_of_run.setdefault(row.run, (row.evaluation, row.model))
+        (best, name), (second, other), *_ = best_of_run.values()
         difference = describe_difference(best, other, second)
         console.out_sentence(f"{name} has the lowest loss; it is {difference}")
     if result.curves:

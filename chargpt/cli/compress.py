@@ -65,13 +65,13 @@ def compress(
     console.say_unknown(lost, unknown or "error")
     write(packed, out, force=force)
     characters = len(decoded) - (lost if unknown == "skip" else 0)
-    bits = f": {8 * len(packed) / characters:.3f} bits per character" if characters else ""
-    bits += f", with {HEADER.size} bytes of header"
+    details = f": {8 * len(packed) / characters:.3f} bits per character" if characters else ""
+    details += f", with {HEADER.size} bytes of header"
     xz = ""
     if len(content) <= XZ_BYTES and not lost:
         xz = f"; xz -9: {len(lzma.compress(content, preset=9)):,} bytes"
     sizes = f"{len(content):,} bytes -> {len(packed):,} bytes"
-    print_sentence(f"{console.characters(characters)}, {sizes}{bits}{xz}", out)
+    print_sentence(f"{console.characters(characters)}, {sizes}{details}{xz}", out)
     folder = RunFolder(loaded.folder)
     if keep:
         folder.keep(loaded.step)

@@ -15,7 +15,7 @@ from chargpt.config import Config, Settings, describe_unknown_key, load_config
 from chargpt.errors import ConfigError
 from chargpt.store.run import open_run
 from chargpt.store.selection import newest_metadata
-from chargpt.yaml_reader import dump_yaml
+from chargpt.yaml_io import dump_yaml
 
 TYPES = {int: "integer", float: "number", bool: "true or false", str: "string"}
 BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}

@@ -15,15 +15,9 @@ from chargpt.text.build_config import build_config
 from chargpt.text.catalog import CATALOG, fetch
 from chargpt.text.corpus import Corpus, load_corpus
 from chargpt.text.describe import Description, describe
-from chargpt.text.display import display_char
-from chargpt.text.tokenizer import REPLACEMENT
+from chargpt.text.display import sign_or_code
 
-app = typer.Typer(
-    help="List, describe and fetch texts.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-)
+app = options.command_group("List, describe and fetch texts.")
 
 
 @app.command("list")
@@ -86,16 +80,9 @@ def info(
         _print_description(corpus, description)
 
 
-def shown(character: str) -> str:
-    """Return a character as a sign, or by its code point if it has none of its own."""
-    sign = display_char(character)
-    has_sign = sign != REPLACEMENT and (sign != display_char(" ") or character == " ")
-    return sign if has_sign else f"U+{ord(character):04X}"
-
-
 def _print_description(corpus: Corpus, description: Description) -> None:
     def listed(pairs: Iterable[tuple[str, int]]) -> str:
-        cells = [f"{shown(c)} {count:,}" for c, count in pairs]
+        cells = [f"{sign_or_code(c)} {count:,}" for c, count in pairs]
         return "\n".join("  ".join(cells[i : i + 5]) for i in range(0, len(cells), 5))
 
     rare = "none"
@@ -105,7 +92,7 @@ def _print_description(corpus: Corpus, description: Description) -> None:
         ["text", corpus.name],
         [
             ["characters", f"{description.characters:,}"],
-            ["vocabulary", description.vocabulary],
+            ["vocabulary", description.vocabulary_summary],
             *([["documents", f"{description.documents:,}"]] if description.documents else []),
             ["lines", f"{description.lines:,} (longest {description.longest_line:,} characters)"],
             ["most frequent", listed(description.most_frequent)],

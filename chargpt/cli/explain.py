@@ -14,7 +14,7 @@ from chargpt.analysis import plots
 from chargpt.analysis.explain import AttentionMaps, Section, Subject, Table, choose_subject
 from chargpt.analysis.page import render
 from chargpt.cli import console, options, runs, tables
-from chargpt.cli.pictures import save_picture
+from chargpt.cli.plot_file import save_plot_file
 from chargpt.cli.progress import LoadingProgress
 from chargpt.errors import ConfigError, RunError
 from chargpt.files import is_open_descriptor, require_output, write_output
@@ -78,7 +78,7 @@ def explain(
         return
     print_sections(sections)
     if maps and plot is None and html is None:
-        console.out("as pictures: --plot attention.png, or --html attention.html")
+        console.out("as plots: --plot attention.png, or --html attention.html")
     for path in (plot, html):
         if path is not None:
             console.out(f"written: {path}")
@@ -103,7 +103,10 @@ def find_subject(
     chosen = checkpoint if checkpoint != "best" else None
     options.reject({"--checkpoint": chosen, "--device": device}, "applies to a run, not a text")
     settings = build_config(what, None, overrides)
-    return choose_subject(load_corpus(settings.text, on_progress=LoadingProgress()), None)
+    corpus = load_corpus(settings.text, on_progress=LoadingProgress())
+    for note in corpus.notes:
+        console.say(note)
+    return choose_subject(corpus, None)
 
 
 def save_plot(maps: list[AttentionMaps], path: Path) -> None:
@@ -113,7 +116,7 @@ def save_plot(maps: list[AttentionMaps], path: Path) -> None:
             "--plot draws the attention of a trained gpt; name the run of one, and drop --section "
             "or add --section attention"
         )
-    save_picture(plots.attention(maps[0].weights, maps[0].text, maps[0].titles), path)
+    save_plot_file(plots.attention(maps[0].weights, maps[0].text, maps[0].titles), path)
 
 
 def write_sections(sections: list[Section], path: Path, name: str) -> None:

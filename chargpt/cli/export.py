@@ -18,12 +18,7 @@ from chargpt.files import is_open_descriptor, require_new
 from chargpt.store.mixture import has_mixture
 from chargpt.store.run import Run
 
-app = typer.Typer(
-    help="Export a run's GPT for other tools, each file checked.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-)
+app = options.command_group("Export a run's GPT for other tools, each file checked.")
 Force = Annotated[bool, typer.Option("--force", help="Replace what is there.")]
 
 

@@ -5,16 +5,11 @@ from typing import Annotated
 
 import typer
 
-from chargpt.cli import console
+from chargpt.cli import console, options
 from chargpt.export.huggingface import import_huggingface
 from chargpt.export.nanogpt import import_nanogpt
 
-app = typer.Typer(
-    help="Import a model as a run.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-)
+app = options.command_group("Import a model as a run.")
 Out = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run to make.")]
 
 

@@ -7,7 +7,7 @@ from chargpt.analysis.ladder import Estimate, Ladder, run_ladder
 from chargpt.analysis.result import loss_cells
 from chargpt.cli import console, tables
 from chargpt.cli.loop import run_steps
-from chargpt.cli.pictures import save_picture
+from chargpt.cli.plot_file import save_plot_file
 from chargpt.cli.progress import LoadingProgress
 from chargpt.cli.signals import catch_signals
 from chargpt.config import Config
@@ -24,6 +24,8 @@ def compare_rungs(
 ) -> None:
     """Train the rungs with progress bars, draw them, and print the table or the JSON."""
     corpus = load_corpus(config.text, on_progress=LoadingProgress())
+    for note in corpus.notes:
+        console.say(note)
 
     def run_trainer(name: str, trainer: Trainer) -> None:
         assert trainer.folder is not None
@@ -33,13 +35,13 @@ def compare_rungs(
     name = f"ladder-{slug(corpus.name)}"
     with catch_signals() as signals, output_folder(out, name) as folder:
         ladder = run_ladder(config, folder, corpus, n_seeds, run_trainer)
-    picture = plot or folder / "ladder.svg"
-    save_picture(plots.ladder(ladder), picture)
+    plot = plot or folder / "ladder.svg"
+    save_plot_file(plots.ladder(ladder), plot)
     if json_:
-        console.out_json({**ladder.as_dict(), "plot": str(picture)})
+        console.out_json({**ladder.as_dict(), "plot": str(plot)})
         return
     print_ladder(ladder)
-    console.out(f"plot: {picture}")
+    console.out(f"plot: {plot}")
 
 
 def print_ladder(ladder: Ladder) -> None:

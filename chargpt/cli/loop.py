@@ -19,7 +19,7 @@ MIN_SPARKLINE_COLUMNS = 100  # of the terminal
 
 
 class StepView:
-    """Shows the steps of one trainer and stops it at a signal."""
+    """Shows the steps of one trainer; ends the command after a signal has stopped it."""
 
     def __init__(self, trainer: Trainer, folder: RunFolder, signals: Signals) -> None:
         self.trainer, self.folder, self.signals = trainer, folder, signals
@@ -61,7 +61,7 @@ class StepView:
     def end(self) -> None:
         """End the command, by raising `Stopped`, if a signal came."""
         trainer = self.trainer
-        # another rank's signal stops this one too; from here on a signal changes nothing
+        # another rank's signal stops this one too; the run is saved, so later ones are dropped
         default = signal.SIGTERM if trainer.stopped_by == "signal" else None
         number = next(iter(self.signals.caught), default)
         self.signals.caught = []
@@ -75,7 +75,7 @@ class StepView:
         else:
             step = trainer.state.step
             console.say(f"stopped at step {step:,} and saved; {self._how_to_resume()}")
-        raise Stopped(number, is_said=True)
+        raise Stopped(number, is_reported=True)
 
     def say_last_checkpoint(self) -> None:
         """Name the last checkpoint after a signal has stopped a step."""
@@ -120,7 +120,7 @@ def run_steps(
                 view.show(report)
         view.end()
     except Stopped as stop:
-        if not stop.is_said:
+        if not stop.is_reported:
             view.say_last_checkpoint()
         raise
     return view.baselines

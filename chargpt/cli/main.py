@@ -174,7 +174,7 @@ def exit_code_of(command: Callable[[], Any]) -> int:
         console.say("stopped")
         return 130
     except Stopped as stop:
-        if not stop.is_said:
+        if not stop.is_reported:
             console.say("stopped")
         return 128 + stop.number
     except (BrokenPipeError, console.OutputClosed):  # `chargpt sample | head` is no failure

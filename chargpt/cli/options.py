@@ -8,7 +8,7 @@ import typer
 
 from chargpt.errors import ConfigError
 from chargpt.text.tokenizer import UnknownPolicy
-from chargpt.yaml_reader import to_yaml
+from chargpt.yaml_io import to_flow_yaml
 
 Seed = Annotated[
     int | None,
@@ -74,6 +74,13 @@ Adaptive = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
+def command_group(help_: str) -> typer.Typer:
+    """Return a command that has subcommands."""
+    return typer.Typer(
+        help=help_, no_args_is_help=True, add_completion=False, rich_markup_mode=None
+    )
+
+
 def reject(given: Mapping[str, object], cause: str) -> None:
     """Raise if an option in `given` has a value; `cause` says why it does not apply."""
     for name, value in given.items():
@@ -97,4 +104,4 @@ def overrides(
         "train.from_run": None if from_run is None else str(from_run.absolute()),
     }
     given = {key: value for key, value in values.items() if value is not None}
-    return (*(set_ or ()), *(f"{key}={to_yaml(value)}" for key, value in given.items()))
+    return (*(set_ or ()), *(f"{key}={to_flow_yaml(value)}" for key, value in given.items()))

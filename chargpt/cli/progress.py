@@ -96,7 +96,7 @@ class LoadingProgress:
             return
         if self.bar is None:
             self.on_show()
-            self.bar = ProgressBar(total, stage)
+            self.bar = ProgressBar(total, "byte")
         detail = f"{stage} {console.size(done)} of {console.size(total)}"
         self.bar.update(done, total, lambda: detail)
         if done >= total:

@@ -24,7 +24,7 @@ from chargpt.errors import ConfigError
 from chargpt.inference.generation import sample as sample_texts
 from chargpt.inference.generation import stream_run
 from chargpt.store.run import Run
-from chargpt.text.corpus import read_text
+from chargpt.text.corpus import Corpus, read_text
 from chargpt.text.display import display_text, whole_graphemes
 from chargpt.text.tokenizer import UnknownPolicy
 
@@ -79,7 +79,7 @@ def sample(
     num_samples: Annotated[
         int | None,
         typer.Option(
-            metavar="N", min=1, help=f"Number of texts; {DEFAULTS.num_samples} by default."
+            metavar="N", min=1, help=f"Number of samples; {DEFAULTS.num_samples} by default."
         ),
     ] = None,
     seed: Annotated[
@@ -169,7 +169,7 @@ def sample(
                 report["new"] = [text not in copied for text in texts]
         console.out_json(report)
         return
-    print_samples(loaded, texts, n_prompt, measured, copied)
+    print_samples(loaded, corpus, texts, n_prompt, measured, copied)
     say_seed(config, settings)
 
 
@@ -194,11 +194,17 @@ def say_seed(config: Config, settings: SampleConfig) -> None:
 
 
 def print_samples(
-    run: Run, texts: list[str], n_prompt: int, overlap: OverlapReport | None, copied: set[str]
+    run: Run,
+    corpus: Corpus | None,
+    texts: list[str],
+    n_prompt: int,
+    overlap: OverlapReport | None,
+    copied: set[str],
 ) -> None:
     """Print texts with their verbatim matches marked, and what was found.
 
-    `copied` are those texts that are whole documents of the training split.
+    `corpus` is the run's text, given with `overlap`; `copied` are those texts that are whole
+    documents of its training split.
     """
     eos_token = run.tokenizer.eos_token
     for number, text in enumerate(texts, 1):
@@ -216,13 +222,13 @@ def print_samples(
             "verbatim matches with the training split, of whole documents or "
             f"{MIN_MATCH} characters or more"
         )
-    elif overlap is not None:
+    elif overlap is not None and corpus is not None:
         print_overlap(overlap)
         # lines that the model has ended, with what the prompt has of the first
         first = texts[0].rfind("\n", 0, n_prompt) + 1
         lines = {line for text in texts for line in text[first:].split("\n")[:-1] if line}
         if len(lines) > 1:
-            n_copied = len(find_copied_documents(run.corpus(), lines, "\n"))
+            n_copied = len(find_copied_documents(corpus, lines, "\n"))
             console.out_sentence(
                 f"of {len(lines):,} different lines, {n_copied:,} are in the training split"
             )

@@ -54,7 +54,7 @@ def score(
     with show_progress("character", "scored") as on_progress:
         scored = scoring.score(loaded, content, unknown, on_progress, losses_of)
     console.say_unknown(scored.n_unknown, unknown or loaded.config.text.unknown)
-    ranked = sorted(scored.lines(), key=lambda line: -line.bits_per_char)
+    lines = scored.lines()
     if json_:
         result = {
             "bits_per_char": scored.bits_per_char,
@@ -63,10 +63,11 @@ def score(
             "n_unknown": scored.n_unknown,
             "run": str(run),
             "text": text,
-            "lines": [vars(line) for line in sorted(ranked, key=lambda line: line.number)],
+            "lines": [vars(line) for line in lines],
         }
         console.out_json(result)
         return
+    ranked = sorted(lines, key=lambda line: -line.bits_per_char)
     if per_line:
         for line in ranked:
             console.out(f"{line.bits_per_char:.3f}\t{line.number}\t{line.text}")

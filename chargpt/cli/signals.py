@@ -14,9 +14,10 @@ NAMES = ("SIGINT", "SIGTERM", "SIGHUP")
 class Stopped(BaseException):
     """A signal has ended the command; its number decides the exit code."""
 
-    def __init__(self, number: int, *, is_said: bool = False) -> None:
+    def __init__(self, number: int, *, is_reported: bool = False) -> None:
         super().__init__(number)
-        self.number, self.is_said = number, is_said  # is_said: whether a message has said so
+        self.number = number
+        self.is_reported = is_reported  # whether a message has named the signal
 
 
 class Signals:
@@ -34,7 +35,7 @@ class Signals:
         self.terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
     def handle(self, number: int, _frame: object) -> None:
-        """Record a signal. Raise `Stopped` if they are not deferred, or at a second Ctrl-C."""
+        """Record a signal; raise `Stopped` if they are not deferred, or at a Ctrl-C after one."""
         if number == getattr(signal, "SIGHUP", None):  # the terminal is gone: writing would fail
             for terminal in self.terminals:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), terminal)

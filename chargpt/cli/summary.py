@@ -16,7 +16,7 @@ from chargpt.text.corpus import Corpus
 from chargpt.training.budget import RESERVE, Budget
 from chargpt.training.cost import Cost
 from chargpt.training.finetune import forgetting
-from chargpt.training.mixing import add_mixture
+from chargpt.training.mixing import try_add_mixture
 from chargpt.training.planner import Plan
 from chargpt.training.session import Session
 from chargpt.training.trainer import Trainer
@@ -54,7 +54,7 @@ def show_plan(trainer: Trainer, cost: Cost) -> None:
     on_device = in_brackets(trainer.device_reason, threads if trainer.device.type == "cpu" else "")
     epochs = f"{cost.epochs:.1f}" if cost.epochs >= 0.1 else f"{cost.epochs:.1g}"
     tokens = " tokens" if corpus.characters_per_token < 1 else ""
-    ranks = f" x {trainer.group.size} processes" if trainer.group.size > 1 else ""
+    ranks = f" x {trainer.group.world_size} processes" if trainer.group.world_size > 1 else ""
     console.say(
         f"text    {corpus.name}: {documents}{console.characters(corpus.n_characters)} ({lengths})\n"
         f"vocab   {corpus.tokenizer.describe()}{rare}\n"
@@ -89,10 +89,13 @@ def describe_model(model: ModelConfig) -> str:
 
 
 def show_result(session: Session, baselines: Baselines | None, *, json_: bool = False) -> None:
-    """Print the results table or the JSON, and write the report of a long run."""
+    """Fit the mixture; print the results table or the JSON; write the report of a long run."""
     trainer, folder, budget = session.trainer, session.folder, session.budget
-    best = load_run(folder.path, "best", str(trainer.device))
-    scores = evaluate_run(best, trainer.corpus, baselines, try_add_mixture(best, trainer.corpus))
+    best, notes = load_run(folder.path, "best", str(trainer.device)), list[str]()
+    mixture_run = try_add_mixture(best, trainer.corpus, notes)
+    for note in notes:
+        console.say(note)
+    scores = evaluate_run(best, trainer.corpus, baselines, mixture_run)
     sentences = summarize(best, scores, folder.metrics.records())
     base_run = session.base_run
     forgotten = None if base_run is None else forgetting(base_run, best)
@@ -130,15 +133,6 @@ def show_result(session: Session, baselines: Baselines | None, *, json_: bool = 
                 f"this took {console.duration(seconds)} instead of "
                 f"{console.duration(budget.seconds)}: the machine slowed down"
             )
-
-
-def try_add_mixture(best: Run, corpus: Corpus) -> Run | None:
-    """Return the run with a fitted mixture in place of its GPT, None if there is none."""
-    try:
-        return add_mixture(best, corpus)
-    except ChargptError as error:  # the run itself is complete and saved
-        console.say(str(error))
-        return None
 
 
 def print_result(

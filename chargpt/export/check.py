@@ -26,7 +26,7 @@ N_GREEDY = 200  # tokens of greedy text
 MAX_DIFFERENCE = 5e-3  # of a log-probability in float32: rounding stays far below
 SEED = 1337
 
-Floats = npt.NDArray[np.floating]
+Logits = npt.NDArray[np.floating]  # or log-probabilities
 
 
 class Runtime(Protocol):
@@ -37,7 +37,7 @@ class Runtime(Protocol):
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text."""
 
-    def logits(self, tokens: list[int]) -> Floats:
+    def logits(self, tokens: list[int]) -> Logits:
         """Return logits or log-probabilities after each of the last N >= 1 tokens, (N, V)."""
 
     def greedy(self, tokens: list[int], length: int) -> list[int]:
@@ -76,7 +76,7 @@ class ModelRuntime:
 
     model: LanguageModel
 
-    def logits(self, tokens: list[int]) -> Floats:
+    def logits(self, tokens: list[int]) -> Logits:
         return logits(self.model, tokens)
 
     def greedy(self, tokens: list[int], length: int) -> list[int]:
@@ -105,7 +105,7 @@ def temporary_export(path: Path) -> Iterator[Path]:
 def exportable_model(run: Run, target: str) -> GPT:
     """Return the GPT of a run, if the architecture of Qwen3 can hold it, else ConfigError.
 
-    `target` is the name of the format in the message, which also names the setting.
+    The message names the format, `target`, and the setting that it cannot hold.
     """
     model, config = run.model, run.config.model
     wanted = {
@@ -182,11 +182,11 @@ def prompts(run: Run) -> list[str]:
     size = max(1, run.model.block_size - 1)
     sampled = sample(run, num_samples=N_PROMPTS // 2, length=size, prompt="", stop=(), seed=SEED)
     found = []
+    alphabet = run.tokenizer.characters
+    if run.tokenizer.has_bytes or run.tokenizer.has_unknown:
+        alphabet += "é\u200dяक字😀\0\ufffd"
     for number in range(N_PROMPTS):
         length = int(generator.integers(1, size, endpoint=True))
-        alphabet = run.tokenizer.characters
-        if run.tokenizer.has_bytes or run.tokenizer.has_unknown:
-            alphabet += "é\u200dяक字😀\0\ufffd"
         text = "".join(alphabet[i] for i in generator.integers(len(alphabet), size=length))
         if number % 2 and sampled[number // 2]:
             text = sampled[number // 2][:length]
@@ -197,7 +197,7 @@ def prompts(run: Run) -> list[str]:
 
 
 def encode(tokenizer: CharTokenizer, text: str) -> list[int]:
-    """Return the tokens of a text; characters outside the vocabulary become the unknown token."""
+    """Return the tokens of a text; other characters are replaced, or spelled as bytes."""
     tokens: list[int] = tokenizer.encode(text, unknown="replace").tolist()
     return tokens
 
@@ -206,8 +206,10 @@ def look_up(text: str, ids: Mapping[str, int], unknown: str | None = None) -> li
     """Return the id of each character; of one without, that of `unknown`, or those of its bytes."""
     found = []
     for character in text:
-        if character in ids or unknown:
-            found.append(ids[character if character in ids else str(unknown)])
+        if character in ids:
+            found.append(ids[character])
+        elif unknown:
+            found.append(ids[unknown])
         else:
             found += [ids[f"<0x{byte:02X}>"] for byte in character.encode()]
     return found
@@ -230,9 +232,9 @@ def greedy_prompts(run: Run, texts: Iterable[str]) -> Iterator[tuple[list[int], 
 
 
 @torch.inference_mode()
-def logits(model: LanguageModel, tokens: Sequence[int]) -> Floats:
+def logits(model: LanguageModel, tokens: Sequence[int]) -> Logits:
     """Return a model's logits after each of the tokens, (T, V)."""
-    found: Floats = model(torch.tensor([tokens], device=model.device))[0].float().cpu().numpy()
+    found: Logits = model(torch.tensor([tokens], device=model.device))[0].float().cpu().numpy()
     return found
 
 
@@ -247,6 +249,6 @@ def greedy(model: LanguageModel, tokens: Sequence[int], length: int) -> list[int
     return found
 
 
-def log_softmax(logits: Floats) -> Floats:
+def log_softmax(logits: Logits) -> Logits:
     """Return log-probabilities in float64, of the shape of the logits (N, V)."""
     return torch.from_numpy(logits).double().log_softmax(dim=-1).numpy()

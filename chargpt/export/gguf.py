@@ -1,7 +1,7 @@
 """Export to a GGUF file, which llama.cpp and the programs around it open: architecture `qwen3`.
 
 The tokenizer is of SentencePiece's kind ("llama"): every character is a token of its own, nothing
-is merged, and byte tokens spell characters outside the vocabulary.
+is merged, and byte tokens, if the run has them, spell characters outside the vocabulary.
 """
 
 import json
@@ -21,7 +21,7 @@ from chargpt.config import NORM_EPS
 from chargpt.errors import ConfigError, OperationError
 from chargpt.export.check import (
     ExportCheck,
-    Floats,
+    Logits,
     ModelRuntime,
     check_export,
     exportable_model,
@@ -70,8 +70,8 @@ def export_gguf(
         runtime = open_runtime(temporary, run)
         limit = None if precision == "f32" else MAX_DIVERGENCE
         check = check_export(run, runtime, max_divergence=limit, remedy="use --precision f32")
-        content = modelfile_text(path.name, model.block_size, run.config.sample.temperature)
-        write_atomically(modelfile, content.encode())
+    content = modelfile_text(path.name, model.block_size, run.config.sample.temperature)
+    write_atomically(modelfile, content.encode())
     return check
 
 
@@ -101,7 +101,7 @@ def write_gguf(path: Path, run: Run, model: GPT, precision: Precision) -> None:
     gguf: Any = import_module("gguf")
     config, tokenizer = model.config, run.tokenizer
     writer = gguf.GGUFWriter(path, "qwen3")
-    writer.add_name(display_text(run.folder.absolute().name))
+    writer.add_name(display_text(run.folder.absolute().name, keep_spaces=True))
     writer.add_description(f"character-level GPT by chargpt {__version__}")
     writer.add_context_length(config.block_size)
     writer.add_embedding_length(config.n_embd)
@@ -252,14 +252,14 @@ class LlamaRuntime:
         tokens: list[int] = self.post("tokenize", content=text, add_special=False)["tokens"]
         return tokens
 
-    def logits(self, tokens: list[int]) -> Floats:
+    def logits(self, tokens: list[int]) -> Logits:
         """Return the log-probabilities after the last token, (1, V)."""
         answer = self.post(
             "completion",
             prompt=tokens,
             n_predict=1,
             n_probs=self.vocab_size + 1,
-            # no probabilities are given for an incomplete character: sample a whole one
+            # no probabilities are given if a byte token is sampled: sample id 0, a character
             logit_bias=[[0, 1000]],
         )
         log_probs = np.full(self.vocab_size + 1, -np.inf)

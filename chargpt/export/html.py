@@ -2,7 +2,8 @@
 
 The page (`pages/play.html`) loads nothing: the weights in half precision and the data about model
 and vocabulary are data blocks in it, and `pages/worker.js` computes the model. The runtime here
-takes the model out of the page's own text, so that the check sees what a browser gets.
+takes the model out of the page's own text, so that the check covers the weights and the vocabulary
+in the page, but not `worker.js` (tests/test_play.py runs it in a browser).
 
 Shapes in this file: V = vocabulary size.
 """
@@ -35,7 +36,7 @@ from chargpt.inference.baselines import BIGRAM_ALPHA
 from chargpt.models import GPT, build_model
 from chargpt.store.run import Run
 from chargpt.text.byte_fallback import TRANSITIONS
-from chargpt.text.display import display_char
+from chargpt.text.display import display_text
 from chargpt.text.statistics import PairCounts
 from chargpt.text.tokenizer import CharTokenizer
 
@@ -83,7 +84,7 @@ def export_html(run: Run, path: Path, *, force: bool = False) -> ExportCheck:
     Raises:
         ConfigError: the model cannot be exported, or the file is of another origin.
         OperationError: the page does not read back as the run.
-        OSError: the file cannot be written.
+        ConfigError: the file cannot be written.
     """
     require_output(path, force=force)
     page = make_page(run, exportable_model(run, "an HTML page"))
@@ -105,7 +106,7 @@ def make_page(run: Run, model: GPT) -> str:
     with np.errstate(over="ignore"):  # infinite weights fail the check
         content = b"".join(weight.astype(HALF).tobytes() for weight in weights.values())
     options = run.config.sample
-    name = "".join(c if c == " " else display_char(c) for c in run.folder.resolve().name)
+    name = display_text(run.folder.resolve().name, keep_spaces=True)
     return render(
         "play.html",
         script="play.js",
@@ -140,7 +141,7 @@ def page_data(run: Run, tensors: list[tuple[str, int]]) -> PageData:
         "vocab_size": tokenizer.vocab_size,
         "bytes": list(tokenizer.bytes_),
         "transitions": TRANSITIONS,
-        "first_continuation_byte": tokenizer.first_continuation_byte,
+        "first_continuation_id": tokenizer.first_continuation_id,
         "eos_token_id": tokenizer.eos_token_id if tokenizer.eos_token else None,
         "bos_text": tokenizer.bos_text,
         "counts": None,

@@ -20,7 +20,7 @@ from chargpt.device import require_memory
 from chargpt.errors import OperationError, RunError
 from chargpt.export.check import (
     ExportCheck,
-    Floats,
+    Logits,
     ModelRuntime,
     check_export,
     exportable_model,
@@ -101,6 +101,8 @@ def files(run: Run, model: GPT) -> dict[str, bytes]:
             # without it, transformers 5 builds the tokenizer of Qwen2, which has other ids
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,
+            # transformers 4 adds token types, which the model rejects
+            "model_input_names": ["input_ids", "attention_mask"],
             "model_max_length": model.block_size,
         },
         ORIGIN: origin,
@@ -286,9 +288,9 @@ class TransformersRuntime:
         ids: list[int] = self.tokenizer(text)["input_ids"]
         return ids
 
-    def logits(self, tokens: list[int]) -> Floats:
+    def logits(self, tokens: list[int]) -> Logits:
         with torch.inference_mode():
-            found: Floats = self.model(torch.tensor([tokens])).logits[0].numpy()
+            found: Logits = self.model(torch.tensor([tokens])).logits[0].numpy()
         return found
 
     def greedy(self, tokens: list[int], length: int) -> list[int]:
@@ -360,7 +362,7 @@ def read_folder(folder: Path) -> tuple[Config, CharTokenizer, RunState, GPT]:
         ) from None
     model = build_model(config.model, tokenizer.vocab_size)
     assert isinstance(model, GPT)
-    model.first_continuation_byte = tokenizer.first_continuation_byte
+    model.first_continuation_id = tokenizer.first_continuation_id
     ours = {_their_name(name): name for name in model.state_dict()}
     load_weights(model, {ours.get(name, name): tensor for name, tensor in tensors.items()}, folder)
     return config, tokenizer, state, model.eval()

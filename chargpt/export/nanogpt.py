@@ -37,7 +37,7 @@ PLAIN_OPCODES = set(
     "PROTO FRAME STOP MARK EMPTY_DICT DICT SETITEM SETITEMS MEMOIZE PUT BINPUT LONG_BINPUT GET "
     "BINGET LONG_BINGET INT BININT BININT1 BININT2 UNICODE SHORT_BINUNICODE BINUNICODE".split()
 )
-SIZES = ("n_layer", "n_head", "n_embd", "block_size", "dropout")
+MODEL_ARGS = ("n_layer", "n_head", "n_embd", "block_size", "dropout")
 NAMES = {
     "ln_1": "attention_norm",
     "attn.c_attn": "attention.qkv",
@@ -147,18 +147,18 @@ def convert(
 
     Args:
         saved: what `read_checkpoint` returned.
-        order: ids in the checkpoint of our ids, (V,).
+        order: for each of our ids, the id of its character in the checkpoint, (V,).
         n_bytes: size of the file, which bounds that of the model.
     """
     args, step, loss = saved["model_args"], saved["iter_num"], saved["best_val_loss"]
     loss = loss.item() if isinstance(loss, Tensor) and loss.dim() == 0 else loss
     dataset = saved["config"]["dataset"]
-    numbers = [*(args[key] for key in (*SIZES, "vocab_size")), step, loss]
+    numbers = [*(args[key] for key in (*MODEL_ARGS, "vocab_size")), step, loss]
     # whatever else they are, converting or printing it could cost any time and memory
     if any(type(number) not in (int, float) for number in numbers) or type(dataset) is not str:
         raise ValueError("a setting has the wrong type")
-    sizes = {key: args[key] for key in SIZES}
-    tree = {"model": {"kind": "gpt2", **sizes}, "train": {"max_steps": max(1, int(step))}}
+    model_args = {key: args[key] for key in MODEL_ARGS}
+    tree = {"model": {"kind": "gpt2", **model_args}, "train": {"max_steps": max(1, int(step))}}
     config = validate(tree, "its settings")
     vocab_size = len(order)
     if args["vocab_size"] != vocab_size:

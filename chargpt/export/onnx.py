@@ -23,7 +23,7 @@ from chargpt.config import NORM_EPS
 from chargpt.errors import ConfigError
 from chargpt.export.check import (
     ExportCheck,
-    Floats,
+    Logits,
     check_export,
     encode,
     exportable_model,
@@ -67,7 +67,7 @@ rotary (x, cos, sin) => (y) {
 }""",
     """
 attention (x, norm, query, key, value, output, query_norm, key_norm, past_k, past_v,
-           cos, sin, mask, heads, root) => (y, k, v) {
+           cos, sin, mask, heads, sqrt_head_size) => (y, k, v) {
     normed = chargpt.rms_norm (x, norm)
     all_q = MatMul (normed, query)
     all_k = MatMul (normed, key)
@@ -83,15 +83,15 @@ attention (x, norm, query, key, value, output, query_norm, key_norm, past_k, pas
     v = Concat <axis = 2> (past_v, head_v)
     k_transposed = Transpose <perm = [0, 1, 3, 2]> (k)
     product = MatMul (q, k_transposed)
-    scaled = Div (product, root)
+    scaled = Div (product, sqrt_head_size)
     scores = Add (scaled, mask)
     weights = Softmax <axis = -1> (scores)
     head_y = MatMul (weights, v)
     rows = Transpose <perm = [0, 2, 1, 3]> (head_y)
     flat = Constant <value_ints = [0, 0, -1]> ()
     joined = Reshape (rows, flat)
-    change = MatMul (joined, output)
-    y = Add (x, change)
+    update = MatMul (joined, output)
+    y = Add (x, update)
 }""",
     """
 mlp (x, norm, gate, up, down) => (y) {
@@ -99,10 +99,10 @@ mlp (x, norm, gate, up, down) => (y) {
     gated = MatMul (normed, gate)
     logistic = Sigmoid (gated)
     activation = Mul (gated, logistic)
-    upper = MatMul (normed, up)
-    hidden = Mul (activation, upper)
-    change = MatMul (hidden, down)
-    y = Add (x, change)
+    up_projected = MatMul (normed, up)
+    hidden = Mul (activation, up_projected)
+    update = MatMul (hidden, down)
+    y = Add (x, update)
 }""",
     """
 positions (past_keys, tokens, cos_table, sin_table) => (cos, sin, mask) {
@@ -113,15 +113,15 @@ positions (past_keys, tokens, cos_table, sin_table) => (cos, sin, mask) {
     length_shape = Shape <start = 1, end = 2> (tokens)
     length = Squeeze (length_shape)
     stop = Add (start, length)
-    place = Range (start, stop, one)
-    cos = Gather (cos_table, place)
-    sin = Gather (sin_table, place)
-    every = Range (zero, stop, one)
-    query_place = Unsqueeze (place, one)
-    sees = LessOrEqual (every, query_place)
-    open = Constant <value = float {0}> ()
-    closed = Constant <value_float = -1e30> ()
-    mask = Where (sees, open, closed)
+    query_position = Range (start, stop, one)
+    cos = Gather (cos_table, query_position)
+    sin = Gather (sin_table, query_position)
+    key_position = Range (zero, stop, one)
+    query_column = Unsqueeze (query_position, one)
+    is_visible = LessOrEqual (key_position, query_column)
+    visible = Constant <value = float {0}> ()
+    hidden = Constant <value_float = -1e30> ()
+    mask = Where (is_visible, visible, hidden)
 }""",
 )
 
@@ -149,7 +149,7 @@ def export_onnx(run: Run, path: Path, *, force: bool = False) -> ExportCheck:
     require_new(path, force=force)
     with temporary_export(path) as temporary:
         _write_onnx(temporary, run, model)
-        return check_export(run, OnnxRuntime(temporary, model))
+        return check_export(run, OnnxFileRuntime(temporary, model))
 
 
 def _write_onnx(path: Path, run: Run, model: GPT) -> None:
@@ -197,14 +197,14 @@ def _write_onnx(path: Path, run: Run, model: GPT) -> None:
     onnx.save(proto, path)
 
 
-def constants_of(model: GPT) -> dict[str, Floats]:
+def constants_of(model: GPT) -> dict[str, Logits]:
     """Return the weights, matrices transposed, and the other constants of the graph, by name."""
     config = model.config
     arrays: dict[str, Any] = {
         "cos_table": model.cos.float().cpu().numpy(),
         "sin_table": model.sin.float().cpu().numpy(),
         "heads": np.array([0, 0, config.n_head, config.head_size]),
-        "root": np.array(config.head_size**0.5, dtype=np.float32),
+        "sqrt_head_size": np.array(config.head_size**0.5, dtype=np.float32),
         "first_axis": np.array([0]),
     }
     arrays |= {f"layer_{layer}": np.array(layer) for layer in range(config.n_layer)}
@@ -229,7 +229,8 @@ def graph_nodes(n_layer: int) -> Iterator[tuple[str, list[str], list[str], dict[
         attention = [f"{block}.attention.{name}.weight" for name in weights]
         given = [f"x_{layer}", f"{block}.attention_norm.weight", *attention]
         given += [f"past_keys_{layer}", f"past_values_{layer}", "cos", "sin", "mask", "heads"]
-        yield "attention", [*given, "root"], [f"y_{layer}", f"k_{layer}", f"v_{layer}"], {}
+        given.append("sqrt_head_size")
+        yield "attention", given, [f"y_{layer}", f"k_{layer}", f"v_{layer}"], {}
         mlp = [f"{block}.mlp.{name}.weight" for name in ("gate", "up", "down")]
         given = [f"y_{layer}", f"{block}.mlp_norm.weight", *mlp]
         yield "mlp", given, [f"x_{layer + 1}"], {}
@@ -242,35 +243,36 @@ def graph_nodes(n_layer: int) -> Iterator[tuple[str, list[str], list[str], dict[
         yield "Concat", parts, [name], {"axis": 0}
 
 
-class OnnxRuntime:
+class OnnxFileRuntime:
     """The file as onnxruntime opens it, or else the reference evaluator of `onnx`."""
 
     def __init__(self, path: Path, model: GPT) -> None:
         onnx: Any = import_module("onnx")
-        metadata = {each.key: each.value for each in onnx.load(path).metadata_props}
+        proto = onnx.load(path)
+        metadata = {each.key: each.value for each in proto.metadata_props}
         self.tokenizer = CharTokenizer.from_json(metadata["tokenizer"], str(path))
         config = model.config
         self.empty = np.zeros((config.n_layer, 1, config.n_head, 0, config.head_size), np.float32)
         self.session: Any
         if find_spec("onnxruntime") is None:
             self.name = f"the reference evaluator of onnx {onnx.__version__}"
-            self.session = import_module("onnx.reference").ReferenceEvaluator(str(path))
+            self.session = import_module("onnx.reference").ReferenceEvaluator(proto)
         else:
             onnxruntime: Any = import_module("onnxruntime")
             self.name = f"onnxruntime {onnxruntime.__version__}"
             self.session = onnxruntime.InferenceSession(str(path))
 
-    def run(self, tokens: list[int], keys: Floats, values: Floats) -> list[Floats]:
+    def run(self, tokens: list[int], keys: Logits, values: Logits) -> list[Logits]:
         """Return logits, keys and values."""
         given = (np.array([tokens]), keys, values)
-        outputs: list[Floats] = self.session.run(None, dict(zip(INPUTS, given, strict=True)))
+        outputs: list[Logits] = self.session.run(None, dict(zip(INPUTS, given, strict=True)))
         return outputs
 
     def encode(self, text: str) -> list[int]:
         return encode(self.tokenizer, text)
 
-    def logits(self, tokens: list[int]) -> Floats:
-        found: Floats = self.run(tokens, self.empty, self.empty)[0][0]
+    def logits(self, tokens: list[int]) -> Logits:
+        found: Logits = self.run(tokens, self.empty, self.empty)[0][0]
         return found
 
     def greedy(self, tokens: list[int], length: int) -> list[int]:

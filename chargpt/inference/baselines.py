@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 
+from chargpt.config import MAX_BLOCK_SIZE
 from chargpt.errors import TextError
 from chargpt.inference.windows import even_spans, gather_rows
 from chargpt.models.ngram import NGRAM_ORDER, NGramLM
@@ -14,7 +15,6 @@ from chargpt.text.tokenizer import Floats, Tokens
 UNIGRAM_ALPHA = 1.0  # pseudo-count of additive smoothing
 BIGRAM_ALPHA = 0.1
 NGRAM = f"{NGRAM_ORDER}-gram"
-MAX_BLOCK_SIZE = 65_536  # the maximum of model.block_size
 
 
 class Baselines:
@@ -46,11 +46,12 @@ class Baselines:
         Args:
             tokens: of a split, shape (tokens,).
             max_tokens: score at most this many, in evenly spread spans; all by default.
-            span: length of the spans, required with `max_tokens`: the model's block size.
+            span: length of the spans, needed with `max_tokens`: the model's block size.
 
         Raises:
             TextError: there are fewer than 2 characters.
         """
+        assert max_tokens is None or span is not None
         n_inputs = len(tokens) - 1
         if n_inputs < 1:
             raise TextError(
@@ -60,14 +61,14 @@ class Baselines:
         starts, length = even_spans(n_inputs, span or n_inputs, max_tokens)
         n_earlier = NGRAM_ORDER - 2  # tokens of context before each span
         rows = gather_rows(tokens, starts - n_earlier, length + n_earlier)
-        first, second = rows[:, NGRAM_ORDER - 2 : -1].ravel(), rows[:, NGRAM_ORDER - 1 :].ravel()
+        first, second = rows[:, n_earlier:-1].ravel(), rows[:, n_earlier + 1 :].ravel()
         counts = self.token_counts + UNIGRAM_ALPHA
         pair_log_probs = bigram_log_probs(self.pair_counts, first, second, BIGRAM_ALPHA)
         losses = {
             "uniform": math.log(len(counts)),
             "unigram": -float(np.log(counts / counts.sum())[second].mean()),
             "bigram": -float(pair_log_probs.mean()),
-            NGRAM: float(self.ngram.losses(rows)[:, NGRAM_ORDER - 2 :].mean(dtype=np.float64)),
+            NGRAM: float(self.ngram.losses(rows)[:, n_earlier:].mean(dtype=np.float64)),
         }
         per_character = second.size / max(1, self.tokenizer.count_characters(second))
         return {name: loss * per_character for name, loss in losses.items()}

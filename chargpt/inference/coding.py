@@ -26,7 +26,7 @@ import torch
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from chargpt.device import onednn_is_faster, require_memory
-from chargpt.errors import ChargptError, OperationError, TextError
+from chargpt.errors import OperationError, TextError
 from chargpt.inference.decoders import Decoder, build_decoder
 from chargpt.inference.evaluation import OnProgress
 from chargpt.inference.sampler import max_logits
@@ -34,7 +34,7 @@ from chargpt.models import LanguageModel
 from chargpt.models.base import eval_mode
 from chargpt.models.mixture import Mixture
 from chargpt.store.run import Run
-from chargpt.text.tokenizer import TokenIds, Tokens, UnknownPolicy
+from chargpt.text.tokenizer import Tokens, UnknownPolicy
 
 MAX_LANES = 64
 MAX_ADAPTIVE_LANES = 8  # the fewer, the more each learns, and the longer it takes
@@ -89,11 +89,11 @@ def compress(
     lanes = split_into_lanes(tokens, MAX_ADAPTIVE_LANES if adaptive else MAX_LANES)
     with _inference_with_threads(run.model, threads):
         decoder = adaptive(len(lanes)) if adaptive else build_decoder(run.model, len(lanes))
-        for column, ends in _iter_distributions(run, decoder, lanes, len(tokens), on_progress):
-            totals = ends[:, -1].tolist()
+        for column, cdf in _iter_distributions(run, decoder, lanes, len(tokens), on_progress):
+            totals = cdf[:, -1].tolist()
             for lane, token in enumerate(column.tolist()):
-                start = int(ends[lane, token - 1]) if token else 0
-                encoder.encode(start, int(ends[lane, token]), totals[lane])
+                start = int(cdf[lane, token - 1]) if token else 0
+                encoder.encode(start, int(cdf[lane, token]), totals[lane])
     body = encoder.finish()
     body += bytes(max(0, len(tokens) // MAX_TOKENS_PER_BYTE - len(body)))
     keys = (run.step, run.fingerprint(), _platform_key())
@@ -106,14 +106,14 @@ def read_header(packed: bytes) -> tuple[int, Mode]:
     """Return the step of the checkpoint that a text was compressed with, and the kind of model.
 
     Raises:
-        ChargptError: the file is of another format or version.
+        TextError: the file is of another format or version.
     """
     kinds: dict[bytes, Mode] = {magic: kind for kind, magic in MAGIC.items()}
     if len(packed) < HEADER.size or packed[:4] not in kinds:
-        raise ChargptError("the file was not made by `chargpt compress`; name another")
+        raise TextError("the file was not made by `chargpt compress`; name another")
     magic, version, _, _, step, *_ = HEADER.unpack_from(packed)
     if version != VERSION:
-        raise ChargptError(
+        raise TextError(
             f"the file has version {version}, and this chargpt reads and writes version {VERSION}; "
             "decompress it with the chargpt that made it"
         )
@@ -135,7 +135,7 @@ def decompress(
         adaptive: what `compress` was given.
 
     Raises:
-        ChargptError: the file is of another format, version, run or platform.
+        TextError: the file is of another format, version, run or platform.
         OperationError: the checksum differs: the file is damaged, or this machine rounds
             differently.
     """
@@ -144,29 +144,29 @@ def decompress(
     _, _, threads, count, _, model_key, platform_key, checksum = HEADER.unpack_from(packed)
     body = packed[HEADER.size :]
     if model_key != run.fingerprint():
-        raise ChargptError(
+        raise TextError(
             f"the file was compressed with another model (step {step:,}, weights "
             f"{model_key.hex()}); name the run that made it"
         )
     if platform_key != _platform_key():
-        raise ChargptError(
+        raise TextError(
             "the file was compressed with another processor, torch or numpy, which rounds "
             "differently; decompress it there"
         )
     if count > MAX_TOKENS_PER_BYTE * (len(body) + 1) or not threads:
-        raise ChargptError("the file is damaged: it is too short for its text; restore it")
+        raise TextError("the file is damaged: it is too short for its text; restore it")
     require_memory(BYTES_PER_CHARACTER * count, f"a text of {count:,} characters")
     coder = ArithmeticDecoder(body)
     tokens = np.zeros(count, dtype=run.tokenizer.dtype)
     lanes = split_into_lanes(tokens, MAX_ADAPTIVE_LANES if adaptive else MAX_LANES)
     with _inference_with_threads(run.model, threads):
         decoder = adaptive(len(lanes)) if adaptive else build_decoder(run.model, len(lanes))
-        for column, ends in _iter_distributions(run, decoder, lanes, count, on_progress):
-            totals = ends[:, -1].tolist()
+        for column, cdf in _iter_distributions(run, decoder, lanes, count, on_progress):
+            totals = cdf[:, -1].tolist()
             for lane in range(len(column)):
                 value = coder.decode(totals[lane])
-                token = int(ends[lane].searchsorted(value, side="right"))
-                coder.consume(int(ends[lane, token - 1]) if token else 0, int(ends[lane, token]))
+                token = int(cdf[lane].searchsorted(value, side="right"))
+                coder.consume(int(cdf[lane, token - 1]) if token else 0, int(cdf[lane, token]))
                 column[lane] = token
     content = run.tokenizer.decode(lanes.reshape(-1)[:count]).encode()
     if zlib.crc32(content) != checksum:
@@ -179,7 +179,7 @@ def decompress(
 
 def _iter_distributions(
     run: Run, decoder: Decoder, lanes: Tokens, count: int, on_progress: OnProgress
-) -> Iterator[tuple[Tokens, TokenIds]]:
+) -> Iterator[tuple[Tokens, Tokens]]:
     """Yield the tokens at each position of the lanes, without padding, and their distributions.
 
     A distribution is cumulative frequencies, (L, V): token i of a lane has the interval from the

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from chargpt.errors import NOT_FINITE, ConfigError, OperationError, TextError
 from chargpt.inference.windows import (
-    NANOGPT_BATCHES,
+    NANOGPT_BATCH_SIZE,
     NANOGPT_BLOCK,
-    NANOGPT_ROWS,
+    NANOGPT_EVAL_ITERS,
     EvaluationProtocol,
     Windows,
     protocol_windows,
@@ -52,8 +52,8 @@ MAX_CPU_CALL_TOKENS = 4_096  # activations of more do not fit into a CPU's cache
 class Evaluation:
     """Result of an evaluation, and how it was measured.
 
-    The standard error is cluster-robust, with blocks b as clusters: sqrt(sum_b (L_b - n_b *
-    mean)^2) / N, where L_b is the summed loss and n_b the number of b's characters. With fewer
+    The standard error is cluster-robust, with blocks b as clusters: sqrt(sum_b (S_b - n_b *
+    mean)^2) / N, where S_b is the summed loss and n_b the number of b's characters. With fewer
     than `MIN_BLOCKS` blocks that may be far too small: the error is then at least the one with
     single characters as clusters.
     """
@@ -67,7 +67,7 @@ class Evaluation:
     block_size: int  # T, the maximum context in tokens
     n_unknown: int = 0  # characters outside the vocabulary, left out or replaced
     nats_per_document: float | None = None  # of a list of documents: `nats_per_char` * mean length
-    # L_b and n_b, (2, blocks)
+    # S_b and n_b, (2, blocks)
     clusters: Floats | None = field(default=None, repr=False, compare=False)
 
     def difference_error(self, other: "Evaluation") -> float:
@@ -224,7 +224,7 @@ def evaluate_tokens(
     total, block_size = len(tokens) - 1, model.block_size
     if protocol == "nanogpt":
         block_size = min(block_size, NANOGPT_BLOCK)
-        total = NANOGPT_BATCHES * NANOGPT_ROWS * block_size
+        total = NANOGPT_EVAL_ITERS * NANOGPT_BATCH_SIZE * block_size
     total = min(total, max_tokens or total)
     batches = protocol_windows(
         tokens, block_size, protocol, max_tokens, stride, span, seed, model.lookback
@@ -252,15 +252,15 @@ def evaluate_tokens(
 def token_losses(run: Run, tokens: Tokens, on_progress: OnProgress = lambda *_: None) -> Floats:
     """Return the loss of each token but the first in nats, (tokens - 1,), by `sliding`."""
     model = run.model
-    found: list[Floats] = []
+    parts: list[Floats] = []
     done = 0
     with eval_mode(model):
         for windows in sliding_windows(tokens, model.block_size):
             for losses, _, _ in _iter_losses(model, windows):
-                found.append(losses.flatten())
+                parts.append(losses.flatten())
                 done += losses.size
                 on_progress(done, len(tokens) - 1)
-    return np.concatenate(found)
+    return np.concatenate(parts)
 
 
 def iter_log_probs(
@@ -292,13 +292,14 @@ def _score(
     block_losses, block_sizes, n_correct, squares, done = [], [], 0, 0.0, 0
     with eval_mode(model):
         for windows in batches:
-            for losses, correct, starts in _iter_losses(model, windows, dtype):
+            for losses, correct, is_first in _iter_losses(model, windows, dtype):
                 block_losses.append(losses.sum(axis=1))
-                block_sizes.append(starts.sum(axis=1))
-                characters = starts.ravel().cumsum().astype(np.int64)  # which one each token spells
-                n_wrong = np.bincount(characters, weights=1 - correct.ravel())  # tokens of each
+                block_sizes.append(is_first.sum(axis=1))
+                # number of the character that each token belongs to, from 1
+                character = is_first.ravel().cumsum().astype(np.int64)
+                n_wrong = np.bincount(character, weights=1 - correct.ravel())  # tokens of each
                 n_correct += int((n_wrong[1:] == 0).sum())
-                squares += (np.bincount(characters, weights=losses.ravel()) ** 2).sum()
+                squares += (np.bincount(character, weights=losses.ravel()) ** 2).sum()
                 done += losses.size
                 on_progress(done, total)
     return np.concatenate(block_losses), np.concatenate(block_sizes), n_correct, float(squares)
@@ -313,13 +314,13 @@ def _variance(block_losses: Floats, block_sizes: Floats) -> float:
 def _iter_losses(
     model: LanguageModel, windows: Windows, dtype: torch.dtype | None = None
 ) -> Iterator[Floats]:
-    """Yield (3, B, L) of tokens: loss in nats, whether predicted, whether a character begins."""
+    """Yield (3, B, L) of tokens: loss in nats, is predicted, is the first of a character."""
     for logits, targets in _iter_logits(model, windows, dtype):
         losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
         correct = logits.argmax(dim=-1) == targets
-        starts = targets < model.first_continuation_byte
+        is_first = targets < model.first_continuation_id
         # one transfer from the device for all
-        stacked = torch.stack((losses.view_as(targets), correct.float(), starts.float()))
+        stacked = torch.stack((losses.view_as(targets), correct.float(), is_first.float()))
         yield stacked.cpu().double().numpy()
 
 

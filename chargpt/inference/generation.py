@@ -24,7 +24,7 @@ from chargpt.models import LanguageModel
 from chargpt.models.base import eval_mode
 from chargpt.models.cache import KVCache
 from chargpt.store.run import Run, as_run
-from chargpt.text.tokenizer import CharTokenizer, Floats, Ints, TokenIds, Tokens, UnknownPolicy
+from chargpt.text.tokenizer import CharTokenizer, Floats, Ints, Tokens, UnknownPolicy
 
 MAX_GROUP_BYTES = 256_000_000  # of KV caches and logits of sequences that are sampled together
 
@@ -44,7 +44,8 @@ def sample(
         options: sampling settings; the run's own `sample` section by default.
         unknown: policy for prompt characters outside the vocabulary; the run's `text.unknown` by
             default.
-        on_progress: called with the decode steps done, at most the characters, and the maximum.
+        on_progress: called with the number of tokens sampled for all texts, and their maximum,
+            `num_samples * length`.
         changes: changed settings: `prompt`, `length`, `temperature`, `top_k`, `top_p`, `min_p`,
             `num_samples`, `stop` or `seed`, as in `sample(run, prompt="To be", temperature=0.5)`.
 
@@ -115,10 +116,12 @@ def stream_run(
     tokenizer = run.tokenizer
     text = tokenizer.eos_token + options.prompt
     prompt = tokenizer.encode(text, unknown=unknown or run.config.text.unknown)
-    unigram = None
-    if not prompt.size and not tokenizer.bos_text:
+
+    def unigram() -> Ints | None:
         with suppress(ChargptError):  # the text may have been deleted
-            unigram = run.corpus().token_counts("train")
+            return run.corpus().token_counts("train")
+        return None
+
     return stream_pieces(
         run.model, tokenizer, prompt, options, sequence_ids=sequence_ids, unigram=unigram
     )
@@ -131,7 +134,7 @@ def stream_pieces(
     options: SampleConfig,
     *,
     sequence_ids: Sequence[int] | None = None,
-    unigram: Ints | None = None,
+    unigram: Callable[[], Ints | None] = lambda: None,
 ) -> Iterator[list[str]]:
     """Yield the next piece of each sequence's text, a list of N pieces a step, without the prompt.
 
@@ -146,7 +149,7 @@ def stream_pieces(
             newline, or if the vocabulary has none, with a character sampled from `unigram`.
         options: sampling settings; `prompt` is not used.
         sequence_ids: numbers of the N sequences; 0 to `num_samples` - 1 by default.
-        unigram: count of each token, (V,), for the first character; uniform by default.
+        unigram: returns the count of each token, (V,); None, the default, for uniform.
 
     Raises:
         ConfigError: a stop string is empty.
@@ -157,17 +160,18 @@ def stream_pieces(
     ids = range(options.num_samples) if sequence_ids is None else sequence_ids
     options = _with_seed(options)
     prompt = np.asarray(prompt_ids).astype(np.int64)[-model.block_size :]
-    prompt = prompt[np.argmax(prompt < model.first_continuation_byte) :] if prompt.size else prompt
+    prompt = prompt[np.argmax(prompt < model.first_continuation_id) :] if prompt.size else prompt
     if not prompt.size:
         prompt = tokenizer.encode(tokenizer.bos_text).astype(np.int64)
-    counts = np.ones(tokenizer.vocab_size) if unigram is None else unigram.astype(np.float64)
+    known = None if prompt.size else unigram()
+    counts = np.ones(tokenizer.vocab_size) if known is None else known.astype(np.float64)
     return _iter_pieces(model, tokenizer, prompt, counts, options, ids)
 
 
 def _iter_pieces(
     model: LanguageModel,
     tokenizer: CharTokenizer,
-    prompt: TokenIds,
+    prompt: Tokens,
     counts: Floats,
     options: SampleConfig,
     sequence_ids: Sequence[int],
@@ -190,7 +194,7 @@ def _iter_pieces(
 
 
 @torch.inference_mode()
-def _prefill(model: LanguageModel, prompt: TokenIds, cache: KVCache) -> Floats:
+def _prefill(model: LanguageModel, prompt: Tokens, cache: KVCache) -> Floats:
     """Append the prompt, (T,), to an empty cache; return the logits of the next token, (V,)."""
     tokens = torch.from_numpy(prompt)[None].to(model.device)
     last: Floats = model(tokens, cache)[0, -1].float().cpu().numpy().astype(np.float64)
@@ -242,5 +246,5 @@ def _with_seed(options: SampleConfig) -> SampleConfig:
 
 def _max_sequences(model: LanguageModel) -> int:
     """Return how many sequences can be sampled together within MAX_GROUP_BYTES."""
-    numbers = 2 * model.new_cache(1).keys.numel() + model.vocab_size  # float32, of one sequence
-    return max(1, MAX_GROUP_BYTES // (4 * numbers))
+    n_values = 2 * model.new_cache(1).keys.numel() + model.vocab_size  # float32, of one sequence
+    return max(1, MAX_GROUP_BYTES // (4 * n_values))

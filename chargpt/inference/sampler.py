@@ -22,7 +22,7 @@ from chargpt.config import SampleConfig
 from chargpt.errors import OperationError
 from chargpt.inference.decoders import Decoder
 from chargpt.text.byte_fallback import ValidTokens
-from chargpt.text.tokenizer import Floats, TokenIds
+from chargpt.text.tokenizer import Floats, Tokens
 
 UNIFORMS_CHUNK = 256  # positions whose uniform numbers are computed together
 MIN_TEMPERATURE = 1e-100  # dividing differences of logits by it does not overflow
@@ -34,7 +34,7 @@ def generate(
     options: SampleConfig,
     sequence_ids: Sequence[int],
     valid: ValidTokens,
-) -> Iterator[TokenIds]:
+) -> Iterator[Tokens]:
     """Sample tokens without end and yield those of each position, (N,).
 
     Args:
@@ -51,8 +51,9 @@ def generate(
     uniform_numbers = uniforms(options.seed, sequence_ids)
     next_logits = np.tile(logits, (len(sequence_ids), 1))  # (N, V)
     states = np.zeros(len(sequence_ids), dtype=np.int64)
+    is_restricted = not valid.allowed.all()
     while True:
-        allowed = None if valid.allowed.all() else valid.allowed[states]
+        allowed = valid.allowed[states] if is_restricted else None
         probs = filter_probs(next_logits, options, allowed)
         tokens = sample_tokens(probs, next(uniform_numbers))
         yield tokens
@@ -115,7 +116,7 @@ def _top_mask(probs: Floats, top_k: int | None, top_p: float | None) -> npt.NDAr
     return mask
 
 
-def sample_tokens(probs: Floats, numbers: Floats) -> TokenIds:
+def sample_tokens(probs: Floats, numbers: Floats) -> Tokens:
     """Return one token a row, (N,), by inverse transform sampling at uniform numbers (N,).
 
     The probabilities (N, V) are unnormalised, at least one above 0 in each row.
@@ -123,7 +124,7 @@ def sample_tokens(probs: Floats, numbers: Floats) -> TokenIds:
     cumulative = np.add.accumulate(probs, axis=1)  # (N, V)
     thresholds = numbers * cumulative[:, -1]  # (N,)
     # With <=, a token of probability 0 is an empty interval and is never chosen.
-    tokens: TokenIds = np.add.reduce(cumulative <= thresholds[:, None], axis=1)
+    tokens: Tokens = np.add.reduce(cumulative <= thresholds[:, None], axis=1)
     return tokens
 
 

@@ -88,7 +88,7 @@ def score(
         first = np.full(1, math.log(tokenizer.vocab_size))
     rest = losses_of(run, tokens, on_progress) if len(tokens) > 1 else np.zeros(0)
     scored = tokens[len(tokens) - len(first) - len(rest) :]
-    starts = np.flatnonzero(scored < tokenizer.first_continuation_byte)
+    starts = np.flatnonzero(scored < tokenizer.first_continuation_id)
     bits = np.add.reduceat(np.concatenate((first, rest)), starts) / math.log(2)
     if not np.isfinite(bits).all():
         raise OperationError(NOT_FINITE)

@@ -21,11 +21,11 @@ class Windows(NamedTuple):
 
     rows: Tokens  # (B, lookback + length + 1)
     n_unscored: int = 0  # leading targets that are not scored
-    lookback: int = 0  # tokens before the window, for the model's counts; -1 stands for none
+    lookback: int = 0  # tokens before the window, for n-gram models; -1 stands for none
 
 
 COPIED_ROWS = 4096  # at once; windows with tokens before them overlap, so they are copied
-NANOGPT_BATCHES, NANOGPT_ROWS, NANOGPT_BLOCK = 200, 64, 256
+NANOGPT_EVAL_ITERS, NANOGPT_BATCH_SIZE, NANOGPT_BLOCK = 200, 64, 256
 
 
 def protocol_windows(
@@ -130,8 +130,8 @@ def nanogpt_windows(tokens: Tokens, block_size: int, seed: int) -> Iterator[Wind
             f"the nanogpt protocol needs {block_size + 1} characters, and there are {len(tokens)}; "
             "use the protocol blocks"
         )
-    batches = Batches(tokens, block_size, NANOGPT_ROWS, seed)
-    for index in range(NANOGPT_BATCHES):
+    batches = Batches(tokens, block_size, NANOGPT_BATCH_SIZE, seed)
+    for index in range(NANOGPT_EVAL_ITERS):
         yield Windows(batches.at(index).numpy())
 
 

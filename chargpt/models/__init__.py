@@ -50,7 +50,8 @@ def build_model(config: ModelConfig, vocab_size: int) -> LanguageModel:
     """Return an untrained model for `vocab_size` tokens, on the CPU, in float32.
 
     Raises:
-        ConfigError: the model has more than MAX_PARAMETERS parameters.
+        ConfigError: the model has more than MAX_PARAMETERS parameters, or it is a bigram model of
+            more than `bigram.MAX_VOCAB_SIZE` tokens.
     """
     if config.kind == "bigram":
         return BigramLM(vocab_size, config.block_size)

@@ -57,10 +57,12 @@ class BigramLM(LanguageModel):
         return model
 
     def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
-        if cache is not None:  # without one, the number of tokens is not limited
+        if cache is None:
+            tokens = self.to_batch(tokens)
+        else:
             tokens = self.check_tokens(tokens, cache)
             cache.advance(tokens.size(1))
-        logits: Tensor = self.table(tokens.long())  # (B, T, V)
+        logits: Tensor = self.table(tokens)  # (B, T, V)
         return logits
 
     def new_cache(self, batch_size: int) -> KVCache:

@@ -19,7 +19,8 @@ class KVCache:
 
     Attributes:
         length: number of stored tokens, at most `capacity`.
-        tokens: the latest token ids, (B, any number), of a model that reads them again; else None.
+        tokens: latest token ids, (B, any number): all of them for a GPT-2, which recomputes its
+            keys after an eviction, the last `LOOKBACK` for a mixture; None for other models.
     """
 
     tokens: Tensor | None = None

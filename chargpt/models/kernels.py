@@ -53,7 +53,8 @@ def _inverse_rms(x: Tensor) -> Tensor:
 class _RMSNorm(Function):
     """u = x / rms(x), with dx = (du - u mean(du * u)) / rms(x).
 
-    From du_i/dx_j = (delta_ij - u_i u_j / C) / rms(x).
+    dx is the gradient of the loss with respect to x, in all formulas of this file. It follows from
+    the derivative of u_i by x_j, (delta_ij - u_i u_j / C) / rms(x).
     """
 
     @staticmethod
@@ -145,8 +146,8 @@ def split_heads_qk_norm_rope(
 class _QKNormRope(Function):
     """y = R (g * u) for queries and keys, u = x / rms(x), R the rotation; values are copied.
 
-    R is orthogonal, so with dw = R^T dy the gradients are dg = sum of dw * u over B, H and T, and
-    dx = (g * dw - u mean(g * dw * u)) / rms(x), as in `_RMSNorm`.
+    R is orthogonal, so with w = g * u and dw = R^T dy the gradients are dg = sum of dw * u over B,
+    H and T, and dx = (g * dw - u mean(g * dw * u)) / rms(x), as in `_RMSNorm`.
     From (B, T, 3, H, D) to (3, B, H, T, D).
     """
 

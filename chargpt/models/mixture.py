@@ -3,11 +3,11 @@
     p(w | h) = g_0(h) p_GPT(w | h) + sum_k g_k(h) p_k(w | h)
 
 p_k is the n-gram model interpolated up to order k (ngram.py); beyond its highest order, p_k is the
-word n-gram model with 0, 1 or 2 words before the current one (word_ngram.py). The weights g are
+word-context model with 0, 1 or 2 words before the current one (word_context.py). The weights g are
 computed by small networks, the gate: a mixture of experts (Jacobs et al. 1991), or interpolation
 weights that depend on the context and are fitted to held-out text (Jelinek and Mercer 1980). Its
-inputs say how much the counts know of the context, how certain the GPT is, and how much of the text
-the GPT sees.
+inputs say how much the n-gram models know of the context, how certain the GPT is, and how much of
+the text the GPT sees.
 
 Shapes in this file: B = batch, T = tokens, V = vocabulary size, K = number of orders of both
 n-gram models.
@@ -25,7 +25,14 @@ from chargpt.models.base import LanguageModel
 from chargpt.models.cache import KVCache
 from chargpt.models.gpt import GPT
 from chargpt.models.ngram import MAX_TOKENS, NGramLM
-from chargpt.models.word_ngram import BACKOFF_ORDER, LOOKBACK, NO_TOKEN, WORDS, Bools, WordNGrams
+from chargpt.models.word_context import (
+    BACKOFF_ORDER,
+    LOOKBACK,
+    NO_TOKEN,
+    WORDS,
+    Bools,
+    WordContextModel,
+)
 from chargpt.text.tokenizer import Tokens
 
 MIXTURE_ORDER = 8  # of the n-gram model: higher ones gain nothing
@@ -76,7 +83,7 @@ class Mixture(LanguageModel):
     ) -> None:
         super().__init__(gpt.vocab_size, gpt.block_size)
         self.gpt, self.in_words, self.order = gpt, in_words, order
-        self.first_continuation_byte = gpt.first_continuation_byte
+        self.first_continuation_id = gpt.first_continuation_id
         self.fit_counts(tokens)
         self.gate = Gate(order)
 
@@ -84,10 +91,10 @@ class Mixture(LanguageModel):
         """Estimate the n-gram models from the last MAX_TOKENS token ids."""
         self.tokens = np.array(tokens[-MAX_TOKENS:])
         with ThreadPoolExecutor(1) as pool:  # numpy sorts without Python's lock
-            words = pool.submit(WordNGrams, self.tokens, self.vocab_size, self.in_words)
+            words = pool.submit(WordContextModel, self.tokens, self.vocab_size, self.in_words)
             ngram = NGramLM.fit(self.tokens, self.vocab_size, self.block_size, self.order)
-            word_ngrams = words.result()
-        self.ngram, self.word_ngrams = ngram.to(self.gpt.device), word_ngrams.to(self.gpt.device)
+            word_model = words.result()
+        self.ngram, self.word_model = ngram.to(self.gpt.device), word_model.to(self.gpt.device)
 
     def forward(
         self, tokens: Tensor, cache: KVCache | None = None, before: Tensor | None = None
@@ -111,7 +118,7 @@ class Mixture(LanguageModel):
     def contexts(self, tokens: Tensor, before: Tensor | None = None) -> list[Tensor]:
         """Return the contexts of each order, (B, T); the arguments are those of `forward`."""
         longer = tokens if before is None else torch.cat((before, tokens), dim=1)
-        found = self.ngram.contexts(longer) + self.word_ngrams.contexts(longer)
+        found = self.ngram.contexts(longer) + self.word_model.contexts(longer)
         return [ids[:, -tokens.size(1) :] for ids in found]
 
     def mix(self, log_probs: Tensor, contexts: Sequence[Tensor], position: int) -> Tensor:
@@ -123,13 +130,16 @@ class Mixture(LanguageModel):
         return mixed.log()
 
     def iter_probs(self, contexts: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Yield the probabilities of each order after contexts (B, T): tensors that are reused."""
+        """Yield the probabilities (B, T, V) of each order after contexts (B, T).
+
+        It is the same tensor each time, overwritten by the next order: clone it to keep it.
+        """
         n_orders = len(self.ngram.orders)
         for k, probs in enumerate(self.ngram.iter_probs(contexts[:n_orders]), 1):
             if k == min(BACKOFF_ORDER, n_orders):
                 lower = probs.clone()
             yield probs
-        yield from self.word_ngrams.iter_probs(lower, contexts[n_orders:])
+        yield from self.word_model.iter_probs(lower, contexts[n_orders:])
 
     def gate_inputs(
         self, log_probs: Tensor, contexts: Sequence[Tensor], position: int = 0
@@ -142,13 +152,13 @@ class Mixture(LanguageModel):
 
         Args:
             log_probs: of the GPT, (B, T, V).
-            contexts: of the counts, (B, T) each.
+            contexts: of the n-gram models, (B, T) each.
             position: number of tokens that the GPT sees before the first one.
         """
         seen = torch.arange(1, 1 + log_probs.size(1), device=log_probs.device) + position  # (T,)
         entropy = -(log_probs.exp() * log_probs).sum(dim=-1)
         inputs = [seen.reciprocal().expand_as(entropy), entropy, log_probs.amax(dim=-1)]
-        orders = self.ngram.orders + self.word_ngrams.orders
+        orders = self.ngram.orders + self.word_model.orders
         for order, ids in zip(orders[1:], contexts[1:], strict=True):
             n_followers, backoff_weight = order.context_statistics(ids)
             inputs += [n_followers.log1p(), backoff_weight]

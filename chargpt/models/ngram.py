@@ -19,7 +19,7 @@ order k, P = those of order k - 1, B = batch, T = tokens.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -28,8 +28,7 @@ from torch import Tensor, nn
 
 from chargpt.models.base import LanguageModel
 from chargpt.models.cache import KVCache
-
-Ints = npt.NDArray[np.int64]
+from chargpt.text.tokenizer import Ints, Tokens
 
 NGRAM_ORDER = 6  # higher orders gain nothing on texts of a million characters
 MAX_TOKENS = 4_000_000  # counted tokens: a second of work
@@ -50,7 +49,7 @@ class NGramLM(LanguageModel):
 
     @classmethod
     def fit(
-        cls, tokens: npt.NDArray[Any], vocab_size: int, block_size: int, order: int = NGRAM_ORDER
+        cls, tokens: Tokens, vocab_size: int, block_size: int, order: int = NGRAM_ORDER
     ) -> "NGramLM":
         """Return the model estimated from token ids (N,).
 
@@ -127,7 +126,10 @@ class NGramLM(LanguageModel):
         return found
 
     def iter_probs(self, contexts: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Yield the probabilities p_1, p_2, ... (B, T, V) after contexts (B, T): one tensor."""
+        """Yield the probabilities p_1, p_2, ... (B, T, V) after contexts (B, T).
+
+        It is the same tensor each time, overwritten by the next order: clone it to keep it.
+        """
         shape = contexts[0].shape
         probs = self._unigram_probs().repeat(shape.numel(), 1)
         yield probs.view(*shape, self.vocab_size)
@@ -157,7 +159,7 @@ class NGramLM(LanguageModel):
             table.append(probs)
         self.table = torch.cat(table)  # (contexts, V)
 
-    def losses(self, rows: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    def losses(self, rows: Tokens) -> npt.NDArray[np.float32]:
         """Return the loss in nats of each token but the first of each row: (B, T + 1) -> (B, T).
 
         It equals the loss of `forward`'s logits, without the probabilities of the other tokens.
@@ -224,8 +226,9 @@ class NGramOrder(nn.Module):
 
     def interpolate_one(self, lower_prob: Tensor, contexts: Tensor, ids: Tensor) -> Tensor:
         """Return p_k of one token after each context, from its p_{k-1}; all of the same shape."""
-        weight = self.backoff_weight[contexts.clamp(min=0)].where(contexts != UNSEEN, 1.0)
-        return weight * lower_prob + self.discounted_prob[ids.clamp(min=0)] * (ids != UNSEEN)
+        _, backoff_weight = self.context_statistics(contexts)
+        discounted_prob = self.discounted_prob[ids.clamp(min=0)] * (ids != UNSEEN)
+        return backoff_weight * lower_prob + discounted_prob
 
     def context_statistics(self, contexts: Tensor) -> tuple[Tensor, Tensor]:
         """Return the number of distinct tokens seen after each context, and its backoff weight."""

@@ -1,7 +1,7 @@
 """Checkpoints: `step-N/` directories with weights, optimizer state, config, tokenizer, progress."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from chargpt.store import commit
 from chargpt.store.state import RunState
 from chargpt.store.tensors import deserialize, load_weights
 from chargpt.text.tokenizer import CharTokenizer
-from chargpt.yaml_reader import parse_yaml
+from chargpt.yaml_io import parse_yaml
 
 CONFIG, TOKENIZER, STATE = "config.yaml", "tokenizer.json", "state.json"
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
@@ -76,7 +76,7 @@ def unfinished_checkpoints(parent: Path) -> list[Path]:
 
 
 def restore_checkpoints(parent: Path) -> None:
-    """Undo a checkpoint replacement that was killed between its two renames."""
+    """Undo a checkpoint's replacement or deletion that was killed after its first rename."""
     for path in unfinished_checkpoints(parent):
         if path.name.endswith(".old.tmp"):
             commit.restore_set_aside(path.with_name(path.name.removesuffix(".old.tmp")), FILES)
@@ -91,17 +91,19 @@ def write_checkpoint(parent: Path, step: int, files: Mapping[str, Buffers]) -> P
     return folder
 
 
-def prune_checkpoints(parent: Path, keep: Iterable[str], keep_last: int, newest: Path) -> None:
-    """Delete old checkpoints except the last `keep_last` up to `newest`, and those named `keep`.
+def prune_checkpoints(
+    parent: Path, protected: Collection[str], keep_last: int, newest: Path
+) -> None:
+    """Delete old checkpoints except the last `keep_last` up to `newest`, and the `protected` ones.
 
     Checkpoints after `newest` were skipped as damaged; they are left for the user. Those that hold
-    a file that chargpt did not write, or one named `keep`, are left too. An error ends the
-    deletion; the next save tries again.
+    the file `keep`, or one that chargpt did not write, are left too. An error ends the deletion;
+    the next save tries again.
     """
     with suppress(OSError, RunError):
         older = [path for path in list_checkpoints(parent) if step_of(path) <= step_of(newest)]
         for folder in older[:-keep_last]:
-            if folder.name not in keep and set(entry_names(folder)) <= set(FILES):
+            if folder.name not in protected and set(entry_names(folder)) <= set(FILES):
                 commit.discard(folder, FILES)
 
 

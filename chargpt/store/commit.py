@@ -95,7 +95,7 @@ def _set_aside(folder: Path) -> Path:
 
 
 def restore_set_aside(folder: Path, names: Iterable[str]) -> None:
-    """Undo a replacement that a kill interrupted, or move other files into the new directory."""
+    """Undo a replacement that a kill interrupted, or move files not in `names` to the new one."""
     aside = folder.with_name(f"{folder.name}.old.tmp")
     if not exists(folder) and exists(aside / MANIFEST):
         os.rename(aside, folder)

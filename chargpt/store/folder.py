@@ -227,8 +227,8 @@ class RunFolder:
         delete_replaced(self.path)
         with suppress(RunError):  # while it is not known which one is the best, all are kept
             best, _ = commit.read_pointer(self.checkpoints, "best")
-            keep = {best.name, name_of(state.best_step or 0)}
-            prune_checkpoints(self.checkpoints, keep, config.train.keep_last, folder)
+            protected = {best.name, name_of(state.best_step or 0)}
+            prune_checkpoints(self.checkpoints, protected, config.train.keep_last, folder)
         return folder
 
     def create_from_weights(

@@ -2,6 +2,7 @@
 
 runs/<name>/config.yaml  tokenizer.json  metrics.jsonl  checkpoints/
             mixture.safetensors  report.html  play.html  tensorboard/
+            .lock  .replaced/
 """
 
 import os

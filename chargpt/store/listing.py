@@ -19,7 +19,7 @@ from chargpt.store.layout import (
     has_own_checkpoint,
     is_readable_run,
 )
-from chargpt.store.selection import candidates, pointer_contents
+from chargpt.store.selection import MAX_TRIES, candidates, pointer_contents
 
 Status = Literal[
     "finished",
@@ -57,10 +57,11 @@ def list_runs(parent: Path) -> list[RunSummary]:
 
 def summarize(path: Path) -> RunSummary:
     """Return what a run's latest checkpoint says, without reading its tensors."""
-    before = pointer_contents(path)
-    summary = _summarize(path)
-    if summary.status == "damaged" and pointer_contents(path) != before:  # a save came in between
-        return summarize(path)
+    for _ in range(MAX_TRIES):
+        before = pointer_contents(path)
+        summary = _summarize(path)
+        if summary.status != "damaged" or pointer_contents(path) == before:
+            break  # else a save came in between
     return summary
 
 

@@ -1,6 +1,7 @@
 """The metrics log `metrics.jsonl`: one JSON object per line, of numbers and sampled text."""
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ MAX_METRICS_BYTES = 2_000_000_000  # about 100 bytes per step
 MAX_LINE_BYTES = 10_000_000
 MAX_RECORDS = 200_000  # in memory: about 100 MB
 MAX_VALUE = 1e39  # beyond it no float32 is finite
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def validation_curve(records: Iterable[Mapping[str, Any]]) -> list[tuple[int, float]]:
@@ -44,7 +46,8 @@ class MetricsLog:
     def records(self) -> list[dict[str, Any]]:
         """Return the records in order, without malformed lines (a crash may cut the last short).
 
-        A log of more than MAX_RECORDS records is thinned evenly, training losses first.
+        Of a log of more than MAX_RECORDS records, every second one is left out, and so on: first
+        only records without a validation loss, if these are enough.
 
         Raises:
             UnreadableError: the system cannot read the file.
@@ -128,9 +131,7 @@ def parse_record(line: bytes) -> dict[str, Any] | None:
 
 def _is_valid(key: str, value: object) -> bool:
     if key == "sample":
-        return isinstance(value, str) and value.encode(errors="ignore") == value.encode(
-            errors="replace"
-        )
+        return isinstance(value, str) and not LONE_SURROGATE.search(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return abs(value) < MAX_VALUE

@@ -1,4 +1,4 @@
-"""Loading a trained run: all commands load it by `load_run`."""
+"""Loading a trained run: commands that use a model load it by `load_run`."""
 
 import difflib
 import hashlib
@@ -102,7 +102,7 @@ def newest_run(parent: Path = Path("runs")) -> Path:
     """Return the run under `parent`, at most two levels deep, that saved last; RunError if none."""
     found = [
         (pointer.stat().st_mtime_ns, pointer.parent.parent)
-        for depth in ("*", "*/*")
+        for depth in ("*", "*/*", f"*/*/{REPLACED}")
         for pointer in parent.glob(f"{depth}/{CHECKPOINTS}/latest.json")
     ]
     if not found:
@@ -149,16 +149,16 @@ def load_run(path: str | Path, checkpoint: str = "best", device: str = "auto") -
         RunError: there is no such run or checkpoint, or it is damaged.
         DeviceError: the device is not available.
     """
-    run = open_run(path)
-    saved, notes = run.load(checkpoint, optimizer=False)
+    folder = open_run(path)
+    saved, notes = folder.load(checkpoint, optimizer=False)
     target, _ = choose_device(device)
     if target.type == "cpu":
         tune_malloc()
     model = build_model(saved.config.model, saved.tokenizer.vocab_size)
-    model.first_continuation_byte = saved.tokenizer.first_continuation_byte
+    model.first_continuation_id = saved.tokenizer.first_continuation_id
     load_weights(model, saved.model, saved.folder)
     return Run(
-        folder=run.path,
+        folder=folder.path,
         config=saved.config,
         tokenizer=saved.tokenizer,
         model=model.to(target).eval(),

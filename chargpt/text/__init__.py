@@ -2,5 +2,5 @@
 
 from collections.abc import Callable
 
-OnStage = Callable[[str, int, int], None]
+TextProgress = Callable[[str, int, int], None]
 """Called with the stage's name, the bytes done and the bytes in all (0 if unknown)."""

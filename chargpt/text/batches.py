@@ -15,7 +15,7 @@ MAX_RESIDENT_BYTES = 2**31  # of tokens on a GPU
 class Batches:
     """Blocks of T + 1 consecutive tokens at offsets that are uniform over the text.
 
-    No block begins inside a character: ids from `first_continuation_byte` on continue one.
+    No block begins inside a character: ids from `first_continuation_id` on continue one.
     """
 
     def __init__(
@@ -24,13 +24,13 @@ class Batches:
         block_size: int,
         batch_size: int,
         seed: int,
-        first_continuation_byte: int | None = None,
+        first_continuation_id: int | None = None,
     ) -> None:
         assert len(tokens) > block_size, "the caller checks that a block fits"
         self.tokens = tokens
         self.batch_size = batch_size
         self.seed = seed
-        self.first_continuation_byte = first_continuation_byte
+        self.first_continuation_id = first_continuation_id
         self.n_offsets = len(tokens) - block_size
         self.index = np.arange(block_size + 1)
         self.resident: tuple[Tensor, Tensor] | None = None  # tokens and index, on a device
@@ -53,9 +53,9 @@ class Batches:
         bits = np.random.Philox(key=key).random_raw(self.batch_size)
         uniform = (bits >> np.uint64(11)) * 2.0**-53
         offsets = np.minimum((uniform * self.n_offsets).astype(np.int64), self.n_offsets - 1)
-        if self.first_continuation_byte is not None:
+        if self.first_continuation_id is not None:
             for _ in range(MAX_CONTINUATIONS):
-                offsets -= self.tokens[offsets] >= self.first_continuation_byte
+                offsets -= self.tokens[offsets] >= self.first_continuation_id
         return offsets
 
     def at(self, step: int, rows: slice = slice(None)) -> Tensor:

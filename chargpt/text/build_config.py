@@ -8,7 +8,7 @@ from pathlib import Path
 from chargpt.config import Config, load_config
 from chargpt.errors import TextError
 from chargpt.text.catalog import settings_for
-from chargpt.yaml_reader import to_yaml
+from chargpt.yaml_io import to_flow_yaml
 
 
 def build_config(
@@ -46,7 +46,7 @@ def build_config(
             defaults = settings_for(path)
         if defaults is not None:
             value = defaults.pop("text.path")
-        settings = [f"text.path={to_yaml(value)}", *settings]
+        settings = [f"text.path={to_flow_yaml(value)}", *settings]
     if device is not None:
-        settings.append(f"device={to_yaml(device)}")
+        settings.append(f"device={to_flow_yaml(device)}")
     return load_config(config or "gpt", settings, defaults)

@@ -2,7 +2,7 @@
 
 A byte token stands for one byte. In order of their ids: the ASCII bytes that are no character of
 the vocabulary, the first bytes of longer forms, the continuation bytes. Every token but
-a continuation byte begins a character, so the characters are counted by those.
+a continuation byte begins a character, so the number of characters is that of these tokens.
 
 Shapes in this file: N = tokens, R = rare characters, V = vocabulary size.
 """
@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 FIRST_BYTES = bytes(range(0xC2, 0xF5))  # of the forms of two to four bytes
 CONTINUATION_BYTES = bytes(range(0x80, 0xC0))
-# Valid UTF-8 (RFC 3629, section 4) as state, first and last byte, next state. State 0 is between
-# characters; 1 to 3 wait for so many bytes; the others restrict the second byte.
+# Automaton of valid UTF-8 (RFC 3629, section 4): state, first and last byte, next state. State 0 is
+# between characters; 1 to 3 expect so many continuation bytes; the others restrict the second byte.
 TRANSITIONS = (
     (0, 0x00, 0x7F, 0),
     (0, 0xC2, 0xDF, 1),
@@ -54,14 +54,13 @@ def insert_bytes(
         characters: the R rare characters.
         byte_ids: id of each byte, (256,).
     """
-    codes = np.array([characters]).view(np.uint32)
-    lengths = 1 + (codes >= 0x80).astype(np.int64) + (codes >= 0x800) + (codes >= 0x10000)
+    values = np.frombuffer(characters.encode(), dtype=np.uint8)
+    lengths = np.diff(np.flatnonzero((values & 0xC0) != 0x80), append=values.size)  # bytes of each
     extra = lengths - 1
     result = np.insert(ids, np.repeat(positions, extra), 0)
     starts = positions + np.cumsum(extra) - extra
     ends = np.cumsum(lengths)
     within = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
-    values = np.frombuffer(characters.encode(), dtype=np.uint8)
     result[np.repeat(starts, lengths) + within] = byte_ids[values]
     return result
 

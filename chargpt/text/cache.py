@@ -15,7 +15,6 @@ import os
 import re
 import secrets
 import shutil
-import time
 import zlib
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ import numpy as np
 import platformdirs
 
 from chargpt.errors import RunError, TextError
-from chargpt.files import file_stamp, read_json, write_atomically
+from chargpt.files import file_stamp, is_left_over, read_json, write_atomically
 from chargpt.text.tokenizer import CharTokenizer, Tokens
 
 FORMAT, VERSION = "chargpt-tokens", 1
@@ -34,7 +33,6 @@ MAX_META_BYTES = 100_000
 MAX_INDEX_BYTES = 500_000_000
 MAX_CHECKED_BYTES = 100_000_000  # token files up to this size are checked at every start
 MIN_FREE_BYTES = 64_000_000  # to leave on the disk
-MAX_TEMPORARY_SECONDS = 24 * 3600  # age at which a temporary file must be a killed process's
 CHUNK_BYTES = 1 << 20
 
 
@@ -77,7 +75,7 @@ def make_tokens_folder() -> Path:
     leftovers = [*folder.glob(".tokens.*.tmp"), *folder.parent.glob("*/.*.json.*.tmp")]
     for leftover in (*leftovers, *folder.glob("*/.*.json.*.tmp")):
         with suppress(OSError):  # another process has deleted it, or another user owns it
-            if time.time() - leftover.stat().st_mtime > MAX_TEMPORARY_SECONDS:
+            if is_left_over(leftover):
                 leftover.unlink()
     return folder
 
@@ -89,7 +87,7 @@ def _unwritable(folder: Path, error: OSError) -> TextError:
     )
 
 
-def require_room(folder: Path, size: int) -> None:
+def require_space(folder: Path, size: int) -> None:
     """Check that `size` more bytes fit on the folder's disk, else raise TextError."""
     free = shutil.disk_usage(folder).free
     if free < size + MIN_FREE_BYTES:
@@ -99,8 +97,8 @@ def require_room(folder: Path, size: int) -> None:
         )
 
 
-class TemporaryFile:
-    """A temporary file of the cache, deleted on exit.
+class CacheFile:
+    """A temporary file of the cache, deleted on exit unless `store` moves it.
 
     Attributes:
         file: open for reading and writing.
@@ -122,12 +120,12 @@ class TemporaryFile:
 
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes, or raise TextError if the disk is nearly full."""
-        require_room(self.path.parent, len(data))
+        require_space(self.path.parent, len(data))
         self.crc32 = zlib.crc32(data, self.crc32)
         self.file.write(data)
 
 
-def store(key: str, tokenizer: CharTokenizer, tokens: TemporaryFile, rare_count: int) -> CachedText:
+def store(key: str, tokenizer: CharTokenizer, tokens: CacheFile, rare_count: int) -> CachedText:
     """Move an encoded text, with ids in `tokenizer.dtype`, into the cache, and return it."""
     folder = make_tokens_folder() / key
     try:

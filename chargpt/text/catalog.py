@@ -5,20 +5,19 @@ import logging
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from chargpt.errors import DownloadError, MissingTextError, TextError
-from chargpt.text import OnStage
+from chargpt.files import is_left_over
+from chargpt.text import TextProgress
 
 BUILT_IN = "python-docs"
 TIMEOUT = 30  # seconds without a byte
 MAX_SLACK = 1_000_000  # bytes that a download may have beyond the text: a ZIP header, a chunk
 PREFIX = ".fetching-"  # of temporary folders
-MAX_TEMPORARY_SECONDS = 24 * 3600  # age at which one must be a killed process's
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,9 @@ def settings_for(name: str, folder: Path = Path("data")) -> dict[str, object] | 
     return {"text.path": str(path.absolute()), **entry.settings}
 
 
-def fetch(entry: Entry, folder: Path = Path("data"), on_progress: OnStage | None = None) -> Path:
+def fetch(
+    entry: Entry, folder: Path = Path("data"), on_progress: TextProgress | None = None
+) -> Path:
     """Download a named text to FOLDER/NAME.txt and verify it, unless it is there already.
 
     Raises:
@@ -134,8 +135,8 @@ def fetch(entry: Entry, folder: Path = Path("data"), on_progress: OnStage | None
         if _has_content(target, entry):
             return target
         folder.mkdir(parents=True, exist_ok=True)
-        for leftover in folder.glob(f"{PREFIX}????????"):  # of a killed process
-            if time.time() - leftover.stat().st_mtime > MAX_TEMPORARY_SECONDS:
+        for leftover in folder.glob(f"{PREFIX}????????"):
+            if is_left_over(leftover):
                 shutil.rmtree(leftover, ignore_errors=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=PREFIX) as temporary:
             file = _download(entry, Path(temporary), on_progress)
@@ -162,7 +163,7 @@ def _has_content(path: Path, entry: Entry) -> bool:
 class _Meter:
     """The methods of a tqdm bar that pooch's downloader calls; it bounds the download."""
 
-    def __init__(self, on_progress: OnStage, max_bytes: int) -> None:
+    def __init__(self, on_progress: TextProgress, max_bytes: int) -> None:
         self.on_progress, self.done, self.total = on_progress, 0, 0
         self.max_bytes = max_bytes
 
@@ -179,7 +180,7 @@ class _Meter:
         pass
 
 
-def _download(entry: Entry, folder: Path, on_progress: OnStage | None) -> Path:
+def _download(entry: Entry, folder: Path, on_progress: TextProgress | None) -> Path:
     """Return the text; pooch verifies the checksum of the published file before unpacking it."""
     import pooch  # imported here, since it delays every command
     from requests import HTTPError, RequestException

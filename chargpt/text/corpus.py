@@ -15,7 +15,7 @@ import numpy as np
 
 from chargpt.config import TextConfig
 from chargpt.errors import MissingTextError, TextError
-from chargpt.text import OnStage, cache
+from chargpt.text import TextProgress, cache
 from chargpt.text.cache import CachedText, DamagedCacheError
 from chargpt.text.catalog import BUILT_IN
 from chargpt.text.decoding import codec_name
@@ -24,7 +24,7 @@ from chargpt.text.ingest import ingest, load_or_note, text_pieces
 from chargpt.text.source import STDIN, copy_stdin, find_source, iter_chunks, text_in_memory
 from chargpt.text.statistics import PairCounts, count_pairs, count_tokens
 from chargpt.text.tokenizer import REPLACEMENT, CharTokenizer, Ints, Tokens
-from chargpt.yaml_reader import to_yaml
+from chargpt.yaml_io import to_flow_yaml
 
 MAX_READ_CHARACTERS = 1 << 30
 MAX_MEMORY_BYTES = 64 << 20  # of standard input, before it goes to a temporary file
@@ -105,18 +105,18 @@ class Corpus:
             return character
         chunk = int(np.searchsorted(self._chunk_starts, character, side="right")) - 1
         tokens = self.tokens[chunk * CHUNK : (chunk + 1) * CHUNK]
-        starts = np.flatnonzero(tokens < self.tokenizer.first_continuation_byte)
+        starts = np.flatnonzero(tokens < self.tokenizer.first_continuation_id)
         return chunk * CHUNK + int(starts[character - self._chunk_starts[chunk]])
 
     @cached_property
-    def _document_limits(self) -> Ints:
+    def _document_boundaries(self) -> Ints:
         """0, and the index after each document, (1 + documents,)."""
         return np.append(0, document_ends(self.tokens, self.tokenizer.eos_token_id))
 
     @property
     def n_documents(self) -> int:
         """Number of documents; 0 if the text is no list of them."""
-        return len(self._document_limits) - 1 if self.tokenizer.eos_token else 0
+        return len(self._document_boundaries) - 1 if self.tokenizer.eos_token else 0
 
     def split(self, name: Split) -> Tokens:
         """Return a split as a view, shape (tokens,), in the order mixture, train, val, test.
@@ -133,11 +133,11 @@ class Corpus:
         mixture = min(self.mixture_characters, int(MAX_MIXTURE_FRACTION * total), end)
         lengths = {"mixture": mixture, "train": end - mixture, "val": val, "test": test}
         stops = dict(zip(lengths, accumulate(lengths.values()), strict=True))
-        limits = [self._index(stops[name] - lengths[name]), self._index(stops[name])]
+        start, stop = self._index(stops[name] - lengths[name]), self._index(stops[name])
         if self.tokenizer.eos_token:
-            allowed = self._document_limits
-            limits = allowed[np.searchsorted(allowed, limits)].tolist()
-        return self.tokens[slice(*limits)]
+            boundaries = self._document_boundaries
+            start, stop = boundaries[np.searchsorted(boundaries, (start, stop))].tolist()
+        return self.tokens[start:stop]
 
     def require_blocks(self, block_size: int) -> None:
         """Check that train and val each hold a block and the character after it.
@@ -204,7 +204,7 @@ def load_cached(settings: TextConfig, key: str | None, name: str) -> Corpus:
     words = ["chargpt", "data", "info", settings.path]
     for setting, value in settings.model_dump(mode="json").items():
         if setting in TOKENIZATION_SETTINGS and value != defaults[setting]:
-            words += ["-s", f"text.{setting}={to_yaml(value)}"]
+            words += ["-s", f"text.{setting}={to_flow_yaml(value)}"]
     raise TextError(
         f"the cache no longer has the text {name} of this run; read it again with\n  "
         + shlex.join(words)
@@ -216,7 +216,7 @@ def load_corpus(
     *,
     key: str | None = None,
     text: str | None = None,
-    on_progress: OnStage | None = None,
+    on_progress: TextProgress | None = None,
 ) -> Corpus:
     """Return the text of the settings, from the cache or encoded now.
 

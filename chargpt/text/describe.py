@@ -42,7 +42,7 @@ class Description:
         most_frequent, least_frequent: (character, count), the most or least frequent first.
         unigram_bits: entropy of a character, in bits.
         bigram_bits: entropy of a character given the previous one, in bits.
-        vocabulary: number of characters in it, and of byte tokens, in words.
+        vocabulary_summary: number of characters in it, and of byte tokens, as a phrase.
         rare_fraction: fraction of the characters that are not in the vocabulary.
         warnings: sentences about properties that impair training.
     """
@@ -57,7 +57,7 @@ class Description:
     longest_line: int
     unigram_bits: float
     bigram_bits: float
-    vocabulary: str
+    vocabulary_summary: str
     rare_fraction: float
     warnings: tuple[str, ...]
 
@@ -82,7 +82,7 @@ def describe(corpus: Corpus) -> Description:
         longest_line=longest,
         unigram_bits=entropy_bits(counts) / corpus.characters_per_token,
         bigram_bits=conditional_entropy_bits(pairs) / corpus.characters_per_token,
-        vocabulary=tokenizer.describe(),
+        vocabulary_summary=tokenizer.describe(),
         rare_fraction=corpus.rare_fraction,
         warnings=tuple(_warnings(corpus, known, pairs, lines, longest)),
     )
@@ -156,10 +156,10 @@ def _lines(tokenizer: CharTokenizer, tokens: Tokens) -> tuple[int, int]:
     newline = tokenizer.characters.find("\n")
     eos_token_id = tokenizer.eos_token_id if tokenizer.eos_token not in ("", "\n") else -1
     lines = longest = length = 0  # length: of the current line
-    has_ended = True  # a line, before the current chunk
+    has_ended = True  # whether the text before the chunk is empty or ends with a line end
     for offset in range(0, tokens.size, CHUNK):
         chunk = tokens[offset : offset + CHUNK]
-        chunk = chunk[chunk < tokenizer.first_continuation_byte]  # one token of each character
+        chunk = chunk[chunk < tokenizer.first_continuation_id]  # one token of each character
         is_newline, is_eos = chunk == newline, chunk == eos_token_id
         ends = np.flatnonzero(is_newline | is_eos)
         if not ends.size:

@@ -69,11 +69,22 @@ def display_char(character: str) -> str:
     return character if character.isprintable() else REPLACEMENT
 
 
-def display_text(text: str) -> str:
-    """Return a text with its invisible characters as signs, unless they are part of a grapheme."""
+def sign_or_code(character: str) -> str:
+    """Return a character as a sign, or as U+XXXX if it has no sign of its own."""
+    sign = display_char(character)
+    has_sign = sign != REPLACEMENT and (sign != display_char(" ") or character == " ")
+    return sign if has_sign else f"U+{ord(character):04X}"
+
+
+def display_text(text: str, *, keep_spaces: bool = False) -> str:
+    """Return a text with its invisible characters as signs, unless they are part of a grapheme.
+
+    With `keep_spaces`, spaces stay as they are.
+    """
+    parts = (text[start:end] for start, end in graphemes(text))
     return "".join(
-        display_char(text[start:end]) if end - start == 1 else text[start:end]
-        for start, end in graphemes(text)
+        part if len(part) > 1 or (keep_spaces and part == " ") else display_char(part)
+        for part in parts
     )
 
 

@@ -30,7 +30,7 @@ def mark_documents(files: Iterable[Iterator[str]], documents: str | None) -> Ite
         documents: `lines`, `files`, the separator of the documents, or None: nothing is changed.
     """
     eos_token = eos_token_of(documents)
-    has_ended = True  # the last document
+    has_ended = True  # whether the last document has ended
     for pieces in files:
         if documents is None:
             yield from pieces

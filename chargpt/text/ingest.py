@@ -1,4 +1,4 @@
-"""Encode a text of any size in two passes, with memory for a chunk.
+"""Encode a text in two passes, with memory for a chunk and for the order of its documents.
 
 The first pass counts the characters, for the tokenizer, and hashes the bytes, for the key. The
 second pass encodes. A checksum in both passes reveals a text that changes in between.
@@ -17,14 +17,14 @@ import numpy as np
 
 from chargpt.config import TextConfig
 from chargpt.errors import TextError
-from chargpt.text import OnStage, cache
-from chargpt.text.cache import CachedText, DamagedCacheError, TemporaryFile
+from chargpt.text import TextProgress, cache
+from chargpt.text.cache import CachedText, CacheFile, DamagedCacheError
 from chargpt.text.decoding import Chunk, codec_name, decode
 from chargpt.text.documents import eos_token_of, mark_documents, shuffled
 from chargpt.text.source import Source, copy_stdin, iter_chunks
 from chargpt.text.statistics import count_tokens
 from chargpt.text.tokenizer import (
-    CODE_POINTS,
+    N_CODE_POINTS,
     CharTokenizer,
     Ints,
     Rare,
@@ -46,11 +46,11 @@ class _Checksum:
 
 
 def ingest(
-    source: Source, settings: TextConfig, on_progress: OnStage | None, notes: list[str]
+    source: Source, settings: TextConfig, on_progress: TextProgress | None, notes: list[str]
 ) -> CachedText:
     """Read a text and store its tokens in the cache, unless they are there and undamaged.
 
-    `progress` is called with "reading" in the first pass and "encoding" in the second. `notes`
+    `on_progress` is called with "reading" in the first pass and "encoding" in the second. `notes`
     receives sentences for the user.
 
     Raises:
@@ -61,7 +61,7 @@ def ingest(
     try:
         with ExitStack() as stack:
             if source.is_stdin:
-                spool = stack.enter_context(TemporaryFile(folder))
+                spool = stack.enter_context(CacheFile(folder))
                 copy_stdin(spool.write)
                 source = replace(source, stream=spool.file)
             first, second = _Checksum(), _Checksum()  # of both passes
@@ -77,9 +77,9 @@ def ingest(
             tokenizer = CharTokenizer.from_counts(
                 counts, min_count, rare, eos_token, settings.extra_characters
             )
-            cache.require_room(folder, int(counts.sum()) * tokenizer.dtype.itemsize)
+            cache.require_space(folder, int(counts.sum()) * tokenizer.dtype.itemsize)
             rare_count = int(counts.sum() - counts[code_points(tokenizer.characters)].sum())
-            tokens = stack.enter_context(TemporaryFile(folder))
+            tokens = stack.enter_context(CacheFile(folder))
             chunks = second.tee(iter_chunks(source, on_progress, "encoding"))
             for text in text_pieces(chunks, settings):
                 tokens.write(tokenizer.encode(text, "replace").view(np.uint8).data)
@@ -88,7 +88,7 @@ def ingest(
                     f"{source.name} changed while it was read; try again when nothing writes to it"
                 )
             if eos_token:
-                unordered, tokens = tokens, stack.enter_context(TemporaryFile(folder))
+                unordered, tokens = tokens, stack.enter_context(CacheFile(folder))
                 _shuffle(unordered, tokens, tokenizer, settings.seed)
             return cache.store(key, tokenizer, tokens, rare_count)
     except OSError as error:
@@ -100,10 +100,10 @@ def ingest(
 
 
 def _count_characters(
-    source: Source, settings: TextConfig, on_progress: OnStage | None, checksum: _Checksum
+    source: Source, settings: TextConfig, on_progress: TextProgress | None, checksum: _Checksum
 ) -> tuple[Ints, list[str]]:
     """Return the number of occurrences of each code point, and each file's digest."""
-    counts = np.zeros(CODE_POINTS, dtype=np.int64)
+    counts = np.zeros(N_CODE_POINTS, dtype=np.int64)
     hashes: dict[str, Any] = {}  # by file name
     chunks = checksum.tee(iter_chunks(source, on_progress, "reading"))
     # The thread ends here even on an error: a generator that garbage collection closes would
@@ -124,13 +124,11 @@ def text_pieces(chunks: Iterator[Chunk], settings: TextConfig) -> Iterator[str]:
     return mark_documents(files, settings.documents)
 
 
-def _shuffle(
-    source: TemporaryFile, target: TemporaryFile, tokenizer: CharTokenizer, seed: int
-) -> None:
+def _shuffle(source: CacheFile, target: CacheFile, tokenizer: CharTokenizer, seed: int) -> None:
     """Write the tokens of one file to another, with the documents in random order."""
     source.file.flush()
     tokens = np.memmap(source.path, dtype=tokenizer.dtype, mode="r")
-    cache.require_room(target.path.parent, tokens.nbytes)
+    cache.require_space(target.path.parent, tokens.nbytes)
     for chunk in shuffled(tokens, tokenizer.eos_token_id, seed):
         target.write(chunk.view(np.uint8).data)
 

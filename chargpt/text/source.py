@@ -1,7 +1,4 @@
-"""Find the files of a text and read their bytes in chunks.
-
-Nothing here holds more than a chunk in memory.
-"""
+"""Find the files of a text and read their bytes in chunks."""
 
 import difflib
 import glob
@@ -20,7 +17,7 @@ from typing import IO
 
 from chargpt.errors import MissingTextError, TextError
 from chargpt.files import file_stamp
-from chargpt.text import OnStage
+from chargpt.text import TextProgress
 from chargpt.text.catalog import BUILT_IN, CATALOG, built_in_text
 from chargpt.text.decoding import Chunk
 
@@ -57,7 +54,7 @@ class Source:
         """Return path, size, inode, mtime and ctime of each file, which change with its content."""
         rows: list[list[str | int]] = []
         for path in self.files:
-            with _explained(str(path)):
+            with _os_errors_as_text_errors(str(path)):
                 rows.append([str(path), *file_stamp(path)])
         return rows
 
@@ -195,7 +192,7 @@ def _unreadable(path: str, error: OSError | ValueError) -> str:
 
 
 @contextmanager
-def _explained(path: str) -> Iterator[None]:
+def _os_errors_as_text_errors(path: str) -> Iterator[None]:
     """Raise what the system reports about a file as a TextError."""
     try:
         yield
@@ -218,7 +215,7 @@ def copy_stdin(write: Callable[[bytes], object], max_bytes: int = MAX_TEXT_BYTES
 
 
 def iter_chunks(
-    source: Source, on_progress: OnStage | None = None, stage: str = "reading"
+    source: Source, on_progress: TextProgress | None = None, stage: str = "reading"
 ) -> Iterator[Chunk]:
     """Yield the bytes of a source's files, decompressed.
 
@@ -232,7 +229,7 @@ def iter_chunks(
     total = source.size()
     n_bytes = n_stored = 0
     for name in [str(path) for path in source.files] or [source.name]:
-        with _explained(name), _open(source, name) as raw:
+        with _os_errors_as_text_errors(name), _open(source, name) as raw:
             for content in _decompress(name, raw):
                 n_bytes += len(content)
                 if n_bytes > MAX_TEXT_BYTES:

@@ -23,10 +23,10 @@ from chargpt.files import parse_json, read_regular, write_atomically
 from chargpt.text.byte_fallback import CONTINUATION_BYTES, ValidTokens, byte_values, insert_bytes
 
 DECODE_CHUNK = 1 << 20  # ids decoded at once, to bound the memory
-CODE_POINTS = 0x110000
+N_CODE_POINTS = 0x110000
 MAX_JSON_BYTES = 16_000_000  # all code points, escaped, take less
 MAX_KEPT = 256  # different characters of a text that keeps all of them
-MIN_FREQUENCY = 1e-5  # of a character in the vocabulary of another text
+MIN_FREQUENCY = 1e-5  # of a character in the vocabulary of a text with more than MAX_KEPT
 MAX_NAMED = 5  # unknown characters that an error lists one by one
 CHUNK = 1 << 15  # characters encoded at once: small enough for a processor's cache
 REPLACEMENT = "\ufffd"  # stands for an unknown character, and for bytes that do not decode
@@ -35,7 +35,6 @@ FORMAT, VERSION = "chargpt-tokenizer", 1
 UnknownPolicy = Literal["error", "skip", "replace"]
 Rare = Literal["bytes", "keep", "unknown"]
 Tokens = npt.NDArray[Any]  # token ids of any integer type
-TokenIds = npt.NDArray[np.int64]
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
@@ -72,7 +71,7 @@ class CharTokenizer:
         return len(self.characters) + self.has_unknown + len(self.bytes_)
 
     @property
-    def first_continuation_byte(self) -> int:
+    def first_continuation_id(self) -> int:
         """Ids from this one on are continuation bytes; without any, it is `vocab_size`."""
         return self.vocab_size - (len(CONTINUATION_BYTES) if self.has_bytes else 0)
 
@@ -179,7 +178,7 @@ class CharTokenizer:
         return self._ids.take(pairs, mode="clip").view(np.uint16)
 
     @cached_property
-    def _code_points(self) -> npt.NDArray[np.uint32]:
+    def _id_to_code_point(self) -> npt.NDArray[np.uint32]:
         """Code point of each id."""
         return code_points(self.characters + (REPLACEMENT if self.has_unknown else ""))
 
@@ -248,7 +247,7 @@ class CharTokenizer:
         if not self.has_bytes:
             return ids.size
         chunks = (ids[i : i + DECODE_CHUNK] for i in range(0, len(ids), DECODE_CHUNK))
-        return sum(int(np.count_nonzero(chunk < self.first_continuation_byte)) for chunk in chunks)
+        return sum(int(np.count_nonzero(chunk < self.first_continuation_id)) for chunk in chunks)
 
     def token_text(self, token: int) -> str:
         """Return the character of a token; a byte token as `<0xE4>`, the unknown one as U+FFFD."""
@@ -258,7 +257,7 @@ class CharTokenizer:
         return self.decode([token])
 
     def decode_stream(self) -> Callable[[int], str]:
-        """Return a function from one token after another to its character.
+        """Return a function that is called with one token after another and returns its character.
 
         Of a character that byte tokens spell it returns "" until its last byte.
         """
@@ -268,7 +267,7 @@ class CharTokenizer:
         return lambda token: decoder.decode(self._utf8[token])
 
     def describe(self) -> str:
-        """Return the number of characters, and of byte tokens if there are any, in words."""
+        """Return the number of characters, and of byte tokens if there are any, as a phrase."""
         n_bytes = f" and {len(self.bytes_)} bytes" if self.has_bytes else ""
         return f"{len(self.characters):,} characters{n_bytes}"
 
@@ -280,7 +279,7 @@ class CharTokenizer:
         assert index.size == 0 or (index.min() >= 0 and index.max() < self.vocab_size)
         parts = [index[i : i + DECODE_CHUNK] for i in range(0, len(index), DECODE_CHUNK)]
         if not self.has_bytes or index.max(initial=0) < len(self.characters):
-            return "".join(codes_to_text(self._code_points[part]) for part in parts)
+            return "".join(codes_to_text(self._id_to_code_point[part]) for part in parts)
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         spelled = (b"".join(map(self._utf8.__getitem__, part.tolist())) for part in parts)
         return "".join(map(decoder.decode, spelled)) + decoder.decode(b"", final=True)
@@ -319,7 +318,7 @@ class CharTokenizer:
         if not isinstance(eos_token, str) or len(eos_token) > 1 or eos_token not in characters:
             raise _unusable(origin, "its `eos_token` is wrong")
         codes = code_points(characters).astype(np.int64)
-        if not 0 < codes.size <= CODE_POINTS or (np.diff(codes) <= 0).any():
+        if not 0 < codes.size <= N_CODE_POINTS or (np.diff(codes) <= 0).any():
             raise _unusable(origin, "its characters are not sorted and distinct")
         if _is_surrogate(codes).any():
             raise _unusable(origin, "it holds lone surrogates")

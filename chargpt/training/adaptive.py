@@ -13,15 +13,14 @@ import copy
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from chargpt.inference.decoders.model_decoder import ModelDecoder
 from chargpt.inference.evaluation import OnProgress
 from chargpt.models.mixture import Mixture
-from chargpt.models.word_ngram import NO_TOKEN
+from chargpt.models.word_context import NO_TOKEN
 from chargpt.store.run import Run
-from chargpt.text.tokenizer import Floats, TokenIds, Tokens
+from chargpt.text.tokenizer import Floats, Tokens
 from chargpt.training.mixing import gate_data
 from chargpt.training.optim import Optimizer
 
@@ -45,7 +44,7 @@ class AdaptiveMixture:
         self.stride = max(1, self.model.block_size // 2)
         self.n_updates = self.n_counted = 0
 
-    def learn(self, history: TokenIds) -> Tensor:
+    def learn(self, history: Tokens) -> Tensor:
         """Learn from the last `stride` tokens; return the log-probabilities that they had.
 
         These are (L, up to `stride`), without the very first token. `history` is all tokens so far,
@@ -55,14 +54,11 @@ class AdaptiveMixture:
         n_new = min((n_tokens - 1) % self.stride + 1, n_tokens - 1)  # nothing predicts the first
         if not n_new:
             return torch.zeros(len(history), 0)
-        rows = torch.from_numpy(self._window(history)).to(self.model.device)
-        with torch.no_grad():
-            inputs, log_probs = gate_data(self.model, rows)
-        weights: Tensor = self.model.gate(inputs[:, -n_new:])
-        mixed = (weights * log_probs[:, -n_new:].exp()).sum(dim=-1).log()  # (L, n_new)
-        tokens = rows[:, self.model.lookback :]
-        logits = self.model.gpt(tokens[:, :-1])[:, -n_new:]
-        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, -n_new:].flatten())
+        inputs, log_probs = gate_data(self.model, self.window(history, self.model.block_size + 1))
+        inputs, log_probs = inputs[:, -n_new:], log_probs[:, -n_new:]
+        loss = -log_probs[..., 0].mean()  # of the GPT
+        weights: Tensor = self.model.gate(inputs.detach())
+        mixed = (weights * log_probs.detach().exp()).sum(dim=-1).log()  # (L, n_new)
         self.model.zero_grad()
         (loss - mixed.mean()).backward()  # type: ignore[no-untyped-call]
         self.optimizer.step(self.n_updates, 1.0)
@@ -76,13 +72,12 @@ class AdaptiveMixture:
             self.model.fit_counts(np.concatenate((self.training_tokens, history.ravel())))
         return mixed.detach()
 
-    def _window(self, history: TokenIds) -> TokenIds:
-        """Return the last block and its target, after `lookback` tokens or NO_TOKEN."""
-        length = self.model.block_size + 1
-        before = history[:, :-length][:, -self.model.lookback :]
-        n_missing = self.model.lookback - before.shape[1]
-        padded = np.pad(before, ((0, 0), (n_missing, 0)), constant_values=NO_TOKEN)
-        return np.concatenate((padded, history[:, -length:]), axis=1)
+    def window(self, history: Tokens, length: int) -> Tensor:
+        """Return the last `length` tokens after `lookback` others (NO_TOKEN: there is none)."""
+        recent = history[:, -self.model.lookback - length :]
+        n_missing = self.model.lookback + min(length, history.shape[1]) - recent.shape[1]
+        rows = np.pad(recent, ((0, 0), (n_missing, 0)), constant_values=NO_TOKEN)
+        return torch.from_numpy(rows).to(self.model.device)
 
 
 class AdaptiveDecoder:
@@ -91,10 +86,10 @@ class AdaptiveDecoder:
     def __init__(self, run: Run, num_lanes: int) -> None:
         self.mixture = AdaptiveMixture(run)
         self.history = np.zeros((num_lanes, 0), dtype=np.int64)  # all whole half blocks
-        self.columns: list[TokenIds] = []  # since then, (L,) each
+        self.columns: list[Tokens] = []  # since then, (L,) each
         self.decoder = ModelDecoder(self.mixture.model, num_lanes)
 
-    def step(self, tokens: TokenIds) -> npt.NDArray[np.float32]:
+    def step(self, tokens: Tokens) -> npt.NDArray[np.float32]:
         """Append one token a lane, (L,); return the logits of the next ones, (L, V)."""
         self.columns.append(tokens)
         if len(self.columns) < self.mixture.stride:
@@ -111,9 +106,10 @@ class AdaptiveDecoder:
         The cache is full just before the mixture learns again: the context is that of `learn`.
         """
         model = self.mixture.model
-        context = self.history[:, -(model.block_size - self.mixture.stride + 1) :]
-        self.decoder = ModelDecoder(model, len(context))
-        logits = model(torch.from_numpy(context).to(model.device), self.decoder.cache)
+        rows = self.mixture.window(self.history, model.block_size - self.mixture.stride + 1)
+        self.decoder = ModelDecoder(model, len(rows))
+        self.decoder.cache.tokens = rows[:, : model.lookback]
+        logits = model(rows[:, model.lookback :], self.decoder.cache)
         last: npt.NDArray[np.float32] = logits[:, -1].cpu().numpy()
         return last
 

@@ -11,14 +11,14 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from chargpt.errors import ChargptError, ConfigError, FinishedError
+from chargpt.errors import ConfigError, FinishedError
 from chargpt.ranks import is_main_rank, world_size
 from chargpt.store.run import Run, load_run
-from chargpt.text import OnStage
-from chargpt.training.mixing import add_mixture
+from chargpt.text import TextProgress
+from chargpt.training.mixing import try_add_mixture
 from chargpt.training.request import Request, StartMode
 from chargpt.training.session import Session, open_session
-from chargpt.yaml_reader import to_yaml
+from chargpt.yaml_io import to_flow_yaml
 
 
 def train(
@@ -76,11 +76,11 @@ def train(
         raise ConfigError(
             f"budget: expected seconds, or a time such as '3m' (it is {budget!r:.100})"
         )
-    overrides = [f"{key}={to_yaml(value)}" for key, value in (settings or {}).items()]
+    overrides = [f"{key}={to_flow_yaml(value)}" for key, value in (settings or {}).items()]
     if from_run is not None:
-        overrides.append(f"train.from_run={to_yaml(str(Path(from_run).absolute()))}")
+        overrides.append(f"train.from_run={to_flow_yaml(str(Path(from_run).absolute()))}")
     if encoding is not None:
-        overrides.append(f"text.encoding={to_yaml(encoding)}")
+        overrides.append(f"text.encoding={to_flow_yaml(encoding)}")
     try:
         start = StartMode(start)
     except ValueError:
@@ -109,15 +109,14 @@ def train(
         return load_run(str(request.out), device=device or "auto")
     run = load_run(folder, device=device or "auto")
     if is_main_rank():
-        try:
-            add_mixture(run, run.corpus())
-        except ChargptError as error:  # the run itself is complete and saved
-            notes.append(str(error))
+        try_add_mixture(run, None, notes)
     return replace(run, notes=(*notes, *run.notes))
 
 
 def run_training(
-    request: Request, run_session: Callable[[Session], None], on_progress: OnStage | None = None
+    request: Request,
+    run_session: Callable[[Session], None],
+    on_progress: TextProgress | None = None,
 ) -> Path:
     """Start a run, train it with `run_session`, and return its folder."""
     with open_session(request, on_progress) as session:

@@ -25,7 +25,7 @@ from chargpt.training.threads import ThreadTuner
 MIN_SECONDS = 5
 MIN_TRIAL_SECONDS = 0.05  # of trial steps: one of a bigram or on a GPU may take less than 1 ms
 MAX_EPOCHS = 40  # of a plan; more over-fit
-EPOCH_LIMIT = (
+EPOCH_LIMIT_NOTE = (
     f"training ends before its time, after {MAX_EPOCHS} epochs, since more would only over-fit "
     "most texts; chargpt train --resume with -s train.max_steps=N trains longer"
 )
@@ -40,19 +40,20 @@ class Reserve:
     fraction: float = 0.04  # of the budget, for scoring, until the time of scoring is measured
     min_report_budget: float = 120  # seconds: shortest budget that ends with a report page
     report_seconds: float = 2  # of a report page, without its scoring
-    report_characters: int = 40_000  # that a report page scores
+    report_tokens: int = 40_000  # that a report page scores
     timed_tokens: int = 8_000  # scored to measure the speed of scoring
     gate_seconds: float = 0.35  # of fitting a mixture's gate
     counting_seconds: float = 0.5  # of counting the n-grams of a mixture, per million characters
     counting_fraction: float = 0.15  # of the budget: if counting takes longer, no mixture
     margin: float = 1.3  # factor on the measured time of scoring
+    mixture_slowdown: float = 1.3  # time of scoring with a mixture, relative to its GPT
 
 
 @dataclass(frozen=True)
 class Replanning:
     """Constants of re-planning."""
 
-    planned_fraction: float = 0.95  # fraction of the remaining time that is planned for steps
+    replanned_fraction: float = 0.95  # fraction of the remaining time that is planned for steps
     min_fraction: float = 1 / 8  # of all steps: when fewer remain, their number is final
     min_steps: int = 20  # fewer are of little use
     overrun: float = 0.08  # fraction of the budget by which the first `min_steps` may exceed it
@@ -119,7 +120,7 @@ class Budget:
         self.replan_step: int | None = None
         self.noted_steps = 0  # number of steps in the last note to the user
         self.planned_step_seconds = self.step_seconds = math.nan  # of a step; measured later
-        self.replan_remaining = 0.0
+        self.replan_remaining = 0.0  # seconds remaining when re-planning is due
         self.thread_tuner: ThreadTuner | None = None
         self.measured_from = (1, math.nan)  # step and time; the first step is slower than others
         self.last_step = 0  # that `replan` was asked about
@@ -171,16 +172,16 @@ class Budget:
             start = self.clock()
             timed = evaluate_tokens(model, splits[-1], max_tokens=n_timed)
         per_character = (self.clock() - start) / timed.characters
+        per_token = per_character * corpus.characters_per_token
         n_scored = sum(min(max_tokens, len(tokens)) for tokens in splits)
-        n_scored += RESERVE.report_characters if self.has_report else 0
+        n_scored += RESERVE.report_tokens if self.has_report else 0
         n_mixture = len(corpus.split("mixture"))
-        if n_mixture:  # a mixture is fitted to it and scored, a little more slowly than its GPT
-            n_scored += n_mixture + round(1.3 * min(max_tokens, len(splits[-1])))
+        if n_mixture:  # a mixture is fitted to it and scored
+            n_scored += n_mixture
+            n_scored += round(RESERVE.mixture_slowdown * min(max_tokens, len(splits[-1])))
         if config.train.from_run is not None:  # the text of that run is scored before and after
             n_scored += 2 * max_tokens
-        self.evaluation_seconds = RESERVE.margin * per_character * n_scored + mixture_seconds(
-            corpus
-        )
+        self.evaluation_seconds = RESERVE.margin * per_token * n_scored + mixture_seconds(corpus)
 
     def start(self, config: Config, step: int) -> None:
         """Begin to measure steps; call it before the first one."""
@@ -221,21 +222,21 @@ class Budget:
         if step < self.replan_step and remaining >= self.replan_remaining:
             return None
         self.step_seconds = (now - since) / (step - first)
-        config = replan(config, step, self.step_seconds, remaining, self.step_limit)
+        config = replanned_config(config, step, self.step_seconds, remaining, self.step_limit)
         self.measured_from = step, now
         self._schedule_replanning(config, step, step)
         return config
 
-    def _schedule_replanning(self, config: Config, step: int, planned_at: int) -> None:
+    def _schedule_replanning(self, config: Config, step: int, last_replan_step: int) -> None:
         """Set when to re-plan next, as a step and as a remaining time."""
-        self.replan_step = next_replan_step(config, planned_at)
+        self.replan_step = next_replan_step(config, last_replan_step)
         if self.replan_step is not None:
             max_steps = config.train.max_steps
             fraction = (max_steps - self.replan_step) / (max_steps - step)
             self.replan_remaining = self.remaining * fraction
 
 
-def replan(
+def replanned_config(
     config: Config, step: int, step_seconds: float, seconds: float, step_limit: int | None = None
 ) -> Config:
     """Return the config with as many steps after `step` as the remaining time allows.
@@ -251,7 +252,7 @@ def replan(
         step_limit: of the number of all steps, however much time remains.
     """
     fewest = min(REPLANNING.min_steps, config.train.max_steps) - step
-    n_steps = max(1, fewest, int(REPLANNING.planned_fraction * seconds / step_seconds))
+    n_steps = max(1, fewest, int(REPLANNING.replanned_fraction * seconds / step_seconds))
     if step_limit is not None:
         n_steps = min(n_steps, max(1, step_limit - step))
     max_steps, schedule = step + n_steps, config.schedule
@@ -269,12 +270,12 @@ def replanning_notes(
 ) -> list[str]:
     """Return a sentence about a large change of the number of steps since the last note, or none.
 
-    A step takes `slowdown` times as long as planned; `step_limit` is that of `replan`.
+    A step takes `slowdown` times as long as planned; `step_limit` is that of `replanned_config`.
     """
     if abs(new - old) < REPLANNING.noted_change * old:
         return []
     if new == step_limit:
-        return [f"re-planned: {old:,} -> {new:,} steps: {EPOCH_LIMIT}"]
+        return [f"re-planned: {old:,} -> {new:,} steps: {EPOCH_LIMIT_NOTE}"]
     cause = "slower" if new < old else "faster"
     if new < old and slowdown >= REPLANNING.noted_slowdown:
         cause = f"{slowdown:.1f}" if slowdown < 9.95 else f"{slowdown:.0f}"

@@ -14,7 +14,7 @@ UPDATE_OVERHEAD = 1.15  # the optimizer: 38 ms beside 175 to 280 ms for the defa
 def training_bytes(config: Config, vocab_size: int, n_sequences: int) -> int:
     """Return the approximate memory of training with micro-batches of `n_sequences`, in bytes."""
     model = config.model
-    activations = 3 * vocab_size  # saved for the backward pass, numbers per character
+    activations = 3 * vocab_size  # saved for the backward pass, values per token
     if model.kind != "bigram":
         activations += model.n_layer * (14 * model.n_embd + 5 * model.mlp_width)
         row_bytes = model.block_size * (2 if config.dtype == "bfloat16" else 4)
@@ -23,8 +23,8 @@ def training_bytes(config: Config, vocab_size: int, n_sequences: int) -> int:
     masks = model.block_size**2 if model.attention == "average" else 0
     # weights, gradients, up to two moments of the optimizer, EMA
     weights = (4 + bool(config.train.ema)) * count_parameters(model, vocab_size)
-    numbers = weights + n_sequences * model.block_size * activations + masks
-    return 4 * numbers + rotary_bytes(model)
+    n_values = weights + n_sequences * model.block_size * activations + masks
+    return 4 * n_values + rotary_bytes(model)
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def expected_cost(
         step_seconds = UPDATE_OVERHEAD * measure_step_seconds(learner, 2, update=False)
         scored = min(train.evaluation_tokens, len(corpus.split("val")))
         # a forward pass takes about a third of a step, and rank 0 evaluates alone
-        evaluation = step_seconds * scored / config.tokens_per_step / 3 * learner.group.size
+        evaluation = step_seconds * scored / config.tokens_per_step / 3 * learner.group.world_size
         n_evaluations = n_steps // train.evaluate_every + 2
         seconds = n_steps * step_seconds + n_evaluations * evaluation
     return Cost(

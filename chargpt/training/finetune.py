@@ -32,8 +32,8 @@ def load_base_run(config: Config) -> Run | None:
 def config_from_base_run(base_run: Run, config: Config, fixed_keys: Collection[str]) -> Config:
     """Return the config of a run that starts from another run's weights.
 
-    It has that run's model and characters, and lower learning rates. The user has set the dotted
-    keys `fixed_keys`.
+    It has that run's model, characters and batch size, and lower learning rates. The user has set
+    the dotted keys `fixed_keys`.
 
     Raises:
         ConfigError: the user has set another model.

@@ -42,8 +42,8 @@ class Learner:
     the sizes of `config.model`.
 
     Attributes:
-        captured_gradients: `gradients` as a CUDA graph; None on other devices, with several ranks
-            or micro-batches, or if capture failed.
+        captured_forward_backward: `forward_backward` as a CUDA graph; None on other devices, with
+            several ranks or micro-batches, or if capture failed.
         capture_error: why capture failed.
 
     Raises:
@@ -75,7 +75,7 @@ class Learner:
         self.micro_batch_size = micro_batch_size(train, group)
         torch.manual_seed(config.seed)
         model = build_model(config.model, corpus.tokenizer.vocab_size)
-        model.first_continuation_byte = corpus.tokenizer.first_continuation_byte
+        model.first_continuation_id = corpus.tokenizer.first_continuation_id
         self.model: LanguageModel = model.to(device)
         self.l2_sp, self.initial_weights = config.optim.l2_sp, list[Tensor]()
         if base_run is not None:
@@ -94,15 +94,15 @@ class Learner:
             self.model.block_size,
             train.batch_size,
             config.seed,
-            self.model.first_continuation_byte,
+            self.model.first_continuation_id,
         )
         if device.type != "cpu":
             self.batches.to_device(device)
-        self.captured_gradients: Callable[[Tensor], Tensor] | None = None
+        self.captured_forward_backward: Callable[[Tensor], Tensor] | None = None
         self.capture_error: str | None = None
-        if can_capture(device) and group.size == self.micro_batches == 1:
+        if can_capture(device) and group.world_size == self.micro_batches == 1:
             try:
-                self.captured_gradients = self._capture_gradients()
+                self.captured_forward_backward = self._capture_forward_backward()
             except CaptureError as error:
                 self.capture_error = str(error)
 
@@ -128,7 +128,7 @@ class Learner:
             RunError: it belongs to another model.
         """
         load_weights(self.model, saved.model, saved.folder)
-        if saved.raw_weights is not saved.model:  # with EMA: those were the averages, now checked
+        if saved.raw_weights is not saved.model:  # with EMA: the averages, only to check them
             load_weights(self.model, saved.raw_weights, saved.folder)
         self.model.zero_grad(set_to_none=True)
         self.ema_weights = self._start_ema(saved.model)
@@ -152,26 +152,26 @@ class Learner:
         rows = slice(first, first + self.micro_batches * self.micro_batch_size)
         # other devices may read a non-blocking copy after its source is freed
         non_blocking = self.device.type == "cuda"
-        blocks = self.batches.at(step, rows).to(self.device, non_blocking=non_blocking)
+        batch = self.batches.at(step, rows).to(self.device, non_blocking=non_blocking)
         total = torch.zeros((), device=self.device)
-        for number, micro_batch in enumerate(torch.split(blocks, self.micro_batch_size)):
+        for number, micro_batch in enumerate(torch.split(batch, self.micro_batch_size)):
             self.seed_dropout(step, number)
             is_last = number == self.micro_batches - 1
             with contextlib.ExitStack() as stack:
                 if isinstance(self.ddp_model, DistributedDataParallel) and not is_last:
                     stack.enter_context(self.ddp_model.no_sync())  # do not average over the ranks
-                loss = (self.captured_gradients or self.gradients)(micro_batch)
+                loss = (self.captured_forward_backward or self.forward_backward)(micro_batch)
             total += loss / self.micro_batches
         return total
 
-    def gradients(self, micro_batch: Tensor) -> Tensor:
-        """Add the gradients of a micro-batch (B, T + 1); return its mean loss."""
+    def forward_backward(self, micro_batch: Tensor) -> Tensor:
+        """Accumulate the gradients of a micro-batch (B, T + 1); return its mean loss."""
         objective, loss = self.objective(micro_batch)
         (objective / self.micro_batches).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
-    def _capture_gradients(self) -> Callable[[Tensor], Tensor]:
-        """Return `gradients` of a single micro-batch as a CUDA graph, or raise a CaptureError.
+    def _capture_forward_backward(self) -> Callable[[Tensor], Tensor]:
+        """Return `forward_backward` of a single micro-batch as a CUDA graph, or raise CaptureError.
 
         The returned function does not refer to `self`: in a cycle, the memory of trial models would
         wait for the garbage collector.
@@ -181,7 +181,7 @@ class Learner:
 
         def step() -> Tensor:
             self.model.zero_grad(set_to_none=True)  # so that the graph writes into new gradients
-            return self.gradients(static_batch)
+            return self.forward_backward(static_batch)
 
         try:
             replay = capture_graph(step, self.device, is_random=self.dropout > 0)
@@ -286,7 +286,7 @@ class Learner:
         return {name: source[name].detach().clone().to(self.device) for name in names}
 
     def _wrap_for_ddp(self) -> torch.nn.Module:
-        if self.group.size == 1:
+        if self.group.world_size == 1:
             return self.model
         devices = [self.device] if self.device.type == "cuda" else None
         with warnings.catch_warnings():
@@ -301,10 +301,10 @@ def micro_batch_size(train: TrainConfig, group: RankGroup) -> int:
     Raises:
         ConfigError: the batch does not divide over ranks and micro-batches.
     """
-    parts = train.micro_batches * group.size
+    parts = train.micro_batches * group.world_size
     if train.batch_size % parts:
         raise ConfigError(
-            f"train.batch_size {train.batch_size} does not divide over {group.size} "
+            f"train.batch_size {train.batch_size} does not divide over {group.world_size} "
             f"processes x {train.micro_batches} micro-batches; make it a multiple of {parts}"
         )
     return train.batch_size // parts

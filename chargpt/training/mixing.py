@@ -1,4 +1,4 @@
-"""Fitting the gate of a mixture to text that neither the GPT nor the counts have seen.
+"""Fitting the gate of a mixture to text that neither the GPT nor the n-gram models have seen.
 
 Shapes in this file: B = batch, T = tokens, N = characters, K = number of orders of both n-gram
 models.
@@ -9,12 +9,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from chargpt.errors import NOT_FINITE, OperationError
+from chargpt.errors import NOT_FINITE, ChargptError, OperationError
 from chargpt.inference.windows import block_windows
 from chargpt.models import GPT
-from chargpt.models.base import eval_mode
 from chargpt.models.mixture import HIDDEN, Gate, Mixture
-from chargpt.models.word_ngram import word_tokens
+from chargpt.models.word_context import word_token_mask
 from chargpt.store.mixture import save_mixture
 from chargpt.store.run import Run
 from chargpt.text.corpus import Corpus
@@ -24,8 +23,8 @@ from chargpt.training.optim import AdamW
 STEPS, BATCH_SIZE, LR = 100, 2048, 0.1
 L2 = 1.0  # penalty on the squared weights, divided by the number of characters
 INITIAL_SCALE = 0.3  # of the default initial weights: nearly equal weights for all components
-MIN_DEVIATION = 0.1  # added to that of each gate input, so that noise is not scaled up
-ROWS = 16  # of a forward pass
+STD_EPSILON = 0.1  # added to that of each gate input, so that noise is not scaled up
+FORWARD_BATCH_SIZE = 16
 MIN_CHARACTERS = 100  # to fit to
 
 
@@ -48,6 +47,18 @@ def add_mixture(run: Run, corpus: Corpus) -> Run | None:
     return replace(run, model=mixture)
 
 
+def try_add_mixture(run: Run, corpus: Corpus | None, notes: list[str]) -> Run | None:
+    """Do as `add_mixture`, but add an error to `notes`: the run itself is complete and saved.
+
+    `corpus` is the run's text, if it is loaded.
+    """
+    try:
+        return add_mixture(run, corpus or run.corpus())
+    except ChargptError as error:
+        notes.append(str(error))
+        return None
+
+
 def fit_mixture(gpt: GPT, tokenizer: CharTokenizer, train: Tokens, held_out: Tokens) -> Mixture:
     """Return the mixture of a GPT and the n-gram models of its training split, on its device.
 
@@ -56,14 +67,14 @@ def fit_mixture(gpt: GPT, tokenizer: CharTokenizer, train: Tokens, held_out: Tok
     Raises:
         OperationError: the GPT's predictions are not finite.
     """
-    mixture = Mixture(gpt, train, word_tokens(tokenizer)).to(gpt.device).eval()
-    found = []
-    with eval_mode(mixture), torch.no_grad():
+    mixture = Mixture(gpt, train, word_token_mask(tokenizer)).to(gpt.device).eval()
+    parts = []
+    with torch.no_grad():
         for rows, *_ in block_windows(held_out, gpt.block_size, lookback=mixture.lookback):
-            for part in torch.split(torch.from_numpy(rows), ROWS):
-                data = gate_data(mixture, part.to(gpt.device))
-                found.append([tensor.flatten(0, 1).cpu() for tensor in data])
-    inputs, log_probs = map(torch.cat, zip(*found, strict=True))
+            for batch in torch.split(torch.from_numpy(rows), FORWARD_BATCH_SIZE):
+                data = gate_data(mixture, batch.to(gpt.device))
+                parts.append([tensor.flatten(0, 1).cpu() for tensor in data])
+    inputs, log_probs = map(torch.cat, zip(*parts, strict=True))
     if not inputs.isfinite().all():
         raise OperationError(NOT_FINITE)
     fit_gate(mixture.gate, inputs, log_probs)
@@ -80,9 +91,9 @@ def gate_data(mixture: Mixture, rows: Tensor) -> tuple[Tensor, Tensor]:
     tokens, targets = rows[:, start:-1], rows[:, start + 1 :, None]
     contexts = mixture.contexts(tokens, rows[:, :start])
     log_probs = mixture.gpt(tokens).float().log_softmax(dim=-1)  # (B, T, V)
-    found = [log_probs.gather(-1, targets)]
-    found += [probs.gather(-1, targets).log() for probs in mixture.iter_probs(contexts)]
-    return mixture.gate_inputs(log_probs, contexts), torch.cat(found, dim=-1)
+    columns = [log_probs.gather(-1, targets)]
+    columns += [probs.gather(-1, targets).log() for probs in mixture.iter_probs(contexts)]
+    return mixture.gate_inputs(log_probs, contexts), torch.cat(columns, dim=-1)
 
 
 def fit_gate(gate: Gate, inputs: Tensor, log_probs: Tensor) -> None:
@@ -90,7 +101,7 @@ def fit_gate(gate: Gate, inputs: Tensor, log_probs: Tensor) -> None:
 
     Inputs are (N, 1 + 2 K), `log_probs` of each component for the next character (N, 1 + K).
     """
-    mean, deviation = inputs.mean(dim=0), inputs.std(dim=0, correction=0) + MIN_DEVIATION
+    mean, std = inputs.mean(dim=0), inputs.std(dim=0, correction=0) + STD_EPSILON
     device, n_characters = gate.bias.device, len(inputs)
     gate.cpu()  # so that the fit is bitwise identical on every device
     generator = torch.Generator().manual_seed(0)
@@ -100,13 +111,13 @@ def fit_gate(gate: Gate, inputs: Tensor, log_probs: Tensor) -> None:
             weight.uniform_(-bound, bound, generator=generator)
         gate.hidden.bias.zero_()
         gate.bias.zero_()
-    scaled = (inputs - mean) / deviation
+    standardized = (inputs - mean) / std
     parameters = dict(gate.named_parameters())
     optimizer = AdamW(parameters, LR, weight_decay=0.0)
     for step in range(STEPS):
         batch = torch.randint(n_characters, (BATCH_SIZE,), generator=generator)
         # (BATCH_SIZE, networks, 1 + K)
-        log_weights = gate.logits(scaled[batch]).log_softmax(dim=-1)
+        log_weights = gate.logits(standardized[batch]).log_softmax(dim=-1)
         mixed = torch.logsumexp(log_weights + log_probs[batch, None], dim=-1)
         squares = torch.stack([parameter.square().sum() for parameter in parameters.values()])
         gate.zero_grad()
@@ -114,7 +125,7 @@ def fit_gate(gate: Gate, inputs: Tensor, log_probs: Tensor) -> None:
         objective.backward()  # type: ignore[no-untyped-call]
         optimizer.step(step, 1 - step / STEPS)
     gate.zero_grad()
-    with torch.no_grad():  # the scaling becomes part of the first layer
-        gate.hidden.weight.div_(deviation)
+    with torch.no_grad():  # the standardization becomes part of the first layer
+        gate.hidden.weight.div_(std)
         gate.hidden.bias.sub_(gate.hidden.weight @ mean)
     gate.to(device).requires_grad_(False)

@@ -24,7 +24,7 @@ from chargpt.errors import ConfigError
 from chargpt.models import count_parameters
 from chargpt.text.corpus import REQUIRED_SPLITS, Corpus
 from chargpt.training.budget import (
-    EPOCH_LIMIT,
+    EPOCH_LIMIT_NOTE,
     MAX_EPOCHS,
     REPLANNING,
     Budget,
@@ -79,19 +79,20 @@ LENGTH_PRESETS = (  # by rising `min_tokens`
     LengthPreset(100_000_000, 512, 8192, 0.7),
     LengthPreset(1_000_000_000, 1024, 16384, 0.7),
 )
-INITIAL_TOKENS = 350_000  # assumed until a speed is measured, and the least for larger sizes
+# length of training that is assumed until a speed is measured, and at least for larger sizes
+INITIAL_TOKENS = 350_000
 
 
 @dataclass(frozen=True)
 class Recipe:
     """Settings found by experiment (benchmarks/LOG.md); lengths are in tokens read."""
 
-    planned_fraction: float = 0.93  # of the time, for training steps before re-planning
+    initial_fraction: float = 0.93  # of the time, for training steps before re-planning
     trial_steps: int = 3  # that measure a size's speed
     trial_fraction: float = 0.05  # of the time: once trials have used it, no larger size is tried
     usable_memory: float = 0.6  # fraction: the memory of a run is an estimate
-    short: int = 1_000_000  # below it the law is too optimistic about larger sizes
-    short_gain: float = 0.01  # nats that a larger size then has to gain by the law
+    short_run: int = 1_000_000  # below it the law is too optimistic about larger sizes
+    short_run_gain: float = 0.01  # nats that a larger size then has to gain by the law
     max_parameters_per_token: int = 12  # of the training split: the highest of the fitted runs
     mixture_characters: int = 20_000  # to fit a mixture to; more gain nothing
     min_block_size: int = 8
@@ -101,9 +102,9 @@ class Recipe:
     min_weight_decay: float = 0.2  # fraction of the weight decay in runs of up to one epoch
     # (overfitting, dropout), where overfitting = epochs * sqrt(parameters / train_tokens)
     dropout: tuple[tuple[float, float], ...] = ((24, 0.2), (8, 0.1), (0, 0.0))
-    ngram_until: int = 1_200_000  # beyond it, the weight of soft targets falls as 1 / tokens
-    ngram_repeated_epochs: float = 2  # from it on, at least `ngram_repeated` of the weight stays
-    ngram_repeated: float = 0.5
+    full_ngram_weight_until: int = 1_200_000  # beyond it, that of soft targets falls as 1 / tokens
+    repeated_epochs: float = 2  # from it on, at least this fraction of their weight stays:
+    min_ngram_fraction: float = 0.5
     min_ngram_weight: float = 0.05  # smaller weights become 0
 
 
@@ -180,8 +181,8 @@ def size_values(
     Short runs gain more from many small updates than they lose by short blocks. A split must hold
     a block and one more token, and a batch whole micro-batches.
     """
-    length = length_preset_for(n_tokens)
-    block_size = length.block_size
+    preset = length_preset_for(n_tokens)
+    block_size = preset.block_size
     shortest_split = min(len(corpus.split(split)) for split in REQUIRED_SPLITS)
     while block_size > RECIPE.min_block_size and block_size >= shortest_split:
         block_size //= 2
@@ -191,7 +192,7 @@ def size_values(
         "model.n_embd": size.n_embd,
         "model.block_size": block_size,
         "train.batch_size": micro_batches
-        * max(1, length.tokens_per_step // block_size // micro_batches),
+        * max(1, preset.tokens_per_step // block_size // micro_batches),
     }
 
 
@@ -199,16 +200,18 @@ def length_values(
     config: Config, n_tokens: float, train_tokens: int, parameters: int
 ) -> dict[str, object]:
     """Return the settings that depend on the training length, for about `n_tokens` tokens."""
-    recipe, length = RECIPE, length_preset_for(n_tokens)
+    recipe, preset = RECIPE, length_preset_for(n_tokens)
     steps = max(REPLANNING.min_steps, int(n_tokens / config.tokens_per_step))
-    every = math.ceil(steps / length.evaluations)
+    every = math.ceil(steps / preset.evaluations)
     epochs = n_tokens / train_tokens
     overfitting = epochs * math.sqrt(parameters / train_tokens)
     # soft targets soon teach all they can, but they also keep a model from over-fitting
-    at_least = recipe.ngram_repeated if epochs >= recipe.ngram_repeated_epochs else 0.0
-    ngram_fraction = max(at_least, min(1.0, recipe.ngram_until / n_tokens))
+    min_fraction = recipe.min_ngram_fraction if epochs >= recipe.repeated_epochs else 0.0
+    ngram_fraction = max(min_fraction, min(1.0, recipe.full_ngram_weight_until / n_tokens))
     ngram_weight = config.train.ngram_target_weight * ngram_fraction
-    decay = min(1.0, max(recipe.min_weight_decay, epochs / recipe.full_weight_decay_epochs))
+    weight_decay_fraction = min(
+        1.0, max(recipe.min_weight_decay, epochs / recipe.full_weight_decay_epochs)
+    )
     return {
         "train.max_steps": steps,
         "train.evaluate_every": every,
@@ -218,11 +221,11 @@ def length_values(
         "train.save_every": every,
         # a sample takes as long as a step
         "train.sample_every": 2 * every if steps >= 200 else 0,
-        "schedule.cooldown": length.cooldown,
+        "schedule.cooldown": preset.cooldown,
         "train.ngram_target_weight": (
             round(ngram_weight, 3) if ngram_weight >= recipe.min_ngram_weight else 0.0
         ),
-        "optim.weight_decay": round(config.optim.weight_decay * decay, 4),
+        "optim.weight_decay": round(config.optim.weight_decay * weight_decay_fraction, 4),
         "model.dropout": next(p for least, p in recipe.dropout if overfitting >= least),
     }
 
@@ -251,13 +254,13 @@ def plan(config: Config, corpus: Corpus, budget: Budget) -> Plan:
     else:
         speed = measure_speed(config, corpus)
     n_tokens, parameters = planner.readable_tokens(speed), planner.parameters(config)
-    length = length_values(config, n_tokens, train_tokens, parameters)
+    values = length_values(config, n_tokens, train_tokens, parameters)
     max_tokens = MAX_EPOCHS * train_tokens
     budget.step_limit = max(REPLANNING.min_steps, max_tokens // config.tokens_per_step)
-    notes = [EPOCH_LIMIT] if n_tokens == max_tokens else []
+    notes = [EPOCH_LIMIT_NOTE] if n_tokens == max_tokens else []
     if size_was_chosen and (note := extrapolation(parameters, n_tokens)):
         notes.append(note)
-    return Plan(planner.with_unless_fixed(config, length), speed, size_was_chosen, notes)
+    return Plan(planner.with_unless_fixed(config, values), speed, size_was_chosen, notes)
 
 
 class _Planner:
@@ -275,11 +278,11 @@ class _Planner:
         the next size has no lower predicted loss even if it is slower by only that ratio's square
         root.
         """
-        number, config = 0, self.config_of_size(SIZES[0], INITIAL_TOKENS)
+        index, config = 0, self.config_of_size(SIZES[0], INITIAL_TOKENS)
         speed = measure_speed(config, self.corpus)
         available = self.budget.remaining  # without the first trial: on a GPU it loads the kernels
         while available - self.budget.remaining <= RECIPE.trial_fraction * available:
-            larger = self.larger_sizes(number + 1, self.readable_tokens(speed))
+            larger = self.larger_sizes(index + 1, self.readable_tokens(speed))
             slowdowns = [self.parameters(each) / self.parameters(config) for each in larger]
             loss = self.loss(config, speed)
             if not larger or not self.is_better(larger[0], speed / slowdowns[0] ** 0.5, loss):
@@ -293,19 +296,19 @@ class _Planner:
             candidate_speed = measure_speed(candidate, self.corpus)
             if not self.is_better(candidate, candidate_speed, loss):
                 break
-            number, config, speed = number + 1 + skipped, candidate, candidate_speed
-        return SIZES[number], config, speed
+            index, config, speed = index + 1 + skipped, candidate, candidate_speed
+        return SIZES[index], config, speed
 
     def is_better(self, larger: Config, speed: float, loss: float) -> bool:
         """Return whether the law gives a larger size at this speed a lower loss than `loss`.
 
-        In a short run it must be lower by `short_gain`, since the law is too optimistic there.
+        In a short run it must be lower by `short_run_gain`, since the law is too optimistic there.
         """
-        min_gain = RECIPE.short_gain if self.readable_tokens(speed) < RECIPE.short else 0.0
+        min_gain = RECIPE.short_run_gain if self.readable_tokens(speed) < RECIPE.short_run else 0.0
         return self.loss(larger, speed) <= loss - min_gain
 
     def larger_sizes(self, first: int, n_tokens: float) -> list[Config]:
-        """Return the configs of the sizes from number `first` on that suit text and memory."""
+        """Return the configs of the sizes from index `first` on that suit text and memory."""
         vocab_size = self.corpus.tokenizer.vocab_size
         usable = RECIPE.usable_memory * memory_limit(choose_device(self.config.device)[0])
         configs = [
@@ -335,7 +338,7 @@ class _Planner:
 
     def readable_tokens(self, speed: float) -> float:
         """Return how many tokens can be read in the remaining time, at least 1."""
-        readable = RECIPE.planned_fraction * self.budget.remaining * speed
+        readable = RECIPE.initial_fraction * self.budget.remaining * speed
         return max(1.0, min(readable, MAX_EPOCHS * self.train_tokens))
 
     def loss(self, config: Config, speed: float) -> float:

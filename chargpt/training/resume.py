@@ -27,12 +27,12 @@ MAY_CHANGE = (
 
 
 def resume(
-    run: RunFolder, changes: dict[str, object], *, same_command: bool = False
+    folder: RunFolder, changes: dict[str, object], *, same_command: bool = False
 ) -> tuple[Checkpoint, Config, list[str]]:
     """Return a run's latest intact checkpoint, the config to continue with, and notes.
 
     Args:
-        run: to continue.
+        folder: of the run to continue.
         changes: settings by dotted keys; values that the run has already are ignored.
         same_command: whether they are the settings that started the run, given again. Those that
             the run itself has changed since, such as its device or the rates after a rollback, then
@@ -44,11 +44,11 @@ def resume(
         ConfigError: a change would make it another run.
         TextError: so would another text.
     """
-    saved, notes = run.load("latest")
+    saved, notes = folder.load("latest")
     if not saved.optimizer:
         raise RunError(
-            f"{run.path} was imported and has no optimizer state; start a new run from its weights "
-            f"with `chargpt train TEXT --from {run.path}`"
+            f"{folder.path} was imported and has no optimizer state; start a new run from its "
+            f"weights with `chargpt train TEXT --from {folder.path}`"
         )
     changes = {
         key: value
@@ -87,12 +87,12 @@ def resume(
         )
     if saved.state.stopped_early and "train.patience" not in changes:
         raise FinishedError(
-            f"{run.path} stopped early at step {saved.state.step}, as its validation loss no "
+            f"{folder.path} stopped early at step {saved.state.step}, as its validation loss no "
             "longer fell; let it go on with -s train.patience=null"
         )
     if saved.state.step >= config.train.max_steps:
         raise FinishedError(
-            f"{run.path} has done all its {saved.state.step} steps; "
+            f"{folder.path} has done all its {saved.state.step} steps; "
             "give it more with -s train.max_steps=N"
         )
     return saved, config, notes

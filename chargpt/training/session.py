@@ -15,7 +15,7 @@ from chargpt.ranks import is_main_rank, world_size
 from chargpt.store.folder import RunFolder
 from chargpt.store.layout import REPLACED, has_checkpoint
 from chargpt.store.run import Run, newest_run, open_run
-from chargpt.text import OnStage
+from chargpt.text import TextProgress
 from chargpt.text.corpus import MAX_MIXTURE_FRACTION, Corpus, load_cached, load_corpus
 from chargpt.text.describe import warn_of_length, warn_of_list
 from chargpt.text.source import STDIN
@@ -49,7 +49,7 @@ class Session:
 
 
 @contextmanager
-def open_session(request: Request, on_progress: OnStage | None = None) -> Iterator[Session]:
+def open_session(request: Request, on_progress: TextProgress | None = None) -> Iterator[Session]:
     """Start a run as requested; unlock its folder and leave the process group at the end.
 
     `on_progress` is called with the progress of preparing the text.
@@ -78,7 +78,7 @@ def open_session(request: Request, on_progress: OnStage | None = None) -> Iterat
     destroy_process_group()
 
 
-def start_session(request: Request, on_progress: OnStage | None) -> Session:
+def start_session(request: Request, on_progress: TextProgress | None) -> Session:
     """Create a run or resume one, as the request's start mode says."""
     if request.start is StartMode.RESUME:
         return resume_run(request.out or request.path, request.changes(), on_progress)
@@ -104,7 +104,7 @@ def start_session(request: Request, on_progress: OnStage | None) -> Session:
 def create_run(
     config: Config,
     out: Path | None,
-    on_progress: OnStage | None = None,
+    on_progress: TextProgress | None = None,
     *,
     text: str | None = None,
     budget: Budget | None = None,
@@ -132,9 +132,7 @@ def create_run(
     corpus = load_corpus(config.text, text=text, on_progress=on_progress)
     planned = None
     if budget is not None:
-        config, corpus = with_mixture_split(config, corpus, budget)
-        budget.evaluation_seconds += mixture_seconds(corpus)
-        planned = plan(config, corpus, budget)
+        planned, corpus = plan_run(config, corpus, budget)
         config = planned.config
     if not group.is_main:
         out = out or Path("runs")  # any path: other ranks write nothing
@@ -147,13 +145,7 @@ def create_run(
         seconds = None
         if budget is not None and planned is not None:
             notes += planned.notes
-            budget.measure_evaluation(trainer.model, corpus, trainer.config)
-            min_steps = min(REPLANNING.min_steps, config.train.max_steps)
-            step_seconds = config.tokens_per_step / planned.speed
-            note = budget.extend_for(min_steps, step_seconds)
-            notes += [] if note is None else [note]
-            planned_seconds = config.train.max_steps * step_seconds / RECIPE.planned_fraction
-            seconds = min(budget.remaining, planned_seconds)
+            seconds = fit_budget(budget, trainer, planned, notes)
         if group.is_main:
             # the last ones, the best one and an unfinished one
             require_space(folder, trainer.config.train.keep_last + 2, trainer.checkpoint_bytes())
@@ -167,6 +159,28 @@ def create_run(
     return Session(trainer, folder, cost, budget, planned, notes, base_run)
 
 
+def plan_run(config: Config, corpus: Corpus, budget: Budget) -> tuple[Plan, Corpus]:
+    """Return the plan of a run for a budget, and the corpus with its mixture split."""
+    config, corpus = with_mixture_split(config, corpus, budget)
+    budget.evaluation_seconds += mixture_seconds(corpus)
+    return plan(config, corpus, budget), corpus
+
+
+def fit_budget(budget: Budget, trainer: Trainer, planned: Plan, notes: list[str]) -> float:
+    """Reserve the measured time of scoring; return the expected time of the steps, in seconds.
+
+    A budget that is too short for the fewest useful steps is extended, with a note, or an
+    OperationError says how much it lacks.
+    """
+    config = trainer.config
+    budget.measure_evaluation(trainer.model, trainer.corpus, config)
+    step_seconds = config.tokens_per_step / planned.speed
+    note = budget.extend_for(min(REPLANNING.min_steps, config.train.max_steps), step_seconds)
+    notes += [] if note is None else [note]
+    planned_seconds = config.train.max_steps * step_seconds / RECIPE.initial_fraction
+    return min(budget.remaining, planned_seconds)
+
+
 def with_mixture_split(config: Config, corpus: Corpus, budget: Budget) -> tuple[Config, Corpus]:
     """Return config and corpus with a mixture split, unless the user has fixed its length.
 
@@ -177,7 +191,10 @@ def with_mixture_split(config: Config, corpus: Corpus, budget: Budget) -> tuple[
     if key not in budget.fixed_keys and config.model.kind == "gpt":
         seconds = counting_seconds(corpus)
         if MAX_MIXTURE_FRACTION * corpus.n_characters < MIN_CHARACTERS:
-            note = "without a mixture: 3% of the text is too little to fit its weights to"
+            note = (
+                f"without a mixture: {MAX_MIXTURE_FRACTION:.0%} of the text is too little to fit "
+                "its weights to"
+            )
         elif seconds > RESERVE.counting_fraction * budget.seconds:
             note = (
                 f"without a mixture: counting n-grams would take about {seconds:.1f} s of the "
@@ -187,8 +204,12 @@ def with_mixture_split(config: Config, corpus: Corpus, budget: Budget) -> tuple[
             config = config.with_values({key: RECIPE.mixture_characters})
     corpus = replace(corpus, mixture_characters=config.text.mixture_characters)
     n_mixture = len(corpus.split("mixture"))
-    if key not in budget.fixed_keys and n_mixture > 2 * MAX_MIXTURE_FRACTION * len(corpus.tokens):
-        note = "without a mixture: its split, of whole documents, would be over 6% of the text"
+    max_fraction = 2 * MAX_MIXTURE_FRACTION  # of a split that ends with a whole document
+    if key not in budget.fixed_keys and n_mixture > max_fraction * len(corpus.tokens):
+        note = (
+            "without a mixture: its split, of whole documents, would be over "
+            f"{max_fraction:.0%} of the text"
+        )
         config = config.with_values({key: 0})
         corpus = replace(corpus, mixture_characters=0)
     return config, replace(corpus, notes=(*corpus.notes, note)) if note else corpus
@@ -209,7 +230,7 @@ def with_measured_threads(config: Config, budget: Budget | None = None) -> Confi
 def resume_run(
     path: str | Path | None,
     changes: dict[str, object],
-    on_progress: OnStage | None = None,
+    on_progress: TextProgress | None = None,
     *,
     text: str | None = None,
     same_command: bool = False,
@@ -228,8 +249,8 @@ def resume_run(
         saved, config, notes = resume(folder, changes, same_command=same_command)
         group = init_process_group(choose_device(config.device)[0])
         key = saved.state.corpus_key
-        is_given_once = text is not None or config.text.path == STDIN
-        if same_command and not is_given_once:  # the command names the text
+        is_a_file = text is None and config.text.path != STDIN
+        if same_command and is_a_file:  # the command names the text
             corpus = load_corpus(config.text, key=key, on_progress=on_progress)
         elif same_command:
             require_one_reader(config, text)

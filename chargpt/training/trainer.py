@@ -51,7 +51,7 @@ class StepReport:
     loss: Tensor | None = None  # mean over this rank's part of the batch, in nats per character
     grad_norm: Tensor | None = None  # before clipping
     speed: float = 0.0  # characters per second of training; 0 until it is measured
-    remaining_seconds: float | None = None  # until the last step
+    remaining_seconds: float | None = None  # until the last step; None until it is known
     validation: Evaluation | None = None  # of the validation split, if it was due
     is_best: bool = False  # whether that is the lowest validation loss so far
     sample: str | None = None  # generated text, if it was due
@@ -211,7 +211,7 @@ class Trainer:
             # together
             loss = report.loss.item()
             self._require_finite(
-                loss if self.group.size == 1 else 0.0, report.grad_norm.item(), step + 1
+                loss if self.group.world_size == 1 else 0.0, report.grad_norm.item(), step + 1
             )
             self.last_loss = loss
         self.learner.apply_update(step, lr_factor)
@@ -375,7 +375,7 @@ class Trainer:
             corpus_key=self.corpus.key,
             text_name=self.corpus.name,
             threads=torch.get_num_threads(),
-            world_size=self.group.size,
+            world_size=self.group.world_size,
             torch=str(torch.__version__),
         )
         state, tensors = replace(self.state, **best), self.learner.state_dicts()
@@ -434,7 +434,7 @@ class Trainer:
     def _can_roll_back(self) -> bool:
         has_checkpoint = self.folder is not None and self.writer.saved_step is not None
         is_allowed = self.state.rollbacks < self.config.train.max_rollbacks
-        return is_allowed and has_checkpoint and self.group.size == 1
+        return is_allowed and has_checkpoint and self.group.world_size == 1
 
     def roll_back(self, failed_step: int) -> StepReport:
         """Continue from the last checkpoint at half the learning rates, after a non-finite step."""
@@ -486,6 +486,7 @@ class Trainer:
             f"{remedy} lower rates, such as -s optim.lr={optim.lr / 4:g} -s optim.matrix_lr="
             f"{optim.matrix_lr / 4:g}"
         )
-        if saved_step is not None and self.group.size == 1 and not self.config.train.max_rollbacks:
+        may_roll_back = self.group.world_size == 1 and not self.config.train.max_rollbacks
+        if saved_step is not None and may_roll_back:
             message += ", or with -s train.max_rollbacks=3 to roll back automatically"
         return DivergedError(message, step)

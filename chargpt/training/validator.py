@@ -35,8 +35,13 @@ class Validator:
         """Return a short text, or some documents, generated with the run's sampling settings."""
         tokenizer, options = self.corpus.tokenizer, self.sampling
         prompt = tokenizer.encode(tokenizer.eos_token + options.prompt, unknown="replace")
-        unigram = self.corpus.token_counts("train")
         with self.learner.with_ema_weights():
-            pieces = stream_pieces(self.learner.model, tokenizer, prompt, options, unigram=unigram)
+            pieces = stream_pieces(
+                self.learner.model,
+                tokenizer,
+                prompt,
+                options,
+                unigram=lambda: self.corpus.token_counts("train"),
+            )
             texts = zip(*pieces, strict=True)
             return "\n".join(options.prompt + "".join(each) for each in texts)

@@ -116,7 +116,7 @@ class PageInChromium:
         size, theirs, ours, characters = run.model.block_size, 0.0, 0.0, 0
         for start in range(0, len(tokens) - 1, size):
             block = tokens[start : start + size + 1]
-            if block[0] >= run.model.first_continuation_byte:
+            if block[0] >= run.model.first_continuation_id:
                 continue  # the page begins at whole characters
             records = [*self.ask(block[:-1])[1:], *self.ask(block, is_new=False)]
             assert len(records) == len(block) - 1
@@ -146,7 +146,7 @@ def open_export(kind: str, run: Run, folder: Path) -> Iterator[Runtime]:
         yield gguf.LlamaRuntime(path, model.vocab_size, size, threads=2)
     else:
         onnx.export_onnx(run, folder / "model.onnx")
-        yield onnx.OnnxRuntime(folder / "model.onnx", model)
+        yield onnx.OnnxFileRuntime(folder / "model.onnx", model)
 
 
 def full_loss(runtime: Runtime, run: Run, tokens: list[int]) -> float:

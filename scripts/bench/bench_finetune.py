@@ -1,12 +1,12 @@
-"""Benchmark of fine-tuning: a run of one text as the start for another, against fresh runs.
+"""Benchmark of fine-tuning: a run of one text as the start for another, against runs from scratch.
 
     python scripts/bench/bench_finetune.py OLD:NEW [OLD:NEW ...] [--long 80s] [--short 20s]
         [--seeds 1 2 3] [--json benchmarks/finetune.json]
 
 For each pair of texts and seed: a run of OLD for the long budget; then on NEW, from that run for
-the short budget, fresh for the short one, and fresh for both together. Losses are those of the
-validation splits in nats per character, protocol blocks, each by the run's own vocabulary; a fresh
-run is scored on the characters of OLD that it knows, whose fraction is given.
+the short budget, from scratch for the short one, and from scratch for both together. Losses are
+those of the validation splits in nats per character, protocol blocks, each by the run's own
+vocabulary; a run is scored on the characters of OLD that it knows, whose fraction is given.
 """
 
 import argparse
@@ -46,16 +46,16 @@ def measure(pair: str, args: argparse.Namespace, seed: int, folder: Path) -> lis
     seconds = parse_duration(args.long) + parse_duration(args.short)
     base = train(old, args.long, seed, folder / "base")
     runs = {
-        "before": base,
-        f"from, {args.short}": train(
-            new, args.short, seed, folder / "from", "--from", str(folder / "base")
+        "base run": base,
+        f"fine-tuned, {args.short}": train(
+            new, args.short, seed, folder / "tuned", "--from", str(folder / "base")
         ),
-        f"fresh, {args.short}": train(new, args.short, seed, folder / "fresh"),
-        f"fresh, {seconds:g}s": train(new, f"{seconds:g}s", seed, folder / "long"),
+        f"from scratch, {args.short}": train(new, args.short, seed, folder / "short"),
+        f"from scratch, {seconds:g}s": train(new, f"{seconds:g}s", seed, folder / "long"),
     }
     splits = {
         name: run.tokenizer.decode(run.corpus().split("val"))
-        for name, run in (("old", base), ("new", runs[f"fresh, {args.short}"]))
+        for name, run in (("old", base), ("new", runs[f"from scratch, {args.short}"]))
     }
     return [
         {

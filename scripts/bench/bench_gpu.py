@@ -75,7 +75,7 @@ def measure_steps(configs: list[Config], corpus: Corpus, number: int, found: Mea
         block = learner.batches.at(0).to(device)
         eager = milliseconds(lambda: learner.gradients(block), device, number)  # noqa: B023
         found.add("steps", f"{name}, eager gradients (ms)", eager)
-        if (replay := learner.captured_gradients) is not None:
+        if (replay := learner.captured_forward_backward) is not None:
             captured = milliseconds(lambda: replay(block), device, number)  # noqa: B023
             found.add("steps", f"{name}, captured gradients (ms)", captured)
 
@@ -99,7 +99,7 @@ def profile_step(config: Config, corpus: Corpus, found: Measurements) -> None:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     block = learner.batches.at(0).to(trainer.device)
     for name, gradients in {
-        "eager": learner.gradients, "captured": learner.captured_gradients
+        "eager": learner.gradients, "captured": learner.captured_forward_backward
     }.items():  # fmt: skip
         if gradients is None:
             continue

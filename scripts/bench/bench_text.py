@@ -6,7 +6,7 @@ Repeats SEED_TEXT with a counter in each repetition, then calls `load_corpus` in
 three times with an empty cache (cold), three times with a full one (warm).
 
 Also measures the throughput of `CharTokenizer.encode` on one thread, for ASCII, Cyrillic and
-code points beyond 16 bits, and that of nanoGPT's dict look-up per character.
+code points above U+FFFF, and that of nanoGPT's dict look-up per character.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def encoding_speeds(seed: str) -> dict[str, float]:
     texts = {
         "ascii": ascii_text,
         "cyrillic": ascii_text.translate({c: c + 0x3B0 for c in range(65, 123)}),
-        "beyond 16 bits": ascii_text.translate({c: c + 0x1D400 - 65 for c in range(65, 123)}),
+        "above U+FFFF": ascii_text.translate({c: c + 0x1D400 - 65 for c in range(65, 123)}),
     }
     speeds = {}
     for name, text in texts.items():

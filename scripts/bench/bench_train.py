@@ -1,16 +1,16 @@
 """Benchmark of training: loss against time beside nanoGPT, in whole interleaved processes.
 
-    python scripts/bench/bench_train.py TEXT [--nanogpt DIR] [--recipe cpu|gpu] [--pairs 3]
+    python scripts/bench/bench_train.py TEXT [--nanogpt DIR] [--recipe cpu|gpu] [--repeats 3]
         [--ours "--budget 10s"]... [--json benchmarks/train.json] [--plot benchmarks/train.svg]
-        [--peer-seconds N]
+        [--nanogpt-seconds N]
 
 TEXT is a file. DIR is a checkout of nanoGPT; its README's recipe runs in a copy of it, and is
 stopped after N seconds if they are given: its best checkpoint until then is scored. The JSON is
 written after every run.
-Each of --ours is what follows `chargpt train TEXT -s seed=N`, N being the pair's number. A time
-is that of a whole process, from a cold start to its end with the checkpoint saved; scoring comes
-after. Both are scored by chargpt's `blocks` protocol on the same last tenth, nanoGPT at its own
-block size. The picture has nanoGPT's own estimates along the way beside them.
+Each of --ours is what follows `chargpt train TEXT -s seed=N`, N being the number of the repeat,
+from 1. A time is that of a whole process, from a cold start to its end with the checkpoint saved;
+scoring comes after. Both are scored by chargpt's `blocks` protocol on the same last tenth, nanoGPT
+at its own block size. The plot has nanoGPT's own estimates along the way beside them.
 """
 
 import argparse
@@ -65,7 +65,7 @@ tokens = load_corpus(TextConfig(path=sys.argv[2])).split("val")
 print(json.dumps(evaluate_tokens(model, tokens).as_dict()))
 """
 
-# Share of the matrix peak that a run's training steps reach, just after it, evaluations left out.
+# MFU of a run's training steps, measured just after it, without evaluations.
 # Operations of a step: 6 a parameter (the embedding is looked up, not multiplied) and 12 L C T for
 # attention, each a character (Chowdhery et al. 2022, appendix B).
 SHARE = """
@@ -234,12 +234,13 @@ def main() -> None:
     parser.add_argument("text", type=Path)
     parser.add_argument("--nanogpt", type=Path)
     parser.add_argument("--recipe", choices=RECIPES, default="cpu")
-    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--ours", action="append", default=[])
-    parser.add_argument("--protocols", nargs="+", default=["blocks", "sliding", "nanogpt"])
+    protocols = ["blocks", "sliding", "nanogpt"]
+    parser.add_argument("--protocols", nargs="+", choices=protocols, default=protocols)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
-    parser.add_argument("--peer-seconds", type=float)
+    parser.add_argument("--nanogpt-seconds", type=float)
     arguments = parser.parse_args()
     text = arguments.text.absolute()
     results: dict[str, list[dict[str, Any]]] = {}
@@ -252,13 +253,13 @@ def main() -> None:
         record.update(record_of(text, results, curve))
         save_record(record, arguments.json)
 
-    for number in range(1, arguments.pairs + 1):
+    for number in range(1, arguments.repeats + 1):
         for words in arguments.ours:
             with tempfile.TemporaryDirectory() as folder:
                 run = run_ours(text, words, number, Path(folder), arguments.protocols)
             add(f"chargpt train {words}", number, run)
         if arguments.nanogpt:
-            checkout, limit = arguments.nanogpt.absolute(), arguments.peer_seconds
+            checkout, limit = arguments.nanogpt.absolute(), arguments.nanogpt_seconds
             with tempfile.TemporaryDirectory() as folder:
                 run = run_nanogpt(text, checkout, Path(folder), arguments.recipe, limit)
             curve = curve or run["curve"]

@@ -60,15 +60,16 @@ function textOf(ofTokens, from = 0) {
   return characters(ofTokens, from).map((each) => each.text).join("");
 }
 
-function sign(character) {  // of one that is invisible, or would join its neighbours
-  const signs = { "\n": "\u23ce", "\r": "\u240d", "\t": "\u21e5", "\u200d": "ZWJ", "\ufe0f": "VS16" };
+function displayChar(character) {  // of one that is invisible, or would join its neighbours
+  const signs = { "\n": "\u23ce", "\t": "\u21e5", "\u200d": "ZWJ", "\ufe0f": "VS16" };
   if (/^\p{M}$/u.test(character)) return signs[character] ?? `\u25cc${character}`;
+  if (character < " ") return signs[character] ?? String.fromCharCode(0x2400 + character.charCodeAt(0));
   return signs[character] ?? (/^[\p{C}\p{Zl}\p{Zp}]$/u.test(character) ? "\ufffd" : character);
 }
 
 function shown(segment) {  // a grapheme as it is displayed
   if (segment === "\r\n") return "\u23ce\n";
-  return [...segment].length > 1 ? segment : sign(segment) + (segment === "\n" ? "\n" : "");
+  return [...segment].length > 1 ? segment : displayChar(segment) + (segment === "\n" ? "\n" : "");
 }
 
 function name(token) {
@@ -76,7 +77,7 @@ function name(token) {
   if (byte >= 0x80) return `byte ${byte.toString(16).toUpperCase()}`;
   const character = byte === undefined ? vocabulary[token] : String.fromCharCode(byte);
   if (character === undefined) return "unknown";
-  return { " ": "space", "\n": "line end", "\t": "tab" }[character] ?? sign(character);
+  return { " ": "space", "\n": "line end", "\t": "tab" }[character] ?? displayChar(character);
 }
 
 function isolated(words) {  // so that their direction does not change the sentence around them
@@ -140,7 +141,7 @@ function promptTokens() {  // and says which characters are not in the vocabular
   const start = isLonger || !text ? pageData.bos_text : pageData.tokenizer.eos_token ?? "";
   prefixLength = [...start].length;
   const [found, missing] = encode(start + text);
-  const names = [...missing].slice(0, 5).map((character) => `\u2068${character === " " ? "space" : sign(character)}\u2069`).join(", ");
+  const names = [...missing].slice(0, 5).map((character) => `\u2068${character === " " ? "space" : displayChar(character)}\u2069`).join(", ");
   const done = pageData.tokenizer.unknown ? "read as unknown" : "left out", others = missing.size > 5 ? " and others" : "";
   element("missing").textContent = missing.size ? `Not in the vocabulary and ${done}: ${names}${others}.` : "";
   return found;

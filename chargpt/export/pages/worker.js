@@ -5,7 +5,7 @@
 const N_TOP = 8;  // most likely tokens that are reported
 const CHUNK_MS = 20;  // between two messages to the page, when those from it are received
 const MAX_ATTENTION_BYTES = 1 << 27;  // of the attention weights that are kept, of the last tokens
-let pageData, characters, weight, L, C, H, D, K, V, cos, sin, keys, values;
+let pageData, nCharacters, weight, L, C, H, D, K, V, cos, sin, keys, values;
 let tokens = [], attentionRows = [];  // all tokens read; {start, size = S, weights (L, H, S)} of each
 let length = 0;  // cached tokens
 let logits = null;  // of the next token, (V); null if the text has not begun
@@ -15,7 +15,7 @@ let active = 0;  // id of the request that is answered
 function load({ pageData: given, weights }) {
   pageData = given;
   ({ n_layer: L, n_embd: C, n_head: H, block_size: K } = pageData.model);
-  [D, V, characters] = [C / H, pageData.vocab_size, [...pageData.tokenizer.characters].length];
+  [D, V, nCharacters] = [C / H, pageData.vocab_size, [...pageData.tokenizer.characters].length];
   const table = Float32Array.from({ length: 1 << 16 }, (_, bits) => halfToFloat(bits));
   const bytes = atob(weights), all = new Float32Array(bytes.length / 2);
   for (let i = 0; i < all.length; i++) all[i] = table[bytes.charCodeAt(2 * i) | (bytes.charCodeAt(2 * i + 1) << 8)];
@@ -161,7 +161,7 @@ function top(probs) {  // [token, probability, may it come here], the most likel
 }
 
 function follow(from, token) {  // the state of UTF-8 after a token, -1 where it may not come
-  const byte = token - characters;
+  const byte = token - nCharacters;
   if (byte < 0) return from === 0 ? 0 : -1;
   const value = pageData.bytes[byte];  // none for the unknown token
   const rule = pageData.transitions.find(([s, low, high]) => s === from && low <= value && value <= high);
@@ -204,7 +204,7 @@ function rewind(prompt) {  // keeps what the cache shares with a prompt; returns
   let first = length;
   if (!length) {
     first = Math.max(0, prompt.length - K);
-    const whole = prompt.slice(first).findIndex((token) => token < pageData.first_continuation_byte);
+    const whole = prompt.slice(first).findIndex((token) => token < pageData.first_continuation_id);
     first += Math.max(0, whole);
   }
   tokens = prompt.slice(0, first);

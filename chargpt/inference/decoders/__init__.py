@@ -20,7 +20,7 @@ from chargpt.inference.decoders.numpy_decoder import NumpyDecoder, is_supported
 from chargpt.inference.decoders.parallel_decoder import MIN_SEQUENCES, ParallelDecoder
 from chargpt.models import GPT, LanguageModel
 from chargpt.models.cache import KVCache
-from chargpt.text.tokenizer import TokenIds
+from chargpt.text.tokenizer import Tokens
 
 
 class Decoder(Protocol):
@@ -32,7 +32,7 @@ class Decoder(Protocol):
     than half a block of context.
     """
 
-    def step(self, tokens: TokenIds) -> npt.NDArray[np.float32]:
+    def step(self, tokens: Tokens) -> npt.NDArray[np.float32]:
         """Append one token a sequence, (N,); return the logits of the next ones, (N, V)."""
         ...
 

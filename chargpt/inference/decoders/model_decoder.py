@@ -16,7 +16,7 @@ from chargpt.device import can_capture, capture_graph
 from chargpt.errors import CaptureError
 from chargpt.models import GPT, LanguageModel
 from chargpt.models.cache import KVCache
-from chargpt.text.tokenizer import TokenIds
+from chargpt.text.tokenizer import Tokens
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class ModelDecoder:
         return self.model.new_cache(num_sequences)
 
     @torch.inference_mode()
-    def step(self, tokens: TokenIds) -> npt.NDArray[np.float32]:
+    def step(self, tokens: Tokens) -> npt.NDArray[np.float32]:
         """Append one token a sequence, (N,); return the logits of the next ones, (N, V)."""
         if self.cache.length == self.model.block_size:
             self.model.evict_oldest_half(self.cache)

@@ -24,7 +24,7 @@ from chargpt.inference.decoders.numpy_weights import (
 )
 from chargpt.models import GPT, LanguageModel
 from chargpt.models.cache import KVCache
-from chargpt.text.tokenizer import TokenIds
+from chargpt.text.tokenizer import Tokens
 
 ONE = np.float32(1)
 MAX_SCORE = 60  # up to this attention score, sums and products of exp(score) fit into float32
@@ -64,16 +64,16 @@ class NumpyDecoder:
             self._copy_cache(prefilled)
 
     @np.errstate(all="ignore")  # exp(-gate) may overflow to inf, which gives the right limit
-    def step(self, tokens: TokenIds) -> Array:
+    def step(self, tokens: Tokens) -> Array:
         """Append one token a sequence, (N,); return the logits of the next ones, (N, V)."""
         if self.length == self.block_size:
             self._evict_oldest_half()
         token: Any = tokens if self.is_batch else int(tokens[0])
         x = self.weights.embedding.take(token, axis=0)  # (N, C)
-        for number, layer in enumerate(self.weights.layers):
-            qkv = _norm_linear(x, layer.qkv) if number else self.first_qkv.take(token, axis=0)
+        for index, layer in enumerate(self.weights.layers):
+            qkv = _norm_linear(x, layer.qkv) if index else self.first_qkv.take(token, axis=0)
             heads = self._split_heads_qk_norm_rope(qkv, layer.qk_norm)  # (N, 3, H, D)
-            x += self._attention(heads, number).reshape(x.shape).dot(layer.output)
+            x += self._attention(heads, index).reshape(x.shape).dot(layer.output)
             x += _swiglu(_norm_linear(x, layer.gate_up)).dot(layer.down)
         self.length += 1
         logits = _norm_linear(x, self.weights.head)
@@ -92,10 +92,10 @@ class NumpyDecoder:
         pairs *= self.weights.rotary[self.length]
         return heads
 
-    def _attention(self, heads: Array, number: int) -> Array:
+    def _attention(self, heads: Array, layer: int) -> Array:
         """Cache the keys and values of a layer; return its attention output, (N, H, D)."""
         end = self.length + 1
-        keys, values = self.keys[number], self.values[number]  # (N, H, K, D)
+        keys, values = self.keys[layer], self.values[layer]  # (N, H, K, D)
         keys[..., self.length, :] = heads[..., 1, :, :]
         values[..., self.length, :] = heads[..., 2, :, :]
         scores = np.matvec(keys[..., :end, :], heads[..., 0, :, :])  # (N, H, S)

@@ -13,7 +13,7 @@ from chargpt.inference.decoders.numpy_decoder import NumpyDecoder
 from chargpt.inference.decoders.numpy_weights import Array, pack_weights
 from chargpt.models import GPT
 from chargpt.models.cache import KVCache
-from chargpt.text.tokenizer import TokenIds
+from chargpt.text.tokenizer import Tokens
 
 MIN_SEQUENCES = 32  # of a thread: with fewer, handing over the work costs more than it saves
 
@@ -30,7 +30,7 @@ class ParallelDecoder:
         self.decoders = [NumpyDecoder(model, len(part), prefilled, weights) for part in parts]
         self.pool = ThreadPoolExecutor(num_threads)
 
-    def step(self, tokens: TokenIds) -> Array:
+    def step(self, tokens: Tokens) -> Array:
         """Append one token a sequence, (N,); return the logits of the next ones, (N, V)."""
         parts = np.split(tokens, self.starts)
         return np.concatenate(list(self.pool.map(NumpyDecoder.step, self.decoders, parts)))

@@ -1,4 +1,4 @@
-"""Pictures that commands write, with a message about characters that no font has."""
+"""Plots that commands write, with a message about characters that no font has."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 MAX_NAMED = 5
 
 
-def save_picture(figure: "Figure", path: Path) -> None:
+def save_plot_file(figure: "Figure", path: Path) -> None:
     """Write a figure to a file."""
     missing = plots.save(figure, path)
     if missing:

@@ -8,19 +8,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chargpt.models import word_ngram
-from chargpt.models.word_ngram import (
+from chargpt.models import word_context
+from chargpt.models.word_context import (
     LOOKBACK,
     NO_TOKEN,
     WORDS,
-    WordNGrams,
+    WordContextModel,
     hash_contexts,
-    word_tokens,
+    word_token_mask,
 )
 from chargpt.text.tokenizer import CharTokenizer
 
 TOKENIZER = CharTokenizer(" .abcd")
-IN_WORDS = word_tokens(TOKENIZER)
+IN_WORDS = word_token_mask(TOKENIZER)
 # with words that are longer than LOOKBACK
 TEXTS = st.lists(
     st.sampled_from([" ", ".", "a", "b", "ab", "cd", "abcd" * 5, "a" * 40]), min_size=2, max_size=40
@@ -73,7 +73,7 @@ def test_a_context_depends_only_on_the_last_tokens(text: str, start: int) -> Non
 def test_probabilities_are_discounted_counts_and_back_off_to_fewer_words() -> None:
     text = "a b. a c. b a b. aa b a b c. a b a. dd a b. " * 2 + "c a"
     tokens = TOKENIZER.encode(text).astype(np.int64)
-    words = WordNGrams(tokens, TOKENIZER.vocab_size, IN_WORDS)
+    words = WordContextModel(tokens, TOKENIZER.vocab_size, IN_WORDS)
     prompt = "b a b a"
     encoded = torch.from_numpy(TOKENIZER.encode(prompt).astype(np.int64))[None]
     first = torch.arange(TOKENIZER.vocab_size).float().softmax(-1).repeat(*encoded.shape, 1)
@@ -100,9 +100,9 @@ def test_probabilities_are_discounted_counts_and_back_off_to_fewer_words() -> No
 
 def test_a_text_is_counted_in_chunks_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = TOKENIZER.encode("ab abc. dd a " * 20 + "a" * 50 + " b").astype(np.int64)
-    whole = WordNGrams(tokens, TOKENIZER.vocab_size, IN_WORDS)
-    monkeypatch.setattr(word_ngram, "CHUNK", 40)
-    parts = WordNGrams(tokens, TOKENIZER.vocab_size, IN_WORDS)
+    whole = WordContextModel(tokens, TOKENIZER.vocab_size, IN_WORDS)
+    monkeypatch.setattr(word_context, "CHUNK", 40)
+    parts = WordContextModel(tokens, TOKENIZER.vocab_size, IN_WORDS)
     for one, other in zip(whole.orders, parts.orders, strict=True):
         assert torch.equal(one.codes, other.codes)
         assert torch.equal(one.discounted_prob, other.discounted_prob)
@@ -111,8 +111,8 @@ def test_a_text_is_counted_in_chunks_as_a_whole(monkeypatch: pytest.MonkeyPatch)
 def test_words_are_letters_marks_digits_and_bytes() -> None:
     tokenizer = CharTokenizer.fit("it's naïve_1\u0301 家 ☃", min_count=1, rare="keep")
     known = {
-        c for c, part in zip(tokenizer.characters, word_tokens(tokenizer), strict=True) if part
+        c for c, part in zip(tokenizer.characters, word_token_mask(tokenizer), strict=True) if part
     }
     assert known == set("itsnaïve_1\u0301家")
     with_bytes = CharTokenizer(" a", has_bytes=True)
-    assert word_tokens(with_bytes).tolist() == [False, *[True] * (with_bytes.vocab_size - 1)]
+    assert word_token_mask(with_bytes).tolist() == [False, *[True] * (with_bytes.vocab_size - 1)]

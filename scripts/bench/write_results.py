@@ -1,6 +1,6 @@
-"""Write the measured figures into the pages, from the records in `benchmarks/`.
+"""Write the measured results into the pages, from the records in `benchmarks/`.
 
-    python scripts/bench/write_figures.py
+    python scripts/bench/write_results.py
 
 README.md gets one short table, benchmarks/README.md the full tables and docs/reliability.md the
 results of the torture test. A test checks that the pages match the records.
@@ -14,7 +14,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 NANOGPT = "nanoGPT"  # its name in the records
-START, END = "<!-- figures: written by scripts/bench/write_figures.py -->", "<!-- end -->"
+START, END = "<!-- results: written by scripts/bench/write_results.py -->", "<!-- end -->"
 
 
 def record(name: str) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def training(found: dict[str, Any]) -> list[str]:
         f"{len(found['results'][NANOGPT]['runs'])} runs of each, interleaved. Loss in nats per "
         "character on the validation split.",
         "",
-        "| | seconds | `blocks` | `sliding` | of the matrix peak | against nanoGPT's CPU recipe |",
+        "| | seconds | `blocks` | `sliding` | MFU | against nanoGPT's CPU recipe |",
         "|---|---|---|---|---|---|",
     ]
     for name, result in found["results"].items():
@@ -103,7 +103,8 @@ def training(found: dict[str, Any]) -> list[str]:
     ]
     lines += [
         "",
-        "The matrix peak is the measured speed of large matrix products on the same machine: "
+        "MFU (model FLOPs utilisation): fraction of the measured speed of large matrix products on "
+        "the same machine, "
         f"{statistics.median(peaks):,.0f} GFLOP/s.",
     ]
     lines += ["", "[Loss against time](train.svg) of both; nanoGPT's losses are its own estimates."]
@@ -207,7 +208,7 @@ def compression(found: dict[str, Any]) -> list[str]:
         "archive of the training split, for zpaq and PPMd padded to the length of both "
         f"({found['date']}). Of {n_texts} random texts {n_lost} came back changed.",
         "",
-        *table(["text", "coder", "bytes", "nats/char", "seconds, there and back"], rows),
+        *table(["text", "coder", "bytes", "nats/char", "seconds to compress and decompress"], rows),
         "",
         f"`{command(found)}`",
     ]
@@ -225,7 +226,8 @@ def mixture(*records: dict[str, Any]) -> list[str]:
         rows.append([*case, *cells, f"{gain:.3f}", found["commit"], found["hardware"]])
     rows.sort(key=lambda row: row[0])
     models = ["6-gram", "gpt", "gpt before", "gpt + n-grams"]
-    head = ["text", "budget", "seeds", *models, "below the better one", "commit", "hardware"]
+    gain = "gain over the better of 6-gram and gpt"
+    head = ["text", "budget", "seeds", *models, gain, "commit", "hardware"]
     return [
         "Nats per character of the whole validation splits, protocol `blocks`, means of the seeds "
         f"({records[-1]['date']}). *gpt before* is commit 1f6a672, without mixtures, trained in "
@@ -270,7 +272,7 @@ def documents(found: dict[str, Any]) -> list[str]:
         f"{found['names']:,} names, one a line, one minute each, 1,000 samples at temperature 1, "
         f"means of {len(found['rows']) // len(rows)} seeds ({found['date']}).",
         "",
-        *table([*head, "of these real names"], rows),
+        *table([*head, "real names among the new"], rows),
         "",
         f"`{command(found)}`",
     ]
@@ -280,8 +282,8 @@ def finetuning(found: dict[str, Any]) -> list[str]:
     """Return the table of fine-tuning."""
     rows = [[r["texts"], r["run"], f"{r['new']:.4f}", f"{r['old']:.4f}"] for r in found["means"]]
     return [
-        "Loss in nats per character on the validation splits of both texts; fresh runs on the "
-        f"characters of the old text that they know ({found['date']}).",
+        "Loss in nats per character on the validation splits of both texts; runs from scratch on "
+        f"the characters of the old text that they know ({found['date']}).",
         "",
         *table(["old text, new text", "run", "new text", "old text"], rows),
         "",
@@ -388,7 +390,7 @@ def mutation(found: dict[str, Any]) -> list[str]:
 
 
 def reliability() -> str:
-    """Return the figures of docs/reliability.md."""
+    """Return the results of docs/reliability.md."""
     return with_markers(
         torture(record("torture")),
         fuzzing(record("fuzz")),
@@ -398,7 +400,7 @@ def reliability() -> str:
 
 
 def benchmarks() -> str:
-    """Return the figures of benchmarks/README.md."""
+    """Return the results of benchmarks/README.md."""
     return with_markers(
         ["### Training"],
         training(record("train")),
@@ -430,20 +432,20 @@ def with_markers(*paragraphs: list[str]) -> str:
     return f"{START}\n{body}\n{END}"
 
 
-def replace_figures(page: str, figures: str) -> str:
+def replace_results(page: str, results: str) -> str:
     """Return a page with the text between its markers replaced."""
     before, _, rest = page.partition(START)
-    return before + figures + rest.partition(END)[2]
+    return before + results + rest.partition(END)[2]
 
 
 def pages() -> dict[Path, str]:
-    """Return the expected content of each page that has figures."""
-    figures = {
+    """Return the expected content of each page that has results."""
+    results = {
         ROOT / "README.md": with_markers(summary()),
         ROOT / "benchmarks" / "README.md": benchmarks(),
         ROOT / "docs" / "reliability.md": reliability(),
     }
-    return {path: replace_figures(path.read_text("utf-8"), text) for path, text in figures.items()}
+    return {path: replace_results(path.read_text("utf-8"), text) for path, text in results.items()}
 
 
 def main() -> None:

@@ -1,11 +1,11 @@
-"""Word n-grams: counts of the next token after the current word so far and the words before it.
+"""Word-context model: counts of the next token after the current word so far and the words before.
 
     p_m(w | h) = (max(c(h_m w) - d, 0) + d t(h_m) p_{m-1}(w | h)) / c(h_m)
 
 h_m is the current word so far with the m words before it, m = 0, 1, 2, and p_{-1} is the n-gram
 model of order `BACKOFF_ORDER`; c, d and t are as in ngram.py, c being the number of occurrences.
-Unlike n-grams of tokens, a context is as long as its words (Goodman 2001, section 4, on contexts
-that leave tokens out: here, those between words).
+Unlike that of an n-gram, a context is as long as its words, and leaves out the tokens between them
+(a skipping model: Goodman 2001, section 4; the word model of compressors such as PAQ).
 
 All that a context depends on lies within the last `LOOKBACK` tokens, so that a text has the same
 contexts in every window and in decoding.
@@ -22,8 +22,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from chargpt.models.ngram import UNSEEN, Ints, NGramOrder
-from chargpt.text.tokenizer import CharTokenizer, Tokens
+from chargpt.models.ngram import UNSEEN, NGramOrder
+from chargpt.text.tokenizer import CharTokenizer, Ints, Tokens
 
 Bools = npt.NDArray[np.bool_]
 
@@ -36,8 +36,8 @@ INVERSE = pow(MULTIPLIER, -1, 1 << 64)
 CHUNK = 1 << 20  # tokens hashed at once
 
 
-def word_tokens(tokenizer: CharTokenizer) -> Bools:
-    """Return which tokens are part of words, (V,): letters, marks, digits, `_`, all bytes."""
+def word_token_mask(tokenizer: CharTokenizer) -> Bools:
+    """Return which tokens are part of words, (V,): letters, marks, digits, `_`, bytes, unknown."""
     is_part = [
         character.isalnum() or character == "_" or unicodedata.category(character)[0] == "M"
         for character in tokenizer.characters
@@ -45,8 +45,8 @@ def word_tokens(tokenizer: CharTokenizer) -> Bools:
     return np.pad(is_part, (0, tokenizer.vocab_size - len(is_part)), constant_values=True)
 
 
-class WordNGrams(nn.Module):
-    """Word n-grams of a training text (N,), given which tokens are part of words, (V,)."""
+class WordContextModel(nn.Module):
+    """Word-context model of a training text (N,), given which tokens are part of words, (V,)."""
 
     def __init__(self, tokens: Tokens, vocab_size: int, in_words: Bools) -> None:
         super().__init__()

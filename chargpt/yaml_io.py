@@ -1,4 +1,4 @@
-"""A strict and bounded YAML reader that records the line of each key.
+"""YAML: a strict and bounded reader that records the line of each key, and a writer.
 
 Repeated keys and aliases are rejected; `1e-4` is a number; dates and base-60 numbers remain text.
 """
@@ -113,20 +113,17 @@ def _to_python(
     return loader.construct_object(node)
 
 
-def to_yaml(value: object) -> str:
+def to_flow_yaml(value: object) -> str:
     """Return a setting's value as YAML on one line, in ASCII; paths and lists too."""
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(to_yaml, value))}]"
+        return f"[{', '.join(map(to_flow_yaml, value))}]"
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     if not isinstance(value, str):
         return json.dumps(value)
     # unlike JSON's, the escapes of YAML do not join two halves of a character
-    return (
-        '"'
-        + "".join(c if " " <= c <= "~" and c not in '"\\' else f"\\U{ord(c):08X}" for c in value)
-        + '"'
-    )
+    escaped = (c if " " <= c <= "~" and c not in '"\\' else f"\\U{ord(c):08X}" for c in value)
+    return f'"{"".join(escaped)}"'
 
 
 def dump_yaml(tree: dict[str, Any]) -> str:
