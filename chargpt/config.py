@@ -32,6 +32,15 @@ from chargpt.yaml_io import MAX_YAML_CHARACTERS, dump_yaml, parse_yaml
 
 RESERVED = ("%", "@", "`", "#")  # no plain YAML value begins with these
 MAX_PROBLEMS = 20  # listed in one message
+NANOGPT_NAMES = {  # settings of nanoGPT, and what they are called here
+    "learning_rate": "optim.lr",
+    "max_iters": "train.max_steps",
+    "eval_interval": "train.evaluate_every",
+    "eval_iters": "train.evaluation_tokens",
+    "gradient_accumulation_steps": "train.micro_batches",
+    "grad_clip": "train.clip_norm",
+    "warmup_iters": "schedule.warmup",
+}
 MESSAGES = {  # by pydantic's error type
     "model_type": "expected a section with `key: value` lines",
     "greater_than_equal": "expected {ge} or more",
@@ -260,6 +269,12 @@ class OptimConfig(Settings):
     """L2-SP: fraction of the distance to the weights of `train.from_run` that each update removes,
     times the schedule's factor; a higher one forgets less of the old text."""
 
+    def lower_rates(self) -> str:
+        """Return options for lower learning rates, at most the defaults, after a divergence."""
+        names = ("lr", "matrix_lr") if self.name == "muon" else ("lr",)
+        rates = {name: min(getattr(self, name) / 4, getattr(OptimConfig(), name)) for name in names}
+        return " ".join(f"-s optim.{name}={rate:g}" for name, rate in rates.items())
+
 
 class ScheduleConfig(Settings):
     """The learning rate over the steps."""
@@ -421,9 +436,13 @@ def describe_unknown_key(key: str) -> str:
         if "." in other and other.split(".")[-1] == key.split(".")[-1]:
             return f"; did you mean {other}?"
     section, _, last = key.rpartition(".")
+    if last in NANOGPT_NAMES:
+        return f"; did you mean {NANOGPT_NAMES[last]}?"
     inside = [name for name in known if name.startswith(f"{section}.")]
     for pool in (inside, known):
         by_name = {name.split(".")[-1]: name for name in pool}
+        if longer := [name for name in by_name if name.startswith(f"{last}_")]:
+            return f"; did you mean {by_name[longer[0]]}?"
         if near := difflib.get_close_matches(last, by_name):
             near.sort(key=lambda name: sorted(name) != sorted(last))  # swapped letters first
             return f"; did you mean {by_name[near[0]]}?"
@@ -490,7 +509,8 @@ def read_config_tree(source: str | os.PathLike[str]) -> tuple[dict[str, Any], di
     if not os.path.isfile(path):  # unlike Path.is_file, False for invalid names
         near = difflib.get_close_matches(str(source), shipped, n=1)
         hint = f"did you mean {near[0]}?" if near else f"the shipped ones are {', '.join(shipped)}"
-        raise ConfigError(f"there is no config {str(source)!r:.200}; {hint}")
+        what = "file" if Path(source).name != str(source) or "." in str(source) else "config"
+        raise ConfigError(f"there is no {what} {str(source)!r:.200}; {hint}")
     try:
         with open(path, encoding="utf-8-sig") as file:
             text = file.read(MAX_YAML_CHARACTERS + 1)  # parse_yaml rejects more

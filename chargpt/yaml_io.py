@@ -74,7 +74,7 @@ def parse_yaml(source: str, origin: str) -> tuple[dict[str, Any], dict[str, int]
         raise ConfigError(f"{origin}{where} is not valid YAML ({problem}); correct it") from None
     if not isinstance(value, dict):
         raise ConfigError(
-            f"{origin} has no `key: value` lines; see `configs/gpt.yaml` for an example"
+            f"{origin} has no `key: value` lines; `chargpt config` lists the settings"
         )
     return value, lines
 

@@ -139,4 +139,4 @@ def test_the_commands_adapt_if_asked(run: Run, cli: Cli) -> None:
         assert Path(name + ".txt").read_text() == NEW[:300]
     assert Path("b.cgpt").stat().st_size < Path("a.cgpt").stat().st_size
     Path("run", "mixture.safetensors").unlink()
-    assert "has no mixture" in refusal(cli("score", "run", "new.txt", "--adaptive"))
+    assert "mixture.safetensors is missing" in refusal(cli("score", "run", "new.txt", "--adaptive"))

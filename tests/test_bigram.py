@@ -37,6 +37,13 @@ def test_logits_are_the_last_characters_row_of_the_table():
     assert torch.equal(logits[0], model.table.weight[torch.tensor([3, 0, 3])])
 
 
+def test_tokens_are_checked_without_a_cache_too() -> None:
+    model = BigramLM(5, block_size=4)
+    with pytest.raises(TextError, match=r"write tokens\[None\]"):
+        model(torch.tensor([3, 0, 3]))
+    assert model(np.zeros((1, 9), np.uint8)).shape == (1, 9, 5)  # longer than a block
+
+
 def test_from_counts_gives_smoothed_frequencies():
     pairs = PairCounts(np.array([0, 0, 2]), np.array([1, 2, 0]), np.array([3, 1, 5]), 3)
     probs = BigramLM.from_counts(pairs, 4, alpha=0.5).table.weight.exp()

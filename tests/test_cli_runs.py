@@ -232,7 +232,7 @@ def test_a_terminal_breaks_sentences_between_words(runs: Path) -> None:
     wide = run_cli("config", "schedule", cwd=runs.parent).stdout
     shown = on_terminal("config", "schedule", cwd=runs.parent).replace("\r\n", "\n")
     assert max(map(len, shown.splitlines())) <= 80
-    assert shown.split() == wide.split()
+    assert shown.split()[: len(wide.split())] == wide.split()  # then the message on stderr
     assert len(shown.splitlines()) > len(wide.splitlines())
 
 

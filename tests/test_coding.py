@@ -37,6 +37,7 @@ from chargpt.inference.coding import (
     decompress,
     read_header,
 )
+from chargpt.inference.decoders import Decoder, build_decoder
 from chargpt.models import LanguageModel, build_model
 from chargpt.store.run import Run
 from chargpt.store.state import RunState
@@ -191,23 +192,42 @@ def test_damage_is_detected_or_harmless(data: st.DataObject) -> None:
         assert decompress(RUN, bytes(packed)) == content  # if only the thread count changed
 
 
-def test_decompression_uses_the_thread_count_of_compression() -> None:
+def test_decompression_divides_the_lanes_as_compression_did(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    divisions = []
+
+    def build(model: LanguageModel, n_lanes: int, *, max_threads: int) -> Decoder:
+        divisions.append((n_lanes, max_threads))
+        return build_decoder(model, n_lanes, max_threads=max_threads)
+
+    monkeypatch.setattr(coding, "MIN_LANE_TOKENS", 10)
+    monkeypatch.setattr(coding, "build_decoder", build)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    content = 64 * b"some words"
+    packed = compress(RUN, content)
+    assert packed[5] == 2  # magic, version, threads
+    monkeypatch.setattr("os.cpu_count", lambda: 7)
+    assert decompress(RUN, packed) == content
+    assert divisions == [(64, 2), (64, 2)]
+
+
+def test_compression_runs_torch_and_the_blas_on_one_thread_and_restores_both() -> None:
     def blas_threads() -> list[int]:
         return [each["num_threads"] for each in threadpool_info() if each["user_api"] == "blas"]
 
     before, blas_before = torch.get_num_threads(), blas_threads()
-    packed = compress(RUN, b"some words")
-    assert packed[5] == min(before, 255)  # magic, version, threads
     try:
         torch.set_num_threads(before + 1)
-        assert decompress(RUN, packed) == b"some words"
-        assert torch.get_num_threads() == before + 1
-        for threads in (1, 2):
-            with coding._inference_with_threads(RUN.model, threads):
-                assert set(blas_threads()) == {threads}
-        assert blas_threads() == blas_before
+        with coding._single_threaded_inference(RUN.model):
+            assert (torch.get_num_threads(), set(blas_threads())) == (1, {1})
+        assert (torch.get_num_threads(), blas_threads()) == (before + 1, blas_before)
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_compressed_file_holds_the_checksum_of_its_text() -> None:
+    packed = compress(RUN, b"some words")
     assert zlib.crc32(b"some words").to_bytes(4, "little") == packed[30:34]
 
 

@@ -353,7 +353,8 @@ def test_an_unprintable_key_is_escaped_in_the_message(key: str, write) -> None:
 @pytest.mark.parametrize("source", ["gtp", "", "nowhere.yaml", "x" * 5000, "a\0b", ".", "/"])
 def test_a_missing_config_is_rejected_with_the_available_ones(source: str) -> None:
     message = message_of(source)
-    assert message.startswith("there is no config")
+    is_path = source in ("nowhere.yaml", ".", "/")
+    assert message.startswith("there is no file" if is_path else "there is no config")
     assert (
         "did you mean gpt?" in message or "bigram, gpt-baby, gpt, head, ladder, notebook" in message
     )
@@ -406,6 +407,10 @@ def test_an_override_without_key_or_equals_is_rejected(written: str) -> None:
         ("seed.deep=1", "is not a section"),
         ("train.max_steps.deep=1", "train.max_steps"),
         ("train..max_steps=1", "is not a setting"),
+        ("train.batch=1", "did you mean train.batch_size?"),
+        ("batch=1", "did you mean train.batch_size?"),
+        ("learning_rate=1", "did you mean optim.lr?"),
+        ("train.eval_interval=1", "did you mean train.evaluate_every?"),
         ("trian.max_steps=1", "did you mean train"),
         ("train=5", "expected a section"),
         ("sample.prompt=*hi*", "not valid YAML"),

@@ -142,8 +142,10 @@ def test_samples_of_a_list_are_whole_items(cli: Cli) -> None:
     assert report["new"] == [item not in NAMES for item in items]
     checked = cli(*sample, "--num-samples", "30", "--overlap").stdout
     n_new, different = sum(report["new"]), len(set(items))
-    assert f"of 30 sampled, {n_new} are not in the training split, " in checked
-    assert f"{different} are distinct, and {len(set(items) - set(NAMES))} are both" in checked
+    assert f"sampled: 30; not in the training split: {n_new}; " in checked
+    assert f"distinct: {different}; both: {len(set(items) - set(NAMES))}. " in checked
+    for item, each in zip(items, report["overlap"], strict=True):
+        assert ([0, len(item)] in each["matched"]) == (item in NAMES)
     assert sum(line == f"⟦{name}⟧" for line in checked.splitlines() for name in NAMES) == 30 - n_new
 
 

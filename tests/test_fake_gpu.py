@@ -403,7 +403,7 @@ def test_a_slow_first_trial_does_not_use_up_the_share_of_time_for_trials(
 ) -> None:
     now, trials = [0.0], []
 
-    def speed(config: Config, _: Corpus) -> float:
+    def speed(config: Config, *_: object) -> float:
         now[0] += 0.1 if trials else 20.0
         trials.append(config)
         return 1e9  # a launch-bound device: no model is slower than another

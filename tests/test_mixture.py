@@ -350,6 +350,17 @@ def test_a_run_without_a_mixture_says_how_to_get_one(verse: Path, cli: Cli) -> N
     assert "has no mixture" in refusal(cli("sample", "bigram", "--mixture"))
 
 
+def test_a_deleted_mixture_is_noticed(run_of: Path, cli: Cli) -> None:
+    shutil.copytree(run_of, "copy")
+    Path("copy", "mixture.safetensors").unlink()
+    assert "mixture.safetensors is missing: it was deleted" in refusal(
+        cli("sample", "copy", "--mixture")
+    )
+    report = json.loads(cli("verify", "copy", "--json").stdout)
+    assert report["intact"]
+    assert any("so the run has no mixture" in note for note in report["notes"])
+
+
 def test_replacing_a_run_removes_its_mixture(run_of: Path, verse: Path, cli: Cli) -> None:
     shutil.copytree(run_of, "run")
     words = [word.replace("mixture_characters=800", "mixture_characters=0") for word in WORDS]

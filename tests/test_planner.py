@@ -5,6 +5,7 @@ import time
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -31,6 +32,7 @@ from chargpt.training.budget import (
     replanning_notes,
 )
 from chargpt.training.cost import training_bytes
+from chargpt.training.learner import Learner
 from chargpt.training.planner import (
     RECIPE,
     SIZES,
@@ -55,7 +57,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     """Replace the measured speed by a formula; return the configs that were measured."""
     measured: list[Config] = []
 
-    def speed(config: Config, corpus: Corpus) -> float:
+    def speed(config: Config, corpus: Corpus, _max_seconds: float) -> float:
         measured.append(config)
         return 1e10 / count_parameters(config.model, corpus.tokenizer.vocab_size)
 
@@ -68,11 +70,15 @@ class FixedBudget(Budget):
 
     @property
     def remaining(self) -> float:
-        return self.seconds
+        return self.time_left
+
+    def __init__(self, time_left: float, fixed_keys: Collection[str] = ()) -> None:
+        super().__init__(abs(time_left), fixed_keys)
+        self.time_left = time_left
 
 
-def choose(config: Config, fixed: Collection[str], corpus: Corpus, seconds: float) -> Plan:
-    return plan(config, corpus, FixedBudget(seconds, fixed))
+def choose(config: Config, fixed: Collection[str], corpus: Corpus, time_left: float) -> Plan:
+    return plan(config, corpus, FixedBudget(time_left, fixed))
 
 
 @pytest.mark.parametrize(
@@ -453,19 +459,70 @@ def test_a_noted_slowdown_is_that_of_a_step() -> None:
     ), notes
 
 
-def test_after_a_rollback_the_step_time_is_measured_anew() -> None:
+def test_a_noted_slowdown_is_that_of_all_steps_so_far() -> None:
+    now = [0.0]
+    budget = Budget(100.0, started=0.0, clock=lambda: now[0])
+    config = Config().with_values({"train.max_steps": 100, "schedule.cooldown": 0.5})
+    budget.start(config, 0)
+    planned, notes = budget.remaining / 100, []
+    for step in range(1, 90):  # the steps before the second re-planning take ten times as long
+        now[0] += 10 * planned if 65 < step < 75 else planned
+        config = budget.adjust(config, step, 0.0, notes)
+        if step >= config.train.max_steps:
+            break
+    assert len(notes) == 2
+    assert not any("times slower" in note for note in notes), notes
+
+
+def test_an_extended_budget_gets_the_steps_that_it_has_announced() -> None:
+    now = [0.0]
+    budget = Budget(5.0, started=0.0, clock=lambda: now[0])
+    note = budget.extend_for(20, 0.3)
+    assert note is not None
+    assert "for the 20 steps that are the fewest useful ones" in note
+    now[0] = 5.0 + budget.extension + 4.0
+    assert not budget.is_over(12)
+    assert budget.is_over(20)
+    now[0] += 2.0  # more than the whole budget again
+    assert budget.is_over(12)
+
+
+def test_a_model_that_is_too_large_for_its_budget_is_rejected_after_one_step(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, counted = [0.0], []
+    real = Learner.accumulate_gradients
+
+    def slow_step(self: Learner, step: int) -> Any:
+        now[0] += 3.0
+        counted.append(step)
+        return real(self, step)
+
+    monkeypatch.setattr(Learner, "accumulate_gradients", slow_step)
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    config = Config().with_values({"model.n_layer": 1, "model.n_embd": 32, "device": "cpu"})
+    budget = Budget(10.0, {"model.n_embd"}, started=0.0, clock=lambda: now[0])
+    with pytest.raises(OperationError, match=r"too short for 20 steps.*give --budget \d+s"):
+        plan(config.with_values({"threads": 1, "dtype": "float32"}), corpus, budget)
+    assert counted == [0]
+
+
+def test_after_a_rollback_the_step_time_is_measured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[float] = []
+
+    def record(config: Config, step: int, step_seconds: float, *rest: Any) -> Config:
+        measured.append(step_seconds)
+        return replanned_config(config, step, step_seconds, *rest)
+
+    monkeypatch.setattr("chargpt.training.budget.replanned_config", record)
     now = [0.0]
     budget = Budget(100.0, started=0.0, clock=lambda: now[0])
     config = Config().with_values({"train.max_steps": 1000, "schedule.cooldown": 0.5})
     budget.start(config, 0)
     seconds = budget.remaining / 1000
-    measured = []
     for step in (*range(1, 601), *range(510, 1000)):
         now[0] += seconds
-        replanned = budget.replan(config, step)
-        if replanned is not None:
-            config = replanned
-            measured.append(budget.step_seconds)
+        config = budget.replan(config, step) or config
     assert len(measured) > 2
     assert measured == pytest.approx([seconds] * len(measured))
     assert 860 < config.train.max_steps < 910

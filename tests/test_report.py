@@ -21,7 +21,13 @@ from conftest import REPOSITORY, WIDTHS, Cli, refusal, run_cli, run_here
 from chargpt.analysis import passage
 from chargpt.analysis import report as module
 from chargpt.analysis.report import split_at, write_report
-from chargpt.analysis.result import RunScores, describe_difference, evaluate_run, summarize
+from chargpt.analysis.result import (
+    RunScores,
+    describe_difference,
+    describe_gain,
+    evaluate_run,
+    summarize,
+)
 from chargpt.cli import summary
 from chargpt.config import TextConfig
 from chargpt.inference.baselines import Baselines
@@ -550,12 +556,47 @@ def test_a_number_stays_with_its_unit_in_a_tile(phone: Any, joined: Path, width:
     [
         (1.50, "0.100 nats better than the 6-gram"),
         (1.70, "0.100 nats worse than the 6-gram"),
-        (1.59, "not distinguishable from the 6-gram (0.010 nats apart, "),
-        (1.60, "not distinguishable from the 6-gram (0.000 nats apart, "),
+        (1.59, "not distinguishable from the 6-gram (0.010 nats better, within twice "),
+        (1.60, "not distinguishable from the 6-gram (0.000 nats worse, within twice "),
     ],
 )
 def test_a_difference_within_twice_the_standard_error_is_none(nats: float, expected: str) -> None:
     evaluation = Evaluation(nats, 0.5, 1000, 0.02, "blocks", "val", 128)
     sentence = describe_difference(evaluation, "the 6-gram", 1.6)
     assert sentence.startswith(expected)
-    assert "twice the standard error is 0.040)" in sentence or not expected.endswith(", ")
+    assert "the standard error, 0.040)" in sentence or not expected.endswith("twice ")
+
+
+@pytest.mark.parametrize(
+    ("gain", "expected"),
+    [
+        (0.1, "0.100 nats better than the gpt on the same characters"),
+        (0.001, "no better than the gpt."),
+        (-0.1, "0.100 nats worse than the gpt: the start of the text"),
+    ],
+)
+def test_the_gain_of_a_mixture_has_its_sign(gain: float, expected: str) -> None:
+    assert describe_gain(gain, "gpt").startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "expected"),
+    [
+        (
+            3.0,
+            "It over-fits: the generalisation gap (validation minus training loss) is 0.50 nats;",
+        ),
+        (0.4, "After 0.4 epochs, too few to over-fit, the generalisation gap"),
+    ],
+)
+def test_a_gap_is_over_fitting_only_if_the_text_was_read_more_than_once(
+    epochs: float, expected: str, joined: Path
+) -> None:
+    run = load_run(joined / "mine")
+    losses = {
+        split: Evaluation(nats, 0.5, 1000, 0.02, "blocks", split, 128)
+        for split, nats in (("train", 1.0), ("val", 1.5))
+    }
+    baselines = {"uniform": 4.0, "bigram": 2.4, "6-gram": 1.6}
+    sentences = summarize(run, RunScores(baselines, losses, 1000, epochs=epochs), [])
+    assert any(sentence.startswith(expected) for sentence in sentences), sentences

@@ -27,7 +27,7 @@ from chargpt.models import build_model
 from chargpt.store import metrics, selection
 from chargpt.store.checkpoint import Checkpoint, list_checkpoints, step_of
 from chargpt.store.folder import RunFolder
-from chargpt.store.layout import has_checkpoint, has_own_checkpoint
+from chargpt.store.layout import has_checkpoint, has_own_checkpoint, move_aside
 from chargpt.store.listing import list_runs
 from chargpt.store.metrics import MetricsLog
 from chargpt.store.run import load_run, newest_run, open_run
@@ -577,7 +577,7 @@ def test_the_best_checkpoint_survives_a_damaged_pointer(run: RunFolder, damage: 
         pointer.write_bytes(content)
     loaded = load_run(run.path, "best", "cpu")
     assert loaded.step in (1, 3)
-    assert len(loaded.notes) == 1
+    assert loaded.notes[1:] == (f"step-{loaded.step:08} is used instead",)
     save(run, 4)
     save(run, 5)
     assert (run.checkpoints / "step-00000001").is_dir()
@@ -969,6 +969,13 @@ def test_a_replaced_run_remains_until_the_new_one_has_saved(run: RunFolder) -> N
     assert not (run.path / ".replaced").exists()
     assert [path.name for path in list_checkpoints(run.checkpoints)] == ["step-00000007"]
     assert [record["step"] for record in new.metrics.records()] == list(range(1, 8))
+
+
+def test_a_run_two_levels_deep_that_is_being_replaced_is_still_the_newest(tmp_path: Path) -> None:
+    path = tmp_path / "runs" / "group" / "a"
+    run_with_best(RunFolder(path).create(CONFIG, TOKENIZER))
+    move_aside(path)
+    assert newest_run(tmp_path / "runs") == path
 
 
 def test_a_run_that_is_being_replaced_is_one_run_and_is_resumed_in_its_place(

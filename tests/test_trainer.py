@@ -737,6 +737,20 @@ def test_a_run_of_a_missing_device_resumes_on_the_cpu_in_the_dtype_asked_for(
     assert resume(folder, {"dtype": "float32"})[1].dtype == "float32"
 
 
+def test_a_run_stopped_just_before_its_end_goes_on_like_a_finished_one() -> None:
+    before = Config().with_values({"train.max_steps": 100})
+    after = before.with_values({"train.max_steps": 200})
+    notes: list[str] = []
+    continued = continue_schedule(before, after, 97, notes)
+    assert continued.schedule.restarts == ((97, 0.5),)
+    assert any("warm up to 50% of their peak" in note for note in notes)
+    assert factors(continued)[:97] == factors(before)[:97]  # the config still repeats the run
+    assert sum(factors(continued)[97:]) > 10
+    assert not continue_schedule(before, after, 90, []).schedule.restarts
+    fewer = before.with_values({"train.max_steps": 99})
+    assert not continue_schedule(before, fewer, 97, []).schedule.restarts
+
+
 def test_a_few_steps_more_of_a_very_long_run_have_a_learning_rate() -> None:
     before = Config().with_values({"train.max_steps": 3_000_000})
     after = before.with_values({"train.max_steps": 3_000_002})

@@ -26,6 +26,9 @@ from chargpt.training.trainer import Trainer
 MODELS = ("bigram", "gpt")
 TRAINED = " (trained)"  # ends the name of a model that `compare` trains
 MAX_TOKENS = 300_000  # scored
+SPLIT_SETTINGS = {  # by which runs of one text have different validation splits
+    f"text.{name}" for name in ("documents", "seed", "val_fraction", "test_fraction", "encoding")
+}
 SAMPLE = {"length": 300, "temperature": 0.8, "seed": 1337, "num_samples": 1}
 
 RunTrainer = Callable[[str, Trainer], None]
@@ -213,12 +216,16 @@ def compare_runs(
     runs = [load_run(path, "best", device) for path in paths]
     corpora = [run.corpus() for run in runs]
     splits = [corpus.tokenizer.decode(corpus.split("val")) for corpus in corpora]
-    for path, split, corpus in zip(paths, splits, corpora, strict=True):
+    for path, run, split, corpus in zip(paths, runs, splits, corpora, strict=True):
         if split != splits[0]:
             has_unknown = corpus.tokenizer.has_unknown or corpora[0].tokenizer.has_unknown
+            keys = [
+                key for key in run.config.differing_keys(runs[0].config) if key in SPLIT_SETTINGS
+            ]
             raise ConfigError(
                 f"{path} ({corpus.name}) has another validation split than {paths[0]} "
-                f"({corpora[0].name}){', or reads other characters as unknown' * has_unknown}, so "
+                f"({corpora[0].name}){', by another ' * bool(keys)}{' and '.join(keys)}"
+                f"{', or reads other characters as unknown' * has_unknown}, so "
                 "their losses cannot be compared; name runs of one text"
                 f"{' and vocabulary' * has_unknown}, or measure each with `chargpt evaluate RUN "
                 "--text FILE`"

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 GREY, PALE = "#6b7280", "#c9ced6"
 MAX_POINTS = 40  # of a smoothed curve
+MAX_MARKED = 20  # points of a curve that are marked
 LABEL_HEIGHT = 12  # points between the labels of two curves
 SUFFIXES = (".svg", ".png")
 
@@ -106,7 +107,8 @@ def loss_curves(
     ends = []
     for (name, points), colour in zip(curves.items(), itertools.cycle(COLOURS), strict=False):
         steps, nats = zip(*points, strict=True) if points else ((), ())
-        axes.plot(steps, nats, color=colour, linewidth=2, label=plain(name))
+        marker = "o" if len(points) <= MAX_MARKED else None
+        axes.plot(steps, nats, color=colour, linewidth=2, marker=marker, label=plain(name))
         if points:
             ends.append((*points[-1], colour))
     for name, level in lines.items():

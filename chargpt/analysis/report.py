@@ -171,7 +171,7 @@ def accuracy_and_calibration(run: Run, corpus: Corpus) -> Values:
 
 
 def attention(run: Run, corpus: Corpus) -> Values:
-    """Return a plot of each head's attention weights on a line of the validation split."""
+    """Return a plot of each head's attention weights on a part of the validation split."""
     if not isinstance(run.model, GPT | GPT2):
         return {"maps": []}
     max_length = min(MAX_LINE, run.model.block_size)

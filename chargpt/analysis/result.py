@@ -31,6 +31,7 @@ class RunScores:
     val_characters: int  # of the validation split
     mixture: Evaluation | None = None  # of GPT and n-gram models, on the validation split
     split_warning: str | None = None  # if the validation split differs from the training split
+    epochs: float = math.inf  # of training, in passes over the training split
 
     @property
     def scored_on(self) -> str:
@@ -96,7 +97,8 @@ def evaluate_run(
     reference = baselines.losses(val, max_tokens=scored, span=run.model.block_size)
     mixture = evaluate_tokens(mixture_run.model, val, max_tokens=scored) if mixture_run else None
     n_val = corpus.count_characters("val")
-    return RunScores(reference, losses, n_val, mixture, compare_splits(corpus))
+    epochs = run.step * run.config.tokens_per_step / len(corpus.split("train"))
+    return RunScores(reference, losses, n_val, mixture, compare_splits(corpus), epochs)
 
 
 def describe_difference(evaluation: Evaluation, name: str, reference: float | Evaluation) -> str:
@@ -108,12 +110,28 @@ def describe_difference(evaluation: Evaluation, name: str, reference: float | Ev
     else:
         error, shown_error = 2 * evaluation.standard_error, ""
     gain = reference - evaluation.nats_per_char
+    sign = "better" if gain > 0 else "worse"
     if abs(gain) < error:
         return (
-            f"not distinguishable from {name} ({abs(gain):.3f} nats apart, twice the standard "
-            f"error is {error:.3f})"
+            f"not distinguishable from {name} ({abs(gain):.3f} nats {sign}, within twice the "
+            f"standard error, {error:.3f})"
         )
-    return f"{abs(gain):.3f} nats {'better' if gain > 0 else 'worse'} than {name}{shown_error}"
+    return f"{abs(gain):.3f} nats {sign} than {name}{shown_error}"
+
+
+def describe_gain(gain: float, reference: str) -> str:
+    """Return the gain of a mixture over the better of its models in words, with a full stop."""
+    if gain >= MIN_GAIN:
+        return (
+            f"{gain:.3f} nats better than the {reference} on the same characters; chargpt sample "
+            "--mixture uses it."
+        )
+    if gain > -MIN_GAIN:
+        return f"no better than the {reference}."
+    return (
+        f"{-gain:.3f} nats worse than the {reference}: the start of the text, which its weights "
+        "are fitted to, differs from the validation split."
+    )
 
 
 def summarize(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -132,14 +150,11 @@ def summarize(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]])
         ]
         sentences.append(f"The gpt is {' and '.join(differences)} on the validation split.")
     if scores.mixture is not None:
-        better, _ = scores.better_alone
-        verdict = f"no better than the {better}."
-        if scores.mixture_gain:
-            verdict = (
-                f"{scores.mixture_gain:.3f} nats better than the {better} on the same characters; "
-                "chargpt sample --mixture uses it."
-            )
-        sentences.append(f"The mixture of gpt and n-gram models is {verdict}")
+        better, loss = scores.better_alone
+        sentences.append(
+            "The mixture of gpt and n-gram models is "
+            + describe_gain(loss - scores.mixture.nats_per_char, better)
+        )
     if scores.split_warning is not None:
         sentences.append(f"{scores.split_warning[0].upper()}{scores.split_warning[1:]}.")
     uniform = scores.baseline_losses["uniform"]
@@ -150,8 +165,7 @@ def summarize(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]])
         sentences.append(
             f"The training diverged: its losses, last {last:.3f} nats, are above the "
             f"{uniform:.3f} of an untrained model; {used}. Train again with lower learning rates, "
-            "such as "
-            f"-s optim.lr={optim.lr / 4:g} -s optim.matrix_lr={optim.matrix_lr / 4:g}."
+            f"such as {optim.lower_rates()}."
         )
     elif curve and best is not None and last > best + MIN_RISE:
         lowest = f"at step {best_step:,}" if best_step else "before training"
@@ -168,9 +182,13 @@ def summarize(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]])
         and scores.split_warning is None
     ):
         remedy = "more text" if run.config.model.dropout else "more text or model.dropout"
+        verdict, reason = "It over-fits: the", f"; {remedy} would help."
+        if scores.epochs < 1:
+            verdict = f"After {scores.epochs:.1f} epochs, too few to over-fit, the"
+            reason = ": the end of the text is harder to predict than the rest."
         sentences.append(
-            f"It over-fits: the generalisation gap (validation minus training loss) is "
-            f"{val_loss - train_loss:.2f} nats; {remedy} would help."
+            f"{verdict} generalisation gap (validation minus training loss) is "
+            f"{val_loss - train_loss:.2f} nats{reason}"
         )
     patience = run.config.train.patience
     n_worse = sum(step > (best_step or 0) for step, _ in curve)

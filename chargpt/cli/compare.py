@@ -13,19 +13,20 @@ from chargpt.analysis import plots
 from chargpt.analysis.compare import Comparison
 from chargpt.analysis.result import describe_difference, loss_cells
 from chargpt.cli import console, options, tables
-from chargpt.cli.ladder import compare_rungs
+from chargpt.cli.ladder import compare_rungs, say_if_undertrained
 from chargpt.cli.loop import run_steps
 from chargpt.cli.plot_file import save_plot_file
 from chargpt.cli.progress import LoadingProgress, show_progress
 from chargpt.cli.signals import catch_signals
-from chargpt.cli.summary import show_plan
+from chargpt.cli.summary import say_if_late, show_plan
 from chargpt.device import choose_device
 from chargpt.errors import ConfigError
 from chargpt.files import require_output
 from chargpt.inference.baselines import NGRAM
 from chargpt.inference.evaluation import Evaluation, OnProgress
-from chargpt.store.layout import is_run
+from chargpt.store.layout import is_readable_run, is_run
 from chargpt.text.corpus import load_corpus
+from chargpt.training.budget import Budget
 from chargpt.training.cost import expected_cost
 from chargpt.training.planner import Plan
 from chargpt.training.request import Request
@@ -109,7 +110,7 @@ def compare(
     overrides = options.overrides(
         set_, seed=seed, encoding=encoding, encoding_errors=encoding_errors
     )
-    paths = [Path(text) for text in texts or []]
+    paths = [path for text in texts or [] for path in runs_in(Path(text))]
     n_runs = sum(is_run(path) for path in paths)
     if ladder and (len(paths) > 1 or n_runs):
         raise ConfigError("--ladder needs one text; name no runs")
@@ -135,13 +136,22 @@ def compare(
         gpt_config = with_measured_threads(request.run_config())
         compare_rungs(gpt_config, out, seeds, plot, json_=json_)
         return
-    result, folder = train_models(request, out, models or MODELS)
+    time_budget = request.time_budget() if budget else None
+    result, folder = train_models(request, time_budget, out, models or MODELS)
     print_comparison(result, plot or folder / "curves.svg", json_=json_)
+    if time_budget is not None:
+        say_if_late(time_budget)
     if not json_:
         console.out(f"the runs are in {folder}; next:")
         for name in result.curves:
             run = shlex.quote(str(folder / name.split()[0]))
             console.out(f"  chargpt sample {run}")
+
+
+def runs_in(path: Path) -> list[Path]:
+    """Return the runs in a folder, such as `compare --out` makes; another path itself."""
+    inside = [] if is_run(path) else [each for each in path.glob("*") if is_readable_run(each)]
+    return sorted(inside) or [path]
 
 
 def compare_runs(paths: list[Path], device: str) -> Comparison:
@@ -155,10 +165,11 @@ def compare_runs(paths: list[Path], device: str) -> Comparison:
         return comparison.compare_runs(paths, device, show)
 
 
-def train_models(request: Request, out: Path | None, models: str) -> tuple[Comparison, Path]:
+def train_models(
+    request: Request, budget: Budget | None, out: Path | None, models: str
+) -> tuple[Comparison, Path]:
     """Train and evaluate the models with progress bars; return the folder of their runs too."""
     gpt_config = request.run_config()
-    budget = request.time_budget() if request.budget else None
     names = list(dict.fromkeys(name.strip() for name in models.split(",") if name.strip()))
     if not names:
         raise ConfigError("--models names no model; give bigram, gpt or both")
@@ -250,6 +261,9 @@ def print_rows(result: Comparison) -> None:
     bigrams = [row.nats_per_char for row in result.rows if row.model.startswith("bigram")]
     trained_gpt = f"gpt{comparison.TRAINED}"
     gpt = next((row.evaluation for row in result.rows if row.model == trained_gpt), None)
+    say_if_undertrained(
+        {row.model: row.nats_per_char for row in result.rows if row.model.startswith("bigram")}
+    )
     if bigrams and gpt is not None:
         differences = [
             describe_difference(gpt, name, min(losses))

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
 from chargpt.cli import console, options, runs
@@ -56,8 +55,6 @@ def compress(
     content = read_input(text, out, force=force)
     loaded = runs.load_named_run(run, checkpoint, "cpu", mixture=mixture or adaptive)
     decoder = partial(AdaptiveDecoder, loaded) if adaptive else None
-    if mixture or adaptive:  # a step of one character is too small to share
-        torch.set_num_threads(1)
     with show_progress("character", "compressed") as on_progress:
         packed = pack(loaded, content, on_progress, unknown or "error", decoder)
     decoded = content.decode()

@@ -11,7 +11,7 @@ import typer
 from pydantic.fields import FieldInfo
 
 from chargpt.cli import console, options
-from chargpt.config import Config, Settings, describe_unknown_key, load_config
+from chargpt.config import Config, Settings, describe_unknown_key, load_config, shipped_configs
 from chargpt.errors import ConfigError
 from chargpt.store.run import open_run
 from chargpt.store.selection import newest_metadata
@@ -65,7 +65,8 @@ def config(
         if key is None or setting.key == key or setting.key.startswith(f"{key}.")
     ]
     if not found:
-        raise ConfigError(f"{key} is not a setting{describe_unknown_key(str(key))}")
+        hint = f"; `chargpt config -c {key}` shows the config" if key in shipped_configs() else ""
+        raise ConfigError(f"{key} is not a setting{hint or describe_unknown_key(str(key))}")
     if json_:
         console.out_json([asdict(setting) for setting in found])
         return
@@ -74,7 +75,7 @@ def config(
         default = "" if is_default else f"default {in_yaml(setting.default)}; "
         console.out(f"{setting.key} = {in_yaml(setting.value)}   ({default}{setting.type})")
         console.out_sentence(setting.meaning, indent="    ")
-    if key is None and run is None and config_ is None:
+    if run is None and config_ is None:
         console.say("these are the defaults; -c gpt shows what `chargpt train` starts from")
 
 

@@ -125,9 +125,9 @@ def write_out(text: str) -> None:
             raise OutputClosed from None
 
 
-def out_sentence(text: str, indent: str = "") -> None:
+def out_sentence(text: str, indent: str = "", hanging: str = "") -> None:
     """Print sentences on stdout, wrapped on a terminal."""
-    out(wrapped(text, sys.stdout, indent))
+    out(wrapped(text, sys.stdout, indent, hanging))
 
 
 def out_json(value: object) -> None:

@@ -20,7 +20,7 @@ def doctor(device: options.Device = None, json_: options.Json = False) -> None:
         console.out_json({"checks": [asdict(check) for check in checks]})
     else:
         for check in checks:
-            console.out(f"{check.name:20} {check.value}")
+            console.out_sentence(f"{check.name:20} {check.value}", hanging=21 * " ")
         advice = [check.advice for check in checks if check.advice]
         for sentence in advice:
             console.out_sentence(f"advice: {sentence}")

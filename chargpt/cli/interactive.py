@@ -17,9 +17,9 @@ with suppress(ImportError):
 
 HELP = (
     "Type the start of a text and press Enter: the model continues it. An empty line continues the "
-    "last text. `/temperature 0.5` changes a setting and `/temperature` prints it, also length, "
-    "top_k, top_p, min_p, seed, stop (`/stop []`: none) and unknown. Ctrl-C ends a text, Ctrl-D "
-    "the command."
+    "last text, or begins a new document. `/temperature 0.5` changes a setting and `/temperature` "
+    "prints it, also length, top_k, top_p, min_p, seed, stop (`/stop []`: none) and unknown. "
+    "Ctrl-C ends a text, Ctrl-D or `/quit` the command."
 )
 CHANGEABLE = ("temperature", "length", "top_k", "top_p", "min_p", "seed", "stop", "unknown")
 
@@ -47,10 +47,13 @@ def interact(run: Run, config: Config, unknown: UnknownPolicy | None) -> None:
         try:
             if line.strip() == "/help":
                 console.say(HELP)
+            elif line.strip() in ("/quit", "/exit"):
+                break
             elif line.startswith("/"):
                 config = change_setting(config, line[1:])
             else:
-                text = continue_text(run, config, line or text)
+                last = "" if run.tokenizer.eos_token else text
+                text = continue_text(run, config, line or last)
         except ChargptError as error:
             message = str(error).replace("--unknown", "/unknown")
             console.say("chargpt: " + message.removeprefix("sample.").removeprefix("text."))

@@ -9,6 +9,7 @@ import typer
 
 from chargpt.cli import console, options, tables
 from chargpt.errors import RunError
+from chargpt.store.layout import is_run
 from chargpt.store.listing import RunSummary, list_runs
 from chargpt.store.mixture import with_mixture
 from chargpt.store.run import Run, load_run, newest_run
@@ -33,14 +34,16 @@ def runs(
     if json_:
         console.out_json([as_json(run) for run in found])
         return
+    if not found and is_run(folder):
+        raise RunError(f"{folder} is a run itself; name the folder that it is in")
     if not found:
         raise RunError(f"there is no run in {folder}; train one with `chargpt train`")
     tables.table(
         ["run", "text", "size", "progress", "nats/char", "saved"],
         [cells(run, folder) for run in found],
     )
-    console.out_sentence("size: parameters; nats/char: the lowest validation loss. Newest first.")
-    console.out_sentence("`chargpt compare RUN RUN` measures runs on the same characters.")
+    console.out_sentence("size: parameters; nats/char: lowest validation loss in training.")
+    console.out_sentence("Newest first. `chargpt compare RUN RUN` scores the same characters.")
 
 
 def as_json(run: RunSummary) -> dict[str, object]:
@@ -60,6 +63,8 @@ def cells(run: RunSummary, folder: Path) -> list[str]:
     text, size = run.text or "-", console.short(run.parameters or 0)
     if len(text) > MAX_TEXT:
         text = f"{text[: MAX_TEXT - 1]}…"
+    if run.documents:
+        text += " (documents)"
     is_today = run.saved.date() == datetime.now(UTC).astimezone().date()
     saved = f"{run.saved:%H:%M}" if is_today else f"{run.saved:%d %b}"
     return [name, text, size, progress, nats, saved]

@@ -156,12 +156,14 @@ def sample(
             measured = measure_overlap(corpus, continuations, on_progress)
         if eos_token:
             copied = find_copied_documents(corpus, set(texts), eos_token)
+            measured = with_copied_documents(measured, texts, n_prompt, copied)
     if json_:
         report: dict[str, object] = {
             "samples": texts,
             "seed": settings.seed,
             "run": str(loaded.folder),
             "step": loaded.step,
+            "mixture": mixture,
         }
         if measured is not None:
             report["overlap"] = [dataclasses.asdict(each) for each in measured.texts]
@@ -189,7 +191,7 @@ def readable_prompt(run: Run, prompt: str, unknown: UnknownPolicy) -> str:
 
 def say_seed(config: Config, settings: SampleConfig) -> None:
     """Print on a terminal the seed that was chosen because none was given."""
-    if config.sample.seed is None and sys.stdout.isatty():
+    if config.sample.seed is None and settings.temperature and sys.stdout.isatty():
         console.say(f"--seed {settings.seed} gives the same text")
 
 
@@ -209,18 +211,15 @@ def print_samples(
     eos_token = run.tokenizer.eos_token
     for number, text in enumerate(texts, 1):
         matched = overlap.texts[number - 1].matched if overlap else []
-        if text in copied:
-            matched = [(0, len(text) - n_prompt)]
         if eos_token != "\n":
             console.out(f"-- sample {number} --")
         console.out_text(text[:n_prompt] + mark(text[n_prompt:], matched), "\n")
     if overlap is not None and eos_token:
         n_new = sum(text not in copied for text in texts)
         console.out_sentence(
-            f"of {len(texts):,} sampled, {n_new:,} are not in the training split, "
-            f"{len(set(texts)):,} are distinct, and {len(set(texts) - copied):,} are both; ⟦…⟧: "
-            "verbatim matches with the training split, of whole documents or "
-            f"{MIN_MATCH} characters or more"
+            f"sampled: {len(texts):,}; not in the training split: {n_new:,}; distinct: "
+            f"{len(set(texts)):,}; both: {len(set(texts) - copied):,}. ⟦…⟧: verbatim matches with "
+            f"the training split, of whole documents or {MIN_MATCH} characters or more"
         )
     elif overlap is not None and corpus is not None:
         print_overlap(overlap)
@@ -232,6 +231,17 @@ def print_samples(
             console.out_sentence(
                 f"of {len(lines):,} different lines, {n_copied:,} are in the training split"
             )
+
+
+def with_copied_documents(
+    overlap: OverlapReport, texts: list[str], n_prompt: int, copied: set[str]
+) -> OverlapReport:
+    """Return an overlap that also matches texts that are whole documents of the training split."""
+    found = [
+        dataclasses.replace(each, matched=[(0, len(text) - n_prompt)]) if text in copied else each
+        for each, text in zip(overlap.texts, texts, strict=True)
+    ]
+    return dataclasses.replace(overlap, texts=found)
 
 
 def sample_config(config: Config, given: Mapping[str, Any]) -> Config:
@@ -261,7 +271,7 @@ def print_overlap(overlap: OverlapReport) -> None:
     """Print the longest verbatim match, and the novel fractions next to those of the val split."""
     matches = [each.longest for each in overlap.texts if each.longest]
     usual = overlap.longest_in_val or f"under {MIN_MATCH}"
-    reference = f"in equally long parts of the validation split, median: {usual}"
+    reference = f"in equally long parts of the validation split: {usual}, the median"
     if matches:
         match = max(matches, key=lambda each: each.length)
         console.out_sentence(
@@ -271,6 +281,7 @@ def print_overlap(overlap: OverlapReport) -> None:
         )
     else:
         console.out_sentence(
-            f"no verbatim match of {MIN_MATCH} characters with the training split ({reference})"
+            f"no part of {MIN_MATCH} characters or more occurs in the training split (the longest "
+            f"{reference})"
         )
     tables.table(["n", "novel n-grams", "of validation text"], overlap.novel_rows())

@@ -45,7 +45,7 @@ class Signals:
             raise Stopped(number)
         if console.is_main():  # without Python's streams, which the signal may have interrupted
             with suppress(OSError):
-                os.write(2, b"\nstopping after this step (Ctrl-C stops at once)\n")
+                os.write(2, b"\nstopping after this step (another Ctrl-C stops at once)\n")
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from chargpt.training.cost import Cost
 from chargpt.training.finetune import forgetting
 from chargpt.training.mixing import try_add_mixture
 from chargpt.training.planner import Plan
+from chargpt.training.resume import ENDED
 from chargpt.training.session import Session
 from chargpt.training.trainer import Trainer
 
@@ -126,13 +127,18 @@ def show_result(session: Session, baselines: Baselines | None, *, json_: bool = 
         print_result(session, scores, sentences, has_report=has_report)
     if has_report:
         show_report(session, best, scores, json_=json_)
-    if budget is not None and not budget.extension:
-        seconds = budget.clock() - budget.started
-        if seconds > LATE * budget.seconds:
-            console.say(
-                f"this took {console.duration(seconds)} instead of "
-                f"{console.duration(budget.seconds)}: the machine slowed down"
-            )
+    if budget is not None:
+        say_if_late(budget)
+
+
+def say_if_late(budget: Budget) -> None:
+    """Say how long a command with a budget took, if that was too long and not announced."""
+    seconds = budget.clock() - budget.started
+    if seconds > LATE * budget.seconds and not budget.extension:
+        console.say(
+            f"this took {console.duration(seconds)} instead of "
+            f"{console.duration(budget.seconds)}: the machine slowed down"
+        )
 
 
 def print_result(
@@ -154,7 +160,8 @@ def print_result(
     earlier = ", those before --resume included" if session.is_resumed else ""
     console.out_sentence(f"trained {state.step:,} steps in {seconds}{earlier}; {best_step}")
     path = shlex.quote(str(session.folder.path))
-    more = f" -s train.max_steps={2 * state.step}" if session.trainer.finished else ""
+    is_ended = session.trainer.finished or state.step >= ENDED * config.train.max_steps
+    more = f" -s train.max_steps={2 * state.step}" if is_ended else ""
     mixture = " --mixture" if scores.mixture_gain else ""
     commands = [f"chargpt sample {path}{mixture}", f"chargpt evaluate {path}"]
     if not has_report:

@@ -14,6 +14,7 @@ Shapes in this file: N = tokens, L = lanes, V = vocabulary size.
 """
 
 import hashlib
+import os
 import platform
 import struct
 import zlib
@@ -39,11 +40,11 @@ from chargpt.text.tokenizer import Tokens, UnknownPolicy
 MAX_LANES = 64
 MAX_ADAPTIVE_LANES = 8  # the fewer, the more each learns, and the longer it takes
 MIN_LANE_TOKENS = 4096  # so that the first characters of lanes add little to the size
-# magic, version, threads, N, step of the checkpoint, model, platform, checksum
+# magic, version, threads of the decoder, N, step of the checkpoint, model, platform, checksum
 HEADER = struct.Struct("<4sBBIQ8s4sI")
 Mode = Literal["plain", "mixture", "adaptive"]  # of the model
 MAGIC: dict[Mode, bytes] = {"plain": b"cgpt", "mixture": b"cgpm", "adaptive": b"cgpa"}
-VERSION = 4  # raised when the format changes or predictions are rounded differently
+VERSION = 5  # raised when the format changes or predictions are rounded differently
 MAX_TOKENS = 2**32 - 1
 MAX_TOKENS_PER_BYTE = 10_000  # so that a small file cannot expand without bound
 FREQUENCY_SCALE = 2**30  # sum of a distribution's frequencies, before 1 is added to each
@@ -85,10 +86,10 @@ def compress(
     if len(tokens) > MAX_TOKENS:
         raise TextError(f"the text is over {MAX_TOKENS:,} tokens; compress it in parts")
     encoder = ArithmeticEncoder()
-    threads = min(torch.get_num_threads(), 255)
+    threads = min(os.cpu_count() or 1, 255)
     lanes = split_into_lanes(tokens, MAX_ADAPTIVE_LANES if adaptive else MAX_LANES)
-    with _inference_with_threads(run.model, threads):
-        decoder = adaptive(len(lanes)) if adaptive else build_decoder(run.model, len(lanes))
+    with _single_threaded_inference(run.model):
+        decoder = _build_decoder(run, adaptive, len(lanes), threads)
         for column, cdf in _iter_distributions(run, decoder, lanes, len(tokens), on_progress):
             totals = cdf[:, -1].tolist()
             for lane, token in enumerate(column.tolist()):
@@ -159,8 +160,8 @@ def decompress(
     coder = ArithmeticDecoder(body)
     tokens = np.zeros(count, dtype=run.tokenizer.dtype)
     lanes = split_into_lanes(tokens, MAX_ADAPTIVE_LANES if adaptive else MAX_LANES)
-    with _inference_with_threads(run.model, threads):
-        decoder = adaptive(len(lanes)) if adaptive else build_decoder(run.model, len(lanes))
+    with _single_threaded_inference(run.model):
+        decoder = _build_decoder(run, adaptive, len(lanes), threads)
         for column, cdf in _iter_distributions(run, decoder, lanes, count, on_progress):
             totals = cdf[:, -1].tolist()
             for lane in range(len(column)):
@@ -277,13 +278,26 @@ def split_into_lanes(tokens: Tokens, max_lanes: int = MAX_LANES) -> Tokens:
     return lanes
 
 
+def _build_decoder(
+    run: Run, adaptive: Callable[[int], Decoder] | None, n_lanes: int, threads: int
+) -> Decoder:
+    """Return the decoder of some lanes; rounding depends on the threads that divide them."""
+    if adaptive is not None:
+        return adaptive(n_lanes)
+    return build_decoder(run.model, n_lanes, max_threads=threads)
+
+
 @contextmanager
-def _inference_with_threads(model: LanguageModel, threads: int) -> Iterator[None]:
-    """Run a model in evaluation mode with a number of threads, on which rounding depends."""
+def _single_threaded_inference(model: LanguageModel) -> Iterator[None]:
+    """Run a model in evaluation mode, PyTorch and BLAS on one thread.
+
+    Rounding depends on their threads, which also wait for each other: beside a busy process several
+    are far slower than one.
+    """
     before = torch.get_num_threads()
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
     try:
-        with eval_mode(model), threadpool_limits(threads, user_api="blas"):
+        with eval_mode(model), threadpool_limits(1, user_api="blas"):
             yield
     finally:
         torch.set_num_threads(before)

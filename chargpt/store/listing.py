@@ -39,6 +39,7 @@ class RunSummary:
     run: Path
     status: Status
     text: str | None = None  # name of the training text
+    documents: str | None = None  # `text.documents`
     kind: str | None = None  # of the model
     parameters: int | None = None
     step: int | None = None  # updates done
@@ -88,6 +89,7 @@ def _summarize(path: Path) -> RunSummary:
         path,
         "training" if is_training else "stopped early" if state.stopped_early else progress,
         text=state.text_name,
+        documents=config.text.documents,
         kind=config.model.kind,
         parameters=count_parameters(config.model, tokenizer.vocab_size),
         step=state.step,

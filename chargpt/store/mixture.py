@@ -104,6 +104,11 @@ def with_mixture(run: Run | str | Path) -> Run:
 def read_mixture(run: Run) -> tuple[Tokens, Gate]:
     """Return the tokens that a run's mixture counts, and its gate; errors of `with_mixture`."""
     path = run.folder / MIXTURE_FILE
+    if isinstance(run.model, GPT) and run.config.text.mixture_characters and not has_mixture(run):
+        raise RunError(
+            f"{path} is missing: it was deleted, or training was stopped before it was written; "
+            "train the run to its end, or use the run without --mixture"
+        )
     if not has_mixture(run) or not isinstance(run.model, GPT):
         raise RunError(
             f"{run.folder} has no mixture with n-gram models; train a run with a --budget, or with "

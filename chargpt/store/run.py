@@ -154,6 +154,8 @@ def load_run(path: str | Path, checkpoint: str = "best", device: str = "auto") -
     target, _ = choose_device(device)
     if target.type == "cpu":
         tune_malloc()
+    if notes:
+        notes = [*notes, f"{saved.folder.name} is used instead"]
     model = build_model(saved.config.model, saved.tokenizer.vocab_size)
     model.first_continuation_id = saved.tokenizer.first_continuation_id
     load_weights(model, saved.model, saved.folder)

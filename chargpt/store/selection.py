@@ -66,7 +66,9 @@ def _load(run: Path, which: str, *, optimizer: bool) -> tuple[Checkpoint, list[s
         except ChargptError as error:
             skipped.append(str(error))
     raise RunError(
-        skipped[0] if len(skipped) == 1 else "no checkpoint is intact: " + "; ".join(skipped)
+        skipped[0]
+        if len(skipped) == 1
+        else "no checkpoint is intact: " + "; ".join(dict.fromkeys(skipped))
     )
 
 

@@ -59,7 +59,11 @@ def verify(run: RunFolder) -> Verification:
         f"{path} was left by a save that did not finish; the next save deletes it"
         for path in unfinished_checkpoints(run.checkpoints)
     ]
-    if loaded_by["best"] is not None and exists(run.path / MIXTURE_FILE):
+    has_split = saved is not None and saved.config.text.mixture_characters > 0
+    has_mixture = exists(run.path / MIXTURE_FILE)
+    if has_split and not has_mixture:
+        notes.append(f"{run.path / MIXTURE_FILE} is missing, so the run has no mixture")
+    if loaded_by["best"] is not None and has_mixture:
         try:
             read_mixture(load_run(run.path, device="cpu"))
         except OtherCheckpointError as error:
@@ -74,7 +78,9 @@ def _check_files(run: RunFolder, latest: Checkpoint) -> list[str]:
     problems, path = [], run.path / TOKENIZER
     try:
         run.note_edits(latest.config)
-        if exists(path) and CharTokenizer.load(path) != latest.tokenizer:
+        if not exists(path):
+            run.notes.append(f"{path} is missing; the checkpoints have their own")
+        elif CharTokenizer.load(path) != latest.tokenizer:
             problems.append(f"{path} is not the tokenizer of {latest.folder.name}")
         if latest.optimizer:  # an imported run has neither an optimizer state nor metrics
             problems += run.metrics.problems(latest.state.step)

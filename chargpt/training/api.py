@@ -48,7 +48,8 @@ def train(
             must still have it.
         config: a shipped config's name, such as `gpt` or `bigram`, or a YAML file.
         settings: by dotted keys, as in {"train.max_steps": 500}; they take precedence.
-        budget: a time, in seconds or as in "3m", that size and steps are chosen for.
+        budget: a time, in seconds or as in "3m", that size and steps are chosen for. The first use
+            of `chargpt.train`, which loads PyTorch, takes a few seconds more.
         from_run: folder of the base run: of another text, its weights are the start.
         out: folder of the run; by default a new one under runs/.
         start: what to do about a run that exists in `out`: `new` rejects it, `resume` continues it
@@ -135,7 +136,7 @@ def run_steps(session: Session, *, progress: bool, notes: list[str]) -> None:
         deferred_interrupt() as interrupts,
         tqdm(total=total, initial=done, unit="step", disable=not (progress and is_main)) as bar,
     ):
-        disk_error = None
+        disk_error, val = None, ""
         for report in trainer.steps(session.budget, lambda: bool(interrupts)):
             notes += report.notes
             if trainer.writer.disk_error not in (None, disk_error):
@@ -145,7 +146,9 @@ def run_steps(session: Session, *, progress: bool, notes: list[str]) -> None:
             disk_error = trainer.writer.disk_error
             bar.total = report.max_steps
             if report.validation is not None:
-                bar.set_postfix_str(f"val {report.validation.nats_per_char:.3f}", refresh=False)
+                val = f", val {report.validation.nats_per_char:.3f}"
+            if trainer.last_loss is not None:
+                bar.set_postfix_str(f"loss {trainer.last_loss:.2f}{val}", refresh=False)
             bar.update(report.step - bar.n)
     if interrupts and trainer.finished:
         raise KeyboardInterrupt(f"all steps are done and saved in {session.folder.path}")

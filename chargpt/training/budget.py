@@ -119,10 +119,11 @@ class Budget:
         self.evaluation_seconds = RESERVE.fraction * seconds
         self.replan_step: int | None = None
         self.noted_steps = 0  # number of steps in the last note to the user
-        self.planned_step_seconds = self.step_seconds = math.nan  # of a step; measured later
+        self.planned_step_seconds = math.nan  # of a step; measured later
         self.replan_remaining = 0.0  # seconds remaining when re-planning is due
         self.thread_tuner: ThreadTuner | None = None
-        self.measured_from = (1, math.nan)  # step and time; the first step is slower than others
+        # step and time that the last, and the first, measurement begins at: step 1 is a slow one
+        self.measured_from = self.started_from = (1, math.nan)
         self.last_step = 0  # that `replan` was asked about
 
     @property
@@ -139,29 +140,41 @@ class Budget:
 
     def is_over(self, step: int) -> bool:
         """Return whether training has to stop after `step` steps."""
-        overrun = REPLANNING.overrun * self.seconds if step < REPLANNING.min_steps else 0.0
+        overrun = 0.0
+        if step < REPLANNING.min_steps:  # an extended budget has announced these steps
+            overrun = self.seconds if self.extension else REPLANNING.overrun * self.seconds
         return step > 0 and self.remaining < -overrun
 
     def extend_for(self, n_steps: int, step_seconds: float) -> str | None:
         """Extend a budget in which `n_steps` steps do not fit; return a note about it.
 
         Raises:
-            OperationError: the steps would take more than the whole budget again.
+            OperationError: as `require_time_for` does.
         """
-        missing = n_steps * step_seconds - self.remaining
+        missing = self.require_time_for(n_steps, step_seconds)
         if missing <= 0:
             return None
-        total = math.ceil(self.seconds + missing)
+        self.extension = missing
+        return (
+            f"the budget of {self.seconds:g} s is too short on this machine now: training takes "
+            f"about {math.ceil(self.seconds + missing)} s instead, for the {n_steps} steps that "
+            "are the fewest useful ones"
+        )
+
+    def require_time_for(self, n_steps: int, step_seconds: float) -> float:
+        """Return the seconds that `n_steps` steps lack; negative if they fit.
+
+        Raises:
+            OperationError: they lack more than the whole budget again.
+        """
+        missing = n_steps * step_seconds - self.remaining
         if missing > self.seconds:
             raise OperationError(
                 f"a budget of {self.seconds:g} s is too short for {n_steps} steps, the fewest that "
-                f"are useful, on this machine now; give --budget {total}s, or a smaller model"
+                "are useful, on this machine now; give "
+                f"--budget {math.ceil(self.seconds + missing)}s, or a smaller model"
             )
-        self.extension = missing
-        return (
-            f"the budget of {self.seconds:g} s is too short on this machine now: {n_steps} steps, "
-            f"the fewest that are useful, end after about {total} s"
-        )
+        return missing
 
     def measure_evaluation(self, model: LanguageModel, corpus: Corpus, config: Config) -> None:
         """Measure how long the final evaluations take and reserve that time."""
@@ -185,7 +198,7 @@ class Budget:
 
     def start(self, config: Config, step: int) -> None:
         """Begin to measure steps; call it before the first one."""
-        self.measured_from = (max(1, step), self.clock())
+        self.measured_from = self.started_from = max(1, step), self.clock()
         self.noted_steps = config.train.max_steps
         self.planned_step_seconds = self.remaining / max(1, config.train.max_steps - step)
         self._schedule_replanning(config, step, 0)
@@ -195,7 +208,8 @@ class Budget:
         replanned = self.replan(config, step)
         if replanned is not None:
             config, steps = replanned, replanned.train.max_steps
-            slowdown = self.step_seconds / self.planned_step_seconds
+            first, since = self.started_from
+            slowdown = (self.clock() - since) / (step - first) / self.planned_step_seconds
             if found := replanning_notes(self.noted_steps, steps, slowdown, self.step_limit):
                 notes += found
                 self.noted_steps = steps
@@ -215,14 +229,14 @@ class Budget:
         now, remaining = self.clock(), self.remaining
         first, since = self.measured_from
         if step == 1 or step < self.last_step:  # a rollback repeats steps
-            first, since = self.measured_from = step, now
+            first, since = self.measured_from = self.started_from = step, now
         self.last_step = step
         if self.replan_step is None or step <= first:
             return None
         if step < self.replan_step and remaining >= self.replan_remaining:
             return None
-        self.step_seconds = (now - since) / (step - first)
-        config = replanned_config(config, step, self.step_seconds, remaining, self.step_limit)
+        step_seconds = (now - since) / (step - first)
+        config = replanned_config(config, step, step_seconds, remaining, self.step_limit)
         self.measured_from = step, now
         self._schedule_replanning(config, step, step)
         return config
@@ -299,10 +313,13 @@ def next_replan_step(config: Config, step: int) -> int | None:
     return step + remaining // 2 if is_enough else None
 
 
-def measure_step_seconds(learner: Learner, n_steps: int, *, update: bool) -> float:
+def measure_step_seconds(
+    learner: Learner, n_steps: int, *, update: bool, max_seconds: float = math.inf
+) -> float:
     """Return the mean time of `n_steps` trial steps or more; the first, a warm-up, is left out.
 
-    Without `update` the weights stay as they are.
+    Without `update` the weights stay as they are. If the warm-up takes over `max_seconds`, no other
+    step is run, and its time is returned.
     """
 
     def run(number: int) -> float:
@@ -317,7 +334,9 @@ def measure_step_seconds(learner: Learner, n_steps: int, *, update: bool) -> flo
         synchronize(learner.device)
         return (time.perf_counter() - start) / number
 
-    run(1)
+    warm_up = run(1)
+    if warm_up > max_seconds:
+        return warm_up
     # each rank measures its own speed, but all must run as many steps
     seconds = learner.group.broadcast(run(n_steps - 1))
     if (n_steps - 1) * seconds < MIN_TRIAL_SECONDS:

@@ -237,6 +237,7 @@ def plan(config: Config, corpus: Corpus, budget: Budget) -> Plan:
 
     Raises:
         ConfigError: `train.max_steps` is fixed too.
+        OperationError: the fewest useful steps would take more than twice the budget.
     """
     if "train.max_steps" in budget.fixed_keys:
         raise ConfigError(
@@ -250,9 +251,10 @@ def plan(config: Config, corpus: Corpus, budget: Budget) -> Plan:
         # block and batch sizes follow from the length, which is known now
         resized = planner.config_of_size(size, planner.readable_tokens(speed), config)
         if resized != config:
-            config, speed = resized, measure_speed(resized, corpus)
+            config, speed = resized, planner.measure_speed(resized)
     else:
-        speed = measure_speed(config, corpus)
+        speed = planner.measure_speed(config)
+    budget.require_time_for(REPLANNING.min_steps, config.tokens_per_step / speed)
     n_tokens, parameters = planner.readable_tokens(speed), planner.parameters(config)
     values = length_values(config, n_tokens, train_tokens, parameters)
     max_tokens = MAX_EPOCHS * train_tokens
@@ -279,7 +281,7 @@ class _Planner:
         root.
         """
         index, config = 0, self.config_of_size(SIZES[0], INITIAL_TOKENS)
-        speed = measure_speed(config, self.corpus)
+        speed = self.measure_speed(config)
         available = self.budget.remaining  # without the first trial: on a GPU it loads the kernels
         while available - self.budget.remaining <= RECIPE.trial_fraction * available:
             larger = self.larger_sizes(index + 1, self.readable_tokens(speed))
@@ -293,7 +295,7 @@ class _Planner:
             ]
             skipped = worst_losses.index(min(worst_losses))
             candidate = larger[skipped]
-            candidate_speed = measure_speed(candidate, self.corpus)
+            candidate_speed = self.measure_speed(candidate)
             if not self.is_better(candidate, candidate_speed, loss):
                 break
             index, config, speed = index + 1 + skipped, candidate, candidate_speed
@@ -346,14 +348,21 @@ class _Planner:
             self.parameters(config), self.readable_tokens(speed), self.train_tokens
         )
 
+    def measure_speed(self, config: Config) -> float:
+        max_seconds = self.budget.remaining / REPLANNING.min_steps
+        return measure_speed(config, self.corpus, max_seconds)
 
-def measure_speed(config: Config, corpus: Corpus) -> float:
+
+def measure_speed(config: Config, corpus: Corpus, max_seconds: float = math.inf) -> float:
     """Return the tokens per second of trial steps, without n-gram soft targets.
 
-    Soft targets cost a tenth or less, which re-planning takes into account.
+    Soft targets cost a tenth or less, which re-planning takes into account. If one step takes over
+    `max_seconds`, it is the only one.
     """
     fresh = {"train.ngram_target_weight": 0.0, "train.from_run": None, "optim.l2_sp": 0.0}
     trial = config.with_values(fresh)
     learner = Trainer(trial, corpus).learner
-    seconds = measure_step_seconds(learner, RECIPE.trial_steps, update=True)
+    seconds = measure_step_seconds(
+        learner, RECIPE.trial_steps, update=True, max_seconds=max_seconds
+    )
     return config.tokens_per_step / seconds

@@ -58,10 +58,11 @@ class Request:
         Raises:
             ConfigError: an argument applies only to a new run.
         """
-        if self.config is not None or self.budget is not None:
+        given = {"-c": self.config, "--budget": self.budget}
+        if names := " and ".join(name for name, value in given.items() if value is not None):
             raise ConfigError(
-                "--resume takes its settings from the run; drop -c and --budget, or "
-                "give both a text and --out to begin the run where there is none"
+                f"--resume takes its settings from the run; drop {names} (--resume with a text and "
+                "--out, which begins a run where there is none, takes both)"
             )
         if self.text is not None or (self.path is not None and self.out is not None):
             raise ConfigError(
@@ -76,7 +77,8 @@ class Request:
         arguments = {"text.path": self.path, "device": self.device}
         keys = self.fixed_keys() | {k for k, v in arguments.items() if v is not None}
         if self.budget is not None:
-            keys -= {"schedule.cooldown", "schedule.decay_points"}  # re-planning changes them
+            # planning and re-planning change them
+            keys -= {"train.max_steps", "schedule.cooldown", "schedule.decay_points"}
         values = config.flatten()
         return {key: values[key] for key in sorted(keys)}
 
@@ -106,4 +108,6 @@ class Request:
             return None
         if world_size() > 1:
             raise ConfigError("--budget plans for one process; give train.max_steps instead")
+        if "train.max_steps" not in {parse_override(override)[0] for override in self.overrides}:
+            keys -= {"train.max_steps"}  # of a config: the budget takes precedence
         return Budget(parse_duration(duration), keys, self.started)

@@ -18,6 +18,7 @@ from chargpt.training.schedule import decay_start, lr_factor_at
 # root of (steps to come / steps done), at most MAX_RESTART.
 RESTART, MAX_RESTART = 0.5, 0.5
 NOTED_RISE = 1.5  # a rise of the learning rates up to this factor needs no restart or note
+ENDED = 0.95  # fraction of the steps from which a decay that has begun counts as ended
 RATES = ("optim.lr", "optim.matrix_lr")
 MAY_CHANGE = (
     *("train.max_steps", "train.patience", "train.keep_last", "train.max_rollbacks"),
@@ -103,16 +104,17 @@ def require_same_text(corpus: Corpus, saved: Checkpoint) -> None:
     if corpus.key != saved.state.corpus_key:
         raise TextError(
             f"{corpus.name} is not the text that the run was trained on; name that one, or start a "
-            "new run with --out"
+            "new run with another --out"
         )
 
 
 def continue_schedule(before: Config, after: Config, step: int, notes: list[str]) -> Config:
     """Return the config with a schedule for its new number of steps.
 
-    With `wsd`, a decay that has begun continues from its present rate to the new end. After the end
-    of the run the rates warm up to a fraction of their peak and decay again (benchmarks/LOG.md).
-    Otherwise the rates follow the schedule for the new number of steps; a note says if they rise.
+    With `wsd`, a decay that has begun continues from its present rate to the new end. At or near
+    the end of the run the rates warm up to a fraction of their peak and decay again
+    (benchmarks/LOG.md). Otherwise the rates follow the schedule for the new number of steps; a note
+    says if they rise.
 
     Args:
         before: of the run so far.
@@ -125,8 +127,14 @@ def continue_schedule(before: Config, after: Config, step: int, notes: list[str]
     if new <= step or new == old or schedule != before.schedule:
         return after
     now = lr_factor_at(step, schedule, new)
-    if step >= old:
-        if now <= NOTED_RISE * lr_factor_at(old - 1, schedule, old):
+    is_decaying = (
+        schedule.kind == "wsd" and decay_start(schedule, old) < step < old and not schedule.restarts
+    )
+    if is_decaying:  # the rates of the steps done stay as they are
+        points = (*schedule.decay_points, (step - 1, old))
+        after = after.with_values({"schedule.decay_points": points})
+    if step >= old or (is_decaying and step >= ENDED * old and new > old):
+        if now <= NOTED_RISE * lr_factor_at(min(step, old - 1), schedule, old):
             return after
         fraction = max(0.001, round(min(MAX_RESTART, RESTART * math.sqrt((new - step) / step)), 3))
         notes.append(
@@ -134,10 +142,8 @@ def continue_schedule(before: Config, after: Config, step: int, notes: list[str]
             "rises a little before it falls"
         )
         return after.with_values({"schedule.restarts": (*schedule.restarts, (step, fraction))})
-    has_decayed = schedule.kind == "wsd" and step > decay_start(schedule, old)
-    if has_decayed and not schedule.restarts:
-        point = (step - 1, old)
-        return after.with_values({"schedule.decay_points": (*schedule.decay_points, point)})
+    if is_decaying:
+        return after
     before_now = lr_factor_at(step, schedule, old)
     if now > NOTED_RISE * before_now:
         notes.append(

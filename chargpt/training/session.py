@@ -19,7 +19,14 @@ from chargpt.text import TextProgress
 from chargpt.text.corpus import MAX_MIXTURE_FRACTION, Corpus, load_cached, load_corpus
 from chargpt.text.describe import warn_of_length, warn_of_list
 from chargpt.text.source import STDIN
-from chargpt.training.budget import REPLANNING, RESERVE, Budget, counting_seconds, mixture_seconds
+from chargpt.training.budget import (
+    REPLANNING,
+    RESERVE,
+    Budget,
+    counting_seconds,
+    mixture_seconds,
+    replanned_config,
+)
 from chargpt.training.cost import Cost, expected_cost
 from chargpt.training.finetune import config_from_base_run, describe_base_run, load_base_run
 from chargpt.training.mixing import MIN_CHARACTERS
@@ -176,7 +183,9 @@ def fit_budget(budget: Budget, trainer: Trainer, planned: Plan, notes: list[str]
     budget.measure_evaluation(trainer.model, trainer.corpus, config)
     step_seconds = config.tokens_per_step / planned.speed
     note = budget.extend_for(min(REPLANNING.min_steps, config.train.max_steps), step_seconds)
-    notes += [] if note is None else [note]
+    if note is not None:
+        notes.append(note)
+        trainer.config = config = replanned_config(config, 0, step_seconds, budget.remaining)
     planned_seconds = config.train.max_steps * step_seconds / RECIPE.initial_fraction
     return min(budget.remaining, planned_seconds)
 

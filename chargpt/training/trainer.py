@@ -250,7 +250,7 @@ class Trainer:
             return
         missing = 1 - report.step / report.max_steps
         cause = "the time is up" if missing < REPLANNING.noted_change else "the machine slowed down"
-        report.notes.append(f"{cause}: stopped at step {report.step:,}")
+        report.notes.append(f"{cause}: stopped at step {report.step:,} of {report.max_steps:,}")
         self.stopped_by = "deadline"
         if report.validation is None:
             self.validate(report)
@@ -483,8 +483,7 @@ class Trainer:
         message = (
             f"the {what} no longer finite at step {step:,} (learning rates {optim.lr:g} and "
             f"{optim.matrix_lr:g}, factor {lr_factor:.3g}), and nothing of that was saved: "
-            f"{remedy} lower rates, such as -s optim.lr={optim.lr / 4:g} -s optim.matrix_lr="
-            f"{optim.matrix_lr / 4:g}"
+            f"{remedy} lower rates, such as {optim.lower_rates()}"
         )
         may_roll_back = self.group.world_size == 1 and not self.config.train.max_rollbacks
         if saved_step is not None and may_roll_back:
