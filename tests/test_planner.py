@@ -73,7 +73,7 @@ class FixedBudget(Budget):
         return self.time_left
 
     def __init__(self, time_left: float, fixed_keys: Collection[str] = ()) -> None:
-        super().__init__(abs(time_left), fixed_keys)
+        super().__init__(time_left if time_left > 0 else 60.0, fixed_keys)
         self.time_left = time_left
 
 
