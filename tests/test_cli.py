@@ -651,6 +651,7 @@ def test_invalid_settings_are_rejected_with_the_right_key(verse: Path, cli: Cli)
     assert not Path("runs").exists()
 
 
+@pytest.mark.slow
 def test_a_budget_takes_precedence_over_the_steps_of_a_config(verse: Path, cli: Cli) -> None:
     Path("mine.yaml").write_text("train: {max_steps: 5000}\nmodel: {kind: bigram}")
     command = ("train", verse, "--budget", "5s", "-c", "mine.yaml", "--out", "run")

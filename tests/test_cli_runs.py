@@ -181,6 +181,15 @@ def test_interactive_sampling_continues_each_line(runs: Path, cli: Cli) -> None:
     assert "drop --json" in refusal(cli("sample", runs / "a", "-i", "--json"))
 
 
+def test_interactive_sampling_takes_paths_as_text_and_ends_at_quit(runs: Path, cli: Cli) -> None:
+    typed = '/length 3\n/temperature 0\n/stop "\\n"\n/etc/apt the\n/quit\nThe sea\n'
+    done = run_cli("sample", runs / "a", "-i", "--unknown", "skip", cwd=runs, stdin=typed)
+    assert done.returncode == 0, done.stderr
+    assert 'stop is ["\\n"]' in done.stderr
+    assert "there is no setting" not in done.stderr
+    assert "The sea" not in done.stdout
+
+
 def test_slow_loading_is_said_on_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

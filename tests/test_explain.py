@@ -9,7 +9,7 @@ import torch
 from conftest import Cli, refusal
 
 from chargpt.analysis.attention_maps import describe_heads, typical_line
-from chargpt.analysis.explain import SECTIONS
+from chargpt.analysis.explain import SECTIONS, quoted
 from chargpt.models.attention import explicit_attention
 from chargpt.store.run import load_run
 from chargpt.text.tokenizer import CharTokenizer
@@ -191,16 +191,30 @@ def test_the_description_of_a_head_follows_from_its_weights() -> None:
 @pytest.mark.parametrize(
     ("text", "most", "line"),
     [
-        ("a\n" + "b" * 30 + "\nc", 40, "b" * 30),
+        ("a\n" + "bcdefghijk" * 3 + "\nc", 40, "bcdefghijk" * 3),
+        ("-----|\n" + "-" * 30 + "\nthe first varied line\nc", 22, "the first varied line"),
+        ("cut, its end missing\nthe first whole line\nc", 22, "the first whole line"),
         ("x" * 100, 40, "x" * 40),
         ("\n\na\n", 1, "a"),
         ("f:\n\t    return the sum\n", 14, "return the sum"),
         ("\n\n\n", 40, "\n\n\n"),
     ],
 )
-def test_a_line_of_medium_length_is_chosen(text: str, most: int, line: str) -> None:
+def test_a_whole_line_of_medium_length_is_chosen(text: str, most: int, line: str) -> None:
     tokenizer = CharTokenizer.fit(text)
-    assert tokenizer.decode(typical_line(tokenizer, tokenizer.encode(text), most)) == line
+    tokens = tokenizer.encode(text)
+    assert tokenizer.decode(typical_line(tokenizer, tokens, most)) == line
+    if text.startswith("cut"):
+        first = typical_line(tokenizer, tokens, most, starts_line=True)
+        assert tokenizer.decode(first) == text.split("\n")[0]
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [("|     |a b|", "|␣␣␣␣␣|a b|"), (" a ", "␣a␣"), ("a b", "a b")],
+)
+def test_a_quoted_line_shows_the_spaces_that_wrapping_would_lose(line: str, shown: str) -> None:
+    assert quoted(line) == f'"{shown}"'
 
 
 @pytest.mark.parametrize(

@@ -332,3 +332,20 @@ def test_several_trainings_at_once_each_get_a_folder(verse: Path, tmp_path: Path
     assert [process.wait(120) for process in processes] == [0, 0]
     names = sorted(path.name for path in (tmp_path / "runs").iterdir())
     assert names == ["lighthouse-gpt", "lighthouse-gpt-2"]
+
+
+@pytest.mark.parametrize(
+    ("text", "width", "lines"),
+    [
+        ("one two three", 7, ["one two", "three"]),
+        ("a word-that-is-longer than it", 10, ["a", "word-that-is-longer", "than it"]),
+        ("表はタブ変換、abc", 8, ["表はタブ", "変換、", "abc"]),
+        ("two  spaces", 20, ["two  spaces"]),
+    ],
+)
+def test_a_paragraph_is_broken_at_spaces_and_between_wide_characters(
+    text: str, width: int, lines: list[str]
+) -> None:
+    assert console.fill(text, width).split("\n") == lines
+    indented = console.fill(text, width + 2, "  ", "  ").split("\n")
+    assert indented == [f"  {line}" for line in lines]

@@ -204,7 +204,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "config not a mapping": (
         lambda folder: rewrite(folder, "config.yaml", b"[1]"),
-        "FOLDER/config.yaml has no `key: value` lines; see `configs/gpt.yaml` for an example",
+        "FOLDER/config.yaml has no `key: value` lines; `chargpt config` lists the settings",
     ),
     "config with a value of the wrong type": (
         lambda folder: rewrite(folder, "config.yaml", b"\nseed: x\n"),

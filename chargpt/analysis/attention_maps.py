@@ -15,25 +15,33 @@ from chargpt.text.tokenizer import CharTokenizer, Tokens
 
 MAX_LINE = 40  # characters of a line that is drawn
 SEARCHED = 20_000  # characters that are searched for a line
+MIN_VARIETY = 0.25  # different characters of a line, as a fraction of its length
 MAX_MAPS = 12  # layers, and heads of a layer, that a plot has room for
 
 Weights = npt.NDArray[np.float32]
 
 
-def typical_line(tokenizer: CharTokenizer, tokens: Tokens, max_length: int) -> Tokens:
-    """Return the tokens of the first line of medium length, unindented, or of the text's start.
+def typical_line(
+    tokenizer: CharTokenizer, tokens: Tokens, max_length: int, *, starts_line: bool = False
+) -> Tokens:
+    """Return the tokens of the first whole line of medium length, unindented and varied.
 
-    Each is a character: byte tokens are left out of the start, and no line has them.
+    Without one, they are those of the text's start. Each is a character: byte tokens are left out
+    of the start, and no line has them. Unless the tokens are known to start a line, the first one
+    is passed over.
     """
     searched = tokens[:SEARCHED]
     is_character = searched < tokenizer.vocab_size - len(tokenizer.bytes_)
     is_blank = np.isin(searched, [tokenizer.characters.find(blank) for blank in " \t"])
     ends = np.flatnonzero(searched == tokenizer.characters.find("\n"))
-    for before, end in itertools.pairwise([-1, *ends.tolist(), len(searched)]):
+    edges = [*([-1] if starts_line else []), *ends.tolist()]
+    for before, end in itertools.pairwise(edges):
         start = before + 1 + int(np.append(is_blank[before + 1 : end], False).argmin())
-        is_medium = max(1, max_length // 2) <= end - start <= max_length
-        if is_medium and is_character[start:end].all():
-            return searched[start:end]
+        line = searched[start:end]
+        is_medium = max(1, max_length // 2) <= len(line) <= max_length
+        is_varied = len(np.unique(line)) > MIN_VARIETY * len(line)
+        if is_medium and is_varied and is_character[start:end].all():
+            return line
     return searched[is_character][:max_length]
 
 

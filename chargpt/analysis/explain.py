@@ -7,6 +7,7 @@ Shapes in this file: T = tokens, D = head size, H = heads, C = n_embd.
 """
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -108,7 +109,12 @@ def choose_subject(corpus: Corpus, run: Run | None) -> Subject:
     """
     block_size = run.config.model.block_size if run else MAX_LINE
     split: Split = "val" if run else "train"
-    ids = typical_line(corpus.tokenizer, corpus.split(split), min(MAX_LINE, block_size))
+    ids = typical_line(
+        corpus.tokenizer,
+        corpus.split(split),
+        min(MAX_LINE, block_size),
+        starts_line=run is None,
+    )
     if not len(ids):
         raise TextError(f"{corpus.name} is too short to explain anything on; give a longer text")
     line = corpus.tokenizer.decode(ids)
@@ -309,8 +315,9 @@ def project(subject: Subject, *, whole_line: bool = False) -> tuple[Tensor, Tens
 
 
 def quoted(line: str) -> str:
-    """Return a line in quotation marks, for a paragraph, which wraps at its spaces."""
-    return f'"{display_text(line, keep_spaces=True)}"'
+    """Return a line in quotation marks, for a paragraph, which wraps at its single spaces."""
+    visible = re.sub(r"^ | $|  +", lambda found: display_char(" ") * len(found[0]), line)
+    return f'"{display_text(visible, keep_spaces=True)}"'
 
 
 def components(vector: Tensor) -> str:

@@ -1,5 +1,6 @@
 """Fonts for the characters of a figure that its default font lacks."""
 
+import re
 import unicodedata
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
@@ -100,7 +101,7 @@ def fonts_for(characters: str) -> list[str]:
     """Return the names of fonts to install for such characters."""
     names = []
     for character in characters:
-        script = unicodedata.name(character, "CJK").split()[0]
+        script = re.split("[ -]", unicodedata.name(character, "CJK"))[0]
         is_symbol = unicodedata.category(character).startswith("S")
         font = "Sans CJK" if script in CJK else f"Sans {script.title()}"
         names.append("Noto Emoji" if is_symbol else f"Noto {font}")

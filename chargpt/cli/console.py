@@ -4,19 +4,20 @@ import json
 import os
 import re
 import sys
-import textwrap
 import threading
 import time
 import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, TextIO
+from typing import TextIO
 
 from chargpt.errors import DeviceError, OperationError, TextError
 from chargpt.ranks import is_main_rank
 
 NOTICE_SECONDS = 1.0  # before `say_if_slow` prints
 SPARKS = "▁▂▃▄▅▆▇█"
+# CJK, kana, Hangul and full-width forms
+WIDE = "\u1100-\u115f\u2e80-\ua4cf\uac00-\ud7a3\uf900-\ufaff\ufe30-\ufe6f\uff00-\uff60\uffe0-\uffe6"
 KEPT = "\n\t\N{SOFT HYPHEN}\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}\N{WORD JOINER}"
 
 started = time.perf_counter()  # when the command began; `run` sets it
@@ -48,17 +49,37 @@ def wrapped(text: str, stream: TextIO, indent: str = "", hanging: str = "") -> s
     if not stream.isatty() and not indent:
         return text
     width = terminal_size(stream)[0] if stream.isatty() else 10**6
-    options: Any = {"break_long_words": False, "break_on_hyphens": False}
     # an option and its value stay together
     text = re.sub(r"( --?[a-z][\w-]*) (?=\S)| (?=-\d)", lambda found: f"{found[1] or ''}\0", text)
     return "\n".join(
-        line
-        if line.startswith(" ")
-        else textwrap.fill(
-            line, width, initial_indent=indent, subsequent_indent=indent + hanging, **options
-        )
+        line if line.startswith(" ") else fill(line, width, indent, indent + hanging)
         for line in text.split("\n")
     ).replace("\0", " ")
+
+
+def fill(text: str, width: int, indent: str = "", hanging: str = "") -> str:
+    """Return a paragraph in lines of at most `width` columns, broken at spaces.
+
+    Wide characters, which take two columns, are also broken between, since their scripts have no
+    spaces. `indent` begins the first line, `hanging` the others. A longer word stays whole.
+    """
+    lines, line = [], indent
+    # a wide character alone, or what stands between spaces and wide characters
+    for part in re.findall(f" +|[{WIDE}]|[^ {WIDE}]+", text):
+        is_empty = not line.strip()
+        if not is_empty and columns(line + part.rstrip()) > width:
+            lines.append(line.rstrip())
+            line = hanging
+            part = part.lstrip()
+        line += part
+    return "\n".join([*lines, line.rstrip()])
+
+
+def columns(text: str) -> int:
+    """Return the columns that a text takes on a terminal."""
+    return sum(
+        2 if unicodedata.east_asian_width(c) in "WF" else not unicodedata.combining(c) for c in text
+    )
 
 
 def say(text: str, hanging: str = "") -> None:

@@ -17,6 +17,8 @@ from chargpt.text.corpus import Corpus, load_corpus
 from chargpt.text.describe import Description, describe
 from chargpt.text.display import sign_or_code
 
+MAX_COLUMNS = 54  # of a list of characters
+
 app = options.command_group("List, describe and fetch texts.")
 
 
@@ -83,7 +85,8 @@ def info(
 def _print_description(corpus: Corpus, description: Description) -> None:
     def listed(pairs: Iterable[tuple[str, int]]) -> str:
         cells = [f"{sign_or_code(c)} {count:,}" for c, count in pairs]
-        return "\n".join("  ".join(cells[i : i + 5]) for i in range(0, len(cells), 5))
+        per_row = min(5, max(1, MAX_COLUMNS // (2 + max(map(len, cells)))))
+        return "\n".join("  ".join(cells[i : i + per_row]) for i in range(0, len(cells), per_row))
 
     rare = "none"
     if corpus.rare_count:
@@ -96,7 +99,7 @@ def _print_description(corpus: Corpus, description: Description) -> None:
             *([["documents", f"{description.documents:,}"]] if description.documents else []),
             ["lines", f"{description.lines:,} (longest {description.longest_line:,} characters)"],
             ["most frequent", listed(description.most_frequent)],
-            ["least frequent", listed(description.least_frequent)],
+            ["least frequent known", listed(description.least_frequent)],
             ["not in the vocabulary", rare],
             ["unigram entropy", f"{description.unigram_bits:.4f} bits/character"],
             ["bigram entropy", f"{description.bigram_bits:.4f} bits/character"],

@@ -1,7 +1,6 @@
 """`chargpt explain`: attention step by step on a text and a run."""
 
 import sys
-import textwrap
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
@@ -140,4 +139,4 @@ def print_sections(sections: list[Section]) -> None:
                 tables.table(part.columns, part.rows, title=part.caption)
             elif isinstance(part, str):
                 width = min(MAX_WIDTH, console.terminal_size(sys.stdout)[0])
-                console.out(textwrap.fill(part, width) + "\n")
+                console.out(console.fill(part, width) + "\n")

@@ -49,7 +49,7 @@ def interact(run: Run, config: Config, unknown: UnknownPolicy | None) -> None:
                 console.say(HELP)
             elif line.strip() in ("/quit", "/exit"):
                 break
-            elif line.startswith("/"):
+            elif re.match(r"/[\w-]+( |=|$)", line):  # and not a path
                 config = change_setting(config, line[1:])
             else:
                 last = "" if run.tokenizer.eos_token else text
@@ -73,7 +73,7 @@ def change_setting(config: Config, written: str) -> Config:
         raise ConfigError(f"there is no setting {name!r:.40}; there are {', '.join(CHANGEABLE)}")
     section = "text" if name == "unknown" else "sample"
     key = f"{section}.{name}"
-    if name == "stop" and value[:1] not in ("", "["):  # any text, as --stop takes it, or a list
+    if name == "stop" and value[:1] not in ("", "[", '"'):  # any text, as --stop takes it
         config = config.with_values({key: (unescape(value),)})
     elif value.strip():
         config = config.with_values(dict([parse_override(f"{key}={value.strip()}")]))

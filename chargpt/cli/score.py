@@ -13,6 +13,7 @@ from chargpt.text.corpus import read_text
 from chargpt.training.adaptive import adaptive_losses
 
 SHOWN = 3  # lines at each end of the ranking
+MAX_SHOWN = 60  # characters of a line
 
 
 def score(
@@ -45,6 +46,7 @@ def score(
         run, checkpoint, device, mixture=mixture or adaptive, choose_threads=True
     )
     losses_of = adaptive_losses if adaptive else token_losses
+    protocol = "adaptive" if adaptive else "sliding"
     if text == "-" and sys.stdin is not None and sys.stdin.isatty():
         console.say("type the text; Ctrl-D ends it")
     given = {"encoding": encoding, "encoding_errors": encoding_errors}
@@ -58,7 +60,7 @@ def score(
     if json_:
         result = {
             "bits_per_char": scored.bits_per_char,
-            "protocol": "adaptive" if adaptive else "sliding",
+            "protocol": protocol,
             "characters": len(scored.bits),
             "n_unknown": scored.n_unknown,
             "run": str(run),
@@ -73,12 +75,15 @@ def score(
             console.out(f"{line.bits_per_char:.3f}\t{line.number}\t{line.text}")
         return
     console.out(
-        f"{console.characters(len(scored.bits))}: {scored.bits_per_char:.3f} bits per character"
+        f"{console.characters(len(scored.bits))}: {scored.bits_per_char:.3f} bits per character "
+        f"(protocol {protocol})"
     )
     if len(ranked) > 1:
         rows = [
-            [f"{line.bits_per_char:.3f}", f"{line.number:,}", line.text[:60]] for line in ranked
+            [f"{line.bits_per_char:.3f}", f"{line.number:,}", line.text[:MAX_SHOWN]]
+            for line in ranked
         ]
         if len(rows) > 2 * SHOWN:
             rows = [*rows[:SHOWN], ["...", "", ""], *rows[-SHOWN:]]
-        tables.table(["bits/char", "line", "lines by surprisal, highest first"], rows)
+        header = ["bits/char", "line", "lines by surprisal, highest first"]
+        tables.table(header, rows, last_is_text=True)

@@ -17,8 +17,17 @@ MAX_WHOLE = 24  # characters of a cell that is not wrapped
 MIN_FIRST = 12  # characters that the first column always has room for
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str = "") -> None:
-    """Print a table on stdout; all columns but the first are right-aligned, short cells whole."""
+def table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    title: str = "",
+    last_is_text: bool = False,
+) -> None:
+    """Print a table on stdout; all columns but the first are right-aligned, short cells whole.
+
+    With `last_is_text` the last column is left-aligned, and cut where the line ends.
+    """
     rows = list(rows)
     grid = Table(
         title=Text(console.printable(title)) if title else None,
@@ -29,12 +38,14 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str =
     )
     for index, column in enumerate(columns):
         is_short = all(cell_len(row[index]) <= MAX_WHOLE for row in rows)
-        justify: Literal["left", "right"] = "left" if index == 0 else "right"
+        is_text = last_is_text and index == len(columns) - 1
+        justify: Literal["left", "right"] = "left" if index == 0 or is_text else "right"
+        overflow: Literal["ellipsis", "fold"] = "ellipsis" if is_text else "fold"
         grid.add_column(
             Text(console.printable(column)),
             justify=justify,
-            overflow="fold",
-            no_wrap=bool(index) and is_short,
+            overflow=overflow,
+            no_wrap=is_text or (bool(index) and is_short),
             style="" if index else "cyan",
         )
     for row in rows:

@@ -105,7 +105,8 @@ def train(
             )
             raise
 
-    slow = "reading the text and measuring the speed of training ..."
+    what = "the checkpoint" if request.start is StartMode.RESUME else "measuring the speed"
+    slow = f"reading the text and {what} ..."
     with catch_signals() as signals, console.say_if_slow(slow) as notice:
         try:
             run_training(request, run_session, LoadingProgress(notice.cancel))

@@ -75,23 +75,26 @@ def _decode_file(name: str, codec: str, errors: Errors, contents: Iterator[bytes
         try:
             text = decoder.decode(content, final=not content)
         except UnicodeError as error:
-            raise TextError(_undecodable(name, codec, offset - n_pending, error)) from None
+            message = _undecodable(name, codec, offset - n_pending, error, is_end=not content)
+            raise TextError(message) from None
         offset += len(content)
         if text:
             yield text.removeprefix(BYTE_ORDER_MARK) if is_start else text
             is_start = False
 
 
-def _undecodable(name: str, codec: str, offset: int, error: UnicodeError) -> str:
-    """Return the message for an error in bytes that begin at `offset` of the file."""
+def _undecodable(name: str, codec: str, offset: int, error: UnicodeError, *, is_end: bool) -> str:
+    """Return the message for an error in bytes that begin at `offset` of the file, or end it."""
     where = "a part"
     if isinstance(error, UnicodeDecodeError):
         where = f"byte 0x{error.object[error.start]:02X} at offset {offset + error.start:,}"
     shown = {"utf-8": "UTF-8", "utf-8-sig": "UTF-8"}.get(codec, codec)
-    first, *others = (name for name in ("cp1252", "cp1251", "latin-1") if name != codec)
+    first, *others = (name for name in ("cp1252", "cp1251", "shift_jis") if name != codec)
     remedy = (
         f"name its true encoding, for example --encoding {first} (or {', '.join(others)}), or if "
         "few bytes are damaged, replace them with --encoding-errors replace"
     )
-    binary = ", so it may be binary" if codec.startswith(("utf-16", "utf-32")) else ""
-    return f"{name} is not {shown} text ({where} does not decode){binary}; {remedy}"
+    cause = ", so it may be binary" if codec.startswith(("utf-16", "utf-32")) else ""
+    if is_end:
+        cause = ", where it ends inside a character: it may be cut short"
+    return f"{name} is not {shown} text ({where} does not decode){cause}; {remedy}"

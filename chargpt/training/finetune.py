@@ -63,9 +63,14 @@ def config_from_base_run(base_run: Run, config: Config, fixed_keys: Collection[s
 def describe_base_run(run: Run, tokenizer: CharTokenizer) -> str:
     """Return which weights are the start, and how many tokens are new, in a sentence."""
     old, _ = shared_tokens(run.tokenizer, tokenizer)
+    without = run.tokenizer.has_bytes and not tokenizer.has_bytes
+    dropped = (
+        "; the byte tokens are dropped, as this text has no rare characters" if without else ""
+    )
     return (
         f"starting from {run.folder}, step {run.step:,}: {len(old):,} of the "
         f"{tokenizer.vocab_size:,} tokens are known, {tokenizer.vocab_size - len(old):,} new"
+        f"{dropped}"
     )
 
 
