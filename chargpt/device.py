@@ -77,7 +77,7 @@ def choose_dtype(device: torch.device, name: str) -> tuple[torch.dtype, str]:
         gain = _bfloat16_gain()
         if gain > 1.5:
             return torch.bfloat16, f"{gain:.1f} times as fast here"
-        return torch.float32, "bfloat16 is no faster on this CPU"
+        return torch.float32, "bfloat16 is not over 1.5 times as fast here"
     return torch.float32, "this device has no faster format"
 
 

@@ -163,6 +163,8 @@ def test_a_run_is_resumed_with_its_own_content_only(tmp_path: Path) -> None:
     with pytest.raises(TextError, match="is not the text that the run was trained on"):
         train(text.upper(), 6)
     assert train(text, 6) == 6
+    with pytest.raises(TextError, match="is not the text that the run was trained on"):
+        chargpt.train(settings=TINY, out=out, start="new or resume")  # the built-in text
     with pytest.raises(ConfigError, match="give out="):
         chargpt.train(text=text, start="new or resume")
     for given in ({"text": text}, {"path": "novel.txt"}):

@@ -1061,7 +1061,7 @@ def test_compare_takes_a_folder_of_runs_and_compares_each_run_once(
     cli("data", "info", text)
     for name, seed in (("a", "1"), ("b", "2")):
         assert cli("train", text, *QUICK, "--seed", seed, "-o", f"runs/{name}").returncode == 0
-    report = json.loads(cli("compare", "runs", "--json").stdout)
+    report = json.loads(cli("compare", "runs", "runs/a", "runs/../runs/b", "--json").stdout)
     assert [row["model"] for row in report["rows"] if row["run"]] == ["a", "b"]
     a, b = (load_run(f"runs/{name}") for name in "ab")
     tokens = a.corpus().split("val")

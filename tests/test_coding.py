@@ -273,6 +273,8 @@ def test_the_checkpoint_of_a_compressed_file_can_be_kept(cli: Cli, verse: Path) 
     assert "--keep protects it" in cli("compress", "r", "t.txt", "a").stderr
     assert "--keep" not in cli("compress", "r", "t.txt", "a", "--keep", "--force").stderr
     assert cli(*longer, "train.max_steps=60").returncode == 0
+    again = refusal(cli("train", verse, *tiny, "--out", "r", "--force"))
+    assert "`compress --keep` protects, so --force does not delete it" in again
     assert cli("decompress", "r", "a", "b").returncode == 0
     assert Path("b").read_text() == Path("t.txt").read_text()
     Path("r/checkpoints/step-00000004/keep").unlink()

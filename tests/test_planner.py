@@ -564,6 +564,14 @@ def test_replanning_leaves_at_least_20_steps() -> None:
     assert replanned_config(config, 50, step_seconds=1.0, seconds=3.0).train.max_steps == 52
 
 
+@pytest.mark.parametrize("values", [{"schedule.cooldown": 0}, {"schedule.kind": "cosine"}])
+def test_replanning_adds_no_decay_to_a_schedule_without_one(values: dict[str, object]) -> None:
+    config = Config().with_values({"train.max_steps": 100, **values})
+    after = replanned_config(config, 50, step_seconds=1.0, seconds=100.0)
+    assert after == config.with_values({"train.max_steps": after.train.max_steps})
+    assert after.train.max_steps > 100
+
+
 def test_a_device_a_thousand_times_faster_than_measured_keeps_to_the_cap_on_epochs(
     verse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

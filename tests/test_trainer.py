@@ -751,6 +751,19 @@ def test_a_run_stopped_just_before_its_end_goes_on_like_a_finished_one() -> None
     assert not continue_schedule(before, fewer, 97, []).schedule.restarts
 
 
+def test_a_run_extended_again_before_its_end_continues_from_its_present_rate() -> None:
+    before = Config().with_values({"train.max_steps": 200, "schedule.restarts": [[100, 0.5]]})
+    after = before.with_values({"train.max_steps": 1000})
+    notes: list[str] = []
+    continued = continue_schedule(before, after, 150, notes)
+    assert continued.schedule.restarts == ((100, 0.5), (150, 0.25))
+    assert max(factors(continued)[150:]) <= 0.25
+    assert any("no longer repeats the learning rates since step 100" in note for note in notes)
+    assert continue_schedule(before, after, 80, []) == after  # the last restart is yet to come
+    near_end = continue_schedule(before, after, 195, [])
+    assert near_end.schedule.restarts == ((100, 0.5), (195, 0.5))
+
+
 def test_a_few_steps_more_of_a_very_long_run_have_a_learning_rate() -> None:
     before = Config().with_values({"train.max_steps": 3_000_000})
     after = before.with_values({"train.max_steps": 3_000_002})

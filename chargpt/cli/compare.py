@@ -115,6 +115,7 @@ def compare(
     if ladder and (len(paths) > 1 or n_runs):
         raise ConfigError("--ladder needs one text; name no runs")
     if paths and n_runs == len(paths):
+        paths = list({path.resolve(): path for path in paths}.values())  # each run once
         given = {"--models": models, "-c": config, "--out": out, "--budget": budget}
         others = {"-s (or --seed, --encoding, --encoding-errors)": overrides}
         options.reject({**given, **others}, "applies to training, and these are runs")

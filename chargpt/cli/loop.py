@@ -40,7 +40,7 @@ class StepView:
 
     def show(self, report: StepReport) -> None:
         """Show a step on the bar, and its sample and notes above it."""
-        if report.validation is not None and report.step:  # before training it is ln V
+        if report.validation is not None and report.step:  # not that before training
             self.validation.append(report.validation.nats_per_char)
         detail = None if report.loss is None else partial(self._detail, report)
         self.bar.update(report.step, report.max_steps, detail)

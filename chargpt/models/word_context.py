@@ -7,8 +7,8 @@ model of order `BACKOFF_ORDER`; c, d and t are as in ngram.py, c being the numbe
 Unlike that of an n-gram, a context is as long as its words, and leaves out the tokens between them
 (a skipping model: Goodman 2001, section 4; the word model of compressors such as PAQ).
 
-All that a context depends on lies within the last `LOOKBACK` tokens, so that a text has the same
-contexts in every window and in decoding.
+All that a context depends on lies within the last `LOOKBACK` tokens. So a text has the same
+contexts in decoding and in evaluation, wherever the tokens before a window are given.
 
 Shapes in this file: N = tokens of the training text, V = vocabulary size, B = batch, T = tokens.
 """

@@ -24,6 +24,7 @@ from chargpt.store.checkpoint import (
     STATE,
     TOKENIZER,
     Checkpoint,
+    list_checkpoints,
     name_of,
     parse_config,
     prune_checkpoints,
@@ -117,6 +118,14 @@ class RunFolder:
         try:
             if not force:
                 self.require_unused(path, allow_unsaved=allow_unsaved)
+            elif kept := [
+                each for each in list_checkpoints(self.checkpoints) if exists(each / KEEP)
+            ]:
+                raise RunError(
+                    f"{path} holds {kept[0].name}, which `compress --keep` protects, so --force "
+                    f"does not delete it; delete {kept[0] / KEEP}, or name another folder with "
+                    "--out"
+                )
             elif foreign := find_foreign_file(path):
                 raise RunError(
                     f"{path} holds {foreign!r}, which no run writes, so --force does not delete "

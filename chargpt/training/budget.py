@@ -271,6 +271,8 @@ def replanned_config(
         n_steps = min(n_steps, max(1, step_limit - step))
     max_steps, schedule = step + n_steps, config.schedule
     values: dict[str, object] = {"train.max_steps": max_steps}
+    if schedule.kind != "wsd" or not schedule.cooldown:
+        return config.with_values(values)  # there is no decay to re-plan
     if step <= decay_start(schedule, config.train.max_steps) and not schedule.decay_points:
         values["schedule.cooldown"] = n_steps / max_steps
     else:

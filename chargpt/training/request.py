@@ -74,8 +74,9 @@ class Request:
 
     def fixed_values(self, config: Config) -> dict[str, object]:
         """Return the values in `config` of the keys that this request sets for the whole run."""
-        arguments = {"text.path": self.path, "device": self.device}
-        keys = self.fixed_keys() | {k for k, v in arguments.items() if v is not None}
+        keys = self.fixed_keys() | {"text.path"}  # none given: the built-in text
+        if self.device is not None:
+            keys.add("device")
         if self.budget is not None:
             # planning and re-planning change them
             keys -= {"train.max_steps", "schedule.cooldown", "schedule.decay_points"}

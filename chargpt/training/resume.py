@@ -111,10 +111,10 @@ def require_same_text(corpus: Corpus, saved: Checkpoint) -> None:
 def continue_schedule(before: Config, after: Config, step: int, notes: list[str]) -> Config:
     """Return the config with a schedule for its new number of steps.
 
-    With `wsd`, a decay that has begun continues from its present rate to the new end. At or near
-    the end of the run the rates warm up to a fraction of their peak and decay again
-    (benchmarks/LOG.md). Otherwise the rates follow the schedule for the new number of steps; a note
-    says if they rise.
+    With `wsd`, a decay that has begun continues from its present rate to the new end, and so does
+    that after a restart. At or near the end of the run the rates warm up to a fraction of their
+    peak and decay again (benchmarks/LOG.md). Otherwise the rates follow the schedule for the new
+    number of steps; a note says if they rise.
 
     Args:
         before: of the run so far.
@@ -126,24 +126,35 @@ def continue_schedule(before: Config, after: Config, step: int, notes: list[str]
     schedule = after.schedule
     if new <= step or new == old or schedule != before.schedule:
         return after
+
+    def restarted(fraction: float) -> Config:
+        restart = (step, max(0.001, round(fraction, 3)))
+        return after.with_values({"schedule.restarts": (*schedule.restarts, restart)})
+
     now = lr_factor_at(step, schedule, new)
-    is_decaying = (
-        schedule.kind == "wsd" and decay_start(schedule, old) < step < old and not schedule.restarts
-    )
-    if is_decaying:  # the rates of the steps done stay as they are
+    if schedule.restarts:
+        is_decaying = schedule.restarts[-1][0] < step < old
+    else:
+        is_decaying = schedule.kind == "wsd" and decay_start(schedule, old) < step < old
+    if is_decaying and schedule.restarts:  # only the decay before them can be re-planned
+        notes.append(
+            "the config no longer repeats the learning rates since step "
+            f"{schedule.restarts[-1][0]:,} exactly"
+        )
+    elif is_decaying:  # the rates of the steps done stay as they are
         points = (*schedule.decay_points, (step - 1, old))
         after = after.with_values({"schedule.decay_points": points})
     if step >= old or (is_decaying and step >= ENDED * old and new > old):
         if now <= NOTED_RISE * lr_factor_at(min(step, old - 1), schedule, old):
             return after
-        fraction = max(0.001, round(min(MAX_RESTART, RESTART * math.sqrt((new - step) / step)), 3))
+        fraction = min(MAX_RESTART, RESTART * math.sqrt((new - step) / step))
         notes.append(
-            f"the learning rates warm up to {fraction:.0%} of their peak and decay again: the loss "
-            "rises a little before it falls"
+            f"the learning rates warm up to {max(0.001, fraction):.0%} of their peak and decay "
+            "again: the loss rises a little before it falls"
         )
-        return after.with_values({"schedule.restarts": (*schedule.restarts, (step, fraction))})
+        return restarted(fraction)
     if is_decaying:
-        return after
+        return restarted(lr_factor_at(step, schedule, old)) if schedule.restarts else after
     before_now = lr_factor_at(step, schedule, old)
     if now > NOTED_RISE * before_now:
         notes.append(

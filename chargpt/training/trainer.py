@@ -63,7 +63,7 @@ class Trainer:
 
     Args:
         config: `device` and `dtype` are resolved here; the result is `self.config`.
-        corpus: the text; each of its splits must hold a block.
+        corpus: the text; its training and validation splits must hold a block.
         folder: of checkpoints and metrics; None writes nothing.
         saved: a checkpoint to continue from.
         group: the ranks that train together.
