@@ -120,6 +120,7 @@ def test_several_lanes_are_restored(run: Run, monkeypatch: pytest.MonkeyPatch) -
     assert decompress(run, packed, adaptive=decoder) == text.encode()
 
 
+@pytest.mark.slow
 def test_the_commands_adapt_if_asked(run: Run, cli: Cli) -> None:
     Path("new.txt").write_text(NEW)
     shown = {

@@ -228,6 +228,7 @@ def on_terminal(*arguments: str, cwd: Path) -> str:
     return b"".join(chunks).decode().replace("loading PyTorch ...\r\n", "")
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_the_seed_that_repeats_a_sample(runs: Path) -> None:
     sample = ("sample", "runs/a", "-n", "20")
     shown = on_terminal(*sample, cwd=runs.parent).replace("\r\n", "\n")
@@ -291,6 +292,7 @@ def test_a_number_is_never_rounded_to_a_thousand_of_its_unit(count: float, text:
     assert console.short(count) == text
 
 
+@pytest.mark.slow
 def test_training_on_a_terminal_shows_a_percentage_in_80_columns(runs: Path) -> None:
     text = f"a-{'long-' * 10}name.txt"
     shutil.copy(runs.parent / "novel.txt", runs.parent / text)

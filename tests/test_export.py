@@ -185,6 +185,7 @@ def test_the_shortest_blocks_are_exported(size: int, tmp_path: Path) -> None:
         assert found.n_greedy == min(N_GREEDY, check.N_PROMPTS * (size - 1))
 
 
+@pytest.mark.slow
 def test_the_same_export_passes_with_our_own_readers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

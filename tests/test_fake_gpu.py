@@ -352,6 +352,7 @@ def test_ngram_probabilities_equal_those_on_the_cpu(corpus: Corpus, gpu: torch.d
     assert torch.equal(probs.cpu(), on_cpu)
 
 
+@pytest.mark.slow
 def test_every_command_except_compression_computes_on_the_device(
     verse: Path, tmp_path: Path, gpu: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

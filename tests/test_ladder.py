@@ -74,6 +74,7 @@ def test_interval_is_students_t() -> None:
     assert paired.margin == pytest.approx(0, abs=1e-9)
 
 
+@pytest.mark.slow
 def test_every_rung_is_trained_with_every_seed(cli: Cli, verse: Path) -> None:
     done = cli("compare", verse, "--ladder", "--seeds", "2", "--json", "--out", "rungs", *TINY)
     assert done.returncode == 0, done.stderr

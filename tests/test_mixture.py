@@ -415,6 +415,7 @@ def test_a_hostile_mixture_does_not_end_a_training(run_of: Path, tmp_path: Path)
     assert with_mixture(run).model
 
 
+@pytest.mark.slow
 def test_the_mixture_samples_scores_and_compresses_better(run_of: Path, cli: Cli) -> None:
     mixed = with_mixture(chargpt.load_run(run_of, device="cpu"))
     assert with_mixture(mixed) is mixed

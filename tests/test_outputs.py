@@ -94,6 +94,7 @@ def test_a_device_stays_a_device(tmp_path: Path) -> None:
     assert stat.S_ISCHR(path.stat().st_mode)
 
 
+@pytest.mark.slow
 def test_pages_and_pictures_are_written_again_and_other_files_are_not(
     cli: Cli, verse: Path
 ) -> None:
@@ -140,6 +141,7 @@ def shell(command: str, cwd: Path, **environment: str) -> subprocess.CompletedPr
     )
 
 
+@pytest.mark.slow
 def test_bytes_that_are_not_utf_8_are_no_error_of_ours(russian: Path) -> None:
     name = os.fsdecode(b"caf\xe9.txt")
     (russian.parent / name).write_text("Буря мглою", "utf-8")

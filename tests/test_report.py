@@ -190,6 +190,7 @@ def test_a_report_shows_at_most_fifty_samples_and_the_last_of_a_long_training(
     assert len({second - first for first, second in itertools.pairwise(steps)}) <= 1
 
 
+@pytest.mark.slow
 def test_a_long_training_writes_its_report(
     cli: Cli, verse: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,6 +221,7 @@ def test_a_failed_report_does_not_fail_the_training(
     assert "no report: mine/report.html cannot be written (No space left on device)" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_report_on_standard_output_is_the_page_alone(page: Page, verse: Path) -> None:
     read_again(verse)
     with open("page.html", "wb") as file:
@@ -240,6 +242,7 @@ def test_a_report_without_its_text_or_an_unwritable_page_is_an_error(cli: Cli, v
     assert "there is no folder elsewhere" in refusal(cli("report", "elsewhere"))
 
 
+@pytest.mark.slow
 def test_a_run_from_a_pipe_whose_text_is_gone_says_so(
     cli: Cli, verse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,7 +87,7 @@ def run_chargpt(args: argparse.Namespace, folder: Path, seed: int) -> dict[str, 
     subprocess.run(command, check=True, capture_output=True)
     run = chargpt.load_run(folder / f"run-{seed}", device="cpu")
     samples = chargpt.sample(run, num_samples=args.samples, temperature=1.0, seed=seed, prompt="")
-    loss = chargpt.evaluate(run, text=folder / "held_out.txt").nats_per_char
+    loss = chargpt.evaluate(run, path=folder / "held_out.txt").nats_per_char
     return {"loss": round(loss, 4), "samples": samples}
 
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from playwright.sync_api import Playwright, sync_playwright
@@ -40,6 +40,7 @@ from chargpt.export.check import (
 from chargpt.inference.evaluation import evaluate_tokens
 from chargpt.inference.generation import sample
 from chargpt.models import build_model
+from chargpt.models.gpt import GPT
 from chargpt.store.run import Run, load_run
 
 CHARACTERS = 20_000
@@ -106,8 +107,8 @@ class PageInChromium:
         difference = 0.0
         for text in texts:
             given = encode(run.tokenizer, text)
-            ours = log_softmax(logits(run.model, given))
-            for row, record in zip(ours, self.ask(given)[1:], strict=False):
+            rows = log_softmax(logits(run.model, given))
+            for row, record in zip(rows, self.ask(given)[1:], strict=False):
                 # the worker reports the most likely tokens only
                 for token, prob, _ in record["top"]:
                     if prob > 0:
@@ -136,11 +137,12 @@ def open_export(kind: str, run: Run, folder: Path) -> Iterator[Runtime]:
         huggingface.export_huggingface(run, folder / "hf")
         yield huggingface.TransformersRuntime(folder / "hf")
     elif kind.startswith("gguf"):
-        path, precision = folder / "model.gguf", kind.partition(" ")[2]
+        path, precision = folder / "model.gguf", cast("gguf.Precision", kind.partition(" ")[2])
         gguf.export_gguf(run, path, precision)
         # llama.cpp wants room for one more token than the block that is scored
         size = model.block_size + 1
         longer = build_model(model.config.model_copy(update={"block_size": size}), model.vocab_size)
+        assert isinstance(longer, GPT)
         longer.load_state_dict(model.state_dict())
         gguf.write_gguf(path, run, longer, precision)
         yield gguf.LlamaRuntime(path, model.vocab_size, size, threads=2)

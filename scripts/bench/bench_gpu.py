@@ -15,6 +15,7 @@ on a CPU. The JSON is written after each measurement.
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def measure_steps(configs: list[Config], corpus: Corpus, number: int, found: Mea
         if learner.capture_error:
             found.add("steps", f"{name}, capture", learner.capture_error)
         block = learner.batches.at(0).to(device)
-        eager = milliseconds(lambda: learner.gradients(block), device, number)  # noqa: B023
+        eager = milliseconds(lambda: learner.forward_backward(block), device, number)  # noqa: B023
         found.add("steps", f"{name}, eager gradients (ms)", eager)
         if (replay := learner.captured_forward_backward) is not None:
             captured = milliseconds(lambda: replay(block), device, number)  # noqa: B023
@@ -98,15 +99,15 @@ def profile_step(config: Config, corpus: Corpus, found: Measurements) -> None:
     if trainer.device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     block = learner.batches.at(0).to(trainer.device)
-    for name, gradients in {
-        "eager": learner.gradients, "captured": learner.captured_forward_backward
+    for name, forward_backward in {
+        "eager": learner.forward_backward, "captured": learner.captured_forward_backward
     }.items():  # fmt: skip
-        if gradients is None:
+        if forward_backward is None:
             continue
-        gradients(block)
+        forward_backward(block)
         with torch.profiler.profile(activities=activities) as profile:
             for _ in range(5):
-                gradients(block)
+                forward_backward(block)
                 learner.clip_gradients()
                 learner.apply_update(0, 0.001)
             synchronize(trainer.device)
@@ -145,9 +146,7 @@ def measure_variants(device: torch.device, number: int, found: Measurements) -> 
             try:
                 with sdpa_kernel(backend):
                     seconds: object = both(
-                        lambda q=q, k=k, v=v: F.scaled_dot_product_attention(
-                            q, k, v, is_causal=True
-                        ),
+                        partial(F.scaled_dot_product_attention, q, k, v, is_causal=True),
                         [q, k, v],
                         device,
                         number,

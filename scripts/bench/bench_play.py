@@ -26,6 +26,7 @@ from record import provenance, write_record
 from chargpt.config import Config
 from chargpt.export.html import export_html
 from chargpt.models import build_model
+from chargpt.models.gpt import GPT
 from chargpt.store.run import Run
 from chargpt.store.state import RunState
 from chargpt.text.tokenizer import CharTokenizer
@@ -59,6 +60,7 @@ def make_page(sizes: tuple[int, int, int, int], path: Path) -> int:
     tokenizer = CharTokenizer("\n" + "".join(map(chr, range(32, 96))))
     torch.manual_seed(0)
     model = build_model(config.model, tokenizer.vocab_size).eval()
+    assert isinstance(model, GPT)
     torch.nn.init.normal_(model.head.weight, std=0.02)
     export_html(Run(path.parent, config, tokenizer, model, 1, RunState(1)), path, force=True)
     return model.num_parameters()
