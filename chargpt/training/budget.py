@@ -43,7 +43,7 @@ class Reserve:
     report_tokens: int = 40_000  # that a report page scores
     timed_tokens: int = 8_000  # scored to measure the speed of scoring
     gate_seconds: float = 0.35  # of fitting a mixture's gate
-    counting_seconds: float = 0.5  # of counting the n-grams of a mixture, per million characters
+    counting_seconds: float = 0.5  # of counting the n-grams of a mixture, per million tokens
     counting_fraction: float = 0.15  # of the budget: if counting takes longer, no mixture
     margin: float = 1.3  # factor on the measured time of scoring
     mixture_slowdown: float = 1.3  # time of scoring with a mixture, relative to its GPT

@@ -41,7 +41,7 @@ def resume(
 
     Raises:
         RunError: there is no intact checkpoint, or the run was imported.
-        FinishedError: all steps are done.
+        FinishedError: all steps are done, or the run stopped early.
         ConfigError: a change would make it another run.
         TextError: so would another text.
     """
@@ -118,7 +118,8 @@ def continue_schedule(before: Config, after: Config, step: int, notes: list[str]
 
     Args:
         before: of the run so far.
-        after: of the resumed run; returned as it is if the steps or the schedule stay the same.
+        after: of the resumed run; returned as it is if its number of steps stays the same or its
+            schedule is changed as well.
         step: number of steps done.
         notes: where a rise of the rates is noted.
     """
