@@ -20,6 +20,8 @@ from chargpt.errors import CaptureError, DeviceError
 
 # deterministic algorithms require it, and cuBLAS reads it only once, at its first call
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# cuDNN's attention takes a second to build its plans for each new shape; flash attention does not
+torch.backends.cuda.enable_cudnn_sdp(False)
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 MAX_MMAP_THRESHOLD = 32 * 2**20  # bytes; glibc rejects more

@@ -135,7 +135,7 @@ def test_training_synchronises_only_to_write_metrics(
 
 
 @pytest.mark.parametrize("values", [{}, {"model.dropout": 0.1, "train.ngram_target_weight": 0.0}])
-def test_training_replays_one_cuda_graph_with_the_losses_of_the_cpu(
+def test_training_replays_two_cuda_graphs_with_the_losses_of_the_cpu(
     values: dict[str, object], corpus: Corpus, gpu: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     enable_graphs(monkeypatch)
@@ -146,7 +146,32 @@ def test_training_replays_one_cuda_graph_with_the_losses_of_the_cpu(
     before = FakeGraph.replays
     for one, other in zip(on_cpu.steps(), on_gpu.steps(), strict=True):
         assert figures(other) == pytest.approx(figures(one), abs=1e-4)
-    assert FakeGraph.replays - before == 10
+    assert FakeGraph.replays - before == 2 * 10  # gradients and update
+
+
+def test_a_resumed_run_and_a_rolled_back_one_replay_graphs_of_the_restored_optimizer(
+    corpus: Corpus, tmp_path: Path, gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enable_graphs(monkeypatch)
+    losses = {}
+    for device in ("cpu", "mps"):
+        folder = RunFolder(tmp_path / device)
+        values = {"train.max_steps": 12, "train.save_every": 4}
+        config = trainer_on(device, corpus, **values).config
+        first = Trainer(config, corpus, folder=folder)
+        folder.create(first.config, corpus.tokenizer, force=False)
+        for _ in range(6):
+            first.train_step()
+        first.roll_back(6)
+        rolled_back = [figures(first.train_step()) for _ in range(4)]
+        first.save()
+        resumed = Trainer(config, corpus, saved=folder.load("latest")[0])
+        before = FakeGraph.replays
+        losses[device] = [*rolled_back, *(figures(resumed.train_step()) for _ in range(4))]
+        assert FakeGraph.replays - before == (8 if device == "mps" else 0)
+        folder.unlock()
+    for one, other in zip(losses["cpu"], losses["mps"], strict=True):
+        assert other == pytest.approx(one, abs=1e-4)
 
 
 def test_the_ngram_table_is_built_before_it_is_moved(
@@ -229,10 +254,11 @@ def test_few_streams_of_a_small_model_are_decoded_where_it_is_fastest(
         prefilled.append(model.new_cache(1))
         model(prompt.to(device), prefilled[-1])
     on_cpu = build_decoder(noisy_model(block_size=8), 2, prefilled[0])
-    tried = []
+    tried, lengths = [], []
 
     def seconds(decoder: object, num_sequences: int) -> float:
         tried.append(type(decoder))
+        lengths.append(getattr(decoder, "cache", decoder).length)  # type: ignore[attr-defined]
         decoder.step(np.array([5, 6]))  # type: ignore[attr-defined]
         return 0.1 if isinstance(decoder, fastest) else 0.2
 
@@ -240,6 +266,7 @@ def test_few_streams_of_a_small_model_are_decoded_where_it_is_fastest(
     chosen = build_decoder(model, 2, prefilled[1])
     assert type(chosen) is fastest
     assert tried == [NumpyDecoder, GraphDecoder if fastest is GraphDecoder else ModelDecoder]
+    assert lengths == [6, 6]  # of 8
     for token in range(10):  # the trials left nothing behind
         tokens = np.array([token, 10 - token])
         np.testing.assert_allclose(chosen.step(tokens), on_cpu.step(tokens), rtol=1e-4, atol=1e-4)

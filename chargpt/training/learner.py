@@ -44,6 +44,7 @@ class Learner:
     Attributes:
         captured_forward_backward: `forward_backward` as a CUDA graph; None on other devices, with
             several ranks or micro-batches, or if capture failed.
+        captured_update: `optimizer.step` as a CUDA graph; None wherever the other one is.
         capture_error: why capture failed.
 
     Raises:
@@ -73,6 +74,9 @@ class Learner:
         self.device = device
         self.dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
         self.micro_batch_size = micro_batch_size(train, group)
+        self.captured_forward_backward: Callable[[Tensor], Tensor] | None = None
+        self.captured_update: Callable[[int, float], object] | None = None
+        self.capture_error: str | None = None
         torch.manual_seed(config.seed)
         model = build_model(config.model, corpus.tokenizer.vocab_size)
         model.first_continuation_id = corpus.tokenizer.first_continuation_id
@@ -98,13 +102,8 @@ class Learner:
         )
         if device.type != "cpu":
             self.batches.to_device(device)
-        self.captured_forward_backward: Callable[[Tensor], Tensor] | None = None
-        self.capture_error: str | None = None
         if can_capture(device) and group.world_size == self.micro_batches == 1:
-            try:
-                self.captured_forward_backward = self._capture_forward_backward()
-            except CaptureError as error:
-                self.capture_error = str(error)
+            self._capture()
 
     @cached_property
     def fitted_ngram(self) -> NGramLM:
@@ -134,6 +133,8 @@ class Learner:
         self.ema_weights = self._start_ema(saved.model)
         self.optimizer = Optimizer(self.model, optim, self.dtype)
         self.optimizer.load_state_dict(saved.optimizer)
+        if self.captured_update is not None:  # of the optimizer before
+            self._capture()
 
     def unwrap_ddp(self) -> None:
         """Drop the data-parallel wrapper before the process group is destroyed.
@@ -170,11 +171,26 @@ class Learner:
         (objective / self.micro_batches).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
-    def _capture_forward_backward(self) -> Callable[[Tensor], Tensor]:
-        """Return `forward_backward` of a single micro-batch as a CUDA graph, or raise CaptureError.
+    def _capture(self) -> None:
+        """Capture the forward and backward pass and the update as CUDA graphs."""
+        self.captured_forward_backward = self.captured_update = None
+        try:
+            forward_backward, gradients = self._capture_forward_backward()
+            self.captured_update = self._capture_update(gradients)
+            self.captured_forward_backward = forward_backward
+        except CaptureError as error:
+            self.capture_error = str(error)
+        finally:
+            self.model.zero_grad(set_to_none=True)
 
-        The returned function does not refer to `self`: in a cycle, the memory of trial models would
-        wait for the garbage collector.
+    # The captured functions do not refer to `self`: in a cycle, the memory of trial models would
+    # wait for the garbage collector.
+
+    def _capture_forward_backward(self) -> tuple[Callable[[Tensor], Tensor], list[Tensor | None]]:
+        """Return `forward_backward` of a single micro-batch as a CUDA graph, and its gradients.
+
+        Raises:
+            CaptureError: capture failed.
         """
         parameters = list(self.model.parameters())
         static_batch = self.batches.at(0).to(self.device)
@@ -183,11 +199,8 @@ class Learner:
             self.model.zero_grad(set_to_none=True)  # so that the graph writes into new gradients
             return self.forward_backward(static_batch)
 
-        try:
-            replay = capture_graph(step, self.device, is_random=self.dropout > 0)
-            gradients = [parameter.grad for parameter in parameters]
-        finally:
-            self.model.zero_grad(set_to_none=True)
+        replay = capture_graph(step, self.device, is_random=self.dropout > 0)
+        gradients = [parameter.grad for parameter in parameters]
 
         def replayed(micro_batch: Tensor) -> Tensor:
             static_batch.copy_(micro_batch)
@@ -195,6 +208,33 @@ class Learner:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
             return loss
+
+        return replayed, gradients
+
+    def _capture_update(self, gradients: list[Tensor | None]) -> Callable[[int, float], object]:
+        """Return `optimizer.step` with the gradients of the other graph as a CUDA graph.
+
+        Raises:
+            CaptureError: capture failed.
+        """
+        optimizer = self.optimizer
+        state = {name: tensor.clone() for name, tensor in optimizer.state_dict().items()}
+        # learning rates of zero leave the weights as they are
+        static_step, static_factor = torch.zeros(2, device=self.device).unbind()
+        for parameter, gradient in zip(self.model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+
+        def step() -> Tensor:
+            optimizer.step(static_step, static_factor)
+            return static_factor
+
+        replay = capture_graph(step, self.device)
+        optimizer.load_state_dict(state)
+
+        def replayed(step: int, factor: float) -> None:
+            static_step.fill_(step)
+            static_factor.fill_(factor)
+            replay()
 
         return replayed
 
@@ -224,7 +264,7 @@ class Learner:
     @torch.no_grad()
     def apply_update(self, step: int, lr_factor: float) -> None:
         """Update the weights and their moving average."""
-        self.optimizer.step(step, lr_factor)
+        (self.captured_update or self.optimizer.step)(step, lr_factor)
         self.model.zero_grad(set_to_none=True)
         if self.initial_weights:  # L2-SP (Li, Grandvalet and Davoine 2018), decoupled
             weights = list[Tensor](self.model.parameters())

@@ -64,7 +64,7 @@ class Muon:
         ]
 
     @torch.no_grad()
-    def step(self, step: int, factor: float) -> None:
+    def step(self, step: int | Tensor, factor: float | Tensor) -> None:
         """Apply an update at `factor` times the learning rate."""
         for names, buffer in self.groups:
             weights: list[Tensor] = [self.parameters[name] for name in names]
@@ -74,6 +74,8 @@ class Muon:
             update = orthogonalize(nesterov, self.dtype)  # (N, R, C)
             rate = self.lr * factor
             torch._foreach_mul_(weights, 1 - rate * self.weight_decay)
+            if isinstance(rate, Tensor):  # `alpha` cannot be one
+                update, rate = update.mul_(rate), 1.0
             for weight, change in zip(weights, update.unbind(), strict=True):
                 scale = max(1, weight.size(0) / weight.size(1)) ** 0.5
                 as_wide(weight).add_(change, alpha=-rate * scale)

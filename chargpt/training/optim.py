@@ -33,7 +33,7 @@ class AdamW:
         self.step_tensor = torch.zeros((), device=next(iter(parameters.values())).device)
 
     @torch.no_grad()
-    def step(self, step: int, factor: float) -> None:
+    def step(self, step: int | Tensor, factor: float | Tensor) -> None:
         """Apply update `step` (0, 1, ...) at `factor` times the learning rate."""
         self.step_tensor.fill_(step + 1)  # for the bias correction
         for names, decay in self.groups:
@@ -82,8 +82,11 @@ class Optimizer:
             self.optimizers.append(Muon(hidden, config.matrix_lr, config.weight_decay, dtype))
         self.optimizers.append(AdamW(others, config.lr, config.weight_decay))
 
-    def step(self, step: int, factor: float) -> None:
-        """Apply update `step` with every learning rate multiplied by `factor`."""
+    def step(self, step: int | Tensor, factor: float | Tensor) -> None:
+        """Apply update `step` with every learning rate multiplied by `factor`.
+
+        In a CUDA graph both are tensors on the device, since numbers would be constants there.
+        """
         for optimizer in self.optimizers:
             optimizer.step(step, factor)
 

@@ -66,8 +66,10 @@ def build_decoder(
         has_graphs = isinstance(model, GPT) and can_capture(model.device)
         candidates.append(GraphDecoder if has_graphs else ModelDecoder)
     if len(candidates) > 1:
+        typical = model.new_cache(1)  # from half full to full, once the block has been full
+        typical.set_length(3 * model.block_size // 4)
         candidates.sort(
-            key=lambda decoder: trial_seconds(decoder(model, num_sequences), num_sequences)
+            key=lambda decoder: trial_seconds(decoder(model, num_sequences, typical), num_sequences)
         )
     return candidates[0](model, num_sequences, prefilled)
 
