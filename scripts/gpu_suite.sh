@@ -8,7 +8,8 @@
 # TEXT is a file, NANOGPT a checkout. On a machine without a network, fill wheels/ beforehand with
 # scripts/fetch_wheels.sh. PYTHON is the interpreter (python3), CHARGPT_SUITE_SECONDS the longer
 # training budget (100) and CHARGPT_SUITE_LIMIT the seconds after which nanoGPT is stopped (540);
-# small values test this script on a CPU. Where git is absent, CHARGPT_COMMIT names the commit.
+# small values test this script on a CPU. CHARGPT_COMMIT names the commit of the records where git
+# does not know it.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=$(mkdir -p "$1" && cd "$1" && pwd) text=$(realpath "$2") nanogpt=${3:+$(realpath "$3")}

@@ -36,12 +36,14 @@ def provenance() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Return the commit's short hash; where git or the history is absent, $CHARGPT_COMMIT."""
+    """Return $CHARGPT_COMMIT, or else the short hash of the checked-out commit."""
+    if named := os.environ.get("CHARGPT_COMMIT"):
+        return named
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("CHARGPT_COMMIT", "unknown")
+        return "unknown"
     return done.stdout.strip()
 
 

@@ -32,23 +32,28 @@ def command(found: dict[str, Any]) -> str:
 
 def summary() -> list[str]:
     """Return the table of the README, at most eight rows."""
-    train, budgets = record("train"), record("budgets")
+    train = record("train")
     nanogpt = train["results"][NANOGPT]
     peer = f"{nanogpt['blocks']:.3f} nats/char in {nanogpt['seconds']:.0f} s"
     lines = ["| task | chargpt | for comparison |", "|---|---|---|"]
     for found, time, other in (
         (train, "6s", f"nanoGPT's CPU recipe: {peer}"),
         (train, "80s", f"nanoGPT's CPU recipe: {peer}"),
-        (budgets, "3m", ""),
         (record("ten-minutes"), "10m", ""),
     ):
         result = found["results"][f"chargpt train --budget {time}"]
-        losses = [run["blocks"] for run in result["runs"]]
-        mean = statistics.mean(losses) if found is budgets else result["blocks"]
         lines.append(
-            f"| train with `--budget {time}` | {mean:.3f} nats/char in {result['seconds']:.0f} s "
-            f"| {other} |"
+            f"| train with `--budget {time}` | {result['blocks']:.3f} nats/char in "
+            f"{result['seconds']:.0f} s | {other} |"
         )
+    gpu = record("gpu")
+    result = gpu["train"]["results"]["chargpt train --budget 18s"]
+    peer = gpu["nanogpt"]["results"][NANOGPT]
+    lines.append(
+        f"| the same on an H200 GPU, `--budget 18s` | {result['blocks']:.3f} nats/char in "
+        f"{result['seconds']:.0f} s | nanoGPT's GPU recipe: {peer['blocks']:.3f} nats/char in "
+        f"{peer['seconds']:.0f} s |"
+    )
     speeds = record("sample")["characters_per_second"]
     for name, ours, theirs in (
         ("sample 2,000 characters", "1 sequence, 2,000 characters", "1 sequence"),
@@ -146,6 +151,38 @@ def busy(found: dict[str, Any]) -> list[str]:
         for row in found["rows"]
     ]
     return [*lines, "", f"`{command(found)}`"]
+
+
+def on_gpu(found: dict[str, Any]) -> list[str]:
+    """Return the lines on training and sampling on a GPU, one run of each."""
+    train, peer = found["train"], found["nanogpt"]
+    lines = [
+        f"Tiny Shakespeare, one {train['gpu'].partition(',')[0].removeprefix('name ')} and "
+        f"{train['hardware']}, torch {train['torch']}, {train['date']}, commit {train['commit']}. "
+        "Time of the whole command; one run of each.",
+        "",
+        "| | seconds | `blocks` | parameters | steps | MFU |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| `{name}` | {result['seconds']:.1f} | {result['blocks']:.4f} "
+        f"| {result['parameters']:,} | {result['steps']:,} | {result['share_of_matrix_peak']:.1%} |"
+        for name, result in train["results"].items()
+    ]
+    nanogpt = peer["results"][NANOGPT]
+    best_seconds, best = min(peer["nanogpt_curve"], key=lambda point: float(point[1]))
+    lines += [
+        f"| nanoGPT's GPU recipe | {nanogpt['seconds']:.1f} | {nanogpt['blocks']:.4f} | "
+        f"| {nanogpt['iterations']:,} | |",
+        "",
+        f"nanoGPT's loss is that of its best checkpoint, {best:.4f} by its own estimate after "
+        f"{best_seconds:.0f} s, of which {peer['nanogpt_curve'][0][0]:.0f} s precede its first "
+        "step.",
+        "",
+        f"`scripts/gpu_suite.sh`, of it `{command(train)}` and `{command(peer)}`",
+        "",
+    ]
+    return [*lines, *sampling(found["sample"])]
 
 
 def sampling(found: dict[str, Any]) -> list[str]:
@@ -406,6 +443,8 @@ def benchmarks() -> str:
         training(record("train")),
         other_times(record("short-budgets"), record("budgets"), record("ten-minutes")),
         busy(record("busy")),
+        ["### On a GPU"],
+        on_gpu(record("gpu")),
         ["### Sampling"],
         sampling(record("sample")),
         sampling(record("sample-llama")),
