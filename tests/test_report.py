@@ -31,7 +31,7 @@ from chargpt.analysis.result import (
 from chargpt.cli import summary
 from chargpt.config import TextConfig
 from chargpt.inference.baselines import Baselines
-from chargpt.inference.evaluation import Evaluation
+from chargpt.inference.evaluation import Evaluation, evaluate_tokens
 from chargpt.store.folder import RunFolder
 from chargpt.store.metrics import validation_curve
 from chargpt.store.run import load_run
@@ -323,6 +323,38 @@ def test_all_rows_of_the_closing_table_score_the_same_characters(cli: Cli, verse
     records = RunFolder(run.folder).metrics.records()
     last = validation_curve(records)[-1][1]
     assert result.evaluations["val"].nats_per_char == pytest.approx(last, abs=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "scored"),
+    [
+        ("dtype=float32 train.evaluate_every=2", ["train"]),
+        ("dtype=bfloat16", ["train", "val"]),  # training validates in it, the table does not
+        # the best is not the last: the learning rates rise until then
+        ("dtype=float32 schedule.warmup=6 optim.lr=3 optim.matrix_lr=3", ["train", "val"]),
+    ],
+)
+def test_the_closing_table_takes_the_last_validation_where_it_can(
+    settings: str,
+    scored: list[str],
+    cli: Cli,
+    verse: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = []
+
+    def recorded(*args: Any, **kwargs: Any) -> Evaluation:
+        found.append(kwargs["split"])
+        return evaluate_tokens(*args, **kwargs)
+
+    monkeypatch.setattr("chargpt.analysis.result.evaluate_tokens", recorded)
+    words = [word for setting in settings.split() for word in ("-s", setting)]
+    done = cli("train", verse, *TINY, *words, "--out", "mine", "--json")
+    assert found == scored
+    run = load_run(Path("mine"), "best", device="cpu")
+    val = run.corpus().split("val")
+    expected = evaluate_tokens(run.model, val, max_tokens=run.config.train.evaluation_tokens)
+    assert json.loads(done.stdout)["losses"]["val"]["nats_per_char"] == expected.nats_per_char
 
 
 def test_over_fitting_is_reported_from_the_recorded_losses(cli: Cli, verse: Path) -> None:

@@ -71,7 +71,11 @@ def loss_cells(nats: float) -> list[str]:
 
 
 def evaluate_run(
-    run: Run, corpus: Corpus, baselines: Baselines | None = None, mixture_run: Run | None = None
+    run: Run,
+    corpus: Corpus,
+    baselines: Baselines | None = None,
+    mixture_run: Run | None = None,
+    validation: Evaluation | None = None,
 ) -> RunScores:
     """Evaluate a run on its training and validation splits, and the baselines on the latter.
 
@@ -80,14 +84,18 @@ def evaluate_run(
         corpus: its text.
         baselines: of the text, if already estimated.
         mixture_run: the run with its mixture in place of its GPT, if it has one.
+        validation: of the run on `train.evaluation_tokens` of the validation split, if already
+            known.
 
     Raises:
         TextError: a split is too short to score.
         OperationError: a loss is not finite.
     """
     scored = run.config.train.evaluation_tokens
+    known = {"val": validation}
     losses = {
-        split: evaluate_tokens(run.model, corpus.split(split), split=split, max_tokens=scored)
+        split: known.get(split)
+        or evaluate_tokens(run.model, corpus.split(split), split=split, max_tokens=scored)
         for split in REQUIRED_SPLITS
     }
     if not all(math.isfinite(loss.nats_per_char) for loss in losses.values()):

@@ -96,7 +96,8 @@ def show_result(session: Session, baselines: Baselines | None, *, json_: bool = 
     mixture_run = try_add_mixture(best, trainer.corpus, notes)
     for note in notes:
         console.say(note)
-    scores = evaluate_run(best, trainer.corpus, baselines, mixture_run)
+    validation = trainer.float32_validation(best.step)
+    scores = evaluate_run(best, trainer.corpus, baselines, mixture_run, validation)
     sentences = summarize(best, scores, folder.metrics.records())
     base_run = session.base_run
     forgotten = None if base_run is None else forgetting(base_run, best)

@@ -113,6 +113,7 @@ class Trainer:
         self.pending: list[tuple[int, float, Tensor, Tensor]] = []  # metrics still on the device
         self.metrics_written = -math.inf  # time
         self.last_loss: float | None = None  # of the last step whose loss was read
+        self.last_validation: tuple[int, Evaluation] | None = None  # and its step
         self.config_is_unsaved = False
         # a checkpoint that is being written, and what it changes in the state once it is
         self.saving: tuple[Future[Path | None], dict[str, Any]] | None = None
@@ -291,6 +292,7 @@ class Trainer:
         if self.group.is_main:
             max_tokens = self.config.train.evaluation_tokens
             report.validation = self.validator.evaluate("val", max_tokens)
+            self.last_validation = report.step, report.validation
             nats = report.validation.nats_per_char
             self._record({"step": report.step, VALIDATION: nats})
         nats = self.group.broadcast(nats)
@@ -305,6 +307,13 @@ class Trainer:
         waited = 0 if report.is_best else self.state.evaluations_since_best + 1
         stops = patience is not None and waited >= patience
         self.state = replace(self.state, evaluations_since_best=waited, stopped_early=stops)
+
+    def float32_validation(self, step: int) -> Evaluation | None:
+        """Return the validation after a step, if it was the last one and ran in float32."""
+        if self.dtype != torch.float32 or self.last_validation is None:
+            return None
+        validated_step, validation = self.last_validation
+        return validation if validated_step == step else None
 
     def _sample(self, report: StepReport) -> None:
         """Add a generated text to a report and to the metrics."""
