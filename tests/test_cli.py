@@ -934,6 +934,23 @@ def test_the_short_options_are_those_of_other_programs(trained: Path, cli: Cli) 
 # -- compare ----------------------------------------------------------------------------------
 
 
+def test_an_interrupted_comparison_names_the_runs_that_it_has(
+    verse: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("chargpt.cli.compare.load_corpus", interrupted)
+    done = cli("compare", verse, *QUICK, "--out", "none")
+    assert (done.returncode, "the runs so far" in done.stderr) == (130, False)
+    monkeypatch.undo()
+    monkeypatch.setattr("chargpt.analysis.compare.try_add_mixture", interrupted)
+    done = cli("compare", verse, *QUICK, "--out", "both")
+    assert done.returncode == 130
+    assert "`chargpt compare both` scores them" in done.stderr
+    assert cli("compare", "both").returncode == 0
+
+
 def test_compare_trains_and_compares_bigram_and_gpt(verse: Path, cli: Cli) -> None:
     done = cli("compare", verse, *QUICK, "--out", "both")
     assert done.returncode == 0, done.stderr

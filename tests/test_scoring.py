@@ -85,6 +85,8 @@ def test_the_command_ranks_lines_and_reads_standard_input(
     done = cli("score", "mine", verse, "--json")
     facts = json.loads(done.stdout)
     assert facts["characters"] == len(verse.read_text(encoding="utf-8"))
+    assert "is the text that the run was trained on" in done.stderr
+    assert "was trained on" in cli("evaluate", "mine", "--text", verse).stderr
     numbers = [line["number"] for line in facts["lines"]]
     assert numbers == sorted(numbers)
     ranked = cli("score", "mine", verse, "--per-line").stdout.splitlines()
@@ -100,6 +102,7 @@ def test_the_command_ranks_lines_and_reads_standard_input(
     assert cli("score", "mine").stdout == cli("score", "mine", "part.txt").stdout
     Path("part.txt").write_text("the sea\nthe light\n")
     few = cli("score", "mine", "part.txt").stdout
+    assert "was trained on" not in cli("score", "mine", "part.txt").stderr
     assert "the sea" in few
     assert "the light" in few
     assert "..." not in few

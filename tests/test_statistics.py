@@ -14,7 +14,13 @@ from chargpt.config import TextConfig
 from chargpt.text import describe as describe_module
 from chargpt.text import statistics
 from chargpt.text.corpus import load_corpus
-from chargpt.text.describe import Description, compare_splits, describe, warn_of_list
+from chargpt.text.describe import (
+    Description,
+    compare_splits,
+    describe,
+    warn_of_list,
+    warn_of_repeats,
+)
 from chargpt.text.statistics import (
     conditional_entropy_bits,
     count_pairs,
@@ -151,6 +157,23 @@ def test_unlike_splits_are_told_from_alike_ones(tmp_path: Path) -> None:
     # a short split differs by chance
     assert warning_of(alike[:200]) is None
     assert warning_of("ab") is None
+
+
+@pytest.mark.parametrize("documents", ["lines", "%\n"])
+def test_documents_of_the_validation_split_that_were_trained_on_are_counted(documents: str) -> None:
+    names = [f"n{number:03}" for number in range(500)]
+    separator = "\n" if documents == "lines" else documents
+    for items, warned in ((names, False), ([*names, *names], True), (names * 10, True)):
+        text = "".join(item + separator for item in items)
+        corpus = load_corpus(TextConfig(documents=documents), text=text)
+        train, val = (
+            corpus.tokenizer.decode(corpus.split(split)).split(corpus.tokenizer.eos_token)[:-1]
+            for split in ("train", "val")
+        )
+        counted = sum(name in train for name in val)
+        shown = f"{counted:,} of {len(val):,} documents of the validation split"
+        assert [shown in warning for warning in warn_of_repeats(corpus)] == [True] * warned
+    assert not warn_of_repeats(load_corpus(TextConfig(), text=text))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from chargpt.cli.ladder import compare_rungs, say_if_undertrained
 from chargpt.cli.loop import run_steps
 from chargpt.cli.plot_file import save_plot_file
 from chargpt.cli.progress import LoadingProgress, show_progress
-from chargpt.cli.signals import catch_signals
+from chargpt.cli.signals import Stopped, catch_signals
 from chargpt.cli.summary import say_if_late, show_plan
 from chargpt.device import choose_device
 from chargpt.errors import ConfigError
@@ -205,15 +205,21 @@ def train_models(
         max_tokens = gpt_config.train.evaluation_tokens
     name = f"compare-{slug(corpus.name)}"
     with catch_signals() as signals, output_folder(out, name) as folder:
-        result = comparison.compare(
-            gpt_config,
-            folder,
-            models=names,
-            run_trainer=run_trainer,
-            corpus=corpus,
-            max_tokens=max_tokens,
-            show_progress=show_progress,
-        )
+        try:
+            result = comparison.compare(
+                gpt_config,
+                folder,
+                models=names,
+                run_trainer=run_trainer,
+                corpus=corpus,
+                max_tokens=max_tokens,
+                show_progress=show_progress,
+            )
+        except (KeyboardInterrupt, Stopped):
+            if any(is_run(path) for path in folder.glob("*")):
+                path = shlex.quote(str(folder))
+                console.say(f"the runs so far are in {path}; `chargpt compare {path}` scores them")
+            raise
     return result, folder
 
 

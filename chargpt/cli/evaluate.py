@@ -72,6 +72,7 @@ def evaluate(
     tokens, n_unknown = None, 0
     if text is not None:  # read once: it may be standard input
         tokens, n_unknown = evaluation.read_tokens(loaded, text)
+        runs.warn_of_own_text(loaded, str(text))
 
     def measure(run: Run, name: str) -> tuple[Evaluation, float]:
         """Evaluate a run with a progress bar; return the seconds that it took, too."""

@@ -13,6 +13,7 @@ from chargpt.store.layout import is_run
 from chargpt.store.listing import RunSummary, list_runs
 from chargpt.store.mixture import with_mixture
 from chargpt.store.run import Run, load_run, newest_run
+from chargpt.text.source import STDIN
 from chargpt.training.threads import measure_threads
 
 MAX_TEXT = 24  # characters of a text's name in the table: the run's name has to stay whole
@@ -97,6 +98,16 @@ def load_named_run(
     if choose_threads:
         measure_threads(run.model.device)
     return load_run_mixture(run) if mixture else run
+
+
+def warn_of_own_text(run: Run, path: str) -> None:
+    """Say that a text is the one that the run was trained on, if it has the same path."""
+    own = run.config.text.path
+    if own and own != STDIN and Path(path).resolve() == Path(own).resolve():
+        console.say(
+            f"{path} is the text that the run was trained on: its loss is lower than that of a new "
+            "text; chargpt evaluate measures the validation split"
+        )
 
 
 def load_run_mixture(run: Run) -> Run:

@@ -53,6 +53,7 @@ def score(
     changes = {name: value for name, value in given.items() if value is not None}
     settings = loaded.config.text.model_copy(update={**changes, "documents": None})
     content = read_text(text, settings)
+    runs.warn_of_own_text(loaded, text)
     with show_progress("character", "scored") as on_progress:
         scored = scoring.score(loaded, content, unknown, on_progress, losses_of)
     console.say_unknown(scored.n_unknown, unknown or loaded.config.text.unknown)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from chargpt.text.corpus import Corpus
+from chargpt.text.corpus import REQUIRED_SPLITS, Corpus
 from chargpt.text.statistics import (
     PairCounts,
     conditional_entropy_bits,
@@ -30,6 +30,8 @@ CHUNK = 1 << 20  # tokens
 MIN_DIVERGENCE = 0.05
 MIN_DIVERGENCE_RATIO = 5  # to that of a sample of the training split
 SAMPLE_BLOCK = 64  # characters of that sample's blocks
+MAX_COMPARED = 20_000_000  # tokens of a text whose documents are compared
+MIN_REPEATED = 0.05  # fraction of the validation documents
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,26 @@ def warn_of_list(corpus: Corpus) -> list[str]:
     ]
 
 
+def warn_of_repeats(corpus: Corpus) -> list[str]:
+    """Return a warning if many validation documents also occur in the training split."""
+    tokenizer = corpus.tokenizer
+    if not corpus.n_documents or corpus.tokens.size > MAX_COMPARED:
+        return []
+    train, val = (
+        tokenizer.decode(corpus.split(split)).split(tokenizer.eos_token)[:-1]
+        for split in REQUIRED_SPLITS
+    )
+    known = set(train)
+    repeated = sum(document in known for document in val)
+    if repeated < MIN_REPEATED * len(val):
+        return []
+    return [
+        f"{repeated:,} of {len(val):,} documents of the validation split, "
+        f"{repeated / len(val):.0%}, occur in the training split too, so its loss is lower than "
+        "that of new documents; drop the repeated ones (those of lines: sort -u)"
+    ]
+
+
 def compare_splits(corpus: Corpus) -> str | None:
     """Return a warning if the validation split differs from the training split, else None.
 
@@ -203,6 +225,6 @@ def _warnings(
             f"{returns:,} lines end in CR LF (Windows), which the model will reproduce; "
             "convert them to LF if that is unwanted"
         )
-    warnings += warn_of_list(corpus)
+    warnings += [*warn_of_list(corpus), *warn_of_repeats(corpus)]
     warning = compare_splits(corpus)
     return warnings if warning is None else [*warnings, warning]

@@ -17,7 +17,7 @@ from chargpt.store.layout import REPLACED, has_checkpoint
 from chargpt.store.run import Run, newest_run, open_run
 from chargpt.text import TextProgress
 from chargpt.text.corpus import MAX_MIXTURE_FRACTION, Corpus, load_cached, load_corpus
-from chargpt.text.describe import warn_of_length, warn_of_list
+from chargpt.text.describe import warn_of_length, warn_of_list, warn_of_repeats
 from chargpt.text.source import STDIN
 from chargpt.training.budget import (
     REPLANNING,
@@ -149,6 +149,7 @@ def create_run(
     ):
         trainer = Trainer(config, corpus, folder=folder, group=group, base_run=base_run)
         notes = [*corpus.notes, *warn_of_length(corpus), *warn_of_list(corpus)]
+        notes += warn_of_repeats(corpus)
         seconds = None
         if budget is not None and planned is not None:
             notes += planned.notes
