@@ -940,13 +940,14 @@ def test_an_interrupted_comparison_names_the_runs_that_it_has(
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("chargpt.cli.compare.load_corpus", interrupted)
-    done = cli("compare", verse, *QUICK, "--out", "none")
-    assert (done.returncode, "the runs so far" in done.stderr) == (130, False)
-    monkeypatch.undo()
-    monkeypatch.setattr("chargpt.analysis.compare.try_add_mixture", interrupted)
-    done = cli("compare", verse, *QUICK, "--out", "both")
-    assert done.returncode == 130
+    with monkeypatch.context() as patch:
+        patch.setattr("chargpt.cli.compare.load_corpus", interrupted)
+        done = cli("compare", verse, *QUICK, "--out", "none")
+        assert (done.returncode, "the runs so far" in done.stderr) == (130, False)
+    with monkeypatch.context() as patch:
+        patch.setattr("chargpt.analysis.compare.try_add_mixture", interrupted)
+        done = cli("compare", verse, *QUICK, "--out", "both")
+        assert done.returncode == 130
     assert "`chargpt compare both` scores them" in done.stderr
     assert cli("compare", "both").returncode == 0
 
@@ -1022,7 +1023,7 @@ def test_compared_runs_score_the_same_characters(
     result = compare_runs([trained, Path("longer")], "cpu", show_progress)
     assert shown[-1][:2] == ("scored, longer", 960)
     assert shown[0][0] == f"scored, {trained.name}"
-    assert {row.evaluation.characters for row in result.rows if row.evaluation} == {960}
+    assert {each.characters for each in result.evaluations.values()} == {960}
     assert result.scored_on == "960 of 2,844 validation characters, protocol blocks"
 
 
@@ -1036,7 +1037,7 @@ def test_runs_of_different_vocabularies_score_the_same_start_of_the_split(
     monkeypatch.setattr(comparison, "MAX_TOKENS", 1000)
     result = compare_runs([trained, Path("rare")], "cpu")
     assert load_run("rare").tokenizer != load_run(trained).tokenizer
-    assert {row.evaluation.characters for row in result.rows if row.evaluation} == {1000}
+    assert {each.characters for each in result.evaluations.values()} == {1000}
     monkeypatch.chdir("rare")
     rows = json.loads(cli("compare", ".", trained, "--json").stdout)["rows"]
     assert [row["model"] for row in rows if row["run"]] == ["rare", trained.name]

@@ -343,16 +343,19 @@ def test_baselines_of_an_empty_split_are_rejected():
 
 
 @pytest.mark.parametrize("limit", [1, 8, 100, 400, 10**6])
-@pytest.mark.parametrize("block_size", [5, 16])
+@pytest.mark.parametrize("block_size", [5, 8, 16])
 def test_baselines_and_models_score_the_same_characters(limit, block_size):
-    corpus = corpus_of(TEXT * 3)
+    corpus = corpus_of(TEXT * 6)
     fitted, val = Baselines(corpus), corpus.split("val")
     bigram = BigramLM.from_counts(fitted.pair_counts, block_size, BIGRAM_ALPHA)
     span = 16  # the same characters for any block size
     own = evaluate_tokens(bigram, val, max_tokens=limit, span=span)
-    losses = fitted.losses(val, max_tokens=limit, span=span)
+    bigram_loss = fitted.evaluate(val, max_tokens=limit, span=span)["bigram"]
     # a bigram needs no context but the character before, so blocks do not matter to it
-    assert losses["bigram"] == pytest.approx(own.nats_per_char, abs=1e-6)
+    assert bigram_loss.nats_per_char == pytest.approx(own.nats_per_char, abs=1e-6)
+    if limit >= 400 and span % block_size == 0:  # 20 spans or more: the errors are paired
+        assert own.difference_error(bigram_loss) == pytest.approx(0, abs=1e-6)
+        assert bigram_loss.standard_error == pytest.approx(own.standard_error, rel=0.2)
     assert own.characters <= min(limit, len(val) - 1)
 
 

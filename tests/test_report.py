@@ -24,14 +24,14 @@ from chargpt.analysis.report import split_at, write_report
 from chargpt.analysis.result import (
     RunScores,
     describe_difference,
-    describe_gain,
+    describe_mixture,
     evaluate_run,
     summarize,
 )
 from chargpt.cli import summary
 from chargpt.config import TextConfig
 from chargpt.inference.baselines import Baselines
-from chargpt.inference.evaluation import Evaluation, evaluate_tokens
+from chargpt.inference.evaluation import BaselineLoss, Evaluation, evaluate_tokens
 from chargpt.store.folder import RunFolder
 from chargpt.store.metrics import validation_curve
 from chargpt.store.run import load_run
@@ -383,9 +383,9 @@ def test_over_fitting_is_reported_from_the_recorded_losses(cli: Cli, verse: Path
         type(val)(nats, 1, 1, 0, "blocks", "train", 8) for nats in (bigram - 0.1, bigram + 0.1)
     )
     assert val.nats_per_char > bigram + 0.5
-    untrained = RunScores(result.baseline_losses, {"train": under_fitted, "val": val}, 9)
+    untrained = RunScores(result.baselines, {"train": under_fitted, "val": val}, 9)
     assert not any("over-fits" in words for words in summarize(run, untrained, records[:1]))
-    memorised = RunScores(result.baseline_losses, {"train": easy, "val": val}, 9)
+    memorised = RunScores(result.baselines, {"train": easy, "val": val}, 9)
     for dropout, remedy in ((0.0, "more text or model.dropout would"), (0.1, "more text would")):
         config = run.config.with_values({"model.dropout": dropout})
         dropping = type(run)(run.folder, config, run.tokenizer, run.model, run.step, run.state)
@@ -589,29 +589,34 @@ def test_a_number_stays_with_its_unit_in_a_tile(phone: Any, joined: Path, width:
 @pytest.mark.parametrize(
     ("nats", "expected"),
     [
-        (1.50, "0.100 nats better than the 6-gram"),
-        (1.70, "0.100 nats worse than the 6-gram"),
-        (1.59, "not distinguishable from the 6-gram (0.010 nats better, within twice "),
-        (1.60, "not distinguishable from the 6-gram (0.000 nats worse, within twice "),
+        (1.50, "0.100 ± 0.050 nats better than the 6-gram"),
+        (1.70, "0.100 ± 0.050 nats worse than the 6-gram"),
+        (1.59, "not distinguishable from the 6-gram (0.010 ± 0.050 nats better)"),
+        (1.60, "not distinguishable from the 6-gram (0.000 ± 0.050 nats worse)"),
     ],
 )
 def test_a_difference_within_twice_the_standard_error_is_none(nats: float, expected: str) -> None:
     evaluation = Evaluation(nats, 0.5, 1000, 0.02, "blocks", "val", 128)
-    sentence = describe_difference(evaluation, "the 6-gram", 1.6)
-    assert sentence.startswith(expected)
-    assert "the standard error, 0.040)" in sentence or not expected.endswith("twice ")
+    # two blocks of 100 characters, whose losses are 3 / sqrt(2) above and below the mean
+    other = BaselineLoss(1.6, 160 * np.ones((2, 2)) + np.array([[1, -1], [0, 0]]) * 1.5 * 2**0.5)
+    other.clusters[1] = 100
+    assert other.standard_error == pytest.approx(0.015)
+    assert describe_difference(evaluation, "the 6-gram", other) == expected
 
 
 @pytest.mark.parametrize(
     ("gain", "expected"),
     [
-        (0.1, "0.100 nats better than the gpt on the same characters"),
-        (0.001, "no better than the gpt."),
-        (-0.1, "0.100 nats worse than the gpt: the start of the text"),
+        (0.1, "0.100 ± 0.050 nats better than the gpt; chargpt sample --mixture uses it."),
+        (0.001, "not distinguishable from the gpt (0.001 ± 0.050 nats better)."),
+        (-0.1, "0.100 ± 0.050 nats worse than the gpt: the start of the text"),
     ],
 )
 def test_the_gain_of_a_mixture_has_its_sign(gain: float, expected: str) -> None:
-    assert describe_gain(gain, "gpt").startswith(expected)
+    gpt = Evaluation(1.6, 0.5, 1000, 0.02, "blocks", "val", 128)
+    mixture = replace(gpt, nats_per_char=1.6 - gain, standard_error=0.015)
+    sentence = describe_mixture(mixture, ("gpt", gpt))
+    assert sentence.startswith(f"The mixture of gpt and n-gram models is {expected}")
 
 
 @pytest.mark.parametrize(
@@ -632,6 +637,9 @@ def test_a_gap_is_over_fitting_only_if_the_text_was_read_more_than_once(
         split: Evaluation(nats, 0.5, 1000, 0.02, "blocks", split, 128)
         for split, nats in (("train", 1.0), ("val", 1.5))
     }
-    baselines = {"uniform": 4.0, "bigram": 2.4, "6-gram": 1.6}
+    baselines = {
+        name: BaselineLoss(nats, np.array([[1000 * nats], [1000]]))
+        for name, nats in (("uniform", 4.0), ("bigram", 2.4), ("6-gram", 1.6))
+    }
     sentences = summarize(run, RunScores(baselines, losses, 1000, epochs=epochs), [])
     assert any(sentence.startswith(expected) for sentence in sentences), sentences

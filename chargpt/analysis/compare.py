@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from chargpt.analysis.result import MIXTURE_SUFFIX
+from chargpt.analysis.result import MIXTURE_SUFFIX, describe_difference
 from chargpt.config import Config, load_config
 from chargpt.errors import ConfigError
 from chargpt.inference.baselines import NGRAM, Baselines
-from chargpt.inference.evaluation import Evaluation, OnProgress, evaluate_tokens
+from chargpt.inference.evaluation import BaselineLoss, Evaluation, OnProgress, evaluate_tokens
 from chargpt.inference.generation import sample
 from chargpt.models.ngram import NGramLM
 from chargpt.store.folder import RunFolder
@@ -26,6 +26,8 @@ from chargpt.training.trainer import Trainer
 MODELS = ("bigram", "gpt")
 TRAINED = " (trained)"  # ends the name of a model that `compare` trains
 MAX_TOKENS = 300_000  # scored
+MAX_BIGRAM_GAP = 0.1  # nats
+PLUS_MINUS = "±: twice the standard error of the difference"
 SPLIT_SETTINGS = {  # by which runs of one text have different validation splits
     f"text.{name}" for name in ("documents", "seed", "val_fraction", "test_fraction", "encoding")
 }
@@ -51,7 +53,7 @@ class Row:
     seconds: float | None = None  # training time
     step: int | None = None  # of its checkpoint
     run: str | None = None
-    evaluation: Evaluation | None = None
+    evaluation: Evaluation | BaselineLoss | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the row under the JSON keys that all commands use."""
@@ -61,7 +63,7 @@ class Row:
             "perplexity": math.exp(self.nats_per_char),
         }
         return {
-            **(self.evaluation.as_dict() if self.evaluation else loss),
+            **(self.evaluation.as_dict() if isinstance(self.evaluation, Evaluation) else loss),
             "model": self.model,
             "parameters": self.parameters,
             "seconds": self.seconds,
@@ -87,24 +89,32 @@ class Comparison:
     samples: dict[str, str] = field(default_factory=dict)
     show_progress: ShowProgress = show_nothing
     baselines: Mapping[str, float] = field(default_factory=dict)
+    curve_baselines: Mapping[str, float] = field(default_factory=dict)  # on the curves' characters
     notes: list[str] = field(default_factory=list)  # sentences for the user
 
     @property
     def scored_on(self) -> str:
         """What the losses were measured on."""
-        scored = max(row.evaluation.characters for row in self.rows if row.evaluation)
+        scored = max(each.characters for each in self.evaluations.values())
         return f"{scored:,} of {self.val_characters:,} validation characters, protocol blocks"
 
-    def add_baselines(self, baselines: Baselines, val: Tokens) -> None:
-        """Score the baselines on the validation split and add them."""
-        losses = baselines.losses(val, max_tokens=self.max_tokens, span=self.span)
-        vocab_size, self.baselines = baselines.ngram.vocab_size, losses
-        self.rows += [
-            Row("uniform", losses["uniform"], 0),
-            Row("unigram (counts)", losses["unigram"], vocab_size),
-            Row("bigram (counts)", losses["bigram"], vocab_size**2),
-            Row(f"{NGRAM} (counts)", losses[NGRAM]),
-        ]
+    @property
+    def evaluations(self) -> dict[str, Evaluation]:
+        """The evaluations of the runs and their mixtures, by model."""
+        found = {row.model: row.evaluation for row in self.rows}
+        return {name: each for name, each in found.items() if isinstance(each, Evaluation)}
+
+    def add_baselines(self, baselines: Baselines, val: Tokens, curve_tokens: int) -> None:
+        """Score the baselines on the validation split, and on what training scored of it."""
+        found = baselines.evaluate(val, max_tokens=self.max_tokens, span=self.span)
+        self.baselines = {name: each.nats_per_char for name, each in found.items()}
+        self.curve_baselines = baselines.losses(val, max_tokens=curve_tokens, span=self.span)
+        vocab_size = baselines.ngram.vocab_size
+        parameters = {"uniform": 0, "unigram": vocab_size, "bigram": vocab_size**2}
+        for name, each in found.items():
+            label = name if name == "uniform" else f"{name} (counts)"
+            row = Row(label, each.nats_per_char, parameters.get(name), evaluation=each)
+            self.rows.append(row)
 
     def add_run(self, name: str, run: Run, val: Tokens, mixture_run: Run | None) -> None:
         """Evaluate a trained run on the validation split and add it under a name.
@@ -129,6 +139,59 @@ class Comparison:
         nats, path = evaluation.nats_per_char, str(run.folder)
         seconds = run.state.seconds
         self.rows.append(Row(name, nats, parameters, seconds, run.step, path, evaluation))
+
+
+def conclusions(result: Comparison) -> list[str]:
+    """Return sentences on what differs between the models, and by how much the best is better."""
+    evaluations = result.evaluations
+    trained = [row for row in result.rows if row.step and row.parameters is not None]
+    steps = {row.model.removesuffix(TRAINED): row.step for row in trained}
+    blocks = {row.model.removesuffix(TRAINED): evaluations[row.model].block_size for row in trained}
+    sentences = [
+        f"the {what} differ: {', '.join(f'{name} {n:,}' for name, n in values.items())}{note}"
+        for what, values, note in (
+            ("numbers of steps", steps, " (to the best checkpoint)"),
+            ("block sizes", blocks, " (a larger one sees more context)"),
+        )
+        if len(set(values.values())) > 1
+    ]
+    if (note := undertrained({row.model: row.nats_per_char for row in result.rows})) is not None:
+        sentences.append(note)
+    gpt, by_loss = (
+        evaluations.get(f"gpt{TRAINED}"),
+        sorted(result.rows, key=lambda r: r.nats_per_char),
+    )
+    if gpt is not None:
+        best = {
+            name: next((row.evaluation for row in by_loss if row.model.startswith(start)), None)
+            for start, name in (("bigram", "the best bigram"), (NGRAM, f"the {NGRAM}"))
+        }
+        differences = [describe_difference(gpt, name, each) for name, each in best.items() if each]
+        return [*sentences, f"the gpt is {' and '.join(differences)}", PLUS_MINUS]
+    alone = [row for row in by_loss if row.parameters is not None and row.run]
+    best_of_run = {row.run: row for row in reversed(by_loss) if row.run}  # or its mixture
+    with_mixtures = sorted(best_of_run.values(), key=lambda row: row.nats_per_char)
+    for first, second, *_ in (
+        rows
+        for rows in ([alone] if with_mixtures == alone else [alone, with_mixtures])
+        if len(rows) > 1
+    ):
+        difference = describe_difference(
+            evaluations[first.model], second.model, evaluations[second.model]
+        )
+        sentences.append(f"{first.model} has the lowest loss; it is {difference}")
+    return [*sentences, PLUS_MINUS] if len(alone) > 1 else sentences
+
+
+def undertrained(losses: Mapping[str, float]) -> str | None:
+    """Return a sentence if a trained bigram is much worse than that of counts, losses by name."""
+    trained, counts = losses.get(f"bigram{TRAINED}"), losses["bigram (counts)"]
+    if trained is None or trained <= counts + MAX_BIGRAM_GAP:
+        return None
+    return (
+        f"the trained bigram, {trained:.3f}, is still far from that of counts, {counts:.3f}: "
+        "train more steps, or compare with the latter"
+    )
 
 
 def run_to_end(name: str, trainer: Trainer) -> None:
@@ -193,7 +256,7 @@ def compare(
     n_val = corpus.count_characters("val")
     span = config.model.block_size
     comparison = Comparison(corpus.name, n_val, span, max_tokens, show_progress=show_progress)
-    comparison.add_baselines(baselines, val)
+    comparison.add_baselines(baselines, val, config.train.evaluation_tokens)
     for kind in models:
         own_config = model_config(config, kind)
         run = train_run(own_config, Path(folder, kind), corpus, kind, run_trainer, baselines.ngram)
@@ -240,7 +303,8 @@ def compare_runs(
         max_tokens = max(map(len, vals))
     name = corpora[0].name
     comparison = Comparison(name, n_val, span, max_tokens, show_progress=show_progress)
-    comparison.add_baselines(Baselines(corpora[0]), vals[0])
+    curve_tokens = max(run.config.train.evaluation_tokens for run in runs)
+    comparison.add_baselines(Baselines(corpora[0]), vals[0], curve_tokens)
     for path, run, val in zip(paths, runs, vals, strict=True):
         comparison.notes += [f"{path}: {note}" for note in run.notes]
         name = path.resolve().name

@@ -8,7 +8,7 @@ from typing import Any
 
 from chargpt.errors import NOT_FINITE, OperationError
 from chargpt.inference.baselines import NGRAM, Baselines
-from chargpt.inference.evaluation import Evaluation, evaluate_tokens
+from chargpt.inference.evaluation import BaselineLoss, Evaluation, evaluate_tokens
 from chargpt.store.metrics import validation_curve
 from chargpt.store.run import Run
 from chargpt.text.corpus import REQUIRED_SPLITS, Corpus, Split
@@ -18,7 +18,6 @@ MIN_RISE = 0.02  # nats above the best validation loss that count as over-fittin
 LAST_STEPS = 10  # whose mean is the last training loss
 MIXTURE_SUFFIX = " + n-grams"
 MIXTURE_LABEL = f"gpt{MIXTURE_SUFFIX}"
-MIN_GAIN = 0.005  # nats: the smallest gain of a mixture that is reported
 MIN_GAP = 0.3  # nats of generalisation gap that are reported
 
 
@@ -26,7 +25,7 @@ MIN_GAP = 0.3  # nats of generalisation gap that are reported
 class RunScores:
     """Losses of a run and its baselines."""
 
-    baseline_losses: Mapping[str, float]  # nats per character, by name, on the same characters
+    baselines: Mapping[str, BaselineLoss]  # by name, on the same characters
     evaluations: Mapping[Split, Evaluation]  # of the run on each split
     val_characters: int  # of the validation split
     mixture: Evaluation | None = None  # of GPT and n-gram models, on the validation split
@@ -43,16 +42,23 @@ class RunScores:
         )
 
     @property
-    def better_alone(self) -> tuple[str, float]:
-        """The one of GPT and n-gram baseline with the lower validation loss, and that loss."""
-        losses = {"gpt": self.evaluations["val"].nats_per_char, NGRAM: self.baseline_losses[NGRAM]}
-        return min(losses.items(), key=lambda item: item[1])
+    def baseline_losses(self) -> dict[str, float]:
+        """The losses of the baselines in nats per character, by name."""
+        return {name: loss.nats_per_char for name, loss in self.baselines.items()}
 
     @property
-    def mixture_gain(self) -> float:
-        """By how many nats the mixture is better than `better_alone`; 0 below MIN_GAIN."""
-        gain = self.better_alone[1] - self.mixture.nats_per_char if self.mixture else 0.0
-        return gain if gain >= MIN_GAIN else 0.0
+    def better_alone(self) -> tuple[str, Evaluation | BaselineLoss]:
+        """The one of GPT and n-gram baseline with the lower validation loss, and that loss."""
+        gpt, ngram = self.evaluations["val"], self.baselines[NGRAM]
+        return ("gpt", gpt) if gpt.nats_per_char < ngram.nats_per_char else (NGRAM, ngram)
+
+    @property
+    def has_better_mixture(self) -> bool:
+        """Whether the mixture is better than GPT and n-gram baseline alone."""
+        if self.mixture is None:
+            return False
+        gain, error = difference(self.mixture, self.better_alone[1])
+        return gain > error
 
     def rows(self, kind: str) -> list[list[str]]:
         """Return the rows of the results table: model, split, nats, bits and perplexity."""
@@ -102,44 +108,46 @@ def evaluate_run(
         raise OperationError(NOT_FINITE)
     val = corpus.split("val")
     baselines = baselines or Baselines(corpus)
-    reference = baselines.losses(val, max_tokens=scored, span=run.model.block_size)
+    reference = baselines.evaluate(val, max_tokens=scored, span=run.model.block_size)
     mixture = evaluate_tokens(mixture_run.model, val, max_tokens=scored) if mixture_run else None
     n_val = corpus.count_characters("val")
     epochs = run.step * run.config.tokens_per_step / len(corpus.split("train"))
     return RunScores(reference, losses, n_val, mixture, compare_splits(corpus), epochs)
 
 
-def describe_difference(evaluation: Evaluation, name: str, reference: float | Evaluation) -> str:
-    """Return the difference of two losses in words, or that it is within twice the error."""
-    if isinstance(reference, Evaluation):
-        error = 2 * evaluation.difference_error(reference)
-        reference = reference.nats_per_char
-        shown_error = f" (twice the standard error is {error:.3f})"
-    else:
-        error, shown_error = 2 * evaluation.standard_error, ""
-    gain = reference - evaluation.nats_per_char
-    sign = "better" if gain > 0 else "worse"
-    if abs(gain) < error:
-        return (
-            f"not distinguishable from {name} ({abs(gain):.3f} nats {sign}, within twice the "
-            f"standard error, {error:.3f})"
-        )
-    return f"{abs(gain):.3f} nats {sign} than {name}{shown_error}"
+def difference(evaluation: Evaluation, reference: Evaluation | BaselineLoss) -> tuple[float, float]:
+    """Return by how many nats a loss is lower than another, and twice the standard error."""
+    gain = reference.nats_per_char - evaluation.nats_per_char
+    return gain, 2 * evaluation.difference_error(reference)
 
 
-def describe_gain(gain: float, reference: str) -> str:
-    """Return the gain of a mixture over the better of its models in words, with a full stop."""
-    if gain >= MIN_GAIN:
-        return (
-            f"{gain:.3f} nats better than the {reference} on the same characters; chargpt sample "
-            "--mixture uses it."
+def describe_difference(
+    evaluation: Evaluation, name: str, reference: Evaluation | BaselineLoss
+) -> str:
+    """Return the difference of two losses in words, with twice its standard error after ±."""
+    gain, error = difference(evaluation, reference)
+    shown = f"{abs(gain):.3f} ± {error:.3f} nats {'better' if gain > 0 else 'worse'}"
+    if abs(gain) > error:
+        return f"{shown} than {name}"
+    return f"not distinguishable from {name} ({shown})"
+
+
+def describe_mixture(
+    mixture: Evaluation, better_alone: tuple[str, Evaluation | BaselineLoss]
+) -> str:
+    """Return a sentence about a mixture beside the better of its models."""
+    name, reference = better_alone
+    gain, error = difference(mixture, reference)
+    consequence = ""
+    if gain > error:
+        consequence = "; chargpt sample --mixture uses it"
+    elif gain < -error:
+        consequence = (
+            ": the start of the text, which its weights are fitted to, differs from the "
+            "validation split"
         )
-    if gain > -MIN_GAIN:
-        return f"no better than the {reference}."
-    return (
-        f"{-gain:.3f} nats worse than the {reference}: the start of the text, which its weights "
-        "are fitted to, differs from the validation split."
-    )
+    words = describe_difference(mixture, f"the {name}", reference)
+    return f"The mixture of gpt and n-gram models is {words}{consequence}."
 
 
 def summarize(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -151,18 +159,15 @@ def summarize(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]])
     best, best_step = run.state.best_nats_per_char, run.state.best_step
     if run.config.model.kind == "gpt":
         differences = [
-            describe_difference(
-                scores.evaluations["val"], f"the {name}", scores.baseline_losses[name]
-            )
+            describe_difference(scores.evaluations["val"], f"the {name}", scores.baselines[name])
             for name in ("bigram", NGRAM)
         ]
-        sentences.append(f"The gpt is {' and '.join(differences)} on the validation split.")
-    if scores.mixture is not None:
-        better, loss = scores.better_alone
         sentences.append(
-            "The mixture of gpt and n-gram models is "
-            + describe_gain(loss - scores.mixture.nats_per_char, better)
+            f"The gpt is {' and '.join(differences)} on the validation split "
+            "(± twice the standard error)."
         )
+    if scores.mixture is not None:
+        sentences.append(describe_mixture(scores.mixture, scores.better_alone))
     if scores.split_warning is not None:
         sentences.append(f"{scores.split_warning[0].upper()}{scores.split_warning[1:]}.")
     uniform = scores.baseline_losses["uniform"]

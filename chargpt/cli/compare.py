@@ -11,9 +11,9 @@ import typer
 from chargpt.analysis import compare as comparison
 from chargpt.analysis import plots
 from chargpt.analysis.compare import Comparison
-from chargpt.analysis.result import describe_difference, loss_cells
+from chargpt.analysis.result import loss_cells
 from chargpt.cli import console, options, tables
-from chargpt.cli.ladder import compare_rungs, say_if_undertrained
+from chargpt.cli.ladder import compare_rungs
 from chargpt.cli.loop import run_steps
 from chargpt.cli.plot_file import save_plot_file
 from chargpt.cli.progress import LoadingProgress, show_progress
@@ -22,8 +22,7 @@ from chargpt.cli.summary import say_if_late, show_plan
 from chargpt.device import choose_device
 from chargpt.errors import ConfigError
 from chargpt.files import require_output
-from chargpt.inference.baselines import NGRAM
-from chargpt.inference.evaluation import Evaluation, OnProgress
+from chargpt.inference.evaluation import OnProgress
 from chargpt.store.layout import is_readable_run, is_run
 from chargpt.text.corpus import load_corpus
 from chargpt.training.budget import Budget
@@ -226,13 +225,21 @@ def train_models(
 def print_comparison(result: Comparison, plot: Path | None, *, json_: bool) -> None:
     """Draw the loss curves, if a file is given, and print the comparison."""
     if plot is not None:
-        save_plot_file(plots.loss_curves(result.curves, result.baselines, result.title), plot)
+        save_plot_file(plots.loss_curves(result.curves, result.curve_baselines, result.title), plot)
     for note in result.notes:
         console.say(note)
     plot_name = None if plot is None else str(plot)
     if json_:
         rows = [row.as_dict() for row in result.rows]
-        console.out_json({"rows": rows, "baselines": dict(result.baselines), "plot": plot_name})
+        summary = comparison.conclusions(result)
+        console.out_json(
+            {
+                "rows": rows,
+                "baselines": dict(result.baselines),
+                "summary": summary,
+                "plot": plot_name,
+            }
+        )
         return
     print_rows(result)
     tables.side_by_side(list(result.samples), list(result.samples.values()))
@@ -259,33 +266,8 @@ def print_rows(result: Comparison) -> None:
         ],
         title=f"{result.title}: loss on {result.scored_on}",
     )
-    trained = [row for row in result.rows if row.step and row.parameters is not None]
-    steps = {row.model.removesuffix(comparison.TRAINED): row.step for row in trained}
-    if len(set(steps.values())) > 1:
-        each = ", ".join(f"{name} {count:,}" for name, count in steps.items())
-        console.out_sentence(f"the numbers of steps differ: {each} (to the best checkpoint)")
-    ngrams = [row.nats_per_char for row in result.rows if row.model.startswith(NGRAM)]
-    bigrams = [row.nats_per_char for row in result.rows if row.model.startswith("bigram")]
-    trained_gpt = f"gpt{comparison.TRAINED}"
-    gpt = next((row.evaluation for row in result.rows if row.model == trained_gpt), None)
-    say_if_undertrained(
-        {row.model: row.nats_per_char for row in result.rows if row.model.startswith("bigram")}
-    )
-    if bigrams and gpt is not None:
-        differences = [
-            describe_difference(gpt, name, min(losses))
-            for name, losses in (("the best bigram", bigrams), (f"the {NGRAM}", ngrams))
-            if losses
-        ]
-        console.out_sentence(f"the gpt is {' and '.join(differences)}")
-    elif len(result.curves) > 1:
-        best_of_run: dict[str | None, tuple[Evaluation, str]] = {}  # without or with its mixture
-        for row in sorted(result.rows, key=lambda row: row.nats_per_char):
-            if row.evaluation is not None:
-                best_of_run.setdefault(row.run, (row.evaluation, row.model))
-        (best, name), (second, other), *_ = best_of_run.values()
-        difference = describe_difference(best, other, second)
-        console.out_sentence(f"{name} has the lowest loss; it is {difference}")
+    for sentence in comparison.conclusions(result):
+        console.out_sentence(sentence)
     if result.curves:
         console.out("validation during training, on a part of the split:")
     for name, points in result.curves.items():

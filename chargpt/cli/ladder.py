@@ -1,10 +1,9 @@
 """`chargpt compare --ladder`: from a bigram to a GPT, one component at a time."""
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from chargpt.analysis import plots
-from chargpt.analysis.compare import TRAINED
+from chargpt.analysis.compare import undertrained
 from chargpt.analysis.ladder import Estimate, Ladder, run_ladder
 from chargpt.analysis.result import loss_cells
 from chargpt.cli import console, tables
@@ -17,7 +16,6 @@ from chargpt.text.corpus import load_corpus
 from chargpt.training.session import output_folder, slug
 from chargpt.training.trainer import Trainer
 
-MAX_BIGRAM_GAP = 0.1  # nats
 MAX_SAMPLE = 150  # characters of a rung's sample
 
 
@@ -75,7 +73,9 @@ def print_ladder(ladder: Ladder) -> None:
         f"gpt: {describe_gain(ladder.total_gain)} than the bigram"
     )
     trained = ladder.results[0]
-    say_if_undertrained({trained.rung.name: trained.loss.value, **ladder.ngrams})
+    note = undertrained({trained.rung.name: trained.loss.value, **ladder.ngrams})
+    if note is not None:
+        console.out_sentence(note)
     if ladder.compressor_losses:
         console.out_sentence(
             "compressors: the size of both splits together minus that of the training split"
@@ -87,16 +87,6 @@ def print_ladder(ladder: Ladder) -> None:
     for result in ladder.results:
         text = " / ".join(result.sample[:MAX_SAMPLE].split("\n"))
         console.out_sentence(f"-- {result.rung.name} --\n{text}")
-
-
-def say_if_undertrained(losses: Mapping[str, float]) -> None:
-    """Say that a trained bigram is much worse than that of counts, given losses by name."""
-    trained, counts = losses.get(f"bigram{TRAINED}"), losses["bigram (counts)"]
-    if trained is not None and trained > counts + MAX_BIGRAM_GAP:
-        console.out_sentence(
-            f"the trained bigram, {trained:.3f}, is still far from that of counts, {counts:.3f}: "
-            "train more steps, or compare with the latter"
-        )
 
 
 def describe_gain(gain: Estimate) -> str:

@@ -163,7 +163,7 @@ def print_result(
     path = shlex.quote(str(session.folder.path))
     is_ended = session.trainer.finished or state.step >= ENDED * config.train.max_steps
     more = f" -s train.max_steps={2 * state.step}" if is_ended else ""
-    mixture = " --mixture" if scores.mixture_gain else ""
+    mixture = " --mixture" if scores.has_better_mixture else ""
     commands = [f"chargpt sample {path}{mixture}", f"chargpt evaluate {path}"]
     if not has_report:
         commands.append(f"chargpt report {path}")

@@ -6,6 +6,7 @@ import numpy as np
 
 from chargpt.config import MAX_BLOCK_SIZE
 from chargpt.errors import TextError
+from chargpt.inference.evaluation import BaselineLoss
 from chargpt.inference.windows import even_spans, gather_rows
 from chargpt.models.ngram import NGRAM_ORDER, NGramLM
 from chargpt.text.corpus import Corpus
@@ -38,7 +39,14 @@ class Baselines:
     def losses(
         self, tokens: Tokens, *, max_tokens: int | None = None, span: int | None = None
     ) -> dict[str, float]:
-        """Return the loss of each baseline in nats per character, by name.
+        """Return the loss of each baseline in nats per character, by name; see `evaluate`."""
+        found = self.evaluate(tokens, max_tokens=max_tokens, span=span)
+        return {name: loss.nats_per_char for name, loss in found.items()}
+
+    def evaluate(
+        self, tokens: Tokens, *, max_tokens: int | None = None, span: int | None = None
+    ) -> dict[str, BaselineLoss]:
+        """Return the loss of each baseline, by name.
 
         They score the characters that `evaluate_tokens` scores with the same arguments, each with
         all of its context.
@@ -46,7 +54,8 @@ class Baselines:
         Args:
             tokens: of a split, shape (tokens,).
             max_tokens: score at most this many, in evenly spread spans; all by default.
-            span: length of the spans, needed with `max_tokens`: the model's block size.
+            span: length of the spans, needed with `max_tokens`, and of the blocks whose losses are
+                added up: the model's block size.
 
         Raises:
             TextError: there are fewer than 2 characters.
@@ -64,14 +73,27 @@ class Baselines:
         first, second = rows[:, n_earlier:-1].ravel(), rows[:, n_earlier + 1 :].ravel()
         counts = self.token_counts + UNIGRAM_ALPHA
         pair_log_probs = bigram_log_probs(self.pair_counts, first, second, BIGRAM_ALPHA)
-        losses = {
-            "uniform": math.log(len(counts)),
-            "unigram": -float(np.log(counts / counts.sum())[second].mean()),
-            "bigram": -float(pair_log_probs.mean()),
-            NGRAM: float(self.ngram.losses(rows)[:, n_earlier:].mean(dtype=np.float64)),
+        losses = {  # of each token
+            "uniform": np.full(second.size, math.log(len(counts))),
+            "unigram": -np.log(counts / counts.sum())[second],
+            "bigram": -pair_log_probs,
+            NGRAM: self.ngram.losses(rows)[:, n_earlier:],
         }
-        per_character = second.size / max(1, self.tokenizer.count_characters(second))
-        return {name: loss * per_character for name, loss in losses.items()}
+
+        def block_sums(values: Floats) -> Floats:
+            by_row = values.reshape(len(rows), length).astype(np.float64)
+            sums: Floats = np.add.reduceat(by_row, np.arange(0, length, span or length), axis=1)
+            return sums.ravel()
+
+        sizes = block_sums((second < self.tokenizer.first_continuation_id).astype(np.float64))
+        n_characters = max(1, sizes.sum())
+        return {
+            name: BaselineLoss(
+                float(each.sum(dtype=np.float64)) / n_characters,
+                np.stack((block_sums(each), sizes)),
+            )
+            for name, each in losses.items()
+        }
 
 
 def fit_ngram(corpus: Corpus) -> NGramLM:

@@ -30,6 +30,7 @@ from chargpt.inference.windows import (
     NANOGPT_EVAL_ITERS,
     EvaluationProtocol,
     Windows,
+    even_spans,
     protocol_windows,
     sliding_windows,
 )
@@ -46,6 +47,19 @@ MIN_BLOCKS = 20
 MAX_LOGITS_BYTES = 64_000_000  # of one forward pass
 MAX_CALL_TOKENS = 16_384  # of one forward pass
 MAX_CPU_CALL_TOKENS = 4_096  # activations of more do not fit into a CPU's caches
+
+
+@dataclass(frozen=True)
+class BaselineLoss:
+    """Loss of a baseline, as a whole and by block."""
+
+    nats_per_char: float
+    clusters: Floats = field(repr=False)  # S_b and n_b of `Evaluation`, (2, blocks)
+
+    @property
+    def standard_error(self) -> float:
+        """Cluster-robust standard error of `nats_per_char`."""
+        return math.sqrt(_variance(*self.clusters)) / float(self.clusters[1].sum())
 
 
 @dataclass(frozen=True)
@@ -67,10 +81,10 @@ class Evaluation:
     block_size: int  # T, the maximum context in tokens
     n_unknown: int = 0  # characters outside the vocabulary, left out or replaced
     nats_per_document: float | None = None  # of a list of documents: `nats_per_char` * mean length
-    # S_b and n_b, (2, blocks)
+    # S_b and n_b, (2, blocks), or of spans, if these were given
     clusters: Floats | None = field(default=None, repr=False, compare=False)
 
-    def difference_error(self, other: "Evaluation") -> float:
+    def difference_error(self, other: "Evaluation | BaselineLoss") -> float:
         """Return the standard error of the difference of two losses, in nats per character.
 
         It is paired by block if both scored the same number of characters in each of at least
@@ -245,7 +259,7 @@ def evaluate_tokens(
         protocol=protocol,
         split=split,
         block_size=block_size,
-        clusters=np.stack((losses, sizes)),
+        clusters=_by_span(np.stack((losses, sizes)), len(tokens) - 1, block_size, span, max_tokens),
     )
 
 
@@ -303,6 +317,23 @@ def _score(
                 done += losses.size
                 on_progress(done, total)
     return np.concatenate(block_losses), np.concatenate(block_sizes), n_correct, float(squares)
+
+
+def _by_span(
+    clusters: Floats, n_inputs: int, block_size: int, span: int | None, max_tokens: int | None
+) -> Floats:
+    """Return the sums of spans, (2, spans), of those of blocks, if spans consist of blocks."""
+    if span is None or span == block_size:
+        return clusters
+    starts, length = even_spans(n_inputs, span, max_tokens)
+    if length < n_inputs:  # the first blocks of all spans, then the second ones
+        by_span: Floats = clusters.reshape(2, -1, len(starts)).sum(axis=1)
+        return by_span
+    n_blocks, remainder = divmod(span, block_size)
+    if remainder or not n_blocks:
+        return clusters
+    sums: Floats = np.add.reduceat(clusters, np.arange(0, clusters.shape[1], n_blocks), axis=1)
+    return sums
 
 
 def _variance(block_losses: Floats, block_sizes: Floats) -> float:
