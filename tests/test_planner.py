@@ -420,6 +420,31 @@ def test_a_budget_that_is_too_short_for_the_fewest_steps_is_extended_and_says_so
     assert "about 8 s" in note
     with pytest.raises(OperationError, match=r"give --budget 20s"):
         budget.extend_for(20, step_seconds=1.0)
+    note = FixedBudget(5.0).extend_for(20, step_seconds=0.2, validation_seconds=3)
+    assert note is not None
+    assert "about 7 s" in note
+
+
+def test_a_budget_reserves_more_for_its_end_when_validation_gets_slower() -> None:
+    budget = Budget(100.0, started=0.0, clock=lambda: 0.0)
+    budget.evaluation_seconds, budget.validation_seconds = 4.0, 1.0
+    before = budget.remaining
+    budget.update_evaluation(0.5)
+    assert budget.remaining == before
+    budget.update_evaluation(3.0)
+    assert budget.remaining == pytest.approx(before - 8.0)
+    budget.update_evaluation(3.0)
+    assert budget.remaining == pytest.approx(before - 8.0)
+
+
+def test_a_command_that_took_longer_than_announced_says_so() -> None:
+    now = [10.5]
+    budget = Budget(10.0, started=0.0, clock=lambda: now[0])
+    assert budget.late_note() is None
+    now[0] = 12.0
+    assert "12 s instead of 10 s" in str(budget.late_note())
+    budget.extension = 2.0
+    assert budget.late_note() is None
 
 
 def test_an_extended_budget_has_time_for_the_steps() -> None:

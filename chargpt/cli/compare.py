@@ -18,7 +18,7 @@ from chargpt.cli.loop import run_steps
 from chargpt.cli.plot_file import save_plot_file
 from chargpt.cli.progress import LoadingProgress, show_progress
 from chargpt.cli.signals import Stopped, catch_signals
-from chargpt.cli.summary import say_if_late, show_plan
+from chargpt.cli.summary import show_plan
 from chargpt.device import choose_device
 from chargpt.errors import ConfigError
 from chargpt.files import require_output
@@ -139,8 +139,8 @@ def compare(
     time_budget = request.time_budget() if budget else None
     result, folder = train_models(request, time_budget, out, models or MODELS)
     print_comparison(result, plot or folder / "curves.svg", json_=json_)
-    if time_budget is not None:
-        say_if_late(time_budget)
+    if time_budget is not None and (note := time_budget.late_note()) is not None:
+        console.say(note)
     if not json_:
         console.out(f"the runs are in {folder}; next:")
         for name in result.curves:

@@ -23,7 +23,6 @@ from chargpt.training.session import Session
 from chargpt.training.trainer import Trainer
 
 LABEL = 8  # columns of the plan's labels
-LATE = 1.1  # of a budget: a command that takes longer says so
 
 
 def show_budget(plan: Plan, budget: Budget, corpus: Corpus) -> None:
@@ -128,18 +127,8 @@ def show_result(session: Session, baselines: Baselines | None, *, json_: bool = 
         print_result(session, scores, sentences, has_report=has_report)
     if has_report:
         show_report(session, best, scores, json_=json_)
-    if budget is not None:
-        say_if_late(budget)
-
-
-def say_if_late(budget: Budget) -> None:
-    """Say how long a command with a budget took, if that was too long and not announced."""
-    seconds = budget.clock() - budget.started
-    if seconds > LATE * budget.seconds and not budget.extension:
-        console.say(
-            f"this took {console.duration(seconds)} instead of "
-            f"{console.duration(budget.seconds)}: the machine slowed down"
-        )
+    if budget is not None and (late := budget.late_note()) is not None:
+        console.say(late)
 
 
 def print_result(
@@ -159,7 +148,8 @@ def print_result(
         best_step = f"no checkpoint is better than {before}; commands use the last one"
     seconds = console.duration(state.seconds)
     earlier = ", those before --resume included" if session.is_resumed else ""
-    console.out_sentence(f"trained {state.step:,} steps in {seconds}{earlier}; {best_step}")
+    steps = "1 step" if state.step == 1 else f"{state.step:,} steps"
+    console.out_sentence(f"trained {steps} in {seconds}{earlier}; {best_step}")
     path = shlex.quote(str(session.folder.path))
     is_ended = session.trainer.finished or state.step >= ENDED * config.train.max_steps
     more = f" -s train.max_steps={2 * state.step}" if is_ended else ""

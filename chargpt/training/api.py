@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
@@ -15,6 +14,7 @@ from chargpt.errors import ConfigError, FinishedError
 from chargpt.ranks import is_main_rank, world_size
 from chargpt.store.run import Run, load_run
 from chargpt.text import TextProgress
+from chargpt.training.budget import Budget
 from chargpt.training.mixing import try_add_mixture
 from chargpt.training.request import Request, StartMode
 from chargpt.training.session import Session, open_session
@@ -101,9 +101,15 @@ def train(
         start=start,
         device=device,
     )
-    notes: list[str] = []
+    notes, budgets = list[str](), list[Budget]()
+
+    def run_session(session: Session) -> None:
+        if session.budget is not None:
+            budgets.append(session.budget)
+        run_steps(session, progress=progress, notes=notes)
+
     try:
-        folder = run_training(request, partial(run_steps, progress=progress, notes=notes))
+        folder = run_training(request, run_session)
     except FinishedError:
         if start is not StartMode.NEW_OR_RESUME:
             raise
@@ -111,6 +117,7 @@ def train(
     run = load_run(folder, device=device or "auto")
     if is_main_rank():
         try_add_mixture(run, None, notes)
+    notes += [note for budget in budgets if (note := budget.late_note()) is not None]
     return replace(run, notes=(*notes, *run.notes))
 
 

@@ -29,6 +29,7 @@ EPOCH_LIMIT_NOTE = (
     f"training ends before its time, after {MAX_EPOCHS} epochs, since more would only over-fit "
     "most texts; chargpt train --resume with -s train.max_steps=N trains longer"
 )
+LATE = 1.1  # of the announced time: a command that takes longer says so
 TRIAL_LR_FACTOR = 1e-6  # trial updates must not leave the usual range of values
 
 
@@ -117,6 +118,7 @@ class Budget:
         self.extension = 0.0  # seconds, where the budget is too short
         self.step_limit: int | None = None  # more would only over-fit; set by planning
         self.evaluation_seconds = RESERVE.fraction * seconds
+        self.validation_seconds = 0.0  # of one validation in training; measured later
         self.replan_step: int | None = None
         self.noted_steps = 0  # number of steps in the last note to the user
         self.planned_step_seconds = math.nan  # of a step; measured later
@@ -145,13 +147,15 @@ class Budget:
             overrun = self.seconds if self.extension else REPLANNING.overrun * self.seconds
         return step > 0 and self.remaining < -overrun
 
-    def extend_for(self, n_steps: int, step_seconds: float) -> str | None:
+    def extend_for(
+        self, n_steps: int, step_seconds: float, validation_seconds: float = 0.0
+    ) -> str | None:
         """Extend a budget in which `n_steps` steps do not fit; return a note about it.
 
         Raises:
             OperationError: as `require_time_for` does.
         """
-        missing = self.require_time_for(n_steps, step_seconds)
+        missing = self.require_time_for(n_steps, step_seconds, validation_seconds)
         if missing <= 0:
             return None
         self.extension = missing
@@ -161,13 +165,15 @@ class Budget:
             "are the fewest useful ones"
         )
 
-    def require_time_for(self, n_steps: int, step_seconds: float) -> float:
-        """Return the seconds that `n_steps` steps lack; negative if they fit.
+    def require_time_for(
+        self, n_steps: int, step_seconds: float, validation_seconds: float = 0.0
+    ) -> float:
+        """Return the seconds that `n_steps` steps and validations lack; negative if they fit.
 
         Raises:
             OperationError: they lack more than the whole budget again.
         """
-        missing = n_steps * step_seconds - self.remaining
+        missing = n_steps * step_seconds + validation_seconds - self.remaining
         if missing > self.seconds:
             raise OperationError(
                 f"a budget of {self.seconds:g} s is too short for {n_steps} steps, the fewest that "
@@ -186,6 +192,7 @@ class Budget:
             timed = evaluate_tokens(model, splits[-1], max_tokens=n_timed)
         per_character = (self.clock() - start) / timed.characters
         per_token = per_character * corpus.characters_per_token
+        self.validation_seconds = per_token * min(max_tokens, len(splits[-1]))
         n_scored = sum(min(max_tokens, len(tokens)) for tokens in splits)
         n_scored += RESERVE.report_tokens if self.has_report else 0
         n_mixture = len(corpus.split("mixture"))
@@ -195,6 +202,19 @@ class Budget:
         if config.train.from_run is not None:  # the text of that run is scored before and after
             n_scored += 2 * max_tokens
         self.evaluation_seconds = RESERVE.margin * per_token * n_scored + mixture_seconds(corpus)
+
+    def update_evaluation(self, validation_seconds: float) -> None:
+        """Reserve more time for the final evaluations if a validation took longer than before."""
+        if 0 < self.validation_seconds < validation_seconds:
+            self.evaluation_seconds *= validation_seconds / self.validation_seconds
+            self.validation_seconds = validation_seconds
+
+    def late_note(self) -> str | None:
+        """Return a sentence if the command has taken longer than was announced."""
+        seconds, announced = self.clock() - self.started, self.seconds + self.extension
+        if seconds <= LATE * announced:
+            return None
+        return f"this took {seconds:.0f} s instead of {announced:.0f} s: the machine slowed down"
 
     def start(self, config: Config, step: int) -> None:
         """Begin to measure steps; call it before the first one."""

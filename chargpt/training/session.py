@@ -1,6 +1,7 @@
 """The start of a training run: new, resumed, or in place of another."""
 
 import itertools
+import math
 import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -183,12 +184,18 @@ def fit_budget(budget: Budget, trainer: Trainer, planned: Plan, notes: list[str]
     config = trainer.config
     budget.measure_evaluation(trainer.model, trainer.corpus, config)
     step_seconds = config.tokens_per_step / planned.speed
-    note = budget.extend_for(min(REPLANNING.min_steps, config.train.max_steps), step_seconds)
+    if config.train.ngram_target_weight:
+        trainer.learner.ngram  # noqa: B018 - counted now, so that the remaining time is known
+    n_steps = min(REPLANNING.min_steps, config.train.max_steps)
+    n_validations = math.ceil(n_steps / config.train.evaluate_every) + 1
+    validation_seconds = n_validations * budget.validation_seconds
+    note = budget.extend_for(n_steps, step_seconds, validation_seconds)
     if note is not None:
         notes.append(note)
-        trainer.config = config = replanned_config(config, 0, step_seconds, budget.remaining)
+        seconds = budget.remaining - validation_seconds
+        trainer.config = config = replanned_config(config, 0, step_seconds, seconds)
     planned_seconds = config.train.max_steps * step_seconds / RECIPE.initial_fraction
-    return min(budget.remaining, planned_seconds)
+    return min(budget.remaining, planned_seconds + validation_seconds)
 
 
 def with_mixture_split(config: Config, corpus: Corpus, budget: Budget) -> tuple[Config, Corpus]:

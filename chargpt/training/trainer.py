@@ -53,6 +53,7 @@ class StepReport:
     speed: float = 0.0  # characters per second of training; 0 until it is measured
     remaining_seconds: float | None = None  # until the last step; None until it is known
     validation: Evaluation | None = None  # of the validation split, if it was due
+    validation_seconds: float = 0.0  # that it took
     is_best: bool = False  # whether that is the lowest validation loss so far
     sample: str | None = None  # generated text, if it was due
     notes: list[str] = field(default_factory=list)  # sentences for the user
@@ -244,6 +245,8 @@ class Trainer:
         """Stop at the budget's deadline, or adjust the run where that is due."""
         if budget is None:
             return
+        if report.step:  # the first validation is a warm-up
+            budget.update_evaluation(report.validation_seconds)
         if not budget.is_over(report.step):
             config = budget.adjust(self.config, report.step, self.speed, report.notes)
             if config is not self.config:
@@ -251,7 +254,12 @@ class Trainer:
             return
         missing = 1 - report.step / report.max_steps
         cause = "the time is up" if missing < REPLANNING.noted_change else "the machine slowed down"
-        report.notes.append(f"{cause}: stopped at step {report.step:,} of {report.max_steps:,}")
+        useless = ""
+        if report.step < min(REPLANNING.min_steps, report.max_steps):
+            useless = "; a model of so few steps is of little use: give a longer budget"
+        report.notes.append(
+            f"{cause}: stopped at step {report.step:,} of {report.max_steps:,}{useless}"
+        )
         self.stopped_by = "deadline"
         if report.validation is None:
             self.validate(report)
@@ -290,9 +298,10 @@ class Trainer:
         self.write_metrics()
         nats = math.nan
         if self.group.is_main:
-            max_tokens = self.config.train.evaluation_tokens
+            max_tokens, started = self.config.train.evaluation_tokens, time.perf_counter()
             report.validation = self.validator.evaluate("val", max_tokens)
             self.last_validation = report.step, report.validation
+            report.validation_seconds = time.perf_counter() - started
             nats = report.validation.nats_per_char
             self._record({"step": report.step, VALIDATION: nats})
         nats = self.group.broadcast(nats)
