@@ -61,11 +61,30 @@ def test_a_run_starts_from_another_and_says_what_that_one_forgets(first: Path, c
     records = [json.loads(line) for line in Path("second/metrics.jsonl").read_text().splitlines()]
     (_, at_start), *_ = validation_curve(records)
     assert at_start < 2.5  # ln 14 = 2.64 for random weights
-    before, after = json.loads(done.stdout)["forgetting"].values()
-    assert before == pytest.approx(
-        json.loads(cli("evaluate", "first", "--json").stdout)["nats_per_char"]
+    forgotten, on_first = (
+        json.loads(text) for text in (done.stdout, cli("evaluate", "first", "--json").stdout)
     )
-    assert after > before
+    forgotten = forgotten["forgetting"]
+    assert forgotten["before"] == pytest.approx(on_first["nats_per_char"])
+    assert forgotten["after"] > forgotten["before"]
+    assert (forgotten["characters"], forgotten["n_unknown"]) == (on_first["characters"], 0)
+
+
+def test_a_run_from_one_of_documents_has_documents_too(cli: Cli) -> None:
+    Path("first.txt").write_text("ä\n" + FIRST)  # ä occurs once: it is spelled as bytes
+    Path("second.txt").write_text(SECOND)
+    settings = ("-s", "text.documents=lines", "-s", "text.min_count=2")
+    done = cli("train", "first.txt", *SMALL, *STEPS, *settings, "--out", "first")
+    assert done.returncode == 0, done.stderr
+    done = cli("train", "second.txt", "--from", "first", *STEPS, "--out", "second")
+    assert "text.documents='lines', as there" in done.stderr
+    assert "the byte tokens are dropped" in done.stderr
+    assert load_run("second").config.text.documents == "lines"
+    assert "characters of its validation split" in " ".join(done.stdout.split())
+    plain = ("-s", "text.documents=null", "--out", "plain")
+    done = cli("train", "second.txt", "--from", "first", *STEPS, *plain)
+    assert "as there" not in done.stderr
+    assert load_run("plain").config.text.documents is None
 
 
 def test_the_loss_on_the_old_text_is_printed(first: Path, cli: Cli) -> None:

@@ -78,6 +78,30 @@ def test_unknown_characters_are_rejected_or_skipped() -> None:
         score(run, "xyz", "skip")
 
 
+def test_a_table_of_lines_is_cut_where_it_says_so_and_keeps_its_header(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [
+        f"\tif (value_{n} == {n}) return first_of_many_names(value_{n}, {n});" for n in range(1200)
+    ]
+    Path("code.c").write_text("\n".join(lines) + "\n")
+    monkeypatch.setenv("COLUMNS", "80")
+    cli("train", "code.c", *QUICK, "--out", "mine")
+    shown = cli("score", "mine", "code.c").stdout
+    assert "bits/char" in shown
+    for line in shown.splitlines():
+        assert len(line) <= 80
+        assert "value_" not in line or line.rstrip().endswith((";", "…"))
+    assert "as it stands" not in cli("score", "mine", "code.c").stderr
+    poems = "a\n%\nb\n%\n" * 300
+    Path("poems.txt").write_text(poems)
+    done = cli("train", "poems.txt", *QUICK, "-s", "text.documents=\n%\n", "--out", "poems")
+    assert done.returncode == 0, done.stderr
+    assert "with the separators of documents" in " ".join(
+        cli("score", "poems", "poems.txt").stderr.split()
+    )
+
+
 def test_the_command_ranks_lines_and_reads_standard_input(
     verse: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:

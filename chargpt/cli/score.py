@@ -13,7 +13,7 @@ from chargpt.text.corpus import read_text
 from chargpt.training.adaptive import adaptive_losses
 
 SHOWN = 3  # lines at each end of the ranking
-MAX_SHOWN = 60  # characters of a line
+MAX_SHOWN = 200  # characters of a line: the table cuts it where the terminal ends
 
 
 def score(
@@ -25,7 +25,8 @@ def score(
         bool,
         typer.Option(
             "--per-line",
-            help="Print bits per character, number and text of every line, highest first.",
+            help="Print bits per character, number and text of every line, highest first. The "
+            "lines before a line are its context.",
         ),
     ] = False,
     unknown: options.UnknownOption = None,
@@ -54,6 +55,12 @@ def score(
     settings = loaded.config.text.model_copy(update={**changes, "documents": None})
     content = read_text(text, settings)
     runs.warn_of_own_text(loaded, text)
+    separator = loaded.config.text.documents
+    if separator not in (None, "lines", "files") and separator in content:
+        console.say(
+            f"scored as it stands, with the separators of documents (text.documents={separator!r}) "
+            "as text; chargpt evaluate --text ends documents there, as training did"
+        )
     with show_progress("character", "scored") as on_progress:
         scored = scoring.score(loaded, content, unknown, on_progress, losses_of)
     console.say_unknown(scored.n_unknown, unknown or loaded.config.text.unknown)
@@ -81,7 +88,7 @@ def score(
     )
     if len(ranked) > 1:
         rows = [
-            [f"{line.bits_per_char:.3f}", f"{line.number:,}", line.text[:MAX_SHOWN]]
+            [f"{line.bits_per_char:.3f}", f"{line.number:,}", line.text.expandtabs(4)[:MAX_SHOWN]]
             for line in ranked
         ]
         if len(rows) > 2 * SHOWN:

@@ -1,6 +1,7 @@
 """What `chargpt train` prints before the first step and after the last."""
 
 import shlex
+from dataclasses import asdict
 
 import torch
 
@@ -101,10 +102,12 @@ def show_result(session: Session, baselines: Baselines | None, *, json_: bool = 
     base_run = session.base_run
     forgotten = None if base_run is None else forgetting(base_run, best)
     if base_run is not None and forgotten is not None:
+        unknown = f", without {forgotten.n_unknown:,} that this run does not know"
         sentences.append(
             f"On {base_run.state.text_name}, the text of {base_run.folder}: "
-            f"{forgotten['before']:.3f} nats per character before training, "
-            f"{forgotten['after']:.3f} after it."
+            f"{forgotten.before:.3f} nats per character before training, {forgotten.after:.3f} "
+            f"after it (on {forgotten.characters:,} characters of its validation split"
+            f"{unknown * bool(forgotten.n_unknown)})."
         )
     state = trainer.state
     has_report = budget.has_report if budget else state.seconds >= RESERVE.min_report_budget
@@ -119,7 +122,7 @@ def show_result(session: Session, baselines: Baselines | None, *, json_: bool = 
                 "baselines": scores.baseline_losses,
                 "losses": {split: loss.as_dict() for split, loss in scores.evaluations.items()},
                 "mixture": scores.mixture.as_dict() if scores.mixture else None,
-                **({"forgetting": forgotten} if forgotten else {}),
+                **({"forgetting": asdict(forgotten)} if forgotten else {}),
                 "summary": sentences,
             }
         )

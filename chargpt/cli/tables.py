@@ -29,6 +29,7 @@ def table(
     With `last_is_text` the last column is left-aligned, and cut where the line ends.
     """
     rows = list(rows)
+    widths = [max(map(cell_len, cells)) for cells in zip(columns, *rows, strict=True)]
     grid = Table(
         title=Text(console.printable(title)) if title else None,
         box=box.SIMPLE_HEAD,
@@ -40,18 +41,21 @@ def table(
         is_short = all(cell_len(row[index]) <= MAX_WHOLE for row in rows)
         is_text = last_is_text and index == len(columns) - 1
         justify: Literal["left", "right"] = "left" if index == 0 or is_text else "right"
-        overflow: Literal["ellipsis", "fold"] = "ellipsis" if is_text else "fold"
         grid.add_column(
             Text(console.printable(column)),
             justify=justify,
-            overflow=overflow,
+            overflow="fold",
             no_wrap=is_text or (bool(index) and is_short),
+            min_width=None if index else min(MIN_FIRST, widths[0]),
             style="" if index else "cyan",
         )
+    available = Console().width - 1 - 2 * len(widths) - sum(widths[:-1])
     for row in rows:
-        grid.add_row(*(Text(console.printable(cell)) for cell in row))
+        cells = [Text(console.printable(cell)) for cell in row]
+        if last_is_text:
+            cells[-1].truncate(max(available, MIN_FIRST), overflow="ellipsis")
+        grid.add_row(*cells)
     # a terminal that is too narrow breaks whole lines: rich would leave out columns and cut numbers
-    widths = [max(map(cell_len, cells)) for cells in zip(columns, *rows, strict=True)]
     limits = (MIN_FIRST, *(MAX_WHOLE for _ in widths[1:]))
     least = 1 + 2 * len(widths) + sum(map(min, widths, limits))
     print_rich(Console(highlight=False, width=max(Console().width, least)), grid)

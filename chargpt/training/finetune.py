@@ -4,6 +4,7 @@ Shapes in this file: V = vocabulary size, C = n_embd.
 """
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -32,8 +33,8 @@ def load_base_run(config: Config) -> Run | None:
 def config_from_base_run(base_run: Run, config: Config, fixed_keys: Collection[str]) -> Config:
     """Return the config of a run that starts from another run's weights.
 
-    It has that run's model, characters and batch size, and lower learning rates. The user has set
-    the dotted keys `fixed_keys`.
+    It has that run's model, characters, documents and batch size, and lower learning rates. The
+    user has set the dotted keys `fixed_keys`.
 
     Raises:
         ConfigError: the user has set another model.
@@ -51,6 +52,7 @@ def config_from_base_run(base_run: Run, config: Config, fixed_keys: Collection[s
             )
     values = {
         **model,
+        "text.documents": base_run.config.text.documents,
         "train.batch_size": base_run.config.train.batch_size,
         "optim.lr": LR_FRACTION * config.optim.lr,
         "optim.matrix_lr": LR_FRACTION * config.optim.matrix_lr,
@@ -60,17 +62,20 @@ def config_from_base_run(base_run: Run, config: Config, fixed_keys: Collection[s
     return config.with_values({**values, "text.extra_characters": "".join(characters)})
 
 
-def describe_base_run(run: Run, tokenizer: CharTokenizer) -> str:
+def describe_base_run(run: Run, config: Config, tokenizer: CharTokenizer) -> str:
     """Return which weights are the start, and how many tokens are new, in a sentence."""
     old, _ = shared_tokens(run.tokenizer, tokenizer)
     without = run.tokenizer.has_bytes and not tokenizer.has_bytes
     dropped = (
-        "; the byte tokens are dropped, as this text has no rare characters" if without else ""
+        "; the byte tokens are dropped, as this text has no rare characters: with "
+        "-s text.min_count=2 those that occur once are rare"
     )
+    documents = f"; text.documents={run.config.text.documents!r}, as there"
+    has_documents = run.config.text.documents and run.config.text.documents == config.text.documents
     return (
         f"starting from {run.folder}, step {run.step:,}: {len(old):,} of the "
         f"{tokenizer.vocab_size:,} tokens are known, {tokenizer.vocab_size - len(old):,} new"
-        f"{dropped}"
+        f"{dropped * without}{documents * bool(has_documents)}"
     )
 
 
@@ -105,23 +110,29 @@ def shared_tokens(first: CharTokenizer, second: CharTokenizer) -> tuple[Tensor, 
     return old, new
 
 
-def forgetting(base_run: Run, run: Run) -> dict[str, float] | None:
-    """Return the loss on the base run's own text, `before` and `after` training.
+@dataclass(frozen=True)
+class Forgetting:
+    """Loss on the base run's own text, in nats per character."""
 
-    Both are in nats per character of its validation split, without the characters that the new
-    vocabulary lacks. None if the cache no longer has that text.
-    """
+    before: float  # training
+    after: float
+    characters: int  # of its validation split that were scored
+    n_unknown: int  # characters of the split that the new vocabulary lacks; left out
+
+
+def forgetting(base_run: Run, run: Run) -> Forgetting | None:
+    """Return what a fine-tuned run has forgotten; None if the cache no longer has the text."""
     try:
-        text = base_run.tokenizer.decode(base_run.corpus().split("val"))
+        whole = base_run.tokenizer.decode(base_run.corpus().split("val"))
     except ChargptError:
         return None
     base_run.model.to(run.model.device)
-    text = run.tokenizer.decode(run.tokenizer.encode(text, "skip"))
+    text = run.tokenizer.decode(run.tokenizer.encode(whole, "skip"))
     n_scored = run.config.train.evaluation_tokens
     before, after = (
-        evaluate_tokens(
-            each.model, each.tokenizer.encode(text, "skip"), max_tokens=n_scored
-        ).nats_per_char
+        evaluate_tokens(each.model, each.tokenizer.encode(text, "skip"), max_tokens=n_scored)
         for each in (base_run, run)
     )
-    return {"before": before, "after": after}
+    return Forgetting(
+        before.nats_per_char, after.nats_per_char, after.characters, len(whole) - len(text)
+    )

@@ -163,7 +163,7 @@ def create_run(
             )
             notes += folder.notes
         if base_run is not None:
-            notes.append(describe_base_run(base_run, corpus.tokenizer))
+            notes.append(describe_base_run(base_run, config, corpus.tokenizer))
         cost = expected_cost(trainer.config, trainer.learner, 0, seconds)
     return Session(trainer, folder, cost, budget, planned, notes, base_run)
 
