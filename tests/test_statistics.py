@@ -20,6 +20,7 @@ from chargpt.text.describe import (
     describe,
     warn_of_list,
     warn_of_repeats,
+    warn_of_validation,
 )
 from chargpt.text.statistics import (
     conditional_entropy_bits,
@@ -157,6 +158,20 @@ def test_unlike_splits_are_told_from_alike_ones(tmp_path: Path) -> None:
     # a short split differs by chance
     assert warning_of(alike[:200]) is None
     assert warning_of("ab") is None
+
+
+def test_a_validation_split_too_short_for_a_loss_is_pointed_out() -> None:
+    text = "a line of a poem\n" * 2000
+    assert not warn_of_validation(load_corpus(TextConfig(), text=text))
+    few = f"{text}%%{text}%%{'b' * 20}"
+    for settings, expected in (
+        ({"documents": "%%"}, "3 documents: is text.documents right?"),
+        ({"val_fraction": 0.001}, "34 characters, too few to measure a loss; give a longer text"),
+    ):
+        (warning,) = warn_of_validation(
+            load_corpus(TextConfig(**settings), text=text if "val_fraction" in settings else few)
+        )
+        assert expected in warning
 
 
 @pytest.mark.parametrize("documents", ["lines", "%\n"])

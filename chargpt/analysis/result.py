@@ -154,6 +154,7 @@ def summarize(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]])
     """Return sentences on the gain over the baselines, over-fitting and early stopping."""
     sentences = []
     train_loss, val_loss = (scores.evaluations[split].nats_per_char for split in REQUIRED_SPLITS)
+    errors = [scores.evaluations[split].standard_error for split in REQUIRED_SPLITS]
     curve = validation_curve(records)
     last = curve[-1][1] if curve else val_loss
     best, best_step = run.state.best_nats_per_char, run.state.best_step
@@ -190,7 +191,7 @@ def summarize(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]])
             f"({best:.3f} nats) and rose to {last:.3f} nats{used}.{remedy}"
         )
     elif (
-        val_loss - train_loss > MIN_GAP
+        val_loss - train_loss > max(MIN_GAP, 2 * math.hypot(*errors))
         and train_loss < scores.baseline_losses["bigram"]
         and scores.split_warning is None
     ):
@@ -198,7 +199,8 @@ def summarize(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]])
         verdict, reason = "It over-fits: the", f"; {remedy} would help."
         if scores.epochs < 1:
             verdict = f"After {scores.epochs:.1f} epochs, too few to over-fit, the"
-            reason = ": the end of the text is harder to predict than the rest."
+            what = "the validation split" if run.config.text.documents else "the end of the text"
+            reason = f": {what} is harder to predict than the rest."
         sentences.append(
             f"{verdict} generalisation gap (validation minus training loss) is "
             f"{val_loss - train_loss:.2f} nats{reason}"

@@ -32,6 +32,7 @@ MIN_DIVERGENCE_RATIO = 5  # to that of a sample of the training split
 SAMPLE_BLOCK = 64  # characters of that sample's blocks
 MAX_COMPARED = 20_000_000  # tokens of a text whose documents are compared
 MIN_REPEATED = 0.05  # fraction of the validation documents
+MIN_VALIDATION = 1000  # characters of the validation split
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,20 @@ def warn_of_length(corpus: Corpus) -> list[str]:
     return [
         f"{total:,} characters are too few: a model will memorise them; "
         f"give at least {MIN_CHARACTERS:,}, better a million"
+    ]
+
+
+def warn_of_validation(corpus: Corpus) -> list[str]:
+    """Return a warning if the validation split is too short to measure a loss, else nothing."""
+    n_characters = corpus.count_characters("val")
+    if n_characters >= MIN_VALIDATION:
+        return []
+    documents = ""
+    if corpus.n_documents:
+        documents = f" (the text is {corpus.n_documents:,} documents: is text.documents right?)"
+    return [
+        f"the validation split has {n_characters:,} characters, too few to measure a loss"
+        f"{documents}; give a longer text, or set text.val_fraction higher"
     ]
 
 
@@ -201,7 +216,7 @@ def _warnings(
     corpus: Corpus, known: Ints, pairs: PairCounts, lines: int, longest: int
 ) -> list[str]:
     tokenizer = corpus.tokenizer
-    warnings = warn_of_length(corpus)
+    warnings = warn_of_length(corpus) or warn_of_validation(corpus)
     if tokenizer.vocab_size > MAX_VOCAB_SIZE and not tokenizer.has_bytes:
         warnings.append(
             f"a vocabulary of {tokenizer.vocab_size:,} characters makes the model large and slow, "

@@ -18,7 +18,12 @@ from chargpt.store.layout import REPLACED, has_checkpoint
 from chargpt.store.run import Run, newest_run, open_run
 from chargpt.text import TextProgress
 from chargpt.text.corpus import MAX_MIXTURE_FRACTION, Corpus, load_cached, load_corpus
-from chargpt.text.describe import warn_of_length, warn_of_list, warn_of_repeats
+from chargpt.text.describe import (
+    warn_of_length,
+    warn_of_list,
+    warn_of_repeats,
+    warn_of_validation,
+)
 from chargpt.text.source import STDIN
 from chargpt.training.budget import (
     REPLANNING,
@@ -149,8 +154,8 @@ def create_run(
         RunFolder(path).unlocked_on_error() as folder,
     ):
         trainer = Trainer(config, corpus, folder=folder, group=group, base_run=base_run)
-        notes = [*corpus.notes, *warn_of_length(corpus), *warn_of_list(corpus)]
-        notes += warn_of_repeats(corpus)
+        notes = [*corpus.notes, *(warn_of_length(corpus) or warn_of_validation(corpus))]
+        notes += [*warn_of_list(corpus), *warn_of_repeats(corpus)]
         seconds = None
         if budget is not None and planned is not None:
             notes += planned.notes
