@@ -736,6 +736,12 @@ def test_a_prompt_comes_from_a_file_or_standard_input(
     assert from_file.stdout.startswith("The keeper")
 
 
+def test_an_escape_in_a_prompt_is_said_to_be_none(trained: Path, cli: Cli) -> None:
+    escaped = cli("sample", trained, "-p", r"a\nb", "-n", "5", "--unknown", "skip")
+    assert "are two characters each" in escaped.stderr
+    assert "two characters" not in cli("sample", trained, "-p", "a\nb", "-n", "5").stderr
+
+
 def test_of_a_long_prompt_the_last_block_is_read(trained: Path, cli: Cli) -> None:
     block_size = load_run(trained, device="cpu").model.block_size
     done = cli("sample", trained, "-p", "a" * (block_size + 1), "-n", "1", "--seed", "1")

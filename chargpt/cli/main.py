@@ -9,6 +9,7 @@ import io
 import os
 import re
 import sys
+import textwrap
 import time
 import traceback
 from collections.abc import Callable
@@ -164,7 +165,8 @@ def exit_code_of(command: Callable[[], Any]) -> int:
         hint = f"; see `{context.command_path} --help`" if context else ""
         message = str(error.format_message()).rstrip(".").replace("\n", " ")
         if "unexpected extra argument" in message:  # the shell may have expanded a pattern
-            message = f"{message[:200]}; a pattern such as '*.txt' needs quotes"
+            message = textwrap.shorten(message, 200, placeholder=" ...")
+            message += "; a pattern such as '*.txt' needs quotes"
         message += hint
         # Typer's checks of values may be pydantic's, in its words
         message = message.replace("Value error, ", "").replace("Input should be", "it should be")

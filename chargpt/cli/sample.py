@@ -122,6 +122,11 @@ def sample(
         prompt = read_text(prompt_file, TextConfig(encoding=encoding or "auto"))
     else:
         options.reject({"--encoding": encoding}, "is that of a --prompt-file, and there is none")
+        if re.search(r"\\[nt]", prompt or ""):
+            console.say(
+                r"\n and \t in --prompt are two characters each; for line ends and tabs use "
+                r"--prompt-file, or -p $'...\n...' in bash"
+            )
     if stop is not None:
         ctx.params["stop"] = [unescape(text) for text in stop]
     if prompt is not None:

@@ -109,7 +109,9 @@ def _find_glob(pattern: str, written: str) -> Source:
     files = sorted({path for path in matches if path.is_file()})
     if not files:
         raise MissingTextError(f"no file matches {written}; correct the pattern or quote it")
-    return Source("/".join(Path(written).parts[-2:]), tuple(files))
+    name = "/".join(Path(written).parts[-3:])
+    notes = (f"files read of {name}: {len(files):,}, sorted by path",) if len(files) > 1 else ()
+    return Source(name, tuple(files), notes=notes)
 
 
 def _find_folder(root: Path, suffixes: tuple[str, ...]) -> Source:
@@ -155,16 +157,15 @@ def _find_folder(root: Path, suffixes: tuple[str, ...]) -> Source:
             f"the folder {root} holds no file that ends in {', '.join(endings)}; {remedy}"
         )
     name = f"{root.absolute().name}/"
-    notes: tuple[str, ...] = ()
+    note = (
+        f"files read of {name}: {len(files):,}, which end in {', '.join(endings)}, sorted by path"
+    )
     if n_others := others.total():
         listed = ", ".join(
             f"{n:,} {ending or 'without an ending'}" for ending, n in others.most_common(3)
         )
-        notes = (
-            f"files read of {name}: {len(files):,}, which end in {', '.join(endings)}; "
-            f"not read: {n_others:,} ({listed})",
-        )
-    return Source(name, tuple(sorted(files)), notes=notes)
+        note += f"; not read: {n_others:,} ({listed})"
+    return Source(name, tuple(sorted(files)), notes=(note,))
 
 
 def _missing(written: str) -> str:
