@@ -81,6 +81,10 @@ def test_a_run_from_one_of_documents_has_documents_too(cli: Cli) -> None:
     assert "the byte tokens are dropped" in done.stderr
     assert load_run("second").config.text.documents == "lines"
     assert "characters of its validation split" in " ".join(done.stdout.split())
+    Path("short.txt").write_text("the cat\n" * 20)  # a validation split of 16 tokens
+    done = cli("train", "short.txt", "--from", "first", *STEPS, "--out", "short")
+    assert done.returncode == 0, done.stderr
+    assert load_run("short").config.model.block_size == 8
     plain = ("-s", "text.documents=null", "--out", "plain")
     done = cli("train", "second.txt", "--from", "first", *STEPS, *plain)
     assert "as there" not in done.stderr

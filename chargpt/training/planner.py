@@ -178,14 +178,11 @@ def size_values(
 ) -> dict[str, object]:
     """Return the settings of a run of this size over about `n_tokens` tokens.
 
-    Short runs gain more from many small updates than they lose by short blocks. A split must hold
-    a block and one more token, and a batch whole micro-batches.
+    Short runs gain more from many small updates than they lose by short blocks. A batch must hold
+    whole micro-batches.
     """
     preset = length_preset_for(n_tokens)
-    block_size = preset.block_size
-    shortest_split = min(len(corpus.split(split)) for split in REQUIRED_SPLITS)
-    while block_size > RECIPE.min_block_size and block_size >= shortest_split:
-        block_size //= 2
+    block_size = fitting_block_size(preset.block_size, corpus)
     return {
         "model.n_layer": size.n_layer,
         "model.n_head": size.n_head,
@@ -194,6 +191,14 @@ def size_values(
         "train.batch_size": micro_batches
         * max(1, preset.tokens_per_step // block_size // micro_batches),
     }
+
+
+def fitting_block_size(block_size: int, corpus: Corpus) -> int:
+    """Return the block size, halved until each split holds a block and one more token."""
+    shortest_split = min(len(corpus.split(split)) for split in REQUIRED_SPLITS)
+    while block_size > RECIPE.min_block_size and block_size >= shortest_split:
+        block_size //= 2
+    return block_size
 
 
 def length_values(

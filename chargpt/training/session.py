@@ -36,7 +36,7 @@ from chargpt.training.budget import (
 from chargpt.training.cost import Cost, expected_cost
 from chargpt.training.finetune import config_from_base_run, describe_base_run, load_base_run
 from chargpt.training.mixing import MIN_CHARACTERS
-from chargpt.training.planner import RECIPE, Plan, plan
+from chargpt.training.planner import RECIPE, Plan, fitting_block_size, plan
 from chargpt.training.request import Request, StartMode
 from chargpt.training.resume import require_same_text, resume
 from chargpt.training.threads import ThreadTuner, default_threads, measure_threads
@@ -143,6 +143,9 @@ def create_run(
         RunFolder.require_unused(out, allow_unsaved=allow_unsaved)
     require_one_reader(config, text)
     corpus = load_corpus(config.text, text=text, on_progress=on_progress)
+    if base_run is not None and config.model.kind == "gpt" and "model.block_size" not in fixed_keys:
+        block_size = fitting_block_size(config.model.block_size, corpus)
+        config = config.with_values({"model.block_size": block_size})
     planned = None
     if budget is not None:
         planned, corpus = plan_run(config, corpus, budget)
