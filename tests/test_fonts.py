@@ -97,7 +97,12 @@ def test_a_damaged_font_is_skipped(tmp_path: Path) -> None:
         ("床。，한ア", ["Noto Sans CJK"]),
         ("हिन्दी", ["Noto Sans Devanagari"]),
         ("👨床", ["Noto Emoji", "Noto Sans CJK"]),
+        ("␞。《》几", ["Noto Sans CJK", "Noto Sans Symbols 2"]),
+        ("（Ａ￥㊗〒", ["Noto Sans CJK"]),
+        ("🇩🇪🌡👋🏿⭐", ["Noto Emoji"]),
+        ("⸢⸣", ["Noto Sans"]),
+        ("༄ᐁ⦀", ["Noto Serif Tibetan", "Noto Sans Canadian Aboriginal", "Noto Sans Math"]),
     ],
 )
-def test_the_font_named_has_the_script(characters: str, names: list[str]) -> None:
+def test_the_font_named_exists_and_has_the_script(characters: str, names: list[str]) -> None:
     assert fonts_for(characters) == names

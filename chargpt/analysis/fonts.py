@@ -2,6 +2,7 @@
 
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
@@ -10,8 +11,25 @@ if TYPE_CHECKING:
     from matplotlib.font_manager import FontEntry
 
 DEFAULT = "DejaVu Sans"  # which matplotlib brings
-# first words of the names of characters that Noto Sans CJK has
-CJK = ("BOPOMOFO", "CJK", "FULLWIDTH", "HALFWIDTH", "HANGUL", "HIRAGANA", "IDEOGRAPHIC", "KATAKANA")
+# blocks of Unicode that Noto Sans CJK has
+CJK = re.compile(
+    "[\u1100-\u11ff\u2e80-\u9fff\ua960-\ua97f\uac00-\ud7ff\uf900-\ufaff\ufe30-\ufe4f"
+    "\uff00-\uffef\U0001b000-\U0001b16f\U00020000-\U0003ffff]"
+)
+# first words of the names of characters that have a Noto Sans of their own
+SCRIPTS = frozenset(
+    "ADLAM ARABIC ARMENIAN BALINESE BENGALI CHAM CHEROKEE COPTIC CUNEIFORM DESERET DEVANAGARI "
+    "ETHIOPIC GEORGIAN GLAGOLITIC GOTHIC GUJARATI GURMUKHI HEBREW JAVANESE KANNADA KHMER LAO "
+    "LEPCHA LIMBU MALAYALAM MONGOLIAN MYANMAR OGHAM ORIYA OSMANYA RUNIC SHAVIAN SINHALA "
+    "SUNDANESE SYRIAC TAMIL TELUGU THAANA THAI TIFINAGH VAI YI".split()
+)
+OTHER_FONTS = {
+    "CANADIAN": "Noto Sans Canadian Aboriginal",
+    "EGYPTIAN": "Noto Sans Egyptian Hieroglyphs",
+    "MATHEMATICAL": "Noto Sans Math",
+    "NKO": "Noto Sans NKo",
+    "TIBETAN": "Noto Serif Tibetan",
+}
 
 
 def set_fallback_fonts(figure: "Figure") -> str:
@@ -98,11 +116,22 @@ def new_fonts() -> "Iterator[FontEntry]":
 
 
 def fonts_for(characters: str) -> list[str]:
-    """Return the names of fonts to install for such characters."""
-    names = []
-    for character in characters:
-        script = re.split("[ -]", unicodedata.name(character, "CJK"))[0]
-        is_symbol = unicodedata.category(character).startswith("S")
-        font = "Sans CJK" if script in CJK else f"Sans {script.title()}"
-        names.append("Noto Emoji" if is_symbol else f"Noto {font}")
-    return list(dict.fromkeys(names))
+    """Return the names of fonts to install for such characters, the most useful one first."""
+    return [name for name, _ in Counter(map(_font_for, characters)).most_common()]
+
+
+def _font_for(character: str) -> str:
+    script = re.split("[ -]", unicodedata.name(character, ""))[0]
+    if CJK.match(character):
+        return "Noto Sans CJK"
+    if script in SCRIPTS:
+        return f"Noto Sans {script.title()}"
+    if script in OTHER_FONTS:
+        return OTHER_FONTS[script]
+    category = unicodedata.category(character)
+    if category in ("So", "Sk"):
+        is_emoji = unicodedata.east_asian_width(character) == "W" or (
+            "\U0001f1e6" <= character < "\U0001fb00"
+        )
+        return "Noto Emoji" if is_emoji else "Noto Sans Symbols 2"
+    return "Noto Sans Math" if category == "Sm" else "Noto Sans"
