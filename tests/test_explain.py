@@ -143,6 +143,8 @@ def test_pictures_and_pages_are_written(cli: Cli, verse: Path) -> None:
     assert "written: heads.png" in done.stdout
     twice = ("--section", "attention", "--section", "attention", "--plot", "again.png")
     assert cli("explain", "mine", *twice).returncode == 0
+    other = cli("explain", "mine", "--section", "mask", "--plot", "none.png")
+    assert "the section attention, which --section leaves out; drop --section" in refusal(other)
 
 
 def test_a_text_too_short_to_explain_is_rejected(cli: Cli) -> None:
@@ -167,7 +169,10 @@ def test_characters_missing_from_the_font_give_no_warning(cli: Cli) -> None:
         (["--section", "maths"], "there is no section 'maths'; there are averaging, queries"),
         (["--section", "mask", "--section", "maths"], "there is no section 'maths'"),
         (["--plot", "a.gif"], "a.gif must end in .svg or .png"),
-        (["--plot", "a.png"], "--plot draws the attention of a trained gpt; name the run of one"),
+        (
+            ["--plot", "a.png", "--section", "attention"],
+            "lighthouse.txt is not; name the run of one, or train it with",
+        ),
         (["--device", "cpu"], "--device applies to a run, not a text; drop it"),
     ],
 )

@@ -63,10 +63,12 @@ def explain(
         plots.require_suffix(plot)
     overrides = options.overrides(set_, encoding=encoding, encoding_errors=encoding_errors)
     subject = find_subject(what, checkpoint, device, overrides)
+    if plot is not None:
+        require_maps(subject, what, section)
     sections = explanation.explain(subject, section or ())
     maps = [part for each in sections for part in each.parts if isinstance(part, AttentionMaps)]
     if plot is not None:
-        save_plot(maps, plot)
+        save_plot_file(plots.attention(maps[0].weights, maps[0].text, maps[0].titles), plot)
     if html is not None:
         write_sections(sections, html, subject.corpus.name)
         if is_open_descriptor(html):  # stdout holds the page
@@ -108,14 +110,18 @@ def find_subject(
     return choose_subject(corpus, None)
 
 
-def save_plot(maps: list[AttentionMaps], path: Path) -> None:
-    """Draw the attention weights of a run."""
-    if not maps:
+def require_maps(subject: Subject, what: str | None, section: list[str] | None) -> None:
+    """Reject --plot if no section draws the attention of a trained model."""
+    if subject.run is None:
         raise ConfigError(
-            "--plot draws the attention of a trained gpt; name the run of one, and drop --section "
-            "or add --section attention"
+            f"--plot draws the attention of a trained gpt, which {what or subject.corpus.name} is "
+            "not; name the run of one, or train it with `chargpt train TEXT --out RUN`"
         )
-    save_plot_file(plots.attention(maps[0].weights, maps[0].text, maps[0].titles), path)
+    if section and "attention" not in section:
+        raise ConfigError(
+            "--plot draws the section attention, which --section leaves out; drop --section or "
+            "add --section attention"
+        )
 
 
 def write_sections(sections: list[Section], path: Path, name: str) -> None:
