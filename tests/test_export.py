@@ -115,6 +115,21 @@ def test_the_model_card_says_how_the_loss_was_measured() -> None:
     assert "Loss: not measured" in model_card(replace(run, state=other))
 
 
+@pytest.mark.parametrize(
+    ("text", "prompt"),
+    [
+        ("The light, é", "The "),
+        ("床前明月光，疑是地上霜。The ", "地床明"),
+        ("Привет, The мир", "еим"),
+        ('12 "3"', "23"),
+    ],
+)
+def test_the_prompt_of_the_model_card_is_of_the_main_script_of_its_vocabulary(
+    text: str, prompt: str
+) -> None:
+    assert f'tokenizer("{prompt}", return' in model_card(run_of(CharTokenizer.fit(text)))
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.5])
 def test_an_export_samples_at_the_temperature_of_the_run(temperature: float) -> None:
     run = run_of(TOKENIZERS["ascii"])

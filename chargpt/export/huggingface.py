@@ -254,11 +254,13 @@ print(tokenizer.decode(model.generate(**prompt)[0]))
 
 
 def _example_prompt(tokenizer: CharTokenizer) -> str:
-    """Return a few characters of the vocabulary that need no escaping."""
-    if set("The ") <= set(tokenizer.characters):
+    """Return a few characters of the vocabulary, of its main script, that need no escaping."""
+    plain = [c for c in tokenizer.characters if c.isprintable() and c not in ' "\\`']
+    letters = sorted(c for c in plain if c.isalpha()) or plain
+    middle = len(letters) // 2  # where a foreign word or two of a text are not
+    if set("The ") <= set(tokenizer.characters) and letters[middle].isascii():
         return "The "
-    letters = [c for c in tokenizer.characters if c.isalpha()]
-    return "".join(letters[:3]) or "PROMPT"
+    return "".join(letters[middle : middle + 3]) or "PROMPT"
 
 
 # -- reading ---------------------------------------------------------------------------------
