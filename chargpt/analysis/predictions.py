@@ -102,8 +102,10 @@ def kind_of(character: str) -> str:
         return "line ends"
     if category in ("Ll", "Lu"):
         return {"Ll": "lower-case letters", "Lu": "upper-case letters"}[category]
-    if category.startswith(("L", "M")):
-        return "other letters"
+    if category.startswith("L"):
+        return "letters without case (Chinese, Arabic, ...)"
+    if category.startswith("M"):
+        return "combining marks"
     if category.startswith("N"):
         return "digits"
     if category.startswith("Z") or character == "\t":
