@@ -222,9 +222,10 @@ def print_samples(
     if overlap is not None and eos_token:
         n_new = sum(text not in copied for text in texts)
         console.out_sentence(
-            f"sampled: {len(texts):,}; not in the training split: {n_new:,}; distinct: "
-            f"{len(set(texts)):,}; both: {len(set(texts) - copied):,}. ⟦…⟧: verbatim matches with "
-            f"the training split, of whole documents or {MIN_MATCH} characters or more"
+            f"documents sampled: {len(texts):,}, of which new (not in the training split): "
+            f"{n_new:,}; distinct documents: {len(set(texts)):,}, of which new: "
+            f"{len(set(texts) - copied):,}. ⟦…⟧: verbatim matches with the training split, of "
+            f"whole documents or {MIN_MATCH} characters or more"
         )
     elif overlap is not None and corpus is not None:
         print_overlap(overlap)
