@@ -511,6 +511,19 @@ def test_a_browser_finds_no_barrier(
     assert [(each["id"], each["impact"], each["nodes"][0]["html"]) for each in found] == []
 
 
+def test_on_a_phone_predictions_take_no_room_before_they_exist_and_cover_no_heading(
+    player: Callable[..., Player], cached: Run
+) -> None:
+    page = player(cached, viewport=dict(zip(("width", "height"), WIDTHS["phone"], strict=True)))
+    assert '<div id="panel" hidden>' in (cached.folder / "play.html").read_text(encoding="utf-8")
+    page.page.locator(".alternatives button").first.wait_for()
+    for top in range(0, 800, 50):
+        page.page.evaluate(f"scrollTo(0, {top})")
+        heading = page.page.locator("#surprisal").bounding_box()
+        panel = page.page.locator("#panel").bounding_box()
+        assert panel["y"] >= heading["y"] + heading["height"]
+
+
 def test_everything_is_reached_by_the_tab_key(player: Callable[..., Player], cached: Run) -> None:
     page = player(cached)
     page.page.locator(".alternatives button").first.wait_for()

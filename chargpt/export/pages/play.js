@@ -256,6 +256,7 @@ function choose(token) {  // null: the next one
     list.append(button);
   }
   element("predictions").replaceChildren(summary, list);
+  if (list.children.length) element("panel").hidden = false;  // and stays, so that nothing jumps while one types
   askAttention(index);
 }
 
