@@ -29,13 +29,14 @@ from chargpt.store.metrics import validation_curve
 from chargpt.store.mixture import find_mixture_run
 from chargpt.store.run import Run
 from chargpt.text.corpus import Corpus
-from chargpt.text.display import whole_graphemes
+from chargpt.text.display import end_sign, whole_graphemes
 from chargpt.text.source import STDIN
 
 MAX_PREDICTED = 30_000  # characters of the validation split behind accuracy and calibration
 N_SAMPLES, SAMPLE_LENGTH, SEED = 3, 400, 1337
 N_DOCUMENTS = 40  # sampled if the text is a list of documents
 MAX_TRAINING_SAMPLES = 50  # of those that training wrote, so that a long run's page stays small
+PLOT_WIDTH = 5.5  # inches, narrow enough to be read on a phone
 MAX_SEARCHED = 20_000_000  # characters of the training split that are searched for overlap
 SECTIONS = {
     "result": "Result",
@@ -80,6 +81,7 @@ def write_report(
         **result(run, corpus, scores, records),
         **curves(run, corpus, scores, records),
         "samples": training_samples(records),
+        "document_end": end_sign(0, 1, run.tokenizer.eos_token),
         **reproduction(run),
     }
     slow = (surprisal, accuracy_and_calibration, attention, overlap)
@@ -134,7 +136,8 @@ def curves(run: Run, corpus: Corpus, scores: RunScores, records: Records) -> Val
     validation = validation_curve(records)
     training = plots.smoothed([(r["step"], r["loss"]) for r in records if "loss" in r])
     lines = {name: scores.baseline_losses[name] for name in ("bigram", NGRAM)}
-    losses = plots.loss_curves({"validation": validation, "training": training}, lines, corpus.name)
+    measured = {"validation": validation, "training": training}
+    losses = plots.loss_curves(measured, lines, corpus.name, PLOT_WIDTH)
     optimization = plots.optimization_curves(
         records, run.config.tokens_per_step * corpus.characters_per_token
     )
@@ -199,7 +202,14 @@ def overlap(run: Run, corpus: Corpus) -> Values:
     found = memorization.measure_overlap(corpus, texts)
     if eos_token:
         copied = memorization.find_copied_documents(corpus, set(texts), eos_token)
-        marked = [[(part, text in copied) for text in texts for part in (text, "\n")]]
+        ends = [end_sign(len(text), SAMPLE_LENGTH, eos_token) + "\n" for text in texts]
+        marked = [
+            [
+                part
+                for text, end in zip(texts, ends, strict=True)
+                for part in ((text, text in copied), (end, False))
+            ]
+        ]
     else:
         copied = set()
         marked = [

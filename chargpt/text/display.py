@@ -88,6 +88,21 @@ def display_text(text: str, *, keep_spaces: bool = False) -> str:
     )
 
 
+def end_sign(length: int, max_length: int, eos_token: str) -> str:
+    """Return the sign to show after a sampled document: its EOS token's, or … if it was cut.
+
+    It is empty for lines, whose end shows.
+
+    Args:
+        length: characters of the document.
+        max_length: characters after which sampling stops.
+        eos_token: "" for a text that is no list of documents.
+    """
+    if eos_token in ("", "\n"):
+        return ""
+    return display_char(eos_token) if length < max_length else "…"
+
+
 def whole_graphemes(text: str, parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return (start, end) parts of a text, shrunk to the graphemes inside, without empty ones."""
     starts = np.array([start for start, _ in graphemes(text)] + [len(text)])

@@ -4,6 +4,7 @@ from chargpt.config import Config
 from chargpt.inference.evaluation import Evaluation, evaluate_tokens
 from chargpt.inference.generation import stream_pieces
 from chargpt.text.corpus import Corpus, Split
+from chargpt.text.display import end_sign
 from chargpt.training.learner import Learner
 
 SAMPLE_LENGTH = 200  # characters
@@ -43,5 +44,8 @@ class Validator:
                 options,
                 unigram=lambda: self.corpus.token_counts("train"),
             )
-            texts = zip(*pieces, strict=True)
-            return "\n".join(options.prompt + "".join(each) for each in texts)
+            texts = ["".join(each) for each in zip(*pieces, strict=True)]
+        signs = [end_sign(len(text), options.length, tokenizer.eos_token) for text in texts]
+        return "\n".join(
+            options.prompt + text + sign for text, sign in zip(texts, signs, strict=True)
+        )
