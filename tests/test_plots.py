@@ -65,16 +65,20 @@ def test_loss_curves_and_baselines_are_plotted_at_their_values() -> None:
     (axes,) = figure.axes
     np.testing.assert_allclose(axes.lines[0].get_xydata(), [[0, 4], [10, 2]])
     assert axes.lines[1].get_ydata()[0] == 2.5
-    assert "2.000" in [text.get_text() for text in axes.texts]
+    labels = [text.get_text() for text in axes.texts]
+    assert labels == ["2.000", "bigram 2.500"]
+    figure.draw_without_rendering()
+    right = axes.get_window_extent().x1  # no label lies on a curve or a line
+    assert all(text.get_window_extent().x0 >= right - 15 for text in axes.texts)
     plots.inline(figure, "curves")  # dollar signs in a name are not parsed as a formula
 
 
 def test_labels_of_loss_curves_that_end_close_together_do_not_overlap() -> None:
     curves = {"a": [(0, 4.0), (10, 2.0)], "b": [(0, 4.0), (10, 2.01)], "c": [(0, 4.0), (10, 2.02)]}
-    figure = plots.loss_curves(curves, {}, "")
+    figure = plots.loss_curves(curves, {"bigram": 2.015}, "")
     figure.draw_without_rendering()
     boxes = [text.get_window_extent() for text in figure.axes[0].texts]
-    assert len(boxes) == 3
+    assert len(boxes) == 4
     for lower, upper in itertools.pairwise(sorted(boxes, key=lambda box: box.y0)):
         assert lower.y1 <= upper.y0
 

@@ -91,50 +91,47 @@ def inline(figure: "Figure", name: str) -> Markup:
 
 
 def loss_curves(
-    curves: Mapping[str, Sequence[tuple[int, float]]], lines: Mapping[str, float], title: str
+    curves: Mapping[str, Sequence[tuple[int, float]]],
+    lines: Mapping[str, float],
+    title: str,
+    width: float = 8,
 ) -> "Figure":
     """Draw losses in nats per character against steps, with a horizontal line per baseline.
 
-    Each curve is labelled with its last value; labels that would overlap are moved up.
+    Curves and lines are labelled at the right with their last values; labels that would overlap
+    are moved up.
 
     Args:
         curves: (step, nats) points by name.
         lines: nats of the baselines by name.
         title: name of the text.
+        width: of the figure, in inches.
     """
-    figure = _figure(8, 4.5)
+    figure = _figure(width, 4.5)
     axes = figure.add_subplot()
-    ends = []
+    ends: list[tuple[float, float, str, str]] = []  # step, nats, label and colour
     for (name, points), colour in zip(curves.items(), itertools.cycle(COLOURS), strict=False):
         steps, nats = zip(*points, strict=True) if points else ((), ())
         marker = "o" if len(points) <= MAX_MARKED else None
         axes.plot(steps, nats, color=colour, linewidth=2, marker=marker, label=plain(name))
         if points:
-            ends.append((*points[-1], colour))
-    for name, level in lines.items():
+            ends.append((*points[-1], f"{points[-1][1]:.3f}", colour))
+    for level in lines.values():
         axes.axhline(level, color=GREY, linewidth=1, linestyle="--")
-        axes.annotate(
-            f"{name} {level:.3f}",
-            (0.5, level),
-            (0, -11),
-            color=GREY,
-            ha="center",
-            xycoords=("axes fraction", "data"),
-            textcoords="offset points",
-            fontsize=9,
-        )
     axes.set(xlabel="step", ylabel="loss (nats per character)", title=plain(title))
     axes.margins(x=0.02)
     axes.grid(alpha=0.25)
     _remove_spines(axes)
     axes.autoscale_view()  # pixels depend on the limits
+    right = axes.get_xlim()[1]
+    ends += [(right, level, f"{name} {level:.3f}", GREY) for name, level in lines.items()]
     below = -math.inf  # in points, of the label below
-    for step, last, colour in sorted(ends, key=lambda end: end[1]):
+    for step, last, label, colour in sorted(ends, key=lambda end: end[1]):
         height = axes.transData.transform((step, last))[1] * 72 / figure.dpi
         below = max(height, below + LABEL_HEIGHT)
         offset = (4, below - height)
         axes.annotate(
-            f"{last:.3f}",
+            label,
             (step, last),
             offset,
             textcoords="offset points",
@@ -161,20 +158,20 @@ def optimization_curves(records: Sequence[Mapping[str, Any]], characters: float)
         for (then, before), (now, step) in itertools.pairwise(timestamps)
         if now > then and step > before
     ]
-    figure = _figure(8, 2.4)
+    figure = _figure(5.5, 4.5)
     parts = {
         "learning-rate factor": [(row["step"], row["lr_factor"]) for row in rows],
         "gradient norm": smoothed([(row["step"], row["grad_norm"]) for row in rows]),
         "characters per second": smoothed(speeds),
     }
     for number, (name, points) in enumerate(parts.items()):
-        axes = figure.add_subplot(1, len(parts), number + 1)
+        axes = figure.add_subplot(len(parts), 1, number + 1)
         axes.plot(*(zip(*points, strict=True) if points else ((), ())), color=COLOURS[number])
         axes.set_title(name, fontsize=9)
-        axes.set_xlabel("step", fontsize=9)
         axes.tick_params(labelsize=8)
         axes.set_ylim(bottom=0)
         _remove_spines(axes)
+    axes.set_xlabel("step", fontsize=9)
     return figure
 
 
