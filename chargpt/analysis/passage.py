@@ -59,7 +59,9 @@ def highest_surprisal(
             display_text(text[start_of[max(0, i - N_PRECEDING)] : i]),
             display_char(scored[i].character),
             f"{scored[i].bits:.1f}",
-            ", ".join(f"{display_char(c)} {prob:.0%}" for c, prob in scored[i].top[:3]),
+            ", ".join(
+                f"{display_char(c)}\N{NO-BREAK SPACE}{prob:.0%}" for c, prob in scored[i].top[:3]
+            ),
         ]
         for i in sorted(range(len(scored)), key=lambda i: -scored[i].bits)[:N_HIGHEST]
     ]
