@@ -69,7 +69,7 @@ def test_loss_curves_and_baselines_are_plotted_at_their_values() -> None:
     assert labels == ["2.000", "bigram 2.500"]
     figure.draw_without_rendering()
     right = axes.get_window_extent().x1  # no label lies on a curve or a line
-    assert all(text.get_window_extent().x0 >= right - 15 for text in axes.texts)
+    assert all(text.get_window_extent().x0 >= right for text in axes.texts)
     plots.inline(figure, "curves")  # dollar signs in a name are not parsed as a formula
 
 
@@ -81,6 +81,12 @@ def test_labels_of_loss_curves_that_end_close_together_do_not_overlap() -> None:
     assert len(boxes) == 4
     for lower, upper in itertools.pairwise(sorted(boxes, key=lambda box: box.y0)):
         assert lower.y1 <= upper.y0
+
+
+@pytest.mark.parametrize(("n_points", "marker"), [(20, "o"), (21, "")])
+def test_the_points_of_a_short_curve_are_marked(n_points: int, marker: str) -> None:
+    figure = plots.loss_curves({"a": [(step, 1.0) for step in range(n_points)]}, {}, "")
+    assert figure.axes[0].lines[0].get_marker() == marker
 
 
 def test_a_run_whose_name_begins_with_an_underscore_is_in_the_legend() -> None:

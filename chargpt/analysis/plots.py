@@ -112,8 +112,9 @@ def loss_curves(
     ends: list[tuple[float, float, str, str]] = []  # step, nats, label and colour
     for (name, points), colour in zip(curves.items(), itertools.cycle(COLOURS), strict=False):
         steps, nats = zip(*points, strict=True) if points else ((), ())
-        marker = "o" if len(points) <= MAX_MARKED else None
-        axes.plot(steps, nats, color=colour, linewidth=2, marker=marker, label=plain(name))
+        marker = "o" if len(points) <= MAX_MARKED else ""
+        (curve,) = axes.plot(steps, nats, color=colour, linewidth=2, label=plain(name))
+        curve.set(marker=marker, clip_on=False)
         if points:
             ends.append((*points[-1], f"{points[-1][1]:.3f}", colour))
     for level in lines.values():
@@ -123,13 +124,15 @@ def loss_curves(
     axes.grid(alpha=0.25)
     _remove_spines(axes)
     axes.autoscale_view()  # pixels depend on the limits
-    right = axes.get_xlim()[1]
+    # where baselines end too, so that none runs through a label
+    right = max((step for step, *_ in ends), default=axes.get_xlim()[1])
+    axes.set_xlim(right=right)
     ends += [(right, level, f"{name} {level:.3f}", GREY) for name, level in lines.items()]
     below = -math.inf  # in points, of the label below
     for step, last, label, colour in sorted(ends, key=lambda end: end[1]):
         height = axes.transData.transform((step, last))[1] * 72 / figure.dpi
         below = max(height, below + LABEL_HEIGHT)
-        offset = (4, below - height)
+        offset = (6, below - height)
         axes.annotate(
             label,
             (step, last),
