@@ -5,6 +5,11 @@ with `exit_code`: 2 if the input was invalid, 1 if the input was valid and the o
 Internal invariants are `assert` statements, which print a traceback.
 """
 
+from collections.abc import Iterable
+from difflib import SequenceMatcher, get_close_matches
+from pathlib import PurePath
+
+MIN_SIMILARITY = 0.75  # of names, from 0 to 1; below it a suggestion is more confusing than helpful
 NOT_FINITE = "the model's loss is not finite: its weights are too large; use another checkpoint"
 
 
@@ -66,3 +71,14 @@ class DivergedError(OperationError):
 
 class DownloadError(OperationError):
     """A text could not be downloaded, or its checksum is wrong."""
+
+
+def most_similar(name: str, names: Iterable[str]) -> str | None:
+    """Return the name that was probably meant, whatever its ending; None if none is similar."""
+    stem = PurePath(name).stem
+    similar = [
+        each
+        for each in names
+        if SequenceMatcher(None, stem, PurePath(each).stem).ratio() >= MIN_SIMILARITY
+    ]
+    return next(iter(get_close_matches(name, similar, n=1, cutoff=0)), None)

@@ -1,6 +1,8 @@
 """Documents: texts made of items are marked, shuffled, split and sampled by whole items."""
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -90,6 +92,35 @@ def test_a_text_that_holds_the_eos_token_is_refused() -> None:
     with pytest.raises(TextError, match=r"holds the character U\+001E"):
         load_corpus(TextConfig(documents="%"), text="a\x1eb % c")
     assert load_corpus(TextConfig(documents="\x1e"), text="a\x1eb b\x1ec").n_documents == 3
+
+
+@given(st.lists(st.integers(1, 40), min_size=2, max_size=40), st.integers(9, 60))
+def test_the_fraction_advised_for_too_few_documents_suffices(
+    lengths: list[int], block_size: int
+) -> None:
+    content = "\n".join("a" * length for length in lengths)
+    fractions = (0.1, *(thousandths / 1000 for thousandths in range(1, 1000, 7)))
+    corpora = [
+        load_corpus(TextConfig(documents="lines", val_fraction=each), text=content)
+        for each in fractions
+    ]
+    try:
+        corpora[0].require_blocks(block_size)
+    except TextError as error:
+        advised = re.search(r"text\.val_fraction to ([0-9.]+)", str(error))
+        if advised:
+            replace(corpora[0], val_fraction=float(advised[1])).require_blocks(block_size)
+        else:
+            for corpus in corpora:
+                with pytest.raises(TextError):
+                    corpus.require_blocks(block_size)
+
+
+def test_a_separator_that_does_not_occur_is_named() -> None:
+    settings = TextConfig(documents="\\\n%\\\n")
+    corpus = load_corpus(settings, text="one\n%\ntwo\n%\n" * 50)
+    with pytest.raises(TextError, match=r"1 document, since the separator in text\.documents, '"):
+        corpus.require_blocks(8)
 
 
 def test_separators_are_written_with_escapes() -> None:

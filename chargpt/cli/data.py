@@ -1,6 +1,5 @@
 """`chargpt data`: download named texts and describe any text."""
 
-import difflib
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -10,7 +9,7 @@ import typer
 
 from chargpt.cli import console, options, tables
 from chargpt.cli.progress import LoadingProgress
-from chargpt.errors import TextError
+from chargpt.errors import TextError, most_similar
 from chargpt.text.build_config import build_config
 from chargpt.text.catalog import CATALOG, fetch
 from chargpt.text.corpus import Corpus, load_corpus
@@ -41,8 +40,8 @@ def get(
 ) -> None:
     """Fetch a named text and verify its checksum. Example: `chargpt data get tinyshakespeare`."""
     if name not in CATALOG:
-        near = difflib.get_close_matches(name, CATALOG, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(CATALOG)}"
+        near = most_similar(name, CATALOG)
+        hint = f"did you mean {near}?" if near else f"there are {', '.join(CATALOG)}"
         raise TextError(f"there is no text named {name!r}; {hint}")
     path = fetch(CATALOG[name], to, LoadingProgress())
     console.out(f"{path} ({console.size(path.stat().st_size)})")

@@ -1,6 +1,5 @@
 """Loading a trained run: commands that use a model load it by `load_run`."""
 
-import difflib
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from chargpt.config import Config
 from chargpt.device import choose_device, tune_malloc
-from chargpt.errors import RunError, TextError
+from chargpt.errors import RunError, TextError, most_similar
 from chargpt.models import LanguageModel, build_model
 from chargpt.store.folder import RunFolder
 from chargpt.store.layout import (
@@ -116,11 +115,11 @@ def open_run(path: str | Path) -> RunFolder:
     path = Path(path)
     if not is_run(path):
         what = "there is no folder" if not path.exists() else "there is no run in"
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*")], n=1)
+        near = most_similar(path.name, [p.name for p in path.parent.glob("*")])
         inside = [p for p in sorted(path.glob("*")) if is_readable_run(p)]
         if inside:
             raise RunError(f"{path} is a folder of runs; name one of them, such as {inside[0]}")
-        hint = f"did you mean {path.parent / near[0]}?" if near and not path.exists() else ""
+        hint = f"did you mean {path.parent / near}?" if near and not path.exists() else ""
         if is_run(Path("runs", path)):
             hint = f"did you mean {Path('runs', path)}?"
         raise RunError(

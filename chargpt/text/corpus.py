@@ -4,6 +4,7 @@ import math
 import os
 import shlex
 import tempfile
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -54,6 +55,7 @@ class Corpus:
         val_fraction, test_fraction: fractions of the text in the splits.
         mixture_characters: maximum length of the mixture split.
         rare_count: number of occurrences of characters that are not in the vocabulary.
+        documents: what separates them, as `text.documents` says.
         notes: sentences for the user.
     """
 
@@ -65,6 +67,7 @@ class Corpus:
     test_fraction: float
     mixture_characters: int = 0
     rare_count: int = 0
+    documents: str | None = None
     notes: tuple[str, ...] = ()
 
     @cached_property
@@ -151,15 +154,18 @@ class Corpus:
             return
         total = self.n_characters
         needed = block_size + 1
+        characters = "1 character" if total == 1 else f"{total:,} characters"
+        if self.n_documents == 1 and self.documents not in ("lines", "files"):
+            raise TextError(
+                f"{self.name} holds {characters} in 1 document, since the separator in "
+                f"text.documents, {self.documents!r:.40}, does not occur within it; correct "
+                "text.documents"
+            )
         remedies = ["give a longer text"]
         if shorter > MIN_BLOCK_SIZE:
             remedies.insert(0, f"set model.block_size to {shorter - 1:,} or less")
-        fraction = math.ceil(1000 * needed / total) / 1000
-        n_mixture = min(self.mixture_characters, int(MAX_MIXTURE_FRACTION * total))
-        n_train = total * (1 - fraction - self.test_fraction) - n_mixture
-        if val < needed and n_train > needed + 1:  # a margin for the rounding
-            remedies.insert(0, f"set text.val_fraction to {fraction:g} or more")
-        characters = "1 character" if total == 1 else f"{total:,} characters"
+        if fraction := self._sufficient_val_fraction(needed):
+            remedies.insert(0, f"set text.val_fraction to {fraction:g}")
         if self.n_documents:
             characters += f" in {self.n_documents:,} document{'' if self.n_documents == 1 else 's'}"
             remedies.append("correct text.documents")
@@ -169,6 +175,21 @@ class Corpus:
             f"on, and model.block_size {block_size:,} needs {needed:,} of each; "
             + ", or ".join(remedies)
         )
+
+    def _sufficient_val_fraction(self, size: int) -> float | None:
+        """Return the lowest `val_fraction`, in steps of 0.001, with `size` tokens in train and val.
+
+        None if there is no such fraction.
+        """
+        corpora = [
+            replace(self, val_fraction=thousandths / 1000)
+            for thousandths in range(1, math.ceil(1000 * (1 - self.test_fraction)))
+        ]
+        # the validation split grows with its fraction, by whole documents
+        index = bisect_left(corpora, size, key=lambda corpus: corpus.split("val").size)
+        if index == len(corpora) or corpora[index].split("train").size < size:
+            return None
+        return corpora[index].val_fraction
 
     def token_counts(self, split: Split) -> Ints:
         """Return the number of occurrences of each id in a split, shape (V,)."""
@@ -292,6 +313,7 @@ def _corpus(settings: TextConfig, cached: CachedText, name: str, notes: list[str
         test_fraction=settings.test_fraction,
         mixture_characters=settings.mixture_characters,
         rare_count=cached.rare_count,
+        documents=settings.documents,
         notes=tuple(notes),
     )
 

@@ -1,13 +1,12 @@
 """Bytes of files to text: encodings, byte order marks, and messages for what does not decode."""
 
 import codecs
-import difflib
 import encodings.aliases
 from collections.abc import Iterable, Iterator
 from itertools import chain, groupby
 from typing import Literal, NamedTuple
 
-from chargpt.errors import TextError
+from chargpt.errors import TextError, most_similar
 
 BOMS = (  # UTF-32 before UTF-16, whose little-endian mark is a prefix of UTF-32's
     (codecs.BOM_UTF32_LE, "utf-32-le"),
@@ -39,9 +38,9 @@ def codec_name(encoding: str) -> str:
     except (LookupError, ValueError):
         problem = f"there is no encoding {encoding!r:.60}"
     known = sorted({*encodings.aliases.aliases, *encodings.aliases.aliases.values(), "auto"})
-    similar = difflib.get_close_matches(encoding.lower().replace("-", "_"), known, n=1)
+    similar = most_similar(encoding.lower().replace("-", "_"), known)
     common = "common ones are utf-8, utf-16, cp1252, cp1251, latin-1"
-    raise TextError(f"{problem}; " + (f"did you mean {similar[0]}?" if similar else common))
+    raise TextError(f"{problem}; " + (f"did you mean {similar}?" if similar else common))
 
 
 def decode(

@@ -1,6 +1,5 @@
 """Find the files of a text and read their bytes in chunks."""
 
-import difflib
 import glob
 import gzip
 import io
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from chargpt.errors import MissingTextError, TextError
+from chargpt.errors import MissingTextError, TextError, most_similar
 from chargpt.files import file_stamp
 from chargpt.text import TextProgress
 from chargpt.text.catalog import BUILT_IN, CATALOG, built_in_text
@@ -178,10 +177,10 @@ def _missing(written: str) -> str:
         names = sorted(entry for entry in os.listdir(parent) if not entry.startswith("."))[:2000]
     except OSError:
         return f"there is no file {written}, nor its folder; correct the path"
-    if similar := difflib.get_close_matches(name, names, n=1, cutoff=0.75):
-        return f"there is no file {written}; did you mean {os.path.join(parent, similar[0])}?"
-    if similar := difflib.get_close_matches(name, CATALOG, n=1):
-        return f"there is no file {written}; did you mean `chargpt data get {similar[0]}`?"
+    if similar := most_similar(name, names):
+        return f"there is no file {written}; did you mean {os.path.join(parent, similar)}?"
+    if similar := most_similar(name, CATALOG):
+        return f"there is no file {written}; did you mean `chargpt data get {similar}`?"
     return f"there is no file {written}; correct the path, or see `chargpt data list` for texts"
 
 
