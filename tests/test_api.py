@@ -146,6 +146,23 @@ def test_the_same_command_resumes_a_run_whose_decay_was_planned_again() -> None:
     assert set(fixed.fixed_values(fixed.run_config())) == {"text.path", "seed", "schedule.cooldown"}
 
 
+def test_the_same_command_says_that_a_resumed_run_uses_no_budget(
+    verse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(trainer: Trainer, real: Any = Trainer.train_step) -> StepReport:
+        signal.raise_signal(signal.SIGINT)
+        report: StepReport = real(trainer)
+        return report
+
+    given: Any = {"out": tmp_path / "run", "device": "cpu"}
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "train_step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            chargpt.train(verse, settings=TINY, **given)
+    run = chargpt.train(verse, budget="1h", start="new or resume", **given)
+    assert "a resumed one keeps its own plan of 4 steps" in " ".join(run.notes)
+
+
 def test_a_section_of_comments_in_a_config_fixes_no_key(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("train:\n  # max_steps: 5\nmodel: {}\noptim:\n  lr: 0.1\n")
     assert Request(config=str(tmp_path / "c.yaml")).fixed_keys() == {"optim.lr"}
@@ -211,12 +228,46 @@ def test_an_error_in_the_last_preparations_leaves_the_run_unlocked(
         raise KeyboardInterrupt
 
     out = tmp_path / "run"
+    saved = chargpt.train(verse, settings=TINY, out=out, device="cpu")
     with monkeypatch.context() as patched:
         patched.setattr("chargpt.training.session.expected_cost", interrupted)
         with pytest.raises(KeyboardInterrupt) as interrupt:  # its traceback holds what was opened
-            chargpt.train(verse, settings=TINY, out=out, device="cpu")
+            chargpt.train(verse, settings=TINY, out=out, device="cpu", start="replace")
+    assert chargpt.load_run(out).step == saved.step
     assert chargpt.train(verse, settings=TINY, out=out, device="cpu", start="replace").step == 4
     del interrupt
+
+
+@pytest.mark.parametrize("existed", [False, True])
+@pytest.mark.parametrize(
+    "interrupted_call",
+    [
+        "chargpt.training.session.require_space",  # before the folder is created
+        "chargpt.text.tokenizer.write_atomically",  # within
+        "chargpt.training.session.expected_cost",  # after
+        "chargpt.training.trainer.Trainer.steps",  # in the session
+    ],
+)
+def test_an_interrupted_start_leaves_no_folder(
+    verse: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    interrupted_call: str,
+    existed: bool,
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    out = tmp_path / "run"
+    if existed:
+        out.mkdir()
+    monkeypatch.setattr(interrupted_call, interrupted)
+    for folder in (out, None):
+        with pytest.raises(KeyboardInterrupt):
+            chargpt.train(verse, settings=TINY, out=folder, device="cpu")
+    assert not list(tmp_path.glob("run*/*"))
+    assert out.exists() == existed
 
 
 def test_a_run_is_returned_also_if_its_mixture_cannot_be_saved(

@@ -178,7 +178,7 @@ def test_invalid_ladder_options_are_rejected(
     cli: Cli, verse: Path, words: list[str], sentence: str
 ) -> None:
     Path("taken/8-1337").mkdir(parents=True)
-    Path("taken/8-1337/config.yaml").touch()
+    Path("taken/8-1337/metrics.jsonl").touch()
     CharTokenizer.fit("ab").save("taken/8-1337/tokenizer.json")
     done = cli("compare", verse, *words)
     assert sentence in refusal(done)

@@ -360,11 +360,25 @@ def test_force_replaces_an_incomplete_run(tmp_path: Path) -> None:
     path = tmp_path / "run"
     (path / "checkpoints").mkdir(parents=True)
     TOKENIZER.save(path / "tokenizer.json")
+    (path / "metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(RunError, match="--force"):
         RunFolder(path).create(CONFIG, TOKENIZER, force=False)
     RunFolder(path).create(CONFIG, TOKENIZER, force=True)
     (tmp_path / "empty").mkdir()
     RunFolder(tmp_path / "empty").create(CONFIG, TOKENIZER, force=True)
+
+
+def test_what_a_killed_start_has_left_does_not_block(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    RunFolder(path).create(CONFIG, TOKENIZER).unlock()
+    RunFolder(path).create(CONFIG, TOKENIZER).unlock()
+    (path / "tokenizer.json").unlink()
+    (path / "config.yaml").unlink()
+    first = RunFolder(path).create(CONFIG, TOKENIZER)
+    with pytest.raises(RunError, match="another process is training"):
+        RunFolder(path).create(CONFIG, TOKENIZER)
+    assert (path / "config.yaml").exists()
+    first.unlock()
 
 
 def test_metrics_skip_a_truncated_line_and_are_truncated_after_a_step(run: RunFolder) -> None:

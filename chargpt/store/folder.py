@@ -40,6 +40,7 @@ from chargpt.store.layout import (
     delete_run_files,
     find_foreign_file,
     has_checkpoint,
+    has_results,
     is_run,
     move_aside,
     restore_replaced,
@@ -55,11 +56,14 @@ class RunFolder:
 
     Attributes:
         notes: sentences for the user about what was found and repaired.
+        is_new: whether the folder did not exist before the run.
+        is_created: whether this process has created the run in it.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.notes: list[str] = []
+        self.is_new = self.is_created = False
         self.checkpoints = path / CHECKPOINTS
         self.metrics = MetricsLog(path / METRICS)
         self._lock = FileLock(path / LOCK)
@@ -68,7 +72,8 @@ class RunFolder:
     def require_unused(path: Path, *, allow_unsaved: bool = False) -> None:
         """Check that a new run at `path` would overwrite nothing.
 
-        With `allow_unsaved`, a run that has not saved a checkpoint yet counts as nothing.
+        What an interrupted start has left counts as nothing, and with `allow_unsaved` any run that
+        has not saved a checkpoint yet.
 
         Raises:
             RunError: the path is in use.
@@ -79,11 +84,8 @@ class RunFolder:
         if not path.is_dir():
             raise RunError(f"{path} is a file; name another folder with --out")
         foreign = find_foreign_file(path)
-        if allow_unsaved:
-            is_unused = foreign is None and not has_checkpoint(path)
-        else:
-            is_unused = all(p.name == LOCK for p in path.iterdir())
-        if is_unused:
+        is_used = has_checkpoint(path) if allow_unsaved else has_results(path)
+        if foreign is None and not is_used:
             return
         if foreign is not None and not is_run(path):
             raise RunError(
@@ -114,7 +116,8 @@ class RunFolder:
         Raises:
             RunError: the path is in use, or cannot be written.
         """
-        path, is_new = self.path, not exists(self.path)
+        path = self.path
+        self.is_new = self.is_new or not exists(path)
         try:
             if not force:
                 self.require_unused(path, allow_unsaved=allow_unsaved)
@@ -137,22 +140,33 @@ class RunFolder:
                 move_aside(path)
             else:  # again: another process may have created it before the lock
                 self.require_unused(path, allow_unsaved=allow_unsaved)
+            self.is_created = True
             delete_run_files(path)
             self.checkpoints.mkdir(exist_ok=True)
             tokenizer.save(path / TOKENIZER)
             self.write_config(config)
-        except OSError as error:
-            with suppress(OSError):
-                restore_replaced(self.path)
-                if is_new:
-                    delete_run_files(path)
-                    self.unlock()
-                    (path / LOCK).unlink(missing_ok=True)
-                    path.rmdir()
+        except BaseException as error:
+            self.discard()
+            if not isinstance(error, OSError):
+                raise
             raise RunError(
                 f"{path} cannot be written ({error.strerror}); name another folder with --out"
             ) from None
         return self
+
+    def discard(self) -> None:
+        """Delete a run that this process has begun, if it has no results; its folder too if new."""
+        if not (self.is_new or self.is_created) or not exists(self.path):
+            return
+        with suppress(RunError, OSError):
+            self.lock()  # else another process trains into the folder; restores a replaced run
+            if not has_results(self.path):
+                delete_run_files(self.path)
+                self.unlock()
+                (self.path / LOCK).unlink(missing_ok=True)
+        if self.is_new:
+            with suppress(OSError):
+                self.path.rmdir()
 
     def lock(self) -> None:
         """Lock the folder against other training processes, until `unlock` or process exit.
@@ -178,10 +192,14 @@ class RunFolder:
 
     @contextmanager
     def unlocked_on_error(self) -> Iterator[Self]:
-        """Unlock the folder if the block raises: a traceback may keep this object alive."""
+        """Discard a run without results and unlock the folder if the block raises.
+
+        A traceback may keep this object alive.
+        """
         try:
             yield self
         except BaseException:
+            self.discard()
             if self._lock.is_locked:
                 self.unlock()
             raise
@@ -193,7 +211,7 @@ class RunFolder:
         """
         with suppress(OSError):
             restore_replaced(self.path)
-        self._lock.release()
+        self._lock.release(force=True)  # `discard` may have locked it twice
 
     def require_space(self, n_bytes: int) -> None:
         """Check that the disk has `n_bytes` free, else raise OSError (ENOSPC)."""
@@ -261,8 +279,8 @@ class RunFolder:
                 optimizer={},
                 is_best=True,
             )
-        except OSError:
-            delete_run_files(self.path)
+        except BaseException:
+            self.discard()
             raise
         finally:
             self.unlock()

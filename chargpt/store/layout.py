@@ -21,7 +21,8 @@ METRICS, CHECKPOINTS = "metrics.jsonl", "checkpoints"
 MIXTURE_FILE = "mixture.safetensors"  # store/mixture.py
 REPORT, PLAY, TENSORBOARD, LOCK = "report.html", "play.html", "tensorboard", ".lock"
 REPLACED = ".replaced"  # folder of the run that `--force` replaces, until the new one has saved
-RUN_FILES = (METRICS, REPORT, PLAY, MIXTURE_FILE, CONFIG, TOKENIZER)
+RESULTS = (METRICS, REPORT, PLAY, MIXTURE_FILE)
+RUN_FILES = (*RESULTS, CONFIG, TOKENIZER)
 POINTERS = ("latest.json", "best.json")
 # The folder that holds `checkpoints/` counts as the run: moved aside first and put back last.
 REPLACED_PARTS = (CHECKPOINTS, TENSORBOARD, *RUN_FILES)
@@ -67,6 +68,12 @@ def has_own_checkpoint(path: Path) -> bool:
     if exists(checkpoints) and stat.S_ISLNK(checkpoints.lstat().st_mode):
         return True  # its target may be on a disk that is not mounted now
     return any(CHECKPOINT_NAME.fullmatch(name) for name in entry_names(checkpoints))
+
+
+def has_results(path: Path) -> bool:
+    """Return whether a run has written more than the files that it starts with."""
+    names = entry_names(path)
+    return any(name in names for name in RESULTS) or has_checkpoint(path)
 
 
 def find_foreign_file(path: Path) -> str | None:

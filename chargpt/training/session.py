@@ -12,6 +12,7 @@ from chargpt.config import Config
 from chargpt.device import choose_device
 from chargpt.distributed import destroy_process_group, init_process_group, is_lost_rank_error
 from chargpt.errors import OperationError, RunError, TextError
+from chargpt.files import exists
 from chargpt.ranks import is_main_rank, world_size
 from chargpt.store.folder import RunFolder
 from chargpt.store.layout import REPLACED, has_checkpoint
@@ -74,11 +75,10 @@ def open_session(request: Request, on_progress: TextProgress | None = None) -> I
     """
     try:
         session = start_session(request, on_progress)
-        try:
+        with session.folder.unlocked_on_error():
             yield session
-        finally:
-            if session.trainer.group.is_main:
-                session.folder.unlock()
+        if session.trainer.group.is_main:
+            session.folder.unlock()
         session.trainer.learner.unwrap_ddp()
     except RuntimeError as error:
         if not is_lost_rank_error(error):
@@ -100,9 +100,15 @@ def start_session(request: Request, on_progress: TextProgress | None) -> Session
         assert request.out is not None
         if has_checkpoint(request.out):
             changes = request.fixed_values(config)
-            return resume_run(
+            session = resume_run(
                 request.out, changes, on_progress, text=request.text, same_command=True
             )
+            if request.budget is not None:
+                session.notes.append(
+                    "the budget is not used: it plans a new run, and a resumed one keeps its own "
+                    f"plan of {session.trainer.config.train.max_steps:,} steps"
+                )
+            return session
     return create_run(
         config,
         request.out,
@@ -156,6 +162,7 @@ def create_run(
         output_folder(out, f"{slug(corpus.name)}-{config.model.kind}") as path,
         RunFolder(path).unlocked_on_error() as folder,
     ):
+        folder.is_new = group.is_main and (out is None or not exists(path))
         trainer = Trainer(config, corpus, folder=folder, group=group, base_run=base_run)
         notes = [*corpus.notes, *(warn_of_length(corpus) or warn_of_validation(corpus))]
         notes += [*warn_of_list(corpus), *warn_of_repeats(corpus)]
