@@ -27,7 +27,7 @@ from pydantic import (
     model_validator,
 )
 
-from chargpt.errors import ConfigError
+from chargpt.errors import ConfigError, most_similar
 from chargpt.yaml_io import MAX_YAML_CHARACTERS, dump_yaml, parse_yaml
 
 RESERVED = ("%", "@", "`", "#")  # no plain YAML value begins with these
@@ -62,6 +62,7 @@ MESSAGES = {  # by pydantic's error type
 }
 NORM_EPS = 1e-6  # of every RMSNorm
 MAX_BLOCK_SIZE = 65_536
+MAX_SAMPLES = 4096
 DEVICE_PATTERN, DEVICES = r"auto|cpu|mps|cuda(:\d+)?", "auto, cpu, cuda, cuda:N, mps"
 
 UnitInterval = Annotated[float, Field(gt=0, le=1)]
@@ -325,8 +326,19 @@ class SampleConfig(Settings):
     null: from all."""
     min_p: float | None = Field(None, ge=0, le=1)
     """Sample from characters with at least p times the highest probability; null: from all."""
-    num_samples: int = Field(1, ge=1, le=4096)
+    num_samples: int = Field(1, ge=1, le=MAX_SAMPLES)
     """Number of samples."""
+
+    @field_validator("num_samples", mode="before")
+    @classmethod
+    def limit_samples(cls, count: object) -> object:
+        """Name the remedy for too many samples."""
+        if isinstance(count, int) and count > MAX_SAMPLES:
+            raise ValueError(
+                f"expected {MAX_SAMPLES} or less; for more, sample again with another sample.seed"
+            )
+        return count
+
     seed: int | None = Field(None, ge=0, lt=2**63)
     """null: a new seed each time."""
     stop: tuple[str, ...] = ()
@@ -482,8 +494,15 @@ def _problem(detail: Mapping[str, Any], origin: str, lines: Mapping[str, int]) -
     message = detail["msg"].removeprefix("Value error, ")
     if detail["type"] in MESSAGES:
         limits = detail.get("ctx", {}).items()
-        message = MESSAGES[detail["type"]].format(
-            **{name: f"{limit:g}" if isinstance(limit, float) else limit for name, limit in limits}
+        message = (
+            MESSAGES[detail["type"]]
+            .format(
+                **{
+                    name: f"{limit:g}" if isinstance(limit, float) else limit
+                    for name, limit in limits
+                }
+            )
+            .replace(str(2**63), "2^63")
         )
     value = detail["input"]
     if isinstance(value, dict) and detail["type"] != "value_error":
@@ -507,8 +526,8 @@ def read_config_tree(source: str | os.PathLike[str]) -> tuple[dict[str, Any], di
     shipped = shipped_configs()
     path = shipped.get(str(source), Path(source))
     if not os.path.isfile(path):  # unlike Path.is_file, False for invalid names
-        near = difflib.get_close_matches(str(source), shipped, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"the shipped ones are {', '.join(shipped)}"
+        near = most_similar(str(source), shipped)
+        hint = f"did you mean {near}?" if near else f"the shipped ones are {', '.join(shipped)}"
         what = "file" if Path(source).name != str(source) or "." in str(source) else "config"
         raise ConfigError(f"there is no {what} {str(source)!r:.200}; {hint}")
     try:

@@ -433,6 +433,16 @@ def test_sampling_in_groups_gives_the_same_texts(make_run, monkeypatch):
     assert len(set(sample(run, num_samples=7, seed=None))) == 7
 
 
+def test_where_texts_may_end_early_the_progress_counts_finished_texts(make_run):
+    calls = []
+    texts = sample(
+        make_run(), num_samples=30, stop=("e",), on_progress=lambda *count: calls.append(count)
+    )
+    steps = [min(len(text) + 1, 20) for text in texts]  # with the stop string
+    assert min(steps) < 5
+    assert calls == [(sum(end <= n for end in steps), 30) for n in range(1, max(steps) + 1)]
+
+
 def test_the_command_reports_its_progress(make_run, monkeypatch, capsys):
     run = make_run()
     monkeypatch.setattr(progress, "PLAIN_LINE_SECONDS", 0)

@@ -73,13 +73,19 @@ def test_only_unknown_characters_are_skipped_or_replaced(text: str, other: str) 
 
 
 @pytest.mark.parametrize(
-    ("text", "replacement"), [("a? \ufffd", REPLACEMENT), ("a? ", "?"), ("a b", " "), ("ba", "a")]
+    ("text", "replacement"),
+    [("a? \ufffd", REPLACEMENT), ("a? ", "?"), ("a b", " "), ("ba", "a"), ("\n\tb", "b")],
 )
 def test_the_replacement_is_the_first_candidate_in_the_vocabulary(
     text: str, replacement: str
 ) -> None:
     tokenizer = CharTokenizer.fit(text)
     assert tokenizer.decode(tokenizer.encode("ж", "replace")) == replacement
+
+
+def test_the_replacement_ends_no_document_while_there_is_another_character() -> None:
+    assert CharTokenizer("\t\n", eos_token="\t").replacement == "\n"
+    assert CharTokenizer("\n", eos_token="\n").replacement == "\n"
 
 
 def test_rare_characters_share_one_unknown_token() -> None:

@@ -59,7 +59,7 @@ def compress(
         packed = pack(loaded, content, on_progress, unknown or "error", decoder)
     decoded = content.decode()
     lost = loaded.tokenizer.count_unknown(decoded)
-    console.say_unknown(lost, unknown or "error")
+    console.say_unknown(lost, unknown or "error", loaded.tokenizer.replacement)
     write(packed, out, force=force)
     characters = len(decoded) - (lost if unknown == "skip" else 0)
     details = f": {8 * len(packed) / characters:.3f} bits per character" if characters else ""

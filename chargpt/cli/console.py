@@ -188,10 +188,10 @@ def characters(count: int) -> str:
     return f"{count:,} character{'' if count == 1 else 's'}"
 
 
-def say_unknown(count: int, policy: str) -> None:
+def say_unknown(count: int, policy: str, replacement: str) -> None:
     """Print how many characters outside the vocabulary were left out or replaced."""
     if count:
-        done = "left out" if policy == "skip" else "replaced"
+        done = "left out" if policy == "skip" else f"replaced by {replacement!r}"
         say(f"{characters(count)} outside the vocabulary: {done}")
 
 

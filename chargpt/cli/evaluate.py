@@ -95,7 +95,7 @@ def evaluate(
             times.append(f"{console.duration(more)} with the mixture")
         except RunError as error:
             console.say(str(error))
-    console.say_unknown(n_unknown, loaded.config.text.unknown)
+    console.say_unknown(n_unknown, loaded.config.text.unknown, loaded.tokenizer.replacement)
     name = str(text) if text else loaded.state.text_name
     if json_:
         console.out_json({**as_json(loaded, measured, seconds), "text": name})

@@ -19,7 +19,7 @@ from chargpt.analysis.memorization import (
 from chargpt.cli import console, options, runs, tables
 from chargpt.cli.interactive import interact
 from chargpt.cli.progress import show_progress
-from chargpt.config import Config, SampleConfig, TextConfig, unescape
+from chargpt.config import MAX_SAMPLES, Config, SampleConfig, TextConfig, unescape
 from chargpt.errors import ConfigError
 from chargpt.inference.generation import sample as sample_texts
 from chargpt.inference.generation import stream_run
@@ -66,6 +66,8 @@ def sample(
         float | None,
         typer.Option(
             metavar="P",
+            min=0,
+            max=1,
             help="Sample from the smallest set of likely characters with total probability p.",
         ),
     ] = None,
@@ -73,13 +75,17 @@ def sample(
         float | None,
         typer.Option(
             metavar="P",
+            min=0,
+            max=1,
             help="Sample from characters with at least p times the highest probability.",
         ),
     ] = None,
     num_samples: Annotated[
         int | None,
         typer.Option(
-            metavar="N", min=1, help=f"Number of samples; {DEFAULTS.num_samples} by default."
+            metavar="N",
+            min=1,
+            help=f"Number of samples, at most {MAX_SAMPLES}; {DEFAULTS.num_samples} by default.",
         ),
     ] = None,
     seed: Annotated[
@@ -151,7 +157,8 @@ def sample(
         say_seed(config, settings)
         return
     corpus = loaded.corpus() if overlap else None  # an error before the work
-    with show_progress("character", "sampled") as on_progress:
+    ends_early = settings.stop or loaded.tokenizer.eos_token  # progress then counts samples
+    with show_progress("sample" if ends_early else "character", "generated") as on_progress:
         texts = sample_texts(loaded, settings, unknown=unknown, on_progress=on_progress)
     n_prompt = len(settings.prompt)
     measured, eos_token, copied = None, loaded.tokenizer.eos_token, set[str]()
@@ -184,7 +191,7 @@ def readable_prompt(run: Run, prompt: str, unknown: UnknownPolicy) -> str:
     """Return a prompt as the model reads it; say what it does not read."""
     tokenizer = run.tokenizer
     tokens = tokenizer.encode(prompt, unknown=unknown)
-    console.say_unknown(tokenizer.count_unknown(prompt), unknown)
+    console.say_unknown(tokenizer.count_unknown(prompt), unknown, tokenizer.replacement)
     n_tokens = len(tokens) + len(tokenizer.eos_token)  # which precedes it
     if n_tokens > run.model.block_size:
         unit = "tokens" if tokenizer.has_bytes or tokenizer.eos_token else "characters"

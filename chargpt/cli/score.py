@@ -63,7 +63,9 @@ def score(
         )
     with show_progress("character", "scored") as on_progress:
         scored = scoring.score(loaded, content, unknown, on_progress, losses_of)
-    console.say_unknown(scored.n_unknown, unknown or loaded.config.text.unknown)
+    console.say_unknown(
+        scored.n_unknown, unknown or loaded.config.text.unknown, loaded.tokenizer.replacement
+    )
     lines = scored.lines()
     if json_:
         result = {

@@ -44,8 +44,9 @@ def sample(
         options: sampling settings; the run's own `sample` section by default.
         unknown: policy for prompt characters outside the vocabulary; the run's `text.unknown` by
             default.
-        on_progress: called with the number of tokens sampled for all texts, and their maximum,
-            `num_samples * length`.
+        on_progress: called with the number of characters sampled for all texts and their total,
+            `num_samples * length`; where a text may end before its length, at a stop string or the
+            end of a document, with the number of finished texts and `num_samples`.
         changes: changed settings: `prompt`, `length`, `temperature`, `top_k`, `top_p`, `min_p`,
             `num_samples`, `stop` or `seed`, as in `sample(run, prompt="To be", temperature=0.5)`.
 
@@ -60,14 +61,19 @@ def sample(
     run = as_run(run)
     chosen = _with_changes(run, options, changes)
     group_size = _max_sequences(run.model)
+    ends_early = bool(chosen.stop or run.tokenizer.eos_token)
+    total = chosen.num_samples * (1 if ends_early else chosen.length)
     texts: list[str] = []
+    n_ended: list[int] = []  # in the group, after each step
     for first in range(0, chosen.num_samples, group_size):
         sequence_ids = range(first, min(first + group_size, chosen.num_samples))
         steps = []
-        for step in stream_run(run, chosen, unknown=unknown, sequence_ids=sequence_ids):
+        for step in stream_run(
+            run, chosen, unknown=unknown, sequence_ids=sequence_ids, on_ended=n_ended.append
+        ):
             steps.append(step)
             done = first * chosen.length + min(len(steps), chosen.length) * len(sequence_ids)
-            on_progress(done, chosen.num_samples * chosen.length)
+            on_progress(first + n_ended[-1] if ends_early else done, total)
         texts += [chosen.prompt + "".join(pieces) for pieces in zip(*steps, strict=True)]
     return texts
 
@@ -108,6 +114,7 @@ def stream_run(
     *,
     unknown: UnknownPolicy | None = None,
     sequence_ids: Sequence[int] | None = None,
+    on_ended: Callable[[int], object] = lambda _: None,
 ) -> Iterator[list[str]]:
     """Yield the continuations that `sample` returns, piece by piece as `stream_pieces` does.
 
@@ -123,7 +130,13 @@ def stream_run(
         return None
 
     return stream_pieces(
-        run.model, tokenizer, prompt, options, sequence_ids=sequence_ids, unigram=unigram
+        run.model,
+        tokenizer,
+        prompt,
+        options,
+        sequence_ids=sequence_ids,
+        unigram=unigram,
+        on_ended=on_ended,
     )
 
 
@@ -135,6 +148,7 @@ def stream_pieces(
     *,
     sequence_ids: Sequence[int] | None = None,
     unigram: Callable[[], Ints | None] = lambda: None,
+    on_ended: Callable[[int], object] = lambda _: None,
 ) -> Iterator[list[str]]:
     """Yield the next piece of each sequence's text, a list of N pieces a step, without the prompt.
 
@@ -150,6 +164,7 @@ def stream_pieces(
         options: sampling settings; `prompt` is not used.
         sequence_ids: numbers of the N sequences; 0 to `num_samples` - 1 by default.
         unigram: returns the count of each token, (V,); None, the default, for uniform.
+        on_ended: called before each list with the number of sequences that have ended.
 
     Raises:
         ConfigError: a stop string is empty.
@@ -165,7 +180,7 @@ def stream_pieces(
         prompt = tokenizer.encode(tokenizer.bos_text).astype(np.int64)
     known = None if prompt.size else unigram()
     counts = np.ones(tokenizer.vocab_size) if known is None else known.astype(np.float64)
-    return _iter_pieces(model, tokenizer, prompt, counts, options, ids)
+    return _iter_pieces(model, tokenizer, prompt, counts, options, ids, on_ended)
 
 
 def _iter_pieces(
@@ -175,6 +190,7 @@ def _iter_pieces(
     counts: Floats,
     options: SampleConfig,
     sequence_ids: Sequence[int],
+    on_ended: Callable[[int], object],
 ) -> Iterator[list[str]]:
     """Prefill the prompt once, then yield the pieces of each position until all sequences end."""
     sequences = [_SampledText(tokenizer, options) for _ in sequence_ids]
@@ -188,8 +204,12 @@ def _iter_pieces(
                 logits = np.log(counts)
         decoder = build_decoder(model, len(sequence_ids), cache, max_threads=os.cpu_count() or 1)
         for tokens in generate(decoder, logits, options, sequence_ids, tokenizer.valid_tokens):
-            yield [each.push(token) for each, token in zip(sequences, tokens.tolist(), strict=True)]
-            if all(each.has_ended for each in sequences):
+            pairs = zip(sequences, tokens.tolist(), strict=True)
+            pieces = [sequence.push(token) for sequence, token in pairs]
+            n_ended = sum(each.has_ended for each in sequences)
+            on_ended(n_ended)
+            yield pieces
+            if n_ended == len(sequences):
                 return
 
 

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -100,12 +101,20 @@ class CharTokenizer:
         """Id that `replace` puts for an unknown character.
 
         The unknown token if there is one, else the first of U+FFFD, `?` and the space that the
-        vocabulary has, else id 0.
+        vocabulary has, else the first printable character, else one that is not the EOS token.
         """
         if self.has_unknown:
             return len(self.characters)
-        indices = (self.characters.find(character) for character in (REPLACEMENT, "?", " "))
-        return next((index for index in indices if index >= 0), 0)
+        printable = filter(str.isprintable, self.characters)
+        others = (character for character in self.characters if character != self.eos_token)
+        candidates = chain((REPLACEMENT, "?", " "), printable, others)
+        known = (character for character in candidates if character in self.characters)
+        return self.characters.index(next(known, self.characters[0]))
+
+    @property
+    def replacement(self) -> str:
+        """Character that `replace` puts for an unknown one."""
+        return self.token_text(self.replacement_id)
 
     @classmethod
     def fit(cls, text: str, min_count: int = 1, rare: Rare = "bytes") -> Self:
