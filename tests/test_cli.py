@@ -785,10 +785,12 @@ def test_unknown_prompt_characters_follow_the_policy(trained: Path, cli: Cli) ->
 
 
 def test_invalid_sampling_settings_are_rejected(trained: Path, cli: Cli) -> None:
-    assert "--top-p: expected 1 or less" in refusal(cli("sample", trained, "--top-p", "1.5"))
-    both = refusal(cli("sample", trained, "--top-p", "2", "--min-p", "3"))
-    assert "--top-p: expected 1" in both
-    assert "--min-p: expected 1" in both
+    assert "'--top-p': expected a number from 0 to 1" in refusal(
+        cli("sample", trained, "--top-p", "1.5")
+    )
+    both = refusal(cli("sample", trained, "--top-p", "0", "--num-samples", "5000"))
+    assert "--top-p: expected more than 0" in both
+    assert "--num-samples: expected 4096 or less" in both
     assert "give one" in refusal(cli("sample", trained, "--prompt", "a", "--prompt-file", "b"))
     assert "no run under" in refusal(cli("sample"))
     assert "there is no folder" in refusal(cli("sample", "nowhere"))
@@ -850,7 +852,7 @@ def test_another_text_can_be_evaluated(trained: Path, cli: Cli) -> None:
 def test_the_number_of_unknown_characters_is_printed(trained: Path, cli: Cli) -> None:
     Path("other.txt").write_text("the sea Ω and Ж the light\n" * 10)
     for command, text in (("evaluate", ["--text", "other.txt"]), ("score", ["other.txt"])):
-        for policy, done in (("skip", "left out"), ("replace", "replaced")):
+        for policy, done in (("skip", "left out"), ("replace", "replaced by '")):
             result = cli(command, trained, *text, "--unknown", policy, "--json")
             assert json.loads(result.stdout)["n_unknown"] == 20
             assert f"20 characters outside the vocabulary: {done}" in result.stderr
@@ -934,7 +936,14 @@ def test_the_short_options_are_those_of_other_programs(trained: Path, cli: Cli) 
     long = cli("sample", trained, "--prompt", "The", "--length", "20", "--seed", "1").stdout
     assert short == long
     assert len(short) == len("The") + 20 + 1
-    assert "unable to parse" not in refusal(cli("sample", trained, "-n", "abc"))
+    for words, expected in (
+        (("-n", "abc"), "'-n' / '--length': expected an integer of 1 or more; see"),
+        (("-n", "0"), "'-n' / '--length': expected a number of 1 or more; see"),
+        (("--top-p", "x"), "'--top-p': expected a number from 0 to 1; see"),
+        (("--seed", str(2**63)), "--seed: expected less than 2^63 (it is 9"),
+        (("--num-samples", "5000"), "4096 or less; for more, sample again with another --seed ("),
+    ):
+        assert expected in refusal(cli("sample", trained, *words))
 
 
 # -- compare ----------------------------------------------------------------------------------

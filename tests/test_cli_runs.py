@@ -206,6 +206,30 @@ def test_slow_loading_is_said_on_a_terminal(
         assert capsys.readouterr().err.count("loading PyTorch") == expected
 
 
+def test_an_import_that_drops_exceptions_does_not_drop_a_signal(tmp_path: Path) -> None:
+    code = (
+        "import signal, sys\n"
+        "from chargpt.cli import main\n"
+        "def load(name, load=main.import_module):\n"
+        "    try:\n"
+        "        signal.raise_signal(signal.SIGINT)\n"
+        "    except BaseException:\n"
+        "        pass\n"
+        "    return load(name)\n"
+        "main.import_module = load\n"
+        "sys.argv = ['chargpt', 'config']\n"
+        "main.run()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped\n")
+
+
 # -- a terminal of 80 columns -----------------------------------------------------------------
 
 

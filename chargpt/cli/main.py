@@ -21,7 +21,7 @@ from typer.core import TyperGroup
 
 from chargpt import __version__
 from chargpt.cli import console
-from chargpt.cli.signals import Stopped
+from chargpt.cli.signals import Stopped, exit_at_once, handling
 from chargpt.errors import ChargptError
 
 # Typer vendors click in some versions and depends on it in others; the bases of its public
@@ -66,7 +66,7 @@ SETTINGS: dict[str, Any] = {
 def load_command(command: Command) -> Any:
     """Import a command's module and return its click command."""
     # on a busy machine the import of PyTorch takes seconds
-    with console.say_if_slow("loading PyTorch ..."):
+    with console.say_if_slow("loading PyTorch ..."), handling(exit_at_once):
         module = import_module(f"chargpt.cli.{command.module}")
     if hasattr(module, "app"):
         return typer.main.get_command(module.app)
@@ -163,14 +163,11 @@ def exit_code_of(command: Callable[[], Any]) -> int:
             return 0
         context = getattr(error, "ctx", None)
         hint = f"; see `{context.command_path} --help`" if context else ""
-        message = str(error.format_message()).rstrip(".").replace("\n", " ")
+        message = _in_own_words(error).rstrip(".").replace("\n", " ")
         if "unexpected extra argument" in message:  # the shell may have expanded a pattern
             message = textwrap.shorten(message, 200, placeholder=" ...")
             message += "; a pattern such as '*.txt' needs quotes"
         message += hint
-        # Typer's checks of values may be pydantic's, in its words
-        message = message.replace("Value error, ", "").replace("Input should be", "it should be")
-        message = re.sub(", unable to parse string as an? [a-z]+", "", message)
         code = 2
     except (typer.Abort, KeyboardInterrupt):
         console.say("stopped")
@@ -186,6 +183,24 @@ def exit_code_of(command: Callable[[], Any]) -> int:
         message, code = _describe(error), 1
     console.print_error(message)
     return code
+
+
+def _in_own_words(error: Any) -> str:
+    """Return the message of an error in an argument, with the range of a number.
+
+    Typer's versions check values by click or by pydantic, each in its words.
+    """
+    message = str(error.format_message()).replace("Value error, ", "")
+    number = re.search(r"valid (integer|number|float)|(greater|less) than|in the range", message)
+    if number is None:
+        return message
+    option = message.partition(":")[0]
+    parameter = error.param
+    limits = parameter if hasattr(parameter, "min") else parameter.type
+    low, high = getattr(limits, "min", None), getattr(limits, "max", None)
+    kind = "an integer" if number[1] == "integer" else "a number"
+    span = f" of {low:g} or more" if high is None else f" from {low:g} to {high:g}"
+    return f"{option}: expected {kind}{'' if low is None else span}"
 
 
 def _describe(error: Exception) -> str:

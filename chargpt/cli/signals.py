@@ -3,7 +3,7 @@
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from chargpt.cli import console
@@ -49,16 +49,37 @@ class Signals:
 
 
 @contextmanager
+def handling(handler: Callable[[int, object], None]) -> Iterator[None]:
+    """Give the signals that end a process a handler, except those it ignores already (`nohup`)."""
+    numbers = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]
+    handled = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+    previous = {number: signal.signal(number, handler) for number in handled}
+    try:
+        yield
+    finally:
+        for number, old in previous.items():
+            signal.signal(number, old)
+
+
+def exit_at_once(number: int, _frame: object) -> None:
+    """End the process, which must have nothing to clean up yet.
+
+    An exception instead could be lost: modules in C drop those of the imports that they begin.
+    """
+    if console.is_main():
+        with suppress(OSError):
+            os.write(2, b"stopped\n")
+    os._exit(128 + number)
+
+
+@contextmanager
 def catch_signals() -> Iterator[Signals]:
-    """Handle the signals that end a process, except those it ignores already (`nohup`).
+    """Handle the signals that end a process by `Signals`.
 
     Raises:
         Stopped: at the end, if a signal came that has not ended the command yet.
     """
     signals = Signals()
-    numbers = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]
-    handled = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
-    previous = {number: signal.signal(number, signals.handle) for number in handled}
     previous_hook = sys.unraisablehook
 
     def hide_stopped(dropped: "sys.UnraisableHookArgs") -> None:
@@ -67,10 +88,9 @@ def catch_signals() -> Iterator[Signals]:
 
     sys.unraisablehook = hide_stopped
     try:
-        yield signals
-        if signals.caught:
-            raise Stopped(signals.caught[0])
+        with handling(signals.handle):
+            yield signals
+            if signals.caught:
+                raise Stopped(signals.caught[0])
     finally:
         sys.unraisablehook = previous_hook
-        for number, handler in previous.items():
-            signal.signal(number, handler)
