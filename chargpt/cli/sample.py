@@ -122,17 +122,7 @@ def sample(
     loaded = runs.load_named_run(run, checkpoint, device, mixture=mixture)
     # on a busy machine torch's threads would wait for each other in every decode step
     torch.set_num_threads(1)
-    if prompt_file is not None:
-        if prompt is not None:
-            raise ConfigError("--prompt and --prompt-file exclude each other; give one")
-        prompt = read_text(prompt_file, TextConfig(encoding=encoding or "auto"))
-    else:
-        options.reject({"--encoding": encoding}, "is that of a --prompt-file, and there is none")
-        if re.search(r"\\[nt]", prompt or ""):
-            console.say(
-                r"\n and \t in --prompt are two characters each; for line ends and tabs use "
-                r"--prompt-file, or -p $'...\n...' in bash"
-            )
+    prompt = given_prompt(prompt, prompt_file, encoding)
     if stop is not None:
         ctx.params["stop"] = [unescape(text) for text in stop]
     if prompt is not None:
@@ -185,6 +175,21 @@ def sample(
         return
     print_samples(loaded, corpus, texts, n_prompt, measured, copied)
     say_seed(config, settings)
+
+
+def given_prompt(prompt: str | None, file: str | None, encoding: str | None) -> str | None:
+    """Return the prompt of --prompt or --prompt-file."""
+    if file is not None:
+        if prompt is not None:
+            raise ConfigError("--prompt and --prompt-file exclude each other; give one")
+        return read_text(file, TextConfig(encoding=encoding or "auto"))
+    options.reject({"--encoding": encoding}, "is that of a --prompt-file, and there is none")
+    if re.search(r"\\[nt]", prompt or ""):
+        console.say(
+            r"\n and \t in --prompt are two characters each; for line ends and tabs use "
+            r"--prompt-file, or -p $'...\n...' in bash"
+        )
+    return prompt
 
 
 def readable_prompt(run: Run, prompt: str, unknown: UnknownPolicy) -> str:
