@@ -1,7 +1,7 @@
 """The command line: a table of commands, and errors as one sentence with an exit code.
 
-A command's module, with torch and the rest, is imported when the command is called, so that
-`chargpt --help` answers at once.
+A command's module, with torch and the rest, is imported when the command is called. `--help` of the
+program and of a command answer at once: the latter is a page that was written beforehand.
 """
 
 import gc
@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple, NoReturn
 
 import typer
@@ -59,8 +60,20 @@ COMMANDS = (
 SETTINGS: dict[str, Any] = {
     "rich_markup_mode": None,
     "pretty_exceptions_enable": False,
-    "context_settings": {"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    "context_settings": {"help_option_names": ["-h", "--help"], "max_content_width": 80},
 }
+
+
+HELP_PAGES = Path(__file__).parent / "help"  # written by scripts/write_help_pages.py
+HELP_COLUMNS = 80
+
+
+def show_help_page(name: str) -> None:
+    """Print a command's help page and exit, if there is one and the terminal is wide enough."""
+    path = HELP_PAGES / f"{name}.txt"
+    if path.exists() and console.terminal_size(sys.stdout)[0] >= HELP_COLUMNS:
+        console.out(path.read_text(encoding="utf-8").rstrip())
+        raise typer.Exit
 
 
 def load_command(command: Command) -> Any:
@@ -80,6 +93,8 @@ class LazyGroup(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, _, remaining = super().resolve_command(ctx, args)
+        if remaining[:1] in (["--help"], ["-h"]):
+            show_help_page(str(name))
         found = next((command for command in COMMANDS if command.name == name), None)
         return name, found and load_command(found), remaining
 
