@@ -19,6 +19,7 @@ from chargpt.analysis.memorization import (
     longest_match,
     measure_overlap,
 )
+from chargpt.cli.sample import print_overlap
 from chargpt.config import TextConfig
 from chargpt.text.corpus import load_corpus
 
@@ -191,3 +192,14 @@ def test_items_of_a_list_are_found_across_chunks(monkeypatch: pytest.MonkeyPatch
     for size in range(1, 12):  # also where a chunk would end within a character
         monkeypatch.setattr("chargpt.analysis.memorization.CHUNK", size)
         assert module.find_copied_documents(spelled, {"a\N{PILE OF POO}b"}, "\n")
+
+
+def test_a_longest_match_of_blanks_is_said_to_be_one(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = [
+        module.Overlap(module.VerbatimMatch(0, length, 7, text), [(0, length)], {})
+        for length, text in ((80, " " * 80), (40, "int " * 10))
+    ]
+    print_overlap(module.OverlapReport(texts, []))
+    assert "the longest: 40 characters (" in " ".join(capsys.readouterr().out.split())
+    print_overlap(module.OverlapReport(texts[:1], []))
+    assert "80 characters, all of them blanks (" in " ".join(capsys.readouterr().out.split())

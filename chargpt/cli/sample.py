@@ -291,10 +291,11 @@ def print_overlap(overlap: OverlapReport) -> None:
     usual = overlap.longest_in_val or f"under {MIN_MATCH}"
     reference = f"in equally long parts of the validation split: {usual}, the median"
     if matches:
-        match = max(matches, key=lambda each: each.length)
+        match = max(matches, key=lambda each: (not each.text.isspace(), each.length))
+        blank = ", all of them blanks" if match.text.isspace() else ""
         console.out_sentence(
             f"⟦…⟧: verbatim matches of {MIN_MATCH} characters or more with the training split; the "
-            f"longest: {match.length} characters ({reference}), at character {match.position:,} of "
+            f"longest: {match.length} characters{blank} ({reference}), at character {match.position:,} of "
             f"the split: {display_text(match.text)[:80]}"
         )
     else:
