@@ -295,8 +295,8 @@ def print_overlap(overlap: OverlapReport) -> None:
         blank = ", all of them blanks" if match.text.isspace() else ""
         console.out_sentence(
             f"⟦…⟧: verbatim matches of {MIN_MATCH} characters or more with the training split; the "
-            f"longest: {match.length} characters{blank} ({reference}), at character {match.position:,} of "
-            f"the split: {display_text(match.text)[:80]}"
+            f"longest: {match.length} characters{blank} ({reference}), at character "
+            f"{match.position:,} of the split: {display_text(match.text)[:80]}"
         )
     else:
         console.out_sentence(
