@@ -35,6 +35,7 @@ def test_messages_keep_tabs_and_spaces_off_a_terminal(capfd: pytest.CaptureFixtu
 # -- files -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_is_no_error_of_an_export(verse: Path, tmp_path: Path) -> None:
     run_here("train", verse, *TINY, "--out", "mine", cwd=tmp_path)
     done = shell("$CHARGPT export html mine /dev/stdout | true", tmp_path)

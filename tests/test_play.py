@@ -271,6 +271,7 @@ def test_each_character_shows_its_surprisal_and_the_most_likely_ones(
     assert "read nothing before it" in page.summary
 
 
+@pytest.mark.slow
 def test_every_character_is_scored_however_soon_one_continues(
     player: Callable[..., Player], tmp_path: Path
 ) -> None:
