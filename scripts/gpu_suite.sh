@@ -27,14 +27,14 @@ step() { printf '\n== %s (after %s s) ==\n' "$1" "$SECONDS"; }
 gather() {
   rm -rf "$out/cache" "$out/site"
   $python - "$out" "$SECONDS" "${codes[@]}" <<'PYTHON'
-import json, sys
+import json, re, sys
 from pathlib import Path
 
 out, seconds, *codes = Path(sys.argv[1]), *sys.argv[2:]
 result = {"seconds": int(seconds), "exit_codes": dict(code.split("=") for code in codes)}
 for name in ("doctor", "train", "sample", "nanogpt"):
     path = out / f"{name}.json"
-    text = path.read_text() if path.exists() else ""
+    text = re.sub(r" at /[^\"]*", "", path.read_text()) if path.exists() else ""  # no absolute paths
     result[name] = json.loads(text) if text.strip() else None
 (out / "gpu.json").write_text(json.dumps(result, indent=2) + "\n")
 PYTHON
