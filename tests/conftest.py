@@ -98,6 +98,17 @@ def run_here(*words: object, cwd: Path, **environment: str) -> None:
     assert left.value.code == 0, words
 
 
+def run_python(program: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run a program of Python in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )
+
+
 def refusal(done: subprocess.CompletedProcess[str]) -> str:
     """Check that a command rejected its input with one sentence; return it."""
     assert done.returncode == 2, (done.returncode, done.stdout, done.stderr)

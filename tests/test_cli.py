@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import REPOSITORY, Cli, refusal, run_cli, run_here
+from conftest import REPOSITORY, Cli, refusal, run_cli, run_here, run_python
 
 from chargpt.analysis import compare as comparison
 from chargpt.analysis.compare import Comparison, Row, compare_runs
@@ -63,13 +63,7 @@ def test_help_imports_nothing_heavy(words: list[str], tmp_path: Path) -> None:
         "except SystemExit: pass\n"
         "print(sorted({'torch', 'numpy', 'yaml', 'matplotlib'} & set(sys.modules)))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-    )
+    done = run_python(code, tmp_path)
     assert done.stdout.rstrip().endswith("[]")
     assert f"Usage: {' '.join(['chargpt', *words[:-1]])} " in done.stdout
 
@@ -1017,6 +1011,24 @@ def test_compare_trains_and_compares_bigram_and_gpt(verse: Path, cli: Cli) -> No
     assert Path("two.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_comparison_names_other_block_sizes_and_draws_the_baselines_of_the_curves(
+    trained: Path, cli: Cli
+) -> None:
+    text = trained.parent / "novel.txt"
+    settings = ("-s", "model.block_size=8")
+    assert cli("train", text, *QUICK, *settings, "--out", "short").returncode == 0
+    result = compare_runs([trained, Path("short")], "cpu")
+    (long, short) = (load_run(path).model.block_size for path in (trained, "short"))
+    sentences = comparison.conclusions(result)
+    assert any(f"{trained.name} {long}, short {short} (a larger" in each for each in sentences)
+    clusters = [each.clusters for each in result.evaluations.values()]
+    assert clusters[0].shape == clusters[1].shape  # by spans of the longer one: paired
+    assert result.curve_baselines.keys() == result.baselines.keys()
+    assert result.curve_baselines != result.baselines
+    printed = json.loads(cli("compare", trained, "short", "--json").stdout)
+    assert printed["summary"] == sentences
+
+
 def test_compare_trains_within_a_budget(verse: Path, cli: Cli) -> None:
     done = cli("compare", verse, "--budget", "6s", "--seed", "3", "-o", "both", "--json")
     assert done.returncode == 0, done.stderr
@@ -1183,10 +1195,7 @@ def test_commands_on_texts_import_no_torch(tmp_path: Path) -> None:
         "from chargpt.cli.main import run\n"
         "try:\n    run()\nexcept SystemExit:\n    print('torch' in sys.modules)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.endswith("False\n")
+    assert run_python(program, tmp_path).stdout.endswith("False\n")
 
 
 def test_only_the_main_command_offers_completion(cli: Cli) -> None:

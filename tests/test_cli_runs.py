@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import REPOSITORY, Cli, refusal, run_cli, run_here
+from conftest import REPOSITORY, Cli, refusal, run_cli, run_here, run_python
 from rich.cells import cell_len
 from saving import CONFIG, TOKENIZER, save
 from test_docs import load_script
@@ -220,13 +220,7 @@ def test_an_import_that_drops_exceptions_does_not_drop_a_signal(tmp_path: Path) 
         "sys.argv = ['chargpt', 'config']\n"
         "main.run()\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-    )
+    done = run_python(code, tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped\n")
 
 
