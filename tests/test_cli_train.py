@@ -18,7 +18,7 @@ from chargpt.store.run import load_run
 from chargpt.text.corpus import Corpus, load_corpus
 from chargpt.training import planner, session
 from chargpt.training import trainer as trainer_module
-from chargpt.training.budget import RESERVE, Budget, counting_seconds
+from chargpt.training.budget import RESERVE, Budget, mixture_seconds
 from chargpt.training.planner import Plan
 from chargpt.training.session import Session, create_run
 from chargpt.training.threads import ThreadTuner
@@ -203,7 +203,7 @@ def test_a_budget_reserves_the_measured_time_of_scoring(
     scored += report_tokens + n_mixture + round(1.3 * min(limit, val))  # the mixture
     timed_tokens = min(RESERVE.timed_tokens, val - 1)
     closing = RESERVE.seconds + 1.3 * 2 * scored / timed_tokens + report_seconds
-    closing += RESERVE.gate_seconds + counting_seconds(trainer.corpus)  # fitting the mixture
+    closing += mixture_seconds(trainer.corpus)
     assert budget.remaining == pytest.approx(seconds - 10 - closing)
 
 

@@ -27,7 +27,7 @@ from chargpt.store.layout import MIXTURE_FILE
 from chargpt.store.mixture import save_mixture, with_mixture
 from chargpt.text.corpus import load_corpus
 from chargpt.text.tokenizer import CharTokenizer
-from chargpt.training.budget import RESERVE, Budget, counting_seconds
+from chargpt.training.budget import RESERVE, Budget, mixture_seconds
 from chargpt.training.mixing import fit_mixture
 from chargpt.training.session import with_mixture_split
 
@@ -471,13 +471,15 @@ def test_a_budget_leaves_characters_for_the_mixture(verse: Path, cli: Cli) -> No
     assert "gpt + n-grams" not in plain.stdout
 
 
-def test_a_budget_that_is_too_short_to_count_in_has_no_mixture(verse: Path) -> None:
+def test_a_budget_with_too_little_time_left_has_no_mixture(verse: Path) -> None:
     corpus = load_corpus(TextConfig(path=str(verse)))
-    seconds = counting_seconds(corpus)
-    assert seconds == pytest.approx(RESERVE.counting_seconds * len(corpus.split("train")) / 1e6)
-    limit = seconds / 0.15
-    for total, length in ((0.99 * limit, 0), (1.01 * limit, int(0.03 * corpus.n_characters))):
-        settings, chosen = with_mixture_split(Config(), corpus, Budget(total))
+    seconds = mixture_seconds(corpus)
+    counted = RESERVE.counting_seconds * len(corpus.split("train")) / 1e6
+    assert seconds == pytest.approx(RESERVE.gate_seconds + counted)
+    least, budget = seconds / 0.15, Budget(10.0, started=0.0, clock=lambda: 0.0)
+    for left, length in ((0.99 * least, 0), (1.01 * least, int(0.03 * corpus.n_characters))):
+        budget.started -= budget.remaining - left
+        settings, chosen = with_mixture_split(Config(), corpus, budget)
         assert len(chosen.split("mixture")) == length
         assert bool(settings.text.mixture_characters) == bool(length)
         assert [note for note in chosen.notes if "without a mixture" in note] == (
@@ -493,7 +495,7 @@ def test_a_budget_that_is_too_short_to_count_in_has_no_mixture(verse: Path) -> N
     assert settings.text.mixture_characters == len(chosen.split("mixture")) == 0
     assert "its split, of whole documents, would be over 6%" in chosen.notes[-1]
     fixed = Config().with_values({"text.mixture_characters": 300})
-    budget = Budget(0.5 * limit, {"text.mixture_characters"})
+    budget = Budget(1.0, {"text.mixture_characters"})
     assert len(with_mixture_split(fixed, corpus, budget)[1].split("mixture")) == 300
 
 

@@ -1,5 +1,6 @@
 """Counts, entropies, and the description of a text with its warnings."""
 
+import re
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -111,9 +112,21 @@ def test_a_description_has_the_statistics_of_the_text(tmp_path: Path) -> None:
 
 
 def test_items_of_several_lines_are_not_taken_for_a_list_of_lines() -> None:
-    jokes = "".join(f"Lamp {i}\nand boat {i}\n\tby {i}\n%\n" for i in range(300))
-    assert not warn_of_list(load_corpus(TextConfig(), text=jokes))
-    assert warn_of_list(load_corpus(TextConfig(), text=jokes.replace("%\n", "")))
+    jokes = "".join(f"Lamp {i}\nand boat {i}\n\tby {i}\n%%\n" for i in range(300))
+    (advice,) = warn_of_list(load_corpus(TextConfig(), text=jokes))
+    assert advice.startswith("300 lines are %%; ")
+    (setting,) = re.findall(r"text.documents='(.*)'", advice)
+    assert load_corpus(TextConfig(documents=setting), text=jokes).n_documents == 300
+    (advice,) = warn_of_list(load_corpus(TextConfig(), text=jokes.replace("%%\n", "")))
+    assert "text.documents=lines" in advice
+
+
+def test_code_and_headings_are_not_taken_for_lists() -> None:
+    code = "".join(f"int f{i}(void)\n{{\n\treturn {i};\n}}\n\n" for i in range(300))
+    assert not warn_of_list(load_corpus(TextConfig(), text=code))
+    lines = "Lamp and boat.\n" * 30
+    sections = "".join(f"Part {i}\n------\n{lines}\n" for i in range(300))
+    assert not warn_of_list(load_corpus(TextConfig(), text=sections))
 
 
 @pytest.mark.parametrize(

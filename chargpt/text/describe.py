@@ -1,6 +1,7 @@
 """Statistics of a text, and warnings about it: the result of `chargpt data info`."""
 
 import math
+import re
 from collections import Counter
 from dataclasses import dataclass
 
@@ -23,7 +24,8 @@ MIN_CHARACTERS = 10_000
 MAX_LINE = 1_000_000  # characters
 # What looks like a list: many short lines, none of them empty
 MIN_LIST, MAX_ITEM, MAX_MEAN_ITEM = 100, 500, 40  # lines; characters; characters
-MAX_REPEATED = 0.05  # fraction of the lines that are the same one
+SEPARATOR = re.compile(r"([%*=~+_.-])\1*")  # a line that may stand between items
+MIN_SEPARATORS = 0.05  # fraction of the lines
 MAX_ONCE_FRACTION = 0.2  # of the vocabulary, for characters that occur once
 CHUNK = 1 << 20  # tokens
 # nats between the character frequencies of the splits that change the loss noticeably
@@ -117,19 +119,23 @@ def warn_of_validation(corpus: Corpus) -> list[str]:
 
 
 def warn_of_list(corpus: Corpus) -> list[str]:
-    """Return advice on `text.documents`, if the start of a text looks like a list of lines."""
-    tokenizer = corpus.tokenizer
-    start = corpus.tokens[:CHUNK]
-    start = start[start != tokenizer.characters.find("\r")]
-    lines, longest = _lines(tokenizer, start)
-    is_end = start == tokenizer.characters.find("\n")
-    has_empty = bool((is_end[1:] & is_end[:-1]).any())
-    is_short = longest <= MAX_ITEM and start.size <= MAX_MEAN_ITEM * lines
-    if lines < MIN_LIST or not is_short or has_empty or corpus.n_documents:
+    """Return advice on `text.documents`, if the start of a text looks like a list of items."""
+    if corpus.n_documents:
         return []
-    (line, repeats), *_ = Counter(tokenizer.decode(start).split("\n")).most_common(1)
-    if repeats > MAX_REPEATED * lines and not any(map(str.isalnum, line)):
-        return []  # such as `%`, between items of several lines
+    lines = corpus.tokenizer.decode(corpus.tokens[:CHUNK]).replace("\r", "").split("\n")
+    separators = Counter(line for line in lines if SEPARATOR.fullmatch(line))
+    for line, count in separators.most_common(1):
+        if count >= MIN_SEPARATORS * max(MIN_LIST, len(lines)):
+            return [
+                f"{count:,} lines are {line}; if they separate items, -s "
+                f"text.documents='\\n{line}\\n' shuffles those, and each sample is one item"
+            ]
+    *whole, last = lines
+    lengths = [len(line) for line in (lines if last else whole)]
+    if len(lengths) < MIN_LIST or 0 in lengths:
+        return []
+    if max(lengths) > MAX_ITEM or sum(lengths) > MAX_MEAN_ITEM * len(lengths):
+        return []
     return [
         "the text looks like a list of items; with -s text.documents=lines they are shuffled, and "
         "each sample is one item (the loss of shuffled items is not comparable with that of a "

@@ -45,7 +45,7 @@ class Reserve:
     timed_tokens: int = 8_000  # scored to measure the speed of scoring
     gate_seconds: float = 0.35  # of fitting a mixture's gate
     counting_seconds: float = 0.5  # of counting the n-grams of a mixture, per million tokens
-    counting_fraction: float = 0.15  # of the budget: if counting takes longer, no mixture
+    mixture_fraction: float = 0.15  # of the remaining time: if fitting takes longer, no mixture
     margin: float = 1.3  # factor on the measured time of scoring
     mixture_slowdown: float = 1.3  # time of scoring with a mixture, relative to its GPT
 
@@ -66,14 +66,10 @@ class Replanning:
 RESERVE, REPLANNING = Reserve(), Replanning()
 
 
-def counting_seconds(corpus: Corpus) -> float:
-    """Return the expected time of counting the n-grams of a mixture."""
-    return RESERVE.counting_seconds * min(len(corpus.split("train")), MAX_TOKENS) / 1e6
-
-
 def mixture_seconds(corpus: Corpus) -> float:
-    """Return the expected time of counting and of fitting the gate, 0 without a mixture."""
-    return RESERVE.gate_seconds + counting_seconds(corpus) if len(corpus.split("mixture")) else 0.0
+    """Return the expected time of counting the n-grams of a mixture and of fitting its gate."""
+    counted = min(len(corpus.split("train")), MAX_TOKENS)
+    return RESERVE.gate_seconds + RESERVE.counting_seconds * counted / 1e6
 
 
 def parse_duration(text: str) -> float:
@@ -201,7 +197,8 @@ class Budget:
             n_scored += round(RESERVE.mixture_slowdown * min(max_tokens, len(splits[-1])))
         if config.train.from_run is not None:  # the text of that run is scored before and after
             n_scored += 2 * max_tokens
-        self.evaluation_seconds = RESERVE.margin * per_token * n_scored + mixture_seconds(corpus)
+        self.evaluation_seconds = RESERVE.margin * per_token * n_scored
+        self.evaluation_seconds += mixture_seconds(corpus) if n_mixture else 0.0
 
     def update_evaluation(self, validation_seconds: float) -> None:
         """Reserve more time for the final evaluations if a validation took longer than before."""

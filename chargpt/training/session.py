@@ -30,7 +30,6 @@ from chargpt.training.budget import (
     REPLANNING,
     RESERVE,
     Budget,
-    counting_seconds,
     mixture_seconds,
     replanned_config,
 )
@@ -186,7 +185,8 @@ def create_run(
 def plan_run(config: Config, corpus: Corpus, budget: Budget) -> tuple[Plan, Corpus]:
     """Return the plan of a run for a budget, and the corpus with its mixture split."""
     config, corpus = with_mixture_split(config, corpus, budget)
-    budget.evaluation_seconds += mixture_seconds(corpus)
+    if len(corpus.split("mixture")):
+        budget.evaluation_seconds += mixture_seconds(corpus)
     return plan(config, corpus, budget), corpus
 
 
@@ -216,21 +216,21 @@ def fit_budget(budget: Budget, trainer: Trainer, planned: Plan, notes: list[str]
 def with_mixture_split(config: Config, corpus: Corpus, budget: Budget) -> tuple[Config, Corpus]:
     """Return config and corpus with a mixture split, unless the user has fixed its length.
 
-    There is none, with a note, if the text is too short for it, or if counting the n-grams would
-    take too much of the budget.
+    There is none, with a note, if the text is too short for it, or if fitting the mixture would
+    take too much of the time that is left.
     """
     key, note = "text.mixture_characters", ""
     if key not in budget.fixed_keys and config.model.kind == "gpt":
-        seconds = counting_seconds(corpus)
+        seconds, remaining = mixture_seconds(corpus), budget.remaining
         if MAX_MIXTURE_FRACTION * corpus.n_characters < MIN_CHARACTERS:
             note = (
                 f"without a mixture: {MAX_MIXTURE_FRACTION:.0%} of the text is too little to fit "
                 "its weights to"
             )
-        elif seconds > RESERVE.counting_fraction * budget.seconds:
+        elif seconds > RESERVE.mixture_fraction * remaining:
             note = (
-                f"without a mixture: counting n-grams would take about {seconds:.1f} s of the "
-                f"{budget.seconds:g} s; give a longer --budget"
+                f"without a mixture: fitting one would take about {seconds:.1f} s of the "
+                f"{max(0.0, remaining):.1f} s that are left; give a longer --budget"
             )
         else:
             config = config.with_values({key: RECIPE.mixture_characters})

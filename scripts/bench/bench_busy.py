@@ -1,5 +1,8 @@
 """Benchmark of time budgets beside other busy processes: punctuality, steps and loss.
 
+A budget that is too short for the fewest useful steps announces how long training takes instead, or
+is refused: then the announced seconds are those asked for, and there is no loss.
+
     python scripts/bench/bench_busy.py TEXT [--budgets 5s 10s 30s 150s] [--processes 0 1 2]
         [--json benchmarks/busy.json]
 
@@ -8,6 +11,7 @@ Each case is a whole `chargpt train` process beside a number of processes that l
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -45,17 +49,25 @@ def train(text: Path, budget: str, n_processes: int) -> dict[str, Any]:
         with busy_processes(n_processes):
             start = time.perf_counter()
             command = [*CHARGPT, "train", str(text), "--budget", budget, "--out", str(run)]
-            subprocess.run(command, check=True, capture_output=True)
+            done = subprocess.run(command, capture_output=True, text=True)
             seconds = time.perf_counter() - start
+        announced = re.search(r"takes about (\d+) s instead|give --budget (\d+)s", done.stderr)
+        asked = parse_duration(budget)
+        row: dict[str, Any] = {
+            "busy_processes": n_processes,
+            "budget": budget,
+            "announced": float(announced[1] or announced[2]) if announced else asked,
+            "seconds": round(seconds, 2),
+        }
+        if done.returncode:
+            return {**row, "refused": done.stderr.strip().splitlines()[-1]}
         command = [*CHARGPT, "evaluate", str(run), "--json"]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
     result = json.loads(done.stdout)
     return {
-        "busy_processes": n_processes,
-        "budget": budget,
-        "seconds": round(seconds, 2),
-        "of_budget": round(seconds / parse_duration(budget), 3),
+        **row,
+        "of_announced": round(seconds / row["announced"], 3),
         "steps": result["step"],
         "parameters": result["parameters"],
         "threads": config["threads"],

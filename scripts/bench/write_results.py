@@ -142,14 +142,17 @@ def busy(found: dict[str, Any]) -> list[str]:
     lines = [
         f"Beside processes that loop without end ({found['hardware']}, {found['date']}):",
         "",
-        "| busy processes | budget | seconds | steps | threads at the end | `blocks` |",
-        "|---|---|---|---|---|---|",
+        "| busy processes | budget | announced | seconds | steps | threads at the end | `blocks` |",
+        "|---|---|---|---|---|---|---|",
     ]
-    lines += [
-        f"| {row['busy_processes']} | {row['budget']} | {row['seconds']:.1f} | {row['steps']:,} "
-        f"| {row['threads']} | {row['nats_per_char']:.3f} |"
-        for row in found["rows"]
-    ]
+    for row in found["rows"]:
+        outcome = "refused | | "
+        if "refused" not in row:
+            outcome = f"{row['steps']:,} | {row['threads']} | {row['nats_per_char']:.3f}"
+        lines.append(
+            f"| {row['busy_processes']} | {row['budget']} | {row['announced']:g} s "
+            f"| {row['seconds']:.1f} | {outcome} |"
+        )
     return [*lines, "", f"`{command(found)}`"]
 
 
