@@ -385,6 +385,17 @@ def test_another_text_in_memory_is_evaluated(tiny_run: chargpt.Run, tmp_path: Pa
         chargpt.evaluate(tiny_run, path=tmp_path / "other.txt", text="the light")
 
 
+def test_a_path_is_not_taken_for_a_text(tiny_run: chargpt.Run, tmp_path: Path) -> None:
+    path = tmp_path / "other.txt"
+    path.write_text("the light, the sea")
+    with pytest.raises(TextError, match="is a file, not a text; give it as path="):
+        chargpt.evaluate(tiny_run, text=str(path))
+    with pytest.raises(TextError, match="is a file, not a text"):
+        chargpt.train(text=str(path))
+    with pytest.raises(TextError, match="expected a string .* a file is given as path="):
+        chargpt.evaluate(tiny_run, text=path)  # type: ignore[arg-type]
+
+
 def test_pieces_are_streamed_as_they_are_sampled(tiny_run: chargpt.Run) -> None:
     pieces = chargpt.stream(tiny_run, prompt="The ", length=20, seed=1)
     first = next(pieces)

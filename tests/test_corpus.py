@@ -314,13 +314,16 @@ def test_a_folder_is_read_recursively_sorted_and_by_suffix(write: Write) -> None
     corpus = load(folder)
     assert text_of(corpus) == "a2b1z3"
     assert corpus.name == "texts/"
-    assert corpus.notes == (
-        "files read of texts/: 3, which end in .txt, .md, .gz, sorted by path; not read: 1 (1 .py)",
+    files, split = corpus.notes
+    assert files == (
+        "files read of texts/: 3, which end in .txt, .md, .gz, sorted by path; not read: 1 (1 .py)"
     )
+    assert "-s text.documents=files shuffles the files" in split
+    assert load(folder, documents="files").notes == (files,)
     assert text_of(load(folder, suffixes=("py",))) == "no"
     matched = load(folder / "*" / "*.*")
     assert matched.name.endswith("texts/*/*.*")
-    assert matched.notes == (f"files read of {matched.name}: 3, sorted by path",)
+    assert matched.notes == (f"files read of {matched.name}: 3, sorted by path", split)
     message = error_message(folder, suffixes=(".rst", ".tex"))
     assert ".rst, .tex" in message
     assert "/**/*.gz" in message

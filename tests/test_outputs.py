@@ -250,7 +250,7 @@ def test_nothing_printed_controls_the_terminal(
     console.out_json({hostile: hostile})
     console.print_error(hostile)
     tables.table([hostile], [[hostile]], title=hostile)
-    tables.side_by_side([hostile], [hostile])
+    tables.panel(hostile, hostile)
     printed = "".join(capsys.readouterr())
     assert printed.count("\N{REPLACEMENT CHARACTER}") > 10
     assert not set(printed) & set("\x1b\x9b\x07\r\udcff")

@@ -512,6 +512,28 @@ def test_an_extended_budget_gets_the_steps_that_it_has_announced() -> None:
     assert budget.is_over(12)
 
 
+def test_an_extended_budget_ends_early_instead_of_training_more_steps() -> None:
+    now = [0.0]
+    budget = Budget(5.0, started=0.0, clock=lambda: now[0])
+    now[0] = 4.0
+    assert budget.extend_for(20, 0.2)
+    config = Config().with_values({"train.max_steps": 20, "schedule.cooldown": 0.6})
+    budget.start(config, 0)
+    for step in range(1, 21):  # twice as fast as planned
+        now[0] += 0.1
+        config = budget.adjust(config, step, 0.0, [])
+    assert config.train.max_steps == 20
+
+
+def test_the_size_is_chosen_for_a_given_block_size(corpus: Corpus, machine: list[Config]) -> None:
+    free = choose(Config(), (), corpus, 10)
+    config = Config().with_values({"model.block_size": 64})
+    given = choose(config, ("model.block_size",), corpus, 10)
+    assert given.size_was_chosen
+    assert given.config.model == free.config.model.model_copy(update={"block_size": 64})
+    assert given.config.tokens_per_step == free.config.tokens_per_step
+
+
 def test_a_model_that_is_too_large_for_its_budget_is_rejected_after_one_step(
     corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -242,7 +242,8 @@ def print_comparison(result: Comparison, plot: Path | None, *, json_: bool) -> N
         )
         return
     print_rows(result)
-    tables.side_by_side(list(result.samples), list(result.samples.values()))
+    for name, text in result.samples.items():
+        tables.panel(f"sample of {name}", text)
     if plot_name is not None:
         console.out(f"plot: {plot_name}")
 

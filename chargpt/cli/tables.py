@@ -1,11 +1,10 @@
-"""Tables and columns of text on stdout."""
+"""Tables and boxes of text on stdout."""
 
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from rich import box
 from rich.cells import cell_len
-from rich.columns import Columns
 from rich.console import Console, RenderableType
 from rich.panel import Panel
 from rich.table import Table
@@ -68,16 +67,7 @@ def print_rich(target: Console, content: RenderableType) -> None:
     console.write_out(captured.get())
 
 
-def side_by_side(titles: Sequence[str], texts: Sequence[str]) -> None:
-    """Print texts in columns on stdout."""
-    target = Console(highlight=False)
-    width = max(24, target.width // len(titles) - 1)
-    panels = [
-        Panel(
-            Text(console.printable(text), overflow="fold"),
-            title=Text(console.printable(title)),
-            width=width,
-        )
-        for title, text in zip(titles, texts, strict=True)
-    ]
-    print_rich(target, Columns(panels, padding=0))
+def panel(title: str, text: str) -> None:
+    """Print a text in a box on stdout."""
+    content = Text(console.printable(text), overflow="fold")
+    print_rich(Console(highlight=False), Panel(content, title=Text(console.printable(title))))

@@ -39,6 +39,7 @@ from chargpt.models.base import eval_mode
 from chargpt.store.run import Run, as_run
 from chargpt.text.corpus import Split, read_text
 from chargpt.text.documents import mark_documents
+from chargpt.text.source import require_text
 from chargpt.text.tokenizer import Floats, Tokens
 
 OnProgress = Callable[[int, int], object]  # of the number done and the total
@@ -192,6 +193,7 @@ def read_tokens(run: Run, path: str | Path | None, text: str | None = None) -> t
     if path is not None:
         text = read_text(path, settings)
     else:
+        require_text(text)
         text = "".join(mark_documents([iter([text or ""])], settings.documents))
     tokens = run.tokenizer.encode(text, unknown=settings.unknown)
     return tokens, run.tokenizer.count_unknown(text)

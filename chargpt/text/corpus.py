@@ -261,6 +261,11 @@ def load_corpus(
         else:
             source = text_in_memory(text)
         notes += source.notes
+        if len(source.files) > 1 and settings.documents is None:
+            notes.append(
+                "the validation split is the end of the last files; -s text.documents=files shuffles "
+                "the files and splits between them"
+            )
         stamps = source.file_stamps()
     except MissingTextError:
         noted = key or cache.read_index(spec)

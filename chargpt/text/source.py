@@ -23,6 +23,7 @@ from chargpt.text.decoding import Chunk
 CHUNK_BYTES = 1 << 19  # small enough for a processor's cache, with its text and tokens
 MAX_TEXT_BYTES = 100 * 10**9  # of all files together, decompressed
 MAX_FILES = 1_000_000
+MAX_PATH = 1000  # characters of what may be a path instead of a text
 STDIN = "-"
 GZIP_MAGIC = b"\x1f\x8b"
 
@@ -64,8 +65,24 @@ class Source:
         return sum(int(row[1]) for row in self.file_stamps())
 
 
+def require_text(content: object) -> None:
+    """Check that an argument `text` is a text and not the path of one, else TextError."""
+    if not isinstance(content, str):
+        raise TextError(
+            f"text: expected a string (it is of type {type(content).__name__}); a file is given as "
+            "path="
+        )
+    if len(content) <= MAX_PATH and "\0" not in content and os.path.isfile(content):
+        raise TextError(f"{content} is a file, not a text; give it as path=, or its content")
+
+
 def text_in_memory(content: str) -> Source:
-    """Return a source that holds the text itself, or raise TextError at a lone surrogate."""
+    """Return a source that holds the text itself.
+
+    Raises:
+        TextError: it is the path of a file, or holds a lone surrogate.
+    """
+    require_text(content)
     try:
         return Source("text in memory", stream=io.BytesIO(content.encode()))
     except UnicodeEncodeError as error:

@@ -14,6 +14,7 @@ from chargpt.errors import ConfigError, FinishedError
 from chargpt.ranks import is_main_rank, world_size
 from chargpt.store.run import Run, load_run
 from chargpt.text import TextProgress
+from chargpt.text.source import require_text
 from chargpt.training.budget import Budget
 from chargpt.training.mixing import try_add_mixture
 from chargpt.training.request import Request, StartMode
@@ -65,8 +66,8 @@ def train(
         KeyboardInterrupt: training was interrupted. After the first Ctrl-C, which lets the step
             finish, the message names the checkpoint.
     """
-    if not isinstance(text, str | None):
-        raise ConfigError(f"text: expected a string (it is of type {type(text).__name__})")
+    if text is not None:
+        require_text(text)
     if not isinstance(settings, Mapping | None):
         raise ConfigError(
             "settings: expected a dictionary, such as {'train.max_steps': 500} (it is of type "

@@ -253,7 +253,9 @@ class Budget:
         if step < self.replan_step and remaining >= self.replan_remaining:
             return None
         step_seconds = (now - since) / (step - first)
-        config = replanned_config(config, step, step_seconds, remaining, self.step_limit)
+        # an extended budget ends early where it can, instead of training more steps
+        seconds = remaining - self.extension
+        config = replanned_config(config, step, step_seconds, seconds, self.step_limit)
         self.measured_from = step, now
         self._schedule_replanning(config, step, step)
         return config

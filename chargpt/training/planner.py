@@ -54,9 +54,7 @@ SIZES = (
 
 
 # if one of them is fixed, so is the size
-SIZE_KEYS = {
-    f"model.{name}" for name in ("kind", "n_layer", "n_head", "n_embd", "n_inner", "block_size")
-}
+SIZE_KEYS = {f"model.{name}" for name in ("kind", "n_layer", "n_head", "n_embd", "n_inner")}
 
 
 @dataclass(frozen=True)
@@ -174,7 +172,11 @@ def length_preset_for(n_tokens: float) -> LengthPreset:
 
 
 def size_values(
-    size: Size, n_tokens: float, corpus: Corpus, micro_batches: int = 1
+    size: Size,
+    n_tokens: float,
+    corpus: Corpus,
+    micro_batches: int = 1,
+    block_size: int | None = None,
 ) -> dict[str, object]:
     """Return the settings of a run of this size over about `n_tokens` tokens.
 
@@ -182,7 +184,7 @@ def size_values(
     whole micro-batches.
     """
     preset = length_preset_for(n_tokens)
-    block_size = fitting_block_size(preset.block_size, corpus)
+    block_size = block_size or fitting_block_size(preset.block_size, corpus)
     return {
         "model.n_layer": size.n_layer,
         "model.n_head": size.n_head,
@@ -330,8 +332,10 @@ class _Planner:
         ]
 
     def config_of_size(self, size: Size, n_tokens: float, config: Config | None = None) -> Config:
+        is_fixed = "model.block_size" in self.budget.fixed_keys
+        block_size = self.config.model.block_size if is_fixed else None
         micro_batches = self.config.train.micro_batches
-        values = size_values(size, n_tokens, self.corpus, micro_batches)
+        values = size_values(size, n_tokens, self.corpus, micro_batches, block_size)
         return self.with_unless_fixed(config or self.config, values)
 
     def with_unless_fixed(self, config: Config, values: dict[str, object]) -> Config:
