@@ -392,7 +392,7 @@ def test_a_path_is_not_taken_for_a_text(tiny_run: chargpt.Run, tmp_path: Path) -
         chargpt.evaluate(tiny_run, text=str(path))
     with pytest.raises(TextError, match="is a file, not a text"):
         chargpt.train(text=str(path))
-    with pytest.raises(TextError, match="expected a string .* a file is given as path="):
+    with pytest.raises(TextError, match=r"expected a string .* a file is given as path="):
         chargpt.evaluate(tiny_run, text=path)  # type: ignore[arg-type]
 
 

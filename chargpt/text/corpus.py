@@ -263,8 +263,8 @@ def load_corpus(
         notes += source.notes
         if len(source.files) > 1 and settings.documents is None:
             notes.append(
-                "the validation split is the end of the last files; -s text.documents=files shuffles "
-                "the files and splits between them"
+                "the validation split is the end of the last files; -s text.documents=files "
+                "shuffles the files and splits between them"
             )
         stamps = source.file_stamps()
     except MissingTextError:
