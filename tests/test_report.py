@@ -36,6 +36,7 @@ from chargpt.store.folder import RunFolder
 from chargpt.store.metrics import validation_curve
 from chargpt.store.run import load_run
 from chargpt.text.corpus import load_corpus
+from chargpt.text.describe import SplitDifference
 from chargpt.training.budget import Reserve
 
 TINY = (
@@ -646,17 +647,20 @@ def test_the_gain_of_a_mixture_has_its_sign(gain: float, expected: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("epochs", "expected"),
+    ("epochs", "divergence", "expected"),
     [
+        (3.0, 0.0, "It over-fits: the generalisation gap (validation minus training loss) is 0.50"),
+        (0.4, 0.0, "After 0.4 epochs, too few to over-fit, the generalisation gap"),
         (
             3.0,
-            "It over-fits: the generalisation gap (validation minus training loss) is 0.50 nats;",
+            0.06,
+            "It over-fits: the generalisation gap (validation minus training loss) is 0.50",
         ),
-        (0.4, "After 0.4 epochs, too few to over-fit, the generalisation gap"),
+        (3.0, 0.2, ""),
     ],
 )
-def test_a_gap_is_over_fitting_only_if_the_text_was_read_more_than_once(
-    epochs: float, expected: str, joined: Path
+def test_a_gap_is_over_fitting_if_neither_too_few_epochs_nor_unlike_splits_explain_it(
+    epochs: float, divergence: float, expected: str, joined: Path
 ) -> None:
     run = load_run(joined / "mine")
     losses = {
@@ -667,5 +671,9 @@ def test_a_gap_is_over_fitting_only_if_the_text_was_read_more_than_once(
         name: BaselineLoss(nats, np.array([[1000 * nats], [1000]]))
         for name, nats in (("uniform", 4.0), ("bigram", 2.4), ("6-gram", 1.6))
     }
-    sentences = summarize(run, RunScores(baselines, losses, 1000, epochs=epochs), [])
+    difference = SplitDifference(divergence, "the splits differ") if divergence else None
+    scores = RunScores(baselines, losses, 1000, split_difference=difference, epochs=epochs)
+    sentences = summarize(run, scores, [])
     assert any(sentence.startswith(expected) for sentence in sentences), sentences
+    assert any("over-fit" in sentence for sentence in sentences) == bool(expected)
+    assert ("The splits differ." in sentences) == bool(divergence)

@@ -121,6 +121,13 @@ def test_items_of_several_lines_are_not_taken_for_a_list_of_lines() -> None:
     assert "text.documents=lines" in advice
 
 
+def test_long_lines_are_taken_for_a_list_only_if_they_are_sorted() -> None:
+    lines = [f"{'aAbB'[i % 4]}{i:05} {'the lamp and the boat ' * 2}" for i in range(300)]
+    assert not warn_of_list(load_corpus(TextConfig(), text="\n".join(lines)))
+    for key in (str, str.casefold):
+        assert warn_of_list(load_corpus(TextConfig(), text="\n".join(sorted(lines, key=key))))
+
+
 def test_code_and_headings_are_not_taken_for_lists() -> None:
     code = "".join(f"int f{i}(void)\n{{\n\treturn {i};\n}}\n\n" for i in range(300))
     assert not warn_of_list(load_corpus(TextConfig(), text=code))
@@ -155,19 +162,27 @@ def test_lines_of_documents_are_those_between_separators(
 
 def test_unlike_splits_are_told_from_alike_ones(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
-    letters = np.array(list("etaoin shrdlu\n"))
+    letters = np.array(list("etaoin shrdlu"))
     alike = "".join(rng.choice(letters, 20_000))
     other = "".join(rng.choice(letters[::2], 2_000))
 
     def warning_of(text: str) -> str | None:
         path = tmp_path / "text.txt"
         path.write_text(text)
-        return compare_splits(load_corpus(TextConfig(path=str(path))))
+        difference = compare_splits(load_corpus(TextConfig(path=str(path))))
+        return difference.warning if difference else None
 
     assert warning_of(alike) is None
     warning = warning_of(alike[:18_000] + other)
     assert warning is not None
     assert "differs from the training split" in warning
+    assert "text.documents=lines, =files or =SEPARATOR shuffles it" in warning
+    other = "".join(rng.choice(list("qxz "), 2_000, p=[0.45, 0.3, 0.05, 0.2]))
+    paragraphs = "\n\n".join(alike[start : start + 100] for start in range(0, 18_000, 100))
+    warning = warning_of(paragraphs + other)
+    assert warning is not None
+    assert re.search(r"\(rarer there: . . .; more frequent there: q x .\)", warning)
+    assert "-s text.documents='\\n\\n' shuffles its paragraphs" in warning
     # a short split differs by chance
     assert warning_of(alike[:200]) is None
     assert warning_of("ab") is None

@@ -12,13 +12,16 @@ from chargpt.inference.evaluation import BaselineLoss, Evaluation, evaluate_toke
 from chargpt.store.metrics import validation_curve
 from chargpt.store.run import Run
 from chargpt.text.corpus import REQUIRED_SPLITS, Corpus, Split
-from chargpt.text.describe import compare_splits
+from chargpt.text.describe import SplitDifference, compare_splits
 
 MIN_RISE = 0.02  # nats above the best validation loss that count as over-fitting, not noise
 LAST_STEPS = 10  # whose mean is the last training loss
 MIXTURE_SUFFIX = " + n-grams"
 MIXTURE_LABEL = f"gpt{MIXTURE_SUFFIX}"
 MIN_GAP = 0.3  # nats of generalisation gap that are reported
+# generalisation gap, relative to the KL divergence of the character frequencies of the splits, that
+# their difference may explain: contexts differ more than frequencies
+MAX_EXPLAINED_RATIO = 5
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ class RunScores:
     evaluations: Mapping[Split, Evaluation]  # of the run on each split
     val_characters: int  # of the validation split
     mixture: Evaluation | None = None  # of GPT and n-gram models, on the validation split
-    split_warning: str | None = None  # if the validation split differs from the training split
+    split_difference: SplitDifference | None = None  # of the validation from the training split
     epochs: float = math.inf  # of training, in passes over the training split
 
     @property
@@ -59,6 +62,19 @@ class RunScores:
             return False
         gain, error = difference(self.mixture, self.better_alone[1])
         return gain > error
+
+    @property
+    def generalisation_gap(self) -> float:
+        """Validation loss minus training loss, in nats."""
+        return self.evaluations["val"].nats_per_char - self.evaluations["train"].nats_per_char
+
+    @property
+    def splits_explain_gap(self) -> bool:
+        """Whether the difference of the splits may be the whole reason of the gap."""
+        difference = self.split_difference
+        if difference is None:
+            return False
+        return self.generalisation_gap <= MAX_EXPLAINED_RATIO * difference.divergence
 
     def rows(self, kind: str) -> list[list[str]]:
         """Return the rows of the results table: model, split, nats, bits and perplexity."""
@@ -169,8 +185,9 @@ def summarize(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]])
         )
     if scores.mixture is not None:
         sentences.append(describe_mixture(scores.mixture, scores.better_alone))
-    if scores.split_warning is not None:
-        sentences.append(f"{scores.split_warning[0].upper()}{scores.split_warning[1:]}.")
+    if scores.split_difference is not None:
+        warning = scores.split_difference.warning
+        sentences.append(f"{warning[0].upper()}{warning[1:]}.")
     uniform = scores.baseline_losses["uniform"]
     training = [record["loss"] for record in records if "loss" in record][-LAST_STEPS:]
     if last > uniform + MIN_RISE and training and fmean(training) > uniform:
@@ -184,16 +201,16 @@ def summarize(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]])
     elif curve and best is not None and last > best + MIN_RISE:
         lowest = f"at step {best_step:,}" if best_step else "before training"
         used = "; that checkpoint is used" if run.step == best_step else ""
-        is_alike = scores.split_warning is None
-        remedy = " More text, model.dropout or fewer steps would help." if is_alike else ""
+        over_fits = not scores.splits_explain_gap
+        remedy = " More text, model.dropout or fewer steps would help." if over_fits else ""
         sentences.append(
-            f"{'It over-fits: t' if is_alike else 'T'}he validation loss was lowest {lowest} "
+            f"{'It over-fits: t' if over_fits else 'T'}he validation loss was lowest {lowest} "
             f"({best:.3f} nats) and rose to {last:.3f} nats{used}.{remedy}"
         )
     elif (
-        val_loss - train_loss > max(MIN_GAP, 2 * math.hypot(*errors))
+        scores.generalisation_gap > max(MIN_GAP, 2 * math.hypot(*errors))
         and train_loss < scores.baseline_losses["bigram"]
-        and scores.split_warning is None
+        and not scores.splits_explain_gap
     ):
         remedy = "more text" if run.config.model.dropout else "more text or model.dropout"
         verdict, reason = "It over-fits: the", f"; {remedy} would help."
@@ -203,7 +220,7 @@ def summarize(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]])
             reason = f": {what} is harder to predict than the rest."
         sentences.append(
             f"{verdict} generalisation gap (validation minus training loss) is "
-            f"{val_loss - train_loss:.2f} nats{reason}"
+            f"{scores.generalisation_gap:.2f} nats{reason}"
         )
     patience = run.config.train.patience
     n_worse = sum(step > (best_step or 0) for step, _ in curve)

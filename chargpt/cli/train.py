@@ -69,7 +69,8 @@ def train(
     Without a text: on one that comes with Python.
 
     Examples: `chargpt train`, `chargpt train novel.txt --budget 10m`,
-    `chargpt train novel.txt -c bigram -s train.max_steps=500`, `chargpt train --resume`.
+    `chargpt train novel.txt -c bigram -s train.max_steps=500`, `chargpt train --resume`; a list of
+    items: `chargpt train names.txt -s text.documents=lines`.
     """
     request = Request(
         path=text,

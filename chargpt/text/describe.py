@@ -4,10 +4,12 @@ import math
 import re
 from collections import Counter
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
 from chargpt.text.corpus import REQUIRED_SPLITS, Corpus
+from chargpt.text.display import sign_or_code
 from chargpt.text.statistics import (
     PairCounts,
     conditional_entropy_bits,
@@ -22,8 +24,9 @@ MAX_SHOWN = 10  # characters listed as the most or least frequent
 MAX_VOCAB_SIZE = 5_000  # limits of the warnings
 MIN_CHARACTERS = 10_000
 MAX_LINE = 1_000_000  # characters
-# What looks like a list: many short lines, none of them empty
+# What looks like a list: many short or sorted lines, none of them empty
 MIN_LIST, MAX_ITEM, MAX_MEAN_ITEM = 100, 500, 40  # lines; characters; characters
+MIN_SORTED = 0.95  # fraction of neighbouring lines in order
 SEPARATOR = re.compile(r"([%*=~+_.-])\1*")  # a line that may stand between items
 MIN_SEPARATORS = 0.05  # fraction of the lines
 MAX_ONCE_FRACTION = 0.2  # of the vocabulary, for characters that occur once
@@ -31,6 +34,7 @@ CHUNK = 1 << 20  # tokens
 # nats between the character frequencies of the splits that change the loss noticeably
 MIN_DIVERGENCE = 0.05
 MIN_DIVERGENCE_RATIO = 5  # to that of a sample of the training split
+MAX_DIFFERING = 3  # characters named as rarer, or as more frequent
 SAMPLE_BLOCK = 64  # characters of that sample's blocks
 MAX_COMPARED = 20_000_000  # tokens of a text whose documents are compared
 MIN_REPEATED = 0.05  # fraction of the validation documents
@@ -130,17 +134,25 @@ def warn_of_list(corpus: Corpus) -> list[str]:
                 f"{count:,} lines are {line}; if they separate items, -s "
                 f"text.documents='\\n{line}\\n' shuffles those, and each sample is one item"
             ]
-    *whole, last = lines
-    lengths = [len(line) for line in (lines if last else whole)]
-    if len(lengths) < MIN_LIST or 0 in lengths:
+    items = lines if lines[-1] else lines[:-1]
+    lengths = [len(item) for item in items]
+    if len(items) < MIN_LIST or 0 in lengths or max(lengths) > MAX_ITEM:
         return []
-    if max(lengths) > MAX_ITEM or sum(lengths) > MAX_MEAN_ITEM * len(lengths):
+    if sum(lengths) > MAX_MEAN_ITEM * len(items) and not _is_sorted(items):
         return []
     return [
         "the text looks like a list of items; with -s text.documents=lines they are shuffled, and "
         "each sample is one item (the loss of shuffled items is not comparable with that of a "
         "sorted list, in which neighbours are alike)"
     ]
+
+
+def _is_sorted(items: list[str]) -> bool:
+    """Return whether nearly all items are in order, with or without regard to case."""
+    return any(
+        sum(first <= second for first, second in pairwise(ordered)) >= MIN_SORTED * len(items)
+        for ordered in (items, [item.casefold() for item in items])
+    )
 
 
 def warn_of_repeats(corpus: Corpus) -> list[str]:
@@ -163,8 +175,16 @@ def warn_of_repeats(corpus: Corpus) -> list[str]:
     ]
 
 
-def compare_splits(corpus: Corpus) -> str | None:
-    """Return a warning if the validation split differs from the training split, else None.
+@dataclass(frozen=True)
+class SplitDifference:
+    """How the validation split differs from the training split."""
+
+    divergence: float  # KL divergence of the token frequencies, in nats
+    warning: str
+
+
+def compare_splits(corpus: Corpus) -> SplitDifference | None:
+    """Return how the validation split differs from the training split, None if it hardly does.
 
     The KL divergence of their character frequencies is compared with that of a sample of the
     training split as long as the validation split, in evenly spread blocks, from the rest of it.
@@ -179,20 +199,47 @@ def compare_splits(corpus: Corpus) -> str | None:
     sample = blocks[np.arange(n_sampled) * n_blocks // n_sampled].ravel()
     sampled = count_tokens(sample, vocab_size)
     by_chance = divergence_nats(sampled, counts - sampled)
-    divergence = divergence_nats(corpus.token_counts("val"), counts)
+    val_counts = corpus.token_counts("val")
+    divergence = divergence_nats(val_counts, counts)
     if divergence < max(MIN_DIVERGENCE, MIN_DIVERGENCE_RATIO * by_chance):
         return None
     what, unit = "the end of the text", "token" if corpus.tokenizer.has_bytes else "character"
     remedy = (
         "if the text is a list of items, text.documents=lines, =files or =SEPARATOR shuffles it"
     )
+    start = corpus.tokenizer.decode(corpus.tokens[:CHUNK])
+    if start.count("\n\n") >= MIN_SEPARATORS * max(MIN_LIST, start.count("\n")):
+        remedy = "-s text.documents='\\n\\n' shuffles its paragraphs, =files its files"
     if corpus.n_documents:
         what, remedy = f"the last of {corpus.n_documents:,} documents", "give more documents"
-    return (
+    return SplitDifference(
+        divergence,
         f"the validation split, {what}, differs from the training split: the KL "
         f"divergence of its {unit} frequencies is {divergence:.3f} nats, {by_chance:.3f} by "
-        f"chance. Its loss measures that difference too; {remedy}"
+        f"chance ({_name_differing(corpus.tokenizer, val_counts, counts)}). Its loss measures that "
+        f"difference too; {remedy}",
     )
+
+
+def _name_differing(tokenizer: CharTokenizer, counts: Ints, reference: Ints) -> str:
+    """Name the tokens whose frequencies differ most from others, (V,) each, in a phrase.
+
+    They are those with the largest terms of the symmetric KL divergence: a token that is missing
+    has no term in the other one.
+    """
+    probs, reference_probs = (each / each.sum() for each in (counts + 1, reference + 1))
+    gains = probs - reference_probs
+    ranked = np.argsort(-gains * np.log(probs / reference_probs), kind="stable")
+    parts = []
+    for name, tokens in (
+        ("rarer", ranked[gains[ranked] < 0]),
+        ("more frequent", ranked[gains[ranked] > 0]),
+    ):
+        signs = [
+            sign_or_code(tokenizer.token_text(token)) for token in tokens[:MAX_DIFFERING].tolist()
+        ]
+        parts.append(f"{name} there: {' '.join(signs)}")
+    return "; ".join(parts)
 
 
 def _lines(tokenizer: CharTokenizer, tokens: Tokens) -> tuple[int, int]:
@@ -247,5 +294,5 @@ def _warnings(
             "convert them to LF if that is unwanted"
         )
     warnings += [*warn_of_list(corpus), *warn_of_repeats(corpus)]
-    warning = compare_splits(corpus)
-    return warnings if warning is None else [*warnings, warning]
+    difference = compare_splits(corpus)
+    return warnings if difference is None else [*warnings, difference.warning]
