@@ -56,7 +56,7 @@ class Replanning:
 
     replanned_fraction: float = 0.95  # fraction of the remaining time that is planned for steps
     min_fraction: float = 1 / 8  # of all steps: when fewer remain, their number is final
-    min_steps: int = 20  # fewer are of little use
+    min_steps: int = 20  # fewer are of little use, and changes by fewer are not noted
     overrun: float = 0.08  # fraction of the budget by which the first `min_steps` may exceed it
     noted_change: float = 0.05  # of the number of steps: smaller changes are not noted
     # slowdown from which a note gives the factor; some is normal: trial steps have no validation
@@ -113,6 +113,7 @@ class Budget:
         self.started = clock() if started is None else started
         self.extension = 0.0  # seconds, where the budget is too short
         self.step_limit: int | None = None  # more would only over-fit; set by planning
+        self.size_is_set = False  # by the user, who may choose a smaller model; set by planning
         self.evaluation_seconds = RESERVE.fraction * seconds
         self.validation_seconds = 0.0  # of one validation in training; measured later
         self.replan_step: int | None = None
@@ -156,9 +157,9 @@ class Budget:
             return None
         self.extension = missing
         return (
-            f"the budget of {self.seconds:g} s is too short on this machine now: training takes "
-            f"about {math.ceil(self.seconds + missing)} s instead, for the {n_steps} steps that "
-            "are the fewest useful ones"
+            f"the budget of {self.seconds:g} s is too short on this machine now: the whole command "
+            f"takes about {math.ceil(self.seconds + missing)} s instead, for the {n_steps} steps "
+            "that are the fewest useful ones"
         )
 
     def require_time_for(
@@ -171,10 +172,11 @@ class Budget:
         """
         missing = n_steps * step_seconds + validation_seconds - self.remaining
         if missing > self.seconds:
+            smaller = ", or a smaller model" if self.size_is_set else ""
             raise OperationError(
                 f"a budget of {self.seconds:g} s is too short for {n_steps} steps, the fewest that "
                 "are useful, on this machine now; give "
-                f"--budget {math.ceil(self.seconds + missing)}s, or a smaller model"
+                f"--budget {math.ceil(self.seconds + missing)}s{smaller}"
             )
         return missing
 
@@ -307,7 +309,7 @@ def replanning_notes(
 
     A step takes `slowdown` times as long as planned; `step_limit` is that of `replanned_config`.
     """
-    if abs(new - old) < REPLANNING.noted_change * old:
+    if abs(new - old) < max(REPLANNING.min_steps, REPLANNING.noted_change * old):
         return []
     if new == step_limit:
         return [f"re-planned: {old:,} -> {new:,} steps: {EPOCH_LIMIT_NOTE}"]

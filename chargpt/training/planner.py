@@ -260,6 +260,7 @@ def plan(config: Config, corpus: Corpus, budget: Budget) -> Plan:
         if resized != config:
             config, speed = resized, planner.measure_speed(resized)
     else:
+        budget.size_is_set = config.model.kind != "bigram" and config.train.from_run is None
         speed = planner.measure_speed(config)
     budget.require_time_for(REPLANNING.min_steps, config.tokens_per_step / speed)
     n_tokens, parameters = planner.readable_tokens(speed), planner.parameters(config)
