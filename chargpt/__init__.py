@@ -8,6 +8,7 @@
 Names are imported when they are first used, so `import chargpt` is quick.
 """
 
+import time
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -56,11 +57,17 @@ _MODULES = {
 
 __all__ = list(_MODULES)
 
+# when the last import of each name began and ended, by `time.perf_counter`
+import_intervals: dict[str, tuple[float, float]] = {}
+
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'chargpt' has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+    started = time.perf_counter()
+    value = getattr(import_module(_MODULES[name]), name)
+    import_intervals[name] = started, time.perf_counter()
+    return value
 
 
 def __dir__() -> list[str]:

@@ -4,6 +4,8 @@ import importlib.metadata
 import os
 import shutil
 import signal
+import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +215,34 @@ def test_several_processes_need_a_folder_and_a_text_that_all_of_them_can_read(
         require_one_reader(Config().with_values({"text.path": "-"}), None)
     with pytest.raises(DeviceError, match="an Apple GPU trains with one process"):
         init_process_group(torch.device("mps"))
+
+
+def test_a_budget_begins_with_the_call_and_includes_its_import_of_pytorch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started = []
+
+    def slow_import(name: str) -> Any:
+        time.sleep(0.2)
+        return import_module(name)
+
+    def stop(request: Request, *_: object) -> None:
+        started.append(request.started)
+        raise OperationError("stop")
+
+    monkeypatch.setattr(chargpt, "import_module", slow_import)
+    monkeypatch.setattr("chargpt.training.api.run_training", stop)
+    before = time.perf_counter()
+    with pytest.raises(OperationError):
+        chargpt.train(budget="5s")
+    assert before <= started[0] <= time.perf_counter() - 0.2
+    from chargpt import train  # much earlier than it is called
+
+    monkeypatch.setattr("chargpt.training.api.MAX_CALL_SECONDS", 0.0)
+    before = time.perf_counter()
+    with pytest.raises(OperationError):
+        train(budget="5s")
+    assert started[1] >= before
 
 
 @pytest.mark.parametrize("budget", [float("nan"), float("inf"), [3]])

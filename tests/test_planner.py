@@ -445,6 +445,8 @@ def test_a_command_that_took_longer_than_announced_says_so() -> None:
     assert "12 s instead of 10 s" in str(budget.late_note())
     budget.extension = 2.0
     assert budget.late_note() is None
+    now[0], budget.extension = 14.0, 2.3  # announced as 13 s
+    assert "14 s instead of 13 s" in str(budget.late_note())
 
 
 def test_an_extended_budget_has_time_for_the_steps() -> None:

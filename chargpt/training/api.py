@@ -3,6 +3,7 @@
 import math
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+import chargpt
 from chargpt.errors import ConfigError, FinishedError
 from chargpt.ranks import is_main_rank, world_size
 from chargpt.store.run import Run, load_run
@@ -20,6 +22,8 @@ from chargpt.training.mixing import try_add_mixture
 from chargpt.training.request import Request, StartMode
 from chargpt.training.session import Session, open_session
 from chargpt.yaml_io import to_flow_yaml
+
+MAX_CALL_SECONDS = 1.0  # from the import of `train` to its call, in one statement
 
 
 def train(
@@ -49,8 +53,8 @@ def train(
             must still have it.
         config: a shipped config's name, such as `gpt` or `bigram`, or a YAML file.
         settings: by dotted keys, as in {"train.max_steps": 500}; they take precedence.
-        budget: a time, in seconds or as in "3m", that size and steps are chosen for. The first use
-            of `chargpt.train`, which loads PyTorch, takes a few seconds more.
+        budget: a time, in seconds or as in "3m", that size and steps are chosen for. It includes
+            loading PyTorch, at the first use of `chargpt.train`.
         from_run: folder of the base run: of another text, its weights are the start.
         out: folder of the run; by default a new one under runs/.
         start: what to do about a run that exists in `out`: `new` rejects it, `resume` continues it
@@ -66,6 +70,7 @@ def train(
         KeyboardInterrupt: training was interrupted. After the first Ctrl-C, which lets the step
             finish, the message names the checkpoint.
     """
+    started = _call_start()
     if text is not None:
         require_text(text)
     if not isinstance(settings, Mapping | None):
@@ -101,6 +106,7 @@ def train(
         out=None if out is None else Path(out),
         start=start,
         device=device,
+        started=started,
     )
     notes, budgets = list[str](), list[Budget]()
 
@@ -120,6 +126,16 @@ def train(
         try_add_mixture(run, None, notes)
     notes += [note for budget in budgets if (note := budget.late_note()) is not None]
     return replace(run, notes=(*notes, *run.notes))
+
+
+def _call_start() -> float:
+    """Return when the statement that calls `train` began, by `time.perf_counter`.
+
+    `chargpt.train(...)` imports this module, and PyTorch, before it calls the function.
+    """
+    now = time.perf_counter()
+    started, ended = chargpt.import_intervals.get("train", (now, now))
+    return started if now - ended < MAX_CALL_SECONDS else now
 
 
 def run_training(

@@ -213,7 +213,8 @@ class Budget:
         seconds, announced = self.clock() - self.started, self.seconds + self.extension
         if seconds <= LATE * announced:
             return None
-        return f"this took {seconds:.0f} s instead of {announced:.0f} s: the machine slowed down"
+        announced = math.ceil(announced)  # as `extend_for` rounds it
+        return f"this took {seconds:.0f} s instead of {announced} s: the machine slowed down"
 
     def start(self, config: Config, step: int) -> None:
         """Begin to measure steps; call it before the first one."""
