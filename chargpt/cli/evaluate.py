@@ -89,7 +89,10 @@ def evaluate(
     times = [
         f"{console.duration(seconds)} ({console.short(result.characters / seconds)} characters/s)"
     ]
-    if mixture and has_mixture(loaded):
+    has_mixture_row = mixture and has_mixture(loaded)
+    if has_mixture_row and split == "train":
+        console.say(f"without {MIXTURE_LABEL}: the n-grams were counted from the training split")
+    elif has_mixture_row:
         try:
             measured[MIXTURE_LABEL], more = measure(runs.load_run_mixture(loaded), MIXTURE_LABEL)
             times.append(f"{console.duration(more)} with the mixture")
@@ -106,8 +109,6 @@ def evaluate(
         f"{console.characters(result.characters)} scored in {', and in '.join(times)} on "
         f"{loaded.model.device.type}"
     )
-    if result.nats_per_document is not None:
-        console.out(f"{result.nats_per_document:.2f} nats/document ({kind})")
     if result.protocol == "nanogpt":
         console.out_sentence("its random blocks overlap: the standard error is too small")
 
@@ -127,7 +128,7 @@ def as_json(loaded: Run, measured: Mapping[str, Evaluation], seconds: float) -> 
 
 
 def show(measured: Mapping[str, Evaluation], title: str) -> None:
-    """Print as a table what was measured of a run and its mixture."""
+    """Print what was measured of a run and its mixture: a table, and the losses of documents."""
     result, *_ = measured.values()
     tables.table(
         ["model", "nats/char", "bits/char", "perplexity", "accuracy", "std error"],
@@ -142,3 +143,6 @@ def show(measured: Mapping[str, Evaluation], title: str) -> None:
         ],
         title=f"{title}: protocol {result.protocol}, blocks of {result.block_size}",
     )
+    for name, each in measured.items():
+        if each.nats_per_document is not None:
+            console.out(f"{each.nats_per_document:.2f} nats/document ({name})")
