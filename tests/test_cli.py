@@ -194,6 +194,13 @@ def test_decompress_restores_a_compressed_text(verse: Path, cli: Cli) -> None:
     assert not Path("x.txt").exists()
 
 
+def test_a_value_of_resume_and_an_expanded_pattern_are_told_apart(cli: Cli) -> None:
+    message = refusal(cli("train", "novel.txt", "--resume", "runs/novel"))
+    assert "(runs/novel); --resume takes no value: `chargpt train --resume RUN` resumes" in message
+    assert "needs quotes" not in message
+    assert "needs quotes" in refusal(cli("train", "a.txt", "b.txt"))
+
+
 def test_the_same_command_with_resume_starts_a_run_and_continues_it(verse: Path, cli: Cli) -> None:
     args = ["train", verse, *QUICK, "-s", "schedule.cooldown=0", "--out", "mine", "--resume"]
     begun = cli(*[str(word).replace("max_steps=6", "max_steps=3") for word in args])

@@ -179,9 +179,14 @@ def exit_code_of(command: Callable[[], Any]) -> int:
         context = getattr(error, "ctx", None)
         hint = f"; see `{context.command_path} --help`" if context else ""
         message = _in_own_words(error).rstrip(".").replace("\n", " ")
-        if "unexpected extra argument" in message:  # the shell may have expanded a pattern
+        if "unexpected extra argument" in message:
             message = textwrap.shorten(message, 200, placeholder=" ...")
-            message += "; a pattern such as '*.txt' needs quotes"
+            # else the shell may have expanded a pattern
+            message += (
+                "; --resume takes no value: `chargpt train --resume RUN` resumes a run"
+                if "--resume" in sys.argv
+                else "; a pattern such as '*.txt' needs quotes"
+            )
         message += hint
         code = 2
     except (typer.Abort, KeyboardInterrupt):
