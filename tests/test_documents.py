@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from noise import fill_with_noise
 
+import chargpt
 from chargpt.config import Config, TextConfig
 from chargpt.errors import ConfigError, TextError
 from chargpt.inference import generation
@@ -195,11 +196,13 @@ def test_documents_of_another_text_end_where_its_files_end(cli: Cli) -> None:
 def test_the_loss_of_a_document_is_that_of_its_characters(cli: Cli) -> None:
     Path("names.txt").write_text("\n".join(NAMES * 20))
     Path("other.txt").write_text("\r\n\r\n".join(NAMES))
-    cli("train", "names.txt", *QUICK, "--out", "run")
+    mixture = ("-s", "text.mixture_characters=200")
+    cli("train", "names.txt", *QUICK, *mixture, "--out", "run")
     run = load_run("run")
     result = evaluate(run, path="other.txt")
     mean_length = sum(len(name) + 1 for name in NAMES) / len(NAMES)
     assert result.nats_per_document == pytest.approx(result.nats_per_char * mean_length)
-    assert f"{result.nats_per_document:.2f} nats/document" in (
-        cli("evaluate", "run", "--text", "other.txt").stdout
-    )
+    mixed = evaluate(chargpt.with_mixture(run), path="other.txt")
+    shown = cli("evaluate", "run", "--text", "other.txt").stdout
+    assert f"{result.nats_per_document:.2f} nats/document (gpt, step " in shown
+    assert f"{mixed.nats_per_document:.2f} nats/document (gpt + n-grams)" in shown
