@@ -29,7 +29,8 @@ from chargpt.store.state import RunState
 from chargpt.text import corpus as corpus_module
 from chargpt.text.batches import Batches
 from chargpt.text.corpus import load_corpus
-from chargpt.text.tokenizer import REPLACEMENT, CharTokenizer
+from chargpt.text.display import REPLACEMENT
+from chargpt.text.tokenizer import CharTokenizer
 from chargpt.training.trainer import Trainer
 
 TOKENIZER = CharTokenizer.fit("hello world\n" * 3 + "é€😀", min_count=3)

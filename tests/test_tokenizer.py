@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from chargpt.errors import RunError, TextError, UnknownCharacterError
 from chargpt.text import tokenizer as module
-from chargpt.text.tokenizer import CHUNK, REPLACEMENT, CharTokenizer, Rare, choose_min_count
+from chargpt.text.display import REPLACEMENT
+from chargpt.text.tokenizer import CHUNK, CharTokenizer, Rare, choose_min_count
 
 SENTENCE = "But they were all of them deceived."
 IDS = [2, 15, 14, 0, 14, 8, 6, 18, 0, 17, 6, 13, 6, 0, 3, 10, 10, 0, 12, 7, 0, 14, 8, 6, 11]
@@ -162,11 +163,18 @@ def test_the_error_names_the_unknown_characters_and_the_remedy() -> None:
     with pytest.raises(UnknownCharacterError) as caught:
         CharTokenizer.fit("abc").encode("жaжxyz\n!\u0301")
     message = str(caught.value)
-    assert message.startswith("8 characters are not in the vocabulary: 'ж' U+0436, U+000A, '!'")
-    assert "and 2 others" in message
+    assert message.startswith(
+        "7 different characters are not in the vocabulary: 'ж' U+0436, U+000A, '!'"
+    )
+    assert "and 2 others; leave them out or replace them with" in message
     assert "text.unknown" in message
-    with pytest.raises(UnknownCharacterError, match=r"^1 character is .*U\+DC80; leave"):
-        CharTokenizer.fit("abc").encode("\udc80")
+    for text, expected in (
+        ("\udc80", r"^1 character is .*: U\+DC80; leave it out or replace it with"),
+        ("\u0650\u0650", "^1 character is .*: '◌\u0650' U\\+0650;"),
+        ("uvwxyz", "^6 different .* and 1 other;"),
+    ):
+        with pytest.raises(UnknownCharacterError, match=expected):
+            CharTokenizer.fit("abc").encode(text)
 
 
 @pytest.mark.parametrize(

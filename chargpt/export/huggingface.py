@@ -34,7 +34,8 @@ from chargpt.store.folder import RunFolder
 from chargpt.store.run import Run
 from chargpt.store.state import RunState
 from chargpt.store.tensors import load_weights
-from chargpt.text.tokenizer import REPLACEMENT, CharTokenizer
+from chargpt.text.display import REPLACEMENT
+from chargpt.text.tokenizer import CharTokenizer
 
 CONFIG, TOKENIZER, WEIGHTS = "config.json", "tokenizer.json", "model.safetensors"
 ORIGIN = "chargpt.json"

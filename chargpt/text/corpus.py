@@ -20,11 +20,12 @@ from chargpt.text import TextProgress, cache
 from chargpt.text.cache import CachedText, DamagedCacheError
 from chargpt.text.catalog import BUILT_IN
 from chargpt.text.decoding import codec_name
+from chargpt.text.display import REPLACEMENT
 from chargpt.text.documents import document_ends
 from chargpt.text.ingest import ingest, load_or_note, text_pieces
 from chargpt.text.source import STDIN, copy_stdin, find_source, iter_chunks, text_in_memory
 from chargpt.text.statistics import PairCounts, count_pairs, count_tokens
-from chargpt.text.tokenizer import REPLACEMENT, CharTokenizer, Ints, Tokens
+from chargpt.text.tokenizer import CharTokenizer, Ints, Tokens
 from chargpt.yaml_io import to_flow_yaml
 
 MAX_READ_CHARACTERS = 1 << 30

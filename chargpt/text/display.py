@@ -12,8 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from chargpt.text.tokenizer import REPLACEMENT
-
+REPLACEMENT = "\ufffd"  # stands for an unknown character, and for bytes that do not decode
 ZWJ = "\N{ZERO WIDTH JOINER}"
 FIRST_CONTROL_PICTURE = 0x2400  # Unicode's signs of the control characters, in their order
 

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from chargpt.errors import RunError, TextError, UnknownCharacterError
 from chargpt.files import parse_json, read_regular, write_atomically
 from chargpt.text.byte_fallback import CONTINUATION_BYTES, ValidTokens, byte_values, insert_bytes
+from chargpt.text.display import REPLACEMENT, display_char
 
 DECODE_CHUNK = 1 << 20  # ids decoded at once, to bound the memory
 N_CODE_POINTS = 0x110000
@@ -30,7 +31,6 @@ MAX_KEPT = 256  # different characters of a text that keeps all of them
 MIN_FREQUENCY = 1e-5  # of a character in the vocabulary of a text with more than MAX_KEPT
 MAX_NAMED = 5  # unknown characters that an error lists one by one
 CHUNK = 1 << 15  # characters encoded at once: small enough for a processor's cache
-REPLACEMENT = "\ufffd"  # stands for an unknown character, and for bytes that do not decode
 FORMAT, VERSION = "chargpt-tokenizer", 1
 
 UnknownPolicy = Literal["error", "skip", "replace"]
@@ -388,20 +388,23 @@ def _unusable(origin: str | os.PathLike[str], reason: str) -> RunError:
     return RunError(f"{origin} cannot be used as a tokenizer ({reason}); restore it or train again")
 
 
-def _name_character(code: int) -> str:
+def _name_character(character: str) -> str:
     """Return a character with its code point: 'ж' U+0436."""
-    shown = chr(code)
-    return f"{shown!r} U+{code:04X}" if shown.isprintable() else f"U+{code:04X}"
+    code = f"U+{ord(character):04X}"
+    return f"'{display_char(character)}' {code}" if character.isprintable() else code
 
 
 def _describe_unknown(codes: npt.NDArray[np.uint32]) -> str:
     """Return the error message for characters outside the vocabulary, most frequent first."""
     distinct, counts = np.unique(codes, return_counts=True)
     order = np.argsort(-counts, kind="stable")[:MAX_NAMED]
-    names = ", ".join(_name_character(int(code)) for code in distinct[order])
-    others = f" and {distinct.size - MAX_NAMED:,} others" if distinct.size > MAX_NAMED else ""
-    subject = "1 character is" if codes.size == 1 else f"{codes.size:,} characters are"
+    names = ", ".join(_name_character(chr(code)) for code in distinct[order])
+    n_others = distinct.size - order.size
+    others = f" and {n_others:,} other{'' if n_others == 1 else 's'}" if n_others else ""
+    subject, them = "1 character is", "it"
+    if distinct.size > 1:
+        subject, them = f"{distinct.size:,} different characters are", "them"
     return (
-        f"{subject} not in the vocabulary: {names}{others}; "
-        "leave them out or replace them with --unknown skip or replace (setting text.unknown)"
+        f"{subject} not in the vocabulary: {names}{others}; leave {them} out or replace {them} "
+        "with --unknown skip or replace (setting text.unknown)"
     )

@@ -25,7 +25,7 @@ from record import provenance, save_record, write_record
 from chargpt.inference.evaluation import evaluate_tokens
 from chargpt.inference.generation import sample
 from chargpt.store.run import Run, load_run
-from chargpt.text.tokenizer import REPLACEMENT
+from chargpt.text.display import REPLACEMENT
 
 SCORED = 200_000  # characters
 N_STRINGS, N_SAMPLES, LENGTH = 10_000, 1_000, 200
