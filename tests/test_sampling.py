@@ -95,6 +95,7 @@ def test_the_sample_command_ends_by_a_signal(number, num_samples, tmp_path):
     finally:
         command.kill()
     assert command.returncode in (-number, 128 + number), error
+    assert number != signal.SIGINT or error.endswith("stopped\n")
     assert num_samples == 1 or not out
     assert "Traceback" not in error
 

@@ -28,6 +28,7 @@ from chargpt.errors import ChargptError
 # Typer vendors click in some versions and depends on it in others; the bases of its public
 # exception are right in both.
 ClickException: Any = typer.BadParameter.__mro__[2]
+INTERRUPTED = 130  # some of its versions return this exit code after Ctrl-C, others raise `Abort`
 
 
 class Command(NamedTuple):
@@ -169,6 +170,8 @@ def exit_code_of(command: Callable[[], Any]) -> int:
     """Run a command; print its error, if any, and return its exit code."""
     try:
         code = command()
+        if code == INTERRUPTED:
+            console.say("stopped")
         return code if isinstance(code, int) else 0
     except ChargptError as error:
         message, code = str(error), error.exit_code
@@ -191,7 +194,7 @@ def exit_code_of(command: Callable[[], Any]) -> int:
         code = 2
     except (typer.Abort, KeyboardInterrupt):
         console.say("stopped")
-        return 130
+        return INTERRUPTED
     except Stopped as stop:
         if not stop.is_reported:
             console.say("stopped")
