@@ -167,6 +167,7 @@ def test_samples_of_a_list_are_whole_items(cli: Cli) -> None:
     assert [item[:2] for item in prompted] == ["be"] * 5
     report = json.loads(cli(*sample, "--num-samples", "30", "--overlap", "--json").stdout)
     assert report["samples"] == items
+    assert all(report["finished"])
     assert report["new"] == [item not in NAMES for item in items]
     checked = cli(*sample, "--num-samples", "30", "--overlap").stdout
     n_new, different = sum(report["new"]), len(set(items))
@@ -176,6 +177,19 @@ def test_samples_of_a_list_are_whole_items(cli: Cli) -> None:
     for item, each in zip(items, report["overlap"], strict=True):
         assert ([0, len(item)] in each["matched"]) == (item in NAMES)
     assert sum(line == f"⟦{name}⟧" for line in checked.splitlines() for name in NAMES) == 30 - n_new
+    short = ("sample", "run", "-n", "5", "--seed", "1")
+    report = json.loads(cli(*short, "--num-samples", "30", "--overlap", "--json").stdout)
+    assert report["samples"] == [item[:5] for item in items]
+    assert report["finished"] == [len(item) < 5 for item in items]
+    assert [new is None for new in report["new"]] == [len(item) >= 5 for item in items]
+    n_cut = report["finished"].count(False)
+    assert 0 < n_cut < 30
+    checked_short = cli(*short, "--num-samples", "30", "--overlap")
+    assert f"documents sampled: {30 - n_cut}, " in checked_short.stdout
+    for n_samples, n_said in ((30, n_cut), (1, int(len(items[0]) >= 5))):
+        said = cli(*short, "--num-samples", n_samples).stderr
+        sentence = f"cut at 5 characters: {n_said} of {n_samples}; a higher -n finishes them"
+        assert (sentence in said) == (n_said > 0)
 
 
 def test_documents_of_another_text_end_where_its_files_end(cli: Cli) -> None:

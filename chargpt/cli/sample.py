@@ -139,11 +139,8 @@ def sample(
     if settings.seed is None:  # chosen here, so that it can be printed
         settings = settings.model_copy(update={"seed": secrets.randbits(32)})
     if settings.num_samples == 1 and not json_ and not overlap:
-        pieces = stream_run(loaded, settings, unknown=unknown)
-        console.out_text(settings.prompt)
-        for (piece,) in pieces:
-            console.out_text(piece)
-        console.out("")
+        text = print_stream(loaded, settings, unknown)
+        say_cut(loaded, [text], settings)
         say_seed(config, settings)
         return
     corpus = loaded.corpus() if overlap else None  # an error before the work
@@ -157,11 +154,14 @@ def sample(
             continuations = [text[n_prompt:] for text in texts]
             measured = measure_overlap(corpus, continuations, on_progress)
         if eos_token:
-            copied = find_copied_documents(corpus, set(texts), eos_token)
+            copied = find_copied_documents(
+                corpus, {text for text in texts if is_finished(text, settings)}, eos_token
+            )
             measured = with_copied_documents(measured, texts, n_prompt, copied)
     if json_:
         report: dict[str, object] = {
             "samples": texts,
+            "finished": [is_finished(text, settings) for text in texts],
             "seed": settings.seed,
             "run": str(loaded.folder),
             "step": loaded.step,
@@ -170,11 +170,14 @@ def sample(
         if measured is not None:
             report["overlap"] = [dataclasses.asdict(each) for each in measured.texts]
             if eos_token:
-                report["new"] = [text not in copied for text in texts]
+                report["new"] = [
+                    text not in copied if is_finished(text, settings) else None for text in texts
+                ]
         console.out_json(report)
-        return
-    print_samples(loaded, corpus, texts, n_prompt, measured, copied)
-    say_seed(config, settings)
+    else:
+        print_samples(loaded, corpus, texts, settings, measured, copied)
+        say_seed(config, settings)
+    say_cut(loaded, texts, settings)
 
 
 def given_prompt(prompt: str | None, file: str | None, encoding: str | None) -> str | None:
@@ -206,6 +209,33 @@ def readable_prompt(run: Run, prompt: str, unknown: UnknownPolicy) -> str:
     return prompt if unknown == "error" else tokenizer.decode(tokens)
 
 
+def print_stream(run: Run, settings: SampleConfig, unknown: UnknownPolicy | None) -> str:
+    """Print a text as it is sampled, and return it."""
+    pieces = stream_run(run, settings, unknown=unknown)
+    text = settings.prompt
+    console.out_text(text)
+    for (piece,) in pieces:
+        text += piece
+        console.out_text(piece)
+    console.out("")
+    return text
+
+
+def is_finished(text: str, settings: SampleConfig) -> bool:
+    """Return whether a sample ended before its length, at the EOS token or a stop string."""
+    return len(text) < len(settings.prompt) + settings.length
+
+
+def say_cut(run: Run, texts: list[str], settings: SampleConfig) -> None:
+    """Print how many samples are documents without their end."""
+    n_cut = sum(not is_finished(text, settings) for text in texts)
+    if n_cut and run.tokenizer.eos_token:
+        console.say(
+            f"documents cut at {console.characters(settings.length)}: {n_cut:,} of "
+            f"{len(texts):,}; a higher -n finishes them"
+        )
+
+
 def say_seed(config: Config, settings: SampleConfig) -> None:
     """Print on a terminal the seed that was chosen because none was given."""
     if config.sample.seed is None and settings.temperature and sys.stdout.isatty():
@@ -216,7 +246,7 @@ def print_samples(
     run: Run,
     corpus: Corpus | None,
     texts: list[str],
-    n_prompt: int,
+    settings: SampleConfig,
     overlap: OverlapReport | None,
     copied: set[str],
 ) -> None:
@@ -225,18 +255,19 @@ def print_samples(
     `corpus` is the run's text, given with `overlap`; `copied` are those texts that are whole
     documents of its training split.
     """
-    eos_token = run.tokenizer.eos_token
+    eos_token, n_prompt = run.tokenizer.eos_token, len(settings.prompt)
     for number, text in enumerate(texts, 1):
         matched = overlap.texts[number - 1].matched if overlap else []
         if eos_token != "\n":
             console.out(f"-- sample {number} --")
         console.out_text(text[:n_prompt] + mark(text[n_prompt:], matched), "\n")
     if overlap is not None and eos_token:
-        n_new = sum(text not in copied for text in texts)
+        documents = [text for text in texts if is_finished(text, settings)]
+        n_new = sum(text not in copied for text in documents)
         console.out_sentence(
-            f"documents sampled: {len(texts):,}, of which new (not in the training split): "
-            f"{n_new:,}; distinct documents: {len(set(texts)):,}, of which new: "
-            f"{len(set(texts) - copied):,}. ⟦…⟧: verbatim matches with the training split, of "
+            f"documents sampled: {len(documents):,}, of which new (not in the training split): "
+            f"{n_new:,}; distinct documents: {len(set(documents)):,}, of which new: "
+            f"{len(set(documents) - copied):,}. ⟦…⟧: verbatim matches with the training split, of "
             f"whole documents or {MIN_MATCH} characters or more"
         )
     elif overlap is not None and corpus is not None:
