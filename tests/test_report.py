@@ -175,6 +175,7 @@ def test_a_bigram_has_a_report_without_attention(cli: Cli, verse: Path) -> None:
     page = Page(Path("pairs/report.html").read_text(encoding="utf-8"))
     assert "attention" not in page.ids
     assert "samples" not in page.ids
+    assert "3 samples of 400 characters from the bigram at temperature 0.8" in page.text
     assert "surprisal" in page.ids
 
 
@@ -274,12 +275,25 @@ def test_of_a_list_the_sampled_documents_are_new_or_marked(cli: Cli, tmp_path: P
     path.write_text("\n".join(names * 20))
     cli("train", path, *TINY, "-s", "text.documents=lines", "--out", "mine")
     page = write_report(load_run(Path("mine"), device="cpu")).read_text(encoding="utf-8")
-    found = re.search(r"40 sampled documents at temperature 0.8: (\d+) are new", page)
+    found = re.search(r"(\d+) documents sampled from the gpt at temp.* 0.8: (\d+) are new", page)
     assert found is not None
     section = page[page.index('id="overlap"') : page.index('id="reproduce"')]
+    documents = re.findall(r'<div dir="auto">(.*?)</div>', section)
+    assert len(documents) == 40
+    assert sum(len(re.sub("<.*?>", "", each)) < 400 for each in documents) == int(found[1])
     marked = re.findall(r"<mark>(.+?)</mark>", section)
-    assert len(marked) == 40 - int(found[1])
+    assert len(marked) == int(found[1]) - int(found[2])
     assert set(marked) <= set(names)
+
+
+def test_the_passage_of_a_list_begins_with_its_first_document(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "poems.txt"
+    path.write_text("".join(f"poem {n}\nend%" for n in range(400)))
+    cli("train", path, *TINY, "-s", "text.documents=%", "--out", "mine")
+    run = load_run(Path("mine"), device="cpu")
+    shown = passage.surprisal(run, run.corpus())["passage"]
+    assert "".join(each["text"] for each in shown[:5]) == "poem "
+    assert [each["text"] for each in shown if each["ends_line"]][:2] == ["⏎", "␞"]
 
 
 def test_a_sampled_document_of_several_lines_shows_where_it_ends(cli: Cli, tmp_path: Path) -> None:
@@ -291,7 +305,7 @@ def test_a_sampled_document_of_several_lines_shows_where_it_ends(cli: Cli, tmp_p
     signs = re.compile("[␞…]")
     for record in RunFolder(run.folder).metrics.records():
         assert len(signs.findall(record.get("sample", "␞" * 5))) == 5
-    assert len(signs.findall(page[page.index("it was cut at 400") :])) >= 40
+    assert len(signs.findall(page[page.index("the document ends; …: it was cut") :])) >= 40
 
 
 def test_verbatim_matches_are_marked_at_their_position() -> None:
@@ -533,6 +547,20 @@ def test_each_character_of_a_joined_emoji_keeps_its_predictions(browser: Any, jo
     assert shown == [f"{name}: {bits:.2f} bits; most likely:" for name, bits, _ in places[index]]
     assert page.locator("#top-characters li").count() == 5 * len(shown)
     assert spans.nth(index).bounding_box() == before  # the text stays under the pointer
+    page.close()
+
+
+def test_letters_written_to_the_left_do_not_move_the_numbers(browser: Any, joined: Path) -> None:
+    page = browser.new_page()
+    page.goto((joined / "mine/report.html").as_uri())
+    cell = page.locator("td:has(bdi)").first
+    cell.evaluate("cell => cell.querySelectorAll('bdi').forEach((e) => e.textContent = 'ف')")
+    boxes = [each.bounding_box() for each in cell.locator("bdi, span").all()]
+    assert [box["x"] for box in boxes] == sorted(box["x"] for box in boxes)
+    assert len({box["y"] for box in boxes}) == 1
+    before = page.locator("tr:has(bdi) th").first
+    before.evaluate("cell => cell.textContent = 'ف.'")
+    assert before.evaluate("cell => getComputedStyle(cell).direction") == "rtl"
     page.close()
 
 

@@ -2,11 +2,14 @@
 
 from typing import Any
 
+import numpy as np
+
 from chargpt.analysis import predictions
 from chargpt.analysis.predictions import ScoredCharacter
 from chargpt.store.run import Run
 from chargpt.text.corpus import Corpus
 from chargpt.text.display import display_char, display_text, graphemes, sign_or_code
+from chargpt.text.documents import RECORD_SEPARATOR
 
 PASSAGE = 800  # tokens whose surprisal is shown
 N_PRECEDING = 20  # characters before one of high surprisal
@@ -16,7 +19,10 @@ SURPRISAL_BITS = (0.5, 1, 2, 3.5, 5, 7)  # from which on the colour becomes stro
 
 def surprisal(run: Run, corpus: Corpus) -> dict[str, Any]:
     """Return the passage by graphemes, and the predictions of each grapheme's characters."""
-    scored = predictions.score_passage(run.model, run.tokenizer, corpus.split("val"), PASSAGE)
+    # the EOS token, which has no prediction, precedes the first document
+    before = run.tokenizer.encode(run.tokenizer.eos_token)
+    tokens = np.concatenate((before, corpus.split("val")[: PASSAGE + 1]))
+    scored = predictions.score_passage(run.model, run.tokenizer, tokens, PASSAGE)
     text = "".join(each.character for each in scored)
     spans = graphemes(text)
     return {
@@ -35,7 +41,8 @@ def shown(grapheme: str, scored: list[ScoredCharacter]) -> dict[str, Any]:
     bits = max(each.bits for each in scored)
     return {
         "text": display_text(grapheme, keep_spaces=True),
-        "ends_line": grapheme == "\n",  # its visible sign stands before the line break
+        # its visible sign stands before the line break
+        "ends_line": grapheme in ("\n", RECORD_SEPARATOR),
         "level": sum(bits >= level for level in SURPRISAL_BITS),
     }
 
@@ -48,7 +55,7 @@ def prediction(scored: ScoredCharacter) -> list[Any]:
 
 def highest_surprisal(
     text: str, scored: list[ScoredCharacter], spans: list[tuple[int, int]]
-) -> list[list[str]]:
+) -> list[list[Any]]:
     """Return the rows of a table: context, character, bits and the most likely characters.
 
     `spans` are the graphemes of the text.
@@ -59,9 +66,7 @@ def highest_surprisal(
             display_text(text[start_of[max(0, i - N_PRECEDING)] : i]),
             display_char(scored[i].character),
             f"{scored[i].bits:.1f}",
-            ", ".join(
-                f"{display_char(c)}\N{NO-BREAK SPACE}{prob:.0%}" for c, prob in scored[i].top[:3]
-            ),
+            [(display_char(c), f"{prob:.0%}") for c, prob in scored[i].top[:3]],
         ]
         for i in sorted(range(len(scored)), key=lambda i: -scored[i].bits)[:N_HIGHEST]
     ]

@@ -81,6 +81,7 @@ def write_report(
         **result(run, corpus, scores, records),
         **curves(run, corpus, scores, records),
         "samples": training_samples(records),
+        "eos_token": run.tokenizer.eos_token,
         "document_end": end_sign(0, 1, run.tokenizer.eos_token),
         **reproduction(run),
     }
@@ -192,42 +193,41 @@ def attention(run: Run, corpus: Corpus) -> Values:
 def overlap(run: Run, corpus: Corpus) -> Values:
     """Return samples with their verbatim overlap with the training split.
 
-    Documents are matched as a whole: most are shorter than a verbatim match.
+    Documents are matched as a whole: most are shorter than a verbatim match. They are paragraphs of
+    one box.
     """
     if len(corpus.split("train")) > MAX_SEARCHED:
         return {"overlap": None}
     eos_token = run.tokenizer.eos_token
     number = N_DOCUMENTS if eos_token else N_SAMPLES
+    copied, n_finished = set[str](), number
     texts = sample(run, prompt="", length=SAMPLE_LENGTH, num_samples=number, seed=SEED, stop=())
     found = memorization.measure_overlap(corpus, texts)
     if eos_token:
-        copied = memorization.find_copied_documents(corpus, set(texts), eos_token)
-        ends = [end_sign(len(text), SAMPLE_LENGTH, eos_token) + "\n" for text in texts]
-        marked = [
-            [
-                part
-                for text, end in zip(texts, ends, strict=True)
-                for part in ((text, text in copied), (end, False))
-            ]
-        ]
+        finished = [text for text in texts if len(text) < SAMPLE_LENGTH]
+        n_finished = len(finished)
+        copied = memorization.find_copied_documents(corpus, set(finished), eos_token)
+        ends = [end_sign(len(text), SAMPLE_LENGTH, eos_token) for text in texts]
+        documents = zip(texts, ends, strict=True)
+        boxes = [[[(text, text in copied), (end, False)] for text, end in documents]]
     else:
-        copied = set()
-        marked = [
-            list(split_at(text, whole_graphemes(text, each.matched)))
+        boxes = [
+            [list(split_at(text, whole_graphemes(text, each.matched)))]
             for text, each in zip(texts, found.texts, strict=True)
         ]
     return {
         "overlap": {
             "samples": number,
-            "is_documents": bool(eos_token),
-            "new": sum(text not in copied for text in texts),
+            "finished": n_finished,
+            "new": n_finished - sum(text in copied for text in texts),
+            "kind": run.config.model.kind,
             "length": SAMPLE_LENGTH,
             "temperature": run.config.sample.temperature,
             "min_match": memorization.MIN_MATCH,
             "longest": memorization.longest_match(found.texts),
             "longest_in_val": found.longest_in_val,
             "novel": found.novel_rows(),
-            "marked": marked,
+            "boxes": boxes,  # each of paragraphs, of parts with whether they are matches
         }
     }
 

@@ -10,15 +10,20 @@ function show(index) {
   spans[at].classList.add("at");
   out.replaceChildren(...predictions[at].map(describe));
 }
+function isolated(character) {  // so that one written to the left does not move the numbers
+  const node = document.createElement("bdi");
+  node.textContent = character;
+  return node;
+}
 function describe([target, bits, top]) {
   const list = document.createElement("ol");
   for (const [character, prob] of top) {
     const item = document.createElement("li");
-    item.textContent = `${character}  ${(100 * prob).toFixed(1)}%`;
+    item.append(isolated(character), `  ${(100 * prob).toFixed(1)}%`);
     list.append(item);
   }
   const summary = document.createElement("p"), entry = document.createElement("div");
-  summary.textContent = `${target}: ${bits.toFixed(2)} bits; most likely:`;
+  summary.append(isolated(target), `: ${bits.toFixed(2)} bits; most likely:`);
   entry.append(summary, list);
   return entry;
 }
