@@ -465,6 +465,8 @@ def test_a_folder_stands_for_its_run_and_mistakes_are_said_in_a_sentence(
         chargpt.evaluate(tiny_run, "dev")  # type: ignore[arg-type]
     with pytest.raises(chargpt.ChargptError, match="by name, as in sample"):
         chargpt.sample(tiny_run, "The ")  # type: ignore[arg-type]
+    with pytest.raises(chargpt.ChargptError, match=r"give chargpt\.with_mixture\(run\) as the run"):
+        chargpt.stream(tiny_run, mixture=True)
     with pytest.raises(chargpt.ChargptError, match="start 'force' is not one of 'new', 'resume'"):
         chargpt.train(out=folder, start="force")
     with pytest.raises(chargpt.ChargptError, match="has no mixture"):

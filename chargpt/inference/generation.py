@@ -37,7 +37,7 @@ def sample(
     on_progress: Callable[[int, int], object] = lambda *_: None,
     **changes: object,
 ) -> list[str]:
-    """Generate texts with a trained model.
+    """Generate texts with a trained model; that of `with_mixture(run)` is its mixture.
 
     Args:
         run: a run from `train` or `load_run`, or its folder.
@@ -51,7 +51,8 @@ def sample(
             `num_samples`, `stop` or `seed`, as in `sample(run, prompt="To be", temperature=0.5)`.
 
     Returns:
-        `num_samples` texts, each the prompt and its continuation, without stop strings.
+        `num_samples` texts, each the prompt and its continuation (`stream` yields the continuation
+        alone), without stop strings.
 
     Raises:
         ConfigError: a setting is unknown or invalid.
@@ -89,8 +90,8 @@ def stream(
 
     A piece may be empty, while a stop string or a character of several bytes is unfinished.
 
-    The arguments and errors are those of `sample`; joined, the pieces are its first text without
-    the prompt.
+    The arguments and errors are those of `sample`, whose texts begin with the prompt; joined, the
+    pieces are the first of them without it.
     """
     run = as_run(run)
     chosen = _with_changes(run, options, {**changes, "num_samples": 1})
@@ -103,6 +104,8 @@ def _with_changes(
     """Return the options, by default the run's, with changes, and a random seed if none is set."""
     if isinstance(options, str):
         raise ConfigError(f"give the prompt by name, as in sample(run, prompt={options[:20]!r})")
+    if "mixture" in changes:
+        raise ConfigError("mixture is not a setting; give chargpt.with_mixture(run) as the run")
     config = run.config.model_copy(update={"sample": options or run.config.sample})
     values = {f"sample.{key}": value for key, value in changes.items()}
     return _with_seed(config.with_values(values).sample)
