@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from noise import fill_with_noise
 
 from chargpt import sample
-from chargpt.config import Config, ModelConfig
+from chargpt.config import Config, ModelConfig, TextConfig
 from chargpt.errors import ChargptError, ConfigError, OperationError
 from chargpt.export import check, gguf, huggingface, onnx
 from chargpt.export.check import N_GREEDY, check_export, exportable_model
@@ -37,6 +37,7 @@ from chargpt.models import GPT, build_model
 from chargpt.store.folder import RunFolder
 from chargpt.store.run import Run, load_run
 from chargpt.store.state import RunState
+from chargpt.text.corpus import load_corpus
 from chargpt.text.tokenizer import CharTokenizer
 
 SIZES: dict[str, object] = {"n_layer": 2, "n_embd": 32, "n_head": 2, "block_size": 24}
@@ -128,6 +129,16 @@ def test_the_prompt_of_the_model_card_is_of_the_main_script_of_its_vocabulary(
     text: str, prompt: str
 ) -> None:
     assert f'tokenizer("{prompt}", return' in model_card(run_of(CharTokenizer.fit(text)))
+
+
+def test_the_prompt_of_the_model_card_is_of_the_validation_split(tmp_path: Path) -> None:
+    path = tmp_path / "novel.txt"
+    path.write_text('The light, "he said"\nIt was\ttime\n' * 200)
+    corpus = load_corpus(TextConfig(path=str(path)))
+    run = run_of(corpus.tokenizer)
+    read = replace(run, state=replace(run.state, corpus_key=corpus.key))
+    assert re.search(r'tokenizer\("(It was|The light,)", return', model_card(read))
+    assert 'tokenizer("The ", return' in model_card(run)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5])

@@ -6,6 +6,7 @@ chargpt.json  config, tokenizer and state of the run, for the way back
 """
 
 import json
+from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from chargpt.config import NORM_EPS, Config, validate
 from chargpt.device import require_memory
-from chargpt.errors import OperationError, RunError
+from chargpt.errors import ChargptError, OperationError, RunError
 from chargpt.export.check import (
     ExportCheck,
     Logits,
@@ -40,6 +41,9 @@ from chargpt.text.tokenizer import CharTokenizer
 CONFIG, TOKENIZER, WEIGHTS = "config.json", "tokenizer.json", "model.safetensors"
 ORIGIN = "chargpt.json"
 MAX_JSON_BYTES = 64_000_000
+MAX_PROMPT = 24  # characters of the model card's prompt
+MAX_PROMPT_SEARCHED = 10_000  # tokens
+ESCAPED = f'"\\`{REPLACEMENT}'  # what the model card's prompt must not hold
 # our names of a layer's weights, and those of transformers
 LAYER_NAMES = {
     "attention_norm": "input_layernorm",
@@ -248,15 +252,25 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("FOLDER")
 tokenizer = AutoTokenizer.from_pretrained("FOLDER")
-prompt = tokenizer("{_example_prompt(run.tokenizer)}", return_tensors="pt")
+prompt = tokenizer("{_example_prompt(run)}", return_tensors="pt")
 print(tokenizer.decode(model.generate(**prompt)[0]))
 ```
 """
 
 
-def _example_prompt(tokenizer: CharTokenizer) -> str:
-    """Return a few characters of the vocabulary, of its main script, that need no escaping."""
-    plain = [c for c in tokenizer.characters if c.isprintable() and c not in ' "\\`']
+def _example_prompt(run: Run) -> str:
+    """Return words of the validation split that need no escaping, or else characters.
+
+    Without its text they are of the vocabulary, of its main script.
+    """
+    with suppress(ChargptError):
+        text = run.tokenizer.decode(run.corpus().split("val")[:MAX_PROMPT_SEARCHED])
+        for line in text.splitlines()[1:]:  # the first may begin within a word
+            words = " ".join(line.split()[:2])[:MAX_PROMPT]
+            if words[:1].isalpha() and words.isprintable() and not set(words) & set(ESCAPED):
+                return words
+    tokenizer = run.tokenizer
+    plain = [c for c in tokenizer.characters if c.isprintable() and c not in ESCAPED + " "]
     letters = sorted(c for c in plain if c.isalpha()) or plain
     middle = len(letters) // 2  # where a foreign word or two of a text are not
     if set("The ") <= set(tokenizer.characters) and letters[middle].isascii():
