@@ -199,7 +199,24 @@ def test_a_longest_match_of_blanks_is_said_to_be_one(capsys: pytest.CaptureFixtu
         module.Overlap(module.VerbatimMatch(0, length, 7, text), [(0, length)], {})
         for length, text in ((80, " " * 80), (40, "int " * 10))
     ]
-    print_overlap(module.OverlapReport(texts, []))
+    print_overlap(module.OverlapReport(texts, []), TextConfig())
     assert "the longest: 40 characters (" in " ".join(capsys.readouterr().out.split())
-    print_overlap(module.OverlapReport(texts[:1], []))
+    print_overlap(module.OverlapReport(texts[:1], []), TextConfig())
     assert "80 characters, all of them blanks (" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_longest_match_is_located_in_its_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("books").mkdir()
+    Path("books/a.txt").write_text("The lamp was lit.\n" * 9)
+    passage = "and the boat came home at last"
+    Path("books/b.txt").write_text(f"The sea.\nThe wind,\n{passage}.\n")
+    match = module.VerbatimMatch(0, len(passage), 190, passage)
+    report = module.OverlapReport([module.Overlap(match, [(0, len(passage))], {})], [])
+    print_overlap(report, TextConfig(path=str(tmp_path / "books")))
+    assert "at books/b.txt, line 3: and" in " ".join(capsys.readouterr().out.split())
+    Path("books/b.txt").unlink()
+    print_overlap(report, TextConfig(path=str(tmp_path / "books")))
+    assert "at character 190 of the split" in " ".join(capsys.readouterr().out.split())

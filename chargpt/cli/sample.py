@@ -24,7 +24,7 @@ from chargpt.errors import ConfigError
 from chargpt.inference.generation import sample as sample_texts
 from chargpt.inference.generation import stream_run
 from chargpt.store.run import Run
-from chargpt.text.corpus import Corpus, read_text
+from chargpt.text.corpus import Corpus, find_line, read_text
 from chargpt.text.display import display_text, whole_graphemes
 from chargpt.text.tokenizer import UnknownPolicy
 
@@ -271,7 +271,7 @@ def print_samples(
             f"whole documents or {MIN_MATCH} characters or more"
         )
     elif overlap is not None and corpus is not None:
-        print_overlap(overlap)
+        print_overlap(overlap, run.config.text)
         # lines that the model has ended, with what the prompt has of the first
         first = texts[0].rfind("\n", 0, n_prompt) + 1
         lines = {line for text in texts for line in text[first:].split("\n")[:-1] if line}
@@ -316,18 +316,22 @@ def mark(text: str, matched: list[tuple[int, int]]) -> str:
     return text
 
 
-def print_overlap(overlap: OverlapReport) -> None:
-    """Print the longest verbatim match, and the novel fractions next to those of the val split."""
+def print_overlap(overlap: OverlapReport, settings: TextConfig) -> None:
+    """Print the longest verbatim match, and the novel fractions next to those of the val split.
+
+    The settings name the files of the text, in which the match is located.
+    """
     matches = [each.longest for each in overlap.texts if each.longest]
     usual = overlap.longest_in_val or f"under {MIN_MATCH}"
     reference = f"in equally long parts of the validation split: {usual}, the median"
     if matches:
         match = max(matches, key=lambda each: (not each.text.isspace(), each.length))
         blank = ", all of them blanks" if match.text.isspace() else ""
+        where = find_line(settings, match.text) or f"character {match.position:,} of the split"
         console.out_sentence(
             f"⟦…⟧: verbatim matches of {MIN_MATCH} characters or more with the training split; the "
-            f"longest: {match.length} characters{blank} ({reference}), at character "
-            f"{match.position:,} of the split: {display_text(match.text)[:80]}"
+            f"longest: {match.length} characters{blank} ({reference}), at {where}: "
+            f"{display_text(match.text)[:80]}"
         )
     else:
         console.out_sentence(
@@ -335,3 +339,7 @@ def print_overlap(overlap: OverlapReport) -> None:
             f"{reference})"
         )
     tables.table(["n", "novel n-grams", "of validation text"], overlap.novel_rows())
+    console.out_sentence(
+        "novel n-grams: fraction of those of the samples that are not in the training split; lower "
+        "than that of the validation text means copying"
+    )

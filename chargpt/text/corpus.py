@@ -350,3 +350,22 @@ def read_text(path: str | os.PathLike[str], settings: TextConfig = TextConfig())
                 )
             texts.append(text)
     return "".join(texts)
+
+
+def find_line(settings: TextConfig, passage: str) -> str | None:
+    """Return where a passage first occurs in the files of a text, as in `src/a.py, line 12`.
+
+    The result is None if they are over 2^30 bytes, have changed, or are no files.
+    """
+    try:
+        files = find_source(settings.path, settings.suffixes).files
+        if sum(path.stat().st_size for path in files) > MAX_READ_CHARACTERS:
+            return None
+        for path in files:
+            text = read_text(path, settings.model_copy(update={"documents": None}))
+            if (start := text.find(passage)) >= 0:
+                number = 1 + text.count("\n", 0, start)
+                return f"{os.path.relpath(path)}, line {number:,}"
+    except (TextError, OSError):
+        pass
+    return None
