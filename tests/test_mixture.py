@@ -479,7 +479,7 @@ def test_a_budget_with_too_little_time_left_has_no_mixture(verse: Path) -> None:
     seconds = mixture_seconds(corpus)
     counted = RESERVE.counting_seconds * len(corpus.split("train")) / 1e6
     assert seconds == pytest.approx(RESERVE.gate_seconds + counted)
-    least, budget = seconds / 0.15, Budget(10.0, started=0.0, clock=lambda: 0.0)
+    least, budget = seconds / 0.2, Budget(10.0, started=0.0, clock=lambda: 0.0)
     for left, length in ((0.99 * least, 0), (1.01 * least, int(0.03 * corpus.n_characters))):
         budget.started -= budget.remaining - left
         settings, chosen = with_mixture_split(Config(), corpus, budget)

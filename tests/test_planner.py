@@ -413,6 +413,7 @@ def test_every_size_has_heads_of_64_or_more() -> None:
 def test_a_budget_that_is_too_short_for_the_fewest_steps_is_extended_and_says_so() -> None:
     budget = FixedBudget(5.0)
     assert budget.extend_for(20, step_seconds=0.2) is None  # 4 s fit into 5
+    assert budget.extend_for(20, step_seconds=0.265) is None  # a punctual command may take 5.4 s
     note = budget.extend_for(20, step_seconds=0.4)
     assert note is not None
     assert "5 s is too short" in note
@@ -423,6 +424,16 @@ def test_a_budget_that_is_too_short_for_the_fewest_steps_is_extended_and_says_so
     note = FixedBudget(5.0).extend_for(20, step_seconds=0.2, validation_seconds=3)
     assert note is not None
     assert "about 7 s" in note
+
+
+def test_a_slow_start_tells_how_busy_the_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "process_time", lambda: 2.0)
+    assert Budget(10.0, started=0.0, clock=lambda: 5.0).slowdown == 2.5
+    assert Budget(10.0, started=0.0, clock=lambda: 1.5).slowdown == 1.0
+    corpus = load_corpus(TextConfig(), text="The sea, the light.\n" * 2000)
+    idle, busy = (Budget(10.0, started=0.0, clock=lambda now=now: now) for now in (2.0, 5.0))
+    assert session.with_mixture_split(Config(), corpus, idle)[0].text.mixture_characters
+    assert not session.with_mixture_split(Config(), corpus, busy)[0].text.mixture_characters
 
 
 def test_a_budget_reserves_more_for_its_end_when_validation_gets_slower() -> None:

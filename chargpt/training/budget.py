@@ -45,7 +45,7 @@ class Reserve:
     timed_tokens: int = 8_000  # scored to measure the speed of scoring
     gate_seconds: float = 0.35  # of fitting a mixture's gate
     counting_seconds: float = 0.5  # of counting the n-grams of a mixture, per million tokens
-    mixture_fraction: float = 0.15  # of the remaining time: if fitting takes longer, no mixture
+    mixture_fraction: float = 0.2  # of the remaining time: if fitting takes longer, no mixture
     margin: float = 1.3  # factor on the measured time of scoring
     mixture_slowdown: float = 1.3  # time of scoring with a mixture, relative to its GPT
 
@@ -66,10 +66,10 @@ class Replanning:
 RESERVE, REPLANNING = Reserve(), Replanning()
 
 
-def mixture_seconds(corpus: Corpus) -> float:
+def mixture_seconds(corpus: Corpus, slowdown: float = 1.0) -> float:
     """Return the expected time of counting the n-grams of a mixture and of fitting its gate."""
     counted = min(len(corpus.split("train")), MAX_TOKENS)
-    return RESERVE.gate_seconds + RESERVE.counting_seconds * counted / 1e6
+    return slowdown * (RESERVE.gate_seconds + RESERVE.counting_seconds * counted / 1e6)
 
 
 def parse_duration(text: str) -> float:
@@ -111,6 +111,8 @@ class Budget:
         self.fixed_keys = frozenset(fixed_keys)
         self.clock = clock
         self.started = clock() if started is None else started
+        # start-up uses one core: beside busy processes it takes longer than its CPU time
+        self.slowdown = max(1.0, (clock() - self.started) / time.process_time())
         self.extension = 0.0  # seconds, where the budget is too short
         self.step_limit: int | None = None  # more would only over-fit; set by planning
         self.size_is_set = False  # by the user, who may choose a smaller model; set by planning
@@ -153,7 +155,7 @@ class Budget:
             OperationError: as `require_time_for` does.
         """
         missing = self.require_time_for(n_steps, step_seconds, validation_seconds)
-        if missing <= 0:
+        if missing <= REPLANNING.overrun * self.seconds:
             return None
         self.extension = missing
         return (
@@ -200,7 +202,7 @@ class Budget:
         if config.train.from_run is not None:  # the text of that run is scored before and after
             n_scored += 2 * max_tokens
         self.evaluation_seconds = RESERVE.margin * per_token * n_scored
-        self.evaluation_seconds += mixture_seconds(corpus) if n_mixture else 0.0
+        self.evaluation_seconds += mixture_seconds(corpus, self.slowdown) if n_mixture else 0.0
 
     def update_evaluation(self, validation_seconds: float) -> None:
         """Reserve more time for the final evaluations if a validation took longer than before."""

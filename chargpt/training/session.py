@@ -186,7 +186,7 @@ def plan_run(config: Config, corpus: Corpus, budget: Budget) -> tuple[Plan, Corp
     """Return the plan of a run for a budget, and the corpus with its mixture split."""
     config, corpus = with_mixture_split(config, corpus, budget)
     if len(corpus.split("mixture")):
-        budget.evaluation_seconds += mixture_seconds(corpus)
+        budget.evaluation_seconds += mixture_seconds(corpus, budget.slowdown)
     return plan(config, corpus, budget), corpus
 
 
@@ -221,7 +221,7 @@ def with_mixture_split(config: Config, corpus: Corpus, budget: Budget) -> tuple[
     """
     key, note = "text.mixture_characters", ""
     if key not in budget.fixed_keys and config.model.kind == "gpt":
-        seconds, remaining = mixture_seconds(corpus), budget.remaining
+        seconds, remaining = mixture_seconds(corpus, budget.slowdown), budget.remaining
         if MAX_MIXTURE_FRACTION * corpus.n_characters < MIN_CHARACTERS:
             note = (
                 f"without a mixture: {MAX_MIXTURE_FRACTION:.0%} of the text is too little to fit "
