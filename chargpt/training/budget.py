@@ -135,7 +135,7 @@ class Budget:
     @property
     def remaining(self) -> float:
         """Seconds until the last training step has to be done."""
-        closing = RESERVE.seconds + self.evaluation_seconds
+        closing = RESERVE.seconds * self.slowdown + self.evaluation_seconds
         closing += RESERVE.report_seconds if self.has_report else 0
         return self.seconds + self.extension - closing - (self.clock() - self.started)
 
