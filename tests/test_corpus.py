@@ -757,6 +757,7 @@ def test_a_key_that_is_no_hash_finds_nothing(key: str) -> None:
 def test_a_text_in_memory_has_no_encoding() -> None:
     corpus = load_corpus(TextConfig(encoding="cp1251"), text="Привет, " * 50)
     assert corpus.tokenizer.decode(corpus.tokens) == "Привет, " * 50
+    assert load_corpus(text="ab" * 9).n_characters == 18
 
 
 # read_text

@@ -234,7 +234,7 @@ def load_cached(settings: TextConfig, key: str | None, name: str) -> Corpus:
 
 
 def load_corpus(
-    settings: TextConfig,
+    settings: TextConfig = TextConfig(),
     *,
     key: str | None = None,
     text: str | None = None,
