@@ -184,6 +184,8 @@ def test_decompress_restores_a_compressed_text(verse: Path, cli: Cli) -> None:
     size = Path("part.cgpt").stat().st_size
     assert f"{len(part):,} bytes -> {size:,} bytes" in done.stdout
     assert "bits per character, with 34 bytes of header; xz -9: " in done.stdout
+    assert "the text that the run was trained on" not in done.stderr
+    assert "the text that the run was trained on" in cli("compress", "mine", verse, "all").stderr
     assert cli("decompress", "mine", "part.cgpt", "back.txt").returncode == 0
     assert Path("back.txt").read_bytes() == part
     assert "--force" in refusal(cli("decompress", "mine", "part.cgpt", "back.txt"))

@@ -201,8 +201,7 @@ def test_a_budget_reserves_the_measured_time_of_scoring(
     scored = sum(min(limit, len(trainer.corpus.split(name))) for name in ("train", "val"))
     n_mixture = len(trainer.corpus.split("mixture"))
     scored += report_tokens + n_mixture + round(1.3 * min(limit, val))  # the mixture
-    timed_tokens = min(RESERVE.timed_tokens, val - 1)
-    closing = RESERVE.seconds + 1.3 * 2 * scored / timed_tokens + report_seconds
+    closing = RESERVE.seconds + 1.3 * 2 * scored / RESERVE.timed_tokens + report_seconds
     closing += mixture_seconds(trainer.corpus)
     assert budget.remaining == pytest.approx(seconds - 10 - closing)
 

@@ -220,3 +220,10 @@ def test_the_longest_match_is_located_in_its_file(
     Path("books/b.txt").unlink()
     print_overlap(report, TextConfig(path=str(tmp_path / "books")))
     assert "at character 190 of the split" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_usual_longest_match_is_one_of_those_measured() -> None:
+    match = module.VerbatimMatch(0, 20, 0, "x" * 20)
+    without, with_one = (module.Overlap(each, [], {}) for each in (None, match))
+    assert module.OverlapReport([without], [without, with_one]).longest_in_val == 0
+    assert module.OverlapReport([without], [with_one, with_one, without]).longest_in_val == 20

@@ -327,7 +327,7 @@ def test_a_sorted_list_is_said_to_have_unlike_splits_instead_of_over_fitting(
     done = cli("train", path, *TINY, "-s", "train.max_steps=40", "--out", "mine")
     assert "The validation split, the end of the text, differs from the training" in done.stdout
     assert "text.documents=lines, =files or =SEPARATOR shuffles it" in " ".join(done.stdout.split())
-    assert "generalisation gap" not in done.stdout
+    assert "over-fits" not in done.stdout
     path.write_text("\n".join(np.random.default_rng(0).permutation(words)))
     done = cli("train", path, *TINY, "--out", "other")
     assert "differs from the training" not in done.stdout
@@ -705,3 +705,7 @@ def test_a_gap_is_over_fitting_if_neither_too_few_epochs_nor_unlike_splits_expla
     assert any(sentence.startswith(expected) for sentence in sentences), sentences
     assert any("over-fit" in sentence for sentence in sentences) == bool(expected)
     assert ("The splits differ." in sentences) == bool(divergence)
+    assert not any("still falling" in sentence for sentence in sentences)
+    last = {"step": run.state.best_step, "val_nats_per_char": run.state.best_nats_per_char}
+    falling = any("still falling" in sentence for sentence in summarize(run, scores, [last]))
+    assert falling == expected.startswith("It over-fits")

@@ -93,6 +93,9 @@ def test_a_table_of_lines_is_cut_where_it_says_so_and_keeps_its_header(
         assert len(line) <= 80
         assert "value_" not in line or line.rstrip().endswith((";", "…"))
     assert "as it stands" not in cli("score", "mine", "code.c").stderr
+    Path("repeated.c").write_text(f"{lines[0]}\n" * 9 + lines[1])
+    repeated = cli("score", "mine", "repeated.c").stdout
+    assert (repeated.count("value_0 =="), repeated.count("value_1 ==")) == (1, 1)
     poems = "a\n%\nb\n%\n" * 300
     Path("poems.txt").write_text(poems)
     done = cli("train", "poems.txt", *QUICK, "-s", "text.documents=\n%\n", "--out", "poems")

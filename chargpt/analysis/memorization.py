@@ -11,7 +11,7 @@ Shapes in this file: N = tokens of the training split, M = tokens of a text.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import median_low
 
 import numpy as np
 import numpy.typing as npt
@@ -68,7 +68,7 @@ class OverlapReport:
         """Longest match in validation parts as long as all texts: the median over such groups."""
         n_texts = len(self.texts)
         groups = [self.val[i : i + n_texts] for i in range(0, len(self.val), n_texts)]
-        return round(median(map(longest_match, groups))) if groups else 0
+        return median_low(map(longest_match, groups)) if groups else 0
 
     def novel_rows(self) -> list[list[str]]:
         """Return n, the novel fraction in the texts and in the validation split, as table rows."""

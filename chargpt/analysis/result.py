@@ -210,7 +210,6 @@ def summarize(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]])
     elif (
         scores.generalisation_gap > max(MIN_GAP, 2 * math.hypot(*errors))
         and train_loss < scores.baseline_losses["bigram"]
-        and not scores.splits_explain_gap
     ):
         remedy = "more text" if run.config.model.dropout else "more text or model.dropout"
         verdict, reason = "It over-fits: the", f"; {remedy} would help."
@@ -218,6 +217,10 @@ def summarize(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]])
             verdict = f"After {scores.epochs:.1f} epochs, too few to over-fit, the"
             what = "the validation split" if run.config.text.documents else "the end of the text"
             reason = f": {what} is harder to predict than the rest."
+        elif scores.splits_explain_gap:
+            verdict, reason = "The", ", of which the difference of the splits is a part."
+        elif curve and best_step == curve[-1][0]:
+            reason += " The validation loss was still falling: more steps may help too."
         sentences.append(
             f"{verdict} generalisation gap (validation minus training loss) is "
             f"{scores.generalisation_gap:.2f} nats{reason}"

@@ -54,6 +54,7 @@ def compress(
     """
     content = read_input(text, out, force=force)
     loaded = runs.load_named_run(run, checkpoint, "cpu", mixture=mixture or adaptive)
+    runs.warn_of_own_text(loaded, str(text))
     decoder = partial(AdaptiveDecoder, loaded) if adaptive else None
     with show_progress("character", "compressed") as on_progress:
         packed = pack(loaded, content, on_progress, unknown or "error", decoder)

@@ -323,7 +323,7 @@ def print_overlap(overlap: OverlapReport, settings: TextConfig) -> None:
     """
     matches = [each.longest for each in overlap.texts if each.longest]
     usual = overlap.longest_in_val or f"under {MIN_MATCH}"
-    reference = f"in equally long parts of the validation split: {usual}, the median"
+    reference = f"the median of equally long parts of the validation split: {usual}"
     if matches:
         match = max(matches, key=lambda each: (not each.text.isspace(), each.length))
         blank = ", all of them blanks" if match.text.isspace() else ""
@@ -335,8 +335,7 @@ def print_overlap(overlap: OverlapReport, settings: TextConfig) -> None:
         )
     else:
         console.out_sentence(
-            f"no part of {MIN_MATCH} characters or more occurs in the training split (the longest "
-            f"{reference})"
+            f"no part of {MIN_MATCH} characters or more occurs in the training split ({reference})"
         )
     tables.table(["n", "novel n-grams", "of validation text"], overlap.novel_rows())
     console.out_sentence(

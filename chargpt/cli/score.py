@@ -88,12 +88,15 @@ def score(
         f"{console.characters(len(scored.bits))}: {scored.bits_per_char:.3f} bits per character "
         f"(protocol {protocol})"
     )
-    if len(ranked) > 1:
+    distinct: dict[str, scoring.Line] = {}
+    for line in ranked:
+        distinct.setdefault(line.text, line)
+    if len(distinct) > 1:
         rows = [
             [f"{line.bits_per_char:.3f}", f"{line.number:,}", line.text.expandtabs(4)[:MAX_SHOWN]]
-            for line in ranked
+            for line in distinct.values()
         ]
         if len(rows) > 2 * SHOWN:
             rows = [*rows[:SHOWN], ["...", "", ""], *rows[-SHOWN:]]
-        header = ["bits/char", "line", "lines by surprisal, highest first"]
+        header = ["bits/char", "line", "distinct lines by surprisal, highest first"]
         tables.table(header, rows, last_is_text=True)

@@ -111,8 +111,9 @@ def read_mixture(run: Run) -> tuple[Tokens, Gate]:
         )
     if not has_mixture(run) or not isinstance(run.model, GPT):
         raise RunError(
-            f"{run.folder} has no mixture with n-gram models; train a run with a --budget, or with "
-            "-s text.mixture_characters=20000, to its end"
+            f"{run.folder} has no mixture with n-gram models: it was trained without a --budget, "
+            "or its budget or text was too short, as training then says; train one with a longer "
+            "--budget, or with -s text.mixture_characters=20000, to its end"
         )
     try:
         arrays = safetensors.numpy.load(read_regular(path, MAX_BYTES))

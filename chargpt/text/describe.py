@@ -209,9 +209,11 @@ def compare_splits(corpus: Corpus) -> SplitDifference | None:
     )
     start = corpus.tokenizer.decode(corpus.tokens[:CHUNK])
     if start.count("\n\n") >= MIN_SEPARATORS * max(MIN_LIST, start.count("\n")):
-        remedy = "-s text.documents='\\n\\n' shuffles its paragraphs, =files its files"
+        remedy = "-s text.documents='\\n\\n' shuffles its paragraphs"
     if corpus.n_documents:
-        what, remedy = f"the last of {corpus.n_documents:,} documents", "give more documents"
+        n_val = int((val == corpus.tokenizer.eos_token_id).sum())
+        what = f"the last {n_val:,} of {corpus.n_documents:,} documents"
+        remedy = "give more documents, a higher text.val_fraction or another text.seed"
     return SplitDifference(
         divergence,
         f"the validation split, {what}, differs from the training split: the KL "

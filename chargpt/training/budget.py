@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+import numpy as np
+
 from chargpt.config import Config
 from chargpt.device import synchronize
 from chargpt.errors import ConfigError, OperationError
@@ -160,7 +162,7 @@ class Budget:
         self.extension = missing
         return (
             f"the budget of {self.seconds:g} s is too short on this machine now: the whole command "
-            f"takes about {math.ceil(self.seconds + missing)} s instead, for the {n_steps} steps "
+            f"takes up to {math.ceil(self.seconds + missing)} s instead, for the {n_steps} steps "
             "that are the fewest useful ones"
         )
 
@@ -186,10 +188,12 @@ class Budget:
         """Measure how long the final evaluations take and reserve that time."""
         max_tokens = config.train.evaluation_tokens
         splits = [corpus.split(split) for split in REQUIRED_SPLITS]
+        # a short split is repeated: the time of a single forward pass says little about a long text
+        tokens = np.resize(splits[-1][: RESERVE.timed_tokens + 1], RESERVE.timed_tokens + 1)
         # the first call is a warm-up: a GPU loads its kernels
         for n_timed in (model.block_size, RESERVE.timed_tokens):
             start = self.clock()
-            timed = evaluate_tokens(model, splits[-1], max_tokens=n_timed)
+            timed = evaluate_tokens(model, tokens, max_tokens=n_timed)
         per_character = (self.clock() - start) / timed.characters
         per_token = per_character * corpus.characters_per_token
         self.validation_seconds = per_token * min(max_tokens, len(splits[-1]))

@@ -240,7 +240,7 @@ def with_mixture_split(config: Config, corpus: Corpus, budget: Budget) -> tuple[
     if key not in budget.fixed_keys and n_mixture > max_fraction * len(corpus.tokens):
         note = (
             "without a mixture: its split, of whole documents, would be over "
-            f"{max_fraction:.0%} of the text"
+            f"{max_fraction:.0%} of the text; -s {key}=20000 makes one all the same"
         )
         config = config.with_values({key: 0})
         corpus = replace(corpus, mixture_characters=0)

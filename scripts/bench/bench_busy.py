@@ -51,7 +51,7 @@ def train(text: Path, budget: str, n_processes: int) -> dict[str, Any]:
             command = [*CHARGPT, "train", str(text), "--budget", budget, "--out", str(run)]
             done = subprocess.run(command, capture_output=True, text=True)
             seconds = time.perf_counter() - start
-        announced = re.search(r"takes about (\d+) s instead|give --budget (\d+)s", done.stderr)
+        announced = re.search(r"takes up to (\d+) s instead|give --budget (\d+)s", done.stderr)
         asked = parse_duration(budget)
         row: dict[str, Any] = {
             "busy_processes": n_processes,
