@@ -166,6 +166,24 @@ def describe_mixture(
     return f"The mixture of gpt and n-gram models is {words}{consequence}."
 
 
+def describe_gap(run: Run, scores: RunScores, *, is_falling: bool) -> str:
+    """Return a sentence on a large generalisation gap; `is_falling`: the validation loss still."""
+    remedy = "more text" if run.config.model.dropout else "more text or model.dropout"
+    verdict, reason = "It over-fits: the", f"; {remedy} would help."
+    if scores.epochs < 1:
+        verdict = f"After {scores.epochs:.1f} epochs, too few to over-fit, the"
+        what = "the validation split" if run.config.text.documents else "the end of the text"
+        reason = f": {what} is harder to predict than the rest."
+    elif scores.splits_explain_gap:
+        verdict, reason = "The", ", of which the difference of the splits is a part."
+    elif is_falling:
+        reason += " The validation loss was still falling: more steps may help too."
+    return (
+        f"{verdict} generalisation gap (validation minus training loss) is "
+        f"{scores.generalisation_gap:.2f} nats{reason}"
+    )
+
+
 def summarize(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return sentences on the gain over the baselines, over-fitting and early stopping."""
     sentences = []
@@ -211,20 +229,8 @@ def summarize(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]])
         scores.generalisation_gap > max(MIN_GAP, 2 * math.hypot(*errors))
         and train_loss < scores.baseline_losses["bigram"]
     ):
-        remedy = "more text" if run.config.model.dropout else "more text or model.dropout"
-        verdict, reason = "It over-fits: the", f"; {remedy} would help."
-        if scores.epochs < 1:
-            verdict = f"After {scores.epochs:.1f} epochs, too few to over-fit, the"
-            what = "the validation split" if run.config.text.documents else "the end of the text"
-            reason = f": {what} is harder to predict than the rest."
-        elif scores.splits_explain_gap:
-            verdict, reason = "The", ", of which the difference of the splits is a part."
-        elif curve and best_step == curve[-1][0]:
-            reason += " The validation loss was still falling: more steps may help too."
-        sentences.append(
-            f"{verdict} generalisation gap (validation minus training loss) is "
-            f"{scores.generalisation_gap:.2f} nats{reason}"
-        )
+        is_falling = bool(curve) and best_step == curve[-1][0]
+        sentences.append(describe_gap(run, scores, is_falling=is_falling))
     patience = run.config.train.patience
     n_worse = sum(step > (best_step or 0) for step, _ in curve)
     if patience is not None and n_worse >= patience:
