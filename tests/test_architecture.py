@@ -19,6 +19,7 @@ LAYERS = (
     "yaml_io",
     "config",
     "device",
+    "threads",
     "distributed",
     "text",
     "models",

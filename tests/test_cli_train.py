@@ -14,14 +14,16 @@ from chargpt.cli.main import app
 from chargpt.cli.signals import Signals, Stopped, catch_signals
 from chargpt.cli.summary import describe_model, show_budget, show_result
 from chargpt.config import Config, ModelConfig, TextConfig, load_config
+from chargpt.store.listing import summarize
 from chargpt.store.run import load_run
 from chargpt.text.corpus import Corpus, load_corpus
+from chargpt.threads import ThreadTuner
 from chargpt.training import planner, session
 from chargpt.training import trainer as trainer_module
 from chargpt.training.budget import RESERVE, Budget, mixture_seconds
 from chargpt.training.planner import Plan
+from chargpt.training.schedule import lr_factor_at
 from chargpt.training.session import Session, create_run
-from chargpt.training.threads import ThreadTuner
 
 TINY = (
     "device=cpu",
@@ -86,6 +88,37 @@ def test_at_the_deadline_the_run_is_evaluated_saved_and_stops(
     assert trainer.state.best_step == load_run(tmp_path / "run").step == step
     assert load_run(tmp_path / "run").state.best_step == step
     assert load_config(tmp_path / "run" / "config.yaml") == trainer.config
+
+
+@pytest.mark.parametrize("every", [39, 100])
+def test_a_run_that_the_deadline_ends_after_nearly_all_steps_is_finished(
+    verse: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], every: int
+) -> None:
+    config = tiny(verse, "schedule.cooldown=0.5", f"train.evaluate_every={every}")
+    created = create_run(config.with_values({"train.max_steps": 40}), tmp_path / "run", None)
+    trainer = created.trainer
+
+    class SlowMachine(Budget):
+        """A budget with much time until step 39 and none afterwards."""
+
+        @property
+        def remaining(self) -> float:
+            return 1e3 if trainer.state.step < 39 else -1.0
+
+    budget = SlowMachine(10.0)
+    budget.replan = lambda *_: None  # type: ignore[method-assign]
+    run_steps(trainer, created.folder, Signals(), budget)
+    created.folder.unlock()
+    assert "slowed down" not in capfd.readouterr().err
+    run = load_run(tmp_path / "run")  # the best, whose checkpoint may have been saved twice
+    assert not run.notes
+    assert run.state.best_step == run.step == 39 == run.config.train.max_steps
+    assert summarize(tmp_path / "run").status == "finished"
+    factors = [
+        [lr_factor_at(step, each.schedule, each.train.max_steps) for step in range(39)]
+        for each in (config.with_values({"train.max_steps": 40}), run.config)
+    ]
+    assert factors[0] == factors[1]
 
 
 def test_interrupting_the_closing_table_says_that_all_steps_are_saved(

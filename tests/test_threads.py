@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPOSITORY, Cli
+from conftest import REPOSITORY
 
+from chargpt import threads as threads_module
 from chargpt.config import TextConfig, load_config
+from chargpt.store.run import load_run
 from chargpt.text.corpus import load_corpus
-from chargpt.training import threads as threads_module
-from chargpt.training.threads import (
+from chargpt.threads import (
     ThreadTuner,
     choose_threads,
     default_threads,
@@ -24,6 +25,7 @@ from chargpt.training.threads import (
 from chargpt.training.trainer import Trainer
 
 CPU = torch.device("cpu")
+TINY = {"model.n_layer": 1, "model.n_embd": 16, "model.block_size": 16, "threads": 1}
 
 
 @pytest.fixture(autouse=True)
@@ -113,24 +115,24 @@ def test_a_later_run_in_the_same_process_may_use_more_threads_again(
 
 def test_a_run_with_few_threads_does_not_limit_later_ones(verse: Path) -> None:
     torch.set_num_threads(2)
-    tiny = {"model.n_layer": 1, "model.n_embd": 16, "model.block_size": 16, "threads": 1}
-    config = load_config().with_values({**tiny, "device": "cpu"})
+    config = load_config().with_values({**TINY, "device": "cpu", "dtype": "float32"})
     Trainer(config, load_corpus(TextConfig(path=str(verse))))
     assert (torch.get_num_threads(), default_threads()) == (1, 2)
 
 
-@pytest.mark.parametrize("command", [["evaluate"], ["score"], ["compare"]])
-def test_long_work_on_a_run_uses_the_fastest_threads(
-    monkeypatch: pytest.MonkeyPatch, cli: Cli, verse: Path, command: list[str]
+def test_a_loaded_run_uses_the_fastest_threads_unless_training_has_set_them(
+    monkeypatch: pytest.MonkeyPatch, verse: Path
 ) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    Machine(monkeypatch, {2: 0.1, 1: 1e-3})
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    machine = Machine(monkeypatch, {2: 0.1, 1: 1e-3})
     torch.set_num_threads(2)
     run = REPOSITORY / "tests" / "golden" / "0.1.0" / "run"
-    cli("data", "info", verse)  # the text of that run
-    text = [verse] if command == ["score"] else []
-    done = cli(*command, run, *text, "--device", "cpu")
-    assert done.returncode == 0, done.stderr
+    load_run(run, device="cpu")
+    assert torch.get_num_threads() == 1
+    machine.seconds[2] = 1e-4
+    config = load_config().with_values({**TINY, "device": "cpu", "dtype": "float32"})
+    Trainer(config, load_corpus(TextConfig(path=str(verse))))
+    load_run(run, device="cpu")
     assert torch.get_num_threads() == 1
 
 

@@ -19,7 +19,6 @@ from chargpt.cli.plot_file import save_plot_file
 from chargpt.cli.progress import LoadingProgress, show_progress
 from chargpt.cli.signals import Stopped, catch_signals
 from chargpt.cli.summary import show_plan
-from chargpt.device import choose_device
 from chargpt.errors import ConfigError
 from chargpt.files import require_output
 from chargpt.inference.evaluation import OnProgress
@@ -36,7 +35,6 @@ from chargpt.training.session import (
     slug,
     with_measured_threads,
 )
-from chargpt.training.threads import measure_threads
 from chargpt.training.trainer import Trainer
 
 MODELS = ",".join(comparison.MODELS)
@@ -118,7 +116,6 @@ def compare(
         given = {"--models": models, "-c": config, "--out": out, "--budget": budget}
         others = {"-s (or --seed, --encoding, --encoding-errors)": overrides}
         options.reject({**given, **others}, "applies to training, and these are runs")
-        measure_threads(choose_device(device or "auto")[0])
         print_comparison(compare_runs(paths, device or "auto"), plot, json_=json_)
         return
     if len(paths) > 1:

@@ -67,7 +67,7 @@ def evaluate(
         raise ConfigError(
             "--encoding, --encoding-errors and --unknown concern another text; name it with --text"
         )
-    loaded = runs.load_named_run(run, checkpoint, device, choose_threads=True)
+    loaded = runs.load_named_run(run, checkpoint, device)
     loaded = replace(loaded, config=loaded.config.with_values(wanted))
     tokens, n_unknown = None, 0
     if text is not None:  # read once: it may be standard input

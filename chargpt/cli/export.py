@@ -88,7 +88,7 @@ def html(
 
 def load(path: Path | None, checkpoint: str) -> Run:
     """Load a run, or the newest one, on the CPU, and say that its n-gram models are left out."""
-    run = runs.load_named_run(path, checkpoint, "cpu", choose_threads=True)
+    run = runs.load_named_run(path, checkpoint, "cpu")
     if has_mixture(run):
         console.say("the GPT alone is exported, without the n-gram models of the run's mixture")
     console.say("exporting and checking ...")

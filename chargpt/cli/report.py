@@ -31,7 +31,7 @@ def report(
     """
     if out is not None:
         require_output(out)
-    loaded = runs.load_named_run(run, checkpoint, device, choose_threads=True)
+    loaded = runs.load_named_run(run, checkpoint, device)
     with show_progress("section", "written") as on_progress:
         page = write_report(loaded, out, on_progress=on_progress)
     if page.is_file() and not is_open_descriptor(page):  # whose content is the page

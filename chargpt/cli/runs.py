@@ -14,7 +14,6 @@ from chargpt.store.listing import RunSummary, list_runs
 from chargpt.store.mixture import with_mixture
 from chargpt.store.run import Run, load_run, newest_run
 from chargpt.text.source import STDIN
-from chargpt.training.threads import measure_threads
 
 MAX_TEXT = 24  # characters of a text's name in the table: the run's name has to stay whole
 
@@ -85,18 +84,11 @@ def load_named_run(
     device: str | None,
     *,
     mixture: bool = False,
-    choose_threads: bool = False,
 ) -> Run:
-    """Load a run, or the newest one, and print which checkpoints were damaged.
-
-    With `mixture`, its model is the mixture. With `choose_threads`, for long work, the number of
-    CPU threads that is fastest now is used.
-    """
+    """Load a run, or the newest one, with its mixture if asked; print damaged checkpoints."""
     run = load_run(find_run(path), checkpoint, device or "auto")
     for note in run.notes:
         console.say(note)
-    if choose_threads:
-        measure_threads(run.model.device)
     return load_run_mixture(run) if mixture else run
 
 

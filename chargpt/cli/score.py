@@ -43,9 +43,7 @@ def score(
     Examples: `chargpt score runs/novel chapter.txt`,
     `chargpt score runs/novel --per-line < chapter.txt | head`.
     """
-    loaded = runs.load_named_run(
-        run, checkpoint, device, mixture=mixture or adaptive, choose_threads=True
-    )
+    loaded = runs.load_named_run(run, checkpoint, device, mixture=mixture or adaptive)
     losses_of = adaptive_losses if adaptive else token_losses
     protocol = "adaptive" if adaptive else "sliding"
     if text == "-" and sys.stdin is not None and sys.stdin.isatty():

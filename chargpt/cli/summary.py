@@ -19,7 +19,6 @@ from chargpt.training.cost import Cost
 from chargpt.training.finetune import forgetting
 from chargpt.training.mixing import try_add_mixture
 from chargpt.training.planner import Plan
-from chargpt.training.resume import ENDED
 from chargpt.training.session import Session
 from chargpt.training.trainer import Trainer
 
@@ -154,8 +153,7 @@ def print_result(
     steps = "1 step" if state.step == 1 else f"{state.step:,} steps"
     console.out_sentence(f"trained {steps} in {seconds}{earlier}; {best_step}")
     path = shlex.quote(str(session.folder.path))
-    is_ended = session.trainer.finished or state.step >= ENDED * config.train.max_steps
-    more = f" -s train.max_steps={2 * state.step}" if is_ended else ""
+    more = f" -s train.max_steps={2 * state.step}" if session.trainer.finished else ""
     mixture = " --mixture" if scores.has_better_mixture else ""
     commands = [f"chargpt sample {path}{mixture}", f"chargpt evaluate {path}"]
     if not has_report:

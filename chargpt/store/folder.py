@@ -248,7 +248,7 @@ class RunFolder:
         folder = write_checkpoint(self.checkpoints, state.step, files)
         # `latest` last: after a crash in between it names the older checkpoint, so that resuming
         # repeats the steps and this save
-        if is_best or not state.best_step:
+        if is_best or state.best_step in (None, 0, state.step):
             commit.write_pointer(self.checkpoints, "best", folder)
         commit.write_pointer(self.checkpoints, "latest", folder)
         delete_replaced(self.path)

@@ -23,6 +23,7 @@ from chargpt.store.state import RunState
 from chargpt.store.tensors import load_weights, serialize
 from chargpt.text.corpus import Corpus, load_cached
 from chargpt.text.tokenizer import CharTokenizer
+from chargpt.threads import tune_threads
 
 
 @dataclass(frozen=True, repr=False)
@@ -153,6 +154,7 @@ def load_run(path: str | Path, checkpoint: str = "best", device: str = "auto") -
     target, _ = choose_device(device)
     if target.type == "cpu":
         tune_malloc()
+        tune_threads(target)
     if notes:
         notes = [*notes, f"{saved.folder.name} is used instead"]
     model = build_model(saved.config.model, saved.tokenizer.vocab_size)

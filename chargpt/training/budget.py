@@ -20,9 +20,9 @@ from chargpt.inference.evaluation import evaluate_tokens
 from chargpt.models import LanguageModel
 from chargpt.models.ngram import MAX_TOKENS
 from chargpt.text.corpus import REQUIRED_SPLITS, Corpus
+from chargpt.threads import ThreadTuner
 from chargpt.training.learner import Learner
 from chargpt.training.schedule import decay_start
-from chargpt.training.threads import ThreadTuner
 
 MIN_SECONDS = 5
 MIN_TRIAL_SECONDS = 0.05  # of trial steps: one of a bigram or on a GPU may take less than 1 ms
@@ -283,9 +283,6 @@ def replanned_config(
 ) -> Config:
     """Return the config with as many steps after `step` as the remaining time allows.
 
-    A decay that has not begun begins here; one that has begun continues with another slope. The
-    learning rates of the steps done stay bitwise identical.
-
     Args:
         config: of the run so far.
         step: number of steps done.
@@ -297,12 +294,20 @@ def replanned_config(
     n_steps = max(1, fewest, int(REPLANNING.replanned_fraction * seconds / step_seconds))
     if step_limit is not None:
         n_steps = min(n_steps, max(1, step_limit - step))
-    max_steps, schedule = step + n_steps, config.schedule
+    return with_max_steps(config, step, step + n_steps)
+
+
+def with_max_steps(config: Config, step: int, max_steps: int) -> Config:
+    """Return the config with another number of steps; those done keep their learning rates.
+
+    A decay that has not begun begins at `step`; one that has begun continues with another slope.
+    """
     values: dict[str, object] = {"train.max_steps": max_steps}
+    schedule = config.schedule
     if schedule.kind != "wsd" or not schedule.cooldown:
         return config.with_values(values)  # there is no decay to re-plan
     if step <= decay_start(schedule, config.train.max_steps) and not schedule.decay_points:
-        values["schedule.cooldown"] = n_steps / max_steps
+        values["schedule.cooldown"] = (max_steps - step) / max_steps
     else:
         point = (step - 1, config.train.max_steps)
         values["schedule.decay_points"] = (*schedule.decay_points, point)

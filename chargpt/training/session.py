@@ -26,6 +26,7 @@ from chargpt.text.describe import (
     warn_of_validation,
 )
 from chargpt.text.source import STDIN
+from chargpt.threads import ThreadTuner, default_threads, measure_threads
 from chargpt.training.budget import (
     REPLANNING,
     RESERVE,
@@ -39,7 +40,6 @@ from chargpt.training.mixing import MIN_CHARACTERS
 from chargpt.training.planner import RECIPE, Plan, fitting_block_size, plan
 from chargpt.training.request import Request, StartMode
 from chargpt.training.resume import require_same_text, resume
-from chargpt.training.threads import ThreadTuner, default_threads, measure_threads
 from chargpt.training.trainer import Trainer
 
 

@@ -28,11 +28,11 @@ from chargpt.store.metrics import VALIDATION
 from chargpt.store.run import Run
 from chargpt.store.state import RunState
 from chargpt.text.corpus import Corpus
-from chargpt.training.budget import REPLANNING, Budget
+from chargpt.threads import default_threads
+from chargpt.training.budget import REPLANNING, Budget, with_max_steps
 from chargpt.training.cost import training_bytes
 from chargpt.training.learner import Learner, micro_batch_size
 from chargpt.training.schedule import lr_factor_at
-from chargpt.training.threads import default_threads
 from chargpt.training.validator import Validator
 from chargpt.training.writer import RunWriter
 
@@ -252,15 +252,18 @@ class Trainer:
             if config is not self.config:
                 self.change_config(config)
             return
-        missing = 1 - report.step / report.max_steps
-        cause = "the time is up" if missing < REPLANNING.noted_change else "the machine slowed down"
-        useless = ""
-        if report.step < min(REPLANNING.min_steps, report.max_steps):
-            useless = "; a model of so few steps is of little use: give a longer budget"
-        report.notes.append(
-            f"{cause}: stopped at step {report.step:,} of {report.max_steps:,}{useless}"
-        )
         self.stopped_by = "deadline"
+        step, max_steps = report.step, self.config.train.max_steps
+        is_nearly_done = step >= (1 - REPLANNING.noted_change) * max_steps
+        if is_nearly_done and self.config.schedule.kind == "wsd":
+            self.change_config(with_max_steps(self.config, step, step))
+        else:
+            useless = ""
+            if step < min(REPLANNING.min_steps, max_steps):
+                useless = "; a model of so few steps is of little use: give a longer budget"
+            report.notes.append(
+                f"the machine slowed down: stopped at step {step:,} of {max_steps:,}{useless}"
+            )
         if report.validation is None:
             self.validate(report)
             self._save(report)

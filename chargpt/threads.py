@@ -52,6 +52,12 @@ def default_threads() -> int:
     return torch.get_num_threads()
 
 
+def tune_threads(device: torch.device) -> None:
+    """Set the fastest number of threads, unless this process has measured or set it before."""
+    if not default_threads.cache_info().currsize:
+        measure_threads(device)
+
+
 def measure_threads(device: torch.device) -> int | None:
     """Set the fastest number of threads and return it; None if it does not matter or is set."""
     if device.type != "cpu" or "OMP_NUM_THREADS" in os.environ:
