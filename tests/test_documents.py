@@ -77,6 +77,33 @@ def test_documents_are_shuffled_and_split_whole(
     assert documents_of(other, "val") != splits[2]
 
 
+@pytest.mark.parametrize(
+    ("lengths", "n_mixture", "sizes"),
+    [
+        ([10] * 9 + [17], 0, [0, 90, 17]),  # the end of the training split, 96, is nearer to 90
+        ([10] * 8 + [17, 10], 0, [0, 97, 10]),
+        ([10] * 8 + [27], 0, [0, 107, 0]),
+        ([10] * 9 + [17], 1, [10, 80, 17]),
+        ([80, 40], 1, [80, 40, 0]),
+    ],
+)
+def test_the_training_split_ends_at_the_nearest_document(
+    lengths: list[int], n_mixture: int, sizes: list[int]
+) -> None:
+    content = "".join("a" * (length - 1) + "\n" for length in lengths)
+    corpus = load_corpus(TextConfig(documents="lines"), text="a\n")
+    tokens = corpus.tokenizer.encode(content)
+    corpus = replace(corpus, tokens=tokens, mixture_characters=n_mixture)
+    assert [len(corpus.split(name)) for name in ("mixture", "train", "val")] == sizes
+
+
+def test_the_training_split_does_not_end_before_the_mixture_split() -> None:
+    corpus = load_corpus(TextConfig(documents="lines", val_fraction=0.6), text="a\n")
+    tokens = corpus.tokenizer.encode("a" * 109 + "\n" + "a" * 9 + "\n")
+    corpus = replace(corpus, tokens=tokens, mixture_characters=1)
+    assert [len(corpus.split(name)) for name in ("mixture", "train", "val")] == [110, 0, 10]
+
+
 def test_a_seed_gives_the_same_order_in_every_version() -> None:
     corpus = load_corpus(TextConfig(documents="lines"), text="\n".join("abcdefghij"))
     assert corpus.tokenizer.decode(corpus.tokens).split() == list("cefgjhdiab")

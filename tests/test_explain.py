@@ -198,6 +198,7 @@ def test_the_description_of_a_head_follows_from_its_weights() -> None:
     [
         ("a\n" + "bcdefghijk" * 3 + "\nc", 40, "bcdefghijk" * 3),
         ("-----|\n" + "-" * 30 + "\nthe first varied line\nc", 22, "the first varied line"),
+        ("\na line longer than shown\nand a shorter one", 10, "a line lon"),
         ("cut, its end missing\nthe first whole line\nc", 22, "the first whole line"),
         ("x" * 100, 40, "x" * 40),
         ("\n\na\n", 1, "a"),
@@ -205,7 +206,7 @@ def test_the_description_of_a_head_follows_from_its_weights() -> None:
         ("\n\n\n", 40, "\n\n\n"),
     ],
 )
-def test_a_whole_line_of_medium_length_is_chosen(text: str, most: int, line: str) -> None:
+def test_the_first_varied_line_that_is_not_short_is_chosen(text: str, most: int, line: str) -> None:
     tokenizer = CharTokenizer.fit(text)
     tokens = tokenizer.encode(text)
     assert tokenizer.decode(typical_line(tokenizer, tokens, most)) == line

@@ -378,6 +378,9 @@ def test_evaluate_and_compare_show_the_mixture_beside_the_gpt(run_of: Path, cli:
     assert "gpt + n-grams" in rows[1]
     assert "with the mixture on cpu" in shown.stdout
     assert "n-grams" not in cli("evaluate", run_of, "--no-mixture").stdout
+    without = cli("evaluate", REPOSITORY / "tests" / "golden" / "0.1.0" / "run", "--mixture")
+    assert (without.returncode, without.stdout) == (2, "")
+    assert "has no mixture with n-gram models" in without.stderr
     train = cli("evaluate", run_of, "--split", "train", "--json")
     assert "mixture" not in json.loads(train.stdout)  # its n-grams were counted on that text
     assert "without gpt + n-grams" in train.stderr

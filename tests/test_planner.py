@@ -473,8 +473,8 @@ def test_an_extended_budget_has_time_for_the_steps() -> None:
     ("old", "new", "expected"),
     [
         (182, 4, ["re-planned: 182 -> 4 steps: training is 60 times slower than planned"]),
-        (182, 150, ["re-planned: 182 -> 150 steps: training is slower than planned"]),
-        (182, 400, ["re-planned: 182 -> 400 steps: training is faster than planned"]),
+        (182, 150, ["re-planned: 182 -> 150 steps: training is slower than measured before"]),
+        (182, 400, ["re-planned: 182 -> 400 steps: training is faster than measured before"]),
         (182, 174, []),
         (20, 30, []),  # of a very short run
         (30, 11, []),
@@ -601,14 +601,14 @@ def test_small_changes_of_the_number_of_steps_are_noted_when_they_add_up(
     config = Config().with_values({"train.max_steps": 1000})
     budget.start(config, 0)
     notes: list[str] = []
-    for new in (980, 965, 950):
+    for new in (960, 930, 900):
         monkeypatch.setattr(
             Budget,
             "replan",
             lambda _, config, __, n=new: config.with_values({"train.max_steps": n}),
         )
         config = budget.adjust(config, 500, 0.0, notes)
-    assert notes == ["re-planned: 1,000 -> 950 steps: training is slower than planned"]
+    assert notes == ["re-planned: 1,000 -> 900 steps: training is slower than measured before"]
 
 
 def test_the_first_20_steps_may_overrun_the_budget_a_little() -> None:

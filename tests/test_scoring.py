@@ -73,9 +73,24 @@ def test_unknown_characters_are_rejected_or_skipped() -> None:
     run = run_of("\nabc")
     with pytest.raises(UnknownCharacterError, match="x"):
         score(run, "abxc")
-    assert score(run, "abxc", "skip").text == "abc"
+    assert len(score(run, "abxc", "skip").bits) == 3
     with pytest.raises(TextError, match="no character to score"):
         score(run, "xyz", "skip")
+
+
+@pytest.mark.parametrize("letters", ["\nabc", "abc"])
+def test_skipped_characters_stay_in_the_lines_that_are_shown(letters: str) -> None:
+    run = run_of(letters)
+    scored = score(run, "axb\nxx\nc\ny\nab", "skip")
+    known = score(run, "ab\n\nc\n\nab", "skip")
+    assert scored.bits.tolist() == known.bits.tolist()
+    shown = {line.text: line.bits_per_char for line in scored.lines()}
+    expected = {line.text: line.bits_per_char for line in known.lines()}
+    assert (shown["axb"], shown["c"], shown["ab"]) == tuple(
+        line.bits_per_char for line in known.lines()
+    )
+    assert ("xx" in shown) == ("\n" in letters)  # its newline was scored
+    assert expected.keys() == {"ab", "c"}
 
 
 def test_a_table_of_lines_is_cut_where_it_says_so_and_keeps_its_header(

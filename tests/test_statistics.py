@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,8 @@ def test_unlike_splits_are_told_from_alike_ones(tmp_path: Path) -> None:
     assert warning is not None
     assert re.search(r"\(rarer there: . . .; more frequent there: q x .\)", warning)
     assert "-s text.documents='\\n\\n' shuffles its paragraphs" in warning
+    corpus = load_corpus(TextConfig(path=str(tmp_path / "text.txt")))
+    assert compare_splits(replace(corpus, mixture_characters=500)) == compare_splits(corpus)
     # a short split differs by chance
     assert warning_of(alike[:200]) is None
     assert warning_of("ab") is None

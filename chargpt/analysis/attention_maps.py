@@ -24,7 +24,7 @@ Weights = npt.NDArray[np.float32]
 def typical_line(
     tokenizer: CharTokenizer, tokens: Tokens, max_length: int, *, starts_line: bool = False
 ) -> Tokens:
-    """Return the tokens of the first whole line of medium length, unindented and varied.
+    """Return the first tokens of the first line that is not short, unindented and varied.
 
     Without one, they are those of the text's start. Each is a character: byte tokens are left out
     of the start, and no line has them. Unless the tokens are known to start a line, the first one
@@ -37,10 +37,11 @@ def typical_line(
     edges = [*([-1] if starts_line else []), *ends.tolist()]
     for before, end in itertools.pairwise(edges):
         start = before + 1 + int(np.append(is_blank[before + 1 : end], False).argmin())
+        end = min(end, start + max_length)
         line = searched[start:end]
-        is_medium = max(1, max_length // 2) <= len(line) <= max_length
+        is_short = len(line) < max(1, max_length // 2)
         is_varied = len(np.unique(line)) > MIN_VARIETY * len(line)
-        if is_medium and is_varied and is_character[start:end].all():
+        if not is_short and is_varied and is_character[start:end].all():
             return line
     return searched[is_character][:max_length]
 

@@ -40,8 +40,11 @@ def evaluate(
     checkpoint: options.Checkpoint = "best",
     unknown: options.UnknownOption = None,
     mixture: Annotated[
-        bool, typer.Option("--mixture/--no-mixture", help="Also measure the run's mixture, if any.")
-    ] = True,
+        bool | None,
+        typer.Option(
+            "--mixture/--no-mixture", help="Also measure the run's mixture; default: if it has one."
+        ),
+    ] = None,
     json_: options.Json = False,
     device: options.Device = None,
     encoding: options.Encoding = None,
@@ -89,7 +92,7 @@ def evaluate(
     times = [
         f"{console.duration(seconds)} ({console.short(result.characters / seconds)} characters/s)"
     ]
-    has_mixture_row = mixture and has_mixture(loaded)
+    has_mixture_row = mixture or (mixture is None and has_mixture(loaded))
     if has_mixture_row and split == "train":
         console.say(f"without {MIXTURE_LABEL}: the n-grams were counted from the training split")
     elif has_mixture_row:
@@ -97,14 +100,15 @@ def evaluate(
             measured[MIXTURE_LABEL], more = measure(runs.load_run_mixture(loaded), MIXTURE_LABEL)
             times.append(f"{console.duration(more)} with the mixture")
         except RunError as error:
+            if mixture:
+                raise
             console.say(str(error))
     console.say_unknown(n_unknown, loaded.config.text.unknown, loaded.tokenizer.replacement)
     name = str(text) if text else loaded.state.text_name
     if json_:
         console.out_json({**as_json(loaded, measured, seconds), "text": name})
         return
-    part = "all of it" if text else f"{split} split"
-    show(measured, f"{name}, {part}")
+    show(measured, f"{name}, {'all of it' if text else f'{split} split'}")
     console.out_sentence(
         f"{console.characters(result.characters)} scored in {', and in '.join(times)} on "
         f"{loaded.model.device.type}"

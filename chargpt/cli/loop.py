@@ -12,6 +12,8 @@ from chargpt.cli.progress import ProgressBar
 from chargpt.cli.signals import Signals, Stopped
 from chargpt.inference.baselines import NGRAM, Baselines
 from chargpt.store.folder import RunFolder
+from chargpt.text.display import display_char
+from chargpt.text.documents import RECORD_SEPARATOR
 from chargpt.training.budget import Budget
 from chargpt.training.trainer import StepReport, Trainer
 
@@ -45,7 +47,9 @@ class StepView:
         detail = None if report.loss is None else partial(self._detail, report)
         self.bar.update(report.step, report.max_steps, detail)
         if report.sample is not None:
-            self.bar.write(f"-- sample at step {report.step:,} --")
+            sign = display_char(RECORD_SEPARATOR)
+            legend = f" ({sign}: end of a document)" if sign in report.sample else ""
+            self.bar.write(f"-- sample at step {report.step:,}{legend} --")
             self.bar.write(report.sample.strip("\r\n"))
         for note in report.notes:
             self.bar.write(note)

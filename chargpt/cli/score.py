@@ -79,6 +79,7 @@ def score(
         return
     ranked = sorted(lines, key=lambda line: -line.bits_per_char)
     if per_line:
+        console.say("bits per character, number and text of each line, highest first:")
         for line in ranked:
             console.out(f"{line.bits_per_char:.3f}\t{line.number}\t{line.text}")
         return

@@ -14,6 +14,7 @@ from chargpt.errors import ChargptError
 from chargpt.inference.baselines import Baselines
 from chargpt.store.run import Run, load_run
 from chargpt.text.corpus import Corpus
+from chargpt.threads import default_threads
 from chargpt.training.budget import RESERVE, Budget
 from chargpt.training.cost import Cost
 from chargpt.training.finetune import forgetting
@@ -49,8 +50,9 @@ def show_plan(trainer: Trainer, cost: Cost) -> None:
     documents = ""
     if corpus.n_documents:
         documents = f"{corpus.n_documents:,} documents, shuffled by text.seed {config.text.seed}; "
-    n_threads = torch.get_num_threads()
+    n_threads, most = torch.get_num_threads(), default_threads()
     threads = f"{n_threads} thread{'' if n_threads == 1 else 's'}"
+    threads = f"{n_threads} of {most} threads" if n_threads < most else threads
     on_device = in_brackets(trainer.device_reason, threads if trainer.device.type == "cpu" else "")
     epochs = f"{cost.epochs:.1f}" if cost.epochs >= 0.1 else f"{cost.epochs:.1g}"
     tokens = " tokens" if corpus.characters_per_token < 1 else ""

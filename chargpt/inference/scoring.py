@@ -31,9 +31,10 @@ class Line:
 class Scored:
     """A text and the surprisal of its characters."""
 
-    text: str  # without skipped characters
-    bits: Floats  # surprisal of each character, (N,)
-    n_unknown: int = 0  # characters outside the vocabulary, left out or replaced
+    text: str
+    bits: Floats  # surprisal of each character that was not skipped, (N,)
+    n_unknown: int = 0  # characters outside the vocabulary, skipped or replaced
+    skipped: frozenset[str] = frozenset()  # different characters outside the vocabulary
 
     @property
     def bits_per_char(self) -> float:
@@ -43,9 +44,11 @@ class Scored:
     def lines(self) -> list[Line]:
         """Return the lines that are not blank, in order."""
         lines, start = [], 0
+        n_newline = int("\n" not in self.skipped)
         for number, line in enumerate(self.text.split("\n"), 1):
-            end = min(start + len(line) + 1, len(self.text))
-            if line.strip():
+            n_skipped = sum(each in self.skipped for each in line) if self.skipped else 0
+            end = min(start + len(line) - n_skipped + n_newline, len(self.bits))
+            if line.strip() and end > start:
                 lines.append(Line(number, line, float(self.bits[start:end].mean())))
             start = end
         return lines
@@ -78,7 +81,8 @@ def score(
     """
     require_memory(BYTES_PER_CHARACTER * len(text), f"a text of {len(text):,} characters")
     tokenizer = run.tokenizer
-    tokens = tokenizer.encode(text, unknown=unknown or run.config.text.unknown)
+    policy = unknown or run.config.text.unknown
+    tokens = tokenizer.encode(text, unknown=policy)
     if not len(tokens):
         raise TextError("there is no character to score; give a longer text")
     first = np.zeros(0)
@@ -92,4 +96,7 @@ def score(
     bits = np.add.reduceat(np.concatenate((first, rest)), starts) / math.log(2)
     if not np.isfinite(bits).all():
         raise OperationError(NOT_FINITE)
-    return Scored(tokenizer.decode(scored), bits, tokenizer.count_unknown(text))
+    n_unknown, skipped = tokenizer.count_unknown(text), frozenset[str]()
+    if n_unknown and policy == "skip":
+        skipped = frozenset(filter(tokenizer.count_unknown, set(text)))
+    return Scored(text, bits, n_unknown, skipped)

@@ -126,8 +126,8 @@ class Corpus:
         """Return a split as a view, shape (tokens,), in the order mixture, train, val, test.
 
         The sizes of the validation and test splits are rounded up to whole characters. The mixture
-        split is at most 3% of the text, then rounded up to a whole document. A document that
-        straddles two splits belongs wholly to the earlier one.
+        split is at most 3% of the text, then rounded up to a whole document. The other splits end
+        where the nearest document does.
         """
         total = self.n_characters
         # Exact decimals: in floating point, 0.1 of 10 characters could round up to 2.
@@ -137,11 +137,26 @@ class Corpus:
         mixture = min(self.mixture_characters, int(MAX_MIXTURE_FRACTION * total), end)
         lengths = {"mixture": mixture, "train": end - mixture, "val": val, "test": test}
         stops = dict(zip(lengths, accumulate(lengths.values()), strict=True))
-        start, stop = self._index(stops[name] - lengths[name]), self._index(stops[name])
-        if self.tokenizer.eos_token:
-            boundaries = self._document_boundaries
-            start, stop = boundaries[np.searchsorted(boundaries, (start, stop))].tolist()
-        return self.tokens[start:stop]
+        start, stop = stops[name] - lengths[name], stops[name]
+        return self.tokens[self._edge(start, mixture) : self._edge(stop, mixture)]
+
+    def _edge(self, character: int, mixture: int) -> int:
+        """Return the index of the token at which a split begins or ends.
+
+        It is that of the character or, for a list of documents, that of the end of a document: of
+        the first one from the end of the mixture split on, of the nearest one elsewhere.
+        """
+        index = self._index(character)
+        if not self.tokenizer.eos_token:
+            return index
+        boundaries = self._document_boundaries
+        number = int(np.searchsorted(boundaries, index))
+        after = int(boundaries[number])
+        if character <= mixture:
+            return after
+        before = int(boundaries[number - 1])
+        nearest = after if after - index <= index - before else before
+        return max(nearest, self._edge(mixture, mixture))
 
     def require_blocks(self, block_size: int) -> None:
         """Check that train and val each hold a block and the character after it.

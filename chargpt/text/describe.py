@@ -188,9 +188,11 @@ def compare_splits(corpus: Corpus) -> SplitDifference | None:
 
     The KL divergence of their character frequencies is compared with that of a sample of the
     training split as long as the validation split, in evenly spread blocks, from the rest of it.
+    A mixture split counts as part of the training split.
     """
-    train, val = corpus.split("train"), corpus.split("val")
-    counts, vocab_size = corpus.token_counts("train"), corpus.tokenizer.vocab_size
+    val, vocab_size = corpus.split("val"), corpus.tokenizer.vocab_size
+    train = corpus.tokens[: len(corpus.split("mixture")) + len(corpus.split("train"))]
+    counts = count_tokens(train, vocab_size)
     n_blocks = len(train) // SAMPLE_BLOCK
     n_sampled = min(n_blocks // 2, math.ceil(len(val) / SAMPLE_BLOCK))
     if not n_sampled:

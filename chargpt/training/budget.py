@@ -60,7 +60,7 @@ class Replanning:
     min_fraction: float = 1 / 8  # of all steps: when fewer remain, their number is final
     min_steps: int = 20  # fewer are of little use, and changes by fewer are not noted
     overrun: float = 0.08  # fraction of the budget by which the first `min_steps` may exceed it
-    noted_change: float = 0.05  # of the number of steps: smaller changes are not noted
+    noted_change: float = 0.1  # of the number of steps: smaller changes are not noted
     # slowdown from which a note gives the factor; some is normal: trial steps have no validation
     noted_slowdown: float = 2.0
 
@@ -325,11 +325,11 @@ def replanning_notes(
         return []
     if new == step_limit:
         return [f"re-planned: {old:,} -> {new:,} steps: {EPOCH_LIMIT_NOTE}"]
-    cause = "slower" if new < old else "faster"
+    cause = f"{'slower' if new < old else 'faster'} than measured before"
     if new < old and slowdown >= REPLANNING.noted_slowdown:
-        cause = f"{slowdown:.1f}" if slowdown < 9.95 else f"{slowdown:.0f}"
-        cause += " times slower"
-    return [f"re-planned: {old:,} -> {new:,} steps: training is {cause} than planned"]
+        factor = f"{slowdown:.1f}" if slowdown < 9.95 else f"{slowdown:.0f}"
+        cause = f"{factor} times slower than planned"
+    return [f"re-planned: {old:,} -> {new:,} steps: training is {cause}"]
 
 
 def next_replan_step(config: Config, step: int) -> int | None:
