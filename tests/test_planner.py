@@ -446,6 +446,9 @@ def test_a_budget_reserves_more_for_its_end_when_validation_gets_slower() -> Non
     assert budget.remaining == pytest.approx(before - 8.0)
     budget.update_evaluation(3.0)
     assert budget.remaining == pytest.approx(before - 8.0)
+    budget.validation_seconds = 0.001  # of a very short split, which takes longer per character
+    budget.update_evaluation(0.05)
+    assert budget.remaining == pytest.approx(before - 8.0)
 
 
 def test_a_command_that_took_longer_than_announced_says_so() -> None:

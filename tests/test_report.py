@@ -26,11 +26,12 @@ from chargpt.analysis.result import (
     describe_difference,
     describe_mixture,
     evaluate_run,
+    is_still_learning,
     summarize,
 )
 from chargpt.cli import summary
 from chargpt.config import TextConfig
-from chargpt.inference.baselines import Baselines
+from chargpt.inference.baselines import NGRAM, Baselines
 from chargpt.inference.evaluation import BaselineLoss, Evaluation, evaluate_tokens
 from chargpt.store.folder import RunFolder
 from chargpt.store.metrics import validation_curve
@@ -413,7 +414,7 @@ def test_over_fitting_is_reported_from_the_recorded_losses(cli: Cli, verse: Path
     untrained = RunScores(result.baselines, {"train": under_fitted, "val": val}, 9)
     assert not any("over-fits" in words for words in summarize(run, untrained, records[:1]))
     memorised = RunScores(result.baselines, {"train": easy, "val": val}, 9)
-    for dropout, remedy in ((0.0, "more text or model.dropout would"), (0.1, "more text would")):
+    for dropout, remedy in ((0.0, "more text or model.dropout may"), (0.1, "more text may")):
         config = run.config.with_values({"model.dropout": dropout})
         dropping = type(run)(run.folder, config, run.tokenizer, run.model, run.step, run.state)
         words = " ".join(summarize(dropping, memorised, records[:1]))
@@ -670,8 +671,46 @@ def test_a_difference_within_twice_the_standard_error_is_none(nats: float, expec
 def test_the_gain_of_a_mixture_has_its_sign(gain: float, expected: str) -> None:
     gpt = Evaluation(1.6, 0.5, 1000, 0.02, "blocks", "val", 128)
     mixture = replace(gpt, nats_per_char=1.6 - gain, standard_error=0.015)
-    sentence = describe_mixture(mixture, ("gpt", gpt))
+    ngram = BaselineLoss(1.7, np.array([[1700.0], [1000.0]]))
+    scores = RunScores({NGRAM: ngram}, {"val": gpt}, 1000, mixture)
+    sentence = describe_mixture(scores)
     assert sentence.startswith(f"The mixture of gpt and n-gram models is {expected}")
+
+
+def test_a_mixture_that_is_only_better_than_the_gpt_is_recommended() -> None:
+    gpt = Evaluation(2.6, 0.5, 1000, 0.02, "blocks", "val", 128)
+    mixture = replace(gpt, nats_per_char=2.06)
+    ngram = BaselineLoss(2.06, np.array([[2060.0], [1000.0]]))
+    scores = RunScores({NGRAM: ngram}, {"val": gpt}, 1000, mixture)
+    assert scores.has_better_mixture
+    assert "not distinguishable from the 6-gram" in describe_mixture(scores)
+    assert describe_mixture(scores).endswith("; chargpt sample --mixture uses it.")
+
+
+def learning(*points: tuple[int, float, float]) -> list[dict[str, Any]]:
+    """Return metrics of a run: at each step validation loss and training loss of the last steps."""
+    records: list[dict[str, Any]] = []
+    for step, validation, training in points:
+        records += [{"step": n, "loss": training} for n in range(step - 9, step + 1)]
+        records.append({"step": step, "val_nats_per_char": validation})
+    return records
+
+
+@pytest.mark.parametrize(
+    ("points", "expected"),
+    [
+        (((50, 2.0, 1.9), (100, 1.7, 1.4)), True),
+        (((50, 2.0, 1.9), (100, 1.8, 1.4)), False),  # mostly the training loss fell
+        (((50, 1.6, 1.9), (70, 1.9, 1.6), (100, 1.7, 1.6)), False),  # it is not the lowest
+        (((10, 3.0, 3.0), (60, 2.0, 1.9), (100, 1.9, 1.4)), False),  # only the second half counts
+        (((100, 1.7, 1.4),), False),
+        ((), False),
+    ],
+)
+def test_a_run_still_learns_while_both_losses_fall(
+    points: tuple[tuple[int, float, float], ...], expected: bool
+) -> None:
+    assert is_still_learning(learning(*points)) == expected
 
 
 @pytest.mark.parametrize(
@@ -706,6 +745,11 @@ def test_a_gap_is_over_fitting_if_neither_too_few_epochs_nor_unlike_splits_expla
     assert any("over-fit" in sentence for sentence in sentences) == bool(expected)
     assert ("The splits differ." in sentences) == bool(divergence)
     assert not any("still falling" in sentence for sentence in sentences)
-    last = {"step": run.state.best_step, "val_nats_per_char": run.state.best_nats_per_char}
-    falling = any("still falling" in sentence for sentence in summarize(run, scores, [last]))
-    assert falling == expected.startswith("It over-fits")
+    assert scores.over_fits([]) == expected.startswith("It over-fits")
+    best = run.state.best_nats_per_char or 0.0
+    sentences = summarize(run, scores, learning((50, best + 0.3, 1.9), (100, best, 1.4)))
+    falling = (
+        "The generalisation gap (validation minus training loss) is 0.50 ± 0.06 nats, but the "
+        "validation loss was still falling: more steps may help."
+    )
+    assert (falling in sentences) == expected.startswith("It over-fits")

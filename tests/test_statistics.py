@@ -191,6 +191,23 @@ def test_unlike_splits_are_told_from_alike_ones(tmp_path: Path) -> None:
     assert warning_of("ab") is None
 
 
+def test_long_documents_of_several_kinds_have_alike_splits() -> None:
+    rng = np.random.default_rng(1)
+    kinds = ["etaoin shr", "xylophone ", "0123456789"]
+    documents = ["".join(rng.choice(list(kinds[n % 3]), 1500)) for n in range(60)]
+    settings = TextConfig(documents="%", seed=7)
+    alike = load_corpus(settings, text="%".join(documents))
+    counts = [alike.token_counts(split) / len(alike.split(split)) for split in ("train", "val")]
+    assert np.abs(counts[0] - counts[1]).sum() > 0.5
+    assert compare_splits(alike) is None
+    one = alike.tokenizer.characters.index("8")
+    tokens = np.where(np.arange(alike.tokens.size) < len(alike.split("train")), alike.tokens, one)
+    tokens[alike.tokens == alike.tokenizer.eos_token_id] = alike.tokenizer.eos_token_id
+    unlike = compare_splits(replace(alike, tokens=tokens))
+    assert unlike is not None
+    assert "the last 6 of 60 documents" in unlike.warning
+
+
 def test_a_validation_split_too_short_for_a_loss_is_pointed_out() -> None:
     text = "a line of a poem\n" * 2000
     assert not warn_of_validation(load_corpus(TextConfig(), text=text))

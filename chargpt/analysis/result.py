@@ -19,6 +19,9 @@ LAST_STEPS = 10  # whose mean is the last training loss
 MIXTURE_SUFFIX = " + n-grams"
 MIXTURE_LABEL = f"gpt{MIXTURE_SUFFIX}"
 MIN_GAP = 0.3  # nats of generalisation gap that are reported
+# fall of the validation loss in the second half of the steps, relative to that of the training
+# loss, from which more steps may help in spite of a gap
+MIN_GENERALISED = 0.5
 # generalisation gap, relative to the KL divergence of the character frequencies of the splits, that
 # their difference may explain: contexts differ more than frequencies
 MAX_EXPLAINED_RATIO = 5
@@ -57,16 +60,32 @@ class RunScores:
 
     @property
     def has_better_mixture(self) -> bool:
-        """Whether the mixture is better than GPT and n-gram baseline alone."""
+        """Whether the mixture is better than its GPT alone."""
         if self.mixture is None:
             return False
-        gain, error = difference(self.mixture, self.better_alone[1])
+        gain, error = difference(self.mixture, self.evaluations["val"])
         return gain > error
 
     @property
     def generalisation_gap(self) -> float:
         """Validation loss minus training loss, in nats."""
         return self.evaluations["val"].nats_per_char - self.evaluations["train"].nats_per_char
+
+    @property
+    def gap_error(self) -> float:
+        """Twice the standard error of the generalisation gap, in nats."""
+        return 2 * math.hypot(*(each.standard_error for each in self.evaluations.values()))
+
+    @property
+    def has_gap(self) -> bool:
+        """Whether the generalisation gap is large, and not that of an untrained model."""
+        is_trained = self.evaluations["train"].nats_per_char < self.baseline_losses["bigram"]
+        return is_trained and self.generalisation_gap > max(MIN_GAP, self.gap_error)
+
+    def over_fits(self, records: Sequence[Mapping[str, Any]]) -> bool:
+        """Return whether the gap is that of a model which memorises; `records`: the metrics."""
+        is_explained = self.epochs < 1 or self.splits_explain_gap
+        return self.has_gap and not is_explained and not is_still_learning(records)
 
     @property
     def splits_explain_gap(self) -> bool:
@@ -148,14 +167,14 @@ def describe_difference(
     return f"not distinguishable from {name} ({shown})"
 
 
-def describe_mixture(
-    mixture: Evaluation, better_alone: tuple[str, Evaluation | BaselineLoss]
-) -> str:
+def describe_mixture(scores: RunScores) -> str:
     """Return a sentence about a mixture beside the better of its models."""
-    name, reference = better_alone
+    name, reference = scores.better_alone
+    mixture = scores.mixture
+    assert mixture is not None
     gain, error = difference(mixture, reference)
     consequence = ""
-    if gain > error:
+    if scores.has_better_mixture:
         consequence = "; chargpt sample --mixture uses it"
     elif gain < -error:
         consequence = (
@@ -166,31 +185,49 @@ def describe_mixture(
     return f"The mixture of gpt and n-gram models is {words}{consequence}."
 
 
-def describe_gap(run: Run, scores: RunScores, *, is_falling: bool) -> str:
-    """Return a sentence on a large generalisation gap; `is_falling`: the validation loss still."""
+def is_still_learning(records: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether the validation loss was still falling, and not only the training loss.
+
+    In the second half of the steps it fell at least `MIN_GENERALISED` times as much.
+    """
+    curve = validation_curve(records)
+    losses = {record["step"]: record["loss"] for record in records if "loss" in record}
+    if len(curve) < 2 or curve[-1][1] > min(nats for _, nats in curve):
+        return False
+    last_step, last = curve[-1]
+    middle_step, middle = min(curve[:-1], key=lambda point: abs(point[0] - last_step / 2))
+
+    def training_loss(step: int) -> float:
+        """Return the mean of the last losses up to a step."""
+        return fmean(losses.get(n, math.nan) for n in range(step - LAST_STEPS + 1, step + 1))
+
+    fall = training_loss(middle_step) - training_loss(last_step)
+    return middle - last >= MIN_GENERALISED * fall
+
+
+def describe_gap(run: Run, scores: RunScores, *, over_fits: bool) -> str:
+    """Return a sentence on a large generalisation gap and its reason."""
     remedy = "more text" if run.config.model.dropout else "more text or model.dropout"
-    verdict, reason = "It over-fits: the", f"; {remedy} would help."
+    verdict, reason = "It over-fits: the", f"; {remedy} may help."
     if scores.epochs < 1:
         verdict = f"After {scores.epochs:.1f} epochs, too few to over-fit, the"
         what = "the validation split" if run.config.text.documents else "the end of the text"
         reason = f": {what} is harder to predict than the rest."
     elif scores.splits_explain_gap:
         verdict, reason = "The", ", of which the difference of the splits is a part."
-    elif is_falling:
-        reason += " The validation loss was still falling: more steps may help too."
+    elif not over_fits:
+        verdict, reason = "The", ", but the validation loss was still falling: more steps may help."
     return (
         f"{verdict} generalisation gap (validation minus training loss) is "
-        f"{scores.generalisation_gap:.2f} nats{reason}"
+        f"{scores.generalisation_gap:.2f} ± {scores.gap_error:.2f} nats{reason}"
     )
 
 
 def summarize(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return sentences on the gain over the baselines, over-fitting and early stopping."""
     sentences = []
-    train_loss, val_loss = (scores.evaluations[split].nats_per_char for split in REQUIRED_SPLITS)
-    errors = [scores.evaluations[split].standard_error for split in REQUIRED_SPLITS]
     curve = validation_curve(records)
-    last = curve[-1][1] if curve else val_loss
+    last = curve[-1][1] if curve else scores.evaluations["val"].nats_per_char
     best, best_step = run.state.best_nats_per_char, run.state.best_step
     if run.config.model.kind == "gpt":
         differences = [
@@ -202,7 +239,7 @@ def summarize(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]])
             "(± twice the standard error)."
         )
     if scores.mixture is not None:
-        sentences.append(describe_mixture(scores.mixture, scores.better_alone))
+        sentences.append(describe_mixture(scores))
     if scores.split_difference is not None:
         warning = scores.split_difference.warning
         sentences.append(f"{warning[0].upper()}{warning[1:]}.")
@@ -220,17 +257,13 @@ def summarize(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]])
         lowest = f"at step {best_step:,}" if best_step else "before training"
         used = "; that checkpoint is used" if run.step == best_step else ""
         over_fits = not scores.splits_explain_gap
-        remedy = " More text, model.dropout or fewer steps would help." if over_fits else ""
+        remedy = " More text, model.dropout or fewer steps may help." if over_fits else ""
         sentences.append(
             f"{'It over-fits: t' if over_fits else 'T'}he validation loss was lowest {lowest} "
             f"({best:.3f} nats) and rose to {last:.3f} nats{used}.{remedy}"
         )
-    elif (
-        scores.generalisation_gap > max(MIN_GAP, 2 * math.hypot(*errors))
-        and train_loss < scores.baseline_losses["bigram"]
-    ):
-        is_falling = bool(curve) and best_step == curve[-1][0]
-        sentences.append(describe_gap(run, scores, is_falling=is_falling))
+    elif scores.has_gap:
+        sentences.append(describe_gap(run, scores, over_fits=scores.over_fits(records)))
     patience = run.config.train.patience
     n_worse = sum(step > (best_step or 0) for step, _ in curve)
     if patience is not None and n_worse >= patience:

@@ -99,7 +99,8 @@ def show_result(session: Session, baselines: Baselines | None, *, json_: bool = 
         console.say(note)
     validation = trainer.float32_validation(best.step)
     scores = evaluate_run(best, trainer.corpus, baselines, mixture_run, validation)
-    sentences = summarize(best, scores, folder.metrics.records())
+    records = folder.metrics.records()
+    sentences = summarize(best, scores, records)
     base_run = session.base_run
     forgotten = None if base_run is None else forgetting(base_run, best)
     if base_run is not None and forgotten is not None:
@@ -128,7 +129,9 @@ def show_result(session: Session, baselines: Baselines | None, *, json_: bool = 
             }
         )
     else:
-        print_result(session, scores, sentences, has_report=has_report)
+        # more steps would only over-fit
+        is_best = trainer.state.best_step == trainer.state.step and not scores.over_fits(records)
+        print_result(session, scores, sentences, has_report=has_report, may_improve=is_best)
     if has_report:
         show_report(session, best, scores, json_=json_)
     if budget is not None and (late := budget.late_note()) is not None:
@@ -136,9 +139,17 @@ def show_result(session: Session, baselines: Baselines | None, *, json_: bool = 
 
 
 def print_result(
-    session: Session, scores: RunScores, sentences: list[str], *, has_report: bool
+    session: Session,
+    scores: RunScores,
+    sentences: list[str],
+    *,
+    has_report: bool,
+    may_improve: bool,
 ) -> None:
-    """Print losses beside those of the baselines, the summary, and the next commands."""
+    """Print losses beside those of the baselines, the summary, and the next commands.
+
+    `may_improve`: whether more steps may help a finished run.
+    """
     state, config = session.trainer.state, session.trainer.config
     tables.table(
         ["model", "split", "nats/char", "bits/char", "perplexity"], scores.rows(config.model.kind)
@@ -160,7 +171,7 @@ def print_result(
     commands = [f"chargpt sample {path}{mixture}", f"chargpt evaluate {path}"]
     if not has_report:
         commands.append(f"chargpt report {path}")
-    if not (more and state.best_step != state.step):  # more steps would only over-fit
+    if may_improve or not more:
         commands.append(f"chargpt train --resume {path}{more}")
     lines = [f"the run is in {path}; next:", *(f"  {command}" for command in commands)]
     console.out_sentence("\n".join(lines))

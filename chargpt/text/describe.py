@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import fmean
 
 import numpy as np
 
@@ -36,6 +37,7 @@ MIN_DIVERGENCE = 0.05
 MIN_DIVERGENCE_RATIO = 5  # to that of a sample of the training split
 MAX_DIFFERING = 3  # characters named as rarer, or as more frequent
 SAMPLE_BLOCK = 64  # characters of that sample's blocks
+MAX_SAMPLES = 8  # of documents
 MAX_COMPARED = 20_000_000  # tokens of a text whose documents are compared
 MIN_REPEATED = 0.05  # fraction of the validation documents
 MIN_VALIDATION = 1000  # characters of the validation split
@@ -187,8 +189,9 @@ def compare_splits(corpus: Corpus) -> SplitDifference | None:
     """Return how the validation split differs from the training split, None if it hardly does.
 
     The KL divergence of their character frequencies is compared with that of a sample of the
-    training split as long as the validation split, in evenly spread blocks, from the rest of it.
-    A mixture split counts as part of the training split.
+    training split as long as the validation split from the rest of it. The sample is in evenly
+    spread blocks; of documents, which are shuffled, each of a few parts is one, and their mean
+    counts. A mixture split counts as part of the training split.
     """
     val, vocab_size = corpus.split("val"), corpus.tokenizer.vocab_size
     train = corpus.tokens[: len(corpus.split("mixture")) + len(corpus.split("train"))]
@@ -198,9 +201,12 @@ def compare_splits(corpus: Corpus) -> SplitDifference | None:
     if not n_sampled:
         return None
     blocks = train[: n_blocks * SAMPLE_BLOCK].reshape(n_blocks, SAMPLE_BLOCK)
-    sample = blocks[np.arange(n_sampled) * n_blocks // n_sampled].ravel()
-    sampled = count_tokens(sample, vocab_size)
-    by_chance = divergence_nats(sampled, counts - sampled)
+    samples = [blocks[np.arange(n_sampled) * n_blocks // n_sampled]]
+    if corpus.n_documents:
+        n_samples = min(MAX_SAMPLES, n_blocks // n_sampled)
+        samples = np.split(blocks[: n_samples * n_sampled], n_samples)
+    sampled = [count_tokens(sample.ravel(), vocab_size) for sample in samples]
+    by_chance = fmean(divergence_nats(each, counts - each) for each in sampled)
     val_counts = corpus.token_counts("val")
     divergence = divergence_nats(val_counts, counts)
     if divergence < max(MIN_DIVERGENCE, MIN_DIVERGENCE_RATIO * by_chance):

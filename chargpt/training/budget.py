@@ -49,6 +49,7 @@ class Reserve:
     counting_seconds: float = 0.5  # of counting the n-grams of a mixture, per million tokens
     mixture_fraction: float = 0.2  # of the remaining time: if fitting takes longer, no mixture
     margin: float = 1.3  # factor on the measured time of scoring
+    min_validation_seconds: float = 0.1  # shorter ones say little about the speed of scoring
     mixture_slowdown: float = 1.3  # time of scoring with a mixture, relative to its GPT
 
 
@@ -210,7 +211,8 @@ class Budget:
 
     def update_evaluation(self, validation_seconds: float) -> None:
         """Reserve more time for the final evaluations if a validation took longer than before."""
-        if 0 < self.validation_seconds < validation_seconds:
+        planned = self.validation_seconds
+        if 0 < planned < validation_seconds and validation_seconds > RESERVE.min_validation_seconds:
             self.evaluation_seconds *= validation_seconds / self.validation_seconds
             self.validation_seconds = validation_seconds
 

@@ -229,8 +229,9 @@ def with_mixture_split(config: Config, corpus: Corpus, budget: Budget) -> tuple[
             )
         elif seconds > RESERVE.mixture_fraction * remaining:
             note = (
-                f"without a mixture: fitting one would take about {seconds:.1f} s of the "
-                f"{max(0.0, remaining):.1f} s that are left; give a longer --budget"
+                f"without a mixture: fitting one would take about {seconds:.1f} s, over "
+                f"{RESERVE.mixture_fraction:.0%} of the {max(0.0, remaining):.1f} s that are left; "
+                "give a longer --budget"
             )
         else:
             config = config.with_values({key: RECIPE.mixture_characters})
