@@ -196,11 +196,13 @@ def test_samples_of_a_list_are_whole_items(cli: Cli) -> None:
     assert report["samples"] == items
     assert all(report["finished"])
     assert report["new"] == [item not in NAMES for item in items]
+    assert report["copied"] == [item in NAMES for item in items]
     checked = cli(*sample, "--num-samples", "30", "--overlap").stdout
     n_new, different = sum(report["new"]), len(set(items))
-    assert f"sampled: 30, of which new (not in the training split): {n_new}; " in checked
+    assert f"sampled: 30, of which new (not in the text): {n_new}, in its " in checked
     n_distinct_new = len(set(items) - set(NAMES))
-    assert f"distinct documents: {different}, of which new: {n_distinct_new}. " in checked
+    distinct = f"distinct documents: {different}, of which new (not in the text)"
+    assert f"{distinct}: {n_distinct_new}, in its " in checked
     for item, each in zip(items, report["overlap"], strict=True):
         assert ([0, len(item)] in each["matched"]) == (item in NAMES)
     assert sum(line == f"⟦{name}⟧" for line in checked.splitlines() for name in NAMES) == 30 - n_new

@@ -1,6 +1,7 @@
-"""Verbatim overlap: matches of every length are found, with their position."""
+"""Verbatim overlap: matches of every length are found, with their place."""
 
 import json
+import re
 from pathlib import Path
 from unittest import mock
 
@@ -19,9 +20,9 @@ from chargpt.analysis.memorization import (
     longest_match,
     measure_overlap,
 )
-from chargpt.cli.sample import print_overlap
-from chargpt.config import TextConfig
-from chargpt.text.corpus import load_corpus
+from chargpt.cli.overlap import describe_new, measure, print_overlap
+from chargpt.config import SampleConfig, TextConfig
+from chargpt.text.corpus import Corpus, Place, find_lines, load_corpus, read_text
 
 QUICK = ("-s", "train.max_steps=2", "-s", "model.n_layer=1", "-s", "model.n_embd=16")
 
@@ -35,7 +36,7 @@ def training(verse: Path) -> str:
     return verse.read_text(encoding="utf-8").encode("ascii", "replace").decode()
 
 
-def test_planted_matches_of_every_length_are_found_with_their_position(training: str) -> None:
+def test_planted_matches_of_every_length_are_found(training: str) -> None:
     random = np.random.default_rng(0)
     texts, planted = [], []
     for _ in range(100):
@@ -43,14 +44,10 @@ def test_planted_matches_of_every_length_are_found_with_their_position(training:
         place = int(random.integers(0, len(training) - length))
         before, after = ("".join(map(chr, random.integers(160, 255, n))) for n in (90, 130))
         texts.append(tokens(before + training[place : place + length] + after))
-        planted.append((90, length, training[place : place + length]))
-    for (start, length, words), found in zip(
-        planted, find_overlap(tokens(training), texts), strict=True
-    ):
+        planted.append((90, length))
+    for (start, length), found in zip(planted, find_overlap(tokens(training), texts), strict=True):
         assert found.longest is not None
         assert (found.longest.start, found.longest.length) == (start, length)
-        position = found.longest.position
-        assert training[position : position + length] == words
         assert found.matched == [(start, start + length)]
 
 
@@ -71,6 +68,10 @@ def test_the_result_equals_a_brute_force_search(text: str, sample: str) -> None:
         default=0,
     )
     assert (found.longest.length if found.longest else 0) == longest
+    for match in found.matches:
+        start, end = match.start, match.start + match.length
+        assert sample[start:end] in text
+        assert found.longest == match or end - start <= longest
     covered = set()
     for i in range(len(sample) - MIN_MATCH + 1):
         if sample[i : i + MIN_MATCH] in text:
@@ -125,8 +126,8 @@ def test_the_compared_parts_are_from_all_of_the_validation_split(training: str) 
     assert longest_match(report.val) == 200  # of the part that is copied
     assert report.longest_in_val == 0  # of most parts
     _, (_, ours, unseen), *_ = report.novel_rows()[-2:] + report.novel_rows()
-    assert ours == "0.0%"
-    assert float(unseen.rstrip("%")) > 50
+    assert ours.startswith("0.0% of ")
+    assert float(unseen.partition("%")[0]) > 50
 
 
 def test_ngrams_are_those_of_the_longest_text(training: str) -> None:
@@ -143,8 +144,8 @@ def test_lengths_are_those_of_characters_also_where_bytes_spell_them() -> None:
     copied = [training[300:330], training[500:510]]
     (found, short), longest = measure_overlap(corpus, copied).texts, len(copied[0])
     assert found.matched == [(0, longest)]
-    assert found.longest == VerbatimMatch(0, longest, 300, copied[0])
-    assert (short.matched, short.longest) == ([], None)  # 30 bytes, but 10 characters
+    assert found.longest == VerbatimMatch(0, longest, copied[0])
+    assert (short.matched, short.matches) == ([], [])  # 30 bytes, but 10 characters
 
 
 def test_sample_check_counts_whole_lines_with_what_the_prompt_has_of_them(cli: Cli) -> None:
@@ -155,7 +156,10 @@ def test_sample_check_counts_whole_lines_with_what_the_prompt_has_of_them(cli: C
     done = cli(*args, "--temperature", "0")
     assert "different lines" not in done.stdout  # there is one: that of the training text
     done = cli(*args, "--temperature", "0", "-p", "Q\nxbc")
-    assert "of 2 different lines, 1 are in the training split" in done.stdout
+    assert (
+        "different lines: 2, of which new (not in the text): 1, in its training split: 1"
+        in done.stdout
+    )
 
 
 def test_sample_check_reports_matches_and_novel_ngrams(cli: Cli) -> None:
@@ -186,44 +190,121 @@ def test_items_of_a_list_are_found_across_chunks(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("chargpt.analysis.memorization.CHUNK", 7)
     corpus = load_corpus(TextConfig(), text="anna\nbert\ncarla\ndora\n" * 3)
     wanted = {"bert", "anna", "carl", "dora", "ann"}
-    found = module.find_copied_documents(corpus, wanted, "\n")
-    assert found == {"bert", "anna", "dora"}
+    assert module.find_documents(corpus, wanted, "\n")[0] == {"bert", "anna", "dora"}
     spelled = load_corpus(TextConfig(min_count=15), text="a\N{PILE OF POO}b\nab\n" * 10)
     for size in range(1, 12):  # also where a chunk would end within a character
         monkeypatch.setattr("chargpt.analysis.memorization.CHUNK", size)
-        assert module.find_copied_documents(spelled, {"a\N{PILE OF POO}b"}, "\n")
+        assert module.find_documents(spelled, {"a\N{PILE OF POO}b"}, "\n")[0]
 
 
-def test_a_longest_match_of_blanks_is_said_to_be_one(capsys: pytest.CaptureFixture[str]) -> None:
-    texts = [
-        module.Overlap(module.VerbatimMatch(0, length, 7, text), [(0, length)], {})
-        for length, text in ((80, " " * 80), (40, "int " * 10))
-    ]
-    print_overlap(module.OverlapReport(texts, []), TextConfig())
-    assert "the longest: 40 characters (" in " ".join(capsys.readouterr().out.split())
-    print_overlap(module.OverlapReport(texts[:1], []), TextConfig())
-    assert "80 characters, all of them blanks (" in " ".join(capsys.readouterr().out.split())
+def test_documents_of_the_validation_split_are_neither_new_nor_copied() -> None:
+    names = [f"{a}{b}n" for a in "abcdefghij" for b in "aeiou"]
+    corpus = load_corpus(TextConfig(documents="lines"), text="\n".join(names))
+    decode = corpus.tokenizer.decode
+    training, held_out = (set(decode(corpus.split(s)).split()) for s in ("train", "val"))
+    copied, known = module.find_documents(corpus, {*names, "xyz"}, "\n")
+    assert (copied, known) == (training, training | held_out)
+    wanted = [*sorted(training)[:2], *sorted(held_out)[:3], "xyz"]
+    assert describe_new(wanted, copied, known) == (
+        "6, of which new (not in the text): 1, in its training split: 2, only in its other "
+        "splits: 3"
+    )
 
 
-def test_the_longest_match_is_located_in_its_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_matches_of_blanks_do_not_count(training: str) -> None:
+    corpus = load_corpus(TextConfig(), text=" " * 100 + training)
+    copied = "\n" + " " * 30 + training[60:130]
+    (found,) = measure_overlap(corpus, [" " * 90 + "#" + copied]).texts
+    assert found.longest is not None
+    assert found.longest.text in copied
+    assert found.longest.length == 70
+    assert all(start > 90 for start, _ in found.matched)
+
+
+@pytest.fixture
+def books(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[TextConfig, Corpus, list[str]]:
+    """A folder of two files, and passages that occur in it, longest first."""
     monkeypatch.chdir(tmp_path)
     Path("books").mkdir()
     Path("books/a.txt").write_text("The lamp was lit.\n" * 9)
-    passage = "and the boat came home at last"
-    Path("books/b.txt").write_text(f"The sea.\nThe wind,\n{passage}.\n")
-    match = module.VerbatimMatch(0, len(passage), 190, passage)
-    report = module.OverlapReport([module.Overlap(match, [(0, len(passage))], {})], [])
-    print_overlap(report, TextConfig(path=str(tmp_path / "books")))
-    assert "at books/b.txt, line 3: and" in " ".join(capsys.readouterr().out.split())
+    passages = ["and the boat came\nhome at last,", "by the light of no star"]
+    new = "Waves, one by one: zig, zag! Quite so? Very well; enough." * 3
+    Path("books/b.txt").write_text(f"The sea.\nThe wind,\n{passages[0]}.\n{passages[1]}\n{new}")
+    settings = TextConfig(path=str(tmp_path / "books"))
+    return settings, load_corpus(settings), passages
+
+
+def test_every_match_is_located_in_its_file(
+    books: tuple[TextConfig, Corpus, list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings, corpus, passages = books
+    text = f"QQ{passages[1]}QQ{passages[0]}QQ{passages[1]}"
+    sampling = SampleConfig(prompt="", length=len(text))
+    found = measure(corpus, settings, [text], sampling)
+    (overlap,) = found.to_json([text], sampling)["overlap"]
+    places = [(match["start"], match["path"], match["line"]) for match in overlap["matches"]]
+    assert places == [(27, "books/b.txt", 3), (2, "books/b.txt", 5), (60, "books/b.txt", 5)]
+    assert overlap["longest"] == overlap["matches"][0]
+    print_overlap(found, [text], sampling)
+    shown = capsys.readouterr().out
+    assert max(map(len, shown[shown.index("characters  ") :].splitlines()[:4])) <= 80
+    rows = re.findall(r"(\d+) +(\S+, line \d) +(.*\S)", shown)
+    assert [row[:2] for row in rows] == [
+        ("31", "books/b.txt, line 3"),
+        ("23", "books/b.txt, line 5"),
+    ]
+    assert rows[0][2].startswith("and␣the␣boat␣came⏎home")
     Path("books/b.txt").unlink()
-    print_overlap(report, TextConfig(path=str(tmp_path / "books")))
-    assert "at character 190 of the split" in " ".join(capsys.readouterr().out.split())
+    (overlap,) = found.to_json([text], sampling)["overlap"]
+    assert [(match["path"], match["line"]) for match in overlap["matches"]] == [(None, None)] * 3
+
+
+def test_files_are_read_once_for_all_matches_and_only_if_they_are_the_text(
+    books: tuple[TextConfig, Corpus, list[str]],
+) -> None:
+    settings, corpus, passages = books
+    with mock.patch("chargpt.text.corpus.read_text", wraps=read_text) as read:
+        assert find_lines(settings, corpus.key, passages).keys() == set(passages)
+        assert read.call_count == 2
+        assert find_lines(settings, corpus.key, ["The "]) == {"The ": Place("books/a.txt", 1)}
+        assert read.call_count == 3
+        # the path of a run may name any file
+        assert find_lines(settings, "0" * 64, passages) == {}
+        other = settings.model_copy(update={"path": "books/b.txt"})
+        assert find_lines(other, corpus.key, passages) == {}
+        assert read.call_count == 3
 
 
 def test_the_usual_longest_match_is_one_of_those_measured() -> None:
-    match = module.VerbatimMatch(0, 20, 0, "x" * 20)
-    without, with_one = (module.Overlap(each, [], {}) for each in (None, match))
+    without, with_one = (
+        module.Overlap(matches, [], {}, {}) for matches in ([], [VerbatimMatch(0, 20, "x" * 20)])
+    )
     assert module.OverlapReport([without], [without, with_one]).longest_in_val == 0
     assert module.OverlapReport([without], [with_one, with_one, without]).longest_in_val == 20
+
+
+def test_novel_fractions_come_with_their_number_of_ngrams_unless_those_are_few(
+    training: str,
+) -> None:
+    corpus = load_corpus(TextConfig(), text=training)
+    report = measure_overlap(corpus, [training[:40], "\n" * 30])
+    n, ours, _ = report.novel_rows()[0]
+    assert n == "4"
+    assert ours.endswith(" of 64")
+    short = measure_overlap(corpus, [training[:12]] * 5).novel_rows()
+    assert [row[0] for row in short] == ["4", "6"]  # 5 of length 8 are 25
+
+
+def test_ngrams_of_validation_text_are_counted_once(training: str) -> None:
+    corpus = load_corpus(TextConfig(), text=training)
+    n_val = corpus.count_characters("val")
+    report = measure_overlap(corpus, [training[: n_val - 10]])
+    assert report.val_characters == n_val - 10
+    assert report.novel_rows()[0][2].endswith(f" of {n_val - 13:,}")
+
+
+def test_validation_text_of_a_list_is_documents() -> None:
+    names = [f"{a}{b}{c}n" for a in "abcdefgh" for b in "aeiou" for c in "lmnrst"]
+    corpus = load_corpus(TextConfig(documents="lines"), text="\n".join(names))
+    report = measure_overlap(corpus, ["lanelinelo"] * 40)  # longer than a document
+    assert {n for each in report.val for n in each.ngrams} == {4}

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import html
 import itertools
 import json
 import os
@@ -38,6 +39,7 @@ from chargpt.store.metrics import validation_curve
 from chargpt.store.run import load_run
 from chargpt.text.corpus import load_corpus
 from chargpt.text.describe import SplitDifference
+from chargpt.text.display import display_text
 from chargpt.training.budget import Reserve
 
 TINY = (
@@ -270,13 +272,33 @@ def test_overlap_is_left_out_for_a_long_training_split(
     assert "<code>chargpt sample --overlap</code> searches it" in path.read_text(encoding="utf-8")
 
 
+def test_the_longest_verbatim_match_is_shown_with_its_place(
+    cli: Cli, tmp_path: Path, verse: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = verse.read_text(encoding="utf-8")
+    path = tmp_path / "verse.txt"
+    path.write_text(text, encoding="utf-8")
+    cli("train", path, *TINY, "--out", "mine")
+    start = text.index("\n", 1000) - 20
+    texts = ["xx" * 99 + text[start : start + 60] + "xx" * 99] * 3
+    monkeypatch.setattr(module, "sample", lambda *_, **__: texts)
+    page = write_report(load_run(Path("mine"), device="cpu")).read_text(encoding="utf-8")
+    line = 1 + text.count("\n", 0, start)
+    shown = display_text(text[start : start + 60])
+    page = html.unescape(page).replace("<bdi>", "").replace("</bdi>", "")
+    assert f"60 characters, verse.txt, line {line}: “{shown}”. In" in page
+    assert re.search(r"validation text: [\d,]+ of the [\d,]+ characters of the validation", page)
+
+
 def test_of_a_list_the_sampled_documents_are_new_or_marked(cli: Cli, tmp_path: Path) -> None:
     names = [f"{a}{b}n" for a in "abcdefghij" for b in "aeiou"]
     path = tmp_path / "names.txt"
     path.write_text("\n".join(names * 20))
     cli("train", path, *TINY, "-s", "text.documents=lines", "--out", "mine")
     page = write_report(load_run(Path("mine"), device="cpu")).read_text(encoding="utf-8")
-    found = re.search(r"(\d+) documents sampled from the gpt at temp.* 0.8: (\d+) are new", page)
+    found = re.search(
+        r"Documents sampled .* 0.8: (\d+), of which new \(not in the text\): (\d+), ", page
+    )
     assert found is not None
     section = page[page.index('id="overlap"') : page.index('id="reproduce"')]
     documents = re.findall(r'<div dir="auto">(.*?)</div>', section)

@@ -11,6 +11,7 @@ Shapes in this file: N = tokens of the training split, M = tokens of a text.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from statistics import median_low
 
 import numpy as np
@@ -18,11 +19,13 @@ import numpy.typing as npt
 
 from chargpt.inference.evaluation import OnProgress
 from chargpt.text.corpus import Corpus
+from chargpt.text.documents import document_ends
 from chargpt.text.tokenizer import CharTokenizer, Tokens
 
 NGRAM_LENGTHS = (4, 6, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 MIN_COMPARED = 16  # parts of the validation split, at least, since their overlap varies much
 MIN_MATCH = 20  # characters of a match that counts; shorter ones are common phrases
+MIN_NGRAMS = 30  # behind a fraction; those of fewer vary too much
 CHUNK = 2**20  # tokens of the training split
 TABLE_BITS = 22  # of a hash, by which most n-grams of the training split are skipped
 MAX_POSITIONS = 32  # stored for one n-gram; a run of spaces may occur a million times
@@ -36,9 +39,8 @@ Positions = npt.NDArray[np.int64]
 class VerbatimMatch:
     """A part of a text that occurs in the training split."""
 
-    start: int  # in the text
+    start: int
     length: int
-    position: int  # start in the training split
     text: str = ""
 
 
@@ -46,14 +48,21 @@ class VerbatimMatch:
 class Overlap:
     """Verbatim overlap of one text with the training split, in matches of MIN_MATCH or more.
 
-    `find_overlap` returns positions and lengths in tokens; within an `OverlapReport` they are in
-    characters. n-grams are of tokens.
+    `find_overlap` returns all matches, in tokens. Within an `OverlapReport` they are disjoint and
+    in characters, without matches of blanks alone: indented code is full of those. n-grams are of
+    tokens.
     """
 
-    # only the first MAX_POSITIONS occurrences of an n-gram are tried
-    longest: VerbatimMatch | None
+    # longest first; only the first MAX_POSITIONS occurrences of an n-gram are tried
+    matches: list[VerbatimMatch]
     matched: list[tuple[int, int]]  # parts covered by matches, as disjoint (start, end) in order
     novel: dict[int, float]  # by n, the fraction of the text's n-grams that are not in the split
+    ngrams: dict[int, int]  # by n, the number of the text's n-grams
+
+    @property
+    def longest(self) -> VerbatimMatch | None:
+        """The longest match, if there is one."""
+        return self.matches[0] if self.matches else None
 
 
 @dataclass(frozen=True)
@@ -62,6 +71,7 @@ class OverlapReport:
 
     texts: list[Overlap]
     val: list[Overlap]  # of parts of the validation split, each as long as one of the texts
+    val_characters: int = 0  # of those parts whose n-grams are counted
 
     @property
     def longest_in_val(self) -> int:
@@ -70,17 +80,27 @@ class OverlapReport:
         groups = [self.val[i : i + n_texts] for i in range(0, len(self.val), n_texts)]
         return median_low(map(longest_match, groups)) if groups else 0
 
+    def longest_matches(self) -> list[VerbatimMatch]:
+        """Return the different matches of the texts, longest first."""
+        by_text = {match.text: match for each in self.texts for match in each.matches}
+        return sorted(by_text.values(), key=lambda match: -match.length)
+
     def novel_rows(self) -> list[list[str]]:
-        """Return n, the novel fraction in the texts and in the validation split, as table rows."""
+        """Return n, and the novel fraction in the texts and in the validation split, as table rows.
+
+        Each fraction is given with its number of n-grams; rows with few of them are left out.
+        """
         rows = []
-        for n in NGRAM_LENGTHS:
-            ours, others = (
-                [each.novel[n] for each in overlaps if n in each.novel]
-                for overlaps in (self.texts, self.val)
-            )
-            if ours and others and n <= 2 * MIN_MATCH:
-                means = (sum(each) / len(each) for each in (ours, others))
-                rows.append([str(n), *(f"{mean:.1%}" for mean in means)])
+        for n in (n for n in NGRAM_LENGTHS if n <= 2 * MIN_MATCH):
+            row = [str(n)]
+            for overlaps in (self.texts, self.val):
+                counts = [(each.novel[n], each.ngrams[n]) for each in overlaps if n in each.novel]
+                total = sum(count for _, count in counts)
+                if total >= MIN_NGRAMS:
+                    novel = sum(fraction * count for fraction, count in counts)
+                    row.append(f"{novel / total:.1%} of {total:,}")
+            if len(row) == 3:
+                rows.append(row)
         return rows
 
 
@@ -89,24 +109,34 @@ def longest_match(overlaps: Sequence[Overlap]) -> int:
     return max((each.longest.length for each in overlaps if each.longest), default=0)
 
 
-def find_copied_documents(corpus: Corpus, wanted: set[str], separator: str) -> set[str]:
-    """Return which of the wanted texts are documents of the training split, which `separator` ends.
+def find_documents(corpus: Corpus, wanted: set[str], separator: str) -> tuple[set[str], set[str]]:
+    """Return which of the wanted texts are documents of the training split, and of the whole text.
 
     They are matched whole, since most documents are shorter than a verbatim match.
+
+    Args:
+        separator: what ends each document.
     """
-    training, tokenizer = corpus.split("train"), corpus.tokenizer
-    known: set[str] = set()
+    copied = _documents_in(corpus.split("train"), corpus.tokenizer, wanted, separator)
+    others = _documents_in(corpus.tokens, corpus.tokenizer, wanted - copied, separator)
+    return copied, copied | others
+
+
+def _documents_in(
+    tokens: Tokens, tokenizer: CharTokenizer, wanted: set[str], separator: str
+) -> set[str]:
+    found: set[str] = set()
     rest = ""
     start = 0
-    while start < len(training):
+    while wanted and start < len(tokens):
         end = start + CHUNK
-        while end < len(training) and training[end] >= tokenizer.first_continuation_id:
+        while end < len(tokens) and tokens[end] >= tokenizer.first_continuation_id:
             end += 1  # a character of several bytes stays whole
-        items = (rest + tokenizer.decode(training[start:end])).split(separator)
+        items = (rest + tokenizer.decode(tokens[start:end])).split(separator)
         rest = items.pop()
-        known |= wanted.intersection(items)
+        found |= wanted.intersection(items)
         start = end
-    return known
+    return found
 
 
 def measure_overlap(
@@ -116,41 +146,77 @@ def measure_overlap(
 
     `on_progress` is called with the number of training tokens done, and of all.
     """
-    training, val = corpus.split("train"), corpus.split("val")
-    generated = [corpus.tokenizer.encode(text, unknown="replace") for text in texts]
-    repeats = math.ceil(MIN_COMPARED / max(1, len(generated)))
-    compared = []
-    for repeat in range(repeats):
-        for number, tokens in enumerate(generated):
-            fraction = (number * repeats + repeat) / max(1, repeats * len(generated) - 1)
-            start = max(0, round((len(val) - len(tokens)) * fraction))
-            compared.append(val[start:][: len(tokens)])
-    tokenized = [*generated, *compared]
-    overlaps = find_overlap(training, tokenized, on_progress)
+    training, val, tokenizer = corpus.split("train"), corpus.split("val"), corpus.tokenizer
+    generated = [tokenizer.encode(text, unknown="replace") for text in texts]
+    parts = _validation_parts(val, tokenizer, [len(tokens) for tokens in generated])
+    tokenized = [*generated, *(val[start:end] for start, end in parts)]
     found = [
-        _in_characters(overlap, tokens, training, corpus.tokenizer)
-        for overlap, tokens in zip(overlaps, tokenized, strict=True)
+        _in_characters(overlap, tokens, tokenizer)
+        for overlap, tokens in zip(
+            find_overlap(training, tokenized, on_progress), tokenized, strict=True
+        )
     ]
-    return OverlapReport(found[: len(generated)], found[len(generated) :])
+    compared = found[len(generated) :]
+    n_counted = last = 0
+    for index in sorted(range(len(parts)), key=parts.__getitem__):
+        start, end = parts[index]
+        if start < last:  # its n-grams would be counted twice
+            compared[index] = replace(compared[index], novel={}, ngrams={})
+        else:
+            n_counted += tokenizer.count_characters(val[start:end])
+            last = end
+    return OverlapReport(found[: len(generated)], compared, n_counted)
 
 
-def _in_characters(
-    overlap: Overlap, tokens: Tokens, training: Tokens, tokenizer: CharTokenizer
-) -> Overlap:
-    """Return an overlap of tokens (M,) in characters, without matches then under MIN_MATCH."""
-    is_start = tokens < tokenizer.first_continuation_id
-    index = np.append(is_start.cumsum() - is_start, is_start.sum()).tolist()
-    matched = [(index[start], index[end]) for start, end in overlap.matched]
-    longest = overlap.longest
-    if longest is not None:
-        start, end = longest.start, longest.start + longest.length
-        position = tokenizer.count_characters(training[: longest.position])
-        text = tokenizer.decode(tokens[start:end])
-        longest = VerbatimMatch(index[start], index[end] - index[start], position, text)
+def _validation_parts(
+    val: Tokens, tokenizer: CharTokenizer, lengths: Sequence[int]
+) -> list[tuple[int, int]]:
+    """Return (start, end) of parts of the validation split, in groups as long as the texts.
+
+    They begin where documents do, if there are any, and end with them.
+    """
+    ends = document_ends(val, tokenizer.eos_token_id) if tokenizer.eos_token else val[:0]
+    starts = np.append(0, ends[:-1])
+    repeats = math.ceil(MIN_COMPARED / max(1, len(lengths)))
+    parts = []
+    for repeat in range(repeats):
+        for number, length in enumerate(lengths):
+            fraction = (number * repeats + repeat) / max(1, repeats * len(lengths) - 1)
+            if len(ends):
+                document = round(fraction * (len(ends) - 1))
+                start, stop = int(starts[document]), int(ends[document]) - 1
+            else:
+                start, stop = max(0, round((len(val) - length) * fraction)), len(val)
+            parts.append((start, min(start + length, stop)))
+    return parts
+
+
+def _in_characters(overlap: Overlap, tokens: Tokens, tokenizer: CharTokenizer) -> Overlap:
+    """Return an overlap of tokens (M,) in whole characters, with disjoint matches that count."""
+    edges = np.append(np.flatnonzero(tokens < tokenizer.first_continuation_id), len(tokens))
+
+    def in_characters(start: int, end: int) -> VerbatimMatch:
+        first = int(np.searchsorted(edges, start))
+        last = int(np.searchsorted(edges, end, side="right")) - 1
+        text = tokenizer.decode(tokens[edges[first] : edges[last]])
+        return VerbatimMatch(first, last - first, text)
+
+    def counts(match: VerbatimMatch) -> bool:
+        return match.length >= MIN_MATCH and not match.text.isspace()
+
+    found = [in_characters(each.start, each.start + each.length) for each in overlap.matches]
+    is_free = np.ones(len(tokens), dtype=bool)
+    matches = []
+    for match in sorted(filter(counts, found), key=lambda match: -match.length):
+        part = slice(match.start, match.start + match.length)
+        if is_free[part].all():
+            is_free[part] = False
+            matches.append(match)
+    matched = filter(counts, (in_characters(start, end) for start, end in overlap.matched))
     return replace(
         overlap,
-        matched=[(start, end) for start, end in matched if end - start >= MIN_MATCH],
-        longest=longest if longest and longest.length >= MIN_MATCH else None,
+        matches=matches,
+        matched=[(match.start, match.start + match.length) for match in matched],
     )
 
 
@@ -216,15 +282,19 @@ class _NGramTable:
         start = self.ends[number - 1] if number else 0
         return self.ids[start : self.ends[number]]
 
+    @cached_property
+    def _stored(self) -> tuple[Positions, Positions]:
+        """Ids and positions of all stored n-grams, sorted by id."""
+        empty = np.zeros(0, dtype=np.int64)
+        ids = np.concatenate([empty, *(ids for ids, _ in self.positions)])
+        positions = np.concatenate([empty, *(positions for _, positions in self.positions)])
+        order = np.argsort(ids, kind="stable")
+        return ids[order], positions[order]
+
     def pairs(self, number: int) -> tuple[Positions, Positions]:
         """Return starts in one text and in the training split of all equal n-grams."""
         ids = self.ids_of(number)
-        if not self.positions:
-            return ids[:0], ids[:0]
-        stored_ids = np.concatenate([ids for ids, _ in self.positions])
-        positions = np.concatenate([positions for _, positions in self.positions])
-        order = np.argsort(stored_ids, kind="stable")
-        stored_ids, positions = stored_ids[order], positions[order]
+        stored_ids, positions = self._stored
         low = np.searchsorted(stored_ids, ids, side="left")
         counts = np.searchsorted(stored_ids, ids, side="right") - low
         starts = np.repeat(np.arange(len(ids)), counts)
@@ -237,34 +307,54 @@ def _overlap_of(training: Tokens, text: Tokens, number: int, tables: list[_NGram
         table.n: table.occurs[table.ids_of(number)] for table in tables if table.n <= len(text)
     }
     novel = {n: 1 - float(occurs.mean()) for n, occurs in occurrence.items()}
+    ngrams = {n: len(occurs) for n, occurs in occurrence.items()}
     covered = np.zeros(len(text) + 2, dtype=bool)
     for start in np.flatnonzero(occurrence.get(MIN_MATCH, np.zeros(0, dtype=bool))).tolist():
         covered[start + 1 : start + 1 + MIN_MATCH] = True
     edges = np.flatnonzero(covered[1:] != covered[:-1]).tolist()
     matched = list(zip(edges[::2], edges[1::2], strict=True))
-    longest = None
+    # views of a memory map are slow
+    matches = _matches(np.asarray(training), np.asarray(text), number, tables)
+    return Overlap(matches, matched, novel, ngrams)
+
+
+def _matches(
+    training: Tokens, text: Tokens, number: int, tables: list[_NGramTable]
+) -> list[VerbatimMatch]:
+    """Return the matches of one text that cannot be extended, longest first.
+
+    The pair of a start in the text and an equal position in the training split is found by the
+    longest n-gram that begins there: matches by shorter ones are within that match, or shorter.
+    """
+    found: set[tuple[int, int]] = set()
+    is_open = np.ones(len(text), dtype=bool)  # no longer n-gram has been found here
     for table in reversed(tables):
-        if longest is None:
-            longest = _longest(training, text, *table.pairs(number), table.n)
-    return Overlap(longest, matched, novel)
+        starts, positions = table.pairs(number)
+        is_longest = is_open[starts]
+        is_open[starts] = False
+        starts, offsets = starts[is_longest], (positions - starts)[is_longest]
+        order = np.lexsort((starts, offsets))
+        last, end = -len(text), 0  # offset and end of the match before
+        for start, offset in zip(starts[order].tolist(), offsets[order].tolist(), strict=True):
+            if offset == last and start < end:
+                continue
+            position = start + offset
+            length = _common_length(text[start:], training[position:])
+            if length < MIN_MATCH:
+                continue  # only hashes were equal
+            last, end = offset, start + length
+            before = _common_length(text[:start][::-1], training[:position][::-1])
+            found.add((start - before, end))
+    lengths = [VerbatimMatch(start, end - start) for start, end in sorted(found)]
+    return sorted(lengths, key=lambda match: -match.length)
 
 
-def _longest(
-    training: Tokens, text: Tokens, starts: Positions, positions: Positions, length: int
-) -> VerbatimMatch | None:
-    """Return the longest extension of the matches of `length` tokens at (starts, positions)."""
-    longest_starts, longest_positions = starts, positions
-    while len(starts):
-        longest_starts, longest_positions = starts, positions
-        is_inside = (starts + length < len(text)) & (positions + length < len(training))
-        starts, positions = starts[is_inside], positions[is_inside]
-        is_equal = text[starts + length] == training[positions + length]
-        starts, positions = starts[is_equal], positions[is_equal]
-        length += len(starts) > 0
-    for start, position in zip(longest_starts.tolist(), longest_positions.tolist(), strict=True):
-        if np.array_equal(text[start : start + length], training[position : position + length]):
-            return VerbatimMatch(start, length, position)
-    return None  # only hashes were equal
+def _common_length(first: Tokens, second: Tokens) -> int:
+    """Return how many tokens two texts have in common from their start on."""
+    count = min(len(first), len(second))
+    differs = first[:count] != second[:count]
+    index = int(differs.argmax()) if count else 0
+    return index if count and differs[index] else count
 
 
 def _powers(count: int) -> tuple[Hashes, Hashes]:

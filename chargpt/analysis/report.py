@@ -28,8 +28,8 @@ from chargpt.store.layout import REPORT
 from chargpt.store.metrics import validation_curve
 from chargpt.store.mixture import find_mixture_run
 from chargpt.store.run import Run
-from chargpt.text.corpus import Corpus
-from chargpt.text.display import end_sign, whole_graphemes
+from chargpt.text.corpus import Corpus, find_lines
+from chargpt.text.display import display_text, end_sign, whole_graphemes
 from chargpt.text.source import STDIN
 
 MAX_PREDICTED = 30_000  # characters of the validation split behind accuracy and calibration
@@ -200,13 +200,12 @@ def overlap(run: Run, corpus: Corpus) -> Values:
         return {"overlap": None}
     eos_token = run.tokenizer.eos_token
     number = N_DOCUMENTS if eos_token else N_SAMPLES
-    copied, n_finished = set[str](), number
+    copied, known, finished = set[str](), set[str](), list[str]()
     texts = sample(run, prompt="", length=SAMPLE_LENGTH, num_samples=number, seed=SEED, stop=())
     found = memorization.measure_overlap(corpus, texts)
     if eos_token:
         finished = [text for text in texts if len(text) < SAMPLE_LENGTH]
-        n_finished = len(finished)
-        copied = memorization.find_copied_documents(corpus, set(finished), eos_token)
+        copied, known = memorization.find_documents(corpus, set(finished), eos_token)
         ends = [end_sign(len(text), SAMPLE_LENGTH, eos_token) for text in texts]
         documents = zip(texts, ends, strict=True)
         boxes = [[[(text, text in copied), (end, False)] for text, end in documents]]
@@ -215,18 +214,27 @@ def overlap(run: Run, corpus: Corpus) -> Values:
             [list(split_at(text, whole_graphemes(text, each.matched)))]
             for text, each in zip(texts, found.texts, strict=True)
         ]
+    longest = next(iter(found.longest_matches()), None)
+    passages = [longest.text] if longest else []
+    places = find_lines(run.config.text, corpus.key, passages)
     return {
         "overlap": {
             "samples": number,
-            "finished": n_finished,
-            "new": n_finished - sum(text in copied for text in texts),
+            "finished": len(finished),
+            "new": sum(text not in known for text in finished),
+            "copied": sum(text in copied for text in finished),
+            "in_other_splits": sum(text in known and text not in copied for text in finished),
             "kind": run.config.model.kind,
             "length": SAMPLE_LENGTH,
             "temperature": run.config.sample.temperature,
             "min_match": memorization.MIN_MATCH,
-            "longest": memorization.longest_match(found.texts),
+            "longest": longest.length if longest else 0,
+            "passages": [display_text(text) for text in passages],
+            "place": next(iter(places.values()), ""),
             "longest_in_val": found.longest_in_val,
             "novel": found.novel_rows(),
+            "val_characters": found.val_characters,
+            "all_val_characters": corpus.count_characters("val"),
             "boxes": boxes,  # each of paragraphs, of parts with whether they are matches
         }
     }

@@ -1,6 +1,5 @@
 """`chargpt sample`: text generated from a trained model."""
 
-import dataclasses
 import re
 import secrets
 import sys
@@ -10,22 +9,16 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from chargpt.analysis.memorization import (
-    MIN_MATCH,
-    OverlapReport,
-    find_copied_documents,
-    measure_overlap,
-)
-from chargpt.cli import console, options, runs, tables
+from chargpt.cli import console, options, runs
 from chargpt.cli.interactive import interact
+from chargpt.cli.overlap import SampleOverlap, is_finished, mark, measure, print_overlap
 from chargpt.cli.progress import show_progress
 from chargpt.config import MAX_SAMPLES, Config, SampleConfig, TextConfig, unescape
 from chargpt.errors import ConfigError
 from chargpt.inference.generation import sample as sample_texts
 from chargpt.inference.generation import stream_run
 from chargpt.store.run import Run
-from chargpt.text.corpus import Corpus, find_line, read_text
-from chargpt.text.display import display_text, whole_graphemes
+from chargpt.text.corpus import read_text
 from chargpt.text.tokenizer import UnknownPolicy
 
 DEFAULTS = SampleConfig()  # the run's config may contain others
@@ -147,17 +140,9 @@ def sample(
     ends_early = settings.stop or loaded.tokenizer.eos_token  # progress then counts samples
     with show_progress("sample" if ends_early else "character", "generated") as on_progress:
         texts = sample_texts(loaded, settings, unknown=unknown, on_progress=on_progress)
-    n_prompt = len(settings.prompt)
-    measured, eos_token, copied = None, loaded.tokenizer.eos_token, set[str]()
+    measured = None
     if corpus is not None:
-        with show_progress("character", "of the training split") as on_progress:
-            continuations = [text[n_prompt:] for text in texts]
-            measured = measure_overlap(corpus, continuations, on_progress)
-        if eos_token:
-            copied = find_copied_documents(
-                corpus, {text for text in texts if is_finished(text, settings)}, eos_token
-            )
-            measured = with_copied_documents(measured, texts, n_prompt, copied)
+        measured = measure(corpus, loaded.config.text, texts, settings)
     if json_:
         report: dict[str, object] = {
             "samples": texts,
@@ -168,14 +153,10 @@ def sample(
             "mixture": mixture,
         }
         if measured is not None:
-            report["overlap"] = [dataclasses.asdict(each) for each in measured.texts]
-            if eos_token:
-                report["new"] = [
-                    text not in copied if is_finished(text, settings) else None for text in texts
-                ]
+            report |= measured.to_json(texts, settings)
         console.out_json(report)
     else:
-        print_samples(loaded, corpus, texts, settings, measured, copied)
+        print_samples(loaded, texts, settings, measured)
         say_seed(config, settings)
     say_cut(loaded, texts, settings)
 
@@ -221,11 +202,6 @@ def print_stream(run: Run, settings: SampleConfig, unknown: UnknownPolicy | None
     return text
 
 
-def is_finished(text: str, settings: SampleConfig) -> bool:
-    """Return whether a sample ended before its length, at the EOS token or a stop string."""
-    return len(text) < len(settings.prompt) + settings.length
-
-
 def say_cut(run: Run, texts: list[str], settings: SampleConfig) -> None:
     """Print how many samples are documents without their end."""
     n_cut = sum(not is_finished(text, settings) for text in texts)
@@ -243,54 +219,17 @@ def say_seed(config: Config, settings: SampleConfig) -> None:
 
 
 def print_samples(
-    run: Run,
-    corpus: Corpus | None,
-    texts: list[str],
-    settings: SampleConfig,
-    overlap: OverlapReport | None,
-    copied: set[str],
+    run: Run, texts: list[str], settings: SampleConfig, overlap: SampleOverlap | None
 ) -> None:
-    """Print texts with their verbatim matches marked, and what was found.
-
-    `corpus` is the run's text, given with `overlap`; `copied` are those texts that are whole
-    documents of its training split.
-    """
-    eos_token, n_prompt = run.tokenizer.eos_token, len(settings.prompt)
+    """Print texts with their verbatim matches marked, and what was found."""
+    n_prompt = len(settings.prompt)
     for number, text in enumerate(texts, 1):
-        matched = overlap.texts[number - 1].matched if overlap else []
-        if eos_token != "\n":
+        matched = overlap.report.texts[number - 1].matched if overlap else []
+        if run.tokenizer.eos_token != "\n":
             console.out(f"-- sample {number} --")
         console.out_text(text[:n_prompt] + mark(text[n_prompt:], matched), "\n")
-    if overlap is not None and eos_token:
-        documents = [text for text in texts if is_finished(text, settings)]
-        n_new = sum(text not in copied for text in documents)
-        console.out_sentence(
-            f"documents sampled: {len(documents):,}, of which new (not in the training split): "
-            f"{n_new:,}; distinct documents: {len(set(documents)):,}, of which new: "
-            f"{len(set(documents) - copied):,}. ⟦…⟧: verbatim matches with the training split, of "
-            f"whole documents or {MIN_MATCH} characters or more"
-        )
-    elif overlap is not None and corpus is not None:
-        print_overlap(overlap, run.config.text)
-        # lines that the model has ended, with what the prompt has of the first
-        first = texts[0].rfind("\n", 0, n_prompt) + 1
-        lines = {line for text in texts for line in text[first:].split("\n")[:-1] if line}
-        if len(lines) > 1:
-            n_copied = len(find_copied_documents(corpus, lines, "\n"))
-            console.out_sentence(
-                f"of {len(lines):,} different lines, {n_copied:,} are in the training split"
-            )
-
-
-def with_copied_documents(
-    overlap: OverlapReport, texts: list[str], n_prompt: int, copied: set[str]
-) -> OverlapReport:
-    """Return an overlap that also matches texts that are whole documents of the training split."""
-    found = [
-        dataclasses.replace(each, matched=[(0, len(text) - n_prompt)]) if text in copied else each
-        for each, text in zip(overlap.texts, texts, strict=True)
-    ]
-    return dataclasses.replace(overlap, texts=found)
+    if overlap is not None:
+        print_overlap(overlap, texts, settings)
 
 
 def sample_config(config: Config, given: Mapping[str, Any]) -> Config:
@@ -307,38 +246,3 @@ def sample_config(config: Config, given: Mapping[str, Any]) -> Config:
             r"\bsample\.(\w+)", lambda found: "--" + found[1].replace("_", "-"), str(error)
         )
         raise ConfigError(name) from None
-
-
-def mark(text: str, matched: list[tuple[int, int]]) -> str:
-    """Return a text with its verbatim matches in brackets that rarely occur in texts."""
-    for start, end in reversed(whole_graphemes(text, matched)):
-        text = f"{text[:start]}⟦{text[start:end]}⟧{text[end:]}"
-    return text
-
-
-def print_overlap(overlap: OverlapReport, settings: TextConfig) -> None:
-    """Print the longest verbatim match, and the novel fractions next to those of the val split.
-
-    The settings name the files of the text, in which the match is located.
-    """
-    matches = [each.longest for each in overlap.texts if each.longest]
-    usual = overlap.longest_in_val or f"under {MIN_MATCH}"
-    reference = f"the median of equally long parts of the validation split: {usual}"
-    if matches:
-        match = max(matches, key=lambda each: (not each.text.isspace(), each.length))
-        blank = ", all of them blanks" if match.text.isspace() else ""
-        where = find_line(settings, match.text) or f"character {match.position:,} of the split"
-        console.out_sentence(
-            f"⟦…⟧: verbatim matches of {MIN_MATCH} characters or more with the training split; the "
-            f"longest: {match.length} characters{blank} ({reference}), at {where}: "
-            f"{display_text(match.text)[:80]}"
-        )
-    else:
-        console.out_sentence(
-            f"no part of {MIN_MATCH} characters or more occurs in the training split ({reference})"
-        )
-    tables.table(["n", "novel n-grams", "of validation text"], overlap.novel_rows())
-    console.out_sentence(
-        "novel n-grams: fraction of those of the samples that are not in the training split; lower "
-        "than that of the validation text means copying"
-    )

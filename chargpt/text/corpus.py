@@ -5,12 +5,14 @@ import os
 import shlex
 import tempfile
 from bisect import bisect_left
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -367,20 +369,37 @@ def read_text(path: str | os.PathLike[str], settings: TextConfig = TextConfig())
     return "".join(texts)
 
 
-def find_line(settings: TextConfig, passage: str) -> str | None:
-    """Return where a passage first occurs in the files of a text, as in `src/a.py, line 12`.
+class Place(NamedTuple):
+    """Where a passage stands in the files of a text."""
 
-    The result is None if they are over 2^30 bytes, have changed, or are no files.
+    path: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.path}, line {self.line:,}"
+
+
+def find_lines(settings: TextConfig, key: str, passages: Iterable[str]) -> dict[str, Place]:
+    """Return where passages first occur in the files of a text.
+
+    Those that are not found are left out: all, if the files are over 2^30 bytes or were not read
+    as the text of `key` here, since a run's folder may name any file.
     """
-    try:
+    found: dict[str, Place] = {}
+    missing = set(passages)
+    with suppress(TextError, OSError):
+        if cache.read_index(_specification(settings)) != key:
+            return {}
         files = find_source(settings.path, settings.suffixes).files
         if sum(path.stat().st_size for path in files) > MAX_READ_CHARACTERS:
-            return None
-        for path in files:
+            return {}
+        for path in files if missing else ():
             text = read_text(path, settings.model_copy(update={"documents": None}))
-            if (start := text.find(passage)) >= 0:
-                number = 1 + text.count("\n", 0, start)
-                return f"{os.path.relpath(path)}, line {number:,}"
-    except (TextError, OSError):
-        pass
-    return None
+            for passage in missing:
+                if (start := text.find(passage)) >= 0:
+                    line = 1 + text.count("\n", 0, start)
+                    found[passage] = Place(os.path.relpath(path), line)
+            missing -= found.keys()
+            if not missing:
+                break
+    return found

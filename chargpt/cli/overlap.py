@@ -1,0 +1,180 @@
+"""Verbatim overlap of samples with the training split, for `chargpt sample --overlap`."""
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from chargpt.analysis.memorization import (
+    MIN_MATCH,
+    Overlap,
+    OverlapReport,
+    find_documents,
+    measure_overlap,
+)
+from chargpt.cli import console, tables
+from chargpt.cli.progress import show_progress
+from chargpt.config import SampleConfig, TextConfig
+from chargpt.text.corpus import Corpus, Place, find_lines
+from chargpt.text.display import display_text, whole_graphemes
+
+MAX_SHOWN = 10  # matches in the table
+MAX_LOCATED = 100  # matches in JSON with their place; each is a search of the whole text
+MAX_PASSAGE = 80  # characters of a match in the table
+
+
+@dataclass(frozen=True)
+class SampleOverlap:
+    """Overlap of samples with the text of their run.
+
+    Attributes:
+        settings: of the text, which name its files.
+        copied, known: those samples that are whole documents of the training split, and of the
+            whole text; empty if the text is no list of documents.
+    """
+
+    corpus: Corpus
+    settings: TextConfig
+    report: OverlapReport
+    copied: Collection[str] = ()
+    known: Collection[str] = ()
+
+    def places(self, max_passages: int) -> dict[str, Place]:
+        """Return where the longest matches stand in the files of the text."""
+        passages = [match.text for match in self.report.longest_matches()[:max_passages]]
+        return find_lines(self.settings, self.corpus.key, passages)
+
+    def to_json(self, texts: list[str], sampling: SampleConfig) -> dict[str, Any]:
+        """Return the overlap of each sample, with places, and which documents are new or copied."""
+        places = self.places(MAX_LOCATED)
+        values: dict[str, Any] = {
+            "overlap": [_overlap_json(each, places) for each in self.report.texts]
+        }
+        if self.corpus.tokenizer.eos_token:
+            documents = [text if is_finished(text, sampling) else None for text in texts]
+            values["new"] = [None if text is None else text not in self.known for text in documents]
+            values["copied"] = [None if text is None else text in self.copied for text in documents]
+        return values
+
+
+def _overlap_json(overlap: Overlap, places: Mapping[str, Place]) -> dict[str, Any]:
+    values = dataclasses.asdict(overlap)
+    for match in values["matches"]:
+        place = places.get(match["text"])
+        match |= place._asdict() if place else dict.fromkeys(Place._fields)
+    return {"longest": next(iter(values["matches"]), None), **values}
+
+
+def measure(
+    corpus: Corpus, settings: TextConfig, texts: list[str], sampling: SampleConfig
+) -> SampleOverlap:
+    """Return the overlap of samples without their prompt, with progress on stderr."""
+    n_prompt, eos_token = len(sampling.prompt), corpus.tokenizer.eos_token
+    with show_progress("character", "of the training split") as on_progress:
+        report = measure_overlap(corpus, [text[n_prompt:] for text in texts], on_progress)
+    if not eos_token:
+        return SampleOverlap(corpus, settings, report)
+    documents = {text for text in texts if is_finished(text, sampling)}
+    copied, known = find_documents(corpus, documents, eos_token)
+    marked = [
+        dataclasses.replace(each, matched=[(0, len(text) - n_prompt)]) if text in copied else each
+        for each, text in zip(report.texts, texts, strict=True)
+    ]
+    report = dataclasses.replace(report, texts=marked)
+    return SampleOverlap(corpus, settings, report, copied, known)
+
+
+def is_finished(text: str, settings: SampleConfig) -> bool:
+    """Return whether a sample ended before its length, at the EOS token or a stop string."""
+    return len(text) < len(settings.prompt) + settings.length
+
+
+def mark(text: str, matched: list[tuple[int, int]]) -> str:
+    """Return a text with its verbatim matches in brackets that rarely occur in texts."""
+    for start, end in reversed(whole_graphemes(text, matched)):
+        text = f"{text[:start]}⟦{text[start:end]}⟧{text[end:]}"
+    return text
+
+
+def print_overlap(overlap: SampleOverlap, texts: list[str], sampling: SampleConfig) -> None:
+    """Print what was found below the samples: documents or lines that are new, and the matches."""
+    if overlap.corpus.tokenizer.eos_token:
+        documents = [text for text in texts if is_finished(text, sampling)]
+        copied, known = overlap.copied, overlap.known
+        console.out_sentence(
+            f"documents sampled: {describe_new(documents, copied, known)}; distinct documents: "
+            f"{describe_new(set(documents), copied, known)}. ⟦…⟧: verbatim matches with the "
+            f"training split, of whole documents or {MIN_MATCH} characters or more"
+        )
+        print_matches(overlap)
+        return
+    print_longest(overlap.report)
+    print_matches(overlap)
+    print_novel(overlap)
+    # lines that the model has ended, with what the prompt has of the first
+    first = texts[0].rfind("\n", 0, len(sampling.prompt)) + 1
+    lines = {line for text in texts for line in text[first:].split("\n")[:-1] if line}
+    if len(lines) > 1:
+        found = describe_new(lines, *find_documents(overlap.corpus, lines, "\n"))
+        console.out_sentence(f"different lines: {found}")
+
+
+def describe_new(
+    documents: Collection[str], copied: Collection[str], known: Collection[str]
+) -> str:
+    """Return how many documents there are, how many of them are new, and how many copied.
+
+    Those that only other splits hold are neither.
+    """
+    n_new = sum(text not in known for text in documents)
+    n_copied = sum(text in copied for text in documents)
+    n_others = len(documents) - n_new - n_copied
+    others = f", only in its other splits: {n_others:,}" if n_others else ""
+    return (
+        f"{len(documents):,}, of which new (not in the text): {n_new:,}, in its training split: "
+        f"{n_copied:,}{others}"
+    )
+
+
+def print_longest(report: OverlapReport) -> None:
+    """Print the length of the longest match, beside that of validation text."""
+    usual = report.longest_in_val or f"under {MIN_MATCH}"
+    reference = f"the median of equally long parts of the validation split: {usual}"
+    if matches := report.longest_matches():
+        console.out_sentence(
+            f"⟦…⟧: verbatim matches of {MIN_MATCH} characters or more with the training split; the "
+            f"longest: {matches[0].length:,} characters ({reference})"
+        )
+    else:
+        console.out_sentence(
+            f"no part of {MIN_MATCH} characters or more occurs in the training split ({reference})"
+        )
+
+
+def print_matches(overlap: SampleOverlap) -> None:
+    """Print the longest different matches, a line each, with their place in the text."""
+    matches = overlap.report.longest_matches()[:MAX_SHOWN]
+    if matches:
+        places = overlap.places(MAX_SHOWN)
+        rows = [
+            [
+                f"{match.length:,}",
+                str(places.get(match.text, "-")),
+                display_text(match.text[:MAX_PASSAGE]),
+            ]
+            for match in matches
+        ]
+        tables.table(["characters", "file and line", "longest matches"], rows, last_is_text=True)
+
+
+def print_novel(overlap: SampleOverlap) -> None:
+    """Print the fractions of novel n-grams, beside those of validation text."""
+    rows = overlap.report.novel_rows()
+    if rows:
+        tables.table(["n", "novel n-grams", "of validation text"], rows)
+        console.out_sentence(
+            "novel n-grams: fraction of those of the samples that are not in the training split, "
+            "and their number; lower than that of the validation text means copying. Validation "
+            f"text: {overlap.report.val_characters:,} of the "
+            f"{console.characters(overlap.corpus.count_characters('val'))} of the validation split"
+        )
