@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.text import Text
 
 from chargpt.analysis import plots
 from chargpt.analysis.ladder import Ladder, Rung, RungResult
@@ -77,10 +78,27 @@ def test_labels_of_loss_curves_that_end_close_together_do_not_overlap() -> None:
     curves = {"a": [(0, 4.0), (10, 2.0)], "b": [(0, 4.0), (10, 2.01)], "c": [(0, 4.0), (10, 2.02)]}
     figure = plots.loss_curves(curves, {"bigram": 2.015}, "")
     figure.draw_without_rendering()
-    boxes = [text.get_window_extent() for text in figure.axes[0].texts]
+    boxes = [Text.get_window_extent(text) for text in figure.axes[0].texts]  # without their lines
     assert len(boxes) == 4
     for lower, upper in itertools.pairwise(sorted(boxes, key=lambda box: box.y0)):
         assert lower.y1 <= upper.y0
+    transform = figure.axes[0].transData.transform
+    ends = [transform(text.xy)[1] for text in figure.axes[0].texts]
+    moves = [(box.y0 + box.y1) / 2 - end for box, end in zip(boxes, ends, strict=True)]
+    assert min(moves) < 0  # not all of them upwards
+    assert max(map(abs, moves)) < 3 * max(box.height for box in boxes)
+
+
+def test_labels_of_distant_points_stay_beside_them() -> None:
+    curves = {"a": [(0, 4.0), (99, 2.0)], "b": [(0, 4.0), (50, 2.0)]}
+    figure = plots.loss_curves(curves, {}, "")
+    assert [text.xyann for text in figure.axes[0].texts] == [(6, 0), (6, 0)]
+
+
+def test_values_are_spread_no_further_than_their_gaps() -> None:
+    assert plots.spread([1, 5, 9], 3, 0) == [1, 5, 9]
+    assert plots.spread([4, 5, 20], 3, 0) == [3, 6, 20]
+    assert plots.spread([1, 1, 1], 3, 0) == [0, 3, 6]
 
 
 @pytest.mark.parametrize(("n_points", "marker"), [(20, "o"), (21, "")])

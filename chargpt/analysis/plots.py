@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
@@ -33,7 +34,8 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 GREY, PALE = "#6b7280", "#c9ced6"
 MAX_POINTS = 40  # of a smoothed curve
 MAX_MARKED = 20  # points of a curve that are marked
-LABEL_HEIGHT = 12  # points between the labels of two curves
+LABEL_HEIGHT, LABEL_WIDTH = 12, 40  # points, of the label of a curve
+LEADER_LINE = {"arrowstyle": "-", "linewidth": 0.7, "shrinkA": 0, "shrinkB": 0, "relpos": (0, 0.5)}
 SUFFIXES = (".svg", ".png")
 
 
@@ -98,8 +100,8 @@ def loss_curves(
 ) -> "Figure":
     """Draw losses in nats per character against steps, with a horizontal line per baseline.
 
-    Curves and lines are labelled at the right with their last values; labels that would overlap
-    are moved up.
+    Curves and lines are labelled where they end, with their last values; labels that would overlap
+    are moved apart, with a line from the end to the label.
 
     Args:
         curves: (step, nats) points by name.
@@ -128,22 +130,53 @@ def loss_curves(
     right = max((step for step, *_ in ends), default=axes.get_xlim()[1])
     axes.set_xlim(right=right)
     ends += [(right, level, f"{name} {level:.3f}", GREY) for name, level in lines.items()]
-    below = -math.inf  # in points, of the label below
-    for step, last, label, colour in sorted(ends, key=lambda end: end[1]):
-        height = axes.transData.transform((step, last))[1] * 72 / figure.dpi
-        below = max(height, below + LABEL_HEIGHT)
-        offset = (6, below - height)
-        axes.annotate(
-            label,
-            (step, last),
-            offset,
-            textcoords="offset points",
-            color=colour,
-            va="center",
-        )
+    _label_ends(axes, ends, 72 / figure.dpi)
     if curves:
         axes.legend(frameon=False, loc="upper right", bbox_to_anchor=(1, 0.9))
     return figure
+
+
+def _label_ends(axes: "Axes", ends: Sequence[tuple[float, float, str, str]], scale: float) -> None:
+    """Label the ends of curves at their right; move labels that would overlap.
+
+    Args:
+        ends: step, nats, label and colour of each.
+        scale: points per pixel.
+    """
+    columns: list[list[tuple[Any, ...]]] = []  # of points whose labels may overlap
+    right = -math.inf
+    for x, y, label, colour in sorted(ends):
+        left, height = axes.transData.transform((x, y)) * scale
+        if left > right + LABEL_WIDTH:
+            columns.append([])
+        columns[-1].append((height, left, (x, y), label, colour))
+        right = left
+    bottom = axes.get_window_extent().y0 * scale
+    for column in map(sorted, columns):
+        heights, lefts, *_ = zip(*column, strict=True)
+        places = spread(heights, LABEL_HEIGHT, bottom)
+        is_moved = max(abs(place - h) for place, h in zip(places, heights, strict=True)) > 1
+        for place, (height, left, point, label, colour) in zip(places, column, strict=True):
+            axes.annotate(
+                label,
+                point,
+                (max(lefts) - left + (18 if is_moved else 6), place - height),
+                textcoords="offset points",
+                color=colour,
+                va="center",
+                arrowprops=LEADER_LINE | {"color": colour} if is_moved else None,
+            )
+
+
+def spread(values: Sequence[float], gap: float, lowest: float) -> list[float]:
+    """Return sorted values moved apart to at least `gap`, by the least squares, above `lowest`."""
+    groups: list[list[float]] = []  # isotonic regression of the values without their gaps
+    for i, value in enumerate(values):
+        groups.append([value - i * gap])
+        while len(groups) > 1 and fmean(groups[-2]) > fmean(groups[-1]):
+            groups[-2:] = [groups[-2] + groups[-1]]
+    means = [max(fmean(group), lowest) for group in groups for _ in group]
+    return [mean + i * gap for i, mean in enumerate(means)]
 
 
 def optimization_curves(records: Sequence[Mapping[str, Any]], characters: float) -> "Figure":
