@@ -15,6 +15,7 @@ n-gram models.
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 
 import numpy as np
 import torch
@@ -90,10 +91,15 @@ class Mixture(LanguageModel):
     def fit_counts(self, tokens: Tokens) -> None:
         """Estimate the n-gram models from the last MAX_TOKENS token ids."""
         self.tokens = np.array(tokens[-MAX_TOKENS:])
+        size, is_cancelled = self.vocab_size, Event()
         with ThreadPoolExecutor(1) as pool:  # numpy sorts without Python's lock
-            words = pool.submit(WordContextModel, self.tokens, self.vocab_size, self.in_words)
-            ngram = NGramLM.fit(self.tokens, self.vocab_size, self.block_size, self.order)
-            word_model = words.result()
+            words = pool.submit(WordContextModel, self.tokens, size, self.in_words, is_cancelled)
+            try:
+                ngram = NGramLM.fit(self.tokens, size, self.block_size, self.order)
+                word_model = words.result()
+            except BaseException:  # such as Ctrl-C: the pool waits for its thread
+                is_cancelled.set()
+                raise
         self.ngram, self.word_model = ngram.to(self.gpt.device), word_model.to(self.gpt.device)
 
     def forward(

@@ -15,6 +15,8 @@ Shapes in this file: N = tokens of the training text, V = vocabulary size, B = b
 
 import unicodedata
 from collections.abc import Iterator, Sequence
+from concurrent.futures import CancelledError
+from threading import Event
 from typing import Any, cast
 
 import numpy as np
@@ -46,9 +48,19 @@ def word_token_mask(tokenizer: CharTokenizer) -> Bools:
 
 
 class WordContextModel(nn.Module):
-    """Word-context model of a training text (N,), given which tokens are part of words, (V,)."""
+    """Word-context model of a training text (N,), given which tokens are part of words, (V,).
 
-    def __init__(self, tokens: Tokens, vocab_size: int, in_words: Bools) -> None:
+    Raises:
+        CancelledError: another thread set `is_cancelled` while the text was counted.
+    """
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        vocab_size: int,
+        in_words: Bools,
+        is_cancelled: Event | None = None,
+    ) -> None:
         super().__init__()
         tokens = tokens.astype(np.int64)
         self.in_words = in_words
@@ -60,6 +72,8 @@ class WordContextModel(nn.Module):
             for chunk in [tokens[None, max(0, start - LOOKBACK) : start + CHUNK]]
         ]
         for hashes in map(np.concatenate, zip(*chunks, strict=True)):
+            if is_cancelled is not None and is_cancelled.is_set():
+                raise CancelledError
             codes, counts = np.unique(hashes[:-1] * vocab_size + tokens[1:], return_counts=True)
             contexts, followers = np.divmod(codes, vocab_size)
             is_first = np.append(True, contexts[1:] != contexts[:-1])
