@@ -292,6 +292,28 @@ def test_progress_after_a_rollback_is_not_said_to_end_in_the_past(
     assert "-" not in on
 
 
+def test_a_bar_leaves_nothing_and_samples_above_it_keep_their_lines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    main, other = pty.openpty()
+    termios.tcsetwinsize(other, (24, 80))
+    sample, note = ("a word " * 20).strip(), ("a note " * 20).strip()
+    with os.fdopen(other, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        bar = progress.ProgressBar(10, "step")
+        bar.update(10, 10, lambda: "loss 2")
+        bar.write(sample, is_sample=True)
+        bar.write(note)
+        bar.close()  # before the bar's delay is over
+        console.say("== gpt ==")
+        shown = os.read(main, 65536).decode()
+    os.close(main)
+    assert sample in shown
+    assert note not in shown
+    assert note in re.sub(r"\s+", " ", shown)
+    assert re.search(r"100%[^\n]*\r {20,}\r== gpt ==\r\n$", shown), "the bar is still there"
+
+
 def test_the_loading_bar_takes_the_place_of_a_notice() -> None:
     shown: list[str] = []
     loading = progress.LoadingProgress(lambda: shown.append("bar"))

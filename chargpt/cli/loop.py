@@ -50,7 +50,7 @@ class StepView:
             sign = display_char(RECORD_SEPARATOR)
             legend = f" ({sign}: end of a document)" if sign in report.sample else ""
             self.bar.write(f"-- sample at step {report.step:,}{legend} --")
-            self.bar.write(report.sample.strip("\r\n"))
+            self.bar.write(report.sample.strip("\r\n"), is_sample=True)
         for note in report.notes:
             self.bar.write(note)
         disk_error = self.trainer.writer.disk_error

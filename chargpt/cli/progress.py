@@ -61,13 +61,17 @@ class ProgressBar:
             console.say(f"{self.unit} {done:,}/{total:,}  {detail()}{left}")
             self.last_line, self.last_done = now, done
 
-    def write(self, text: str) -> None:
-        """Print lines above the bar."""
+    def write(self, text: str, *, is_sample: bool = False) -> None:
+        """Print lines above the bar; a sample keeps its own line breaks."""
         if self.bar is None:
             console.say(text)
             return
+        text = console.printable(text)
+        if not is_sample:
+            text = console.wrapped(text, sys.stderr)
+        self.bar.delay = 0  # tqdm shows the bar again after the text, but removes it only if due
         with suppress(OSError):  # the terminal is closed
-            self.bar.write(console.wrapped(console.printable(text), sys.stderr), file=sys.stderr)
+            self.bar.write(text, file=sys.stderr)
 
     def close(self) -> None:
         """Remove the bar."""
