@@ -731,7 +731,7 @@ def test_control_characters_of_a_sample_are_replaced_on_a_terminal_only(
     os.close(terminal)
     os.close(other_end)
     assert b"\x1b" not in shown
-    assert "\N{REPLACEMENT CHARACTER}[31m".encode() in shown
+    assert "\N{SYMBOL FOR ESCAPE}[31m".encode() in shown
 
 
 def test_the_first_of_several_samples_equals_a_single_sample(trained: Path, cli: Cli) -> None:

@@ -253,6 +253,7 @@ def test_nothing_printed_controls_the_terminal(
     tables.panel(hostile, hostile)
     printed = "".join(capsys.readouterr())
     assert printed.count("\N{REPLACEMENT CHARACTER}") > 10
+    assert printed.count("\N{SYMBOL FOR ESCAPE}") > 5
     assert not set(printed) & set("\x1b\x9b\x07\r\udcff")
     assert json.loads(next(line for line in printed.splitlines() if line.startswith("{")))
 

@@ -13,6 +13,7 @@ from typing import TextIO
 
 from chargpt.errors import DeviceError, OperationError, TextError
 from chargpt.ranks import is_main_rank
+from chargpt.text.display import display_char
 
 NOTICE_SECONDS = 1.0  # before `say_if_slow` prints
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -242,15 +243,13 @@ def sparkline(values: Sequence[float], stream: TextIO, width: int = 24) -> str:
 
 
 def printable(text: str) -> str:
-    """Return text with control characters replaced, so that it cannot control a terminal.
+    """Return text with control characters as signs, so that it cannot control a terminal.
 
     Spaces of every kind and invisible characters that join or divide words are kept. Carriage
     returns, which end the lines of many texts, are removed.
     """
     return "".join(
-        c
-        if c.isprintable() or c in KEPT or unicodedata.category(c) == "Zs"
-        else "\N{REPLACEMENT CHARACTER}"
+        c if c.isprintable() or c in KEPT or unicodedata.category(c) == "Zs" else display_char(c)
         for c in text
         if c != "\r"
     )

@@ -8,9 +8,8 @@ they differ they mostly join more, such as conjuncts of every Indic script.
 
 import itertools
 import unicodedata
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-
-import numpy as np
 
 REPLACEMENT = "\ufffd"  # stands for an unknown character, and for bytes that do not decode
 ZWJ = "\N{ZERO WIDTH JOINER}"
@@ -104,9 +103,9 @@ def end_sign(length: int, max_length: int, eos_token: str) -> str:
 
 def whole_graphemes(text: str, parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return (start, end) parts of a text, shrunk to the graphemes inside, without empty ones."""
-    starts = np.array([start for start, _ in graphemes(text)] + [len(text)])
+    starts = [*(start for start, _ in graphemes(text)), len(text)]
     shrunk = [
-        (int(starts[starts >= start].min()), int(starts[starts <= end].max()))
+        (starts[bisect_left(starts, start)], starts[bisect_right(starts, end) - 1])
         for start, end in parts
     ]
     return [(start, end) for start, end in shrunk if start < end]
