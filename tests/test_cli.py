@@ -1190,6 +1190,11 @@ def test_data_info_describes_a_text_and_warns_about_training_on_it(verse: Path, 
     assert "note: " in cli("data", "info", "tiny.txt").stdout
     facts = json.loads(cli("data", "info", "tiny.txt", "--json").stdout)
     assert facts["characters"] == 48
+    for words, label in (((), "least frequent"), (RARE, "least frequent in the vocabulary")):
+        done = cli("data", "info", verse, *words)
+        names = [line[1:23].strip() for line in done.stdout.splitlines()]
+        rows = " ".join(filter(None, names))
+        assert f" {label} not in the vocabulary " in rows, "nothing is left out of a whole text"
 
 
 def test_data_list_and_get_use_the_names_of_the_catalog(cli: Cli) -> None:

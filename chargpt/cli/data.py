@@ -87,8 +87,9 @@ def _print_description(corpus: Corpus, description: Description) -> None:
         per_row = min(5, max(1, MAX_COLUMNS // (2 + max(map(len, cells)))))
         return "\n".join("  ".join(cells[i : i + per_row]) for i in range(0, len(cells), per_row))
 
-    rare = "none"
+    least, rare = "least frequent", "none"
     if corpus.rare_count:
+        least += "\nin the vocabulary"
         rare = f"{description.rare_fraction:.4%} of the text, {corpus.rare_form}"
     tables.table(
         ["text", corpus.name],
@@ -98,7 +99,7 @@ def _print_description(corpus: Corpus, description: Description) -> None:
             *([["documents", f"{description.documents:,}"]] if description.documents else []),
             ["lines", f"{description.lines:,} (longest {description.longest_line:,} characters)"],
             ["most frequent", listed(description.most_frequent)],
-            ["least frequent known", listed(description.least_frequent)],
+            [least, listed(description.least_frequent)],
             ["not in the vocabulary", rare],
             ["unigram entropy", f"{description.unigram_bits:.4f} bits/character"],
             ["bigram entropy", f"{description.bigram_bits:.4f} bits/character"],
