@@ -1009,8 +1009,8 @@ def test_compare_trains_and_compares_bigram_and_gpt(verse: Path, cli: Cli) -> No
     again = cli("compare", "both/bigram", "both/gpt")
     assert "6-gram (counts)" in again.stdout
     assert re.search(
-        r"(gpt|bigram) has the lowest loss; it is .*(better than|not distinguishable from) "
-        r"(bigram|gpt)",
+        r"(gpt|bigram) has the lowest loss of the runs; it is .*"
+        r"(better than|not distinguishable from) (bigram|gpt)",
         again.stdout.replace("\n", " "),
     )
     again = cli("compare", "both/bigram", "both/gpt", "--json", "--plot", "two.png")
@@ -1134,29 +1134,37 @@ def test_runs_of_one_text_with_other_splits_name_the_setting(trained: Path, cli:
 
 
 def test_compare_takes_a_folder_of_runs_and_compares_each_run_once(
-    trained: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+    trained: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     text = trained.parent / "novel.txt"
     cli("data", "info", text)
     for name, seed in (("a", "1"), ("b", "2")):
         assert cli("train", text, *QUICK, "--seed", seed, "-o", f"runs/{name}").returncode == 0
+    RunFolder(Path("runs/a")).metrics.append({"step": 7, "loss": 9.0, "seconds": 1234.5})
     report = json.loads(cli("compare", "runs", "runs/a", "runs/../runs/b", "--json").stdout)
-    assert [row["model"] for row in report["rows"] if row["run"]] == ["a", "b"]
+    in_runs = [row for row in report["rows"] if row["run"]]
+    assert [row["model"] for row in in_runs] == ["a", "b"]
+    assert in_runs[0]["seconds"] == 1234.5, "steps after the best checkpoint take time too"
     a, b = (load_run(f"runs/{name}") for name in "ab")
     tokens = a.corpus().split("val")
     losses = [evaluate_tokens(run.model, tokens) for run in (a, b)]
     rows = [
         Row(f"a{MIXTURE_SUFFIX}", losses[0].nats_per_char - 1, run="a", evaluation=losses[0]),
-        Row("a", losses[0].nats_per_char, run="a", evaluation=losses[0]),
-        Row("b", losses[1].nats_per_char, run="b", evaluation=losses[1]),
+        Row("a", losses[0].nats_per_char, 1, run="a", evaluation=losses[0]),
+        Row("b", losses[1].nats_per_char, 1, run="b", evaluation=losses[1]),
         Row("bigram (counts)", 2.0),
     ]
     printed: list[str] = []
     monkeypatch.setattr("chargpt.cli.console.out_sentence", printed.append)
-    print_rows(Comparison("text", 10, 5, 10, rows, {"a": [], "b": []}))
-    (sentence,) = [each for each in printed if "has the lowest loss" in each]
-    assert sentence.startswith(f"a{MIXTURE_SUFFIX} has the lowest loss")
-    assert " b " in f"{sentence} ".replace("(", " ")
+    curves = {"a": [(0, 4.0), (5, 2.0), (9, 2.5)], "b": [(0, 4.0), (5, 2.0), (9, 2.01)]}
+    print_rows(Comparison("text", 10, 5, 10, rows, curves))
+    of_models, of_all = [each for each in printed if "has the lowest loss" in each]
+    assert " has the lowest loss of the models alone; " in of_models
+    assert of_all.startswith(f"a{MIXTURE_SUFFIX} has the lowest loss of the runs and their ")
+    assert " b " in f"{of_all} ".replace("(", " ")
+    shown = [line.split(maxsplit=1) for line in capfd.readouterr().out.splitlines()[-2:]]
+    at_best = "4.000 -> 2.000 at step 5"  # the checkpoint that the table scores
+    assert shown == [["a", f"{at_best}, last 2.500"], ["b", at_best]]
 
 
 def test_a_diverged_run_is_reported_as_such(verse: Path, cli: Cli) -> None:

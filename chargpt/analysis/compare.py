@@ -50,7 +50,7 @@ class Row:
     model: str
     nats_per_char: float
     parameters: int | None = None
-    seconds: float | None = None  # training time
+    seconds: float | None = None  # training time to the last step
     step: int | None = None  # of its checkpoint
     run: str | None = None
     evaluation: Evaluation | BaselineLoss | None = None
@@ -121,13 +121,18 @@ class Comparison:
 
         `mixture_run`, the run with its mixture as its model, is another row.
         """
-        self._add_row(name, run, val, run.model.num_parameters())
+        records = RunFolder(run.folder).metrics.records()
+        seconds = max([run.state.seconds, *(each.get("seconds", 0) for each in records)])
+        self._add_row(name, run, val, seconds, run.model.num_parameters())
         if mixture_run is not None:
-            self._add_row(name.removesuffix(TRAINED) + MIXTURE_SUFFIX, mixture_run, val, None)
-        self.curves[name] = validation_curve(RunFolder(run.folder).metrics.records())
+            mixture_name = name.removesuffix(TRAINED) + MIXTURE_SUFFIX
+            self._add_row(mixture_name, mixture_run, val, seconds, None)
+        self.curves[name] = validation_curve(records)
         self.samples[name] = sample(run, run.config.sample.model_copy(update=SAMPLE))[0]
 
-    def _add_row(self, name: str, run: Run, val: Tokens, parameters: int | None) -> None:
+    def _add_row(
+        self, name: str, run: Run, val: Tokens, seconds: float, parameters: int | None
+    ) -> None:
         with self.show_progress("character", f"scored, {name}") as on_progress:
             evaluation = evaluate_tokens(
                 run.model,
@@ -137,7 +142,6 @@ class Comparison:
                 on_progress=on_progress,
             )
         nats, path = evaluation.nats_per_char, str(run.folder)
-        seconds = run.state.seconds
         self.rows.append(Row(name, nats, parameters, seconds, run.step, path, evaluation))
 
 
@@ -171,15 +175,14 @@ def conclusions(result: Comparison) -> list[str]:
     alone = [row for row in by_loss if row.parameters is not None and row.run]
     best_of_run = {row.run: row for row in reversed(by_loss) if row.run}  # or its mixture
     with_mixtures = sorted(best_of_run.values(), key=lambda row: row.nats_per_char)
-    for first, second, *_ in (
-        rows
-        for rows in ([alone] if with_mixtures == alone else [alone, with_mixtures])
-        if len(rows) > 1
-    ):
-        difference = describe_difference(
-            evaluations[first.model], second.model, evaluations[second.model]
-        )
-        sentences.append(f"{first.model} has the lowest loss; it is {difference}")
+    groups = {"runs": alone}
+    if with_mixtures != alone:
+        groups = {"models alone": alone, "runs and their mixtures": with_mixtures}
+    for name, rows in groups.items():
+        if len(rows) > 1:
+            first, second = (row.model for row in rows[:2])
+            difference = describe_difference(evaluations[first], second, evaluations[second])
+            sentences.append(f"{first} has the lowest loss of the {name}; it is {difference}")
     return [*sentences, PLUS_MINUS] if len(alone) > 1 else sentences
 
 

@@ -11,7 +11,7 @@ import typer
 from chargpt.analysis import compare as comparison
 from chargpt.analysis import plots
 from chargpt.analysis.compare import Comparison
-from chargpt.analysis.result import loss_cells
+from chargpt.analysis.result import MIN_RISE, loss_cells
 from chargpt.cli import console, options, tables
 from chargpt.cli.ladder import compare_rungs
 from chargpt.cli.loop import run_steps
@@ -38,6 +38,7 @@ from chargpt.training.session import (
 from chargpt.training.trainer import Trainer
 
 MODELS = ",".join(comparison.MODELS)
+SPARKS = 16  # columns of a sparkline, so that its line fits 80
 
 
 def compare(
@@ -269,6 +270,9 @@ def print_rows(result: Comparison) -> None:
     if result.curves:
         console.out("validation during training, on a part of the split:")
     for name, points in result.curves.items():
-        line = console.sparkline([nats for _, nats in points], sys.stdout)
+        line = console.sparkline([nats for _, nats in points], sys.stdout, SPARKS)
         if points:
-            console.out(f"{name:18} {line} {points[0][1]:.3f} -> {points[-1][1]:.3f}")
+            (_, first), (_, last) = points[0], points[-1]
+            step, lowest = min(points, key=lambda point: point[1])
+            rise = f", last {last:.3f}" if last > lowest + MIN_RISE else ""
+            console.out(f"{name:18} {line} {first:.3f} -> {lowest:.3f} at step {step:,}{rise}")
