@@ -418,11 +418,11 @@ def test_another_text_in_memory_is_evaluated(tiny_run: chargpt.Run, tmp_path: Pa
 def test_a_path_is_not_taken_for_a_text(tiny_run: chargpt.Run, tmp_path: Path) -> None:
     path = tmp_path / "other.txt"
     path.write_text("the light, the sea")
-    with pytest.raises(TextError, match="is a file, not a text; give it as path="):
+    with pytest.raises(TextError, match="is a file, not a text; give its content"):
         chargpt.evaluate(tiny_run, text=str(path))
     with pytest.raises(TextError, match="is a file, not a text"):
         chargpt.train(text=str(path))
-    with pytest.raises(TextError, match=r"expected a string .* a file is given as path="):
+    with pytest.raises(TextError, match=r"expected a string .* the file as path="):
         chargpt.evaluate(tiny_run, text=path)  # type: ignore[arg-type]
 
 

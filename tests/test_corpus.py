@@ -774,6 +774,20 @@ def test_read_text_decodes_like_a_corpus(write: Write, monkeypatch: pytest.Monke
         read_text(write("abc" * 10))
 
 
+def test_advice_on_training_texts_is_not_given_for_other_texts(write: Write) -> None:
+    folder = write("x", "runs/a/checkpoints/latest.json").parent.parent
+    headers = write("x", "headers/a.h").parent
+    for path, message in (
+        (folder / "zzz", f"there is no file {folder}/zzz; correct the path"),
+        ("text8", "there is no file text8; correct the path"),
+        (folder, f"{folder} is a run, not a text; name a text"),
+        (headers, f"; name its files by a pattern, such as '{headers}/**/*.h'"),
+    ):
+        with pytest.raises(TextError) as caught:
+            read_text(path)
+        assert str(caught.value).endswith(message)
+
+
 def test_another_text_is_encoded_by_the_corpus_tokenizer(write: Write) -> None:
     tokenizer = load(write("abc" * 10)).tokenizer
     with pytest.raises(UnknownCharacterError, match="U\\+0436"):

@@ -5,7 +5,7 @@ import os
 import shlex
 import tempfile
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -341,17 +341,24 @@ def _corpus(settings: TextConfig, cached: CachedText, name: str, notes: list[str
     )
 
 
-def read_text(path: str | os.PathLike[str], settings: TextConfig = TextConfig()) -> str:
+def read_text(
+    path: str | os.PathLike[str],
+    settings: TextConfig = TextConfig(),
+    on_note: Callable[[str], object] = lambda _: None,
+) -> str:
     """Return a whole text: a file, folder, glob or `-`, read like a corpus.
 
     Args:
         path: of the text.
         settings: its encoding, documents and suffixes.
+        on_note: called with a sentence for the user on which files are read.
 
     Raises:
         TextError: it cannot be read or decoded, or is over 2^30 characters.
     """
-    source = find_source(str(path), settings.suffixes)
+    source = find_source(str(path), settings.suffixes, for_training=False)
+    for note in source.notes:
+        on_note(note)
     texts: list[str] = []
     size = 0
     with tempfile.SpooledTemporaryFile(MAX_MEMORY_BYTES) as spool:

@@ -69,11 +69,14 @@ def require_text(content: object) -> None:
     """Check that an argument `text` is a text and not the path of one, else TextError."""
     if not isinstance(content, str):
         raise TextError(
-            f"text: expected a string (it is of type {type(content).__name__}); a file is given as "
-            "path="
+            f"text: expected a string (it is of type {type(content).__name__}); give a file's "
+            "content, or the file as path= to train and evaluate"
         )
     if len(content) <= MAX_PATH and "\0" not in content and os.path.isfile(content):
-        raise TextError(f"{content} is a file, not a text; give it as path=, or its content")
+        raise TextError(
+            f"{content} is a file, not a text; give its content, or the file as path= to train and "
+            "evaluate"
+        )
 
 
 def text_in_memory(content: str) -> Source:
@@ -92,10 +95,13 @@ def text_in_memory(content: str) -> Source:
         ) from None
 
 
-def find_source(path: str | None, suffixes: tuple[str, ...]) -> Source:
+def find_source(
+    path: str | None, suffixes: tuple[str, ...], *, for_training: bool = True
+) -> Source:
     """Return the source at a path: a file, folder, glob, `-`, or None for the built-in text.
 
-    `suffixes` are the endings of a folder's files. A TextError says why nothing can be read.
+    `suffixes` are the endings of a folder's files. A TextError says why nothing can be read; only
+    `for_training` does it advise what applies to a training text alone.
     """
     if path is None:
         return Source(BUILT_IN, stream=io.BytesIO(built_in_text().encode()))
@@ -105,11 +111,11 @@ def find_source(path: str | None, suffixes: tuple[str, ...]) -> Source:
     try:
         mode = os.stat(expanded).st_mode
     except (FileNotFoundError, NotADirectoryError):
-        return _find_glob(expanded, path)
+        return _find_glob(expanded, path, for_training)
     except (OSError, ValueError) as error:
         raise TextError(_unreadable(path, error)) from None
     if stat.S_ISDIR(mode):
-        return _find_folder(Path(expanded), suffixes)
+        return _find_folder(Path(expanded), suffixes, for_training)
     if not stat.S_ISREG(mode):
         raise TextError(
             f"{path} is a device or a pipe, not a file; pipe its text in and name it `-`"
@@ -118,9 +124,9 @@ def find_source(path: str | None, suffixes: tuple[str, ...]) -> Source:
     return Source(file.name, (file.absolute(),))
 
 
-def _find_glob(pattern: str, written: str) -> Source:
+def _find_glob(pattern: str, written: str, for_training: bool) -> Source:
     if not glob.has_magic(pattern):
-        raise MissingTextError(_missing(written))
+        raise MissingTextError(_missing(written, for_training))
     matches = (Path(match).absolute() for match in glob.iglob(pattern, recursive=True))
     files = sorted({path for path in matches if path.is_file()})
     if not files:
@@ -130,7 +136,7 @@ def _find_glob(pattern: str, written: str) -> Source:
     return Source(name, tuple(files), notes=notes)
 
 
-def _find_folder(root: Path, suffixes: tuple[str, ...]) -> Source:
+def _find_folder(root: Path, suffixes: tuple[str, ...], for_training: bool) -> Source:
     """Return the folder's files, sorted by path, without hidden ones."""
     endings = tuple("." + suffix.lower().lstrip("*").lstrip(".") for suffix in suffixes)
     files: list[Path] = []
@@ -159,15 +165,15 @@ def _find_folder(root: Path, suffixes: tuple[str, ...]) -> Source:
             raise TextError(f"{root} holds over {MAX_FILES:,} files; join them into fewer")
     if not files:
         if (root / "checkpoints").is_dir():
+            resume = f", or continue the run with `chargpt train --resume {root}`"
             raise MissingTextError(
-                f"{root} is a run, not a text; name a text, or continue the run with "
-                f"`chargpt train --resume {root}`"
+                f"{root} is a run, not a text; name a text{resume * for_training}"
             )
         if not others:
             raise MissingTextError(f"the folder {root} holds no files; name another")
         common = max(others, key=others.__getitem__)
         remedy = f"name its files by a pattern, such as '{root}/**/*{common}'"
-        if common:
+        if common and for_training:
             remedy = f"set text.suffixes, as with -s text.suffixes={common}, or {remedy}"
         raise MissingTextError(
             f"the folder {root} holds no file that ends in {', '.join(endings)}; {remedy}"
@@ -184,11 +190,12 @@ def _find_folder(root: Path, suffixes: tuple[str, ...]) -> Source:
     return Source(name, tuple(sorted(files)), notes=(note,))
 
 
-def _missing(written: str) -> str:
+def _missing(written: str, for_training: bool) -> str:
     """Return the message for a path that does not exist, with the most similar one that does."""
+    catalog = CATALOG if for_training else {}
     path = os.path.expanduser(written)
     name, parent = os.path.basename(path), os.path.dirname(path) or "."
-    if written in CATALOG:
+    if written in catalog:
         return f"there is no file {written}; fetch the text with `chargpt data get {written}`"
     try:
         names = sorted(entry for entry in os.listdir(parent) if not entry.startswith("."))[:2000]
@@ -196,9 +203,10 @@ def _missing(written: str) -> str:
         return f"there is no file {written}, nor its folder; correct the path"
     if similar := most_similar(name, names):
         return f"there is no file {written}; did you mean {os.path.join(parent, similar)}?"
-    if similar := most_similar(name, CATALOG):
+    if similar := most_similar(name, catalog):
         return f"there is no file {written}; did you mean `chargpt data get {similar}`?"
-    return f"there is no file {written}; correct the path, or see `chargpt data list` for texts"
+    others = ", or see `chargpt data list` for texts"
+    return f"there is no file {written}; correct the path{others * for_training}"
 
 
 def _unreadable(path: str, error: OSError | ValueError) -> str:
@@ -214,7 +222,7 @@ def _os_errors_as_text_errors(path: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
-        raise MissingTextError(_missing(path)) from None
+        raise MissingTextError(_missing(path, for_training=False)) from None
     except OSError as error:
         raise TextError(_unreadable(path, error)) from None
 
