@@ -801,7 +801,7 @@ def test_unknown_prompt_characters_follow_the_policy(trained: Path, cli: Cli) ->
     args = ["sample", trained, "--prompt", "The ж", "--length", "5", "--device", "cpu"]
     assert "U+0436" in refusal(cli(*args))
     skipped = cli(*args, "--unknown", "skip")
-    assert "1 character outside the vocabulary: left out" in skipped.stderr
+    assert "1 character outside the vocabulary ('ж' U+0436): left out" in skipped.stderr
     assert skipped.stdout.startswith("The ")
     assert len(skipped.stdout) == len("The ") + 5 + 1
     replaced = cli(*args, "--unknown", "replace")
@@ -877,13 +877,22 @@ def test_another_text_can_be_evaluated(trained: Path, cli: Cli) -> None:
     assert "--text is measured as a whole" in refusal(cli("evaluate", trained, *both))
 
 
-def test_the_number_of_unknown_characters_is_printed(trained: Path, cli: Cli) -> None:
+def test_the_files_that_are_read_of_a_folder_are_printed(trained: Path, cli: Cli) -> None:
+    for name in ("a.txt", "b.txt", "c.h"):
+        Path("held", name).parent.mkdir(exist_ok=True)
+        Path("held", name).write_text("the sea\n")
+    for words in (("evaluate", trained, "--text", "held"), ("score", trained, "held")):
+        assert "files read of held/: 2, which end in .txt" in cli(*words).stderr
+
+
+def test_unknown_characters_are_counted_and_named(trained: Path, cli: Cli) -> None:
     Path("other.txt").write_text("the sea Ω and Ж the light\n" * 10)
     for command, text in (("evaluate", ["--text", "other.txt"]), ("score", ["other.txt"])):
         for policy, done in (("skip", "left out"), ("replace", "replaced by '")):
             result = cli(command, trained, *text, "--unknown", policy, "--json")
             assert json.loads(result.stdout)["n_unknown"] == 20
-            assert f"20 characters outside the vocabulary: {done}" in result.stderr
+            names = "('Ω' U+03A9, 'Ж' U+0416)"
+            assert f"20 characters outside the vocabulary {names}: {done}" in result.stderr
 
 
 def test_compress_leaves_out_unknown_characters_only_if_asked(trained: Path, cli: Cli) -> None:
@@ -891,7 +900,7 @@ def test_compress_leaves_out_unknown_characters_only_if_asked(trained: Path, cli
     message = refusal(cli("compress", trained, "other.txt", "packed"))
     assert "--unknown skip or replace" in message  # what it advises works
     done = cli("compress", trained, "other.txt", "packed", "--unknown", "skip")
-    assert "10 characters outside the vocabulary: left out" in done.stderr
+    assert "10 characters outside the vocabulary ('Ω' U+03A9): left out" in done.stderr
     assert "xz" not in done.stdout  # which would compress the characters left out too
     size, bits = Path("packed").stat().st_size, float(done.stdout.split(": ")[1].split()[0])
     assert bits == pytest.approx(8 * size / 230, abs=1e-3)

@@ -120,7 +120,7 @@ def test_byte_tokens_spell_every_text(text: str) -> None:
     assert RARE.decode(tokens) == text
     assert RARE.count_characters(tokens) == len(text)
     assert tokens.dtype == np.uint8
-    assert RARE.count_unknown(text) == 0
+    assert RARE.find_unknown(text) == ""
     read = RARE.decode_stream()
     assert "".join(map(read, tokens.tolist())) == text
 
@@ -143,7 +143,7 @@ def test_byte_tokens_spell_no_lone_surrogate() -> None:
         RARE.encode("h\u20ac\ud800")
     assert RARE.decode(RARE.encode("h\u20ac\ud800l", "skip")) == "h\u20acl"
     assert RARE.decode(RARE.encode("h\u20ac\ud800l", "replace")) == "h\u20ac l"
-    assert RARE.count_unknown("h\u20ac\ud800") == 1
+    assert RARE.find_unknown("h\u20ac\ud800") == "\ud800"
     with pytest.raises(TextError, match="surrogates"):
         CharTokenizer.fit("aaa\ud800", min_count=2)
 
@@ -172,6 +172,8 @@ def test_the_error_names_the_unknown_characters_and_the_remedy() -> None:
         ("\udc80", r"^1 character is .*: U\+DC80; leave it out or replace it with"),
         ("\u0650\u0650", "^1 character is .*: '◌\u0650' U\\+0650;"),
         ("uvwxyz", "^6 different .* and 1 other;"),
+        ("BabA", "; write them in lower case, or leave them out or"),
+        ("AZ", "'A' U\\+0041, 'Z' U\\+005A; leave them out"),
     ):
         with pytest.raises(UnknownCharacterError, match=expected):
             CharTokenizer.fit("abc").encode(text)

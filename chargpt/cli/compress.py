@@ -59,10 +59,10 @@ def compress(
     with show_progress("character", "compressed") as on_progress:
         packed = pack(loaded, content, on_progress, unknown or "error", decoder)
     decoded = content.decode()
-    lost = loaded.tokenizer.count_unknown(decoded)
-    console.say_unknown(lost, unknown or "error", loaded.tokenizer.replacement)
+    lost = loaded.tokenizer.find_unknown(decoded)
+    runs.say_unknown(loaded, lost, unknown)
     write(packed, out, force=force)
-    characters = len(decoded) - (lost if unknown == "skip" else 0)
+    characters = len(decoded) - (len(lost) if unknown == "skip" else 0)
     details = f": {8 * len(packed) / characters:.3f} bits per character" if characters else ""
     details += f", with {HEADER.size} bytes of header"
     xz = ""

@@ -189,13 +189,6 @@ def characters(count: int) -> str:
     return f"{count:,} character{'' if count == 1 else 's'}"
 
 
-def say_unknown(count: int, policy: str, replacement: str) -> None:
-    """Print how many characters outside the vocabulary were left out or replaced."""
-    if count:
-        done = "left out" if policy == "skip" else f"replaced by {replacement!r}"
-        say(f"{characters(count)} outside the vocabulary: {done}")
-
-
 def size(count: float) -> str:
     """Return bytes as `13.9 MB`."""
     value, unit = _scale(count, ("bytes", "kB", "MB", "GB"))

@@ -17,6 +17,7 @@ from chargpt.inference.evaluation import Evaluation
 from chargpt.inference.windows import EvaluationProtocol
 from chargpt.store.mixture import has_mixture
 from chargpt.store.run import Run
+from chargpt.text.corpus import read_text
 
 
 def evaluate(
@@ -60,21 +61,19 @@ def evaluate(
     if split is not None and text is not None:
         raise ConfigError("--text is measured as a whole; drop --split, a part of the run's text")
     split = split or "val"
-    changes = {
-        "text.encoding": encoding,
-        "text.encoding_errors": encoding_errors,
-        "text.unknown": unknown,
-    }
+    changes = {"encoding": encoding, "encoding_errors": encoding_errors}
     wanted = {key: value for key, value in changes.items() if value is not None}
-    if wanted and text is None:
+    if (wanted or unknown) and text is None:
         raise ConfigError(
             "--encoding, --encoding-errors and --unknown concern another text; name it with --text"
         )
     loaded = runs.load_named_run(run, checkpoint, device)
-    loaded = replace(loaded, config=loaded.config.with_values(wanted))
-    tokens, n_unknown = None, 0
+    tokens, found = None, ""
     if text is not None:  # read once: it may be standard input
-        tokens, n_unknown = evaluation.read_tokens(loaded, text)
+        settings = loaded.config.text.model_copy(update=wanted)
+        content = read_text(text, settings, console.say)
+        tokens = loaded.tokenizer.encode(content, unknown or settings.unknown)
+        found = loaded.tokenizer.find_unknown(content)
         runs.warn_of_own_text(loaded, str(text))
 
     def measure(run: Run, name: str) -> tuple[Evaluation, float]:
@@ -84,7 +83,7 @@ def evaluate(
             result = evaluation.evaluate(
                 run, split, protocol, tokens=tokens, stride=stride, on_progress=on_progress
             )
-        return replace(result, n_unknown=n_unknown), time.perf_counter() - start
+        return replace(result, n_unknown=len(found)), time.perf_counter() - start
 
     kind = loaded.config.model.kind
     result, seconds = measure(loaded, kind)
@@ -103,7 +102,7 @@ def evaluate(
             if mixture:
                 raise
             console.say(str(error))
-    console.say_unknown(n_unknown, loaded.config.text.unknown, loaded.tokenizer.replacement)
+    runs.say_unknown(loaded, found, unknown)
     name = str(text) if text else loaded.state.text_name
     if json_:
         console.out_json({**as_json(loaded, measured, seconds), "text": name})

@@ -14,6 +14,7 @@ from chargpt.store.listing import RunSummary, list_runs
 from chargpt.store.mixture import with_mixture
 from chargpt.store.run import Run, load_run, newest_run
 from chargpt.text.source import STDIN
+from chargpt.text.tokenizer import name_characters
 
 MAX_TEXT = 24  # characters of a text's name in the table: the run's name has to stay whole
 
@@ -100,6 +101,15 @@ def warn_of_own_text(run: Run, path: str) -> None:
             f"{path} is the text that the run was trained on: its loss is lower than that of a new "
             "text; chargpt evaluate measures the validation split"
         )
+
+
+def say_unknown(run: Run, unknown: str, policy: str | None) -> None:
+    """Print which characters outside the vocabulary, if any, were left out or replaced."""
+    if unknown:
+        is_left_out = (policy or run.config.text.unknown) == "skip"
+        done = "left out" if is_left_out else f"replaced by {run.tokenizer.replacement!r}"
+        count, names = console.characters(len(unknown)), name_characters(unknown)
+        console.say(f"{count} outside the vocabulary ({names}): {done}")
 
 
 def load_run_mixture(run: Run) -> Run:

@@ -180,7 +180,7 @@ def readable_prompt(run: Run, prompt: str, unknown: UnknownPolicy) -> str:
     """Return a prompt as the model reads it; say what it does not read."""
     tokenizer = run.tokenizer
     tokens = tokenizer.encode(prompt, unknown=unknown)
-    console.say_unknown(tokenizer.count_unknown(prompt), unknown, tokenizer.replacement)
+    runs.say_unknown(run, tokenizer.find_unknown(prompt), unknown)
     n_tokens = len(tokens) + len(tokenizer.eos_token)  # which precedes it
     if n_tokens > run.model.block_size:
         unit = "tokens" if tokenizer.has_bytes or tokenizer.eos_token else "characters"

@@ -51,7 +51,7 @@ def score(
     given = {"encoding": encoding, "encoding_errors": encoding_errors}
     changes = {name: value for name, value in given.items() if value is not None}
     settings = loaded.config.text.model_copy(update={**changes, "documents": None})
-    content = read_text(text, settings)
+    content = read_text(text, settings, console.say)
     runs.warn_of_own_text(loaded, text)
     separator = loaded.config.text.documents
     if separator not in (None, "lines", "files") and separator in content:
@@ -61,9 +61,7 @@ def score(
         )
     with show_progress("character", "scored") as on_progress:
         scored = scoring.score(loaded, content, unknown, on_progress, losses_of)
-    console.say_unknown(
-        scored.n_unknown, unknown or loaded.config.text.unknown, loaded.tokenizer.replacement
-    )
+    runs.say_unknown(loaded, loaded.tokenizer.find_unknown(content), unknown)
     lines = scored.lines()
     if json_:
         result = {

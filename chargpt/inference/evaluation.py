@@ -40,7 +40,7 @@ from chargpt.store.run import Run, as_run
 from chargpt.text.corpus import Split, read_text
 from chargpt.text.documents import mark_documents
 from chargpt.text.source import require_text
-from chargpt.text.tokenizer import Floats, Tokens
+from chargpt.text.tokenizer import Floats, Tokens, UnknownPolicy
 
 OnProgress = Callable[[int, int], object]  # of the number done and the total
 
@@ -127,6 +127,7 @@ def evaluate(
     *,
     text: str | None = None,
     tokens: Tokens | None = None,
+    unknown: UnknownPolicy | None = None,
     stride: int | None = None,
     dtype: torch.dtype | None = None,
     seed: int = 1337,
@@ -138,9 +139,11 @@ def evaluate(
         run: a run from `train` or `load_run`, or its folder.
         split: `train`, `val`, `test` or `mixture` of the run's text, unless another text is given.
         protocol: `blocks`, `sliding` or `nanogpt`.
-        path: of another text; characters outside the vocabulary follow `text.unknown`.
+        path: of another text.
         text: another text itself, instead of its path.
         tokens: another text as token ids, (tokens,), instead of its path.
+        unknown: policy for characters of another text outside the vocabulary; the run's
+            `text.unknown` by default.
         stride: S of `sliding`, 1 to T; max(1, T // 2) by default.
         dtype: torch.bfloat16 for mixed precision; float32 by default.
         seed: of the random batches of `nanogpt`.
@@ -162,7 +165,7 @@ def evaluate(
         raise ConfigError("give one of path, text and tokens: each is another text")
     run, n_unknown, scored = as_run(run), 0, "all"
     if path is not None or text is not None:
-        tokens, n_unknown = read_tokens(run, path, text)
+        tokens, n_unknown = _read_tokens(run, path, text, unknown)
     elif tokens is None:
         tokens, scored = run.corpus().split(split), split
     result = evaluate_tokens(
@@ -184,7 +187,9 @@ def evaluate(
     return replace(result, n_unknown=n_unknown, nats_per_document=per_document)
 
 
-def read_tokens(run: Run, path: str | Path | None, text: str | None = None) -> tuple[Tokens, int]:
+def _read_tokens(
+    run: Run, path: str | Path | None, text: str | None, unknown: UnknownPolicy | None
+) -> tuple[Tokens, int]:
     """Return another text as a run's tokens, and its number of characters outside the vocabulary.
 
     `text` is the text itself, instead of its path.
@@ -195,8 +200,8 @@ def read_tokens(run: Run, path: str | Path | None, text: str | None = None) -> t
     else:
         require_text(text)
         text = "".join(mark_documents([iter([text or ""])], settings.documents))
-    tokens = run.tokenizer.encode(text, unknown=settings.unknown)
-    return tokens, run.tokenizer.count_unknown(text)
+    tokens = run.tokenizer.encode(text, unknown=unknown or settings.unknown)
+    return tokens, len(run.tokenizer.find_unknown(text))
 
 
 def evaluate_tokens(

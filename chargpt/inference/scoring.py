@@ -96,7 +96,5 @@ def score(
     bits = np.add.reduceat(np.concatenate((first, rest)), starts) / math.log(2)
     if not np.isfinite(bits).all():
         raise OperationError(NOT_FINITE)
-    n_unknown, skipped = tokenizer.count_unknown(text), frozenset[str]()
-    if n_unknown and policy == "skip":
-        skipped = frozenset(filter(tokenizer.count_unknown, set(text)))
-    return Scored(text, bits, n_unknown, skipped)
+    found = tokenizer.find_unknown(text)
+    return Scored(text, bits, len(found), frozenset(found if policy == "skip" else ""))

@@ -9,6 +9,7 @@ characters like any other. Characters rarer than `min_count` are spelled by byte
 import codecs
 import json
 import os
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,7 +30,7 @@ N_CODE_POINTS = 0x110000
 MAX_JSON_BYTES = 16_000_000  # all code points, escaped, take less
 MAX_KEPT = 256  # different characters of a text that keeps all of them
 MIN_FREQUENCY = 1e-5  # of a character in the vocabulary of a text with more than MAX_KEPT
-MAX_NAMED = 5  # unknown characters that an error lists one by one
+MAX_NAMED = 5  # unknown characters that a message lists one by one
 CHUNK = 1 << 15  # characters encoded at once: small enough for a processor's cache
 FORMAT, VERSION = "chargpt-tokenizer", 1
 
@@ -225,7 +226,7 @@ class CharTokenizer:
         codes = code_points(text)[missing]
         is_unknown = self._is_unknown(codes)
         if is_unknown.any() and unknown == "error":
-            raise UnknownCharacterError(_describe_unknown(codes[is_unknown]))
+            raise UnknownCharacterError(self._describe_unknown(codes_to_text(codes[is_unknown])))
         if is_unknown.any() and unknown == "skip":
             return self.encode(codes_to_text(np.delete(code_points(text), missing[is_unknown])))
         ids = ids.astype(self.dtype)
@@ -246,10 +247,26 @@ class CharTokenizer:
         """Return which of the code points outside the vocabulary cannot be encoded."""
         return _is_surrogate(codes) if self.has_bytes else np.ones(codes.shape, np.bool_)
 
-    def count_unknown(self, text: str) -> int:
-        """Return the number of characters of a text that cannot be encoded."""
+    def find_unknown(self, text: str) -> str:
+        """Return the characters of a text that cannot be encoded, in order."""
         codes = code_points(text)
-        return int(self._is_unknown(codes[self._ids.take(codes, mode="clip") == self._no_id]).sum())
+        missing = codes[self._ids.take(codes, mode="clip") == self._no_id]
+        return codes_to_text(missing[self._is_unknown(missing)])
+
+    def _describe_unknown(self, characters: str) -> str:
+        """Return the error message for characters outside the vocabulary."""
+        distinct = set(characters)
+        subject, them = "1 character is", "it"
+        if len(distinct) > 1:
+            subject, them = f"{len(distinct):,} different characters are", "them"
+        remedy = ""
+        for name, change in (("lower", str.lower), ("upper", str.upper)):
+            if all(change(character) in self.characters for character in distinct):
+                remedy = f"write {them} in {name} case, or "
+        return (
+            f"{subject} not in the vocabulary: {name_characters(characters)}; {remedy}leave {them} "
+            f"out or replace {them} with --unknown skip or replace (setting text.unknown)"
+        )
 
     def count_characters(self, ids: Tokens) -> int:
         """Return the number of characters that tokens spell, which is that of their starts."""
@@ -369,7 +386,7 @@ def code_points(text: str) -> npt.NDArray[np.uint32]:
 
 def codes_to_text(codes: npt.NDArray[Any]) -> str:
     """Return the text of code points."""
-    return str(np.ascontiguousarray(codes, dtype="<u4").data, "utf-32-le")
+    return str(np.ascontiguousarray(codes, dtype="<u4").data, "utf-32-le", "surrogatepass")
 
 
 def _is_surrogate(codes: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
@@ -394,17 +411,10 @@ def _name_character(character: str) -> str:
     return f"'{display_char(character)}' {code}" if character.isprintable() else code
 
 
-def _describe_unknown(codes: npt.NDArray[np.uint32]) -> str:
-    """Return the error message for characters outside the vocabulary, most frequent first."""
-    distinct, counts = np.unique(codes, return_counts=True)
-    order = np.argsort(-counts, kind="stable")[:MAX_NAMED]
-    names = ", ".join(_name_character(chr(code)) for code in distinct[order])
-    n_others = distinct.size - order.size
+def name_characters(characters: str) -> str:
+    """Return the names of a few different characters, most frequent first, and how many more."""
+    counts = Counter(characters)
+    ranked = sorted(counts, key=lambda character: (-counts[character], character))
+    n_others = len(ranked[MAX_NAMED:])
     others = f" and {n_others:,} other{'' if n_others == 1 else 's'}" if n_others else ""
-    subject, them = "1 character is", "it"
-    if distinct.size > 1:
-        subject, them = f"{distinct.size:,} different characters are", "them"
-    return (
-        f"{subject} not in the vocabulary: {names}{others}; leave {them} out or replace {them} "
-        "with --unknown skip or replace (setting text.unknown)"
-    )
+    return ", ".join(map(_name_character, ranked[:MAX_NAMED])) + others

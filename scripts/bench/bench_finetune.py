@@ -75,7 +75,7 @@ def measure(pair: str, args: argparse.Namespace, seed: int, folder: Path) -> lis
 
 def known(run: Run, text: str) -> float:
     """Return the fraction of a text's characters that a run knows."""
-    return 1 - run.tokenizer.count_unknown(text) / len(text)
+    return 1 - len(run.tokenizer.find_unknown(text)) / len(text)
 
 
 def means(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
