@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from chargpt.inference.evaluation import evaluate as evaluate
     from chargpt.inference.generation import sample as sample
     from chargpt.inference.generation import stream as stream
+    from chargpt.inference.scoring import score as score
     from chargpt.models.bigram import BigramLM as BigramLM
     from chargpt.models.gpt import GPT as GPT
     from chargpt.models.ngram import NGramLM as NGramLM
@@ -50,6 +51,7 @@ _MODULES = {
     "load_run": "chargpt.store.run",
     "load_corpus": "chargpt.text.corpus",
     "sample": "chargpt.inference.generation",
+    "score": "chargpt.inference.scoring",
     "stream": "chargpt.inference.generation",
     "train": "chargpt.training.api",
     "with_mixture": "chargpt.store.mixture",

@@ -129,7 +129,7 @@ def test_the_commands_adapt_if_asked(run: Run, cli: Cli) -> None:
     }
     assert [facts["protocol"] for facts in shown.values()] == ["sliding", "sliding", "adaptive"]
     assert shown["--adaptive",]["bits_per_char"] < shown["--mixture",]["bits_per_char"] - 0.3
-    scored = score(run, NEW, losses_of=adaptive_losses)
+    scored = score(run, NEW, adaptive_losses=adaptive_losses)
     assert shown["--adaptive",]["bits_per_char"] == pytest.approx(scored.bits_per_char, rel=1e-4)
     Path("part.txt").write_text(NEW[:300])
     for words, name in (((), "a.cgpt"), (("--adaptive",), "b.cgpt")):

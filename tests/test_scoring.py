@@ -1,5 +1,6 @@
 """Surprisal of characters and lines."""
 
+import dataclasses
 import io
 import json
 import math
@@ -12,6 +13,7 @@ from noise import fill_with_noise
 
 from chargpt.config import Config, ModelConfig
 from chargpt.errors import TextError, UnknownCharacterError
+from chargpt.inference import evaluation
 from chargpt.inference.evaluation import evaluate_tokens
 from chargpt.inference.scoring import score
 from chargpt.models import build_model
@@ -61,6 +63,35 @@ def test_a_line_has_the_mean_surprisal_of_its_characters_and_newline() -> None:
     ]
     for line, part in zip(scored.lines(), (slice(0, 4), slice(8, 11), slice(11, 12)), strict=True):
         assert line.bits_per_char == pytest.approx(scored.bits[part].mean())
+        assert line.bits == pytest.approx(scored.bits[part].sum())
+
+
+def test_a_line_of_a_list_has_one_figure_wherever_it_stands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(evaluation, "MAX_CALL_TOKENS", 20)  # of several batches
+    run = run_of("\nabcdefgh")
+    run = dataclasses.replace(run, tokenizer=dataclasses.replace(run.tokenizer, eos_token="\n"))
+    random = np.random.default_rng(1)
+    lines = ["".join(random.choice(list("abcdefgh"), n)) for n in (*range(1, 8), *range(1, 12))]
+    expected = {}
+    for line in lines:
+        tokens = run.tokenizer.encode(f"\n{line}\n")
+        expected[line] = evaluate_tokens(run.model, tokens, protocol="sliding").nats_per_char
+        expected[line] *= (len(tokens) - 1) / math.log(2)
+        if len(line) < run.model.block_size:
+            log_probs = run.logits(f"\n{line}").log_softmax(dim=-1).numpy()
+            bits = -log_probs[np.arange(len(line) + 1), tokens[1:]] / math.log(2)
+            assert expected[line] == pytest.approx(bits.sum(), rel=1e-4)
+    done: list[tuple[int, int]] = []
+    for text in ("\n".join(lines), "\n\n".join(reversed(lines)) + "\n"):
+        scored = score(run, text, on_progress=lambda *each: done.append(each))
+        assert scored.protocol == "documents"
+        assert (scored.text, done[-1]) == (text.rstrip("\n") + "\n", (len(scored.text),) * 2)
+        found = {line.text: line.bits for line in scored.lines()}
+        assert found == pytest.approx(expected, rel=1e-4)
+    with pytest.raises(TextError, match="no character to score"):
+        score(run, "")
 
 
 def test_without_a_newline_in_the_vocabulary_the_first_character_is_uniform() -> None:
@@ -73,16 +104,16 @@ def test_unknown_characters_are_rejected_or_skipped() -> None:
     run = run_of("\nabc")
     with pytest.raises(UnknownCharacterError, match="x"):
         score(run, "abxc")
-    assert len(score(run, "abxc", "skip").bits) == 3
+    assert len(score(run, "abxc", unknown="skip").bits) == 3
     with pytest.raises(TextError, match="no character to score"):
-        score(run, "xyz", "skip")
+        score(run, "xyz", unknown="skip")
 
 
 @pytest.mark.parametrize("letters", ["\nabc", "abc"])
 def test_skipped_characters_stay_in_the_lines_that_are_shown(letters: str) -> None:
     run = run_of(letters)
-    scored = score(run, "axb\nxx\nc\ny\nab", "skip")
-    known = score(run, "ab\n\nc\n\nab", "skip")
+    scored = score(run, "axb\nxx\nc\ny\nab", unknown="skip")
+    known = score(run, "ab\n\nc\n\nab", unknown="skip")
     assert scored.bits.tolist() == known.bits.tolist()
     shown = {line.text: line.bits_per_char for line in scored.lines()}
     expected = {line.text: line.bits_per_char for line in known.lines()}
@@ -137,11 +168,18 @@ def test_the_command_ranks_lines_and_reads_standard_input(
     assert len(ranked) == len(numbers)
     shown = cli("score", "mine", verse).stdout
     assert f"{facts['bits_per_char']:.3f} bits per character" in shown
-    assert ranked[0].split("\t")[2][:20] in shown
+    per_char, total, number, text = ranked[0].split("\t", 3)
+    assert text[:20] in shown
+    highest = facts["lines"][numbers.index(int(number))]
+    assert f"{highest['bits_per_char']:.3f} {highest['bits']:.2f}" == f"{per_char} {total}"
     Path("part.txt").write_text("the sea\n")
     piped = io.TextIOWrapper(io.BytesIO(b"the sea\n"))
     monkeypatch.setattr("sys.stdin", piped)
     assert cli("score", "mine").stdout == cli("score", "mine", "part.txt").stdout
+    bits_per_char = json.loads(cli("score", "mine", "part.txt", "--json").stdout)["bits_per_char"]
+    assert score("mine", "the sea\n").bits_per_char == pytest.approx(bits_per_char)
+    with pytest.raises(TextError, match="is a file, not a text; give its content"):
+        score("mine", "part.txt")
     Path("part.txt").write_text("the sea\nthe light\n")
     few = cli("score", "mine", "part.txt").stdout
     assert "was trained on" not in cli("score", "mine", "part.txt").stderr

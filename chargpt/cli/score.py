@@ -8,7 +8,6 @@ import typer
 from chargpt.cli import console, options, runs, tables
 from chargpt.cli.progress import show_progress
 from chargpt.inference import scoring
-from chargpt.inference.evaluation import token_losses
 from chargpt.text.corpus import read_text
 from chargpt.training.adaptive import adaptive_losses
 
@@ -25,8 +24,9 @@ def score(
         bool,
         typer.Option(
             "--per-line",
-            help="Print bits per character, number and text of every line, highest first. The "
-            "lines before a line are its context.",
+            help="Print bits per character, bits, number and text of every line, highest first. "
+            "The lines before a line are its context, but for a run of text.documents=lines, which "
+            "scores each on its own.",
         ),
     ] = False,
     unknown: options.UnknownOption = None,
@@ -44,8 +44,6 @@ def score(
     `chargpt score runs/novel --per-line < chapter.txt | head`.
     """
     loaded = runs.load_named_run(run, checkpoint, device, mixture=mixture or adaptive)
-    losses_of = adaptive_losses if adaptive else token_losses
-    protocol = "adaptive" if adaptive else "sliding"
     if text == "-" and sys.stdin is not None and sys.stdin.isatty():
         console.say("type the text; Ctrl-D ends it")
     given = {"encoding": encoding, "encoding_errors": encoding_errors}
@@ -60,13 +58,19 @@ def score(
             "as text; chargpt evaluate --text ends documents there, as training did"
         )
     with show_progress("character", "scored") as on_progress:
-        scored = scoring.score(loaded, content, unknown, on_progress, losses_of)
+        scored = scoring.score(
+            loaded,
+            content,
+            unknown=unknown,
+            adaptive_losses=adaptive_losses if adaptive else None,
+            on_progress=on_progress,
+        )
     runs.say_unknown(loaded, loaded.tokenizer.find_unknown(content), unknown)
     lines = scored.lines()
     if json_:
         result = {
             "bits_per_char": scored.bits_per_char,
-            "protocol": protocol,
+            "protocol": scored.protocol,
             "characters": len(scored.bits),
             "n_unknown": scored.n_unknown,
             "run": str(run),
@@ -77,14 +81,20 @@ def score(
         return
     ranked = sorted(lines, key=lambda line: -line.bits_per_char)
     if per_line:
-        console.say("bits per character, number and text of each line, highest first:")
+        console.say("bits per character, bits, number and text of each line, highest first:")
         for line in ranked:
-            console.out(f"{line.bits_per_char:.3f}\t{line.number}\t{line.text}")
+            figures = f"{line.bits_per_char:.3f}\t{line.bits:.2f}\t{line.number}"
+            console.out(f"{figures}\t{line.text}")
         return
     console.out(
         f"{console.characters(len(scored.bits))}: {scored.bits_per_char:.3f} bits per character "
-        f"(protocol {protocol})"
+        f"(protocol {scored.protocol})"
     )
+    show_extremes(ranked)
+
+
+def show_extremes(ranked: list[scoring.Line]) -> None:
+    """Print a table of the distinct lines at both ends of the ranking."""
     distinct: dict[str, scoring.Line] = {}
     for line in ranked:
         distinct.setdefault(line.text, line)

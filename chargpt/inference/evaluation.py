@@ -31,6 +31,7 @@ from chargpt.inference.windows import (
     EvaluationProtocol,
     Windows,
     even_spans,
+    gather_rows,
     protocol_windows,
     sliding_windows,
 )
@@ -38,7 +39,7 @@ from chargpt.models import LanguageModel
 from chargpt.models.base import eval_mode
 from chargpt.store.run import Run, as_run
 from chargpt.text.corpus import Split, read_text
-from chargpt.text.documents import mark_documents
+from chargpt.text.documents import document_ends, mark_documents
 from chargpt.text.source import require_text
 from chargpt.text.tokenizer import Floats, Tokens, UnknownPolicy
 
@@ -282,6 +283,31 @@ def token_losses(run: Run, tokens: Tokens, on_progress: OnProgress = lambda *_: 
                 done += losses.size
                 on_progress(done, len(tokens) - 1)
     return np.concatenate(parts)
+
+
+def document_losses(run: Run, tokens: Tokens, on_progress: OnProgress = lambda *_: None) -> Floats:
+    """Return the loss of each token but the first in nats, (tokens - 1,), of single documents.
+
+    The tokens begin with the EOS token and end with one. The context of a document begins with the
+    EOS token before it, as in sampling; one that is longer than a block is scored by `sliding`.
+    """
+    model, total, done = run.model, len(tokens) - 1, 0
+    found = np.empty(total)
+    ends = document_ends(tokens, run.tokenizer.eos_token_id)
+    lengths = np.diff(ends)
+    with eval_mode(model):
+        for length in np.unique(lengths).tolist():  # documents of equal length form batches
+            starts = ends[:-1][lengths == length] - 1
+            is_long = length > model.block_size
+            step = 1 if is_long else max(1, MAX_CALL_TOKENS // length)
+            for part in np.split(starts, range(step, len(starts), step)):
+                rows = gather_rows(tokens, part, length)
+                batches = sliding_windows(rows[0], model.block_size) if is_long else [Windows(rows)]
+                losses = [each[0].ravel() for w in batches for each in _iter_losses(model, w)]
+                found[(part[:, None] + np.arange(length)).ravel()] = np.concatenate(losses)
+                done += rows.size - len(rows)
+                on_progress(done, total)
+    return found
 
 
 def iter_log_probs(

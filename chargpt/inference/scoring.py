@@ -6,16 +6,20 @@ Shapes in this file: N = characters.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from chargpt.device import require_memory
 from chargpt.errors import NOT_FINITE, OperationError, TextError
-from chargpt.inference.evaluation import OnProgress, token_losses
-from chargpt.store.run import Run
+from chargpt.inference.evaluation import OnProgress, document_losses, token_losses
+from chargpt.store.run import Run, as_run
+from chargpt.text.source import require_text
 from chargpt.text.tokenizer import Floats, Tokens, UnknownPolicy
 
 BYTES_PER_CHARACTER = 40  # of memory, measured
+
+LossesOf = Callable[[Run, Tokens, OnProgress], Floats]  # the losses of all tokens but the first
 
 
 @dataclass(frozen=True)
@@ -25,14 +29,16 @@ class Line:
     number: int  # from 1
     text: str  # without its newline
     bits_per_char: float  # mean surprisal of its characters, including the newline
+    bits: float  # their sum
 
 
 @dataclass(frozen=True)
 class Scored:
     """A text and the surprisal of its characters."""
 
-    text: str
+    text: str  # of a list of lines, with a newline at its end
     bits: Floats  # surprisal of each character that was not skipped, (N,)
+    protocol: str  # `sliding`, `documents` or `adaptive`
     n_unknown: int = 0  # characters outside the vocabulary, skipped or replaced
     skipped: frozenset[str] = frozenset()  # different characters outside the vocabulary
 
@@ -49,42 +55,60 @@ class Scored:
             n_skipped = sum(each in self.skipped for each in line) if self.skipped else 0
             end = min(start + len(line) - n_skipped + n_newline, len(self.bits))
             if line.strip() and end > start:
-                lines.append(Line(number, line, float(self.bits[start:end].mean())))
+                bits = self.bits[start:end]
+                lines.append(Line(number, line, float(bits.mean()), float(bits.sum())))
             start = end
         return lines
 
 
 def score(
-    run: Run,
+    run: Run | str | Path,
     text: str,
+    *,
     unknown: UnknownPolicy | None = None,
+    adaptive_losses: LossesOf | None = None,
     on_progress: OnProgress = lambda *_: None,
-    losses_of: Callable[[Run, Tokens, OnProgress], Floats] = token_losses,
 ) -> Scored:
-    """Return the surprisal of each character, -log2 of its probability.
+    """Return the surprisal of each character of a text, -log2 of its probability.
 
-    The text is scored as if the EOS token or a newline preceded it. If the vocabulary has
-    neither, the first token has surprisal log2(V).
+    The protocol is `sliding`, as if the EOS token or a newline preceded the text; if the vocabulary
+    has neither, the first token has surprisal log2(V). In a run of `text.documents=lines` it is
+    `documents`: each line is scored on its own, from its first character to the EOS token.
 
     Args:
-        run: a run from `load_run`.
-        text: of any length.
+        run: a run from `train` or `load_run`, or its folder.
+        text: the text itself, of any length.
         unknown: policy for characters outside the vocabulary; the run's `text.unknown` by default.
+        adaptive_losses: `chargpt.training.adaptive.adaptive_losses` for the protocol `adaptive`,
+            with `with_mixture(run)` as the run.
         on_progress: called with the number of tokens scored, and of all.
-        losses_of: returns the loss of each token but the first in nats; by `sliding` evaluation by
-            default.
+
+    Returns:
+        `bits`, the surprisal of each character, `bits_per_char`, their mean, and `lines()`, those
+        of each line.
 
     Raises:
-        TextError: the text is empty, or contains unknown characters.
+        TextError: the text is empty, the path of a file, or contains unknown characters.
         DeviceError: it is too long for the memory.
         OperationError: the losses are not finite.
     """
+    require_text(text)
+    run = as_run(run)
     require_memory(BYTES_PER_CHARACTER * len(text), f"a text of {len(text):,} characters")
     tokenizer = run.tokenizer
     policy = unknown or run.config.text.unknown
     tokens = tokenizer.encode(text, unknown=policy)
     if not len(tokens):
         raise TextError("there is no character to score; give a longer text")
+    losses_of: LossesOf = token_losses
+    protocol = "sliding"
+    if adaptive_losses:
+        losses_of, protocol = adaptive_losses, "adaptive"
+    elif tokenizer.eos_token == "\n":
+        losses_of, protocol = document_losses, "documents"
+        if tokens[-1] != tokenizer.eos_token_id:
+            text += "\n"
+            tokens = np.append(tokens, tokenizer.encode("\n"))
     first = np.zeros(0)
     if tokenizer.bos_text:
         tokens = np.concatenate((tokenizer.encode(tokenizer.bos_text), tokens))
@@ -97,4 +121,5 @@ def score(
     if not np.isfinite(bits).all():
         raise OperationError(NOT_FINITE)
     found = tokenizer.find_unknown(text)
-    return Scored(text, bits, len(found), frozenset(found if policy == "skip" else ""))
+    skipped = frozenset(found if policy == "skip" else "")
+    return Scored(text, bits, protocol, len(found), skipped)
