@@ -322,7 +322,9 @@ def test_the_passage_of_a_list_begins_with_its_first_document(cli: Cli, tmp_path
 def test_a_sampled_document_of_several_lines_shows_where_it_ends(cli: Cli, tmp_path: Path) -> None:
     path = tmp_path / "poems.txt"
     path.write_text("one\ntwo%" * 400)
-    cli("train", path, *TINY, "-s", "text.documents=%", "-s", "sample.length=20", "--out", "mine")
+    settings = ("-s", "text.documents=%", "-s", "sample.length=20")
+    done = cli("train", path, *TINY, *settings, "--out", "mine")
+    assert "-- sample at step 6 (␞: end of a document) --" in done.stderr
     run = load_run(Path("mine"), device="cpu")
     page = Page(write_report(run).read_text(encoding="utf-8")).text
     signs = re.compile("[␞…]")
@@ -354,6 +356,16 @@ def test_a_sorted_list_is_said_to_have_unlike_splits_instead_of_over_fitting(
     path.write_text("\n".join(np.random.default_rng(0).permutation(words)))
     done = cli("train", path, *TINY, "--out", "other")
     assert "differs from the training" not in done.stdout
+
+
+@pytest.mark.parametrize("over_fits", [False, True])
+def test_more_steps_are_suggested_unless_the_run_over_fits(
+    over_fits: bool, cli: Cli, verse: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RunScores, "over_fits", lambda *_: over_fits)
+    done = cli("train", verse, *TINY, "--out", "mine")
+    hint = "chargpt train --resume mine -s train.max_steps=12"
+    assert (hint in done.stdout) == (not over_fits)
 
 
 def test_all_rows_of_the_closing_table_score_the_same_characters(cli: Cli, verse: Path) -> None:
