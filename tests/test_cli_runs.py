@@ -174,6 +174,7 @@ def test_interactive_sampling_continues_each_line(runs: Path, cli: Cli) -> None:
     assert "U+03A9; leave it out or replace it with /unknown skip" in done.stderr
     assert "chargpt: unknown: expected 'error', 'skip' or 'replace'" in done.stderr
     assert 'unknown is "skip"' in done.stderr
+    assert "1 character outside the vocabulary ('Ω' U+03A9): left out" in done.stderr
     assert 'stop is ["a=b: #"]' in done.stderr
     assert "length is 6" in done.stderr
     assert 'stop is ["END", "\\n"]' in done.stderr

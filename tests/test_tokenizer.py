@@ -174,9 +174,11 @@ def test_the_error_names_the_unknown_characters_and_the_remedy() -> None:
         ("uvwxyz", "^6 different .* and 1 other;"),
         ("BabA", "; write them in lower case, or leave them out or"),
         ("AZ", "'A' U\\+0041, 'Z' U\\+005A; leave them out"),
+        ("a\u0308b", "; the text is decomposed \\(NFD\\): convert it to NFC, or leave it out"),
+        ("a\u0308z", "'z' U\\+007A, '◌\u0308' U\\+0308; leave them out"),
     ):
         with pytest.raises(UnknownCharacterError, match=expected):
-            CharTokenizer.fit("abc").encode(text)
+            CharTokenizer.fit("abcä").encode(text)
 
 
 @pytest.mark.parametrize(

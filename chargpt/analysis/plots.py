@@ -194,17 +194,18 @@ def optimization_curves(records: Sequence[Mapping[str, Any]], characters: float)
         for (then, before), (now, step) in itertools.pairwise(timestamps)
         if now > then and step > before
     ]
-    figure = _figure(5.5, 4.5)
+    figure = _figure(5.5, 5.5)
     parts = {
         "learning-rate factor": [(row["step"], row["lr_factor"]) for row in rows],
         "gradient norm": smoothed([(row["step"], row["grad_norm"]) for row in rows]),
         "characters per second": smoothed(speeds),
     }
     for number, (name, points) in enumerate(parts.items()):
-        axes = figure.add_subplot(len(parts), 1, number + 1)
+        shared = figure.axes[0] if number else None  # so that all have the same steps
+        axes = figure.add_subplot(len(parts), 1, number + 1, sharex=shared)
         axes.plot(*(zip(*points, strict=True) if points else ((), ())), color=COLOURS[number])
-        axes.set_title(name, fontsize=9)
-        axes.tick_params(labelsize=8)
+        axes.set_title(name, fontsize=9, loc="left")
+        axes.tick_params(labelsize=8, labelbottom=number == len(parts) - 1)
         axes.set_ylim(bottom=0)
         _remove_spines(axes)
     axes.set_xlabel("step", fontsize=9)

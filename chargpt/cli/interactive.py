@@ -5,7 +5,7 @@ import re
 import sys
 from contextlib import suppress
 
-from chargpt.cli import console
+from chargpt.cli import console, runs
 from chargpt.config import Config, parse_override, unescape
 from chargpt.errors import ChargptError, ConfigError, TextError
 from chargpt.inference.generation import stream_run
@@ -53,6 +53,8 @@ def interact(run: Run, config: Config, unknown: UnknownPolicy | None) -> None:
                 config = change_setting(config, line[1:])
             else:
                 last = "" if run.tokenizer.eos_token else text
+                if config.text.unknown != "error":
+                    runs.say_unknown(run, run.tokenizer.find_unknown(line), config.text.unknown)
                 text = continue_text(run, config, line or last)
         except ChargptError as error:
             message = str(error).replace("--unknown", "/unknown")

@@ -15,6 +15,8 @@ BOMS = (  # UTF-32 before UTF-16, whose little-endian mark is a prefix of UTF-32
     (codecs.BOM_UTF16_LE, "utf-16-le"),
     (codecs.BOM_UTF16_BE, "utf-16-be"),
 )
+# common encodings of older texts; those that decode fewest texts of others are first
+LEGACY = ("shift_jis", "cp949", "euc_jp", "big5", "gb18030", "cp1252", "cp1251")
 BYTE_ORDER_MARK = "\ufeff"
 Errors = Literal["strict", "replace"]
 
@@ -82,16 +84,28 @@ def _decode_file(name: str, codec: str, errors: Errors, contents: Iterator[bytes
             is_start = False
 
 
+def _decodes(content: bytes, encoding: str) -> bool:
+    """Return whether an encoding decodes some bytes, whose end may be inside a character."""
+    try:
+        codecs.getincrementaldecoder(encoding)().decode(content)
+    except UnicodeError:
+        return False
+    return True
+
+
 def _undecodable(name: str, codec: str, offset: int, error: UnicodeError, *, is_end: bool) -> str:
     """Return the message for an error in bytes that begin at `offset` of the file, or end it."""
     where = "a part"
     if isinstance(error, UnicodeDecodeError):
         where = f"byte 0x{error.object[error.start]:02X} at offset {offset + error.start:,}"
     shown = {"utf-8": "UTF-8", "utf-8-sig": "UTF-8"}.get(codec, codec)
-    first, *others = (name for name in ("cp1252", "cp1251", "shift_jis") if name != codec)
+    content = error.object if isinstance(error, UnicodeDecodeError) else b""
+    possible = [name for name in LEGACY if name != codec and _decodes(content, name)]
+    first, *others = possible[:3] or ["cp1252"]
+    examples = f"{first} (or {', '.join(others)})" if others else first
     remedy = (
-        f"name its true encoding, for example --encoding {first} (or {', '.join(others)}), or if "
-        "few bytes are damaged, replace them with --encoding-errors replace"
+        f"name its true encoding, for example --encoding {examples}, or if few bytes are damaged, "
+        "replace them with --encoding-errors replace"
     )
     cause = ", so it may be binary" if codec.startswith(("utf-16", "utf-32")) else ""
     if is_end:

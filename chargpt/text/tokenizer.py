@@ -9,6 +9,7 @@ characters like any other. Characters rarer than `min_count` are spelled by byte
 import codecs
 import json
 import os
+import unicodedata
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -226,7 +227,9 @@ class CharTokenizer:
         codes = code_points(text)[missing]
         is_unknown = self._is_unknown(codes)
         if is_unknown.any() and unknown == "error":
-            raise UnknownCharacterError(self._describe_unknown(codes_to_text(codes[is_unknown])))
+            raise UnknownCharacterError(
+                self._describe_unknown(codes_to_text(codes[is_unknown]), text)
+            )
         if is_unknown.any() and unknown == "skip":
             return self.encode(codes_to_text(np.delete(code_points(text), missing[is_unknown])))
         ids = ids.astype(self.dtype)
@@ -253,8 +256,8 @@ class CharTokenizer:
         missing = codes[self._ids.take(codes, mode="clip") == self._no_id]
         return codes_to_text(missing[self._is_unknown(missing)])
 
-    def _describe_unknown(self, characters: str) -> str:
-        """Return the error message for characters outside the vocabulary."""
+    def _describe_unknown(self, characters: str, text: str) -> str:
+        """Return the error message for the characters of a text outside the vocabulary."""
         distinct = set(characters)
         subject, them = "1 character is", "it"
         if len(distinct) > 1:
@@ -263,6 +266,8 @@ class CharTokenizer:
         for name, change in (("lower", str.lower), ("upper", str.upper)):
             if all(change(character) in self.characters for character in distinct):
                 remedy = f"write {them} in {name} case, or "
+        if not self.find_unknown(unicodedata.normalize("NFC", text)):
+            remedy = "the text is decomposed (NFD): convert it to NFC, or "
         return (
             f"{subject} not in the vocabulary: {name_characters(characters)}; {remedy}leave {them} "
             f"out or replace {them} with --unknown skip or replace (setting text.unknown)"

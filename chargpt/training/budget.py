@@ -59,9 +59,11 @@ class Replanning:
 
     replanned_fraction: float = 0.95  # fraction of the remaining time that is planned for steps
     min_fraction: float = 1 / 8  # of all steps: when fewer remain, their number is final
-    min_steps: int = 20  # fewer are of little use, and changes by fewer are not noted
+    min_steps: int = 20  # fewer are of little use
     overrun: float = 0.08  # fraction of the budget by which the first `min_steps` may exceed it
-    noted_change: float = 0.1  # of the number of steps: smaller changes are not noted
+    # of the number of steps, and steps: smaller changes are not noted
+    noted_change: float = 0.1
+    noted_steps: int = 10
     # slowdown from which a note gives the factor; some is normal: trial steps have no validation
     noted_slowdown: float = 2.0
 
@@ -323,7 +325,7 @@ def replanning_notes(
 
     A step takes `slowdown` times as long as planned; `step_limit` is that of `replanned_config`.
     """
-    if abs(new - old) < max(REPLANNING.min_steps, REPLANNING.noted_change * old):
+    if abs(new - old) < max(REPLANNING.noted_steps, REPLANNING.noted_change * old):
         return []
     if new == step_limit:
         return [f"re-planned: {old:,} -> {new:,} steps: {EPOCH_LIMIT_NOTE}"]
