@@ -30,7 +30,7 @@ from pydantic import (
 from chargpt.errors import ConfigError, most_similar
 from chargpt.yaml_io import MAX_YAML_CHARACTERS, dump_yaml, parse_yaml
 
-RESERVED = ("%", "@", "`", "#")  # no plain YAML value begins with these
+RESERVED = tuple("%@`#*,]}")  # no YAML value begins with these
 MAX_PROBLEMS = 20  # listed in one message
 NANOGPT_NAMES = {  # settings of nanoGPT, and what they are called here
     "learning_rate": "optim.lr",
@@ -132,8 +132,9 @@ class TextConfig(Settings):
         separator = unescape(documents or "")
         if documents == "":
             raise ValueError("expected `lines`, `files` or a separator")
-        meant = separator.strip().lower().removesuffix("s") + "s"
-        if meant in ("lines", "files") and separator != meant:
+        word = separator.strip().lower()
+        meant = "null" if word in ("none", "null") else word.removesuffix("s") + "s"
+        if meant in ("lines", "files", "null") and separator != meant:
             raise ValueError(f"expected `lines`, `files` or a separator; did you mean {meant}?")
         return "lines" if separator == "\n" else separator or None
 
@@ -584,7 +585,9 @@ def parse_override(written: str) -> tuple[str, object]:
         raise ConfigError(f"-s {written!r} is not of the form section.key=value")
     if value.strip()[:1] in RESERVED:
         return key.strip(), value.strip()
-    parsed, _ = parse_yaml(f"value: {value}", f"-s {written}")
+    quoted = value.strip().replace("'", "''")
+    remedy = f"correct it, or quote it if it is text: -s \"{key.strip()}='{quoted}'\""
+    parsed, _ = parse_yaml(f"value: {value}", f"-s {written}", remedy)
     if set(parsed) != {"value"}:
         raise ConfigError(f"-s {written!r} sets more than one key; use one -s per key")
     return key.strip(), parsed["value"]

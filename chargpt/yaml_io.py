@@ -49,8 +49,12 @@ for _class in (_Loader, _Dumper):
     )
 
 
-def parse_yaml(source: str, origin: str) -> tuple[dict[str, Any], dict[str, int]]:
+def parse_yaml(
+    source: str, origin: str, remedy: str = "correct it"
+) -> tuple[dict[str, Any], dict[str, int]]:
     """Return a YAML mapping as a dict, and the line of each dotted key.
+
+    Invalid YAML is reported with its `origin` and `remedy`, and with its line if it has several.
 
     Raises:
         ConfigError: the text is not a YAML mapping, or repeats a key.
@@ -69,9 +73,9 @@ def parse_yaml(source: str, origin: str) -> tuple[dict[str, Any], dict[str, int]
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
         # the last four: values that do not match their tag, or are nested too deep
         mark = getattr(error, "problem_mark", None)
-        where = f", line {mark.line + 1}" if mark else ""
+        where = f", line {mark.line + 1}" if mark and "\n" in source else ""
         problem = getattr(error, "problem", None) or (str(error) or "empty").splitlines()[0]
-        raise ConfigError(f"{origin}{where} is not valid YAML ({problem}); correct it") from None
+        raise ConfigError(f"{origin}{where} is not valid YAML ({problem}); {remedy}") from None
     if not isinstance(value, dict):
         raise ConfigError(
             f"{origin} has no `key: value` lines; `chargpt config` lists the settings"

@@ -388,6 +388,8 @@ def test_the_last_of_two_overrides_applies() -> None:
         ("text.documents=%", "text.documents", "%"),
         ("text.documents= @@ ", "text.documents", "@@"),
         ("text.documents=##", "text.documents", "##"),
+        ("text.suffixes=*.cmake", "text.suffixes", "*.cmake"),
+        ("text.documents=,", "text.documents", ","),
     ],
 )
 def test_the_value_of_an_override_is_read_as_yaml(written: str, key: str, value: object) -> None:
@@ -413,8 +415,8 @@ def test_an_override_without_key_or_equals_is_rejected(written: str) -> None:
         ("train.eval_interval=1", "did you mean train.evaluate_every?"),
         ("trian.max_steps=1", "did you mean train"),
         ("train=5", "expected a section"),
-        ("sample.prompt=*hi*", "not valid YAML"),
-        ("sample.prompt=*hi", "quote it if it is text"),
+        ("sample.prompt=a: b", "quote it if it is text: -s \"sample.prompt='a: b'\""),
+        ("sample.prompt=[*hi]", "quote it if it is text"),
     ],
 )
 def test_an_invalid_override_is_rejected(written: str, part: str) -> None:
@@ -425,6 +427,7 @@ def test_an_error_in_an_override_has_no_line_of_the_file(write) -> None:
     path = write("train:\n  batch_size: 32\n  max_steps: 4\n")
     assert "line" not in message_of(path, "train.max_steps=abc").replace(str(path), "")
     assert "line" not in message_of(path, "train={max_steps: abc}").replace(str(path), "")
+    assert "line" not in message_of(path, "train={max_steps").replace(str(path), "")
 
 
 # -- rules between settings ------------------------------------------------------------------
