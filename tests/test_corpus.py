@@ -354,6 +354,51 @@ def test_a_folder_is_read_recursively_sorted_and_by_suffix(write: Write) -> None
     assert "text.suffixes" not in message
 
 
+def test_binary_files_among_several_are_skipped_and_named(write: Write) -> None:
+    folder = write("ab\n", "m.txt").parent
+    alone = load(folder, documents="files").key
+    binary = [write(b"\0" * size, name) for size, name in ((9, "a.txt"), (600_000, "n.txt"))]
+    corpus = load(folder)
+    assert text_of(corpus) == "ab\n"
+    assert "not read, since they are binary: a.txt and n.txt" in corpus.notes
+    write(b"PK\0", "z.txt")
+    corpus = load(folder, documents="files")
+    assert corpus.key == alone
+    assert "not read, since they are binary: a.txt, n.txt and 1 more" in corpus.notes
+    notes: list[str] = []
+    assert read_text(folder, on_note=notes.append) == "ab\n"
+    assert notes[1:] == ["not read, since they are binary: a.txt, n.txt and 1 more"]
+    assert "NUL byte" in error_message(folder, encoding="utf-8")
+    write("ab".encode("utf-16"), "m.txt")
+    assert text_of(load(folder)) == "ab"
+    write("", "m.txt")
+    assert f"{binary[0]} holds a NUL byte at offset 0" in error_message(folder)
+    assert "NUL byte" in error_message(binary[1])
+
+
+def test_endings_that_outnumber_those_read_get_the_remedy(write: Write) -> None:
+    folder = write("a", "a.txt").parent
+    write("b", "b.cmake")
+    assert "to read" not in load(folder).notes[0]
+    write("c", "c.cmake")
+    remedy = "; to read the .cmake files, set text.suffixes, as with -s text.suffixes=.cmake, or "
+    assert remedy in load(folder).notes[0]
+
+
+def test_a_path_is_within_a_folder_or_a_glob_by_its_name_alone() -> None:
+    for path, text, expected in (
+        ("books/a/b.txt", "books", True),
+        ("books/a.md", "books/", False),
+        ("books/a.txt", "books/*.txt", True),
+        ("books/a/b.txt", "books/*.txt", False),
+        ("books/a.txt", "books/**/*.txt", True),
+        ("books/a/b/c.txt", "books/**/*.txt", True),
+        ("books2/a.txt", "books", False),
+        ("books", "books/a.txt", False),
+    ):
+        assert source.is_within(path, text, (".txt",)) == expected, (path, text)
+
+
 def test_a_run_is_not_taken_for_a_text(write: Write) -> None:
     folder = write("x", "runs/a/checkpoints/latest.json").parent.parent
     assert "is a run, not a text; name a text" in error_message(folder)

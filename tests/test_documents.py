@@ -140,10 +140,20 @@ def test_the_fraction_advised_for_too_few_documents_suffices(
                     replace(corpus, val_fraction=thousandths / 1000).require_blocks(block_size)
 
 
+@pytest.mark.parametrize(
+    ("documents", "cause"),
+    [("lines", "it is one line"), ("files", "it is one file"), ("%", "the separator '%' does not")],
+)
+def test_one_document_cannot_be_split(documents: str, cause: str) -> None:
+    corpus = load_corpus(TextConfig(documents=documents), text="the sea " * 1000)
+    with pytest.raises(TextError, match=f"in 1 document, since {cause}.* text.documents=null"):
+        corpus.require_blocks(8)
+
+
 def test_a_separator_that_does_not_occur_is_named() -> None:
     settings = TextConfig(documents="\\\n%\\\n")
     corpus = load_corpus(settings, text="one\n%\ntwo\n%\n" * 50)
-    with pytest.raises(TextError, match=r"1 document, since the separator in text\.documents, '"):
+    with pytest.raises(TextError, match=r"1 document, since the separator '"):
         corpus.require_blocks(8)
 
 
@@ -151,7 +161,8 @@ def test_separators_are_written_with_escapes() -> None:
     written = Config().with_values({"text.documents": "\\n\\n"})
     assert written.text.documents == "\n\n"
     assert Config().with_values({"text.documents": "\\n"}).text.documents == "lines"
-    for documents, meant in (("line", "lines"), ("Files", "files"), ("lines\\n", "lines")):
+    wrong = {"line": "lines", "Files": "files", "lines\\n": "lines", "None": "null"}
+    for documents, meant in wrong.items():
         with pytest.raises(ConfigError, match=f"did you mean {meant}"):
             Config().with_values({"text.documents": documents})
     with pytest.raises(ConfigError, match="`lines`, `files` or a separator"):

@@ -273,6 +273,8 @@ def test_files_are_read_once_for_all_matches_and_only_if_they_are_the_text(
         other = settings.model_copy(update={"path": "books/b.txt"})
         assert find_lines(other, corpus.key, passages) == {}
         assert read.call_count == 3
+        Path("books/0.txt").write_bytes(b"\0")  # a binary file does not end the search
+        assert find_lines(settings, corpus.key, ["The "]).keys() == {"The "}
 
 
 def test_the_usual_longest_match_is_one_of_those_measured() -> None:

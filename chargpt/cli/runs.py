@@ -13,7 +13,7 @@ from chargpt.store.layout import is_run
 from chargpt.store.listing import RunSummary, list_runs
 from chargpt.store.mixture import with_mixture
 from chargpt.store.run import Run, load_run, newest_run
-from chargpt.text.source import STDIN
+from chargpt.text.source import STDIN, is_within
 from chargpt.text.tokenizer import name_characters
 
 MAX_TEXT = 24  # characters of a text's name in the table: the run's name has to stay whole
@@ -94,12 +94,15 @@ def load_named_run(
 
 
 def warn_of_own_text(run: Run, path: str) -> None:
-    """Say that a text is the one that the run was trained on, if it has the same path."""
+    """Say that a text is the one that the run was trained on, or part of it, by its path."""
     own = run.config.text.path
-    if own and own != STDIN and Path(path).resolve() == Path(own).resolve():
+    if own in (None, STDIN) or path == STDIN:
+        return
+    is_own = Path(path).resolve() == Path(own).resolve()
+    if is_own or is_within(path, own, run.config.text.suffixes):
         console.say(
-            f"{path} is the text that the run was trained on: its loss is lower than that of a new "
-            "text; chargpt evaluate measures the validation split"
+            f"{path} is {'' if is_own else 'part of '}the text that the run was trained on: its "
+            "loss is lower than that of a new text; chargpt evaluate measures the validation split"
         )
 
 

@@ -25,7 +25,14 @@ from chargpt.text.decoding import codec_name
 from chargpt.text.display import REPLACEMENT
 from chargpt.text.documents import document_ends
 from chargpt.text.ingest import ingest, load_or_note, text_pieces
-from chargpt.text.source import STDIN, copy_stdin, find_source, iter_chunks, text_in_memory
+from chargpt.text.source import (
+    STDIN,
+    copy_stdin,
+    describe_binary,
+    find_source,
+    iter_chunks,
+    text_in_memory,
+)
 from chargpt.text.statistics import PairCounts, count_pairs, count_tokens
 from chargpt.text.tokenizer import CharTokenizer, Ints, Tokens
 from chargpt.yaml_io import to_flow_yaml
@@ -173,11 +180,13 @@ class Corpus:
         total = self.n_characters
         needed = block_size + 1
         characters = "1 character" if total == 1 else f"{total:,} characters"
-        if self.n_documents == 1 and self.documents not in ("lines", "files"):
+        if self.n_documents == 1:
+            causes = {"lines": "it is one line", "files": "it is one file"}
+            separator = f"the separator {self.documents!r:.40} does not occur within it"
             raise TextError(
-                f"{self.name} holds {characters} in 1 document, since the separator in "
-                f"text.documents, {self.documents!r:.40}, does not occur within it; correct "
-                "text.documents"
+                f"{self.name} holds {characters} in 1 document, since "
+                f"{causes.get(str(self.documents), separator)}, and one document cannot be split; "
+                "set text.documents=null, or give several documents"
             )
         remedies = ["give a longer text"]
         if shorter > MIN_BLOCK_SIZE:
@@ -185,7 +194,7 @@ class Corpus:
         if fraction := self._sufficient_val_fraction(needed):
             remedies.insert(0, f"set text.val_fraction to {fraction:g}")
         if self.n_documents:
-            characters += f" in {self.n_documents:,} document{'' if self.n_documents == 1 else 's'}"
+            characters += f" in {self.n_documents:,} documents"
             remedies.append("correct text.documents")
         unit = "tokens " if self.tokenizer.has_bytes else ""
         raise TextError(
@@ -359,6 +368,7 @@ def read_text(
     source = find_source(str(path), settings.suffixes, for_training=False)
     for note in source.notes:
         on_note(note)
+    binary: list[str] | None = [] if settings.encoding == "auto" else None
     texts: list[str] = []
     size = 0
     with tempfile.SpooledTemporaryFile(MAX_MEMORY_BYTES) as spool:
@@ -366,13 +376,15 @@ def read_text(
             # 4 bytes each, and a byte order mark
             copy_stdin(spool.write, 4 * (MAX_READ_CHARACTERS + 1))
             source = replace(source, stream=spool)
-        for text in text_pieces(iter_chunks(source), settings):
+        for text in text_pieces(iter_chunks(source, binary=binary), settings):
             size += len(text)
             if size > MAX_READ_CHARACTERS:
                 raise TextError(
                     f"{path} is over {MAX_READ_CHARACTERS:,} characters; give a shorter text"
                 )
             texts.append(text)
+    for note in describe_binary(binary or []):
+        on_note(note)
     return "".join(texts)
 
 
@@ -401,7 +413,9 @@ def find_lines(settings: TextConfig, key: str, passages: Iterable[str]) -> dict[
         if sum(path.stat().st_size for path in files) > MAX_READ_CHARACTERS:
             return {}
         for path in files if missing else ():
-            text = read_text(path, settings.model_copy(update={"documents": None}))
+            text = ""
+            with suppress(TextError):  # a binary file
+                text = read_text(path, settings.model_copy(update={"documents": None}))
             for passage in missing:
                 if (start := text.find(passage)) >= 0:
                     line = 1 + text.count("\n", 0, start)

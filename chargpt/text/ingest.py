@@ -21,7 +21,7 @@ from chargpt.text import TextProgress, cache
 from chargpt.text.cache import CachedText, CacheFile, DamagedCacheError
 from chargpt.text.decoding import Chunk, codec_name, decode
 from chargpt.text.documents import eos_token_of, mark_documents, shuffled
-from chargpt.text.source import Source, copy_stdin, iter_chunks
+from chargpt.text.source import Source, copy_stdin, describe_binary, iter_chunks
 from chargpt.text.statistics import count_tokens
 from chargpt.text.tokenizer import (
     N_CODE_POINTS,
@@ -65,7 +65,10 @@ def ingest(
                 copy_stdin(spool.write)
                 source = replace(source, stream=spool.file)
             first, second = _Checksum(), _Checksum()  # of both passes
-            counts, digests = _count_characters(source, settings, on_progress, first)
+            binary: list[str] | None = [] if settings.encoding == "auto" else None
+            chunks = first.tee(iter_chunks(source, on_progress, "reading", binary))
+            counts, digests = _count_characters(chunks, settings)
+            notes += describe_binary(binary or [])
             min_count = settings.min_count or choose_min_count(counts)
             rare = settings.rare if min_count > 1 else "keep"
             key = text_key(digests, settings, 1 if rare == "keep" else min_count, rare)
@@ -80,7 +83,7 @@ def ingest(
             cache.require_space(folder, int(counts.sum()) * tokenizer.dtype.itemsize)
             rare_count = int(counts.sum() - counts[code_points(tokenizer.characters)].sum())
             tokens = stack.enter_context(CacheFile(folder))
-            chunks = second.tee(iter_chunks(source, on_progress, "encoding"))
+            chunks = second.tee(iter_chunks(source, on_progress, "encoding", binary))
             for text in text_pieces(chunks, settings):
                 tokens.write(tokenizer.encode(text, "replace").view(np.uint8).data)
             if first.crc32 != second.crc32:
@@ -99,13 +102,10 @@ def ingest(
         ) from None
 
 
-def _count_characters(
-    source: Source, settings: TextConfig, on_progress: TextProgress | None, checksum: _Checksum
-) -> tuple[Ints, list[str]]:
+def _count_characters(chunks: Iterator[Chunk], settings: TextConfig) -> tuple[Ints, list[str]]:
     """Return the number of occurrences of each code point, and each file's digest."""
     counts = np.zeros(N_CODE_POINTS, dtype=np.int64)
     hashes: dict[str, Any] = {}  # by file name
-    chunks = checksum.tee(iter_chunks(source, on_progress, "reading"))
     # The thread ends here even on an error: a generator that garbage collection closes would
     # join it at any time, which can deadlock.
     with ThreadPoolExecutor(1, "hash") as worker:

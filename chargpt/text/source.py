@@ -1,5 +1,6 @@
 """Find the files of a text and read their bytes in chunks."""
 
+import fnmatch
 import glob
 import gzip
 import io
@@ -8,9 +9,10 @@ import stat
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import IO
 
@@ -18,7 +20,7 @@ from chargpt.errors import MissingTextError, TextError, most_similar
 from chargpt.files import file_stamp
 from chargpt.text import TextProgress
 from chargpt.text.catalog import BUILT_IN, CATALOG, built_in_text
-from chargpt.text.decoding import Chunk
+from chargpt.text.decoding import BOMS, Chunk
 
 CHUNK_BYTES = 1 << 19  # small enough for a processor's cache, with its text and tokens
 MAX_TEXT_BYTES = 100 * 10**9  # of all files together, decompressed
@@ -136,9 +138,27 @@ def _find_glob(pattern: str, written: str, for_training: bool) -> Source:
     return Source(name, tuple(files), notes=notes)
 
 
+def is_within(path: str, text: str, suffixes: tuple[str, ...]) -> bool:
+    """Return whether a path is in the folder `text`, with its endings, or matches the glob `text`.
+
+    Only the paths are compared: `text` may be from someone else's run, and is not opened or listed.
+    """
+    file, root = (Path(os.path.expanduser(each)).resolve() for each in (path, text))
+    if root in file.parents:
+        return file.is_dir() or file.name.lower().endswith(_endings(suffixes))
+    pattern = str(root)
+    # fnmatch's * matches slashes too, but not if there are as many in the path as in the pattern
+    same_depth = "**" in pattern or len(file.parts) == len(root.parts)
+    return same_depth and fnmatch.fnmatch(str(file), pattern.replace("**/", "*"))
+
+
+def _endings(suffixes: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple("." + suffix.lower().lstrip("*").lstrip(".") for suffix in suffixes)
+
+
 def _find_folder(root: Path, suffixes: tuple[str, ...], for_training: bool) -> Source:
     """Return the folder's files, sorted by path, without hidden ones."""
-    endings = tuple("." + suffix.lower().lstrip("*").lstrip(".") for suffix in suffixes)
+    endings = _endings(suffixes)
     files: list[Path] = []
     others: Counter[str] = Counter()  # endings of the files that are left out
     visited: set[tuple[int, int]] = set()
@@ -163,6 +183,10 @@ def _find_folder(root: Path, suffixes: tuple[str, ...], for_training: bool) -> S
                 others[path.suffix] += 1
         if len(files) > MAX_FILES:
             raise TextError(f"{root} holds over {MAX_FILES:,} files; join them into fewer")
+    common = max(others, key=others.__getitem__, default="")
+    remedy = f"name its files by a pattern, such as '{root}/**/*{common}'"
+    if common and for_training:
+        remedy = f"set text.suffixes, as with -s text.suffixes={common}, or {remedy}"
     if not files:
         if (root / "checkpoints").is_dir():
             resume = f", or continue the run with `chargpt train --resume {root}`"
@@ -171,10 +195,6 @@ def _find_folder(root: Path, suffixes: tuple[str, ...], for_training: bool) -> S
             )
         if not others:
             raise MissingTextError(f"the folder {root} holds no files; name another")
-        common = max(others, key=others.__getitem__)
-        remedy = f"name its files by a pattern, such as '{root}/**/*{common}'"
-        if common and for_training:
-            remedy = f"set text.suffixes, as with -s text.suffixes={common}, or {remedy}"
         raise MissingTextError(
             f"the folder {root} holds no file that ends in {', '.join(endings)}; {remedy}"
         )
@@ -187,6 +207,8 @@ def _find_folder(root: Path, suffixes: tuple[str, ...], for_training: bool) -> S
             f"{n:,} {ending or 'without an ending'}" for ending, n in others.most_common(3)
         )
         note += f"; not read: {n_others:,} ({listed})"
+        if common and others[common] > len(files):
+            note += f"; to read the {common} files, {remedy}"
     return Source(name, tuple(sorted(files)), notes=(note,))
 
 
@@ -240,12 +262,21 @@ def copy_stdin(write: Callable[[bytes], object], max_bytes: int = MAX_TEXT_BYTES
 
 
 def iter_chunks(
-    source: Source, on_progress: TextProgress | None = None, stage: str = "reading"
+    source: Source,
+    on_progress: TextProgress | None = None,
+    stage: str = "reading",
+    binary: list[str] | None = None,
 ) -> Iterator[Chunk]:
     """Yield the bytes of a source's files, decompressed.
 
-    Standard input must be copied to a stream first. `on_progress` is called with the stage and the
-    bytes read, as stored.
+    Standard input must be copied to a stream first.
+
+    Args:
+        source: the text.
+        on_progress: called with the stage and the bytes read, as stored.
+        stage: name of this pass over the bytes.
+        binary: receives the paths of binary files, which are skipped if there are others; None:
+            none is skipped.
 
     Raises:
         TextError: a file cannot be read or is a damaged archive, or the text is too large.
@@ -253,9 +284,17 @@ def iter_chunks(
     assert not source.is_stdin, "standard input must be copied to a seekable stream first"
     total = source.size()
     n_bytes = n_stored = 0
+    first_binary: Chunk | None = None
     for name in [str(path) for path in source.files] or [source.name]:
         with _os_errors_as_text_errors(name), _open(source, name) as raw:
-            for content in _decompress(name, raw):
+            contents = _decompress(name, raw)
+            head = next(contents, b"")
+            if binary is not None and len(source.files) > 1 and _is_binary(head):
+                binary.append(name)
+                first_binary = first_binary or Chunk(name, head)
+                n_stored += raw.seek(0, os.SEEK_END)
+                continue
+            for content in chain([head] if head else [], contents):
                 n_bytes += len(content)
                 if n_bytes > MAX_TEXT_BYTES:
                     raise TextError(
@@ -266,6 +305,20 @@ def iter_chunks(
                 if on_progress:
                     on_progress(stage, n_stored + raw.tell(), total)
             n_stored += raw.tell()
+    if first_binary and not n_bytes:
+        yield first_binary  # decoding rejects it
+
+
+def _is_binary(head: bytes) -> bool:
+    """Return whether the first chunk of a file holds a NUL byte, and no byte order mark."""
+    return b"\0" in head and not any(head.startswith(mark) for mark, _ in BOMS)
+
+
+def describe_binary(paths: Sequence[str]) -> list[str]:
+    """Return a sentence on the binary files that were skipped, if any."""
+    first, others = [Path(path).name for path in paths[:2]], len(paths) - 2
+    listed = f"{', '.join(first)} and {others:,} more" if others > 0 else " and ".join(first)
+    return [f"not read, since they are binary: {listed}"] if paths else []
 
 
 def _open(source: Source, name: str) -> AbstractContextManager[IO[bytes]]:
