@@ -432,6 +432,8 @@ def test_pieces_are_streamed_as_they_are_sampled(tiny_run: chargpt.Run) -> None:
     assert len(first) == 1
     (text,) = chargpt.sample(tiny_run, prompt="The ", length=20, seed=1)
     assert "The " + first + "".join(pieces) == text
+    pieces = chargpt.stream(tiny_run, prompt="The ", length=20, seed=1, stop=[text[10:12]])
+    assert all(pieces)  # none while a stop string is unfinished, nor one at it
     with pytest.raises(ConfigError, match=r"sample\.heat is not a setting"):
         chargpt.stream(tiny_run, heat=1)
 

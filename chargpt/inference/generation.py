@@ -88,14 +88,12 @@ def stream(
 ) -> Iterator[str]:
     """Yield the continuation of one text as it is sampled, piece by piece.
 
-    A piece may be empty, while a stop string or a character of several bytes is unfinished.
-
     The arguments and errors are those of `sample`, whose texts begin with the prompt; joined, the
     pieces are the first of them without it.
     """
     run = as_run(run)
     chosen = _with_changes(run, options, {**changes, "num_samples": 1})
-    return (piece for (piece,) in stream_run(run, chosen, unknown=unknown))
+    return (piece for (piece,) in stream_run(run, chosen, unknown=unknown) if piece)
 
 
 def _with_changes(
