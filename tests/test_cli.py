@@ -90,6 +90,7 @@ def test_the_help_pages_are_those_of_the_commands(
         # versions of typer break lines differently
         assert written.split() == page(command).split(), "run scripts/write_help_pages.py"
         assert max(map(len, written.splitlines())) <= HELP_COLUMNS
+        assert "-\n" not in written  # an option or a word that is broken
         assert cli(command.name, "--help").stdout.split() == written.split()
     monkeypatch.setattr("chargpt.cli.console.terminal_size", lambda _: (60, 24))
     assert cli("train", "--help").stdout.split() == page(COMMANDS[0]).split()
@@ -196,11 +197,18 @@ def test_decompress_restores_a_compressed_text(verse: Path, cli: Cli) -> None:
     assert not Path("x.txt").exists()
 
 
-def test_a_value_of_resume_and_an_expanded_pattern_are_told_apart(cli: Cli) -> None:
+def test_an_argument_too_many_gets_the_remedy_that_fits_it(cli: Cli) -> None:
     message = refusal(cli("train", "novel.txt", "--resume", "runs/novel"))
     assert "(runs/novel); --resume takes no value: `chargpt train --resume RUN` resumes" in message
     assert "needs quotes" not in message
+    assert "No such command 'resume'; `chargpt train --resume RUN`" in refusal(cli("resume", "a"))
+    for name in ("a.txt", "b.txt"):
+        Path(name).write_text("the sea\n")
     assert "needs quotes" in refusal(cli("train", "a.txt", "b.txt"))
+    message = refusal(cli("train", "a.txt", "--budget", "5", "minutes", "--config", "b.txt"))
+    assert "(minutes); see `chargpt train --help`" in message
+    assert "(a.txt); --text FILE names another" in refusal(cli("evaluate", "runs/a", "a.txt"))
+    assert "(a.txt); see `chargpt sample" in refusal(cli("sample", "runs/a", "a.txt"))
 
 
 def test_the_same_command_with_resume_starts_a_run_and_continues_it(verse: Path, cli: Cli) -> None:
@@ -768,6 +776,7 @@ def test_an_escape_in_a_prompt_is_said_to_be_none(trained: Path, cli: Cli) -> No
     escaped = cli("sample", trained, "-p", r"a\nb", "-n", "5", "--unknown", "skip")
     assert "are two characters each" in escaped.stderr
     assert "two characters" not in cli("sample", trained, "-p", "a\nb", "-n", "5").stderr
+    assert "the prompt is a dash; --prompt-file -" in cli("sample", trained, "-p", "-").stderr
 
 
 def test_of_a_long_prompt_the_last_block_is_read(trained: Path, cli: Cli) -> None:
@@ -882,7 +891,24 @@ def test_the_files_that_are_read_of_a_folder_are_printed(trained: Path, cli: Cli
         Path("held", name).parent.mkdir(exist_ok=True)
         Path("held", name).write_text("the sea\n")
     for words in (("evaluate", trained, "--text", "held"), ("score", trained, "held")):
-        assert "files read of held/: 2, which end in .txt" in cli(*words).stderr
+        done = cli(*words)
+        assert "files read of held/: 2, which end in .txt" in done.stderr
+        assert ("lines are numbered through all files" in done.stderr) == (words[0] == "score")
+    assert "lines are numbered" not in cli("score", trained, "held/a.txt").stderr
+
+
+def test_a_text_within_the_text_of_the_run_is_named_as_such(cli: Cli) -> None:
+    for name in ("books/a.txt", "books/b.txt", "books/c.md"):
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text("the sea and the light\n" * 40)
+    suffix = ("-s", "text.suffixes=*.txt")
+    assert cli("train", "books", *QUICK, *suffix, "--out", "folder").returncode == 0
+    assert cli("train", "books/*.txt", *QUICK, "--out", "glob").returncode == 0
+    warning = "books/a.txt is part of the text that the run was trained on"
+    for run in ("folder", "glob"):
+        assert warning in cli("score", run, "books/a.txt").stderr
+        assert warning in cli("evaluate", run, "--text", "books/a.txt").stderr
+        assert "was trained on" not in cli("score", run, "books/c.md").stderr
 
 
 def test_unknown_characters_are_counted_and_named(trained: Path, cli: Cli) -> None:

@@ -420,6 +420,9 @@ def test_a_missing_run_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(RunError) as caught:
         load_run(tmp_path)
     assert str(caught.value) == f"there is no run in {tmp_path}{remedy}"
+    (tmp_path / "novel.txt").write_text("the sea")
+    with pytest.raises(RunError, match=r"novel\.txt is a file, not a run's folder; name the run"):
+        load_run(tmp_path / "novel.txt")
     empty = RunFolder(tmp_path / "new").create(CONFIG, TOKENIZER, force=False)
     with pytest.raises(RunError, match="no checkpoint yet"):
         load_run(empty.path)

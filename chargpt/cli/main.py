@@ -182,16 +182,10 @@ def exit_code_of(command: Callable[[], Any]) -> int:
         context = getattr(error, "ctx", None)
         hint = f"; see `{context.command_path} --help`" if context else ""
         message = _in_own_words(error).rstrip(".").replace("\n", " ")
+        remedy = _remedy(message, sys.argv[1:])
         if "unexpected extra argument" in message:
             message = textwrap.shorten(message, 200, placeholder=" ...")
-            # else the shell may have expanded a pattern
-            message += (
-                "; --resume takes no value: `chargpt train --resume RUN` resumes a run"
-                if "--resume" in sys.argv
-                else "; a pattern such as '*.txt' needs quotes"
-            )
-        message += hint
-        code = 2
+        message, code = f"{message}{remedy}{hint}", 2
     except (typer.Abort, KeyboardInterrupt):
         console.say("stopped")
         return INTERRUPTED
@@ -206,6 +200,25 @@ def exit_code_of(command: Callable[[], Any]) -> int:
         message, code = _describe(error), 1
     console.print_error(message)
     return code
+
+
+def _remedy(message: str, words: list[str]) -> str:
+    """Return what to write instead of an argument that a command line does not have, or ""."""
+    resumes = "`chargpt train --resume RUN` resumes a run"
+    if message == "No such command 'resume'":
+        return f"; {resumes}"
+    if "unexpected extra argument" not in message:
+        return ""
+    if "--resume" in words:
+        return f"; --resume takes no value: {resumes}"
+    extra = message.rpartition("(")[2].rstrip(")").split()
+    if not any(map(os.path.isfile, extra)):
+        return ""
+    if words[0] == "evaluate":
+        return "; --text FILE names another text"
+    # the shell may have expanded a pattern
+    is_list = sum(map(os.path.isfile, words)) > 1
+    return "; a pattern such as '*.txt' needs quotes" * is_list
 
 
 def _in_own_words(error: Any) -> str:

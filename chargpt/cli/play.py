@@ -31,7 +31,7 @@ def play(
     One file that holds the model and runs it without a network: text is continued as you write,
     with the surprisal, the predictions and the attention of every character.
 
-    Examples: `chargpt play`, `chargpt play runs/novel --out novel.html --no-open`.
+    Examples: `chargpt play`, `chargpt play runs/novel --out novel.html`.
     """
     if out is not None:
         require_output(out)

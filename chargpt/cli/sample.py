@@ -19,6 +19,7 @@ from chargpt.inference.generation import sample as sample_texts
 from chargpt.inference.generation import stream_run
 from chargpt.store.run import Run
 from chargpt.text.corpus import read_text
+from chargpt.text.source import STDIN
 from chargpt.text.tokenizer import UnknownPolicy
 
 DEFAULTS = SampleConfig()  # the run's config may contain others
@@ -168,6 +169,8 @@ def given_prompt(prompt: str | None, file: str | None, encoding: str | None) -> 
             raise ConfigError("--prompt and --prompt-file exclude each other; give one")
         return read_text(file, TextConfig(encoding=encoding or "auto"))
     options.reject({"--encoding": encoding}, "is that of a --prompt-file, and there is none")
+    if prompt == STDIN:
+        console.say("the prompt is a dash; --prompt-file - reads standard input")
     if re.search(r"\\[nt]", prompt or ""):
         console.say(
             r"\n and \t in --prompt are two characters each; for line ends and tabs use "

@@ -9,6 +9,7 @@ from chargpt.cli import console, options, runs, tables
 from chargpt.cli.progress import show_progress
 from chargpt.inference import scoring
 from chargpt.text.corpus import read_text
+from chargpt.text.source import find_source
 from chargpt.training.adaptive import adaptive_losses
 
 SHOWN = 3  # lines at each end of the ranking
@@ -50,6 +51,8 @@ def score(
     changes = {name: value for name, value in given.items() if value is not None}
     settings = loaded.config.text.model_copy(update={**changes, "documents": None})
     content = read_text(text, settings, console.say)
+    if len(find_source(text, settings.suffixes, for_training=False).files) > 1:
+        console.say("lines are numbered through all files, joined in that order")
     runs.warn_of_own_text(loaded, text)
     separator = loaded.config.text.documents
     if separator not in (None, "lines", "files") and separator in content:

@@ -114,6 +114,11 @@ def newest_run(parent: Path = Path("runs")) -> Path:
 def open_run(path: str | Path) -> RunFolder:
     """Return a run's folder, or raise RunError; while `--force` replaces it, the old run's."""
     path = Path(path)
+    if path.is_file():
+        raise RunError(
+            f"{path} is a file, not a run's folder; name the run first, then the text if the "
+            "command takes one, as in `chargpt score RUN FILE`"
+        )
     if not is_run(path):
         what = "there is no folder" if not path.exists() else "there is no run in"
         near = most_similar(path.name, [p.name for p in path.parent.glob("*")])
