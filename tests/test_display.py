@@ -31,14 +31,14 @@ def test_only_characters_on_their_own_are_displayed_as_signs() -> None:
     assert display_text("👨‍👩 e\u0301") == "👨‍👩␣e\u0301"
     assert display_text("\u200d") == "ZWJ"
     assert display_text("\u0301") == "◌\u0301"
-    assert display_text("a\u3000b\u00a0c\r\n\x1e") == "a␣b␣c␍⏎␞"
+    assert display_text("a\u3000b\u00a0c\r\n\x1e") == "a␣b␣c␍⏎■"
     assert display_text("\ue000") == "\N{REPLACEMENT CHARACTER}"
 
 
 def test_every_space_has_a_name_of_its_own() -> None:
     names = {" ": "space", "\n": "line end", "\u3000": "U+3000", "\ue000": "U+E000", "\r": "␍"}
     assert {character: name_of(character) for character in names} == names
-    signs = {" ": "␣", "\u3000": "U+3000", "\ue000": "U+E000", "a": "a", "\x1e": "␞"}
+    signs = {" ": "␣", "\u3000": "U+3000", "\ue000": "U+E000", "a": "a", "\x1e": "■"}
     assert {character: sign_or_code(character) for character in signs} == signs
 
 

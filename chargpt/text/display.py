@@ -52,6 +52,7 @@ def display_char(character: str) -> str:
     signs = {
         "\n": "\N{RETURN SYMBOL}",
         "\t": "\N{RIGHTWARDS ARROW TO BAR}",
+        "\x1e": "\N{BLACK SQUARE}",  # the end of a document; common fonts lack U+241E
         "\N{ZERO WIDTH JOINER}": "ZWJ",
         "\N{VARIATION SELECTOR-16}": "VS16",
     }

@@ -61,7 +61,7 @@ function textOf(ofTokens, from = 0) {
 }
 
 function displayChar(character) {  // of one that is invisible, or would join its neighbours
-  const signs = { "\n": "\u23ce", "\t": "\u21e5", "\u200d": "ZWJ", "\ufe0f": "VS16" };
+  const signs = { "\n": "\u23ce", "\t": "\u21e5", "\x1e": "\u25a0", "\u200d": "ZWJ", "\ufe0f": "VS16" };
   if (/^\p{M}$/u.test(character)) return signs[character] ?? `\u25cc${character}`;
   if (character < " ") return signs[character] ?? String.fromCharCode(0x2400 + character.charCodeAt(0));
   return signs[character] ?? (/^[\p{C}\p{Zl}\p{Zp}]$/u.test(character) ? "\ufffd" : character);
