@@ -9,8 +9,10 @@ import subprocess
 import sys
 import termios
 import time
+from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
@@ -21,7 +23,9 @@ from test_docs import load_script
 
 from chargpt.cli import console, progress, tables
 from chargpt.cli import main as main_module
+from chargpt.cli.runs import runs as cli_runs
 from chargpt.config import Config
+from chargpt.models import count_parameters
 from chargpt.store import listing
 from chargpt.store.folder import RunFolder
 
@@ -91,11 +95,44 @@ def test_a_run_that_is_saved_while_it_is_listed_is_not_called_damaged(
 def test_runs_shows_which_run_is_in_training(runs: Path, tmp_path: Path, cli: Cli) -> None:
     folder = RunFolder(Path(shutil.copytree(runs / "a", tmp_path / "a")))
     folder.lock()
-    assert "training, 6 of 6" in cli("runs", tmp_path).stdout
+    assert "training, 100%" in cli("runs", tmp_path).stdout
     folder.unlock()
     assert "finished" in cli("runs", tmp_path).stdout
     folder.lock()  # looking at it did not keep it
     folder.unlock()
+
+
+@pytest.mark.parametrize("status", get_args(listing.Status))
+def test_the_names_of_runs_stay_whole_in_80_columns(
+    status: listing.Status, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = datetime(2025, 9, 26, tzinfo=UTC)
+    values = ("a-long-name.txt", "lines", "gpt", 123_456, 99_999, 200_000, 1.234, 60.0, saved)
+    name = "a-run-whose-name-is-30-letters"
+    long, short = (listing.RunSummary(Path(each), status, *values) for each in (name, "b"))
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("chargpt.cli.runs.list_runs", lambda _: [long, short])
+    cli_runs(Path())
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(name in line for line in lines) == 1
+    assert max(map(cell_len, lines)) <= 80
+    monkeypatch.setattr("chargpt.cli.runs.list_runs", lambda _: [short])
+    cli_runs(Path())
+    assert "a-long-name.txt (documents)" in capsys.readouterr().out
+
+
+def test_a_run_that_has_just_begun_is_listed_first_with_its_text_and_size(
+    runs: Path, tmp_path: Path, cli: Cli
+) -> None:
+    shutil.copytree(runs / "a", tmp_path / "a")
+    config = CONFIG.with_values({"text.path": "texts/poems.txt"})
+    run = RunFolder(tmp_path / "begun").create(config, TOKENIZER, force=False)
+    first, _ = json.loads(cli("runs", tmp_path, "--json").stdout)
+    assert (first["run"], first["status"]) == (str(run.path), "training")
+    assert (first["text"], first["step"], first["saved"]) == ("poems.txt", None, None)
+    parameters = count_parameters(config.model, TOKENIZER.vocab_size)
+    assert first["parameters"] == parameters
+    run.unlock()
 
 
 def test_runs_of_an_empty_folder_names_the_next_command(tmp_path: Path, cli: Cli) -> None:

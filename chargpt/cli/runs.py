@@ -16,8 +16,6 @@ from chargpt.store.run import Run, load_run, newest_run
 from chargpt.text.source import STDIN, is_within
 from chargpt.text.tokenizer import name_characters
 
-MAX_TEXT = 24  # characters of a text's name in the table: the run's name has to stay whole
-
 
 def runs(
     folder: Annotated[Path, typer.Argument(help="Where to look, two levels deep.")] = Path("runs"),
@@ -25,7 +23,7 @@ def runs(
 ) -> None:
     """List runs with their text, size, steps, loss and status.
 
-    The run that was saved last, which other commands take by default, is first.
+    The newest is first; other commands take by default the one that was saved last.
 
     Examples: `chargpt runs`, `chargpt runs experiments --json`.
     """
@@ -42,6 +40,7 @@ def runs(
     tables.table(
         ["run", "text", "size", "progress", "nats/char", "saved"],
         [cells(run, folder) for run in found],
+        text_column=1,  # so that the names of runs stay whole
     )
     console.out_sentence("size: parameters; nats/char: lowest validation loss in training.")
     console.out_sentence("Newest first. `chargpt compare RUN RUN` scores the same characters.")
@@ -56,19 +55,16 @@ def as_json(run: RunSummary) -> dict[str, object]:
 def cells(run: RunSummary, folder: Path) -> list[str]:
     """Return a run as a row of the table."""
     name = str(run.run.relative_to(folder))
+    size = "-" if run.parameters is None else console.short(run.parameters)
+    text = (run.text or "-") + (" (documents)" if run.documents else "")
     if run.saved is None:
-        return [name, "-", "-", run.status, "-", "-"]
-    steps = f"{run.step:,} of {run.max_steps:,}"
-    progress = {"unfinished": steps, "training": f"training, {steps}"}.get(run.status, run.status)
+        return [name, text, size, run.status, "-", "-"]
+    done = f"{100 * (run.step or 0) // (run.max_steps or 1)}%"
+    progress = {"unfinished": f"{done} done", "training": f"training, {done}"}
     nats = "-" if run.best_nats_per_char is None else f"{run.best_nats_per_char:.3f}"
-    text, size = run.text or "-", console.short(run.parameters or 0)
-    if len(text) > MAX_TEXT:
-        text = f"{text[: MAX_TEXT - 1]}…"
-    if run.documents:
-        text += " (documents)"
     is_today = run.saved.date() == datetime.now(UTC).astimezone().date()
     saved = f"{run.saved:%H:%M}" if is_today else f"{run.saved:%d %b}"
-    return [name, text, size, progress, nats, saved]
+    return [name, text, size, progress.get(run.status, run.status), nats, saved]
 
 
 def find_run(path: Path | None) -> Path:

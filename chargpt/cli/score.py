@@ -109,4 +109,4 @@ def show_extremes(ranked: list[scoring.Line]) -> None:
         if len(rows) > 2 * SHOWN:
             rows = [*rows[:SHOWN], ["...", "", ""], *rows[-SHOWN:]]
         header = ["bits/char", "line", "distinct lines by surprisal, highest first"]
-        tables.table(header, rows, last_is_text=True)
+        tables.table(header, rows, text_column=len(header) - 1)

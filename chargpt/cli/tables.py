@@ -21,14 +21,22 @@ def table(
     rows: Iterable[Sequence[str]],
     *,
     title: str = "",
-    last_is_text: bool = False,
+    text_column: int | None = None,
 ) -> None:
     """Print a table on stdout; all columns but the first are right-aligned, short cells whole.
 
-    With `last_is_text` the last column is left-aligned, and cut where the line ends.
+    `text_column` is the index of one that is left-aligned, and cut if lines would be too long.
     """
-    rows = list(rows)
-    widths = [max(map(cell_len, cells)) for cells in zip(columns, *rows, strict=True)]
+    cells = [[console.printable(cell) for cell in row] for row in rows]
+    widths = [max(map(cell_len, column)) for column in zip(columns, *cells, strict=True)]
+    if text_column is not None:
+        others = 1 + 2 * len(widths) + sum(widths) - widths[text_column]
+        room = max(Console().width - others, cell_len(columns[text_column]))
+        widths[text_column] = min(widths[text_column], room)
+        for row in cells:
+            text = Text(row[text_column])
+            text.truncate(room, overflow="ellipsis")
+            row[text_column] = text.plain
     grid = Table(
         title=Text(console.printable(title)) if title else None,
         box=box.SIMPLE_HEAD,
@@ -37,8 +45,8 @@ def table(
         title_style="bold",
     )
     for index, column in enumerate(columns):
-        is_short = all(cell_len(row[index]) <= MAX_WHOLE for row in rows)
-        is_text = last_is_text and index == len(columns) - 1
+        is_short = all(cell_len(row[index]) <= MAX_WHOLE for row in cells)
+        is_text = index == text_column
         justify: Literal["left", "right"] = "left" if index == 0 or is_text else "right"
         grid.add_column(
             Text(console.printable(column)),
@@ -48,12 +56,8 @@ def table(
             min_width=None if index else min(MIN_FIRST, widths[0]),
             style="" if index else "cyan",
         )
-    available = Console().width - 1 - 2 * len(widths) - sum(widths[:-1])
-    for row in rows:
-        cells = [Text(console.printable(cell)) for cell in row]
-        if last_is_text:
-            cells[-1].truncate(max(available, MIN_FIRST), overflow="ellipsis")
-        grid.add_row(*cells)
+    for row in cells:
+        grid.add_row(*map(Text, row))
     # a terminal that is too narrow breaks whole lines: rich would leave out columns and cut numbers
     limits = (MIN_FIRST, *(MAX_WHOLE for _ in widths[1:]))
     least = 1 + 2 * len(widths) + sum(map(min, widths, limits))

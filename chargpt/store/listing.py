@@ -8,9 +8,15 @@ from typing import Literal
 from filelock import FileLock, Timeout
 
 from chargpt.errors import ChargptError, UnreadableError
-from chargpt.files import exists
+from chargpt.files import exists, read_regular
 from chargpt.models import count_parameters
-from chargpt.store.checkpoint import read_metadata
+from chargpt.store.checkpoint import (
+    CONFIG,
+    MAX_METADATA_BYTES,
+    TOKENIZER,
+    parse_config,
+    read_metadata,
+)
 from chargpt.store.layout import (
     CHECKPOINTS,
     LOCK,
@@ -20,6 +26,8 @@ from chargpt.store.layout import (
     is_readable_run,
 )
 from chargpt.store.selection import MAX_TRIES, candidates, pointer_contents
+from chargpt.text.source import STDIN
+from chargpt.text.tokenizer import CharTokenizer
 
 Status = Literal[
     "finished",
@@ -34,7 +42,7 @@ Status = Literal[
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What a run's latest checkpoint says; None where there is no intact one."""
+    """What a run's latest checkpoint says, or its settings if it has none; None if unknown."""
 
     run: Path
     status: Status
@@ -50,10 +58,22 @@ class RunSummary:
 
 
 def list_runs(parent: Path) -> list[RunSummary]:
-    """Return the runs in a folder, at most two levels deep, the one saved last first."""
+    """Return the runs in a folder, at most two levels deep, the one saved last first.
+
+    One without a checkpoint is as new as its settings.
+    """
     paths = [*parent.glob("*"), *parent.glob("*/*")]
     found = [summarize(path) for path in paths if path.name != REPLACED and is_readable_run(path)]
-    return sorted(found, key=lambda run: run.saved.timestamp() if run.saved else 0, reverse=True)
+    return sorted(found, key=_time_of, reverse=True)
+
+
+def _time_of(summary: RunSummary) -> float:
+    if summary.saved is not None:
+        return summary.saved.timestamp()
+    try:
+        return (summary.run / CONFIG).stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def summarize(path: Path) -> RunSummary:
@@ -70,7 +90,7 @@ def _summarize(path: Path) -> RunSummary:
     try:
         is_training = is_locked(path)
         if not has_checkpoint(path):
-            return RunSummary(path, "training" if is_training else "no checkpoint")
+            return _summarize_settings(path, "training" if is_training else "no checkpoint")
         current = path if has_own_checkpoint(path) else path / REPLACED
         folders, skipped = candidates(current, "latest")
         if skipped:
@@ -97,6 +117,25 @@ def _summarize(path: Path) -> RunSummary:
         best_nats_per_char=state.best_nats_per_char if state.best_step else None,
         seconds=state.seconds,
         saved=saved,
+    )
+
+
+def _summarize_settings(path: Path, status: Status) -> RunSummary:
+    """Return the summary of a run that has saved no checkpoint."""
+    try:
+        config = parse_config(read_regular(path / CONFIG, MAX_METADATA_BYTES), path / CONFIG)
+        tokenizer = CharTokenizer.load(path / TOKENIZER)
+    except (ChargptError, ValueError):
+        return RunSummary(path, status)
+    source = config.text.path
+    return RunSummary(
+        path,
+        status,
+        text=Path(source).name if source not in (None, STDIN) else None,
+        documents=config.text.documents,
+        kind=config.model.kind,
+        parameters=count_parameters(config.model, tokenizer.vocab_size),
+        max_steps=config.train.max_steps,
     )
 
 
