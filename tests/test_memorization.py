@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -264,17 +265,32 @@ def test_files_are_read_once_for_all_matches_and_only_if_they_are_the_text(
 ) -> None:
     settings, corpus, passages = books
     with mock.patch("chargpt.text.corpus.read_text", wraps=read_text) as read:
-        assert find_lines(settings, corpus.key, passages).keys() == set(passages)
+        assert find_lines(settings, corpus, passages).keys() == set(passages)
         assert read.call_count == 2
-        assert find_lines(settings, corpus.key, ["The "]) == {"The ": Place("books/a.txt", 1)}
+        assert find_lines(settings, corpus, ["The "]) == {"The ": Place("books/a.txt", 1)}
         assert read.call_count == 3
         # the path of a run may name any file
-        assert find_lines(settings, "0" * 64, passages) == {}
+        assert find_lines(settings, replace(corpus, key="0" * 64), passages) == {}
         other = settings.model_copy(update={"path": "books/b.txt"})
-        assert find_lines(other, corpus.key, passages) == {}
+        assert find_lines(other, corpus, passages) == {}
         assert read.call_count == 3
         Path("books/0.txt").write_bytes(b"\0")  # a binary file does not end the search
         assert find_lines(settings, corpus.key, ["The "]).keys() == {"The "}
+
+
+def test_a_place_is_one_in_the_training_split(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a passage of the text\n")
+    (tmp_path / "b.txt").write_text("été\n" * 300 + "a passage of the text\n" + "no\n" * 300)
+    (tmp_path / "c.txt").write_text("no passage\na passage of the text\n")
+    settings = TextConfig(path=str(tmp_path), mixture_characters=30)
+    corpus = load_corpus(settings)
+    assert corpus.count_characters("mixture") == 30
+    (place,) = find_lines(settings, corpus, ["a passage of the text"]).values()
+    assert (Path(place.path).name, place.line) == ("b.txt", 301)
+    assert find_lines(settings, corpus, ["no passage"]) == {}  # of the validation split
+    listed = settings.model_copy(update={"documents": "lines"})
+    (place,) = find_lines(listed, load_corpus(listed), ["a passage of the text"]).values()
+    assert (Path(place.path).name, place.line) == ("a.txt", 1)
 
 
 def test_the_usual_longest_match_is_one_of_those_measured() -> None:
@@ -305,8 +321,26 @@ def test_ngrams_of_validation_text_are_counted_once(training: str) -> None:
     assert report.novel_rows()[0][2].endswith(f" of {n_val - 13:,}")
 
 
-def test_validation_text_of_a_list_is_documents() -> None:
+def test_validation_text_of_a_list_is_whole_documents() -> None:
     names = [f"{a}{b}{c}n" for a in "abcdefgh" for b in "aeiou" for c in "lmnrst"]
     corpus = load_corpus(TextConfig(documents="lines"), text="\n".join(names))
     report = measure_overlap(corpus, ["lanelinelo"] * 40)  # longer than a document
     assert {n for each in report.val for n in each.ngrams} == {4}
+    short = measure_overlap(corpus, ["la"])
+    n_val = corpus.count_characters("val")
+    assert short.val_characters == n_val - n_val // 5  # all but the EOS tokens
+    assert {ngrams for each in short.val for ngrams in each.ngrams.values()} == {1}
+
+
+def test_of_documents_that_did_not_end_the_ngrams_are_compared_but_none_is_counted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    poem = "the sea was calm and the lamp was lit;\nthe boat came home.%"
+    settings = TextConfig(documents="%")
+    corpus = load_corpus(settings, text=poem * 50)
+    texts = [poem[:30]] * 4
+    sampling = SampleConfig(prompt="", length=30)
+    print_overlap(measure(corpus, settings, texts, sampling), texts, sampling)
+    shown = capsys.readouterr().out
+    assert "documents sampled" not in shown
+    assert re.search(r"4 +0\.0% of 108 +0\.0% of \d+", shown)

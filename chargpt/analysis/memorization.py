@@ -24,6 +24,7 @@ from chargpt.text.tokenizer import CharTokenizer, Tokens
 
 NGRAM_LENGTHS = (4, 6, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 MIN_COMPARED = 16  # parts of the validation split, at least, since their overlap varies much
+MAX_DOCUMENT_TOKENS = 10_000  # compared, of one document; more are taken of short ones
 MIN_MATCH = 20  # characters of a match that counts; shorter ones are common phrases
 MIN_NGRAMS = 30  # behind a fraction; those of fewer vary too much
 CHUNK = 2**20  # tokens of the training split
@@ -70,7 +71,8 @@ class OverlapReport:
     """Overlap of generated texts, and of the validation split for reference."""
 
     texts: list[Overlap]
-    val: list[Overlap]  # of parts of the validation split, each as long as one of the texts
+    # of parts of the validation split, each as long as one of the texts, or whole documents
+    val: list[Overlap]
     val_characters: int = 0  # of those parts whose n-grams are counted
 
     @property
@@ -173,22 +175,31 @@ def _validation_parts(
 ) -> list[tuple[int, int]]:
     """Return (start, end) of parts of the validation split, in groups as long as the texts.
 
-    They begin where documents do, if there are any, and end with them.
+    They are whole documents if there are any: cut ones would be beginnings alone, whose n-grams
+    differ.
     """
-    ends = document_ends(val, tokenizer.eos_token_id) if tokenizer.eos_token else val[:0]
-    starts = np.append(0, ends[:-1])
+    if tokenizer.eos_token:
+        return _validation_documents(val, tokenizer, len(lengths))
     repeats = math.ceil(MIN_COMPARED / max(1, len(lengths)))
     parts = []
     for repeat in range(repeats):
         for number, length in enumerate(lengths):
             fraction = (number * repeats + repeat) / max(1, repeats * len(lengths) - 1)
-            if len(ends):
-                document = round(fraction * (len(ends) - 1))
-                start, stop = int(starts[document]), int(ends[document]) - 1
-            else:
-                start, stop = max(0, round((len(val) - length) * fraction)), len(val)
-            parts.append((start, min(start + length, stop)))
+            start = max(0, round((len(val) - length) * fraction))
+            parts.append((start, min(start + length, len(val))))
     return parts
+
+
+def _validation_documents(
+    val: Tokens, tokenizer: CharTokenizer, n_texts: int
+) -> list[tuple[int, int]]:
+    """Return (start, end) of documents from all of the validation split, without EOS tokens."""
+    ends = document_ends(val, tokenizer.eos_token_id)
+    starts = np.append(0, ends[:-1])
+    number = max(n_texts, MIN_COMPARED, MAX_DOCUMENT_TOKENS * len(ends) // len(val))
+    chosen = np.linspace(0, len(ends) - 1, min(number, len(ends))).round().astype(int)
+    stops = np.minimum(ends[chosen] - 1, starts[chosen] + MAX_DOCUMENT_TOKENS)
+    return list(zip(starts[chosen].tolist(), stops.tolist(), strict=True))
 
 
 def _in_characters(overlap: Overlap, tokens: Tokens, tokenizer: CharTokenizer) -> Overlap:

@@ -216,7 +216,7 @@ def overlap(run: Run, corpus: Corpus) -> Values:
         ]
     longest = next(iter(found.longest_matches()), None)
     passages = [longest.text] if longest else []
-    places = find_lines(run.config.text, corpus.key, passages)
+    places = find_lines(run.config.text, corpus, passages)
     return {
         "overlap": {
             "samples": number,

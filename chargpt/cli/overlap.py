@@ -40,9 +40,9 @@ class SampleOverlap:
     known: Collection[str] = ()
 
     def places(self, max_passages: int) -> dict[str, Place]:
-        """Return where the longest matches stand in the files of the text."""
+        """Return where the longest matches stand in the files of the training split."""
         passages = [match.text for match in self.report.longest_matches()[:max_passages]]
-        return find_lines(self.settings, self.corpus.key, passages)
+        return find_lines(self.settings, self.corpus, passages)
 
     def to_json(self, texts: list[str], sampling: SampleConfig) -> dict[str, Any]:
         """Return the overlap of each sample, with places, and which documents are new or copied."""
@@ -101,12 +101,16 @@ def print_overlap(overlap: SampleOverlap, texts: list[str], sampling: SampleConf
     if overlap.corpus.tokenizer.eos_token:
         documents = [text for text in texts if is_finished(text, sampling)]
         copied, known = overlap.copied, overlap.known
-        console.out_sentence(
+        counts = (
             f"documents sampled: {describe_new(documents, copied, known)}; distinct documents: "
-            f"{describe_new(set(documents), copied, known)}. ⟦…⟧: verbatim matches with the "
-            f"training split, of whole documents or {MIN_MATCH} characters or more"
+            f"{describe_new(set(documents), copied, known)}. "
+        )
+        console.out_sentence(
+            f"{counts * bool(documents)}⟦…⟧: verbatim matches with the training split, of whole "
+            f"documents or {MIN_MATCH} characters or more"
         )
         print_matches(overlap)
+        print_novel(overlap)
         return
     print_longest(overlap.report)
     print_matches(overlap)
@@ -164,7 +168,7 @@ def print_matches(overlap: SampleOverlap) -> None:
             ]
             for match in matches
         ]
-        tables.table(["characters", "file and line", "longest matches"], rows, last_is_text=True)
+        tables.table(["characters", "file and line", "longest matches"], rows, text_column=2)
 
 
 def print_novel(overlap: SampleOverlap) -> None:

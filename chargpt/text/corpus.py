@@ -398,16 +398,21 @@ class Place(NamedTuple):
         return f"{self.path}, line {self.line:,}"
 
 
-def find_lines(settings: TextConfig, key: str, passages: Iterable[str]) -> dict[str, Place]:
-    """Return where passages first occur in the files of a text.
+def find_lines(settings: TextConfig, corpus: Corpus, passages: Iterable[str]) -> dict[str, Place]:
+    """Return where passages first occur in that part of a text's files that is the training split.
 
-    Those that are not found are left out: all, if the files are over 2^30 bytes or were not read
-    as the text of `key` here, since a run's folder may name any file.
+    The whole files are searched if the text is a list of documents, which are shuffled. Passages
+    that are not found are left out: all, if the files are over 2^30 bytes or were not read as this
+    corpus here, since a run's folder may name any file.
     """
     found: dict[str, Place] = {}
     missing = set(passages)
+    first, last = 0, corpus.n_characters
+    if not corpus.n_documents:
+        first = corpus.count_characters("mixture")
+        last = first + corpus.count_characters("train")
     with suppress(TextError, OSError):
-        if cache.read_index(_specification(settings)) != key:
+        if cache.read_index(_specification(settings)) != corpus.key:
             return {}
         files = find_source(settings.path, settings.suffixes).files
         if sum(path.stat().st_size for path in files) > MAX_READ_CHARACTERS:
@@ -417,10 +422,12 @@ def find_lines(settings: TextConfig, key: str, passages: Iterable[str]) -> dict[
             with suppress(TextError):  # a binary file
                 text = read_text(path, settings.model_copy(update={"documents": None}))
             for passage in missing:
-                if (start := text.find(passage)) >= 0:
+                start = text.find(passage, max(0, first), max(0, last))
+                if start >= 0:
                     line = 1 + text.count("\n", 0, start)
                     found[passage] = Place(os.path.relpath(path), line)
             missing -= found.keys()
-            if not missing:
+            first, last = first - len(text), last - len(text)
+            if not missing or last <= 0:
                 break
     return found
