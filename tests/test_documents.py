@@ -260,3 +260,7 @@ def test_the_loss_of_a_document_is_that_of_its_characters(cli: Cli) -> None:
     shown = cli("evaluate", "run", "--text", "other.txt").stdout
     assert f"{result.nats_per_document:.2f} nats/document (gpt, step " in shown
     assert f"{mixed.nats_per_document:.2f} nats/document (gpt + n-grams)" in shown
+    assert (
+        "with the documents before each as context; chargpt score run FILE scores each line on its "
+        "own"
+    ) in shown

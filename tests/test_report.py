@@ -316,7 +316,7 @@ def test_the_passage_of_a_list_begins_with_its_first_document(cli: Cli, tmp_path
     run = load_run(Path("mine"), device="cpu")
     shown = passage.surprisal(run, run.corpus())["passage"]
     assert "".join(each["text"] for each in shown[:5]) == "poem "
-    assert [each["text"] for each in shown if each["ends_line"]][:2] == ["⏎", "␞"]
+    assert [each["text"] for each in shown if each["ends_line"]][:2] == ["⏎", "■"]
 
 
 def test_a_sampled_document_of_several_lines_shows_where_it_ends(cli: Cli, tmp_path: Path) -> None:
@@ -324,12 +324,13 @@ def test_a_sampled_document_of_several_lines_shows_where_it_ends(cli: Cli, tmp_p
     path.write_text("one\ntwo%" * 400)
     settings = ("-s", "text.documents=%", "-s", "sample.length=20")
     done = cli("train", path, *TINY, *settings, "--out", "mine")
-    assert "-- sample at step 6 (␞: end of a document) --" in done.stderr
+    assert "-- sample at step 6 (■: end of a document) --" in done.stderr
     run = load_run(Path("mine"), device="cpu")
     page = Page(write_report(run).read_text(encoding="utf-8")).text
-    signs = re.compile("[␞…]")
+    assert "By context length; the context includes the documents before" in page
+    signs = re.compile("[■…]")
     for record in RunFolder(run.folder).metrics.records():
-        assert len(signs.findall(record.get("sample", "␞" * 5))) == 5
+        assert len(signs.findall(record.get("sample", "■" * 5))) == 5
     assert len(signs.findall(page[page.index("the document ends; …: it was cut") :])) >= 40
 
 

@@ -1,5 +1,6 @@
 """`chargpt evaluate`: how well a run predicts a text."""
 
+import shlex
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -107,7 +108,7 @@ def evaluate(
     if json_:
         console.out_json({**as_json(loaded, measured, seconds), "text": name})
         return
-    show(measured, f"{name}, {'all of it' if text else f'{split} split'}")
+    show(loaded, measured, f"{name}, {'all of it' if text else f'{split} split'}")
     console.out_sentence(
         f"{console.characters(result.characters)} scored in {', and in '.join(times)} on "
         f"{loaded.model.device.type}"
@@ -130,7 +131,7 @@ def as_json(loaded: Run, measured: Mapping[str, Evaluation], seconds: float) -> 
     }
 
 
-def show(measured: Mapping[str, Evaluation], title: str) -> None:
+def show(run: Run, measured: Mapping[str, Evaluation], title: str) -> None:
     """Print what was measured of a run and its mixture: a table, and the losses of documents."""
     result, *_ = measured.values()
     tables.table(
@@ -149,3 +150,10 @@ def show(measured: Mapping[str, Evaluation], title: str) -> None:
     for name, each in measured.items():
         if each.nats_per_document is not None:
             console.out(f"{each.nats_per_document:.2f} nats/document ({name})")
+    if result.nats_per_document is not None:
+        command = f"chargpt score {shlex.quote(str(run.folder))} FILE"
+        alone = f"; {command} scores each line on its own"
+        console.out_sentence(
+            "nats/document: with the documents before each as context"
+            f"{alone * (run.config.text.documents == 'lines')}"
+        )
