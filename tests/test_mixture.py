@@ -333,9 +333,19 @@ def test_the_mixture_belongs_to_one_checkpoint(run_of: Path, cli: Cli) -> None:
     assert cli("verify", "run").returncode == 0
     resumed = cli("train", "--resume", "run", "-s", "train.max_steps=60")
     assert resumed.returncode == 0, resumed.stderr
+    assert "did not lower" not in resumed.stdout
     best = json.loads(cli("evaluate", "run", "--json").stdout)
     assert best["step"] == 60, "the run no longer improved: the test needs another length"
     assert best["mixture"]["nats_per_char"] < best["nats_per_char"]
+
+
+def test_after_steps_in_vain_the_best_checkpoint_keeps_the_mixture(run_of: Path, cli: Cli) -> None:
+    shutil.copytree(run_of, "run")
+    rates = ("-s", "optim.lr=1", "-s", "optim.matrix_lr=1")
+    resumed = cli("train", "--resume", "run", "-s", "train.max_steps=45", *rates)
+    assert "The 5 further steps did not lower the validation loss." in resumed.stdout
+    shown = cli("evaluate", "run", "--checkpoint", "latest").stderr
+    assert "is that of step 40, not of step 45; use that checkpoint\n" in shown
 
 
 def test_a_run_without_a_mixture_says_how_to_get_one(verse: Path, cli: Cli) -> None:

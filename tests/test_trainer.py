@@ -25,6 +25,7 @@ from chargpt.training.cost import expected_cost, training_bytes
 from chargpt.training.request import Request
 from chargpt.training.resume import continue_schedule, resume
 from chargpt.training.schedule import lr_factor_at
+from chargpt.training.session import resume_run
 from chargpt.training.trainer import StepReport, Trainer
 
 TINY = {
@@ -625,6 +626,17 @@ def test_estimating_the_cost_does_not_change_the_run(corpus: Corpus) -> None:
     estimated = run_steps(trainer)
     plain = run_steps(Trainer(tiny_config(**{"model.dropout": 0.2}), corpus))
     assert [r.loss for r in estimated] == [r.loss for r in plain]
+
+
+def test_a_resumed_run_is_expected_to_be_no_faster_than_it_was(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(tiny_config(), corpus, tmp_path / "run")
+    state = load_run(tmp_path / "run", "latest").state
+    monkeypatch.setattr("chargpt.training.cost.measure_step_seconds", lambda *_, **__: 0.0)
+    session = resume_run(tmp_path / "run", {"train.max_steps": 36})
+    assert session.cost.seconds == pytest.approx(2 * state.seconds)
+    session.folder.unlock()
 
 
 def test_memory_grows_with_the_block_squared_only_where_scores_are_stored() -> None:

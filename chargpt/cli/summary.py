@@ -112,6 +112,10 @@ def show_result(session: Session, baselines: Baselines | None, *, json_: bool = 
             f"{unknown * bool(forgotten.n_unknown)})."
         )
     state = trainer.state
+    n_further = state.step - (session.resumed_at or 0)
+    if session.resumed_at is not None and (state.best_step or 0) <= session.resumed_at:
+        steps = "further step" if n_further == 1 else f"{n_further:,} further steps"
+        sentences.append(f"The {steps} did not lower the validation loss.")
     has_report = budget.has_report if budget else state.seconds >= RESERVE.min_report_budget
     if json_:
         console.out_json(
@@ -162,7 +166,7 @@ def print_result(
         before = f"{start}, with which it began" if start else "the untrained model"
         best_step = f"no checkpoint is better than {before}; commands use the last one"
     seconds = console.duration(state.seconds)
-    earlier = ", those before --resume included" if session.is_resumed else ""
+    earlier = ", those before --resume included" if session.resumed_at is not None else ""
     steps = "1 step" if state.step == 1 else f"{state.step:,} steps"
     console.out_sentence(f"trained {steps} in {seconds}{earlier}; {best_step}")
     path = shlex.quote(str(session.folder.path))

@@ -133,8 +133,9 @@ def read_mixture(run: Run) -> tuple[Tokens, Gate]:
             f"{path} cannot be used ({reason:.200}); use the run without --mixture"
         ) from None
     if fingerprint.tobytes() != run.fingerprint():
+        has_newer_best = step < (run.state.best_step or 0)  # that of an unfinished run
         raise OtherCheckpointError(
             f"the mixture of {run.folder} is that of step {step:,}, not of step {run.step:,}; use "
-            "that checkpoint, or train the run to its end"
+            f"that checkpoint{', or train the run to its end' if has_newer_best else ''}"
         )
     return tokens, gate

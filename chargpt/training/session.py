@@ -54,7 +54,7 @@ class Session:
     plan: Plan | None = None  # what the budget chose
     notes: list[str] = field(default_factory=list)  # sentences for the user
     base_run: Run | None = None  # whose weights are the start
-    is_resumed: bool = False
+    resumed_at: int | None = None  # step
 
     def __post_init__(self) -> None:
         if error := self.trainer.learner.capture_error:
@@ -302,8 +302,11 @@ def resume_run(
             folder.write_config(trainer.config)
         notes = [*notes, *folder.notes, *corpus.notes]
         notes.append(f"resuming {folder.path} from step {trainer.state.step:,}")
-        cost = expected_cost(trainer.config, trainer.learner, trainer.state.step)
-    return Session(trainer, folder, cost, notes=notes, is_resumed=True)
+        step, seconds = saved.state.step, saved.state.seconds
+        is_same_device = config.device == saved.config.device
+        pace = seconds / step if step and is_same_device else 0.0
+        cost = expected_cost(trainer.config, trainer.learner, step, min_step_seconds=pace)
+    return Session(trainer, folder, cost, notes=notes, resumed_at=step)
 
 
 def require_space(folder: RunFolder, n_checkpoints: int, n_bytes: int) -> None:
