@@ -268,7 +268,7 @@ def print_rows(result: Comparison) -> None:
     for sentence in comparison.conclusions(result):
         console.out_sentence(sentence)
     if result.curves:
-        console.out("validation during training, on a part of the split:")
+        console.out("validation during training, on all or a part of the split:")
     for name, points in result.curves.items():
         line = console.sparkline([nats for _, nats in points], sys.stdout, SPARKS)
         if points:
