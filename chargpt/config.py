@@ -150,7 +150,7 @@ class TextConfig(Settings):
     vocabulary, or all one unknown token."""
     min_count: int | None = Field(None, ge=1)
     """Count from which a character is in the vocabulary; null: 1, which keeps all, if the text has
-    at most 256 different characters, else its length / 100,000."""
+    at most 256 different characters, else its length / 100,000, rounded."""
     extra_characters: str = ""
     """Characters that are in the vocabulary whether the text has them or not."""
     unknown: Literal["error", "skip", "replace"] = "error"

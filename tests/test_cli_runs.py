@@ -344,7 +344,9 @@ def test_a_bar_leaves_nothing_and_samples_above_it_keep_their_lines(
         bar.write(note)
         bar.close()  # before the bar's delay is over
         console.say("== gpt ==")
-        shown = os.read(main, 65536).decode()
+        shown = ""
+        while "== gpt ==\r\n" not in shown:
+            shown += os.read(main, 65536).decode()
     os.close(main)
     assert sample in shown
     assert note not in shown

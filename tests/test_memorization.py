@@ -275,7 +275,7 @@ def test_files_are_read_once_for_all_matches_and_only_if_they_are_the_text(
         assert find_lines(other, corpus, passages) == {}
         assert read.call_count == 3
         Path("books/0.txt").write_bytes(b"\0")  # a binary file does not end the search
-        assert find_lines(settings, corpus.key, ["The "]).keys() == {"The "}
+        assert find_lines(settings, corpus, ["The "]).keys() == {"The "}
 
 
 def test_a_place_is_one_in_the_training_split(tmp_path: Path) -> None:

@@ -179,6 +179,9 @@ def test_the_error_names_the_unknown_characters_and_the_remedy() -> None:
     ):
         with pytest.raises(UnknownCharacterError, match=expected):
             CharTokenizer.fit("abcä").encode(text)
+    many = CharTokenizer.fit("".join(map(chr, range(0xAC00, 0xAC00 + 300))))
+    with pytest.raises(UnknownCharacterError, match=r"text\.min_count=2 spells such characters as"):
+        many.encode("x")
 
 
 @pytest.mark.parametrize(

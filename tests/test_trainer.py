@@ -628,12 +628,9 @@ def test_estimating_the_cost_does_not_change_the_run(corpus: Corpus) -> None:
     assert [r.loss for r in estimated] == [r.loss for r in plain]
 
 
-def test_a_resumed_run_is_expected_to_be_no_faster_than_it_was(
-    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_is_expected_to_be_as_fast_as_it_was(corpus: Corpus, tmp_path: Path) -> None:
     train(tiny_config(), corpus, tmp_path / "run")
     state = load_run(tmp_path / "run", "latest").state
-    monkeypatch.setattr("chargpt.training.cost.measure_step_seconds", lambda *_, **__: 0.0)
     session = resume_run(tmp_path / "run", {"train.max_steps": 36})
     assert session.cost.seconds == pytest.approx(2 * state.seconds)
     session.folder.unlock()

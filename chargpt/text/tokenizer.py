@@ -268,9 +268,12 @@ class CharTokenizer:
                 remedy = f"write {them} in {name} case, or "
         if not self.find_unknown(unicodedata.normalize("NFC", text)):
             remedy = "the text is decomposed (NFD): convert it to NFC, or "
+        others = ""
+        if len(self.characters) > MAX_KEPT:
+            others = "; a run trained with -s text.min_count=2 spells such characters as bytes"
         return (
             f"{subject} not in the vocabulary: {name_characters(characters)}; {remedy}leave {them} "
-            f"out or replace {them} with --unknown skip or replace (setting text.unknown)"
+            f"out or replace {them} with --unknown skip or replace (setting text.unknown){others}"
         )
 
     def count_characters(self, ids: Tokens) -> int:

@@ -42,12 +42,7 @@ class Cost:
 
 
 def expected_cost(
-    config: Config,
-    learner: Learner,
-    step: int,
-    seconds: float | None = None,
-    *,
-    min_step_seconds: float = 0.0,
+    config: Config, learner: Learner, step: int, seconds: float | None = None
 ) -> Cost:
     """Return the expected cost of a run from `step` on.
 
@@ -55,9 +50,7 @@ def expected_cost(
         config: of the run.
         learner: runs a few trial steps, which change nothing.
         step: number of steps done.
-        seconds: of a time budget; without it the time follows from the trial steps.
-        min_step_seconds: mean time of the steps done, whose saving and samples the trial steps
-            lack.
+        seconds: expected, if known; otherwise they follow from the trial steps.
     """
     train, corpus = config.train, learner.corpus
     n_steps = train.max_steps - step
@@ -69,7 +62,6 @@ def expected_cost(
         evaluation = step_seconds * scored / config.tokens_per_step / 3 * learner.group.world_size
         n_evaluations = n_steps // train.evaluate_every + 2
         seconds = n_steps * step_seconds + n_evaluations * evaluation
-        seconds = max(seconds, n_steps * min_step_seconds)
     return Cost(
         parameters=learner.model.num_parameters(),
         steps=n_steps,

@@ -302,10 +302,10 @@ def resume_run(
             folder.write_config(trainer.config)
         notes = [*notes, *folder.notes, *corpus.notes]
         notes.append(f"resuming {folder.path} from step {trainer.state.step:,}")
-        step, seconds = saved.state.step, saved.state.seconds
-        is_same_device = config.device == saved.config.device
-        pace = seconds / step if step and is_same_device else 0.0
-        cost = expected_cost(trainer.config, trainer.learner, step, min_step_seconds=pace)
+        step, seconds = saved.state.step, None
+        if step and config.device == saved.config.device:  # with validation, saving and samples
+            seconds = (config.train.max_steps - step) * saved.state.seconds / step
+        cost = expected_cost(trainer.config, trainer.learner, step, seconds)
     return Session(trainer, folder, cost, notes=notes, resumed_at=step)
 
 
