@@ -342,6 +342,25 @@ def test_baselines_of_an_empty_split_are_rejected():
         Baselines(corpus).losses(corpus.split("test"))
 
 
+@pytest.mark.parametrize(("n_blocks", "is_paired"), [(7, False), (8, True), (17, True)])
+def test_differences_are_paired_by_eight_blocks_or_more(n_blocks, is_paired):
+    rng = np.random.default_rng(n_blocks)
+    sizes, blocks = np.full(n_blocks, 100.0), rng.normal(200, 30, n_blocks)
+    gains = rng.normal(10, 1, n_blocks)  # nats per block
+    first, second = (
+        Evaluation(
+            losses.sum() / sizes.sum(), 0.5, 100 * n_blocks, 0.05, "blocks", "val", 100,
+            clusters=np.stack((losses, sizes)),
+        )
+        for losses in (blocks - gains, blocks)
+    )  # fmt: skip
+    # 95% of Student's t is within twice its standard deviation, nearly
+    paired = np.std(gains, ddof=1) / math.sqrt(n_blocks) / 100
+    t = {7: 2.447, 8: 2.365, 17: 2.120}[n_blocks] / 2
+    expected = t * paired if is_paired else math.hypot(0.05, 0.05)
+    assert first.difference_error(second) == pytest.approx(expected, rel=0.05)
+
+
 @pytest.mark.parametrize("limit", [1, 8, 100, 400, 10**6])
 @pytest.mark.parametrize("block_size", [5, 8, 16])
 def test_baselines_and_models_score_the_same_characters(limit, block_size):

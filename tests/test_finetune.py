@@ -70,6 +70,18 @@ def test_a_run_starts_from_another_and_says_what_that_one_forgets(first: Path, c
     assert (forgotten["characters"], forgotten["n_unknown"]) == (on_first["characters"], 0)
 
 
+def test_one_file_can_follow_a_run_whose_documents_are_files(cli: Cli) -> None:
+    Path("poems").mkdir()
+    for number in range(20):
+        Path("poems", f"{number}.txt").write_text(f"poem {number}: the sea\n" * 20)
+    cli("train", "poems", *SMALL, *STEPS, "-s", "text.documents=files", "--out", "base")
+    done = cli("train", "poems/1.txt", *STEPS, "--from", "base", "--out", "tuned")
+    assert done.returncode == 0, done.stderr
+    assert load_run("tuned").config.text.documents is None
+    cli("train", "poems", *STEPS, "--from", "base", "--out", "again")
+    assert load_run("again").config.text.documents == "files"
+
+
 def test_a_run_from_one_of_documents_has_documents_too(cli: Cli) -> None:
     Path("first.txt").write_text("ä\n" + FIRST)  # ä occurs once: it is spelled as bytes
     Path("second.txt").write_text(SECOND)

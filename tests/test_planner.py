@@ -271,6 +271,16 @@ def test_longer_runs_have_less_ngram_weight_and_more_epochs_have_more_weight_dec
     assert chosen(30_000_000, 10**8) == (0.0, decay / 5)
 
 
+def test_early_stopping_has_more_evaluations_than_its_patience() -> None:
+    for patience, least in ((None, 1), (3, 6), (40, 80)):
+        config = Config().with_values({"train.patience": patience})
+        values = length_values(config, 2e6, 10**6, 10**6)
+        steps, every = values["train.max_steps"], values["train.evaluate_every"]
+        assert isinstance(steps, int)
+        assert isinstance(every, int)
+        assert steps / every >= 0.9 * least
+
+
 def test_dropout_grows_with_epochs_and_parameters_per_character() -> None:
     def dropout(epochs: float, parameters_per_character: float) -> object:
         values = length_values(

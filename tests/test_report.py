@@ -307,6 +307,21 @@ def test_of_a_list_the_sampled_documents_are_new_or_marked(cli: Cli, tmp_path: P
     marked = re.findall(r"<mark>(.+?)</mark>", section)
     assert len(marked) == int(found[1]) - int(found[2])
     assert set(marked) <= set(names)
+    assert "Longest match: under 20 characters" in page
+
+
+def test_matches_in_documents_that_were_cut_are_marked(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poem = "The lamp is lit, the sea is calm tonight.\n"
+    for number in range(20):
+        (tmp_path / f"{number}.txt").write_text(poem * 12)
+    cli("train", tmp_path, *TINY, "-s", "text.documents=files", "--out", "mine")
+    texts = [("x" * 9 + poem * 10)[:400]] * 40
+    monkeypatch.setattr(module, "sample", lambda *_, **__: texts)
+    page = write_report(load_run(Path("mine"), device="cpu")).read_text(encoding="utf-8")
+    assert page.count(f"xxxxxxxxx<mark>{poem}") == 40
+    assert "Longest match: 391 characters, " in page
 
 
 def test_the_passage_of_a_list_begins_with_its_first_document(cli: Cli, tmp_path: Path) -> None:
@@ -785,6 +800,6 @@ def test_a_gap_is_over_fitting_if_neither_too_few_epochs_nor_unlike_splits_expla
     sentences = summarize(run, scores, learning((50, best + 0.3, 1.9), (100, best, 1.4)))
     falling = (
         "The generalisation gap (validation minus training loss) is 0.50 ± 0.06 nats, but the "
-        "validation loss was still falling: more steps may help."
+        "validation loss was still falling: more steps may help the gpt."
     )
     assert (falling in sentences) == expected.startswith("It over-fits")

@@ -186,6 +186,9 @@ def test_unlike_splits_are_told_from_alike_ones(tmp_path: Path) -> None:
     assert "-s text.documents='\\n\\n' shuffles its paragraphs" in warning
     corpus = load_corpus(TextConfig(path=str(tmp_path / "text.txt")))
     assert compare_splits(replace(corpus, mixture_characters=500)) == compare_splits(corpus)
+    of_folder = compare_splits(replace(corpus, name="poems/"))
+    assert of_folder is not None
+    assert of_folder.warning.endswith("; -s text.documents=files shuffles the files")
     # a short split differs by chance
     assert warning_of(alike[:200]) is None
     assert warning_of("ab") is None

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from chargpt.analysis.result import MIXTURE_SUFFIX, describe_difference
+from chargpt.analysis.result import MIXTURE_LABEL, MIXTURE_SUFFIX, describe_difference
 from chargpt.config import Config, load_config
 from chargpt.errors import ConfigError
 from chargpt.inference.baselines import NGRAM, Baselines
@@ -171,7 +171,11 @@ def conclusions(result: Comparison) -> list[str]:
             for start, name in (("bigram", "the best bigram"), (NGRAM, f"the {NGRAM}"))
         }
         differences = [describe_difference(gpt, name, each) for name, each in best.items() if each]
-        return [*sentences, f"the gpt is {' and '.join(differences)}", PLUS_MINUS]
+        sentences.append(f"the gpt is {' and '.join(differences)}")
+        if (mixture := evaluations.get(MIXTURE_LABEL)) is not None:
+            gain = describe_difference(mixture, "the gpt", gpt)
+            sentences.append(f"{MIXTURE_LABEL}, which chargpt sample --mixture uses, is {gain}")
+        return [*sentences, PLUS_MINUS]
     alone = [row for row in by_loss if row.parameters is not None and row.run]
     best_of_run = {row.run: row for row in reversed(by_loss) if row.run}  # or its mixture
     with_mixtures = sorted(best_of_run.values(), key=lambda row: row.nats_per_char)

@@ -36,6 +36,7 @@ MAX_POINTS = 40  # of a smoothed curve
 MAX_MARKED = 20  # points of a curve that are marked
 LABEL_HEIGHT, LABEL_WIDTH = 12, 40  # points, of the label of a curve
 LEADER_LINE = {"arrowstyle": "-", "linewidth": 0.7, "shrinkA": 0, "shrinkB": 0, "relpos": (0, 0.5)}
+INSIDE_LABEL = {"facecolor": "white", "linewidth": 0, "pad": 1}  # of a label that curves may cross
 SUFFIXES = (".svg", ".png")
 
 
@@ -152,7 +153,8 @@ def _label_ends(axes: "Axes", ends: Sequence[tuple[float, float, str, str]], sca
         columns[-1].append((height, left, (x, y), label, colour))
         right = left
     bottom = axes.get_window_extent().y0 * scale
-    for column in map(sorted, columns):
+    for column in columns:
+        column.sort()
         heights, lefts, *_ = zip(*column, strict=True)
         places = spread(heights, LABEL_HEIGHT, bottom)
         is_moved = max(abs(place - h) for place, h in zip(places, heights, strict=True)) > 1
@@ -165,6 +167,7 @@ def _label_ends(axes: "Axes", ends: Sequence[tuple[float, float, str, str]], sca
                 color=colour,
                 va="center",
                 arrowprops=LEADER_LINE | {"color": colour} if is_moved else None,
+                bbox=None if column is columns[-1] else INSIDE_LABEL,
             )
 
 

@@ -193,8 +193,8 @@ def attention(run: Run, corpus: Corpus) -> Values:
 def overlap(run: Run, corpus: Corpus) -> Values:
     """Return samples with their verbatim overlap with the training split.
 
-    Documents are matched as a whole: most are shorter than a verbatim match. They are paragraphs of
-    one box.
+    Documents are also matched as a whole: most are shorter than a verbatim match. They are
+    paragraphs of one box.
     """
     if len(corpus.split("train")) > MAX_SEARCHED:
         return {"overlap": None}
@@ -207,13 +207,13 @@ def overlap(run: Run, corpus: Corpus) -> Values:
         finished = [text for text in texts if len(text) < SAMPLE_LENGTH]
         copied, known = memorization.find_documents(corpus, set(finished), eos_token)
         ends = [end_sign(len(text), SAMPLE_LENGTH, eos_token) for text in texts]
-        documents = zip(texts, ends, strict=True)
-        boxes = [[[(text, text in copied), (end, False)] for text, end in documents]]
-    else:
-        boxes = [
-            [list(split_at(text, whole_graphemes(text, each.matched)))]
-            for text, each in zip(texts, found.texts, strict=True)
-        ]
+    parts = []
+    for text, each in zip(texts, found.texts, strict=True):
+        matched = [(0, len(text))] if text in copied else whole_graphemes(text, each.matched)
+        parts.append(list(split_at(text, matched)))
+    boxes = [[each] for each in parts]
+    if eos_token:
+        boxes = [[[*each, (end, False)] for each, end in zip(parts, ends, strict=True)]]
     longest = next(iter(found.longest_matches()), None)
     passages = [longest.text] if longest else []
     places = find_lines(run.config.text, corpus, passages)

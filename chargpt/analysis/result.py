@@ -208,7 +208,8 @@ def is_still_learning(records: Sequence[Mapping[str, Any]]) -> bool:
 def describe_gap(run: Run, scores: RunScores, *, over_fits: bool) -> str:
     """Return a sentence on a large generalisation gap and its reason."""
     remedy = "more text" if run.config.model.dropout else "more text or model.dropout"
-    verdict, reason = "It over-fits: the", f"; {remedy} may help."
+    verdict = "It over-fits: the"
+    reason = f", and more steps lower little but the training loss; {remedy} may help."
     if scores.epochs < 1:
         verdict = f"After {scores.epochs:.1f} epochs, too few to over-fit, the"
         what = "the validation split" if run.config.text.documents else "the end of the text"
@@ -216,7 +217,8 @@ def describe_gap(run: Run, scores: RunScores, *, over_fits: bool) -> str:
     elif scores.splits_explain_gap:
         verdict, reason = "The", ", of which the difference of the splits is a part."
     elif not over_fits:
-        verdict, reason = "The", ", but the validation loss was still falling: more steps may help."
+        verdict, reason = "The", ", but the validation loss was still falling: more steps may help"
+        reason += f" the gpt{', not always its mixture' if scores.mixture else ''}."
     return (
         f"{verdict} generalisation gap (validation minus training loss) is "
         f"{scores.generalisation_gap:.2f} ± {scores.gap_error:.2f} nats{reason}"

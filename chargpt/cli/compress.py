@@ -54,11 +54,11 @@ def compress(
     """
     content = read_input(text, out, force=force)
     loaded = runs.load_named_run(run, checkpoint, "cpu", mixture=mixture or adaptive)
-    runs.warn_of_own_text(loaded, str(text))
     decoder = partial(AdaptiveDecoder, loaded) if adaptive else None
     with show_progress("character", "compressed") as on_progress:
         packed = pack(loaded, content, on_progress, unknown or "error", decoder)
     decoded = content.decode()
+    runs.warn_of_own_text(loaded, str(text), decoded)
     lost = loaded.tokenizer.find_unknown(decoded)
     runs.say_unknown(loaded, lost, unknown)
     write(packed, out, force=force)

@@ -75,7 +75,7 @@ def evaluate(
         content = read_text(text, settings, console.say)
         tokens = loaded.tokenizer.encode(content, unknown or settings.unknown)
         found = loaded.tokenizer.find_unknown(content)
-        runs.warn_of_own_text(loaded, str(text))
+        runs.warn_of_own_text(loaded, str(text), content)
 
     def measure(run: Run, name: str) -> tuple[Evaluation, float]:
         """Evaluate a run with a progress bar; return the seconds that it took, too."""

@@ -100,14 +100,12 @@ def print_overlap(overlap: SampleOverlap, texts: list[str], sampling: SampleConf
     """Print what was found below the samples: documents or lines that are new, and the matches."""
     if overlap.corpus.tokenizer.eos_token:
         documents = [text for text in texts if is_finished(text, sampling)]
-        copied, known = overlap.copied, overlap.known
-        counts = (
-            f"documents sampled: {describe_new(documents, copied, known)}; distinct documents: "
-            f"{describe_new(set(documents), copied, known)}. "
-        )
+        if documents:
+            groups = {"sampled": documents, "distinct": set(documents)}
+            print_new("documents", groups, overlap.copied, overlap.known)
         console.out_sentence(
-            f"{counts * bool(documents)}⟦…⟧: verbatim matches with the training split, of whole "
-            f"documents or {MIN_MATCH} characters or more"
+            "⟦…⟧: verbatim matches with the training split, of whole documents or "
+            f"{MIN_MATCH} characters or more"
         )
         print_matches(overlap)
         print_novel(overlap)
@@ -119,25 +117,25 @@ def print_overlap(overlap: SampleOverlap, texts: list[str], sampling: SampleConf
     first = texts[0].rfind("\n", 0, len(sampling.prompt)) + 1
     lines = {line for text in texts for line in text[first:].split("\n")[:-1] if line}
     if len(lines) > 1:
-        found = describe_new(lines, *find_documents(overlap.corpus, lines, "\n"))
-        console.out_sentence(f"different lines: {found}")
+        copied, known = find_documents(overlap.corpus, lines, "\n")
+        print_new("lines", {"distinct": lines}, copied, known)
 
 
-def describe_new(
-    documents: Collection[str], copied: Collection[str], known: Collection[str]
-) -> str:
-    """Return how many documents there are, how many of them are new, and how many copied.
-
-    Those that only other splits hold are neither.
-    """
-    n_new = sum(text not in known for text in documents)
-    n_copied = sum(text in copied for text in documents)
-    n_others = len(documents) - n_new - n_copied
-    others = f", only in its other splits: {n_others:,}" if n_others else ""
-    return (
-        f"{len(documents):,}, of which new (not in the text): {n_new:,}, in its training split: "
-        f"{n_copied:,}{others}"
-    )
+def print_new(
+    kind: str,
+    groups: Mapping[str, Collection[str]],
+    copied: Collection[str],
+    known: Collection[str],
+) -> None:
+    """Print how many documents or lines of each group are new, copied, or only in other splits."""
+    rows = []
+    for name, texts in groups.items():
+        n_new = sum(text not in known for text in texts)
+        n_copied = sum(text in copied for text in texts)
+        numbers = (len(texts), n_new, n_copied, len(texts) - n_new - n_copied)
+        rows.append([name, *(f"{number:,}" for number in numbers)])
+    columns = ["number", "not in the text", "in the training split", "in others"]
+    tables.table([kind, *columns], rows)
 
 
 def print_longest(report: OverlapReport) -> None:
@@ -178,7 +176,8 @@ def print_novel(overlap: SampleOverlap) -> None:
         tables.table(["n", "novel n-grams", "of validation text"], rows)
         console.out_sentence(
             "novel n-grams: fraction of those of the samples that are not in the training split, "
-            "and their number; lower than that of the validation text means copying. Validation "
-            f"text: {overlap.report.val_characters:,} of the "
+            "and their number. From n = 20 on, fewer than in the validation text means copying; of "
+            "short n-grams there are also fewer at a low temperature. Validation text: "
+            f"{overlap.report.val_characters:,} of the "
             f"{console.characters(overlap.corpus.count_characters('val'))} of the validation split"
         )

@@ -1,5 +1,6 @@
 """`chargpt runs`: the runs in a folder; and loading the run that a command line names."""
 
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -8,13 +9,15 @@ from typing import Annotated
 import typer
 
 from chargpt.cli import console, options, tables
-from chargpt.errors import RunError
+from chargpt.errors import RunError, TextError
 from chargpt.store.layout import is_run
 from chargpt.store.listing import RunSummary, list_runs
 from chargpt.store.mixture import with_mixture
 from chargpt.store.run import Run, load_run, newest_run
-from chargpt.text.source import STDIN, is_within
+from chargpt.text.source import STDIN
 from chargpt.text.tokenizer import name_characters
+
+PASSAGE = 200  # characters in the middle of a text that are searched in the training split
 
 
 def runs(
@@ -89,16 +92,25 @@ def load_named_run(
     return load_run_mixture(run) if mixture else run
 
 
-def warn_of_own_text(run: Run, path: str) -> None:
-    """Say that a text is the one that the run was trained on, or part of it, by its path."""
+def warn_of_own_text(run: Run, path: str, content: str) -> None:
+    """Say that a text has the path of the run's text, or that its middle is in the training split.
+
+    Without the run's text in the cache, only the paths are compared.
+    """
     own = run.config.text.path
-    if own in (None, STDIN) or path == STDIN:
-        return
-    is_own = Path(path).resolve() == Path(own).resolve()
-    if is_own or is_within(path, own, run.config.text.suffixes):
+    what = ""
+    if own not in (None, STDIN) and path != STDIN and Path(path).resolve() == Path(own).resolve():
+        what = f"{path} is the text that the run was trained on"
+    middle = len(content) // 2
+    passage = content[max(0, middle - PASSAGE // 2) : middle + PASSAGE // 2]
+    if not what and len(passage) == PASSAGE:
+        with suppress(TextError):
+            if run.corpus().is_in_training(passage):
+                what = f"a passage of {path} is in the text that the run was trained on"
+    if what:
         console.say(
-            f"{path} is {'' if is_own else 'part of '}the text that the run was trained on: its "
-            "loss is lower than that of a new text; chargpt evaluate measures the validation split"
+            f"{what}: its loss is lower than that of a new text; chargpt evaluate measures the "
+            "validation split"
         )
 
 

@@ -167,7 +167,10 @@ def given_prompt(prompt: str | None, file: str | None, encoding: str | None) -> 
     if file is not None:
         if prompt is not None:
             raise ConfigError("--prompt and --prompt-file exclude each other; give one")
-        return read_text(file, TextConfig(encoding=encoding or "auto"))
+        prompt = read_text(file, TextConfig(encoding=encoding or "auto"))
+        if prompt.endswith("\n"):
+            console.say("the prompt ends with a line end, so the samples continue on a new line")
+        return prompt
     options.reject({"--encoding": encoding}, "is that of a --prompt-file, and there is none")
     if prompt == STDIN:
         console.say("the prompt is a dash; --prompt-file - reads standard input")

@@ -53,7 +53,7 @@ def score(
     content = read_text(text, settings, console.say)
     if len(find_source(text, settings.suffixes, for_training=False).files) > 1:
         console.say("lines are numbered through all files, joined in that order")
-    runs.warn_of_own_text(loaded, text)
+    runs.warn_of_own_text(loaded, text, content)
     separator = loaded.config.text.documents
     if separator not in (None, "lines", "files") and separator in content:
         console.say(

@@ -45,7 +45,8 @@ from chargpt.text.tokenizer import Floats, Tokens, UnknownPolicy
 
 OnProgress = Callable[[int, int], object]  # of the number done and the total
 
-MIN_BLOCKS = 20
+MIN_BLOCKS = 20  # for a standard error by block
+MIN_PAIRS = 8  # for that of a difference by block, which varies far less
 MAX_LOGITS_BYTES = 64_000_000  # of one forward pass
 MAX_CALL_TOKENS = 16_384  # of one forward pass
 MAX_CPU_CALL_TOKENS = 4_096  # activations of more do not fit into a CPU's caches
@@ -90,12 +91,14 @@ class Evaluation:
         """Return the standard error of the difference of two losses, in nats per character.
 
         It is paired by block if both scored the same number of characters in each of at least
-        `MIN_BLOCKS` blocks; otherwise the losses are taken as independent.
+        `MIN_PAIRS` blocks, as the standard deviation of Student's t with as many degrees of freedom
+        as there are blocks but one. Otherwise the losses are taken as independent.
         """
         if self.clusters is not None and other.clusters is not None:
             (losses, sizes), (other_losses, other_sizes) = self.clusters, other.clusters
-            if len(sizes) >= MIN_BLOCKS and np.array_equal(sizes, other_sizes):
-                return math.sqrt(_variance(losses - other_losses, sizes)) / self.characters
+            if (n := len(sizes)) >= MIN_PAIRS and np.array_equal(sizes, other_sizes):
+                variance = _variance(losses - other_losses, sizes) * n / (n - 3)
+                return math.sqrt(variance) / self.characters
         return math.hypot(self.standard_error, other.standard_error)
 
     @property

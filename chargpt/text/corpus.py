@@ -38,6 +38,7 @@ from chargpt.text.tokenizer import CharTokenizer, Ints, Tokens
 from chargpt.yaml_io import to_flow_yaml
 
 MAX_READ_CHARACTERS = 1 << 30
+MAX_SEARCHED = 100_000_000  # tokens of the training split
 MAX_MEMORY_BYTES = 64 << 20  # of standard input, before it goes to a temporary file
 MANY_REPLACED = 0.01  # of all characters: the encoding is wrong
 TOKENIZATION_SETTINGS = (  # what determines the tokens, apart from the content of the files
@@ -166,6 +167,17 @@ class Corpus:
         before = int(boundaries[number - 1])
         nearest = after if after - index <= index - before else before
         return max(nearest, self._edge(mixture, mixture))
+
+    def is_in_training(self, passage: str) -> bool:
+        """Return whether the training split, if it is not long, holds a passage."""
+        tokens, training = self.tokenizer.encode(passage, "replace"), self.split("train")
+        if len(training) > MAX_SEARCHED:
+            return False
+        content, wanted = training.tobytes(), tokens.astype(training.dtype).tobytes()
+        start = content.find(wanted)
+        while start > 0 and start % training.itemsize:  # it begins within a token
+            start = content.find(wanted, start + 1)
+        return start >= 0
 
     def require_blocks(self, block_size: int) -> None:
         """Check that train and val each hold a block and the character after it.

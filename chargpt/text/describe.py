@@ -218,6 +218,8 @@ def compare_splits(corpus: Corpus) -> SplitDifference | None:
     start = corpus.tokenizer.decode(corpus.tokens[:CHUNK])
     if start.count("\n\n") >= MIN_SEPARATORS * max(MIN_LIST, start.count("\n")):
         remedy = "-s text.documents='\\n\\n' shuffles its paragraphs"
+    if corpus.name.endswith("/") or "*" in corpus.name:  # a folder or a glob
+        remedy = "-s text.documents=files shuffles the files"
     if corpus.n_documents:
         n_val = int((val == corpus.tokenizer.eos_token_id).sum())
         what = f"the last {n_val:,} of {corpus.n_documents:,} documents"

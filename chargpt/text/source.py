@@ -1,6 +1,5 @@
 """Find the files of a text and read their bytes in chunks."""
 
-import fnmatch
 import glob
 import gzip
 import io
@@ -136,20 +135,6 @@ def _find_glob(pattern: str, written: str, for_training: bool) -> Source:
     name = "/".join(Path(written).parts[-3:])
     notes = (f"files read of {name}: {len(files):,}, sorted by path",) if len(files) > 1 else ()
     return Source(name, tuple(files), notes=notes)
-
-
-def is_within(path: str, text: str, suffixes: tuple[str, ...]) -> bool:
-    """Return whether a path is in the folder `text`, with its endings, or matches the glob `text`.
-
-    Only the paths are compared: `text` may be from someone else's run, and is not opened or listed.
-    """
-    file, root = (Path(os.path.expanduser(each)).resolve() for each in (path, text))
-    if root in file.parents:
-        return file.is_dir() or file.name.lower().endswith(_endings(suffixes))
-    pattern = str(root)
-    # fnmatch's * matches slashes too, but not if there are as many in the path as in the pattern
-    same_depth = "**" in pattern or len(file.parts) == len(root.parts)
-    return same_depth and fnmatch.fnmatch(str(file), pattern.replace("**/", "*"))
 
 
 def _endings(suffixes: tuple[str, ...]) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 Shapes in this file: V = vocabulary size, C = n_embd.
 """
 
+import os
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,9 +51,12 @@ def config_from_base_run(base_run: Run, config: Config, fixed_keys: Collection[s
                 f"{key} is {model[key]} in {base_run.folder}, whose weights are the start; drop "
                 f"-s {key}={given[key]}"
             )
+    documents, path = base_run.config.text.documents, config.text.path
+    if documents == "files" and path is not None and os.path.isfile(os.path.expanduser(path)):
+        documents = None  # one file cannot be split
     values = {
         **model,
-        "text.documents": base_run.config.text.documents,
+        "text.documents": documents,
         "train.batch_size": base_run.config.train.batch_size,
         "optim.lr": LR_FRACTION * config.optim.lr,
         "optim.matrix_lr": LR_FRACTION * config.optim.matrix_lr,

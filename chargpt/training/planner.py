@@ -209,7 +209,8 @@ def length_values(
     """Return the settings that depend on the training length, for about `n_tokens` tokens."""
     recipe, preset = RECIPE, length_preset_for(n_tokens)
     steps = max(REPLANNING.min_steps, int(n_tokens / config.tokens_per_step))
-    every = math.ceil(steps / preset.evaluations)
+    # early stopping needs more evaluations than its patience
+    every = math.ceil(steps / max(preset.evaluations, 2 * (config.train.patience or 0)))
     epochs = n_tokens / train_tokens
     overfitting = epochs * math.sqrt(parameters / train_tokens)
     # soft targets soon teach all they can, but they also keep a model from over-fitting
