@@ -210,13 +210,13 @@ def test_documents_of_the_validation_split_are_neither_new_nor_copied(
 
 
 def test_matches_of_blanks_do_not_count(training: str) -> None:
-    corpus = load_corpus(TextConfig(), text=" " * 100 + training)
+    corpus = load_corpus(TextConfig(), text=" " * 100 + "} {\n" + " " * 28 + training)
     copied = "\n" + " " * 30 + training[60:130]
-    (found,) = measure_overlap(corpus, [" " * 90 + "#" + copied]).texts
+    (found,) = measure_overlap(corpus, [" " * 90 + "} {\n" + " " * 20 + "#" + copied]).texts
     assert found.longest is not None
     assert found.longest.text in copied
     assert found.longest.length == 70
-    assert all(start > 90 for start, _ in found.matched)
+    assert all(start > 114 for start, _ in found.matched)
 
 
 @pytest.fixture

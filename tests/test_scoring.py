@@ -122,6 +122,24 @@ def test_skipped_characters_stay_in_the_lines_that_are_shown(letters: str) -> No
     )
     assert ("xx" in shown) == ("\n" in letters)  # its newline was scored
     assert expected.keys() == {"ab", "c"}
+    skipped = {line.text: line.n_skipped for line in scored.lines()}
+    assert (skipped["axb"], skipped["c"]) == (1, 0)
+
+
+def test_lines_from_which_characters_were_left_out_say_so(cli: Cli, verse: Path) -> None:
+    cli("train", verse, *QUICK, "--out", "mine")
+    Path("ten.txt").write_text("the Ω sea Ω\nthe light\n")
+    words = ("score", "mine", "ten.txt", "--unknown", "skip")
+    lines = {line.split("\t")[3]: line for line in cli(*words, "--per-line").stdout.splitlines()}
+    assert lines["the Ω sea Ω"].endswith("\t2 left out")
+    assert lines["the light"].endswith("\tthe light")
+    assert "(2 left out) the Ω sea Ω" in cli(*words).stdout
+
+
+def test_the_text_itself_in_place_of_a_file_gets_the_remedy(cli: Cli, verse: Path) -> None:
+    cli("train", verse, *QUICK, "--out", "mine")
+    message = refusal(cli("score", "mine", "the sea"))
+    assert "to score a text itself, pipe it in: echo TEXT | chargpt score mine" in message
 
 
 def test_a_table_of_lines_is_cut_where_it_says_so_and_keeps_its_header(

@@ -26,6 +26,7 @@ NGRAM_LENGTHS = (4, 6, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 51
 MIN_COMPARED = 16  # parts of the validation split, at least, since their overlap varies much
 MAX_DOCUMENT_TOKENS = 10_000  # compared, of one document; more are taken of short ones
 MIN_MATCH = 20  # characters of a match that counts; shorter ones are common phrases
+MIN_VISIBLE = 10  # of them that are not blank: indented code is full of blanks
 MIN_NGRAMS = 30  # behind a fraction; those of fewer vary too much
 CHUNK = 2**20  # tokens of the training split
 TABLE_BITS = 22  # of a hash, by which most n-grams of the training split are skipped
@@ -50,8 +51,7 @@ class Overlap:
     """Verbatim overlap of one text with the training split, in matches of MIN_MATCH or more.
 
     `find_overlap` returns all matches, in tokens. Within an `OverlapReport` they are disjoint and
-    in characters, without matches of blanks alone: indented code is full of those. n-grams are of
-    tokens.
+    in characters, without matches of mostly blanks. n-grams are of tokens.
     """
 
     # longest first; only the first MAX_POSITIONS occurrences of an n-gram are tried
@@ -213,7 +213,8 @@ def _in_characters(overlap: Overlap, tokens: Tokens, tokenizer: CharTokenizer) -
         return VerbatimMatch(first, last - first, text)
 
     def counts(match: VerbatimMatch) -> bool:
-        return match.length >= MIN_MATCH and not match.text.isspace()
+        n_visible = sum(not character.isspace() for character in match.text)
+        return match.length >= MIN_MATCH and n_visible >= MIN_VISIBLE
 
     found = [in_characters(each.start, each.start + each.length) for each in overlap.matches]
     is_free = np.ones(len(tokens), dtype=bool)

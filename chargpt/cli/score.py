@@ -7,6 +7,7 @@ import typer
 
 from chargpt.cli import console, options, runs, tables
 from chargpt.cli.progress import show_progress
+from chargpt.errors import MissingTextError
 from chargpt.inference import scoring
 from chargpt.text.corpus import read_text
 from chargpt.text.source import find_source
@@ -50,7 +51,12 @@ def score(
     given = {"encoding": encoding, "encoding_errors": encoding_errors}
     changes = {name: value for name, value in given.items() if value is not None}
     settings = loaded.config.text.model_copy(update={**changes, "documents": None})
-    content = read_text(text, settings, console.say)
+    try:
+        content = read_text(text, settings, console.say)
+    except MissingTextError as error:
+        raise MissingTextError(
+            f"{error}; to score a text itself, pipe it in: echo TEXT | chargpt score {run}"
+        ) from None
     if len(find_source(text, settings.suffixes, for_training=False).files) > 1:
         console.say("lines are numbered through all files, joined in that order")
     runs.warn_of_own_text(loaded, text, content)
@@ -87,7 +93,8 @@ def score(
         console.say("bits per character, bits, number and text of each line, highest first:")
         for line in ranked:
             figures = f"{line.bits_per_char:.3f}\t{line.bits:.2f}\t{line.number}"
-            console.out(f"{figures}\t{line.text}")
+            left_out = f"\t{line.n_skipped} left out" if line.n_skipped else ""
+            console.out(f"{figures}\t{line.text}{left_out}")
         return
     console.out(
         f"{console.characters(len(scored.bits))}: {scored.bits_per_char:.3f} bits per character "
@@ -102,10 +109,11 @@ def show_extremes(ranked: list[scoring.Line]) -> None:
     for line in ranked:
         distinct.setdefault(line.text, line)
     if len(distinct) > 1:
-        rows = [
-            [f"{line.bits_per_char:.3f}", f"{line.number:,}", line.text.expandtabs(4)[:MAX_SHOWN]]
-            for line in distinct.values()
-        ]
+        rows = []
+        for line in distinct.values():
+            text = line.text.expandtabs(4)[:MAX_SHOWN]
+            left_out = f"({line.n_skipped} left out) " if line.n_skipped else ""
+            rows.append([f"{line.bits_per_char:.3f}", f"{line.number:,}", left_out + text])
         if len(rows) > 2 * SHOWN:
             rows = [*rows[:SHOWN], ["...", "", ""], *rows[-SHOWN:]]
         header = ["bits/char", "line", "distinct lines by surprisal, highest first"]

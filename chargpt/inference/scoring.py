@@ -30,6 +30,7 @@ class Line:
     text: str  # without its newline
     bits_per_char: float  # mean surprisal of its characters, including the newline
     bits: float  # their sum
+    n_skipped: int = 0  # its characters outside the vocabulary, which were not scored
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Scored:
             end = min(start + len(line) - n_skipped + n_newline, len(self.bits))
             if line.strip() and end > start:
                 bits = self.bits[start:end]
-                lines.append(Line(number, line, float(bits.mean()), float(bits.sum())))
+                lines.append(Line(number, line, float(bits.mean()), float(bits.sum()), n_skipped))
             start = end
         return lines
 
