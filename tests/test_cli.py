@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -756,6 +757,10 @@ def test_a_prompt_comes_from_a_file_or_standard_input(
 ) -> None:
     (tmp_path / "prompt.txt").write_text("The keeper")
     from_file = cli("sample", trained, "--prompt-file", "prompt.txt", "--seed", 1, "--length", 9)
+    (tmp_path / "line.txt").write_text("The keeper\n")
+    ended = cli("sample", trained, "--prompt-file", "line.txt", "--length", 9)
+    assert "the prompt ends with a line end" in ended.stderr
+    assert "line end" not in from_file.stderr
     from_stdin = run_cli(
         "sample",
         trained,
@@ -1074,6 +1079,11 @@ def test_a_comparison_names_other_block_sizes_and_draws_the_baselines_of_the_cur
     assert result.curve_baselines != result.baselines
     printed = json.loads(cli("compare", trained, "short", "--json").stdout)
     assert printed["summary"] == sentences
+    # of models trained on one text, the mixture is named beside its GPT
+    gpt, mixture = result.rows[-2:]
+    rows = [replace(gpt, model="gpt (trained)"), replace(mixture, model="gpt + n-grams")]
+    named = comparison.conclusions(replace(result, rows=[*result.rows[:-2], *rows]))
+    assert any(each.startswith("gpt + n-grams, which chargpt sample --mix") for each in named)
 
 
 def test_compare_trains_within_a_budget(verse: Path, cli: Cli) -> None:

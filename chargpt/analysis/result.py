@@ -208,8 +208,7 @@ def is_still_learning(records: Sequence[Mapping[str, Any]]) -> bool:
 def describe_gap(run: Run, scores: RunScores, *, over_fits: bool) -> str:
     """Return a sentence on a large generalisation gap and its reason."""
     remedy = "more text" if run.config.model.dropout else "more text or model.dropout"
-    verdict = "It over-fits: the"
-    reason = f", and more steps lower little but the training loss; {remedy} may help."
+    verdict, reason = "It over-fits: the", f"; {remedy} may help."
     if scores.epochs < 1:
         verdict = f"After {scores.epochs:.1f} epochs, too few to over-fit, the"
         what = "the validation split" if run.config.text.documents else "the end of the text"
