@@ -951,6 +951,9 @@ def test_each_advice_can_be_followed(trained: Path, verse: Path, cli: Cli) -> No
     parent = trained.parent
     assert f"such as {trained}" in refusal(cli("sample", parent))
     assert f"did you mean {trained}?" in refusal(cli("sample", parent / "ru"))
+    shutil.copytree(trained, "runs/one")
+    for wrong in ("one", "run/one"):
+        assert "did you mean runs/one?" in refusal(cli("sample", wrong))
     Path("mine").mkdir()
     Path("mine/notes.md").write_text("my own")
     message = refusal(cli("train", verse, *QUICK, "--out", "mine"))

@@ -24,10 +24,10 @@ from chargpt.analysis import report as module
 from chargpt.analysis.report import split_at, write_report
 from chargpt.analysis.result import (
     RunScores,
+    changes_in_second_half,
     describe_difference,
     describe_mixture,
     evaluate_run,
-    is_still_learning,
     summarize,
 )
 from chargpt.cli import summary
@@ -468,7 +468,7 @@ def test_over_fitting_is_reported_from_the_recorded_losses(cli: Cli, verse: Path
         config = run.config.with_values({"model.dropout": dropout})
         dropping = type(run)(run.folder, config, run.tokenizer, run.model, run.step, run.state)
         words = " ".join(summarize(dropping, memorised, records[:1]))
-        assert f"; {remedy} help" in words
+        assert f" nats: {remedy} help" in words
 
 
 def test_the_speed_curve_has_a_point_for_each_write_of_the_metrics() -> None:
@@ -749,18 +749,20 @@ def learning(*points: tuple[int, float, float]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("points", "expected"),
     [
-        (((50, 2.0, 1.9), (100, 1.7, 1.4)), True),
-        (((50, 2.0, 1.9), (100, 1.8, 1.4)), False),  # mostly the training loss fell
-        (((50, 1.6, 1.9), (70, 1.9, 1.6), (100, 1.7, 1.6)), False),  # it is not the lowest
-        (((10, 3.0, 3.0), (60, 2.0, 1.9), (100, 1.9, 1.4)), False),  # only the second half counts
-        (((100, 1.7, 1.4),), False),
-        ((), False),
+        (((50, 2.0, 1.9), (100, 1.7, 1.4)), (-0.3, -0.5)),
+        (((50, 1.6, 1.9), (70, 1.9, 1.6), (100, 1.7, 1.6)), (0.1, -0.3)),
+        (((10, 3.0, 3.0), (60, 2.0, 1.9), (100, 1.9, 1.4)), (-0.1, -0.5)),  # from the middle on
+        (((100, 1.7, 1.4),), None),
+        ((), None),
     ],
 )
-def test_a_run_still_learns_while_both_losses_fall(
-    points: tuple[tuple[int, float, float], ...], expected: bool
+def test_the_changes_of_both_losses_are_those_of_the_second_half(
+    points: tuple[tuple[int, float, float], ...], expected: tuple[float, float] | None
 ) -> None:
-    assert is_still_learning(learning(*points)) == expected
+    changes = changes_in_second_half(learning(*points))
+    assert changes == (None if expected is None else pytest.approx(expected))
+    validations = [record for record in learning(*points) if "loss" not in record]
+    assert changes_in_second_half(validations) is None
 
 
 @pytest.mark.parametrize(
@@ -794,12 +796,15 @@ def test_a_gap_is_over_fitting_if_neither_too_few_epochs_nor_unlike_splits_expla
     assert any(sentence.startswith(expected) for sentence in sentences), sentences
     assert any("over-fit" in sentence for sentence in sentences) == bool(expected)
     assert ("The splits differ." in sentences) == bool(divergence)
-    assert not any("still falling" in sentence for sentence in sentences)
-    assert scores.over_fits([]) == expected.startswith("It over-fits")
+    assert not any("more steps" in sentence for sentence in sentences)
+    memorises = expected.startswith("It over-fits")
+    assert scores.over_fits([]) == memorises
     best = run.state.best_nats_per_char or 0.0
-    sentences = summarize(run, scores, learning((50, best + 0.3, 1.9), (100, best, 1.4)))
-    falling = (
-        "The generalisation gap (validation minus training loss) is 0.50 ± 0.06 nats, but the "
-        "validation loss was still falling: more steps may help the gpt."
-    )
-    assert (falling in sentences) == expected.startswith("It over-fits")
+    changes = "; in the second half of the steps the validation loss changed by {} nats, the {}"
+    for fall, is_learning in ((0.21, True), (0.19, False), (-0.01, False)):
+        records = learning((50, best + fall, 1.9), (100, best, 1.4))
+        sentences = summarize(run, scores, records)
+        assert scores.over_fits(records) == (memorises and not is_learning)
+        found = changes.format(f"{-fall:+.2f}", "training loss by -0.50: ")
+        found += "more steps may help the gpt." if is_learning else "more text or model.dropout may"
+        assert any(found in sentence for sentence in sentences) == memorises

@@ -47,7 +47,8 @@ class Run:
     def logits(self, text: str) -> Tensor:
         """Return the logits after each token of a text, (tokens, V), on the CPU.
 
-        A token is a character, or a byte of a rare one.
+        A token is a character, or a byte of a rare one. Nothing precedes the text, whereas `score`
+        puts an EOS token or a newline before it.
 
         Raises:
             TextError: the text is empty or longer than the block size.
@@ -126,8 +127,8 @@ def open_run(path: str | Path) -> RunFolder:
         if inside:
             raise RunError(f"{path} is a folder of runs; name one of them, such as {inside[0]}")
         hint = f"did you mean {path.parent / near}?" if near and not path.exists() else ""
-        if is_run(Path("runs", path)):
-            hint = f"did you mean {Path('runs', path)}?"
+        for meant in (Path("runs", path.name), Path("runs", path)):
+            hint = f"did you mean {meant}?" if is_run(meant) else hint
         raise RunError(
             f"{what} {path}; {hint or 'train one with `chargpt train`, or name another'}"
         )
