@@ -49,7 +49,8 @@ def test_planted_matches_of_every_length_are_found(training: str) -> None:
     for (start, length), found in zip(planted, find_overlap(tokens(training), texts), strict=True):
         assert found.longest is not None
         assert (found.longest.start, found.longest.length) == (start, length)
-        assert found.matched == [(start, start + length)]
+        covered = {i for start, end in found.spans for i in range(start, end)}
+        assert covered == set(range(start, start + length))
 
 
 @given(st.text("ab", min_size=1, max_size=400), st.text("ab", min_size=1, max_size=120))
@@ -77,7 +78,7 @@ def test_the_result_equals_a_brute_force_search(text: str, sample: str) -> None:
     for i in range(len(sample) - MIN_MATCH + 1):
         if sample[i : i + MIN_MATCH] in text:
             covered |= set(range(i, i + MIN_MATCH))
-    assert {i for start, end in found.matched for i in range(start, end)} == covered
+    assert {i for start, end in found.spans for i in range(start, end)} == covered
 
 
 def test_few_positions_of_a_frequent_ngram_are_stored(training: str) -> None:
@@ -89,7 +90,7 @@ def test_few_positions_of_a_frequent_ngram_are_stored(training: str) -> None:
     (found,) = find_overlap(text, sample)
     assert found.longest is not None
     assert found.longest.length >= 300
-    assert found.matched == [(0, 390)]
+    assert {i for start, end in found.spans for i in range(start, end)} == set(range(390))
 
 
 def stored_positions(table: module._NGramTable) -> tuple[np.ndarray, np.ndarray]:
@@ -109,7 +110,7 @@ def test_matches_across_chunks_are_found(training: str, monkeypatch: pytest.Monk
 def test_unrelated_text_is_all_novel(training: str) -> None:
     (found,) = find_overlap(tokens(training), [tokens("\xff" * 50)])
     assert found.longest is None
-    assert found.matched == []
+    assert found.matches == []
     assert set(found.novel.values()) == {1.0}
 
 
@@ -144,9 +145,8 @@ def test_lengths_are_those_of_characters_also_where_bytes_spell_them() -> None:
     training = corpus.tokenizer.decode(corpus.split("train"))
     copied = [training[300:330], training[500:510]]
     (found, short), longest = measure_overlap(corpus, copied).texts, len(copied[0])
-    assert found.matched == [(0, longest)]
     assert found.longest == VerbatimMatch(0, longest, copied[0])
-    assert (short.matched, short.matches) == ([], [])  # 30 bytes, but 10 characters
+    assert short.matches == []  # 30 bytes, but 10 characters
 
 
 def test_sample_check_counts_whole_lines_with_what_the_prompt_has_of_them(cli: Cli) -> None:
@@ -181,7 +181,6 @@ def test_sample_check_reports_matches_and_novel_ngrams(cli: Cli) -> None:
     assert "with the training split; the longest: 60" in done.stdout
     (overlap,) = json.loads(cli(*args, "--json").stdout)["overlap"]
     assert overlap["longest"]["length"] == 60
-    assert overlap["matched"] == [[0, 60]]
 
 
 def test_items_of_a_list_are_found_across_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +215,35 @@ def test_matches_of_blanks_do_not_count(training: str) -> None:
     assert found.longest is not None
     assert found.longest.text in copied
     assert found.longest.length == 70
-    assert all(start > 114 for start, _ in found.matched)
+    assert all(start > 114 for start, _ in found.spans)
+
+
+def test_every_marked_passage_is_verbatim_and_overlapping_ones_are_marked_apart(
+    training: str,
+) -> None:
+    first, second = training[1000:1050], training[2000:2030]
+    text = f"{training}#{first[-25:]}{second[:10]}#{training}"  # a match across both
+    (found,) = measure_overlap(load_corpus(TextConfig(), text=text), [first + second]).texts
+    assert found.spans == [(0, 50), (50, 80)]
+    assert [match.text for match in found.matches] == [first, second]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3000), st.integers(1, 60)), min_size=1, max_size=9))
+def test_marked_passages_are_disjoint_and_leave_out_none(
+    pieces: list[tuple[int, int]],
+) -> None:
+    training = "".join(np.random.default_rng(0).choice(list("abcd \n"), 3000))
+    corpus = load_corpus(TextConfig(), text=training)
+    text = "".join(training[start : start + length] for start, length in pieces)
+    (found,) = measure_overlap(corpus, [text]).texts
+    known = corpus.tokenizer.decode(corpus.split("train"))
+    edges = [0, *(edge for span in found.spans for edge in span), len(text)]
+    assert edges == sorted(edges)
+    assert all(text[start:end] in known for start, end in found.spans)
+    for start, end in zip(edges[::2], edges[1::2], strict=True):
+        for i in range(start, end - MIN_MATCH + 1):
+            part = text[i : i + MIN_MATCH]
+            assert part not in known or len("".join(part.split())) < module.MIN_VISIBLE
 
 
 @pytest.fixture
@@ -292,7 +319,7 @@ def test_a_place_is_one_in_the_training_split(tmp_path: Path) -> None:
 
 def test_the_usual_longest_match_is_one_of_those_measured() -> None:
     without, with_one = (
-        module.Overlap(matches, [], {}, {}) for matches in ([], [VerbatimMatch(0, 20, "x" * 20)])
+        module.Overlap(matches, {}, {}) for matches in ([], [VerbatimMatch(0, 20, "x" * 20)])
     )
     assert module.OverlapReport([without], [without, with_one]).longest_in_val == 0
     assert module.OverlapReport([without], [with_one, with_one, without]).longest_in_val == 20

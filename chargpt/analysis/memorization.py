@@ -51,12 +51,12 @@ class Overlap:
     """Verbatim overlap of one text with the training split, in matches of MIN_MATCH or more.
 
     `find_overlap` returns all matches, in tokens. Within an `OverlapReport` they are disjoint and
-    in characters, without matches of mostly blanks. n-grams are of tokens.
+    in characters, without matches of mostly blanks: of a match that overlaps longer ones, what
+    those leave. n-grams are of tokens.
     """
 
     # longest first; only the first MAX_POSITIONS occurrences of an n-gram are tried
     matches: list[VerbatimMatch]
-    matched: list[tuple[int, int]]  # parts covered by matches, as disjoint (start, end) in order
     novel: dict[int, float]  # by n, the fraction of the text's n-grams that are not in the split
     ngrams: dict[int, int]  # by n, the number of the text's n-grams
 
@@ -64,6 +64,11 @@ class Overlap:
     def longest(self) -> VerbatimMatch | None:
         """The longest match, if there is one."""
         return self.matches[0] if self.matches else None
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """The (start, end) of each match, in order."""
+        return sorted((match.start, match.start + match.length) for match in self.matches)
 
 
 @dataclass(frozen=True)
@@ -216,20 +221,22 @@ def _in_characters(overlap: Overlap, tokens: Tokens, tokenizer: CharTokenizer) -
         n_visible = sum(not character.isspace() for character in match.text)
         return match.length >= MIN_MATCH and n_visible >= MIN_VISIBLE
 
-    found = [in_characters(each.start, each.start + each.length) for each in overlap.matches]
+    found = [in_characters(start, end) for start, end in overlap.spans]
     is_free = np.ones(len(tokens), dtype=bool)
     matches = []
-    for match in sorted(filter(counts, found), key=lambda match: -match.length):
-        part = slice(match.start, match.start + match.length)
-        if is_free[part].all():
-            is_free[part] = False
-            matches.append(match)
-    matched = filter(counts, (in_characters(start, end) for start, end in overlap.matched))
-    return replace(
-        overlap,
-        matches=matches,
-        matched=[(match.start, match.start + match.length) for match in matched],
-    )
+    for match in sorted(found, key=lambda match: -match.length):
+        for first, end in _runs(is_free[match.start : match.start + match.length]):
+            part = VerbatimMatch(match.start + first, end - first, match.text[first:end])
+            if counts(part):
+                is_free[part.start : part.start + part.length] = False
+                matches.append(part)
+    return replace(overlap, matches=sorted(matches, key=lambda match: -match.length))
+
+
+def _runs(flags: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """Return the (start, end) of each run of True."""
+    edges = np.flatnonzero(np.diff(np.pad(flags, 1))).tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def find_overlap(
@@ -320,14 +327,9 @@ def _overlap_of(training: Tokens, text: Tokens, number: int, tables: list[_NGram
     }
     novel = {n: 1 - float(occurs.mean()) for n, occurs in occurrence.items()}
     ngrams = {n: len(occurs) for n, occurs in occurrence.items()}
-    covered = np.zeros(len(text) + 2, dtype=bool)
-    for start in np.flatnonzero(occurrence.get(MIN_MATCH, np.zeros(0, dtype=bool))).tolist():
-        covered[start + 1 : start + 1 + MIN_MATCH] = True
-    edges = np.flatnonzero(covered[1:] != covered[:-1]).tolist()
-    matched = list(zip(edges[::2], edges[1::2], strict=True))
     # views of a memory map are slow
     matches = _matches(np.asarray(training), np.asarray(text), number, tables)
-    return Overlap(matches, matched, novel, ngrams)
+    return Overlap(matches, novel, ngrams)
 
 
 def _matches(

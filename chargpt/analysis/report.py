@@ -209,8 +209,8 @@ def overlap(run: Run, corpus: Corpus) -> Values:
         ends = [end_sign(len(text), SAMPLE_LENGTH, eos_token) for text in texts]
     parts = []
     for text, each in zip(texts, found.texts, strict=True):
-        matched = [(0, len(text))] if text in copied else whole_graphemes(text, each.matched)
-        parts.append(list(split_at(text, matched)))
+        spans = [(0, len(text))] if text in copied else whole_graphemes(text, each.spans)
+        parts.append(list(split_at(text, spans)))
     boxes = [[each] for each in parts]
     if eos_token:
         boxes = [[[*each, (end, False)] for each, end in zip(parts, ends, strict=True)]]
@@ -240,10 +240,10 @@ def overlap(run: Run, corpus: Corpus) -> Values:
     }
 
 
-def split_at(text: str, matched: Sequence[tuple[int, int]]) -> Iterator[tuple[str, bool]]:
+def split_at(text: str, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[str, bool]]:
     """Yield the parts of a text in order, each with whether it is a verbatim match."""
     end = 0
-    for start, stop in matched:
+    for start, stop in spans:
         yield text[end:start], False
         yield text[start:stop], True
         end = stop

@@ -107,7 +107,7 @@ def decompress(
     except RunError as error:
         raise RunError(
             f"{packed} was compressed with step {step:,} of a run, but {error}; name the run that "
-            "compressed it"
+            "compressed it, or a copy of that run from before it was resumed"
         ) from None
     decoder = partial(AdaptiveDecoder, loaded) if kind == "adaptive" else None
     with show_progress("character", "restored") as on_progress:

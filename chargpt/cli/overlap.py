@@ -75,13 +75,7 @@ def measure(
     if not eos_token:
         return SampleOverlap(corpus, settings, report)
     documents = {text for text in texts if is_finished(text, sampling)}
-    copied, known = find_documents(corpus, documents, eos_token)
-    marked = [
-        dataclasses.replace(each, matched=[(0, len(text) - n_prompt)]) if text in copied else each
-        for each, text in zip(report.texts, texts, strict=True)
-    ]
-    report = dataclasses.replace(report, texts=marked)
-    return SampleOverlap(corpus, settings, report, copied, known)
+    return SampleOverlap(corpus, settings, report, *find_documents(corpus, documents, eos_token))
 
 
 def is_finished(text: str, settings: SampleConfig) -> bool:
@@ -89,9 +83,9 @@ def is_finished(text: str, settings: SampleConfig) -> bool:
     return len(text) < len(settings.prompt) + settings.length
 
 
-def mark(text: str, matched: list[tuple[int, int]]) -> str:
+def mark(text: str, spans: list[tuple[int, int]]) -> str:
     """Return a text with its verbatim matches in brackets that rarely occur in texts."""
-    for start, end in reversed(whole_graphemes(text, matched)):
+    for start, end in reversed(whole_graphemes(text, spans)):
         text = f"{text[:start]}⟦{text[start:end]}⟧{text[end:]}"
     return text
 

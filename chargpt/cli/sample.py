@@ -230,10 +230,12 @@ def print_samples(
     """Print texts with their verbatim matches marked, and what was found."""
     n_prompt = len(settings.prompt)
     for number, text in enumerate(texts, 1):
-        matched = overlap.report.texts[number - 1].matched if overlap else []
+        spans = overlap.report.texts[number - 1].spans if overlap else []
+        if overlap and text in overlap.copied:
+            spans = [(0, len(text) - n_prompt)]
         if run.tokenizer.eos_token != "\n":
             console.out(f"-- sample {number} --")
-        console.out_text(text[:n_prompt] + mark(text[n_prompt:], matched), "\n")
+        console.out_text(text[:n_prompt] + mark(text[n_prompt:], spans), "\n")
     if overlap is not None:
         print_overlap(overlap, texts, settings)
 
