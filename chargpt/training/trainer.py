@@ -51,7 +51,6 @@ class StepReport:
     loss: Tensor | None = None  # mean over this rank's part of the batch, in nats per character
     grad_norm: Tensor | None = None  # before clipping
     speed: float = 0.0  # characters per second of training; 0 until it is measured
-    remaining_seconds: float | None = None  # until the last step; None until it is known
     validation: Evaluation | None = None  # of the validation split, if it was due
     validation_seconds: float = 0.0  # that it took
     is_best: bool = False  # whether that is the lowest validation loss so far
@@ -171,7 +170,7 @@ class Trainer:
                 if self.finished or self.stopped_by is not None:
                     self._finish_saving()
                 report.max_steps = self.config.train.max_steps
-                self._measure_speed(report, budget)
+                self._measure_speed(report)
                 yield report
                 if self.stopped_by is not None:
                     break
@@ -270,24 +269,15 @@ class Trainer:
         else:  # if it was the best, it is saved already
             self._save()
 
-    def _measure_speed(self, report: StepReport, budget: Budget | None) -> None:
-        """Add the speed, over the last second or more, and the remaining time to a report."""
-        now, train = time.perf_counter(), self.config.train
+    def _measure_speed(self, report: StepReport) -> None:
+        """Add the speed, over the last second or more, to a report."""
+        now = time.perf_counter()
         step, since = self.speed_since
         if now - since >= SPEED_SECONDS and report.step > step:
-            n_characters = (report.step - step) * self._characters_per_step
-            self.speed = n_characters / (now - since)
+            n_tokens = (report.step - step) * self.config.tokens_per_step
+            self.speed = n_tokens * self.corpus.characters_per_token / (now - since)
             self.speed_since = report.step, now
         report.speed = self.speed
-        if budget is not None:
-            report.remaining_seconds = budget.remaining
-        elif self.speed:
-            n_characters = (train.max_steps - report.step) * self._characters_per_step
-            report.remaining_seconds = n_characters / self.speed
-
-    @property
-    def _characters_per_step(self) -> float:
-        return self.config.tokens_per_step * self.corpus.characters_per_token
 
     def _is_due(self, every: int) -> bool:
         """Return whether work done every `every` steps is due; after the last step it always is."""
