@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -306,4 +307,10 @@ def test_speeds_are_in_characters_and_models_by_their_kind(
     show_budget(Plan(Config(), 1e6, size_was_chosen=True), Budget(10.0), corpus)
     expected = f"{1e6 * corpus.characters_per_token:,.0f} characters/s"
     assert expected in capfd.readouterr().err
+    trainer = trainer_module.Trainer(load_config("bigram"), corpus)
+    report = trainer_module.StepReport(50, 100)
+    trainer.speed_since = 0, time.perf_counter() - 1000
+    trainer._measure_speed(report)
+    n_characters = 50 * trainer.config.tokens_per_step * corpus.characters_per_token
+    assert report.speed == pytest.approx(n_characters / 1000, rel=0.01)
     assert describe_model(ModelConfig(kind="gpt2")).startswith("gpt2 4 layers")

@@ -221,11 +221,12 @@ def test_matches_of_blanks_do_not_count(training: str) -> None:
 def test_every_marked_passage_is_verbatim_and_overlapping_ones_are_marked_apart(
     training: str,
 ) -> None:
-    first, second = training[1000:1050], training[2000:2030]
-    text = f"{training}#{first[-25:]}{second[:10]}#{training}"  # a match across both
-    (found,) = measure_overlap(load_corpus(TextConfig(), text=text), [first + second]).texts
-    assert found.spans == [(0, 50), (50, 80)]
-    assert [match.text for match in found.matches] == [first, second]
+    first, second, third = training[1000:1050], training[2000:2025], training[3000:3030]
+    text = f"{training}#{first[-20:]}{second}#{training}"  # a match that overlaps the first
+    corpus = load_corpus(TextConfig(), text=text)
+    (found,) = measure_overlap(corpus, [first + second + third]).texts
+    assert found.spans == [(0, 50), (50, 75), (75, 105)]
+    assert [match.text for match in found.matches] == [first, third, second]
 
 
 @given(st.lists(st.tuples(st.integers(0, 3000), st.integers(1, 60)), min_size=1, max_size=9))

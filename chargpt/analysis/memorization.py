@@ -225,18 +225,16 @@ def _in_characters(overlap: Overlap, tokens: Tokens, tokenizer: CharTokenizer) -
     is_free = np.ones(len(tokens), dtype=bool)
     matches = []
     for match in sorted(found, key=lambda match: -match.length):
-        for first, end in _runs(is_free[match.start : match.start + match.length]):
-            part = VerbatimMatch(match.start + first, end - first, match.text[first:end])
-            if counts(part):
-                is_free[part.start : part.start + part.length] = False
-                matches.append(part)
+        free = np.flatnonzero(is_free[match.start : match.start + match.length]).tolist()
+        if not free:
+            continue
+        # what overlaps is longer and covers an end of the match: the rest is one part
+        part = slice(free[0], free[-1] + 1)
+        rest = VerbatimMatch(match.start + part.start, len(free), match.text[part])
+        if counts(rest):
+            is_free[rest.start : rest.start + rest.length] = False
+            matches.append(rest)
     return replace(overlap, matches=sorted(matches, key=lambda match: -match.length))
-
-
-def _runs(flags: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
-    """Return the (start, end) of each run of True."""
-    edges = np.flatnonzero(np.diff(np.pad(flags, 1))).tolist()
-    return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def find_overlap(
