@@ -313,4 +313,5 @@ def test_speeds_are_in_characters_and_models_by_their_kind(
     trainer._measure_speed(report)
     n_characters = 50 * trainer.config.tokens_per_step * corpus.characters_per_token
     assert report.speed == pytest.approx(n_characters / 1000, rel=0.01)
+    assert trainer.speed_since[0] == 50  # the next one is measured from here on
     assert describe_model(ModelConfig(kind="gpt2")).startswith("gpt2 4 layers")
