@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from importlib import import_module
 from pathlib import Path
 
@@ -83,14 +84,7 @@ def test_files_import_each_other_without_cycles() -> None:
         name = ".".join(("chargpt", *path.relative_to(PACKAGE).with_suffix("").parts))
         graph[name.removesuffix(".__init__")] = imports_of(path, top_level=True)
 
-    def visit(name: str, trail: tuple[str, ...]) -> None:
-        assert name not in trail, " -> ".join((*trail, name))
-        for other in graph[name] & graph.keys():
-            if other != name:
-                visit(other, (*trail, name))
-
-    for name in graph:
-        visit(name, ())
+    TopologicalSorter({name: names - {name} for name, names in graph.items()}).prepare()
 
 
 def test_help_imports_no_torch() -> None:

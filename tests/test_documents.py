@@ -135,7 +135,7 @@ def test_the_fraction_advised_for_too_few_documents_suffices(
         if advised:
             replace(corpus, val_fraction=float(advised[1])).require_blocks(block_size)
         else:
-            for thousandths in range(1, 1000, 37):
+            for thousandths in range(1, 1000, 111):
                 with pytest.raises(TextError):
                     replace(corpus, val_fraction=thousandths / 1000).require_blocks(block_size)
 

@@ -9,7 +9,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from conftest import Cli
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chargpt.analysis import memorization as module
@@ -229,6 +229,7 @@ def test_every_marked_passage_is_verbatim_and_overlapping_ones_are_marked_apart(
     assert [match.text for match in found.matches] == [first, third, second]
 
 
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, 3000), st.integers(1, 60)), min_size=1, max_size=9))
 def test_marked_passages_are_disjoint_and_leave_out_none(
     pieces: list[tuple[int, int]],

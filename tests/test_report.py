@@ -490,8 +490,7 @@ def test_the_speed_curve_has_a_point_for_each_write_of_the_metrics() -> None:
     np.testing.assert_allclose(axes.lines[0].get_ydata(), [640] * 9)
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", list(WIDTHS))
+@pytest.mark.parametrize(("width", "scheme"), [("desktop", "light"), ("phone", "dark")])
 @pytest.mark.parametrize("name", ["mine/report.html", "tour.html"])
 def test_a_browser_reports_no_error_for_the_page(
     browser: Any, folder: Path, name: str, width: str, scheme: str

@@ -101,7 +101,7 @@ def test_a_run_is_reproducible_bit_for_bit_also_when_it_was_interrupted(
     config = tiny_config(**VARIANTS[variant])
     train(config, corpus, tmp_path / "a")
     train(config, corpus, tmp_path / "b")
-    stops = (0, 1, 5, 11)
+    stops = (0, 1, 5, 11) if variant == next(iter(VARIANTS)) else (5,)
     for stop in stops:
         train(config, corpus, tmp_path / f"stop{stop}", stop_at=stop)
         resume_to_end(tmp_path / f"stop{stop}", corpus)
