@@ -132,9 +132,10 @@ class TextConfig(Settings):
         separator = unescape(documents or "")
         if documents == "":
             raise ValueError("expected `lines`, `files` or a separator")
-        word = separator.strip().lower()
-        meant = "null" if word in ("none", "null") else word.removesuffix("s") + "s"
-        if meant in ("lines", "files", "null") and separator != meant:
+        words = {"line": "lines", "file": "files", "none": "null", "null": "null"}
+        words["paragraph"] = r"\n\n"
+        meant = words.get(separator.strip().lower().removesuffix("s"))
+        if meant is not None and separator != meant:
             raise ValueError(f"expected `lines`, `files` or a separator; did you mean {meant}?")
         return "lines" if separator == "\n" else separator or None
 

@@ -27,7 +27,8 @@ from chargpt.analysis.compare import Comparison, Row, compare_runs
 from chargpt.analysis.result import MIXTURE_SUFFIX, loss_cells
 from chargpt.cli.compare import print_rows
 from chargpt.cli.main import COMMANDS, HELP_COLUMNS, HELP_PAGES
-from chargpt.config import load_config
+from chargpt.cli.sample import say_repetition
+from chargpt.config import SampleConfig, load_config
 from chargpt.inference.evaluation import evaluate_tokens
 from chargpt.store.folder import RunFolder
 from chargpt.store.run import load_run
@@ -590,6 +591,23 @@ def test_train_without_a_text_uses_the_embedded_one(cli: Cli) -> None:
     assert done.returncode == 0, done.stderr
     assert "python-docs" in done.stderr
     assert Path("runs/python-docs-gpt").is_dir()
+
+
+def test_long_runs_of_one_character_are_said_with_what_repeats_less(
+    cli: Cli, capfd: pytest.CaptureFixture[str]
+) -> None:
+    Path("a.txt").write_text("a" * 2000 + "\nb")
+    cli("train", "a.txt", "-c", "bigram", "-s", "train.max_steps=60", "--out", "run")
+    for number in ("1", "3"):
+        done = cli("sample", "run", "-n", "60", "--temperature", "0", "--num-samples", number)
+        message = f"samples with a long run of one character: {number} of {number}; --temperature 1"
+        assert message in done.stderr, done.stdout
+    settings = SampleConfig(prompt="x" * 90)
+    texts = ["ab" * 60, "x" * 90 + "ab" * 50 + "c" * 50, "x" * 90 + "a" + "b" * 39]
+    say_repetition(texts, settings)  # 50 of 150 and 39 of 40 in a row
+    assert capfd.readouterr().err == ""
+    say_repetition([*texts, "x" * 90 + "ab" * 49 + "c" * 51], settings)
+    assert "1 of 4" in capfd.readouterr().err
 
 
 def test_over_fitting_is_reported_with_its_best_step(cli: Cli) -> None:

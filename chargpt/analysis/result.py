@@ -12,7 +12,7 @@ from chargpt.inference.evaluation import BaselineLoss, Evaluation, evaluate_toke
 from chargpt.store.metrics import validation_curve
 from chargpt.store.run import Run
 from chargpt.text.corpus import REQUIRED_SPLITS, Corpus, Split
-from chargpt.text.describe import SplitDifference, compare_splits
+from chargpt.text.describe import SplitDifference, compare_splits, is_several_files
 
 MIN_RISE = 0.02  # nats above the best validation loss that count as over-fitting, not noise
 LAST_STEPS = 10  # whose mean is the last training loss
@@ -221,6 +221,8 @@ def describe_gap(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any
         verdict = f"After {scores.epochs:.1f} epochs, too few to over-fit, the"
         what = "the validation split" if run.config.text.documents else "the end of the text"
         reason = f": {what} is harder to predict than the rest."
+        if is_several_files(run.state.text_name) and not run.config.text.documents:
+            reason += " -s text.documents=files shuffles the files and splits between them."
     elif scores.splits_explain_gap:
         verdict, reason = "The", ", of which the difference of the splits is a part."
     elif not scores.over_fits(records):

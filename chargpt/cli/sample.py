@@ -23,6 +23,7 @@ from chargpt.text.source import STDIN
 from chargpt.text.tokenizer import UnknownPolicy
 
 DEFAULTS = SampleConfig()  # the run's config may contain others
+MAX_RUN, MAX_RUN_FRACTION = 40, 1 / 3  # characters in a row that are the same, of a sample
 
 
 def sample(
@@ -135,6 +136,7 @@ def sample(
     if settings.num_samples == 1 and not json_ and not overlap:
         text = print_stream(loaded, settings, unknown)
         say_cut(loaded, [text], settings)
+        say_repetition([text], settings)
         say_seed(config, settings)
         return
     corpus = loaded.corpus() if overlap else None  # an error before the work
@@ -160,6 +162,7 @@ def sample(
         print_samples(loaded, texts, settings, measured)
         say_seed(config, settings)
     say_cut(loaded, texts, settings)
+    say_repetition(texts, settings)
 
 
 def given_prompt(prompt: str | None, file: str | None, encoding: str | None) -> str | None:
@@ -215,6 +218,22 @@ def say_cut(run: Run, texts: list[str], settings: SampleConfig) -> None:
         console.say(
             f"documents cut at {console.characters(settings.length)}: {n_cut:,} of "
             f"{len(texts):,}; a higher -n finishes them"
+        )
+
+
+def say_repetition(texts: list[str], settings: SampleConfig) -> None:
+    """Print how many samples repeat one character for long, and what repeats less."""
+    n_repetitive = 0
+    for text in texts:
+        sampled = text[len(settings.prompt) :]
+        runs_of_one = (run[0] for run in re.finditer(r"(.)\1*", sampled, re.DOTALL))
+        longest = max(map(len, runs_of_one), default=0)
+        n_repetitive += longest > max(MAX_RUN, MAX_RUN_FRACTION * len(sampled))
+    if n_repetitive:
+        console.say(
+            f"samples with a long run of one character: {n_repetitive:,} of {len(texts):,}; "
+            "--temperature 1 without --top-k, --top-p and --min-p repeats less, and so does a "
+            "model that was trained longer"
         )
 
 

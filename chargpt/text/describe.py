@@ -218,7 +218,7 @@ def compare_splits(corpus: Corpus) -> SplitDifference | None:
     start = corpus.tokenizer.decode(corpus.tokens[:CHUNK])
     if start.count("\n\n") >= MIN_SEPARATORS * max(MIN_LIST, start.count("\n")):
         remedy = "-s text.documents='\\n\\n' shuffles its paragraphs"
-    if corpus.name.endswith("/") or "*" in corpus.name:  # a folder or a glob
+    if is_several_files(corpus.name):
         remedy = "-s text.documents=files shuffles the files"
     if corpus.n_documents:
         n_val = int((val == corpus.tokenizer.eos_token_id).sum())
@@ -231,6 +231,11 @@ def compare_splits(corpus: Corpus) -> SplitDifference | None:
         f"chance ({_name_differing(corpus.tokenizer, val_counts, counts)}). Its loss measures that "
         f"difference too; {remedy}",
     )
+
+
+def is_several_files(name: str) -> bool:
+    """Return whether the name of a text is that of a folder or a glob."""
+    return name.endswith("/") or "*" in name
 
 
 def _name_differing(tokenizer: CharTokenizer, counts: Ints, reference: Ints) -> str:
