@@ -84,7 +84,8 @@ def test_files_import_each_other_without_cycles() -> None:
         name = ".".join(("chargpt", *path.relative_to(PACKAGE).with_suffix("").parts))
         graph[name.removesuffix(".__init__")] = imports_of(path, top_level=True)
 
-    TopologicalSorter({name: names - {name} for name, names in graph.items()}).prepare()
+    others = {name: names - {name} for name, names in graph.items()}
+    assert set(TopologicalSorter(others).static_order()) >= graph.keys()  # or it is a CycleError
 
 
 def test_help_imports_no_torch() -> None:

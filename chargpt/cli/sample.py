@@ -232,8 +232,8 @@ def say_repetition(texts: list[str], settings: SampleConfig) -> None:
     if n_repetitive:
         console.say(
             f"samples with a long run of one character: {n_repetitive:,} of {len(texts):,}; "
-            "--temperature 1 without --top-k, --top-p and --min-p repeats less, and so does a "
-            "model that was trained longer"
+            "a higher --temperature without --top-k, --top-p and --min-p repeats less, and so does "
+            "a model that was trained longer"
         )
 
 
