@@ -8,7 +8,6 @@
 Names are imported when they are first used, so `import chargpt` is quick.
 """
 
-import time
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from chargpt.store.run import Run as Run
     from chargpt.store.run import load_run as load_run
     from chargpt.text.corpus import Corpus as Corpus
-    from chargpt.text.corpus import load_corpus as load_corpus
+    from chargpt.text.prepare import load_corpus as load_corpus
     from chargpt.text.tokenizer import CharTokenizer as CharTokenizer
     from chargpt.training.api import train as train
     from chargpt.training.trainer import Trainer as Trainer
@@ -49,7 +48,7 @@ _MODULES = {
     "evaluate": "chargpt.inference.evaluation",
     "load_config": "chargpt.config",
     "load_run": "chargpt.store.run",
-    "load_corpus": "chargpt.text.corpus",
+    "load_corpus": "chargpt.text.prepare",
     "sample": "chargpt.inference.generation",
     "score": "chargpt.inference.scoring",
     "stream": "chargpt.inference.generation",
@@ -59,17 +58,11 @@ _MODULES = {
 
 __all__ = list(_MODULES)
 
-# when the last import of each name began and ended, by `time.perf_counter`
-import_intervals: dict[str, tuple[float, float]] = {}
-
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'chargpt' has no attribute {name!r}")
-    started = time.perf_counter()
-    value = getattr(import_module(_MODULES[name]), name)
-    import_intervals[name] = started, time.perf_counter()
-    return value
+    return getattr(import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

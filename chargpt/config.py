@@ -542,17 +542,30 @@ def read_config_tree(source: str | os.PathLike[str]) -> tuple[dict[str, Any], di
     return parse_yaml(text, str(path))
 
 
-def load_config(
-    source: str | os.PathLike[str] = "gpt",
-    overrides: Iterable[str] = (),
-    defaults: Mapping[str, object] | None = None,
-) -> Config:
+def load_config(source: str | os.PathLike[str] = "gpt", overrides: Iterable[str] = ()) -> Config:
     """Return the Config of a shipped name or a YAML file, with `section.key=value` overrides.
 
     Args:
         source: a shipped config's name (`gpt`) or a path.
         overrides: such as `train.max_steps=100`; the value is read as YAML.
-        defaults: values by dotted key, for settings that the file omits.
+
+    Raises:
+        ConfigError: naming every invalid setting and its line.
+    """
+    return merge_settings(source, dict(map(parse_override, overrides)))[0]
+
+
+def merge_settings(
+    source: str | os.PathLike[str] | None,
+    values: Mapping[str, object],
+    defaults: Mapping[str, object] | None = None,
+) -> tuple[Config, frozenset[str]]:
+    """Return a Config, and the dotted keys of the settings that the file or `values` fix.
+
+    Args:
+        source: a shipped config's name or a path; None: the shipped `gpt`, which fixes nothing.
+        values: by dotted key; they take precedence.
+        defaults: by dotted key, for settings that the file omits.
 
     Raises:
         ConfigError: naming every invalid setting and its line.
@@ -560,23 +573,24 @@ def load_config(
     tree: dict[str, Any] = {}
     for key, value in (defaults or {}).items():
         set_dotted(tree, key, value)
-    file_tree, lines = read_config_tree(source)
+    file_tree, lines = read_config_tree(source or "gpt")
+    fixed_keys = set(values)
     for key, value in file_tree.items():
         if value is None and isinstance(getattr(Config(), key, None), Settings):
             value = {}  # all lines of the section are comments
+        if source is not None:
+            fixed_keys |= {f"{key}.{name}" for name in value} if isinstance(value, dict) else {key}
         is_merged = isinstance(value, dict) and isinstance(tree.get(key), dict)
         tree[key] = tree[key] | value if is_merged else value
-    for override in overrides:
-        key, parsed = parse_override(override)
-        set_dotted(tree, key, parsed)
-        # an error in an override has no line in the file
-        section = key.partition(".")[0]
-        lines = {
-            k: n
-            for k, n in lines.items()
-            if k not in (key, section) and not k.startswith(key + ".")
-        }
-    return validate(tree, str(source), lines)
+    for key, value in values.items():
+        set_dotted(tree, key, value)
+    of_values = (*values, *(key.partition(".")[0] for key in values))  # they have no line
+    lines = {
+        key: line
+        for key, line in lines.items()
+        if key not in of_values and not key.startswith(tuple(f"{each}." for each in values))
+    }
+    return validate(tree, str(source or "gpt"), lines), frozenset(fixed_keys)
 
 
 def parse_override(written: str) -> tuple[str, object]:

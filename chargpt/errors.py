@@ -28,7 +28,7 @@ class TextError(ChargptError):
 
 
 class MissingTextError(TextError):
-    """There is no text at the path, or no built-in one; cached tokens may replace it."""
+    """There is no text at the path, or no built-in one."""
 
 
 class UnknownCharacterError(TextError):
@@ -71,6 +71,20 @@ class DivergedError(OperationError):
 
 class DownloadError(OperationError):
     """A text could not be downloaded, or its checksum is wrong."""
+
+
+class Stopped(BaseException):
+    """A signal ends the work.
+
+    Attributes:
+        number: of the signal; it decides the exit code.
+        is_saved: whether training has saved a checkpoint first.
+        is_reported: whether a message has named the signal.
+    """
+
+    def __init__(self, number: int, *, is_saved: bool = False, is_reported: bool = False) -> None:
+        super().__init__(number)
+        self.number, self.is_saved, self.is_reported = number, is_saved, is_reported
 
 
 def most_similar(name: str, names: Iterable[str]) -> str | None:

@@ -3,8 +3,6 @@
 Repeated keys and aliases are rejected; `1e-4` is a number; dates and base-60 numbers remain text.
 """
 
-import json
-import os
 import re
 from typing import Any
 
@@ -115,19 +113,6 @@ def _to_python(
     ):
         return node.value
     return loader.construct_object(node)
-
-
-def to_flow_yaml(value: object) -> str:
-    """Return a setting's value as YAML on one line, in ASCII; paths and lists too."""
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(to_flow_yaml, value))}]"
-    if isinstance(value, os.PathLike):
-        value = os.fspath(value)
-    if not isinstance(value, str):
-        return json.dumps(value)
-    # unlike JSON's, the escapes of YAML do not join two halves of a character
-    escaped = (c if " " <= c <= "~" and c not in '"\\' else f"\\U{ord(c):08X}" for c in value)
-    return f'"{"".join(escaped)}"'
 
 
 def dump_yaml(tree: dict[str, Any]) -> str:

@@ -34,7 +34,7 @@ from bench.record import provenance, write_record
 
 from chargpt.config import ModelConfig, TextConfig
 from chargpt.models import count_parameters
-from chargpt.text.corpus import load_corpus
+from chargpt.text.prepare import load_corpus
 from chargpt.training.planner import SIZES, unique_token_equivalents
 
 TARGET = Path(__file__).parent.parent / "chargpt" / "training" / "scaling_law.json"
@@ -53,7 +53,7 @@ import json, sys
 from chargpt.config import load_config
 from chargpt.device import tune_malloc
 from chargpt.models import count_parameters
-from chargpt.text.corpus import load_corpus
+from chargpt.text.prepare import load_corpus
 from chargpt.training.planner import SIZES, length_values, size_values
 from chargpt.training.trainer import Trainer
 

@@ -17,7 +17,7 @@ from chargpt.config import Config
 from chargpt.store.folder import RunFolder
 from chargpt.store.layout import LOCK
 from chargpt.store.run import load_run
-from chargpt.text.corpus import load_corpus
+from chargpt.text.prepare import load_corpus
 from chargpt.training.trainer import Trainer
 
 REPOSITORY = Path(__file__).parent.parent
@@ -49,7 +49,7 @@ def main() -> None:
         run = RunFolder(Path(folder) / "run")
         trainer = Trainer(config, corpus, folder=run)
         portable = trainer.config.with_values({"text.path": "lighthouse.txt"})
-        run.create(portable, corpus.tokenizer, force=False)
+        run.create(portable, corpus.tokenizer)
         trainer.config = portable
         for _ in trainer.steps():
             pass

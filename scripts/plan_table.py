@@ -17,7 +17,7 @@ import numpy as np
 
 from chargpt.config import Config, TextConfig, load_config
 from chargpt.models import count_parameters
-from chargpt.text.corpus import load_corpus
+from chargpt.text.prepare import load_corpus
 from chargpt.training import planner
 from chargpt.training.budget import Budget
 

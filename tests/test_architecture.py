@@ -15,6 +15,7 @@ from chargpt.cli.main import COMMANDS
 PACKAGE = Path(chargpt.__file__).parent
 LAYERS = (
     "errors",
+    "log",
     "ranks",
     "files",
     "yaml_io",

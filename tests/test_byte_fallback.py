@@ -28,8 +28,8 @@ from chargpt.store.run import Run
 from chargpt.store.state import RunState
 from chargpt.text import corpus as corpus_module
 from chargpt.text.batches import Batches
-from chargpt.text.corpus import load_corpus
 from chargpt.text.display import REPLACEMENT
+from chargpt.text.prepare import load_corpus
 from chargpt.text.tokenizer import CharTokenizer
 from chargpt.training.trainer import Trainer
 

@@ -15,14 +15,14 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from chargpt.text.build_config import build_config
 
 from chargpt.config import TextConfig, load_config
 from chargpt.errors import DownloadError, TextError
 from chargpt.text import catalog
-from chargpt.text.build_config import build_config
 from chargpt.text.catalog import CATALOG, Entry, built_in_text, fetch, settings_for
-from chargpt.text.corpus import load_corpus
 from chargpt.text.describe import compare_splits
+from chargpt.text.prepare import load_corpus
 
 TEXT = b"First Citizen:\nBefore we proceed any further, hear me speak.\n" * 5000
 

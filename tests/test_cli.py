@@ -385,7 +385,7 @@ def test_a_signal_saves_the_run_and_prints_how_to_resume(
     assert process.returncode == 128 + number
     assert "chargpt train --resume run" in message
     assert "Traceback" not in message
-    step = RunFolder(tmp_path / "run").load("latest")[0].state.step
+    step = RunFolder(tmp_path / "run").load("latest").state.step
     assert f"stopped at step {step:,}" in message
 
 
@@ -471,7 +471,7 @@ def test_a_run_in_use_by_another_process_is_rejected(verse: Path, tmp_path: Path
     finally:
         first.kill()
         first.communicate()
-    step = RunFolder(tmp_path / "run").load("latest")[0].state.step
+    step = RunFolder(tmp_path / "run").load("latest").state.step
     args = ("--resume", "run", "-s", f"train.max_steps={step + 3}")
     assert cli("train", *args).returncode == 0
 

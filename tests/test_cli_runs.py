@@ -77,7 +77,7 @@ def test_runs_lists_each_run_with_its_state(runs: Path, cli: Cli) -> None:
 def test_a_run_that_is_saved_while_it_is_listed_is_not_called_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = RunFolder(tmp_path / "run").create(CONFIG, TOKENIZER, force=False)
+    run = RunFolder(tmp_path / "run").create(CONFIG, TOKENIZER)
     first = save(run, 1, best=True)
     read = listing.read_metadata
 
@@ -126,7 +126,7 @@ def test_a_run_that_has_just_begun_is_listed_first_with_its_text_and_size(
 ) -> None:
     shutil.copytree(runs / "a", tmp_path / "a")
     config = CONFIG.with_values({"text.path": "texts/poems.txt"})
-    run = RunFolder(tmp_path / "begun").create(config, TOKENIZER, force=False)
+    run = RunFolder(tmp_path / "begun").create(config, TOKENIZER)
     first, _ = json.loads(cli("runs", tmp_path, "--json").stdout)
     assert (first["run"], first["status"]) == (str(run.path), "training")
     assert (first["text"], first["step"], first["saved"]) == ("poems.txt", None, None)

@@ -17,7 +17,8 @@ from chargpt.cli.summary import describe_model, show_budget, show_result
 from chargpt.config import Config, ModelConfig, TextConfig, load_config
 from chargpt.store.listing import summarize
 from chargpt.store.run import load_run
-from chargpt.text.corpus import Corpus, load_corpus
+from chargpt.text.corpus import Corpus
+from chargpt.text.prepare import load_corpus
 from chargpt.threads import ThreadTuner
 from chargpt.training import planner, session
 from chargpt.training import trainer as trainer_module

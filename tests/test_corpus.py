@@ -24,7 +24,8 @@ from hypothesis import strategies as st
 from chargpt.config import TextConfig
 from chargpt.errors import TextError, UnknownCharacterError
 from chargpt.text import cache, source
-from chargpt.text.corpus import Corpus, load_cached, load_corpus, read_text
+from chargpt.text.corpus import Corpus, load_cached
+from chargpt.text.prepare import load_corpus, read_text
 from chargpt.text.tokenizer import CharTokenizer
 
 Write = Callable[..., Path]

@@ -15,7 +15,8 @@ from chargpt.inference.generation import stream_pieces
 from chargpt.models.ngram import NGramLM
 from chargpt.store.folder import RunFolder
 from chargpt.store.run import load_run
-from chargpt.text.corpus import Corpus, load_corpus
+from chargpt.text.corpus import Corpus
+from chargpt.text.prepare import load_corpus
 from chargpt.text.tokenizer import CharTokenizer
 from chargpt.training.trainer import Trainer
 
@@ -59,7 +60,7 @@ def losses(corpus: Corpus, folder: Path | None = None, **values: object) -> list
     run = None if folder is None else RunFolder(folder)
     trainer = Trainer(config, corpus, folder=run)
     if run is not None:
-        RunFolder(run.path).create(trainer.config, corpus.tokenizer, force=False)
+        RunFolder(run.path).create(trainer.config, corpus.tokenizer)
     return [float(report.loss) for report in trainer.steps() if report.loss is not None]
 
 

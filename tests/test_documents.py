@@ -18,9 +18,10 @@ from chargpt.inference import generation
 from chargpt.inference.evaluation import evaluate
 from chargpt.store.run import load_run
 from chargpt.text import documents as module
-from chargpt.text.corpus import Corpus, load_corpus
+from chargpt.text.corpus import Corpus
 from chargpt.text.describe import describe
 from chargpt.text.documents import RECORD_SEPARATOR, mark_documents
+from chargpt.text.prepare import load_corpus
 from chargpt.text.tokenizer import CharTokenizer
 from chargpt.training.trainer import Trainer
 

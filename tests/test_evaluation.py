@@ -23,7 +23,8 @@ from chargpt.models.ngram import NGramLM
 from chargpt.store.run import Run
 from chargpt.store.state import RunState
 from chargpt.text.batches import Batches
-from chargpt.text.corpus import Corpus, load_corpus
+from chargpt.text.corpus import Corpus
+from chargpt.text.prepare import load_corpus
 from chargpt.text.statistics import count_pairs
 from chargpt.text.tokenizer import CharTokenizer
 

@@ -11,11 +11,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from chargpt.text.build_config import build_config
 from conftest import REPOSITORY, Cli, refusal
 
 from chargpt.store.run import load_run
-from chargpt.text.build_config import build_config
-from chargpt.text.corpus import load_corpus
+from chargpt.text.prepare import load_corpus
 
 pytestmark = pytest.mark.slow
 TINY = (

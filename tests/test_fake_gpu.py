@@ -44,7 +44,8 @@ from chargpt.models.gpt import GPT
 from chargpt.models.ngram import NGramLM
 from chargpt.store import run
 from chargpt.store.folder import RunFolder
-from chargpt.text.corpus import Corpus, load_corpus
+from chargpt.text.corpus import Corpus
+from chargpt.text.prepare import load_corpus
 from chargpt.text.tokenizer import CharTokenizer
 from chargpt.training import budget as budget_module
 from chargpt.training import planner, resume, session, trainer
@@ -159,13 +160,13 @@ def test_a_resumed_run_and_a_rolled_back_one_replay_graphs_of_the_restored_optim
         values = {"train.max_steps": 12, "train.save_every": 4}
         config = trainer_on(device, corpus, **values).config
         first = Trainer(config, corpus, folder=folder)
-        folder.create(first.config, corpus.tokenizer, force=False)
+        folder.create(first.config, corpus.tokenizer)
         for _ in range(5):
             first.train_step()
         first.roll_back(5)
         rolled_back = [figures(first.train_step()) for _ in range(2)]
         first.save()
-        resumed = Trainer(config, corpus, saved=folder.load("latest")[0])
+        resumed = Trainer(config, corpus, saved=folder.load("latest"))
         before = FakeGraph.replays
         losses[device] = [*rolled_back, *(figures(resumed.train_step()) for _ in range(2))]
         assert FakeGraph.replays - before == (4 if device == "mps" else 0)

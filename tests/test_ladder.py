@@ -27,7 +27,8 @@ from chargpt.models import build_model, count_parameters
 from chargpt.models.bigram import BigramLM
 from chargpt.models.ngram import NGRAM_ORDER
 from chargpt.store.run import load_run
-from chargpt.text.corpus import Corpus, load_corpus
+from chargpt.text.corpus import Corpus
+from chargpt.text.prepare import load_corpus
 from chargpt.text.tokenizer import CharTokenizer
 
 TINY = (

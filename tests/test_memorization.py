@@ -23,7 +23,8 @@ from chargpt.analysis.memorization import (
 )
 from chargpt.cli.overlap import measure, print_new, print_overlap
 from chargpt.config import SampleConfig, TextConfig
-from chargpt.text.corpus import Corpus, Place, find_lines, load_corpus, read_text
+from chargpt.text.corpus import Corpus, Place, find_lines
+from chargpt.text.prepare import load_corpus, read_text
 
 QUICK = ("-s", "train.max_steps=2", "-s", "model.n_layer=1", "-s", "model.n_embd=16")
 

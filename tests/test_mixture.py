@@ -27,7 +27,7 @@ from chargpt.models.ngram import NGramLM
 from chargpt.models.word_context import BACKOFF_ORDER, WordContextModel, word_token_mask
 from chargpt.store.layout import MIXTURE_FILE
 from chargpt.store.mixture import save_mixture, with_mixture
-from chargpt.text.corpus import load_corpus
+from chargpt.text.prepare import load_corpus
 from chargpt.text.tokenizer import CharTokenizer
 from chargpt.training.budget import RESERVE, Budget, mixture_seconds
 from chargpt.training.mixing import fit_mixture

@@ -19,7 +19,8 @@ from chargpt.config import Config, TextConfig, load_config
 from chargpt.distributed import RankGroup
 from chargpt.errors import ConfigError, OperationError
 from chargpt.models import count_parameters
-from chargpt.text.corpus import Corpus, load_corpus
+from chargpt.text.corpus import Corpus
+from chargpt.text.prepare import load_corpus
 from chargpt.training import planner, session
 from chargpt.training.budget import (
     MAX_EPOCHS,

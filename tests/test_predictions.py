@@ -17,7 +17,8 @@ from chargpt.models.bigram import BigramLM
 from chargpt.models.gpt import GPT
 from chargpt.models.kernels import rms_norm
 from chargpt.store.run import Run
-from chargpt.text.corpus import Corpus, load_corpus
+from chargpt.text.corpus import Corpus
+from chargpt.text.prepare import load_corpus
 
 CONFIG = ModelConfig(n_layer=2, n_head=2, n_embd=16, block_size=24)
 

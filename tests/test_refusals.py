@@ -19,7 +19,7 @@ from chargpt.store.run import load_run
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunFolder:
-    return RunFolder(tmp_path / "run").create(CONFIG, TOKENIZER, force=False)
+    return RunFolder(tmp_path / "run").create(CONFIG, TOKENIZER)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
@@ -114,7 +114,7 @@ def test_links_and_pipes_are_rejected_without_opening_them(
 
 def test_a_checkpoint_copied_from_another_run_is_rejected(run: RunFolder, tmp_path: Path) -> None:
     ours = save(run, 1)
-    theirs = save(RunFolder(tmp_path / "other").create(CONFIG, TOKENIZER, force=False), 1, fill=0.7)
+    theirs = save(RunFolder(tmp_path / "other").create(CONFIG, TOKENIZER), 1, fill=0.7)
     shutil.rmtree(ours)
     shutil.copytree(theirs, ours)
     with pytest.raises(RunError, match=r"is not the checkpoint that latest\.json names"):

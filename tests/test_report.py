@@ -37,9 +37,9 @@ from chargpt.inference.evaluation import BaselineLoss, Evaluation, evaluate_toke
 from chargpt.store.folder import RunFolder
 from chargpt.store.metrics import validation_curve
 from chargpt.store.run import load_run
-from chargpt.text.corpus import load_corpus
 from chargpt.text.describe import SplitDifference
 from chargpt.text.display import display_text
+from chargpt.text.prepare import load_corpus
 from chargpt.training.budget import Reserve
 
 TINY = (

@@ -27,7 +27,7 @@ from chargpt.inference.sampler import filter_probs, sample_tokens, uniforms
 from chargpt.models.bigram import BigramLM
 from chargpt.store.run import Run
 from chargpt.store.state import RunState
-from chargpt.text.corpus import load_corpus
+from chargpt.text.prepare import load_corpus
 from chargpt.text.tokenizer import CharTokenizer
 
 LETTERS = CharTokenizer("\n abcdefgh")

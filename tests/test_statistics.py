@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from chargpt.config import TextConfig
 from chargpt.text import describe as describe_module
 from chargpt.text import statistics
-from chargpt.text.corpus import load_corpus
 from chargpt.text.describe import (
     Description,
     compare_splits,
@@ -24,6 +23,7 @@ from chargpt.text.describe import (
     warn_of_repeats,
     warn_of_validation,
 )
+from chargpt.text.prepare import load_corpus
 from chargpt.text.statistics import (
     conditional_entropy_bits,
     count_pairs,

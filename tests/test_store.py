@@ -35,7 +35,7 @@ from chargpt.store.selection import newest_metadata
 from chargpt.store.state import RunState
 from chargpt.store.tensors import serialize
 from chargpt.store.verify import verify
-from chargpt.text.corpus import load_corpus
+from chargpt.text.prepare import load_corpus
 from chargpt.text.tokenizer import CharTokenizer
 from chargpt.training.session import resume_run
 from chargpt.training.trainer import Trainer
@@ -43,7 +43,7 @@ from chargpt.training.trainer import Trainer
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunFolder:
-    return RunFolder(tmp_path / "run").create(CONFIG, TOKENIZER, force=False)
+    return RunFolder(tmp_path / "run").create(CONFIG, TOKENIZER)
 
 
 def test_a_checkpoint_has_the_documented_files(run: RunFolder) -> None:
@@ -175,13 +175,13 @@ def test_one_process_at_a_time_holds_the_lock_of_a_run(run: RunFolder) -> None:
         "another folder with --out"
     )
     with pytest.raises(RunError, match="another process is training"):
-        RunFolder(run.path).create(CONFIG, TOKENIZER, force=True)
+        RunFolder(run.path).create(CONFIG, TOKENIZER, existing="rename")
     run.unlock()
     RunFolder(run.path).lock()
 
 
 def test_a_killed_process_leaves_no_lock(tmp_path: Path) -> None:
-    other = RunFolder(tmp_path / "other").create(CONFIG, TOKENIZER, force=False)
+    other = RunFolder(tmp_path / "other").create(CONFIG, TOKENIZER)
     path = other.path
     other.unlock()
     script = (
@@ -259,9 +259,9 @@ def test_a_failed_creation_leaves_no_folder(
     with monkeypatch.context() as patched:
         patched.setattr("os.replace", full)
         with pytest.raises(RunError, match="No space left"):
-            RunFolder(tmp_path / "run").create(CONFIG, TOKENIZER, force=False)
+            RunFolder(tmp_path / "run").create(CONFIG, TOKENIZER)
     assert not (tmp_path / "run").exists()
-    RunFolder(tmp_path / "run").create(CONFIG, TOKENIZER, force=False)
+    RunFolder(tmp_path / "run").create(CONFIG, TOKENIZER)
 
 
 def test_the_same_weights_give_the_same_bytes(run: RunFolder) -> None:
@@ -273,7 +273,7 @@ def test_the_same_weights_give_the_same_bytes(run: RunFolder) -> None:
 def test_a_run_is_never_overwritten_without_force(run: RunFolder, tmp_path: Path) -> None:
     save(run, 1)
     with pytest.raises(RunError) as caught:
-        RunFolder(run.path).create(CONFIG, TOKENIZER, force=False)
+        RunFolder(run.path).create(CONFIG, TOKENIZER)
     assert str(caught.value) == (
         f"{run.path} exists; continue it with --resume, replace it with --force, "
         "or name another folder with --out"
@@ -281,13 +281,13 @@ def test_a_run_is_never_overwritten_without_force(run: RunFolder, tmp_path: Path
     assert list_checkpoints(run.checkpoints)
     path, checkpoints = run.path, run.checkpoints
     run.unlock()
-    RunFolder(path).create(CONFIG, TOKENIZER, force=True)
+    RunFolder(path).create(CONFIG, TOKENIZER, existing="rename")
     assert not list_checkpoints(checkpoints)
     precious = tmp_path / "thesis"
     precious.mkdir()
     (precious / "thesis.tex").write_text("x")
     with pytest.raises(RunError) as caught:
-        RunFolder(precious).create(CONFIG, TOKENIZER, force=True)
+        RunFolder(precious).create(CONFIG, TOKENIZER, existing="rename")
     assert str(caught.value) == (
         f"{precious} holds 'thesis.tex', which no run writes, so --force does not delete "
         "it; move that file away, or name another folder with --out"
@@ -298,9 +298,9 @@ def test_a_run_is_never_overwritten_without_force(run: RunFolder, tmp_path: Path
 def test_a_run_with_a_checkpoint_or_foreign_files_is_not_replaced(run: RunFolder) -> None:
     folder = save(run, 1)
     run.unlock()
-    RunFolder.require_unused(run.path.with_name("none"), allow_unsaved=True)
+    RunFolder.require_unused(run.path.with_name("none"), existing="restart")
     with pytest.raises(RunError, match="continue it with --resume"):
-        RunFolder(run.path).create(CONFIG, TOKENIZER, allow_unsaved=True)
+        RunFolder(run.path).create(CONFIG, TOKENIZER, existing="restart")
     assert folder.exists()
     shutil.rmtree(folder)
     (run.path / ".config.yaml.0123456789ab.tmp").write_text("half")  # a process died while it wrote
@@ -309,9 +309,9 @@ def test_a_run_with_a_checkpoint_or_foreign_files_is_not_replaced(run: RunFolder
     precious = run.checkpoints / "epoch10.pt"
     precious.write_bytes(b"x")
     with pytest.raises(RunError, match="continue it with --resume"):
-        RunFolder(run.path).create(CONFIG, TOKENIZER, allow_unsaved=True)
+        RunFolder(run.path).create(CONFIG, TOKENIZER, existing="restart")
     precious.rename(run.path.with_name("away"))
-    RunFolder(run.path).create(CONFIG, TOKENIZER, allow_unsaved=True)
+    RunFolder(run.path).create(CONFIG, TOKENIZER, existing="restart")
     assert (run.path / "config.yaml").exists()
     assert not list(run.path.glob("*.tmp"))
 
@@ -324,7 +324,7 @@ def test_a_run_whose_checkpoints_are_on_an_unmounted_disk_is_not_replaced(
     run.checkpoints.symlink_to(tmp_path / "not-mounted")
     assert has_checkpoint(run.path)
     with pytest.raises(RunError, match="continue it with --resume"):
-        RunFolder(run.path).create(CONFIG, TOKENIZER, allow_unsaved=True)
+        RunFolder(run.path).create(CONFIG, TOKENIZER, existing="restart")
 
 
 def test_force_never_deletes_foreign_files(run: RunFolder, tmp_path: Path) -> None:
@@ -332,15 +332,15 @@ def test_force_never_deletes_foreign_files(run: RunFolder, tmp_path: Path) -> No
     precious = run.checkpoints / "epoch10.pt"
     precious.write_bytes(b"x")
     with pytest.raises(RunError, match=r"holds 'checkpoints/epoch10\.pt', which no run writes"):
-        RunFolder(run.path).create(CONFIG, TOKENIZER, force=True)
+        RunFolder(run.path).create(CONFIG, TOKENIZER, existing="rename")
     precious.unlink()
     run.checkpoints.rename(tmp_path / "away")
     run.checkpoints.symlink_to(tmp_path / "away")
     with pytest.raises(RunError, match="holds 'checkpoints'"):
-        RunFolder(run.path).create(CONFIG, TOKENIZER, force=True)
+        RunFolder(run.path).create(CONFIG, TOKENIZER, existing="rename")
     (tmp_path / "plain").write_text("x")
     with pytest.raises(RunError, match="is a file"):
-        RunFolder(tmp_path / "plain").create(CONFIG, TOKENIZER, force=False)
+        RunFolder(tmp_path / "plain").create(CONFIG, TOKENIZER)
 
 
 def test_malformed_metrics_are_skipped_and_pipes_are_rejected(run: RunFolder) -> None:
@@ -362,10 +362,10 @@ def test_force_replaces_an_incomplete_run(tmp_path: Path) -> None:
     TOKENIZER.save(path / "tokenizer.json")
     (path / "metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(RunError, match="--force"):
-        RunFolder(path).create(CONFIG, TOKENIZER, force=False)
-    RunFolder(path).create(CONFIG, TOKENIZER, force=True)
+        RunFolder(path).create(CONFIG, TOKENIZER)
+    RunFolder(path).create(CONFIG, TOKENIZER, existing="rename")
     (tmp_path / "empty").mkdir()
-    RunFolder(tmp_path / "empty").create(CONFIG, TOKENIZER, force=True)
+    RunFolder(tmp_path / "empty").create(CONFIG, TOKENIZER, existing="rename")
 
 
 def test_what_a_killed_start_has_left_does_not_block(tmp_path: Path) -> None:
@@ -408,7 +408,7 @@ def test_the_newest_run_is_the_one_saved_last(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="chargpt train"):
         newest_run(tmp_path)
     for name in ("b", "a"):
-        save(RunFolder(tmp_path / name).create(CONFIG, TOKENIZER, force=False), 1)
+        save(RunFolder(tmp_path / name).create(CONFIG, TOKENIZER), 1)
     assert newest_run(tmp_path) == tmp_path / "a"
 
 
@@ -423,7 +423,7 @@ def test_a_missing_run_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "novel.txt").write_text("the sea")
     with pytest.raises(RunError, match=r"novel\.txt is a file, not a run's folder; name the run"):
         load_run(tmp_path / "novel.txt")
-    empty = RunFolder(tmp_path / "new").create(CONFIG, TOKENIZER, force=False)
+    empty = RunFolder(tmp_path / "new").create(CONFIG, TOKENIZER)
     with pytest.raises(RunError, match="no checkpoint yet"):
         load_run(empty.path)
 
@@ -481,7 +481,7 @@ def test_every_kind_of_training_can_be_loaded(changes: dict[str, object], tmp_pa
     corpus = load_corpus(config.text)
     folder = RunFolder(tmp_path / "run")
     trainer = Trainer(config, corpus, folder=folder)
-    folder.create(trainer.config, corpus.tokenizer, force=False)
+    folder.create(trainer.config, corpus.tokenizer)
     for _ in trainer.steps():
         pass
     saved, skipped = folder.load("latest")
@@ -533,14 +533,14 @@ def test_a_failed_deletion_does_not_stop_a_save(
 
 def test_creating_a_run_creates_its_parents(tmp_path: Path) -> None:
     path = tmp_path / "of" / "today" / "run"
-    save(RunFolder(path).create(CONFIG, TOKENIZER, force=False), 1)
+    save(RunFolder(path).create(CONFIG, TOKENIZER), 1)
     assert newest_run(tmp_path / "of") == path
 
 
 def test_an_unwritable_folder_is_an_error_with_its_cause(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(RunError) as caught:
-        RunFolder(tmp_path / "file" / "run").create(CONFIG, TOKENIZER, force=False)
+        RunFolder(tmp_path / "file" / "run").create(CONFIG, TOKENIZER)
     assert str(caught.value) == (
         f"{tmp_path}/file/run cannot be written (Not a directory); name another folder with --out"
     )
@@ -598,7 +598,7 @@ def test_the_best_checkpoint_survives_a_damaged_pointer(run: RunFolder, damage: 
     save(run, 4)
     save(run, 5)
     assert (run.checkpoints / "step-00000001").is_dir()
-    run.repair_pointer(run.load("latest")[0])
+    run.repair_pointer(run.load("latest"))
     assert run.notes == ["best.json was missing or damaged; it names step-00000001 again"]
     assert load_run(run.path, "best", "cpu").step == 1
     assert not verify(run).problems
@@ -737,7 +737,7 @@ def test_a_leftover_of_keep_is_a_file_of_ours(run: RunFolder) -> None:
     folder = save(run, 1)
     (folder / ".keep.0123456789ab.tmp").touch()
     run.unlock()
-    new = RunFolder(run.path).create(CONFIG, TOKENIZER, force=True)
+    new = RunFolder(run.path).create(CONFIG, TOKENIZER, existing="rename")
     save(new, 2)
     assert [path.name for path in new.checkpoints.iterdir() if path.is_dir()] == ["step-00000002"]
     assert not (run.path / ".replaced").exists()
@@ -793,7 +793,7 @@ def test_if_the_best_is_gone_the_newest_takes_its_place(run: RunFolder) -> None:
     run_with_best(run)
     (run.checkpoints / "best.json").unlink()
     shutil.rmtree(run.checkpoints / "step-00000001")
-    run.repair_pointer(run.load("latest")[0])
+    run.repair_pointer(run.load("latest"))
     assert load_run(run.path, "best", "cpu").step == 3
 
 
@@ -955,7 +955,7 @@ def test_force_and_saving_leave_files_of_others(run: RunFolder, name: str) -> No
         save(run, step, best=step == 5)
     run.unlock()
     with pytest.raises(RunError, match="which no run writes"):
-        RunFolder(run.path).create(CONFIG, TOKENIZER, force=True)
+        RunFolder(run.path).create(CONFIG, TOKENIZER, existing="rename")
     assert path.read_text() == "precious"
 
 
@@ -974,13 +974,13 @@ def test_a_replaced_run_remains_until_the_new_one_has_saved(run: RunFolder) -> N
     run_with_best(run)
     run.unlock()
     old = sorted(path.relative_to(run.path) for path in run.path.rglob("*"))
-    new = RunFolder(run.path).create(CONFIG, TOKENIZER, force=True)
+    new = RunFolder(run.path).create(CONFIG, TOKENIZER, existing="rename")
     assert load_run(run.path, device="cpu").step == 1  # the old one
     assert has_checkpoint(run.path)
     new.unlock()  # without a save, as when training fails at once
     assert sorted(path.relative_to(run.path) for path in run.path.rglob("*")) == old
     assert load_run(run.path, device="cpu").step == 1
-    new = RunFolder(run.path).create(CONFIG, TOKENIZER, force=True)
+    new = RunFolder(run.path).create(CONFIG, TOKENIZER, existing="rename")
     BEST_STEPS.clear()
     save(new, 7)
     assert not (run.path / ".replaced").exists()
@@ -1000,7 +1000,7 @@ def test_a_run_that_is_being_replaced_is_one_run_and_is_resumed_in_its_place(
 ) -> None:
     run_with_best(run)
     run.unlock()
-    new = RunFolder(run.path).create(CONFIG, TOKENIZER, force=True)
+    new = RunFolder(run.path).create(CONFIG, TOKENIZER, existing="rename")
     (listed,) = list_runs(run.path.parent)
     assert (listed.run, listed.status, listed.step) == (run.path, "training", 3)
     assert newest_run(run.path.parent) == run.path

@@ -15,7 +15,7 @@ from conftest import REPOSITORY
 from chargpt import threads as threads_module
 from chargpt.config import TextConfig, load_config
 from chargpt.store.run import load_run
-from chargpt.text.corpus import load_corpus
+from chargpt.text.prepare import load_corpus
 from chargpt.threads import (
     ThreadTuner,
     choose_threads,

@@ -19,7 +19,8 @@ from chargpt.store.folder import RunFolder
 from chargpt.store.metrics import validation_curve
 from chargpt.store.run import load_run
 from chargpt.text.batches import Batches
-from chargpt.text.corpus import Corpus, load_corpus
+from chargpt.text.corpus import Corpus
+from chargpt.text.prepare import load_corpus
 from chargpt.training.budget import Budget
 from chargpt.training.cost import expected_cost, training_bytes
 from chargpt.training.request import Request
@@ -66,7 +67,7 @@ def train(
     config: Config, corpus: Corpus, path: Path, stop_at: int | None = None
 ) -> list[StepReport]:
     trainer = Trainer(config, corpus, folder=RunFolder(path))
-    RunFolder(path).create(trainer.config, corpus.tokenizer, force=False)
+    RunFolder(path).create(trainer.config, corpus.tokenizer)
     return run_steps(trainer, stop_at)
 
 
@@ -234,7 +235,7 @@ def make_gradient_infinite(trainer: Trainer, step: int, times: int = 1) -> None:
 
 def start_trainer(config: Config, corpus: Corpus, path: Path) -> Trainer:
     trainer = Trainer(config, corpus, folder=RunFolder(path))
-    RunFolder(path).create(trainer.config, corpus.tokenizer, force=False)
+    RunFolder(path).create(trainer.config, corpus.tokenizer)
     return trainer
 
 
@@ -404,7 +405,7 @@ def test_metrics_lost_after_the_last_checkpoint_are_no_failed_save(
     for report in trainer.steps():
         if report.step == 12:
             trainer.writer.disk_error = "No space left on device"
-    assert RunFolder(tmp_path / "run").load("latest")[0].state.step == 12
+    assert RunFolder(tmp_path / "run").load("latest").state.step == 12
 
 
 def raise_disk_full(calls: list[RunFolder], run: RunFolder) -> None:
@@ -736,7 +737,7 @@ def test_a_run_of_a_missing_device_resumes_on_the_cpu_in_the_dtype_asked_for(
 ) -> None:
     folder = RunFolder(tmp_path / "run")
     trainer = Trainer(tiny_config(**{"train.max_steps": 4}), corpus, folder=folder)
-    folder.create(trainer.config, corpus.tokenizer, force=False)
+    folder.create(trainer.config, corpus.tokenizer)
     missing = "mps" if torch.cuda.is_available() else "cuda"
     trainer.config = trainer.config.with_values({"device": missing, "dtype": "bfloat16"})
     trainer.save()
@@ -785,7 +786,7 @@ def test_repeating_a_command_keeps_the_rates_of_a_rollback_and_the_resolved_devi
 ) -> None:
     folder = RunFolder(tmp_path / "run")
     trainer = Trainer(tiny_config(**{"train.max_steps": 4}), corpus, folder=folder)
-    folder.create(trainer.config, corpus.tokenizer, force=False)
+    folder.create(trainer.config, corpus.tokenizer)
     for _ in trainer.steps():
         pass
     changed = {"optim.lr": 0.001, "schedule.cooldown": 0.9}  # by a rollback, and by re-planning

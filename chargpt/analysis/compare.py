@@ -1,8 +1,9 @@
 """Comparison of baselines, a bigram and a GPT on one text, or of existing runs."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,18 @@ from chargpt.errors import ConfigError
 from chargpt.inference.baselines import NGRAM, Baselines
 from chargpt.inference.evaluation import BaselineLoss, Evaluation, OnProgress, evaluate_tokens
 from chargpt.inference.generation import sample
-from chargpt.models.ngram import NGramLM
 from chargpt.store.folder import RunFolder
 from chargpt.store.metrics import validation_curve
 from chargpt.store.mixture import find_mixture_run
 from chargpt.store.run import Run, load_run
-from chargpt.text.corpus import Corpus, load_corpus
+from chargpt.text import TextProgress
+from chargpt.text.corpus import Corpus
+from chargpt.text.prepare import find_text, prepare
 from chargpt.text.tokenizer import Tokens
+from chargpt.training.budget import PlannedBudget
 from chargpt.training.mixing import try_add_mixture
-from chargpt.training.trainer import Trainer
+from chargpt.training.session import Session
+from chargpt.training.start import start_run
 
 MODELS = ("bigram", "gpt")
 TRAINED = " (trained)"  # ends the name of a model that `compare` trains
@@ -33,7 +37,7 @@ SPLIT_SETTINGS = {  # by which runs of one text have different validation splits
 }
 SAMPLE = {"length": 300, "temperature": 0.8, "seed": 1337, "num_samples": 1}
 
-RunTrainer = Callable[[str, Trainer], None]
+RunSession = Callable[[str, Session], None]
 # called with a unit and a label; its context yields a function of (done, total)
 ShowProgress = Callable[[str, str], AbstractContextManager[OnProgress]]
 
@@ -90,7 +94,6 @@ class Comparison:
     show_progress: ShowProgress = show_nothing
     baselines: Mapping[str, float] = field(default_factory=dict)
     curve_baselines: Mapping[str, float] = field(default_factory=dict)  # on the curves' characters
-    notes: list[str] = field(default_factory=list)  # sentences for the user
 
     @property
     def scored_on(self) -> str:
@@ -201,9 +204,9 @@ def undertrained(losses: Mapping[str, float]) -> str | None:
     )
 
 
-def run_to_end(name: str, trainer: Trainer) -> None:
-    """Run all steps of a trainer."""
-    for _ in trainer.steps():
+def run_to_end(_name: str, session: Session) -> None:
+    """Run all steps of a session."""
+    for _ in session.reports():
         pass
 
 
@@ -224,14 +227,19 @@ def model_config(config: Config, kind: str) -> Config:
 
 
 def train_run(
-    config: Config, path: Path, corpus: Corpus, name: str, run_trainer: RunTrainer, ngram: NGramLM
+    path: Path,
+    config: Config,
+    corpus: Corpus,
+    baselines: Baselines,
+    name: str,
+    run_session: RunSession = run_to_end,
+    budget: PlannedBudget | None = None,
 ) -> Run:
-    """Train a new run and return its best checkpoint."""
-    folder = RunFolder(path)
-    trainer = Trainer(config, corpus, folder=folder, ngram=ngram)
-    folder.create(trainer.config, corpus.tokenizer)
-    run_trainer(name, trainer)
-    return load_run(path, "best", trainer.config.device)
+    """Train a new run and return its best checkpoint; arguments are those of `start_run`."""
+    with RunFolder(path).locked(is_new=True) as folder:
+        session = start_run(folder, config, corpus, baselines, budget=budget)
+        run_session(name, session)
+    return load_run(path, "best", session.trainer.config.device)
 
 
 def compare(
@@ -239,8 +247,9 @@ def compare(
     folder: str | Path,
     *,
     models: Sequence[str] = MODELS,
-    run_trainer: RunTrainer = run_to_end,
+    run_session: RunSession = run_to_end,
     corpus: Corpus | None = None,
+    budget: PlannedBudget | None = None,
     max_tokens: int = MAX_TOKENS,
     show_progress: ShowProgress = show_nothing,
 ) -> Comparison:
@@ -250,26 +259,55 @@ def compare(
         config: of the GPT; the other models share its text, steps and batch.
         folder: of the runs; each gets a folder with its model's name.
         models: of `MODELS`.
-        run_trainer: called with a model's name and trainer; runs all its steps.
-        corpus: the text, if it is loaded.
+        run_session: called with a model's name and session; runs all its steps.
+        corpus: the text, if it is prepared.
+        budget: the GPT is fitted to it.
         max_tokens: scored of the validation split.
         show_progress: of the evaluations.
 
     Raises:
         ChargptError: the text, a setting or the folder is unusable.
     """
-    corpus = corpus or load_corpus(config.text)
-    baselines, val = Baselines(corpus), corpus.split("val")
-    n_val = corpus.count_characters("val")
-    span = config.model.block_size
-    comparison = Comparison(corpus.name, n_val, span, max_tokens, show_progress=show_progress)
-    comparison.add_baselines(baselines, val, config.train.evaluation_tokens)
-    for kind in models:
-        own_config = model_config(config, kind)
-        run = train_run(own_config, Path(folder, kind), corpus, kind, run_trainer, baselines.ngram)
-        mixture_run = try_add_mixture(run, corpus, comparison.notes)
-        comparison.add_run(f"{kind}{TRAINED}", run, val, mixture_run)
+    with shared_text(config, Path(folder), corpus) as corpus:
+        baselines, val = Baselines(corpus), corpus.split("val")
+        n_val = corpus.count_characters("val")
+        span = config.model.block_size
+        comparison = Comparison(corpus.name, n_val, span, max_tokens, show_progress=show_progress)
+        comparison.add_baselines(baselines, val, config.train.evaluation_tokens)
+        for kind in models:
+            own_config = model_config(config, kind)
+            own_budget = budget if own_config is config else None
+            path = Path(folder, kind)
+            run = train_run(path, own_config, corpus, baselines, kind, run_session, own_budget)
+            mixture_run = try_add_mixture(run, corpus)
+            comparison.add_run(f"{kind}{TRAINED}", run, val, mixture_run)
     return comparison
+
+
+@contextmanager
+def shared_text(
+    config: Config,
+    folder: Path,
+    corpus: Corpus | None = None,
+    on_progress: TextProgress | None = None,
+) -> Iterator[Corpus]:
+    """Prepare a text that several runs in a folder share; `corpus`, if it is given, is it.
+
+    The runs get links to its files, which are deleted at the end.
+    """
+    if corpus is not None:
+        yield corpus
+        return
+    source = find_text(config.text)
+    had_folder = folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".text-", dir=folder) as temporary:
+            yield prepare(source, config.text, Path(temporary), on_progress)
+    finally:
+        with suppress(OSError):
+            if not had_folder:
+                folder.rmdir()
 
 
 def compare_runs(
@@ -313,7 +351,6 @@ def compare_runs(
     curve_tokens = max(run.config.train.evaluation_tokens for run in runs)
     comparison.add_baselines(Baselines(corpora[0]), vals[0], curve_tokens)
     for path, run, val in zip(paths, runs, vals, strict=True):
-        comparison.notes += [f"{path}: {note}" for note in run.notes]
         name = path.resolve().name
         comparison.add_run(
             name if name not in comparison.curves else str(path), run, val, find_mixture_run(run)

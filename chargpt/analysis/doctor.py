@@ -24,7 +24,6 @@ from chargpt.device import (
 )
 from chargpt.errors import CaptureError
 from chargpt.models import LanguageModel, build_model
-from chargpt.text.cache import cache_folder
 
 MATRIX_SIZE = 1024  # rows and columns of the matrices that measure a CPU's speed
 GPU_MATRIX_SIZE = 8192  # smaller products would measure kernel launches
@@ -65,7 +64,7 @@ def run_checks(device_name: str = "auto") -> list[Check]:
     for kind in (torch.float32, torch.bfloat16):
         speed = matmul_flops(device, kind)
         checks.append(Check(f"{dtype_name(kind)} matmul", f"{speed / 1e9:,.0f} GFLOP/s"))
-    return [*checks, _check_gradient(device, dtype), *_check_disk(), _check_torch()]
+    return [*checks, _check_gradient(device, dtype), _check_disk(), _check_torch()]
 
 
 def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
@@ -171,14 +170,10 @@ def _check_threads() -> Check:
     return Check("threads", shown, advice)
 
 
-def _check_disk() -> list[Check]:
-    checks = []
-    for name, folder in (("disk for runs", Path.cwd()), ("disk for texts", cache_folder())):
-        existing = next(p for p in (folder, *folder.parents) if p.exists())
-        free = shutil.disk_usage(existing).free
-        advice = "" if free > MIN_FREE_BYTES else f"free some space at {existing}"
-        checks.append(Check(name, f"{free / 1e9:,.1f} GB free at {folder}", advice))
-    return checks
+def _check_disk() -> Check:
+    free = shutil.disk_usage(Path.cwd()).free
+    advice = "" if free > MIN_FREE_BYTES else f"free some space at {Path.cwd()}"
+    return Check("disk for runs", f"{free / 1e9:,.1f} GB free at {Path.cwd()}", advice)
 
 
 def _check_torch() -> Check:

@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from chargpt.analysis.compare import MAX_TOKENS, SAMPLE, RunTrainer, model_config, train_run
+from chargpt.analysis.compare import MAX_TOKENS, SAMPLE, RunSession, model_config, train_run
 from chargpt.config import Config
 from chargpt.errors import ConfigError
-from chargpt.inference.baselines import Baselines, fit_ngram
+from chargpt.inference.baselines import Baselines
 from chargpt.inference.evaluation import evaluate_tokens
 from chargpt.inference.generation import sample
 from chargpt.models.ngram import NGRAM_ORDER, NGramLM
@@ -193,7 +193,7 @@ def ladder_rungs(config: Config) -> tuple[Rung, ...]:
 
 
 def run_ladder(
-    config: Config, folder: Path, corpus: Corpus, n_seeds: int, run_trainer: RunTrainer
+    config: Config, folder: Path, corpus: Corpus, n_seeds: int, run_session: RunSession
 ) -> Ladder:
     """Train every rung with every seed and evaluate all under `blocks`.
 
@@ -202,7 +202,7 @@ def run_ladder(
         folder: of the runs; each rung and seed gets a folder.
         corpus: the text.
         n_seeds: number of seeds, from the config's own on.
-        run_trainer: called with a name and a trainer; runs all its steps.
+        run_session: called with a name and a session; runs all its steps.
 
     Raises:
         ChargptError: the text, a setting or the folder is unusable.
@@ -212,9 +212,9 @@ def run_ladder(
     corpus.require_blocks(config.model.block_size)
     for number in range(1, len(rungs) + 1):
         for seed in seeds:
-            RunFolder.require_unused(folder / f"{number}-{seed}")
-    ngram = fit_ngram(corpus)
-    ladder = Ladder(corpus.name, ngram_losses(corpus, ngram), compressed_losses(corpus))
+            RunFolder(folder / f"{number}-{seed}").require_unused()
+    baselines = Baselines(corpus)
+    ladder = Ladder(corpus.name, ngram_losses(corpus, baselines), compressed_losses(corpus))
     below: list[float] | None = None
     for number, rung in enumerate(rungs, 1):
         nats, seconds = [], []
@@ -223,7 +223,7 @@ def run_ladder(
             rung_config = base.with_values({**rung.values, "seed": seed})
             path = folder / f"{number}-{seed}"
             name = f"{number} of {len(rungs)}: {rung.name}, seed {seed}"
-            run = train_run(rung_config, path, corpus, name, run_trainer, ngram)
+            run = train_run(path, rung_config, corpus, baselines, name, run_session)
             evaluation = evaluate_tokens(run.model, corpus.split("val")[: MAX_TOKENS + 1])
             nats.append(evaluation.nats_per_char)
             seconds.append(float(run.state.seconds))
@@ -235,9 +235,9 @@ def run_ladder(
     return ladder
 
 
-def ngram_losses(corpus: Corpus, ngram: NGramLM) -> dict[str, float]:
+def ngram_losses(corpus: Corpus, baselines: Baselines) -> dict[str, float]:
     """Return the losses of the n-gram baselines, each character with all of its context."""
-    losses = Baselines(corpus, ngram).losses(corpus.split("val")[: MAX_TOKENS + 1])
+    losses = baselines.losses(corpus.split("val")[: MAX_TOKENS + 1])
     for order in ORDERS:
         if order != NGRAM_ORDER:
             losses[f"{order}-gram"] = ngram_loss(corpus, order)

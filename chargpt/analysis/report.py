@@ -28,7 +28,7 @@ from chargpt.store.layout import REPORT
 from chargpt.store.metrics import validation_curve
 from chargpt.store.mixture import find_mixture_run
 from chargpt.store.run import Run
-from chargpt.text.corpus import Corpus, find_lines
+from chargpt.text.corpus import Corpus
 from chargpt.text.display import display_text, end_sign, whole_graphemes
 from chargpt.text.source import STDIN
 
@@ -216,7 +216,7 @@ def overlap(run: Run, corpus: Corpus) -> Values:
         boxes = [[[*each, (end, False)] for each, end in zip(parts, ends, strict=True)]]
     longest = next(iter(found.longest_matches()), None)
     passages = [longest.text] if longest else []
-    places = find_lines(run.config.text, corpus, passages)
+    places = corpus.find_places(passages)
     return {
         "overlap": {
             "samples": number,
@@ -264,7 +264,7 @@ def reproduction(run: Run) -> Values:
             ["threads", str(state.threads or "unknown")],
             ["processes", str(state.world_size)],
             ["text", state.text_name],
-            ["cache key of the text", state.corpus_key or ""],
+            ["key of the text", state.corpus_key or ""],
             ["checkpoint", run.checkpoint],
             ["this page", f"chargpt {__version__}, Python {platform.python_version()}"],
             ["platform of this page", platform.platform()],

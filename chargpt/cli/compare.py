@@ -17,25 +17,17 @@ from chargpt.cli.ladder import compare_rungs
 from chargpt.cli.loop import run_steps
 from chargpt.cli.plot_file import save_plot_file
 from chargpt.cli.progress import LoadingProgress, show_progress
-from chargpt.cli.signals import Stopped, catch_signals
+from chargpt.cli.signals import catch_signals
 from chargpt.cli.summary import show_plan
-from chargpt.errors import ConfigError
+from chargpt.errors import ConfigError, Stopped
 from chargpt.files import require_output
 from chargpt.inference.evaluation import OnProgress
 from chargpt.store.layout import is_readable_run, is_run
-from chargpt.text.corpus import load_corpus
-from chargpt.training.budget import Budget
-from chargpt.training.cost import expected_cost
-from chargpt.training.planner import Plan
+from chargpt.text.prepare import find_text
+from chargpt.training.budget import plan_run, with_measured_threads
 from chargpt.training.request import Request
-from chargpt.training.session import (
-    fit_budget,
-    output_folder,
-    plan_run,
-    slug,
-    with_measured_threads,
-)
-from chargpt.training.trainer import Trainer
+from chargpt.training.session import Session
+from chargpt.training.start import output_folder, slug
 
 MODELS = ",".join(comparison.MODELS)
 SPARKS = 16  # columns of a sparkline, so that its line fits 80
@@ -105,7 +97,7 @@ def compare(
                 f"--ladder trains a fixed list of models; drop {name}; "
                 "-s train.max_steps=500 is shorter"
             )
-    overrides = options.overrides(
+    settings = options.given_settings(
         set_, seed=seed, encoding=encoding, encoding_errors=encoding_errors
     )
     paths = [path for text in texts or [] for path in runs_in(Path(text))]
@@ -115,7 +107,7 @@ def compare(
     if paths and n_runs == len(paths):
         paths = list({path.resolve(): path for path in paths}.values())  # each run once
         given = {"--models": models, "-c": config, "--out": out, "--budget": budget}
-        others = {"-s (or --seed, --encoding, --encoding-errors)": overrides}
+        others = {"-s (or --seed, --encoding, --encoding-errors)": settings}
         options.reject({**given, **others}, "applies to training, and these are runs")
         print_comparison(compare_runs(paths, device or "auto"), plot, json_=json_)
         return
@@ -125,20 +117,18 @@ def compare(
     request = Request(
         path=texts[0] if texts else None,
         config=config or ("ladder" if ladder else None),
-        overrides=overrides,
+        settings=settings if device is None else {**settings, "device": device},
         budget=budget,
-        device=device,
         started=console.started,
     )
     if ladder:
-        gpt_config = with_measured_threads(request.run_config())
+        gpt_config, _ = with_measured_threads(request.resolved[0])
         compare_rungs(gpt_config, out, seeds, plot, json_=json_)
         return
-    time_budget = request.time_budget() if budget else None
-    result, folder = train_models(request, time_budget, out, models or MODELS)
+    result, folder, late = train_models(request, out, models or MODELS)
     print_comparison(result, plot or folder / "curves.svg", json_=json_)
-    if time_budget is not None and (note := time_budget.late_note()) is not None:
-        console.say(note)
+    if late is not None:
+        console.say(late)
     if not json_:
         console.out(f"the runs are in {folder}; next:")
         for name in result.curves:
@@ -164,68 +154,66 @@ def compare_runs(paths: list[Path], device: str) -> Comparison:
 
 
 def train_models(
-    request: Request, budget: Budget | None, out: Path | None, models: str
-) -> tuple[Comparison, Path]:
-    """Train and evaluate the models with progress bars; return the folder of their runs too."""
-    gpt_config = request.run_config()
+    request: Request, out: Path | None, models: str
+) -> tuple[Comparison, Path, str | None]:
+    """Train and evaluate the models with progress bars.
+
+    Returns:
+        The result, the folder of the runs, and a sentence if a budget was exceeded.
+    """
+    config, fixed_keys = request.resolved
     names = list(dict.fromkeys(name.strip() for name in models.split(",") if name.strip()))
     if not names:
         raise ConfigError("--models names no model; give bigram, gpt or both")
     for name in names:
-        comparison.model_config(gpt_config, name)  # rejects unknown names before any training
+        comparison.model_config(config, name)  # rejects unknown names before any training
     used = next((out / name for name in names if out and (out / name).exists()), None)
     if used is not None:
         raise ConfigError(f"{used} exists; name another folder with --out")
-    corpus = load_corpus(gpt_config.text, on_progress=LoadingProgress())
-    gpt_config = with_measured_threads(gpt_config, budget)
-    planned: Plan | None = None
-    if budget is not None:
-        planned, corpus = plan_run(gpt_config, corpus, budget)
-        gpt_config = planned.config
-    for note in (*corpus.notes, *(planned.notes if planned else ())):
-        console.say(note)
+    deadline = None
+    if request.budget is not None:
+        deadline, fixed_keys = request.deadline()
+    config, tuner = with_measured_threads(config)
+    sessions: list[Session] = []
 
-    def run_trainer(name: str, trainer: Trainer) -> None:
-        assert trainer.folder is not None
+    def run_session(name: str, session: Session) -> None:
         console.say(f"== {name} ==")
-        own_budget = budget if name == gpt_config.model.kind else None
-        seconds, notes = None, list[str]()
-        if own_budget is not None and planned is not None:
-            seconds = fit_budget(own_budget, trainer, planned, notes)
-        for note in notes:
-            console.say(note)
-        show_plan(trainer, expected_cost(trainer.config, trainer.learner, 0, seconds))
-        run_steps(trainer, trainer.folder, signals, own_budget)
+        show_plan(session)
+        run_steps(session)
+        sessions.append(session)
 
-    max_tokens = comparison.MAX_TOKENS
-    if budget is not None:
-        max_tokens = gpt_config.train.evaluation_tokens
-    name = f"compare-{slug(corpus.name)}"
-    with catch_signals() as signals, output_folder(out, name) as folder:
+    name = f"compare-{slug(find_text(config.text).name)}"
+    with catch_signals(), output_folder(out, name) as folder:
         try:
-            result = comparison.compare(
-                gpt_config,
-                folder,
-                models=names,
-                run_trainer=run_trainer,
-                corpus=corpus,
-                max_tokens=max_tokens,
-                show_progress=show_progress,
-            )
+            with comparison.shared_text(config, folder, None, LoadingProgress()) as corpus:
+                budget, max_tokens = None, comparison.MAX_TOKENS
+                if deadline is not None:
+                    budget, corpus = plan_run(config, corpus, deadline, fixed_keys, tuner)
+                    config = budget.plan.config
+                    max_tokens = config.train.evaluation_tokens
+                result = comparison.compare(
+                    config,
+                    folder,
+                    models=names,
+                    run_session=run_session,
+                    corpus=corpus,
+                    budget=budget,
+                    max_tokens=max_tokens,
+                    show_progress=show_progress,
+                )
         except (KeyboardInterrupt, Stopped):
             if any(is_run(path) for path in folder.glob("*")):
                 path = shlex.quote(str(folder))
                 console.say(f"the runs so far are in {path}; `chargpt compare {path}` scores them")
             raise
-    return result, folder
+    late = [note for session in sessions if (note := session.late_note()) is not None]
+    return result, folder, next(iter(late), None)
 
 
 def print_comparison(result: Comparison, plot: Path | None, *, json_: bool) -> None:
     """Draw the loss curves, if a file is given, and print the comparison."""
     if plot is not None:
         save_plot_file(plots.loss_curves(result.curves, result.curve_baselines, result.title), plot)
-    for note in result.notes:
-        console.say(note)
     plot_name = None if plot is None else str(plot)
     if json_:
         rows = [row.as_dict() for row in result.rows]

@@ -10,11 +10,11 @@ import typer
 from chargpt.cli import console, options, tables
 from chargpt.cli.progress import LoadingProgress
 from chargpt.errors import TextError, most_similar
-from chargpt.text.build_config import build_config
-from chargpt.text.catalog import CATALOG, fetch
-from chargpt.text.corpus import Corpus, load_corpus
+from chargpt.text.catalog import CATALOG, fetch, resolve_settings
+from chargpt.text.corpus import Corpus
 from chargpt.text.describe import Description, describe
 from chargpt.text.display import sign_or_code
+from chargpt.text.prepare import load_corpus
 
 MAX_COLUMNS = 54  # of a list of characters
 
@@ -69,11 +69,9 @@ def info(
 
     Example: `chargpt data info novel.txt`.
     """
-    overrides = options.overrides(set_, encoding=encoding, encoding_errors=encoding_errors)
-    settings = build_config(text, None, overrides)
-    corpus = load_corpus(settings.text, on_progress=LoadingProgress())
-    for note in corpus.notes:
-        console.say(note)
+    given = options.given_settings(set_, encoding=encoding, encoding_errors=encoding_errors)
+    config, _ = resolve_settings(text, None, given)
+    corpus = load_corpus(config.text, on_progress=LoadingProgress())
     description = describe(corpus)
     if json_:
         console.out_json(asdict(description))

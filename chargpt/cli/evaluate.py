@@ -18,7 +18,7 @@ from chargpt.inference.evaluation import Evaluation
 from chargpt.inference.windows import EvaluationProtocol
 from chargpt.store.mixture import has_mixture
 from chargpt.store.run import Run
-from chargpt.text.corpus import read_text
+from chargpt.text.prepare import read_text
 
 
 def evaluate(
@@ -72,7 +72,7 @@ def evaluate(
     tokens, found = None, ""
     if text is not None:  # read once: it may be standard input
         settings = loaded.config.text.model_copy(update=wanted)
-        content = read_text(text, settings, console.say)
+        content = read_text(text, settings)
         tokens = loaded.tokenizer.encode(content, unknown or settings.unknown)
         found = loaded.tokenizer.find_unknown(content)
         runs.warn_of_own_text(loaded, str(text), content)

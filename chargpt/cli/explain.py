@@ -18,8 +18,8 @@ from chargpt.cli.progress import LoadingProgress
 from chargpt.errors import ConfigError, RunError
 from chargpt.files import is_open_descriptor, require_output, write_output
 from chargpt.store.layout import is_run
-from chargpt.text.build_config import build_config
-from chargpt.text.corpus import load_corpus
+from chargpt.text.catalog import resolve_settings
+from chargpt.text.prepare import load_corpus
 
 MAX_WIDTH = 79  # columns of a paragraph
 
@@ -61,8 +61,8 @@ def explain(
             require_output(path)
     if plot is not None:
         plots.require_suffix(plot)
-    overrides = options.overrides(set_, encoding=encoding, encoding_errors=encoding_errors)
-    subject = find_subject(what, checkpoint, device, overrides)
+    settings = options.given_settings(set_, encoding=encoding, encoding_errors=encoding_errors)
+    subject = find_subject(what, checkpoint, device, settings)
     if plot is not None:
         require_maps(subject, what, section)
     sections = explanation.explain(subject, section or ())
@@ -86,7 +86,7 @@ def explain(
 
 
 def find_subject(
-    what: str | None, checkpoint: str, device: str | None, overrides: tuple[str, ...]
+    what: str | None, checkpoint: str, device: str | None, settings: dict[str, object]
 ) -> Subject:
     """Return what to explain: the run or text named, else the newest run, else a text."""
     path = Path(what) if what else None
@@ -94,7 +94,7 @@ def find_subject(
         with suppress(RunError):
             path = runs.find_run(None)
     if path is not None and is_run(path):
-        given = {"-s, --encoding or --encoding-errors": overrides}
+        given = {"-s, --encoding or --encoding-errors": settings}
         options.reject(given, f"applies to a text, and {path} is a run")
         run = runs.load_named_run(path, checkpoint, device)
         subject = choose_subject(run.corpus(), run)
@@ -103,10 +103,8 @@ def find_subject(
         return subject
     chosen = checkpoint if checkpoint != "best" else None
     options.reject({"--checkpoint": chosen, "--device": device}, "applies to a run, not a text")
-    settings = build_config(what, None, overrides)
-    corpus = load_corpus(settings.text, on_progress=LoadingProgress())
-    for note in corpus.notes:
-        console.say(note)
+    config, _ = resolve_settings(what, None, settings)
+    corpus = load_corpus(config.text, on_progress=LoadingProgress())
     return choose_subject(corpus, None)
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from chargpt.analysis import plots
-from chargpt.analysis.compare import undertrained
+from chargpt.analysis.compare import shared_text, undertrained
 from chargpt.analysis.ladder import Estimate, Ladder, run_ladder
 from chargpt.analysis.result import loss_cells
 from chargpt.cli import console, tables
@@ -12,9 +12,9 @@ from chargpt.cli.plot_file import save_plot_file
 from chargpt.cli.progress import LoadingProgress
 from chargpt.cli.signals import catch_signals
 from chargpt.config import Config
-from chargpt.text.corpus import load_corpus
-from chargpt.training.session import output_folder, slug
-from chargpt.training.trainer import Trainer
+from chargpt.text.prepare import find_text
+from chargpt.training.session import Session
+from chargpt.training.start import output_folder, slug
 
 MAX_SAMPLE = 150  # characters of a rung's sample
 
@@ -23,18 +23,18 @@ def compare_rungs(
     config: Config, out: Path | None, n_seeds: int, plot: Path | None, *, json_: bool
 ) -> None:
     """Train the rungs with progress bars, draw them, and print the table or the JSON."""
-    corpus = load_corpus(config.text, on_progress=LoadingProgress())
-    for note in corpus.notes:
-        console.say(note)
 
-    def run_trainer(name: str, trainer: Trainer) -> None:
-        assert trainer.folder is not None
+    def run_session(name: str, session: Session) -> None:
         console.say(f"== {name} ==")
-        run_steps(trainer, trainer.folder, signals)
+        run_steps(session)
 
-    name = f"ladder-{slug(corpus.name)}"
-    with catch_signals() as signals, output_folder(out, name) as folder:
-        ladder = run_ladder(config, folder, corpus, n_seeds, run_trainer)
+    name = f"ladder-{slug(find_text(config.text).name)}"
+    with (
+        catch_signals(),
+        output_folder(out, name) as folder,
+        shared_text(config, folder, on_progress=LoadingProgress()) as corpus,
+    ):
+        ladder = run_ladder(config, folder, corpus, n_seeds, run_session)
     plot = plot or folder / "ladder.svg"
     save_plot_file(plots.ladder(ladder), plot)
     if json_:

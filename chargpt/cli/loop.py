@@ -1,47 +1,41 @@
-"""Training steps on the terminal: progress bar, notes, and what a signal does."""
+"""Training steps on the terminal: progress bar, samples, and what a signal does."""
 
 import math
 import shlex
-import signal
 import sys
 from contextlib import closing
 from functools import partial
 
 from chargpt.cli import console
 from chargpt.cli.progress import ProgressBar
-from chargpt.cli.signals import Signals, Stopped
-from chargpt.inference.baselines import NGRAM, Baselines
-from chargpt.store.folder import RunFolder
+from chargpt.cli.signals import say_stopping
+from chargpt.errors import Stopped
+from chargpt.inference.baselines import NGRAM
 from chargpt.text.display import display_char
 from chargpt.text.documents import RECORD_SEPARATOR
-from chargpt.training.budget import Budget
-from chargpt.training.trainer import StepReport, Trainer
+from chargpt.training.session import Session
+from chargpt.training.trainer import StepReport
 
 MIN_SPARKLINE_COLUMNS = 100  # of the terminal
 
 
 class StepView:
-    """Shows the steps of one trainer; ends the command after a signal has stopped it."""
+    """Shows the steps of a session on a progress bar."""
 
-    def __init__(self, trainer: Trainer, folder: RunFolder, signals: Signals) -> None:
-        self.trainer, self.folder, self.signals = trainer, folder, signals
-        self.baselines: Baselines | None = None  # of the text; None on other ranks than 0
+    def __init__(self, session: Session) -> None:
+        self.trainer = trainer = session.trainer
         self.baseline_losses: dict[str, float] = {}  # on what training validates on
-        if trainer.group.is_main:
-            config = trainer.config
-            self.baselines = Baselines(trainer.corpus, trainer.learner.fitted_ngram)
-            self.baseline_losses = self.baselines.losses(
+        if session.baselines is not None:
+            self.baseline_losses = session.baselines.losses(
                 trainer.corpus.split("val"),
-                max_tokens=config.train.evaluation_tokens,
-                span=config.model.block_size,
+                max_tokens=trainer.config.train.evaluation_tokens,
+                span=trainer.config.model.block_size,
             )
         self.bar = ProgressBar(trainer.config.train.max_steps, "step", initial=trainer.state.step)
         self.validation: list[float] = []
-        self.has_reported_disk_error = False
-        signals.is_deferred = True
 
     def show(self, report: StepReport) -> None:
-        """Show a step on the bar, and its sample and notes above it."""
+        """Show a step on the bar, and its sample above it."""
         if report.validation is not None and report.step:  # not that before training
             self.validation.append(report.validation.nats_per_char)
         detail = None if report.loss is None else partial(self._detail, report)
@@ -51,49 +45,6 @@ class StepView:
             legend = f" ({sign}: end of a document)" if sign in report.sample else ""
             self.bar.write(f"-- sample at step {report.step:,}{legend} --")
             self.bar.write(report.sample.strip("\r\n"), is_sample=True)
-        for note in report.notes:
-            self.bar.write(note)
-        disk_error = self.trainer.writer.disk_error
-        is_last = self.trainer.finished or self.trainer.stopped_by is not None
-        if disk_error is not None and not is_last and not self.has_reported_disk_error:
-            self.bar.write(
-                f"cannot write to the run at step {report.step:,} ({disk_error}); "
-                f"{self._last_checkpoint()}; training continues: free some space"
-            )
-        self.has_reported_disk_error = disk_error is not None
-
-    def end(self) -> None:
-        """End the command, by raising `Stopped`, if a signal came."""
-        trainer = self.trainer
-        # another rank's signal stops this one too; the run is saved, so later ones are dropped
-        default = signal.SIGTERM if trainer.stopped_by == "signal" else None
-        number = next(iter(self.signals.caught), default)
-        self.signals.caught = []
-        if trainer.writer.disk_error is not None:  # the checkpoint is saved
-            console.say(f"the last metrics cannot be written ({trainer.writer.disk_error})")
-        if number is None:
-            self.signals.is_deferred = False
-            return
-        if trainer.finished:
-            console.say(f"all steps are done and saved in {self.folder.path}")
-        else:
-            step = trainer.state.step
-            console.say(f"stopped at step {step:,} and saved; {self._how_to_resume()}")
-        raise Stopped(number, is_reported=True)
-
-    def say_last_checkpoint(self) -> None:
-        """Name the last checkpoint after a signal has stopped a step."""
-        if self.trainer.writer.saved_step is not None:
-            console.say(f"{self._last_checkpoint()}; {self._how_to_resume()}")
-
-    def _how_to_resume(self) -> str:
-        return f"resume with\n  chargpt train --resume {shlex.quote(str(self.folder.path))}"
-
-    def _last_checkpoint(self) -> str:
-        step = self.trainer.writer.saved_step
-        if step is None:
-            return "there is no checkpoint yet"
-        return f"the last checkpoint is step {step:,}"
 
     def _detail(self, report: StepReport) -> str:
         """Return loss, validation, the next baseline to beat and speed, within 80 columns."""
@@ -110,21 +61,29 @@ class StepView:
         return f"{loss}{val}{name} {self.baseline_losses[name]:.3f}{speed}"
 
 
-def run_steps(
-    trainer: Trainer, folder: RunFolder, signals: Signals, budget: Budget | None = None
-) -> Baselines | None:
-    """Run all steps with a progress bar; a signal saves the run and ends the command.
-
-    Returns the baselines of the text, on rank 0.
-    """
-    view = StepView(trainer, folder, signals)
+def run_steps(session: Session) -> None:
+    """Run all steps with a progress bar; a signal saves the run and ends the command."""
+    trainer, view = session.trainer, StepView(session)
+    resume = f"resume with\n  chargpt train --resume {shlex.quote(str(session.folder.path))}"
     try:
         with closing(view.bar):
-            for report in trainer.steps(budget, lambda: bool(signals.caught)):
+            for report in session.reports(say_stopping):
                 view.show(report)
-        view.end()
     except Stopped as stop:
-        if not stop.is_reported:
-            view.say_last_checkpoint()
+        say_lost_metrics(session)
+        if stop.is_saved and trainer.finished:
+            console.say(f"all steps are done and saved in {session.folder.path}")
+        elif stop.is_saved:
+            console.say(f"stopped at step {trainer.state.step:,} and saved; {resume}")
+        elif trainer.writer.saved_step is not None:
+            console.say(f"{trainer.last_checkpoint}; {resume}")
+        stop.is_reported = stop.is_saved
         raise
-    return view.baselines
+    say_lost_metrics(session)
+
+
+def say_lost_metrics(session: Session) -> None:
+    """Say if the last metrics are not written, although the checkpoint is saved."""
+    error = session.trainer.writer.disk_error
+    if error is not None:
+        console.say(f"the last metrics cannot be written ({error})")

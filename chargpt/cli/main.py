@@ -22,8 +22,9 @@ from typer.core import TyperGroup
 
 from chargpt import __version__
 from chargpt.cli import console
-from chargpt.cli.signals import Stopped, exit_at_once, handling
-from chargpt.errors import ChargptError
+from chargpt.cli.notes import shown_notes
+from chargpt.cli.signals import exit_at_once, handling
+from chargpt.errors import ChargptError, Stopped
 
 # Typer vendors click in some versions and depends on it in others; the bases of its public
 # exception are right in both.
@@ -136,7 +137,8 @@ def run() -> NoReturn:
     # default rate takes a fifth of a start.
     gc.set_threshold(200_000, 10, 10)
     command = typer.main.get_command(app)
-    code = exit_code_of(lambda: command.main(prog_name="chargpt", standalone_mode=False))
+    with shown_notes():
+        code = exit_code_of(lambda: command.main(prog_name="chargpt", standalone_mode=False))
     if console.has_process_group():
         # the command failed on this rank: destroying the process group could wait for the others
         for stream in (sys.stdout, sys.stderr):

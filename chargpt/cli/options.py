@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 import typer
 
+from chargpt.config import parse_override
 from chargpt.errors import ConfigError
 from chargpt.text.tokenizer import UnknownPolicy
-from chargpt.yaml_io import to_flow_yaml
 
 Seed = Annotated[
     int | None,
@@ -84,24 +84,26 @@ def command_group(help_: str) -> typer.Typer:
 def reject(given: Mapping[str, object], cause: str) -> None:
     """Raise if an option in `given` has a value; `cause` says why it does not apply."""
     for name, value in given.items():
-        if value not in (None, [], ()):
+        if value not in (None, [], (), {}):
             raise ConfigError(f"{name} {cause}; drop it")
 
 
-def overrides(
+def given_settings(
     set_: list[str] | None,
     *,
     seed: int | None = None,
+    device: str | None = None,
     encoding: str | None = None,
     encoding_errors: str | None = None,
     from_run: Path | None = None,
-) -> tuple[str, ...]:
-    """Return the overrides of -s, and those of the options that are settings too."""
+) -> dict[str, object]:
+    """Return the settings of -s, and of the options that are settings too, by dotted keys."""
     values = {
         "seed": seed,
+        "device": device,
         "text.encoding": encoding,
         "text.encoding_errors": encoding_errors,
         "train.from_run": None if from_run is None else str(from_run.absolute()),
     }
     given = {key: value for key, value in values.items() if value is not None}
-    return (*(set_ or ()), *(f"{key}={to_flow_yaml(value)}" for key, value in given.items()))
+    return {**dict(map(parse_override, set_ or ())), **given}

@@ -14,8 +14,8 @@ from chargpt.analysis.memorization import (
 )
 from chargpt.cli import console, tables
 from chargpt.cli.progress import show_progress
-from chargpt.config import SampleConfig, TextConfig
-from chargpt.text.corpus import Corpus, Place, find_lines
+from chargpt.config import SampleConfig
+from chargpt.text.corpus import Corpus, Place
 from chargpt.text.display import display_text, whole_graphemes
 
 MAX_SHOWN = 10  # matches in the table
@@ -28,13 +28,11 @@ class SampleOverlap:
     """Overlap of samples with the text of their run.
 
     Attributes:
-        settings: of the text, which name its files.
         copied, known: those samples that are whole documents of the training split, and of the
             whole text; empty if the text is no list of documents.
     """
 
     corpus: Corpus
-    settings: TextConfig
     report: OverlapReport
     copied: Collection[str] = ()
     known: Collection[str] = ()
@@ -42,7 +40,7 @@ class SampleOverlap:
     def places(self, max_passages: int) -> dict[str, Place]:
         """Return where the longest matches stand in the files of the training split."""
         passages = [match.text for match in self.report.longest_matches()[:max_passages]]
-        return find_lines(self.settings, self.corpus, passages)
+        return self.corpus.find_places(passages)
 
     def to_json(self, texts: list[str], sampling: SampleConfig) -> dict[str, Any]:
         """Return the overlap of each sample, with places, and which documents are new or copied."""
@@ -65,17 +63,15 @@ def _overlap_json(overlap: Overlap, places: Mapping[str, Place]) -> dict[str, An
     return {"longest": next(iter(values["matches"]), None), **values}
 
 
-def measure(
-    corpus: Corpus, settings: TextConfig, texts: list[str], sampling: SampleConfig
-) -> SampleOverlap:
+def measure(corpus: Corpus, texts: list[str], sampling: SampleConfig) -> SampleOverlap:
     """Return the overlap of samples without their prompt, with progress on stderr."""
     n_prompt, eos_token = len(sampling.prompt), corpus.tokenizer.eos_token
     with show_progress("character", "of the training split") as on_progress:
         report = measure_overlap(corpus, [text[n_prompt:] for text in texts], on_progress)
     if not eos_token:
-        return SampleOverlap(corpus, settings, report)
+        return SampleOverlap(corpus, report)
     documents = {text for text in texts if is_finished(text, sampling)}
-    return SampleOverlap(corpus, settings, report, *find_documents(corpus, documents, eos_token))
+    return SampleOverlap(corpus, report, *find_documents(corpus, documents, eos_token))
 
 
 def is_finished(text: str, settings: SampleConfig) -> bool:

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from tqdm import tqdm
 
-from chargpt.cli import console
+from chargpt.cli import console, notes
 
 PLAIN_LINE_SECONDS = 5.0
 DELAY_SECONDS = 0.5  # shorter work shows no bar
@@ -38,6 +38,7 @@ class ProgressBar:
                 delay=DELAY_SECONDS,
                 colour=None if os.environ.get("NO_COLOR") else "cyan",
             )
+            notes.writers.append(self.write)
 
     def update(self, done: int, total: int, detail: Callable[[], str] | None) -> None:
         """Show that `done` of `total` units are done.
@@ -77,6 +78,8 @@ class ProgressBar:
         """Remove the bar."""
         if self.bar is not None:
             self.bar.close()
+            with suppress(ValueError):  # it is closed already
+                notes.writers.remove(self.write)
 
 
 @contextmanager

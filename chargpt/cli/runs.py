@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from chargpt.cli import console, options, tables
-from chargpt.errors import RunError, TextError
+from chargpt.errors import ChargptError, RunError
 from chargpt.store.layout import is_run
 from chargpt.store.listing import RunSummary, list_runs
 from chargpt.store.mixture import with_mixture
@@ -85,17 +85,15 @@ def load_named_run(
     *,
     mixture: bool = False,
 ) -> Run:
-    """Load a run, or the newest one, with its mixture if asked; print damaged checkpoints."""
+    """Load a run, or the newest one, with its mixture if asked."""
     run = load_run(find_run(path), checkpoint, device or "auto")
-    for note in run.notes:
-        console.say(note)
     return load_run_mixture(run) if mixture else run
 
 
 def warn_of_own_text(run: Run, path: str, content: str) -> None:
     """Say that a text has the path of the run's text, or that its middle is in the training split.
 
-    Without the run's text in the cache, only the paths are compared.
+    Of a run without a text, only the paths are compared.
     """
     own = run.config.text.path
     what = ""
@@ -104,8 +102,8 @@ def warn_of_own_text(run: Run, path: str, content: str) -> None:
     middle = len(content) // 2
     passage = content[max(0, middle - PASSAGE // 2) : middle + PASSAGE // 2]
     if not what and len(passage) == PASSAGE:
-        with suppress(TextError):
-            if run.corpus().is_in_training(passage):
+        with suppress(ChargptError):
+            if run.corpus().find([passage]):
                 what = f"a passage of {path} is in the text that the run was trained on"
     if what:
         console.say(

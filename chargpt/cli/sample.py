@@ -18,7 +18,7 @@ from chargpt.errors import ConfigError
 from chargpt.inference.generation import sample as sample_texts
 from chargpt.inference.generation import stream_run
 from chargpt.store.run import Run
-from chargpt.text.corpus import read_text
+from chargpt.text.prepare import read_text
 from chargpt.text.source import STDIN
 from chargpt.text.tokenizer import UnknownPolicy
 
@@ -145,7 +145,7 @@ def sample(
         texts = sample_texts(loaded, settings, unknown=unknown, on_progress=on_progress)
     measured = None
     if corpus is not None:
-        measured = measure(corpus, loaded.config.text, texts, settings)
+        measured = measure(corpus, texts, settings)
     if json_:
         report: dict[str, object] = {
             "samples": texts,

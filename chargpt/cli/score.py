@@ -9,7 +9,7 @@ from chargpt.cli import console, options, runs, tables
 from chargpt.cli.progress import show_progress
 from chargpt.errors import MissingTextError
 from chargpt.inference import scoring
-from chargpt.text.corpus import read_text
+from chargpt.text.prepare import read_text
 from chargpt.text.source import find_source
 from chargpt.training.adaptive import adaptive_losses
 
@@ -52,7 +52,7 @@ def score(
     changes = {name: value for name, value in given.items() if value is not None}
     settings = loaded.config.text.model_copy(update={**changes, "documents": None})
     try:
-        content = read_text(text, settings, console.say)
+        content = read_text(text, settings)
     except MissingTextError as error:
         raise MissingTextError(
             f"{error}; to score a text itself, pipe it in: echo TEXT | chargpt score {run}"

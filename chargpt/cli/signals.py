@@ -7,45 +7,46 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from chargpt.cli import console
+from chargpt.errors import Stopped
 
 NAMES = ("SIGINT", "SIGTERM", "SIGHUP")
 
 
-class Stopped(BaseException):
-    """A signal has ended the command; its number decides the exit code."""
-
-    def __init__(self, number: int, *, is_reported: bool = False) -> None:
-        super().__init__(number)
-        self.number = number
-        self.is_reported = is_reported  # whether a message has named the signal
-
-
 class Signals:
-    """The handler of the signals that end a process.
+    """The handler of the signals that end a process: it raises `Stopped`.
 
     Attributes:
-        caught: numbers of the signals so far, also of those that raised `Stopped`: Python drops
-            exceptions that are raised within `__del__`, and such a signal ends the command later.
-        is_deferred: whether a signal is only recorded, for the training loop to see.
+        caught: numbers of the signals so far: Python drops exceptions that are raised within
+            `__del__`, and such a signal ends the command later.
+        raises_stopped: so that training defers the signals, see `deferred_signals`.
     """
+
+    raises_stopped = True
 
     def __init__(self) -> None:
         self.caught: list[int] = []
-        self.is_deferred = False
-        self.terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
-    def handle(self, number: int, _frame: object) -> None:
-        """Record a signal; raise `Stopped` if they are not deferred, or at a Ctrl-C after one."""
-        if number == getattr(signal, "SIGHUP", None):  # the terminal is gone: writing would fail
-            for terminal in self.terminals:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), terminal)
-        stops_now = not self.is_deferred or (bool(self.caught) and number == signal.SIGINT)
+    def __call__(self, number: int, _frame: object) -> None:
+        """Raise `Stopped`."""
+        hang_up(number)
         self.caught.append(number)
-        if stops_now:
-            raise Stopped(number)
-        if console.is_main():  # without Python's streams, which the signal may have interrupted
-            with suppress(OSError):
-                os.write(2, b"\nstopping after this step (another Ctrl-C stops at once)\n")
+        raise Stopped(number)
+
+
+def hang_up(number: int) -> None:
+    """Write no more to a terminal that is gone (SIGHUP): it would fail."""
+    if number == getattr(signal, "SIGHUP", None):
+        for descriptor in (1, 2):
+            if os.isatty(descriptor):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+
+
+def say_stopping(number: int) -> None:
+    """Say that training stops after the present step."""
+    hang_up(number)
+    if console.is_main():  # without Python's streams, which the signal may have interrupted
+        with suppress(OSError):
+            os.write(2, b"\nstopping after this step (another Ctrl-C stops at once)\n")
 
 
 @contextmanager
@@ -73,7 +74,7 @@ def exit_at_once(number: int, _frame: object) -> None:
 
 
 @contextmanager
-def catch_signals() -> Iterator[Signals]:
+def catch_signals() -> Iterator[None]:
     """Handle the signals that end a process by `Signals`.
 
     Raises:
@@ -88,8 +89,8 @@ def catch_signals() -> Iterator[Signals]:
 
     sys.unraisablehook = hide_stopped
     try:
-        with handling(signals.handle):
-            yield signals
+        with handling(signals):
+            yield
             if signals.caught:
                 raise Stopped(signals.caught[0])
     finally:

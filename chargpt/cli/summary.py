@@ -10,34 +10,29 @@ from chargpt.analysis.result import RunScores, evaluate_run, summarize
 from chargpt.cli import console, tables
 from chargpt.cli.progress import show_progress
 from chargpt.config import ModelConfig
-from chargpt.errors import ChargptError
-from chargpt.inference.baselines import Baselines
+from chargpt.errors import ChargptError, Stopped
+from chargpt.files import exists
+from chargpt.store.layout import MIXTURE_FILE
 from chargpt.store.run import Run, load_run
-from chargpt.text.corpus import Corpus
 from chargpt.threads import default_threads
-from chargpt.training.budget import RESERVE, Budget
-from chargpt.training.cost import Cost
-from chargpt.training.finetune import forgetting
+from chargpt.training.deadline import RESERVE
+from chargpt.training.finetune import Forgetting, forgetting
 from chargpt.training.mixing import try_add_mixture
-from chargpt.training.planner import Plan
 from chargpt.training.session import Session
-from chargpt.training.trainer import Trainer
 
 LABEL = 8  # columns of the plan's labels
 
 
-def show_budget(plan: Plan, budget: Budget, corpus: Corpus) -> None:
-    """Print what a time budget has chosen, and why."""
-    reason = (
-        "size with the lowest predicted loss" if plan.size_was_chosen else "the model size is given"
-    )
-    seconds = console.duration(budget.seconds)
-    speed = plan.speed * corpus.characters_per_token
-    console.say(f"budget  {seconds}: {speed:,.0f} characters/s measured; {reason}")
-
-
-def show_plan(trainer: Trainer, cost: Cost) -> None:
-    """Print what is about to be trained, for how long, and on what."""
+def show_plan(session: Session) -> None:
+    """Print what is about to be trained, for how long, on what, and what a budget has chosen."""
+    trainer, cost = session.trainer, session.cost
+    if session.plan is not None and session.pace is not None:
+        reason = "the model size is given"
+        if session.plan.size_was_chosen:
+            reason = "size with the lowest predicted loss"
+        seconds = console.duration(session.pace.deadline.seconds)
+        speed = session.plan.speed * trainer.corpus.characters_per_token
+        console.say(f"budget  {seconds}: {speed:,.0f} characters/s measured; {reason}")
     config, corpus = trainer.config, trainer.corpus
     rare = ""
     if corpus.rare_count:
@@ -90,33 +85,36 @@ def describe_model(model: ModelConfig) -> str:
     )
 
 
-def show_result(session: Session, baselines: Baselines | None, *, json_: bool = False) -> None:
+def show_result(session: Session, *, json_: bool = False) -> None:
     """Fit the mixture; print the results table or the JSON; write the report of a long run."""
-    trainer, folder, budget = session.trainer, session.folder, session.budget
-    best, notes = load_run(folder.path, "best", str(trainer.device)), list[str]()
-    mixture_run = try_add_mixture(best, trainer.corpus, notes)
-    for note in notes:
-        console.say(note)
+    try:
+        _show_result(session, json_=json_)
+    except (KeyboardInterrupt, Stopped):
+        path = session.folder.path
+        missing = "its report" if exists(path / MIXTURE_FILE) else "a mixture or report"
+        console.say(
+            f"the run is saved in {path}, without {missing}; `chargpt evaluate` measures the "
+            "run, `chargpt report` writes its report"
+        )
+        raise
+
+
+def _show_result(session: Session, *, json_: bool) -> None:
+    trainer, folder, state = session.trainer, session.folder, session.trainer.state
+    best = load_run(folder.path, "best", str(trainer.device))
+    mixture_run = try_add_mixture(best, trainer.corpus)
     validation = trainer.float32_validation(best.step)
-    scores = evaluate_run(best, trainer.corpus, baselines, mixture_run, validation)
+    scores = evaluate_run(best, trainer.corpus, session.baselines, mixture_run, validation)
     records = folder.metrics.records()
     sentences = summarize(best, scores, records)
-    base_run = session.base_run
-    forgotten = None if base_run is None else forgetting(base_run, best)
-    if base_run is not None and forgotten is not None:
-        unknown = f", without {forgotten.n_unknown:,} that this run does not know"
-        sentences.append(
-            f"On {base_run.state.text_name}, the text of {base_run.folder}: "
-            f"{forgotten.before:.3f} nats per character before training, {forgotten.after:.3f} "
-            f"after it (on {forgotten.characters:,} characters of its validation split"
-            f"{unknown * bool(forgotten.n_unknown)})."
-        )
-    state = trainer.state
-    n_further = state.step - (session.resumed_at or 0)
-    if session.resumed_at is not None and (state.best_step or 0) <= session.resumed_at:
-        steps = "further step" if n_further == 1 else f"{n_further:,} further steps"
-        sentences.append(f"The {steps} did not lower the validation loss.")
-    has_report = budget.has_report if budget else state.seconds >= RESERVE.min_report_budget
+    forgotten = None
+    if session.base_run is not None:
+        forgotten = forgetting(session.base_run, best)
+        sentences += describe_forgetting(session.base_run, forgotten)
+    sentences += describe_resumption(session)
+    has_report = state.seconds >= RESERVE.min_report_budget
+    if session.pace is not None:
+        has_report = session.pace.deadline.has_report
     if json_:
         console.out_json(
             {
@@ -134,12 +132,36 @@ def show_result(session: Session, baselines: Baselines | None, *, json_: bool = 
         )
     else:
         # more steps would only over-fit
-        is_best = trainer.state.best_step == trainer.state.step and not scores.over_fits(records)
+        is_best = state.best_step == state.step and not scores.over_fits(records)
         print_result(session, scores, sentences, has_report=has_report, may_improve=is_best)
     if has_report:
         show_report(session, best, scores, json_=json_)
-    if budget is not None and (late := budget.late_note()) is not None:
+    if (late := session.late_note()) is not None:
         console.say(late)
+
+
+def describe_forgetting(base_run: Run, forgotten: Forgetting | None) -> list[str]:
+    """Return a sentence on the loss of a fine-tuned run on the base run's text, if it is known."""
+    if forgotten is None:
+        return []
+    unknown = ""
+    if forgotten.n_unknown:
+        unknown = f", without {forgotten.n_unknown:,} that this run does not know"
+    return [
+        f"On {base_run.state.text_name}, the text of {base_run.folder}: "
+        f"{forgotten.before:.3f} nats per character before training, {forgotten.after:.3f} "
+        f"after it (on {forgotten.characters:,} characters of its validation split{unknown})."
+    ]
+
+
+def describe_resumption(session: Session) -> list[str]:
+    """Return a sentence if the steps of a resumed run were in vain."""
+    state, resumed_at = session.trainer.state, session.resumed_at
+    if resumed_at is None or (state.best_step or 0) > resumed_at:
+        return []
+    n_further = state.step - resumed_at
+    steps = "further step" if n_further == 1 else f"{n_further:,} further steps"
+    return [f"The {steps} did not lower the validation loss."]
 
 
 def print_result(

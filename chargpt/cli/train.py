@@ -8,14 +8,11 @@ import typer
 from chargpt.cli import console, options
 from chargpt.cli.loop import run_steps
 from chargpt.cli.progress import LoadingProgress
-from chargpt.cli.signals import Stopped, catch_signals
-from chargpt.cli.summary import show_budget, show_plan, show_result
+from chargpt.cli.signals import catch_signals
+from chargpt.cli.summary import show_plan, show_result
 from chargpt.errors import ConfigError, FinishedError
-from chargpt.files import exists
-from chargpt.store.layout import MIXTURE_FILE
-from chargpt.training.api import run_training
 from chargpt.training.request import DEFAULT_BUDGET, Request, StartMode
-from chargpt.training.session import Session
+from chargpt.training.start import open_session
 
 
 def train(
@@ -56,7 +53,9 @@ def train(
             "--from", metavar="RUN", help="Start from the weights of this run, of another text."
         ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the run in --out.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace the run in --out, which is renamed to OUT.old.")
+    ] = False,
     seed: options.Seed = None,
     json_: options.Json = False,
     device: options.Device = None,
@@ -72,49 +71,41 @@ def train(
     `chargpt train novel.txt -c bigram -s train.max_steps=500`, `chargpt train --resume`; a list of
     items: `chargpt train names.txt -s text.documents=lines`.
     """
+    settings = options.given_settings(
+        set_,
+        seed=seed,
+        device=device,
+        encoding=encoding,
+        encoding_errors=encoding_errors,
+        from_run=from_,
+    )
     request = Request(
         path=text,
         config=config,
-        overrides=options.overrides(
-            set_, seed=seed, encoding=encoding, encoding_errors=encoding_errors, from_run=from_
-        ),
+        settings=settings,
         budget=budget,
         out=out,
         start=start_mode(text, out, resume=resume, force=force),
-        device=device,
         started=console.started,
     )
-
-    def run_session(session: Session) -> None:
-        notice.cancel()
-        for note in session.notes:
-            console.say(note)
-        if session.plan is not None and session.budget is not None:
-            show_budget(session.plan, session.budget, session.trainer.corpus)
-        show_plan(session.trainer, session.cost)
-        baselines = run_steps(session.trainer, session.folder, signals, session.budget)
-        if not session.trainer.group.is_main:
-            return
-        try:
-            show_result(session, baselines, json_=json_)
-        except (KeyboardInterrupt, Stopped):
-            path = session.folder.path
-            missing = "its report" if exists(path / MIXTURE_FILE) else "a mixture or report"
-            console.say(
-                f"the run is saved in {path}, without {missing}; `chargpt evaluate` measures the "
-                "run, `chargpt report` writes its report"
-            )
-            raise
-
     what = "the checkpoint" if request.start is StartMode.RESUME else "measuring the speed"
     slow = f"reading the text and {what} ..."
-    with catch_signals() as signals, console.say_if_slow(slow) as notice:
-        try:
-            run_training(request, run_session, LoadingProgress(notice.cancel))
-        except FinishedError as error:
-            if request.start is not StartMode.NEW_OR_RESUME:
-                raise
-            console.say(str(error))
+    try:
+        with (
+            catch_signals(),
+            console.say_if_slow(slow) as notice,
+            open_session(request, LoadingProgress(notice.cancel)) as session,
+        ):
+            notice.cancel()
+            show_plan(session)
+            run_steps(session)
+            if session.trainer.group.is_main:
+                show_result(session, json_=json_)
+            session.trainer.group.broadcast(0.0)  # other ranks wait until rank 0 has saved
+    except FinishedError as error:
+        if request.start is not StartMode.NEW_OR_RESUME:
+            raise
+        console.say(str(error))
 
 
 def start_mode(text: str | None, out: Path | None, *, resume: bool, force: bool) -> StartMode:

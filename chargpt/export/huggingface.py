@@ -396,5 +396,6 @@ def import_huggingface(folder: Path, out: Path) -> Path:
     """
     require_new(out)
     config, tokenizer, state, model = read_folder(folder)
-    RunFolder(out).create_from_weights(config, tokenizer, state, model.state_dict())
+    with RunFolder(out).locked(is_new=True) as run:
+        run.create_from_weights(config, tokenizer, state, model.state_dict())
     return out

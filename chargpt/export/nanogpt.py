@@ -27,7 +27,7 @@ from chargpt.models import build_model, count_parameters
 from chargpt.store.folder import RunFolder
 from chargpt.store.state import RunState
 from chargpt.store.tensors import load_weights
-from chargpt.text.corpus import load_corpus
+from chargpt.text.prepare import find_text, prepare
 from chargpt.text.tokenizer import CharTokenizer
 
 MAX_META_BYTES = 64_000_000
@@ -73,20 +73,21 @@ def import_nanogpt(checkpoint: Path, meta: Path, out: Path, text: Path | None = 
         ConfigError,
     ) as error:
         raise _unusable(checkpoint, error) from None
-    if text is not None:
-        # whatever is rare, nanoGPT keeps it
-        config = config.with_values({"text.path": str(text.absolute()), "text.rare": "keep"})
-        corpus = load_corpus(config.text)
-        if corpus.tokenizer != tokenizer:
-            different = set(corpus.tokenizer.characters) ^ set(tokenizer.characters)
-            raise TextError(
-                f"{text} and {meta} have different characters, such as {min(different)!r}; name "
-                "the text of the model"
-            )
-        state = replace(state, corpus_key=corpus.key, text_name=corpus.name)
     model = build_model(config.model, tokenizer.vocab_size)
     load_weights(model, tensors, checkpoint)
-    RunFolder(out).create_from_weights(config, tokenizer, state, model.state_dict())
+    with RunFolder(out).locked(is_new=True) as folder:
+        if text is not None:
+            # whatever is rare, nanoGPT keeps it
+            config = config.with_values({"text.path": str(text.absolute()), "text.rare": "keep"})
+            corpus = prepare(find_text(config.text), config.text, folder.new_text)
+            if corpus.tokenizer != tokenizer:
+                different = set(corpus.tokenizer.characters) ^ set(tokenizer.characters)
+                raise TextError(
+                    f"{text} and {meta} have different characters, such as {min(different)!r}; "
+                    "name the text of the model"
+                )
+            state = replace(state, corpus_key=corpus.key, text_name=corpus.name)
+        folder.create_from_weights(config, tokenizer, state, model.state_dict())
     return out
 
 

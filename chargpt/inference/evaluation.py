@@ -38,8 +38,9 @@ from chargpt.inference.windows import (
 from chargpt.models import LanguageModel
 from chargpt.models.base import eval_mode
 from chargpt.store.run import Run, as_run
-from chargpt.text.corpus import Split, read_text
+from chargpt.text.corpus import Split
 from chargpt.text.documents import document_ends, mark_documents
+from chargpt.text.prepare import read_text
 from chargpt.text.source import require_text
 from chargpt.text.tokenizer import Floats, Tokens, UnknownPolicy
 

@@ -6,14 +6,22 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-from chargpt.config import Config
+from chargpt.config import Config, TextConfig
 from chargpt.errors import ChargptError, RunError, UnreadableError
-from chargpt.files import UNSUPPORTED, exists, read_regular, write_atomically
+from chargpt.files import (
+    UNSUPPORTED,
+    entry_names,
+    exists,
+    read_regular,
+    sync_directory,
+    write_atomically,
+)
+from chargpt.log import logger
 from chargpt.store import commit, selection
 from chargpt.store.checkpoint import (
     CONFIG,
@@ -24,7 +32,6 @@ from chargpt.store.checkpoint import (
     STATE,
     TOKENIZER,
     Checkpoint,
-    list_checkpoints,
     name_of,
     parse_config,
     prune_checkpoints,
@@ -36,143 +43,102 @@ from chargpt.store.layout import (
     CHECKPOINTS,
     LOCK,
     METRICS,
-    delete_replaced,
+    NEW,
+    TEXT,
     delete_run_files,
     find_foreign_file,
     has_checkpoint,
     has_results,
     is_run,
-    move_aside,
-    restore_replaced,
+    unused_old_name,
 )
 from chargpt.store.metrics import MetricsLog
 from chargpt.store.state import RunState
 from chargpt.store.tensors import serialize
+from chargpt.text.corpus import Corpus
+from chargpt.text.prepare import read_prepared
 from chargpt.text.tokenizer import CharTokenizer
+
+Existing = Literal["reject", "restart", "rename"]
+"""What to do about a run in a new run's folder: reject it; replace it if it has not saved a
+checkpoint yet, else reject it; rename it."""
 
 
 class RunFolder:
-    """The folder of one run: creation, lock, checkpoints and metrics.
-
-    Attributes:
-        notes: sentences for the user about what was found and repaired.
-        is_new: whether the folder did not exist before the run.
-        is_created: whether this process has created the run in it.
-    """
+    """The folder of one run: creation, lock, checkpoints and metrics."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.notes: list[str] = []
-        self.is_new = self.is_created = False
         self.checkpoints = path / CHECKPOINTS
+        self.new_text = path / NEW / TEXT  # where a text is prepared before the run is created
         self.metrics = MetricsLog(path / METRICS)
+        self.is_created = False  # by this object
         self._lock = FileLock(path / LOCK)
 
-    @staticmethod
-    def require_unused(path: Path, *, allow_unsaved: bool = False) -> None:
-        """Check that a new run at `path` would overwrite nothing.
+    def require_unused(self, existing: Existing = "reject") -> None:
+        """Check that a new run here would overwrite nothing.
 
-        What an interrupted start has left counts as nothing, and with `allow_unsaved` any run that
-        has not saved a checkpoint yet.
+        What an interrupted start has left counts as nothing.
 
         Raises:
             RunError: the path is in use.
             OSError: the folder cannot be read.
         """
+        path = self.path
         if not exists(path):
             return
         if not path.is_dir():
             raise RunError(f"{path} is a file; name another folder with --out")
         foreign = find_foreign_file(path)
-        is_used = has_checkpoint(path) if allow_unsaved else has_results(path)
-        if foreign is None and not is_used:
+        is_used = has_checkpoint(path) if existing == "restart" else has_results(path)
+        if existing == "rename" and is_run(path):
             return
         if foreign is not None and not is_run(path):
             raise RunError(
                 f"{path} exists and holds {foreign!r}, which no run writes; name another folder "
                 "with --out"
             )
-        raise RunError(
-            f"{path} exists; continue it with --resume, replace it with --force, "
-            "or name another folder with --out"
-        )
+        if foreign is not None or is_used:
+            raise RunError(
+                f"{path} exists; continue it with --resume, replace it with --force, "
+                "or name another folder with --out"
+            )
 
-    def create(
-        self,
-        config: Config,
-        tokenizer: CharTokenizer,
-        *,
-        force: bool = False,
-        allow_unsaved: bool = False,
-    ) -> Self:
-        """Create a new run's folder, lock it, and return self.
+    @contextmanager
+    def locked(self, *, is_new: bool = False) -> Iterator[Self]:
+        """Lock the folder in the block, against other training processes.
 
-        Args:
-            config: resolved.
-            tokenizer: of the training text.
-            force: replace an existing run.
-            allow_unsaved: replace a run that has not saved a checkpoint yet.
+        With `is_new` the folder is made, and if the block raises before a run that it has created
+        has results, what was written is deleted.
 
         Raises:
-            RunError: the path is in use, or cannot be written.
+            RunError: another process holds the lock, or the folder cannot be written.
         """
-        path = self.path
-        self.is_new = self.is_new or not exists(path)
+        had_folder = exists(self.path)
         try:
-            if not force:
-                self.require_unused(path, allow_unsaved=allow_unsaved)
-            elif kept := [
-                each for each in list_checkpoints(self.checkpoints) if exists(each / KEEP)
-            ]:
-                raise RunError(
-                    f"{path} holds {kept[0].name}, which `compress --keep` protects, so --force "
-                    f"does not delete it; delete {kept[0] / KEEP}, or name another folder with "
-                    "--out"
-                )
-            elif foreign := find_foreign_file(path):
-                raise RunError(
-                    f"{path} holds {foreign!r}, which no run writes, so --force does not delete "
-                    "it; move that file away, or name another folder with --out"
-                )
-            path.mkdir(parents=True, exist_ok=True)
-            self.lock()
-            if force:
-                move_aside(path)
-            else:  # again: another process may have created it before the lock
-                self.require_unused(path, allow_unsaved=allow_unsaved)
-            self.is_created = True
-            delete_run_files(path)
-            self.checkpoints.mkdir(exist_ok=True)
-            tokenizer.save(path / TOKENIZER)
-            self.write_config(config)
-        except BaseException as error:
-            self.discard()
-            if not isinstance(error, OSError):
-                raise
-            raise RunError(
-                f"{path} cannot be written ({error.strerror}); name another folder with --out"
-            ) from None
-        return self
-
-    def discard(self) -> None:
-        """Delete a run that this process has begun, if it has no results; its folder too if new."""
-        if not (self.is_new or self.is_created) or not exists(self.path):
-            return
-        with suppress(RunError, OSError):
-            self.lock()  # else another process trains into the folder; restores a replaced run
-            if not has_results(self.path):
-                delete_run_files(self.path)
-                self.unlock()
-                (self.path / LOCK).unlink(missing_ok=True)
-        if self.is_new:
+            if is_new:
+                self.path.mkdir(parents=True, exist_ok=True)
+            self._acquire()
+        except OSError as error:
+            raise self._unwritable(error) from None
+        try:
+            self._delete_new()
+            yield self
+        except BaseException:
             with suppress(OSError):
-                self.path.rmdir()
+                if is_new and self.is_created and not has_results(self.path):
+                    delete_run_files(self.path)
+            raise
+        finally:
+            with suppress(OSError):
+                self._delete_new()
+                if is_new and os.listdir(self.path) == [LOCK]:
+                    (self.path / LOCK).unlink()
+                    if not had_folder:
+                        self.path.rmdir()
+            self._lock.release()
 
-    def lock(self) -> None:
-        """Lock the folder against other training processes, until `unlock` or process exit.
-
-        It raises RunError if another process holds the lock, OSError if it cannot be written.
-        """
+    def _acquire(self) -> None:
         try:
             self._lock.acquire(timeout=0.2)  # seconds: listing.is_locked holds it for a moment
         except Timeout:
@@ -183,41 +149,100 @@ class RunFolder:
         except (OSError, NotImplementedError) as error:  # the library's two ways to say "no locks"
             if isinstance(error, OSError) and error.errno not in UNSUPPORTED:
                 raise
-            self.notes.append(
+            logger.warning(
                 f"the file system of {self.path} has no locks; let no other process train into it"
             )
-        restore_replaced(self.path)
         with suppress(OSError):
             restore_checkpoints(self.checkpoints)
 
-    @contextmanager
-    def unlocked_on_error(self) -> Iterator[Self]:
-        """Discard a run without results and unlock the folder if the block raises.
+    def _delete_new(self) -> None:
+        """Delete what a start has left that has not created its run."""
+        if exists(self.path / NEW):
+            delete_run_files(self.path / NEW, keep=())
+            with suppress(OSError):
+                (self.path / NEW).rmdir()
 
-        A traceback may keep this object alive.
+    def _unwritable(self, error: OSError) -> RunError:
+        reason = error.strerror or type(error).__name__
+        return RunError(f"{self.path} cannot be written ({reason}); name another with --out")
+
+    def create(
+        self,
+        config: Config,
+        tokenizer: CharTokenizer,
+        text: Path | None = None,
+        *,
+        existing: Existing = "reject",
+    ) -> Self:
+        """Create a new run and return self.
+
+        The run is made in the subfolder `.new` and then moved to its place, so that at any time
+        there is a whole run, the old or the new one, or none.
+
+        Args:
+            config: resolved.
+            tokenizer: of the training text.
+            text: folder of the prepared text, whose files are linked or copied unless it is
+                `new_text`; None: the run has no text.
+            existing: what to do about a run that is there.
+
+        Raises:
+            RunError: the path is in use, or cannot be written.
         """
+        new = self.path / NEW
         try:
-            yield self
-        except BaseException:
-            self.discard()
-            if self._lock.is_locked:
-                self.unlock()
-            raise
+            self.require_unused(existing)  # another process may have created one since the start
+            (new / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+            if text is not None and text != self.new_text:
+                link_files(text, self.new_text)
+            tokenizer.save(new / TOKENIZER)
+            write_atomically(new / CONFIG, config.to_yaml().encode())
+            if existing == "rename" and has_results(self.path):
+                self._rename_old_run()
+            else:
+                delete_run_files(self.path, keep=(LOCK, NEW))
+                for name in (TOKENIZER, TEXT, CHECKPOINTS, CONFIG):  # the config makes it a run
+                    if exists(new / name):
+                        os.rename(new / name, self.path / name)
+                new.rmdir()
+            sync_directory(self.path)
+        except OSError as error:
+            raise self._unwritable(error) from None
+        self.is_created = True
+        return self
 
-    def unlock(self) -> None:
-        """Release the lock.
-
-        If this run was to replace another (`--force`) and saved nothing, the old one is restored.
-        """
-        with suppress(OSError):
-            restore_replaced(self.path)
-        self._lock.release(force=True)  # `discard` may have locked it twice
+    def _rename_old_run(self) -> None:
+        """Rename the run here, with the new one in its subfolder, and move that one here."""
+        lock, old = FileLock(self.path / NEW / LOCK), unused_old_name(self.path)
+        if self._lock.is_locked:
+            lock.acquire()  # of the new folder
+        os.rename(self.path, old)
+        os.rename(old / NEW, self.path)
+        sync_directory(self.path.parent)
+        self._lock.release()
+        self._lock = lock
+        logger.warning(f"the run that was {self.path} is now {old}")
 
     def require_space(self, n_bytes: int) -> None:
         """Check that the disk has `n_bytes` free, else raise OSError (ENOSPC)."""
         folder = next(p for p in (self.path, *self.path.absolute().parents) if p.exists())
         if shutil.disk_usage(folder).free < n_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+
+    def require_room(self, n_checkpoints: int, n_bytes: int) -> None:
+        """Raise RunError unless the disk has room for `n_checkpoints` of `n_bytes` each."""
+        n_bytes *= n_checkpoints
+        try:
+            self.require_space(n_bytes)
+        except OSError:
+            what, remedy = "a checkpoint", "free some space"
+            if n_checkpoints > 1:
+                what = f"{n_checkpoints} checkpoints"
+                remedy += ", lower train.keep_last, or name another place with --out"
+            raise RunError(
+                f"{self.path} needs {n_bytes / 1e6:,.1f} MB of disk for {what}, and less is free; "
+                f"{remedy}"
+            ) from None
 
     def write_config(self, config: Config) -> None:
         """Write `config.yaml`."""
@@ -251,7 +276,6 @@ class RunFolder:
         if is_best or state.best_step in (None, 0, state.step):
             commit.write_pointer(self.checkpoints, "best", folder)
         commit.write_pointer(self.checkpoints, "latest", folder)
-        delete_replaced(self.path)
         with suppress(RunError):  # while it is not known which one is the best, all are kept
             best, _ = commit.read_pointer(self.checkpoints, "best")
             protected = {best.name, name_of(state.best_step or 0)}
@@ -270,20 +294,14 @@ class RunFolder:
         It raises what `create` does, and OSError if the checkpoint cannot be written.
         """
         self.create(config, tokenizer)
-        try:
-            self.save(
-                config=config,
-                tokenizer=tokenizer,
-                state=state,
-                model=model,
-                optimizer={},
-                is_best=True,
-            )
-        except BaseException:
-            self.discard()
-            raise
-        finally:
-            self.unlock()
+        self.save(
+            config=config,
+            tokenizer=tokenizer,
+            state=state,
+            model=model,
+            optimizer={},
+            is_best=True,
+        )
 
     def keep(self, step: int) -> None:
         """Protect a checkpoint from being deleted as an old one."""
@@ -311,38 +329,80 @@ class RunFolder:
                 else:
                     best = saved.folder
                 commit.write_pointer(self.checkpoints, "best", best)
-                self.notes.append(f"best.json was missing or damaged; it names {best.name} again")
+                logger.warning(f"best.json was missing or damaged; it names {best.name} again")
 
-    def note_edits(self, config: Config) -> None:
-        """Note how `config.yaml` differs from the checkpoint's config; the latter is used."""
+    def describe_edits(self, config: Config) -> str | None:
+        """Return a sentence if `config.yaml` differs from a checkpoint's config, which is used."""
         path = self.path / CONFIG
         try:
             edited = parse_config(read_regular(path, MAX_METADATA_BYTES), path)
             differences = ", ".join(edited.differing_keys(config))
         except FileNotFoundError:
-            return
+            return None
         except (ChargptError, OSError, ValueError) as error:
             differences = f"that it cannot be read ({error})"
-        if differences:
-            self.notes.append(
-                f"{path} differs from the checkpoint in {differences}; the checkpoint's settings "
-                "are used, and -s KEY=VALUE changes them"
-            )
+        if not differences:
+            return None
+        return (
+            f"{path} differs from the checkpoint in {differences}; the checkpoint's settings "
+            "are used, and -s KEY=VALUE changes them"
+        )
 
-    def load(self, which: str, *, optimizer: bool = True) -> tuple[Checkpoint, list[str]]:
+    def load(self, which: str, *, optimizer: bool = True) -> Checkpoint:
         """Return a checkpoint, every byte checked; instead of a damaged one the newest intact one.
 
-        If a training process saves at the same time and deletes what is read, it is read again.
+        Which checkpoints are skipped, and why, is logged. If a training process saves at the same
+        time and deletes what is read, it is read again.
 
         Args:
             which: `best`, `latest`, or a step's number, for which there is no substitute.
             optimizer: whether to read the optimizer state, which only training needs.
 
-        Returns:
-            The checkpoint, and one sentence for each checkpoint that was skipped.
-
         Raises:
             UnreadableError: the system cannot read the checkpoint, which may be intact.
             RunError: no checkpoint is intact.
         """
-        return selection.load(self.path, which, optimizer=optimizer)
+        saved, skipped = selection.load(self.path, which, optimizer=optimizer)
+        for sentence in skipped:
+            logger.warning(sentence)
+        if skipped:
+            logger.warning(f"{saved.folder.name} is used instead")
+        return saved
+
+    def has_text(self) -> bool:
+        """Return whether the run has a text of its own."""
+        return exists(self.path / TEXT)
+
+    def adopt_text(self) -> None:
+        """Make the prepared text in `new_text` the text of a run that has none."""
+        os.rename(self.new_text, self.path / TEXT)
+        sync_directory(self.path)
+
+    def read_text(self, settings: TextConfig, tokenizer: CharTokenizer) -> Corpus:
+        """Return the run's own text; arguments and errors are those of `read_prepared`.
+
+        Raises:
+            RunError: it is damaged, or the run has none.
+        """
+        try:
+            return read_prepared(self.path / TEXT, settings, tokenizer)
+        except FileNotFoundError:
+            raise RunError(
+                f"{self.path} has no text of its own: it was imported without one, or trained by "
+                "a version of chargpt that kept texts elsewhere; `chargpt train TEXT --resume "
+                f"--out {self.path}` adds the text that it was trained on"
+            ) from None
+
+
+def link_files(source: Path, target: Path) -> None:
+    """Put the files of a prepared text into another folder, as links if the file system has them.
+
+    Nothing writes to them any more.
+    """
+    target.mkdir()
+    for name in entry_names(source):
+        try:
+            os.link(source / name, target / name)
+        except OSError:
+            shutil.copyfile(source / name, target / name)
+    sync_directory(target)

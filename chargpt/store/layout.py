@@ -1,10 +1,11 @@
 """The files of a run folder, by their exact names: nothing else in it is ever deleted.
 
-runs/<name>/config.yaml  tokenizer.json  metrics.jsonl  checkpoints/
-            mixture.safetensors  report.html  play.html  tensorboard/
-            .lock  .replaced/
+runs/<name>/config.yaml  tokenizer.json  text/  metrics.jsonl  checkpoints/
+            mixture.safetensors  report.html  play.html  tensorboard/  .lock
+            .new/                         a start that has not created its run yet
 """
 
+import itertools
 import os
 import re
 import stat
@@ -15,23 +16,23 @@ from pathlib import Path
 from chargpt.files import entry_names, exists, name_pattern, open_regular
 from chargpt.store.checkpoint import CONFIG, FILES, KEEP, MAX_METADATA_BYTES, TOKENIZER, UNFINISHED
 from chargpt.store.commit import CHECKPOINT_NAME, MANIFEST
+from chargpt.text.prepare import TEXT_FILES
 from chargpt.text.tokenizer import FORMAT
 
-METRICS, CHECKPOINTS = "metrics.jsonl", "checkpoints"
+METRICS, CHECKPOINTS, TEXT = "metrics.jsonl", "checkpoints", "text"
 MIXTURE_FILE = "mixture.safetensors"  # store/mixture.py
 REPORT, PLAY, TENSORBOARD, LOCK = "report.html", "play.html", "tensorboard", ".lock"
-REPLACED = ".replaced"  # folder of the run that `--force` replaces, until the new one has saved
+NEW = ".new"  # folder in which a run is made: `RunFolder.create` moves its content into the run
 RESULTS = (METRICS, REPORT, PLAY, MIXTURE_FILE)
 RUN_FILES = (*RESULTS, CONFIG, TOKENIZER)
 POINTERS = ("latest.json", "best.json")
-# The folder that holds `checkpoints/` counts as the run: moved aside first and put back last.
-REPLACED_PARTS = (CHECKPOINTS, TENSORBOARD, *RUN_FILES)
 RUN_PATHS = re.compile(  # of all that a run writes, relative to its folder
     rf"""
-    {re.escape(REPLACED)} |
-    ({re.escape(REPLACED)}/)? (
+    {re.escape(NEW)} |
+    ({re.escape(NEW)}/)? (
         {re.escape(LOCK)} |
         {name_pattern(RUN_FILES)} |
+        {TEXT} (/{name_pattern(TEXT_FILES)})? |
         {TENSORBOARD} (/events\.out\.tfevents\.[^/\n]+)? |
         {CHECKPOINTS} (/{name_pattern(POINTERS)})? |
         {CHECKPOINTS}/({CHECKPOINT_NAME.pattern} | {UNFINISHED.pattern})
@@ -52,17 +53,12 @@ def is_run(path: Path) -> bool:
 def is_readable_run(path: Path) -> bool:
     """Return whether a folder is a run, as far as this user can read it."""
     try:
-        return is_run(path)
+        return path.name != NEW and is_run(path)
     except OSError:
         return False
 
 
 def has_checkpoint(path: Path) -> bool:
-    """Return whether a run, or the one it is to replace, has a checkpoint, intact or damaged."""
-    return has_own_checkpoint(path) or has_own_checkpoint(path / REPLACED)
-
-
-def has_own_checkpoint(path: Path) -> bool:
     """Return whether a run has saved a checkpoint, intact or damaged."""
     checkpoints = path / CHECKPOINTS
     if exists(checkpoints) and stat.S_ISLNK(checkpoints.lstat().st_mode):
@@ -85,10 +81,10 @@ def find_foreign_file(path: Path) -> str | None:
     if exists(checkpoints) and not stat.S_ISDIR(checkpoints.lstat().st_mode):
         return CHECKPOINTS  # a file or a link
     names = entry_names(path)
-    if REPLACED in names or (TOKENIZER in names and _is_tokenizer(path / TOKENIZER)):
+    if TOKENIZER in names and _is_tokenizer(path / TOKENIZER):
         return None
-    # a run writes its tokenizer first: without it, these files are somebody's own
-    return next((name for name in RUN_FILES if name in names), None)
+    # a run gets its tokenizer first: without it, these files are somebody's own
+    return next((name for name in (*RUN_FILES, TEXT) if name in names), None)
 
 
 def _is_tokenizer(path: Path) -> bool:
@@ -99,16 +95,14 @@ def _is_tokenizer(path: Path) -> bool:
         return False
 
 
-def delete_run_files(path: Path, part: str | None = None) -> None:
+def delete_run_files(path: Path, keep: tuple[str, ...] = (LOCK,)) -> None:
     """Delete the files that runs write in a folder, and the folders that are then empty.
 
-    The lock, the replaced run, and all that cannot be deleted remain. With `part`, only the file or
-    folder of this name is deleted.
+    What cannot be deleted remains, and so do the files and folders with the names in `keep`.
     """
     for name in _entries(path):
-        entry, first = path / name, name.partition("/")[0]
-        is_deleted = first not in (LOCK, REPLACED) and part in (None, first)
-        if is_deleted and RUN_PATHS.fullmatch(name):
+        entry = path / name
+        if name.partition("/")[0] not in keep and RUN_PATHS.fullmatch(name):
             with suppress(OSError):
                 entry.rmdir() if entry.is_dir() and not entry.is_symlink() else entry.unlink()
 
@@ -126,31 +120,8 @@ def _entries(folder: Path) -> Iterator[str]:
             yield "/".join((*inside, name))
 
 
-def move_aside(run: Path) -> None:
-    """Move the files of a run that has saved into its folder `.replaced`."""
-    if not has_own_checkpoint(run):
-        return
-    (run / REPLACED).mkdir(exist_ok=True)
-    for name in REPLACED_PARTS:
-        if exists(run / name):
-            os.rename(run / name, run / REPLACED / name)
-
-
-def restore_replaced(run: Path) -> None:
-    """Put the old run back, unless the new one has saved; then delete the old one."""
-    if not exists(run / REPLACED):
-        return
-    if not has_own_checkpoint(run):
-        for name in reversed(REPLACED_PARTS):
-            if exists(run / REPLACED / name):
-                delete_run_files(run, name)
-                os.replace(run / REPLACED / name, run / name)
-    delete_replaced(run)
-
-
-def delete_replaced(run: Path) -> None:
-    """Delete the old run; what cannot be deleted now is left to the next call."""
-    with suppress(OSError):
-        if exists(run / REPLACED):
-            delete_run_files(run / REPLACED)
-            (run / REPLACED).rmdir()
+def unused_old_name(path: Path) -> Path:
+    """Return NAME.old, or NAME.old-N with the first free number from 2 on."""
+    numbered = (path.with_name(f"{path.name}.old-{number}") for number in itertools.count(2))
+    candidates = itertools.chain([path.with_name(f"{path.name}.old")], numbered)
+    return next(each for each in candidates if not exists(each))

@@ -17,14 +17,7 @@ from chargpt.store.checkpoint import (
     parse_config,
     read_metadata,
 )
-from chargpt.store.layout import (
-    CHECKPOINTS,
-    LOCK,
-    REPLACED,
-    has_checkpoint,
-    has_own_checkpoint,
-    is_readable_run,
-)
+from chargpt.store.layout import CHECKPOINTS, LOCK, has_checkpoint, is_readable_run
 from chargpt.store.selection import MAX_TRIES, candidates, pointer_contents
 from chargpt.text.source import STDIN
 from chargpt.text.tokenizer import CharTokenizer
@@ -63,7 +56,7 @@ def list_runs(parent: Path) -> list[RunSummary]:
     One without a checkpoint is as new as its settings.
     """
     paths = [*parent.glob("*"), *parent.glob("*/*")]
-    found = [summarize(path) for path in paths if path.name != REPLACED and is_readable_run(path)]
+    found = [summarize(path) for path in paths if is_readable_run(path)]
     return sorted(found, key=_time_of, reverse=True)
 
 
@@ -91,13 +84,12 @@ def _summarize(path: Path) -> RunSummary:
         is_training = is_locked(path)
         if not has_checkpoint(path):
             return _summarize_settings(path, "training" if is_training else "no checkpoint")
-        current = path if has_own_checkpoint(path) else path / REPLACED
-        folders, skipped = candidates(current, "latest")
+        folders, skipped = candidates(path, "latest")
         if skipped:
             return RunSummary(path, "damaged")
         folder = folders[0]
         config, tokenizer, state = read_metadata(folder)
-        pointer = current / CHECKPOINTS / "latest.json"
+        pointer = path / CHECKPOINTS / "latest.json"
         written = pointer if exists(pointer) else folder  # it was killed in its first save
         saved = datetime.fromtimestamp(written.stat().st_mtime).astimezone()
     except (UnreadableError, OSError):

@@ -1,8 +1,8 @@
 """The mixture of a run's GPT with n-gram models, in one file of the run folder.
 
-`mixture.safetensors` holds the gate's weights and the tokens that n-grams are counted from, at most
-`ngram.MAX_TOKENS`: counting them again takes no longer than reading all counts would. It belongs to
-one checkpoint, whose step and fingerprint it holds.
+`mixture.safetensors` holds the gate's weights. It belongs to one checkpoint, whose step and
+fingerprint it holds. The n-grams are counted again from the run's text: that takes no longer than
+reading all counts would. Files of earlier versions hold the counted tokens themselves.
 """
 
 from dataclasses import replace
@@ -48,7 +48,6 @@ def save_mixture(run: Run, mixture: Mixture) -> None:
             "`compress --keep` asked"
         )
     arrays = {name: tensor.cpu().numpy() for name, tensor in mixture.gate.state_dict().items()}
-    arrays["tokens"] = mixture.tokens
     arrays["step"] = np.array([run.step])
     arrays["fingerprint"] = np.frombuffer(run.fingerprint(), np.uint8)
     try:
@@ -117,8 +116,10 @@ def read_mixture(run: Run) -> tuple[Tokens, Gate]:
         )
     try:
         arrays = safetensors.numpy.load(read_regular(path, MAX_BYTES))
-        step, tokens = arrays.pop("step").item(), arrays.pop("tokens")
+        step, tokens = arrays.pop("step").item(), arrays.pop("tokens", None)
         fingerprint = arrays.pop("fingerprint")
+        if tokens is None:
+            tokens = run.corpus().split("train")[-MAX_TOKENS:]
         is_valid = tokens.ndim == 1 and tokens.dtype == run.tokenizer.dtype
         is_valid = is_valid and MIXTURE_ORDER <= len(tokens) <= MAX_TOKENS
         if not (is_valid and tokens.max() < run.model.vocab_size):

@@ -10,18 +10,13 @@ from torch import Tensor
 from chargpt.config import Config
 from chargpt.device import choose_device, tune_malloc
 from chargpt.errors import RunError, TextError, most_similar
+from chargpt.log import collected_notes
 from chargpt.models import LanguageModel, build_model
 from chargpt.store.folder import RunFolder
-from chargpt.store.layout import (
-    CHECKPOINTS,
-    REPLACED,
-    has_own_checkpoint,
-    is_readable_run,
-    is_run,
-)
+from chargpt.store.layout import CHECKPOINTS, is_readable_run, is_run
 from chargpt.store.state import RunState
 from chargpt.store.tensors import load_weights, serialize
-from chargpt.text.corpus import Corpus, load_cached
+from chargpt.text.corpus import Corpus
 from chargpt.text.tokenizer import CharTokenizer
 from chargpt.threads import tune_threads
 
@@ -36,7 +31,7 @@ class Run:
     model: LanguageModel  # in evaluation mode
     step: int  # of the checkpoint
     state: RunState
-    notes: tuple[str, ...] = ()  # sentences for the user, on damaged checkpoints or on training
+    notes: tuple[str, ...] = ()  # logged while the run was trained or loaded
     checkpoint: str = ""  # name of the checkpoint's folder
 
     def __repr__(self) -> str:
@@ -80,60 +75,45 @@ class Run:
         return digest.digest()[:8]
 
     def corpus(self) -> Corpus:
-        """Return the text that the run was trained on, from the cache.
+        """Return the text that the run was trained on, which its folder holds.
 
         Raises:
-            TextError: the cache no longer has it.
+            RunError: it has none, or a file of it is damaged.
         """
-        if self.state.corpus_key is None and self.config.text.path is None:
-            raise TextError(
-                f"{self.folder} was imported without its text; import it again with --text, or "
-                "name a text where the command takes one"
-            )
-        corpus = load_cached(self.config.text, self.state.corpus_key, self.state.text_name)
-        if corpus.tokenizer != self.tokenizer:
-            raise TextError(
-                f"the text {corpus.name} is not the one that {self.folder} was trained on; "
-                "restore it"
-            )
-        return corpus
+        return RunFolder(self.folder).read_text(self.config.text, self.tokenizer)
 
 
 def newest_run(parent: Path = Path("runs")) -> Path:
     """Return the run under `parent`, at most two levels deep, that saved last; RunError if none."""
     found = [
         (pointer.stat().st_mtime_ns, pointer.parent.parent)
-        for depth in ("*", "*/*", f"*/*/{REPLACED}")
+        for depth in ("*", "*/*")
         for pointer in parent.glob(f"{depth}/{CHECKPOINTS}/latest.json")
     ]
     if not found:
         raise RunError(f"there is no run under {parent}/ yet; train one with `chargpt train`")
-    newest = max(found)[1]
-    return newest.parent if newest.name == REPLACED else newest
+    return max(found)[1]
 
 
 def open_run(path: str | Path) -> RunFolder:
-    """Return a run's folder, or raise RunError; while `--force` replaces it, the old run's."""
+    """Return a run's folder, or raise RunError."""
     path = Path(path)
     if path.is_file():
         raise RunError(
             f"{path} is a file, not a run's folder; name the run first, then the text if the "
             "command takes one, as in `chargpt score RUN FILE`"
         )
-    if not is_run(path):
-        what = "there is no folder" if not path.exists() else "there is no run in"
-        near = most_similar(path.name, [p.name for p in path.parent.glob("*")])
-        inside = [p for p in sorted(path.glob("*")) if is_readable_run(p)]
-        if inside:
-            raise RunError(f"{path} is a folder of runs; name one of them, such as {inside[0]}")
-        hint = f"did you mean {path.parent / near}?" if near and not path.exists() else ""
-        for meant in (Path("runs", path.name), Path("runs", path)):
-            hint = f"did you mean {meant}?" if is_run(meant) else hint
-        raise RunError(
-            f"{what} {path}; {hint or 'train one with `chargpt train`, or name another'}"
-        )
-    is_replaced = not has_own_checkpoint(path) and has_own_checkpoint(path / REPLACED)
-    return RunFolder(path / REPLACED if is_replaced else path)
+    if is_run(path):
+        return RunFolder(path)
+    what = "there is no folder" if not path.exists() else "there is no run in"
+    near = most_similar(path.name, [p.name for p in path.parent.glob("*")])
+    inside = [p for p in sorted(path.glob("*")) if is_readable_run(p)]
+    if inside:
+        raise RunError(f"{path} is a folder of runs; name one of them, such as {inside[0]}")
+    hint = f"did you mean {path.parent / near}?" if near and not path.exists() else ""
+    for meant in (Path("runs", path.name), Path("runs", path)):
+        hint = f"did you mean {meant}?" if is_run(meant) else hint
+    raise RunError(f"{what} {path}; {hint or 'train one with `chargpt train`, or name another'}")
 
 
 def as_run(run: Run | str | Path) -> Run:
@@ -156,13 +136,12 @@ def load_run(path: str | Path, checkpoint: str = "best", device: str = "auto") -
         DeviceError: the device is not available.
     """
     folder = open_run(path)
-    saved, notes = folder.load(checkpoint, optimizer=False)
+    with collected_notes() as notes:
+        saved = folder.load(checkpoint, optimizer=False)
     target, _ = choose_device(device)
     if target.type == "cpu":
         tune_malloc()
         tune_threads(target)
-    if notes:
-        notes = [*notes, f"{saved.folder.name} is used instead"]
     model = build_model(saved.config.model, saved.tokenizer.vocab_size)
     model.first_continuation_id = saved.tokenizer.first_continuation_id
     load_weights(model, saved.model, saved.folder)

@@ -7,6 +7,7 @@ from pathlib import Path
 from chargpt.errors import ChargptError, DeviceError, RunError
 from chargpt.files import exists
 from chargpt.models import build_model
+from chargpt.store import selection
 from chargpt.store.checkpoint import (
     TOKENIZER,
     Checkpoint,
@@ -53,8 +54,6 @@ def verify(run: RunFolder) -> Verification:
         saved, found = _resolve(run, pointer)
         loaded_by[pointer] = saved.folder if saved else None
         problems += [sentence for sentence in found if sentence not in problems]
-    if saved is not None:
-        problems += _check_files(run, saved)
     notes = [
         f"{path} was left by a save that did not finish; the next save deletes it"
         for path in unfinished_checkpoints(run.checkpoints)
@@ -70,23 +69,27 @@ def verify(run: RunFolder) -> Verification:
             notes.append(str(error))
         except RunError as error:
             problems.append(str(error))
-    return Verification(checked, loaded_by, problems, [*notes, *run.notes])
+    if saved is not None:
+        _check_files(run, saved, problems, notes)
+    return Verification(checked, loaded_by, problems, notes)
 
 
-def _check_files(run: RunFolder, latest: Checkpoint) -> list[str]:
-    """Return what is wrong with the run's own files, compared with its latest checkpoint."""
-    problems, path = [], run.path / TOKENIZER
+def _check_files(run: RunFolder, latest: Checkpoint, problems: list[str], notes: list[str]) -> None:
+    """Compare the run's own files with its latest checkpoint; add to problems and notes."""
+    path = run.path / TOKENIZER
     try:
-        run.note_edits(latest.config)
+        if (edits := run.describe_edits(latest.config)) is not None:
+            notes.append(edits)
+        if run.has_text():
+            run.read_text(latest.config.text, latest.tokenizer)
         if not exists(path):
-            run.notes.append(f"{path} is missing; the checkpoints have their own")
+            notes.append(f"{path} is missing; the checkpoints have their own")
         elif CharTokenizer.load(path) != latest.tokenizer:
             problems.append(f"{path} is not the tokenizer of {latest.folder.name}")
         if latest.optimizer:  # an imported run has neither an optimizer state nor metrics
             problems += run.metrics.problems(latest.state.step)
     except (ChargptError, OSError) as error:
         problems.append(str(error))
-    return problems
 
 
 def _check(folder: Path) -> CheckedCheckpoint:
@@ -121,7 +124,7 @@ def require_intact(saved: Checkpoint) -> None:
 def _resolve(run: RunFolder, pointer: str) -> tuple[Checkpoint | None, list[str]]:
     """Return the checkpoint that a pointer loads, and why it is not the one named."""
     try:
-        saved, skipped = run.load(pointer)
+        saved, skipped = selection.load(run.path, pointer, optimizer=True)
     except RunError as error:
         return None, [f"no intact checkpoint for {pointer}: {error}"]
     if not skipped:

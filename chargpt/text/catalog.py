@@ -4,12 +4,14 @@ import hashlib
 import logging
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from chargpt.config import Config, merge_settings
 from chargpt.errors import DownloadError, MissingTextError, TextError
 from chargpt.files import is_left_over
 from chargpt.text import TextProgress
@@ -41,6 +43,17 @@ class Entry:
     size: int = 0
     member: str | None = None
     settings: Mapping[str, object] = field(default_factory=dict)
+
+    def fetched_path(self, folder: Path = Path("data")) -> str | None:
+        """Return where the text was fetched to, None if it is built in; else raise TextError."""
+        if self.url is None:
+            return None
+        path = folder / f"{self.name}.txt"
+        if not path.is_file():
+            raise TextError(
+                f"{self.name} is not in {folder} yet; fetch it with `chargpt data get {self.name}`"
+            )
+        return str(path.absolute())
 
 
 _HUNDRED_MB: dict[str, object] = {"text.val_fraction": 0.05, "text.test_fraction": 0.05}
@@ -103,20 +116,41 @@ def built_in_text() -> str:
     )
 
 
-def settings_for(name: str, folder: Path = Path("data")) -> dict[str, object] | None:
-    """Return the `text.*` settings of a named text, None if the catalog has no such name.
+def resolve_settings(
+    path: str | None = None,
+    config: str | None = None,
+    settings: Mapping[str, object] | None = None,
+) -> tuple[Config, frozenset[str]]:
+    """Return the config of a run, and the dotted keys of the settings that are fixed.
 
-    A TextError says that the text is not in the folder.
+    Args:
+        path: a file, folder, glob, name in the catalog, or `-`; None: what the config names, or
+            the built-in text.
+        config: a shipped config's name or a YAML file; `gpt` by default, which fixes nothing.
+        settings: values by dotted key, which take precedence over the config.
+
+    Raises:
+        ConfigError: a key or value is wrong.
+        TextError: the path of the text is not Unicode, or a named text is not there.
     """
-    entry = CATALOG.get(name)
-    if entry is None:
-        return None
-    if entry.url is None:
-        return {"text.path": None}
-    path = folder / f"{name}.txt"
-    if not path.is_file():
-        raise TextError(f"{name} is not in {folder} yet; fetch it with `chargpt data get {name}`")
-    return {"text.path": str(path.absolute()), **entry.settings}
+    settings = settings or {}
+    if path is None:
+        return merge_settings(config, settings)
+    if path == "":
+        raise TextError("the path of the text is empty; name a file, a folder or a pattern")
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise TextError(
+            f"the path {path} is not {sys.getfilesystemencoding()}; rename the text, or set "
+            "PYTHONUTF8=1 if its name is right"
+        ) from None
+    value: str | None = path if path == "-" else str(Path(os.path.expanduser(path)).absolute())
+    defaults: Mapping[str, object] = {}
+    if path in CATALOG and not os.path.exists(path):
+        entry = CATALOG[path]
+        defaults, value = entry.settings, entry.fetched_path()
+    return merge_settings(config, {"text.path": value, **settings}, defaults)
 
 
 def fetch(

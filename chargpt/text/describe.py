@@ -9,6 +9,7 @@ from statistics import fmean
 
 import numpy as np
 
+from chargpt.log import logger
 from chargpt.text.corpus import REQUIRED_SPLITS, Corpus
 from chargpt.text.display import sign_or_code
 from chargpt.text.statistics import (
@@ -97,6 +98,17 @@ def describe(corpus: Corpus) -> Description:
         rare_fraction=corpus.rare_fraction,
         warnings=tuple(_warnings(corpus, known, pairs, lines, longest)),
     )
+
+
+def log_warnings(corpus: Corpus) -> None:
+    """Log what impairs training on a text, as far as that is found at once."""
+    for warning in _quick_warnings(corpus):
+        logger.warning(warning)
+
+
+def _quick_warnings(corpus: Corpus) -> list[str]:
+    too_short = warn_of_length(corpus) or warn_of_validation(corpus)
+    return [*too_short, *warn_of_list(corpus), *warn_of_repeats(corpus)]
 
 
 def warn_of_length(corpus: Corpus) -> list[str]:

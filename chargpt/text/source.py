@@ -13,10 +13,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from chargpt.errors import MissingTextError, TextError, most_similar
-from chargpt.files import file_stamp
 from chargpt.text import TextProgress
 from chargpt.text.catalog import BUILT_IN, CATALOG, built_in_text
 from chargpt.text.decoding import BOMS, Chunk
@@ -27,6 +26,21 @@ MAX_FILES = 1_000_000
 MAX_PATH = 1000  # characters of what may be a path instead of a text
 STDIN = "-"
 GZIP_MAGIC = b"\x1f\x8b"
+
+
+class TextFile(NamedTuple):
+    """A file of a text.
+
+    Attributes:
+        path: absolute.
+        size, mtime_ns: in bytes and nanoseconds, when it was read.
+        begin: number of characters before it; of a list of documents, the number of lines.
+    """
+
+    path: str
+    size: int
+    mtime_ns: int
+    begin: int = 0
 
 
 @dataclass(frozen=True)
@@ -51,19 +65,20 @@ class Source:
         """Whether the text is standard input, which can be read only once."""
         return not self.files and self.stream is None
 
-    def file_stamps(self) -> list[list[str | int]]:
-        """Return path, size, inode, mtime and ctime of each file, which change with its content."""
-        rows: list[list[str | int]] = []
+    def stamps(self) -> list[TextFile]:
+        """Return the files with size and time, which change with their content."""
+        found = []
         for path in self.files:
             with _os_errors_as_text_errors(str(path)):
-                rows.append([str(path), *file_stamp(path)])
-        return rows
+                status = path.stat()
+                found.append(TextFile(str(path), status.st_size, status.st_mtime_ns))
+        return found
 
     def size(self) -> int:
         """Return the number of bytes as stored; 0 for standard input."""
         if self.stream is not None:
             return self.stream.seek(0, os.SEEK_END)
-        return sum(int(row[1]) for row in self.file_stamps())
+        return sum(file.size for file in self.stamps())
 
 
 def require_text(content: object) -> None:
@@ -279,7 +294,7 @@ def iter_chunks(
                 first_binary = first_binary or Chunk(name, head)
                 n_stored += raw.seek(0, os.SEEK_END)
                 continue
-            for content in chain([head] if head else [], contents):
+            for content in chain([head], contents):
                 n_bytes += len(content)
                 if n_bytes > MAX_TEXT_BYTES:
                     raise TextError(

@@ -47,6 +47,11 @@ def count_tokens(tokens: Tokens, vocab_size: int) -> Ints:
     return counts
 
 
+def max_id(tokens: Tokens) -> int:
+    """Return the largest id, in bounded memory."""
+    return max(int(tokens[i : i + CHUNK].max()) for i in range(0, tokens.size, CHUNK))
+
+
 def count_pairs(tokens: Tokens, vocab_size: int) -> PairCounts:
     """Return the number of occurrences of each pair of consecutive ids (N - 1 pairs in all)."""
     if vocab_size * vocab_size <= MAX_DENSE_PAIRS:

@@ -1,16 +1,20 @@
 """Expected cost of a run: memory from its settings, time from a few measured steps."""
 
+import math
+import time
 from dataclasses import dataclass
 
 from chargpt.config import Config
+from chargpt.device import synchronize
 from chargpt.models import count_parameters, rotary_bytes
 from chargpt.models.attention import MAX_PRODUCT_ROW_BYTES
-from chargpt.training.budget import measure_step_seconds
 from chargpt.training.learner import Learner
 
 # factor on the time of the forward and backward pass: measured for the default config, the
 # optimizer adds 38 ms to between 175 and 280 ms
 UPDATE_OVERHEAD = 1.15
+MIN_TRIAL_SECONDS = 0.05  # of trial steps: one of a bigram or on a GPU may take less than 1 ms
+TRIAL_LR_FACTOR = 1e-6  # trial updates must not leave the usual range of values
 
 
 def training_bytes(config: Config, vocab_size: int, n_sequences: int) -> int:
@@ -70,3 +74,35 @@ def expected_cost(
         memory_bytes=training_bytes(config, corpus.tokenizer.vocab_size, learner.micro_batch_size),
         seconds=seconds,
     )
+
+
+def measure_step_seconds(
+    learner: Learner, n_steps: int, *, update: bool, max_seconds: float = math.inf
+) -> float:
+    """Return the mean time of `n_steps` trial steps or more; the first, a warm-up, is left out.
+
+    Without `update` the weights stay as they are. If the warm-up takes over `max_seconds`, no other
+    step is run, and its time is returned.
+    """
+
+    def run(number: int) -> float:
+        """Return the mean time of some steps, which a GPU runs without waiting in between."""
+        synchronize(learner.device)
+        start = time.perf_counter()
+        for step in range(number):
+            learner.accumulate_gradients(step)
+            learner.clip_gradients()
+            if update:
+                learner.apply_update(step, TRIAL_LR_FACTOR)
+        synchronize(learner.device)
+        return (time.perf_counter() - start) / number
+
+    warm_up = run(1)
+    if warm_up > max_seconds:
+        return warm_up
+    # each rank measures its own speed, but all must run as many steps
+    seconds = learner.group.broadcast(run(n_steps - 1))
+    if (n_steps - 1) * seconds < MIN_TRIAL_SECONDS:
+        seconds = run(math.ceil(MIN_TRIAL_SECONDS / seconds))
+    learner.model.zero_grad(set_to_none=True)
+    return seconds

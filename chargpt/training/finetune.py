@@ -68,19 +68,20 @@ def config_from_base_run(base_run: Run, config: Config, fixed_keys: Collection[s
 
 def describe_base_run(run: Run, config: Config, tokenizer: CharTokenizer) -> str:
     """Return which weights are the start, and how many tokens are new, in a sentence."""
-    old, _ = shared_tokens(run.tokenizer, tokenizer)
-    without = run.tokenizer.has_bytes and not tokenizer.has_bytes
-    dropped = (
-        "; the byte tokens are dropped, as this text has no rare characters: with "
-        "-s text.min_count=2 those that occur once are rare"
+    n_known = len(shared_tokens(run.tokenizer, tokenizer)[0])
+    sentence = (
+        f"starting from {run.folder}, step {run.step:,}: {n_known:,} of the "
+        f"{tokenizer.vocab_size:,} tokens are known, {tokenizer.vocab_size - n_known:,} new"
     )
-    documents = f"; text.documents={run.config.text.documents!r}, as there"
-    has_documents = run.config.text.documents and run.config.text.documents == config.text.documents
-    return (
-        f"starting from {run.folder}, step {run.step:,}: {len(old):,} of the "
-        f"{tokenizer.vocab_size:,} tokens are known, {tokenizer.vocab_size - len(old):,} new"
-        f"{dropped * without}{documents * bool(has_documents)}"
-    )
+    if run.tokenizer.has_bytes and not tokenizer.has_bytes:
+        sentence += (
+            "; the byte tokens are dropped, as this text has no rare characters: with "
+            "-s text.min_count=2 those that occur once are rare"
+        )
+    documents = config.text.documents
+    if documents is not None and documents == run.config.text.documents:
+        sentence += f"; text.documents={documents!r}, as there"
+    return sentence
 
 
 @torch.no_grad()
@@ -125,7 +126,7 @@ class Forgetting:
 
 
 def forgetting(base_run: Run, run: Run) -> Forgetting | None:
-    """Return what a fine-tuned run has forgotten; None if the cache no longer has the text."""
+    """Return what a fine-tuned run has forgotten; None if the base run has no text."""
     try:
         whole = base_run.tokenizer.decode(base_run.corpus().split("val"))
     except ChargptError:

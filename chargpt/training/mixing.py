@@ -11,6 +11,7 @@ from torch import Tensor
 
 from chargpt.errors import NOT_FINITE, ChargptError, OperationError
 from chargpt.inference.windows import block_windows
+from chargpt.log import logger
 from chargpt.models import GPT
 from chargpt.models.mixture import HIDDEN, Gate, Mixture
 from chargpt.models.word_context import word_token_mask
@@ -47,15 +48,12 @@ def add_mixture(run: Run, corpus: Corpus) -> Run | None:
     return replace(run, model=mixture)
 
 
-def try_add_mixture(run: Run, corpus: Corpus | None, notes: list[str]) -> Run | None:
-    """Do as `add_mixture`, but add an error to `notes`: the run itself is complete and saved.
-
-    `corpus` is the run's text, if it is loaded.
-    """
+def try_add_mixture(run: Run, corpus: Corpus) -> Run | None:
+    """Do as `add_mixture`, but only log an error: the run itself is complete and saved."""
     try:
-        return add_mixture(run, corpus or run.corpus())
+        return add_mixture(run, corpus)
     except ChargptError as error:
-        notes.append(str(error))
+        logger.warning(str(error))
         return None
 
 

@@ -12,8 +12,8 @@ budget.
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,17 +21,12 @@ from typing import Any
 from chargpt.config import Config
 from chargpt.device import choose_device, memory_limit
 from chargpt.errors import ConfigError
+from chargpt.log import logger
 from chargpt.models import count_parameters
 from chargpt.text.corpus import REQUIRED_SPLITS, Corpus
-from chargpt.training.budget import (
-    EPOCH_LIMIT_NOTE,
-    MAX_EPOCHS,
-    REPLANNING,
-    Budget,
-    measure_step_seconds,
-)
 from chargpt.training.cost import training_bytes
-from chargpt.training.trainer import Trainer
+from chargpt.training.deadline import MIN_STEPS, Deadline
+from chargpt.training.pace import EPOCH_LIMIT_NOTE, MAX_EPOCHS
 
 
 @dataclass(frozen=True)
@@ -86,7 +81,6 @@ class Recipe:
     """Settings found by experiment (benchmarks/LOG.md); lengths are in tokens read."""
 
     initial_fraction: float = 0.93  # of the time, for training steps before re-planning
-    trial_steps: int = 3  # that measure a size's speed
     trial_fraction: float = 0.05  # of the time: once trials have used it, no larger size is tried
     usable_memory: float = 0.6  # fraction: the memory of a run is an estimate
     short_run: int = 1_000_000  # below it the law is too optimistic about larger sizes
@@ -111,12 +105,28 @@ RECIPE = Recipe()
 
 @dataclass(frozen=True)
 class Plan:
-    """A planned run: its config, and the measured speed behind it in tokens per second."""
+    """A planned run.
+
+    Attributes:
+        config: of the run; it repeats the run without a budget.
+        speed: measured, in tokens per second.
+        size_was_chosen: whether the model's size was.
+        step_limit: number of steps beyond which training would only over-fit.
+    """
 
     config: Config
     speed: float
     size_was_chosen: bool
-    notes: list[str] = field(default_factory=list)  # sentences for the user
+    step_limit: int
+
+    @property
+    def step_seconds(self) -> float:
+        """Measured time of a step."""
+        return self.config.tokens_per_step / self.speed
+
+
+MeasureSpeed = Callable[[Config, float], float]
+"""Called with a config and the seconds after which one step is enough; returns tokens/s."""
 
 
 def predicted_loss(parameters: int, n_tokens: float, train_tokens: int) -> float:
@@ -208,7 +218,7 @@ def length_values(
 ) -> dict[str, object]:
     """Return the settings that depend on the training length, for about `n_tokens` tokens."""
     recipe, preset = RECIPE, length_preset_for(n_tokens)
-    steps = max(REPLANNING.min_steps, int(n_tokens / config.tokens_per_step))
+    steps = max(MIN_STEPS, int(n_tokens / config.tokens_per_step))
     # early stopping needs more evaluations than its patience
     every = math.ceil(steps / max(preset.evaluations, 2 * (config.train.patience or 0)))
     epochs = n_tokens / train_tokens
@@ -238,22 +248,34 @@ def length_values(
     }
 
 
-def plan(config: Config, corpus: Corpus, budget: Budget) -> Plan:
-    """Choose model size and settings for a run that uses the budget's remaining time.
+def plan(
+    config: Config,
+    corpus: Corpus,
+    deadline: Deadline,
+    fixed_keys: Collection[str],
+    measure: MeasureSpeed,
+) -> Plan:
+    """Choose model size and settings for a run that uses the time until a deadline.
 
-    Keys in `budget.fixed_keys` stay as they are. The trials here take time from the budget too.
+    Args:
+        config: to start from.
+        corpus: the text.
+        deadline: of the run; the measurements take time from it too.
+        fixed_keys: dotted keys of the settings that stay as they are.
+        measure: runs trial steps.
 
     Raises:
         ConfigError: `train.max_steps` is fixed too.
         OperationError: the fewest useful steps would take more than twice the budget.
     """
-    if "train.max_steps" in budget.fixed_keys:
+    if "train.max_steps" in fixed_keys:
         raise ConfigError(
             "--budget and train.max_steps both say how long to train; drop one of them"
         )
-    planner = _Planner(config, corpus, budget)
+    planner = _Planner(config, corpus, deadline, frozenset(fixed_keys), measure)
     train_tokens = planner.train_tokens
-    size_was_chosen = config.model.kind == "gpt" and SIZE_KEYS.isdisjoint(budget.fixed_keys)
+    may_choose = config.model.kind == "gpt" and config.train.from_run is None
+    size_was_chosen = may_choose and SIZE_KEYS.isdisjoint(fixed_keys)
     if size_was_chosen:
         size, config, speed = planner.best_size()
         # block and batch sizes follow from the length, which is known now
@@ -261,24 +283,34 @@ def plan(config: Config, corpus: Corpus, budget: Budget) -> Plan:
         if resized != config:
             config, speed = resized, planner.measure_speed(resized)
     else:
-        budget.size_is_set = config.model.kind != "bigram" and config.train.from_run is None
         speed = planner.measure_speed(config)
-    budget.require_time_for(REPLANNING.min_steps, config.tokens_per_step / speed)
+    may_shrink = may_choose and not size_was_chosen
+    seconds = MIN_STEPS * config.tokens_per_step / speed
+    deadline.missing_seconds(MIN_STEPS, seconds, may_shrink=may_shrink)
     n_tokens, parameters = planner.readable_tokens(speed), planner.parameters(config)
     values = length_values(config, n_tokens, train_tokens, parameters)
     max_tokens = MAX_EPOCHS * train_tokens
-    budget.step_limit = max(REPLANNING.min_steps, max_tokens // config.tokens_per_step)
-    notes = [EPOCH_LIMIT_NOTE] if n_tokens == max_tokens else []
+    step_limit = max(MIN_STEPS, max_tokens // config.tokens_per_step)
+    if n_tokens == max_tokens:
+        logger.warning(EPOCH_LIMIT_NOTE)
     if size_was_chosen and (note := extrapolation(parameters, n_tokens)):
-        notes.append(note)
-    return Plan(planner.with_unless_fixed(config, values), speed, size_was_chosen, notes)
+        logger.warning(note)
+    return Plan(planner.with_unless_fixed(config, values), speed, size_was_chosen, step_limit)
 
 
 class _Planner:
     """The search for the size with the lowest predicted loss."""
 
-    def __init__(self, config: Config, corpus: Corpus, budget: Budget) -> None:
-        self.config, self.corpus, self.budget = config, corpus, budget
+    def __init__(
+        self,
+        config: Config,
+        corpus: Corpus,
+        deadline: Deadline,
+        fixed_keys: frozenset[str],
+        measure: MeasureSpeed,
+    ) -> None:
+        self.config, self.corpus, self.deadline = config, corpus, deadline
+        self.fixed_keys, self.measure = fixed_keys, measure
         self.train_tokens = len(corpus.split("train"))
 
     def best_size(self) -> tuple[Size, Config, float]:
@@ -291,8 +323,8 @@ class _Planner:
         """
         index, config = 0, self.config_of_size(SIZES[0], INITIAL_TOKENS)
         speed = self.measure_speed(config)
-        available = self.budget.remaining  # without the first trial: on a GPU it loads the kernels
-        while available - self.budget.remaining <= RECIPE.trial_fraction * available:
+        available = self.deadline.remaining  # after the first trial: on a GPU it loads the kernels
+        while available - self.deadline.remaining <= RECIPE.trial_fraction * available:
             larger = self.larger_sizes(index + 1, self.readable_tokens(speed))
             slowdowns = [self.parameters(each) / self.parameters(config) for each in larger]
             loss = self.loss(config, speed)
@@ -334,7 +366,7 @@ class _Planner:
         ]
 
     def config_of_size(self, size: Size, n_tokens: float, config: Config | None = None) -> Config:
-        is_fixed = "model.block_size" in self.budget.fixed_keys
+        is_fixed = "model.block_size" in self.fixed_keys
         block_size = self.config.model.block_size if is_fixed else None
         micro_batches = self.config.train.micro_batches
         values = size_values(size, n_tokens, self.corpus, micro_batches, block_size)
@@ -342,16 +374,14 @@ class _Planner:
 
     def with_unless_fixed(self, config: Config, values: dict[str, object]) -> Config:
         """Return the config with those of the values that the user has not fixed."""
-        return config.with_values(
-            {k: v for k, v in values.items() if k not in self.budget.fixed_keys}
-        )
+        return config.with_values({k: v for k, v in values.items() if k not in self.fixed_keys})
 
     def parameters(self, config: Config) -> int:
         return count_parameters(config.model, self.corpus.tokenizer.vocab_size)
 
     def readable_tokens(self, speed: float) -> float:
         """Return how many tokens can be read in the remaining time, at least 1."""
-        readable = RECIPE.initial_fraction * self.budget.remaining * speed
+        readable = RECIPE.initial_fraction * self.deadline.remaining * speed
         return max(1.0, min(readable, MAX_EPOCHS * self.train_tokens))
 
     def loss(self, config: Config, speed: float) -> float:
@@ -360,20 +390,4 @@ class _Planner:
         )
 
     def measure_speed(self, config: Config) -> float:
-        max_seconds = self.budget.remaining / REPLANNING.min_steps
-        return measure_speed(config, self.corpus, max_seconds)
-
-
-def measure_speed(config: Config, corpus: Corpus, max_seconds: float = math.inf) -> float:
-    """Return the tokens per second of trial steps, without n-gram soft targets.
-
-    Soft targets cost a tenth or less, which re-planning takes into account. If one step takes over
-    `max_seconds`, it is the only one.
-    """
-    fresh = {"train.ngram_target_weight": 0.0, "train.from_run": None, "optim.l2_sp": 0.0}
-    trial = config.with_values(fresh)
-    learner = Trainer(trial, corpus).learner
-    seconds = measure_step_seconds(
-        learner, RECIPE.trial_steps, update=True, max_seconds=max_seconds
-    )
-    return config.tokens_per_step / seconds
+        return self.measure(config, self.deadline.remaining / MIN_STEPS)

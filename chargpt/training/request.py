@@ -1,19 +1,22 @@
 """What a user asks `chargpt train` or `chargpt.train` for."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from pathlib import Path
 
-from chargpt.config import Config, parse_override, read_config_tree
+from chargpt.config import Config
 from chargpt.errors import ConfigError
 from chargpt.ranks import world_size
-from chargpt.text.build_config import build_config
+from chargpt.text.catalog import resolve_settings
 from chargpt.text.source import STDIN
-from chargpt.training.budget import Budget, parse_duration
+from chargpt.training.deadline import Deadline, parse_duration
 
 DEFAULT_BUDGET = "150s"
 MAX_PATH = 4096  # characters; longer is a text in place of its path
 PLANNED_SECTIONS = {"model", "train", "optim", "schedule"}  # with one set, no default budget
+PLANNED_KEYS = {"train.max_steps", "schedule.cooldown", "schedule.decay_points"}
 
 
 class StartMode(Enum):
@@ -22,25 +25,28 @@ class StartMode(Enum):
     NEW = "new"  # reject it
     RESUME = "resume"
     NEW_OR_RESUME = "new or resume"  # resume it if it has a checkpoint
-    REPLACE = "replace"
+    REPLACE = "replace"  # rename it
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a user asks `train` for; the fields are like the arguments of `chargpt.train`."""
+    """What a user asks `train` for; the fields are like the arguments of `chargpt.train`.
+
+    `started` is when the command began, by `time.perf_counter`.
+    """
 
     path: str | None = None
     text: str | None = None
     config: str | None = None
-    overrides: tuple[str, ...] = ()
+    settings: Mapping[str, object] = field(default_factory=dict)
     budget: str | None = None
     out: Path | None = None
     start: StartMode = StartMode.NEW
-    device: str | None = None
     started: float | None = None
 
-    def run_config(self) -> Config:
-        """Return the config of a new run.
+    @cached_property
+    def resolved(self) -> tuple[Config, frozenset[str]]:
+        """The config of a new run, and the dotted keys of the settings that are fixed.
 
         Raises:
             ConfigError: a setting is wrong, or there are two texts.
@@ -50,9 +56,9 @@ class Request:
         if self.path is not None and (len(self.path) > MAX_PATH or "\n" in self.path):
             raise ConfigError("the path of the text is a text itself; give it as text=")
         path = self.path if self.text is None else STDIN
-        return build_config(path, self.config, self.overrides, device=self.device)
+        return resolve_settings(path, self.config, self.settings)
 
-    def changes(self) -> dict[str, object]:
+    def changes(self) -> Mapping[str, object]:
         """Return the settings of a resumed run that are to change, by dotted keys.
 
         Raises:
@@ -69,46 +75,37 @@ class Request:
                 "start 'resume' takes the text from the run; drop the text, or begin the run where "
                 "there is none with start='new or resume'"
             )
-        values = dict(parse_override(override) for override in self.overrides)
-        return values if self.device is None else {**values, "device": self.device}
+        return self.settings
 
-    def fixed_values(self, config: Config) -> dict[str, object]:
-        """Return the values in `config` of the keys that this request sets for the whole run."""
-        keys = self.fixed_keys() | {"text.path"}  # none given: the built-in text
-        if self.device is not None:
-            keys.add("device")
-        if self.budget is not None:
-            # planning and re-planning change them
-            keys -= {"train.max_steps", "schedule.cooldown", "schedule.decay_points"}
+    def repeated_settings(self) -> dict[str, object]:
+        """Return the settings that this request fixes for the whole run, by dotted keys.
+
+        The command that started a run, given again, fixes the same ones.
+        """
+        config, fixed_keys = self.resolved
+        keys = fixed_keys | {"text.path"}  # none given: the built-in text
+        if self.budget is not None:  # planning and re-planning change them
+            keys -= PLANNED_KEYS
         values = config.flatten()
         return {key: values[key] for key in sorted(keys)}
 
-    def fixed_keys(self) -> set[str]:
-        """Return the dotted keys that the config and the overrides set."""
-        keys = {parse_override(override)[0] for override in self.overrides}
-        tree = read_config_tree(self.config)[0] if self.config else {}
-        for section, values in tree.items():
-            if isinstance(values, dict):
-                keys |= {f"{section}.{name}" for name in values}
-            elif values is not None:  # else all lines of the section are comments
-                keys.add(section)
-        return keys
+    def deadline(self) -> tuple[Deadline | None, frozenset[str]]:
+        """Return the deadline of the budget asked for, or of the default one if nothing else was.
 
-    def time_budget(self) -> Budget | None:
-        """Return the budget asked for, or the default one if nothing else was.
+        The keys are those of the settings that planning must not change.
 
         Raises:
             ConfigError: it is not a duration, or several processes would have to agree on it.
         """
-        duration, keys = self.budget, self.fixed_keys()
-        sections = {key.partition(".")[0] for key in keys - {"train.from_run"}}
+        duration, (_, fixed_keys) = self.budget, self.resolved
+        sections = {key.partition(".")[0] for key in fixed_keys - {"train.from_run"}}
         is_default = self.config is None and sections.isdisjoint(PLANNED_SECTIONS)
         if duration is None and is_default and world_size() == 1:
             duration = DEFAULT_BUDGET
         if duration is None:
-            return None
+            return None, fixed_keys
         if world_size() > 1:
             raise ConfigError("--budget plans for one process; give train.max_steps instead")
-        if "train.max_steps" not in {parse_override(override)[0] for override in self.overrides}:
-            keys -= {"train.max_steps"}  # of a config: the budget takes precedence
-        return Budget(parse_duration(duration), keys, self.started)
+        if "train.max_steps" not in self.settings:  # of a config: the budget takes precedence
+            fixed_keys -= {"train.max_steps"}
+        return Deadline.from_budget(parse_duration(duration), self.started), fixed_keys

@@ -1,18 +1,32 @@
-"""Resuming a run: which settings may change, and notes for the user."""
+"""Resuming a run: its text, which settings may change, and how the schedule continues."""
 
 import math
 import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 
 import torch
 
 from chargpt.config import Config
 from chargpt.device import choose_device
+from chargpt.distributed import init_process_group
 from chargpt.errors import ConfigError, FinishedError, RunError, TextError
+from chargpt.inference.baselines import Baselines
+from chargpt.log import logger
+from chargpt.ranks import is_main_rank
 from chargpt.store.checkpoint import Checkpoint
 from chargpt.store.folder import RunFolder
-from chargpt.text.corpus import Corpus, load_corpus
+from chargpt.store.run import newest_run, open_run
+from chargpt.text import TextProgress
+from chargpt.text.corpus import Corpus
+from chargpt.text.prepare import find_text
 from chargpt.text.source import STDIN
+from chargpt.training.cost import expected_cost
+from chargpt.training.finetune import load_base_run
+from chargpt.training.request import Request, StartMode
 from chargpt.training.schedule import decay_start, lr_factor_at
+from chargpt.training.session import Session, read_given_text
+from chargpt.training.trainer import Trainer
 
 # Fraction of the peak of the learning rates when a finished run goes on: RESTART times the square
 # root of (steps to come / steps done), at most MAX_RESTART.
@@ -27,101 +41,166 @@ MAY_CHANGE = (
 )
 
 
-def resume(
-    folder: RunFolder, changes: dict[str, object], *, same_command: bool = False
-) -> tuple[Checkpoint, Config, list[str]]:
-    """Return a run's latest intact checkpoint, the config to continue with, and notes.
+@contextmanager
+def resumed_run(request: Request, on_progress: TextProgress | None) -> Iterator[Session]:
+    """Continue a run, by default the newest, from its latest checkpoint."""
+    same_command = request.start is StartMode.NEW_OR_RESUME
+    changes = request.repeated_settings() if same_command else request.changes()
+    folder = open_run(request.out or request.path or newest_run())
+    with folder.locked() if is_main_rank() else nullcontext():
+        saved = folder.load("latest")
+        if not saved.optimizer:
+            raise RunError(
+                f"{folder.path} was imported and has no optimizer state; start a new run from its "
+                f"weights with `chargpt train TEXT --from {folder.path}`"
+            )
+        corpus = text_of_run(folder, saved, request, on_progress)
+        config = resumed_config(saved, changes, same_command=same_command)
+        group = init_process_group(choose_device(config.device)[0])
+        baselines = Baselines(corpus) if group.is_main else None
+        trainer = Trainer(
+            config,
+            corpus,
+            folder=folder,
+            saved=saved,
+            group=group,
+            ngram=None if baselines is None else baselines.ngram,
+            base_run=load_base_run(config) if config.optim.l2_sp else None,
+        )
+        if group.is_main:
+            folder.require_room(1, trainer.checkpoint_bytes())
+            folder.repair_pointer(saved)
+            if (edits := folder.describe_edits(saved.config)) is not None:
+                logger.warning(edits)
+            folder.write_config(trainer.config)
+        if same_command and request.budget is not None:
+            logger.warning(
+                "the budget is not used: it plans a new run, and a resumed one keeps its own "
+                f"plan of {config.train.max_steps:,} steps"
+            )
+        step, seconds = saved.state.step, None
+        logger.info(f"resuming {folder.path} from step {step:,}")
+        if step and config.device == saved.config.device:  # with validation, saving and samples
+            seconds = (config.train.max_steps - step) * saved.state.seconds / step
+        cost = expected_cost(trainer.config, trainer.learner, step, seconds)
+        yield Session(trainer, folder, baselines, cost, resumed_at=step)
+
+
+def text_of_run(
+    folder: RunFolder, saved: Checkpoint, request: Request, on_progress: TextProgress | None
+) -> Corpus:
+    """Return the text of a run to resume, which its folder holds.
+
+    With `StartMode.NEW_OR_RESUME` the request names a text as well, which must be the same. Of a
+    run that has none, since an earlier version of chargpt has trained it, it becomes the text.
+
+    Raises:
+        TextError: it is another text, or cannot be read.
+        RunError: the run has no text, or a file of it is damaged.
+    """
+    settings, tokenizer = saved.config.text, saved.tokenizer
+    if request.start is StartMode.NEW_OR_RESUME:
+        given = request.resolved[0].text
+        is_same_file = request.text is None and given.path == settings.path != STDIN
+        if not (is_same_file and folder.has_text()):
+            corpus = read_given_text(folder, find_text(given, request.text), settings, on_progress)
+            if corpus.key != saved.state.corpus_key:
+                raise TextError(
+                    f"{corpus.name} is not the text that the run was trained on; name that one, or "
+                    "start a new run with another --out"
+                )
+            if not is_main_rank():
+                return corpus
+            if not folder.has_text():
+                folder.adopt_text()
+    corpus = folder.read_text(settings, tokenizer)
+    if corpus.source_has_changed():
+        logger.warning(
+            f"{corpus.name} has changed since the run began, and the run keeps its own copy; "
+            f"`chargpt train TEXT --from {folder.path}` trains on the new text"
+        )
+    return corpus
+
+
+def resumed_config(
+    saved: Checkpoint, changes: Mapping[str, object], *, same_command: bool = False
+) -> Config:
+    """Return the config to continue a run with; log what the changes mean for it.
 
     Args:
-        folder: of the run to continue.
+        saved: the checkpoint to continue from.
         changes: settings by dotted keys; values that the run has already are ignored.
         same_command: whether they are the settings that started the run, given again. Those that
             the run itself has changed since, such as its device or the rates after a rollback, then
-            stay as they are.
+            stay as they are, and the caller compares the text.
 
     Raises:
-        RunError: there is no intact checkpoint, or the run was imported.
         FinishedError: all steps are done, or the run stopped early.
         ConfigError: a change would make it another run.
-        TextError: so would another text.
     """
-    saved, notes = folder.load("latest")
-    if not saved.optimizer:
-        raise RunError(
-            f"{folder.path} was imported and has no optimizer state; start a new run from its "
-            f"weights with `chargpt train TEXT --from {folder.path}`"
-        )
     changes = {
         key: value
         for key, value in changes.items()
         if not _is_unchanged(saved, key, value, same_command)
     }
-    for key, value in changes.items():
-        if same_command and key == "text.path" and value == STDIN:
-            continue  # it can be read only once: the caller reads and compares it
-        if same_command and key == "text.path":
-            text = saved.config.with_values({"text.path": value}).text
-            require_same_text(load_corpus(text), saved)
-        elif key not in MAY_CHANGE and not key.endswith("_every"):
+    for key in changes:
+        may_change = key in MAY_CHANGE or key.endswith("_every")
+        if not (may_change or (same_command and key == "text.path")):
             raise ConfigError(
                 f"{key} cannot change when a run is resumed; drop it, or start a new run with --out"
             )
+    state, run = saved.state, saved.folder.parent.parent
     config = saved.config.with_values(changes)
     if config.optim != saved.config.optim:
-        notes.append(
-            f"the learning rates change at step {saved.state.step:,}: the run can no longer be "
+        logger.warning(
+            f"the learning rates change at step {state.step:,}: the run can no longer be "
             "reproduced from its config alone"
         )
-    config = continue_schedule(saved.config, config, saved.state.step, notes)
+    config = continue_schedule(saved.config, config, state.step)
+    config = _on_this_machine(config, saved, changes)
+    if state.stopped_early and "train.patience" not in changes:
+        raise FinishedError(
+            f"{run} stopped early at step {state.step}, as its validation loss no longer fell; let "
+            "it go on with -s train.patience=null"
+        )
+    if state.step >= config.train.max_steps:
+        raise FinishedError(
+            f"{run} has done all its {state.step} steps; give it more with -s train.max_steps=N"
+        )
+    return config
+
+
+def _on_this_machine(config: Config, saved: Checkpoint, changes: Mapping[str, object]) -> Config:
+    """Return the config with a device and threads that this machine has."""
     device, _ = choose_device("auto")
     if config.device.split(":")[0] not in ("cpu", device.type) and "device" not in changes:
-        notes.append(f"{config.device} is not available, so the run continues on {device.type}")
+        logger.warning(f"{config.device} is not available, so the run continues on {device.type}")
         dtype = {} if "dtype" in changes else {"dtype": "auto"}
         config = config.with_values({"device": device.type, **dtype})
     if (config.threads or 0) > (os.cpu_count() or 1):
         config = config.with_values({"threads": None})  # saved on a machine with more cores
     threads = config.threads or torch.get_num_threads()
     if saved.state.threads != threads and config.device == "cpu":
-        notes.append(
+        logger.warning(
             f"{saved.state.threads} threads before, {threads} now: results may differ in the last "
             f"digits (-s threads={saved.state.threads} for the same digits)"
         )
-    if saved.state.stopped_early and "train.patience" not in changes:
-        raise FinishedError(
-            f"{folder.path} stopped early at step {saved.state.step}, as its validation loss no "
-            "longer fell; let it go on with -s train.patience=null"
-        )
-    if saved.state.step >= config.train.max_steps:
-        raise FinishedError(
-            f"{folder.path} has done all its {saved.state.step} steps; "
-            "give it more with -s train.max_steps=N"
-        )
-    return saved, config, notes
+    return config
 
 
-def require_same_text(corpus: Corpus, saved: Checkpoint) -> None:
-    """Raise a TextError unless a text has the content that a run was trained on."""
-    if corpus.key != saved.state.corpus_key:
-        raise TextError(
-            f"{corpus.name} is not the text that the run was trained on; name that one, or start a "
-            "new run with another --out"
-        )
-
-
-def continue_schedule(before: Config, after: Config, step: int, notes: list[str]) -> Config:
+def continue_schedule(before: Config, after: Config, step: int) -> Config:
     """Return the config with a schedule for its new number of steps.
 
     With `wsd`, a decay that has begun continues from its present rate to the new end, and so does
     that after a restart. At or near the end of the run the rates warm up to a fraction of their
     peak and decay again (benchmarks/LOG.md). Otherwise the rates follow the schedule for the new
-    number of steps; a note says if they rise.
+    number of steps. If they rise, that is logged.
 
     Args:
         before: of the run so far.
         after: of the resumed run; returned as it is if its number of steps stays the same or its
             schedule is changed as well.
         step: number of steps done.
-        notes: where a rise of the rates is noted.
     """
     old, new = before.train.max_steps, after.train.max_steps
     schedule = after.schedule
@@ -138,7 +217,7 @@ def continue_schedule(before: Config, after: Config, step: int, notes: list[str]
     else:
         is_decaying = schedule.kind == "wsd" and decay_start(schedule, old) < step < old
     if is_decaying and schedule.restarts:  # only the decay before them can be re-planned
-        notes.append(
+        logger.warning(
             "the config no longer repeats the learning rates since step "
             f"{schedule.restarts[-1][0]:,} exactly"
         )
@@ -149,7 +228,7 @@ def continue_schedule(before: Config, after: Config, step: int, notes: list[str]
         if now <= NOTED_RISE * lr_factor_at(min(step, old - 1), schedule, old):
             return after
         fraction = min(MAX_RESTART, RESTART * math.sqrt((new - step) / step))
-        notes.append(
+        logger.warning(
             f"the learning rates warm up to {max(0.001, fraction):.0%} of their peak and decay "
             "again: the loss rises a little before it falls"
         )
@@ -158,7 +237,7 @@ def continue_schedule(before: Config, after: Config, step: int, notes: list[str]
         return restarted(lr_factor_at(step, schedule, old)) if schedule.restarts else after
     before_now = lr_factor_at(step, schedule, old)
     if now > NOTED_RISE * before_now:
-        notes.append(
+        logger.warning(
             f"the learning rates rise from {before_now:.0%} to {now:.0%} of their peak, as in a "
             f"run of {new:,} steps: the loss may rise a little before it falls"
         )

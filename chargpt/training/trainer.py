@@ -8,10 +8,9 @@ import math
 import shlex
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from chargpt.device import choose_device, choose_dtype, dtype_name, require_memo
 from chargpt.distributed import RankGroup
 from chargpt.errors import DivergedError, OperationError, RunError
 from chargpt.inference.evaluation import Evaluation
+from chargpt.log import logger
 from chargpt.models.ngram import NGramLM
 from chargpt.store.checkpoint import Checkpoint
 from chargpt.store.folder import RunFolder
@@ -29,9 +29,10 @@ from chargpt.store.run import Run
 from chargpt.store.state import RunState
 from chargpt.text.corpus import Corpus
 from chargpt.threads import default_threads
-from chargpt.training.budget import REPLANNING, Budget, with_max_steps
 from chargpt.training.cost import training_bytes
+from chargpt.training.deadline import MIN_STEPS
 from chargpt.training.learner import Learner, micro_batch_size
+from chargpt.training.pace import NOTED_CHANGE, Pace, with_max_steps
 from chargpt.training.schedule import lr_factor_at
 from chargpt.training.validator import Validator
 from chargpt.training.writer import RunWriter
@@ -55,7 +56,6 @@ class StepReport:
     validation_seconds: float = 0.0  # that it took
     is_best: bool = False  # whether that is the lowest validation loss so far
     sample: str | None = None  # generated text, if it was due
-    notes: list[str] = field(default_factory=list)  # sentences for the user
 
 
 class Trainer:
@@ -115,11 +115,9 @@ class Trainer:
         self.last_loss: float | None = None  # of the last step whose loss was read
         self.last_validation: tuple[int, Evaluation] | None = None  # and its step
         self.config_is_unsaved = False
-        # a checkpoint that is being written, and what it changes in the state once it is
-        self.saving: tuple[Future[Path | None], dict[str, Any]] | None = None
         self.stopped_by: Literal["deadline", "signal"] | None = None  # before the last step
         if saved is not None:
-            self._continue_from(saved.state)
+            self._continue_from(saved, saved.state)
             if self.writer.disk_error is not None:  # appending now would repeat steps
                 raise RunError(
                     f"the metrics of the run cannot be continued ({self.writer.disk_error}); check "
@@ -143,12 +141,12 @@ class Trainer:
     # -- the loop ---------------------------------------------------------------------------
 
     def steps(
-        self, budget: Budget | None = None, should_stop: Callable[[], bool] = lambda: False
+        self, pace: Pace | None = None, should_stop: Callable[[], bool] = lambda: False
     ) -> Iterator[StepReport]:
         """Yield a report after each step; in a new run, first one before any update.
 
         Args:
-            budget: re-plans the run from its measured speed and stops it at the deadline.
+            pace: re-plans the run from its measured speed and stops it at the deadline.
             should_stop: asked after each step. If it returns true on any rank, the run is saved
                 and the iteration ends.
 
@@ -158,17 +156,26 @@ class Trainer:
         """
         self.started = time.perf_counter() - self.state.seconds
         self.speed_since = self.state.step, time.perf_counter()
-        if budget is not None:
-            budget.start(self.config, self.state.step)
+        if pace is not None:
+            pace.start(self.config, self.state.step)
+        had_disk_error = False
         try:
             for report in self._reports():
                 if not self.finished and self.group.all_reduce_any(should_stop()):
                     self.stopped_by = "signal"
                     self._save()
-                elif not self.finished:
-                    self._follow_budget(budget, report)
-                if self.finished or self.stopped_by is not None:
+                elif not self.finished and pace is not None:
+                    self._follow(pace, report)
+                is_last = self.finished or self.stopped_by is not None
+                if is_last:
                     self._finish_saving()
+                error = self.writer.disk_error
+                if error is not None and not had_disk_error and not is_last:
+                    logger.warning(
+                        f"cannot write to the run at step {report.step:,} ({error}); "
+                        f"{self.last_checkpoint}; training continues: free some space"
+                    )
+                had_disk_error = error is not None
                 report.max_steps = self.config.train.max_steps
                 self._measure_speed(report)
                 yield report
@@ -240,29 +247,25 @@ class Trainer:
         self.config_is_unsaved = self.folder is not None
         self.writer.write_config(config)
 
-    def _follow_budget(self, budget: Budget | None, report: StepReport) -> None:
-        """Stop at the budget's deadline, or adjust the run where that is due."""
-        if budget is None:
-            return
+    def _follow(self, pace: Pace, report: StepReport) -> None:
+        """Stop at the deadline, or adjust the run to its speed where that is due."""
         if report.step:  # the first validation is a warm-up
-            budget.update_evaluation(report.validation_seconds)
-        if not budget.is_over(report.step):
-            config = budget.adjust(self.config, report.step, self.speed, report.notes)
+            pace.observe_validation(report.validation_seconds)
+        if not pace.deadline.is_over(report.step):
+            config = pace.adjusted(self.config, report.step, self.speed)
             if config is not self.config:
                 self.change_config(config)
             return
         self.stopped_by = "deadline"
         step, max_steps = report.step, self.config.train.max_steps
-        is_nearly_done = step >= (1 - REPLANNING.noted_change) * max_steps
+        is_nearly_done = step >= (1 - NOTED_CHANGE) * max_steps
         if is_nearly_done and self.config.schedule.kind == "wsd":
             self.change_config(with_max_steps(self.config, step, step))
         else:
-            useless = ""
-            if step < min(REPLANNING.min_steps, max_steps):
-                useless = "; a model of so few steps is of little use: give a longer budget"
-            report.notes.append(
-                f"the machine slowed down: stopped at step {step:,} of {max_steps:,}{useless}"
-            )
+            note = f"the machine slowed down: stopped at step {step:,} of {max_steps:,}"
+            if step < min(MIN_STEPS, max_steps):
+                note += "; a model of so few steps is of little use: give a longer budget"
+            logger.warning(note)
         if report.validation is None:
             self.validate(report)
             self._save(report)
@@ -352,7 +355,7 @@ class Trainer:
         """Commit a checkpoint of this step, between steps.
 
         Returns:
-            Its folder; None if the write failed, it exists, or another rank writes it.
+            Its folder; None if the write failed, or another rank writes it.
 
         Raises:
             RunError: the trainer has no folder.
@@ -360,28 +363,29 @@ class Trainer:
         """
         if self.folder is None and self.group.is_main:
             raise RunError("this trainer has no folder to save in; create it with folder=")
-        return self._save() or self._finish_saving()
+        self._save()
+        self._finish_saving()
+        return self.writer.newest if self.writer.saved_step == self.state.step else None
 
-    def _save(self, report: StepReport | None = None) -> Path | None:
+    def _save(self, report: StepReport | None = None) -> None:
         """Commit a checkpoint of this step; the validation in its report decides the best.
 
-        Returns and raises what `save` does, and None also while it is written in the background.
+        From a GPU it is written in the background. Raises what `save` does.
         """
         self._finish_saving()
         self.write_metrics()
-        best: dict[str, Any] = {}
-        is_best = report is not None and report.is_best
+        state, is_best = self.state, report is not None and report.is_best
         if report is not None and is_best and report.validation is not None:
             nats = report.validation.nats_per_char
-            best = {"best_step": report.step, "best_nats_per_char": nats}
-        is_new = self.writer.saved_step != self.state.step or is_best or self.config_is_unsaved
+            state = replace(state, best_step=report.step, best_nats_per_char=nats)
+        is_new = self.writer.saved_step != state.step or is_best or self.config_is_unsaved
         if self.folder is None or not is_new:
-            self.state = replace(self.state, **best)
-            return None
+            self.state = state
+            return
         self.config_is_unsaved = False  # if the disk refuses, the next due save will include it
-        self._require_finite_weights(self.state.step)
-        self.state = replace(
-            self.state,
+        self._require_finite_weights(state.step)
+        state = replace(
+            state,
             seconds=self._seconds(),
             corpus_key=self.corpus.key,
             text_name=self.corpus.name,
@@ -389,21 +393,21 @@ class Trainer:
             world_size=self.group.world_size,
             torch=str(torch.__version__),
         )
-        state, tensors = replace(self.state, **best), self.learner.state_dicts()
-        tokenizer = self.corpus.tokenizer
-        saving = self.writer.save(self.config, tokenizer, state, tensors, is_best=is_best)
-        self.saving = saving, best
-        return self._finish_saving() if saving.done() else None
+        tensors, tokenizer = self.learner.state_dicts(), self.corpus.tokenizer
+        self.writer.save(self.config, tokenizer, state, tensors, is_best=is_best)
+        if not self.writer.is_saving:
+            self._finish_saving()
 
-    def _finish_saving(self) -> Path | None:
-        """Wait for the checkpoint that is being written; return its folder, None if it failed."""
-        if self.saving is None:
-            return None
-        (saving, best), self.saving = self.saving, None  # even if it raises
-        folder = saving.result()
-        if folder is not None:  # a best that was not saved is not the best
-            self.state = replace(self.state, **best)
-        return folder
+    def _finish_saving(self) -> None:
+        """Wait for the checkpoint that is being written."""
+        saved = self.writer.finish()
+        if saved is not None:  # a best that was not saved is not the best
+            self.state = replace(
+                self.state,
+                seconds=saved.seconds,
+                best_step=saved.best_step,
+                best_nats_per_char=saved.best_nats_per_char,
+            )
 
     def _require_saved(self) -> None:
         """Raise an OperationError if the checkpoint of the last step could not be written."""
@@ -419,6 +423,16 @@ class Trainer:
             raise OperationError(
                 f"cannot save step {self.state.step:,} of {path} ({error}); {remedy}"
             )
+
+    @property
+    def last_checkpoint(self) -> str:
+        """The step of the newest checkpoint, in a phrase."""
+        step = self.writer.saved_step
+        return (
+            "there is no checkpoint yet"
+            if step is None
+            else f"the last checkpoint is step {step:,}"
+        )
 
     def checkpoint_bytes(self) -> int:
         """Return the approximate size of a checkpoint in bytes."""
@@ -437,10 +451,10 @@ class Trainer:
 
     # -- continuing and diverging -----------------------------------------------------------
 
-    def _continue_from(self, state: RunState) -> None:
+    def _continue_from(self, saved: Checkpoint, state: RunState) -> None:
         self.state = replace(state, stopped_early=False)
         self.pending.clear()
-        self.writer.continue_from(state.step)
+        self.writer.continue_from(saved.folder)
 
     def _can_roll_back(self) -> bool:
         has_checkpoint = self.folder is not None and self.writer.saved_step is not None
@@ -451,7 +465,7 @@ class Trainer:
         """Continue from the last checkpoint at half the learning rates, after a non-finite step."""
         assert self.folder is not None
         rollbacks = self.state.rollbacks + 1
-        saved, skipped = self.folder.load("latest")
+        saved = self.folder.load("latest")
         optim, step = self.config.optim, saved.state.step
         rates = {"optim.lr": optim.lr / 2, "optim.matrix_lr": optim.matrix_lr / 2}
         planned = {  # a decay that was re-planned later is planned again
@@ -461,15 +475,15 @@ class Trainer:
         }
         self.change_config(self.config.with_values({**rates, **planned}))
         self.learner.restore(saved, self.config.optim)
-        self._continue_from(replace(saved.state, rollbacks=rollbacks))
+        self._continue_from(saved, replace(saved.state, rollbacks=rollbacks))
         self.speed_since = step, time.perf_counter()
         self._record({"step": step, "rolled_back_from": failed_step, **rates})
-        note = (
+        logger.warning(
             f"non-finite values at step {failed_step:,}: rolled back to step {step:,} at half the "
             f"learning rates (optim.lr {rates['optim.lr']:.3g}, "
             f"optim.matrix_lr {rates['optim.matrix_lr']:.3g})"
         )
-        return StepReport(step, self.config.train.max_steps, notes=[*skipped, note])
+        return StepReport(step, self.config.train.max_steps)
 
     def _require_finite(self, loss: float, grad_norm: float, step: int) -> None:
         if not math.isfinite(loss) or not math.isfinite(grad_norm):

@@ -8,6 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from chargpt.config import Config
+from chargpt.store.checkpoint import step_of
 from chargpt.store.folder import RunFolder
 from chargpt.store.layout import TENSORBOARD
 from chargpt.store.state import RunState
@@ -23,13 +24,14 @@ class RunWriter:
         tensorboard: whether to write TensorBoard's files too.
 
     Attributes:
-        saved_step: of the newest checkpoint; None before the first.
+        newest: folder of the newest checkpoint; None before the first.
         disk_error: why the last write failed; None once a checkpoint is saved again.
     """
 
     def __init__(self, folder: RunFolder | None, *, tensorboard: bool = False) -> None:
         self.folder = folder
-        self.saved_step: int | None = None
+        self.newest: Path | None = None
+        self._pending: Future[RunState | None] | None = None  # a checkpoint that is being written
         self.disk_error: str | None = None
         self.tensorboard: TensorBoardLog | None = None
         self.executor = ThreadPoolExecutor(1)  # starts with the first save from a GPU
@@ -59,12 +61,8 @@ class RunWriter:
         tensors: tuple[Mapping[str, Tensor], Mapping[str, Tensor]],
         *,
         is_best: bool,
-    ) -> Future[Path | None]:
-        """Commit a checkpoint, from a GPU in the background.
-
-        Returns:
-            A future of its folder, or of None if the write failed.
-        """
+    ) -> None:
+        """Commit a checkpoint, from a GPU in the background; `finish` returns the result."""
         assert self.folder is not None
         is_on_cpu = next(iter(tensors[0].values())).device.type == "cpu"
         model, optimizer = (  # no copy of what is on the CPU
@@ -72,9 +70,9 @@ class RunWriter:
         )
         save = self.folder.save
 
-        def commit() -> Path | None:
+        def commit() -> RunState | None:
             with self._tolerate_disk_errors():
-                path = save(
+                self.newest = save(
                     config=config,
                     tokenizer=tokenizer,
                     state=state,
@@ -82,19 +80,38 @@ class RunWriter:
                     optimizer=optimizer,
                     is_best=is_best,
                 )
-                self.saved_step, self.disk_error = state.step, None
-                return path
+                self.disk_error = None
+                return state
             return None
 
         if not is_on_cpu:
-            return self.executor.submit(commit)
-        done: Future[Path | None] = Future()
-        done.set_result(commit())
-        return done
+            self._pending = self.executor.submit(commit)
+            return
+        self._pending = Future()
+        self._pending.set_result(commit())
 
-    def continue_from(self, step: int) -> None:
+    @property
+    def saved_step(self) -> int | None:
+        """The step of the newest checkpoint."""
+        return None if self.newest is None else step_of(self.newest)
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is being written now."""
+        return self._pending is not None and not self._pending.done()
+
+    def finish(self) -> RunState | None:
+        """Wait for the checkpoint that is being written.
+
+        Returns:
+            The state that it holds; None if there is no such checkpoint, or its write failed.
+        """
+        pending, self._pending = self._pending, None  # even if it raises
+        return None if pending is None else pending.result()
+
+    def continue_from(self, checkpoint: Path) -> None:
         """Drop the metrics after a checkpoint that training continues from."""
-        self.saved_step = step
+        self.newest, step = checkpoint, step_of(checkpoint)
         if self.folder is None:
             return
         with self._tolerate_disk_errors():

@@ -24,7 +24,7 @@ from typing import Any
 import yaml
 from record import provenance, write_record
 
-from chargpt.training.budget import parse_duration
+from chargpt.training.deadline import parse_duration
 
 LOOP = [sys.executable, "-c", "while True: pass"]
 CHARGPT = [sys.executable, "-m", "chargpt"]

@@ -25,7 +25,7 @@ from typing import Any
 from record import provenance, save_record, write_record
 
 import chargpt
-from chargpt.training.budget import parse_duration
+from chargpt.training.deadline import parse_duration
 
 HELD_OUT = 1000
 MAKEMORE_TRAIN = """

@@ -22,7 +22,7 @@ from record import provenance, save_record, write_record
 import chargpt
 from chargpt.inference.evaluation import evaluate_tokens
 from chargpt.store.run import Run
-from chargpt.training.budget import parse_duration
+from chargpt.training.deadline import parse_duration
 
 SCORED = 100_000  # characters of a split
 

@@ -29,7 +29,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from chargpt.config import Config, load_config
 from chargpt.device import choose_device, choose_dtype, synchronize
 from chargpt.models.kernels import RMSNorm
-from chargpt.text.corpus import Corpus, load_corpus
+from chargpt.text.corpus import Corpus
+from chargpt.text.prepare import load_corpus
 from chargpt.training.planner import Size, length_values, size_values
 from chargpt.training.trainer import Trainer
 

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from chargpt.config import load_config
 from chargpt.store.folder import RunFolder
-from chargpt.text.corpus import load_corpus
+from chargpt.text.prepare import load_corpus
 from chargpt.training.trainer import Trainer
 
 
@@ -40,7 +40,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=".") as folder:
         run = RunFolder(Path(folder) / "run")
         trainer = Trainer(config, corpus, folder=run)
-        run.create(trainer.config, corpus.tokenizer, force=False)
+        run.create(trainer.config, corpus.tokenizer)
         model, optimizer = trainer.model.state_dict(), trainer.learner.optimizer.state_dict()
         optimizer = {name: tensor.contiguous() for name, tensor in optimizer.items()}
         plain = [Path(folder) / name for name in ("model.safetensors", "optimizer.safetensors")]

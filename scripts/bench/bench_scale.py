@@ -25,7 +25,7 @@ PROBE = """
 import json, resource, sys, time
 from chargpt.config import load_config
 from chargpt.device import synchronize
-from chargpt.text.corpus import load_corpus
+from chargpt.text.prepare import load_corpus
 from chargpt.training.trainer import Trainer
 
 def peak():

@@ -31,7 +31,7 @@ PROBE = """
 import json, resource, sys, time
 start = time.perf_counter()
 from chargpt.config import TextConfig
-from chargpt.text.corpus import load_corpus
+from chargpt.text.prepare import load_corpus
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 began = time.perf_counter()
 corpus = load_corpus(TextConfig(path=sys.argv[1]))

@@ -45,7 +45,7 @@ from chargpt.config import TextConfig
 from chargpt.device import choose_device
 from chargpt.inference.evaluation import evaluate_tokens
 from chargpt.models import LanguageModel
-from chargpt.text.corpus import load_corpus
+from chargpt.text.prepare import load_corpus
 
 class Peer(LanguageModel):
     def __init__(self, checkpoint):
@@ -73,7 +73,7 @@ import json, statistics, sys, time
 from chargpt.analysis.doctor import matmul_flops
 from chargpt.device import synchronize
 from chargpt.store.run import load_run
-from chargpt.text.corpus import load_corpus
+from chargpt.text.prepare import load_corpus
 from chargpt.training.trainer import Trainer
 
 config = load_run(sys.argv[1]).config

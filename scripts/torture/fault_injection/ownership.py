@@ -83,7 +83,7 @@ def kill_replacement(work: Path, index: int, random: Random) -> str | None:
     if resumed.code != 0:
         return f"operation {number}: resume: {resumed.err[-500:]}"
     again = run_forked(REPLACE, folder)
-    if again.code != 0 or RunFolder(run).load("latest")[0].config.seed != 7:
+    if again.code != 0 or RunFolder(run).load("latest").config.seed != 7:
         return f"operation {number}: --force again: {again.err[-500:]}"
     return None
 

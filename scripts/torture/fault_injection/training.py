@@ -10,7 +10,8 @@ import torch
 from chargpt.config import Config
 from chargpt.errors import DivergedError
 from chargpt.store.folder import RunFolder
-from chargpt.text.corpus import Corpus, load_corpus
+from chargpt.text.corpus import Corpus
+from chargpt.text.prepare import load_corpus
 from chargpt.training.trainer import Trainer
 from fault_injection.tiny_run import SAVE_EVERY, TINY, empty_folder
 
@@ -38,7 +39,7 @@ def run_saved_at_every_step(work: Path, kind: int) -> tuple[Corpus, Path]:
     corpus = load_corpus(config.text)
     run = RunFolder(empty_folder(work / f"every-step-{kind}") / "R")
     trainer = Trainer(config, corpus, folder=run)
-    run.create(trainer.config, corpus.tokenizer, force=False)
+    run.create(trainer.config, corpus.tokenizer)
     for _ in trainer.steps():
         pass
     return corpus, run.path
@@ -73,10 +74,10 @@ def resume_at(work: Path, index: int, _: Random) -> str | None:
     )
     trainer = Trainer(config, corpus, folder=folder, saved=saved)
     if saved is None:
-        folder.create(trainer.config, corpus.tokenizer, force=False)
+        folder.create(trainer.config, corpus.tokenizer)
     for _report in trainer.steps():
         pass
-    ours, theirs = folder.load("latest")[0], RunFolder(run).load("latest")[0]
+    ours, theirs = folder.load("latest"), RunFolder(run).load("latest")
     for one, two in ((ours.model, theirs.model), (ours.optimizer, theirs.optimizer)):
         differing = [name for name in two if not torch.equal(one[name], two[name])]
         if differing or one.keys() != two.keys():
@@ -100,7 +101,7 @@ def non_finite(work: Path, index: int, random: Random) -> str | None:
     corpus = load_corpus(config.text)
     run = RunFolder(empty_folder(work / "non-finite") / "R")
     trainer = Trainer(config, corpus, folder=run)
-    run.create(trainer.config, corpus.tokenizer, force=False)
+    run.create(trainer.config, corpus.tokenizer)
     _inject(trainer, step, target, value, random.randrange(3))
     before: dict[str, torch.Tensor] = {}
     saved_before = 0

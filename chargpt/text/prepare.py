@@ -1,0 +1,400 @@
+"""Prepare a text for training: read it in two passes and store its token ids in a folder.
+
+    tokens.bin  ids in the smallest unsigned dtype that holds them
+    lines.bin   of a list of documents, shuffled like them: int64, the number of lines before each
+    meta.json   name, key, files, and sizes and checksums of the others; written last
+
+The first pass counts the characters, for the tokenizer, and hashes the bytes, for the key. The
+second pass encodes. A checksum in both passes reveals a text that changes in between. The memory
+needed is that of a chunk, and of the order of the documents.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, Annotated, Any, Literal
+
+import numpy as np
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from chargpt.config import TextConfig
+from chargpt.errors import RunError, TextError
+from chargpt.files import open_regular, read_regular, to_json, write_synced
+from chargpt.log import logger
+from chargpt.text import TextProgress
+from chargpt.text.corpus import Corpus
+from chargpt.text.decoding import Chunk, codec_name, decode
+from chargpt.text.display import REPLACEMENT
+from chargpt.text.documents import Places, eos_token_of, mark_documents, shuffled, shuffled_order
+from chargpt.text.source import (
+    Source,
+    TextFile,
+    copy_stdin,
+    describe_binary,
+    find_source,
+    iter_chunks,
+    text_in_memory,
+)
+from chargpt.text.statistics import count_tokens, max_id
+from chargpt.text.tokenizer import (
+    N_CODE_POINTS,
+    CharTokenizer,
+    Ints,
+    Rare,
+    Tokens,
+    choose_min_count,
+    code_points,
+)
+
+TOKENS, LINES, META = "tokens.bin", "lines.bin", "meta.json"
+TEXT_FILES = (TOKENS, LINES, META)
+KEY_VERSION = 1
+MAX_META_BYTES = 500_000_000  # of a million files
+MIN_FREE_BYTES = 64_000_000  # to leave on the disk
+MAX_READ_CHARACTERS = 1 << 30  # of a text that is read as a whole
+MAX_MEMORY_BYTES = 64 << 20  # of standard input, before it goes to a temporary file
+MANY_REPLACED = 0.01  # of all characters: the encoding is wrong
+CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, config=ConfigDict(strict=True))
+class _Meta:
+    """The content of `meta.json`."""
+
+    name: str
+    key: str
+    rare_count: Annotated[int, Field(ge=0)]
+    tokenizer_sha256: str
+    checksums: dict[str, tuple[int, int]]  # size and CRC-32 of the other files, by name
+    files: list[TextFile]
+    format: Literal["chargpt-text"] = "chargpt-text"
+    version: Literal[1] = 1
+
+
+def load_corpus(
+    settings: TextConfig = TextConfig(),
+    *,
+    text: str | None = None,
+    on_progress: TextProgress | None = None,
+) -> Corpus:
+    """Return a prepared text whose files are deleted already and last as long as the object.
+
+    `text` is the text itself, instead of what `settings.path` names; the other arguments and the
+    errors are those of `prepare`.
+    """
+    source = find_text(settings, text)
+    with tempfile.TemporaryDirectory(prefix="chargpt-") as folder:
+        return prepare(source, settings, Path(folder), on_progress)
+
+
+def find_text(settings: TextConfig, text: str | None = None) -> Source:
+    """Return the source of a text: what `settings.path` names, or else `text` itself.
+
+    Raises:
+        TextError: there is no such text, or it cannot be read.
+    """
+    if text is not None:
+        return text_in_memory(text)
+    return find_source(settings.path, settings.suffixes)
+
+
+def prepare(
+    source: Source, settings: TextConfig, folder: Path, on_progress: TextProgress | None = None
+) -> Corpus:
+    """Read and encode a text, write it to a folder, and log what is notable about it.
+
+    Args:
+        source: of the text.
+        settings: how it is read and encoded.
+        folder: empty, or made here.
+        on_progress: called with "reading" in the first pass and "encoding" in the second.
+
+    Raises:
+        TextError: the text is empty, changes while it is read, cannot be read or decoded, or the
+            disk is full.
+    """
+    if source.stream is not None:  # a text in memory and the built-in text are UTF-8
+        settings = settings.model_copy(update={"encoding": "auto"})
+    codec_name(settings.encoding)  # rejects unknown ones
+    for note in source.notes:
+        logger.info(note)
+    if len(source.files) > 1 and settings.documents is None:
+        logger.warning(
+            "the validation split is the end of the last files; -s text.documents=files "
+            "shuffles the files and splits between them"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as stack:
+            if source.is_stdin:
+                spool = stack.enter_context(tempfile.TemporaryFile(dir=folder))
+                copy_stdin(spool.write)
+                source = replace(source, stream=spool)
+            corpus = _encode(source, settings, folder, on_progress)
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise TextError(
+            f"{source.name} cannot be read, or encoded in {folder} ({reason}); check both disks"
+        ) from None
+    if settings.encoding_errors == "replace" and REPLACEMENT in corpus.tokenizer.characters:
+        counts = count_tokens(corpus.tokens, corpus.tokenizer.vocab_size)
+        count = int(counts[corpus.tokenizer.characters.index(REPLACEMENT)])
+        note = f"bytes that do not decode, replaced by U+FFFD: {count:,}"
+        if count > MANY_REPLACED * corpus.tokens.size:
+            note += "; the encoding is probably another"
+        logger.warning(note)
+    return corpus
+
+
+def _encode(
+    source: Source, settings: TextConfig, folder: Path, on_progress: TextProgress | None
+) -> Corpus:
+    """Read a source in both passes and write the files; see `prepare`."""
+    files = source.stamps()  # as they are before the text is read
+    first, second = _Checksum(), _Checksum()
+    binary: list[str] | None = [] if settings.encoding == "auto" else None
+    chunks = first.tee(iter_chunks(source, on_progress, "reading", binary))
+    counts, digests = _count_characters(chunks, settings)
+    for note in describe_binary(binary or []):
+        logger.warning(note)
+    if not counts.any():
+        raise TextError(f"{source.name} is empty; give a text that holds characters")
+    min_count = settings.min_count or choose_min_count(counts)
+    rare = settings.rare if min_count > 1 else "keep"
+    eos_token = eos_token_of(settings.documents)
+    tokenizer = CharTokenizer.from_counts(
+        counts, min_count, rare, eos_token, settings.extra_characters
+    )
+    n_bytes = int(counts.sum()) * tokenizer.dtype.itemsize
+    _require_space(folder, 2 * n_bytes if eos_token else n_bytes)
+    places = Places()
+    chunks = second.tee(iter_chunks(source, on_progress, "encoding", binary))
+    pieces = text_pieces(chunks, settings, places)
+    encoded = (tokenizer.encode(text, "replace") for text in pieces)
+    if eos_token:
+        with tempfile.TemporaryFile(dir=folder) as unordered:
+            _write(unordered, encoded)
+            tokens = np.memmap(unordered, dtype=tokenizer.dtype, mode="r")
+            ordered = shuffled(tokens, tokenizer.eos_token_id, settings.seed)
+            checksums = {TOKENS: _write_file(folder / TOKENS, ordered)}
+        lines = np.frombuffer(places.lines, np.int64)
+        lines = lines[shuffled_order(len(lines), settings.seed)]
+        checksums[LINES] = _write_file(folder / LINES, iter([lines]))
+    else:
+        checksums = {TOKENS: _write_file(folder / TOKENS, encoded)}
+    if first.crc32 != second.crc32:
+        raise TextError(
+            f"{source.name} changed while it was read; try again when nothing writes to it"
+        )
+    read = [file for file in files if file.path not in (binary or [])]
+    meta = _Meta(
+        name=source.name,
+        key=text_key(digests, settings, 1 if rare == "keep" else min_count, rare),
+        rare_count=int(counts.sum() - counts[code_points(tokenizer.characters)].sum()),
+        tokenizer_sha256=_sha256(tokenizer),
+        checksums=checksums,
+        files=[file._replace(begin=begin) for file, begin in zip(read, places.files, strict=False)],
+    )
+    write_synced(folder / META, [to_json(dataclasses.asdict(meta))])
+    return _open(folder, settings, tokenizer, meta)
+
+
+class _Checksum:
+    """CRC-32 of all bytes of a text, which is far cheaper than a hash."""
+
+    crc32 = 0
+
+    def tee(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+        """Pass chunks on and add them to the checksum."""
+        for chunk in chunks:
+            self.crc32 = zlib.crc32(chunk.content, self.crc32)
+            yield chunk
+
+
+def _count_characters(chunks: Iterator[Chunk], settings: TextConfig) -> tuple[Ints, list[str]]:
+    """Return the number of occurrences of each code point, and each file's digest."""
+    counts = np.zeros(N_CODE_POINTS, dtype=np.int64)
+    hashes: dict[str, Any] = {}  # by file name
+    # The thread ends here even on an error: a generator that garbage collection closes would
+    # join it at any time, which can deadlock.
+    with ThreadPoolExecutor(1, "hash") as worker:
+        for text in text_pieces(_hashed(chunks, hashes, worker), settings):
+            if text.isascii():
+                counts[:128] += count_tokens(np.frombuffer(text.encode("ascii"), np.uint8), 128)
+            else:
+                found = np.bincount(code_points(text))
+                counts[: found.size] += found
+    return counts, [digest.hexdigest() for digest in hashes.values()]
+
+
+def text_pieces(
+    chunks: Iterator[Chunk], settings: TextConfig, places: Places | None = None
+) -> Iterator[str]:
+    """Yield the text of chunks in pieces, with the EOS tokens of its documents."""
+    files = decode(chunks, settings.encoding, settings.encoding_errors)
+    return mark_documents(files, settings.documents, places)
+
+
+def _hashed(
+    chunks: Iterator[Chunk], hashes: dict[str, Any], worker: ThreadPoolExecutor
+) -> Iterator[Chunk]:
+    """Pass chunks on while a second thread hashes each file's bytes (hashlib releases the GIL).
+
+    BLAKE2b is as strong as SHA-256 and faster on processors without SHA instructions.
+    """
+    pending: Future[None] | None = None
+    for chunk in chunks:
+        if not chunk.content:  # of an empty file
+            yield chunk
+            continue
+        digest = hashes.setdefault(chunk.file_name, hashlib.blake2b(digest_size=32))
+        if pending:
+            pending.result()  # bounds the memory
+        pending = worker.submit(digest.update, chunk.content)
+        yield chunk
+
+
+def text_key(digests: list[str], settings: TextConfig, min_count: int, rare: Rare) -> str:
+    """Return the SHA-256 of the files' digests and of all that determines their tokens."""
+    facts = [KEY_VERSION, codec_name(settings.encoding), min_count, digests]
+    if settings.encoding_errors != "strict":
+        facts.append(settings.encoding_errors)
+    if rare == "bytes":
+        facts.append(rare)
+    if settings.extra_characters:
+        facts.append({"characters": settings.extra_characters})
+    if settings.documents:
+        facts.append([settings.documents, settings.seed])
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def _require_space(folder: Path, size: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < size + MIN_FREE_BYTES:
+        raise TextError(
+            f"{folder} has {free / 1e6:,.0f} MB free, too little to encode this text; make room, "
+            "or name another place with --out (without a run: TMPDIR)"
+        )
+
+
+def _write_file(path: Path, arrays: Iterator[Tokens]) -> tuple[int, int]:
+    """Write arrays to a new file and flush it; return its size and CRC-32."""
+    with open(path, "xb") as file:
+        written = _write(file, arrays)
+        os.fsync(file.fileno())
+    return written
+
+
+def _write(file: IO[bytes], arrays: Iterator[Tokens]) -> tuple[int, int]:
+    size = checksum = 0
+    for array in arrays:
+        content = array.view(np.uint8).data
+        file.write(content)
+        checksum, size = zlib.crc32(content, checksum), size + len(content)
+    file.flush()
+    return size, checksum
+
+
+def _sha256(tokenizer: CharTokenizer) -> str:
+    return hashlib.sha256(tokenizer.to_json().encode("ascii")).hexdigest()
+
+
+def read_prepared(folder: Path, settings: TextConfig, tokenizer: CharTokenizer) -> Corpus:
+    """Return the text that `prepare` has stored in a folder, every byte checked.
+
+    Args:
+        folder: of the files.
+        settings: of the run that owns the text; they divide it into splits.
+        tokenizer: of that run.
+
+    Raises:
+        FileNotFoundError: there is no text.
+        RunError: a file is damaged, or the text is another than the run's.
+    """
+    content = read_regular(folder / META, MAX_META_BYTES)
+    try:
+        meta = TypeAdapter(_Meta).validate_json(content)
+        if meta.tokenizer_sha256 != _sha256(tokenizer):
+            raise ValueError("it is the text of another run")
+        for name, (size, checksum) in meta.checksums.items():
+            if name not in TEXT_FILES or _measure(folder / name, size) != checksum:
+                raise ValueError(f"{name:.40} has changed since it was written")
+        corpus = _open(folder, settings, tokenizer, meta)
+        if max_id(corpus.tokens) >= tokenizer.vocab_size:
+            raise ValueError("it holds ids that the vocabulary lacks")
+        return corpus
+    except ValidationError as error:
+        cause = f"{META}: {error.errors(include_url=False)[0]['msg'].lower()}"
+    except (OSError, ValueError) as error:
+        cause = getattr(error, "strerror", None) or str(error)
+    raise RunError(f"the text in {folder} is damaged ({cause:.200}); restore it from a copy")
+
+
+def _measure(path: Path, size: int) -> int:
+    """Return the CRC-32 of a regular file of a known size."""
+    checksum = 0
+    with open_regular(path, size) as file:
+        while chunk := file.read(CHUNK_BYTES):
+            checksum = zlib.crc32(chunk, checksum)
+    return checksum
+
+
+def _open(folder: Path, settings: TextConfig, tokenizer: CharTokenizer, meta: _Meta) -> Corpus:
+    """Return the text of a folder, memory-mapped; ValueError if its ids are not the tokenizer's."""
+    lines = None
+    if LINES in meta.checksums:
+        lines = np.memmap(folder / LINES, dtype=np.int64, mode="r")
+    return Corpus(
+        name=meta.name,
+        key=meta.key,
+        tokenizer=tokenizer,
+        tokens=np.memmap(folder / TOKENS, dtype=tokenizer.dtype, mode="r"),
+        settings=settings,
+        rare_count=meta.rare_count,
+        files=tuple(meta.files),
+        lines=lines,
+        folder=folder,
+    )
+
+
+def read_text(path: str | os.PathLike[str], settings: TextConfig = TextConfig()) -> str:
+    """Return a whole text: a file, folder, glob or `-`, read like a corpus.
+
+    Args:
+        path: of the text.
+        settings: its encoding, documents and suffixes.
+
+    Raises:
+        TextError: it cannot be read or decoded, or is over 2^30 characters.
+    """
+    source = find_source(str(path), settings.suffixes, for_training=False)
+    for note in source.notes:
+        logger.info(note)
+    binary: list[str] | None = [] if settings.encoding == "auto" else None
+    texts: list[str] = []
+    size = 0
+    with tempfile.SpooledTemporaryFile(MAX_MEMORY_BYTES) as spool:
+        if source.is_stdin:
+            # 4 bytes each, and a byte order mark
+            copy_stdin(spool.write, 4 * (MAX_READ_CHARACTERS + 1))
+            source = replace(source, stream=spool)
+        for text in text_pieces(iter_chunks(source, binary=binary), settings):
+            size += len(text)
+            if size > MAX_READ_CHARACTERS:
+                raise TextError(
+                    f"{path} is over {MAX_READ_CHARACTERS:,} characters; give a shorter text"
+                )
+            texts.append(text)
+    for note in describe_binary(binary or []):
+        logger.warning(note)
+    return "".join(texts)

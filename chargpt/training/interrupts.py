@@ -1,0 +1,41 @@
+"""Signals while a run trains: the first lets the step finish, so that the run can be saved."""
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+NAMES = ("SIGINT", "SIGTERM", "SIGHUP")
+
+
+@contextmanager
+def deferred_signals(on_signal: Callable[[int], object]) -> Iterator[list[int]]:
+    """Record the signals that would raise an exception, in the list that the block gets.
+
+    These are Ctrl-C, unless the program handles it otherwise, and those that the command line
+    handles. A Ctrl-C after another signal does what it did before. Outside the main thread
+    nothing is recorded.
+
+    Args:
+        on_signal: called with the number of each signal that is recorded.
+    """
+    caught: list[int] = []
+    previous: dict[int, Any] = {}
+
+    def handle(number: int, frame: object) -> None:
+        if caught and number == signal.SIGINT:
+            previous[number](number, frame)
+        caught.append(number)
+        on_signal(number)
+
+    try:
+        if threading.current_thread() is threading.main_thread():
+            for number in (getattr(signal, name) for name in NAMES if hasattr(signal, name)):
+                handler = signal.getsignal(number)
+                if handler is signal.default_int_handler or hasattr(handler, "raises_stopped"):
+                    previous[number] = signal.signal(number, handle)
+        yield caught
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,220 @@
+"""From a request to a session: the straight path to the first step.
+
+settings -> text -> plan -> baselines -> trainer -> run folder. Each step is a function that returns
+values.
+"""
+
+import itertools
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from chargpt.config import Config
+from chargpt.device import choose_device
+from chargpt.distributed import (
+    RankGroup,
+    destroy_process_group,
+    init_process_group,
+    is_lost_rank_error,
+)
+from chargpt.errors import OperationError, RunError, TextError
+from chargpt.inference.baselines import Baselines
+from chargpt.log import logger
+from chargpt.ranks import world_size
+from chargpt.store.folder import Existing, RunFolder
+from chargpt.store.layout import has_checkpoint
+from chargpt.store.run import Run
+from chargpt.text import TextProgress
+from chargpt.text.corpus import Corpus
+from chargpt.text.describe import log_warnings
+from chargpt.text.prepare import find_text
+from chargpt.training.budget import (
+    PlannedBudget,
+    fit_to_deadline,
+    plan_run,
+    with_measured_threads,
+)
+from chargpt.training.cost import expected_cost
+from chargpt.training.finetune import config_from_base_run, describe_base_run, load_base_run
+from chargpt.training.planner import fitting_block_size
+from chargpt.training.request import Request, StartMode
+from chargpt.training.resume import resumed_run
+from chargpt.training.session import Session, read_given_text
+from chargpt.training.trainer import Trainer
+
+EXISTING: dict[StartMode, Existing] = {
+    StartMode.NEW: "reject",
+    StartMode.NEW_OR_RESUME: "restart",
+    StartMode.REPLACE: "rename",
+}
+
+
+@contextmanager
+def open_session(request: Request, on_progress: TextProgress | None = None) -> Iterator[Session]:
+    """Start or resume a run as requested; in the block, its folder is locked.
+
+    `on_progress` is called with the progress of preparing the text.
+
+    Raises:
+        FinishedError: the run to resume has no steps left.
+        OperationError: another rank has failed.
+        ChargptError: the text, a setting or the folder is unusable.
+    """
+    resumes = request.start is StartMode.RESUME
+    if request.start is StartMode.NEW_OR_RESUME:
+        assert request.out is not None
+        resumes = has_checkpoint(request.out)
+    start = resumed_run if resumes else new_run
+    try:
+        with start(request, on_progress) as session:
+            yield session
+        session.trainer.learner.unwrap_ddp()
+    except RuntimeError as error:
+        if not is_lost_rank_error(error):
+            raise
+        cause = str(error).splitlines()[0].split("] ")[-1].split(". ")[0]
+        raise OperationError(
+            f"another rank has failed ({cause:.100}); continue from the last checkpoint with "
+            "--resume, with any number of processes"
+        ) from None
+    destroy_process_group()
+
+
+@contextmanager
+def new_run(request: Request, on_progress: TextProgress | None) -> Iterator[Session]:
+    """Prepare the text, plan the run for a budget, create it, by default under runs/."""
+    config, _ = request.resolved
+    deadline, fixed_keys = request.deadline()
+    existing = EXISTING[request.start]
+    group = init_process_group(choose_device(config.device)[0])
+    if request.out is not None and group.is_main:
+        RunFolder(request.out).require_unused(existing)
+    base_run = load_base_run(config)
+    if base_run is not None:
+        config = config_from_base_run(base_run, config, fixed_keys)
+    config, thread_tuner = with_measured_threads(config)
+    source = find_text(config.text, request.text)
+    if source.is_stdin and world_size() > 1:
+        raise TextError("several processes cannot share standard input; name a file")
+    name = f"{slug(source.name)}-{config.model.kind}"
+    with new_folder(request.out, name, group) as folder:
+        corpus = read_given_text(folder, source, config.text, on_progress)
+        log_warnings(corpus)
+        if base_run is not None:
+            config = with_fitting_block_size(config, corpus, fixed_keys)
+        budget = None
+        if deadline is not None:
+            budget, corpus = plan_run(config, corpus, deadline, fixed_keys, thread_tuner)
+            config = budget.plan.config
+        baselines = Baselines(corpus) if group.is_main else None
+        session = start_run(
+            folder,
+            config,
+            corpus,
+            baselines,
+            budget=budget,
+            base_run=base_run,
+            group=group,
+            existing=existing,
+        )
+        yield session
+
+
+def start_run(
+    folder: RunFolder,
+    config: Config,
+    corpus: Corpus,
+    baselines: Baselines | None,
+    *,
+    budget: PlannedBudget | None = None,
+    base_run: Run | None = None,
+    group: RankGroup = RankGroup(),
+    existing: Existing = "reject",
+) -> Session:
+    """Return the session of a new run in a locked folder, which is created here.
+
+    Args:
+        folder: of the run.
+        config: of the run.
+        corpus: the text.
+        baselines: of the text; None on other ranks than 0.
+        budget: the run is fitted to it.
+        base_run: whose weights are the start.
+        group: the ranks that train together.
+        existing: what to do about a run in the folder.
+
+    Raises:
+        OperationError: the budget is too short.
+        ChargptError: a setting does not fit the text or the machine; the folder is unusable.
+    """
+    pace = seconds = None
+    if budget is not None:
+        config, pace, seconds = fit_to_deadline(budget, config, corpus)
+    ngram = None if baselines is None else baselines.ngram
+    trainer = Trainer(config, corpus, folder=folder, group=group, ngram=ngram, base_run=base_run)
+    if group.is_main:
+        # the last ones, the best one and an unfinished one
+        folder.require_room(trainer.config.train.keep_last + 2, trainer.checkpoint_bytes())
+        folder.create(trainer.config, corpus.tokenizer, corpus.folder, existing=existing)
+    if base_run is not None:
+        logger.info(describe_base_run(base_run, config, corpus.tokenizer))
+    cost = expected_cost(trainer.config, trainer.learner, 0, seconds)
+    planned = None if budget is None else budget.plan
+    return Session(trainer, folder, baselines, cost, pace, planned, base_run)
+
+
+def with_fitting_block_size(config: Config, corpus: Corpus, fixed_keys: frozenset[str]) -> Config:
+    """Return the config of a fine-tuned run with a block size that fits its text."""
+    if config.model.kind != "gpt" or "model.block_size" in fixed_keys:
+        return config
+    block_size = fitting_block_size(config.model.block_size, corpus)
+    return config.with_values({"model.block_size": block_size})
+
+
+def slug(name: str) -> str:
+    """Return a text's name as part of a folder name: `novel.txt` gives `novel`."""
+    return re.sub(r"[^\w.-]+", "-", Path(name).stem).strip("-.") or "text"
+
+
+@contextmanager
+def new_folder(out: Path | None, name: str, group: RankGroup) -> Iterator[RunFolder]:
+    """Lock the folder of a new run: `out`, by default a new one, runs/NAME.
+
+    Other ranks than 0 lock and write nothing.
+    """
+    if not group.is_main:
+        yield RunFolder(out or Path("runs"))
+        return
+    with output_folder(out, name) as path, RunFolder(path).locked(is_new=True) as folder:
+        yield folder
+
+
+@contextmanager
+def output_folder(out: Path | None, name: str) -> Iterator[Path]:
+    """Return OUT, or else create runs/NAME, or runs/NAME-N with the first free number.
+
+    A folder that stays empty is deleted.
+
+    Raises:
+        RunError: it cannot be created.
+    """
+    if out is not None:
+        yield out
+        return
+    for number in itertools.count(1):
+        path = Path("runs", name if number == 1 else f"{name}-{number}")
+        try:
+            path.mkdir(parents=True)
+            break
+        except OSError as error:
+            if isinstance(error, FileExistsError) and path.exists():
+                continue
+            raise RunError(
+                f"{path} cannot be created ({error.strerror}); name another folder with --out"
+            ) from None
+    try:
+        yield path
+    finally:
+        with suppress(OSError):
+            path.rmdir()
