@@ -573,7 +573,7 @@ def merge_settings(
     tree: dict[str, Any] = {}
     for key, value in (defaults or {}).items():
         set_dotted(tree, key, value)
-    file_tree, lines = read_config_tree(source or "gpt")
+    file_tree, lines = read_config_tree("gpt" if source is None else source)
     fixed_keys = set(values)
     for key, value in file_tree.items():
         if value is None and isinstance(getattr(Config(), key, None), Settings):
@@ -590,7 +590,7 @@ def merge_settings(
         for key, line in lines.items()
         if key not in of_values and not key.startswith(tuple(f"{each}." for each in values))
     }
-    return validate(tree, str(source or "gpt"), lines), frozenset(fixed_keys)
+    return validate(tree, "gpt" if source is None else str(source), lines), frozenset(fixed_keys)
 
 
 def parse_override(written: str) -> tuple[str, object]:

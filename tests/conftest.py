@@ -1,4 +1,4 @@
-"""Fixtures of all tests: a cache of its own, small texts, and the command line."""
+"""Fixtures of all tests: small texts, what is logged, and the command line."""
 
 import os
 
@@ -48,18 +48,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give each test a cache of its own."""
-    folder = tmp_path_factory.mktemp("cache")
-    monkeypatch.setenv("CHARGPT_CACHE", str(folder))
-    return folder
-
-
-@pytest.fixture(autouse=True)
 def usual_algorithms() -> Iterator[None]:
     """Undo what a deterministic run sets for the whole process."""
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def notes() -> Iterator[list[str]]:
+    """What is logged for the user during a test."""
+    from chargpt.log import collected_notes
+
+    with collected_notes() as found:
+        yield found
 
 
 @pytest.fixture

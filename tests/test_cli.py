@@ -32,6 +32,7 @@ from chargpt.config import SampleConfig, load_config
 from chargpt.inference.evaluation import evaluate_tokens
 from chargpt.store.folder import RunFolder
 from chargpt.store.run import load_run
+from chargpt.store.verify import verify
 
 QUICK = (
     "-s train.max_steps=6 -s train.batch_size=4 -s train.evaluate_every=3 -s train.save_every=3 "
@@ -47,9 +48,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     shutil.copy(REPOSITORY / "data" / "lighthouse.txt", folder / "novel.txt")
     args = [word.replace("max_steps=6", "max_steps=40") for word in QUICK]
-    run_here(
-        "train", "novel.txt", *args, "--out", "run", cwd=folder, CHARGPT_CACHE=str(folder / "c")
-    )
+    run_here("train", "novel.txt", *args, "--out", "run", cwd=folder)
     return folder / "run"
 
 
@@ -134,7 +133,7 @@ def test_the_commands_that_train_prints_succeed(verse: Path, cli: Cli) -> None:
     assert len(commands) == 4
     for _, *args in commands:
         assert cli(*args).returncode == 0
-    assert RunFolder(Path("runs/lighthouse-gpt")).load("latest")[0].state.step == 12
+    assert RunFolder(Path("runs/lighthouse-gpt")).load("latest").state.step == 12
 
 
 def test_a_second_run_never_overwrites_the_first(verse: Path, cli: Cli) -> None:
@@ -324,23 +323,21 @@ def test_a_budget_is_rejected_with_max_steps_several_processes_or_resume(
     assert "plans for one process" in refusal(cli("train", verse, "--budget", "30s"))
 
 
-def test_a_run_resumes_from_cached_tokens_if_its_text_is_deleted(verse: Path, cli: Cli) -> None:
-    shutil.copy(verse, "gone.txt")
-    cli("train", "gone.txt", *QUICK)
-    Path("gone.txt").unlink()
-    done = cli("train", "--resume", "-s", "train.max_steps=8")
-    assert done.returncode == 0, done.stderr
-    assert "gone" in done.stderr
-    assert cli("evaluate").returncode == 0
-
-
-def test_evaluate_uses_the_cached_tokens_if_the_text_has_changed(verse: Path, cli: Cli) -> None:
+def test_a_run_whose_text_has_changed_resumes_with_its_own_and_says_so(
+    verse: Path, cli: Cli
+) -> None:
     shutil.copy(verse, "novel.txt")
     cli("train", "novel.txt", *QUICK)
     before = json.loads(cli("evaluate", "--json").stdout)["nats_per_char"]
     Path("novel.txt").write_text("Quite another text, xyz. " * 400)
-    done = cli("evaluate", "--json")
-    assert json.loads(done.stdout)["nats_per_char"] == before
+    assert json.loads(cli("evaluate", "--json").stdout)["nats_per_char"] == before
+    done = cli("train", "--resume", "-s", "train.max_steps=8")
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "has changed" in line]
+    assert line == (
+        "novel.txt has changed since the run began, and the run keeps its own copy; `chargpt train "
+        "TEXT --from runs/novel-gpt` trains on the new text"
+    )
 
 
 STARTED: list[subprocess.Popen[str]] = []
@@ -407,7 +404,7 @@ def test_a_second_interrupt_stops_at_once_and_leaves_an_intact_checkpoint(
     assert process.wait(timeout=30) == 130
     assert "the last checkpoint is step" in message
     assert "Traceback" not in message
-    assert not RunFolder(tmp_path / "run").load("latest")[1]
+    assert not verify(RunFolder(tmp_path / "run")).problems
 
 
 def test_a_run_that_ignores_hangups_continues_after_sighup(verse: Path, tmp_path: Path) -> None:
@@ -444,8 +441,7 @@ def test_a_closed_terminal_leaves_a_saved_run(verse: Path, tmp_path: Path) -> No
     os.close(terminal)  # every write fails from now on
     process.send_signal(signal.SIGHUP)
     assert process.wait(timeout=30) == 128 + signal.SIGHUP
-    _, skipped = RunFolder(tmp_path / "run").load("latest")
-    assert not skipped
+    assert not verify(RunFolder(tmp_path / "run")).problems
 
 
 def test_training_continues_after_stderr_is_closed(verse: Path, tmp_path: Path) -> None:
@@ -505,7 +501,7 @@ def test_a_failed_save_is_announced_once_while_training_continues(
 def test_a_run_that_does_not_fit_on_the_disk_is_rejected_before_it_starts(
     verse: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert cli("data", "info", verse).returncode == 0  # its tokens are cached
+    monkeypatch.setattr("chargpt.text.prepare.MIN_FREE_BYTES", -(10**9))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 10))
     message = refusal(cli("train", verse, *QUICK, "--out", "run"))
     assert "of disk for 4 checkpoints" in message
@@ -818,17 +814,6 @@ def test_a_long_prompt_is_measured_in_tokens_where_bytes_spell_characters(
     assert "the prompt has 24 tokens; the model reads the last 16" in done.stderr
 
 
-def test_a_check_without_the_text_is_refused_before_sampling(
-    trained: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("chargpt.cli.sample.sample_texts", forbidden)
-    assert "the cache no longer has the text" in refusal(cli("sample", trained, "--overlap"))
-
-
-def forbidden(*_: object, **__: object) -> None:
-    raise AssertionError
-
-
 def test_unknown_prompt_characters_follow_the_policy(trained: Path, cli: Cli) -> None:
     args = ["sample", trained, "--prompt", "The ж", "--length", "5", "--device", "cpu"]
     assert "U+0436" in refusal(cli(*args))
@@ -883,7 +868,6 @@ KEYS = {
 def test_evaluate_prints_one_json_object_with_the_documented_keys(
     protocol: str, trained: Path, cli: Cli
 ) -> None:
-    shutil.copytree(trained.parent / "c", os.environ["CHARGPT_CACHE"], dirs_exist_ok=True)
     facts = json.loads(cli("evaluate", trained, "--protocol", protocol, "--json").stdout)
     assert set(facts) == KEYS
     assert facts["protocol"] == protocol
@@ -892,7 +876,6 @@ def test_evaluate_prints_one_json_object_with_the_documented_keys(
 
 
 def test_evaluate_prints_protocol_split_and_block_size(trained: Path, cli: Cli) -> None:
-    cli("data", "info", trained.parent / "novel.txt")
     shown = cli("evaluate", trained, "--split", "train").stdout
     assert "train split: protocol blocks, blocks of 16" in shown
     assert "characters scored" in shown
@@ -1048,7 +1031,7 @@ def test_an_interrupted_comparison_names_the_runs_that_it_has(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("chargpt.cli.compare.load_corpus", interrupted)
+        patch.setattr("chargpt.analysis.compare.prepare", interrupted)
         done = cli("compare", verse, *QUICK, "--out", "none")
         assert (done.returncode, "the runs so far" in done.stderr) == (130, False)
     with monkeypatch.context() as patch:

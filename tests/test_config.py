@@ -15,6 +15,7 @@ from chargpt.config import (
     Config,
     ModelConfig,
     load_config,
+    merge_settings,
     parse_override,
     shipped_configs,
 )
@@ -366,8 +367,10 @@ def test_a_missing_config_is_rejected_with_the_available_ones(source: str) -> No
 def test_overrides_take_precedence_over_the_file_and_the_file_over_defaults(write) -> None:
     path = write("seed: 2\ntrain:\n  max_steps: 20\n")
     defaults = {"seed": 1, "train.max_steps": 10, "text.path": "book.txt"}
-    config = load_config(path, ["seed=3"], defaults)
+    config, fixed_keys = merge_settings(path, {"seed": 3}, defaults)
     assert (config.seed, config.train.max_steps, config.text.path) == (3, 20, "book.txt")
+    assert fixed_keys == {"seed", "train.max_steps"}
+    assert merge_settings(None, {"optim.lr": 0.5})[1] == {"optim.lr"}
 
 
 def test_the_last_of_two_overrides_applies() -> None:

@@ -1,4 +1,4 @@
-"""Loading a text: sources, decoding, encoding, splits, and the cache of tokens."""
+"""Preparing a text: sources, decoding, encoding, splits, and the files of its tokens."""
 
 import codecs
 import gzip
@@ -6,13 +6,11 @@ import io
 import json
 import os
 import re
-import shlex
 import shutil
-import stat
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,10 +20,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from chargpt.config import TextConfig
-from chargpt.errors import TextError, UnknownCharacterError
-from chargpt.text import cache, source
-from chargpt.text.corpus import Corpus, load_cached
-from chargpt.text.prepare import load_corpus, read_text
+from chargpt.errors import RunError, TextError, UnknownCharacterError
+from chargpt.text import source
+from chargpt.text.corpus import Corpus
+from chargpt.text.prepare import (
+    MIN_FREE_BYTES,
+    TEXT_FILES,
+    find_text,
+    load_corpus,
+    prepare,
+    read_prepared,
+    read_text,
+)
 from chargpt.text.tokenizer import CharTokenizer
 
 Write = Callable[..., Path]
@@ -54,11 +60,6 @@ def text_of(corpus: Corpus) -> str:
     return corpus.tokenizer.decode(corpus.tokens)
 
 
-def folder_of(corpus: Corpus) -> Path:
-    """Return the folder of the cached tokens."""
-    return cache.cache_folder() / "tokens" / corpus.key
-
-
 def error_message(path: Path | str, **values: object) -> str:
     with pytest.raises(TextError) as caught:
         load(path, **values)
@@ -79,7 +80,8 @@ class Pipe(io.BytesIO):
 
 def corpus_of_size(size: int, val: float = 0.1, test: float = 0.0) -> Corpus:
     tokens = np.broadcast_to(np.uint8(0), (size,))
-    return Corpus("text.txt", "key", CharTokenizer("a"), tokens, val, test)
+    settings = TextConfig(val_fraction=val, test_fraction=test)
+    return Corpus("text.txt", "key", CharTokenizer("a"), tokens, settings)
 
 
 # Splits
@@ -209,9 +211,8 @@ def test_a_passage_is_searched_in_whole_tokens_of_the_training_split() -> None:
     ids = corpus.tokenizer.encode(letters)
     assert corpus.tokens.dtype == np.uint16
     assert ids[257] == 257
-    assert corpus.is_in_training(letters[257] + letters[514])
-    assert not corpus.is_in_training(letters[513] + letters[258])
-    assert not corpus.is_in_training(letters[513] + letters[513])
+    assert corpus.find([letters[257] + letters[514]])
+    assert not corpus.find([letters[513] + letters[258], letters[513] + letters[513]])
 
 
 @pytest.mark.parametrize(
@@ -259,6 +260,7 @@ def test_undecodable_bytes_are_named_with_their_offset(
     content: bytes,
     encoding: str,
     where: str,
+    notes: list[str],
 ) -> None:
     monkeypatch.setattr(source, "CHUNK_BYTES", chunk)
     path = write(content)
@@ -274,8 +276,7 @@ def test_undecodable_bytes_are_named_with_their_offset(
     assert text == known.decode(content, "replace")[0].removeprefix("\ufeff")
     n_replaced = text.count("\ufffd")
     note = f"bytes that do not decode, replaced by U+FFFD: {n_replaced}"
-    assert replaced.notes == load(path, encoding=encoding, encoding_errors="replace").notes
-    assert any(each.startswith(note) for each in replaced.notes)
+    assert any(each.startswith(note) for each in notes)
 
 
 def test_a_binary_is_rejected_with_the_offset_of_its_first_nul_byte(write: Write) -> None:
@@ -330,21 +331,18 @@ def test_the_unpacked_size_of_an_archive_is_bounded(
 
 
 def test_a_nearly_full_disk_is_reported_and_temporary_files_are_deleted(
-    write: Write, monkeypatch: pytest.MonkeyPatch, own_cache: Path
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    archive = write(gzip.compress(b"ab" * 3_000_000), "a.gz")
-    usage = shutil.disk_usage(own_cache)
-    monkeypatch.setattr(
-        shutil, "disk_usage", lambda _: usage._replace(free=cache.MIN_FREE_BYTES + 100_000)
-    )
-    assert "CHARGPT_CACHE" in error_message(archive)
-    assert "MB free" in error_message(write("abc" * 100_000))
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ab" * 3_000_000)))
-    assert "MB free" in error_message("-")
-    assert not list((own_cache / "tokens").glob("*"))
+    text = write("abc" * 100_000)
+    usage = shutil.disk_usage(tmp_path)
+    few = usage._replace(free=MIN_FREE_BYTES + 100_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: few)
+    with pytest.raises(TextError, match="MB free, too little to encode this text"):
+        prepared(text, tmp_path / "text", documents="lines")
+    assert not list((tmp_path / "text").iterdir())
 
 
-def test_a_folder_is_read_recursively_sorted_and_by_suffix(write: Write) -> None:
+def test_a_folder_is_read_recursively_sorted_and_by_suffix(write: Write, notes: list[str]) -> None:
     write("b1", "b/1.txt")
     write(codecs.BOM_UTF8 + b"a2", "a/2.md")
     write(gzip.compress(b"z3"), "z.gz")
@@ -354,16 +352,19 @@ def test_a_folder_is_read_recursively_sorted_and_by_suffix(write: Write) -> None
     corpus = load(folder)
     assert text_of(corpus) == "a2b1z3"
     assert corpus.name == "texts/"
-    files, split = corpus.notes
+    files, split = notes
     assert files == (
         "files read of texts/: 3, which end in .txt, .md, .gz, sorted by path; not read: 1 (1 .py)"
     )
     assert "-s text.documents=files shuffles the files" in split
-    assert load(folder, documents="files").notes == (files,)
+    notes.clear()
+    load(folder, documents="files")
+    assert notes == [files]
     assert text_of(load(folder, suffixes=("py",))) == "no"
+    notes.clear()
     matched = load(folder / "*" / "*.*")
     assert matched.name.endswith("texts/*/*.*")
-    assert matched.notes == (f"files read of {matched.name}: 3, sorted by path", split)
+    assert notes == [f"files read of {matched.name}: 3, sorted by path", split]
     message = error_message(folder, suffixes=(".rst", ".tex"))
     assert ".rst, .tex" in message
     assert "/**/*.gz" in message
@@ -372,19 +373,19 @@ def test_a_folder_is_read_recursively_sorted_and_by_suffix(write: Write) -> None
     assert "text.suffixes" not in message
 
 
-def test_binary_files_among_several_are_skipped_and_named(write: Write) -> None:
+def test_binary_files_among_several_are_skipped_and_named(write: Write, notes: list[str]) -> None:
     folder = write("ab\n", "m.txt").parent
     alone = load(folder, documents="files").key
     binary = [write(b"\0" * size, name) for size, name in ((9, "a.txt"), (600_000, "n.txt"))]
     corpus = load(folder)
     assert text_of(corpus) == "ab\n"
-    assert "not read, since they are binary: a.txt and n.txt" in corpus.notes
+    assert "not read, since they are binary: a.txt and n.txt" in notes
     write(b"PK\0", "z.txt")
     corpus = load(folder, documents="files")
     assert corpus.key == alone
-    assert "not read, since they are binary: a.txt, n.txt and 1 more" in corpus.notes
-    notes: list[str] = []
-    assert read_text(folder, on_note=notes.append) == "ab\n"
+    assert "not read, since they are binary: a.txt, n.txt and 1 more" in notes
+    notes.clear()
+    assert read_text(folder) == "ab\n"
     assert notes[1:] == ["not read, since they are binary: a.txt, n.txt and 1 more"]
     assert "NUL byte" in error_message(folder, encoding="utf-8")
     write("ab".encode("utf-16"), "m.txt")
@@ -394,13 +395,15 @@ def test_binary_files_among_several_are_skipped_and_named(write: Write) -> None:
     assert "NUL byte" in error_message(binary[1])
 
 
-def test_endings_that_outnumber_those_read_get_the_remedy(write: Write) -> None:
+def test_endings_that_outnumber_those_read_get_the_remedy(write: Write, notes: list[str]) -> None:
     folder = write("a", "a.txt").parent
     write("b", "b.cmake")
-    assert "to read" not in load(folder).notes[0]
+    load(folder)
+    assert "to read" not in notes[0]
     write("c", "c.cmake")
     remedy = "; to read the .cmake files, set text.suffixes, as with -s text.suffixes=.cmake, or "
-    assert remedy in load(folder).notes[0]
+    load(folder)
+    assert any(remedy in note for note in notes)
 
 
 def test_a_run_is_not_taken_for_a_text(write: Write) -> None:
@@ -436,9 +439,7 @@ def test_brackets_in_an_existing_file_name_are_not_a_pattern(write: Write) -> No
     assert text_of(load(write("abc", "novel [1].txt"))) == "abc"
 
 
-def test_standard_input_is_read_once_and_then_loaded_by_its_key(
-    monkeypatch: pytest.MonkeyPatch, own_cache: Path
-) -> None:
+def test_standard_input_is_read_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def set_stdin(content: bytes) -> None:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(Pipe(content)))
 
@@ -446,24 +447,24 @@ def test_standard_input_is_read_once_and_then_loaded_by_its_key(
     first = load("-")
     assert text_of(first) == MIXED
     assert first.name == "standard input"
-    set_stdin(b"")
-    reloaded = load_cached(TextConfig(path="-"), first.key, first.name)
-    assert text_of(reloaded) == MIXED
     set_stdin(gzip.compress(b"packed"))
     assert text_of(load("-")) == "packed"
     set_stdin(b"")
     assert "standard input is empty" in error_message("-")
     set_stdin("жы".encode() + b"\xff")
     assert "standard input is not UTF-8 text (byte 0xFF at offset 4" in error_message("-")
-    monkeypatch.setattr("chargpt.text.ingest.copy_stdin.__defaults__", (5,))
+    monkeypatch.setattr("chargpt.text.prepare.copy_stdin.__defaults__", (5,))
     set_stdin(MIXED.encode())
     assert "standard input is over 5 bytes" in error_message("-")
-    assert not list((own_cache / "tokens").glob(".*"))  # the copies of the input are deleted
+    set_stdin(MIXED.encode())
+    with pytest.raises(TextError):
+        prepare(find_text(TextConfig(path="-")), TextConfig(path="-"), tmp_path / "text")
+    assert not list((tmp_path / "text").iterdir())  # the copy of the input is deleted
 
 
 def test_a_real_pipe_is_read(tmp_path: Path) -> None:
     script = (
-        "from chargpt.config import TextConfig; from chargpt.text.corpus import load_corpus;"
+        "from chargpt.config import TextConfig; from chargpt.text.prepare import load_corpus;"
         "print(load_corpus(TextConfig(path='-')).tokens.size)"
     )
     done = subprocess.run(
@@ -582,7 +583,7 @@ CHANGED_CONTENTS: dict[str, bytes] = {
 
 @pytest.mark.parametrize("content", CHANGED_CONTENTS.values(), ids=CHANGED_CONTENTS.keys())
 def test_a_text_that_changes_between_the_passes_is_rejected(
-    write: Write, monkeypatch: pytest.MonkeyPatch, own_cache: Path, content: bytes
+    write: Write, monkeypatch: pytest.MonkeyPatch, content: bytes
 ) -> None:
     path = write("abc" * 10)
     status = path.stat()
@@ -601,32 +602,15 @@ def test_a_text_that_changes_between_the_passes_is_rejected(
             CharTokenizer, "from_counts", lambda *arguments: (path.unlink(), fit(*arguments))[1]
         )
         assert "there is no file" in error_message(path)
-    assert not list((own_cache / "tokens").iterdir())
     assert text_of(load(write("abd" * 10))) == "abd" * 10
 
 
-# The cache
+# The files of a prepared text
 
 
-def forbid_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise AssertionError("the text was encoded a second time")
-
-    monkeypatch.setattr("chargpt.text.corpus.ingest", fail)
-
-
-def test_only_a_changed_text_is_encoded_again(
-    write: Write, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = write("abc" * 10)
-    first = load(path)
-    changed = write("abd" * 10)
-    assert load(changed).key != first.key
-    with monkeypatch.context() as patch:
-        forbid_encoding(patch)
-        assert text_of(load(path)) == "abd" * 10
-    os.utime(path, ns=(1, 1))
-    assert text_of(load(path)) == "abd" * 10
+def prepared(path: Path, folder: Path, **values: object) -> Corpus:
+    settings = TextConfig.model_validate({"path": str(path), **values})
+    return prepare(find_text(settings), settings, folder)
 
 
 def test_the_key_depends_on_encoding_and_min_count(write: Write) -> None:
@@ -644,31 +628,49 @@ def test_the_key_depends_on_encoding_and_min_count(write: Write) -> None:
     assert spelt == load(path, encoding="cp1251", val_fraction=0.3).key
 
 
-def test_cache_keys_and_files_have_the_version_1_format(write: Write) -> None:
+def test_keys_and_tokens_are_those_of_earlier_versions(write: Write) -> None:
     path = write("hello, w\u00f6rld\n")
     corpus = load(path)
-    folder = folder_of(corpus)
     assert corpus.key == "b82d901cb0674a0e970962a52072f4cf1ecdc5743e5d7007bfc604adfda50cb8"
-    assert (folder / "tokens.bin").read_bytes() == bytes(corpus.tokens.tolist())
     assert corpus.tokens.tolist() == [5, 4, 6, 6, 7, 2, 1, 9, 10, 8, 6, 3, 0]
-    vocabulary = (folder / "tokenizer.json").read_bytes()
-    assert vocabulary == (
-        b'{"format": "chargpt-tokenizer", "version": 1, "characters": "\\n ,dehlorw\\u00f6", '
-        b'"unknown": false}'
+    assert corpus.tokenizer.to_json() == (
+        '{"format": "chargpt-tokenizer", "version": 1, "characters": "\\n ,dehlorw\\u00f6", '
+        '"unknown": false}'
     )
-    meta = json.loads((folder / "meta.json").read_text())
-    del meta["file_stamp"]
-    assert meta == {
-        "format": "chargpt-tokens",
-        "version": 1,
-        "count": 13,
-        "crc32": 4084095773,
-        "rare_count": 0,
-        "tokenizer_sha256": "85715c8317cda2a348b3e2a99f6b6fa7ec8ffe7df019160692a680df74bf325f",
-    }
     rare = load(path, encoding="latin-1", min_count=2, rare="unknown")
     assert rare.key == "76a7cac920b63533a1ee4901523ce9524fd55c314793b7805b2eebca6ca01017"
     assert rare.tokens.tolist() == [1, 1, 0, 0, 1, 1, 1, 1, 1, 1, 1, 0, 1, 1]
+
+
+def test_a_prepared_text_is_read_back_without_its_source(write: Write, tmp_path: Path) -> None:
+    path = write("one\n\ntwo\nthree\n", "a.txt")
+    corpus = prepared(path.parent, tmp_path / "text", documents="lines")
+    path.unlink()
+    again = read_prepared(tmp_path / "text", corpus.settings, corpus.tokenizer)
+    assert text_of(again) == text_of(corpus)
+    assert (again.name, again.key, again.files) == (corpus.name, corpus.key, corpus.files)
+    assert again.find_places(["three"])["three"].line == 4
+    assert sorted(each.name for each in (tmp_path / "text").iterdir()) == sorted(TEXT_FILES)
+
+
+@pytest.mark.parametrize("documents", [None, "lines", "files", "--\n"])
+def test_passages_are_located_by_file_and_line(
+    write: Write, tmp_path: Path, documents: str | None
+) -> None:
+    contents = {}
+    for name in "abc":
+        lines = [f"{name}{number}" for number in range(50)] + ["--"]
+        contents[name] = "\n".join(["", *lines, "", "--", "", "end é of " + name + "\n"])
+        folder = write(contents[name], f"{name}.txt").parent
+    write("", "empty.txt")
+    write(b"\0", "binary.txt")
+    corpus = prepared(folder, tmp_path / "text", documents=documents, val_fraction=0.01)
+    wanted = ["a7", "b0", "c49", "end é of a", "end é of b"]
+    places = corpus.find_places(wanted)
+    assert len(places) >= 4  # one may be in the validation split
+    for passage, place in places.items():
+        lines = Path(place.path).read_text().splitlines()
+        assert passage in lines[place.line - 1], (passage, place)
 
 
 def flip_bit(folder: Path) -> None:
@@ -682,147 +684,71 @@ def change_meta(folder: Path, **changes: object) -> None:
     (folder / "meta.json").write_text(json.dumps({**meta, **changes}))
 
 
+def forge_tokens(folder: Path, content: bytes) -> None:
+    (folder / "tokens.bin").write_bytes(content)
+    change_meta(folder, checksums={"tokens.bin": [len(content), zlib.crc32(content)]})
+
+
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "a flipped bit": flip_bit,
     "tokens cut short": lambda folder: os.truncate(folder / "tokens.bin", 7),
     "no tokens": lambda folder: (folder / "tokens.bin").unlink(),
-    "no tokenizer": lambda folder: (folder / "tokenizer.json").unlink(),
-    "another tokenizer": lambda folder: CharTokenizer("xyz").save(folder / "tokenizer.json"),
+    "an empty file": lambda folder: forge_tokens(folder, b""),
+    "an id that no character has": lambda folder: forge_tokens(folder, b"\0\1\xff"),
+    "another tokenizer": lambda folder: change_meta(folder, tokenizer_sha256="0"),
     "meta not JSON": lambda folder: (folder / "meta.json").write_text("{"),
     "meta not an object": lambda folder: (folder / "meta.json").write_text("[]"),
     "meta nested": lambda folder: (folder / "meta.json").write_text("[" * 90_000),
-    "meta huge": lambda folder: (folder / "meta.json").write_text(" " * 200_000),
     "meta empty": lambda folder: (folder / "meta.json").write_text("{}"),
     "another version": lambda folder: change_meta(folder, version=99),
-    "another count": lambda folder: change_meta(folder, count=10**15),
-    "count no number": lambda folder: change_meta(folder, count=None),
+    "a file elsewhere": lambda folder: change_meta(folder, checksums={"../x": [1, 1]}),
+    "no number": lambda folder: change_meta(folder, rare_count=None),
+    "a file without a name": lambda folder: change_meta(folder, files=[[1, 2, 3, 4]]),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
-def test_a_damaged_cache_is_rebuilt_with_a_note(
-    write: Write, damage: Callable[[Path], object]
+def test_a_damaged_text_is_reported_in_one_sentence(
+    write: Write, tmp_path: Path, damage: Callable[[Path], object]
 ) -> None:
-    path = write("abc" * 10)
-    folder = folder_of(load(path))
+    folder = tmp_path / "text"
+    corpus = prepared(write("abc" * 10), folder)
     damage(folder)
-    reloaded = load(path)
-    assert text_of(reloaded) == "abc" * 10
-    assert reloaded.notes == ("the cached tokens were damaged and have been rebuilt from the text",)
-    assert load(path).notes == ()
+    with pytest.raises(RunError, match="restore it from a copy") as caught:
+        read_prepared(folder, corpus.settings, corpus.tokenizer)
+    assert "\n" not in str(caught.value)
 
 
-def test_large_token_files_are_checked_only_if_their_stamp_changed(
-    write: Write, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cache, "MAX_CHECKED_BYTES", 10)
+def test_a_link_or_a_device_is_no_text(write: Write, tmp_path: Path) -> None:
+    folder = tmp_path / "text"
+    corpus = prepared(write("abc" * 10), folder)
+    (folder / "tokens.bin").unlink()
+    (folder / "tokens.bin").symlink_to("/dev/zero")
+    with pytest.raises(RunError, match="not a regular file"):
+        read_prepared(folder, corpus.settings, corpus.tokenizer)
+
+
+def test_a_changed_source_is_noticed(write: Write) -> None:
     path = write("abc" * 10)
-    folder = folder_of(load(path))
-    checksums: list[int] = []
-    real = cache.zlib.crc32
-    monkeypatch.setattr(cache.zlib, "crc32", lambda *data: checksums.append(1) or real(*data))
-    assert load(path).notes == ()
-    assert not checksums
-    os.utime(folder / "tokens.bin", ns=(1, 1))
-    assert load(path).notes == ()
-    assert checksums
-    checksums.clear()
-    assert load(path).notes == ()
-    assert not checksums
-    flip_bit(folder)
-    assert load(path).notes != ()
-
-
-@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"key": 7, "files": []}', b"\xff"])
-def test_a_damaged_index_is_ignored(write: Write, own_cache: Path, content: bytes) -> None:
-    path = write("abc" * 10)
-    load(path)
-    for file in (own_cache / "index").iterdir():
-        file.write_bytes(content)
-    assert text_of(load(path)) == "abc" * 10
-
-
-def test_a_cleared_cache_is_filled_again(write: Write, own_cache: Path) -> None:
-    path = write("abc" * 10)
-    load(path)
-    shutil.rmtree(own_cache / "tokens")
-    reloaded = load(path)
-    assert (text_of(reloaded), reloaded.notes) == ("abc" * 10, ())
-
-
-def test_a_missing_text_is_loaded_from_the_cache_with_a_note(write: Write) -> None:
-    path = write("abc" * 10)
-    first = load(path)
+    corpus = load(path)
+    assert not corpus.source_has_changed()
+    write("abd" * 10)
+    assert corpus.source_has_changed()
     path.unlink()
-    for reloaded in (load(path), load_corpus(TextConfig(path=str(path)), key=first.key)):
-        assert text_of(reloaded) == "abc" * 10
-        assert reloaded.notes == ("the text text.txt is missing; its cached tokens are used",)
-    flip_bit(folder_of(first))
-    assert "are damaged" in error_message(path)
-    shutil.rmtree(folder_of(first))
-    assert "there is no file" in error_message(path)
+    assert not corpus.source_has_changed()  # as on another machine
 
 
-def test_a_run_uses_its_cached_text_if_the_file_changes(write: Write) -> None:
-    path = write("abc" * 10)
-    settings = TextConfig(path=str(path))
-    first = load_corpus(settings)
-    assert load_corpus(settings, key=first.key).notes == ()
-    write("xyz" * 10)
-    for _ in range(2):  # the second time, the new text is in the index
-        reloaded = load_corpus(settings, key=first.key)
-        assert text_of(reloaded) == "abc" * 10
-        assert "has changed" in reloaded.notes[0]
-    shutil.rmtree(folder_of(first))
-    with pytest.raises(TextError, match="has changed since the run was trained on it"):
-        load_corpus(settings, key=first.key)
-
-
-def test_an_unwritable_cache_is_rejected_with_the_remedy(
-    write: Write, monkeypatch: pytest.MonkeyPatch
+def test_files_are_flushed_to_disk_in_order(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("CHARGPT_CACHE", str(write("a file", "file")))
-    message = error_message(write("abc"))
-    assert "cannot be written" in message
-    assert "set CHARGPT_CACHE" in message
-
-
-def test_threads_can_load_the_same_text_concurrently(write: Write) -> None:
-    path = write(MIXED * 2000)
-    with ThreadPoolExecutor(8) as pool:
-        corpora = list(pool.map(lambda _: load(path), range(16)))
-    assert {text_of(corpus) for corpus in corpora} == {MIXED * 2000}
-    folder = folder_of(corpora[0])
-    names = sorted(file.name for file in folder.iterdir())
-    assert names == ["meta.json", "tokenizer.json", "tokens.bin"]
-
-
-def test_old_temporary_files_are_deleted(write: Write) -> None:
-    folder = folder_of(load(write("abc")))
-    old, new = folder.parent / ".tokens.old.tmp", folder / ".tokens.new.tmp"
-    index = folder.parents[1] / "index" / ".entry.json.0123456789ab.tmp"
-    for path in (old, new, index):
-        path.write_bytes(b"x")
-    for path in (old, index):
-        os.utime(path, (1, 1))
-    load(write("abd"))
-    assert not old.exists()
-    assert not index.exists()
-    assert new.exists()
-
-
-def test_cached_tokens_may_be_read_by_all_whom_the_umask_lets(write: Write) -> None:
-    before = os.umask(0o022)
-    try:
-        folder = folder_of(load(write("abc")))
-    finally:
-        os.umask(before)
-    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o644}
-
-
-@pytest.mark.parametrize("key", ["a" * 300, "../" * 3, "é" * 64, "A" * 64, ""])
-def test_a_key_that_is_no_hash_finds_nothing(key: str) -> None:
-    assert cache.load(key) is None
+    flushed: list[str] = []
+    real = os.fsync
+    monkeypatch.setattr(
+        "os.fsync",
+        lambda number: (flushed.append(os.readlink(f"/proc/self/fd/{number}")), real(number))[1],
+    )
+    prepared(write("abc\n" * 10), tmp_path / "text", documents="lines")
+    assert [Path(name).name for name in flushed] == ["tokens.bin", "lines.bin", "meta.json"]
 
 
 def test_a_text_in_memory_has_no_encoding() -> None:
@@ -840,7 +766,7 @@ def test_read_text_decodes_like_a_corpus(write: Write, monkeypatch: pytest.Monke
     assert read_text(write("", "empty.txt")) == ""
     with pytest.raises(TextError, match="0x92 at offset 3"):
         read_text(write(b"don\x92t"))
-    monkeypatch.setattr("chargpt.text.corpus.MAX_READ_CHARACTERS", 10)
+    monkeypatch.setattr("chargpt.text.prepare.MAX_READ_CHARACTERS", 10)
     with pytest.raises(TextError, match="over 10 characters"):
         read_text(write("abc" * 10))
 
@@ -873,7 +799,7 @@ def test_memory_stays_bounded_for_a_large_text(tmp_path: Path) -> None:
             file.write(b"%d " % number + b"the quick brown fox jumps over it\n" * 30_000)
     script = (
         "import resource, sys; from chargpt.config import TextConfig;"
-        "from chargpt.text.corpus import load_corpus;"
+        "from chargpt.text.prepare import load_corpus;"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1000;"
         "before = peak(); load_corpus(TextConfig(path=sys.argv[1])); print(peak() - before)"
     )
@@ -885,48 +811,3 @@ def test_memory_stays_bounded_for_a_large_text(tmp_path: Path) -> None:
     )
     assert path.stat().st_size > 300_000_000
     assert int(done.stdout) < 200  # MB
-
-
-def test_an_edit_in_place_with_its_time_restored_is_noticed(write: Write) -> None:
-    path = write("abc" * 10)
-    load(path)
-    status = path.stat()
-    with open(path, "r+b") as file:
-        file.write(b"xyz")
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert text_of(load(path)) == "xyz" + "abc" * 9
-
-
-def test_tokens_are_flushed_to_disk_before_the_index_names_them(
-    write: Write, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flushed: list[str] = []
-    real = os.fsync
-    monkeypatch.setattr(
-        "os.fsync",
-        lambda number: (flushed.append(os.readlink(f"/proc/self/fd/{number}")), real(number))[1],
-    )
-    load(write("abc" * 10))
-    names = [Path(name).name for name in flushed]
-    tokens = next(i for i, name in enumerate(names) if name.startswith(".tokens."))
-    assert tokens < next(i for i, name in enumerate(names) if "meta.json" in name)
-
-
-@pytest.mark.parametrize("path", ["/proc/kmsg", "/**/*", "/etc/passwd", "secret.txt"])
-def test_a_run_does_not_choose_which_files_are_read(
-    path: str, write: Write, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    secret = write("secret")
-    wanted = str(secret) if path == "secret.txt" else path
-
-    def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("it was opened")
-
-    monkeypatch.setattr("builtins.open", refuse)
-    monkeypatch.setattr("os.stat", refuse)
-    monkeypatch.setattr("glob.iglob", refuse)
-    monkeypatch.setattr("chargpt.text.cache.load", lambda _: None)
-    with pytest.raises(TextError, match="read it again with\n  chargpt data info") as caught:
-        load_cached(TextConfig(path=wanted, min_count=2), "0" * 64, "novel.txt")
-    assert shlex.quote(wanted) in str(caught.value)
-    assert "-s text.min_count=2" in str(caught.value)

@@ -1,7 +1,9 @@
 """Run folders: checkpoints, pointers, locks, metrics and integrity checks."""
 
+import contextlib
 import dataclasses
 import errno
+import functools
 import json
 import math
 import os
@@ -11,6 +13,7 @@ import stat
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +22,15 @@ import pytest
 import safetensors.torch
 import torch
 from conftest import REPOSITORY
-from saving import BEST_STEPS, CONFIG, TOKENIZER, rewrite, save
+from saving import CONFIG, TOKENIZER, rewrite, save
 
-from chargpt.errors import ChargptError, DeviceError, RunError, UnreadableError
+from chargpt.errors import DeviceError, RunError, UnreadableError
 from chargpt.files import to_json
 from chargpt.models import build_model
 from chargpt.store import metrics, selection
 from chargpt.store.checkpoint import Checkpoint, list_checkpoints, step_of
 from chargpt.store.folder import RunFolder
-from chargpt.store.layout import has_checkpoint, has_own_checkpoint, move_aside
+from chargpt.store.layout import find_foreign_file, has_checkpoint
 from chargpt.store.listing import list_runs
 from chargpt.store.metrics import MetricsLog
 from chargpt.store.run import load_run, newest_run, open_run
@@ -37,7 +40,6 @@ from chargpt.store.tensors import serialize
 from chargpt.store.verify import verify
 from chargpt.text.prepare import load_corpus
 from chargpt.text.tokenizer import CharTokenizer
-from chargpt.training.session import resume_run
 from chargpt.training.trainer import Trainer
 
 
@@ -168,39 +170,41 @@ def test_a_metrics_write_that_failed_as_a_whole_leaves_no_damage(
 
 
 def test_one_process_at_a_time_holds_the_lock_of_a_run(run: RunFolder) -> None:
-    with pytest.raises(RunError) as caught:
-        RunFolder(run.path).lock()
-    assert str(caught.value) == (
-        f"another process is training into {run.path}; wait for it or stop it, or name "
-        "another folder with --out"
-    )
-    with pytest.raises(RunError, match="another process is training"):
-        RunFolder(run.path).create(CONFIG, TOKENIZER, existing="rename")
-    run.unlock()
-    RunFolder(run.path).lock()
+    with run.locked():
+        for is_new in (False, True):
+            with (
+                pytest.raises(RunError) as caught,
+                RunFolder(run.path).locked(is_new=is_new),
+            ):
+                pass
+            assert str(caught.value) == (
+                f"another process is training into {run.path}; wait for it or stop it, or name "
+                "another folder with --out"
+            )
+    with RunFolder(run.path).locked():
+        pass
+    assert (run.path / "config.yaml").exists()
 
 
-def test_a_killed_process_leaves_no_lock(tmp_path: Path) -> None:
-    other = RunFolder(tmp_path / "other").create(CONFIG, TOKENIZER)
-    path = other.path
-    other.unlock()
+def test_a_killed_process_leaves_no_lock(run: RunFolder) -> None:
     script = (
         "import sys, time; from pathlib import Path; from chargpt.store.folder import RunFolder;"
-        "run = RunFolder(Path(sys.argv[1])); run.lock(); print('locked', flush=True);"
-        "time.sleep(60)"
+        "lock = RunFolder(Path(sys.argv[1])).locked(); lock.__enter__();"
+        "print('locked', flush=True); time.sleep(60)"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", script, str(path)],
+        [sys.executable, "-c", script, str(run.path)],
         stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
     )
     assert process.stdout is not None
     assert process.stdout.readline() == b"locked\n"
-    with pytest.raises(RunError, match="another process"):
-        RunFolder(path).lock()
+    with pytest.raises(RunError, match="another process"), run.locked():
+        pass
     process.kill()
     process.wait()
-    RunFolder(path).lock()
+    with run.locked():
+        pass
 
 
 def test_pruning_keeps_checkpoints_newer_than_the_resumed_one(
@@ -256,12 +260,50 @@ def test_a_failed_creation_leaves_no_folder(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
+    run = RunFolder(tmp_path / "run")
     with monkeypatch.context() as patched:
         patched.setattr("os.replace", full)
-        with pytest.raises(RunError, match="No space left"):
-            RunFolder(tmp_path / "run").create(CONFIG, TOKENIZER)
-    assert not (tmp_path / "run").exists()
-    RunFolder(tmp_path / "run").create(CONFIG, TOKENIZER)
+        with pytest.raises(RunError, match="No space left"), run.locked(is_new=True):
+            run.create(CONFIG, TOKENIZER)
+    assert not run.path.exists()
+    run.create(CONFIG, TOKENIZER)
+
+
+def prepared_text(parent: Path) -> Path:
+    folder = parent / "text"
+    folder.mkdir()
+    (folder / "tokens.bin").write_bytes(b"x")
+    return folder
+
+
+def test_a_run_that_fails_before_it_has_results_is_deleted(tmp_path: Path) -> None:
+    run, text = RunFolder(tmp_path / "run"), prepared_text(tmp_path)
+    create = functools.partial(run.create, CONFIG, TOKENIZER, text)
+
+    def fail_after(*work: Callable[[], object]) -> None:
+        with run.locked(is_new=True):
+            for each in work:
+                each()
+            raise ZeroDivisionError
+
+    for work in (lambda: run.new_text.mkdir(parents=True), create):
+        with pytest.raises(ZeroDivisionError):
+            fail_after(work)
+        assert not run.path.exists()
+    with pytest.raises(ZeroDivisionError):
+        fail_after(create, lambda: save(run, 1))
+    assert load_run(run.path, device="cpu").step == 1
+
+
+def test_runs_share_the_files_of_a_text_or_copy_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = prepared_text(tmp_path)
+    linked = RunFolder(tmp_path / "a").create(CONFIG, TOKENIZER, text)
+    assert (linked.path / "text" / "tokens.bin").samefile(text / "tokens.bin")
+    monkeypatch.setattr(os, "link", failing_read)
+    copied = RunFolder(tmp_path / "b").create(CONFIG, TOKENIZER, text)
+    assert (copied.path / "text" / "tokens.bin").read_bytes() == b"x"
 
 
 def test_the_same_weights_give_the_same_bytes(run: RunFolder) -> None:
@@ -279,26 +321,92 @@ def test_a_run_is_never_overwritten_without_force(run: RunFolder, tmp_path: Path
         "or name another folder with --out"
     )
     assert list_checkpoints(run.checkpoints)
-    path, checkpoints = run.path, run.checkpoints
-    run.unlock()
-    RunFolder(path).create(CONFIG, TOKENIZER, existing="rename")
-    assert not list_checkpoints(checkpoints)
+
+
+def test_force_renames_the_old_run_and_deletes_nothing(run: RunFolder, notes: list[str]) -> None:
+    run_with_best(run)
+    run.keep(1)
+    (run.path / "notes.txt").write_text("precious")
+    with run.locked():
+        old = sorted(path.relative_to(run.path) for path in run.path.rglob("*"))
+        new = RunFolder(run.path).create(CONFIG, TOKENIZER, existing="rename")
+    aside = run.path.with_name("run.old")
+    assert notes == [f"the run that was {run.path} is now {aside}"]
+    assert sorted(path.relative_to(aside) for path in aside.rglob("*")) == old
+    assert load_run(aside, device="cpu").step == 1
+    assert not list_checkpoints(new.checkpoints)
+    save(new, 7)
+    assert load_run(run.path, device="cpu").step == 7
+    RunFolder(run.path).create(CONFIG, TOKENIZER, existing="rename")
+    assert load_run(run.path.with_name("run.old-2"), device="cpu").step == 7
+
+
+def test_a_run_that_replaces_another_is_locked_at_its_new_place(run: RunFolder) -> None:
+    save(run, 1)
+    new = RunFolder(run.path)
+    with new.locked(is_new=True):
+        new.create(CONFIG, TOKENIZER, existing="rename")
+        with pytest.raises(RunError, match="another process"), RunFolder(run.path).locked():
+            pass
+        with RunFolder(run.path.with_name("run.old")).locked():
+            pass
+    with RunFolder(run.path).locked():
+        pass
+
+
+@pytest.mark.parametrize("call", range(12))
+def test_a_start_that_is_killed_at_any_rename_leaves_a_whole_run(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    run_with_best(run)
+    text = prepared_text(run.path.parent)
+    calls, real = [], {name: getattr(os, name) for name in ("rename", "replace", "link")}
+
+    def killed(name: str, *paths: Path) -> None:
+        calls.append(name)
+        if len(calls) > call:  # nothing runs after a kill
+            raise SystemExit
+        real[name](*paths)
+
+    for name in real:
+        monkeypatch.setattr(os, name, functools.partial(killed, name))
+    with contextlib.suppress(SystemExit):
+        RunFolder(run.path).create(CONFIG, TOKENIZER, text, existing="rename")
+    monkeypatch.undo()
+    aside = run.path.with_name("run.old")
+    if not aside.exists():
+        assert load_run(run.path, device="cpu").step == 1
+        with run.locked():
+            pass
+        assert not (run.path / ".new").exists()
+    else:
+        assert load_run(aside, device="cpu").step == 1
+    again = RunFolder(run.path)
+    with again.locked(is_new=True):
+        again.create(CONFIG, TOKENIZER, existing="rename")
+    assert not list_checkpoints(again.checkpoints)
+
+
+def test_a_folder_that_is_no_run_is_not_replaced(run: RunFolder, tmp_path: Path) -> None:
     precious = tmp_path / "thesis"
     precious.mkdir()
     (precious / "thesis.tex").write_text("x")
-    with pytest.raises(RunError) as caught:
-        RunFolder(precious).create(CONFIG, TOKENIZER, existing="rename")
-    assert str(caught.value) == (
-        f"{precious} holds 'thesis.tex', which no run writes, so --force does not delete "
-        "it; move that file away, or name another folder with --out"
-    )
+    for existing in ("reject", "restart", "rename"):
+        with pytest.raises(RunError) as caught:
+            RunFolder(precious).create(CONFIG, TOKENIZER, existing=existing)
+        assert str(caught.value) == (
+            f"{precious} exists and holds 'thesis.tex', which no run writes; name another folder "
+            "with --out"
+        )
     assert (precious / "thesis.tex").exists()
+    (tmp_path / "plain").write_text("x")
+    with pytest.raises(RunError, match="is a file"):
+        RunFolder(tmp_path / "plain").create(CONFIG, TOKENIZER)
 
 
 def test_a_run_with_a_checkpoint_or_foreign_files_is_not_replaced(run: RunFolder) -> None:
     folder = save(run, 1)
-    run.unlock()
-    RunFolder.require_unused(run.path.with_name("none"), existing="restart")
+    RunFolder(run.path.with_name("none")).require_unused("restart")
     with pytest.raises(RunError, match="continue it with --resume"):
         RunFolder(run.path).create(CONFIG, TOKENIZER, existing="restart")
     assert folder.exists()
@@ -319,28 +427,11 @@ def test_a_run_with_a_checkpoint_or_foreign_files_is_not_replaced(run: RunFolder
 def test_a_run_whose_checkpoints_are_on_an_unmounted_disk_is_not_replaced(
     run: RunFolder, tmp_path: Path
 ) -> None:
-    run.unlock()
     run.checkpoints.rmdir()
     run.checkpoints.symlink_to(tmp_path / "not-mounted")
     assert has_checkpoint(run.path)
     with pytest.raises(RunError, match="continue it with --resume"):
         RunFolder(run.path).create(CONFIG, TOKENIZER, existing="restart")
-
-
-def test_force_never_deletes_foreign_files(run: RunFolder, tmp_path: Path) -> None:
-    run.unlock()
-    precious = run.checkpoints / "epoch10.pt"
-    precious.write_bytes(b"x")
-    with pytest.raises(RunError, match=r"holds 'checkpoints/epoch10\.pt', which no run writes"):
-        RunFolder(run.path).create(CONFIG, TOKENIZER, existing="rename")
-    precious.unlink()
-    run.checkpoints.rename(tmp_path / "away")
-    run.checkpoints.symlink_to(tmp_path / "away")
-    with pytest.raises(RunError, match="holds 'checkpoints'"):
-        RunFolder(run.path).create(CONFIG, TOKENIZER, existing="rename")
-    (tmp_path / "plain").write_text("x")
-    with pytest.raises(RunError, match="is a file"):
-        RunFolder(tmp_path / "plain").create(CONFIG, TOKENIZER)
 
 
 def test_malformed_metrics_are_skipped_and_pipes_are_rejected(run: RunFolder) -> None:
@@ -369,16 +460,16 @@ def test_force_replaces_an_incomplete_run(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_start_has_left_does_not_block(tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    RunFolder(path).create(CONFIG, TOKENIZER).unlock()
-    RunFolder(path).create(CONFIG, TOKENIZER).unlock()
-    (path / "tokenizer.json").unlink()
-    (path / "config.yaml").unlink()
-    first = RunFolder(path).create(CONFIG, TOKENIZER)
-    with pytest.raises(RunError, match="another process is training"):
-        RunFolder(path).create(CONFIG, TOKENIZER)
-    assert (path / "config.yaml").exists()
-    first.unlock()
+    run = RunFolder(tmp_path / "run").create(CONFIG, TOKENIZER)
+    run.create(CONFIG, TOKENIZER)
+    (run.path / "tokenizer.json").unlink()
+    (run.path / "config.yaml").unlink()
+    run.new_text.mkdir(parents=True)
+    (run.new_text / "tokens.bin").write_bytes(b"x")
+    with run.locked(is_new=True):
+        assert not run.new_text.exists()
+        run.create(CONFIG, TOKENIZER)
+    assert (run.path / "config.yaml").exists()
 
 
 def test_metrics_skip_a_truncated_line_and_are_truncated_after_a_step(run: RunFolder) -> None:
@@ -446,8 +537,7 @@ def test_serialize_gives_the_bytes_of_safetensors_without_a_copy() -> None:
 
 def test_optimizer_state_and_raw_weights_are_loaded(run: RunFolder) -> None:
     save(run, 3)
-    saved, skipped = run.load("latest")
-    assert skipped == []
+    saved = run.load("latest")
     assert saved.optimizer == {"adamw.step": torch.tensor(3.0)}
     assert saved.raw_weights is saved.model
     averaged = dataclasses.replace(saved, optimizer={"raw.head.weight": torch.ones(2)})
@@ -484,8 +574,7 @@ def test_every_kind_of_training_can_be_loaded(changes: dict[str, object], tmp_pa
     folder.create(trainer.config, corpus.tokenizer)
     for _ in trainer.steps():
         pass
-    saved, skipped = folder.load("latest")
-    assert skipped == []
+    saved = folder.load("latest")
     assert verify(folder).problems == []
     for name, weight in trainer.model.state_dict().items():
         assert torch.equal(saved.raw_weights[name], weight), name
@@ -579,7 +668,9 @@ def run_with_best(run: RunFolder) -> RunFolder:
 
 
 @pytest.mark.parametrize("damage", ["bit flipped", "removed", "emptied", "wrong digest"])
-def test_the_best_checkpoint_survives_a_damaged_pointer(run: RunFolder, damage: str) -> None:
+def test_the_best_checkpoint_survives_a_damaged_pointer(
+    run: RunFolder, damage: str, notes: list[str]
+) -> None:
     run_with_best(run)
     pointer = run.checkpoints / "best.json"
     content = bytearray(pointer.read_bytes())
@@ -598,8 +689,9 @@ def test_the_best_checkpoint_survives_a_damaged_pointer(run: RunFolder, damage: 
     save(run, 4)
     save(run, 5)
     assert (run.checkpoints / "step-00000001").is_dir()
+    notes.clear()
     run.repair_pointer(run.load("latest"))
-    assert run.notes == ["best.json was missing or damaged; it names step-00000001 again"]
+    assert notes == ["best.json was missing or damaged; it names step-00000001 again"]
     assert load_run(run.path, "best", "cpu").step == 1
     assert not verify(run).problems
 
@@ -618,7 +710,7 @@ def test_a_first_save_that_was_killed_before_its_pointers_is_whole(
     for name in missing:
         (run.checkpoints / name).unlink()
     for which in ("best", "latest"):
-        saved, skipped = run.load(which)
+        saved, skipped = selection.load(run.path, which, optimizer=True)
         assert (saved.state.step, skipped) == (1, [])
     assert verify(run).problems == []
     (listed,) = list_runs(run.path.parent)
@@ -649,7 +741,7 @@ def test_saving_a_step_again_never_leaves_it_without_a_checkpoint(
     save(run, 1, fill=0.25)
     assert missing
     assert not any(missing)
-    saved, skipped = run.load("latest")
+    saved, skipped = selection.load(run.path, "latest", optimizer=True)
     assert (float(saved.model["head.weight"][0, 0]), skipped) == (0.25, [])
     assert [path.name for path in run.checkpoints.iterdir() if path.is_dir()] == [folder.name]
 
@@ -697,27 +789,28 @@ def test_a_step_that_cannot_be_saved_again_keeps_its_checkpoint(
     monkeypatch.setattr(os, "rename", rename)
     with pytest.raises(OSError, match="Input/output error"):
         save(run, 1, fill=0.25)
-    saved, skipped = run.load("latest")
+    saved, skipped = selection.load(run.path, "latest", optimizer=True)
     assert (float(saved.model["head.weight"][0, 0]), skipped) == (0.5, [])
     assert run.is_kept(1)
     assert [path.name for path in run.checkpoints.iterdir() if path.is_dir()] == [folder.name]
 
 
-def test_a_kill_while_a_checkpoint_is_replaced_loses_nothing(run: RunFolder) -> None:
+def test_a_kill_while_a_checkpoint_is_replaced_loses_nothing(
+    run: RunFolder, notes: list[str]
+) -> None:
     folder = save(run, 1)
     run.keep(1)
     aside = folder.with_name(f"{folder.name}.old.tmp")
     folder.rename(aside)  # killed between the two renames
-    run.unlock()
-    run.lock()
-    assert run.is_kept(1)
-    assert not run.load("latest")[1]
-    shutil.copytree(folder, aside)  # killed after them
-    (folder / "keep").unlink()
-    run.unlock()
-    run.lock()
-    assert run.is_kept(1)
-    save(run, 2)
+    with run.locked():
+        assert run.is_kept(1)
+        run.load("latest")
+        assert not notes
+        shutil.copytree(folder, aside)  # killed after them
+        (folder / "keep").unlink()
+    with run.locked():
+        assert run.is_kept(1)
+        save(run, 2)
     assert not aside.exists()
 
 
@@ -736,11 +829,7 @@ def failing_read(*_: object, **__: object) -> None:
 def test_a_leftover_of_keep_is_a_file_of_ours(run: RunFolder) -> None:
     folder = save(run, 1)
     (folder / ".keep.0123456789ab.tmp").touch()
-    run.unlock()
-    new = RunFolder(run.path).create(CONFIG, TOKENIZER, existing="rename")
-    save(new, 2)
-    assert [path.name for path in new.checkpoints.iterdir() if path.is_dir()] == ["step-00000002"]
-    assert not (run.path / ".replaced").exists()
+    assert find_foreign_file(run.path) is None
 
 
 def test_a_tokenizer_is_read_from_a_regular_file_only(run: RunFolder) -> None:
@@ -785,7 +874,7 @@ def test_a_checkpoint_deleted_while_it_is_read_is_no_damage(
         return real(folder, optimizer=optimizer)
 
     monkeypatch.setattr(selection, "read_checkpoint", read)
-    saved, skipped = RunFolder(run.path).load("latest")
+    saved, skipped = selection.load(run.path, "latest", optimizer=True)
     assert (saved.state.step, skipped) == (4, [])
 
 
@@ -924,7 +1013,7 @@ def test_weights_of_another_type_than_float32_are_rejected(
     run: RunFolder, dtype: torch.dtype
 ) -> None:
     folder = save(run, 1)
-    weights = run.load("1")[0].model
+    weights = run.load("1").model
     changed = {name: tensor.to(dtype) for name, tensor in weights.items()}
     rewrite(folder, "model.safetensors", safetensors.torch.save(changed))
     with pytest.raises(RunError, match=f"is {dtype}, not float32"):
@@ -939,23 +1028,24 @@ def test_a_run_without_its_config_is_still_a_run(run: RunFolder) -> None:
 
 
 FOREIGN = (
-    *("notes.txt", "draft.tmp", "data.tmp/x", "checkpoints/model.pt", ".replaced/notes"),
+    *("notes.txt", "draft.tmp", "data.tmp/x", "checkpoints/model.pt", ".new/notes", "text/notes"),
     *("checkpoints/step-00000001/notes.txt", "checkpoints/step-00000009.tmp/x", "tensorboard/x"),
-    *("checkpoints/step-00000003.old.tmp/x", ".config.yaml.tmp", "checkpoints/latest.json.bak"),
+    *("checkpoints/step-00000002.tmp/x", ".config.yaml.tmp", "checkpoints/latest.json.bak"),
 )
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_force_and_saving_leave_files_of_others(run: RunFolder, name: str) -> None:
+def test_locking_and_saving_leave_files_of_others(run: RunFolder, name: str) -> None:
     run_with_best(run)
     path = run.path / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("precious")
-    for step in range(4, 10):
-        save(run, step, best=step == 5)
-    run.unlock()
-    with pytest.raises(RunError, match="which no run writes"):
-        RunFolder(run.path).create(CONFIG, TOKENIZER, existing="rename")
+    with run.locked():
+        for step in range(4, 10):
+            save(run, step, best=step == 5)
+    assert find_foreign_file(run.path) == name
+    with pytest.raises(RunError, match="continue it with --resume"):
+        RunFolder(run.path).create(CONFIG, TOKENIZER, existing="restart")
     assert path.read_text() == "precious"
 
 
@@ -964,55 +1054,10 @@ def test_a_file_that_is_called_like_ours_in_a_folder_that_is_no_run_is_not_ours(
     tmp_path: Path, name: str
 ) -> None:
     (tmp_path / name).write_text("{}")
-    for options in ({"force": True}, {"allow_unsaved": True}, {}):
+    for existing in ("reject", "restart", "rename"):
         with pytest.raises(RunError, match=f"holds '{name}'"):
-            RunFolder(tmp_path).create(CONFIG, TOKENIZER, **options)
+            RunFolder(tmp_path).create(CONFIG, TOKENIZER, existing=existing)
     assert (tmp_path / name).read_text() == "{}"
-
-
-def test_a_replaced_run_remains_until_the_new_one_has_saved(run: RunFolder) -> None:
-    run_with_best(run)
-    run.unlock()
-    old = sorted(path.relative_to(run.path) for path in run.path.rglob("*"))
-    new = RunFolder(run.path).create(CONFIG, TOKENIZER, existing="rename")
-    assert load_run(run.path, device="cpu").step == 1  # the old one
-    assert has_checkpoint(run.path)
-    new.unlock()  # without a save, as when training fails at once
-    assert sorted(path.relative_to(run.path) for path in run.path.rglob("*")) == old
-    assert load_run(run.path, device="cpu").step == 1
-    new = RunFolder(run.path).create(CONFIG, TOKENIZER, existing="rename")
-    BEST_STEPS.clear()
-    save(new, 7)
-    assert not (run.path / ".replaced").exists()
-    assert [path.name for path in list_checkpoints(run.checkpoints)] == ["step-00000007"]
-    assert [record["step"] for record in new.metrics.records()] == list(range(1, 8))
-
-
-def test_a_run_two_levels_deep_that_is_being_replaced_is_still_the_newest(tmp_path: Path) -> None:
-    path = tmp_path / "runs" / "group" / "a"
-    run_with_best(RunFolder(path).create(CONFIG, TOKENIZER))
-    move_aside(path)
-    assert newest_run(tmp_path / "runs") == path
-
-
-def test_a_run_that_is_being_replaced_is_one_run_and_is_resumed_in_its_place(
-    run: RunFolder,
-) -> None:
-    run_with_best(run)
-    run.unlock()
-    new = RunFolder(run.path).create(CONFIG, TOKENIZER, existing="rename")
-    (listed,) = list_runs(run.path.parent)
-    assert (listed.run, listed.status, listed.step) == (run.path, "training", 3)
-    assert newest_run(run.path.parent) == run.path
-    with pytest.raises(RunError, match="another process is training into"):
-        resume_run(run.path, {})
-    new._lock.release()  # as when the process is killed
-    (listed,) = list_runs(run.path.parent)
-    assert listed.status != "damaged"
-    with pytest.raises(ChargptError):  # no text to train on; the run is back by then
-        resume_run(run.path, {})
-    assert has_own_checkpoint(run.path)
-    assert not (run.path / ".replaced").exists()
 
 
 def test_a_kept_checkpoint_is_not_pruned(run: RunFolder) -> None:
@@ -1039,15 +1084,15 @@ def test_a_reader_beside_a_saving_run_sees_no_damage(run: RunFolder) -> None:
     writer.start()
     try:
         for number in range(60):
-            _, skipped = reader.load("best" if number % 2 else "latest")
-            assert skipped == []
+            which = "best" if number % 2 else "latest"
+            assert selection.load(reader.path, which, optimizer=True)[1] == []
     finally:
         stop.set()
         writer.join()
 
 
 def test_a_file_system_without_locks_or_flushing_of_folders_is_used_with_a_note(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notes: list[str]
 ) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
@@ -1061,9 +1106,10 @@ def test_a_file_system_without_locks_or_flushing_of_folders_is_used_with_a_note(
 
     monkeypatch.setattr("fcntl.flock", refuse)
     monkeypatch.setattr("os.fsync", fsync)
-    run = RunFolder(tmp_path / "run").create(CONFIG, TOKENIZER)
-    save(run, 1)
-    assert "has no locks" in run.notes[0]
+    run = RunFolder(tmp_path / "run")
+    with run.locked(is_new=True):
+        save(run.create(CONFIG, TOKENIZER), 1)
+    assert "has no locks" in notes[0]
     assert load_run(run.path, device="cpu").step == 1
 
 

@@ -90,15 +90,13 @@ class RunFolder:
         if not path.is_dir():
             raise RunError(f"{path} is a file; name another folder with --out")
         foreign = find_foreign_file(path)
-        is_used = has_checkpoint(path) if existing == "restart" else has_results(path)
-        if existing == "rename" and is_run(path):
-            return
         if foreign is not None and not is_run(path):
             raise RunError(
                 f"{path} exists and holds {foreign!r}, which no run writes; name another folder "
                 "with --out"
             )
-        if foreign is not None or is_used:
+        is_used = has_checkpoint(path) if existing == "restart" else has_results(path)
+        if existing != "rename" and (is_used or foreign is not None):
             raise RunError(
                 f"{path} exists; continue it with --resume, replace it with --force, "
                 "or name another folder with --out"
@@ -164,7 +162,9 @@ class RunFolder:
 
     def _unwritable(self, error: OSError) -> RunError:
         reason = error.strerror or type(error).__name__
-        return RunError(f"{self.path} cannot be written ({reason}); name another with --out")
+        return RunError(
+            f"{self.path} cannot be written ({reason}); name another folder with --out"
+        )
 
     def create(
         self,
@@ -388,9 +388,8 @@ class RunFolder:
             return read_prepared(self.path / TEXT, settings, tokenizer)
         except FileNotFoundError:
             raise RunError(
-                f"{self.path} has no text of its own: it was imported without one, or trained by "
-                "a version of chargpt that kept texts elsewhere; `chargpt train TEXT --resume "
-                f"--out {self.path}` adds the text that it was trained on"
+                f"{self.path} was trained by an earlier version of chargpt, which kept texts "
+                f"elsewhere; `chargpt train TEXT --resume --out {self.path}` gives it its text"
             ) from None
 
 

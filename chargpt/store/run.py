@@ -80,7 +80,13 @@ class Run:
         Raises:
             RunError: it has none, or a file of it is damaged.
         """
-        return RunFolder(self.folder).read_text(self.config.text, self.tokenizer)
+        folder = RunFolder(self.folder)
+        if self.state.corpus_key is None and not folder.has_text():
+            raise RunError(
+                f"{self.folder} was imported without its text; import it again with --text, or "
+                "name a text where the command takes one"
+            )
+        return folder.read_text(self.config.text, self.tokenizer)
 
 
 def newest_run(parent: Path = Path("runs")) -> Path:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain, groupby
 from typing import Literal, NamedTuple
 
-import numpy as np
+from charset_normalizer import from_bytes
 
 from chargpt.errors import TextError, most_similar
 
@@ -17,9 +17,7 @@ BOMS = (  # UTF-32 before UTF-16, whose little-endian mark is a prefix of UTF-32
     (codecs.BOM_UTF16_LE, "utf-16-le"),
     (codecs.BOM_UTF16_BE, "utf-16-be"),
 )
-# common encodings of older texts; those that decode fewest texts of others are first
-MULTI_BYTE = ("shift_jis", "cp949", "euc_jp", "big5", "gb18030")
-MIN_LETTERS = 0.25  # fraction of bytes from 0x80 on in a text in another script than the Latin one
+OLDER = ("cp1252", "cp1251", "koi8_r", "shift_jis", "cp949", "euc_jp", "big5", "gb18030")
 BYTE_ORDER_MARK = "\ufeff"
 Errors = Literal["strict", "replace"]
 
@@ -87,26 +85,6 @@ def _decode_file(name: str, codec: str, errors: Errors, contents: Iterator[bytes
             is_start = False
 
 
-def _by_letters(content: bytes) -> tuple[str, ...]:
-    """Return common encodings of older texts, the likely one of one byte per character first."""
-    codes = np.frombuffer(content, np.uint8)
-    if (codes >= 0x80).sum() < MIN_LETTERS * codes.size:  # a text in the Latin script
-        return ("cp1252", "cp1251", *MULTI_BYTE)
-    # small letters are most of a text: cp1251 has the Cyrillic ones from 0xE0 on, koi8_r before
-    before, after = (codes >= 0xC0) & (codes < 0xE0), codes >= 0xE0
-    cyrillic = ("cp1251", "koi8_r") if after.sum() > before.sum() else ("koi8_r", "cp1251")
-    return (*MULTI_BYTE, *cyrillic, "cp1252")
-
-
-def _decodes(content: bytes, encoding: str) -> bool:
-    """Return whether an encoding decodes some bytes, whose end may be inside a character."""
-    try:
-        codecs.getincrementaldecoder(encoding)().decode(content)
-    except UnicodeError:
-        return False
-    return True
-
-
 def _undecodable(name: str, codec: str, offset: int, error: UnicodeError, *, is_end: bool) -> str:
     """Return the message for an error in bytes that begin at `offset` of the file, or end it."""
     where = "a part"
@@ -114,8 +92,8 @@ def _undecodable(name: str, codec: str, offset: int, error: UnicodeError, *, is_
         where = f"byte 0x{error.object[error.start]:02X} at offset {offset + error.start:,}"
     shown = {"utf-8": "UTF-8", "utf-8-sig": "UTF-8"}.get(codec, codec)
     content = error.object if isinstance(error, UnicodeDecodeError) else b""
-    possible = [name for name in _by_letters(content) if name != codec and _decodes(content, name)]
-    examples = f", for example {' or '.join(possible[:3])}" if possible else ""
+    likely = [match.encoding for match in from_bytes(content, cp_isolation=[*OLDER])]
+    examples = f", for example {' or '.join(likely[:3])}" if likely else ""
     remedy = (
         f"convert it to UTF-8, name the encoding of the whole text with --encoding{examples}, or "
         "replace what does not decode with --encoding-errors replace"

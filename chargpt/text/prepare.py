@@ -94,7 +94,7 @@ def load_corpus(
     """
     source = find_text(settings, text)
     with tempfile.TemporaryDirectory(prefix="chargpt-") as folder:
-        return prepare(source, settings, Path(folder), on_progress)
+        return replace(prepare(source, settings, Path(folder), on_progress), folder=None)
 
 
 def find_text(settings: TextConfig, text: str | None = None) -> Source:

@@ -19,6 +19,7 @@ from chargpt.distributed import (
     is_lost_rank_error,
 )
 from chargpt.errors import OperationError, RunError, TextError
+from chargpt.files import exists
 from chargpt.inference.baselines import Baselines
 from chargpt.log import logger
 from chargpt.ranks import world_size
@@ -202,6 +203,7 @@ def output_folder(out: Path | None, name: str) -> Iterator[Path]:
     if out is not None:
         yield out
         return
+    had_parent = exists(Path("runs"))
     for number in itertools.count(1):
         path = Path("runs", name if number == 1 else f"{name}-{number}")
         try:
@@ -218,3 +220,5 @@ def output_folder(out: Path | None, name: str) -> Iterator[Path]:
     finally:
         with suppress(OSError):
             path.rmdir()
+            if not had_parent:
+                path.parent.rmdir()
