@@ -18,11 +18,6 @@ from chargpt import ranks
 from chargpt.config import DEVICE_PATTERN, DEVICES
 from chargpt.errors import CaptureError, DeviceError
 
-# deterministic algorithms require it, and cuBLAS reads it only once, at its first call
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-# cuDNN's attention takes a second to build its plans for each new shape; flash attention does not
-torch.backends.cuda.enable_cudnn_sdp(False)
-
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 MAX_MMAP_THRESHOLD = 32 * 2**20  # bytes; glibc rejects more
 N_TIMINGS = 20  # of each dtype
@@ -61,6 +56,19 @@ def choose_device(name: str) -> tuple[torch.device, str]:
     if name == "mps" and not has_mps:
         raise DeviceError("no Apple GPU is available; set device to auto or cpu")
     return torch.device(name), ""
+
+
+def configure(device: torch.device, *, deterministic: bool = False) -> None:
+    """Set what training and running a model on a device needs in the whole process."""
+    if device.type == "cuda":
+        # deterministic algorithms require it, and cuBLAS reads it only once, at its first call
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # cuDNN's attention takes a second to plan each new shape; flash attention does not
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    if device.type == "cpu":
+        tune_malloc()
+    if deterministic:
+        torch.use_deterministic_algorithms(True)  # an operation that has none raises
 
 
 def choose_dtype(device: torch.device, name: str) -> tuple[torch.dtype, str]:

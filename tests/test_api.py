@@ -1,16 +1,14 @@
 """The Python interface: train, sample, evaluate, logits."""
 
 import importlib.metadata
-import os
-import shutil
 import signal
 import time
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import run_python
 
 import chargpt
 from chargpt.config import Config, TextConfig
@@ -26,7 +24,6 @@ from chargpt.errors import (
 from chargpt.models import build_model
 from chargpt.store.folder import RunFolder
 from chargpt.training.request import Request, StartMode
-from chargpt.training.session import require_one_reader
 from chargpt.training.trainer import StepReport, Trainer
 
 TINY = {
@@ -141,11 +138,11 @@ def test_models_are_compared_in_a_folder_named_as_a_string(verse: Path, tmp_path
 
 
 def test_the_same_command_resumes_a_run_whose_decay_was_planned_again() -> None:
-    overrides = ("schedule.cooldown=0.5", "seed=5")
-    planned = Request(path="novel.txt", overrides=overrides, budget="30s")
-    assert set(planned.fixed_values(planned.run_config())) == {"text.path", "seed"}
-    fixed = Request(path="novel.txt", overrides=overrides)
-    assert set(fixed.fixed_values(fixed.run_config())) == {"text.path", "seed", "schedule.cooldown"}
+    settings = {"schedule.cooldown": 0.5, "seed": 5}
+    planned = Request(path="novel.txt", settings=settings, budget="30s")
+    assert set(planned.repeated_settings()) == {"text.path", "seed"}
+    fixed = Request(path="novel.txt", settings=settings)
+    assert set(fixed.repeated_settings()) == {"text.path", "seed", "schedule.cooldown"}
 
 
 def test_the_same_command_says_that_a_resumed_run_uses_no_budget(
@@ -167,7 +164,7 @@ def test_the_same_command_says_that_a_resumed_run_uses_no_budget(
 
 def test_a_section_of_comments_in_a_config_fixes_no_key(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("train:\n  # max_steps: 5\nmodel: {}\noptim:\n  lr: 0.1\n")
-    assert Request(config=str(tmp_path / "c.yaml")).fixed_keys() == {"optim.lr"}
+    assert Request(config=str(tmp_path / "c.yaml")).resolved[1] == {"optim.lr"}
 
 
 def test_a_run_is_resumed_with_its_own_content_only(tmp_path: Path) -> None:
@@ -212,37 +209,51 @@ def test_several_processes_need_a_folder_and_a_text_that_all_of_them_can_read(
     with pytest.raises(ConfigError, match="several processes need the run's folder; give out="):
         chargpt.train(verse, settings=TINY)
     with pytest.raises(TextError, match="several processes cannot share standard input"):
-        require_one_reader(Config().with_values({"text.path": "-"}), None)
+        chargpt.train("-", settings=TINY, out=tmp_path / "run")
     with pytest.raises(DeviceError, match="an Apple GPU trains with one process"):
         init_process_group(torch.device("mps"))
 
 
-def test_a_budget_begins_with_the_call_and_includes_its_import_of_pytorch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_budget_begins_with_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
-
-    def slow_import(name: str) -> Any:
-        time.sleep(0.2)
-        return import_module(name)
 
     def stop(request: Request, *_: object) -> None:
         started.append(request.started)
         raise OperationError("stop")
 
-    monkeypatch.setattr(chargpt, "import_module", slow_import)
-    monkeypatch.setattr("chargpt.training.api.run_training", stop)
+    monkeypatch.setattr("chargpt.training.api.open_session", stop)
     before = time.perf_counter()
     with pytest.raises(OperationError):
         chargpt.train(budget="5s")
-    assert before <= started[0] <= time.perf_counter() - 0.2
-    from chargpt import train  # much earlier than it is called
+    assert before <= started[0] <= time.perf_counter()
 
-    monkeypatch.setattr("chargpt.training.api.MAX_CALL_SECONDS", 0.0)
-    before = time.perf_counter()
-    with pytest.raises(OperationError):
-        train(budget="5s")
-    assert started[1] >= before
+
+def test_importing_changes_nothing_in_the_host_program() -> None:
+    program = (
+        "import os, logging, torch; before = dict(os.environ), torch.get_num_threads(),"
+        " torch.backends.cuda.cudnn_sdp_enabled(); import importlib, pkgutil, chargpt;"
+        "[importlib.import_module(m.name) for m in pkgutil.walk_packages(chargpt.__path__, "
+        "'chargpt.') if m.name != 'chargpt.__main__'];"
+        "after = dict(os.environ), torch.get_num_threads(),"
+        " torch.backends.cuda.cudnn_sdp_enabled(); assert before == after, (before, after);"
+        "assert not logging.root.handlers and not logging.getLogger('chargpt').handlers"
+    )
+    done = run_python(program, Path())
+    assert done.returncode == 0, done.stderr
+
+
+def test_notes_go_where_the_programs_logging_sends_them(
+    verse: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "short.txt").write_text(verse.read_text()[:5000])
+    run = chargpt.train(tmp_path / "short.txt", settings=TINY, out=tmp_path / "run", device="cpu")
+    assert any("too few" in note for note in run.notes)
+    assert [each.getMessage() for each in caplog.records] == list(run.notes)
+    assert {each.name for each in caplog.records} == {"chargpt"}
+    caplog.clear()
+    resumed = chargpt.train(out=tmp_path / "run", settings={"train.max_steps": 6}, start="resume")
+    assert any("resuming" in note for note in resumed.notes)
+    assert not any("resuming" in each.getMessage() for each in caplog.records)  # an info
 
 
 @pytest.mark.parametrize("budget", [float("nan"), float("inf"), [3]])
@@ -260,7 +271,7 @@ def test_an_error_in_the_last_preparations_leaves_the_run_unlocked(
     out = tmp_path / "run"
     saved = chargpt.train(verse, settings=TINY, out=out, device="cpu")
     with monkeypatch.context() as patched:
-        patched.setattr("chargpt.training.session.expected_cost", interrupted)
+        patched.setattr("chargpt.training.start.expected_cost", interrupted)
         with pytest.raises(KeyboardInterrupt) as interrupt:  # its traceback holds what was opened
             chargpt.train(verse, settings=TINY, out=out, device="cpu", start="replace")
     assert chargpt.load_run(out).step == saved.step
@@ -272,9 +283,9 @@ def test_an_error_in_the_last_preparations_leaves_the_run_unlocked(
 @pytest.mark.parametrize(
     "interrupted_call",
     [
-        "chargpt.training.session.require_space",  # before the folder is created
+        "chargpt.text.prepare._encode",  # while the text is prepared
+        "chargpt.training.start.expected_cost",  # before the run is created
         "chargpt.text.tokenizer.write_atomically",  # within
-        "chargpt.training.session.expected_cost",  # after
         "chargpt.training.trainer.Trainer.steps",  # in the session
     ],
 )
@@ -394,9 +405,6 @@ def test_a_text_in_memory_trains_evaluates_and_resumes(verse: Path, tmp_path: Pa
     assert chargpt.evaluate(run).nats_per_char == chargpt.evaluate(other).nats_per_char
     resumed = chargpt.train(out, settings={"train.max_steps": 6}, start=StartMode.RESUME)
     assert resumed.step == 6
-    shutil.rmtree(os.environ["CHARGPT_CACHE"])
-    with pytest.raises(TextError, match="text in memory, which the cache no longer has"):
-        chargpt.evaluate(run)
     with pytest.raises(ConfigError, match="not both"):
         chargpt.train(verse, text=text)
     for mistaken in (text, "x" * 5000):

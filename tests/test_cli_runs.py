@@ -43,7 +43,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(REPOSITORY / "data" / "lighthouse.txt", folder / "novel.txt")
     for name, extra in (("a", []), ("group/b", ["--seed", "5", "-s", "train.max_steps=9"])):
         args = ("train", "novel.txt", *QUICK, *extra, "-o", f"runs/{name}")
-        run_here(*args, cwd=folder, CHARGPT_CACHE=str(folder / "c"))
+        run_here(*args, cwd=folder)
     shutil.copytree(folder / "runs" / "a", folder / "runs" / "damaged")
     (folder / "runs" / "damaged" / "checkpoints" / "latest.json").write_text("{}")
     shutil.copytree(folder / "runs" / "a", folder / "runs" / "unsaved")
@@ -89,17 +89,16 @@ def test_a_run_that_is_saved_while_it_is_listed_is_not_called_damaged(
 
     monkeypatch.setattr(listing, "read_metadata", save_before_reading)
     (summary,) = listing.list_runs(tmp_path)
-    assert (summary.step, summary.status) == (2, "training")
+    assert (summary.step, summary.status) == (2, "unfinished")
 
 
 def test_runs_shows_which_run_is_in_training(runs: Path, tmp_path: Path, cli: Cli) -> None:
     folder = RunFolder(Path(shutil.copytree(runs / "a", tmp_path / "a")))
-    folder.lock()
-    assert "training, 100%" in cli("runs", tmp_path).stdout
-    folder.unlock()
+    with folder.locked():
+        assert "training, 100%" in cli("runs", tmp_path).stdout
     assert "finished" in cli("runs", tmp_path).stdout
-    folder.lock()  # looking at it did not keep it
-    folder.unlock()
+    with folder.locked():  # looking at it did not keep it
+        pass
 
 
 @pytest.mark.parametrize("status", get_args(listing.Status))
@@ -126,13 +125,14 @@ def test_a_run_that_has_just_begun_is_listed_first_with_its_text_and_size(
 ) -> None:
     shutil.copytree(runs / "a", tmp_path / "a")
     config = CONFIG.with_values({"text.path": "texts/poems.txt"})
-    run = RunFolder(tmp_path / "begun").create(config, TOKENIZER)
-    first, _ = json.loads(cli("runs", tmp_path, "--json").stdout)
+    run = RunFolder(tmp_path / "begun")
+    with run.locked(is_new=True):
+        run.create(config, TOKENIZER)
+        first, _ = json.loads(cli("runs", tmp_path, "--json").stdout)
     assert (first["run"], first["status"]) == (str(run.path), "training")
     assert (first["text"], first["step"], first["saved"]) == ("poems.txt", None, None)
     parameters = count_parameters(config.model, TOKENIZER.vocab_size)
     assert first["parameters"] == parameters
-    run.unlock()
 
 
 def test_runs_of_an_empty_folder_names_the_next_command(tmp_path: Path, cli: Cli) -> None:
@@ -177,10 +177,9 @@ def test_config_shows_a_string_as_yaml_that_is_read_back(value: str, cli: Cli) -
 def test_compare_tells_of_a_checkpoint_that_it_cannot_use(runs: Path, cli: Cli) -> None:
     shutil.copytree(runs, "runs")
     (Path("runs") / "a" / "checkpoints" / "best.json").write_text("{}")
-    cli("data", "info", runs.parent / "novel.txt")  # into this test's cache
     done = cli("compare", "runs/a", "runs/group/b")
     assert done.returncode == 0, done.stderr
-    assert "runs/a: " in done.stderr
+    assert "runs/a/checkpoints/best.json" in done.stderr
 
 
 def test_the_page_of_settings_is_up_to_date() -> None:

@@ -8,24 +8,31 @@ from typing import Any
 
 import pytest
 from conftest import Cli
+from starting import create_run
 from typer.testing import CliRunner
 
 from chargpt.cli.loop import StepView, run_steps
 from chargpt.cli.main import app
-from chargpt.cli.signals import Signals, Stopped, catch_signals
-from chargpt.cli.summary import describe_model, show_budget, show_result
+from chargpt.cli.signals import catch_signals
+from chargpt.cli.summary import describe_model, show_plan, show_result
 from chargpt.config import Config, ModelConfig, TextConfig, load_config
+from chargpt.errors import Stopped
+from chargpt.store.folder import RunFolder
 from chargpt.store.listing import summarize
 from chargpt.store.run import load_run
 from chargpt.text.corpus import Corpus
 from chargpt.text.prepare import load_corpus
 from chargpt.threads import ThreadTuner
-from chargpt.training import planner, session
+from chargpt.training import budget as budget_module
 from chargpt.training import trainer as trainer_module
-from chargpt.training.budget import RESERVE, Budget, mixture_seconds
+from chargpt.training.cost import Cost
+from chargpt.training.deadline import RESERVE, Deadline, mixture_seconds
+from chargpt.training.pace import Pace
 from chargpt.training.planner import Plan
 from chargpt.training.schedule import lr_factor_at
-from chargpt.training.session import Session, create_run
+from chargpt.training.session import Session
+from chargpt.training.start import start_run
+from chargpt.training.trials import TIMED_TOKENS, Trials
 
 TINY = (
     "device=cpu",
@@ -52,11 +59,32 @@ def tiny(verse: Path, *settings: str) -> Config:
     return load_config("gpt", [f"text.path={verse}", *TINY, *settings])
 
 
+class Ending(Deadline):
+    """A deadline with much time until a step of a run and none afterwards."""
+
+    trainer: Any
+    last_step: int
+
+    @property
+    def remaining(self) -> float:
+        return 1e3 if self.trainer.state.step < self.last_step else -1.0
+
+
+def end_after(created: Session, step: int) -> Pace:
+    """Let the time of a run end after a step, without re-planning before."""
+    deadline = Ending(10.0, 0.0)
+    object.__setattr__(deadline, "trainer", created.trainer)
+    object.__setattr__(deadline, "last_step", step)
+    created.pace = Pace(deadline)
+    created.pace.replanned = lambda *_: None  # type: ignore[method-assign]
+    return created.pace
+
+
 def test_the_bar_does_not_show_the_loss_of_the_untrained_model(verse: Path, tmp_path: Path) -> None:
     created = create_run(tiny(verse, *STEPS), tmp_path / "run")
-    view = StepView(created.trainer, created.folder, Signals())
+    view = StepView(created)
     losses = {}
-    for report in created.trainer.steps():
+    for report in created.reports():
         view.show(report)
         if report.validation is not None:
             losses[report.step] = report.validation.nats_per_char
@@ -66,22 +94,15 @@ def test_the_bar_does_not_show_the_loss_of_the_untrained_model(verse: Path, tmp_
 
 @pytest.mark.parametrize(("every", "save_every"), [(3, 3), (100, 3), (100, 1)])
 def test_at_the_deadline_the_run_is_evaluated_saved_and_stops(
-    verse: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], every: int, save_every: int
+    verse: Path, tmp_path: Path, notes: list[str], every: int, save_every: int
 ) -> None:
     config = tiny(verse, "schedule.cooldown=0.5", *STEPS, f"train.evaluate_every={every}")
     config = config.with_values({"train.save_every": save_every})
-    created = create_run(config, tmp_path / "run", None)
+    created = create_run(config, tmp_path / "run")
     trainer = created.trainer
-
-    class SlowMachine(Budget):
-        """A budget with much time until step 5 and none afterwards."""
-
-        @property
-        def remaining(self) -> float:
-            return 1e3 if trainer.state.step < 5 else -1.0
-
-    run_steps(trainer, created.folder, Signals(), SlowMachine(10.0))
-    message = " ".join(capfd.readouterr().err.split())
+    end_after(created, 5)
+    run_steps(created)
+    message = " ".join(notes)
     assert "the machine slowed down: stopped at step 5" in message
     assert "of little use: give a longer budget" in message
     step = trainer.state.step
@@ -94,24 +115,13 @@ def test_at_the_deadline_the_run_is_evaluated_saved_and_stops(
 
 @pytest.mark.parametrize("every", [39, 100])
 def test_a_run_that_the_deadline_ends_after_nearly_all_steps_is_finished(
-    verse: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], every: int
+    verse: Path, tmp_path: Path, notes: list[str], every: int
 ) -> None:
     config = tiny(verse, "schedule.cooldown=0.5", f"train.evaluate_every={every}")
-    created = create_run(config.with_values({"train.max_steps": 40}), tmp_path / "run", None)
-    trainer = created.trainer
-
-    class SlowMachine(Budget):
-        """A budget with much time until step 39 and none afterwards."""
-
-        @property
-        def remaining(self) -> float:
-            return 1e3 if trainer.state.step < 39 else -1.0
-
-    budget = SlowMachine(10.0)
-    budget.replan = lambda *_: None  # type: ignore[method-assign]
-    run_steps(trainer, created.folder, Signals(), budget)
-    created.folder.unlock()
-    assert "slowed down" not in capfd.readouterr().err
+    created = create_run(config.with_values({"train.max_steps": 40}), tmp_path / "run")
+    end_after(created, 39)
+    run_steps(created)
+    assert not any("slowed down" in note for note in notes)
     run = load_run(tmp_path / "run")  # the best, whose checkpoint may have been saved twice
     assert not run.notes
     assert run.state.best_step == run.step == 39 == run.config.train.max_steps
@@ -129,7 +139,7 @@ def test_interrupting_the_closing_table_says_that_all_steps_are_saved(
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("chargpt.cli.train.show_result", interrupted)
+    monkeypatch.setattr("chargpt.cli.summary.load_run", interrupted)
     settings = [word for setting in (*TINY, *STEPS) for word in ("-s", setting)]
     done = cli("train", verse, *settings, "--out", "mine")
     assert done.returncode == 130
@@ -141,11 +151,10 @@ def test_a_budget_that_has_run_out_before_the_first_step_still_trains_one(
     verse: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     created = create_run(tiny(verse, *STEPS), tmp_path / "run")
-    budget = created.budget = Budget(5.0, started=0.0, clock=lambda: 100.0)
-    assert budget.remaining < 0
-    baselines = run_steps(created.trainer, created.folder, Signals(), budget)
+    created.pace = Pace(Deadline(5.0, 0.0, lambda: 100.0))
+    run_steps(created)
     assert created.trainer.state.step == 1
-    show_result(created, baselines)
+    show_result(created)
     printed = capsys.readouterr()
     assert "this took 100 s instead of 5 s" in printed.err
     assert "trained 1 step in" in printed.out
@@ -159,15 +168,15 @@ def test_threads_that_became_faster_are_used_and_recorded(
     verse: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    notes: list[str],
 ) -> None:
     created = create_run(tiny(verse, *STEPS, "schedule.cooldown=0"), tmp_path / "run")
     monkeypatch.setattr(trainer_module, "SPEED_SECONDS", 0.0)
-    budget = Budget(1000.0)
-    budget.thread_tuner = ThreadTuner(4)
-    monkeypatch.setattr(budget.thread_tuner, "update", lambda speed: threads if speed else None)
-    run_steps(created.trainer, created.folder, Signals(), budget)
-    assert f"continuing with {named}" in capfd.readouterr().err
+    tuner = ThreadTuner(4)
+    monkeypatch.setattr(tuner, "update", lambda speed: threads if speed else None)
+    created.pace = Pace(Deadline.from_budget(1000.0), thread_tuner=tuner)
+    run_steps(created)
+    assert any(f"continuing with {named}" in note for note in notes)
     assert load_config(tmp_path / "run" / "config.yaml").threads == threads
     assert load_run(tmp_path / "run", "latest").config.threads == threads
 
@@ -179,11 +188,11 @@ def test_a_budget_is_met_when_the_step_time_changes(
     verse: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    notes: list[str],
 ) -> None:
     seconds, changes_at = 400.0, 150
     max_steps = f"train.max_steps={int(0.9 * seconds / before)}"
-    created = create_run(tiny(verse, "schedule.cooldown=0.7", max_steps), tmp_path / "run", None)
+    created = create_run(tiny(verse, "schedule.cooldown=0.7", max_steps), tmp_path / "run")
     trainer, clock = created.trainer, Clock()
     advance = trainer.train_step
 
@@ -192,12 +201,12 @@ def test_a_budget_is_met_when_the_step_time_changes(
         return advance()
 
     monkeypatch.setattr(trainer, "train_step", timed_advance)
-    budget = Budget(seconds, started=0.0, clock=clock)
-    until = budget.remaining
-    run_steps(trainer, created.folder, Signals(), budget)
+    deadline = Deadline.from_budget(seconds, 0.0, clock)
+    created.pace, until = Pace(deadline), deadline.remaining
+    run_steps(created)
     assert 0.9 * until < clock.now <= until < seconds
     assert trainer.finished, "the run stopped before its last step"
-    assert "slowed down" not in capfd.readouterr().err
+    assert not any("slowed down" in note for note in notes)
     assert load_config(tmp_path / "run" / "config.yaml") == trainer.config
 
 
@@ -212,33 +221,24 @@ def test_a_budget_reserves_the_measured_time_of_scoring(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(planner, "measure_speed", lambda *_: 1e5)
+    monkeypatch.setattr(Trials, "__call__", lambda self, *_: 1e5)
+    token_seconds = 2.0 / TIMED_TOKENS  # scoring these takes two seconds
+    monkeypatch.setattr(Trials, "measure_scoring", lambda self: token_seconds)
     clock = Clock()
-    real_trainer = session.Trainer  # the first evaluation after the trainer exists is the timed one
-
-    def create_trainer(*words: Any, **options: Any) -> Any:
-        monkeypatch.setattr("chargpt.training.budget.evaluate_tokens", timed)
-        return real_trainer(*words, **options)
-
-    def timed(model: Any, tokens: Any, **options: Any) -> Any:
-        clock.now += 2.0  # scoring these takes two seconds
-        return measured(model, tokens, **options)
-
-    from chargpt.training.budget import evaluate_tokens as measured
-
-    monkeypatch.setattr(session, "Trainer", create_trainer)
     fixed = {word.split("=")[0] for word in (*TINY, *STEPS[1:])}
-    budget = Budget(seconds, fixed, started=0.0, clock=clock)
-    trainer = create_run(tiny(verse, *STEPS), tmp_path / "run", None, budget=budget).trainer
+    deadline = Deadline.from_budget(seconds, 0.0, clock)
+    created = create_run(tiny(verse, *STEPS), tmp_path / "run", deadline, fixed)
+    corpus, config = created.trainer.corpus, created.trainer.config
     clock.now = 10.0
-    val = len(trainer.corpus.split("val"))
-    limit = trainer.config.train.evaluation_tokens
-    scored = sum(min(limit, len(trainer.corpus.split(name))) for name in ("train", "val"))
-    n_mixture = len(trainer.corpus.split("mixture"))
+    val = len(corpus.split("val"))
+    limit = config.train.evaluation_tokens
+    scored = sum(min(limit, len(corpus.split(name))) for name in ("train", "val"))
+    n_mixture = len(corpus.split("mixture"))
     scored += report_tokens + n_mixture + round(1.3 * min(limit, val))  # the mixture
-    closing = RESERVE.seconds + 1.3 * 2 * scored / RESERVE.timed_tokens + report_seconds
-    closing += mixture_seconds(trainer.corpus)
-    assert budget.remaining == pytest.approx(seconds - 10 - closing)
+    closing = RESERVE.seconds + 1.3 * token_seconds * scored + report_seconds
+    closing += mixture_seconds(corpus)
+    assert created.pace is not None
+    assert created.pace.deadline.remaining == pytest.approx(seconds - 10 - closing)
 
 
 def test_the_plan_leaves_time_for_the_mixture(
@@ -246,14 +246,15 @@ def test_the_plan_leaves_time_for_the_mixture(
 ) -> None:
     available = []
 
-    def planned(config: Config, corpus: Corpus, budget: Budget) -> Plan:
-        available.append(budget.remaining)
-        return Plan(config, 1e5, size_was_chosen=False)
+    def planned(config: Config, corpus: Corpus, deadline: Deadline, *_: object) -> Plan:
+        available.append(deadline.remaining)
+        return Plan(config, 1e5, size_was_chosen=False, step_limit=1000)
 
-    monkeypatch.setattr(session, "plan", planned)
+    monkeypatch.setattr(budget_module, "plan", planned)
+    monkeypatch.setattr(Trials, "measure_scoring", lambda self: 1e-6)
     for name, fixed in (("with", ()), ("without", ("text.mixture_characters",))):
-        budget = Budget(10.0, fixed, started=0.0, clock=Clock())
-        created = create_run(tiny(verse, *STEPS), tmp_path / name, None, budget=budget)
+        deadline = Deadline.from_budget(10.0, 0.0, Clock())
+        created = create_run(tiny(verse, *STEPS), tmp_path / name, deadline, fixed)
         assert bool(len(created.trainer.corpus.split("mixture"))) == (name == "with")
     counted = 0.9 * len(verse.read_text(encoding="utf-8")) / 1e6
     expected = RESERVE.gate_seconds + RESERVE.counting_seconds * counted
@@ -288,11 +289,11 @@ def test_such_a_signal_before_the_first_step_still_saves_the_run(
     verse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def create_and_signal(*words: Any, **options: Any) -> Session:
-        created = create_run(*words, **options)
+        created = start_run(*words, **options)
         SignalOnDeletion()
         return created
 
-    monkeypatch.setattr(session, "create_run", create_and_signal)
+    monkeypatch.setattr("chargpt.training.start.start_run", create_and_signal)
     words = [word for setting in (*TINY, *STEPS) for word in ("-s", setting)]
     with pytest.raises(Stopped) as stopped:
         CliRunner().invoke(app, ["train", str(verse), *words, "--out", str(tmp_path / "run")])
@@ -305,10 +306,12 @@ def test_speeds_are_in_characters_and_models_by_their_kind(
 ) -> None:
     corpus = load_corpus(TextConfig(min_count=300), text="sea é light è\n" * 200)
     assert corpus.characters_per_token < 0.9
-    show_budget(Plan(Config(), 1e6, size_was_chosen=True), Budget(10.0), corpus)
+    trainer = trainer_module.Trainer(load_config("bigram"), corpus)
+    planned = Plan(Config(), 1e6, size_was_chosen=True, step_limit=9)
+    cost, pace = Cost(1, 1, 1, 1.0, 1, 1.0), Pace(Deadline.from_budget(10.0))
+    show_plan(Session(trainer, RunFolder(Path("run")), None, cost, pace, planned))
     expected = f"{1e6 * corpus.characters_per_token:,.0f} characters/s"
     assert expected in capfd.readouterr().err
-    trainer = trainer_module.Trainer(load_config("bigram"), corpus)
     report = trainer_module.StepReport(50, 100)
     trainer.speed_since = 0, time.perf_counter() - 1000
     trainer._measure_speed(report)

@@ -512,32 +512,34 @@ def test_a_budget_leaves_characters_for_the_mixture(verse: Path, cli: Cli) -> No
     assert "gpt + n-grams" not in plain.stdout
 
 
-def test_a_budget_with_too_little_time_left_has_no_mixture(verse: Path) -> None:
+def test_a_budget_with_too_little_time_left_has_no_mixture(verse: Path, notes: list[str]) -> None:
     corpus = load_corpus(TextConfig(path=str(verse)))
     seconds = mixture_seconds(corpus)
     counted = RESERVE.counting_seconds * len(corpus.split("train")) / 1e6
     assert seconds == pytest.approx(RESERVE.gate_seconds + counted)
-    least, budget = seconds / 0.2, Budget(10.0, started=0.0, clock=lambda: 0.0)
-    for left, length in ((0.99 * least, 0), (1.01 * least, int(0.03 * corpus.n_characters))):
-        budget.started -= budget.remaining - left
-        settings, chosen = with_mixture_split(Config(), corpus, budget)
-        assert len(chosen.split("mixture")) == length
-        assert bool(settings.text.mixture_characters) == bool(length)
-        assert [note for note in chosen.notes if "without a mixture" in note] == (
-            [] if length else [chosen.notes[-1]]
-        )
+
+    def mixture_characters(corpus: Corpus, left: float) -> int:
+        deadline = Deadline(left, 0.0, lambda: 0.0)
+        deadline = replace(deadline, started=left - deadline.remaining)
+        return with_mixture_split(
+            Config(), corpus, deadline, frozenset()
+        ).text.mixture_characters
+
+    least = seconds / 0.2
+    assert mixture_characters(corpus, 1.01 * least)
+    assert not notes
+    assert not mixture_characters(corpus, 0.99 * least)
+    assert "without a mixture: fitting one would take" in notes[-1]
     short = load_corpus(TextConfig(), text="The sea, the light.\n" * 150)
-    _, chosen = with_mixture_split(Config(), short, Budget(10.0))
-    assert not len(chosen.split("mixture"))
-    assert "without a mixture: 3% of the text is too little" in chosen.notes[-1]
+    assert not mixture_characters(short, 10.0)
+    assert "without a mixture: 3% of the text is too little" in notes[-1]
     pieces = "the sea, the light, the lamp. " * 4000 + "|"
     long = load_corpus(TextConfig(documents="|"), text=pieces * 6)
-    settings, chosen = with_mixture_split(Config(), long, Budget(100.0))
-    assert settings.text.mixture_characters == len(chosen.split("mixture")) == 0
-    assert "its split, of whole documents, would be over 6%" in chosen.notes[-1]
+    assert not mixture_characters(long, 100.0)
+    assert "its split, of whole documents, would be over 6%" in notes[-1]
     fixed = Config().with_values({"text.mixture_characters": 300})
-    budget = Budget(1.0, {"text.mixture_characters"})
-    assert len(with_mixture_split(fixed, corpus, budget)[1].split("mixture")) == 300
+    keys = frozenset({"text.mixture_characters"})
+    assert with_mixture_split(fixed, corpus, Deadline(1.0, 0.0), keys) == fixed
 
 
 def test_train_in_python_fits_the_mixture(verse: Path, tmp_path: Path) -> None:

@@ -14,26 +14,27 @@ import torch
 import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
+from starting import create_run
 
-from chargpt.config import Config, TextConfig, load_config
+from chargpt.config import Config, TextConfig, load_config, parse_override
 from chargpt.distributed import RankGroup
 from chargpt.errors import ConfigError, OperationError
 from chargpt.models import count_parameters
 from chargpt.text.corpus import Corpus
 from chargpt.text.prepare import load_corpus
-from chargpt.training import planner, session
-from chargpt.training.budget import (
-    MAX_EPOCHS,
-    REPLANNING,
-    Budget,
-    measure_step_seconds,
-    next_replan_step,
-    parse_duration,
-    replanned_config,
-    replanning_notes,
-)
-from chargpt.training.cost import training_bytes
+from chargpt.training import pace as pace_module
+from chargpt.training import planner
+from chargpt.training.budget import with_mixture_split
+from chargpt.training.cost import measure_step_seconds, training_bytes
+from chargpt.training.deadline import MIN_STEPS, Deadline, parse_duration
 from chargpt.training.learner import Learner
+from chargpt.training.pace import (
+    MAX_EPOCHS,
+    Pace,
+    next_replan_step,
+    replanned_config,
+    replanning_note,
+)
 from chargpt.training.planner import (
     RECIPE,
     SIZES,
@@ -46,6 +47,7 @@ from chargpt.training.planner import (
 )
 from chargpt.training.request import Request
 from chargpt.training.schedule import lr_factor_at
+from chargpt.training.trials import Trials
 
 
 @pytest.fixture
@@ -53,33 +55,43 @@ def corpus(verse: Path) -> Corpus:
     return load_corpus(TextConfig(path=str(verse)))
 
 
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
-    """Replace the measured speed by a formula; return the configs that were measured."""
-    measured: list[Config] = []
+class Machine:
+    """A machine whose speed is a formula.
 
-    def speed(config: Config, corpus: Corpus, _max_seconds: float) -> float:
-        measured.append(config)
-        return 1e10 / count_parameters(config.model, corpus.tokenizer.vocab_size)
+    Attributes:
+        measured: the configs that were measured.
+    """
 
-    monkeypatch.setattr(planner, "measure_speed", speed)
-    return measured
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.measured: list[Config] = []
 
-
-class FixedBudget(Budget):
-    """A budget whose remaining time does not pass."""
-
-    @property
-    def remaining(self) -> float:
-        return self.time_left
-
-    def __init__(self, time_left: float, fixed_keys: Collection[str] = ()) -> None:
-        super().__init__(time_left if time_left > 0 else 60.0, fixed_keys)
-        self.time_left = time_left
+    def __call__(self, config: Config, _max_seconds: float) -> float:
+        self.measured.append(config)
+        return 1e10 / count_parameters(config.model, self.vocab_size)
 
 
-def choose(config: Config, fixed: Collection[str], corpus: Corpus, time_left: float) -> Plan:
-    return plan(config, corpus, FixedBudget(time_left, fixed))
+def fixed_deadline(time_left: float) -> Deadline:
+    """Return a deadline whose remaining time does not pass."""
+    seconds = time_left if time_left > 0 else 60.0
+    deadline = Deadline(seconds, 0.0, lambda: 0.0)
+    return replace(deadline, started=time_left - deadline.remaining)
+
+
+def deadline_of(seconds: float, now: list[float]) -> Deadline:
+    """Return the deadline of a budget that begins at 0, by a clock that a test sets."""
+    return Deadline.from_budget(seconds, 0.0, lambda: now[0])
+
+
+def choose(
+    config: Config,
+    fixed: Collection[str],
+    corpus: Corpus,
+    time_left: float,
+    machine: Machine | None = None,
+) -> Plan:
+    machine = machine or Machine(corpus.tokenizer.vocab_size)
+    return plan(config, corpus, fixed_deadline(time_left), fixed, machine)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +145,7 @@ def test_repeated_tokens_are_worth_less_and_least_to_a_large_model() -> None:
 
 
 def test_a_longer_budget_never_chooses_a_smaller_model(
-    corpus: Corpus, machine: list[Config]
+    corpus: Corpus,
 ) -> None:
     sizes = []
     for seconds in (15, 60, 600, 6000, 60000):
@@ -144,7 +156,7 @@ def test_a_longer_budget_never_chooses_a_smaller_model(
 
 @pytest.mark.parametrize("seconds", [8, 20])
 def test_the_planned_steps_use_85_to_100_percent_of_the_time(
-    seconds: float, corpus: Corpus, machine: list[Config]
+    seconds: float, corpus: Corpus
 ) -> None:
     planned = choose(Config(), (), corpus, seconds)
     config = planned.config
@@ -154,33 +166,34 @@ def test_the_planned_steps_use_85_to_100_percent_of_the_time(
     assert planned.speed == pytest.approx(1e10 / parameters)
 
 
-def test_if_the_trials_used_up_the_budget_the_fewest_steps_are_planned(
-    corpus: Corpus, machine: list[Config]
-) -> None:
+def test_if_the_trials_used_up_the_budget_the_fewest_steps_are_planned(corpus: Corpus) -> None:
     chosen = choose(load_config("gpt"), (), corpus, -0.5).config
-    assert chosen.train.max_steps == REPLANNING.min_steps
+    assert chosen.train.max_steps == MIN_STEPS
     assert chosen.model.n_embd == SIZES[0].n_embd
 
 
 def test_the_number_of_epochs_is_limited_also_in_replanning(
-    corpus: Corpus, machine: list[Config]
+    corpus: Corpus, notes: list[str]
 ) -> None:
-    budget = FixedBudget(10**6)
-    planned = plan(Config(), corpus, budget)
+    planned = choose(Config(), (), corpus, 10**6)
     config, limit = planned.config, MAX_EPOCHS * len(corpus.split("train"))
     assert limit - config.tokens_per_step < config.train.max_steps * config.tokens_per_step
     assert config.train.max_steps * config.tokens_per_step <= limit
     assert config.model.dropout > 0
-    assert any("after 40 epochs" in note for note in planned.notes)
-    assert not plan(Config(), corpus, FixedBudget(10)).notes
+    assert any("after 40 epochs" in note for note in notes)
+    notes.clear()
+    choose(Config(), (), corpus, 10)
+    assert not notes
 
     # planned for fewer steps, on a machine that turns out a thousand times faster
     before = config.with_values({"train.max_steps": 100})
-    after = replanned_config(before, 40, 1e-3, 10**6, budget.step_limit)
-    assert after.train.max_steps == budget.step_limit == config.train.max_steps
+    after = replanned_config(before, 40, 1e-3, 10**6, planned.step_limit)
+    assert after.train.max_steps == planned.step_limit == config.train.max_steps
     assert replanned_config(before, 40, 1e-3, 10**6).train.max_steps > 10**6
-    (note,) = replanning_notes(100, after.train.max_steps, 1.0, budget.step_limit)
-    assert note.startswith(f"re-planned: 100 -> {budget.step_limit:,} steps: training ends before")
+    note = replanning_note(100, after.train.max_steps, 1.0, planned.step_limit)
+    assert str(note).startswith(
+        f"re-planned: 100 -> {planned.step_limit:,} steps: training ends before"
+    )
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3, 16, 64])
@@ -192,48 +205,53 @@ def test_a_planned_batch_divides_into_micro_batches(micro_batches: int, verse: P
 
 @pytest.mark.parametrize("length", [9_000, 93_000, 1_000_000])
 def test_a_short_text_gets_a_small_model_however_fast_the_machine_is(
-    corpus: Corpus, machine: list[Config], length: int
+    corpus: Corpus, length: int
 ) -> None:
+    machine = Machine(corpus.tokenizer.vocab_size)
     short = replace(corpus, tokens=np.resize(corpus.tokens, length))
-    config = choose(Config(), (), short, 10**6).config
+    config = choose(Config(), (), short, 10**6, machine).config
     parameters = count_parameters(config.model, corpus.tokenizer.vocab_size)
     assert parameters <= 12 * length or config.model.n_embd == SIZES[0].n_embd
     assert config.model.n_embd == SIZES[0].n_embd or length > 9_000
     assert config.model.n_embd > SIZES[0].n_embd or length < 1_000_000
-    measured = {each.model.n_embd for each in machine}
+    measured = {each.model.n_embd for each in machine.measured}
     assert measured == {SIZES[0].n_embd} or length > 9_000  # no time is lost on others
 
 
 @pytest.mark.parametrize(("seconds", "is_tried"), [(8, False), (12, False), (30, True)])
 def test_a_larger_size_is_tried_only_where_it_may_gain_enough(
-    corpus: Corpus, machine: list[Config], seconds: float, is_tried: bool
+    corpus: Corpus, seconds: float, is_tried: bool
 ) -> None:
-    choose(Config(), (), replace(corpus, tokens=np.resize(corpus.tokens, 10**6)), seconds)
-    assert (len({each.model.n_embd for each in machine}) > 1) == is_tried
+    machine = Machine(corpus.tokenizer.vocab_size)
+    longer = replace(corpus, tokens=np.resize(corpus.tokens, 10**6))
+    choose(Config(), (), longer, seconds, machine)
+    assert (len({each.model.n_embd for each in machine.measured}) > 1) == is_tried
 
 
 def test_a_fast_machine_gets_a_large_model_a_long_block_and_a_word_of_caution(
-    corpus: Corpus, machine: list[Config], monkeypatch: pytest.MonkeyPatch
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch, notes: list[str]
 ) -> None:
+    machine = Machine(corpus.tokenizer.vocab_size)
     monkeypatch.setattr(planner, "memory_limit", lambda _: 80 * 10**9)
     long = replace(corpus, tokens=np.broadcast_to(np.uint8(0), (10**10,)))
-    planned = choose(Config(), (), long, 10**7)
+    planned = choose(Config(), (), long, 10**7, machine)
     assert planned.config.model.n_embd == SIZES[-1].n_embd
     assert planned.config.model.block_size == 1024
-    assert len(machine) < len(SIZES)  # sizes that must be worse were skipped
-    (note,) = [note for note in planned.notes if "extrapolated" in note]
+    assert len(machine.measured) < len(SIZES)  # sizes that must be worse were skipped
+    (note,) = [note for note in notes if "extrapolated" in note]
     assert "11M parameters and 10M characters" in note
 
 
 def test_models_that_do_not_fit_into_the_memory_are_not_tried(
-    corpus: Corpus, machine: list[Config], monkeypatch: pytest.MonkeyPatch
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    machine = Machine(corpus.tokenizer.vocab_size)
     limit = 3_000_000_000
     monkeypatch.setattr(planner, "memory_limit", lambda _: limit)
     long = replace(corpus, tokens=np.broadcast_to(np.uint8(0), (10**10,)))
-    chosen = choose(Config(), (), long, 10**7).config
+    chosen = choose(Config(), (), long, 10**7, machine).config
     assert SIZES[0].n_embd < chosen.model.n_embd < SIZES[-1].n_embd
-    for config in (*machine, chosen):
+    for config in (*machine.measured, chosen):
         used = training_bytes(config, corpus.tokenizer.vocab_size, config.train.batch_size)
         assert used <= limit * RECIPE.usable_memory
     accumulating = Config().with_values({"train.micro_batches": 16})
@@ -293,7 +311,7 @@ def test_dropout_grows_with_epochs_and_parameters_per_character() -> None:
     assert [dropout(epochs, 0.25) for epochs in (1, 15, 17, 47, 50)] == [0.0, 0.0, 0.1, 0.1, 0.2]
 
 
-def test_what_the_user_has_set_stays(corpus: Corpus, machine: list[Config]) -> None:
+def test_what_the_user_has_set_stays(corpus: Corpus) -> None:
     values = {
         "train.batch_size": 4,
         "train.evaluate_every": 7,
@@ -305,13 +323,10 @@ def test_what_the_user_has_set_stays(corpus: Corpus, machine: list[Config]) -> N
     assert (config.train.batch_size, config.train.evaluate_every) == (4, 7)
     assert (config.model.n_embd, config.model.n_layer) == (32, Config().model.n_layer)
     assert config.schedule.cooldown == 0.3
-    assert len(machine) == 1
     assert not planned.size_was_chosen
 
 
-def test_a_setting_that_is_no_size_leaves_the_size_to_the_plan(
-    corpus: Corpus, machine: list[Config]
-) -> None:
+def test_a_setting_that_is_no_size_leaves_the_size_to_the_plan(corpus: Corpus) -> None:
     values = {"model.dropout": 0.3, "model.qk_norm": False}
     planned = choose(Config().with_values(values), values, corpus, 30)
     without = choose(Config(), (), corpus, 30)
@@ -320,16 +335,14 @@ def test_a_setting_that_is_no_size_leaves_the_size_to_the_plan(
     assert planned.config.model == expected
 
 
-def test_for_a_bigram_only_the_number_of_steps_is_planned(
-    corpus: Corpus, machine: list[Config]
-) -> None:
+def test_for_a_bigram_only_the_number_of_steps_is_planned(corpus: Corpus) -> None:
     bigram = load_config("bigram")
     config = choose(bigram, {"model.kind"}, corpus, 30).config
     assert config.model.model_copy(update={"dropout": 0.0}) == bigram.model
     assert config.train.batch_size == bigram.train.batch_size
     assert config.train.ngram_target_weight == 0
     assert config.optim.weight_decay == bigram.optim.weight_decay
-    assert config.train.max_steps > REPLANNING.min_steps
+    assert config.train.max_steps > MIN_STEPS
 
 
 def test_a_budget_and_a_number_of_steps_exclude_each_other(corpus: Corpus) -> None:
@@ -339,13 +352,13 @@ def test_a_budget_and_a_number_of_steps_exclude_each_other(corpus: Corpus) -> No
 
 def test_the_speed_of_a_config_is_measured(corpus: Corpus) -> None:
     tiny = {"model.n_layer": 1, "model.n_embd": 16, "model.block_size": 16, "train.batch_size": 2}
-    assert planner.measure_speed(Config().with_values(tiny), corpus) > 0
+    assert Trials(corpus)(Config().with_values(tiny)) > 0
 
 
 def test_the_speed_of_a_fine_tuned_run_is_measured_without_the_other(corpus: Corpus) -> None:
     tiny = {"model.n_layer": 1, "model.n_embd": 16, "model.block_size": 16, "train.batch_size": 2}
     pulled = Config().with_values({**tiny, "train.from_run": "elsewhere", "optim.l2_sp": 0.1})
-    assert planner.measure_speed(pulled, corpus) > 0
+    assert Trials(corpus)(pulled) > 0
 
 
 @pytest.mark.parametrize(
@@ -363,8 +376,8 @@ def test_the_speed_of_a_fine_tuned_run_is_measured_without_the_other(corpus: Cor
 def test_the_default_budget_is_for_runs_without_settings_of_training(
     overrides: list[str], seconds: float | None
 ) -> None:
-    budget = Request(overrides=tuple(overrides)).time_budget()
-    assert (budget.seconds if budget else None) == seconds
+    deadline, _ = Request(settings=dict(map(parse_override, overrides))).deadline()
+    assert (deadline.seconds if deadline else None) == seconds
 
 
 def rates(config: Config, steps: int) -> list[float]:
@@ -392,7 +405,7 @@ def test_replanning_keeps_past_learning_rates_and_ends_near_zero(
         new = replanned_config(config, at, step_seconds, min(seconds, 3000 * step_seconds))
         assert rates(new, at) == rates(config, at)
         remaining = new.train.max_steps - at
-        fewest = min(REPLANNING.min_steps, config.train.max_steps) - at
+        fewest = min(MIN_STEPS, config.train.max_steps) - at
         assert remaining <= max(1, fewest) or remaining * step_seconds <= seconds
         falling = rates(new, new.train.max_steps)[at - 1 :]
         assert falling == sorted(falling, reverse=True)
@@ -422,106 +435,115 @@ def test_every_size_has_heads_of_64_or_more() -> None:
 
 
 def test_a_budget_that_is_too_short_for_the_fewest_steps_is_extended_and_says_so() -> None:
-    budget = FixedBudget(5.0)
-    assert budget.extend_for(20, step_seconds=0.2) is None  # 4 s fit into 5
-    assert budget.extend_for(20, step_seconds=0.265) is None  # a punctual command may take 5.4 s
-    note = budget.extend_for(20, step_seconds=0.4)
-    assert note is not None
+    deadline = fixed_deadline(5.0)
+    for needed in (4.0, 5.3):  # a punctual command may take 5.4 s
+        missing = deadline.missing_seconds(20, needed)
+        assert deadline.extended(missing) is deadline
+    extended = deadline.extended(deadline.missing_seconds(20, 8.0))
+    note = extended.announcement(20)
     assert "5 s is too short" in note
-    assert "20 steps" in note
+    assert "for the 20 steps that are the fewest useful ones" in note
     assert "the whole command takes up to 8 s instead" in note  # bench_busy.py reads it
-    with pytest.raises(OperationError, match=r"give --budget 20s"):
-        budget.extend_for(20, step_seconds=1.0)
-    note = FixedBudget(5.0).extend_for(20, step_seconds=0.2, validation_seconds=3)
-    assert note is not None
-    assert "up to 7 s" in note
+    assert extended.remaining == pytest.approx(8.0)
+    with pytest.raises(OperationError, match=r"give --budget 20s$"):
+        deadline.missing_seconds(20, 20.0)
+    with pytest.raises(OperationError, match=r"give --budget 20s, or a smaller model$"):
+        deadline.missing_seconds(20, 20.0, may_shrink=True)
 
 
-def test_a_slow_start_tells_how_busy_the_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_start_tells_how_busy_the_machine_is(
+    monkeypatch: pytest.MonkeyPatch, notes: list[str]
+) -> None:
     monkeypatch.setattr(time, "process_time", lambda: 2.0)
-    assert Budget(10.0, started=0.0, clock=lambda: 5.0).slowdown == 2.5
-    assert Budget(10.0, started=0.0, clock=lambda: 1.5).slowdown == 1.0
+    assert deadline_of(10.0, [5.0]).slowdown == 2.5
+    assert deadline_of(10.0, [1.5]).slowdown == 1.0
     corpus = load_corpus(TextConfig(), text="The sea, the light.\n" * 2000)
-    idle, busy = (Budget(10.0, started=0.0, clock=lambda now=now: now) for now in (2.0, 5.0))
-    assert session.with_mixture_split(Config(), corpus, idle)[0].text.mixture_characters
-    assert not session.with_mixture_split(Config(), corpus, busy)[0].text.mixture_characters
+    idle, busy = (deadline_of(10.0, [now]) for now in (2.0, 5.0))
+    nothing = frozenset[str]()
+    assert with_mixture_split(Config(), corpus, idle, nothing).text.mixture_characters
+    assert not notes
+    assert not with_mixture_split(Config(), corpus, busy, nothing).text.mixture_characters
+    assert "without a mixture: fitting one would take" in notes[0]
 
 
 def test_a_budget_reserves_more_for_its_end_when_validation_gets_slower() -> None:
-    budget = Budget(100.0, started=0.0, clock=lambda: 0.0)
-    budget.evaluation_seconds, budget.validation_seconds = 4.0, 1.0
-    before = budget.remaining
-    budget.update_evaluation(0.5)
-    assert budget.remaining == before
-    budget.update_evaluation(3.0)
-    assert budget.remaining == pytest.approx(before - 8.0)
-    budget.update_evaluation(3.0)
-    assert budget.remaining == pytest.approx(before - 8.0)
-    budget.validation_seconds = 0.001  # of a very short split, which takes longer per character
-    budget.update_evaluation(0.05)
-    assert budget.remaining == pytest.approx(before - 8.0)
+    deadline = replace(deadline_of(100.0, [0.0]), scoring_seconds=4.0)
+    pace, before = Pace(deadline, validation_seconds=1.0), deadline.remaining
+    pace.observe_validation(0.5)
+    assert pace.deadline.remaining == before
+    for _ in range(2):
+        pace.observe_validation(3.0)
+        assert pace.deadline.remaining == pytest.approx(before - 8.0)
+    pace.validation_seconds = 0.001  # of a very short split, which takes longer per character
+    pace.observe_validation(0.05)
+    assert pace.deadline.remaining == pytest.approx(before - 8.0)
 
 
 def test_a_command_that_took_longer_than_announced_says_so() -> None:
     now = [10.5]
-    budget = Budget(10.0, started=0.0, clock=lambda: now[0])
-    assert budget.late_note() is None
+    deadline = deadline_of(10.0, now)
+    assert deadline.late_note() is None
     now[0] = 12.0
-    assert "12 s instead of 10 s" in str(budget.late_note())
-    budget.extension = 2.0
-    assert budget.late_note() is None
-    now[0], budget.extension = 14.0, 2.3  # announced as 13 s
-    assert "14 s instead of 13 s" in str(budget.late_note())
+    assert "12 s instead of 10 s" in str(deadline.late_note())
+    assert replace(deadline, extension=2.0).late_note() is None
+    now[0] = 14.0
+    assert "14 s instead of 13 s" in str(replace(deadline, extension=2.3).late_note())
 
 
 def test_an_extended_budget_has_time_for_the_steps() -> None:
     now = [0.0]
-    budget = Budget(5.0, started=0.0, clock=lambda: now[0])
+    deadline = deadline_of(5.0, now)
     now[0] = 6.0  # start-up took longer than the whole budget
-    assert budget.remaining < 0
-    assert budget.extend_for(20, step_seconds=0.1)
-    assert budget.remaining == pytest.approx(2.0)
+    assert deadline.remaining < 0
+    extended = deadline.extended(deadline.missing_seconds(20, 2.0))
+    assert extended.remaining == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
-        (182, 4, ["re-planned: 182 -> 4 steps: training is 60 times slower than planned"]),
-        (182, 150, ["re-planned: 182 -> 150 steps: training is slower than measured before"]),
-        (182, 400, ["re-planned: 182 -> 400 steps: training is faster than measured before"]),
-        (182, 174, []),
-        (20, 29, []),  # of a very short run
-        (53, 38, ["re-planned: 53 -> 38 steps: training is slower than measured before"]),
+        (182, 4, "re-planned: 182 -> 4 steps: training is 60 times slower than planned"),
+        (182, 150, "re-planned: 182 -> 150 steps: training is slower than measured before"),
+        (182, 400, "re-planned: 182 -> 400 steps: training is faster than measured before"),
+        (182, 174, None),
+        (20, 29, None),  # of a very short run
+        (53, 38, "re-planned: 53 -> 38 steps: training is slower than measured before"),
     ],
 )
-def test_a_changed_number_of_steps_is_noted(old: int, new: int, expected: list[str]) -> None:
-    assert replanning_notes(old, new, slowdown=60 if new == 4 else 1.2) == expected
+def test_a_changed_number_of_steps_is_noted(old: int, new: int, expected: str | None) -> None:
+    assert replanning_note(old, new, slowdown=60 if new == 4 else 1.2) == expected
 
 
-def test_a_noted_slowdown_is_that_of_a_step() -> None:
+def started(deadline: Deadline, **values: object) -> tuple[Pace, Config]:
+    """Return a pace that has begun to measure a run with these settings."""
+    config = Config().with_values(values)
+    pace = Pace(deadline)
+    pace.start(config, 0)
+    return pace, config
+
+
+def test_a_noted_slowdown_is_that_of_a_step(notes: list[str]) -> None:
     now = [0.0]
-    budget = Budget(100.0, started=0.0, clock=lambda: now[0])
-    config = Config().with_values({"train.max_steps": 100, "schedule.cooldown": 0.9})
-    budget.start(config, 0)
-    planned, notes = budget.remaining / 100, []
+    values = {"train.max_steps": 100, "schedule.cooldown": 0.9}
+    pace, config = started(deadline_of(100.0, now), **values)
+    planned = pace.deadline.remaining / 100
     for step in range(1, 21):
         now[0] = 2.5 * planned * (step - 1)
-        config = budget.adjust(config, step, 0.0, notes)
+        config = pace.adjusted(config, step, 0.0)
     assert any(
         re.fullmatch(r"re-planned: 100 -> \d\d steps: training is 2.5 times slower than .*", note)
         for note in notes
     ), notes
 
 
-def test_a_noted_slowdown_is_that_of_all_steps_so_far() -> None:
+def test_a_noted_slowdown_is_that_of_all_steps_so_far(notes: list[str]) -> None:
     now = [0.0]
-    budget = Budget(100.0, started=0.0, clock=lambda: now[0])
-    config = Config().with_values({"train.max_steps": 1000, "schedule.cooldown": 0.5})
-    budget.start(config, 0)
-    planned, notes = budget.remaining / 1000, []
+    values = {"train.max_steps": 1000, "schedule.cooldown": 0.5}
+    pace, config = started(deadline_of(100.0, now), **values)
+    planned = pace.deadline.remaining / 1000
     for step in range(1, 900):  # the steps before the second re-planning take ten times as long
         now[0] += 10 * planned if 650 < step < 750 else planned
-        config = budget.adjust(config, step, 0.0, notes)
+        config = pace.adjusted(config, step, 0.0)
         if step >= config.train.max_steps:
             break
     assert len(notes) == 2
@@ -530,31 +552,28 @@ def test_a_noted_slowdown_is_that_of_all_steps_so_far() -> None:
 
 def test_an_extended_budget_gets_the_steps_that_it_has_announced() -> None:
     now = [0.0]
-    budget = Budget(5.0, started=0.0, clock=lambda: now[0])
-    note = budget.extend_for(20, 0.3)
-    assert note is not None
-    assert "for the 20 steps that are the fewest useful ones" in note
-    now[0] = 5.0 + budget.extension + 4.0
-    assert not budget.is_over(12)
-    assert budget.is_over(20)
+    deadline = deadline_of(5.0, now)
+    deadline = deadline.extended(deadline.missing_seconds(20, 6.0))
+    now[0] = 5.0 + deadline.extension + 4.0
+    assert not deadline.is_over(12)
+    assert deadline.is_over(20)
     now[0] += 2.0  # more than the whole budget again
-    assert budget.is_over(12)
+    assert deadline.is_over(12)
 
 
 def test_an_extended_budget_ends_early_instead_of_training_more_steps() -> None:
     now = [0.0]
-    budget = Budget(5.0, started=0.0, clock=lambda: now[0])
+    deadline = deadline_of(5.0, now)
     now[0] = 4.0
-    assert budget.extend_for(20, 0.2)
-    config = Config().with_values({"train.max_steps": 20, "schedule.cooldown": 0.6})
-    budget.start(config, 0)
+    deadline = deadline.extended(deadline.missing_seconds(20, 4.0))
+    pace, config = started(deadline, **{"train.max_steps": 20, "schedule.cooldown": 0.6})
     for step in range(1, 21):  # twice as fast as planned
         now[0] += 0.1
-        config = budget.adjust(config, step, 0.0, [])
+        config = pace.adjusted(config, step, 0.0)
     assert config.train.max_steps == 20
 
 
-def test_the_size_is_chosen_for_a_given_block_size(corpus: Corpus, machine: list[Config]) -> None:
+def test_the_size_is_chosen_for_a_given_block_size(corpus: Corpus) -> None:
     free = choose(Config(), (), corpus, 10)
     config = Config().with_values({"model.block_size": 64})
     given = choose(config, ("model.block_size",), corpus, 10)
@@ -578,12 +597,12 @@ def test_a_model_that_is_too_large_for_its_budget_is_rejected_after_one_step(
     monkeypatch.setattr(Learner, "accumulate_gradients", slow_step)
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     config = Config().with_values({"model.n_layer": 1, "model.n_embd": 32, "device": "cpu"})
-    config = config.with_values({"train.from_run": base_run})
-    budget = Budget(10.0, {"model.n_embd"}, started=0.0, clock=lambda: now[0])
+    config = config.with_values({"train.from_run": base_run, "threads": 1, "dtype": "float32"})
+    deadline = deadline_of(10.0, now)
     with pytest.raises(
         OperationError, match=rf"too short for 20 steps.*give --budget \d+s{remedy}$"
     ):
-        plan(config.with_values({"threads": 1, "dtype": "float32"}), corpus, budget)
+        plan(config, corpus, deadline, {"model.n_embd"}, Trials(corpus))
     assert counted == [0]
 
 
@@ -594,48 +613,41 @@ def test_after_a_rollback_the_step_time_is_measured_anew(monkeypatch: pytest.Mon
         measured.append(step_seconds)
         return replanned_config(config, step, step_seconds, *rest)
 
-    monkeypatch.setattr("chargpt.training.budget.replanned_config", record)
+    monkeypatch.setattr(pace_module, "replanned_config", record)
     now = [0.0]
-    budget = Budget(100.0, started=0.0, clock=lambda: now[0])
-    config = Config().with_values({"train.max_steps": 1000, "schedule.cooldown": 0.5})
-    budget.start(config, 0)
-    seconds = budget.remaining / 1000
+    values = {"train.max_steps": 1000, "schedule.cooldown": 0.5}
+    pace, config = started(deadline_of(100.0, now), **values)
+    seconds = pace.deadline.remaining / 1000
     for step in (*range(1, 601), *range(510, 1000)):
         now[0] += seconds
-        config = budget.replan(config, step) or config
+        config = pace.replanned(config, step) or config
     assert len(measured) > 2
     assert measured == pytest.approx([seconds] * len(measured))
     assert 860 < config.train.max_steps < 910
 
 
 def test_small_changes_of_the_number_of_steps_are_noted_when_they_add_up(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, notes: list[str]
 ) -> None:
-    budget = Budget(100.0)
-    config = Config().with_values({"train.max_steps": 1000})
-    budget.start(config, 0)
-    notes: list[str] = []
+    pace, config = started(Deadline.from_budget(100.0), **{"train.max_steps": 1000})
     for new in (960, 930, 900):
-        monkeypatch.setattr(
-            Budget,
-            "replan",
-            lambda _, config, __, n=new: config.with_values({"train.max_steps": n}),
-        )
-        config = budget.adjust(config, 500, 0.0, notes)
+        changed = config.with_values({"train.max_steps": new})
+        monkeypatch.setattr(pace, "replanned", lambda *_, changed=changed: changed)
+        config = pace.adjusted(config, 500, 0.0)
     assert notes == ["re-planned: 1,000 -> 900 steps: training is slower than measured before"]
 
 
 def test_the_first_20_steps_may_overrun_the_budget_a_little() -> None:
     now = [0.0]
-    budget = Budget(100.0, started=0.0, clock=lambda: now[0])
+    deadline = deadline_of(100.0, now)
     now[0] = 100.0
-    assert -8 < budget.remaining < 0
-    assert not budget.is_over(0)
-    assert not budget.is_over(19)
-    assert budget.is_over(20)
+    assert -8 < deadline.remaining < 0
+    assert not deadline.is_over(0)
+    assert not deadline.is_over(19)
+    assert deadline.is_over(20)
     now[0] = 104.0
-    assert not budget.is_over(0)
-    assert budget.is_over(1)
+    assert not deadline.is_over(0)
+    assert deadline.is_over(1)
 
 
 def test_replanning_leaves_at_least_20_steps() -> None:
@@ -653,7 +665,7 @@ def test_replanning_adds_no_decay_to_a_schedule_without_one(values: dict[str, ob
 
 
 def test_a_device_a_thousand_times_faster_than_measured_keeps_to_the_cap_on_epochs(
-    verse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    verse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notes: list[str]
 ) -> None:
     text = tmp_path / "text.txt"
     text.write_text(verse.read_text()[:1500])
@@ -663,15 +675,14 @@ def test_a_device_a_thousand_times_faster_than_measured_keeps_to_the_cap_on_epoc
         "train.sample_every": 0, "threads": 1,
     }  # fmt: skip
     clock = iter(range(10**9))
-    budget = Budget(60.0, values, 0.0, clock=lambda: next(clock) / 1000)
-    monkeypatch.setattr(planner, "measure_speed", lambda *_: 60.0)  # characters per second, cold
-    made = session.create_run(
-        load_config("gpt").with_values(values), tmp_path / "run", budget=budget
-    )
-    assert made.trainer.config.train.max_steps == REPLANNING.min_steps
-    reports = list(made.trainer.steps(budget))
-    made.folder.unlock()
+    deadline = Deadline.from_budget(60.0, 0.0, clock=lambda: next(clock) / 1000)
+    # characters per second, cold
+    monkeypatch.setattr(Trials, "__call__", lambda self, *_: 60.0)
+    monkeypatch.setattr(Trials, "measure_scoring", lambda self: 1e-6)
+    made = create_run(load_config("gpt").with_values(values), tmp_path / "run", deadline, values)
+    assert made.trainer.config.train.max_steps == MIN_STEPS
+    last = list(made.reports())[-1]
     read = MAX_EPOCHS * len(made.trainer.corpus.split("train"))
-    assert reports[-1].step == made.trainer.state.step == read // (16 * 16)
-    assert budget.remaining > 30
-    assert any("after 40 epochs" in note for r in reports for note in r.notes)
+    assert last.step == made.trainer.state.step == read // (16 * 16)
+    assert deadline.remaining > 30
+    assert any("after 40 epochs" in note for note in notes)

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from starting import create_run, resume
 
 from chargpt.config import Config, TextConfig, load_config
 from chargpt.errors import ConfigError, DivergedError, OperationError, RunError, TextError
@@ -21,12 +22,13 @@ from chargpt.store.run import load_run
 from chargpt.text.batches import Batches
 from chargpt.text.corpus import Corpus
 from chargpt.text.prepare import load_corpus
-from chargpt.training.budget import Budget
 from chargpt.training.cost import expected_cost, training_bytes
-from chargpt.training.request import Request
-from chargpt.training.resume import continue_schedule, resume
+from chargpt.training.deadline import Deadline
+from chargpt.training.pace import Pace
+from chargpt.training.request import Request, StartMode
+from chargpt.training.resume import continue_schedule
 from chargpt.training.schedule import lr_factor_at
-from chargpt.training.session import resume_run
+from chargpt.training.start import open_session
 from chargpt.training.trainer import StepReport, Trainer
 
 TINY = {
@@ -164,7 +166,7 @@ def test_the_moving_average_keeps_no_autograd_graph(corpus: Corpus) -> None:
 
 def test_with_ema_the_saved_model_is_the_moving_average(corpus: Corpus, tmp_path: Path) -> None:
     train(tiny_config(**{"train.ema": 0.9}), corpus, tmp_path / "ema")
-    saved, _ = RunFolder(tmp_path / "ema").load("latest")
+    saved = RunFolder(tmp_path / "ema").load("latest")
     name = "head.weight"
     assert not torch.equal(saved.model[name], saved.optimizer[f"raw.{name}"])
     plain = Trainer(tiny_config(), corpus)
@@ -271,7 +273,7 @@ def test_non_finite_weights_are_not_saved(corpus: Corpus, tmp_path: Path) -> Non
 
 
 def test_a_diverged_run_rolls_back_to_its_last_checkpoint_at_half_the_learning_rates(
-    corpus: Corpus, tmp_path: Path
+    corpus: Corpus, tmp_path: Path, notes: list[str]
 ) -> None:
     points = [[5, 12], [6, 13]]
     schedule = {"schedule.cooldown": 0.9, "schedule.decay_points": points}
@@ -279,8 +281,7 @@ def test_a_diverged_run_rolls_back_to_its_last_checkpoint_at_half_the_learning_r
     trainer = start_trainer(config, corpus, tmp_path / "run")
     rate = trainer.config.optim.lr
     make_gradient_infinite(trainer, 7, times=2)
-    reports = run_steps(trainer)
-    notes = [note for report in reports for note in report.notes]
+    run_steps(trainer)
     assert len(notes) == 2
     assert "rolled back to step 6" in notes[0]
     rollbacks = [
@@ -289,7 +290,7 @@ def test_a_diverged_run_rolls_back_to_its_last_checkpoint_at_half_the_learning_r
     # the new rates are saved with the next step
     assert [(r["step"], r["rolled_back_from"]) for r in rollbacks] == [(6, 8), (7, 8)]
     assert [r["optim.lr"] for r in rollbacks] == [rate / 2, rate / 4]
-    saved, _ = RunFolder(tmp_path / "run").load("latest")
+    saved = RunFolder(tmp_path / "run").load("latest")
     assert saved.state.step == 12
     assert saved.state.rollbacks == 2
     assert saved.config.optim.lr == rate / 4
@@ -311,7 +312,7 @@ def test_a_rollback_undoes_a_later_re_planning_and_is_saved_at_once(
         if report.step == 7:  # saved with step 8, which fails
             later = {"train.max_steps": 20, "schedule.decay_points": [(6, 12)]}
             trainer.change_config(trainer.config.with_values(later))
-    saved, _ = RunFolder(tmp_path / "run").load("latest")
+    saved = RunFolder(tmp_path / "run").load("latest")
     assert (saved.state.step, saved.state.rollbacks) == (6, 1)
     assert saved.config == config.with_values(
         {"optim.lr": config.optim.lr / 2, "optim.matrix_lr": config.optim.matrix_lr / 2}
@@ -416,20 +417,17 @@ def raise_disk_full(calls: list[RunFolder], run: RunFolder) -> None:
 def test_a_requested_stop_keeps_the_plan_that_the_checkpoint_was_saved_with(
     corpus: Corpus, tmp_path: Path
 ) -> None:
-    class Replanned(Budget):
-        def is_over(self, step: int) -> bool:
-            return False
-
-        def adjust(self, config: Config, step: int, speed: float, notes: list[str]) -> Config:
+    class Replanned(Pace):
+        def adjusted(self, config: Config, step: int, speed: float) -> Config:
             return config.with_values({"train.max_steps": 100 + step})
 
     trainer = start_trainer(tiny_config(**{"train.save_every": 1}), corpus, tmp_path / "run")
-    for _ in trainer.steps(Replanned(60), lambda: trainer.state.step == 5):
+    for _ in trainer.steps(Replanned(Deadline.from_budget(60)), lambda: trainer.state.step == 5):
         pass
     run = RunFolder(tmp_path / "run")
     saved, config, notes = resume(run, {})
-    run.note_edits(saved.config)
-    assert (saved.state.step, config.train.max_steps, run.notes, notes) == (5, 104, [], [])
+    assert (saved.state.step, config.train.max_steps, notes) == (5, 104, [])
+    assert run.describe_edits(saved.config) is None
 
 
 def test_a_run_saved_before_its_first_step_is_not_validated_again(
@@ -456,21 +454,20 @@ def test_rollbacks_are_advised_only_where_they_are_possible(corpus: Corpus, tmp_
 
 
 def test_a_damaged_checkpoint_that_a_rollback_skips_is_named(
-    corpus: Corpus, tmp_path: Path
+    corpus: Corpus, tmp_path: Path, notes: list[str]
 ) -> None:
     config = tiny_config(**{"train.max_rollbacks": 1})
     trainer = start_trainer(config, corpus, tmp_path / "run")
     make_gradient_infinite(trainer, 7)
-    notes = []
     for report in trainer.steps():
-        notes += report.notes
         if report.step == 7 and not notes:
             newest = tmp_path / "run" / "checkpoints" / "step-00000006" / "model.safetensors"
             newest.write_bytes(b"damaged")
-        if report.notes:  # or the time lost would make the next steps look slow
+        if report.loss is None and report.step:  # or the lost time would slow the next steps down
             assert trainer.speed_since[0] == report.step == 4
     assert "step-00000006" in notes[0]
-    assert "rolled back to step 4" in notes[1]
+    assert notes[1] == "step-00000004 is used instead"
+    assert "rolled back to step 4" in notes[2]
 
 
 def test_weights_that_are_not_finite_before_training_are_one_sentence(
@@ -629,12 +626,12 @@ def test_estimating_the_cost_does_not_change_the_run(corpus: Corpus) -> None:
     assert [r.loss for r in estimated] == [r.loss for r in plain]
 
 
-def test_a_resumed_run_is_expected_to_be_as_fast_as_it_was(corpus: Corpus, tmp_path: Path) -> None:
-    train(tiny_config(), corpus, tmp_path / "run")
-    state = load_run(tmp_path / "run", "latest").state
-    session = resume_run(tmp_path / "run", {"train.max_steps": 36})
-    assert session.cost.seconds == pytest.approx(2 * state.seconds)
-    session.folder.unlock()
+def test_a_resumed_run_is_expected_to_be_as_fast_as_it_was(verse: Path, tmp_path: Path) -> None:
+    run_steps(create_run(tiny_config(**{"text.path": str(verse)}), tmp_path / "run").trainer)
+    state, settings = load_run(tmp_path / "run", "latest").state, {"train.max_steps": 36}
+    request = Request(path=str(tmp_path / "run"), settings=settings, start=StartMode.RESUME)
+    with open_session(request) as session:
+        assert session.cost.seconds == pytest.approx(2 * state.seconds)
 
 
 def test_memory_grows_with_the_block_squared_only_where_scores_are_stored() -> None:
@@ -747,37 +744,37 @@ def test_a_run_of_a_missing_device_resumes_on_the_cpu_in_the_dtype_asked_for(
     assert resume(folder, {"dtype": "float32"})[1].dtype == "float32"
 
 
-def test_a_run_stopped_just_before_its_end_goes_on_like_a_finished_one() -> None:
+def test_a_run_stopped_just_before_its_end_goes_on_like_a_finished_one(notes: list[str]) -> None:
     before = Config().with_values({"train.max_steps": 100})
     after = before.with_values({"train.max_steps": 200})
-    notes: list[str] = []
-    continued = continue_schedule(before, after, 97, notes)
+    continued = continue_schedule(before, after, 97)
     assert continued.schedule.restarts == ((97, 0.5),)
     assert any("warm up to 50% of their peak" in note for note in notes)
     assert factors(continued)[:97] == factors(before)[:97]  # the config still repeats the run
     assert sum(factors(continued)[97:]) > 10
-    assert not continue_schedule(before, after, 90, []).schedule.restarts
+    assert not continue_schedule(before, after, 90).schedule.restarts
     fewer = before.with_values({"train.max_steps": 99})
-    assert not continue_schedule(before, fewer, 97, []).schedule.restarts
+    assert not continue_schedule(before, fewer, 97).schedule.restarts
 
 
-def test_a_run_extended_again_before_its_end_continues_from_its_present_rate() -> None:
+def test_a_run_extended_again_before_its_end_continues_from_its_present_rate(
+    notes: list[str],
+) -> None:
     before = Config().with_values({"train.max_steps": 200, "schedule.restarts": [[100, 0.5]]})
     after = before.with_values({"train.max_steps": 1000})
-    notes: list[str] = []
-    continued = continue_schedule(before, after, 150, notes)
+    continued = continue_schedule(before, after, 150)
     assert continued.schedule.restarts == ((100, 0.5), (150, 0.25))
     assert max(factors(continued)[150:]) <= 0.25
     assert any("no longer repeats the learning rates since step 100" in note for note in notes)
-    assert continue_schedule(before, after, 80, []) == after  # the last restart is yet to come
-    near_end = continue_schedule(before, after, 195, [])
+    assert continue_schedule(before, after, 80) == after  # the last restart is yet to come
+    near_end = continue_schedule(before, after, 195)
     assert near_end.schedule.restarts == ((100, 0.5), (195, 0.5))
 
 
 def test_a_few_steps_more_of_a_very_long_run_have_a_learning_rate() -> None:
     before = Config().with_values({"train.max_steps": 3_000_000})
     after = before.with_values({"train.max_steps": 3_000_002})
-    schedule = continue_schedule(before, after, 3_000_000, []).schedule
+    schedule = continue_schedule(before, after, 3_000_000).schedule
     assert lr_factor_at(3_000_000, schedule, 3_000_002) > 0
 
 
@@ -792,10 +789,10 @@ def test_repeating_a_command_keeps_the_rates_of_a_rollback_and_the_resolved_devi
     changed = {"optim.lr": 0.001, "schedule.cooldown": 0.9}  # by a rollback, and by re-planning
     trainer.change_config(trainer.config.with_values(changed))
     trainer.state = dataclasses.replace(trainer.state, rollbacks=1)
-    trainer.writer.saved_step = None
+    trainer.writer.newest = None
     trainer.save()
-    request = Request(overrides=("schedule.cooldown=0.6",), budget="30s")
-    given = request.fixed_values(request.run_config())
+    request = Request(settings={"schedule.cooldown": 0.6}, budget="30s")
+    given = request.repeated_settings()
     wanted = {"optim.lr": 0.002, "device": "auto", "dtype": "auto", "train.max_steps": 9, **given}
     _, config, notes = resume(folder, wanted, same_command=True)
     assert (config.optim.lr, config.device, config.dtype) == (0.001, "cpu", "float32")

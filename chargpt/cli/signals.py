@@ -8,23 +8,10 @@ from contextlib import contextmanager, suppress
 
 from chargpt.cli import console
 from chargpt.errors import Stopped
+from chargpt.training.interrupts import NAMES, StoppingHandler
 
-NAMES = ("SIGINT", "SIGTERM", "SIGHUP")
-
-
-class Signals:
-    """The handler of the signals that end a process: it raises `Stopped`.
-
-    Attributes:
-        caught: numbers of the signals so far: Python drops exceptions that are raised within
-            `__del__`, and such a signal ends the command later.
-        raises_stopped: so that training defers the signals, see `deferred_signals`.
-    """
-
-    raises_stopped = True
-
-    def __init__(self) -> None:
-        self.caught: list[int] = []
+class Signals(StoppingHandler):
+    """The handler of the signals that end a process; one whose exception is lost ends it later."""
 
     def __call__(self, number: int, _frame: object) -> None:
         """Raise `Stopped`."""

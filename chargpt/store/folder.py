@@ -162,9 +162,7 @@ class RunFolder:
 
     def _unwritable(self, error: OSError) -> RunError:
         reason = error.strerror or type(error).__name__
-        return RunError(
-            f"{self.path} cannot be written ({reason}); name another folder with --out"
-        )
+        return RunError(f"{self.path} cannot be written ({reason}); name another folder with --out")
 
     def create(
         self,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from chargpt.config import Config
-from chargpt.device import choose_device, tune_malloc
+from chargpt.device import choose_device, configure
 from chargpt.errors import RunError, TextError, most_similar
 from chargpt.log import collected_notes
 from chargpt.models import LanguageModel, build_model
@@ -145,8 +145,8 @@ def load_run(path: str | Path, checkpoint: str = "best", device: str = "auto") -
     with collected_notes() as notes:
         saved = folder.load(checkpoint, optimizer=False)
     target, _ = choose_device(device)
+    configure(target)
     if target.type == "cpu":
-        tune_malloc()
         tune_threads(target)
     model = build_model(saved.config.model, saved.tokenizer.vocab_size)
     model.first_continuation_id = saved.tokenizer.first_continuation_id

@@ -9,13 +9,24 @@ from typing import Any
 NAMES = ("SIGINT", "SIGTERM", "SIGHUP")
 
 
+class StoppingHandler:
+    """A handler that ends the work by an exception, and which training may therefore replace.
+
+    Attributes:
+        caught: numbers of the signals so far: Python drops exceptions that are raised within
+            `__del__`.
+    """
+
+    def __init__(self) -> None:
+        self.caught: list[int] = []
+
+
 @contextmanager
 def deferred_signals(on_signal: Callable[[int], object]) -> Iterator[list[int]]:
-    """Record the signals that would raise an exception, in the list that the block gets.
+    """Record the signals that would end the work, in the list that the block gets.
 
-    These are Ctrl-C, unless the program handles it otherwise, and those that the command line
-    handles. A Ctrl-C after another signal does what it did before. Outside the main thread
-    nothing is recorded.
+    These are Ctrl-C, unless the program handles it otherwise, and those with a `StoppingHandler`. A
+    Ctrl-C after another signal does what it did before. Outside the main thread none is recorded.
 
     Args:
         on_signal: called with the number of each signal that is recorded.
@@ -33,8 +44,11 @@ def deferred_signals(on_signal: Callable[[int], object]) -> Iterator[list[int]]:
         if threading.current_thread() is threading.main_thread():
             for number in (getattr(signal, name) for name in NAMES if hasattr(signal, name)):
                 handler = signal.getsignal(number)
-                if handler is signal.default_int_handler or hasattr(handler, "raises_stopped"):
-                    previous[number] = signal.signal(number, handle)
+                if isinstance(handler, StoppingHandler):
+                    caught[:] = handler.caught  # by now, with an exception that was dropped
+                elif handler is not signal.default_int_handler:
+                    continue
+                previous[number] = signal.signal(number, handle)
         yield caught
     finally:
         for number, handler in previous.items():

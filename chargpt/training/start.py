@@ -30,6 +30,7 @@ from chargpt.text import TextProgress
 from chargpt.text.corpus import Corpus
 from chargpt.text.describe import log_warnings
 from chargpt.text.prepare import find_text
+from chargpt.text.source import STDIN
 from chargpt.training.budget import (
     PlannedBudget,
     fit_to_deadline,
@@ -88,6 +89,8 @@ def new_run(request: Request, on_progress: TextProgress | None) -> Iterator[Sess
     config, _ = request.resolved
     deadline, fixed_keys = request.deadline()
     existing = EXISTING[request.start]
+    if config.text.path == STDIN and request.text is None and world_size() > 1:
+        raise TextError("several processes cannot share standard input; name a file")
     group = init_process_group(choose_device(config.device)[0])
     if request.out is not None and group.is_main:
         RunFolder(request.out).require_unused(existing)
@@ -96,8 +99,6 @@ def new_run(request: Request, on_progress: TextProgress | None) -> Iterator[Sess
         config = config_from_base_run(base_run, config, fixed_keys)
     config, thread_tuner = with_measured_threads(config)
     source = find_text(config.text, request.text)
-    if source.is_stdin and world_size() > 1:
-        raise TextError("several processes cannot share standard input; name a file")
     name = f"{slug(source.name)}-{config.model.kind}"
     with new_folder(request.out, name, group) as folder:
         corpus = read_given_text(folder, source, config.text, on_progress)
@@ -154,13 +155,13 @@ def start_run(
         config, pace, seconds = fit_to_deadline(budget, config, corpus)
     ngram = None if baselines is None else baselines.ngram
     trainer = Trainer(config, corpus, folder=folder, group=group, ngram=ngram, base_run=base_run)
+    cost = expected_cost(trainer.config, trainer.learner, 0, seconds)
     if group.is_main:
         # the last ones, the best one and an unfinished one
         folder.require_room(trainer.config.train.keep_last + 2, trainer.checkpoint_bytes())
         folder.create(trainer.config, corpus.tokenizer, corpus.folder, existing=existing)
     if base_run is not None:
         logger.info(describe_base_run(base_run, config, corpus.tokenizer))
-    cost = expected_cost(trainer.config, trainer.learner, 0, seconds)
     planned = None if budget is None else budget.plan
     return Session(trainer, folder, baselines, cost, pace, planned, base_run)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from chargpt.config import Config
-from chargpt.device import choose_device, choose_dtype, dtype_name, require_memory, tune_malloc
+from chargpt.device import choose_device, choose_dtype, configure, dtype_name, require_memory
 from chargpt.distributed import RankGroup
 from chargpt.errors import DivergedError, OperationError, RunError
 from chargpt.inference.evaluation import Evaluation
@@ -91,19 +91,18 @@ class Trainer:
     ) -> None:
         self.group = group or RankGroup()
         self.device, self.device_reason = choose_device(config.device)
+        configure(self.device, deterministic=config.deterministic)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # CUDA graphs are captured on the current device
         self.config, self.dtype_reason = self._resolved(config)
         self.corpus = corpus
         corpus.require_blocks(config.model.block_size)
         micro_batch = micro_batch_size(config.train, self.group)
         n_bytes = training_bytes(self.config, corpus.tokenizer.vocab_size, micro_batch)
         require_memory(n_bytes, "a model and batches of these sizes", self.device)
-        if self.config.deterministic:
-            torch.use_deterministic_algorithms(True)  # an operation that has none raises
-        if self.device.type == "cpu":
-            tune_malloc()
-            if config.threads is not None:
-                default_threads()  # before it is changed
-                torch.set_num_threads(config.threads)
+        if self.device.type == "cpu" and config.threads is not None:
+            default_threads()  # before it is changed
+            torch.set_num_threads(config.threads)
         self.folder = folder if self.group.is_main else None
         self.learner = Learner(self.config, corpus, self.group, self.device, saved, ngram, base_run)
         self.model, self.dtype = self.learner.model, self.learner.dtype
@@ -133,8 +132,6 @@ class Trainer:
         # each rank measures its own speed: rank 0 decides
         is_bfloat16 = self.group.broadcast(float(dtype == torch.bfloat16))
         dtype = torch.bfloat16 if is_bfloat16 else torch.float32
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # CUDA graphs are captured on the current device
         device = self.device.type if config.device == "auto" else config.device
         return config.with_values({"device": device, "dtype": dtype_name(dtype)}), reason
 

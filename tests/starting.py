@@ -1,0 +1,36 @@
+"""Helpers that start and resume runs as `chargpt train` does, without its request and its lock."""
+
+from collections.abc import Collection
+from pathlib import Path
+
+from chargpt.config import Config
+from chargpt.inference.baselines import Baselines
+from chargpt.log import collected_notes
+from chargpt.store.checkpoint import Checkpoint
+from chargpt.store.folder import RunFolder
+from chargpt.text.prepare import find_text, prepare
+from chargpt.training.budget import plan_run
+from chargpt.training.deadline import Deadline
+from chargpt.training.resume import resumed_config
+from chargpt.training.session import Session
+from chargpt.training.start import start_run
+
+
+def create_run(
+    config: Config, path: Path, deadline: Deadline | None = None, fixed_keys: Collection[str] = ()
+) -> Session:
+    folder, budget = RunFolder(path), None
+    corpus = prepare(find_text(config.text), config.text, folder.new_text)
+    if deadline is not None:
+        budget, corpus = plan_run(config, corpus, deadline, frozenset(fixed_keys))
+        config = budget.plan.config
+    return start_run(folder, config, corpus, Baselines(corpus), budget=budget)
+
+
+def resume(
+    folder: RunFolder, changes: dict[str, object], *, same_command: bool = False
+) -> tuple[Checkpoint, Config, list[str]]:
+    with collected_notes() as notes:
+        saved = folder.load("latest")
+        config = resumed_config(saved, changes, same_command=same_command)
+    return saved, config, notes
