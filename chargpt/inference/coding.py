@@ -20,6 +20,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -36,6 +37,8 @@ from chargpt.models.base import eval_mode
 from chargpt.models.mixture import Mixture
 from chargpt.store.run import Run
 from chargpt.text.tokenizer import Tokens, UnknownPolicy
+
+BuildDecoder = Callable[[int], Decoder]  # of a number of lanes
 
 MAX_LANES = 64
 MAX_ADAPTIVE_LANES = 8  # the fewer, the more each learns, and the longer it takes
@@ -57,7 +60,7 @@ def compress(
     content: bytes,
     on_progress: OnProgress = lambda *_: None,
     unknown: UnknownPolicy = "error",
-    adaptive: Callable[[int], Decoder] | None = None,
+    adaptive: BuildDecoder | None = None,
 ) -> bytes:
     """Compress a UTF-8 text with a run's model.
 
@@ -89,8 +92,8 @@ def compress(
     threads = min(os.cpu_count() or 1, 255)
     lanes = split_into_lanes(tokens, MAX_ADAPTIVE_LANES if adaptive else MAX_LANES)
     with _single_threaded_inference(run.model):
-        decoder = _build_decoder(run, adaptive, len(lanes), threads)
-        for column, cdf in _iter_distributions(run, decoder, lanes, len(tokens), on_progress):
+        build = adaptive or partial(build_decoder, run.model, max_threads=threads)
+        for column, cdf in _iter_distributions(run, build, lanes, len(tokens), on_progress):
             totals = cdf[:, -1].tolist()
             for lane, token in enumerate(column.tolist()):
                 start = int(cdf[lane, token - 1]) if token else 0
@@ -125,7 +128,7 @@ def decompress(
     run: Run,
     packed: bytes,
     on_progress: OnProgress = lambda *_: None,
-    adaptive: Callable[[int], Decoder] | None = None,
+    adaptive: BuildDecoder | None = None,
 ) -> bytes:
     """Return the text that `compress` was given.
 
@@ -161,8 +164,8 @@ def decompress(
     tokens = np.zeros(count, dtype=run.tokenizer.dtype)
     lanes = split_into_lanes(tokens, MAX_ADAPTIVE_LANES if adaptive else MAX_LANES)
     with _single_threaded_inference(run.model):
-        decoder = _build_decoder(run, adaptive, len(lanes), threads)
-        for column, cdf in _iter_distributions(run, decoder, lanes, count, on_progress):
+        build = adaptive or partial(build_decoder, run.model, max_threads=threads)
+        for column, cdf in _iter_distributions(run, build, lanes, count, on_progress):
             totals = cdf[:, -1].tolist()
             for lane in range(len(column)):
                 value = coder.decode(totals[lane])
@@ -179,7 +182,7 @@ def decompress(
 
 
 def _iter_distributions(
-    run: Run, decoder: Decoder, lanes: Tokens, count: int, on_progress: OnProgress
+    run: Run, build: BuildDecoder, lanes: Tokens, count: int, on_progress: OnProgress
 ) -> Iterator[tuple[Tokens, Tokens]]:
     """Yield the tokens at each position of the lanes, without padding, and their distributions.
 
@@ -188,8 +191,9 @@ def _iter_distributions(
     read or written after the yield, so that decompression can assign them.
     """
     num_lanes, length = lanes.shape
-    n_full = count // length
+    n_full, n_last = divmod(count, length)  # full lanes, and tokens of a shorter last one
     frequencies = np.ones((num_lanes, run.model.vocab_size), dtype=np.int64)
+    decoder, done = build(num_lanes), 0
     for position in range(length if count else 0):
         if position:
             tokens = lanes[:, position - 1].astype(np.int64)
@@ -197,9 +201,10 @@ def _iter_distributions(
             probs = np.exp(logits - max_logits(logits))
             probs *= FREQUENCY_SCALE / probs.sum(axis=1, keepdims=True)
             frequencies = probs.astype(np.int64) + 1  # no character is impossible
-        n_active = n_full + (position < count - n_full * length)  # the last lane may be shorter
+        n_active = n_full + (position < n_last)
         yield lanes[:n_active, position], frequencies.cumsum(axis=1)
-        on_progress(n_full * (position + 1) + min(position + 1, count - n_full * length), count)
+        done += n_active
+        on_progress(done, count)
 
 
 class ArithmeticEncoder:
@@ -276,15 +281,6 @@ def split_into_lanes(tokens: Tokens, max_lanes: int = MAX_LANES) -> Tokens:
     lanes = np.zeros((max(1, -(-len(tokens) // length)), length), dtype=tokens.dtype)
     lanes.reshape(-1)[: len(tokens)] = tokens
     return lanes
-
-
-def _build_decoder(
-    run: Run, adaptive: Callable[[int], Decoder] | None, n_lanes: int, threads: int
-) -> Decoder:
-    """Return the decoder of some lanes; rounding depends on the threads that divide them."""
-    if adaptive is not None:
-        return adaptive(n_lanes)
-    return build_decoder(run.model, n_lanes, max_threads=threads)
 
 
 @contextmanager

@@ -61,7 +61,9 @@ def sample(
     """
     run = as_run(run)
     chosen = _with_changes(run, options, changes)
-    group_size = _max_sequences(run.model)
+    # float32 numbers in the KV cache and the logits of one sequence
+    n_values = 2 * run.model.new_cache(1).keys.numel() + run.model.vocab_size
+    group_size = max(1, MAX_GROUP_BYTES // (4 * n_values))
     ends_early = bool(chosen.stop or run.tokenizer.eos_token)
     total = chosen.num_samples * (1 if ends_early else chosen.length)
     texts: list[str] = []
@@ -238,20 +240,17 @@ class _SampledText:
         if not character:
             return ""
         self.remaining -= 1
-        self.has_ended = is_last = not self.remaining
-        if not self.stops:
-            return character
         self.buffer += character
         starts = [start for start in map(self.buffer.find, self.stops) if start >= 0]
-        self.has_ended = bool(starts) or is_last
-        n_pending = 0 if is_last else self._pending_length()
-        end = min(starts) if starts else len(self.buffer) - n_pending
+        self.has_ended = bool(starts) or not self.remaining
+        n_pending = 0 if self.has_ended else self._pending_length()
+        end = min(starts, default=len(self.buffer) - n_pending)
         piece, self.buffer = self.buffer[:end], self.buffer[end:]
         return piece
 
     def _pending_length(self) -> int:
         """Return the length of the longest suffix of the buffer that begins a stop string."""
-        longest = max(map(len, self.stops))
+        longest = max(map(len, self.stops), default=0)
         for size in range(min(longest, len(self.buffer)), 0, -1):
             if any(stop.startswith(self.buffer[-size:]) for stop in self.stops):
                 return size
@@ -263,9 +262,3 @@ def _with_seed(options: SampleConfig) -> SampleConfig:
     if options.seed is not None:
         return options
     return options.model_copy(update={"seed": secrets.randbits(63)})
-
-
-def _max_sequences(model: LanguageModel) -> int:
-    """Return how many sequences can be sampled together within MAX_GROUP_BYTES."""
-    n_values = 2 * model.new_cache(1).keys.numel() + model.vocab_size  # float32, of one sequence
-    return max(1, MAX_GROUP_BYTES // (4 * n_values))

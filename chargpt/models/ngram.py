@@ -53,15 +53,12 @@ class NGramLM(LanguageModel):
     ) -> "NGramLM":
         """Return the model estimated from token ids (N,).
 
+        Of the tokens, of any integer type, the last MAX_TOKENS are counted. `order` is the length
+        of the longest n-gram, the predicted token included.
+
         The positions of the text are sorted by the n-grams that begin there. Those of order k
         follow from those of order k - 1, which begin one token later, by a stable sort by the first
         token: one pass of a radix sort.
-
-        Args:
-            tokens: ids below `vocab_size`, of any integer type; only the last MAX_TOKENS are used.
-            vocab_size: V.
-            block_size: maximum context length in tokens of one call.
-            order: length of the longest n-gram, the predicted token included.
         """
         assert order >= 1, "the order is at least 1"
         assert len(tokens), "there are no tokens to count"
@@ -126,10 +123,7 @@ class NGramLM(LanguageModel):
         return found
 
     def iter_probs(self, contexts: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Yield the probabilities p_1, p_2, ... (B, T, V) after contexts (B, T).
-
-        It is the same tensor each time, overwritten by the next order: clone it to keep it.
-        """
+        """Yield p_1, p_2, ... (B, T, V) after contexts (B, T): one tensor, changed in place."""
         shape = contexts[0].shape
         probs = self._unigram_probs().repeat(shape.numel(), 1)
         yield probs.view(*shape, self.vocab_size)
@@ -160,10 +154,7 @@ class NGramLM(LanguageModel):
         self.table = torch.cat(table)  # (contexts, V)
 
     def losses(self, rows: Tokens) -> npt.NDArray[np.float32]:
-        """Return the loss in nats of each token but the first of each row: (B, T + 1) -> (B, T).
-
-        It equals the loss of `forward`'s logits, without the probabilities of the other tokens.
-        """
+        """Return the losses of `forward`, in nats, without its logits: (B, T + 1) -> (B, T)."""
         tokens = torch.from_numpy(rows.astype(np.int64)).to(self.device)  # (B, T + 1)
         prob = torch.full(tokens.shape, 1 / self.vocab_size, device=tokens.device)
         ids = torch.zeros_like(tokens)
@@ -186,10 +177,7 @@ class NGramLM(LanguageModel):
 
 
 class NGramOrder(nn.Module):
-    """All n-grams of one order k, with their part of the interpolated probabilities.
-
-    Computed from the n-grams' sorted codes and their counts c, (G,) each, P and V.
-    """
+    """All n-grams of one order k: given their sorted codes and counts c, (G,) each, P and V."""
 
     codes: Tensor  # (G,) int64, sorted: id of the first k - 1 tokens * V + the last token
     last: Tensor  # (G,): the last token
