@@ -67,10 +67,10 @@ def compress(
     Args:
         run: a run on the CPU; `decompress` needs the same.
         content: UTF-8 text.
+        on_progress: called with the number of tokens done, and of all.
         unknown: policy for characters outside the vocabulary: only `error` is lossless.
-        on_progress: called after each step.
-        adaptive: returns a decoder of a number of lanes that learns from the text
-            (training/adaptive.py); `decompress` needs the same.
+        adaptive: builds a decoder that learns from the text (training/adaptive.py); `decompress`
+            needs the same.
 
     Raises:
         TextError: the text is not UTF-8, or too long.
@@ -130,13 +130,7 @@ def decompress(
     on_progress: OnProgress = lambda *_: None,
     adaptive: BuildDecoder | None = None,
 ) -> bytes:
-    """Return the text that `compress` was given.
-
-    Args:
-        run: the run that compressed it, on the CPU of the same platform.
-        packed: result of `compress`.
-        on_progress: called after each step.
-        adaptive: what `compress` was given.
+    """Return the text that `compress` was given, with the same run and `adaptive`.
 
     Raises:
         TextError: the file is of another format, version, run or platform.
@@ -187,8 +181,8 @@ def _iter_distributions(
     """Yield the tokens at each position of the lanes, without padding, and their distributions.
 
     A distribution is cumulative frequencies, (L, V): token i of a lane has the interval from the
-    cumulative frequency of i - 1 to that of i. The yielded tokens are a view into `lanes`; they are
-    read or written after the yield, so that decompression can assign them.
+    cumulative frequency of i - 1 to that of i. The yielded tokens are a view into `lanes`, so that
+    decompression can assign them.
     """
     num_lanes, length = lanes.shape
     n_full, n_last = divmod(count, length)  # full lanes, and tokens of a shorter last one
@@ -287,8 +281,7 @@ def split_into_lanes(tokens: Tokens, max_lanes: int = MAX_LANES) -> Tokens:
 def _single_threaded_inference(model: LanguageModel) -> Iterator[None]:
     """Run a model in evaluation mode, PyTorch and BLAS on one thread.
 
-    Rounding depends on their threads, which also wait for each other: beside a busy process several
-    are far slower than one.
+    Rounding depends on their threads, and beside a busy process several are far slower than one.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -307,8 +300,6 @@ def _platform_key() -> bytes:
         for library in threadpool_info()
         if library["user_api"] == "blas"
     ]
-    facts = (
-        *(platform.machine(), platform.system(), capability, onednn_is_faster()),
-        *(torch.__version__, np.__version__, sorted(map(repr, blas))),
-    )
-    return hashlib.sha256(repr(facts).encode()).digest()[:4]
+    processor = (platform.machine(), platform.system(), capability, onednn_is_faster())
+    libraries = (torch.__version__, np.__version__, sorted(map(repr, blas)))
+    return hashlib.sha256(repr(processor + libraries).encode()).digest()[:4]

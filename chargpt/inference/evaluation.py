@@ -118,9 +118,8 @@ class Evaluation:
             "nats_per_char": self.nats_per_char,
             "bits_per_char": self.bits_per_char,
             "perplexity": self.perplexity,
-            **asdict(self),
+            **asdict(replace(self, clusters=None)),
         }
-        del fields["clusters"]
         return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -160,10 +159,8 @@ def evaluate(
             out of range.
         OperationError: the loss is not finite.
     """
-    for name, value, choices in (
-        ("protocol", protocol, EvaluationProtocol),
-        ("split", split, Split),
-    ):
+    chosen = (("protocol", protocol, EvaluationProtocol), ("split", split, Split))
+    for name, value, choices in chosen:
         if value not in get_args(choices):
             raise ConfigError(f"{name} {value!r} is not one of {', '.join(get_args(choices))}")
     if sum(each is not None for each in (path, text, tokens)) > 1:
@@ -247,7 +244,9 @@ def evaluate_tokens(
         block_size = min(block_size, NANOGPT_BLOCK)
         total = NANOGPT_EVAL_ITERS * NANOGPT_BATCH_SIZE * block_size
         windows = nanogpt_windows(tokens, block_size, seed)
-    losses, sizes, n_correct, squares = _score(model, windows, dtype, total, on_progress)
+    with eval_mode(model):
+        batches = _iter_losses(model, windows, dtype)
+        losses, sizes, n_correct, squares = _sum_by_block(batches, total, on_progress)
     characters = int(sizes.sum())
     if not characters:
         raise TextError("no character begins in what is scored; give a longer text")
@@ -323,26 +322,21 @@ def iter_log_probs(
             yield logits.log_softmax(dim=-1), targets
 
 
-def _score(
-    model: LanguageModel,
-    windows: Iterable[Windows],
-    dtype: torch.dtype | None,
-    total: int,
-    on_progress: OnProgress,
+def _sum_by_block(
+    batches: Iterator[Floats], total: int, on_progress: OnProgress
 ) -> tuple[Floats, Floats, int, float]:
     """Return loss and size of each block, correct characters, sum of squares of their losses."""
     block_losses, block_sizes, n_correct, squares, done = [], [], 0, 0.0, 0
-    with eval_mode(model):
-        for losses, correct, is_first in _iter_losses(model, windows, dtype):
-            block_losses.append(losses.sum(axis=1))
-            block_sizes.append(is_first.sum(axis=1))
-            # number of the character that each token belongs to, from 1
-            character = is_first.ravel().cumsum().astype(np.int64)
-            n_wrong = np.bincount(character, weights=1 - correct.ravel())  # tokens of each
-            n_correct += int((n_wrong[1:] == 0).sum())
-            squares += (np.bincount(character, weights=losses.ravel()) ** 2).sum()
-            done += losses.size
-            on_progress(done, total)
+    for losses, correct, is_first in batches:
+        block_losses.append(losses.sum(axis=1))
+        block_sizes.append(is_first.sum(axis=1))
+        # number of the character that each token belongs to, from 1
+        character = is_first.ravel().cumsum().astype(np.int64)
+        n_wrong = np.bincount(character, weights=1 - correct.ravel())  # tokens of each
+        n_correct += int((n_wrong[1:] == 0).sum())
+        squares += (np.bincount(character, weights=losses.ravel()) ** 2).sum()
+        done += losses.size
+        on_progress(done, total)
     return np.concatenate(block_losses), np.concatenate(block_sizes), n_correct, float(squares)
 
 
@@ -353,14 +347,12 @@ def _by_span(
     if span is None or span == block_size:
         return clusters
     starts, length = even_spans(n_inputs, span, max_tokens)
-    if length < n_inputs:  # the first blocks of all spans, then the second ones
-        by_span: Floats = clusters.reshape(2, -1, len(starts)).sum(axis=1)
-        return by_span
     n_blocks, remainder = divmod(span, block_size)
-    if remainder or not n_blocks:
-        return clusters
-    sums: Floats = np.add.reduceat(clusters, np.arange(0, clusters.shape[1], n_blocks), axis=1)
-    return sums
+    if length < n_inputs:  # the first blocks of all spans, then the second ones
+        clusters = clusters.reshape(2, -1, len(starts)).sum(axis=1)
+    elif n_blocks and not remainder:
+        clusters = np.add.reduceat(clusters, np.arange(0, clusters.shape[1], n_blocks), axis=1)
+    return clusters
 
 
 def _variance(block_losses: Floats, block_sizes: Floats) -> float:
