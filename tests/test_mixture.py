@@ -5,9 +5,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
-from concurrent.futures import CancelledError
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import numpy as np
@@ -378,29 +376,6 @@ def test_replacing_a_run_removes_its_mixture(run_of: Path, verse: Path, cli: Cli
     words = [word.replace("mixture_characters=800", "mixture_characters=0") for word in WORDS]
     assert cli("train", verse, *words, "--out", "run", "--force").returncode == 0
     assert not Path("run", MIXTURE_FILE).exists()
-
-
-def test_an_interrupt_ends_the_counting_in_the_other_thread(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    cancelled: list[bool] = []
-
-    def interrupted(*_: object) -> NGramLM:
-        raise KeyboardInterrupt
-
-    def wait(*words: Any) -> WordContextModel:
-        cancelled.append(words[-1].wait(10))
-        return WordContextModel(*words)
-
-    monkeypatch.setattr(NGramLM, "fit", interrupted)
-    monkeypatch.setattr("chargpt.models.mixture.WordContextModel", wait)
-    with pytest.raises(KeyboardInterrupt):
-        random_mixture()
-    assert cancelled == [True]
-    stop = Event()
-    stop.set()
-    with pytest.raises(CancelledError):
-        WordContextModel(np.zeros(9, np.int64), VOCAB_SIZE, word_token_mask(TOKENIZER), stop)
 
 
 # -- the commands -------------------------------------------------------------------------------

@@ -22,12 +22,8 @@ class Baselines:
     """The baselines of a text, fitted to its training split.
 
     `uniform`: ln V per token. `unigram` and `bigram`: frequencies in the training split, with 1
-    added to each character's count and 0.1 to each pair's. `6-gram`: `NGramLM`, fitted to at most
-    the last 4,000,000 characters of the training split.
-
-    Args:
-        corpus: the text.
-        ngram: the model from `fit_ngram(corpus)`; fitted here by default.
+    added to each character's count and 0.1 to each pair's. `6-gram`: `ngram`, by default
+    `fit_ngram(corpus)`.
     """
 
     def __init__(self, corpus: Corpus, ngram: NGramLM | None = None) -> None:
@@ -49,13 +45,8 @@ class Baselines:
         """Return the loss of each baseline, by name.
 
         They score the characters that `evaluate_tokens` scores with the same arguments, each with
-        all of its context.
-
-        Args:
-            tokens: of a split, shape (tokens,).
-            max_tokens: score at most this many, in evenly spread spans; all by default.
-            span: length of the spans, needed with `max_tokens`, and of the blocks whose losses are
-                added up: the model's block size.
+        all of its context. `span`, the model's block size, is also the length of the blocks whose
+        losses are added up; `max_tokens` needs it.
 
         Raises:
             TextError: there are fewer than 2 characters.
@@ -97,15 +88,14 @@ class Baselines:
 
 
 def fit_ngram(corpus: Corpus) -> NGramLM:
-    """Return an n-gram model fitted to a corpus's training split."""
+    """Return an n-gram model fitted to the last `ngram.MAX_TOKENS` tokens of the training split."""
     return NGramLM.fit(corpus.split("train"), corpus.tokenizer.vocab_size, MAX_BLOCK_SIZE)
 
 
 def bigram_log_probs(fitted: PairCounts, first: Tokens, second: Tokens, alpha: float) -> Floats:
-    """Return the log-probability of each token after the one before it, without a V x V table.
+    """Return log-probabilities of tokens `second` after tokens `first`, (N,) each.
 
-    Equal to that of `BigramLM.from_counts(fitted, ..., alpha)`. The tokens before are `first`,
-    the predicted ones `second`, (N,) each.
+    Equal to those of `BigramLM.from_counts(fitted, ..., alpha)`, without its V x V table.
     """
     vocab_size = fitted.vocab_size
     row_sums = np.bincount(fitted.first, weights=fitted.counts, minlength=vocab_size)

@@ -20,6 +20,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -36,6 +37,8 @@ from chargpt.models.base import eval_mode
 from chargpt.models.mixture import Mixture
 from chargpt.store.run import Run
 from chargpt.text.tokenizer import Tokens, UnknownPolicy
+
+BuildDecoder = Callable[[int], Decoder]  # of a number of lanes
 
 MAX_LANES = 64
 MAX_ADAPTIVE_LANES = 8  # the fewer, the more each learns, and the longer it takes
@@ -57,17 +60,17 @@ def compress(
     content: bytes,
     on_progress: OnProgress = lambda *_: None,
     unknown: UnknownPolicy = "error",
-    adaptive: Callable[[int], Decoder] | None = None,
+    adaptive: BuildDecoder | None = None,
 ) -> bytes:
     """Compress a UTF-8 text with a run's model.
 
     Args:
         run: a run on the CPU; `decompress` needs the same.
         content: UTF-8 text.
+        on_progress: called with the number of tokens done, and of all.
         unknown: policy for characters outside the vocabulary: only `error` is lossless.
-        on_progress: called after each step.
-        adaptive: returns a decoder of a number of lanes that learns from the text
-            (training/adaptive.py); `decompress` needs the same.
+        adaptive: builds a decoder that learns from the text (training/adaptive.py); `decompress`
+            needs the same.
 
     Raises:
         TextError: the text is not UTF-8, or too long.
@@ -89,8 +92,8 @@ def compress(
     threads = min(os.cpu_count() or 1, 255)
     lanes = split_into_lanes(tokens, MAX_ADAPTIVE_LANES if adaptive else MAX_LANES)
     with _single_threaded_inference(run.model):
-        decoder = _build_decoder(run, adaptive, len(lanes), threads)
-        for column, cdf in _iter_distributions(run, decoder, lanes, len(tokens), on_progress):
+        build = adaptive or partial(build_decoder, run.model, max_threads=threads)
+        for column, cdf in _iter_distributions(run, build, lanes, len(tokens), on_progress):
             totals = cdf[:, -1].tolist()
             for lane, token in enumerate(column.tolist()):
                 start = int(cdf[lane, token - 1]) if token else 0
@@ -125,15 +128,9 @@ def decompress(
     run: Run,
     packed: bytes,
     on_progress: OnProgress = lambda *_: None,
-    adaptive: Callable[[int], Decoder] | None = None,
+    adaptive: BuildDecoder | None = None,
 ) -> bytes:
-    """Return the text that `compress` was given.
-
-    Args:
-        run: the run that compressed it, on the CPU of the same platform.
-        packed: result of `compress`.
-        on_progress: called after each step.
-        adaptive: what `compress` was given.
+    """Return the text that `compress` was given, with the same run and `adaptive`.
 
     Raises:
         TextError: the file is of another format, version, run or platform.
@@ -161,8 +158,8 @@ def decompress(
     tokens = np.zeros(count, dtype=run.tokenizer.dtype)
     lanes = split_into_lanes(tokens, MAX_ADAPTIVE_LANES if adaptive else MAX_LANES)
     with _single_threaded_inference(run.model):
-        decoder = _build_decoder(run, adaptive, len(lanes), threads)
-        for column, cdf in _iter_distributions(run, decoder, lanes, count, on_progress):
+        build = adaptive or partial(build_decoder, run.model, max_threads=threads)
+        for column, cdf in _iter_distributions(run, build, lanes, count, on_progress):
             totals = cdf[:, -1].tolist()
             for lane in range(len(column)):
                 value = coder.decode(totals[lane])
@@ -179,17 +176,18 @@ def decompress(
 
 
 def _iter_distributions(
-    run: Run, decoder: Decoder, lanes: Tokens, count: int, on_progress: OnProgress
+    run: Run, build: BuildDecoder, lanes: Tokens, count: int, on_progress: OnProgress
 ) -> Iterator[tuple[Tokens, Tokens]]:
     """Yield the tokens at each position of the lanes, without padding, and their distributions.
 
     A distribution is cumulative frequencies, (L, V): token i of a lane has the interval from the
-    cumulative frequency of i - 1 to that of i. The yielded tokens are a view into `lanes`; they are
-    read or written after the yield, so that decompression can assign them.
+    cumulative frequency of i - 1 to that of i. The yielded tokens are a view into `lanes`, so that
+    decompression can assign them.
     """
     num_lanes, length = lanes.shape
-    n_full = count // length
+    n_full, n_last = divmod(count, length)  # full lanes, and tokens of a shorter last one
     frequencies = np.ones((num_lanes, run.model.vocab_size), dtype=np.int64)
+    decoder, done = build(num_lanes), 0
     for position in range(length if count else 0):
         if position:
             tokens = lanes[:, position - 1].astype(np.int64)
@@ -197,9 +195,10 @@ def _iter_distributions(
             probs = np.exp(logits - max_logits(logits))
             probs *= FREQUENCY_SCALE / probs.sum(axis=1, keepdims=True)
             frequencies = probs.astype(np.int64) + 1  # no character is impossible
-        n_active = n_full + (position < count - n_full * length)  # the last lane may be shorter
+        n_active = n_full + (position < n_last)
         yield lanes[:n_active, position], frequencies.cumsum(axis=1)
-        on_progress(n_full * (position + 1) + min(position + 1, count - n_full * length), count)
+        done += n_active
+        on_progress(done, count)
 
 
 class ArithmeticEncoder:
@@ -278,21 +277,11 @@ def split_into_lanes(tokens: Tokens, max_lanes: int = MAX_LANES) -> Tokens:
     return lanes
 
 
-def _build_decoder(
-    run: Run, adaptive: Callable[[int], Decoder] | None, n_lanes: int, threads: int
-) -> Decoder:
-    """Return the decoder of some lanes; rounding depends on the threads that divide them."""
-    if adaptive is not None:
-        return adaptive(n_lanes)
-    return build_decoder(run.model, n_lanes, max_threads=threads)
-
-
 @contextmanager
 def _single_threaded_inference(model: LanguageModel) -> Iterator[None]:
     """Run a model in evaluation mode, PyTorch and BLAS on one thread.
 
-    Rounding depends on their threads, which also wait for each other: beside a busy process several
-    are far slower than one.
+    Rounding depends on their threads, and beside a busy process several are far slower than one.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -311,8 +300,6 @@ def _platform_key() -> bytes:
         for library in threadpool_info()
         if library["user_api"] == "blas"
     ]
-    facts = (
-        *(platform.machine(), platform.system(), capability, onednn_is_faster()),
-        *(torch.__version__, np.__version__, sorted(map(repr, blas))),
-    )
-    return hashlib.sha256(repr(facts).encode()).digest()[:4]
+    processor = (platform.machine(), platform.system(), capability, onednn_is_faster())
+    libraries = (torch.__version__, np.__version__, sorted(map(repr, blas)))
+    return hashlib.sha256(repr(processor + libraries).encode()).digest()[:4]

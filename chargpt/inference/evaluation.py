@@ -13,10 +13,10 @@ V = vocabulary size, N = scored characters in total.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -30,9 +30,10 @@ from chargpt.inference.windows import (
     NANOGPT_EVAL_ITERS,
     EvaluationProtocol,
     Windows,
+    block_windows,
     even_spans,
     gather_rows,
-    protocol_windows,
+    nanogpt_windows,
     sliding_windows,
 )
 from chargpt.models import LanguageModel
@@ -118,9 +119,8 @@ class Evaluation:
             "nats_per_char": self.nats_per_char,
             "bits_per_char": self.bits_per_char,
             "perplexity": self.perplexity,
-            **asdict(self),
+            **asdict(replace(self, clusters=None)),
         }
-        del fields["clusters"]
         return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -160,17 +160,22 @@ def evaluate(
             out of range.
         OperationError: the loss is not finite.
     """
-    for name, value, choices in (
-        ("protocol", protocol, EvaluationProtocol),
-        ("split", split, Split),
-    ):
+    chosen = (("protocol", protocol, EvaluationProtocol), ("split", split, Split))
+    for name, value, choices in chosen:
         if value not in get_args(choices):
             raise ConfigError(f"{name} {value!r} is not one of {', '.join(get_args(choices))}")
     if sum(each is not None for each in (path, text, tokens)) > 1:
         raise ConfigError("give one of path, text and tokens: each is another text")
     run, n_unknown, scored = as_run(run), 0, "all"
-    if path is not None or text is not None:
-        tokens, n_unknown = _read_tokens(run, path, text, unknown)
+    settings = run.config.text
+    if path is not None:
+        text = read_text(path, settings)
+    elif text is not None:
+        require_text(text)
+        text = "".join(mark_documents([iter([text])], settings.documents))
+    if text is not None:
+        tokens = run.tokenizer.encode(text, unknown=unknown or settings.unknown)
+        n_unknown = len(run.tokenizer.find_unknown(text))
     elif tokens is None:
         tokens, scored = run.corpus().split(split), split
     result = evaluate_tokens(
@@ -190,23 +195,6 @@ def evaluate(
         mean_length = run.tokenizer.count_characters(tokens) / int(n_documents)
         per_document = result.nats_per_char * mean_length
     return replace(result, n_unknown=n_unknown, nats_per_document=per_document)
-
-
-def _read_tokens(
-    run: Run, path: str | Path | None, text: str | None, unknown: UnknownPolicy | None
-) -> tuple[Tokens, int]:
-    """Return another text as a run's tokens, and its number of characters outside the vocabulary.
-
-    `text` is the text itself, instead of its path.
-    """
-    settings = run.config.text
-    if path is not None:
-        text = read_text(path, settings)
-    else:
-        require_text(text)
-        text = "".join(mark_documents([iter([text or ""])], settings.documents))
-    tokens = run.tokenizer.encode(text, unknown=unknown or settings.unknown)
-    return tokens, len(run.tokenizer.find_unknown(text))
 
 
 def evaluate_tokens(
@@ -248,14 +236,18 @@ def evaluate_tokens(
         what = "text" if split == "all" else f"{split} split"
         raise TextError(f"the {what} is shorter than 2 characters; give a longer text")
     total, block_size = len(tokens) - 1, model.block_size
-    if protocol == "nanogpt":
+    if protocol == "blocks":
+        total = min(total, max_tokens or total)
+        windows = block_windows(tokens, block_size, max_tokens, span, model.lookback)
+    elif protocol == "sliding":
+        windows = sliding_windows(tokens, block_size, stride)
+    else:
         block_size = min(block_size, NANOGPT_BLOCK)
         total = NANOGPT_EVAL_ITERS * NANOGPT_BATCH_SIZE * block_size
-    total = min(total, max_tokens or total)
-    batches = protocol_windows(
-        tokens, block_size, protocol, max_tokens, stride, span, seed, model.lookback
-    )
-    losses, sizes, n_correct, squares = _score(model, batches, dtype, total, on_progress)
+        windows = nanogpt_windows(tokens, block_size, seed)
+    with eval_mode(model):
+        batches = _iter_losses(model, windows, dtype)
+        losses, sizes, n_correct, squares = _sum_by_block(batches, total, on_progress)
     characters = int(sizes.sum())
     if not characters:
         raise TextError("no character begins in what is scored; give a longer text")
@@ -277,16 +269,14 @@ def evaluate_tokens(
 
 def token_losses(run: Run, tokens: Tokens, on_progress: OnProgress = lambda *_: None) -> Floats:
     """Return the loss of each token but the first in nats, (tokens - 1,), by `sliding`."""
-    model = run.model
-    parts: list[Floats] = []
-    done = 0
+    model, done = run.model, 0
+    found = np.empty(len(tokens) - 1)
     with eval_mode(model):
-        for windows in sliding_windows(tokens, model.block_size):
-            for losses, _, _ in _iter_losses(model, windows):
-                parts.append(losses.flatten())
-                done += losses.size
-                on_progress(done, len(tokens) - 1)
-    return np.concatenate(parts)
+        for losses, _, _ in _iter_losses(model, sliding_windows(tokens, model.block_size)):
+            found[done : done + losses.size] = losses.ravel()
+            done += losses.size
+            on_progress(done, found.size)
+    return found
 
 
 def document_losses(run: Run, tokens: Tokens, on_progress: OnProgress = lambda *_: None) -> Floats:
@@ -307,7 +297,7 @@ def document_losses(run: Run, tokens: Tokens, on_progress: OnProgress = lambda *
             for part in np.split(starts, range(step, len(starts), step)):
                 rows = gather_rows(tokens, part, length)
                 batches = sliding_windows(rows[0], model.block_size) if is_long else [Windows(rows)]
-                losses = [each[0].ravel() for w in batches for each in _iter_losses(model, w)]
+                losses = [each[0].ravel() for each in _iter_losses(model, batches)]
                 found[(part[:, None] + np.arange(length)).ravel()] = np.concatenate(losses)
                 done += rows.size - len(rows)
                 on_progress(done, total)
@@ -317,42 +307,37 @@ def document_losses(run: Run, tokens: Tokens, on_progress: OnProgress = lambda *
 def iter_log_probs(
     model: LanguageModel,
     tokens: Tokens,
-    protocol: EvaluationProtocol = "blocks",
+    protocol: Literal["blocks", "sliding"] = "blocks",
     max_tokens: int | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield log-probabilities (B, L, V) and targets (B, L) of one forward pass after another.
 
     Its arguments are those of `evaluate_tokens`.
     """
+    if protocol == "sliding":
+        windows = sliding_windows(tokens, model.block_size)
+    else:
+        windows = block_windows(tokens, model.block_size, max_tokens, lookback=model.lookback)
     with eval_mode(model):
-        for windows in protocol_windows(
-            tokens, model.block_size, protocol, max_tokens, lookback=model.lookback
-        ):
-            for logits, targets in _iter_logits(model, windows):
-                yield logits.log_softmax(dim=-1), targets
+        for logits, targets in _iter_logits(model, windows):
+            yield logits.log_softmax(dim=-1), targets
 
 
-def _score(
-    model: LanguageModel,
-    batches: Iterator[Windows],
-    dtype: torch.dtype | None,
-    total: int,
-    on_progress: OnProgress,
+def _sum_by_block(
+    batches: Iterator[Floats], total: int, on_progress: OnProgress
 ) -> tuple[Floats, Floats, int, float]:
     """Return loss and size of each block, correct characters, sum of squares of their losses."""
     block_losses, block_sizes, n_correct, squares, done = [], [], 0, 0.0, 0
-    with eval_mode(model):
-        for windows in batches:
-            for losses, correct, is_first in _iter_losses(model, windows, dtype):
-                block_losses.append(losses.sum(axis=1))
-                block_sizes.append(is_first.sum(axis=1))
-                # number of the character that each token belongs to, from 1
-                character = is_first.ravel().cumsum().astype(np.int64)
-                n_wrong = np.bincount(character, weights=1 - correct.ravel())  # tokens of each
-                n_correct += int((n_wrong[1:] == 0).sum())
-                squares += (np.bincount(character, weights=losses.ravel()) ** 2).sum()
-                done += losses.size
-                on_progress(done, total)
+    for losses, correct, is_first in batches:
+        block_losses.append(losses.sum(axis=1))
+        block_sizes.append(is_first.sum(axis=1))
+        # number of the character that each token belongs to, from 1
+        character = is_first.ravel().cumsum().astype(np.int64)
+        n_wrong = np.bincount(character, weights=1 - correct.ravel())  # tokens of each
+        n_correct += int((n_wrong[1:] == 0).sum())
+        squares += (np.bincount(character, weights=losses.ravel()) ** 2).sum()
+        done += losses.size
+        on_progress(done, total)
     return np.concatenate(block_losses), np.concatenate(block_sizes), n_correct, float(squares)
 
 
@@ -363,14 +348,12 @@ def _by_span(
     if span is None or span == block_size:
         return clusters
     starts, length = even_spans(n_inputs, span, max_tokens)
-    if length < n_inputs:  # the first blocks of all spans, then the second ones
-        by_span: Floats = clusters.reshape(2, -1, len(starts)).sum(axis=1)
-        return by_span
     n_blocks, remainder = divmod(span, block_size)
-    if remainder or not n_blocks:
-        return clusters
-    sums: Floats = np.add.reduceat(clusters, np.arange(0, clusters.shape[1], n_blocks), axis=1)
-    return sums
+    if length < n_inputs:  # the first blocks of all spans, then the second ones
+        clusters = clusters.reshape(2, -1, len(starts)).sum(axis=1)
+    elif n_blocks and not remainder:
+        clusters = np.add.reduceat(clusters, np.arange(0, clusters.shape[1], n_blocks), axis=1)
+    return clusters
 
 
 def _variance(block_losses: Floats, block_sizes: Floats) -> float:
@@ -380,7 +363,7 @@ def _variance(block_losses: Floats, block_sizes: Floats) -> float:
 
 
 def _iter_losses(
-    model: LanguageModel, windows: Windows, dtype: torch.dtype | None = None
+    model: LanguageModel, windows: Iterable[Windows], dtype: torch.dtype | None = None
 ) -> Iterator[Floats]:
     """Yield (3, B, L) of tokens: loss in nats, is predicted, is the first of a character."""
     for logits, targets in _iter_logits(model, windows, dtype):
@@ -394,17 +377,18 @@ def _iter_losses(
 
 @torch.inference_mode()
 def _iter_logits(
-    model: LanguageModel, windows: Windows, dtype: torch.dtype | None = None
+    model: LanguageModel, windows: Iterable[Windows], dtype: torch.dtype | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield logits (B, L, V) and targets (B, L) of one forward pass after another."""
-    rows, n_unscored, lookback = windows
-    device, length = model.device, rows.shape[1] - 1 - lookback
+    device = model.device
     max_tokens = MAX_CPU_CALL_TOKENS if device.type == "cpu" else MAX_CALL_TOKENS
-    n_rows = min(MAX_LOGITS_BYTES // (4 * length * model.vocab_size), max_tokens // length)
-    step = max(1, n_rows)
-    for first in range(0, len(rows), step):
-        tokens = torch.from_numpy(rows[first : first + step].astype(np.int64)).to(device)
-        with torch.autocast(device.type, dtype, enabled=dtype == torch.bfloat16):
-            before, inputs = tokens[:, :lookback], tokens[:, lookback:-1]
-            logits = model(inputs, before=before) if lookback else model(inputs)  # (B, length, V)
-        yield logits[:, n_unscored:].float(), tokens[:, lookback + 1 + n_unscored :]
+    for rows, n_unscored, lookback in windows:
+        length = rows.shape[1] - 1 - lookback
+        n_rows = min(MAX_LOGITS_BYTES // (4 * length * model.vocab_size), max_tokens // length)
+        step = max(1, n_rows)
+        for first in range(0, len(rows), step):
+            tokens = torch.from_numpy(rows[first : first + step].astype(np.int64)).to(device)
+            with torch.autocast(device.type, dtype, enabled=dtype == torch.bfloat16):
+                before, inputs = tokens[:, :lookback], tokens[:, lookback:-1]
+                logits = model(inputs, before=before) if lookback else model(inputs)
+            yield logits[:, n_unscored:].float(), tokens[:, lookback + 1 + n_unscored :]

@@ -44,9 +44,9 @@ def sample(
         options: sampling settings; the run's own `sample` section by default.
         unknown: policy for prompt characters outside the vocabulary; the run's `text.unknown` by
             default.
-        on_progress: called with the number of characters sampled for all texts and their total,
-            `num_samples * length`; where a text may end before its length, at a stop string or the
-            end of a document, with the number of finished texts and `num_samples`.
+        on_progress: called with the number of characters sampled for all texts and their total;
+            where a text may end before its length, at a stop string or the end of a document, with
+            the number of finished texts and `num_samples`.
         changes: changed settings: `prompt`, `length`, `temperature`, `top_k`, `top_p`, `min_p`,
             `num_samples`, `stop` or `seed`, as in `sample(run, prompt="To be", temperature=0.5)`.
 
@@ -61,7 +61,9 @@ def sample(
     """
     run = as_run(run)
     chosen = _with_changes(run, options, changes)
-    group_size = _max_sequences(run.model)
+    # float32 numbers in the KV cache and the logits of one sequence
+    n_values = 2 * run.model.new_cache(1).keys.numel() + run.model.vocab_size
+    group_size = max(1, MAX_GROUP_BYTES // (4 * n_values))
     ends_early = bool(chosen.stop or run.tokenizer.eos_token)
     total = chosen.num_samples * (1 if ends_early else chosen.length)
     texts: list[str] = []
@@ -86,10 +88,9 @@ def stream(
     unknown: UnknownPolicy | None = None,
     **changes: object,
 ) -> Iterator[str]:
-    """Yield the continuation of one text as it is sampled, piece by piece.
+    """Yield the continuation of one text as it is sampled, piece by piece, without the prompt.
 
-    The arguments and errors are those of `sample`, whose texts begin with the prompt; joined, the
-    pieces are the first of them without it.
+    The arguments and errors are those of `sample`.
     """
     run = as_run(run)
     chosen = _with_changes(run, options, {**changes, "num_samples": 1})
@@ -159,7 +160,7 @@ def stream_pieces(
 
     Args:
         model: used on its device in evaluation mode; its mode is restored at the end.
-        tokenizer: the model's tokenizer.
+        tokenizer: of the model.
         prompt_ids: tokens to continue, (T,). If empty, the text starts after the EOS token or a
             newline, or if the vocabulary has none, with a character sampled from `unigram`.
         options: sampling settings; `prompt` is not used.
@@ -181,37 +182,28 @@ def stream_pieces(
         prompt = tokenizer.encode(tokenizer.bos_text).astype(np.int64)
     known = None if prompt.size else unigram()
     counts = np.ones(tokenizer.vocab_size) if known is None else known.astype(np.float64)
-    return _iter_pieces(model, tokenizer, prompt, counts, options, ids, on_ended)
 
+    def pieces() -> Iterator[list[str]]:
+        sequences = [_SampledText(tokenizer, options) for _ in ids]
+        # threads of the BLAS spin while they wait: on a busy machine they slow a decode step
+        with eval_mode(model), threadpool_limits(1, user_api="blas"):
+            cache = model.new_cache(1)
+            if prompt.size:
+                logits = _prefill(model, prompt, cache)
+            else:
+                with np.errstate(divide="ignore"):
+                    logits = np.log(counts)
+            decoder = build_decoder(model, len(ids), cache, max_threads=os.cpu_count() or 1)
+            for tokens in generate(decoder, logits, options, ids, tokenizer.valid_tokens):
+                pairs = zip(sequences, tokens.tolist(), strict=True)
+                step = [sequence.push(token) for sequence, token in pairs]
+                n_ended = sum(each.has_ended for each in sequences)
+                on_ended(n_ended)
+                yield step
+                if n_ended == len(sequences):
+                    return
 
-def _iter_pieces(
-    model: LanguageModel,
-    tokenizer: CharTokenizer,
-    prompt: Tokens,
-    counts: Floats,
-    options: SampleConfig,
-    sequence_ids: Sequence[int],
-    on_ended: Callable[[int], object],
-) -> Iterator[list[str]]:
-    """Prefill the prompt once, then yield the pieces of each position until all sequences end."""
-    sequences = [_SampledText(tokenizer, options) for _ in sequence_ids]
-    # threads of the BLAS spin while they wait: on a busy machine they slow a decode step
-    with eval_mode(model), threadpool_limits(1, user_api="blas"):
-        cache = model.new_cache(1)
-        if prompt.size:
-            logits = _prefill(model, prompt, cache)
-        else:
-            with np.errstate(divide="ignore"):
-                logits = np.log(counts)
-        decoder = build_decoder(model, len(sequence_ids), cache, max_threads=os.cpu_count() or 1)
-        for tokens in generate(decoder, logits, options, sequence_ids, tokenizer.valid_tokens):
-            pairs = zip(sequences, tokens.tolist(), strict=True)
-            pieces = [sequence.push(token) for sequence, token in pairs]
-            n_ended = sum(each.has_ended for each in sequences)
-            on_ended(n_ended)
-            yield pieces
-            if n_ended == len(sequences):
-                return
+    return pieces()  # a generator of its own, so that errors of the arguments are raised at once
 
 
 @torch.inference_mode()
@@ -238,14 +230,14 @@ class _SampledText:
         if not character:
             return ""
         self.remaining -= 1
-        self.has_ended = is_last = not self.remaining
+        self.has_ended = not self.remaining
         if not self.stops:
             return character
         self.buffer += character
         starts = [start for start in map(self.buffer.find, self.stops) if start >= 0]
-        self.has_ended = bool(starts) or is_last
-        n_pending = 0 if is_last else self._pending_length()
-        end = min(starts) if starts else len(self.buffer) - n_pending
+        self.has_ended |= bool(starts)
+        n_pending = 0 if self.has_ended else self._pending_length()
+        end = min(starts, default=len(self.buffer) - n_pending)
         piece, self.buffer = self.buffer[:end], self.buffer[end:]
         return piece
 
@@ -263,9 +255,3 @@ def _with_seed(options: SampleConfig) -> SampleConfig:
     if options.seed is not None:
         return options
     return options.model_copy(update={"seed": secrets.randbits(63)})
-
-
-def _max_sequences(model: LanguageModel) -> int:
-    """Return how many sequences can be sampled together within MAX_GROUP_BYTES."""
-    n_values = 2 * model.new_cache(1).keys.numel() + model.vocab_size  # float32, of one sequence
-    return max(1, MAX_GROUP_BYTES // (4 * n_values))

@@ -37,12 +37,8 @@ def generate(
 ) -> Iterator[Tokens]:
     """Sample tokens without end and yield those of each position, (N,).
 
-    Args:
-        decoder: of N sequences, after the prompt.
-        logits: of the first token, (V,).
-        options: sampling settings, with a seed.
-        sequence_ids: numbers of the N sequences, which select their uniform numbers.
-        valid: which tokens may be sampled.
+    The first ones follow from the logits after the prompt, (V,). The numbers of the N sequences
+    select their uniform numbers. The options have a seed.
 
     Raises:
         OperationError: the logits are not finite.
@@ -117,9 +113,9 @@ def _top_mask(probs: Floats, top_k: int | None, top_p: float | None) -> npt.NDAr
 
 
 def sample_tokens(probs: Floats, numbers: Floats) -> Tokens:
-    """Return one token a row, (N,), by inverse transform sampling at uniform numbers (N,).
+    """Return one token a row of unnormalised probabilities (N, V), by inverse transform sampling.
 
-    The probabilities (N, V) are unnormalised, at least one above 0 in each row.
+    Each row has a probability above 0. The uniform numbers and the result are (N,).
     """
     cumulative = np.add.accumulate(probs, axis=1)  # (N, V)
     thresholds = numbers * cumulative[:, -1]  # (N,)

@@ -84,10 +84,6 @@ def score(
             with `with_mixture(run)` as the run.
         on_progress: called with the number of tokens scored, and of all.
 
-    Returns:
-        `bits`, the surprisal of each character, `bits_per_char`, their mean, and `lines()`, those
-        of each line.
-
     Raises:
         TextError: the text is empty, the path of a file, or contains unknown characters.
         DeviceError: it is too long for the memory.

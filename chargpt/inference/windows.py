@@ -28,28 +28,6 @@ COPIED_ROWS = 4096  # at once; windows with tokens before them overlap, so they 
 NANOGPT_EVAL_ITERS, NANOGPT_BATCH_SIZE, NANOGPT_BLOCK = 200, 64, 256
 
 
-def protocol_windows(
-    tokens: Tokens,
-    block_size: int,
-    protocol: EvaluationProtocol,
-    max_tokens: int | None = None,
-    stride: int | None = None,
-    span: int | None = None,
-    seed: int = 1337,
-    lookback: int = 0,
-) -> Iterator[Windows]:
-    """Yield the windows of a protocol; its arguments are those of `evaluate_tokens`.
-
-    `lookback` is the model's: under `blocks`, windows have so many tokens before them.
-    """
-    if protocol == "blocks":
-        return block_windows(tokens, block_size, max_tokens, span, lookback)
-    if protocol == "sliding":
-        return sliding_windows(tokens, block_size, stride)
-    assert protocol == "nanogpt"
-    return nanogpt_windows(tokens, block_size, seed)
-
-
 def block_windows(
     tokens: Tokens,
     block_size: int,
@@ -57,7 +35,10 @@ def block_windows(
     span: int | None = None,
     lookback: int = 0,
 ) -> Iterator[Windows]:
-    """Yield blocks of T inputs, not overlapping, the last one shorter, or those of `even_spans`."""
+    """Yield blocks of T inputs, not overlapping, the last one shorter, or those of `even_spans`.
+
+    Each has `lookback` tokens before it.
+    """
     n_inputs = len(tokens) - 1
     starts, length = even_spans(n_inputs, span or block_size, max_tokens)
     if length < n_inputs:
@@ -96,26 +77,23 @@ def sliding_windows(
 ) -> Iterator[Windows]:
     """Yield a first window scored whole, then windows whose last S targets are scored.
 
-    Remaining targets are scored in one more window, aligned to the end.
+    Remaining targets are scored in one more window, aligned to the end. S is max(1, T // 2) by
+    default.
 
     Raises:
         ConfigError: the stride is not between 1 and T.
     """
-    if stride is None:
-        stride = max(1, block_size // 2)
+    stride = max(1, block_size // 2) if stride is None else stride
     if not 1 <= stride <= block_size:
         raise ConfigError(
             f"stride {stride} is not between 1 and the block size; choose 1 to {block_size}"
         )
-    n_inputs = len(tokens) - 1
     yield Windows(tokens[None, : block_size + 1])
-    if n_inputs <= block_size:
-        return
-    further = sliding_window_view(tokens, block_size + 1)[stride::stride]
-    if len(further):
+    n_further = len(tokens) - 1 - block_size
+    if n_further >= stride:
+        further = sliding_window_view(tokens, block_size + 1)[stride::stride]
         yield Windows(further, block_size - stride)
-    rest = (n_inputs - block_size) % stride
-    if rest:
+    if n_further > 0 and (rest := n_further % stride):
         yield Windows(tokens[None, -block_size - 1 :], block_size - rest)
 
 

@@ -2,20 +2,11 @@
 
 from chargpt.config import ModelConfig
 from chargpt.errors import ConfigError
-from chargpt.models.base import LanguageModel
+from chargpt.models.base import LanguageModel as LanguageModel
 from chargpt.models.bigram import BigramLM
-from chargpt.models.gpt import GPT
-from chargpt.models.gpt2 import GPT2, MLP_RATIO
-
-__all__ = [
-    "GPT",
-    "GPT2",
-    "BigramLM",
-    "LanguageModel",
-    "build_model",
-    "count_parameters",
-    "rotary_bytes",
-]
+from chargpt.models.gpt import GPT as GPT
+from chargpt.models.gpt2 import GPT2 as GPT2
+from chargpt.models.gpt2 import MLP_RATIO
 
 MAX_PARAMETERS = 20_000_000_000
 

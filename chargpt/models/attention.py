@@ -27,8 +27,8 @@ def causal_mask(n_queries: int, n_keys: int, device: torch.device | None = None)
 def attention_scores(q: Tensor, k: Tensor, *, scaled: bool = True) -> Tensor:
     """Return q k^T, over sqrt(D) if `scaled`: (..., T, D), (..., S, D) -> (..., T, S).
 
-    For unit Gaussian q and k the unscaled scores have variance D and the scaled ones variance 1,
-    which keeps the softmax from saturating.
+    For unit Gaussian q and k the scaled scores have variance 1, so that the softmax is not
+    saturated.
     """
     scores = q @ k.transpose(-2, -1)  # (..., T, S)
     return scores / math.sqrt(q.size(-1)) if scaled else scores
@@ -45,11 +45,8 @@ def explicit_attention(
 ) -> tuple[Tensor, Tensor]:
     """Return attention outputs (..., T, D) and weights (..., T, S), whose rows sum to 1.
 
-    Args:
-        q, k, v: queries (..., T, D), keys and values (..., S, D).
-        causal: hide later positions, if there is no `mask`.
-        scaled: divide the scores by sqrt(D).
-        mask: bool (T, S), true where a query sees a key.
+    Queries are (..., T, D), keys and values (..., S, D). `mask`, bool (T, S), is true where a query
+    sees a key; without one, `causal` hides later positions. `scaled` divides scores by sqrt(D).
     """
     scores = attention_scores(q, k, scaled=scaled)  # (..., T, S)
     if mask is None and causal:
@@ -63,10 +60,7 @@ def explicit_attention(
 def fast_attention(
     q: Tensor, k: Tensor, v: Tensor, *, scaled: bool = True, mask: Tensor | None = None
 ) -> Tensor:
-    """Return the outputs of `explicit_attention` by the fastest kernel, (B, H, T, D).
-
-    They are causal unless there is a mask.
-    """
+    """Return the outputs of `explicit_attention`, causal or masked, by the fastest kernel."""
     n_queries, n_keys = q.size(-2), k.size(-2)
     is_square = mask is None and n_queries == n_keys
     if q.device.type == "cpu" and is_square and n_keys * q.itemsize <= MAX_PRODUCT_ROW_BYTES:

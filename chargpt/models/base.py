@@ -17,24 +17,15 @@ from chargpt.text.tokenizer import Tokens
 
 
 class LanguageModel(nn.Module, ABC):
-    """Model of the next token at every position.
+    """Model of the next token at every position."""
 
-    Attributes:
-        vocab_size: V.
-        block_size: maximum context length in tokens.
-        first_continuation_id: token ids from this one on are continuation bytes of UTF-8; V if
-            there are none.
-        lookback: number of earlier tokens that `Mixture.forward` takes as `before`; 0 for other
-            models.
-    """
-
-    lookback = 0
+    lookback = 0  # earlier tokens that `Mixture.forward` takes as `before`
 
     def __init__(self, vocab_size: int, block_size: int) -> None:
         super().__init__()
         self.vocab_size = vocab_size
-        self.block_size = block_size
-        self.first_continuation_id = vocab_size
+        self.block_size = block_size  # maximum context length in tokens
+        self.first_continuation_id = vocab_size  # ids from here on are continuation bytes of UTF-8
 
     @abstractmethod
     def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
@@ -47,24 +38,21 @@ class LanguageModel(nn.Module, ABC):
                 model only with a cache).
         """
 
-    def check_tokens(self, tokens: Tensor | Tokens, cache: KVCache | None = None) -> Tensor:
+    def check_tokens(
+        self, tokens: Tensor | Tokens, cache: KVCache | None = None, *, any_length: bool = False
+    ) -> Tensor:
         """Return tokens (B, T) as an int64 tensor; raise as `forward` does."""
-        tokens = self.to_batch(tokens)
-        n_tokens = tokens.size(1) + (0 if cache is None else cache.length)
-        if n_tokens > self.block_size:
-            raise TextError(
-                f"{n_tokens:,} tokens exceed the block size {self.block_size:,}; give the last "
-                "ones, or use chargpt.evaluate or chargpt.sample"
-            )
-        return tokens
-
-    def to_batch(self, tokens: Tensor | Tokens) -> Tensor:
-        """Return tokens of any length (B, T) as an int64 tensor; TextError for another shape."""
         if not isinstance(tokens, Tensor):
             tokens = torch.as_tensor(tokens, device=self.device)
         if tokens.dim() != 2:
             shape = tuple(tokens.shape)
             raise TextError(f"tokens of shape {shape} are not (batch, tokens): write tokens[None]")
+        n_tokens = tokens.size(1) + (0 if cache is None else cache.length)
+        if n_tokens > self.block_size and not any_length:
+            raise TextError(
+                f"{n_tokens:,} tokens exceed the block size {self.block_size:,}; give the last "
+                "ones, or use chargpt.evaluate or chargpt.sample"
+            )
         return tokens.long()
 
     @abstractmethod

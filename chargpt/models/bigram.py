@@ -38,10 +38,7 @@ class BigramLM(LanguageModel):
     def from_counts(cls, pairs: PairCounts, block_size: int, alpha: float = 1.0) -> "BigramLM":
         """Return the model with logits log((count + alpha) / (row sum + alpha V)).
 
-        Args:
-            pairs: number of occurrences of each pair of tokens.
-            block_size: maximum context length in tokens.
-            alpha: pseudo-count of additive smoothing, above 0.
+        `alpha`, the pseudo-count of additive smoothing, is above 0.
 
         Raises:
             ConfigError: the vocabulary is larger than MAX_VOCAB_SIZE.
@@ -57,10 +54,8 @@ class BigramLM(LanguageModel):
         return model
 
     def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
-        if cache is None:
-            tokens = self.to_batch(tokens)
-        else:
-            tokens = self.check_tokens(tokens, cache)
+        tokens = self.check_tokens(tokens, cache, any_length=cache is None)
+        if cache is not None:
             cache.advance(tokens.size(1))
         logits: Tensor = self.table(tokens)  # (B, T, V)
         return logits

@@ -17,20 +17,15 @@ Shape = tuple[int, int, int, int, int]  # L, B, H, K, D
 class KVCache:
     """Keys and values of every layer, (L, B, H, K, D) each, written in place.
 
-    Attributes:
-        length: number of stored tokens, at most `capacity`.
-        tokens: latest token ids, (B, any number): all of them for a GPT-2, which recomputes its
-            keys after an eviction, the last `LOOKBACK` for a mixture; None for other models.
+    `length` is the number of stored tokens, at most `capacity`. `tokens` are the latest token ids,
+    (B, any number): all of them for a GPT-2, which recomputes its keys after an eviction, the last
+    `LOOKBACK` for a mixture; None for other models.
     """
 
     tokens: Tensor | None = None
 
     def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
-        """Allocate an empty cache of shape (L, B, H, K, D).
-
-        Raises:
-            DeviceError: it does not fit into memory.
-        """
+        """Allocate an empty cache of shape (L, B, H, K, D); DeviceError if memory is too small."""
         n_bytes = 2 * math.prod(shape) * dtype.itemsize
         require_memory(n_bytes, f"a KV cache of {shape[1]:,} x {shape[3]:,} tokens", device)
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
@@ -47,10 +42,7 @@ class KVCache:
         return None
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store keys and values (B, H, T, D); return all stored ones of the layer, (B, H, S, D).
-
-        `length` changes only with `advance`, after every layer has stored its part.
-        """
+        """Store keys and values (B, H, T, D); return all stored ones of the layer, (B, H, S, D)."""
         end = self.length + keys.size(2)
         assert end <= self.capacity, f"{end} tokens exceed the cache's capacity {self.capacity}"
         self.keys[layer, :, :, self.length : end] = keys
@@ -58,7 +50,7 @@ class KVCache:
         return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
 
     def advance(self, n_tokens: int) -> None:
-        """Add `n_tokens` to the length, at the end of a forward pass."""
+        """Add `n_tokens` to the length, after every layer has appended them."""
         self.set_length(self.length + n_tokens)
 
     def set_length(self, length: int) -> None:
@@ -87,14 +79,11 @@ class StaticKVCache(KVCache):
     A graph replays the same operations on the same memory. So the position of the next token is a
     tensor on the device, and attention reads all K keys under a mask. `forward` does not advance
     this cache: the caller does, outside of the graph, with `set_length(length + 1)`.
-
-    Attributes:
-        position: int64 (1,), equal to `length`.
     """
 
     def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(shape, dtype, device)
-        self.position = torch.zeros(1, dtype=torch.int64, device=device)
+        self.position = torch.zeros(1, dtype=torch.int64, device=device)  # equal to `length`
         self.columns = torch.arange(self.capacity, device=device)  # (K,)
 
     def positions(self, n_tokens: int) -> Tensor:

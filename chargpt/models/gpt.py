@@ -102,9 +102,7 @@ class AverageAttention(nn.Module):
         v = v.view(*v.shape[:2], self.n_head, -1).transpose(1, 2)  # (B, H, T, D)
         if inputs.cache is not None:
             _, v = inputs.cache.append(self.layer, v, v)  # (B, H, S, D)
-        mask = inputs.mask
-        if mask is None:
-            mask = causal_mask(x.size(1), v.size(2), x.device)  # (T, S)
+        mask = causal_mask(x.size(1), v.size(2), x.device) if inputs.mask is None else inputs.mask
         heads = uniform_weights(mask).to(v.dtype) @ v  # (B, H, T, D)
         return linear(heads.transpose(1, 2).flatten(2), self.output.weight)  # (B, T, C)
 
@@ -194,10 +192,7 @@ class GPT(LanguageModel):
 
     @torch.no_grad()
     def attention_weights(self, tokens: Tensor) -> list[Tensor]:
-        """Return the attention weights of each layer on tokens (B, T): (B, H, T, T) each.
-
-        Rows sum to 1. A model without attention has none.
-        """
+        """Return the attention weights of each layer on tokens (B, T): (B, H, T, T) each."""
         tokens = self.check_tokens(tokens)
         inputs = self.attention_inputs(tokens.size(1))
         x = self.embedding(tokens)  # (B, T, C)
@@ -209,12 +204,9 @@ class GPT(LanguageModel):
         return weights
 
     def first_layer_qkv(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values of the first layer on tokens (B, T), (B, H, T, D) each.
-
-        The layer must have full attention.
-        """
+        """Return queries, keys and values of the first layer on tokens (B, T): (B, H, T, D)."""
         block = self.blocks[0]
-        assert isinstance(block.attention, Attention)
+        assert isinstance(block.attention, Attention), "the layer has full attention"
         inputs = self.attention_inputs(tokens.size(1))
         return block.attention.project(self.embedding(tokens), block.attention_norm, inputs)
 

@@ -121,17 +121,10 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def split_heads_qk_norm_rope(
     qkv: Tensor, norms: tuple[RMSNorm, RMSNorm] | None, cos: Tensor, sin: Tensor, n_head: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split a joint projection into heads, then normalise and rotate queries and keys.
+    """Return queries, keys and values, (B, H, T, D) each, of a joint projection (B, T, 3C).
 
-    Args:
-        qkv: (B, T, 3C).
-        norms: of queries and keys over D (Dehghani et al. 2023); None for no QK-norm.
-        cos: of the rotary angles, (T, D).
-        sin: the same, (T, D).
-        n_head: H.
-
-    Returns:
-        Queries, keys and values, (B, H, T, D) each.
+    Queries and keys are normalised over D by `norms` (Dehghani et al. 2023; None for no QK-norm),
+    then rotated by the angles of cos and sin, (T, D) each.
     """
     by_head = qkv.view(*qkv.shape[:2], 3, n_head, -1)  # (B, T, 3, H, D)
     if norms is not None and uses_custom_autograd(qkv):
@@ -192,9 +185,7 @@ def _apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, matrix: Tensor, out: Tens
 
 def _rotate_half_matrix(like: Tensor) -> Tensor:
     """Return the (D, D) matrix R with x R = rotate_half(x)."""
-    size = like.size(-1)
-    one = torch.eye(size, dtype=like.dtype, device=like.device)
-    return torch.cat((-one[:, size // 2 :], one[:, : size // 2]), dim=1)  # (D, D)
+    return rotate_half(torch.eye(like.size(-1), dtype=like.dtype, device=like.device))
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

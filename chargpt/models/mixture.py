@@ -15,9 +15,9 @@ n-gram models.
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from threading import Event
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -26,14 +26,7 @@ from chargpt.models.base import LanguageModel
 from chargpt.models.cache import KVCache
 from chargpt.models.gpt import GPT
 from chargpt.models.ngram import MAX_TOKENS, NGramLM
-from chargpt.models.word_context import (
-    BACKOFF_ORDER,
-    LOOKBACK,
-    NO_TOKEN,
-    WORDS,
-    Bools,
-    WordContextModel,
-)
+from chargpt.models.word_context import BACKOFF_ORDER, LOOKBACK, NO_TOKEN, WORDS, WordContextModel
 from chargpt.text.tokenizer import Tokens
 
 MIXTURE_ORDER = 8  # of the n-gram model: higher ones gain nothing
@@ -42,10 +35,10 @@ HIDDEN = 16  # units of each
 
 
 class Gate(nn.Module):
-    """Weights of a mixture's components: the mean of what several networks give.
+    """Weights of a mixture's components: the mean over several networks.
 
-    The networks differ in their initial weights, and their mean is better than each of them
-    (Hansen and Salamon 1990). `order` is that of the n-gram model.
+    The mean is better than each of them (Hansen and Salamon 1990). `order` is that of the n-gram
+    model.
     """
 
     def __init__(self, order: int = MIXTURE_ORDER) -> None:
@@ -68,19 +61,15 @@ class Gate(nn.Module):
 class Mixture(LanguageModel):
     """A GPT, n-gram models, and the gate that weighs them; `fit_mixture` fits it.
 
-    Its logits are log-probabilities. The n-grams may look at tokens before the block.
-
-    Args:
-        gpt: the GPT.
-        tokens: training tokens, at least `order`; the last MAX_TOKENS are counted.
-        in_words: which tokens are part of words, (V,).
-        order: of the n-gram model.
+    Its logits are log-probabilities. The n-grams of up to `order` tokens may look at tokens before
+    the block. They are counted in the last MAX_TOKENS of `tokens`, at least `order`. `in_words`
+    says which tokens are part of words, (V,).
     """
 
     lookback = LOOKBACK
 
     def __init__(
-        self, gpt: GPT, tokens: Tokens, in_words: Bools, order: int = MIXTURE_ORDER
+        self, gpt: GPT, tokens: Tokens, in_words: npt.NDArray[np.bool_], order: int = MIXTURE_ORDER
     ) -> None:
         super().__init__(gpt.vocab_size, gpt.block_size)
         self.gpt, self.in_words, self.order = gpt, in_words, order
@@ -91,16 +80,11 @@ class Mixture(LanguageModel):
     def fit_counts(self, tokens: Tokens) -> None:
         """Estimate the n-gram models from the last MAX_TOKENS token ids."""
         self.tokens = np.array(tokens[-MAX_TOKENS:])
-        size, is_cancelled = self.vocab_size, Event()
         with ThreadPoolExecutor(1) as pool:  # numpy sorts without Python's lock
-            words = pool.submit(WordContextModel, self.tokens, size, self.in_words, is_cancelled)
-            try:
-                ngram = NGramLM.fit(self.tokens, size, self.block_size, self.order)
-                word_model = words.result()
-            except BaseException:  # such as Ctrl-C: the pool waits for its thread
-                is_cancelled.set()
-                raise
-        self.ngram, self.word_model = ngram.to(self.gpt.device), word_model.to(self.gpt.device)
+            words = pool.submit(WordContextModel, self.tokens, self.vocab_size, self.in_words)
+            ngram = NGramLM.fit(self.tokens, self.vocab_size, self.block_size, self.order)
+        self.ngram = ngram.to(self.gpt.device)
+        self.word_model = words.result().to(self.gpt.device)
 
     def forward(
         self, tokens: Tensor, cache: KVCache | None = None, before: Tensor | None = None
@@ -119,7 +103,12 @@ class Mixture(LanguageModel):
         position = 0 if cache is None else cache.length
         logits = self.gpt(tokens, cache)  # (B, T, V)
         with torch.autocast(tokens.device.type, enabled=False):
-            return self.mix(logits.float().log_softmax(dim=-1), contexts, position)
+            log_probs = logits.float().log_softmax(dim=-1)
+            weights = self.gate(self.gate_inputs(log_probs, contexts, position))  # (B, T, 1 + K)
+            mixed: Tensor = weights[..., :1] * log_probs.exp()
+            for k, probs in enumerate(self.iter_probs(contexts), 1):
+                mixed += weights[..., k : k + 1] * probs
+            return mixed.log()
 
     def contexts(self, tokens: Tensor, before: Tensor | None = None) -> list[Tensor]:
         """Return the contexts of each order, (B, T); the arguments are those of `forward`."""
@@ -127,19 +116,8 @@ class Mixture(LanguageModel):
         found = self.ngram.contexts(longer) + self.word_model.contexts(longer)
         return [ids[:, -tokens.size(1) :] for ids in found]
 
-    def mix(self, log_probs: Tensor, contexts: Sequence[Tensor], position: int) -> Tensor:
-        """Return the mixture's log-probabilities (B, T, V); arguments as for `gate_inputs`."""
-        weights = self.gate(self.gate_inputs(log_probs, contexts, position))  # (B, T, 1 + K)
-        mixed: Tensor = weights[..., :1] * log_probs.exp()
-        for k, probs in enumerate(self.iter_probs(contexts), 1):
-            mixed += weights[..., k : k + 1] * probs
-        return mixed.log()
-
     def iter_probs(self, contexts: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Yield the probabilities (B, T, V) of each order after contexts (B, T).
-
-        It is the same tensor each time, overwritten by the next order: clone it to keep it.
-        """
+        """Yield the probabilities (B, T, V) of each order: one tensor, changed in place."""
         n_orders = len(self.ngram.orders)
         for k, probs in enumerate(self.ngram.iter_probs(contexts[:n_orders]), 1):
             if k == min(BACKOFF_ORDER, n_orders):
@@ -152,14 +130,10 @@ class Mixture(LanguageModel):
     ) -> Tensor:
         """Return the inputs of the gate, (B, T, 1 + 2 K).
 
-        They are 1 / the number of tokens that the GPT sees, the entropy of its distribution and its
-        highest log-probability, and for each order but the first log(1 + number of distinct tokens
-        seen after the context) and the backoff weight.
-
-        Args:
-            log_probs: of the GPT, (B, T, V).
-            contexts: of the n-gram models, (B, T) each.
-            position: number of tokens that the GPT sees before the first one.
+        They are 1 / the number of tokens that the GPT sees (`position` before the first one), the
+        entropy of its distribution and its highest log-probability, and for each order but the
+        first log(1 + number of distinct tokens seen after the context) and the backoff weight.
+        The arguments are the GPT's log-probabilities, (B, T, V), and the contexts, (B, T) each.
         """
         seen = torch.arange(1, 1 + log_probs.size(1), device=log_probs.device) + position  # (T,)
         entropy = -(log_probs.exp() * log_probs).sum(dim=-1)

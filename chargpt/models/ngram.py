@@ -53,15 +53,12 @@ class NGramLM(LanguageModel):
     ) -> "NGramLM":
         """Return the model estimated from token ids (N,).
 
+        Of the tokens, of any integer type, the last MAX_TOKENS are counted. `order` is the length
+        of the longest n-gram, the predicted token included.
+
         The positions of the text are sorted by the n-grams that begin there. Those of order k
         follow from those of order k - 1, which begin one token later, by a stable sort by the first
         token: one pass of a radix sort.
-
-        Args:
-            tokens: ids below `vocab_size`, of any integer type; only the last MAX_TOKENS are used.
-            vocab_size: V.
-            block_size: maximum context length in tokens of one call.
-            order: length of the longest n-gram, the predicted token included.
         """
         assert order >= 1, "the order is at least 1"
         assert len(tokens), "there are no tokens to count"
@@ -86,11 +83,10 @@ class NGramLM(LanguageModel):
             codes_and_counts.append((codes[starts], counts))
             ids = np.empty_like(positions)
             ids[positions] = is_first.cumsum() - 1
-        n_contexts = [1, *(len(codes) for codes, _ in codes_and_counts)]
-        orders = [
-            NGramOrder(codes, counts, n, vocab_size)
-            for (codes, counts), n in zip(codes_and_counts, n_contexts, strict=False)
-        ]
+        orders, n_contexts = [], 1
+        for codes, counts in codes_and_counts:
+            orders.append(NGramOrder(codes, counts, n_contexts, vocab_size))
+            n_contexts = len(codes)
         return cls(vocab_size, block_size, orders)
 
     def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
@@ -126,10 +122,7 @@ class NGramLM(LanguageModel):
         return found
 
     def iter_probs(self, contexts: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Yield the probabilities p_1, p_2, ... (B, T, V) after contexts (B, T).
-
-        It is the same tensor each time, overwritten by the next order: clone it to keep it.
-        """
+        """Yield p_1, p_2, ... (B, T, V) after contexts (B, T): one tensor, changed in place."""
         shape = contexts[0].shape
         probs = self._unigram_probs().repeat(shape.numel(), 1)
         yield probs.view(*shape, self.vocab_size)
@@ -147,30 +140,28 @@ class NGramLM(LanguageModel):
         self.n_tabulated = int((n_contexts * self.vocab_size <= MAX_TABLE_ENTRIES).sum())
         if self.n_tabulated == 0:
             return
-        orders = self.orders[: self.n_tabulated]
         table = [self._unigram_probs()]  # (contexts of one length, V) each
-        suffix = torch.zeros_like(orders[0].last)  # ids of the contexts without their first token
-        for k, order in enumerate(orders[1:]):
+        suffix = torch.zeros_like(self.orders[0].last)  # ids of contexts without their first token
+        for k, order in enumerate(self.orders[1 : self.n_tabulated]):
             if k > 0:
-                prefix = orders[k].codes // self.vocab_size
-                suffix = orders[k - 1].find(suffix[prefix], orders[k].last)
+                prefix = self.orders[k].codes // self.vocab_size
+                suffix = self.orders[k - 1].find(suffix[prefix], self.orders[k].last)
             probs = table[-1][suffix]
             order.interpolate(probs, torch.arange(len(suffix), device=suffix.device))
             table.append(probs)
         self.table = torch.cat(table)  # (contexts, V)
 
     def losses(self, rows: Tokens) -> npt.NDArray[np.float32]:
-        """Return the loss in nats of each token but the first of each row: (B, T + 1) -> (B, T).
-
-        It equals the loss of `forward`'s logits, without the probabilities of the other tokens.
-        """
+        """Return the losses of `forward`, in nats, without its logits: (B, T + 1) -> (B, T)."""
         tokens = torch.from_numpy(rows.astype(np.int64)).to(self.device)  # (B, T + 1)
         prob = torch.full(tokens.shape, 1 / self.vocab_size, device=tokens.device)
         ids = torch.zeros_like(tokens)
         for k, order in enumerate(self.orders):
             context = _previous(ids, k)
             ids = order.find(context, tokens)
-            prob = order.interpolate_one(prob, context, ids)
+            _, backoff_weight = order.context_statistics(context)
+            discounted_prob = order.discounted_prob[ids.clamp(min=0)] * (ids != UNSEEN)
+            prob = backoff_weight * prob + discounted_prob
         return -prob[:, 1:].log().cpu().numpy()
 
     def _unigram_probs(self) -> Tensor:
@@ -186,10 +177,7 @@ class NGramLM(LanguageModel):
 
 
 class NGramOrder(nn.Module):
-    """All n-grams of one order k, with their part of the interpolated probabilities.
-
-    Computed from the n-grams' sorted codes and their counts c, (G,) each, P and V.
-    """
+    """All n-grams of one order k: given their sorted codes and counts c, (G,) each, P and V."""
 
     codes: Tensor  # (G,) int64, sorted: id of the first k - 1 tokens * V + the last token
     last: Tensor  # (G,): the last token
@@ -208,14 +196,13 @@ class NGramOrder(nn.Module):
         backoff_weight = np.divide(
             discount * n_followers, totals, out=np.ones(n_contexts), where=n_followers > 0
         )
-        for name, values in {
-            "codes": codes,
-            "last": last,
-            "discounted_prob": ((counts - discount) / totals[contexts]).astype(np.float32),
-            "starts": np.append(0, n_followers.cumsum()),
-            "backoff_weight": backoff_weight.astype(np.float32),
-        }.items():
-            self.register_buffer(name, torch.from_numpy(values))
+        discounted_prob = (counts - discount) / totals[contexts]
+        starts = np.append(0, n_followers.cumsum())
+        self.register_buffer("codes", torch.from_numpy(codes))
+        self.register_buffer("last", torch.from_numpy(last))
+        self.register_buffer("discounted_prob", torch.from_numpy(discounted_prob).float())
+        self.register_buffer("starts", torch.from_numpy(starts))
+        self.register_buffer("backoff_weight", torch.from_numpy(backoff_weight).float())
 
     def find(self, contexts: Tensor, tokens: Tensor) -> Tensor:
         """Return the ids of the n-grams (context, token), UNSEEN where there is none."""
@@ -223,12 +210,6 @@ class NGramOrder(nn.Module):
         ids = torch.searchsorted(self.codes, wanted).clamp_(max=len(self.codes) - 1)
         is_seen = (self.codes[ids] == wanted) & (contexts != UNSEEN)
         return ids.where(is_seen, UNSEEN)
-
-    def interpolate_one(self, lower_prob: Tensor, contexts: Tensor, ids: Tensor) -> Tensor:
-        """Return p_k of one token after each context, from its p_{k-1}; all of the same shape."""
-        _, backoff_weight = self.context_statistics(contexts)
-        discounted_prob = self.discounted_prob[ids.clamp(min=0)] * (ids != UNSEEN)
-        return backoff_weight * lower_prob + discounted_prob
 
     def context_statistics(self, contexts: Tensor) -> tuple[Tensor, Tensor]:
         """Return the number of distinct tokens seen after each context, and its backoff weight."""

@@ -15,8 +15,6 @@ Shapes in this file: N = tokens of the training text, V = vocabulary size, B = b
 
 import unicodedata
 from collections.abc import Iterator, Sequence
-from concurrent.futures import CancelledError
-from threading import Event
 from typing import Any, cast
 
 import numpy as np
@@ -48,32 +46,19 @@ def word_token_mask(tokenizer: CharTokenizer) -> Bools:
 
 
 class WordContextModel(nn.Module):
-    """Word-context model of a training text (N,), given which tokens are part of words, (V,).
+    """Word-context model of a training text (N,), given which tokens are part of words, (V,)."""
 
-    Raises:
-        CancelledError: another thread set `is_cancelled` while the text was counted.
-    """
-
-    def __init__(
-        self,
-        tokens: Tokens,
-        vocab_size: int,
-        in_words: Bools,
-        is_cancelled: Event | None = None,
-    ) -> None:
+    def __init__(self, tokens: Tokens, vocab_size: int, in_words: Bools) -> None:
         super().__init__()
         tokens = tokens.astype(np.int64)
         self.in_words = in_words
         self.hashes: list[Ints] = []  # sorted, of the seen contexts of each m
-        orders = []
-        chunks = [
-            [hashes[0, min(start, LOOKBACK) :] for hashes in hash_contexts(chunk, in_words)]
-            for start in range(0, len(tokens), CHUNK)
-            for chunk in [tokens[None, max(0, start - LOOKBACK) : start + CHUNK]]
-        ]
+        orders, chunks = [], []
+        for start in range(0, len(tokens), CHUNK):
+            chunk = tokens[None, max(0, start - LOOKBACK) : start + CHUNK]
+            found = hash_contexts(chunk, in_words)
+            chunks.append([hashes[0, min(start, LOOKBACK) :] for hashes in found])
         for hashes in map(np.concatenate, zip(*chunks, strict=True)):
-            if is_cancelled is not None and is_cancelled.is_set():
-                raise CancelledError
             codes, counts = np.unique(hashes[:-1] * vocab_size + tokens[1:], return_counts=True)
             contexts, followers = np.divmod(codes, vocab_size)
             is_first = np.append(True, contexts[1:] != contexts[:-1])
@@ -84,10 +69,7 @@ class WordContextModel(nn.Module):
         self.orders = cast("list[NGramOrder]", nn.ModuleList(orders))  # of the contexts of each m
 
     def contexts(self, tokens: Tensor) -> list[Tensor]:
-        """Return the ids of the contexts that end at each of tokens (B, T), by m.
-
-        A token may be NO_TOKEN. Contexts that the training text does not contain are UNSEEN.
-        """
+        """Return the ids of the contexts that end at each of tokens (B, T), by m, or UNSEEN."""
         found = []
         all_hashes = hash_contexts(tokens.cpu().numpy(), self.in_words)
         for known, hashes in zip(self.hashes, all_hashes, strict=True):
@@ -106,10 +88,9 @@ class WordContextModel(nn.Module):
 def hash_contexts(tokens: Ints, in_words: Bools) -> list[Ints]:
     """Return the hashes of the contexts that end at each token, by m, (B, T) each.
 
-    They are below 2^63 / V, so that hash * V + token fits into int64.
-
-    The hash of a sequence is a polynomial in MULTIPLIER modulo 2^64 with its tokens as
-    coefficients: a difference of two prefix sums, times a power. `tokens` are ids or NO_TOKEN.
+    They are below 2^63 / V, so that hash * V + token fits into int64. The hash of a sequence is a
+    polynomial in MULTIPLIER modulo 2^64 with its tokens (ids or NO_TOKEN) as coefficients: a
+    difference of two prefix sums, times a power.
     """
     length = tokens.shape[1]
     index = np.broadcast_to(np.arange(length), tokens.shape)

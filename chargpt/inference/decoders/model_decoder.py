@@ -5,7 +5,7 @@ Shapes in this file: N = sequences, V = vocabulary size.
 
 import logging
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache, cached_property, partial
 
 import numpy as np
 import numpy.typing as npt
@@ -62,21 +62,19 @@ class GraphDecoder(ModelDecoder):
     def __init__(self, model: GPT, num_sequences: int, prefilled: KVCache | None = None) -> None:
         super().__init__(model, num_sequences, prefilled)
         self.tokens = torch.zeros(num_sequences, 1, dtype=torch.int64, device=model.device)
-        self.replay: Callable[[], Tensor] | None = None
 
     def _new_cache(self, num_sequences: int) -> KVCache:
         return self.model.new_static_cache(num_sequences)
 
     def _forward(self, column: Tensor) -> Tensor:
         self.tokens.copy_(column)
-        if self.replay is None:  # captured here, under the inference mode that replays run in
-            self.replay = self._capture()
-        logits = self.replay()
+        logits = self._replay()  # captured at the first step, in the inference mode of replays
         self.cache.set_length(self.cache.length + 1)
         return logits
 
-    def _capture(self) -> Callable[[], Tensor]:
-        """Return the decode step of `self.tokens` as a CUDA graph, or as it is if that fails."""
+    @cached_property
+    def _replay(self) -> Callable[[], Tensor]:
+        """The decode step of `self.tokens` as a CUDA graph, or as it is if capture fails."""
         step = partial(super()._forward, self.tokens)  # does not advance the static cache
         if can_capture(self.model.device):
             try:

@@ -15,13 +15,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from chargpt.config import NORM_EPS
-from chargpt.inference.decoders.numpy_weights import (
-    Array,
-    Weights,
-    interleave,
-    pack_weights,
-    to_numpy,
-)
+from chargpt.inference.decoders.numpy_weights import Array, Weights, interleave, pack_weights
 from chargpt.models import GPT, LanguageModel
 from chargpt.models.cache import KVCache
 from chargpt.text.tokenizer import Tokens
@@ -34,9 +28,6 @@ class NumpyDecoder:
     """CPU decoder of a GPT with full attention, QK-norm and an MLP.
 
     `weights` are those of another decoder of the same model; without it they are copied.
-
-    Attributes:
-        length: number of cached tokens of each sequence, at most the block size.
     """
 
     def __init__(
@@ -59,7 +50,7 @@ class NumpyDecoder:
         self.may_overflow = not np.max(bounds) < MAX_SCORE  # true also for NaN
         shape = (len(weights.layers), *lead, model.config.n_head, self.block_size, 2 * half)
         self.keys, self.values = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
-        self.length = 0
+        self.length = 0  # cached tokens of each sequence, at most the block size
         if prefilled is not None:
             self._copy_cache(prefilled)
 
@@ -122,7 +113,7 @@ class NumpyDecoder:
         pairs = interleave(cache.keys.size(-1))
         keys, values = cache.keys.cpu()[..., pairs], cache.values.cpu()
         for cached, new in ((self.keys, keys), (self.values, values)):
-            layers = to_numpy(new[:, :, :, : self.length])  # (L, 1, H, S, D)
+            layers = new[:, :, :, : self.length].detach().float().numpy()  # (L, 1, H, S, D)
             cached[..., : self.length, :] = layers if self.is_batch else layers[:, 0]
 
 

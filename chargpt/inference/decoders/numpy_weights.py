@@ -16,9 +16,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from chargpt.models import GPT
+from chargpt.models.gpt import Attention
+from chargpt.models.kernels import RMSNorm
 
 Array = npt.NDArray[np.float32]
 
@@ -48,42 +50,36 @@ def pack_weights(model: GPT) -> Weights:
     config = model.config
     size, root = config.head_size, math.sqrt(config.n_embd)
     pairs = interleave(size)
-    weight = {
-        name.removesuffix(".weight"): tensor.float().cpu()
-        for name, tensor in model.state_dict().items()
-    }
 
-    def fold_norm(norm: str, *names: str) -> Tensor:
+    def fold_norm(norm: RMSNorm, *linears: nn.Linear) -> Tensor:
         """Return the joint matrix after a norm with its weight folded in, (C, outputs)."""
-        joint = torch.cat([weight[name] for name in names])  # (outputs, C)
-        folded: Tensor = joint * (weight[norm] * root)
-        return folded.mT
+        joint = torch.cat([each.weight for each in linears])  # (outputs, C)
+        return (joint * (norm.weight * root)).mT.cpu()
 
     layers = []
-    for prefix in (f"blocks.{number}" for number in range(config.n_layer)):
-        names = (f"{prefix}.attention.{name}" for name in ("query", "key", "value"))
-        qkv = fold_norm(f"{prefix}.attention_norm", *names)  # (C, 3C)
+    for block in model.blocks:
+        attention, mlp = block.attention, block.mlp
+        assert isinstance(attention, Attention), "see `is_supported`"
+        assert mlp is not None
+        qkv = fold_norm(block.attention_norm, attention.query, attention.key, attention.value)
         by_head = qkv.view(-1, 3, config.n_head, size)
         by_head[:, :2] = by_head[:, :2, :, pairs]
-        norms = [weight[f"{prefix}.attention.{name}"] for name in ("query_norm", "key_norm")]
-        qk_norm = torch.stack(norms) * size**0.5  # (2, D)
+        norms = torch.stack((attention.query_norm.weight, attention.key_norm.weight)).cpu()
+        qk_norm = norms * size**0.5  # (2, D)
         if config.scale_attn_weights:
             qk_norm[0] *= size**-0.5
-        layers.append(
-            LayerWeights(
-                qkv=to_numpy(qkv),
-                qk_norm=to_numpy(qk_norm[:, None, pairs]),
-                output=to_numpy(weight[f"{prefix}.attention.output"].mT),
-                gate_up=to_numpy(
-                    fold_norm(f"{prefix}.mlp_norm", f"{prefix}.mlp.gate", f"{prefix}.mlp.up")
-                ),
-                down=to_numpy(weight[f"{prefix}.mlp.down"].mT),
-            )
+        matrices = LayerWeights(
+            qkv=to_numpy(qkv),
+            qk_norm=to_numpy(qk_norm[:, None, pairs]),
+            output=to_numpy(attention.output.weight.mT),
+            gate_up=to_numpy(fold_norm(block.mlp_norm, mlp.gate, mlp.up)),
+            down=to_numpy(mlp.down.weight.mT),
         )
+        layers.append(matrices)
     return Weights(
-        embedding=to_numpy(weight["embedding"]),
+        embedding=to_numpy(model.embedding.weight),
         layers=layers,
-        head=to_numpy((weight["head"] * weight["norm"] * root).mT),
+        head=to_numpy((model.head.weight * model.norm.weight * root).mT),
         rotary=torch.complex(model.cos.cpu(), model.sin.cpu())[:, : size // 2].numpy(),
     )
 
