@@ -20,7 +20,7 @@ import chargpt.device
 from chargpt import load_run, sample
 from chargpt.config import ModelConfig
 from chargpt.errors import ChargptError, DeviceError, RunError, TextError
-from chargpt.export.nanogpt import NAMES, OTHER_NAMES, import_nanogpt
+from chargpt.imports.nanogpt import NAMES, OTHER_NAMES, import_nanogpt
 from chargpt.models import GPT2, build_model, count_parameters
 
 CHARACTERS = "\n abcdeé😀"

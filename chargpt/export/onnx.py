@@ -11,8 +11,8 @@ D = C / H, F = MLP width, V = vocabulary size.
 """
 
 from collections.abc import Iterator
+from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from chargpt.errors import ConfigError
 from chargpt.export.check import (
     ExportCheck,
     Logits,
+    NotChecked,
     check_export,
     encode,
     exportable_model,
@@ -126,8 +127,8 @@ positions (past_keys, tokens, cos_table, sin_table) => (cos, sin, mask) {
 )
 
 
-def export_onnx(run: Run, path: Path, *, force: bool = False) -> ExportCheck:
-    """Write a run as an ONNX file, in float32, and check it.
+def export_onnx(run: Run, path: Path, *, force: bool = False) -> ExportCheck | NotChecked:
+    """Write a run as an ONNX file, in float32, and check it with onnxruntime.
 
     Args:
         run: of a GPT.
@@ -136,7 +137,7 @@ def export_onnx(run: Run, path: Path, *, force: bool = False) -> ExportCheck:
 
     Raises:
         ConfigError: the file exists, a package is missing, or the model is of another kind.
-        OperationError: the export does not read back as the run.
+        OperationError: the export differs from the run.
         OSError: it cannot be written.
     """
     model = exportable_model(run, "ONNX")
@@ -149,7 +150,7 @@ def export_onnx(run: Run, path: Path, *, force: bool = False) -> ExportCheck:
     require_new(path, force=force)
     with temporary_export(path) as temporary:
         _write_onnx(temporary, run, model)
-        return check_export(run, OnnxFileRuntime(temporary, model))
+        return check_export(run, "onnxruntime", partial(OnnxRuntime, temporary))
 
 
 def _write_onnx(path: Path, run: Run, model: GPT) -> None:
@@ -243,43 +244,26 @@ def graph_nodes(n_layer: int) -> Iterator[tuple[str, list[str], list[str], dict[
         yield "Concat", parts, [name], {"axis": 0}
 
 
-class OnnxFileRuntime:
-    """The file as onnxruntime opens it, or else the reference evaluator of `onnx`."""
+class OnnxRuntime:
+    """The file as onnxruntime opens it."""
 
-    def __init__(self, path: Path, model: GPT) -> None:
-        onnx: Any = import_module("onnx")
-        proto = onnx.load(path)
-        metadata = {each.key: each.value for each in proto.metadata_props}
+    def __init__(self, path: Path) -> None:
+        onnxruntime: Any = import_module("onnxruntime")
+        self.name = f"onnxruntime {onnxruntime.__version__}"
+        self.session = onnxruntime.InferenceSession(str(path))
+        metadata = self.session.get_modelmeta().custom_metadata_map
         self.tokenizer = CharTokenizer.from_json(metadata["tokenizer"], str(path))
-        config = model.config
-        self.empty = np.zeros((config.n_layer, 1, config.n_head, 0, config.head_size), np.float32)
-        self.session: Any
-        if find_spec("onnxruntime") is None:
-            self.name = f"the reference evaluator of onnx {onnx.__version__}"
-            self.session = import_module("onnx.reference").ReferenceEvaluator(proto)
-        else:
-            onnxruntime: Any = import_module("onnxruntime")
-            self.name = f"onnxruntime {onnxruntime.__version__}"
-            self.session = onnxruntime.InferenceSession(str(path))
-
-    def run(self, tokens: list[int], keys: Logits, values: Logits) -> list[Logits]:
-        """Return logits, keys and values."""
-        given = (np.array([tokens]), keys, values)
-        outputs: list[Logits] = self.session.run(None, dict(zip(INPUTS, given, strict=True)))
-        return outputs
 
     def encode(self, text: str) -> list[int]:
         return encode(self.tokenizer, text)
 
     def logits(self, tokens: list[int]) -> Logits:
-        found: Logits = self.run(tokens, self.empty, self.empty)[0][0]
-        return found
-
-    def greedy(self, tokens: list[int], length: int) -> list[int]:
-        found: list[int] = []
-        keys = values = self.empty
-        for _ in range(length):
-            logits, keys, values = self.run(tokens, keys, values)
-            tokens = [int(logits[0, -1].argmax())]
-            found += tokens
-        return found
+        """Return logits (T, V), computed in two parts, the second with the cache of the first."""
+        layers, _, heads, _, size = self.session.get_inputs()[1].shape
+        keys = values = np.zeros((layers, 1, heads, 0, size), np.float32)
+        middle, found = len(tokens) // 2, []
+        for part in filter(None, (tokens[:middle], tokens[middle:])):
+            given = dict(zip(INPUTS, (np.array([part], np.int64), keys, values), strict=True))
+            logits, keys, values = self.session.run(None, given)
+            found.append(logits[0])
+        return np.concatenate(found)

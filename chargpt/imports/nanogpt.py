@@ -27,7 +27,7 @@ from chargpt.models import build_model, count_parameters
 from chargpt.store.folder import RunFolder
 from chargpt.store.state import RunState
 from chargpt.store.tensors import load_weights
-from chargpt.text.corpus import load_corpus
+from chargpt.text.corpus import Corpus, load_corpus
 from chargpt.text.tokenizer import CharTokenizer
 
 MAX_META_BYTES = 64_000_000
@@ -74,9 +74,7 @@ def import_nanogpt(checkpoint: Path, meta: Path, out: Path, text: Path | None = 
     ) as error:
         raise _unusable(checkpoint, error) from None
     if text is not None:
-        # whatever is rare, nanoGPT keeps it
-        config = config.with_values({"text.path": str(text.absolute()), "text.rare": "keep"})
-        corpus = load_corpus(config.text)
+        config, corpus = read_text(text, config)
         if corpus.tokenizer != tokenizer:
             different = set(corpus.tokenizer.characters) ^ set(tokenizer.characters)
             raise TextError(
@@ -88,6 +86,12 @@ def import_nanogpt(checkpoint: Path, meta: Path, out: Path, text: Path | None = 
     load_weights(model, tensors, checkpoint)
     RunFolder(out).create_from_weights(config, tokenizer, state, model.state_dict())
     return out
+
+
+def read_text(path: Path, config: Config) -> tuple[Config, Corpus]:
+    """Return the config with a text, and its corpus: whatever is rare, nanoGPT keeps it."""
+    config = config.with_values({"text.path": str(path.absolute()), "text.rare": "keep"})
+    return config, load_corpus(config.text)
 
 
 class PlainUnpickler(pickle.Unpickler):
