@@ -77,7 +77,7 @@ class NotChecked:
 
     def describe(self) -> str:
         """Return a sentence with the remedy."""
-        return f"not checked: pip install {self.package} to compare the next export with its run"
+        return f"not checked: pip install -U {self.package} to compare the next export with its run"
 
 
 def require_package(name: str, target: str) -> Any:
