@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import os
 import re
 import subprocess
@@ -339,39 +340,40 @@ def test_an_export_that_reads_back_differently_is_not_kept(
 
 
 class Tampered:
-    """A runtime of a run with one answer changed."""
+    """A runtime of a run that answers the last prompt with another token or logit."""
 
     name = "a runtime"
 
-    def __init__(self, run: Run, changed: str) -> None:
-        self.run, self.changed, self.calls = run, changed, 0
+    def __init__(self, run: Run, added_tokens: list[int], added_logit: float) -> None:
+        self.run, self.added_tokens, self.added_logit = run, added_tokens, added_logit
+        self.calls = 0
 
     def encode(self, text: str) -> list[int]:
         self.calls += 1
-        ids = check.encode(self.run.tokenizer, text)
-        return [*ids[::-1], 0] if self.changed == "tokens" and self.calls == 64 else ids
+        tokens = check.encode(self.run.tokenizer, text)
+        return tokens + self.added_tokens if self.calls == check.N_PROMPTS else tokens
 
     def logits(self, tokens: list[int]) -> check.Logits:
         found = check.logits(self.run.model, tokens)
-        found[-1, 2] += 0.01 if self.changed == "logits" and self.calls == 64 else 0
-        if self.changed == "nan" and self.calls == 64:
-            found[-1, 2] = np.nan
+        found[-1, 2] += self.added_logit if self.calls == check.N_PROMPTS else 0
         return found
 
 
 @pytest.mark.parametrize(
-    ("changed", "cause"),
+    ("added_tokens", "added_logit", "cause"),
     [
-        ("tokens", "to other tokens"),
-        ("logits", r"log-probability differs by 0\.0"),
-        ("nan", "not finite"),
+        ([0], 0, "to other tokens"),
+        ([], 0.01, r"log-probability differs by 0\.0"),
+        ([], math.nan, "not finite"),
     ],
 )
-def test_the_check_notices_one_different_answer(changed: str, cause: str) -> None:
+def test_the_check_notices_one_different_answer(
+    added_tokens: list[int], added_logit: float, cause: str
+) -> None:
     run = run_of(TOKENIZERS["ascii"])
-    assert compare(run, Tampered(run, "nothing")).difference == 0
+    assert compare(run, Tampered(run, [], 0)).difference == 0
     with pytest.raises(OperationError, match=cause):
-        compare(run, Tampered(run, changed))
+        compare(run, Tampered(run, added_tokens, added_logit))
 
 
 def test_a_run_comes_back_from_its_hugging_face_folder_bit_for_bit(

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-import safetensors
 import safetensors.torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from chargpt.config import Config, validate
@@ -34,10 +34,7 @@ def import_huggingface(folder: Path, out: Path) -> Path:
     try:
         config, tokenizer, state = read_origin(folder / ORIGIN)
         tensors = read_weights(folder / WEIGHTS, config, tokenizer.vocab_size)
-    except (
-        *(KeyError, AttributeError, TypeError, ValueError, OSError),
-        safetensors.SafetensorError,
-    ) as error:
+    except (KeyError, AttributeError, TypeError, ValueError, OSError, SafetensorError) as error:
         cause = getattr(error, "strerror", None) or str(error)
         raise RunError(
             f"{folder} is not a folder that `chargpt export hf` wrote ({cause:.200}); name another"
