@@ -10,9 +10,10 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from chargpt.errors import ChargptError, ConfigError, OperationError
 from chargpt.export import check, gguf, huggingface, onnx
 from chargpt.export.check import compare
 from chargpt.export.gguf import LlamaRuntime, export_gguf
+from chargpt.export.html import export_html
 from chargpt.export.huggingface import TransformersRuntime, export_huggingface, model_card
 from chargpt.export.onnx import OnnxRuntime, export_onnx
 from chargpt.imports import huggingface as imports
@@ -56,6 +58,7 @@ EXPORTS: dict[str, Callable[..., Any]] = {
     "hf": export_huggingface,
     "gguf": export_gguf,
     "onnx": export_onnx,
+    "html": export_html,
 }
 
 
@@ -135,40 +138,27 @@ def test_an_export_samples_at_the_temperature_of_the_run(temperature: float) -> 
     assert f"PARAMETER temperature {temperature}\n" in content
 
 
-class Exported(NamedTuple):
-    """An export, its run, and what its check found."""
-
-    run: Run
-    path: Path
-    check: Any
-
-
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Exported]:
-    """Exports by format and vocabulary, each made once."""
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Any]:
+    """Run, path and check of exports by format and vocabulary, each made once."""
     folder = tmp_path_factory.mktemp("exports")
 
     @cache
-    def make(kind: str, name: str) -> Exported:
+    def make(kind: str, name: str) -> Any:
         run = run_of(TOKENIZERS.get(name, UNKNOWN), dropout=0.25)
         path = folder / f"{name}.{kind}"
-        return Exported(run, path, EXPORTS[kind](run, path))
+        return run, path, EXPORTS[kind](run, path)
 
     return make
 
 
-@pytest.mark.parametrize("name", [*TOKENIZERS, "unknown"])
-def test_transformers_reads_the_same_model(name: str, exported: Any) -> None:
-    found = exported("hf", name).check
-    assert found.runtime.startswith("transformers ")
+@pytest.mark.parametrize(
+    ("kind", "name"), [*product(("hf", "gguf"), TOKENIZERS), ("hf", "unknown")]
+)
+def test_other_programs_read_the_same_model(kind: str, name: str, exported: Any) -> None:
+    _, _, found = exported(kind, name)
+    assert found.runtime.startswith({"hf": "transformers ", "gguf": "llama.cpp "}[kind])
     assert found.difference < 1e-4
-
-
-@pytest.mark.parametrize("name", list(TOKENIZERS))
-def test_llama_cpp_reads_the_same_model(name: str, exported: Any) -> None:
-    found = exported("gguf", name).check
-    assert found.runtime.startswith("llama.cpp ")
-    assert found.difference < 1e-3
 
 
 def test_onnxruntime_reads_the_same_model_in_any_batch_and_with_its_cache(tmp_path: Path) -> None:
@@ -244,7 +234,7 @@ def readers(exported: Any) -> dict[tuple[str, str], Any]:
     """Exports as other programs open them, by format and vocabulary."""
     found: dict[tuple[str, str], Any] = {}
     for name in TOKENIZERS:
-        found["hf", name] = TransformersRuntime(exported("hf", name).path)
+        found["hf", name] = TransformersRuntime(exported("hf", name)[1])
         run, path, _ = exported("gguf", name)
         found["gguf", name] = LlamaRuntime(path, run.model.vocab_size, run.model.block_size)
     return found
@@ -280,11 +270,13 @@ def test_a_document_ends_the_text_in_other_programs(readers: Any) -> None:
     assert answer["stop_type"] == "eos"
 
 
-@pytest.mark.parametrize("kind", ["hf", "gguf", "onnx"])
+@pytest.mark.parametrize("kind", EXPORTS)
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
         ("kind", "bigram"),
+        ("kind", "gpt2"),
+        ("attention", "average"),
         ("attention", "none"),
         ("scale_attn_weights", False),
         ("qk_norm", False),
