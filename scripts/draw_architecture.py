@@ -15,7 +15,8 @@ PACKAGE = ROOT / "chargpt"
 TARGET = ROOT / "docs" / "architecture.svg"
 PACKAGES = {  # from the top layer down; each imports only from those after it
     "cli": "one command per file; the only code that prints",
-    "export": "runs for other tools, and models of other tools as runs; what is written is checked",
+    "imports": "models of other programs as runs",
+    "export": "runs for other programs, which open and check them",
     "analysis": "comparisons, ladder, explanations, report, doctor",
     "training": "optimizers, schedule, time budget, training loop",
     "inference": "evaluate, sample, score, compress",

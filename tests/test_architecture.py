@@ -30,6 +30,7 @@ LAYERS = (
     "training",
     "analysis",
     "export",
+    "imports",
     "cli",
 )
 WITHOUT_TORCH = (
@@ -107,7 +108,7 @@ def test_only_the_console_prints() -> None:
 
 def test_no_pickle_anywhere() -> None:
     """But for nanoGPT's files, by unpicklers that can run nothing (test_import.py)."""
-    importer = PACKAGE / "export" / "nanogpt.py"
+    importer = PACKAGE / "imports" / "nanogpt.py"
     source = importer.read_text(encoding="utf-8")
     assert "pickle.load" not in source
     assert source.count("torch.load(") == source.count("weights_only=True")

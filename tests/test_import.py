@@ -19,8 +19,8 @@ from noise import fill_with_noise
 import chargpt.device
 from chargpt import load_run, sample
 from chargpt.config import ModelConfig
-from chargpt.errors import ChargptError, DeviceError, RunError, TextError
-from chargpt.export.nanogpt import NAMES, OTHER_NAMES, import_nanogpt
+from chargpt.errors import ChargptError, DeviceError, RunError
+from chargpt.imports.nanogpt import NAMES, OTHER_NAMES, import_nanogpt
 from chargpt.models import GPT2, build_model, count_parameters
 
 CHARACTERS = "\n abcdeé😀"
@@ -382,13 +382,6 @@ def test_a_checkpoint_that_exceeds_the_memory_is_not_read(
     monkeypatch.setattr(chargpt.device, "memory_limit", lambda _: 2 * paths[0].stat().st_size - 1)
     with pytest.raises(DeviceError, match=r"ckpt\.pt would need about"):
         import_nanogpt(*paths, tmp_path / "run")
-
-
-def test_a_text_of_other_characters_is_refused(tmp_path: Path) -> None:
-    paths = write(tmp_path, checkpoint_of(noisy_gpt2()))
-    (tmp_path / "text.txt").write_text("xyz" * 400)
-    with pytest.raises(TextError, match="have different characters"):
-        import_nanogpt(*paths, tmp_path / "run", tmp_path / "text.txt")
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

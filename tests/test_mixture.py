@@ -27,7 +27,7 @@ from chargpt.store.layout import MIXTURE_FILE
 from chargpt.store.mixture import save_mixture, with_mixture
 from chargpt.text.prepare import load_corpus
 from chargpt.text.tokenizer import CharTokenizer
-from chargpt.training.budget import RESERVE, Budget, mixture_seconds
+from chargpt.training.budget import RESERVE, mixture_seconds
 from chargpt.training.mixing import fit_mixture
 from chargpt.training.session import with_mixture_split
 
@@ -496,9 +496,7 @@ def test_a_budget_with_too_little_time_left_has_no_mixture(verse: Path, notes: l
     def mixture_characters(corpus: Corpus, left: float) -> int:
         deadline = Deadline(left, 0.0, lambda: 0.0)
         deadline = replace(deadline, started=left - deadline.remaining)
-        return with_mixture_split(
-            Config(), corpus, deadline, frozenset()
-        ).text.mixture_characters
+        return with_mixture_split(Config(), corpus, deadline, frozenset()).text.mixture_characters
 
     least = seconds / 0.2
     assert mixture_characters(corpus, 1.01 * least)

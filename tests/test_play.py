@@ -1,5 +1,7 @@
 """The page of `chargpt play`: its text is the model's, it runs nothing else, and it is usable."""
 
+import base64
+import json
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -16,10 +18,9 @@ from noise import fill_with_noise
 from chargpt import sample
 from chargpt.cli import play as play_command
 from chargpt.config import Config, ModelConfig
-from chargpt.errors import ConfigError, OperationError
+from chargpt.errors import OperationError
 from chargpt.export import html
-from chargpt.export.check import check_export
-from chargpt.export.html import PageRuntime, export_html, make_page
+from chargpt.export.html import export_html, half_weights, make_page
 from chargpt.inference.baselines import BIGRAM_ALPHA
 from chargpt.models import GPT, build_model
 from chargpt.models.bigram import BigramLM
@@ -536,35 +537,24 @@ def test_everything_is_reached_by_the_tab_key(player: Callable[..., Player], cac
     assert {"layer", "head", "bigram-text"} <= set(reached)
 
 
-@pytest.mark.parametrize(
-    ("setting", "value"),
-    [
-        ("kind", "bigram"),
-        ("kind", "gpt2"),
-        ("attention", "average"),
-        ("scale_attn_weights", False),
-        ("qk_norm", False),
-        ("mlp", "none"),
-    ],
-)
-def test_a_model_that_the_page_cannot_hold_is_refused_by_name(
-    tmp_path: Path, setting: str, value: object
-) -> None:
-    run = save_run(tmp_path, **{setting: value})
-    with pytest.raises(ConfigError, match=f"model.{setting}={value}"):
-        export_html(run, tmp_path / "play.html")
-    assert not (tmp_path / "play.html").exists()
+def data_block(page: str, name: str) -> str:
+    """Return the content of a data block of a page."""
+    found = re.search(rf'<script type="[^"]*" id="{name}">(.*?)</script>', page, re.DOTALL)
+    assert found
+    return found[1]
 
 
-def test_the_check_reads_the_page_itself(tmp_path: Path) -> None:
-    run = save_run(tmp_path)
+@pytest.mark.parametrize("kind", ["hostile", "bytes"])
+def test_a_page_holds_the_weights_and_the_tokenizer(tmp_path: Path, kind: str) -> None:
+    run = save_run(tmp_path, TOKENIZERS[kind])
     assert isinstance(run.model, GPT)
-    page = make_page(run, run.model)
-    assert check_export(run, PageRuntime(page), max_divergence=0.1).divergence < 1e-6
-    start = page.index(">", page.index('id="weights"')) + 1
-    changed = page[:start] + "AAAA" * 500 + page[start + 2000 :]
-    with pytest.raises(OperationError, match="Kullback-Leibler"):
-        check_export(run, PageRuntime(changed), max_divergence=0.005)
+    page = make_page(run, half_weights(run.model))
+    data = json.loads(data_block(page, "page-data"))
+    weights = np.frombuffer(base64.b64decode(data_block(page, "weights")), "<f2")
+    expected = run.model.state_dict()
+    assert data["tensors"] == [[name, tensor.numel()] for name, tensor in expected.items()]
+    np.testing.assert_array_equal(weights, torch.cat([w.flatten() for w in expected.values()]))
+    assert CharTokenizer.from_json(json.dumps(data["tokenizer"]), "page") == run.tokenizer
 
 
 def test_weights_that_half_precision_does_not_hold_are_refused(

@@ -9,7 +9,7 @@ import typer
 
 from chargpt.cli import console, options, runs
 from chargpt.errors import ConfigError
-from chargpt.export.check import ExportCheck
+from chargpt.export.check import ExportCheck, NotChecked
 from chargpt.export.gguf import Precision, export_gguf
 from chargpt.export.html import export_html
 from chargpt.export.huggingface import export_huggingface
@@ -95,7 +95,7 @@ def load(path: Path | None, checkpoint: str) -> Run:
     return run
 
 
-def write(export: Callable[[Run, Path], ExportCheck], run: Run, path: Path) -> None:
+def write(export: Callable[[Run, Path], ExportCheck | NotChecked], run: Run, path: Path) -> None:
     """Export a run's GPT to a path; print the path and the result of the check."""
     try:
         check = export(run, path)

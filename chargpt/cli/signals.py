@@ -10,6 +10,7 @@ from chargpt.cli import console
 from chargpt.errors import Stopped
 from chargpt.training.interrupts import NAMES, StoppingHandler
 
+
 class Signals(StoppingHandler):
     """The handler of the signals that end a process; one whose exception is lost ends it later."""
 

@@ -1,1 +1,1 @@
-"""Export of a run to the formats of other tools, each checked by reading it back; and import."""
+"""Export of a run to the formats of other programs, which open and check it."""

@@ -1,15 +1,15 @@
-"""Check of an export: what a runtime makes of the file, beside what the run's own model gives.
+"""Check of an export: the program that it is for opens it, and its predictions are compared.
 
 Shapes in this file: T = tokens, V = vocabulary size.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from importlib.util import find_spec
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,15 +22,15 @@ from chargpt.store.run import Run
 from chargpt.text.tokenizer import CharTokenizer
 
 N_PROMPTS = 64
-N_GREEDY = 200  # tokens of greedy text
 MAX_DIFFERENCE = 5e-3  # of a log-probability in float32: rounding stays far below
 SEED = 1337
+OUTSIDE = "é\u200dяक字😀\0\ufffd"  # characters that few vocabularies have
 
 Logits = npt.NDArray[np.floating]  # or log-probabilities
 
 
 class Runtime(Protocol):
-    """An exported model as another program reads it."""
+    """An exported model as another program opens it."""
 
     name: str  # of the program
 
@@ -40,56 +40,55 @@ class Runtime(Protocol):
     def logits(self, tokens: list[int]) -> Logits:
         """Return logits or log-probabilities after each of the last N >= 1 tokens, (N, V)."""
 
-    def greedy(self, tokens: list[int], length: int) -> list[int]:
-        """Return `length` greedily decoded tokens after these."""
-
 
 @dataclass(frozen=True)
 class ExportCheck:
     """Result of a check.
 
     Attributes:
-        runtime: name of the program that read the export.
+        runtime: name of the program that opened the export.
         difference: the largest difference of a log-probability.
         divergence: mean Kullback-Leibler divergence of the export's predictions from the run's
             after the prompts, in nats.
-        n_greedy: number of tokens of greedy text that are the same.
     """
 
     runtime: str
     difference: float
     divergence: float
-    n_greedy: int = 0
 
     def describe(self) -> str:
         """Return the result in a sentence."""
-        greedy = f"; the same greedy text of {self.n_greedy} tokens" if self.n_greedy else ""
         return (
             f"checked with {self.runtime}: the same tokens for {N_PROMPTS} prompts, "
             f"log-probabilities within {self.difference:.1e}, "
-            f"mean Kullback-Leibler divergence {self.divergence:.1e} nats{greedy}"
+            f"mean Kullback-Leibler divergence {self.divergence:.1e} nats"
         )
 
 
-class ModelRuntime:
-    """The part of a `Runtime` whose model is one of this package, with the exported weights."""
+@dataclass(frozen=True)
+class NotChecked:
+    """The program that opens the export is not installed.
 
-    model: LanguageModel
+    Attributes:
+        package: with which it would be.
+    """
 
-    def logits(self, tokens: list[int]) -> Logits:
-        return logits(self.model, tokens)
+    package: str
 
-    def greedy(self, tokens: list[int], length: int) -> list[int]:
-        return greedy(self.model, tokens, length)
+    def describe(self) -> str:
+        """Return a sentence with the remedy."""
+        return f"not checked: pip install -U {self.package} to compare the next export with its run"
 
 
-def require_package(name: str, target: str) -> None:
-    """Check that the package with which a format is written is installed, else ConfigError."""
-    if find_spec(name) is None:
+def require_package(name: str, target: str) -> Any:
+    """Return the package with which a format is written; ConfigError if it is not installed."""
+    try:
+        return import_module(name)
+    except ImportError:
         raise ConfigError(
             f"{target} needs a package that is not installed; run pip install '.[export]' in "
             "chargpt's folder"
-        )
+        ) from None
 
 
 @contextmanager
@@ -108,14 +107,14 @@ def exportable_model(run: Run, target: str) -> GPT:
     The message names the format, `target`, and the setting that it cannot hold.
     """
     model, config = run.model, run.config.model
-    wanted = {
+    required = {
         "kind": "gpt",
         "attention": "full",
         "scale_attn_weights": True,
         "qk_norm": True,
         "mlp": "swiglu",
     }
-    for key, value in wanted.items():
+    for key, value in required.items():
         if getattr(config, key) != value:
             raise ConfigError(
                 f"{target} cannot hold a model with model.{key}={getattr(config, key)}; export a "
@@ -126,19 +125,48 @@ def exportable_model(run: Run, target: str) -> GPT:
 
 
 def check_export(
+    run: Run,
+    package: str,
+    open_export: Callable[[], Runtime],
+    *,
+    max_divergence: float | None = None,
+    remedy: str = "",
+) -> ExportCheck | NotChecked:
+    """Open an export and compare it with its run, if the program for that is installed.
+
+    Args:
+        run: whose model was exported.
+        package: that contains the program.
+        open_export: imports the package, and opens the export with it.
+        max_divergence, remedy: as in `compare`.
+
+    Raises:
+        OperationError: the export differs from the run.
+    """
+    try:
+        runtime = open_export()
+    except ImportError:
+        return NotChecked(package)
+    return compare(run, runtime, max_divergence=max_divergence, remedy=remedy)
+
+
+def compare(
     run: Run, runtime: Runtime, *, max_divergence: float | None = None, remedy: str = ""
 ) -> ExportCheck:
-    """Compare an export with its run: tokens, log-probabilities and greedy text.
+    """Compare tokens and log-probabilities of an export with those of its run.
 
     Args:
         run: whose model was exported.
         runtime: of the export.
-        max_divergence: in nats, of an export whose weights are rounded: its log-probabilities
-            and greedy text may differ. None for float32.
-        remedy: what the OperationError advises if it is more.
+        max_divergence: in nats, of an export whose weights are rounded, so that single
+            log-probabilities may differ. None for float32.
+        remedy: what the OperationError advises if the divergence is larger.
+
+    Raises:
+        OperationError: they differ.
     """
-    difference, divergences, texts = 0.0, [], prompts(run)
-    for text in texts:
+    difference, divergences = 0.0, []
+    for text in prompts(run):
         tokens = encode(run.tokenizer, text)
         if runtime.encode(text) != tokens:
             raise _differs(runtime, f"it encodes {text!r:.60} to other tokens")
@@ -149,21 +177,14 @@ def check_export(
         difference = max(difference, float(np.abs(ours - theirs).max()))
         divergences.append(float((np.exp(ours) * (ours - theirs)).sum(axis=-1).mean()))
     check = ExportCheck(runtime.name, difference, float(np.mean(divergences)))
-    if max_divergence is not None:
-        if check.divergence > max_divergence:
-            raise OperationError(
-                f"rounding the weights changes the model by {check.divergence:.2g} nats (mean "
-                f"Kullback-Leibler divergence), and {max_divergence:g} is the limit; {remedy}"
-            )
-        return check
-    if difference > MAX_DIFFERENCE:
+    if max_divergence is None and difference > MAX_DIFFERENCE:
         raise _differs(runtime, f"a log-probability differs by {difference:.2g}")
-    n_greedy = 0
-    for tokens, length in greedy_prompts(run, texts):
-        if runtime.greedy(tokens, length) != greedy(run.model, tokens, length):
-            raise _differs(runtime, "its greedy text differs")
-        n_greedy += length
-    return replace(check, n_greedy=n_greedy)
+    if max_divergence is not None and check.divergence > max_divergence:
+        raise OperationError(
+            f"rounding the weights changes the model by {check.divergence:.2g} nats (mean "
+            f"Kullback-Leibler divergence), and {max_divergence:g} is the limit; {remedy}"
+        )
+    return check
 
 
 def _differs(runtime: Runtime, cause: str) -> OperationError:
@@ -174,26 +195,29 @@ def _differs(runtime: Runtime, cause: str) -> OperationError:
 
 
 def prompts(run: Run) -> list[str]:
-    """Return texts of 1 to `block_size` - 1 tokens: random characters, and sampled text, in turn.
+    """Return texts of 1 to `block_size` - 1 tokens: one half random characters, one half sampled.
 
     llama.cpp wants room for one more token.
     """
+    tokenizer, half = run.tokenizer, N_PROMPTS // 2
     generator = np.random.default_rng(SEED)
     size = max(1, run.model.block_size - 1)
-    sampled = sample(run, num_samples=N_PROMPTS // 2, length=size, prompt="", stop=(), seed=SEED)
-    found = []
-    alphabet = run.tokenizer.characters
-    if run.tokenizer.has_bytes or run.tokenizer.has_unknown:
-        alphabet += "é\u200dяक字😀\0\ufffd"
-    for number in range(N_PROMPTS):
-        length = int(generator.integers(1, size, endpoint=True))
-        text = "".join(alphabet[i] for i in generator.integers(len(alphabet), size=length))
-        if number % 2 and sampled[number // 2]:
-            text = sampled[number // 2][:length]
-        while len(encode(run.tokenizer, text)) > size:  # characters that bytes spell
-            text = text[: len(text) // 2]
-        found.append(text or alphabet[0])
-    return found
+    alphabet = tokenizer.characters
+    if tokenizer.has_bytes or tokenizer.has_unknown:
+        alphabet += OUTSIDE
+    rows = generator.integers(len(alphabet), size=(half, size))
+    texts = ["".join(alphabet[i] for i in row) for row in rows]
+    texts += sample(run, num_samples=half, length=size, prompt="", stop=(), seed=SEED)
+    lengths = generator.integers(1, size, endpoint=True, size=len(texts))
+    return [_shorten(tokenizer, text, n) for text, n in zip(texts, lengths, strict=True)]
+
+
+def _shorten(tokenizer: CharTokenizer, text: str, length: int) -> str:
+    """Return the beginning of a text, of at least one and at most `length` tokens."""
+    text = text[:length]
+    while len(encode(tokenizer, text)) > length:  # characters that bytes spell
+        text = text[: len(text) // 2]
+    return text or tokenizer.characters[0]
 
 
 def encode(tokenizer: CharTokenizer, text: str) -> list[int]:
@@ -202,50 +226,10 @@ def encode(tokenizer: CharTokenizer, text: str) -> list[int]:
     return tokens
 
 
-def look_up(text: str, ids: Mapping[str, int], unknown: str | None = None) -> list[int]:
-    """Return the id of each character; of one without, that of `unknown`, or those of its bytes."""
-    found = []
-    for character in text:
-        if character in ids:
-            found.append(ids[character])
-        elif unknown:
-            found.append(ids[unknown])
-        else:
-            found += [ids[f"<0x{byte:02X}>"] for byte in character.encode()]
-    return found
-
-
-def greedy_prompts(run: Run, texts: Iterable[str]) -> Iterator[tuple[list[int], int]]:
-    """Yield prompts that begin the texts, and lengths, N_GREEDY tokens in all.
-
-    Each prompt with its continuation is at most a block.
-    """
-    remaining, size = N_GREEDY, run.model.block_size
-    for text in texts:
-        tokens = encode(run.tokenizer, text)[: max(1, size // 4)]
-        length = min(remaining, size - len(tokens))
-        if length > 0:
-            yield tokens, length
-        remaining -= length
-        if remaining <= 0:
-            return
-
-
 @torch.inference_mode()
 def logits(model: LanguageModel, tokens: Sequence[int]) -> Logits:
     """Return a model's logits after each of the tokens, (T, V)."""
     found: Logits = model(torch.tensor([tokens], device=model.device))[0].float().cpu().numpy()
-    return found
-
-
-@torch.inference_mode()
-def greedy(model: LanguageModel, tokens: Sequence[int], length: int) -> list[int]:
-    """Return `length` greedily decoded tokens after some tokens."""
-    cache, found = model.new_cache(1), list[int]()
-    given = torch.tensor([tokens], device=model.device)
-    for _ in range(length):
-        given = model(given, cache)[:, -1].argmax(dim=-1, keepdim=True)
-        found.append(int(given))
     return found
 
 

@@ -7,14 +7,12 @@ is merged, and byte tokens, if the run has them, spell characters outside the vo
 import json
 import urllib.error
 import urllib.request
+from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
-import torch
 
 from chargpt import __version__
 from chargpt.config import NORM_EPS
@@ -22,21 +20,21 @@ from chargpt.errors import ConfigError, OperationError
 from chargpt.export.check import (
     ExportCheck,
     Logits,
-    ModelRuntime,
+    NotChecked,
     check_export,
     exportable_model,
-    look_up,
     require_package,
     temporary_export,
 )
-from chargpt.export.huggingface import qwen3_weights
+from chargpt.export.huggingface import qwen3_name
 from chargpt.files import require_new, write_atomically
-from chargpt.models import GPT, build_model
+from chargpt.models import GPT
 from chargpt.store.run import Run
 from chargpt.text.display import display_text
 from chargpt.text.tokenizer import CharTokenizer
 
 Precision = Literal["f32", "f16", "q8_0"]
+FILE_TYPES: dict[Precision, str] = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0"}
 Q8_BLOCK = 32  # weights of a row that share a scale
 SPACE = "\u2581"  # stands for a space in SentencePiece
 END = "<|endoftext|>"  # a token that llama.cpp requires, with weights 0; it is never sampled
@@ -46,8 +44,8 @@ SECONDS = 120  # at most, of a request to llama.cpp
 
 def export_gguf(
     run: Run, path: Path, precision: Precision = "f32", *, force: bool = False
-) -> ExportCheck:
-    """Write a run as a GGUF file, with a Modelfile for Ollama beside it, and check it.
+) -> ExportCheck | NotChecked:
+    """Write a run as a GGUF file, with a Modelfile for Ollama beside it; check it with llama.cpp.
 
     Args:
         run: of a GPT.
@@ -57,7 +55,7 @@ def export_gguf(
 
     Raises:
         ConfigError: the file exists, or GGUF cannot hold the model.
-        OperationError: the export does not read back as the run.
+        OperationError: the export differs from the run.
         OSError: it cannot be written.
     """
     model = exportable_model(run, "GGUF")
@@ -67,9 +65,13 @@ def export_gguf(
         require_new(each, force=force)
     with temporary_export(path) as temporary:
         write_gguf(temporary, run, model, precision)
-        runtime = open_runtime(temporary, run)
-        limit = None if precision == "f32" else MAX_DIVERGENCE
-        check = check_export(run, runtime, max_divergence=limit, remedy="use --precision f32")
+        check = check_export(
+            run,
+            "xllamacpp",
+            partial(LlamaRuntime, temporary, model.vocab_size, model.block_size),
+            max_divergence=None if precision == "f32" else MAX_DIVERGENCE,
+            remedy="use --precision f32",
+        )
     content = modelfile_text(path.name, model.block_size, run.config.sample.temperature)
     write_atomically(modelfile, content.encode())
     return check
@@ -98,11 +100,30 @@ def _require_gguf(run: Run, precision: Precision) -> None:
 
 
 def write_gguf(path: Path, run: Run, model: GPT, precision: Precision) -> None:
+    """Write a model as a GGUF file."""
     gguf: Any = import_module("gguf")
-    config, tokenizer = model.config, run.tokenizer
     writer = gguf.GGUFWriter(path, "qwen3")
     writer.add_name(display_text(run.folder.absolute().name, keep_spaces=True))
     writer.add_description(f"character-level GPT by chargpt {__version__}")
+    _add_architecture(writer, model)
+    writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[precision]])
+    _add_tokenizer(writer, run.tokenizer)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, model.config.n_layer)
+    for name, tensor in model.state_dict().items():
+        weight = tensor.float().cpu().numpy()
+        if name in ("embedding.weight", "head.weight"):
+            weight = np.pad(weight, ((0, 1), (0, 0)))  # the row of END
+        kind = gguf.GGMLQuantizationType[precision.upper() if weight.ndim == 2 else "F32"]
+        their_name = names.get_name(qwen3_name(name), try_suffixes=(".weight",))
+        writer.add_tensor(their_name, gguf.quants.quantize(weight, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _add_architecture(writer: Any, model: GPT) -> None:
+    config = model.config
     writer.add_context_length(config.block_size)
     writer.add_embedding_length(config.n_embd)
     writer.add_block_count(config.n_layer)
@@ -113,14 +134,19 @@ def write_gguf(path: Path, run: Run, model: GPT, precision: Precision) -> None:
     writer.add_value_length(config.head_size)
     writer.add_layer_norm_rms_eps(NORM_EPS)
     writer.add_rope_freq_base(config.rope_theta)
-    kinds = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0"}
-    writer.add_file_type(gguf.LlamaFileType[kinds[precision]])
-    pieces, types = vocabulary(tokenizer)
-    end = len(pieces) - 1
+
+
+def _add_tokenizer(writer: Any, tokenizer: CharTokenizer) -> None:
+    """Add the text and the type of every token, END the last."""
+    kinds: Any = import_module("gguf").TokenType
+    end, texts = tokenizer.vocab_size, map(tokenizer.token_text, range(tokenizer.vocab_size))
+    # the text of a token cannot hold a null character
+    pieces = [{" ": SPACE, "\0": "<0x00>"}.get(text, text) for text in texts]
+    types = [kinds.NORMAL if len(piece) == 1 else kinds.BYTE for piece in pieces]
     writer.add_tokenizer_model("llama")
-    writer.add_token_list(pieces)
-    writer.add_token_scores([0.0] * len(pieces))
-    writer.add_token_types(types)
+    writer.add_token_list([*pieces, END])
+    writer.add_token_scores([0.0] * (end + 1))
+    writer.add_token_types([*types, kinds.CONTROL])
     writer.add_bos_token_id(end)
     writer.add_eos_token_id(tokenizer.eos_token_id if tokenizer.eos_token else end)
     writer.add_unk_token_id(end)
@@ -128,43 +154,6 @@ def write_gguf(path: Path, run: Run, model: GPT, precision: Precision) -> None:
     writer.add_add_eos_token(False)
     writer.add_add_space_prefix(False)
     writer.add_array("tokenizer.ggml.suppress_tokens", [end])
-    names = llama_cpp_names(model)
-    for name, tensor in model.state_dict().items():
-        weight = tensor.float().cpu().numpy()
-        if name in ("embedding.weight", "head.weight"):
-            weight = np.pad(weight, ((0, 1), (0, 0)))  # the row of END
-        if weight.ndim == 2 and precision != "f32":
-            kind = getattr(gguf.GGMLQuantizationType, precision.upper())
-            writer.add_tensor(names[name], gguf.quants.quantize(weight, kind), raw_dtype=kind)
-        else:
-            writer.add_tensor(names[name], weight)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def vocabulary(tokenizer: CharTokenizer) -> tuple[list[str], list[int]]:
-    """Return the text of every token, END the last, and its type."""
-    kinds: Any = import_module("gguf").TokenType
-    pieces, types = [], []
-    for id_ in range(tokenizer.vocab_size):
-        text = tokenizer.token_text(id_)
-        if text == "\0":  # the text of a token cannot hold it
-            text = "<0x00>"
-        pieces.append(SPACE if text == " " else text)
-        types.append(int(kinds.NORMAL if len(text) == 1 else kinds.BYTE))
-    return [*pieces, END], [*types, int(kinds.CONTROL)]
-
-
-def llama_cpp_names(model: GPT) -> dict[str, str]:
-    """Return the name in llama.cpp of each of our weights."""
-    gguf: Any = import_module("gguf")
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, model.config.n_layer)
-    return {
-        ours: names.get_name(theirs, try_suffixes=(".weight",))
-        for ours, theirs in zip(model.state_dict(), qwen3_weights(model), strict=True)
-    }
 
 
 def modelfile_text(name: str, block_size: int, temperature: float) -> str:
@@ -179,16 +168,6 @@ def modelfile_text(name: str, block_size: int, temperature: float) -> str:
         "PARAMETER top_p 1\n"
         "PARAMETER repeat_penalty 1\n"
     )
-
-
-# -- reading ---------------------------------------------------------------------------------
-
-
-def open_runtime(path: Path, run: Run) -> "LlamaRuntime | OwnRuntime":
-    """Open a file with llama.cpp where it is installed, else with `gguf`."""
-    if find_spec("xllamacpp") is None:
-        return OwnRuntime(path, run)
-    return LlamaRuntime(path, run.model.vocab_size, run.model.block_size)
 
 
 class LlamaRuntime:
@@ -266,49 +245,3 @@ class LlamaRuntime:
         for each in answer["completion_probabilities"][0]["top_logprobs"]:
             log_probs[each["id"]] = each["logprob"]
         return log_probs[None, : self.vocab_size]
-
-    def greedy(self, tokens: list[int], length: int) -> list[int]:
-        found: list[int] = []
-        while len(found) < length:  # the server stops at the end of a document
-            answer = self.post(
-                "completion",
-                prompt=tokens + found,
-                n_predict=length - len(found),
-                temperature=0,
-                return_tokens=True,
-            )
-            found += answer["tokens"]
-        return found
-
-
-class OwnRuntime(ModelRuntime):
-    """The file as `gguf` reads it, in a GPT of ours."""
-
-    name = "chargpt's own runtime (install xllamacpp to check with llama.cpp)"
-
-    def __init__(self, path: Path, run: Run) -> None:
-        gguf: Any = import_module("gguf")
-        reader = gguf.GGUFReader(path)
-        pieces = reader.fields["tokenizer.ggml.tokens"].contents()
-        self.ids = {piece: id_ for id_, piece in enumerate(pieces)}
-        weights = {each.name: dequantized(each) for each in reader.tensors}
-        model = build_model(run.config.model, run.model.vocab_size)
-        assert isinstance(model, GPT)
-        names = llama_cpp_names(model)
-        model.load_state_dict(
-            {
-                name: torch.from_numpy(weights[names[name]][: tensor.shape[0]])
-                for name, tensor in model.state_dict().items()
-            }
-        )
-        self.model = model.eval()
-
-    def encode(self, text: str) -> list[int]:
-        return look_up(text.replace(" ", SPACE), self.ids)
-
-
-def dequantized(tensor: Any) -> npt.NDArray[np.float32]:
-    """Return a tensor of a GGUF file in float32, of its shape."""
-    quants: Any = import_module("gguf.quants")
-    weight: npt.NDArray[np.float32] = quants.dequantize(tensor.data, tensor.tensor_type)
-    return weight.reshape(tuple(tensor.shape[::-1])).copy()

@@ -1,35 +1,35 @@
 """Export as one HTML page that holds the model and runs it in a browser.
 
 The page (`pages/play.html`) loads nothing: the weights in half precision and the data about model
-and vocabulary are data blocks in it, and `pages/worker.js` computes the model. The runtime here
-takes the model out of the page's own text, so that the check covers the weights and the vocabulary
-in the page, but not `worker.js` (tests/test_play.py runs it in a browser).
+and vocabulary are data blocks in it, and `pages/worker.js` computes the model. The check here
+covers the rounding of the weights; tests/test_play.py runs the page in a browser.
 
 Shapes in this file: V = vocabulary size.
 """
 
 import base64
 import json
-import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from markupsafe import Markup
 
 from chargpt import __version__
 from chargpt.analysis.page import render
 from chargpt.analysis.passage import SURPRISAL_BITS
-from chargpt.config import NORM_EPS, ModelConfig
+from chargpt.config import NORM_EPS
 from chargpt.errors import ChargptError
 from chargpt.export.check import (
     ExportCheck,
-    ModelRuntime,
-    check_export,
+    Logits,
+    compare,
     encode,
     exportable_model,
+    logits,
 )
 from chargpt.files import require_output, write_output
 from chargpt.inference.baselines import BIGRAM_ALPHA
@@ -38,43 +38,35 @@ from chargpt.store.run import Run
 from chargpt.text.byte_fallback import TRANSITIONS
 from chargpt.text.display import display_text
 from chargpt.text.statistics import PairCounts
-from chargpt.text.tokenizer import CharTokenizer
 
 MAX_DIVERGENCE = 0.002  # in nats, by the rounding of the weights
 MAX_PAIRS = 50_000  # of the bigram, the most frequent ones
 HALF = np.dtype("<f2")
 PAGES = Path(__file__).parent / "pages"
 PageData = dict[str, Any]
+Weights = dict[str, npt.NDArray[np.float16]]
 
 
-class PageRuntime(ModelRuntime):
-    """The model that a page holds, in the repository's own GPT."""
+class RoundedModel:
+    """The run's GPT with the weights that the page holds."""
 
     name = "chargpt's own runtime"
 
-    def __init__(self, page: str) -> None:
-        data = json.loads(_block(page, "page-data"))
-        self.tokenizer = CharTokenizer.from_json(json.dumps(data["tokenizer"]), "the page")
-        model = build_model(ModelConfig(**data["model"]), self.tokenizer.vocab_size)
-        assert isinstance(model, GPT)
-        weights = np.frombuffer(base64.b64decode(_block(page, "weights")), HALF).astype(np.float32)
-        names, sizes = zip(*data["tensors"], strict=True)
-        parts = np.split(weights, np.cumsum(sizes)[:-1])
-        shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-        model.load_state_dict(
-            {
-                name: torch.from_numpy(part).view(shapes[name])
-                for name, part in zip(names, parts, strict=True)
-            }
-        )
-        self.model = model.eval()
+    def __init__(self, run: Run, weights: Weights) -> None:
+        self.tokenizer = run.tokenizer
+        self.model = build_model(run.config.model, run.model.vocab_size).eval()
+        tensors = {name: torch.from_numpy(each).float() for name, each in weights.items()}
+        self.model.load_state_dict(tensors)
 
     def encode(self, text: str) -> list[int]:
         return encode(self.tokenizer, text)
 
+    def logits(self, tokens: list[int]) -> Logits:
+        return logits(self.model, tokens)
+
 
 def export_html(run: Run, path: Path, *, force: bool = False) -> ExportCheck:
-    """Write a run's model as one page, after reading it back from the page's text.
+    """Write a run's model as one page, after a check of its rounded weights.
 
     Args:
         run: with a GPT that Qwen3's architecture can hold.
@@ -82,29 +74,33 @@ def export_html(run: Run, path: Path, *, force: bool = False) -> ExportCheck:
         force: replace a file of another origin, too.
 
     Raises:
-        ConfigError: the model cannot be exported, or the file is of another origin.
-        OperationError: the page does not read back as the run.
-        ConfigError: the file cannot be written.
+        ConfigError: the model cannot be exported, or the file is of another origin or cannot be
+            written.
+        OperationError: half precision changes the model too much.
     """
     require_output(path, force=force)
-    page = make_page(run, exportable_model(run, "an HTML page"))
-    check = check_export(
+    weights = half_weights(exportable_model(run, "an HTML page"))
+    check = compare(
         run,
-        PageRuntime(page),
+        RoundedModel(run, weights),
         max_divergence=MAX_DIVERGENCE,
         remedy="train with a lower optim.lr",
     )
-    write_output(path, page.encode(errors="replace"), force=force)
+    write_output(path, make_page(run, weights).encode(errors="replace"), force=force)
     return check
 
 
-def make_page(run: Run, model: GPT) -> str:
-    """Return the page as text."""
-    weights = {
-        name: tensor.detach().float().cpu().numpy() for name, tensor in model.state_dict().items()
-    }
+def half_weights(model: GPT) -> Weights:
+    """Return the weights in half precision, by name, as the page holds them."""
     with np.errstate(over="ignore"):  # infinite weights fail the check
-        content = b"".join(weight.astype(HALF).tobytes() for weight in weights.values())
+        return {
+            name: tensor.float().cpu().numpy().astype(HALF)
+            for name, tensor in model.state_dict().items()
+        }
+
+
+def make_page(run: Run, weights: Weights) -> str:
+    """Return the page as text."""
     options = run.config.sample
     name = display_text(run.folder.resolve().name, keep_spaces=True)
     return render(
@@ -114,7 +110,7 @@ def make_page(run: Run, model: GPT) -> str:
         policy="; worker-src blob:",
         title=f"Play: {name}",
         version=__version__,
-        parameters=model.num_parameters(),
+        parameters=run.model.num_parameters(),
         vocabulary=run.tokenizer.describe(),
         prompt=options.prompt,
         length=options.length,
@@ -122,7 +118,7 @@ def make_page(run: Run, model: GPT) -> str:
         top_k=options.top_k or "",
         page_data=page_data(run, [(name, weight.size) for name, weight in weights.items()]),
         worker=Markup((PAGES / "worker.js").read_text("utf-8")),
-        weights=base64.b64encode(content).decode(),
+        weights=base64.b64encode(b"".join(each.tobytes() for each in weights.values())).decode(),
     )
 
 
@@ -162,10 +158,3 @@ def bigram_data(pairs: PairCounts) -> PageData:
         row = rows.setdefault(int(pairs.first[index]), [])
         row += (int(pairs.second[index]), int(pairs.counts[index]))
     return {"alpha": BIGRAM_ALPHA, "rows": rows}
-
-
-def _block(page: str, name: str) -> str:
-    """Return the content of a data block."""
-    found = re.search(rf'<script type="[^"]*" id="{name}">(.*?)</script>', page, re.DOTALL)
-    assert found, f"the page has no {name}"
-    return found[1]

@@ -6,24 +6,27 @@
 B, T and S may change from call to call; S is 0 at first, and S + T at most the block size. The
 metadata of the file hold the tokenizer, as `tokenizer.json` of a run, and the block size.
 
-Shapes in this file: B = batch, T = tokens, S = cached tokens, L = layers, C = n_embd, H = heads,
-D = C / H, F = MLP width, V = vocabulary size.
+Shapes in this file: B = batch, T = tokens, S = cached tokens, L = layers, H = heads, D = head size,
+V = vocabulary size.
 """
 
-from collections.abc import Iterator
+import logging
+import warnings
+from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
 
-from chargpt import __version__
-from chargpt.config import NORM_EPS
 from chargpt.errors import ConfigError
 from chargpt.export.check import (
     ExportCheck,
     Logits,
+    NotChecked,
     check_export,
     encode,
     exportable_model,
@@ -32,102 +35,18 @@ from chargpt.export.check import (
 )
 from chargpt.files import require_new
 from chargpt.models import GPT
+from chargpt.models.cache import KVCache
+from chargpt.models.gpt import AttentionInputs
+from chargpt.models.kernels import norm_linear
 from chargpt.store.run import Run
 from chargpt.text.tokenizer import CharTokenizer
 
-DOMAIN, OPSET, IR_VERSION = "chargpt", 18, 8
 MAX_BYTES = 2_000_000_000  # of weights, of which a protocol buffer can hold 2 GB
 INPUTS, OUTPUTS = ("tokens", "past_keys", "past_values"), ("logits", "keys", "values")
-# in the text form of ONNX; matrices are transposed: (inputs, outputs)
-FUNCTIONS = (
-    f"""
-rms_norm (x, weight) => (y) {{
-    axes = Constant <value_ints = [-1]> ()
-    eps = Constant <value_float = {NORM_EPS}> ()
-    square = Mul (x, x)
-    mean = ReduceMean (square, axes)
-    shifted = Add (mean, eps)
-    rms = Sqrt (shifted)
-    unit = Div (x, rms)
-    y = Mul (unit, weight)
-}}""",
-    """
-split_heads (x, heads) => (y) {
-    by_head = Reshape (x, heads)
-    y = Transpose <perm = [0, 2, 1, 3]> (by_head)
-}""",
-    """
-rotary (x, cos, sin) => (y) {
-    first, second = Split <axis = -1, num_outputs = 2> (x)
-    negative = Neg (second)
-    half_rotated = Concat <axis = -1> (negative, first)
-    x_cos = Mul (x, cos)
-    x_sin = Mul (half_rotated, sin)
-    y = Add (x_cos, x_sin)
-}""",
-    """
-attention (x, norm, query, key, value, output, query_norm, key_norm, past_k, past_v,
-           cos, sin, mask, heads, sqrt_head_size) => (y, k, v) {
-    normed = chargpt.rms_norm (x, norm)
-    all_q = MatMul (normed, query)
-    all_k = MatMul (normed, key)
-    all_v = MatMul (normed, value)
-    head_q = chargpt.split_heads (all_q, heads)
-    head_k = chargpt.split_heads (all_k, heads)
-    head_v = chargpt.split_heads (all_v, heads)
-    unit_q = chargpt.rms_norm (head_q, query_norm)
-    unit_k = chargpt.rms_norm (head_k, key_norm)
-    q = chargpt.rotary (unit_q, cos, sin)
-    new_k = chargpt.rotary (unit_k, cos, sin)
-    k = Concat <axis = 2> (past_k, new_k)
-    v = Concat <axis = 2> (past_v, head_v)
-    k_transposed = Transpose <perm = [0, 1, 3, 2]> (k)
-    product = MatMul (q, k_transposed)
-    scaled = Div (product, sqrt_head_size)
-    scores = Add (scaled, mask)
-    weights = Softmax <axis = -1> (scores)
-    head_y = MatMul (weights, v)
-    rows = Transpose <perm = [0, 2, 1, 3]> (head_y)
-    flat = Constant <value_ints = [0, 0, -1]> ()
-    joined = Reshape (rows, flat)
-    update = MatMul (joined, output)
-    y = Add (x, update)
-}""",
-    """
-mlp (x, norm, gate, up, down) => (y) {
-    normed = chargpt.rms_norm (x, norm)
-    gated = MatMul (normed, gate)
-    logistic = Sigmoid (gated)
-    activation = Mul (gated, logistic)
-    up_projected = MatMul (normed, up)
-    hidden = Mul (activation, up_projected)
-    update = MatMul (hidden, down)
-    y = Add (x, update)
-}""",
-    """
-positions (past_keys, tokens, cos_table, sin_table) => (cos, sin, mask) {
-    zero = Constant <value = int64 {0}> ()
-    one = Constant <value = int64 {1}> ()
-    past_shape = Shape <start = 3, end = 4> (past_keys)
-    start = Squeeze (past_shape)
-    length_shape = Shape <start = 1, end = 2> (tokens)
-    length = Squeeze (length_shape)
-    stop = Add (start, length)
-    query_position = Range (start, stop, one)
-    cos = Gather (cos_table, query_position)
-    sin = Gather (sin_table, query_position)
-    key_position = Range (zero, stop, one)
-    query_column = Unsqueeze (query_position, one)
-    is_visible = LessOrEqual (key_position, query_column)
-    visible = Constant <value = float {0}> ()
-    hidden = Constant <value_float = -1e30> ()
-    mask = Where (is_visible, visible, hidden)
-}""",
-)
 
 
-def export_onnx(run: Run, path: Path, *, force: bool = False) -> ExportCheck:
-    """Write a run as an ONNX file, in float32, and check it.
+def export_onnx(run: Run, path: Path, *, force: bool = False) -> ExportCheck | NotChecked:
+    """Write a run as an ONNX file, in float32, and check it with onnxruntime.
 
     Args:
         run: of a GPT.
@@ -136,11 +55,11 @@ def export_onnx(run: Run, path: Path, *, force: bool = False) -> ExportCheck:
 
     Raises:
         ConfigError: the file exists, a package is missing, or the model is of another kind.
-        OperationError: the export does not read back as the run.
+        OperationError: the export differs from the run.
         OSError: it cannot be written.
     """
     model = exportable_model(run, "ONNX")
-    require_package("onnx", "ONNX")
+    require_package("onnxscript", "ONNX")
     if 4 * model.num_parameters() > MAX_BYTES:
         raise ConfigError(
             f"an ONNX file holds at most {MAX_BYTES / 1e9:.0f} GB of weights, and these are more; "
@@ -148,138 +67,106 @@ def export_onnx(run: Run, path: Path, *, force: bool = False) -> ExportCheck:
         )
     require_new(path, force=force)
     with temporary_export(path) as temporary:
-        _write_onnx(temporary, run, model)
-        return check_export(run, OnnxFileRuntime(temporary, model))
+        write_onnx(temporary, run, model)
+        return check_export(run, "onnxruntime", partial(OnnxRuntime, temporary))
 
 
-def _write_onnx(path: Path, run: Run, model: GPT) -> None:
-    onnx: Any = import_module("onnx")
-    helper, config = onnx.helper, model.config
-    kinds = {"tokens": onnx.TensorProto.INT64}
-    past = (config.n_layer, "batch", config.n_head, "cached", config.head_size)
-    shapes = {
-        "tokens": ("batch", "length"),
-        "past_keys": past,
-        "past_values": past,
-        "logits": ("batch", "length", model.vocab_size),
-        "keys": (*past[:3], "cached + length", config.head_size),
-        "values": (*past[:3], "cached + length", config.head_size),
-    }
-    inputs, outputs = (
-        [
-            helper.make_tensor_value_info(
-                name, kinds.get(name, onnx.TensorProto.FLOAT), shapes[name]
-            )
-            for name in names
-        ]
-        for names in (INPUTS, OUTPUTS)
-    )
-    constants = [
-        onnx.numpy_helper.from_array(array, name) for name, array in constants_of(model).items()
-    ]
-    nodes = [
-        helper.make_node(kind, given, made, domain=DOMAIN if kind.islower() else "", **attributes)
-        for kind, given, made, attributes in graph_nodes(config.n_layer)
-    ]
-    opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, 1)]
-    header = f'<domain: "{DOMAIN}", opset_import: ["": {OPSET}, "{DOMAIN}": 1]>'
-    proto = helper.make_model(
-        helper.make_graph(nodes, "gpt", inputs, outputs, constants),
-        functions=[onnx.parser.parse_function(header + text) for text in FUNCTIONS],
-        opset_imports=opsets,
-        ir_version=IR_VERSION,
-        producer_name="chargpt",
-        producer_version=__version__,
-    )
-    metadata = {"tokenizer": run.tokenizer.to_json(), "block_size": str(config.block_size)}
-    helper.set_model_props(proto, metadata)
-    onnx.checker.check_model(proto)
-    onnx.save(proto, path)
+class GrowingCache(KVCache):
+    """KV cache that returns longer tensors instead of writing in place, so that S is free."""
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        """Begin with keys and values (L, B, H, S, D); there is no buffer to allocate."""
+        self.past = keys, values
+        self.length = keys.size(3)
+        self.layers: list[tuple[Tensor, Tensor]] = []  # keys and values, (B, H, S + T, D)
+
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        past_keys, past_values = self.past
+        joined = torch.cat((past_keys[layer], keys), 2), torch.cat((past_values[layer], values), 2)
+        self.layers.append(joined)
+        return joined
 
 
-def constants_of(model: GPT) -> dict[str, Logits]:
-    """Return the weights, matrices transposed, and the other constants of the graph, by name."""
+class CachedGPT(nn.Module):
+    """GPT with the KV cache as inputs and outputs, (L, B, H, S, D) and (L, B, H, S + T, D)."""
+
+    def __init__(self, model: GPT) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self, tokens: Tensor, past_keys: Tensor, past_values: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        model, cache = self.model, GrowingCache(past_keys, past_values)
+        end = cache.length + tokens.size(1)
+        key_positions = torch.arange(end, device=tokens.device)  # (S + T,)
+        positions = key_positions[cache.length :]  # (T,)
+        mask = key_positions <= positions[:, None]  # (T, S + T)
+        inputs = AttentionInputs(model.cos[positions], model.sin[positions], mask, cache)
+        x = model.embedding(tokens)  # (B, T, n_embd)
+        for block in model.blocks:
+            x = block(x, inputs)
+        keys, values = zip(*cache.layers, strict=True)
+        logits = norm_linear(x, model.norm, model.head)  # (B, T, V)
+        return logits, torch.stack(keys), torch.stack(values)
+
+
+def write_onnx(path: Path, run: Run, model: GPT) -> None:
+    """Write a model as an ONNX file, with tokenizer and block size as metadata."""
     config = model.config
-    arrays: dict[str, Any] = {
-        "cos_table": model.cos.float().cpu().numpy(),
-        "sin_table": model.sin.float().cpu().numpy(),
-        "heads": np.array([0, 0, config.n_head, config.head_size]),
-        "sqrt_head_size": np.array(config.head_size**0.5, dtype=np.float32),
-        "first_axis": np.array([0]),
-    }
-    arrays |= {f"layer_{layer}": np.array(layer) for layer in range(config.n_layer)}
-    for name, tensor in model.state_dict().items():
-        weight = tensor.float().cpu().numpy()
-        is_matrix = weight.ndim == 2 and name != "embedding.weight"
-        arrays[name] = np.ascontiguousarray(weight.T) if is_matrix else weight
-    return arrays
+    # any sizes but 0 and 1, which the exporter takes for constants; no tensor may be given twice
+    past = model.cos.new_zeros(config.n_layer, 2, config.n_head, 3, config.head_size)
+    example = torch.zeros(2, 4, dtype=torch.int64, device=model.device), past, past.clone()
+    batch, length, cached = Dim("batch"), Dim("length"), Dim("cached")
+    log = logging.getLogger("torch.onnx")
+    level = log.level
+    log.setLevel(logging.ERROR)  # it warns that torchvision is missing
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            program = torch.onnx.export(
+                CachedGPT(model).eval(),
+                example,
+                input_names=INPUTS,
+                output_names=OUTPUTS,
+                dynamic_shapes=(
+                    {0: batch, 1: length},
+                    {1: batch, 3: cached},
+                    {1: batch, 3: cached},
+                ),
+                dynamo=True,
+                verbose=False,
+            )
+    finally:
+        log.setLevel(level)
+    assert program is not None
+    ir: Any = import_module("onnx_ir")
+    # the exporter adds stack traces with paths of this machine
+    import_module("onnx_ir.passes.common").ClearMetadataAndDocStringPass()(program.model)
+    program.model.metadata_props["tokenizer"] = run.tokenizer.to_json()
+    program.model.metadata_props["block_size"] = str(config.block_size)
+    ir.save(program.model, path)
 
 
-def graph_nodes(n_layer: int) -> Iterator[tuple[str, list[str], list[str], dict[str, Any]]]:
-    """Yield operator or function, inputs, outputs and attributes of every node of the graph."""
-    tables = ["past_keys", "tokens", "cos_table", "sin_table"]
-    yield "positions", tables, ["cos", "sin", "mask"], {}
-    yield "Gather", ["embedding.weight", "tokens"], ["x_0"], {}
-    weights = ("query", "key", "value", "output", "query_norm", "key_norm")
-    stacked: dict[str, list[str]] = {"keys": [], "values": []}
-    for layer in range(n_layer):
-        block = f"blocks.{layer}"
-        for past in ("past_keys", "past_values"):
-            yield "Gather", [past, f"layer_{layer}"], [f"{past}_{layer}"], {"axis": 0}
-        attention = [f"{block}.attention.{name}.weight" for name in weights]
-        given = [f"x_{layer}", f"{block}.attention_norm.weight", *attention]
-        given += [f"past_keys_{layer}", f"past_values_{layer}", "cos", "sin", "mask", "heads"]
-        given.append("sqrt_head_size")
-        yield "attention", given, [f"y_{layer}", f"k_{layer}", f"v_{layer}"], {}
-        mlp = [f"{block}.mlp.{name}.weight" for name in ("gate", "up", "down")]
-        given = [f"y_{layer}", f"{block}.mlp_norm.weight", *mlp]
-        yield "mlp", given, [f"x_{layer + 1}"], {}
-        for name, part in (("keys", f"k_{layer}"), ("values", f"v_{layer}")):
-            stacked[name].append(f"{name}_{layer}")
-            yield "Unsqueeze", [part, "first_axis"], [f"{name}_{layer}"], {}
-    yield "rms_norm", [f"x_{n_layer}", "norm.weight"], ["normed"], {}
-    yield "MatMul", ["normed", "head.weight"], ["logits"], {}
-    for name, parts in stacked.items():
-        yield "Concat", parts, [name], {"axis": 0}
+class OnnxRuntime:
+    """The file as onnxruntime opens it."""
 
-
-class OnnxFileRuntime:
-    """The file as onnxruntime opens it, or else the reference evaluator of `onnx`."""
-
-    def __init__(self, path: Path, model: GPT) -> None:
-        onnx: Any = import_module("onnx")
-        proto = onnx.load(path)
-        metadata = {each.key: each.value for each in proto.metadata_props}
+    def __init__(self, path: Path) -> None:
+        onnxruntime: Any = import_module("onnxruntime")
+        self.name = f"onnxruntime {onnxruntime.__version__}"
+        self.session = onnxruntime.InferenceSession(str(path))
+        metadata = self.session.get_modelmeta().custom_metadata_map
         self.tokenizer = CharTokenizer.from_json(metadata["tokenizer"], str(path))
-        config = model.config
-        self.empty = np.zeros((config.n_layer, 1, config.n_head, 0, config.head_size), np.float32)
-        self.session: Any
-        if find_spec("onnxruntime") is None:
-            self.name = f"the reference evaluator of onnx {onnx.__version__}"
-            self.session = import_module("onnx.reference").ReferenceEvaluator(proto)
-        else:
-            onnxruntime: Any = import_module("onnxruntime")
-            self.name = f"onnxruntime {onnxruntime.__version__}"
-            self.session = onnxruntime.InferenceSession(str(path))
-
-    def run(self, tokens: list[int], keys: Logits, values: Logits) -> list[Logits]:
-        """Return logits, keys and values."""
-        given = (np.array([tokens]), keys, values)
-        outputs: list[Logits] = self.session.run(None, dict(zip(INPUTS, given, strict=True)))
-        return outputs
 
     def encode(self, text: str) -> list[int]:
         return encode(self.tokenizer, text)
 
     def logits(self, tokens: list[int]) -> Logits:
-        found: Logits = self.run(tokens, self.empty, self.empty)[0][0]
-        return found
-
-    def greedy(self, tokens: list[int], length: int) -> list[int]:
-        found: list[int] = []
-        keys = values = self.empty
-        for _ in range(length):
-            logits, keys, values = self.run(tokens, keys, values)
-            tokens = [int(logits[0, -1].argmax())]
-            found += tokens
-        return found
+        """Return logits (T, V), computed in two parts, the second with the cache of the first."""
+        layers, _, heads, _, size = self.session.get_inputs()[1].shape
+        keys = values = np.zeros((layers, 1, heads, 0, size), np.float32)
+        middle, found = len(tokens) // 2, []
+        for part in filter(None, (tokens[:middle], tokens[middle:])):
+            given = dict(zip(INPUTS, (np.array([part], np.int64), keys, values), strict=True))
+            logits, keys, values = self.session.run(None, given)
+            found.append(logits[0])
+        return np.concatenate(found)

@@ -15,7 +15,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -27,12 +27,11 @@ from record import provenance, save_record, write_record
 
 from chargpt.export import gguf, html, huggingface, onnx
 from chargpt.export.check import (
+    Logits,
     Runtime,
-    check_export,
+    compare,
     encode,
     exportable_model,
-    greedy,
-    greedy_prompts,
     log_softmax,
     logits,
     prompts,
@@ -44,6 +43,7 @@ from chargpt.models.gpt import GPT
 from chargpt.store.run import Run, load_run
 
 CHARACTERS = 20_000
+N_GREEDY = 200  # tokens of greedy text
 # starts another worker of the page
 START = """([worker, pageData, weights]) => {
   window.asked = new Worker(URL.createObjectURL(new Blob([worker])));
@@ -94,11 +94,11 @@ class PageInChromium:
         return found
 
     def is_same_greedy(self, run: Run, text: str) -> bool:
-        """Return whether 200 characters after the first ones of a text are those of `sample`."""
+        """Return whether N_GREEDY tokens after the first ones of a text are those of `sample`."""
         text = text[: max(1, run.model.block_size // 8)]
         given = encode(run.tokenizer, text)
-        found = [record["token"] for record in self.ask(given, 200)[len(given) :]]
-        ours = sample(run, prompt=text, temperature=0, length=200, num_samples=1, stop=())[0]
+        found = [record["token"] for record in self.ask(given, N_GREEDY)[len(given) :]]
+        ours = sample(run, prompt=text, temperature=0, length=N_GREEDY, num_samples=1, stop=())[0]
         return text + run.tokenizer.decode(found) == ours
 
     def measure(self, run: Run, tokens: list[int]) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def open_export(kind: str, run: Run, folder: Path) -> Iterator[Runtime]:
         yield gguf.LlamaRuntime(path, model.vocab_size, size, threads=2)
     else:
         onnx.export_onnx(run, folder / "model.onnx")
-        yield onnx.OnnxFileRuntime(folder / "model.onnx", model)
+        yield onnx.OnnxRuntime(folder / "model.onnx")
 
 
 def full_loss(runtime: Runtime, run: Run, tokens: list[int]) -> float:
@@ -194,12 +194,22 @@ def measure(run: Run, kind: str) -> dict[str, Any]:
 
 def measure_runtime(runtime: Runtime, run: Run, tokens: list[int]) -> dict[str, Any]:
     """Return largest difference, whether greedy text is the same, and the loss."""
-    same = all(
-        runtime.greedy(prompt, length) == greedy(run.model, prompt, length)
-        for prompt, length in greedy_prompts(run, prompts(run))
-    )
-    difference = check_export(run, runtime, max_divergence=1.0).difference
+    difference = compare(run, runtime, max_divergence=1.0).difference
+    same = greedy(runtime.logits, run) == greedy(partial(logits, run.model), run)
     return {"difference": difference, "greedy": same, "loss": full_loss(runtime, run, tokens)}
+
+
+def greedy(logits_of: Callable[[list[int]], Logits], run: Run) -> list[list[int]]:
+    """Return prompts with their greedy continuations of at most a block, N_GREEDY tokens in all."""
+    found, remaining, size = [], N_GREEDY, run.model.block_size
+    for text in prompts(run):
+        tokens = encode(run.tokenizer, text)[: max(1, size // 4)]
+        length = min(remaining, size - len(tokens))
+        for _ in range(length):
+            tokens = [*tokens, int(logits_of(tokens)[-1].argmax())]
+        found.append(tokens)
+        remaining -= length
+    return found
 
 
 def main() -> None:

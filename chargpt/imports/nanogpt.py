@@ -37,6 +37,16 @@ PLAIN_OPCODES = set(
     "PROTO FRAME STOP MARK EMPTY_DICT DICT SETITEM SETITEMS MEMOIZE PUT BINPUT LONG_BINPUT GET "
     "BINGET LONG_BINGET INT BININT BININT1 BININT2 UNICODE SHORT_BINUNICODE BINUNICODE".split()
 )
+# what converting the values of a malformed checkpoint may raise
+MALFORMED = (
+    KeyError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    OverflowError,
+    RuntimeError,
+    ConfigError,
+)
 MODEL_ARGS = ("n_layer", "n_head", "n_embd", "block_size", "dropout")
 NAMES = {
     "ln_1": "attention_norm",
@@ -68,10 +78,7 @@ def import_nanogpt(checkpoint: Path, meta: Path, out: Path, text: Path | None = 
     saved = read_checkpoint(checkpoint)
     try:
         config, state, tensors = convert(saved, order, checkpoint.stat().st_size)
-    except (
-        *(KeyError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError),
-        ConfigError,
-    ) as error:
+    except MALFORMED as error:
         raise _unusable(checkpoint, error) from None
     model = build_model(config.model, tokenizer.vocab_size)
     load_weights(model, tensors, checkpoint)

@@ -1,0 +1,1 @@
+"""Import: runs from the files of other programs."""
