@@ -279,12 +279,10 @@ def describe_rise(run: Run, scores: RunScores, best: float, last: float) -> str:
     step = run.state.best_step
     lowest = f"at step {step:,}" if step else "before training"
     used = "; that checkpoint is used" if run.step == step else ""
-    rise = (
-        f"validation loss was lowest {lowest} ({best:.3f} nats) and rose to {last:.3f} nats{used}"
-    )
+    rise = f"validation loss was lowest {lowest} ({best:.3f} nats) and rose to {last:.3f} nats"
     if scores.splits_explain_gap:
-        return f"The {rise}."
-    return f"It over-fits: the {rise}. More text, model.dropout or fewer steps may help."
+        return f"The {rise}{used}."
+    return f"It over-fits: the {rise}{used}. More text, model.dropout or fewer steps may help."
 
 
 def describe_gap(
