@@ -268,7 +268,7 @@ def test_every_match_is_located_in_its_file(
     text = f"QQ{passages[1]}QQ{passages[0]}QQ{passages[1]}"
     sampling = SampleConfig(prompt="", length=len(text))
     found = measure(corpus, settings, [text], sampling)
-    (overlap,) = found.to_json([text], sampling)["overlap"]
+    (overlap,) = found.to_json([text])["overlap"]
     places = [(match["start"], match["path"], match["line"]) for match in overlap["matches"]]
     assert places == [(27, "books/b.txt", 3), (2, "books/b.txt", 5), (60, "books/b.txt", 5)]
     assert overlap["longest"] == overlap["matches"][0]
@@ -282,7 +282,7 @@ def test_every_match_is_located_in_its_file(
     ]
     assert rows[0][2].startswith("and␣the␣boat␣came⏎home")
     Path("books/b.txt").unlink()
-    (overlap,) = found.to_json([text], sampling)["overlap"]
+    (overlap,) = found.to_json([text])["overlap"]
     assert [(match["path"], match["line"]) for match in overlap["matches"]] == [(None, None)] * 3
 
 

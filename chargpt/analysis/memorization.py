@@ -9,7 +9,8 @@ Shapes in this file: N = tokens of the training split, M = tokens of a text.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median_low
@@ -73,12 +74,19 @@ class Overlap:
 
 @dataclass(frozen=True)
 class OverlapReport:
-    """Overlap of generated texts, and of the validation split for reference."""
+    """Overlap of generated texts, and of the validation split for reference.
+
+    Attributes:
+        val: of parts of the validation split, each as long as one of the texts, or whole documents.
+        val_characters: of those parts whose n-grams are counted.
+        copied, known: those generated documents that the training split has, and the whole text.
+    """
 
     texts: list[Overlap]
-    # of parts of the validation split, each as long as one of the texts, or whole documents
     val: list[Overlap]
-    val_characters: int = 0  # of those parts whose n-grams are counted
+    val_characters: int = 0
+    copied: AbstractSet[str] = frozenset()
+    known: AbstractSet[str] = frozenset()
 
     @property
     def longest_in_val(self) -> int:
@@ -101,10 +109,9 @@ class OverlapReport:
         for n in (n for n in NGRAM_LENGTHS if n <= 2 * MIN_MATCH):
             row = [str(n)]
             for overlaps in (self.texts, self.val):
-                counts = [(each.novel[n], each.ngrams[n]) for each in overlaps if n in each.novel]
-                total = sum(count for _, count in counts)
+                total = sum(each.ngrams.get(n, 0) for each in overlaps)
+                novel = sum(each.novel[n] * each.ngrams[n] for each in overlaps if n in each.novel)
                 if total >= MIN_NGRAMS:
-                    novel = sum(fraction * count for fraction, count in counts)
                     row.append(f"{novel / total:.1%} of {total:,}")
             if len(row) == 3:
                 rows.append(row)
@@ -116,7 +123,9 @@ def longest_match(overlaps: Sequence[Overlap]) -> int:
     return max((each.longest.length for each in overlaps if each.longest), default=0)
 
 
-def find_documents(corpus: Corpus, wanted: set[str], separator: str) -> tuple[set[str], set[str]]:
+def find_documents(
+    corpus: Corpus, wanted: AbstractSet[str], separator: str
+) -> tuple[set[str], set[str]]:
     """Return which of the wanted texts are documents of the training split, and of the whole text.
 
     They are matched whole, since most documents are shorter than a verbatim match.
@@ -130,7 +139,7 @@ def find_documents(corpus: Corpus, wanted: set[str], separator: str) -> tuple[se
 
 
 def _documents_in(
-    tokens: Tokens, tokenizer: CharTokenizer, wanted: set[str], separator: str
+    tokens: Tokens, tokenizer: CharTokenizer, wanted: AbstractSet[str], separator: str
 ) -> set[str]:
     found: set[str] = set()
     rest = ""
@@ -139,40 +148,42 @@ def _documents_in(
         end = start + CHUNK
         while end < len(tokens) and tokens[end] >= tokenizer.first_continuation_id:
             end += 1  # a character of several bytes stays whole
-        items = (rest + tokenizer.decode(tokens[start:end])).split(separator)
-        rest = items.pop()
-        found |= wanted.intersection(items)
+        *items, rest = (rest + tokenizer.decode(tokens[start:end])).split(separator)
+        found |= wanted & set(items)
         start = end
     return found
 
 
 def measure_overlap(
-    corpus: Corpus, texts: Sequence[str], on_progress: OnProgress = lambda *_: None
+    corpus: Corpus,
+    texts: Sequence[str],
+    documents: Collection[str] = (),
+    on_progress: OnProgress = lambda *_: None,
 ) -> OverlapReport:
     """Return the verbatim overlap of generated texts with the training split of their corpus.
 
-    `on_progress` is called with the number of training tokens done, and of all.
+    Args:
+        documents: generated documents, whole, to look up if the corpus is a list of them.
+        on_progress: called with the number of training tokens done, and of all.
     """
     training, val, tokenizer = corpus.split("train"), corpus.split("val"), corpus.tokenizer
     generated = [tokenizer.encode(text, unknown="replace") for text in texts]
     parts = _validation_parts(val, tokenizer, [len(tokens) for tokens in generated])
     tokenized = [*generated, *(val[start:end] for start, end in parts)]
-    found = [
-        _in_characters(overlap, tokens, tokenizer)
-        for overlap, tokens in zip(
-            find_overlap(training, tokenized, on_progress), tokenized, strict=True
-        )
-    ]
+    overlaps = find_overlap(training, tokenized, on_progress)
+    found = [_in_characters(*each, tokenizer) for each in zip(overlaps, tokenized, strict=True)]
     compared = found[len(generated) :]
     n_counted = last = 0
-    for index in sorted(range(len(parts)), key=parts.__getitem__):
-        start, end = parts[index]
+    for index, (start, end) in sorted(enumerate(parts), key=lambda each: each[1]):
         if start < last:  # its n-grams would be counted twice
             compared[index] = replace(compared[index], novel={}, ngrams={})
         else:
             n_counted += tokenizer.count_characters(val[start:end])
             last = end
-    return OverlapReport(found[: len(generated)], compared, n_counted)
+    copied, known = set[str](), set[str]()
+    if tokenizer.eos_token:
+        copied, known = find_documents(corpus, {*documents}, tokenizer.eos_token)
+    return OverlapReport(found[: len(generated)], compared, n_counted, copied, known)
 
 
 def _validation_parts(
@@ -180,11 +191,16 @@ def _validation_parts(
 ) -> list[tuple[int, int]]:
     """Return (start, end) of parts of the validation split, in groups as long as the texts.
 
-    They are whole documents if there are any: cut ones would be beginnings alone, whose n-grams
-    differ.
+    They are whole documents, without EOS tokens, from all of the split if there are any: cut ones
+    would be beginnings alone, whose n-grams differ.
     """
     if tokenizer.eos_token:
-        return _validation_documents(val, tokenizer, len(lengths))
+        ends = document_ends(val, tokenizer.eos_token_id)
+        starts = np.append(0, ends[:-1])
+        number = max(len(lengths), MIN_COMPARED, MAX_DOCUMENT_TOKENS * len(ends) // len(val))
+        chosen = np.linspace(0, len(ends) - 1, min(number, len(ends))).round().astype(int)
+        stops = np.minimum(ends[chosen] - 1, starts[chosen] + MAX_DOCUMENT_TOKENS)
+        return list(zip(starts[chosen].tolist(), stops.tolist(), strict=True))
     repeats = math.ceil(MIN_COMPARED / max(1, len(lengths)))
     parts = []
     for repeat in range(repeats):
@@ -193,18 +209,6 @@ def _validation_parts(
             start = max(0, round((len(val) - length) * fraction))
             parts.append((start, min(start + length, len(val))))
     return parts
-
-
-def _validation_documents(
-    val: Tokens, tokenizer: CharTokenizer, n_texts: int
-) -> list[tuple[int, int]]:
-    """Return (start, end) of documents from all of the validation split, without EOS tokens."""
-    ends = document_ends(val, tokenizer.eos_token_id)
-    starts = np.append(0, ends[:-1])
-    number = max(n_texts, MIN_COMPARED, MAX_DOCUMENT_TOKENS * len(ends) // len(val))
-    chosen = np.linspace(0, len(ends) - 1, min(number, len(ends))).round().astype(int)
-    stops = np.minimum(ends[chosen] - 1, starts[chosen] + MAX_DOCUMENT_TOKENS)
-    return list(zip(starts[chosen].tolist(), stops.tolist(), strict=True))
 
 
 def _in_characters(overlap: Overlap, tokens: Tokens, tokenizer: CharTokenizer) -> Overlap:
@@ -217,21 +221,16 @@ def _in_characters(overlap: Overlap, tokens: Tokens, tokenizer: CharTokenizer) -
         text = tokenizer.decode(tokens[edges[first] : edges[last]])
         return VerbatimMatch(first, last - first, text)
 
-    def counts(match: VerbatimMatch) -> bool:
-        n_visible = sum(not character.isspace() for character in match.text)
-        return match.length >= MIN_MATCH and n_visible >= MIN_VISIBLE
-
     found = [in_characters(start, end) for start, end in overlap.spans]
     is_free = np.ones(len(tokens), dtype=bool)
     matches = []
     for match in sorted(found, key=lambda match: -match.length):
         free = np.flatnonzero(is_free[match.start : match.start + match.length]).tolist()
-        if not free:
-            continue
         # what overlaps is longer and covers an end of the match: the rest is one part
-        part = slice(free[0], free[-1] + 1)
-        rest = VerbatimMatch(match.start + part.start, len(free), match.text[part])
-        if counts(rest):
+        start, end = (free[0], free[-1] + 1) if free else (0, 0)
+        rest = VerbatimMatch(match.start + start, end - start, match.text[start:end])
+        n_visible = sum(not character.isspace() for character in rest.text)
+        if rest.length >= MIN_MATCH and n_visible >= MIN_VISIBLE:
             is_free[rest.start : rest.start + rest.length] = False
             matches.append(rest)
     return replace(overlap, matches=sorted(matches, key=lambda match: -match.length))
@@ -320,14 +319,11 @@ class _NGramTable:
 
 
 def _overlap_of(training: Tokens, text: Tokens, number: int, tables: list[_NGramTable]) -> Overlap:
-    occurrence = {
-        table.n: table.occurs[table.ids_of(number)] for table in tables if table.n <= len(text)
-    }
-    novel = {n: 1 - float(occurs.mean()) for n, occurs in occurrence.items()}
-    ngrams = {n: len(occurs) for n, occurs in occurrence.items()}
+    occurs = {each.n: each.occurs[each.ids_of(number)] for each in tables if each.n <= len(text)}
+    novel = {n: 1 - float(each.mean()) for n, each in occurs.items()}
     # views of a memory map are slow
     matches = _matches(np.asarray(training), np.asarray(text), number, tables)
-    return Overlap(matches, novel, ngrams)
+    return Overlap(matches, novel, {n: len(each) for n, each in occurs.items()})
 
 
 def _matches(

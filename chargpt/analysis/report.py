@@ -200,19 +200,16 @@ def overlap(run: Run, corpus: Corpus) -> Values:
         return {"overlap": None}
     eos_token = run.tokenizer.eos_token
     number = N_DOCUMENTS if eos_token else N_SAMPLES
-    copied, known, finished = set[str](), set[str](), list[str]()
     texts = sample(run, prompt="", length=SAMPLE_LENGTH, num_samples=number, seed=SEED, stop=())
-    found = memorization.measure_overlap(corpus, texts)
-    if eos_token:
-        finished = [text for text in texts if len(text) < SAMPLE_LENGTH]
-        copied, known = memorization.find_documents(corpus, set(finished), eos_token)
-        ends = [end_sign(len(text), SAMPLE_LENGTH, eos_token) for text in texts]
+    finished = [text for text in texts if eos_token and len(text) < SAMPLE_LENGTH]
+    found = memorization.measure_overlap(corpus, texts, finished)
     parts = []
     for text, each in zip(texts, found.texts, strict=True):
-        spans = [(0, len(text))] if text in copied else whole_graphemes(text, each.spans)
+        spans = [(0, len(text))] if text in found.copied else whole_graphemes(text, each.spans)
         parts.append(list(split_at(text, spans)))
     boxes = [[each] for each in parts]
     if eos_token:
+        ends = [end_sign(len(text), SAMPLE_LENGTH, eos_token) for text in texts]
         boxes = [[[*each, (end, False)] for each, end in zip(parts, ends, strict=True)]]
     longest = next(iter(found.longest_matches()), None)
     passages = [longest.text] if longest else []
@@ -221,9 +218,9 @@ def overlap(run: Run, corpus: Corpus) -> Values:
         "overlap": {
             "samples": number,
             "finished": len(finished),
-            "new": sum(text not in known for text in finished),
-            "copied": sum(text in copied for text in finished),
-            "in_other_splits": sum(text in known and text not in copied for text in finished),
+            "new": sum(text not in found.known for text in finished),
+            "copied": sum(text in found.copied for text in finished),
+            "in_other_splits": sum(text in found.known - found.copied for text in finished),
             "kind": run.config.model.kind,
             "length": SAMPLE_LENGTH,
             "temperature": run.config.sample.temperature,

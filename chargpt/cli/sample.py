@@ -148,7 +148,7 @@ def as_json(
         "seed": settings.seed,
         "run": str(run.folder),
         "step": run.step,
-        **(overlap.to_json(texts, settings) if overlap else {}),
+        **(overlap.to_json(texts) if overlap else {}),
     }
 
 
@@ -231,7 +231,7 @@ def print_samples(
     n_prompt = len(settings.prompt)
     for number, text in enumerate(texts, 1):
         spans = overlap.report.texts[number - 1].spans if overlap else []
-        if overlap and text in overlap.copied:
+        if overlap and text in overlap.report.copied:
             spans = [(0, len(text) - n_prompt)]
         if run.tokenizer.eos_token != "\n":
             console.out(f"-- sample {number} --")
