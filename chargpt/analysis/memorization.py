@@ -12,7 +12,6 @@ import math
 from collections.abc import Collection, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
-from functools import cached_property
 from statistics import median_low
 
 import numpy as np
@@ -32,6 +31,7 @@ MIN_NGRAMS = 30  # behind a fraction; those of fewer vary too much
 CHUNK = 2**20  # tokens of the training split
 TABLE_BITS = 22  # of a hash, by which most n-grams of the training split are skipped
 MAX_POSITIONS = 32  # stored for one n-gram; a run of spaces may occur a million times
+SEPARATOR = 1 << 40  # no token id
 BASE = 0x9E3779B97F4A7C15  # any odd number has an inverse modulo 2^64
 
 Hashes = npt.NDArray[np.uint64]
@@ -240,11 +240,14 @@ def find_overlap(
     training: Tokens, texts: Sequence[Tokens], on_progress: OnProgress = lambda *_: None
 ) -> list[Overlap]:
     """Return the overlap of each text with the training tokens (N,), in one pass over those."""
+    # one text, in which no n-gram with a separator is one of the training split
+    parts = [part for text in texts for part in (text, np.array([SEPARATOR]))]
+    joined = np.concatenate([np.zeros(0, dtype=np.int64), *parts])
     longest = max((len(text) for text in texts), default=0)
     lengths = [n for n in NGRAM_LENGTHS if n <= min(longest, len(training))]
-    powers, inverses = _powers(max(longest, CHUNK + (lengths[-1] if lengths else 0)))
-    text_sums = [_prefix_sums(text, powers) for text in texts]
-    tables = [_NGramTable(text_sums, inverses, n) for n in lengths]
+    powers, inverses = _powers(max(len(joined), CHUNK + max(lengths, default=0)))
+    sums = _prefix_sums(joined, powers)
+    tables = [_NGramTable(_hashes(sums, inverses, n, len(joined) - n), n) for n in lengths]
     for first in range(0, len(training) if lengths else 0, CHUNK):
         chunk = training[first : first + CHUNK + lengths[-1] - 1]
         sums = _prefix_sums(chunk, powers)
@@ -252,92 +255,82 @@ def find_overlap(
             # n-grams that begin in the next chunk belong to it
             count = min(CHUNK, len(chunk) - table.n + 1)
             if count > 0:
-                table.look_up(sums, inverses, first, count)
+                table.look_up(_hashes(sums, inverses, table.n, count), first)
         on_progress(min(first + CHUNK, len(training)), len(training))
-    return [_overlap_of(training, text, number, tables) for number, text in enumerate(texts)]
+    matches = _matches(np.asarray(training), joined, tables)  # views of a memory map are slow
+    overlaps, start = [], 0
+    for text in texts:
+        end = start + len(text)
+        own = [
+            VerbatimMatch(match.start - start, match.length)
+            for match in matches
+            if start <= match.start < end
+        ]
+        occurs = {
+            table.n: table.occurs[table.ids[start : end - table.n + 1]]
+            for table in tables
+            if table.n <= len(text)
+        }
+        novel = {n: 1 - float(each.mean()) for n, each in occurs.items()}
+        overlaps.append(Overlap(own, novel, {n: len(each) for n, each in occurs.items()}))
+        start = end + 1
+    return overlaps
 
 
 class _NGramTable:
-    """All n-grams of one length of some texts, and where the training split has them.
+    """The n-grams of one length of a text, and where the training split has them.
 
-    `sums` are the texts' prefix sums.
+    Args:
+        hashes: of the n-grams, in the order of the text.
+        n: their length.
     """
 
-    def __init__(self, sums: Sequence[Hashes], inverses: Hashes, n: int) -> None:
+    def __init__(self, hashes: Hashes, n: int) -> None:
         self.n = n
-        hashes = [_hashes(each, inverses, n, max(0, len(each) - n)) for each in sums]
-        self.ends = np.cumsum([len(each) for each in hashes])  # of each text's n-grams
-        self.hashes, self.ids = np.unique(np.concatenate(hashes), return_inverse=True)
+        self.hashes, self.ids = np.unique(hashes, return_inverse=True)
         self.occurs = np.zeros(len(self.hashes), dtype=bool)
         self.positions: list[tuple[Positions, Positions]] = []  # (ids, positions) of each chunk
         self.n_stored = np.zeros(len(self.hashes), dtype=np.int64)
         self.filter = np.zeros(2**TABLE_BITS, dtype=bool)
         self.filter[self.hashes >> np.uint64(64 - TABLE_BITS)] = True
 
-    def look_up(self, sums: Hashes, inverses: Hashes, first: int, count: int) -> None:
-        """Look up the `count` n-grams that begin in a chunk of the training split."""
-        hashes = _hashes(sums, inverses, self.n, count)
+    def look_up(self, hashes: Hashes, first: int) -> None:
+        """Look up n-grams of the training split, the first of which begins at position `first`."""
         positions = np.flatnonzero(self.filter[hashes >> np.uint64(64 - TABLE_BITS)])
         ids = np.searchsorted(self.hashes, hashes[positions]).clip(max=len(self.hashes) - 1)
         is_equal = self.hashes[ids] == hashes[positions]
         ids, positions = ids[is_equal], positions[is_equal]
         self.occurs[ids] = True
         if self.n >= MIN_MATCH:
-            self._store(ids, positions + first)
+            order = np.argsort(ids, kind="stable")
+            ids, positions = ids[order], positions[order] + first
+            rank = np.arange(len(ids)) - np.searchsorted(ids, ids)  # among equal ids of this chunk
+            is_kept = self.n_stored[ids] + rank < MAX_POSITIONS
+            self.positions.append((ids[is_kept], positions[is_kept]))
+            self.n_stored += np.bincount(ids, minlength=len(self.hashes))
 
-    def _store(self, ids: Positions, positions: Positions) -> None:
+    def pairs(self) -> tuple[Positions, Positions]:
+        """Return starts in the text and in the training split of all equal n-grams."""
+        ids, positions = (np.concatenate(each) for each in zip(*self.positions, strict=True))
         order = np.argsort(ids, kind="stable")
         ids, positions = ids[order], positions[order]
-        rank = np.arange(len(ids)) - np.searchsorted(ids, ids)  # among equal ids of this chunk
-        is_kept = self.n_stored[ids] + rank < MAX_POSITIONS
-        self.positions.append((ids[is_kept], positions[is_kept]))
-        self.n_stored += np.bincount(ids, minlength=len(self.hashes))
-
-    def ids_of(self, number: int) -> Positions:
-        """Return the id of each n-gram of one text."""
-        start = self.ends[number - 1] if number else 0
-        return self.ids[start : self.ends[number]]
-
-    @cached_property
-    def _stored(self) -> tuple[Positions, Positions]:
-        """Ids and positions of all stored n-grams, sorted by id."""
-        empty = np.zeros(0, dtype=np.int64)
-        ids = np.concatenate([empty, *(ids for ids, _ in self.positions)])
-        positions = np.concatenate([empty, *(positions for _, positions in self.positions)])
-        order = np.argsort(ids, kind="stable")
-        return ids[order], positions[order]
-
-    def pairs(self, number: int) -> tuple[Positions, Positions]:
-        """Return starts in one text and in the training split of all equal n-grams."""
-        ids = self.ids_of(number)
-        stored_ids, positions = self._stored
-        low = np.searchsorted(stored_ids, ids, side="left")
-        counts = np.searchsorted(stored_ids, ids, side="right") - low
-        starts = np.repeat(np.arange(len(ids)), counts)
+        low = np.searchsorted(ids, self.ids, side="left")
+        counts = np.searchsorted(ids, self.ids, side="right") - low
+        starts = np.repeat(np.arange(len(self.ids)), counts)
         offsets = np.repeat(low - counts.cumsum() + counts, counts)
         return starts, positions[np.arange(len(starts)) + offsets]
 
 
-def _overlap_of(training: Tokens, text: Tokens, number: int, tables: list[_NGramTable]) -> Overlap:
-    occurs = {each.n: each.occurs[each.ids_of(number)] for each in tables if each.n <= len(text)}
-    novel = {n: 1 - float(each.mean()) for n, each in occurs.items()}
-    # views of a memory map are slow
-    matches = _matches(np.asarray(training), np.asarray(text), number, tables)
-    return Overlap(matches, novel, {n: len(each) for n, each in occurs.items()})
-
-
-def _matches(
-    training: Tokens, text: Tokens, number: int, tables: list[_NGramTable]
-) -> list[VerbatimMatch]:
-    """Return the matches of one text that cannot be extended, longest first.
+def _matches(training: Tokens, text: Tokens, tables: list[_NGramTable]) -> list[VerbatimMatch]:
+    """Return the matches of a text that cannot be extended, longest first.
 
     The pair of a start in the text and an equal position in the training split is found by the
     longest n-gram that begins there: matches by shorter ones are within that match, or shorter.
     """
     found: set[tuple[int, int]] = set()
     is_open = np.ones(len(text), dtype=bool)  # no longer n-gram has been found here
-    for table in reversed(tables):
-        starts, positions = table.pairs(number)
+    for table in (table for table in reversed(tables) if table.n >= MIN_MATCH):
+        starts, positions = table.pairs()
         is_longest = is_open[starts]
         is_open[starts] = False
         starts, offsets = starts[is_longest], (positions - starts)[is_longest]
