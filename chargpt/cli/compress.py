@@ -63,13 +63,15 @@ def compress(
     runs.say_unknown(loaded, lost, unknown)
     write(packed, out, force=force)
     characters = len(decoded) - (len(lost) if unknown == "skip" else 0)
-    details = f": {8 * len(packed) / characters:.3f} bits per character" if characters else ""
-    details += f", with {HEADER.size} bytes of header"
-    xz = ""
+    facts = [
+        f"{console.characters(characters)}, {len(content):,} bytes -> {len(packed):,} bytes",
+        f", with {HEADER.size} bytes of header",
+    ]
+    if characters:
+        facts.insert(1, f": {8 * len(packed) / characters:.3f} bits per character")
     if len(content) <= XZ_BYTES and not lost:
-        xz = f"; xz -9: {len(lzma.compress(content, preset=9)):,} bytes"
-    sizes = f"{len(content):,} bytes -> {len(packed):,} bytes"
-    print_sentence(f"{console.characters(characters)}, {sizes}{details}{xz}", out)
+        facts.append(f"; xz -9: {len(lzma.compress(content, preset=9)):,} bytes")
+    print_sentence("".join(facts), out)
     folder = RunFolder(loaded.folder)
     if keep:
         folder.keep(loaded.step)
