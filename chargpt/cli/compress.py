@@ -63,15 +63,12 @@ def compress(
     runs.say_unknown(loaded, lost, unknown)
     write(packed, out, force=force)
     characters = len(decoded) - (len(lost) if unknown == "skip" else 0)
-    facts = [
-        f"{console.characters(characters)}, {len(content):,} bytes -> {len(packed):,} bytes",
-        f", with {HEADER.size} bytes of header",
-    ]
-    if characters:
-        facts.insert(1, f": {8 * len(packed) / characters:.3f} bits per character")
+    size = f"{console.characters(characters)}, {len(content):,} bytes -> {len(packed):,} bytes"
+    rate = f": {8 * len(packed) / characters:.3f} bits per character" if characters else ""
+    xz = ""
     if len(content) <= XZ_BYTES and not lost:
-        facts.append(f"; xz -9: {len(lzma.compress(content, preset=9)):,} bytes")
-    print_sentence("".join(facts), out)
+        xz = f"; xz -9: {len(lzma.compress(content, preset=9)):,} bytes"
+    print_sentence(f"{size}{rate}, with {HEADER.size} bytes of header{xz}", out)
     folder = RunFolder(loaded.folder)
     if keep:
         folder.keep(loaded.step)

@@ -97,11 +97,15 @@ def overrides(
     from_run: Path | None = None,
 ) -> tuple[str, ...]:
     """Return the overrides of -s, and those of the options that are settings too."""
-    values = {
-        "seed": seed,
-        "text.encoding": encoding,
-        "text.encoding_errors": encoding_errors,
-        "train.from_run": None if from_run is None else str(from_run.absolute()),
-    }
-    given = {key: value for key, value in values.items() if value is not None}
-    return (*(set_ or ()), *(f"{key}={to_flow_yaml(value)}" for key, value in given.items()))
+    values: dict[str, object] = {} if seed is None else {"seed": seed}
+    for name, value in encoding_changes(encoding, encoding_errors).items():
+        values[f"text.{name}"] = value
+    if from_run is not None:
+        values["train.from_run"] = str(from_run.absolute())
+    return (*(set_ or ()), *(f"{key}={to_flow_yaml(value)}" for key, value in values.items()))
+
+
+def encoding_changes(encoding: str | None, encoding_errors: str | None) -> dict[str, str]:
+    """Return those settings of `TextConfig` that the options give."""
+    given = {"encoding": encoding, "encoding_errors": encoding_errors}
+    return {name: value for name, value in given.items() if value is not None}
