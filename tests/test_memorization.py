@@ -25,8 +25,6 @@ from chargpt.cli.overlap import measure, print_new, print_overlap
 from chargpt.config import SampleConfig, TextConfig
 from chargpt.text.corpus import Corpus, Place, find_lines, load_corpus, read_text
 
-QUICK = ("-s", "train.max_steps=2", "-s", "model.n_layer=1", "-s", "model.n_embd=16")
-
 
 def tokens(text: str) -> np.ndarray:
     return np.frombuffer(text.encode("latin-1"), dtype=np.uint8)
@@ -107,13 +105,6 @@ def test_matches_across_chunks_are_found(training: str, monkeypatch: pytest.Monk
     assert all(found.longest and found.longest.length == 64 for found in whole)
 
 
-def test_unrelated_text_is_all_novel(training: str) -> None:
-    (found,) = find_overlap(tokens(training), [tokens("\xff" * 50)])
-    assert found.longest is None
-    assert found.matches == []
-    assert set(found.novel.values()) == {1.0}
-
-
 def test_short_texts_and_no_texts_are_accepted(training: str) -> None:
     assert find_overlap(tokens(training), []) == []
     empty, short = find_overlap(tokens(training), [tokens(""), tokens("abc")])
@@ -149,38 +140,23 @@ def test_lengths_are_those_of_characters_also_where_bytes_spell_them() -> None:
     assert short.matches == []  # 30 bytes, but 10 characters
 
 
-def test_sample_check_counts_whole_lines_with_what_the_prompt_has_of_them(cli: Cli) -> None:
+def test_the_command_marks_matches_and_counts_whole_lines_with_what_the_prompt_has(
+    cli: Cli,
+) -> None:
     Path("letters.txt").write_text("abcdefghijklmnopqrstuvwxyz\n" * 100)
     steps = ["-s", "train.max_steps=300", "-s", "model.block_size=16", "-s", "train.batch_size=8"]
     cli("train", "letters.txt", "-c", "bigram", *steps, "--out", "mine")
-    args = ["sample", "mine", "-p", "Q\nabc", "--unknown", "skip", "-n", "60", "--overlap"]
-    done = cli(*args, "--temperature", "0")
-    assert "distinct" not in done.stdout  # there is one: that of the training text
-    done = cli(*args, "--temperature", "0", "-p", "Q\nxbc")
-    assert re.search(r"lines +number +not in the text .*\n.*\n *distinct +2 +1 +1 +0", done.stdout)
-
-
-def test_sample_check_reports_matches_and_novel_ngrams(cli: Cli) -> None:
-    Path("letters.txt").write_text("abcdefghijklmnopqrstuvwxyz\n" * 100)
-    steps = ["-s", "train.max_steps=300", "-s", "model.block_size=16", "-s", "train.batch_size=8"]
-    cli("train", "letters.txt", "-c", "bigram", *steps, "--out", "mine")
-    args = [
-        "sample",
-        "mine",
-        "--prompt",
-        "xyz\n",
-        "--length",
-        "60",
-        "--temperature",
-        "0",
-        "--overlap",
-    ]
-    done = cli(*args)
+    args = ["sample", "mine", "-n", "60", "--temperature", "0", "--overlap"]
+    done = cli(*args, "-p", "xyz\n")
     assert done.returncode == 0, done.stderr
     assert "xyz\n⟦abcdefghijklmnopqrstuvwxyz\n" in done.stdout  # the prompt is not marked
     assert "with the training split; the longest: 60" in done.stdout
-    (overlap,) = json.loads(cli(*args, "--json").stdout)["overlap"]
+    (overlap,) = json.loads(cli(*args, "-p", "xyz\n", "--json").stdout)["overlap"]
     assert overlap["longest"]["length"] == 60
+    done = cli(*args, "-p", "Q\nabc", "--unknown", "skip")
+    assert "distinct" not in done.stdout  # there is one: that of the training text
+    done = cli(*args, "-p", "Q\nxbc", "--unknown", "skip")
+    assert re.search(r"lines +number +not in the text .*\n.*\n *distinct +2 +1 +1 +0", done.stdout)
 
 
 def test_items_of_a_list_are_found_across_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
