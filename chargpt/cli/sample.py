@@ -10,13 +10,12 @@ import torch
 import typer
 
 from chargpt.cli import console, options, runs
-from chargpt.cli.interactive import interact
+from chargpt.cli.interactive import interact, print_stream
 from chargpt.cli.overlap import SampleOverlap, is_finished, mark, measure, print_overlap
 from chargpt.cli.progress import show_progress
 from chargpt.config import Config, SampleConfig, TextConfig, unescape
 from chargpt.errors import ConfigError
 from chargpt.inference.generation import sample as sample_texts
-from chargpt.inference.generation import stream_run
 from chargpt.store.run import Run
 from chargpt.text.corpus import read_text
 from chargpt.text.source import STDIN
@@ -184,18 +183,6 @@ def readable_prompt(run: Run, prompt: str, unknown: UnknownPolicy) -> str:
             f"the prompt has {n_tokens:,} {unit}; the model reads the last {run.model.block_size:,}"
         )
     return prompt if unknown == "error" else tokenizer.decode(tokens)
-
-
-def print_stream(run: Run, settings: SampleConfig, unknown: UnknownPolicy | None) -> str:
-    """Print a text as it is sampled, and return it."""
-    pieces = stream_run(run, settings, unknown=unknown)
-    text = settings.prompt
-    console.out_text(text)
-    for (piece,) in pieces:
-        text += piece
-        console.out_text(piece)
-    console.out("")
-    return text
 
 
 def say_cut(run: Run, texts: list[str], settings: SampleConfig) -> None:
