@@ -66,9 +66,17 @@ def predict(model: LanguageModel, tokens: Tokens, max_tokens: int) -> Prediction
         best, predicted = log_probs.max(dim=-1)  # (B, L)
         nll = -log_probs.gather(2, targets[..., None]).squeeze(2)
         lengths = torch.arange(1, targets.size(1) + 1).expand(targets.shape)
-        columns.append((targets, lengths, nll.double(), best.exp().double(), predicted == targets))
-    parts = zip(*columns, strict=True)
-    return Predictions(*(torch.cat([x.flatten() for x in part]).cpu().numpy() for part in parts))
+        columns.append((targets, lengths, nll, best.exp(), predicted == targets))
+    targets, lengths, nll, confidence, correct = (
+        torch.cat([x.flatten() for x in parts]).cpu() for parts in zip(*columns, strict=True)
+    )
+    return Predictions(
+        targets.numpy(),
+        lengths.numpy(),
+        nll.double().numpy(),  # on the CPU: not every device has float64
+        confidence.double().numpy(),
+        correct.numpy(),
+    )
 
 
 def by_context(predictions: Predictions) -> list[Group]:
