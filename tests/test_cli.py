@@ -1299,5 +1299,5 @@ def test_commands_name_the_run_that_they_took(trained: Path, cli: Cli) -> None:
 
 def test_help_of_sample_shows_the_defaults(cli: Cli) -> None:
     text = " ".join(cli("sample", "--help").stdout.split())
-    assert "Number of characters; 500 by default." in text
-    assert "0: always the most likely character; 0.8 by default." in text
+    assert "Characters to sample; 500 by default." in text
+    assert "0: always the most probable character (greedy); 0.8 by default." in text

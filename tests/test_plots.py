@@ -14,7 +14,6 @@ from matplotlib.text import Text
 from chargpt.analysis import plots
 from chargpt.analysis.ladder import Ladder, Rung, RungResult
 from chargpt.analysis.predictions import Group
-from chargpt.text.display import display_char
 
 
 def test_ladder_bars_are_bits_per_character_in_rung_order() -> None:
@@ -148,10 +147,3 @@ def test_inline_svg_uses_the_page_colour_and_unique_ids() -> None:
     for svg, own in zip((first, second), ids, strict=True):
         used = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', svg))
         assert used == own
-
-
-@pytest.mark.parametrize(
-    ("character", "sign"), [(" ", "␣"), ("\n", "⏎"), ("\t", "⇥"), ("\x07", "␇"), ("ж", "ж")]
-)
-def test_invisible_characters_are_displayed_as_symbols(character: str, sign: str) -> None:
-    assert display_char(character) == sign

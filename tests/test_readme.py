@@ -1,13 +1,15 @@
 """Every command, setting, link and figure of the README is valid."""
 
-import importlib.util
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY, Cli, run_cli
+from test_docs import load_script
 
 import chargpt
 from chargpt.cli import data
@@ -78,9 +80,6 @@ def test_every_setting_that_the_readme_names_exists() -> None:
 
 @pytest.mark.slow
 def test_the_python_of_the_readme_runs(verse: Path, tmp_path: Path) -> None:
-    import subprocess
-    import sys
-
     (block,) = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
     block = block.replace('budget="3m"', 'budget="10s"')
     shutil.copy(verse, tmp_path / "novel.txt")
@@ -114,13 +113,7 @@ def test_every_public_name_can_be_imported(tmp_path: Path) -> None:
 
 
 def test_results_between_the_markers_equal_the_generated_ones() -> None:
-    spec = importlib.util.spec_from_file_location(
-        "write_results", REPOSITORY / "scripts" / "bench" / "write_results.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = load_script(REPOSITORY / "scripts" / "bench" / "write_results.py")
     pages = script.pages()
     names = {str(path.relative_to(REPOSITORY)) for path in pages}
     assert names == {"README.md", "benchmarks/README.md", "docs/reliability.md"}

@@ -89,13 +89,9 @@ def describe_gpu() -> str | None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    names = [name.replace("_", " ") for name in GPU_FACTS.split(",")]
-    return "; ".join(
-        ", ".join(
-            f"{name} {value.strip()}" for name, value in zip(names, line.split(","), strict=False)
-        )
-        for line in done.stdout.splitlines()
-    )
+    names = GPU_FACTS.replace("_", " ").split(",")
+    gpus = [zip(names, line.split(","), strict=False) for line in done.stdout.splitlines()]
+    return "; ".join(", ".join(f"{name} {value.strip()}" for name, value in gpu) for gpu in gpus)
 
 
 def gradient_error(device: torch.device, dtype: torch.dtype) -> float:
@@ -144,17 +140,18 @@ def _check_graphs(device: torch.device) -> Check:
     try:
         capture_graph(_small_model(device, torch.float32)[1], device)
     except CaptureError as error:
-        return Check(
-            "CUDA graphs", str(error), "small models train and sample slowly: update torch"
-        )
+        advice = "small models train and sample slowly: update torch"
+        return Check("CUDA graphs", str(error), advice)
     return Check("CUDA graphs", "captured and replayed")
 
 
 def _check_gradient(device: torch.device, dtype: torch.dtype) -> Check:
     error, tolerance = gradient_error(device, dtype), TOLERANCE[dtype]
-    advice = "" if error < tolerance else "gradients are wrong: update torch or use --device cpu"
     value = f"relative error {error:.1e} against float64 (at most {tolerance})"
-    return Check("gradient", value, advice, has_failed=bool(advice))
+    if error < tolerance:
+        return Check("gradient", value)
+    advice = "gradients are wrong: update torch or use --device cpu"
+    return Check("gradient", value, advice, has_failed=True)
 
 
 def _check_threads() -> Check:

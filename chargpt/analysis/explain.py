@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 from torch import Tensor, nn
 
 from chargpt.analysis.attention_maps import (
@@ -25,6 +26,7 @@ from chargpt.analysis.attention_maps import (
     typical_line,
 )
 from chargpt.analysis.averages import average_by_loop, average_by_matrix, average_by_softmax
+from chargpt.analysis.plots import inline_heads
 from chargpt.config import Config, ModelConfig
 from chargpt.errors import ConfigError, TextError
 from chargpt.models import GPT, GPT2
@@ -64,6 +66,11 @@ class AttentionMaps:
     weights: Weights
     titles: Sequence[str]
 
+    @property
+    def svgs(self) -> list[Markup]:
+        """The heads as SVG for a page."""
+        return inline_heads(self.weights, self.text, self.titles, "heads")
+
 
 Element = Table | AttentionMaps
 
@@ -98,6 +105,18 @@ class Subject:
         """The characters that tables show, in visible form."""
         return [display_char(character) for character in self.line[:SHOWN]]
 
+    @property
+    def has_previous_token_init(self) -> bool:
+        """Whether the first layers began as heads that attend to the previous characters."""
+        return isinstance(self.model, GPT) and self.model.config.qk_norm
+
+    @torch.no_grad()
+    def first_head(self, n_tokens: int | None = SHOWN) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values of layer 1, head 1 on the first tokens, (T, D) each."""
+        qkv = self.model.first_layer_qkv(self.tokens[:, :n_tokens])  # (1, H, T, D) each
+        q, k, v = (part[0, 0].float().cpu() for part in qkv)  # (T, D) each
+        return q, k, v
+
 
 def choose_subject(corpus: Corpus, run: Run | None) -> Subject:
     """Return a run with a line of its validation split, or an untrained GPT with a line of a text.
@@ -107,24 +126,15 @@ def choose_subject(corpus: Corpus, run: Run | None) -> Subject:
     Raises:
         TextError: the text has no line.
     """
-    block_size = run.config.model.block_size if run else MAX_LINE
     split: Split = "val" if run else "train"
-    ids = typical_line(
-        corpus.tokenizer,
-        corpus.split(split),
-        min(MAX_LINE, block_size),
-        starts_line=run is None,
-    )
+    most = min(MAX_LINE, run.config.model.block_size) if run else MAX_LINE
+    ids = typical_line(corpus.tokenizer, corpus.split(split), most, starts_line=run is None)
     if not len(ids):
         raise TextError(f"{corpus.name} is too short to explain anything on; give a longer text")
     line = corpus.tokenizer.decode(ids)
-    if (
-        run is not None
-        and isinstance(run.model, GPT | GPT2)
-        and run.model.config.attention == "full"
-    ):
-        run.model.eval()
-        return Subject(line, ids, run.model, run, corpus)
+    model = run.model if run else None
+    if isinstance(model, GPT | GPT2) and model.config.attention == "full":
+        return Subject(line, ids, model.eval(), run, corpus)
     torch.manual_seed(Config().seed)
     untrained = GPT(ModelConfig(block_size=len(line)), corpus.tokenizer.vocab_size).eval()
     return Subject(line, ids, untrained, None, corpus)
@@ -173,12 +183,10 @@ def explain_averaging(subject: Subject) -> Section:
     }
     means = average_by_matrix(one_hot)[0]  # (T, kinds)
     caption = "mean of each position and all earlier ones"
-    table = value_table(caption, ["after", *distinct], characters, means)
-    rows = average_by_loop(notebook)[0, :3].tolist()
     return fill_template(
         "averaging",
-        {"largest_difference": gaps, "notebook_means": rows},
-        {"means": table},
+        {"largest_difference": gaps, "notebook_means": average_by_loop(notebook)[0, :3].tolist()},
+        {"means": value_table(caption, ["after", *distinct], characters, means)},
         shown=len(characters),
         line=quoted(subject.line),
         is_trained=subject.run is not None,
@@ -187,20 +195,20 @@ def explain_averaging(subject: Subject) -> Section:
 
 def explain_queries(subject: Subject) -> Section:
     """Show queries, keys, values and the scores between them."""
-    q, k, v = project(subject)  # (T, D) each
+    q, k, v = subject.first_head()  # (T, D) each
     size, scaled = q.size(-1), subject.model.config.scale_attn_weights
     scores = attention_scores(q, k, scaled=scaled)  # (T, T)
     characters = subject.characters
-    is_rotated = isinstance(subject.model, GPT)
+    rotated = " after the rotary embedding" if isinstance(subject.model, GPT) else ""
     vectors = Table(
-        f"queries and keys{' after the rotary embedding, and' if is_rotated else ', and'} values",
+        f"queries and keys{rotated}, and values",
         ["character", "query", "key", "value"],
         [
-            [character, components(q[i]), components(k[i]), components(v[i])]
-            for i, character in enumerate(characters)
+            [character, *map(components, each)]
+            for character, *each in zip(characters, q, k, v, strict=True)
         ],
     )
-    best = scores.masked_fill(~causal_mask(len(q), len(q)), -math.inf).argmax(dim=-1)
+    best = scores.masked_fill(~causal_mask(len(q), len(q)), -math.inf).argmax(dim=-1).tolist()
     caption = "scores: a row per query, a column per key"
     table = value_table(caption, ["", *characters], characters, scores, "{:+.2f}")
     return fill_template(
@@ -210,52 +218,49 @@ def explain_queries(subject: Subject) -> Section:
         scaled=scaled,
         root=math.sqrt(size),
         is_trained=subject.run is not None,
-        has_init=has_previous_token_init(subject.model),
-        best=[
-            (i + 1, characters[i], int(best[i]) + 1, characters[int(best[i])])
-            for i in range(len(q))[-3:]
-        ],
+        has_init=subject.has_previous_token_init,
+        best=[(i + 1, characters[i], j + 1, characters[j]) for i, j in enumerate(best)][-3:],
     )
 
 
 def explain_mask(subject: Subject) -> Section:
     """Show the weights under the causal mask, the outputs, and what the future would get."""
-    q, k, v = project(subject)
+    q, k, v = subject.first_head()
     scaled = subject.model.config.scale_attn_weights
     outputs, weights = explicit_attention(q, k, v, scaled=scaled)  # (T, D), (T, T)
     _, unmasked = explicit_attention(q, k, v, causal=False, scaled=scaled)
     future = float(unmasked.triu(1).sum() / max(1, len(weights) - 1))  # the last row has no future
     characters, caption = subject.characters, "weights: a row per query, a column per key"
-    table = value_table(caption, ["", *characters], characters, weights)
     vectors = Table(
         "values and outputs, the first components",
         ["character", "value", "output"],
-        [[c, components(v[i]), components(outputs[i])] for i, c in enumerate(characters)],
+        [
+            [character, *map(components, each)]
+            for character, *each in zip(characters, v, outputs, strict=True)
+        ],
     )
-    data = {"weights": weights.tolist(), "outputs": outputs.tolist(), "future_without_mask": future}
-    elements = {"weights": table, "outputs": vectors}
+    table = value_table(caption, ["", *characters], characters, weights)
     last = " + ".join(f"{weight:.2f} v{j}" for j, weight in enumerate(weights[-1].tolist(), 1))
-    return fill_template("mask", data, elements, last=last)
+    data = {"weights": weights.tolist(), "outputs": outputs.tolist(), "future_without_mask": future}
+    return fill_template("mask", data, {"weights": table, "outputs": vectors}, last=last)
 
 
 def explain_scaling(subject: Subject) -> Section:
     """Measure the variance of scores and the saturation of the softmax by head size."""
     measured = {size: score_statistics(size) for size in HEAD_SIZES}
     notebook, five, eight = notebook_scaling()
-    q, k, _ = project(subject, whole_line=True)
+    q, k, _ = subject.first_head(None)
     own = [float(attention_scores(q, k, scaled=s).var(correction=0)) for s in (False, True)]
-    table = Table(
-        "variance of the scores and mean of each row's largest weight, by head size D",
-        ["D", "variance", "scaled", "largest weight", "weight, scaled"],
+    rows = [
         [
-            [
-                str(size),
-                *(f"{m[name]:.2f}" for name in ("variance", "variance_scaled")),
-                *(f"{m[name]:.1%}" for name in ("largest_weight", "largest_weight_scaled")),
-            ]
-            for size, m in measured.items()
-        ],
-    )
+            str(size),
+            *(f"{each[name]:.2f}" for name in ("variance", "variance_scaled")),
+            *(f"{each[name]:.1%}" for name in ("largest_weight", "largest_weight_scaled")),
+        ]
+        for size, each in measured.items()
+    ]
+    caption = "variance of the scores and mean of each row's largest weight, by head size D"
+    columns = ["D", "variance", "scaled", "largest weight", "weight, scaled"]
     data = {
         "by_head_size": measured,
         "notebook_variances": notebook,
@@ -267,7 +272,7 @@ def explain_scaling(subject: Subject) -> Section:
     return fill_template(
         "scaling",
         data,
-        {"variances": table},
+        {"variances": Table(caption, columns, rows)},
         inputs=SCORES,
         size=q.size(-1),
         qk_norm=isinstance(subject.model, GPT) and subject.model.config.qk_norm,
@@ -281,7 +286,7 @@ def explain_attention(subject: Subject) -> Section:
     layers = attention_maps(subject.model, subject.ids)
     heads = describe_layers(layers)
     data: dict[str, Any] = {"line": subject.line, "heads": heads, "untrained_heads": []}
-    if has_previous_token_init(subject.model) and subject.run.config.train.from_run is None:
+    if subject.has_previous_token_init and subject.run.config.train.from_run is None:
         torch.manual_seed(subject.run.config.seed)
         fresh = GPT(subject.model.config, subject.corpus.tokenizer.vocab_size)
         first_layers = attention_maps(fresh, subject.ids)[:PREVIOUS_TOKEN_LAYERS]
@@ -305,15 +310,6 @@ SECTIONS: dict[str, Callable[[Subject], Section]] = {
 }
 
 
-@torch.no_grad()
-def project(subject: Subject, *, whole_line: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values of layer 1, head 1 on the shown characters, (T, D) each."""
-    tokens = subject.tokens if whole_line else subject.tokens[:, :SHOWN]
-    qkv = subject.model.first_layer_qkv(tokens)  # (1, H, T, D) each
-    q, k, v = (part[0, 0].float().cpu() for part in qkv)  # (T, D) each
-    return q, k, v
-
-
 def quoted(line: str) -> str:
     """Return a line in quotation marks, for a paragraph, which wraps at its single spaces."""
     visible = re.sub(r"^ | $|  +", lambda found: display_char(" ") * len(found[0]), line)
@@ -323,11 +319,6 @@ def quoted(line: str) -> str:
 def components(vector: Tensor) -> str:
     """Return the first three components of a vector as text."""
     return " ".join(f"{value:+.2f}" for value in vector[:3].tolist())
-
-
-def has_previous_token_init(model: GPT | GPT2) -> bool:
-    """Return whether the first layers began as heads that attend to the previous characters."""
-    return isinstance(model, GPT) and model.config.qk_norm
 
 
 def score_statistics(size: int) -> dict[str, float]:
@@ -350,20 +341,14 @@ def notebook_scaling() -> tuple[list[float], list[float], list[float]]:
         nn.Linear(32, 16, bias=False)
     k, q = torch.randn(4, 8, 16), torch.randn(4, 8, 16)
     raw, scaled = attention_scores(q, k, scaled=False), attention_scores(q, k)
+    variances = [float(x.var()) for x in (k, q, raw, scaled)]
     five = torch.tensor(SCORES)
-    return (
-        [float(x.var()) for x in (k, q, raw, scaled)],
-        five.softmax(-1).tolist(),
-        (8 * five).softmax(-1).tolist(),
-    )
+    return variances, five.softmax(-1).tolist(), (8 * five).softmax(-1).tolist()
 
 
 def value_table(
     caption: str, columns: list[str], characters: list[str], values: Tensor, form: str = "{:.2f}"
 ) -> Table:
     """Return a matrix as a table with a character before each row."""
-    rows = [
-        [character, *map(form.format, row)]
-        for character, row in zip(characters, values.tolist(), strict=True)
-    ]
-    return Table(caption, columns, rows)
+    pairs = zip(characters, values.tolist(), strict=True)
+    return Table(caption, columns, [[name, *map(form.format, row)] for name, row in pairs])

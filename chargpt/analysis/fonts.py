@@ -3,12 +3,11 @@
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from matplotlib.font_manager import FontEntry
 
 DEFAULT = "DejaVu Sans"  # which matplotlib brings
 # blocks of Unicode that Noto Sans CJK has
@@ -35,27 +34,24 @@ OTHER_FONTS = {
 def set_fallback_fonts(figure: "Figure") -> str:
     """Give the texts of a figure installed fonts that have the characters the default font lacks.
 
-    The installed fonts are searched only if a character is missing, for regular ones first.
+    Matplotlib takes each character from the first family of a list that has it. Only families that
+    are needed are listed, since it opens all of them.
 
     Returns:
         The characters that no installed font has, sorted.
     """
-    from matplotlib import font_manager
+    from matplotlib.font_manager import findfont
     from matplotlib.text import Text
 
     texts = [text for text in figure.findobj(Text) if isinstance(text, Text)]
     missing = {c for text in texts for c in text.get_text() if may_lack_glyph(c)}
-    missing -= found_in(font_manager.findfont(DEFAULT), missing)
-    families = [DEFAULT]
-    for fonts in (font_manager.fontManager.ttflist, new_fonts()):
-        if missing:
-            chosen = choose_fonts(missing, fonts)
-            families += chosen
-            missing -= set().union(*chosen.values())
-    if len(families) > 1:
-        for text in texts:
-            text.set_fontfamily(families)
-    return "".join(sorted(missing))
+    missing -= found_in(findfont(DEFAULT), missing)
+    chosen = choose_fonts(missing) if missing else {}
+    if missing.difference(*chosen.values()) and add_new_fonts():
+        chosen = choose_fonts(missing)
+    for text in texts if chosen else ():
+        text.set_fontfamily([DEFAULT, *chosen])
+    return "".join(sorted(missing.difference(*chosen.values())))
 
 
 def may_lack_glyph(character: str) -> bool:
@@ -67,23 +63,21 @@ def may_lack_glyph(character: str) -> bool:
     )
 
 
-def choose_fonts(characters: set[str], fonts: "Iterable[FontEntry]") -> dict[str, set[str]]:
+def choose_fonts(characters: set[str]) -> dict[str, set[str]]:
     """Return families that together have as many of the characters as any, and what each adds."""
+    from matplotlib.font_manager import fontManager
+
     found: dict[str, set[str]] = {}
-    for font in sorted(fonts, key=lambda font: (font.style != "normal", font.weight != 400)):
+    # regular fonts first
+    for font in sorted(fontManager.ttflist, key=lambda f: (f.style != "normal", f.weight != 400)):
         is_placeholder = "lastresort" in font.name.replace(" ", "").lower()
-        if font.name in found or is_placeholder:
-            continue
-        found[font.name] = found_in(font.fname, characters)
-        if found[font.name] == characters:
-            break
+        if font.name not in found and not is_placeholder:
+            found[font.name] = found_in(font.fname, characters)
     chosen = {}
     missing = set(characters)
-    while found:
+    while any(each & missing for each in found.values()):
         name = max(found, key=lambda name: len(found[name] & missing))
-        if not found[name] & missing:
-            break
-        chosen[name] = found.pop(name) & missing
+        chosen[name] = found[name] & missing
         missing -= chosen[name]
     return chosen
 
@@ -99,20 +93,15 @@ def found_in(path: str, characters: set[str]) -> set[str]:
     return {c for c in characters if font.get_char_index(ord(c))}
 
 
-def new_fonts() -> "Iterator[FontEntry]":
-    """Yield the fonts installed since matplotlib listed them, now known to it."""
-    from matplotlib import font_manager
+def add_new_fonts() -> bool:
+    """Make known the fonts installed since matplotlib listed them; return whether there are any."""
+    from matplotlib.font_manager import findSystemFonts, fontManager
 
-    manager = font_manager.fontManager
-    listed = {font.fname for font in manager.ttflist}
-    for path in font_manager.findSystemFonts():
-        if path not in listed:
-            count = len(manager.ttflist)
-            try:
-                manager.addfont(path)
-            except Exception:  # a damaged file, or one of bitmaps; its kinds of error are many
-                continue
-            yield from manager.ttflist[count:]
+    before = len(fontManager.ttflist)
+    for path in {*findSystemFonts()} - {font.fname for font in fontManager.ttflist}:
+        with suppress(Exception):  # a damaged file, or one of bitmaps; its kinds of error are many
+            fontManager.addfont(path)
+    return len(fontManager.ttflist) > before
 
 
 def fonts_for(characters: str) -> list[str]:

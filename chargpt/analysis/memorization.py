@@ -9,9 +9,9 @@ Shapes in this file: N = tokens of the training split, M = tokens of a text.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
-from functools import cached_property
 from statistics import median_low
 
 import numpy as np
@@ -31,6 +31,7 @@ MIN_NGRAMS = 30  # behind a fraction; those of fewer vary too much
 CHUNK = 2**20  # tokens of the training split
 TABLE_BITS = 22  # of a hash, by which most n-grams of the training split are skipped
 MAX_POSITIONS = 32  # stored for one n-gram; a run of spaces may occur a million times
+SEPARATOR = 1 << 40  # no token id
 BASE = 0x9E3779B97F4A7C15  # any odd number has an inverse modulo 2^64
 
 Hashes = npt.NDArray[np.uint64]
@@ -73,12 +74,19 @@ class Overlap:
 
 @dataclass(frozen=True)
 class OverlapReport:
-    """Overlap of generated texts, and of the validation split for reference."""
+    """Overlap of generated texts, and of the validation split for reference.
+
+    Attributes:
+        val: of parts of the validation split, each as long as one of the texts, or whole documents.
+        val_characters: of those parts whose n-grams are counted.
+        copied, known: those generated documents that the training split has, and the whole text.
+    """
 
     texts: list[Overlap]
-    # of parts of the validation split, each as long as one of the texts, or whole documents
     val: list[Overlap]
-    val_characters: int = 0  # of those parts whose n-grams are counted
+    val_characters: int = 0
+    copied: AbstractSet[str] = frozenset()
+    known: AbstractSet[str] = frozenset()
 
     @property
     def longest_in_val(self) -> int:
@@ -101,10 +109,9 @@ class OverlapReport:
         for n in (n for n in NGRAM_LENGTHS if n <= 2 * MIN_MATCH):
             row = [str(n)]
             for overlaps in (self.texts, self.val):
-                counts = [(each.novel[n], each.ngrams[n]) for each in overlaps if n in each.novel]
-                total = sum(count for _, count in counts)
+                total = sum(each.ngrams.get(n, 0) for each in overlaps)
+                novel = sum(each.novel[n] * each.ngrams[n] for each in overlaps if n in each.novel)
                 if total >= MIN_NGRAMS:
-                    novel = sum(fraction * count for fraction, count in counts)
                     row.append(f"{novel / total:.1%} of {total:,}")
             if len(row) == 3:
                 rows.append(row)
@@ -116,7 +123,9 @@ def longest_match(overlaps: Sequence[Overlap]) -> int:
     return max((each.longest.length for each in overlaps if each.longest), default=0)
 
 
-def find_documents(corpus: Corpus, wanted: set[str], separator: str) -> tuple[set[str], set[str]]:
+def find_documents(
+    corpus: Corpus, wanted: AbstractSet[str], separator: str
+) -> tuple[set[str], set[str]]:
     """Return which of the wanted texts are documents of the training split, and of the whole text.
 
     They are matched whole, since most documents are shorter than a verbatim match.
@@ -130,7 +139,7 @@ def find_documents(corpus: Corpus, wanted: set[str], separator: str) -> tuple[se
 
 
 def _documents_in(
-    tokens: Tokens, tokenizer: CharTokenizer, wanted: set[str], separator: str
+    tokens: Tokens, tokenizer: CharTokenizer, wanted: AbstractSet[str], separator: str
 ) -> set[str]:
     found: set[str] = set()
     rest = ""
@@ -139,40 +148,42 @@ def _documents_in(
         end = start + CHUNK
         while end < len(tokens) and tokens[end] >= tokenizer.first_continuation_id:
             end += 1  # a character of several bytes stays whole
-        items = (rest + tokenizer.decode(tokens[start:end])).split(separator)
-        rest = items.pop()
-        found |= wanted.intersection(items)
+        *items, rest = (rest + tokenizer.decode(tokens[start:end])).split(separator)
+        found |= wanted & set(items)
         start = end
     return found
 
 
 def measure_overlap(
-    corpus: Corpus, texts: Sequence[str], on_progress: OnProgress = lambda *_: None
+    corpus: Corpus,
+    texts: Sequence[str],
+    documents: Collection[str] = (),
+    on_progress: OnProgress = lambda *_: None,
 ) -> OverlapReport:
     """Return the verbatim overlap of generated texts with the training split of their corpus.
 
-    `on_progress` is called with the number of training tokens done, and of all.
+    Args:
+        documents: generated documents, whole, to look up if the corpus is a list of them.
+        on_progress: called with the number of training tokens done, and of all.
     """
     training, val, tokenizer = corpus.split("train"), corpus.split("val"), corpus.tokenizer
     generated = [tokenizer.encode(text, unknown="replace") for text in texts]
     parts = _validation_parts(val, tokenizer, [len(tokens) for tokens in generated])
     tokenized = [*generated, *(val[start:end] for start, end in parts)]
-    found = [
-        _in_characters(overlap, tokens, tokenizer)
-        for overlap, tokens in zip(
-            find_overlap(training, tokenized, on_progress), tokenized, strict=True
-        )
-    ]
+    overlaps = find_overlap(training, tokenized, on_progress)
+    found = [_in_characters(*each, tokenizer) for each in zip(overlaps, tokenized, strict=True)]
     compared = found[len(generated) :]
     n_counted = last = 0
-    for index in sorted(range(len(parts)), key=parts.__getitem__):
-        start, end = parts[index]
+    for index, (start, end) in sorted(enumerate(parts), key=lambda each: each[1]):
         if start < last:  # its n-grams would be counted twice
             compared[index] = replace(compared[index], novel={}, ngrams={})
         else:
             n_counted += tokenizer.count_characters(val[start:end])
             last = end
-    return OverlapReport(found[: len(generated)], compared, n_counted)
+    copied, known = set[str](), set[str]()
+    if tokenizer.eos_token:
+        copied, known = find_documents(corpus, {*documents}, tokenizer.eos_token)
+    return OverlapReport(found[: len(generated)], compared, n_counted, copied, known)
 
 
 def _validation_parts(
@@ -180,11 +191,16 @@ def _validation_parts(
 ) -> list[tuple[int, int]]:
     """Return (start, end) of parts of the validation split, in groups as long as the texts.
 
-    They are whole documents if there are any: cut ones would be beginnings alone, whose n-grams
-    differ.
+    They are whole documents, without EOS tokens, from all of the split if there are any: cut ones
+    would be beginnings alone, whose n-grams differ.
     """
     if tokenizer.eos_token:
-        return _validation_documents(val, tokenizer, len(lengths))
+        ends = document_ends(val, tokenizer.eos_token_id)
+        starts = np.append(0, ends[:-1])
+        number = max(len(lengths), MIN_COMPARED, MAX_DOCUMENT_TOKENS * len(ends) // len(val))
+        chosen = np.linspace(0, len(ends) - 1, min(number, len(ends))).round().astype(int)
+        stops = np.minimum(ends[chosen] - 1, starts[chosen] + MAX_DOCUMENT_TOKENS)
+        return list(zip(starts[chosen].tolist(), stops.tolist(), strict=True))
     repeats = math.ceil(MIN_COMPARED / max(1, len(lengths)))
     parts = []
     for repeat in range(repeats):
@@ -193,18 +209,6 @@ def _validation_parts(
             start = max(0, round((len(val) - length) * fraction))
             parts.append((start, min(start + length, len(val))))
     return parts
-
-
-def _validation_documents(
-    val: Tokens, tokenizer: CharTokenizer, n_texts: int
-) -> list[tuple[int, int]]:
-    """Return (start, end) of documents from all of the validation split, without EOS tokens."""
-    ends = document_ends(val, tokenizer.eos_token_id)
-    starts = np.append(0, ends[:-1])
-    number = max(n_texts, MIN_COMPARED, MAX_DOCUMENT_TOKENS * len(ends) // len(val))
-    chosen = np.linspace(0, len(ends) - 1, min(number, len(ends))).round().astype(int)
-    stops = np.minimum(ends[chosen] - 1, starts[chosen] + MAX_DOCUMENT_TOKENS)
-    return list(zip(starts[chosen].tolist(), stops.tolist(), strict=True))
 
 
 def _in_characters(overlap: Overlap, tokens: Tokens, tokenizer: CharTokenizer) -> Overlap:
@@ -217,21 +221,16 @@ def _in_characters(overlap: Overlap, tokens: Tokens, tokenizer: CharTokenizer) -
         text = tokenizer.decode(tokens[edges[first] : edges[last]])
         return VerbatimMatch(first, last - first, text)
 
-    def counts(match: VerbatimMatch) -> bool:
-        n_visible = sum(not character.isspace() for character in match.text)
-        return match.length >= MIN_MATCH and n_visible >= MIN_VISIBLE
-
     found = [in_characters(start, end) for start, end in overlap.spans]
     is_free = np.ones(len(tokens), dtype=bool)
     matches = []
     for match in sorted(found, key=lambda match: -match.length):
         free = np.flatnonzero(is_free[match.start : match.start + match.length]).tolist()
-        if not free:
-            continue
         # what overlaps is longer and covers an end of the match: the rest is one part
-        part = slice(free[0], free[-1] + 1)
-        rest = VerbatimMatch(match.start + part.start, len(free), match.text[part])
-        if counts(rest):
+        start, end = (free[0], free[-1] + 1) if free else (0, 0)
+        rest = VerbatimMatch(match.start + start, end - start, match.text[start:end])
+        n_visible = sum(not character.isspace() for character in rest.text)
+        if rest.length >= MIN_MATCH and n_visible >= MIN_VISIBLE:
             is_free[rest.start : rest.start + rest.length] = False
             matches.append(rest)
     return replace(overlap, matches=sorted(matches, key=lambda match: -match.length))
@@ -241,11 +240,14 @@ def find_overlap(
     training: Tokens, texts: Sequence[Tokens], on_progress: OnProgress = lambda *_: None
 ) -> list[Overlap]:
     """Return the overlap of each text with the training tokens (N,), in one pass over those."""
+    # one text, in which no n-gram with a separator is one of the training split
+    parts = [part for text in texts for part in (text, np.array([SEPARATOR]))]
+    joined = np.concatenate([np.zeros(0, dtype=np.int64), *parts])
     longest = max((len(text) for text in texts), default=0)
     lengths = [n for n in NGRAM_LENGTHS if n <= min(longest, len(training))]
-    powers, inverses = _powers(max(longest, CHUNK + (lengths[-1] if lengths else 0)))
-    text_sums = [_prefix_sums(text, powers) for text in texts]
-    tables = [_NGramTable(text_sums, inverses, n) for n in lengths]
+    powers, inverses = _powers(max(len(joined), CHUNK + max(lengths, default=0)))
+    sums = _prefix_sums(joined, powers)
+    tables = [_NGramTable(_hashes(sums, inverses, n, len(joined) - n), n) for n in lengths]
     for first in range(0, len(training) if lengths else 0, CHUNK):
         chunk = training[first : first + CHUNK + lengths[-1] - 1]
         sums = _prefix_sums(chunk, powers)
@@ -253,95 +255,82 @@ def find_overlap(
             # n-grams that begin in the next chunk belong to it
             count = min(CHUNK, len(chunk) - table.n + 1)
             if count > 0:
-                table.look_up(sums, inverses, first, count)
+                table.look_up(_hashes(sums, inverses, table.n, count), first)
         on_progress(min(first + CHUNK, len(training)), len(training))
-    return [_overlap_of(training, text, number, tables) for number, text in enumerate(texts)]
+    matches = _matches(np.asarray(training), joined, tables)  # views of a memory map are slow
+    overlaps, start = [], 0
+    for text in texts:
+        end = start + len(text)
+        own = [
+            VerbatimMatch(match.start - start, match.length)
+            for match in matches
+            if start <= match.start < end
+        ]
+        occurs = {
+            table.n: table.occurs[table.ids[start : end - table.n + 1]]
+            for table in tables
+            if table.n <= len(text)
+        }
+        novel = {n: 1 - float(each.mean()) for n, each in occurs.items()}
+        overlaps.append(Overlap(own, novel, {n: len(each) for n, each in occurs.items()}))
+        start = end + 1
+    return overlaps
 
 
 class _NGramTable:
-    """All n-grams of one length of some texts, and where the training split has them.
+    """The n-grams of one length of a text, and where the training split has them.
 
-    `sums` are the texts' prefix sums.
+    Args:
+        hashes: of the n-grams, in the order of the text.
+        n: their length.
     """
 
-    def __init__(self, sums: Sequence[Hashes], inverses: Hashes, n: int) -> None:
+    def __init__(self, hashes: Hashes, n: int) -> None:
         self.n = n
-        hashes = [_hashes(each, inverses, n, max(0, len(each) - n)) for each in sums]
-        self.ends = np.cumsum([len(each) for each in hashes])  # of each text's n-grams
-        self.hashes, self.ids = np.unique(np.concatenate(hashes), return_inverse=True)
+        self.hashes, self.ids = np.unique(hashes, return_inverse=True)
         self.occurs = np.zeros(len(self.hashes), dtype=bool)
         self.positions: list[tuple[Positions, Positions]] = []  # (ids, positions) of each chunk
         self.n_stored = np.zeros(len(self.hashes), dtype=np.int64)
         self.filter = np.zeros(2**TABLE_BITS, dtype=bool)
         self.filter[self.hashes >> np.uint64(64 - TABLE_BITS)] = True
 
-    def look_up(self, sums: Hashes, inverses: Hashes, first: int, count: int) -> None:
-        """Look up the `count` n-grams that begin in a chunk of the training split."""
-        hashes = _hashes(sums, inverses, self.n, count)
+    def look_up(self, hashes: Hashes, first: int) -> None:
+        """Look up n-grams of the training split, the first of which begins at position `first`."""
         positions = np.flatnonzero(self.filter[hashes >> np.uint64(64 - TABLE_BITS)])
         ids = np.searchsorted(self.hashes, hashes[positions]).clip(max=len(self.hashes) - 1)
         is_equal = self.hashes[ids] == hashes[positions]
         ids, positions = ids[is_equal], positions[is_equal]
         self.occurs[ids] = True
         if self.n >= MIN_MATCH:
-            self._store(ids, positions + first)
+            order = np.argsort(ids, kind="stable")
+            ids, positions = ids[order], positions[order] + first
+            rank = np.arange(len(ids)) - np.searchsorted(ids, ids)  # among equal ids of this chunk
+            is_kept = self.n_stored[ids] + rank < MAX_POSITIONS
+            self.positions.append((ids[is_kept], positions[is_kept]))
+            self.n_stored += np.bincount(ids, minlength=len(self.hashes))
 
-    def _store(self, ids: Positions, positions: Positions) -> None:
+    def pairs(self) -> tuple[Positions, Positions]:
+        """Return starts in the text and in the training split of all equal n-grams."""
+        ids, positions = (np.concatenate(each) for each in zip(*self.positions, strict=True))
         order = np.argsort(ids, kind="stable")
         ids, positions = ids[order], positions[order]
-        rank = np.arange(len(ids)) - np.searchsorted(ids, ids)  # among equal ids of this chunk
-        is_kept = self.n_stored[ids] + rank < MAX_POSITIONS
-        self.positions.append((ids[is_kept], positions[is_kept]))
-        self.n_stored += np.bincount(ids, minlength=len(self.hashes))
-
-    def ids_of(self, number: int) -> Positions:
-        """Return the id of each n-gram of one text."""
-        start = self.ends[number - 1] if number else 0
-        return self.ids[start : self.ends[number]]
-
-    @cached_property
-    def _stored(self) -> tuple[Positions, Positions]:
-        """Ids and positions of all stored n-grams, sorted by id."""
-        empty = np.zeros(0, dtype=np.int64)
-        ids = np.concatenate([empty, *(ids for ids, _ in self.positions)])
-        positions = np.concatenate([empty, *(positions for _, positions in self.positions)])
-        order = np.argsort(ids, kind="stable")
-        return ids[order], positions[order]
-
-    def pairs(self, number: int) -> tuple[Positions, Positions]:
-        """Return starts in one text and in the training split of all equal n-grams."""
-        ids = self.ids_of(number)
-        stored_ids, positions = self._stored
-        low = np.searchsorted(stored_ids, ids, side="left")
-        counts = np.searchsorted(stored_ids, ids, side="right") - low
-        starts = np.repeat(np.arange(len(ids)), counts)
+        low = np.searchsorted(ids, self.ids, side="left")
+        counts = np.searchsorted(ids, self.ids, side="right") - low
+        starts = np.repeat(np.arange(len(self.ids)), counts)
         offsets = np.repeat(low - counts.cumsum() + counts, counts)
         return starts, positions[np.arange(len(starts)) + offsets]
 
 
-def _overlap_of(training: Tokens, text: Tokens, number: int, tables: list[_NGramTable]) -> Overlap:
-    occurrence = {
-        table.n: table.occurs[table.ids_of(number)] for table in tables if table.n <= len(text)
-    }
-    novel = {n: 1 - float(occurs.mean()) for n, occurs in occurrence.items()}
-    ngrams = {n: len(occurs) for n, occurs in occurrence.items()}
-    # views of a memory map are slow
-    matches = _matches(np.asarray(training), np.asarray(text), number, tables)
-    return Overlap(matches, novel, ngrams)
-
-
-def _matches(
-    training: Tokens, text: Tokens, number: int, tables: list[_NGramTable]
-) -> list[VerbatimMatch]:
-    """Return the matches of one text that cannot be extended, longest first.
+def _matches(training: Tokens, text: Tokens, tables: list[_NGramTable]) -> list[VerbatimMatch]:
+    """Return the matches of a text that cannot be extended, longest first.
 
     The pair of a start in the text and an equal position in the training split is found by the
     longest n-gram that begins there: matches by shorter ones are within that match, or shorter.
     """
     found: set[tuple[int, int]] = set()
     is_open = np.ones(len(text), dtype=bool)  # no longer n-gram has been found here
-    for table in reversed(tables):
-        starts, positions = table.pairs(number)
+    for table in (table for table in reversed(tables) if table.n >= MIN_MATCH):
+        starts, positions = table.pairs()
         is_longest = is_open[starts]
         is_open[starts] = False
         starts, offsets = starts[is_longest], (positions - starts)[is_longest]

@@ -60,11 +60,9 @@ def save(figure: "Figure", path: Path) -> str:
         ConfigError: the suffix is neither .svg nor .png, or the file cannot be written.
     """
     require_suffix(path)
-    missing = ""
-    metadata: dict[str, str | None] = {"Date": None, "Title": "chargpt"}
-    if path.suffix == ".png":
-        missing = set_fallback_fonts(figure)
-        metadata = {"Software": "chargpt"}
+    is_png = path.suffix == ".png"
+    missing = set_fallback_fonts(figure) if is_png else ""
+    metadata = {"Software": "chargpt"} if is_png else {"Date": None, "Title": "chargpt"}
     write_output(path, _rendered(figure, format=path.suffix[1:], dpi=130, metadata=metadata))
     return missing
 
@@ -85,7 +83,7 @@ def inline(figure: "Figure", name: str) -> Markup:
 
     def shorten(tag: re.Match[str]) -> str:
         coloured = tag[0].replace("#000000", "currentColor")
-        return re.sub(r' id="([^"]*)"', lambda found: found[0] * (found[1] in used), coloured)
+        return re.sub(r' id="([^"]*)"', lambda id_: id_[0] if id_[1] in used else "", coloured)
 
     svg = re.sub(r"<[^>]+>", shorten, svg)  # and not the text between tags
     for mark in used:  # hashes, which occur nowhere else
@@ -203,12 +201,11 @@ def optimization_curves(records: Sequence[Mapping[str, Any]], characters: float)
         "gradient norm": smoothed([(row["step"], row["grad_norm"]) for row in rows]),
         "characters per second": smoothed(speeds),
     }
-    for number, (name, points) in enumerate(parts.items()):
-        shared = figure.axes[0] if number else None  # so that all have the same steps
-        axes = figure.add_subplot(len(parts), 1, number + 1, sharex=shared)
-        axes.plot(*(zip(*points, strict=True) if points else ((), ())), color=COLOURS[number])
+    all_axes = figure.subplots(len(parts), sharex=True)
+    for axes, colour, (name, points) in zip(all_axes, COLOURS, parts.items(), strict=False):
+        axes.plot(*(zip(*points, strict=True) if points else ((), ())), color=colour)
         axes.set_title(name, fontsize=9, loc="left")
-        axes.tick_params(labelsize=8, labelbottom=number == len(parts) - 1)
+        axes.tick_params(labelsize=8)
         axes.set_ylim(bottom=0)
         _remove_spines(axes)
     axes.set_xlabel("step", fontsize=9)
@@ -249,9 +246,8 @@ def attention(weights: "npt.NDArray[np.float32]", text: str, titles: Sequence[st
     """
     from matplotlib.colors import LinearSegmentedColormap
 
-    clear_to_blue = LinearSegmentedColormap.from_list(
-        "ours", [(0, 0.45, 0.7, 0), (0, 0.45, 0.7, 1)]
-    )
+    blue = (0, 0.45, 0.7)
+    clear_to_blue = LinearSegmentedColormap.from_list("ours", [(*blue, 0), (*blue, 1)])
     size = max(2.6, 0.115 * len(text))
     across = min(4, len(weights))
     down = math.ceil(len(weights) / across)
@@ -259,16 +255,11 @@ def attention(weights: "npt.NDArray[np.float32]", text: str, titles: Sequence[st
     figure = _figure(width * across, height * down)
     figure.set_layout_engine("none")  # finding a layout among so many characters takes seconds
     labels = [((i + end - 1) / 2, display_text(text[i:end])) for i, end in graphemes(text)]
-    for number, (head, title) in enumerate(zip(weights, titles, strict=True), 1):
-        row, column = divmod(number - 1, across)
-        axes = figure.add_axes(
-            (
-                (column + 0.25 / width) / across,
-                1 - (row + (size + 0.45) / height) / down,
-                size / width / across,
-                size / height / down,
-            )
-        )
+    for number, (head, title) in enumerate(zip(weights, titles, strict=True)):
+        row, column = divmod(number, across)
+        left = (column + 0.25 / width) / across
+        bottom = 1 - (row + (size + 0.45) / height) / down
+        axes = figure.add_axes((left, bottom, size / width / across, size / height / down))
         axes.imshow(head, cmap=clear_to_blue, vmin=0, vmax=1, interpolation="nearest")
         axes.set_title(title, fontsize=9, pad=12)
         axes.set(xticks=[], yticks=[])
@@ -296,15 +287,14 @@ def plain(name: str) -> str:
 def ladder(result: "Ladder") -> "Figure":
     """Draw the losses of a ladder as bars, in bits per character."""
     bars = [
-        *((name, nats, None, GREY) for name, nats in result.ngrams.items()),
-        *((name, nats, None, PALE) for name, nats in result.compressor_losses.items()),
-        *((r.rung.name, r.loss.value, r.loss.margin, COLOURS[0]) for r in result.results),
+        *((name, nats, 0.0, GREY) for name, nats in result.ngrams.items()),
+        *((name, nats, 0.0, PALE) for name, nats in result.compressor_losses.items()),
+        *((r.rung.name, r.loss.value, r.loss.margin or 0.0, COLOURS[0]) for r in result.results),
     ]
     figure = _figure(8, 0.6 + 0.28 * len(bars))
     axes = figure.add_subplot()
     names, nats, margins, colours = zip(*bars, strict=True)
-    bits = [each / math.log(2) for each in nats]
-    errors = [(margin or 0) / math.log(2) for margin in margins]
+    bits, errors = ([each / math.log(2) for each in values] for values in (nats, margins))
     places = range(len(bars))
     axes.barh(places, bits, color=colours, height=0.7)
     axes.errorbar(bits, places, xerr=errors, fmt="none", ecolor="black", elinewidth=1)

@@ -5,7 +5,7 @@ Shapes in this file: N = tokens scored, B = rows of a forward pass, L = scored t
 
 import math
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,14 @@ from chargpt.text.tokenizer import CharTokenizer, Tokens
 
 TOP_K = 5  # predictions kept per character
 BINS = 10  # of the calibration curve
+KINDS = {  # of characters, by the Unicode category or its first letter
+    "Ll": "lower-case letters",
+    "Lu": "upper-case letters",
+    "L": "letters without case (Chinese, Arabic, ...)",
+    "M": "combining marks",
+    "N": "digits",
+    "Z": "spaces",
+}
 
 
 @dataclass(frozen=True)
@@ -56,18 +64,16 @@ def predict(model: LanguageModel, tokens: Tokens, max_tokens: int) -> Prediction
     columns: list[tuple[torch.Tensor, ...]] = []
     for log_probs, targets in iter_log_probs(model, tokens, "blocks", max_tokens):
         best, predicted = log_probs.max(dim=-1)  # (B, L)
-        target_log_probs = log_probs.gather(2, targets[..., None]).squeeze(2)
-        lengths = torch.arange(1, targets.size(1) + 1).repeat(len(targets))
-        correct = (predicted == targets).flatten()
-        nll, confidence = -target_log_probs.flatten(), best.exp().flatten()
-        columns.append((targets.flatten(), lengths, nll, confidence, correct))
+        nll = -log_probs.gather(2, targets[..., None]).squeeze(2)
+        lengths = torch.arange(1, targets.size(1) + 1).expand(targets.shape)
+        columns.append((targets, lengths, nll, best.exp(), predicted == targets))
     targets, lengths, nll, confidence, correct = (
-        torch.cat(parts).cpu() for parts in zip(*columns, strict=True)
+        torch.cat([x.flatten() for x in parts]).cpu() for parts in zip(*columns, strict=True)
     )
     return Predictions(
         targets.numpy(),
         lengths.numpy(),
-        nll.double().numpy(),
+        nll.double().numpy(),  # on the CPU: not every device has float64
         confidence.double().numpy(),
         correct.numpy(),
     )
@@ -76,13 +82,12 @@ def predict(model: LanguageModel, tokens: Tokens, max_tokens: int) -> Prediction
 def by_context(predictions: Predictions) -> list[Group]:
     """Group by context length: 1, 2, 3 to 4, 5 to 8, ... tokens."""
     length = predictions.context_length
-    groups, low, high, longest = [], 1, 1, int(length.max())
+    members, low, high, longest = {}, 1, 1, int(length.max())
     while low <= longest:
         end = min(high, longest)
-        name = f"{low}" if low == end else f"{low} to {end}"
-        groups.append((name, (length >= low) & (length <= high)))
+        members[f"{low}" if low == end else f"{low} to {end}"] = (length >= low) & (length <= high)
         low, high = high + 1, 2 * high
-    return _groups(predictions, groups)
+    return _groups(predictions, members)
 
 
 def by_kind(predictions: Predictions, tokenizer: CharTokenizer) -> list[Group]:
@@ -91,32 +96,24 @@ def by_kind(predictions: Predictions, tokenizer: CharTokenizer) -> list[Group]:
     name = "bytes of rare characters" if tokenizer.has_bytes else "unknown token"
     kinds = np.array([*map(kind_of, tokenizer.characters), *[name] * others])
     names = kinds[predictions.targets]
-    groups = _groups(predictions, [(str(name), names == name) for name in sorted(set(names))])
+    groups = _groups(predictions, {str(name): names == name for name in sorted(set(names))})
     return sorted(groups, key=lambda group: -group.characters)
 
 
 def kind_of(character: str) -> str:
     """Return a character's kind by its Unicode category."""
-    category = unicodedata.category(character)
     if character in "\n\r":
         return "line ends"
-    if category in ("Ll", "Lu"):
-        return {"Ll": "lower-case letters", "Lu": "upper-case letters"}[category]
-    if category.startswith("L"):
-        return "letters without case (Chinese, Arabic, ...)"
-    if category.startswith("M"):
-        return "combining marks"
-    if category.startswith("N"):
-        return "digits"
-    if category.startswith("Z") or character == "\t":
+    if character == "\t":
         return "spaces"
-    return "punctuation and symbols"
+    category = unicodedata.category(character)
+    return KINDS.get(category) or KINDS.get(category[0], "punctuation and symbols")
 
 
 def calibration(predictions: Predictions) -> list[Group]:
     """Group by confidence, in `BINS` equal bins."""
     bins = np.minimum((predictions.confidence * BINS).astype(int), BINS - 1)
-    members = [(f"{i / BINS:.0%} to {(i + 1) / BINS:.0%}", bins == i) for i in range(BINS)]
+    members = {f"{i / BINS:.0%} to {(i + 1) / BINS:.0%}": bins == i for i in range(BINS)}
     return _groups(predictions, members)
 
 
@@ -126,18 +123,12 @@ def calibration_error(groups: Iterable[Group]) -> float:
     return sum(count * gap for count, gap in gaps) / sum(count for count, _ in gaps)
 
 
-def _groups(
-    predictions: Predictions, members: Iterable[tuple[str, npt.NDArray[np.bool_]]]
-) -> list[Group]:
+def _groups(predictions: Predictions, members: Mapping[str, npt.NDArray[np.bool_]]) -> list[Group]:
+    """Return the groups that have characters; `members`: by name, which characters, (N,)."""
+    columns = (predictions.correct, predictions.nll, predictions.confidence)
     return [
-        Group(
-            name,
-            int(chosen.sum()),
-            float(predictions.correct[chosen].mean()),
-            float(predictions.nll[chosen].mean()),
-            float(predictions.confidence[chosen].mean()),
-        )
-        for name, chosen in members
+        Group(name, int(chosen.sum()), *(float(column[chosen].mean()) for column in columns))
+        for name, chosen in members.items()
         if chosen.any()
     ]
 
@@ -155,16 +146,11 @@ def score_passage(
     read = tokenizer.decode_stream()
     read(int(tokens[0]))
     for log_probs, targets in iter_log_probs(model, tokens[: n_tokens + 1], "sliding"):
-        target_log_probs = log_probs.gather(2, targets[..., None]).squeeze(2)
         top = log_probs.topk(min(TOP_K, log_probs.size(2)), dim=-1)
-        rows = zip(
-            targets.flatten().tolist(),
-            target_log_probs.flatten().tolist(),
-            top.indices.flatten(0, 1).tolist(),
-            top.values.exp().flatten(0, 1).tolist(),
-            strict=True,
-        )
-        for target, log_prob, ids, probs in rows:
+        target_log_probs = log_probs.gather(2, targets[..., None]).squeeze(2)
+        columns = (targets, target_log_probs, top.indices, top.values.exp())
+        rows = (column.flatten(0, 1).tolist() for column in columns)
+        for target, log_prob, ids, probs in zip(*rows, strict=True):
             bits -= log_prob / math.log(2)
             predicted = predicted or tuple(zip(map(tokenizer.token_text, ids), probs, strict=True))
             if character := read(target):

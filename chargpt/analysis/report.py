@@ -90,12 +90,10 @@ def write_report(
         on_progress(number, len(slow) + 1)
         values |= section(run, corpus)
     on_progress(len(slow) + 1, len(slow) + 1)
-    present = {
-        "curves": bool(values["loss_curves"]),
-        "samples": bool(values["samples"]),
-        "attention": bool(values["maps"]),
-    }
-    values["sections"] = [(key, title) for key, title in SECTIONS.items() if present.get(key, True)]
+    contents = {"curves": "loss_curves", "samples": "samples", "attention": "maps"}
+    values["sections"] = [
+        (key, title) for key, title in SECTIONS.items() if values[contents.get(key, "title")]
+    ]
     path = path or run.folder / REPORT
     page = render("report.html", script="report.js", **values)
     write_output(path, page.encode(errors="replace"))
@@ -180,10 +178,9 @@ def attention(run: Run, corpus: Corpus) -> Values:
         return {"maps": []}
     max_length = min(MAX_LINE, run.model.block_size)
     line = typical_line(run.tokenizer, corpus.split("val"), max_length)
-    text, maps = run.tokenizer.decode(line), []
-    layers = attention_maps(run.model, line)
-    captions = describe_layers(layers)
-    for number, (weights, caption) in enumerate(zip(layers, captions, strict=True), 1):
+    text, layers, maps = run.tokenizer.decode(line), attention_maps(run.model, line), []
+    for number, caption in enumerate(describe_layers(layers), 1):
+        weights = layers[number - 1]
         titles = [f"head {head}" for head in range(1, len(weights) + 1)]
         svgs = plots.inline_heads(weights, text, titles, f"layer{number}")
         maps.append((caption, svgs, f"layer {number}"))
@@ -200,43 +197,33 @@ def overlap(run: Run, corpus: Corpus) -> Values:
         return {"overlap": None}
     eos_token = run.tokenizer.eos_token
     number = N_DOCUMENTS if eos_token else N_SAMPLES
-    copied, known, finished = set[str](), set[str](), list[str]()
     texts = sample(run, prompt="", length=SAMPLE_LENGTH, num_samples=number, seed=SEED, stop=())
-    found = memorization.measure_overlap(corpus, texts)
-    if eos_token:
-        finished = [text for text in texts if len(text) < SAMPLE_LENGTH]
-        copied, known = memorization.find_documents(corpus, set(finished), eos_token)
-        ends = [end_sign(len(text), SAMPLE_LENGTH, eos_token) for text in texts]
+    finished = [text for text in texts if eos_token and len(text) < SAMPLE_LENGTH]
+    found = memorization.measure_overlap(corpus, texts, finished)
     parts = []
     for text, each in zip(texts, found.texts, strict=True):
-        spans = [(0, len(text))] if text in copied else whole_graphemes(text, each.spans)
+        spans = [(0, len(text))] if text in found.copied else whole_graphemes(text, each.spans)
         parts.append(list(split_at(text, spans)))
     boxes = [[each] for each in parts]
     if eos_token:
+        ends = [end_sign(len(text), SAMPLE_LENGTH, eos_token) for text in texts]
         boxes = [[[*each, (end, False)] for each, end in zip(parts, ends, strict=True)]]
-    longest = next(iter(found.longest_matches()), None)
-    passages = [longest.text] if longest else []
-    places = corpus.find_places(passages)
+    longest = found.longest_matches()[:1]
+    places = corpus.find_places([match.text for match in longest])
     return {
-        "overlap": {
-            "samples": number,
-            "finished": len(finished),
-            "new": sum(text not in known for text in finished),
-            "copied": sum(text in copied for text in finished),
-            "in_other_splits": sum(text in known and text not in copied for text in finished),
-            "kind": run.config.model.kind,
-            "length": SAMPLE_LENGTH,
-            "temperature": run.config.sample.temperature,
-            "min_match": memorization.MIN_MATCH,
-            "longest": longest.length if longest else 0,
-            "passages": [display_text(text) for text in passages],
-            "place": next(iter(places.values()), ""),
-            "longest_in_val": found.longest_in_val,
-            "novel": found.novel_rows(),
-            "val_characters": found.val_characters,
-            "all_val_characters": corpus.count_characters("val"),
-            "boxes": boxes,  # each of paragraphs, of parts with whether they are matches
-        }
+        "overlap": found,
+        "n_sampled": number,
+        "n_finished": len(finished),
+        "n_new": sum(text not in found.known for text in finished),
+        "n_copied": sum(text in found.copied for text in finished),
+        "kind": run.config.model.kind,
+        "sample_length": SAMPLE_LENGTH,
+        "temperature": run.config.sample.temperature,
+        "min_match": memorization.MIN_MATCH,
+        "longest": [(match.length, display_text(match.text)) for match in longest],
+        "place": next(iter(places.values()), ""),
+        "n_val": corpus.count_characters("val"),
+        "boxes": boxes,  # each of paragraphs, of parts with whether they are matches
     }
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from statistics import fmean
 from typing import Any
 
@@ -25,6 +26,15 @@ MIN_GENERALISED = 0.4
 # generalisation gap, relative to the KL divergence of the character frequencies of the splits, that
 # their difference may explain: contexts differ more than frequencies
 MAX_EXPLAINED_RATIO = 5
+
+
+class GapReason(Enum):
+    """Why the generalisation gap is large."""
+
+    FEW_EPOCHS = auto()  # the model has seen no character twice: the splits must differ
+    UNLIKE_SPLITS = auto()  # measured by the frequencies of their characters
+    LEARNING = auto()  # the validation loss is still falling with the training loss
+    OVER_FITTING = auto()
 
 
 @dataclass(frozen=True)
@@ -77,25 +87,32 @@ class RunScores:
         return 2 * math.hypot(*(each.standard_error for each in self.evaluations.values()))
 
     @property
-    def has_gap(self) -> bool:
-        """Whether the generalisation gap is large, and not that of an untrained model."""
-        is_trained = self.evaluations["train"].nats_per_char < self.baseline_losses["bigram"]
-        return is_trained and self.generalisation_gap > max(MIN_GAP, self.gap_error)
-
-    def over_fits(self, records: Sequence[Mapping[str, Any]]) -> bool:
-        """Return whether the gap is that of a model which memorises; `records`: the metrics."""
-        is_explained = self.epochs < 1 or self.splits_explain_gap
-        val, train = changes_in_second_half(records) or (0.0, 0.0)
-        is_still_learning = val < 0 and val <= MIN_GENERALISED * train
-        return self.has_gap and not is_explained and not is_still_learning
-
-    @property
     def splits_explain_gap(self) -> bool:
         """Whether the difference of the splits may be the whole reason of the gap."""
         difference = self.split_difference
         if difference is None:
             return False
         return self.generalisation_gap <= MAX_EXPLAINED_RATIO * difference.divergence
+
+    def gap_reason(self, records: Sequence[Mapping[str, Any]]) -> GapReason | None:
+        """Return why the gap is large, None if it is not; `records`: the metrics.
+
+        That of an untrained model, worse than a bigram, is not considered.
+        """
+        is_trained = self.evaluations["train"].nats_per_char < self.baseline_losses["bigram"]
+        if not is_trained or self.generalisation_gap <= max(MIN_GAP, self.gap_error):
+            return None
+        if self.epochs < 1:
+            return GapReason.FEW_EPOCHS
+        if self.splits_explain_gap:
+            return GapReason.UNLIKE_SPLITS
+        val, train = changes_in_second_half(records) or (0.0, 0.0)
+        is_learning = val < 0 and val <= MIN_GENERALISED * train
+        return GapReason.LEARNING if is_learning else GapReason.OVER_FITTING
+
+    def over_fits(self, records: Sequence[Mapping[str, Any]]) -> bool:
+        """Return whether the gap is that of a model which memorises; `records`: the metrics."""
+        return self.gap_reason(records) is GapReason.OVER_FITTING
 
     def rows(self, kind: str) -> list[list[str]]:
         """Return the rows of the results table: model, split, nats, bits and perplexity."""
@@ -175,16 +192,16 @@ def describe_mixture(scores: RunScores) -> str:
     mixture = scores.mixture
     assert mixture is not None
     gain, error = difference(mixture, reference)
-    consequence = ""
-    if scores.has_better_mixture:
-        consequence = "; chargpt sample --mixture uses it"
-    elif gain < -error:
-        consequence = (
-            ": the start of the text, which its weights are fitted to, differs from the "
-            "validation split"
-        )
     words = describe_difference(mixture, f"the {name}", reference)
-    return f"The mixture of gpt and n-gram models is {words}{consequence}."
+    sentence = f"The mixture of gpt and n-gram models is {words}"
+    if scores.has_better_mixture:
+        return f"{sentence}; chargpt sample --mixture uses it."
+    if gain < -error:
+        return (
+            f"{sentence}: the start of the text, which its weights are fitted to, differs from "
+            "the validation split."
+        )
+    return f"{sentence}."
 
 
 def changes_in_second_half(records: Sequence[Mapping[str, Any]]) -> tuple[float, float] | None:
@@ -207,76 +224,97 @@ def changes_in_second_half(records: Sequence[Mapping[str, Any]]) -> tuple[float,
     return None if math.isnan(change) else (last - middle, change)
 
 
-def describe_gap(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]]) -> str:
-    """Return a sentence on a large generalisation gap and its reason."""
-    remedy = "more text" if run.config.model.dropout else "more text or model.dropout"
-    changes = ""
-    if (found := changes_in_second_half(records)) is not None:
-        changes = (
-            "; in the second half of the steps the validation loss changed by {:+.2f} nats, the "
-            "training loss by {:+.2f}".format(*found)
-        )
-    verdict, reason = "It over-fits: the", f"{changes}: {remedy} may help."
-    if scores.epochs < 1:
-        verdict = f"After {scores.epochs:.1f} epochs, too few to over-fit, the"
-        what = "the validation split" if run.config.text.documents else "the end of the text"
-        reason = f": {what} is harder to predict than the rest."
-        if is_several_files(run.state.text_name) and not run.config.text.documents:
-            reason += " -s text.documents=files shuffles the files and splits between them."
-    elif scores.splits_explain_gap:
-        verdict, reason = "The", ", of which the difference of the splits is a part."
-    elif not scores.over_fits(records):
-        but = ", not always its mixture" if scores.mixture else ""
-        verdict, reason = "The", f"{changes}: more steps may help the gpt{but}."
-    return (
-        f"{verdict} generalisation gap (validation minus training loss) is "
-        f"{scores.generalisation_gap:.2f} ± {scores.gap_error:.2f} nats{reason}"
-    )
-
-
 def summarize(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return sentences on the gain over the baselines, over-fitting and early stopping."""
     sentences = []
-    curve = validation_curve(records)
-    last = curve[-1][1] if curve else scores.evaluations["val"].nats_per_char
-    best, best_step = run.state.best_nats_per_char, run.state.best_step
+    val = scores.evaluations["val"]
     if run.config.model.kind == "gpt":
-        differences = [
-            describe_difference(scores.evaluations["val"], f"the {name}", scores.baselines[name])
+        gains = " and ".join(
+            describe_difference(val, f"the {name}", scores.baselines[name])
             for name in ("bigram", NGRAM)
-        ]
+        )
         sentences.append(
-            f"The gpt is {' and '.join(differences)} on the validation split "
-            "(± twice the standard error)."
+            f"The gpt is {gains} on the validation split (± twice the standard error)."
         )
     if scores.mixture is not None:
         sentences.append(describe_mixture(scores))
     if scores.split_difference is not None:
         warning = scores.split_difference.warning
         sentences.append(f"{warning[0].upper()}{warning[1:]}.")
-    uniform = scores.baseline_losses["uniform"]
-    training = [record["loss"] for record in records if "loss" in record][-LAST_STEPS:]
-    if last > uniform + MIN_RISE and training and fmean(training) > uniform:
-        optim = run.config.optim
-        used = f"step {best_step:,} is the best" if best_step else "no checkpoint is better than it"
-        sentences.append(
-            f"The training diverged: its losses, last {last:.3f} nats, are above the "
-            f"{uniform:.3f} of an untrained model; {used}. Train again with lower learning rates, "
-            f"such as {optim.lower_rates()}."
-        )
+    curve, best = validation_curve(records), run.state.best_nats_per_char
+    last = curve[-1][1] if curve else val.nats_per_char
+    if has_diverged(last, scores, records):
+        sentences.append(describe_divergence(run, scores, last))
     elif curve and best is not None and last > best + MIN_RISE:
-        lowest = f"at step {best_step:,}" if best_step else "before training"
-        used = "; that checkpoint is used" if run.step == best_step else ""
-        over_fits = not scores.splits_explain_gap
-        remedy = " More text, model.dropout or fewer steps may help." if over_fits else ""
-        sentences.append(
-            f"{'It over-fits: t' if over_fits else 'T'}he validation loss was lowest {lowest} "
-            f"({best:.3f} nats) and rose to {last:.3f} nats{used}.{remedy}"
-        )
-    elif scores.has_gap:
-        sentences.append(describe_gap(run, scores, records))
+        sentences.append(describe_rise(run, scores, best, last))
+    elif (reason := scores.gap_reason(records)) is not None:
+        sentences.append(describe_gap(reason, run, scores, records))
     patience = run.config.train.patience
-    n_worse = sum(step > (best_step or 0) for step, _ in curve)
+    n_worse = sum(step > (run.state.best_step or 0) for step, _ in curve)
     if patience is not None and n_worse >= patience:
         sentences.append(f"Early stopping: {n_worse} evaluations without a new best.")
     return sentences
+
+
+def has_diverged(last: float, scores: RunScores, records: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether validation and training losses ended above that of an untrained model."""
+    uniform = scores.baseline_losses["uniform"]
+    training = [record["loss"] for record in records if "loss" in record][-LAST_STEPS:]
+    return last > uniform + MIN_RISE and bool(training) and fmean(training) > uniform
+
+
+def describe_divergence(run: Run, scores: RunScores, last: float) -> str:
+    """Return a sentence on a training that diverged; `last` is its last validation loss."""
+    step = run.state.best_step
+    used = f"step {step:,} is the best" if step else "no checkpoint is better than it"
+    return (
+        f"The training diverged: its losses, last {last:.3f} nats, are above the "
+        f"{scores.baseline_losses['uniform']:.3f} of an untrained model; {used}. Train again with "
+        f"lower learning rates, such as {run.config.optim.lower_rates()}."
+    )
+
+
+def describe_rise(run: Run, scores: RunScores, best: float, last: float) -> str:
+    """Return a sentence on a validation loss that rose from the best one to the last, in nats."""
+    step = run.state.best_step
+    lowest = f"at step {step:,}" if step else "before training"
+    used = "; that checkpoint is used" if run.step == step else ""
+    rise = f"validation loss was lowest {lowest} ({best:.3f} nats) and rose to {last:.3f} nats"
+    if scores.splits_explain_gap:
+        return f"The {rise}{used}."
+    return f"It over-fits: the {rise}{used}. More text, model.dropout or fewer steps may help."
+
+
+def describe_gap(
+    reason: GapReason, run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]]
+) -> str:
+    """Return a sentence on a large generalisation gap and its reason."""
+    gap = (
+        "generalisation gap (validation minus training loss) is "
+        f"{scores.generalisation_gap:.2f} ± {scores.gap_error:.2f} nats"
+    )
+    changes = ""
+    if (found := changes_in_second_half(records)) is not None:
+        changes = (
+            "; in the second half of the steps the validation loss changed by {:+.2f} nats, the "
+            "training loss by {:+.2f}".format(*found)
+        )
+    match reason:
+        case GapReason.FEW_EPOCHS:
+            has_documents = run.config.text.documents is not None
+            what = "the validation split" if has_documents else "the end of the text"
+            remedy = ""
+            if is_several_files(run.state.text_name) and not has_documents:
+                remedy = " -s text.documents=files shuffles the files and splits between them."
+            return (
+                f"After {scores.epochs:.1f} epochs, too few to over-fit, the {gap}: {what} is "
+                f"harder to predict than the rest.{remedy}"
+            )
+        case GapReason.UNLIKE_SPLITS:
+            return f"The {gap}, of which the difference of the splits is a part."
+        case GapReason.LEARNING:
+            but = ", not always its mixture" if scores.mixture else ""
+            return f"The {gap}{changes}: more steps may help the gpt{but}."
+        case GapReason.OVER_FITTING:
+            remedy = "more text" if run.config.model.dropout else "more text or model.dropout"
+            return f"It over-fits: the {gap}{changes}: {remedy} may help."

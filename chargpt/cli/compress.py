@@ -63,13 +63,12 @@ def compress(
     runs.say_unknown(loaded, lost, unknown)
     write(packed, out, force=force)
     characters = len(decoded) - (len(lost) if unknown == "skip" else 0)
-    details = f": {8 * len(packed) / characters:.3f} bits per character" if characters else ""
-    details += f", with {HEADER.size} bytes of header"
+    size = f"{console.characters(characters)}, {len(content):,} bytes -> {len(packed):,} bytes"
+    rate = f": {8 * len(packed) / characters:.3f} bits per character" if characters else ""
     xz = ""
     if len(content) <= XZ_BYTES and not lost:
         xz = f"; xz -9: {len(lzma.compress(content, preset=9)):,} bytes"
-    sizes = f"{len(content):,} bytes -> {len(packed):,} bytes"
-    print_sentence(f"{console.characters(characters)}, {sizes}{details}{xz}", out)
+    print_sentence(f"{size}{rate}, with {HEADER.size} bytes of header{xz}", out)
     folder = RunFolder(loaded.folder)
     if keep:
         folder.keep(loaded.step)

@@ -60,9 +60,9 @@ def config(
     else:
         values = Config() if config_ is None else load_config(config_)
     found = [
-        setting
-        for setting in settings(values)
-        if key is None or setting.key == key or setting.key.startswith(f"{key}.")
+        each
+        for each in settings(values)
+        if key is None or f"{each.key}.".startswith(f"{key}.")  # itself, or in this section
     ]
     if not found:
         hint = f"; `chargpt config -c {key}` shows the config" if key in shipped_configs() else ""
@@ -94,23 +94,17 @@ def settings(
 
 def describe_type(field: FieldInfo) -> str:
     """Return a setting's type and range in words."""
-    types = [t for t in _alternatives(field.annotation) if t is not NoneType]
-    bounds = [
+    annotation = field.annotation
+    is_union = get_origin(annotation) not in (None, Literal, tuple)
+    types = get_args(annotation) if is_union else (annotation,)
+    bounds = ", ".join(
         f"{sign} {limit if abs(limit) < 2**62 else '2^63'}"
         for metadata in field.metadata
         for name, sign in BOUNDS.items()
         if (limit := getattr(metadata, name, None)) is not None
-    ]
-    words = " or ".join(_name_of(t) for t in types) + "".join(
-        f"{',' if i else ''} {bound}" for i, bound in enumerate(bounds)
     )
-    return f"{words}, or null" if NoneType in _alternatives(field.annotation) else words
-
-
-def _alternatives(annotation: Any) -> tuple[Any, ...]:
-    """Return the members of a union; another type alone."""
-    is_union = get_origin(annotation) not in (None, Literal, tuple)
-    return get_args(annotation) if is_union else (annotation,)
+    words = " or ".join(_name_of(each) for each in types if each is not NoneType)
+    return f"{words} {bounds}".rstrip() + (", or null" if NoneType in types else "")
 
 
 def _name_of(annotation: Any) -> str:

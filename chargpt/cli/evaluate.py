@@ -62,8 +62,7 @@ def evaluate(
     if split is not None and text is not None:
         raise ConfigError("--text is measured as a whole; drop --split, a part of the run's text")
     split = split or "val"
-    changes = {"encoding": encoding, "encoding_errors": encoding_errors}
-    wanted = {key: value for key, value in changes.items() if value is not None}
+    wanted = options.encoding_changes(encoding, encoding_errors)
     if (wanted or unknown) and text is None:
         raise ConfigError(
             "--encoding, --encoding-errors and --unknown concern another text; name it with --text"
@@ -89,13 +88,12 @@ def evaluate(
     kind = loaded.config.model.kind
     result, seconds = measure(loaded, kind)
     measured = {f"{kind}, step {loaded.step:,}": result}
-    times = [
-        f"{console.duration(seconds)} ({console.short(result.characters / seconds)} characters/s)"
-    ]
-    has_mixture_row = mixture or (mixture is None and has_mixture(loaded))
-    if has_mixture_row and split == "train":
+    speed = console.short(result.characters / seconds)
+    times = [f"{console.duration(seconds)} ({speed} characters/s)"]
+    wants_mixture = has_mixture(loaded) if mixture is None else mixture
+    if wants_mixture and split == "train":
         console.say(f"without {MIXTURE_LABEL}: the n-grams were counted from the training split")
-    elif has_mixture_row:
+    elif wants_mixture:
         try:
             measured[MIXTURE_LABEL], more = measure(runs.load_run_mixture(loaded), MIXTURE_LABEL)
             times.append(f"{console.duration(more)} with the mixture")
@@ -151,9 +149,8 @@ def show(run: Run, measured: Mapping[str, Evaluation], title: str) -> None:
         if each.nats_per_document is not None:
             console.out(f"{each.nats_per_document:.2f} nats/document ({name})")
     if result.nats_per_document is not None:
-        command = f"chargpt score {shlex.quote(str(run.folder))} FILE"
-        alone = f"; {command} scores each line on its own"
-        console.out_sentence(
-            "nats/document: with the documents before each as context"
-            f"{alone * (run.config.text.documents == 'lines')}"
-        )
+        sentence = "nats/document: with the documents before each as context"
+        if run.config.text.documents == "lines":
+            command = f"chargpt score {shlex.quote(str(run.folder))} FILE"
+            sentence = f"{sentence}; {command} scores each line on its own"
+        console.out_sentence(sentence)

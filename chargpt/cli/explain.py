@@ -70,7 +70,9 @@ def explain(
     if plot is not None:
         save_plot_file(plots.attention(maps[0].weights, maps[0].text, maps[0].titles), plot)
     if html is not None:
-        write_sections(sections, html, subject.corpus.name)
+        title = f"Attention, on {subject.corpus.name}"
+        page = render("explain.html", title=title, version=__version__, sections=sections)
+        write_output(html, page.encode(errors="replace"))
         if is_open_descriptor(html):  # stdout holds the page
             return
     if json_:
@@ -120,18 +122,6 @@ def require_maps(subject: Subject, what: str | None, section: list[str] | None) 
             "--plot draws the section attention, which --section leaves out; drop --section or "
             "add --section attention"
         )
-
-
-def write_sections(sections: list[Section], path: Path, name: str) -> None:
-    """Write the sections as a page."""
-    page = render(
-        "explain.html",
-        title=f"Attention, on {name}",
-        version=__version__,
-        sections=sections,
-        inline_heads=plots.inline_heads,
-    )
-    write_output(path, page.encode(errors="replace"))
 
 
 def print_sections(sections: list[Section]) -> None:

@@ -6,7 +6,7 @@ import sys
 from contextlib import suppress
 
 from chargpt.cli import console, runs
-from chargpt.config import Config, parse_override, unescape
+from chargpt.config import Config, SampleConfig, parse_override, unescape
 from chargpt.errors import ChargptError, ConfigError, TextError
 from chargpt.inference.generation import stream_run
 from chargpt.store.run import Run
@@ -55,7 +55,8 @@ def interact(run: Run, config: Config, unknown: UnknownPolicy | None) -> None:
                 last = "" if run.tokenizer.eos_token else text
                 if config.text.unknown != "error":
                     runs.say_unknown(run, run.tokenizer.find_unknown(line), config.text.unknown)
-                text = continue_text(run, config, line or last)
+                settings = config.sample.model_copy(update={"prompt": line or last})
+                text = print_stream(run, settings, config.text.unknown, (KeyboardInterrupt,))
         except ChargptError as error:
             message = str(error).replace("--unknown", "/unknown")
             console.say("chargpt: " + message.removeprefix("sample.").removeprefix("text."))
@@ -84,12 +85,22 @@ def change_setting(config: Config, written: str) -> Config:
     return config
 
 
-def continue_text(run: Run, config: Config, text: str) -> str:
-    """Print a text with its continuation, until its end or Ctrl-C, and return both."""
-    settings = config.sample.model_copy(update={"prompt": text})
-    pieces = stream_run(run, settings, unknown=config.text.unknown)
+def print_stream(
+    run: Run,
+    settings: SampleConfig,
+    unknown: UnknownPolicy | None,
+    ended_by: tuple[type[BaseException], ...] = (),
+) -> str:
+    """Print a text as it is sampled, and return it with its prompt.
+
+    Args:
+        unknown: instead of that of the run's config.
+        ended_by: exceptions that end the text, not the command.
+    """
+    text = settings.prompt
+    pieces = stream_run(run, settings, unknown=unknown)
     console.out_text(text)
-    with suppress(KeyboardInterrupt):
+    with suppress(*ended_by):
         for (piece,) in pieces:
             text += piece
             console.out_text(piece)

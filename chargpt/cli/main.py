@@ -7,58 +7,63 @@ program and of a command answer at once: the latter is a page that was written b
 import gc
 import io
 import os
-import re
 import sys
 import textwrap
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from chargpt import __version__
 from chargpt.cli import console
 from chargpt.cli.notes import shown_notes
 from chargpt.cli.signals import exit_at_once, handling
-from chargpt.errors import ChargptError, Stopped
+from chargpt.errors import ChargptError, ConfigError, Stopped
 
 # Typer vendors click in some versions and depends on it in others; the bases of its public
 # exception are right in both.
 ClickException: Any = typer.BadParameter.__mro__[2]
 INTERRUPTED = 130  # some of its versions return this exit code after Ctrl-C, others raise `Abort`
+HELP_PAGES = Path(__file__).parent / "help"  # written by scripts/write_help_pages.py
+HELP_COLUMNS = 80
 
 
-class Command(NamedTuple):
-    """A command: `name` is also the function in `module`; `help` is its docstring's first line."""
+@dataclass(frozen=True)
+class Command:
+    """A command: `name` is also the function in `module`."""
 
     name: str
-    module: str
-    help: str
+    summary: str = ""  # of the one without a page: its module, with commands of its own, is light
+
+    @property
+    def module(self) -> str:
+        """The command's module in `chargpt.cli`."""
+        return {"decompress": "compress", "import": "import_"}.get(self.name, self.name)
+
+    @property
+    def page(self) -> Path:
+        """What `--help` prints."""
+        return HELP_PAGES / f"{self.name}.txt"
+
+    @property
+    def help(self) -> str:
+        """The first line of the command's docstring, which its page has after the usage."""
+        if self.summary or not self.page.exists():
+            return self.summary
+        return self.page.read_text(encoding="utf-8").split("\n\n")[1].strip()
 
 
-COMMANDS = (
-    Command("train", "train", "Train a model on a text."),
-    Command("sample", "sample", "Generate text from a trained model, streamed as it is sampled."),
-    Command("evaluate", "evaluate", "Evaluate a run's loss on its own text or another."),
-    Command("compare", "compare", "Train and compare baselines and a GPT on the same text."),
-    Command("score", "score", "Print the surprisal of a text and its lines under a run."),
-    Command("compress", "compress", "Compress a text losslessly with a run's model."),
-    Command("decompress", "compress", "Decompress a text that was compressed with the same run."),
-    Command("explain", "explain", "Explain attention step by step on your own text and run."),
-    Command("report", "report", "Write a report page about a run."),
-    Command("play", "play", "Open a run's model as a page in the browser."),
-    Command("export", "export", "Export a run's GPT for other tools, each file checked."),
-    Command("import", "import_", "Import a model as a run."),
-    Command("runs", "runs", "List runs with their text, size, steps, loss and status."),
-    Command("verify", "verify", "Verify that every checkpoint of a run is intact."),
-    Command("doctor", "doctor", "Check this machine's device, speed and correctness."),
-    Command("config", "config", "List every setting with its type, default and meaning."),
-    Command("data", "data", "List, describe and fetch texts."),
-)
+NAMES = (
+    "train sample evaluate compare score compress decompress explain report play export import "
+    "runs verify doctor config"
+).split()
+COMMANDS = (*map(Command, NAMES), Command("data", "List, describe and fetch texts."))
 SETTINGS: dict[str, Any] = {
     "rich_markup_mode": None,
     "pretty_exceptions_enable": False,
@@ -66,16 +71,34 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-HELP_PAGES = Path(__file__).parent / "help"  # written by scripts/write_help_pages.py
-HELP_COLUMNS = 80
+class SubcommandParser(TyperCommand):
+    """A command that names the remedy for arguments that it does not have."""
+
+    allow_extra_args = True
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = list(args)  # which parsing empties
+        extra = super().parse_args(ctx, args)
+        if extra and not ctx.resilient_parsing:
+            message = f"Got unexpected extra argument(s) ({' '.join(extra)})"
+            raise ConfigError(
+                f"{textwrap.shorten(message, 200, placeholder=' ...')}"
+                f"{remedy_for(extra, given, ctx.info_name)}; see `{ctx.command_path} --help`"
+            )
+        return extra
 
 
-def show_help_page(name: str) -> None:
-    """Print a command's help page and exit, if there is one and the terminal is wide enough."""
-    path = HELP_PAGES / f"{name}.txt"
-    if path.exists() and console.terminal_size(sys.stdout)[0] >= HELP_COLUMNS:
-        console.out(path.read_text(encoding="utf-8").rstrip())
-        raise typer.Exit
+def remedy_for(extra: list[str], given: list[str], command: str) -> str:
+    """Return what to write instead of arguments that a command does not have, or ""."""
+    if "--resume" in given:
+        return "; --resume takes no value: `chargpt train --resume RUN` resumes a run"
+    if not any(map(os.path.isfile, extra)):
+        return ""
+    if command == "evaluate":
+        return "; --text FILE names another text"
+    # the shell may have expanded a pattern
+    is_list = sum(map(os.path.isfile, given)) > 1
+    return "; a pattern such as '*.txt' needs quotes" if is_list else ""
 
 
 def load_command(command: Command) -> Any:
@@ -83,10 +106,12 @@ def load_command(command: Command) -> Any:
     # on a busy machine the import of PyTorch takes seconds
     with console.say_if_slow("loading PyTorch ..."), handling(exit_at_once):
         module = import_module(f"chargpt.cli.{command.module}")
-    if hasattr(module, "app"):
-        return typer.main.get_command(module.app)
-    app = typer.Typer(add_completion=False, **SETTINGS)
-    app.command(command.name)(getattr(module, command.name))
+    app = getattr(module, "app", None)
+    if app is None:
+        app = typer.Typer(add_completion=False, **SETTINGS)
+        app.command(command.name)(getattr(module, command.name))
+    for each in app.registered_commands:
+        each.cls = SubcommandParser
     return typer.main.get_command(app)
 
 
@@ -94,11 +119,23 @@ class LazyGroup(TyperGroup):
     """A group that imports a command when it is called, not when it is listed."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] == "resume":
+            raise ConfigError(
+                "No such command 'resume'; `chargpt train --resume RUN` resumes a run; see "
+                "`chargpt --help`"
+            )
         name, _, remaining = super().resolve_command(ctx, args)
-        if remaining[:1] in (["--help"], ["-h"]):
-            show_help_page(str(name))
         found = next((command for command in COMMANDS if command.name == name), None)
+        if found and remaining[:1] in (["--help"], ["-h"]):
+            show_help_page(found)
         return name, found and load_command(found), remaining
+
+
+def show_help_page(command: Command) -> None:
+    """Print a command's help page and exit, if there is one and the terminal is wide enough."""
+    if command.page.exists() and console.terminal_size(sys.stdout)[0] >= HELP_COLUMNS:
+        console.out(command.page.read_text(encoding="utf-8").rstrip())
+        raise typer.Exit
 
 
 app = typer.Typer(
@@ -183,11 +220,7 @@ def exit_code_of(command: Callable[[], Any]) -> int:
             return 0
         context = getattr(error, "ctx", None)
         hint = f"; see `{context.command_path} --help`" if context else ""
-        message = _in_own_words(error).rstrip(".").replace("\n", " ")
-        remedy = _remedy(message, sys.argv[1:])
-        if "unexpected extra argument" in message:
-            message = textwrap.shorten(message, 200, placeholder=" ...")
-        message, code = f"{message}{remedy}{hint}", 2
+        message, code = f"{_in_own_words(error)}{hint}", 2
     except (typer.Abort, KeyboardInterrupt):
         console.say("stopped")
         return INTERRUPTED
@@ -204,41 +237,21 @@ def exit_code_of(command: Callable[[], Any]) -> int:
     return code
 
 
-def _remedy(message: str, words: list[str]) -> str:
-    """Return what to write instead of an argument that a command line does not have, or ""."""
-    resumes = "`chargpt train --resume RUN` resumes a run"
-    if message == "No such command 'resume'":
-        return f"; {resumes}"
-    if "unexpected extra argument" not in message:
-        return ""
-    if "--resume" in words:
-        return f"; --resume takes no value: {resumes}"
-    extra = message.rpartition("(")[2].rstrip(")").split()
-    if not any(map(os.path.isfile, extra)):
-        return ""
-    if words[0] == "evaluate":
-        return "; --text FILE names another text"
-    # the shell may have expanded a pattern
-    is_list = sum(map(os.path.isfile, words)) > 1
-    return "; a pattern such as '*.txt' needs quotes" * is_list
-
-
 def _in_own_words(error: Any) -> str:
     """Return the message of an error in an argument, with the range of a number.
 
-    Typer's versions check values by click or by pydantic, each in its words.
+    Typer's versions check values by click or by pydantic, each in its words. All numbers have a
+    lower limit.
     """
     message = str(error.format_message()).replace("Value error, ", "")
-    number = re.search(r"valid (integer|number|float)|(greater|less) than|in the range", message)
-    if number is None:
-        return message
-    option = message.partition(":")[0]
-    parameter = error.param
-    limits = parameter if hasattr(parameter, "min") else parameter.type
+    parameter = getattr(error, "param", None)
+    limits = parameter if hasattr(parameter, "min") else getattr(parameter, "type", None)
     low, high = getattr(limits, "min", None), getattr(limits, "max", None)
-    kind = "an integer" if number[1] == "integer" else "a number"
-    span = f" of {low:g} or more" if high is None else f" from {low:g} to {high:g}"
-    return f"{option}: expected {kind}{'' if low is None else span}"
+    if low is None or not isinstance(error, typer.BadParameter):
+        return message.rstrip(".").replace("\n", " ")
+    kind = "an integer" if "integer" in message else "a number"
+    span = f"of {low:g} or more" if high is None else f"from {low:g} to {high:g}"
+    return f"{message.partition(':')[0]}: expected {kind} {span}"
 
 
 def _describe(error: Exception) -> str:

@@ -5,13 +5,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from chargpt.analysis.memorization import (
-    MIN_MATCH,
-    Overlap,
-    OverlapReport,
-    find_documents,
-    measure_overlap,
-)
+from chargpt.analysis.memorization import MIN_MATCH, OverlapReport, find_documents, measure_overlap
 from chargpt.cli import console, tables
 from chargpt.cli.progress import show_progress
 from chargpt.config import SampleConfig
@@ -28,50 +22,44 @@ class SampleOverlap:
     """Overlap of samples with the text of their run.
 
     Attributes:
-        copied, known: those samples that are whole documents of the training split, and of the
-            whole text; empty if the text is no list of documents.
+        finished: those samples that ended by themselves, with their prompts.
     """
 
     corpus: Corpus
     report: OverlapReport
-    copied: Collection[str] = ()
-    known: Collection[str] = ()
+    finished: list[str]
 
     def places(self, max_passages: int) -> dict[str, Place]:
         """Return where the longest matches stand in the files of the training split."""
         passages = [match.text for match in self.report.longest_matches()[:max_passages]]
         return self.corpus.find_places(passages)
 
-    def to_json(self, texts: list[str], sampling: SampleConfig) -> dict[str, Any]:
+    def to_json(self, texts: list[str]) -> dict[str, Any]:
         """Return the overlap of each sample, with places, and which documents are new or copied."""
-        places = self.places(MAX_LOCATED)
-        values: dict[str, Any] = {
-            "overlap": [_overlap_json(each, places) for each in self.report.texts]
-        }
-        if self.corpus.tokenizer.eos_token:
-            documents = [text if is_finished(text, sampling) else None for text in texts]
-            values["new"] = [None if text is None else text not in self.known for text in documents]
-            values["copied"] = [None if text is None else text in self.copied for text in documents]
-        return values
+        places, overlaps = self.places(MAX_LOCATED), []
+        for each in self.report.texts:
+            values = dataclasses.asdict(each)
+            for match in values["matches"]:
+                place = places.get(match["text"])
+                match |= place._asdict() if place else dict.fromkeys(Place._fields)
+            overlaps.append({"longest": next(iter(values["matches"]), None), **values})
+        if not self.corpus.tokenizer.eos_token:
+            return {"overlap": overlaps}
 
-
-def _overlap_json(overlap: Overlap, places: Mapping[str, Place]) -> dict[str, Any]:
-    values = dataclasses.asdict(overlap)
-    for match in values["matches"]:
-        place = places.get(match["text"])
-        match |= place._asdict() if place else dict.fromkeys(Place._fields)
-    return {"longest": next(iter(values["matches"]), None), **values}
+        finished = set(self.finished)
+        documents = [text if text in finished else None for text in texts]
+        new = [None if each is None else each not in self.report.known for each in documents]
+        copied = [None if each is None else each in self.report.copied for each in documents]
+        return {"overlap": overlaps, "new": new, "copied": copied}
 
 
 def measure(corpus: Corpus, texts: list[str], sampling: SampleConfig) -> SampleOverlap:
     """Return the overlap of samples without their prompt, with progress on stderr."""
-    n_prompt, eos_token = len(sampling.prompt), corpus.tokenizer.eos_token
+    finished = [text for text in texts if is_finished(text, sampling)]
+    sampled = [text[len(sampling.prompt) :] for text in texts]
     with show_progress("character", "of the training split") as on_progress:
-        report = measure_overlap(corpus, [text[n_prompt:] for text in texts], on_progress)
-    if not eos_token:
-        return SampleOverlap(corpus, report)
-    documents = {text for text in texts if is_finished(text, sampling)}
-    return SampleOverlap(corpus, report, *find_documents(corpus, documents, eos_token))
+        report = measure_overlap(corpus, sampled, finished, on_progress)
+    return SampleOverlap(corpus, report, finished)
 
 
 def is_finished(text: str, settings: SampleConfig) -> bool:
@@ -88,27 +76,24 @@ def mark(text: str, spans: list[tuple[int, int]]) -> str:
 
 def print_overlap(overlap: SampleOverlap, texts: list[str], sampling: SampleConfig) -> None:
     """Print what was found below the samples: documents or lines that are new, and the matches."""
-    if overlap.corpus.tokenizer.eos_token:
-        documents = [text for text in texts if is_finished(text, sampling)]
-        if documents:
-            groups = {"sampled": documents, "distinct": set(documents)}
-            print_new("documents", groups, overlap.copied, overlap.known)
+    has_documents = bool(overlap.corpus.tokenizer.eos_token)
+    if not has_documents:
+        print_longest(overlap.report)
+    else:
+        if overlap.finished:
+            groups = {"sampled": overlap.finished, "distinct": set(overlap.finished)}
+            print_new("documents", groups, overlap.report.copied, overlap.report.known)
         console.out_sentence(
             "⟦…⟧: verbatim matches with the training split, of whole documents or "
             f"{MIN_MATCH} characters or more"
         )
-        print_matches(overlap)
-        print_novel(overlap)
-        return
-    print_longest(overlap.report)
     print_matches(overlap)
     print_novel(overlap)
     # lines that the model has ended, with what the prompt has of the first
     first = texts[0].rfind("\n", 0, len(sampling.prompt)) + 1
     lines = {line for text in texts for line in text[first:].split("\n")[:-1] if line}
-    if len(lines) > 1:
-        copied, known = find_documents(overlap.corpus, lines, "\n")
-        print_new("lines", {"distinct": lines}, copied, known)
+    if len(lines) > 1 and not has_documents:
+        print_new("lines", {"distinct": lines}, *find_documents(overlap.corpus, lines, "\n"))
 
 
 def print_new(
@@ -145,17 +130,12 @@ def print_longest(report: OverlapReport) -> None:
 
 def print_matches(overlap: SampleOverlap) -> None:
     """Print the longest different matches, a line each, with their place in the text."""
-    matches = overlap.report.longest_matches()[:MAX_SHOWN]
-    if matches:
-        places = overlap.places(MAX_SHOWN)
-        rows = [
-            [
-                f"{match.length:,}",
-                str(places.get(match.text, "-")),
-                display_text(match.text[:MAX_PASSAGE]),
-            ]
-            for match in matches
-        ]
+    places = overlap.places(MAX_SHOWN)
+    rows = [
+        [f"{each.length:,}", str(places.get(each.text, "-")), display_text(each.text[:MAX_PASSAGE])]
+        for each in overlap.report.longest_matches()[:MAX_SHOWN]
+    ]
+    if rows:
         tables.table(["characters", "file and line", "longest matches"], rows, text_column=2)
 
 

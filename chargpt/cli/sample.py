@@ -10,20 +10,53 @@ import torch
 import typer
 
 from chargpt.cli import console, options, runs
-from chargpt.cli.interactive import interact
+from chargpt.cli.interactive import interact, print_stream
 from chargpt.cli.overlap import SampleOverlap, is_finished, mark, measure, print_overlap
 from chargpt.cli.progress import show_progress
-from chargpt.config import MAX_SAMPLES, Config, SampleConfig, TextConfig, unescape
+from chargpt.config import Config, SampleConfig, TextConfig, unescape
 from chargpt.errors import ConfigError
 from chargpt.inference.generation import sample as sample_texts
-from chargpt.inference.generation import stream_run
 from chargpt.store.run import Run
 from chargpt.text.prepare import read_text
 from chargpt.text.source import STDIN
 from chargpt.text.tokenizer import UnknownPolicy
 
-DEFAULTS = SampleConfig()  # the run's config may contain others
 MAX_RUN, MAX_RUN_FRACTION = 40, 1 / 3  # characters in a row that are the same, of a sample
+
+
+def setting(name: str, *flags: str, metavar: str, help_: str = "") -> Any:
+    """Return the option of a field of `SampleConfig`, whose meaning, default and bounds it has.
+
+    The upper limit of an integer is left to the config, whose error names a remedy.
+
+    Args:
+        name: of the field.
+        flags: of the option, if it has others than the field's name.
+        metavar: what stands for the value in the help.
+        help_: begins the help.
+    """
+    field = SampleConfig.model_fields[name]
+    bounds = {
+        key: getattr(each, key)
+        for each in field.metadata
+        for key in ("ge", "gt", "le")
+        if hasattr(each, key)
+    }
+    meaning = " ".join((field.description or "").split()).rstrip(".")
+    if isinstance(field.default, int) and "le" in bounds:
+        meaning = f"{meaning}, at most {bounds.pop('le')}"
+    if field.default is None:
+        meaning = f"{meaning.replace('null: ', '')} by default"
+    else:
+        meaning = f"{meaning}; {field.default} by default"
+    return typer.Option(
+        None,
+        *flags,
+        metavar=metavar,
+        help=f"{help_} {meaning}.".strip(),
+        min=bounds.get("ge", bounds.get("gt")),
+        max=bounds.get("le"),
+    )
 
 
 def sample(
@@ -35,60 +68,13 @@ def sample(
     prompt_file: Annotated[
         str | None, typer.Option(metavar="FILE", help="The prompt, in a file; - for stdin.")
     ] = None,
-    length: Annotated[
-        int | None,
-        typer.Option(
-            "-n",
-            "--length",
-            metavar="N",
-            min=1,
-            help=f"Number of characters; {DEFAULTS.length} by default.",
-        ),
-    ] = None,
-    temperature: Annotated[
-        float | None,
-        typer.Option(
-            metavar="T",
-            min=0,
-            help=f"0: always the most likely character; {DEFAULTS.temperature} by default.",
-        ),
-    ] = None,
-    top_k: Annotated[
-        int | None,
-        typer.Option(metavar="K", min=1, help="Sample from the k most likely characters."),
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(
-            metavar="P",
-            min=0,
-            max=1,
-            help="Sample from the smallest set of likely characters with total probability p.",
-        ),
-    ] = None,
-    min_p: Annotated[
-        float | None,
-        typer.Option(
-            metavar="P",
-            min=0,
-            max=1,
-            help="Sample from characters with at least p times the highest probability.",
-        ),
-    ] = None,
-    num_samples: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help=f"Number of samples, at most {MAX_SAMPLES}; {DEFAULTS.num_samples} by default.",
-        ),
-    ] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", min=0, help="The same seed gives the same text; random by default."
-        ),
-    ] = None,
+    length: int | None = setting("length", "-n", "--length", metavar="N"),
+    temperature: float | None = setting("temperature", metavar="T"),
+    top_k: int | None = setting("top_k", metavar="K"),
+    top_p: float | None = setting("top_p", metavar="P"),
+    min_p: float | None = setting("min_p", metavar="P"),
+    num_samples: int | None = setting("num_samples", metavar="N"),
+    seed: int | None = setting("seed", metavar="N", help_="The same seed gives the same text;"),
     stop: Annotated[
         list[str] | None,
         typer.Option(
@@ -134,35 +120,35 @@ def sample(
     if settings.seed is None:  # chosen here, so that it can be printed
         settings = settings.model_copy(update={"seed": secrets.randbits(32)})
     if settings.num_samples == 1 and not json_ and not overlap:
-        text = print_stream(loaded, settings, unknown)
-        say_cut(loaded, [text], settings)
-        say_repetition([text], settings)
-        say_seed(config, settings)
-        return
-    corpus = loaded.corpus() if overlap else None  # an error before the work
-    ends_early = settings.stop or loaded.tokenizer.eos_token  # progress then counts samples
-    with show_progress("sample" if ends_early else "character", "generated") as on_progress:
-        texts = sample_texts(loaded, settings, unknown=unknown, on_progress=on_progress)
-    measured = None
-    if corpus is not None:
-        measured = measure(corpus, texts, settings)
-    if json_:
-        report: dict[str, object] = {
-            "samples": texts,
-            "finished": [is_finished(text, settings) for text in texts],
-            "seed": settings.seed,
-            "run": str(loaded.folder),
-            "step": loaded.step,
-            "mixture": mixture,
-        }
-        if measured is not None:
-            report |= measured.to_json(texts, settings)
-        console.out_json(report)
+        texts = [print_stream(loaded, settings, unknown)]
     else:
-        print_samples(loaded, texts, settings, measured)
-        say_seed(config, settings)
+        corpus = loaded.corpus() if overlap else None  # an error before the work
+        ends_early = settings.stop or loaded.tokenizer.eos_token  # progress then counts samples
+        with show_progress("sample" if ends_early else "character", "generated") as on_progress:
+            texts = sample_texts(loaded, settings, unknown=unknown, on_progress=on_progress)
+        measured = measure(corpus, texts, settings) if corpus else None
+        if json_:
+            console.out_json({**as_json(loaded, texts, settings, measured), "mixture": mixture})
+        else:
+            print_samples(loaded, texts, settings, measured)
+    if config.sample.seed is None and settings.temperature and sys.stdout.isatty() and not json_:
+        console.say(f"--seed {settings.seed} gives the same text")
     say_cut(loaded, texts, settings)
     say_repetition(texts, settings)
+
+
+def as_json(
+    run: Run, texts: list[str], settings: SampleConfig, overlap: SampleOverlap | None
+) -> dict[str, object]:
+    """Return samples under the JSON keys that all commands use."""
+    return {
+        "samples": texts,
+        "finished": [is_finished(text, settings) for text in texts],
+        "seed": settings.seed,
+        "run": str(run.folder),
+        "step": run.step,
+        **(overlap.to_json(texts) if overlap else {}),
+    }
 
 
 def given_prompt(prompt: str | None, file: str | None, encoding: str | None) -> str | None:
@@ -199,18 +185,6 @@ def readable_prompt(run: Run, prompt: str, unknown: UnknownPolicy) -> str:
     return prompt if unknown == "error" else tokenizer.decode(tokens)
 
 
-def print_stream(run: Run, settings: SampleConfig, unknown: UnknownPolicy | None) -> str:
-    """Print a text as it is sampled, and return it."""
-    pieces = stream_run(run, settings, unknown=unknown)
-    text = settings.prompt
-    console.out_text(text)
-    for (piece,) in pieces:
-        text += piece
-        console.out_text(piece)
-    console.out("")
-    return text
-
-
 def say_cut(run: Run, texts: list[str], settings: SampleConfig) -> None:
     """Print how many samples are documents without their end."""
     n_cut = sum(not is_finished(text, settings) for text in texts)
@@ -237,12 +211,6 @@ def say_repetition(texts: list[str], settings: SampleConfig) -> None:
         )
 
 
-def say_seed(config: Config, settings: SampleConfig) -> None:
-    """Print on a terminal the seed that was chosen because none was given."""
-    if config.sample.seed is None and settings.temperature and sys.stdout.isatty():
-        console.say(f"--seed {settings.seed} gives the same text")
-
-
 def print_samples(
     run: Run, texts: list[str], settings: SampleConfig, overlap: SampleOverlap | None
 ) -> None:
@@ -250,7 +218,7 @@ def print_samples(
     n_prompt = len(settings.prompt)
     for number, text in enumerate(texts, 1):
         spans = overlap.report.texts[number - 1].spans if overlap else []
-        if overlap and text in overlap.copied:
+        if overlap and text in overlap.report.copied:
             spans = [(0, len(text) - n_prompt)]
         if run.tokenizer.eos_token != "\n":
             console.out(f"-- sample {number} --")
@@ -268,8 +236,8 @@ def sample_config(config: Config, given: Mapping[str, Any]) -> Config:
     }
     try:
         return config.with_values(changes)
-    except ConfigError as error:  # name the options instead of the settings
-        name = re.sub(
-            r"\bsample\.(\w+)", lambda found: "--" + found[1].replace("_", "-"), str(error)
-        )
-        raise ConfigError(name) from None
+    except ConfigError as error:
+        message = str(error)
+        for name in SampleConfig.model_fields:  # name the options instead of the settings
+            message = message.replace(f"sample.{name}", f"--{name.replace('_', '-')}")
+        raise ConfigError(message) from None

@@ -48,8 +48,7 @@ def score(
     loaded = runs.load_named_run(run, checkpoint, device, mixture=mixture or adaptive)
     if text == "-" and sys.stdin is not None and sys.stdin.isatty():
         console.say("type the text; Ctrl-D ends it")
-    given = {"encoding": encoding, "encoding_errors": encoding_errors}
-    changes = {name: value for name, value in given.items() if value is not None}
+    changes = options.encoding_changes(encoding, encoding_errors)
     settings = loaded.config.text.model_copy(update={**changes, "documents": None})
     try:
         content = read_text(text, settings)
@@ -108,13 +107,14 @@ def show_extremes(ranked: list[scoring.Line]) -> None:
     distinct: dict[str, scoring.Line] = {}
     for line in ranked:
         distinct.setdefault(line.text, line)
-    if len(distinct) > 1:
-        rows = []
-        for line in distinct.values():
-            text = line.text.expandtabs(4)[:MAX_SHOWN]
-            left_out = f"({line.n_skipped} left out) " if line.n_skipped else ""
-            rows.append([f"{line.bits_per_char:.3f}", f"{line.number:,}", left_out + text])
-        if len(rows) > 2 * SHOWN:
-            rows = [*rows[:SHOWN], ["...", "", ""], *rows[-SHOWN:]]
-        header = ["bits/char", "line", "distinct lines by surprisal, highest first"]
-        tables.table(header, rows, text_column=len(header) - 1)
+    if len(distinct) < 2:
+        return
+    rows = []
+    for line in distinct.values():
+        text = line.text.expandtabs(4)[:MAX_SHOWN]
+        left_out = f"({line.n_skipped} left out) " if line.n_skipped else ""
+        rows.append([f"{line.bits_per_char:.3f}", f"{line.number:,}", left_out + text])
+    if len(rows) > 2 * SHOWN:
+        rows = [*rows[:SHOWN], ["...", "", ""], *rows[-SHOWN:]]
+    header = ["bits/char", "line", "distinct lines by surprisal, highest first"]
+    tables.table(header, rows, text_column=len(header) - 1)
