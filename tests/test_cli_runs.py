@@ -268,7 +268,7 @@ def on_terminal(*arguments: str, cwd: Path) -> str:
     """Return what a command prints on a terminal of 80 columns that does not know its rows."""
     main, other = pty.openpty()
     termios.tcsetwinsize(other, (0, 80))
-    environment = os.environ | {"TERM": "xterm", "CHARGPT_CACHE": str(cwd / "c")}
+    environment = os.environ | {"TERM": "xterm"}
     command = [sys.executable, "-m", "chargpt", *arguments]
     with subprocess.Popen(command, stdout=other, stderr=other, cwd=cwd, env=environment) as process:
         os.close(other)

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -61,17 +60,6 @@ def test_of_three_processes_on_one_new_folder_one_trains(verse: Path, tmp_path: 
     assert sorted(codes) == [0, 2, 2], outputs
     assert all(b"Traceback" not in err for _, err in outputs)
     assert load_run(tmp_path / "r", device="cpu").step
-
-
-def test_a_run_goes_on_after_the_loss_of_the_cache(verse: Path, cli: Cli) -> None:
-    done = cli("train", verse, *TINY, "--out", "r")
-    assert done.returncode == 0, done.stderr
-    shutil.rmtree(os.environ["CHARGPT_CACHE"])
-    done = cli("train", "--resume", "r", "-s", "train.max_steps=6")
-    assert f"chargpt data info {verse}" in refusal(done) + done.stderr
-    done = cli("train", verse, "--out", "r", "--resume", "-s", "train.max_steps=4")
-    assert done.returncode == 0, done.stderr
-    assert load_run("r", "latest").step == 4
 
 
 def test_a_run_that_is_moved_away_while_it_trains_is_saved_again(

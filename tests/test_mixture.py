@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,12 @@ from chargpt.models.ngram import NGramLM
 from chargpt.models.word_context import BACKOFF_ORDER, WordContextModel, word_token_mask
 from chargpt.store.layout import MIXTURE_FILE
 from chargpt.store.mixture import save_mixture, with_mixture
+from chargpt.text.corpus import Corpus
 from chargpt.text.prepare import load_corpus
 from chargpt.text.tokenizer import CharTokenizer
-from chargpt.training.budget import RESERVE, mixture_seconds
+from chargpt.training.budget import with_mixture_split
+from chargpt.training.deadline import RESERVE, Deadline, mixture_seconds
 from chargpt.training.mixing import fit_mixture
-from chargpt.training.session import with_mixture_split
 
 TOKENIZER = CharTokenizer(" .abcdefghij")
 VOCAB_SIZE, BLOCK_SIZE = TOKENIZER.vocab_size, 16
@@ -73,15 +75,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train a small run with a mixture once for all the tests that only read it."""
     folder = tmp_path_factory.mktemp("trained")
     shutil.copy(REPOSITORY / "data" / "lighthouse.txt", folder / "novel.txt")
-    environment = {"CHARGPT_CACHE": str(folder / "c")}
-    run_here("train", "novel.txt", *WORDS, "--out", "run", cwd=folder, **environment)
+    run_here("train", "novel.txt", *WORDS, "--out", "run", cwd=folder)
     return folder / "run"
 
 
 @pytest.fixture
 def run_of(trained: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The trained run, with its text in the cache."""
-    monkeypatch.setenv("CHARGPT_CACHE", str(trained.parent / "c"))
+    """The trained run."""
     return trained
 
 

@@ -17,7 +17,6 @@ from chargpt.cli import console, tables
 from chargpt.errors import ConfigError, DeviceError, OperationError, TextError
 from chargpt.files import write_output
 from chargpt.ranks import is_main_rank, world_size
-from chargpt.yaml_io import parse_yaml, to_flow_yaml
 
 TINY = (
     "-s train.max_steps=4 -s train.batch_size=4 -s model.n_layer=1 -s model.n_embd=16 "
@@ -230,15 +229,6 @@ def test_a_name_that_is_not_unicode_is_one_sentence(cli: Cli, verse: Path) -> No
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    "value", ["😀", "\udcff", 'a"b\\c\n\x85\u2028\x00', "~", "1e5", ["😀", ".py"], 0.5, None, True]
-)
-def test_every_value_survives_being_written_as_yaml(value: object) -> None:
-    written = to_flow_yaml(value)
-    assert written.isascii()
-    assert parse_yaml(f"key: {written}", "test")[0] == {"key": value}
-
-
 def test_nothing_printed_controls_the_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -313,18 +303,6 @@ def test_empty_variables_mean_no_torchrun(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("WORLD_SIZE", "9" * 5000)
     with pytest.raises(DeviceError):
         world_size()
-
-
-@pytest.mark.parametrize("cache", ["~nosuch/x", ""])
-def test_a_user_without_a_home_is_told_to_name_a_cache(
-    cli: Cli, verse: Path, monkeypatch: pytest.MonkeyPatch, cache: str
-) -> None:
-    monkeypatch.setenv("CHARGPT_CACHE", cache)
-    monkeypatch.delenv("HOME")
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr("pwd.getpwuid", lambda _: (_ for _ in ()).throw(KeyError))
-    assert "set CHARGPT_CACHE" in refusal(cli("data", "info", verse))
-    assert not Path("~").exists()
 
 
 @pytest.mark.slow

@@ -89,7 +89,7 @@ def test_the_python_of_the_readme_runs(verse: Path, tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         timeout=120,
-        env={"PYTHONPATH": str(REPOSITORY), "CHARGPT_CACHE": str(tmp_path / "c"), "PATH": ""},
+        env={"PYTHONPATH": str(REPOSITORY), "PATH": ""},
     )
     assert done.returncode == 0, done.stderr
 

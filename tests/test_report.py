@@ -40,7 +40,7 @@ from chargpt.store.metrics import validation_curve
 from chargpt.store.run import Run, load_run
 from chargpt.text.describe import SplitDifference
 from chargpt.text.display import display_text
-from chargpt.training.budget import Reserve
+from chargpt.training.deadline import Reserve
 
 TINY = (
     "-s train.max_steps=6 -s train.batch_size=4 -s model.n_layer=2 -s model.n_head=2 "
@@ -86,14 +86,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ["report", "mine"],
         ["explain", "mine", "--html", "tour.html"],
     ):
-        run_here(*words, cwd=folder, CHARGPT_CACHE=str(folder / "cache"))
+        run_here(*words, cwd=folder)
     return folder
 
 
 @pytest.fixture
 def page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Page:
     monkeypatch.chdir(folder)
-    monkeypatch.setenv("CHARGPT_CACHE", str(folder / "cache"))
     return Page(Path("mine/report.html").read_text(encoding="utf-8"))
 
 
@@ -252,10 +251,6 @@ def test_a_run_from_a_pipe_whose_text_is_gone_says_so(
     assert cli("report", "piped").returncode == 0
     page = Path("piped", "report.html").read_text(encoding="utf-8")
     assert "chargpt train TEXT -c piped/config.yaml --out COPY" in page
-    monkeypatch.setenv("CHARGPT_CACHE", str(tmp_path / "another"))
-    for command in (["report"], ["explain"], ["sample", "--overlap"], ["evaluate"]):
-        said = refusal(cli(command[0], "piped", *command[1:]))
-        assert "trained on standard input, which the cache no longer has" in said
 
 
 def test_overlap_is_left_out_for_a_long_training_split(
@@ -518,7 +513,7 @@ def joined(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ["report", "mine"],
         ["explain", "mine", "--html", "tour.html"],
     ):
-        run_here(*words, cwd=folder, CHARGPT_CACHE=str(folder / "cache"))
+        run_here(*words, cwd=folder)
     return folder
 
 
