@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import WIDTHS, Cli, refusal, run_cli, run_here
+from conftest import WIDTHS, Cli, refusal
 from noise import fill_with_noise
 
 from chargpt import sample
@@ -20,9 +20,7 @@ from chargpt.errors import ConfigError, OperationError
 from chargpt.export import html
 from chargpt.export.check import check_export
 from chargpt.export.html import PageRuntime, export_html, make_page
-from chargpt.inference.baselines import BIGRAM_ALPHA
 from chargpt.models import GPT, build_model
-from chargpt.models.bigram import BigramLM
 from chargpt.store.folder import RunFolder
 from chargpt.store.run import Run, load_run
 from chargpt.store.state import RunState
@@ -49,14 +47,7 @@ TOKENIZERS = {
     "unknown": CharTokenizer("\n abcdeé", has_unknown=True),
 }
 PROMPTS = {"russian": "дом", "hebrew": "שלום", "bytes": "aж😀", "emoji": "字😀", "hostile": MARKUP}
-TINY = (
-    "-s train.max_steps=4 -s train.batch_size=4 -s model.n_layer=2 -s model.n_head=2 "
-    "-s model.n_embd=16 -s model.block_size=32 -s train.evaluation_tokens=300"
-).split()
-
-
-# ten seconds and more for 10,000 characters
-SLOW: dict[str, Any] = {"n_layer": 4, "n_embd": 128}
+SLOW: dict[str, Any] = {"n_layer": 4, "n_embd": 128}  # ten seconds for 10,000 characters
 
 
 def save_run(folder: Path, tokenizer: CharTokenizer = LATIN, **changes: object) -> Run:
@@ -81,6 +72,21 @@ def save_run(folder: Path, tokenizer: CharTokenizer = LATIN, **changes: object) 
         is_best=True,
     )
     return load_run(folder, device="cpu")
+
+
+def use_text(monkeypatch: pytest.MonkeyPatch, run: Run, text: str) -> None:
+    """Give a run a text, of which the page has the counts."""
+    tokens, size = run.tokenizer.encode(text), run.tokenizer.vocab_size
+    corpus = SimpleNamespace(
+        pair_counts=lambda split: count_pairs(tokens, size),
+        token_counts=lambda split: count_tokens(tokens, size),
+    )
+    monkeypatch.setattr(Run, "corpus", lambda run: corpus)
+
+
+def greedy(run: Run, prompt: str) -> str:
+    """Return a prompt and the 60 most likely characters after it."""
+    return sample(run, prompt=prompt, temperature=0, length=60, num_samples=1, seed=1)[0]
 
 
 class Player:
@@ -156,71 +162,50 @@ def player(browser: Any) -> Iterator[Callable[..., Player]]:
         context.close()
 
 
-@pytest.mark.parametrize("kind", list(TOKENIZERS))
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        *((kind, {}) for kind in TOKENIZERS),
+        ("latin", {"n_embd": 6, "n_head": 3, "n_inner": 7, "block_size": 5}),
+        ("latin", {"block_size": 1}),
+        ("latin", {"block_size": 7, "n_layer": 1, "rope_theta": 100.0}),
+    ],
+)
 def test_greedy_text_equals_that_of_sample_within_and_beyond_the_block(
-    player: Callable[..., Player], tmp_path: Path, kind: str
+    player: Callable[..., Player], tmp_path: Path, kind: str, sizes: dict[str, object]
 ) -> None:
-    run = save_run(tmp_path, TOKENIZERS[kind])
+    run = save_run(tmp_path, TOKENIZERS[kind], **sizes)
     page = player(run)
     characters = re.sub(r"[\r\n]", "", run.tokenizer.characters)
     given = PROMPTS.get(kind, characters[:2])
     for prompt in ("", given, ((given + characters) * 51)[:51]):  # bytes: cut within a character
-        (expected,) = sample(run, prompt=prompt, temperature=0, length=60, num_samples=1, seed=1)
+        expected = greedy(run, prompt)
         assert page.write(prompt) == expected
         assert len(expected) == len(prompt) + 60 or kind == "documents"
-    assert len(set(expected[51:])) > 1 or kind == "documents"
+    assert len(set(expected[51:])) > 1 or kind == "documents" or sizes
 
 
 def test_a_text_without_a_start_token_begins_with_the_most_frequent_character(
     player: Callable[..., Player], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = save_run(tmp_path, TOKENIZERS["no line end"])
-    tokens = run.tokenizer.encode("abcddde")
-    corpus = SimpleNamespace(
-        pair_counts=lambda split: count_pairs(tokens, run.tokenizer.vocab_size),
-        token_counts=lambda split: count_tokens(tokens, run.tokenizer.vocab_size),
-    )
-    monkeypatch.setattr(Run, "corpus", lambda run: corpus)
-    (expected,) = sample(run, prompt="", temperature=0, length=60, num_samples=1, seed=1)
+    use_text(monkeypatch, run, "abcddde")
+    expected = greedy(run, "")
     assert expected[0] == "d"
     assert player(run).write("") == expected
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {"n_embd": 6, "n_head": 3, "n_inner": 7, "block_size": 5},
-        {"block_size": 1},
-        {"block_size": 7, "n_layer": 1, "rope_theta": 100.0},
-    ],
-)
-def test_odd_sizes_give_the_text_of_sample(
-    player: Callable[..., Player], tmp_path: Path, sizes: dict[str, object]
-) -> None:
-    run = save_run(tmp_path, **sizes)
-    (expected,) = sample(run, prompt="abc", temperature=0, length=60, num_samples=1, seed=1)
-    assert player(run).write("abc") == expected
-
-
-def test_continuing_twice_gives_the_text_of_one_longer_run(
+def test_the_seed_decides_a_text_however_often_it_is_continued(
     player: Callable[..., Player], tmp_path: Path
 ) -> None:
     page = player(save_run(tmp_path))
     whole = page.write("ab", temperature=1, length=80, seed=3)
     page.write("ab", length=40, temperature=1, seed=3)
     assert page.continue_by("Control+Enter") == whole
-
-
-def test_seeds_repeat_a_text_and_top_1_is_greedy(
-    player: Callable[..., Player], tmp_path: Path
-) -> None:
-    page = player(save_run(tmp_path))
-    texts = [page.write("ab", temperature=1, seed=seed) for seed in (5, 6, 5)]
-    assert texts[0] == texts[2] != texts[1]
-    assert page.write("ab", temperature=2, seed=5, top_k=1) == page.write("ab", temperature=0)
-    page.set(seed="")
-    texts = [page.write("ab", temperature=2, seed="", top_k="") for _ in range(2)]
-    assert texts[0] != texts[1]
+    assert page.write("ab", length=80, temperature=1, seed=4) != whole
+    assert page.write("ab", temperature=2, top_k=1) == page.write("ab", temperature=0)
+    without = [page.write("ab", temperature=2, seed="", top_k="") for _ in range(2)]
+    assert without[0] != without[1]
 
 
 def test_the_uniform_numbers_of_sampling_are_uniform_and_independent(
@@ -285,35 +270,28 @@ def test_every_character_is_scored_however_soon_one_continues(
         assert unscored == 1, wait
 
 
-def test_text_streams_and_escape_stops_it(player: Callable[..., Player], tmp_path: Path) -> None:
+def test_text_streams_and_escape_and_typing_stop_it(
+    player: Callable[..., Player], tmp_path: Path
+) -> None:
     page = player(save_run(tmp_path, **SLOW))
+    field, stop = page.page.locator("#prompt"), page.page.locator("#stop")
     page.set(prompt="ab", length=10_000)
-    page.page.locator("#prompt").press("Control+Enter")
-    field = page.page.locator("#prompt")
-    lengths = [len(field.input_value())]
-    while lengths[-1] < 200:
+    field.press("Control+Enter")
+    while len(field.input_value()) < 200:
         page.page.wait_for_timeout(30)
-        lengths.append(len(field.input_value()))
-    assert page.page.locator("#stop").is_enabled()
+    assert stop.is_enabled()
     page.page.keyboard.press("Escape")
     page.wait("Stopped")
     stopped = field.input_value()
     page.page.wait_for_timeout(100)
     assert len(stopped) < 10_000
     assert field.input_value() == stopped
-    assert page.page.locator("#stop").is_disabled()
-
-
-def test_typing_while_the_model_writes_keeps_what_is_typed(
-    player: Callable[..., Player], tmp_path: Path
-) -> None:
-    page = player(save_run(tmp_path, **SLOW))
-    page.set(prompt="ab", length=10_000)
-    page.page.locator("#prompt").press("Control+Enter")
+    assert stop.is_disabled()
+    field.press("Control+Enter")
     page.page.wait_for_timeout(100)
     page.page.keyboard.type("zzzz")
     page.page.wait_for_timeout(200)
-    assert page.page.locator("#prompt").input_value().endswith("zzzz")
+    assert field.input_value().endswith("zzzz")
 
 
 def test_a_preview_leaves_the_field_alone_and_is_what_continuing_writes(
@@ -347,12 +325,9 @@ def test_another_character_branches_by_pointer_and_by_keys(
     page.page.locator("#view .at").wait_for()
     page.wait()
 
-    def expected(text: str) -> str:
-        return sample(run, prompt=text, temperature=0, length=60, num_samples=1, seed=1)[0]
-
     prompt = before[:12] + {"space": " ", "line": "\n"}.get(other, other)
     assert prompt[12] != before[12]
-    assert page.text == expected(prompt)
+    assert page.text == greedy(run, prompt)
     # the focus is in the text, at the character that was chosen
     assert page.summary.startswith(f"{'line end' if other == 'line' else other}: ")
     page.page.keyboard.press("ArrowLeft")
@@ -360,7 +335,7 @@ def test_another_character_branches_by_pointer_and_by_keys(
     page.page.keyboard.press("ArrowRight")
     second = page.page.locator(".alternatives button:focus").inner_text().split()[0]
     prompt = prompt[:11] + {"space": " ", "line": "\n"}.get(second, second)
-    assert page.continue_by("Enter") == expected(prompt)
+    assert page.continue_by("Enter") == greedy(run, prompt)
 
 
 def test_a_byte_token_can_be_chosen_and_only_valid_ones(
@@ -390,12 +365,12 @@ def test_attention_is_that_of_the_model(player: Callable[..., Player], tmp_path:
     assert isinstance(run.model, GPT)
     maps = torch.stack(run.model.attention_weights(tokens))[:, 0]  # (L, H, T, T)
     page.choose(15)
-    for layer, head in (("", ""), ("1", "0"), ("0", "")):
-        page.page.locator("#layer").select_option(index=1 + int(layer or -1))
-        page.page.locator("#head").select_option(index=1 + int(head or -1))
-        rows = maps if layer == "" else maps[[int(layer)]]
-        rows = rows if head == "" else rows[:, [int(head)]]
-        expected = rows.mean(dim=(0, 1))[14, :15]
+    everything = slice(None)
+    for layer, head in ((everything, everything), ([1], [0]), ([0], everything)):
+        for name, chosen in (("#layer", layer), ("#head", head)):
+            index = 0 if chosen == everything else 1 + chosen[0]
+            page.page.locator(name).select_option(index=index)
+        expected = maps[layer][:, head].mean(dim=(0, 1))[14, :15]
         page.page.wait_for_timeout(50)
         shown = page.page.evaluate(
             "() => spans.map((span) => Number(span.node.style.getPropertyValue('--weight')))"
@@ -442,23 +417,18 @@ def test_graphemes_stay_whole_and_each_of_their_characters_can_be_chosen(
 def test_texts_and_names_run_nothing(
     player: Callable[..., Player], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizer = CharTokenizer.fit(HOSTILE)
-    pairs = count_pairs(tokenizer.encode("<i>" * 100), tokenizer.vocab_size)
-    corpus = SimpleNamespace(pair_counts=lambda split: pairs)
-    monkeypatch.setattr(Run, "corpus", lambda run: corpus)
     name = "<img src=x onerror=window.ran=1>'\"&\u202e\u2028{{ 7*7 }}"
-    run = save_run(tmp_path / name, tokenizer, sample_prompt=HOSTILE)
+    run = save_run(tmp_path / name, TOKENIZERS["hostile"], sample_prompt=HOSTILE)
+    use_text(monkeypatch, run, "<i>" * 100)
     page = player(run)
-    assert page.page.locator("h1").text_content() == f"Play: {name}".replace(
-        "\u202e", "\ufffd"
-    ).replace("\u2028", "\ufffd")
+    title = f"Play: {name}".translate({0x202E: "\ufffd", 0x2028: "\ufffd"})
+    assert page.page.locator("h1").text_content() == title
     for prompt in (HOSTILE.replace("\0", ""), MARKUP):
         page.write(prompt)
         page.choose(5)
-    shown = page.page.locator("#view").text_content()
-    assert shown.startswith(MARKUP)
+    assert page.page.locator("#view").text_content().startswith(MARKUP)
     page.write("<i>")
-    bigram = page.page.locator("#bigram-text")
+    bigram = page.page.locator("#bigram-text")  # what the bigram of the text writes
     assert bigram.text_content() == "<i>" * 20
     assert bigram.locator("*").count() == 0
     assert page.page.evaluate("() => window.ran") is None
@@ -466,44 +436,20 @@ def test_texts_and_names_run_nothing(
     assert page.page.locator("script").count() == 3  # facts, worker, and the page's own
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """A trained run whose text is in the cache."""
-    folder = tmp_path_factory.mktemp("trained")
-    verse = Path(__file__).parent.parent / "data" / "lighthouse.txt"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CHARGPT_CACHE", str(folder / "cache"))
-        run_here("train", verse, *TINY, "--out", "mine", cwd=folder)
-        yield load_run(folder / "mine", device="cpu")
-
-
-@pytest.fixture
-def cached(trained: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setenv("CHARGPT_CACHE", str(trained.folder.parent / "cache"))
-    return trained
-
-
-def test_the_bigram_of_the_text_continues_the_same_text(
-    player: Callable[..., Player], cached: Run
-) -> None:
-    page = player(cached)
-    page.write("The li", length=40)
-    model = BigramLM.from_counts(cached.corpus().pair_counts("train"), 100, BIGRAM_ALPHA)
-    text = "The li"
-    for _ in range(40):
-        following = int(model.table.weight[cached.tokenizer.encode(text[-1])[0]].argmax())
-        text += cached.tokenizer.characters[following]
-    assert page.page.locator("#bigram-text").text_content() == text[6:].replace("\n", "⏎\n")
-
-
 @pytest.mark.parametrize(("width", "scheme"), [("desktop", "light"), ("phone", "dark")])
 def test_a_browser_finds_no_barrier(
-    player: Callable[..., Player], cached: Run, width: str, scheme: str
+    player: Callable[..., Player],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    width: str,
+    scheme: str,
 ) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright")
     size = dict(zip(("width", "height"), WIDTHS[width], strict=True))
-    page = player(cached, viewport=size, color_scheme=scheme)
-    page.write("The light", length=300, temperature=1, seed=1)
+    run = save_run(tmp_path)
+    use_text(monkeypatch, run, "the light of a lamp.\n")
+    page = player(run, viewport=size, color_scheme=scheme)
+    page.write("the light", length=300, temperature=1, seed=1)
     page.choose(20)
     page.page.locator(".alternatives button").first.wait_for()
     assert page.page.evaluate("document.documentElement.scrollWidth") == size["width"]
@@ -511,21 +457,12 @@ def test_a_browser_finds_no_barrier(
     assert [(each["id"], each["impact"], each["nodes"][0]["html"]) for each in found] == []
 
 
-def test_on_a_phone_predictions_take_no_room_before_they_exist_and_cover_no_heading(
-    player: Callable[..., Player], cached: Run
+def test_everything_is_reached_by_the_tab_key(
+    player: Callable[..., Player], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page = player(cached, viewport=dict(zip(("width", "height"), WIDTHS["phone"], strict=True)))
-    assert '<div id="panel" hidden>' in (cached.folder / "play.html").read_text(encoding="utf-8")
-    page.page.locator(".alternatives button").first.wait_for()
-    for top in range(0, 800, 50):
-        page.page.evaluate(f"scrollTo(0, {top})")
-        heading = page.page.locator("#surprisal").bounding_box()
-        panel = page.page.locator("#panel").bounding_box()
-        assert panel["y"] >= heading["y"] + heading["height"]
-
-
-def test_everything_is_reached_by_the_tab_key(player: Callable[..., Player], cached: Run) -> None:
-    page = player(cached)
+    run = save_run(tmp_path)
+    use_text(monkeypatch, run, "the light of a lamp.\n")
+    page = player(run)
     page.page.locator(".alternatives button").first.wait_for()
     reached = []
     for _ in range(30):
@@ -599,8 +536,6 @@ def test_the_command_writes_the_page_into_the_run_and_opens_it(
     assert opened == [(tmp_path / "mine" / "play.html").as_uri()]
     assert "no browser opened" in done.stderr
     assert cli("verify", "mine").returncode == 0
-    written = run_cli("play", "mine", "--no-open", "--out", "/dev/stdout", cwd=tmp_path).stdout
-    assert written == Path("mine/play.html").read_text(encoding="utf-8")
     Path("other.html").write_text("<p>mine</p>")
     said = refusal(cli("play", "mine", "--out", "other.html", "--no-open"))
     assert "was not made by chargpt" in said
