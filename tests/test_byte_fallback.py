@@ -3,20 +3,16 @@
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import Cli
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from noise import fill_with_noise
 
-from chargpt.analysis import plots
-from chargpt.analysis.report import curves
 from chargpt.config import Config, ModelConfig, SampleConfig, TextConfig
 from chargpt.inference.baselines import Baselines
 from chargpt.inference.coding import compress, decompress
@@ -120,26 +116,6 @@ def test_the_standard_error_of_one_block_is_that_of_characters() -> None:
     assert result.standard_error == pytest.approx(nats.std() / math.sqrt(len(TEXT)), rel=1e-4)
 
 
-def test_the_speed_in_a_report_is_in_characters(monkeypatch: pytest.MonkeyPatch) -> None:
-    run, corpus = noisy_run(), load_corpus(TextConfig(min_count=100), text=TEXT * 30)
-    per_step: list[float] = []
-
-    def pace(records: Any, characters: float, real: Any = plots.optimization_curves) -> Any:
-        per_step.append(characters)
-        return real(records, characters)
-
-    monkeypatch.setattr(plots, "optimization_curves", pace)
-    scores = SimpleNamespace(
-        baseline_losses={"bigram": 2.0, "6-gram": 2.0},
-        evaluations={"val": SimpleNamespace(nats_per_char=2.0)},
-    )
-    curves(run, corpus, scores, [{"step": 1, "loss": 1.0}])
-    tokens_per_character = len(corpus.tokenizer.encode(TEXT)) / len(TEXT)
-    assert tokens_per_character > 1.05
-    expected = run.config.train.batch_size * 8 / tokens_per_character
-    assert per_step == [pytest.approx(expected, rel=0.01)]
-
-
 def test_the_training_loss_is_per_character(tmp_path: Path) -> None:
     corpus = load_corpus(TextConfig(min_count=100), text=TEXT * 30)
     values = {"kind": "gpt", "n_layer": 1, "n_embd": 16, "n_head": 1, "block_size": 8}
@@ -207,6 +183,7 @@ def test_no_block_of_a_batch_begins_inside_a_character() -> None:
     assert (unaware >= TOKENIZER.first_continuation_id).any()
 
 
+@settings(max_examples=30)
 @given(st.text(max_size=40))
 def test_every_text_is_compressed_without_loss(text: str) -> None:
     run = noisy_run()
@@ -219,25 +196,19 @@ def test_a_run_with_rare_characters_knows_every_character(cli: Cli) -> None:
     done = cli("train", "text.txt", *QUICK, "-s", "text.min_count=50", "--out", "run")
     assert done.returncode == 0, done.stderr
     assert "% of the text, are spelled as bytes" in done.stderr
-    assert "characters and 2" in done.stderr
     # lengths are those of characters, not of tokens
     n_val = math.ceil(len(text) / 10)
     assert f"({len(text) - n_val:,} train, {n_val:,} val)" in done.stderr
     assert f" of {n_val:,} validation characters" in done.stdout
-    assert (
-        "of the text, spelled as bytes"
-        in cli("data", "info", "text.txt", "-s", "text.min_count=50").stdout
-    )
     info = json.loads(cli("data", "info", "text.txt", "--json").stdout)
     assert info["characters"] == len(text)
     assert info["rare_fraction"] == 0  # 1e-5 of the text is less than one character
     report = json.loads(cli("evaluate", "run", "--json").stdout)
-    assert report["characters"] == math.ceil(len(text) / 10) - 1
+    assert report["characters"] == n_val - 1
     Path("other.txt").write_text("жук\x01𐍈" * 30, encoding="utf-8")
     for command in (
         *(["evaluate", "run", "--text", "other.txt"], ["score", "run", "other.txt"]),
-        *(["report", "run"], ["sample", "run", "--prompt", "漢字", "--length", "20"]),
-        ["compress", "run", "text.txt", "text.packed"],
+        *(["report", "run"], ["compress", "run", "text.txt", "text.packed"]),
     ):
         done = cli(*command)
         assert done.returncode == 0, (command, done.stderr)

@@ -16,13 +16,11 @@ from types import ModuleType
 
 import pytest
 
-from chargpt.config import TextConfig, load_config
+from chargpt.config import load_config
 from chargpt.errors import DownloadError, TextError
 from chargpt.text import catalog
 from chargpt.text.build_config import build_config
 from chargpt.text.catalog import CATALOG, Entry, built_in_text, fetch, settings_for
-from chargpt.text.corpus import load_corpus
-from chargpt.text.describe import compare_splits
 
 TEXT = b"First Citizen:\nBefore we proceed any further, hear me speak.\n" * 5000
 
@@ -119,10 +117,11 @@ def test_a_text_is_downloaded_once_and_verified(server: Server, tmp_path: Path, 
     assert server.requested == [path]
 
 
-def test_a_file_with_other_content_is_downloaded_again(server: Server, tmp_path: Path) -> None:
-    (tmp_path / "sample.txt").write_bytes(b"x" * len(TEXT))
-    assert fetch(server.entry(), tmp_path).read_bytes() == TEXT
-    (tmp_path / "sample.txt").write_bytes(TEXT[:-1])
+@pytest.mark.parametrize("content", [b"x" * len(TEXT), TEXT[:-1]])
+def test_a_file_with_other_content_is_downloaded_again(
+    server: Server, tmp_path: Path, content: bytes
+) -> None:
+    (tmp_path / "sample.txt").write_bytes(content)
     assert fetch(server.entry(), tmp_path).read_bytes() == TEXT
 
 
@@ -160,7 +159,10 @@ def test_an_interrupted_transfer_is_rejected(
     assert "check the network" in message
 
 
-def test_an_unreachable_server_is_rejected(tmp_path: Path) -> None:
+def test_a_server_or_folder_that_cannot_be_used_is_rejected(server: Server, tmp_path: Path) -> None:
+    assert "/none answered 404" in error_message(server.entry("/none"), tmp_path)
+    (tmp_path / "data").write_text("a file in the way")
+    assert "cannot be written to" in error_message(server.entry(), tmp_path / "data" / "texts")
     with socket.socket() as unused:  # bound and not listening: every connection is refused
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
@@ -170,24 +172,13 @@ def test_an_unreachable_server_is_rejected(tmp_path: Path) -> None:
     assert "check the network" in message
 
 
-def test_an_http_error_is_reported_with_its_status(server: Server, tmp_path: Path) -> None:
-    assert "/none answered 404" in error_message(server.entry("/none"), tmp_path)
-
-
-def test_a_folder_that_cannot_be_created_is_rejected(server: Server, tmp_path: Path) -> None:
-    (tmp_path / "data").write_text("a file in the way")
-    assert "cannot be written to" in error_message(server.entry(), tmp_path / "data" / "texts")
-
-
-def test_the_built_in_text_is_long_and_the_same_at_every_call() -> None:
+def test_the_built_in_text_is_long_and_cannot_be_fetched(tmp_path: Path) -> None:
     text = built_in_text()
     assert len(text) > 300_000
     assert "expression" in text
     assert built_in_text() == text
-
-
-def test_the_splits_of_the_built_in_text_are_alike() -> None:
-    assert compare_splits(load_corpus(TextConfig())) is None
+    with pytest.raises(TextError, match="built in"):
+        fetch(CATALOG["python-docs"], tmp_path)
 
 
 @pytest.mark.parametrize("topics", [None, {}])
@@ -201,11 +192,6 @@ def test_a_python_without_its_documentation_names_another_text(
     monkeypatch.setattr("pydoc_data.topics", empty, raising=False)
     with pytest.raises(TextError, match="chargpt data get tinyshakespeare"):
         built_in_text()
-
-
-def test_the_built_in_text_cannot_be_fetched(tmp_path: Path) -> None:
-    with pytest.raises(TextError, match="built in"):
-        fetch(CATALOG["python-docs"], tmp_path)
 
 
 def test_named_texts_have_valid_settings(tmp_path: Path) -> None:
@@ -242,6 +228,7 @@ def test_every_entry_has_checksums_of_the_right_length(entry: Entry) -> None:
     assert entry.description
     if entry.url is None:
         return
+    assert entry.url.startswith("https://")
     for checksum in (entry.download_hash, entry.content_hash):
         algorithm, _, digits = checksum.partition(":")
         assert len(bytes.fromhex(digits)) == hashlib.new(algorithm).digest_size
@@ -270,7 +257,3 @@ def test_what_a_killed_download_left_is_deleted_a_day_later(server: Server, tmp_
     fetch(server.entry(), tmp_path)
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"sample.txt", ".fetching-12345678", ".fetching-mine-for-ever"}
-
-
-def test_every_text_is_fetched_over_https() -> None:
-    assert all((entry.url or "https://").startswith("https://") for entry in CATALOG.values())

@@ -16,18 +16,10 @@ SETTINGS = (
 ).split()
 
 
-def torchrun(*args: object, cwd: Path, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+def torchrun(*args: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    launcher = "-m torch.distributed.run --standalone --nproc-per-node=2 -m chargpt".split()
     return subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={ranks}",
-            "-m",
-            "chargpt",
-            *map(str, args),
-        ],
+        [sys.executable, *launcher, *map(str, args)],
         cwd=cwd,
         capture_output=True,
         text=True,

@@ -6,17 +6,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import Cli
+from conftest import Cli, run_here
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from noise import fill_with_noise
+from shared_runs import use_cache_of
 
 import chargpt
-from chargpt.config import Config, TextConfig
+from chargpt.config import Config, ModelConfig, TextConfig
 from chargpt.errors import ConfigError, TextError
 from chargpt.inference import generation
 from chargpt.inference.evaluation import evaluate
-from chargpt.store.run import load_run
+from chargpt.models import build_model
+from chargpt.store.run import Run, load_run
+from chargpt.store.state import RunState
 from chargpt.text import documents as module
 from chargpt.text.corpus import Corpus, load_corpus
 from chargpt.text.describe import describe
@@ -186,80 +189,84 @@ def test_a_list_is_recognised() -> None:
         assert not any("text.documents" in warning for warning in describe(corpus).warnings)
 
 
-def test_samples_of_a_list_are_whole_items(cli: Cli) -> None:
-    Path("names.txt").write_text("\n".join(NAMES * 20))
-    done = cli("train", "names.txt", *QUICK, "--out", "run")
-    assert done.returncode == 0, done.stderr
-    assert "960 documents, shuffled by text.seed 1337; " in done.stderr
-    shown = done.stderr.rpartition("-- sample at step ")[2].splitlines()
-    assert len(shown) == 1 + 5
-    sample = ("sample", "run", "-n", "50", "--seed", "1")
-    items = cli(*sample, "--num-samples", "30").stdout.splitlines()
-    assert len(items) == 30
-    assert max(map(len, items)) < 50  # the text ended before its length
-    run = load_run("run", "latest")  # a sample in training has the context of `chargpt sample`
+@pytest.fixture(scope="module")
+def trained_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "names.txt").write_text("\n".join(NAMES * 20))
+    words = (*QUICK, "-s", "text.mixture_characters=200", "--out", "run")
+    run_here("train", "names.txt", *words, cwd=folder, CHARGPT_CACHE=str(folder / "cache"))
+    return folder / "run"
+
+
+@pytest.fixture
+def trained(trained_once: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run on a list of names, with its mixture."""
+    use_cache_of(trained_once, monkeypatch)
+    return trained_once
+
+
+def test_a_sample_in_training_has_the_context_of_the_command(trained: Path) -> None:
+    run = load_run(trained, "latest")
+    assert (run.corpus().n_documents, run.tokenizer.eos_token) == (960, "\n")
     fill_with_noise(run.model)  # so that every token of the context matters
     trainer = Trainer(run.config.with_values({"sample.prompt": "be"}), run.corpus())
     trainer.model.load_state_dict(run.model.state_dict())
     expected = generation.sample(run, prompt="be", length=200, num_samples=5, seed=1)
     assert trainer.validator.sample().split("\n") == expected
-    prompted = cli(*sample, "--num-samples", "5", "-p", "be").stdout.splitlines()
-    assert [item[:2] for item in prompted] == ["be"] * 5
-    report = json.loads(cli(*sample, "--num-samples", "30", "--overlap", "--json").stdout)
-    assert report["samples"] == items
-    assert all(report["finished"])
-    assert report["new"] == [item not in NAMES for item in items]
-    assert report["copied"] == [item in NAMES for item in items]
-    checked = cli(*sample, "--num-samples", "30", "--overlap").stdout
-    n_new, different = sum(report["new"]), len(set(items))
+
+
+def test_samples_of_a_list_are_whole_items(trained: Path, cli: Cli) -> None:
+    sample = ("sample", trained, "--num-samples", "30", "--seed", "1", "-n")
+    items = cli(*sample, "50").stdout.splitlines()
+    assert len(items) == 30
+    assert max(map(len, items)) < 50  # the text ended before its length
+    prompted = cli(*sample, "50", "-p", "be").stdout.splitlines()
+    assert [item[:2] for item in prompted] == ["be"] * 30
+    for length in (50, 5):
+        report = json.loads(cli(*sample, length, "--overlap", "--json").stdout)
+        finished = [len(item) < length for item in items]
+        assert report["samples"] == [item[:length] for item in items]
+        assert report["finished"] == finished
+        for key, expected in (("new", False), ("copied", True)):
+            assert report[key] == [
+                ((item in NAMES) == expected) if is_finished else None
+                for item, is_finished in zip(items, finished, strict=True)
+            ]
+    n_new, n_cut = sum(item not in NAMES for item in items), finished.count(False)
+    assert 0 < n_cut < 30
+    checked = cli(*sample, "50", "--overlap").stdout
     assert re.search(rf"sampled +30 +{n_new} +{30 - n_new} +0", checked)
     n_distinct_new = len(set(items) - set(NAMES))
-    assert re.search(rf"distinct +{different} +{n_distinct_new} ", checked)
+    assert re.search(rf"distinct +{len(set(items))} +{n_distinct_new} ", checked)
     assert sum(line == f"⟦{name}⟧" for line in checked.splitlines() for name in NAMES) == 30 - n_new
-    short = ("sample", "run", "-n", "5", "--seed", "1")
-    report = json.loads(cli(*short, "--num-samples", "30", "--overlap", "--json").stdout)
-    assert report["samples"] == [item[:5] for item in items]
-    assert report["finished"] == [len(item) < 5 for item in items]
-    assert [new is None for new in report["new"]] == [len(item) >= 5 for item in items]
-    n_cut = report["finished"].count(False)
-    assert 0 < n_cut < 30
-    checked_short = cli(*short, "--num-samples", "30", "--overlap")
-    assert re.search(rf"sampled +{30 - n_cut} ", checked_short.stdout)
-    for n_samples, n_said in ((30, n_cut), (1, int(len(items[0]) >= 5))):
-        said = cli(*short, "--num-samples", n_samples).stderr
-        sentence = f"cut at 5 characters: {n_said} of {n_samples}; a higher -n finishes them"
-        assert (sentence in said) == (n_said > 0)
+    said = cli(*sample, "5").stderr
+    assert f"cut at 5 characters: {n_cut} of 30; a higher -n finishes them" in said
+    assert "cut at" not in cli(*sample, "50").stderr
 
 
-def test_documents_of_another_text_end_where_its_files_end(cli: Cli) -> None:
-    for folder in ("train", "other"):
-        Path(folder).mkdir()
-        for number, name in enumerate(NAMES * 10):
-            Path(folder, f"{number:03}.py").write_text(f"{name} and {name}")
-    options = ("-s", "text.documents=files", "-s", "text.suffixes=.py")
-    done = cli("train", "train", *QUICK, *options, "--out", "run")
-    assert done.returncode == 0, done.stderr
-    result = evaluate(load_run("run"), path="other")
+def test_documents_of_another_text_end_where_its_files_end(tmp_path: Path) -> None:
+    for number, name in enumerate(NAMES * 10):
+        (tmp_path / f"{number:03}.py").write_text(f"{name} and {name}")
+    settings = TextConfig(path=str(tmp_path), documents="files", suffixes=(".py",))
+    corpus = load_corpus(settings)
+    config = Config(text=settings, model=ModelConfig(n_layer=1, n_embd=32))
+    model = build_model(config.model, corpus.tokenizer.vocab_size)
+    run = Run(tmp_path, config, corpus.tokenizer, model, 1, RunState(1))
+    result = evaluate(run, path=tmp_path)
     n_characters = 10 * sum(2 * len(name) + 6 for name in NAMES)
     assert result.characters == n_characters - 1
     mean_length = n_characters / (10 * len(NAMES))
     assert result.nats_per_document == pytest.approx(result.nats_per_char * mean_length)
 
 
-def test_the_loss_of_a_document_is_that_of_its_characters(cli: Cli) -> None:
-    Path("names.txt").write_text("\n".join(NAMES * 20))
+def test_the_loss_of_a_document_is_that_of_its_characters(trained: Path, cli: Cli) -> None:
     Path("other.txt").write_text("\r\n\r\n".join(NAMES))
-    mixture = ("-s", "text.mixture_characters=200")
-    cli("train", "names.txt", *QUICK, *mixture, "--out", "run")
-    run = load_run("run")
+    run = load_run(trained)
     result = evaluate(run, path="other.txt")
     mean_length = sum(len(name) + 1 for name in NAMES) / len(NAMES)
     assert result.nats_per_document == pytest.approx(result.nats_per_char * mean_length)
     mixed = evaluate(chargpt.with_mixture(run), path="other.txt")
-    shown = cli("evaluate", "run", "--text", "other.txt").stdout
+    shown = cli("evaluate", trained, "--text", "other.txt").stdout
     assert f"{result.nats_per_document:.2f} nats/document (gpt, step " in shown
     assert f"{mixed.nats_per_document:.2f} nats/document (gpt + n-grams)" in shown
-    assert (
-        "with the documents before each as context; chargpt score run FILE scores each line on its "
-        "own"
-    ) in shown
+    assert "with the documents before each as context; chargpt score " in shown

