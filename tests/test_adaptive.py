@@ -84,8 +84,8 @@ def test_the_size_of_a_compressed_text_is_its_adaptive_loss(run: Run, length: in
 
 
 def test_several_lanes_are_restored(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coding, "MIN_LANE_TOKENS", 200)
-    text = NEW[:850]
+    monkeypatch.setattr(coding, "MIN_LANE_TOKENS", 60)
+    text = NEW[:260]
     decoder = partial(AdaptiveDecoder, run)
     packed = compress(run, text.encode(), adaptive=decoder)
     assert len(split_into_lanes(run.tokenizer.encode(text), MAX_ADAPTIVE_LANES)) == 4

@@ -1,7 +1,5 @@
 """Explicit and fused attention: equality, causality and scale; averages of the past."""
 
-import math
-
 import pytest
 import torch
 from hypothesis import given
@@ -9,11 +7,8 @@ from hypothesis import strategies as st
 
 from chargpt.analysis.averages import average_by_loop, average_by_matrix, average_by_softmax
 from chargpt.models.attention import (
-    attention_scores,
-    causal_mask,
     explicit_attention,
     fast_attention,
-    uniform_weights,
 )
 
 
@@ -64,38 +59,9 @@ def test_the_explicit_form_is_the_papers_formula_term_by_term(n_queries):
         assert not weights[..., t, past + t + 1 :].any()
 
 
-def test_the_causal_mask_shows_keys_up_to_each_querys_position():
-    assert causal_mask(2, 4).tolist() == [[True, True, True, False], [True, True, True, True]]
-    assert causal_mask(3, 3).tolist() == [
-        [True, False, False],
-        [True, True, False],
-        [True, True, True],
-    ]
-
-
-def test_scores_are_scaled_by_the_root_of_the_head_size():
-    q, k, _ = random_heads(3, 3, head_size=9)
-    unscaled = attention_scores(q, k, scaled=False)
-    torch.testing.assert_close(attention_scores(q, k) * 3, unscaled)
-    assert float(unscaled[0, 0, 1, 2]) == pytest.approx(float(q[0, 0, 1] @ k[0, 0, 2]), abs=1e-5)
-
-
-def test_attention_in_bfloat16_stays_near_float32():
-    q, k, v = random_heads(8, 8)
-    half = fast_attention(q.bfloat16(), k.bfloat16(), v.bfloat16())
-    assert half.dtype == torch.bfloat16
-    torch.testing.assert_close(half.float(), fast_attention(q, k, v), atol=0.05, rtol=0.05)
-
-
 @given(length=st.integers(1, 30), channels=st.integers(1, 5), seed=st.integers(0, 100))
 def test_the_three_averages_of_the_past_are_equal(length, channels, seed):
     x = torch.randn(2, length, channels, generator=torch.Generator().manual_seed(seed))
     expected = average_by_loop(x)
     torch.testing.assert_close(average_by_matrix(x), expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(average_by_softmax(x), expected, atol=1e-5, rtol=1e-5)
-
-
-def test_average_weights_are_equal_over_the_past():
-    weights = uniform_weights(causal_mask(2, 3))
-    assert weights.tolist() == [[0.5, 0.5, 0], pytest.approx([1 / 3] * 3)]
-    assert math.isclose(float(weights.sum()), 2, rel_tol=1e-6)

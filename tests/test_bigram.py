@@ -50,10 +50,9 @@ def test_a_cached_bigram_gives_the_same_logits_and_updates_the_cache_length():
     model = fill_with_noise(BigramLM(7, block_size=6))
     tokens = torch.randint(7, (2, 6), generator=torch.Generator().manual_seed(0))
     cache = model.new_cache(2)
-    assert (cache.length, cache.capacity) == (0, 6)
-    parts = [model(tokens[:, :3], cache), model(tokens[:, 3:5], cache), model(tokens[:, 5:], cache)]
+    parts = [model(part, cache) for part in tokens.split([3, 2, 1], dim=1)]
     assert torch.equal(torch.cat(parts, dim=1), model(tokens))
-    assert cache.length == 6
+    assert cache.length == cache.capacity == 6
     model.evict_oldest_half(cache)
     assert cache.length == 3
     assert torch.equal(model(tokens[:, :3], cache), model(tokens[:, :3]))

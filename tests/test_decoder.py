@@ -76,14 +76,6 @@ def test_every_stream_continues_from_the_cache_of_one_sequence(kind, prompt, seq
     assert_close(decode(decoder, tokens[:, prompt:]), expected)
 
 
-@pytest.mark.parametrize("kind", DECODERS)
-def test_decoding_does_not_change_the_weights(kind):
-    model = noisy_model()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    decode(DECODERS[kind](model, 1), random_tokens(1, 30))
-    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-
-
 @torch.no_grad()
 def test_sequences_divided_over_threads_give_the_logits_of_the_formula():
     model, tokens = noisy_model(), random_tokens(2 * MIN_SEQUENCES + 1, steps=40)

@@ -4,27 +4,24 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import Cli, run_here
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from noise import fill_with_noise
+from noise import fill_with_noise, noisy_run
 from shared_runs import use_cache_of
 
 import chargpt
-from chargpt.config import Config, ModelConfig, TextConfig
+from chargpt.config import Config, TextConfig
 from chargpt.errors import ConfigError, TextError
 from chargpt.inference import generation
 from chargpt.inference.evaluation import evaluate
-from chargpt.models import build_model
-from chargpt.store.run import Run, load_run
-from chargpt.store.state import RunState
+from chargpt.store.run import load_run
 from chargpt.text import documents as module
 from chargpt.text.corpus import Corpus, load_corpus
-from chargpt.text.describe import describe
 from chargpt.text.documents import RECORD_SEPARATOR, mark_documents
-from chargpt.text.tokenizer import CharTokenizer
 from chargpt.training.trainer import Trainer
 
 NAMES = [f"{a}{b}{c}" for a in ("an", "be", "car") for b in "lmnr" for c in ("a", "ie", "o", "us")]
@@ -58,10 +55,16 @@ def test_separators_may_lie_across_pieces(files: list[list[str]], separator: str
 def test_each_file_is_a_document(tmp_path: Path) -> None:
     poems = [f"poem {i}\n\nof a few lines\n" for i in range(20)]
     for i, poem in enumerate(poems):
-        (tmp_path / f"{i}.txt").write_text(poem)
-    corpus = load_corpus(TextConfig(path=str(tmp_path), documents="files"))
+        (tmp_path / f"{i}.py").write_text(poem)
+    text = TextConfig(path=str(tmp_path), documents="files", suffixes=(".py",))
+    corpus = load_corpus(text)
     assert corpus.n_documents == 20
     assert sorted(documents_of(corpus, "train") + documents_of(corpus, "val")) == sorted(poems)
+    run = noisy_run(corpus.tokenizer)
+    result = evaluate(replace(run, config=Config(text=text)), path=tmp_path)
+    n_characters = sum(map(len, poems)) + 20
+    assert result.characters == n_characters - 1
+    assert result.nats_per_document == pytest.approx(result.nats_per_char * n_characters / 20)
 
 
 @pytest.mark.parametrize("chunk", [1, 50, module.CHUNK])
@@ -81,30 +84,23 @@ def test_documents_are_shuffled_and_split_whole(
 
 
 @pytest.mark.parametrize(
-    ("lengths", "n_mixture", "sizes"),
+    ("lengths", "settings", "sizes"),
     [
-        ([10] * 9 + [17], 0, [0, 90, 17]),  # the end of the training split, 96, is nearer to 90
-        ([10] * 8 + [17, 10], 0, [0, 97, 10]),
-        ([10] * 8 + [27], 0, [0, 107, 0]),
-        ([10] * 9 + [17], 1, [10, 80, 17]),
-        ([80, 40], 1, [80, 40, 0]),
+        ([10] * 9 + [17], {}, [0, 90, 17]),  # the end of the training split, 96, is nearer to 90
+        ([10] * 8 + [17, 10], {}, [0, 97, 10]),
+        ([10] * 8 + [27], {}, [0, 107, 0]),
+        ([10] * 9 + [17], {"mixture_characters": 1}, [10, 80, 17]),
+        ([80, 40], {"mixture_characters": 1}, [80, 40, 0]),
+        ([110, 10], {"mixture_characters": 1, "val_fraction": 0.6}, [110, 0, 10]),
     ],
 )
 def test_the_training_split_ends_at_the_nearest_document(
-    lengths: list[int], n_mixture: int, sizes: list[int]
+    lengths: list[int], settings: dict[str, Any], sizes: list[int]
 ) -> None:
     content = "".join("a" * (length - 1) + "\n" for length in lengths)
     corpus = load_corpus(TextConfig(documents="lines"), text="a\n")
-    tokens = corpus.tokenizer.encode(content)
-    corpus = replace(corpus, tokens=tokens, mixture_characters=n_mixture)
+    corpus = replace(corpus, tokens=corpus.tokenizer.encode(content), **settings)
     assert [len(corpus.split(name)) for name in ("mixture", "train", "val")] == sizes
-
-
-def test_the_training_split_does_not_end_before_the_mixture_split() -> None:
-    corpus = load_corpus(TextConfig(documents="lines", val_fraction=0.6), text="a\n")
-    tokens = corpus.tokenizer.encode("a" * 109 + "\n" + "a" * 9 + "\n")
-    corpus = replace(corpus, tokens=tokens, mixture_characters=1)
-    assert [len(corpus.split(name)) for name in ("mixture", "train", "val")] == [110, 0, 10]
 
 
 def test_a_seed_gives_the_same_order_in_every_version() -> None:
@@ -146,18 +142,16 @@ def test_the_fraction_advised_for_too_few_documents_suffices(
 
 @pytest.mark.parametrize(
     ("documents", "cause"),
-    [("lines", "it is one line"), ("files", "it is one file"), ("%", "the separator '%' does not")],
+    [
+        ("lines", "it is one line"),
+        ("files", "it is one file"),
+        ("%", "the separator '%' does not"),
+        ("\\\n%\\\n", "the separator '"),
+    ],
 )
 def test_one_document_cannot_be_split(documents: str, cause: str) -> None:
     corpus = load_corpus(TextConfig(documents=documents), text="the sea " * 1000)
     with pytest.raises(TextError, match=f"in 1 document, since {cause}.* text.documents=null"):
-        corpus.require_blocks(8)
-
-
-def test_a_separator_that_does_not_occur_is_named() -> None:
-    settings = TextConfig(documents="\\\n%\\\n")
-    corpus = load_corpus(settings, text="one\n%\ntwo\n%\n" * 50)
-    with pytest.raises(TextError, match=r"1 document, since the separator '"):
         corpus.require_blocks(8)
 
 
@@ -172,21 +166,6 @@ def test_separators_are_written_with_escapes() -> None:
             Config().with_values({"text.documents": documents})
     with pytest.raises(ConfigError, match="`lines`, `files` or a separator"):
         Config().with_values({"text.documents": ""})
-
-
-def test_the_eos_token_is_kept_in_the_json_of_a_tokenizer() -> None:
-    tokenizer = CharTokenizer("\nab", eos_token="\n")
-    assert CharTokenizer.from_json(tokenizer.to_json()) == tokenizer
-    assert "eos_token" not in CharTokenizer("\nab").to_json()
-
-
-def test_a_list_is_recognised() -> None:
-    names = load_corpus(TextConfig(), text="\n".join(NAMES * 3))
-    assert any("text.documents=lines" in warning for warning in describe(names).warnings)
-    marked = load_corpus(TextConfig(documents="lines"), text="\n".join(NAMES * 3))
-    prose = load_corpus(TextConfig(), text=("A line of prose.\n" * 20 + "\n") * 20)
-    for corpus in (marked, prose):
-        assert not any("text.documents" in warning for warning in describe(corpus).warnings)
 
 
 @pytest.fixture(scope="module")
@@ -227,11 +206,9 @@ def test_samples_of_a_list_are_whole_items(trained: Path, cli: Cli) -> None:
         finished = [len(item) < length for item in items]
         assert report["samples"] == [item[:length] for item in items]
         assert report["finished"] == finished
-        for key, expected in (("new", False), ("copied", True)):
-            assert report[key] == [
-                ((item in NAMES) == expected) if is_finished else None
-                for item, is_finished in zip(items, finished, strict=True)
-            ]
+        copied = [item in NAMES if len(item) < length else None for item in items]
+        assert report["copied"] == copied
+        assert report["new"] == [None if each is None else not each for each in copied]
     n_new, n_cut = sum(item not in NAMES for item in items), finished.count(False)
     assert 0 < n_cut < 30
     checked = cli(*sample, "50", "--overlap").stdout
@@ -242,21 +219,6 @@ def test_samples_of_a_list_are_whole_items(trained: Path, cli: Cli) -> None:
     said = cli(*sample, "5").stderr
     assert f"cut at 5 characters: {n_cut} of 30; a higher -n finishes them" in said
     assert "cut at" not in cli(*sample, "50").stderr
-
-
-def test_documents_of_another_text_end_where_its_files_end(tmp_path: Path) -> None:
-    for number, name in enumerate(NAMES * 10):
-        (tmp_path / f"{number:03}.py").write_text(f"{name} and {name}")
-    settings = TextConfig(path=str(tmp_path), documents="files", suffixes=(".py",))
-    corpus = load_corpus(settings)
-    config = Config(text=settings, model=ModelConfig(n_layer=1, n_embd=32))
-    model = build_model(config.model, corpus.tokenizer.vocab_size)
-    run = Run(tmp_path, config, corpus.tokenizer, model, 1, RunState(1))
-    result = evaluate(run, path=tmp_path)
-    n_characters = 10 * sum(2 * len(name) + 6 for name in NAMES)
-    assert result.characters == n_characters - 1
-    mean_length = n_characters / (10 * len(NAMES))
-    assert result.nats_per_document == pytest.approx(result.nats_per_char * mean_length)
 
 
 def test_the_loss_of_a_document_is_that_of_its_characters(trained: Path, cli: Cli) -> None:

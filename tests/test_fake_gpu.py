@@ -5,8 +5,8 @@ operations that mix devices. CUDA graphs are captured on the CPU.
 """
 
 import contextlib
-import errno
 import gc
+import re
 import time
 import weakref
 from dataclasses import replace
@@ -24,7 +24,6 @@ from torch.utils._pytree import tree_leaves
 
 from chargpt.analysis import doctor
 from chargpt.config import Config, SampleConfig, TextConfig, load_config
-from chargpt.errors import OperationError
 from chargpt.inference import decoders
 from chargpt.inference.decoders import (
     GraphDecoder,
@@ -40,15 +39,11 @@ from chargpt.text.corpus import Corpus, load_corpus
 from chargpt.text.tokenizer import CharTokenizer
 from chargpt.training import learner, planner, trainer
 from chargpt.training.budget import Budget
-from chargpt.training.trainer import METRICS_EVERY, StepReport, Trainer
+from chargpt.training.trainer import METRICS_EVERY, Trainer
 
 CPU, META = torch.device("cpu"), torch.device("meta")
-SYNCHRONISING = {  # they return a value, or a shape that depends on values
-    "aten._local_scalar_dense.default",
-    "aten.masked_select.default",
-    "aten.nonzero.default",
-    "aten.repeat_interleave.Tensor",
-}
+# they return a value, or a shape that depends on values
+SYNCHRONISING = re.compile("_local_scalar_dense|masked_select|nonzero|repeat_interleave")
 TINY = {
     "model.n_layer": 1, "model.n_embd": 64, "model.block_size": 32, "train.batch_size": 8,
     "train.max_steps": 60, "train.evaluate_every": 60, "train.save_every": 60,
@@ -68,7 +63,7 @@ class FakeGraph(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if str(function) in SYNCHRONISING:
+        if SYNCHRONISING.search(str(function)):
             raise RuntimeError(f"{function}: operation not permitted when stream is capturing")
         result = function(*args, **(kwargs or {}))
         self.operations.append((function, args, kwargs or {}, result))
@@ -307,9 +302,9 @@ class OffCPU(Tensor):
         return self.as_subclass(Tensor).clone()
 
 
-@pytest.fixture
-def saving(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trainer:
-    """A trainer that saves step 5 in the background, slower than it trains, and step 8."""
+def test_training_goes_on_while_a_checkpoint_is_written(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save, state_dicts = RunFolder.save, learner.Learner.state_dicts
 
     def slow(self: RunFolder, **values: Any) -> Path:
@@ -322,28 +317,11 @@ def saving(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> T
 
     monkeypatch.setattr(RunFolder, "save", slow)
     monkeypatch.setattr(learner.Learner, "state_dicts", off_cpu)
-    steps = {"train.save_every": 5, "train.max_steps": 8}
-    return make_trainer(corpus, RunFolder(tmp_path / "run"), **steps)
-
-
-def test_training_goes_on_while_a_checkpoint_is_written(saving: Trainer) -> None:
-    weights, saved = {}, []
-    for report in saving.steps():
-        saved.append(saving.writer.saved_step)
+    folder, steps = RunFolder(tmp_path / "run"), {"train.save_every": 5, "train.max_steps": 8}
+    training, weights, saved = make_trainer(corpus, folder, **steps), {}, []
+    for report in training.steps():
+        saved.append(training.writer.saved_step)
         if report.step == 5:
-            weights = {name: x.clone() for name, x in saving.model.state_dict().items()}
+            weights = {name: x.clone() for name, x in training.model.state_dict().items()}
     assert (saved[6], saved[8]) == (None, 8)
-    assert saving.folder is not None
-    torch.testing.assert_close(saving.folder.load("5")[0].model, weights, rtol=0, atol=0)
-
-
-def test_a_best_checkpoint_that_could_not_be_written_in_the_background_is_not_the_best(
-    saving: Trainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reports: list[StepReport] = []
-    full = OSError(errno.ENOSPC, "No space left on device")
-    monkeypatch.setattr(RunFolder, "save", Mock(side_effect=full))
-    with pytest.raises(OperationError, match="No space left on device"):
-        reports.extend(saving.steps())
-    assert reports[-1].is_best
-    assert saving.state.best_step == 0
+    torch.testing.assert_close(folder.load("5")[0].model, weights, rtol=0, atol=0)

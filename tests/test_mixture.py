@@ -9,6 +9,7 @@ from concurrent.futures import CancelledError
 from pathlib import Path
 from threading import Event
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -68,9 +69,6 @@ def copy(mixed_run: Path, cli: Cli) -> Path:
     return Path(shutil.copytree(mixed_run, "run"))
 
 
-# -- the model ----------------------------------------------------------------------------------
-
-
 @torch.inference_mode()
 def test_probabilities_are_the_gate_s_average_of_all_components() -> None:
     mixture, text = random_mixture()
@@ -112,18 +110,16 @@ def test_the_gate_sees_how_much_the_counts_know_and_how_certain_the_gpt_is() -> 
 
 
 @pytest.mark.parametrize("num_sequences", [1, 3])
+@torch.inference_mode()
 def test_decoding_predicts_what_the_forward_pass_does(num_sequences: int) -> None:
     mixture, text = random_mixture()
-    with torch.inference_mode():
-        cache = mixture.new_cache(1)
-        prompt = torch.from_numpy(text[None, :5])
-        first = mixture(prompt, cache)
-        assert torch.allclose(first, mixture(prompt), atol=1e-5)
-        decoder = build_decoder(mixture, num_sequences, cache)
-        streams = np.stack([text[5 + i : 16 + i] for i in range(num_sequences)])
-        stepped = np.stack([decoder.step(streams[:, t]) for t in range(11)], axis=1)
-        rows = torch.from_numpy(np.hstack([np.tile(text[:5], (num_sequences, 1)), streams]))
-        assert np.allclose(stepped, mixture(rows)[:, 5:].numpy(), atol=1e-4)
+    cache, prompt = mixture.new_cache(1), torch.from_numpy(text[None, :5])
+    assert torch.allclose(mixture(prompt, cache), mixture(prompt), atol=1e-5)
+    decoder = build_decoder(mixture, num_sequences, cache)
+    streams = np.stack([text[5 + i : 16 + i] for i in range(num_sequences)])
+    stepped = np.stack([decoder.step(column) for column in streams.T], axis=1)
+    rows = torch.from_numpy(np.hstack([np.tile(text[:5], (num_sequences, 1)), streams]))
+    assert np.allclose(stepped, mixture(rows)[:, 5:].numpy(), atol=1e-4)
 
 
 def test_the_counts_keep_their_context_when_the_cache_is_full() -> None:
@@ -143,28 +139,20 @@ def test_the_counts_keep_their_context_when_the_cache_is_full() -> None:
 @torch.inference_mode()
 def test_counts_keep_the_context_before_a_block(limit: int | None) -> None:
     mixture, text = random_mixture()
-    tokens = text[:150]
-    n_before, spacing = mixture.lookback, BLOCK_SIZE
-    firsts = range(0, len(tokens) - 1, spacing)
-    if limit is not None:
-        firsts = (even_spans(len(tokens) - 1, spacing, limit)[0]).tolist()
-        assert len(firsts) == limit // BLOCK_SIZE
-    losses = []
-    for first in firsts:
-        before = [-1] * max(0, n_before - first) + list(tokens[max(0, first - n_before) : first])
-        block = torch.tensor(tokens[first : first + spacing + 1])[None]
-        log_probs = mixture(block[:, :-1], before=torch.tensor([before]))
+    tokens, n_before, losses = text[:150], mixture.lookback, []
+    padded = torch.from_numpy(np.concatenate(([-1] * n_before, tokens)))
+    firsts = range(0, len(tokens) - 1, BLOCK_SIZE)
+    for first in even_spans(len(tokens) - 1, BLOCK_SIZE, limit)[0] if limit else firsts:
+        before = padded[first : first + n_before][None]
+        block = padded[first + n_before :][: BLOCK_SIZE + 1][None]
+        log_probs = mixture(block[:, :-1], before=before)
         losses += (-log_probs.gather(-1, block[:, 1:, None])).flatten().tolist()
     measured = evaluate_tokens(mixture, tokens, max_tokens=limit)
-    assert measured.characters == len(losses)
+    assert measured.characters == len(losses) == (limit or len(tokens) - 1)
     assert measured.nats_per_char == pytest.approx(np.mean(losses), abs=1e-5)
     mixture.lookback = 0
-    assert evaluate_tokens(mixture, tokens).nats_per_char != pytest.approx(
-        np.mean(losses), abs=1e-3
-    )
-
-
-# -- the fit ------------------------------------------------------------------------------------
+    without = evaluate_tokens(mixture, tokens, max_tokens=limit)
+    assert without.nats_per_char != pytest.approx(np.mean(losses), abs=1e-3)
 
 
 def test_a_fitted_mixture_is_better_than_each_of_its_components_and_is_saved(run: Run) -> None:
@@ -205,18 +193,14 @@ def test_the_gate_trusts_the_component_that_predicts_the_tune_split(informed: st
 
 
 def test_the_tune_split_is_the_start_of_the_text_and_is_not_trained_on(verse: Path) -> None:
-    settings = TextConfig(path=str(verse), mixture_characters=500)
-    corpus, plain = load_corpus(settings), load_corpus(TextConfig(path=str(verse)))
+    plain, corpus, longest = (
+        load_corpus(TextConfig(path=str(verse), mixture_characters=n)) for n in (0, 500, 10**6)
+    )
     tune, train = corpus.split("mixture"), corpus.split("train")
     assert np.array_equal(np.concatenate((tune, train)), plain.split("train"))
-    assert len(tune) == 500
     assert np.array_equal(corpus.split("val"), plain.split("val"))
-    assert len(plain.split("mixture")) == 0
-    longest = load_corpus(TextConfig(path=str(verse), mixture_characters=10**6))
-    assert len(longest.split("mixture")) == int(0.03 * corpus.tokens.size)
-
-
-# -- the file -----------------------------------------------------------------------------------
+    lengths = [len(each.split("mixture")) for each in (plain, corpus, longest)]
+    assert lengths == [0, 500, int(0.03 * corpus.tokens.size)]
 
 
 DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
@@ -303,27 +287,18 @@ def test_a_deleted_mixture_is_noticed(copy: Path, cli: Cli) -> None:
 def test_an_interrupt_ends_the_counting_in_the_other_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    cancelled: list[bool] = []
-
-    def interrupted(*_: object) -> NGramLM:
-        raise KeyboardInterrupt
-
-    def wait(*words: Any) -> WordContextModel:
-        cancelled.append(words[-1].wait(10))
-        return WordContextModel(*words)
-
-    monkeypatch.setattr(NGramLM, "fit", interrupted)
-    monkeypatch.setattr("chargpt.models.mixture.WordContextModel", wait)
+    stops: list[Event] = []
+    monkeypatch.setattr(NGramLM, "fit", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(
+        "chargpt.models.mixture.WordContextModel",
+        lambda *words: (stops.append(words[-1]), words[-1].wait(10)),
+    )
     with pytest.raises(KeyboardInterrupt):
         random_mixture()
-    assert cancelled == [True]
-    stop = Event()
-    stop.set()
+    (stop,) = stops
+    assert stop.is_set()
     with pytest.raises(CancelledError):
         WordContextModel(np.zeros(9, np.int64), VOCAB_SIZE, word_token_mask(TOKENIZER), stop)
-
-
-# -- the commands -------------------------------------------------------------------------------
 
 
 def test_evaluate_and_compare_show_the_mixture_beside_the_gpt(copy: Path, cli: Cli) -> None:
@@ -408,21 +383,7 @@ def test_a_kept_mixture_is_not_replaced_when_the_run_goes_on(copy: Path, cli: Cl
     assert "compressed with the mixture of step 40, which has been replaced since" in lost
 
 
-@pytest.mark.slow
-def test_a_budget_leaves_characters_for_the_mixture(verse: Path, cli: Cli) -> None:
-    done = cli("train", verse, "--budget", "10s", "--out", "run", "--device", "cpu")
-    assert done.returncode == 0, done.stderr
-    assert "gpt + n-grams" in done.stdout
-    assert "--mixture uses it" in " ".join(done.stdout.split())
-    assert chargpt.load_run("run").config.text.mixture_characters == 20_000
-    plain = cli(
-        "train", verse, "--budget", "10s", "-s", "text.mixture_characters=0", "--out", "plain"
-    )
-    assert plain.returncode == 0, plain.stderr
-    assert "gpt + n-grams" not in plain.stdout
-
-
-def test_a_budget_with_too_little_time_left_has_no_mixture(verse: Path) -> None:
+def test_a_budget_with_too_little_time_or_text_has_no_mixture(verse: Path) -> None:
     corpus = load_corpus(TextConfig(path=str(verse)))
     seconds = mixture_seconds(corpus)
     counted = RESERVE.counting_seconds * len(corpus.split("train")) / 1e6
@@ -433,18 +394,16 @@ def test_a_budget_with_too_little_time_left_has_no_mixture(verse: Path) -> None:
         settings, chosen = with_mixture_split(Config(), corpus, budget)
         assert len(chosen.split("mixture")) == length
         assert bool(settings.text.mixture_characters) == bool(length)
-        assert [note for note in chosen.notes if "without a mixture" in note] == (
-            [] if length else [chosen.notes[-1]]
-        )
-    short = load_corpus(TextConfig(), text="The sea, the light.\n" * 150)
-    _, chosen = with_mixture_split(Config(), short, Budget(10.0))
-    assert not len(chosen.split("mixture"))
-    assert "without a mixture: 3% of the text is too little" in chosen.notes[-1]
+        assert any("without a mixture" in note for note in chosen.notes) == (not length)
     pieces = "the sea, the light, the lamp. " * 4000 + "|"
-    long = load_corpus(TextConfig(documents="|"), text=pieces * 6)
-    settings, chosen = with_mixture_split(Config(), long, Budget(100.0))
-    assert settings.text.mixture_characters == len(chosen.split("mixture")) == 0
-    assert "its split, of whole documents, would be over 6%" in chosen.notes[-1]
+    for text, documents, reason in (
+        ("The sea, the light.\n" * 150, None, "without a mixture: 3% of the text is too little"),
+        (pieces * 6, "|", "its split, of whole documents, would be over 6%"),
+    ):
+        other = load_corpus(TextConfig(documents=documents), text=text)
+        settings, chosen = with_mixture_split(Config(), other, Budget(100.0))
+        assert settings.text.mixture_characters == len(chosen.split("mixture")) == 0
+        assert reason in chosen.notes[-1]
     fixed = Config().with_values({"text.mixture_characters": 300})
     budget = Budget(1.0, {"text.mixture_characters"})
     assert len(with_mixture_split(fixed, corpus, budget)[1].split("mixture")) == 300

@@ -60,15 +60,6 @@ def reference_prob(
     return prob
 
 
-def test_the_probabilities_of_a_text_of_five_characters() -> None:
-    # "aabab": continuation counts of a and b are 2 and 1; after a there is a once and b twice
-    model = NGramLM.fit(np.array([0, 0, 1, 0, 1]), 2, block_size=8, order=2)
-    unigram = (2 - 1 / 3) / 3 + 2 * (1 / 3) / 3 * (1 / 2)
-    bigram = (1 - 1 / 2) / 3 + 2 * (1 / 2) / 3 * unigram
-    probs = model(torch.tensor([[0]])).exp()
-    torch.testing.assert_close(probs[0, 0], torch.tensor([bigram, 1 - bigram]))
-
-
 @pytest.mark.parametrize("spacing", [1, 100, 20_000])  # ids of one, two and four bytes
 @given(
     text=st.lists(st.integers(0, 3), min_size=1, max_size=30),
@@ -123,17 +114,6 @@ def test_probabilities_are_positive_and_sum_to_one(text: list[int], order: int) 
     probs = NGramLM.fit(np.array(text), 5, 8, order).probs(torch.tensor([[*text[:6], 4, 0]]))
     assert probs.min() > 0
     torch.testing.assert_close(probs.sum(-1), torch.ones(probs.shape[:2]))
-
-
-@pytest.mark.parametrize("order", [1, 2, 5])
-def test_cached_logits_equal_uncached_ones(order: int) -> None:
-    tokens = torch.from_numpy(ids(VERSE)[None, :24])
-    model = NGramLM.fit(ids(VERSE), 40, block_size=24, order=order)
-    whole = model(tokens)
-    cache = model.new_cache(1)
-    parts = [model(part, cache) for part in torch.split(tokens, [1, 5, 1, 2, 15], dim=1)]
-    torch.testing.assert_close(torch.cat(parts, dim=1), whole)
-    assert cache.length == 24
 
 
 def test_a_vocabulary_of_all_unicode_does_not_overflow() -> None:

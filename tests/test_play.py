@@ -15,7 +15,7 @@ from noise import fill_with_noise
 
 from chargpt import sample
 from chargpt.cli import play as play_command
-from chargpt.config import Config, ModelConfig
+from chargpt.config import Config
 from chargpt.errors import ConfigError, OperationError
 from chargpt.export import html
 from chargpt.export.check import check_export
@@ -53,12 +53,10 @@ SLOW: dict[str, Any] = {"n_layer": 4, "n_embd": 128}  # ten seconds for 10,000 c
 def save_run(folder: Path, tokenizer: CharTokenizer = LATIN, **changes: object) -> Run:
     """Save a run with random weights that half precision holds exactly, and load it.
 
-    A setting of sampling is given as `sample_...`, one of the model by its name.
+    Settings are those of the model, or of sampling, as `sample__...`.
     """
-    sampling = {k: v for k, v in changes.items() if k.startswith("sample_")}
-    model_settings = {k: v for k, v in changes.items() if k not in sampling}
-    config = Config(model=ModelConfig(**{**SIZES, **model_settings}))  # type: ignore[arg-type]
-    config = config.with_values({k.replace("_", ".", 1): v for k, v in sampling.items()})
+    named = {k if "__" in k else f"model__{k}": v for k, v in {**SIZES, **changes}.items()}
+    config = Config().with_values({k.replace("__", "."): v for k, v in named.items()})
     model = fill_with_noise(build_model(config.model, tokenizer.vocab_size))
     run = RunFolder(folder)
     run.path.mkdir(parents=True, exist_ok=True)
@@ -74,9 +72,9 @@ def save_run(folder: Path, tokenizer: CharTokenizer = LATIN, **changes: object) 
     return load_run(folder, device="cpu")
 
 
-def use_text(monkeypatch: pytest.MonkeyPatch, run: Run, text: str) -> None:
-    """Give a run a text, of which the page has the counts."""
-    tokens, size = run.tokenizer.encode(text), run.tokenizer.vocab_size
+def use_text(monkeypatch: pytest.MonkeyPatch, tokenizer: CharTokenizer, text: str) -> None:
+    """Give all runs a text, of which the page has the counts."""
+    tokens, size = tokenizer.encode(text), tokenizer.vocab_size
     corpus = SimpleNamespace(
         pair_counts=lambda split: count_pairs(tokens, size),
         token_counts=lambda split: count_tokens(tokens, size),
@@ -92,24 +90,29 @@ def greedy(run: Run, prompt: str) -> str:
 class Player:
     """An open page, with everything that it reports and requests."""
 
-    def __init__(self, page: Any, path: Path) -> None:
-        self.page = page
+    def __init__(self, page: Any, run: Run) -> None:
+        self.page, self.run = page, run
+        self.uri = (run.folder / "play.html").absolute().as_uri()
         self.reports: list[str] = []
         self.requests: list[str] = []
         page.on("console", lambda message: self.reports.append(message.text))
         page.on("pageerror", lambda error: self.reports.append(str(error)))
         page.on("dialog", lambda dialog: self.reports.append(dialog.message))
         page.on("request", lambda request: self.requests.append(request.url))
-        page.goto(path.absolute().as_uri())
+        page.goto(self.uri)
+
+    def find(self, selector: str, **options: Any) -> Any:
+        """Return the elements of a selector."""
+        return self.page.locator(selector, **options)
 
     def set(self, **values: object) -> None:
         """Set fields by their id, with _ for -."""
         for name, value in values.items():
-            self.page.locator(f"#{name.replace('_', '-')}").fill(str(value))
+            self.find(f"#{name.replace('_', '-')}").fill(str(value))
 
     def wait(self, words: str = "per second|ends here") -> None:
         """Wait until the page's status matches."""
-        status = self.page.locator("#status").filter(has_text=re.compile(words))
+        status = self.find("#status").filter(has_text=re.compile(words))
         status.wait_for(timeout=20_000)
 
     def continue_by(self, key: str) -> str:
@@ -131,35 +134,36 @@ class Player:
         return written
 
     def choose(self, index: int) -> None:
-        """Click on a character of the text."""
-        self.page.locator("#view span").nth(index).click()
+        """Click on a character of the text, once there are predictions."""
+        self.find(".alternatives button").first.wait_for()
+        self.find("#view span").nth(index).click()
 
     @property
     def summary(self) -> str:
-        return str(self.page.locator("#predictions p").text_content())
+        return str(self.find("#predictions p").text_content())
 
-    @property
-    def alternatives(self) -> list[str]:
-        return [str(words) for words in self.page.locator(".alternatives button").all_inner_texts()]
+
+Open = Callable[..., Player]
 
 
 @pytest.fixture
-def player(browser: Any) -> Iterator[Callable[..., Player]]:
-    """Open a run's page; in the end it must have reported nothing and requested only itself."""
+def player(browser: Any, tmp_path: Path) -> Iterator[Open]:
+    """Open the page of a new run; in the end it has reported nothing and requested only itself."""
     opened = []
 
-    def open_page(run: Run, **options: Any) -> Player:
-        path = run.folder / "play.html"
-        export_html(run, path)
-        context = browser.new_context(**options)
-        opened.append((context, Player(context.new_page(), path), path))
-        return opened[-1][1]
+    def open_page(
+        kind: str = "latin", context: Any = None, name: str = "mine", **changes: Any
+    ) -> Player:
+        run = save_run(tmp_path / name, TOKENIZERS[kind], **changes)
+        export_html(run, run.folder / "play.html")
+        opened.append(Player(browser.new_context(**(context or {})).new_page(), run))
+        return opened[-1]
 
     yield open_page
-    for context, page, path in opened:
+    for page in opened:
         assert page.reports == []
-        assert [url for url in page.requests if not url.startswith("blob:")] == [path.as_uri()]
-        context.close()
+        assert [url for url in page.requests if not url.startswith("blob:")] == [page.uri]
+        page.page.context.close()
 
 
 @pytest.mark.parametrize(
@@ -172,10 +176,13 @@ def player(browser: Any) -> Iterator[Callable[..., Player]]:
     ],
 )
 def test_greedy_text_equals_that_of_sample_within_and_beyond_the_block(
-    player: Callable[..., Player], tmp_path: Path, kind: str, sizes: dict[str, object]
+    player: Open, monkeypatch: pytest.MonkeyPatch, kind: str, sizes: dict[str, object]
 ) -> None:
-    run = save_run(tmp_path, TOKENIZERS[kind], **sizes)
-    page = player(run)
+    if kind == "no line end":  # it begins with the most frequent character
+        use_text(monkeypatch, TOKENIZERS[kind], "abcddde")
+    page = player(kind, **sizes)
+    run = page.run
+    assert kind != "no line end" or greedy(run, "")[0] == "d"
     characters = re.sub(r"[\r\n]", "", run.tokenizer.characters)
     given = PROMPTS.get(kind, characters[:2])
     for prompt in ("", given, ((given + characters) * 51)[:51]):  # bytes: cut within a character
@@ -185,20 +192,8 @@ def test_greedy_text_equals_that_of_sample_within_and_beyond_the_block(
     assert len(set(expected[51:])) > 1 or kind == "documents" or sizes
 
 
-def test_a_text_without_a_start_token_begins_with_the_most_frequent_character(
-    player: Callable[..., Player], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = save_run(tmp_path, TOKENIZERS["no line end"])
-    use_text(monkeypatch, run, "abcddde")
-    expected = greedy(run, "")
-    assert expected[0] == "d"
-    assert player(run).write("") == expected
-
-
-def test_the_seed_decides_a_text_however_often_it_is_continued(
-    player: Callable[..., Player], tmp_path: Path
-) -> None:
-    page = player(save_run(tmp_path))
+def test_the_seed_decides_a_text_however_often_it_is_continued(player: Open) -> None:
+    page = player()
     whole = page.write("ab", temperature=1, length=80, seed=3)
     page.write("ab", length=40, temperature=1, seed=3)
     assert page.continue_by("Control+Enter") == whole
@@ -208,11 +203,9 @@ def test_the_seed_decides_a_text_however_often_it_is_continued(
     assert without[0] != without[1]
 
 
-def test_the_uniform_numbers_of_sampling_are_uniform_and_independent(
-    player: Callable[..., Player], tmp_path: Path
-) -> None:
-    page = player(save_run(tmp_path))
-    page.page.locator(".alternatives button").first.wait_for()
+def test_the_uniform_numbers_of_sampling_are_uniform_and_independent(player: Open) -> None:
+    page = player()
+    page.find(".alternatives button").first.wait_for()
     rows = np.array(
         page.page.workers[0].evaluate(
             "() => [0, 1, 4294967295].map((seed) => "
@@ -223,32 +216,26 @@ def test_the_uniform_numbers_of_sampling_are_uniform_and_independent(
     assert rows.max() < 1
     counts = np.array([np.histogram(row, bins=50, range=(0, 1))[0] for row in rows])
     assert (((counts - 400) ** 2 / 400).sum(axis=1) < 100).all()  # chi-square of 49 degrees
-    pairs = [(rows[0], rows[1]), (rows[0], rows[2]), *((row[:-1], row[1:]) for row in rows)]
+    pairs = [(rows[0], rows[1]), *((row[:-1], row[1:]) for row in rows)]
     assert max(abs(np.corrcoef(*pair)[0, 1]) for pair in pairs) < 0.03
 
 
-def test_each_character_shows_its_surprisal_and_the_most_likely_ones(
-    player: Callable[..., Player], tmp_path: Path
-) -> None:
-    run = save_run(tmp_path)
-    page = player(run)
-    prompt = "so it is.\n"
-    page.page.locator("#prompt").press_sequentially(prompt)
-    spans = page.page.locator("#view span:not(#end)")
-    page.page.locator("#view .s1, #view .s2, #view .s3, #view .s4").first.wait_for()
+def test_each_character_shows_its_surprisal_and_the_most_likely_ones(player: Open) -> None:
+    page, prompt = player(), "so it is.\n"
+    run = page.run
+    page.find("#prompt").press_sequentially(prompt)
+    spans = page.find("#view span:not(#end)")
+    page.find("#view .s1, #view .s2, #view .s3, #view .s4").first.wait_for()
     assert spans.all_text_contents() == [*prompt[:-1], "⏎\n"]
     probs = run.logits(prompt).double().softmax(dim=-1)
-    page.page.locator(".alternatives button").first.wait_for()
     for index in (1, 4, len(prompt)):
         page.choose(index)
-        order = probs[index - 1].argsort(descending=True)[:8].tolist()
-        names = {" ": "space", "\n": "line end"}
-        expected = [
-            f"{names.get(c, c)} {100 * probs[index - 1, i]:.1f}%"
-            for i in order
-            for c in run.tokenizer.characters[i]
-        ]
-        assert page.alternatives == expected
+        expected = []
+        for token in probs[index - 1].argsort(descending=True)[:8].tolist():
+            character = run.tokenizer.characters[token]
+            name = {" ": "space", "\n": "line end"}.get(character, character)
+            expected.append(f"{name} {100 * probs[index - 1, token]:.1f}%")
+        assert page.find(".alternatives button").all_inner_texts() == expected
         if index < len(prompt):
             prob = float(probs[index - 1, run.tokenizer.encode(prompt[index])[0]])
             assert f"{-math.log2(prob):.2f} bits ({100 * prob:.1f}%)" in page.summary
@@ -256,25 +243,9 @@ def test_each_character_shows_its_surprisal_and_the_most_likely_ones(
     assert "read nothing before it" in page.summary
 
 
-@pytest.mark.slow
-def test_every_character_is_scored_however_soon_one_continues(
-    player: Callable[..., Player], tmp_path: Path
-) -> None:
-    page = player(save_run(tmp_path, block_size=256, n_embd=128))
-    page.set(length=5)
-    for wait in range(110, 160, 10):  # around the moment at which the text is read as it is typed
-        page.set(prompt=f"{wait} ".translate(str.maketrans("0123456789", "abcdefghij")) * 40)
-        page.page.wait_for_timeout(wait)
-        page.continue_by("Control+Enter")
-        unscored = page.page.evaluate("() => records.filter((each) => each?.bits == null).length")
-        assert unscored == 1, wait
-
-
-def test_text_streams_and_escape_and_typing_stop_it(
-    player: Callable[..., Player], tmp_path: Path
-) -> None:
-    page = player(save_run(tmp_path, **SLOW))
-    field, stop = page.page.locator("#prompt"), page.page.locator("#stop")
+def test_text_streams_and_escape_and_typing_stop_it(player: Open) -> None:
+    page = player(**SLOW)
+    field, stop = page.find("#prompt"), page.find("#stop")
     page.set(prompt="ab", length=10_000)
     field.press("Control+Enter")
     while len(field.input_value()) < 200:
@@ -294,37 +265,32 @@ def test_text_streams_and_escape_and_typing_stop_it(
     assert field.input_value().endswith("zzzz")
 
 
-def test_a_preview_leaves_the_field_alone_and_is_what_continuing_writes(
-    player: Callable[..., Player], tmp_path: Path
-) -> None:
-    page = player(save_run(tmp_path))
+def test_a_preview_leaves_the_field_alone_and_is_what_continuing_writes(player: Open) -> None:
+    page = player()
     page.set(length=30, temperature=1)
-    page.page.locator("#live").check()
-    page.page.locator("#prompt").press_sequentially("so")
+    page.find("#live").check()
+    page.find("#prompt").press_sequentially("so")
     page.page.wait_for_function(  # a preview of the first letter alone may come before
         "() => document.querySelectorAll('#view .typed').length === 2"
         " && document.querySelectorAll('#view .preview').length === 30"
     )
-    assert page.page.locator("#prompt").input_value() == "so"
-    shown = page.page.locator("#view span:not(#end)").all_text_contents()
+    assert page.find("#prompt").input_value() == "so"
+    shown = page.find("#view span:not(#end)").all_text_contents()
     assert page.continue_by("Control+Enter") == "".join(shown).replace("⏎", "")
-    assert page.page.locator("#view .preview").count() == 0
-    assert page.page.locator("#view .typed").all_text_contents() == ["s", "o"]
+    assert page.find("#view .preview").count() == 0
+    assert page.find("#view .typed").all_text_contents() == ["s", "o"]
 
 
-def test_another_character_branches_by_pointer_and_by_keys(
-    player: Callable[..., Player], tmp_path: Path
-) -> None:
-    run = save_run(tmp_path)
-    page = player(run)
+def test_another_character_branches_by_pointer_and_by_keys(player: Open) -> None:
+    page = player()
+    run = page.run
     before = page.write("abcd ")
     page.choose(12)
-    chosen = page.page.locator(".alternatives button").nth(3)
+    chosen = page.find(".alternatives button").nth(3)
     other = chosen.inner_text().split()[0]
     chosen.click()
-    page.page.locator("#view .at").wait_for()
+    page.find("#view .at").wait_for()
     page.wait()
-
     prompt = before[:12] + {"space": " ", "line": "\n"}.get(other, other)
     assert prompt[12] != before[12]
     assert page.text == greedy(run, prompt)
@@ -333,33 +299,30 @@ def test_another_character_branches_by_pointer_and_by_keys(
     page.page.keyboard.press("ArrowLeft")
     page.page.keyboard.press("ArrowDown")
     page.page.keyboard.press("ArrowRight")
-    second = page.page.locator(".alternatives button:focus").inner_text().split()[0]
+    second = page.find(".alternatives button:focus").inner_text().split()[0]
     prompt = prompt[:11] + {"space": " ", "line": "\n"}.get(second, second)
     assert page.continue_by("Enter") == greedy(run, prompt)
 
 
-def test_a_byte_token_can_be_chosen_and_only_valid_ones(
-    player: Callable[..., Player], tmp_path: Path
-) -> None:
-    run = save_run(tmp_path, TOKENIZERS["bytes"])
-    page = player(run)
+def test_a_byte_token_can_be_chosen_and_only_valid_ones(player: Open) -> None:
+    page = player("bytes")
     page.write("ab c")
     for index in range(3, 30):
         page.choose(index)
-        byte = page.page.locator(".alternatives button:enabled", has_text="byte").first
+        byte = page.find(".alternatives button:enabled", has_text="byte").first
         if byte.count():
             break
     value = int(byte.inner_text().split()[1], 16)
     byte.click()
-    page.page.locator("#view .at").wait_for()
+    page.find("#view .at").wait_for()
     page.wait()
     assert page.text[index].encode()[0] == value
     assert "\ufffd" not in page.text
 
 
-def test_attention_is_that_of_the_model(player: Callable[..., Player], tmp_path: Path) -> None:
-    run = save_run(tmp_path)
-    page = player(run)
+def test_attention_is_that_of_the_model(player: Open) -> None:
+    page = player()
+    run = page.run
     text = page.write("so it is ", length=10)
     tokens = torch.from_numpy(run.tokenizer.encode(text).astype("int64"))[None]
     assert isinstance(run.model, GPT)
@@ -369,7 +332,7 @@ def test_attention_is_that_of_the_model(player: Callable[..., Player], tmp_path:
     for layer, head in ((everything, everything), ([1], [0]), ([0], everything)):
         for name, chosen in (("#layer", layer), ("#head", head)):
             index = 0 if chosen == everything else 1 + chosen[0]
-            page.page.locator(name).select_option(index=index)
+            page.find(name).select_option(index=index)
         expected = maps[layer][:, head].mean(dim=(0, 1))[14, :15]
         page.page.wait_for_timeout(50)
         shown = page.page.evaluate(
@@ -377,118 +340,96 @@ def test_attention_is_that_of_the_model(player: Callable[..., Player], tmp_path:
         )
         np.testing.assert_allclose(shown[:15], expected / expected.max(), atol=0.02)
         assert not any(shown[15:])
-        percent = re.findall(r"(\d+)%", page.page.locator("#attention-words").inner_text())
+        percent = re.findall(r"(\d+)%", page.find("#attention-words").inner_text())
         assert abs(int(percent[0]) - 100 * float(expected.max())) < 1
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"), [("latin", "left out"), ("unknown", "read as unknown"), ("bytes", "")]
+    ("kind", "shown", "said"),
+    [
+        ("latin", "ab", "left out.*Ж"),
+        ("unknown", "a\ufffd\ufffdb", "read as unknown.*Ж"),
+        ("bytes", "aЖ\ufffdb", "^$"),
+    ],
 )
 def test_characters_outside_the_vocabulary_are_named(
-    player: Callable[..., Player], tmp_path: Path, kind: str, said: str
+    player: Open, kind: str, shown: str, said: str
 ) -> None:
-    page = player(save_run(tmp_path, TOKENIZERS[kind]))
+    page = player(kind)
     page.set(prompt="aЖ\u202eb")
-    shown = {"latin": "ab", "unknown": "a\ufffd\ufffdb", "bytes": "aЖ\ufffdb"}[kind]
-    page.page.locator("#view span").nth(len(shown)).wait_for()
-    assert page.page.locator("#view").text_content() == shown
-    words = page.page.locator("#missing").text_content()
-    assert said in words
-    assert bool(words) == bool(said)
-    assert ("Ж" in words) == bool(said)
+    page.find("#view span").nth(len(shown)).wait_for()
+    assert page.find("#view").text_content() == shown
+    assert re.search(said, page.find("#missing").text_content())
 
 
-def test_graphemes_stay_whole_and_each_of_their_characters_can_be_chosen(
-    player: Callable[..., Player], tmp_path: Path
-) -> None:
-    page = player(save_run(tmp_path, TOKENIZERS["emoji"]))
+def test_graphemes_stay_whole_and_each_of_their_characters_can_be_chosen(player: Open) -> None:
+    page = player("emoji")
     page.set(prompt="a\u0301🇩🇪👩🏽\u200d😀a")
-    page.page.locator("#view span").nth(4).wait_for()
-    spans = page.page.locator("#view span:not(#end)").all_text_contents()
+    page.find("#view span").nth(4).wait_for()
+    spans = page.find("#view span:not(#end)").all_text_contents()
     assert spans == ["a\u0301", "🇩🇪", "👩🏽\u200d😀", "a"]
-    page.page.locator(".alternatives button").first.wait_for()
     page.choose(2)
     for character in ("👩", "🏽", "ZWJ", "😀", "a"):
         assert page.summary.startswith(f"{character}: ")
-        assert page.page.locator("#view .at").text_content() in ("👩🏽\u200d😀", "a")
-        page.page.locator("#view").press("ArrowRight")
+        assert page.find("#view .at").text_content() in ("👩🏽\u200d😀", "a")
+        page.find("#view").press("ArrowRight")
 
 
-def test_texts_and_names_run_nothing(
-    player: Callable[..., Player], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_texts_and_names_run_nothing(player: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     name = "<img src=x onerror=window.ran=1>'\"&\u202e\u2028{{ 7*7 }}"
-    run = save_run(tmp_path / name, TOKENIZERS["hostile"], sample_prompt=HOSTILE)
-    use_text(monkeypatch, run, "<i>" * 100)
-    page = player(run)
+    use_text(monkeypatch, TOKENIZERS["hostile"], "<i>" * 100)
+    page = player("hostile", name=name, sample__prompt=HOSTILE)
     title = f"Play: {name}".translate({0x202E: "\ufffd", 0x2028: "\ufffd"})
-    assert page.page.locator("h1").text_content() == title
+    assert page.find("h1").text_content() == title
     for prompt in (HOSTILE.replace("\0", ""), MARKUP):
         page.write(prompt)
         page.choose(5)
-    assert page.page.locator("#view").text_content().startswith(MARKUP)
+    assert page.find("#view").text_content().startswith(MARKUP)
     page.write("<i>")
-    bigram = page.page.locator("#bigram-text")  # what the bigram of the text writes
+    bigram = page.find("#bigram-text")  # what the bigram of the text writes
     assert bigram.text_content() == "<i>" * 20
     assert bigram.locator("*").count() == 0
     assert page.page.evaluate("() => window.ran") is None
-    assert page.page.locator("img").count() == 0
-    assert page.page.locator("script").count() == 3  # facts, worker, and the page's own
+    assert page.find("img").count() == 0
+    assert page.find("script").count() == 3  # facts, worker, and the page's own
 
 
 @pytest.mark.parametrize(("width", "scheme"), [("desktop", "light"), ("phone", "dark")])
 def test_a_browser_finds_no_barrier(
-    player: Callable[..., Player],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    width: str,
-    scheme: str,
+    player: Open, monkeypatch: pytest.MonkeyPatch, width: str, scheme: str
 ) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright")
     size = dict(zip(("width", "height"), WIDTHS[width], strict=True))
-    run = save_run(tmp_path)
-    use_text(monkeypatch, run, "the light of a lamp.\n")
-    page = player(run, viewport=size, color_scheme=scheme)
+    use_text(monkeypatch, LATIN, "the light of a lamp.\n")
+    page = player(context={"viewport": size, "color_scheme": scheme})
     page.write("the light", length=300, temperature=1, seed=1)
     page.choose(20)
-    page.page.locator(".alternatives button").first.wait_for()
+    page.find(".alternatives button").first.wait_for()
     assert page.page.evaluate("document.documentElement.scrollWidth") == size["width"]
     found = axe.Axe().run(page.page).response["violations"]
     assert [(each["id"], each["impact"], each["nodes"][0]["html"]) for each in found] == []
 
 
-def test_everything_is_reached_by_the_tab_key(
-    player: Callable[..., Player], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = save_run(tmp_path)
-    use_text(monkeypatch, run, "the light of a lamp.\n")
-    page = player(run)
-    page.page.locator(".alternatives button").first.wait_for()
-    reached = []
+def test_everything_is_reached_by_the_tab_key(player: Open) -> None:
+    page, reached = player(), []
+    page.find(".alternatives button").first.wait_for()
     for _ in range(30):
         page.page.keyboard.press("Tab")
         reached.append(page.page.evaluate("() => document.activeElement.id"))
-    fields = ["prompt", "length", "temperature", "top-k", "seed", "continue", "live", "view"]
+    fields = "prompt length temperature top-k seed continue live view".split()
     assert [name for name in dict.fromkeys(reached) if name in fields] == fields
-    assert {"layer", "head", "bigram-text"} <= set(reached)
+    assert {"layer", "head"} <= set(reached)
 
 
-@pytest.mark.parametrize(
-    ("setting", "value"),
-    [
-        ("kind", "bigram"),
-        ("kind", "gpt2"),
-        ("attention", "average"),
-        ("scale_attn_weights", False),
-        ("qk_norm", False),
-        ("mlp", "none"),
-    ],
-)
+OTHERS = [{"kind": "bigram"}, {"kind": "gpt2"}, {"attention": "average"}, {"mlp": "none"}]
+
+
+@pytest.mark.parametrize("setting", [*OTHERS, {"scale_attn_weights": False}, {"qk_norm": False}])
 def test_a_model_that_the_page_cannot_hold_is_refused_by_name(
-    tmp_path: Path, setting: str, value: object
+    tmp_path: Path, setting: dict[str, object]
 ) -> None:
-    run = save_run(tmp_path, **{setting: value})
-    with pytest.raises(ConfigError, match=f"model.{setting}={value}"):
+    run, (name,) = save_run(tmp_path, **setting), setting
+    with pytest.raises(ConfigError, match=f"model.{name}={setting[name]}"):
         export_html(run, tmp_path / "play.html")
     assert not (tmp_path / "play.html").exists()
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -18,7 +19,6 @@ from hypothesis import strategies as st
 from noise import noisy_model
 from threadpoolctl import threadpool_info, threadpool_limits
 
-from chargpt.cli import progress
 from chargpt.config import Config, SampleConfig
 from chargpt.errors import ConfigError, OperationError, UnknownCharacterError
 from chargpt.inference import generation
@@ -107,13 +107,6 @@ def test_the_seed_decides_the_text():
     assert continuations(model, seed=None) != continuations(model, seed=None)
 
 
-def test_only_the_last_block_of_a_long_prompt_is_used():
-    model = noisy_model(block_size=4)
-    short = continuations(model, "abcd", num_samples=9)
-    assert continuations(model, "kkkkkkabcd", num_samples=9) == short
-    assert continuations(model, "bbcd", num_samples=9) != short
-
-
 def test_an_empty_prompt_starts_after_a_newline_that_is_not_returned():
     model = noisy_model(vocab_size=10)
     assert continuations(model, tokenizer=LETTERS) == continuations(model, "\n", tokenizer=LETTERS)
@@ -143,16 +136,6 @@ def test_temperature_zero_is_greedy_for_every_seed():
     model = noisy_model()
     one, other = (continuations(model, "a", temperature=0, seed=seed) for seed in (1, 2))
     assert one == other == continuations(model, "a", temperature=1e-9, seed=3)
-
-
-def test_characters_are_sampled_with_their_probabilities():
-    probs = torch.tensor([0.5, 0.3, 0.15, 0.05])
-    model = BigramLM(4, block_size=8)
-    model.table.weight.data = probs.log().repeat(4, 1)
-    text = "".join(continuations(model, "a", CharTokenizer("abcd"), length=400, num_samples=50))
-    for character, prob in zip("abcd", probs.tolist(), strict=True):
-        error = math.sqrt(prob * (1 - prob) / 20_000)
-        assert text.count(character) / 20_000 == pytest.approx(prob, abs=4 * error)
 
 
 PROBS = [0.1, 0.4, 0.05, 0.3, 0.15]
@@ -203,10 +186,10 @@ def test_the_unknown_token_is_never_sampled():
     allowed = np.array([True, False, True, True, True])
     assert filtered(allowed=allowed)[1] == 0
     assert filtered(allowed=allowed, temperature=0) == [0, 0, 0, 1, 0]
-    tokenizer = CharTokenizer("ab", has_unknown=True)
     model = BigramLM(3, block_size=4)
     model.table.weight.data[:, 2] = 5.0
     for prompt in ("", "a"):
+        tokenizer = CharTokenizer("ab", has_unknown=True)
         texts = continuations(model, prompt, tokenizer, num_samples=20)
         assert set("".join(texts)) == {"a", "b"}
 
@@ -243,15 +226,6 @@ def test_a_seed_gives_the_same_random_numbers_in_every_version():
     first, second = itertools.islice(uniforms(1337, [0, 1]), 2)
     assert first.tolist() == pytest.approx([0.32430768661483333, 0.2558335419272051], abs=1e-15)
     assert second.tolist() == pytest.approx([0.9429179866882604, 0.18302434176703442], abs=1e-15)
-
-
-@pytest.mark.parametrize("stop", ["c", "bc", "abc", "cab", "bcb"])
-def test_text_ends_before_the_first_stop_string(stop):
-    cycle = BigramLM(3, block_size=4)  # a -> b -> c -> a
-    cycle.table.weight.data = torch.eye(3).roll(1, dims=1) * 50
-    options = {"length": 7, "stop": (stop,), "temperature": 0}
-    (text,) = continuations(cycle, "a", CharTokenizer("abc"), **options)
-    assert text == "bcabcab".partition(stop)[0]  # also where it ends within a stop string
 
 
 def pieces_of(text, **options):
@@ -302,22 +276,20 @@ def test_a_stop_string_in_the_prompt_does_not_stop_and_an_empty_one_is_rejected(
         continuations(noisy_model(), stop=("",))
 
 
-def test_non_finite_logits_are_reported():
-    for value in (math.nan, math.inf):
-        model = BigramLM(11, block_size=4)
-        model.table.weight.data[3] = value
-        with pytest.raises(OperationError, match="not finite"):
-            continuations(model, "d")
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_non_finite_logits_are_reported(value):
+    model = BigramLM(11, block_size=4)
+    model.table.weight.data[3] = value
+    with pytest.raises(OperationError, match="not finite"):
+        continuations(model, "d")
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("attention", ["full", "average"])
-def test_sampling_is_without_dropout_and_restores_the_mode(training, attention):
-    model = noisy_model(dropout=0.5, attention=attention).train(training)
-    assert continuations(model, "a") == continuations(noisy_model(attention=attention), "a")
+def test_sampling_is_without_dropout_and_restores_the_mode(training):
+    model = noisy_model(dropout=0.5).train(training)
+    assert continuations(model, "a") == continuations(noisy_model(), "a")
     assert model.training is training
-    options = SampleConfig(length=9)
-    pieces = stream_pieces(model, NO_NEWLINE, NO_NEWLINE.encode("a"), options)
+    pieces = stream_pieces(model, NO_NEWLINE, NO_NEWLINE.encode("a"), SampleConfig(length=9))
     next(pieces)
     assert torch.is_inference_mode_enabled() is False
     pieces.close()
@@ -351,53 +323,29 @@ def test_a_sample_is_the_prompt_and_its_continuation(make_run):
 
 def test_sampling_limits_the_blas_to_one_thread_and_restores_it(make_run):
     def blas_threads():
-        return [each["num_threads"] for each in threadpool_info() if each["user_api"] == "blas"]
+        return {each["num_threads"] for each in threadpool_info() if each["user_api"] == "blas"}
 
     run = make_run()
     with threadpool_limits(2, user_api="blas"):
         pieces = stream(run, seed=1)
         next(pieces)
-        assert set(blas_threads()) == {1}
+        assert blas_threads() == {1}
         assert list(pieces)
-        assert set(blas_threads()) == {2}
+        assert blas_threads() == {2}
 
 
-def test_sampling_in_groups_gives_the_same_texts(make_run, monkeypatch):
+def test_sampling_in_groups_gives_the_same_texts_and_reports_its_progress(make_run, monkeypatch):
     run = make_run()
     together = sample(run, num_samples=7)
-    widths = []
-    step = NumpyDecoder.step
-    monkeypatch.setattr(
-        NumpyDecoder, "step", lambda self, ids: (widths.append(len(ids)), step(self, ids))[1]
-    )
+    step = Mock(side_effect=NumpyDecoder.step, autospec=True)
+    monkeypatch.setattr(NumpyDecoder, "step", lambda *args: step(*args))
     monkeypatch.setattr(generation, "MAX_GROUP_BYTES", 3 * 4 * (2 * 2 * 16 * 12 + 9) + 5)
     assert run.model.vocab_size == 9
     calls = []
     assert sample(run, num_samples=7, on_progress=lambda *c: calls.append(c)) == together
-    assert max(widths) == 3
+    assert max(len(call.args[1]) for call in step.mock_calls) == 3
     assert calls == [(3 * n, 140) for n in range(1, 41)] + [(120 + n, 140) for n in range(1, 21)]
     assert len(set(sample(run, num_samples=7, seed=None))) == 7
-
-
-def test_where_texts_may_end_early_the_progress_counts_finished_texts(make_run):
-    calls = []
-    texts = sample(
-        make_run(), num_samples=30, stop=("e",), on_progress=lambda *count: calls.append(count)
-    )
-    steps = [min(len(text) + 1, 20) for text in texts]  # with the stop string
-    assert min(steps) < 5
-    assert calls == [(sum(end <= n for end in steps), 30) for n in range(1, max(steps) + 1)]
-
-
-def test_the_command_reports_its_progress(make_run, monkeypatch, capsys):
-    run = make_run()
-    monkeypatch.setattr(progress, "PLAIN_LINE_SECONDS", 0)
-    options = run.config.sample.model_copy(update={"num_samples": 2})
-    with progress.show_progress("character", "sampled") as on_progress:
-        assert sample(run, options, on_progress=on_progress) == sample(run, options)
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0].startswith("character 2/40  sampled")
-    assert lines[-1].startswith("character 40/40  sampled")
 
 
 def test_a_run_without_newlines_starts_from_its_texts_unigram(make_run, tmp_path):

@@ -39,15 +39,6 @@ def test_the_factor_rises_to_one_peak_and_then_never_rises(
     assert all(a >= b - 1e-12 for a, b in pairwise(values[peak:]))
 
 
-@settings(deadline=None)
-@given(schedules, st.lists(st.integers(0, 299), min_size=1))
-def test_the_factor_is_a_pure_function_of_the_step(
-    schedule: ScheduleConfig, visits: list[int]
-) -> None:
-    in_order = [lr_factor_at(step, schedule, 300) for step in range(300)]
-    assert [lr_factor_at(step, schedule, 300) for step in visits] == [in_order[s] for s in visits]
-
-
 @pytest.mark.parametrize("kind", ["wsd", "cosine"])
 def test_a_restart_ends_the_schedule_before_it_and_warms_up_to_its_fraction(kind: str) -> None:
     restarts = ((100, 0.5), (160, 0.25))

@@ -10,29 +10,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import Cli, refusal
-from noise import fill_with_noise
+from noise import noisy_run
 
-from chargpt.config import Config, ModelConfig
 from chargpt.errors import TextError, UnknownCharacterError
 from chargpt.inference import evaluation
 from chargpt.inference.evaluation import evaluate_tokens
 from chargpt.inference.scoring import score
-from chargpt.models import build_model
 from chargpt.store.run import Run
-from chargpt.store.state import RunState
 from chargpt.text.tokenizer import CharTokenizer
 
 QUICK = ("-s", "train.max_steps=2", "-s", "model.n_layer=1", "-s", "model.n_embd=16")
-
-
 pytest_plugins = ["shared_runs"]
 
 
-def run_of(letters: str, block_size: int = 8) -> Run:
-    config = Config(model=ModelConfig(n_layer=1, n_embd=16, n_head=1, block_size=block_size))
-    tokenizer = CharTokenizer.fit(letters)
-    model = fill_with_noise(build_model(config.model, tokenizer.vocab_size)).eval()
-    return Run(Path("run"), config, tokenizer, model, 1, RunState(1))
+def run_of(letters: str) -> Run:
+    return noisy_run(CharTokenizer.fit(letters), block_size=8)
 
 
 @pytest.mark.parametrize("length", [1, 2, 8, 9, 12, 13, 100])

@@ -59,9 +59,12 @@ def test_the_replacement_is_the_first_candidate_in_the_vocabulary(
     assert tokenizer.decode(tokenizer.encode("ж", "replace")) == replacement
 
 
-def test_the_replacement_ends_no_document_while_there_is_another_character() -> None:
+def test_the_eos_token_is_saved_and_replaces_nothing_while_there_is_another_character() -> None:
     for characters in ("\t\n", "\n"):
-        assert CharTokenizer(characters, eos_token=characters[0]).replacement == "\n"
+        tokenizer = CharTokenizer(characters, eos_token=characters[0])
+        assert tokenizer.replacement == "\n"
+        assert CharTokenizer.from_json(tokenizer.to_json()) == tokenizer
+    assert "eos_token" not in CharTokenizer("\nab").to_json()
 
 
 def test_rare_characters_share_one_unknown_token() -> None:
@@ -119,8 +122,6 @@ def test_byte_tokens_spell_no_lone_surrogate() -> None:
     assert RARE.decode(RARE.encode("h\u20ac\ud800l", "skip")) == "h\u20acl"
     assert RARE.decode(RARE.encode("h\u20ac\ud800l", "replace")) == "h\u20ac l"
     assert RARE.find_unknown("h\u20ac\ud800") == "\ud800"
-    with pytest.raises(TextError, match="surrogates"):
-        CharTokenizer.fit("aaa\ud800", min_count=2)
 
 
 def test_the_threshold_is_one_up_to_256_different_characters() -> None:
@@ -155,23 +156,26 @@ def test_the_error_names_the_unknown_characters_and_the_remedy() -> None:
     ("n_characters", "dtype"), [(256, "uint8"), (257, "uint16"), (65537, "uint32")]
 )
 def test_ids_have_the_smallest_dtype_that_holds_them(n_characters: int, dtype: str) -> None:
-    codes = [code for code in range(n_characters + 0x800) if not 0xD800 <= code < 0xE000][
-        :n_characters
-    ]
-    text = "".join(map(chr, codes))
+    text = "".join(chr(i if i < 0xD800 else i + 0x800) for i in range(n_characters))
     tokenizer = CharTokenizer.fit(text)
-    assert tokenizer.dtype == np.dtype(dtype)
-    assert tokenizer.encode(text).dtype == np.dtype(dtype)
+    assert tokenizer.dtype == tokenizer.encode(text).dtype == np.dtype(dtype)
     assert tokenizer.encode(text).tolist() == list(range(n_characters))
 
 
-def test_a_text_without_usable_characters_is_rejected() -> None:
-    with pytest.raises(TextError, match="empty"):
-        CharTokenizer.fit("")
-    with pytest.raises(TextError, match=r"fewer than 3 times; lower text\.min_count"):
-        CharTokenizer.fit("aabb", min_count=3)
-    with pytest.raises(TextError, match="surrogates"):
-        CharTokenizer.fit("a\ud800")
+@pytest.mark.parametrize(
+    ("text", "min_count", "message"),
+    [
+        ("", 1, "empty"),
+        ("aabb", 3, r"fewer than 3 times; lower text\.min_count"),
+        ("a\ud800", 1, "surrogates"),
+        ("aaa\ud800", 2, "surrogates"),
+    ],
+)
+def test_a_text_without_usable_characters_is_rejected(
+    text: str, min_count: int, message: str
+) -> None:
+    with pytest.raises(TextError, match=message):
+        CharTokenizer.fit(text, min_count=min_count)
 
 
 @pytest.mark.parametrize("rare", ["bytes", "keep", "unknown"])
@@ -180,13 +184,6 @@ def test_a_saved_tokenizer_loads_equal(tmp_path: Path, rare: Rare) -> None:
     tokenizer.save(tmp_path / "tokenizer.json")
     assert CharTokenizer.load(tmp_path / "tokenizer.json") == tokenizer
     assert hash(CharTokenizer.load(tmp_path / "tokenizer.json")) == hash(tokenizer)
-    assert [path.name for path in tmp_path.iterdir()] == ["tokenizer.json"]
-
-
-def test_a_failed_save_leaves_no_temporary_file(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json" / "folder").mkdir(parents=True)
-    with pytest.raises(OSError, match="tokenizer"):
-        CharTokenizer.fit("ab").save(tmp_path / "tokenizer.json")
     assert [path.name for path in tmp_path.iterdir()] == ["tokenizer.json"]
 
 
@@ -220,12 +217,13 @@ def test_json_that_is_not_a_tokenizer_is_rejected(text: str) -> None:
 
 
 def test_unreadable_tokenizer_files_are_rejected(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="No such file"):
-        CharTokenizer.load(tmp_path / "none.json")
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(RunError, match="not UTF-8"):
-        CharTokenizer.load(tmp_path / "bytes.json")
     with open(tmp_path / "huge.json", "wb") as file:
         file.truncate(1 << 40)  # sparse: reading it would take all memory
-    with pytest.raises(RunError, match="larger than 16,000,000 bytes"):
-        CharTokenizer.load(tmp_path / "huge.json")
+    for name, message in (
+        ("none", "No such file"),
+        ("bytes", "not UTF-8"),
+        ("huge", "larger than 16,000,000 bytes"),
+    ):
+        with pytest.raises(RunError, match=message):
+            CharTokenizer.load(tmp_path / f"{name}.json")
