@@ -1,12 +1,16 @@
 """Random weights for tests: the logits of an untrained model are all zero and prove nothing."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from chargpt.config import ModelConfig
+from chargpt.config import Config, ModelConfig
 from chargpt.models import LanguageModel, build_model
+from chargpt.store.run import Run
+from chargpt.store.state import RunState
+from chargpt.text.tokenizer import CharTokenizer
 
 RUNGS: list[dict[str, Any]] = [  # the ladder's models and other settings
     {},
@@ -40,6 +44,14 @@ def noisy_model(vocab_size: int = 11, seed: int = 0, **settings: object) -> Lang
     """Return a small model in evaluation mode with noise for weights."""
     sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 12}
     return fill_with_noise(build_model(ModelConfig(**(sizes | settings)), vocab_size), seed).eval()
+
+
+def noisy_run(tokenizer: CharTokenizer, seed: int = 0, **settings: object) -> Run:
+    """Return a run of one step with a small noisy model, which is not saved."""
+    model = noisy_model(tokenizer.vocab_size, seed, **settings)
+    model.first_continuation_id = tokenizer.first_continuation_id
+    config = Config().with_values({f"model.{key}": value for key, value in settings.items()})
+    return Run(Path("run"), config, tokenizer, model, 1, RunState(1))
 
 
 def random_tokens(batch: int = 2, steps: int = 12, vocab_size: int = 11, seed: int = 1) -> Tensor:

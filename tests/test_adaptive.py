@@ -25,52 +25,24 @@ from chargpt.store.mixture import with_mixture
 from chargpt.store.run import Run
 from chargpt.training.adaptive import AdaptiveDecoder, adaptive_losses
 
-SETTINGS = {
-    "text.mixture_characters": 800,
-    "train.max_steps": 40,
-    "train.batch_size": 4,
-    "train.evaluation_tokens": 1000,
-    "model.n_layer": 1,
-    "model.n_embd": 32,
-    "model.block_size": 32,
-    "train.sample_every": 0,
-    "device": "cpu",
-    "dtype": "float32",
-}
 SENTENCES = ("ORLA: Seven gulls sat by the lamp.\n", "NED: No boat has come tonight, Orla.\n")
+pytest_plugins = ["shared_runs"]
 LIGHTHOUSE = (REPOSITORY / "data" / "lighthouse.txt").read_text(encoding="utf-8")
 NEW = "".join(SENTENCES[i % 7 % 2] for i in range(60))  # what the run has not read, repeated
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small run with its mixture."""
-    folder = tmp_path_factory.mktemp("trained")
-    text = REPOSITORY / "data" / "lighthouse.txt"
-    chargpt.train(text, settings=SETTINGS, out=folder / "run")
-    return folder / "run"
-
-
 @pytest.fixture
-def run(trained: Path) -> Run:
-    shutil.copytree(trained, "run")
+def run(mixed_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """A copy of the run, with its mixture, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(mixed_run, "run")
     return with_mixture(chargpt.load_run("run", device="cpu"))
 
 
-@pytest.fixture(autouse=True)
-def in_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
-def encoded(run: Run, text: str) -> np.ndarray:
-    return run.tokenizer.encode(text)
-
-
 def test_what_is_read_is_learnt_and_the_run_stays_as_it_is(run: Run) -> None:
-    key, tokens = run.fingerprint(), encoded(run, NEW)
+    key, tokens = run.fingerprint(), run.tokenizer.encode(NEW)
     model_before = [parameter.clone() for parameter in run.model.parameters()]
     adaptive, static = adaptive_losses(run, tokens), token_losses(run, tokens)
-    assert len(adaptive) == len(static) == len(NEW) - 1
     assert adaptive[:15] == pytest.approx(static[:15], abs=1e-4)  # nothing is learnt yet
     assert adaptive[len(NEW) // 2 :].mean() < static[len(NEW) // 2 :].mean() - 0.3
     assert run.fingerprint() == key
@@ -80,7 +52,7 @@ def test_what_is_read_is_learnt_and_the_run_stays_as_it_is(run: Run) -> None:
 
 @pytest.mark.parametrize("place", [1, 17, 64, 200])
 def test_a_prediction_depends_only_on_what_was_before(run: Run, place: int) -> None:
-    tokens = encoded(run, NEW[:300])
+    tokens = run.tokenizer.encode(NEW[:300])
     changed = np.concatenate((tokens[:place], np.random.default_rng(0).permutation(tokens[place:])))
     before, after = adaptive_losses(run, tokens), adaptive_losses(run, changed)
     assert np.array_equal(before[: place - 1], after[: place - 1])
@@ -91,7 +63,7 @@ def test_a_prediction_depends_only_on_what_was_before(run: Run, place: int) -> N
 def test_the_decoder_predicts_from_the_context_that_the_mixture_learns_with(
     run: Run, text: str
 ) -> None:
-    tokens = encoded(run, text[:304])  # whole half blocks
+    tokens = run.tokenizer.encode(text[:304])  # whole half blocks
     decoder, found = AdaptiveDecoder(run, 1), []
     for token, following in itertools.pairwise(tokens.astype(np.int64)):
         logits = decoder.step(np.array([token]))[0].astype(np.float64)
@@ -99,24 +71,24 @@ def test_the_decoder_predicts_from_the_context_that_the_mixture_learns_with(
     np.testing.assert_allclose(found, adaptive_losses(run, tokens), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("length", [0, 1, 2, 16, 17, 33, 250])
+@pytest.mark.parametrize("length", [0, 1, 17, 33, 200])
 def test_the_size_of_a_compressed_text_is_its_adaptive_loss(run: Run, length: int) -> None:
     text = NEW[:length]
     decoder = partial(AdaptiveDecoder, run)
     packed = compress(run, text.encode(), adaptive=decoder)
     assert decompress(run, packed, adaptive=decoder) == text.encode()
     if length > 100:
-        bits = adaptive_losses(run, encoded(run, text)).sum() / np.log(2)
+        bits = adaptive_losses(run, run.tokenizer.encode(text)).sum() / np.log(2)
         assert 8 * len(packed) == pytest.approx(bits, rel=0.02, abs=8 * 64)
         assert len(packed) < 0.9 * len(compress(run, text.encode()))
 
 
 def test_several_lanes_are_restored(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coding, "MIN_LANE_TOKENS", 200)
-    text = NEW[:850]
+    monkeypatch.setattr(coding, "MIN_LANE_TOKENS", 60)
+    text = NEW[:260]
     decoder = partial(AdaptiveDecoder, run)
     packed = compress(run, text.encode(), adaptive=decoder)
-    assert len(split_into_lanes(encoded(run, text), MAX_ADAPTIVE_LANES)) == 4
+    assert len(split_into_lanes(run.tokenizer.encode(text), MAX_ADAPTIVE_LANES)) == 4
     assert decompress(run, packed, adaptive=decoder) == text.encode()
 
 

@@ -9,20 +9,17 @@ import sys
 import threading
 import zipfile
 from collections.abc import Iterator
-from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 
 import pytest
-from chargpt.text.build_config import build_config
 
-from chargpt.config import TextConfig, load_config
+from chargpt.config import load_config
 from chargpt.errors import DownloadError, TextError
 from chargpt.text import catalog
+from chargpt.text.build_config import build_config
 from chargpt.text.catalog import CATALOG, Entry, built_in_text, fetch, settings_for
-from chargpt.text.describe import compare_splits
-from chargpt.text.prepare import load_corpus
 
 TEXT = b"First Citizen:\nBefore we proceed any further, hear me speak.\n" * 5000
 
@@ -39,21 +36,20 @@ class Handler(BaseHTTPRequestHandler):
         server = self.server
         assert isinstance(server, Server)
         server.requested.append(self.path)
-        if self.path == "/none":
+        name, _, fault = self.path.partition("-")
+        if name not in server.bodies:
             self.send_error(404)
             return
-        body = server.bodies[self.path.removesuffix("-broken").removesuffix("-slow")]
+        body = server.bodies[name]
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        if self.path.endswith("-slow"):
+        if fault == "slow":
             server.stopped.wait(10)
-        elif self.path.endswith("-broken"):
-            self.wfile.write(body[: len(body) // 2])
+        else:
+            self.wfile.write(body[: len(body) // 2] if fault == "broken" else body)
             self.wfile.flush()
             self.connection.shutdown(socket.SHUT_RDWR)
-        else:
-            self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
         pass
@@ -68,7 +64,7 @@ class Server(ThreadingHTTPServer):
 
     def entry(self, path: str = "/text") -> Entry:
         """Return a catalog entry, with correct checksums, for one of the server's files."""
-        body = self.bodies.get(path.removesuffix("-broken").removesuffix("-slow"), b"")
+        body = self.bodies.get(path.partition("-")[0], b"")
         return Entry(
             "sample",
             "a text",
@@ -119,35 +115,33 @@ def test_a_text_is_downloaded_once_and_verified(server: Server, tmp_path: Path, 
     assert server.requested == [path]
 
 
-def test_a_file_with_other_content_is_downloaded_again(server: Server, tmp_path: Path) -> None:
-    (tmp_path / "sample.txt").write_bytes(b"x" * len(TEXT))
-    assert fetch(server.entry(), tmp_path).read_bytes() == TEXT
-    (tmp_path / "sample.txt").write_bytes(TEXT[:-1])
-    assert fetch(server.entry(), tmp_path).read_bytes() == TEXT
-
-
-@pytest.mark.parametrize("path", ["/text", "/zip"])
-def test_a_wrong_checksum_keeps_the_existing_file(
-    server: Server, tmp_path: Path, capfd: pytest.CaptureFixture[str], path: str
+@pytest.mark.parametrize("content", [b"x" * len(TEXT), TEXT[:-1]])
+def test_a_file_with_other_content_is_downloaded_again(
+    server: Server, tmp_path: Path, content: bytes
 ) -> None:
-    (tmp_path / "sample.txt").write_bytes(b"older")
-    entry = replace(server.entry(path), download_hash="sha256:" + "0" * 64)
-    assert "with another checksum than the published one" in error_message(entry, tmp_path)
-    assert (tmp_path / "sample.txt").read_bytes() == b"older"
-    assert capfd.readouterr() == ("", "")
-    assert logging.getLogger("pooch").level in (logging.NOTSET, logging.CRITICAL)
+    (tmp_path / "sample.txt").write_bytes(content)
+    assert fetch(server.entry(), tmp_path).read_bytes() == TEXT
 
 
 @pytest.mark.parametrize(
-    "body", [b"no archive", zip_of(b"\0" * 50_000_000)], ids=["no archive", "a bomb"]
+    ("path", "body"),
+    [
+        ("/text", TEXT[::-1]),
+        ("/zip", b"no archive"),
+        ("/zip", zip_of(b"\0" * 50_000_000)),
+    ],
+    ids=["text", "no archive", "a bomb"],
 )
-def test_a_modified_archive_is_rejected_before_it_is_unzip_of(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: bytes
+def test_a_wrong_checksum_keeps_the_existing_file_and_nothing_is_unzipped(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, body: bytes
 ) -> None:
-    entry = server.entry("/zip")
-    server.bodies["/zip"] = body
+    (tmp_path / "sample.txt").write_bytes(b"older")
+    entry = server.entry(path)
+    server.bodies[path] = body
     monkeypatch.setattr(zipfile, "ZipFile", None)
     assert "with another checksum than the published one" in error_message(entry, tmp_path)
+    assert (tmp_path / "sample.txt").read_bytes() == b"older"
+    assert logging.getLogger("pooch").level in (logging.NOTSET, logging.CRITICAL)
 
 
 @pytest.mark.parametrize("path", ["/text-broken", "/text-slow"])
@@ -160,7 +154,10 @@ def test_an_interrupted_transfer_is_rejected(
     assert "check the network" in message
 
 
-def test_an_unreachable_server_is_rejected(tmp_path: Path) -> None:
+def test_a_server_or_folder_that_cannot_be_used_is_rejected(server: Server, tmp_path: Path) -> None:
+    assert "/none answered 404" in error_message(server.entry("/none"), tmp_path)
+    (tmp_path / "data").write_text("a file in the way")
+    assert "cannot be written to" in error_message(server.entry(), tmp_path / "data" / "texts")
     with socket.socket() as unused:  # bound and not listening: every connection is refused
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
@@ -170,45 +167,28 @@ def test_an_unreachable_server_is_rejected(tmp_path: Path) -> None:
     assert "check the network" in message
 
 
-def test_an_http_error_is_reported_with_its_status(server: Server, tmp_path: Path) -> None:
-    assert "/none answered 404" in error_message(server.entry("/none"), tmp_path)
-
-
-def test_a_folder_that_cannot_be_created_is_rejected(server: Server, tmp_path: Path) -> None:
-    (tmp_path / "data").write_text("a file in the way")
-    assert "cannot be written to" in error_message(server.entry(), tmp_path / "data" / "texts")
-
-
-def test_the_built_in_text_is_long_and_the_same_at_every_call() -> None:
+def test_the_built_in_text_is_long_and_cannot_be_fetched(tmp_path: Path) -> None:
     text = built_in_text()
     assert len(text) > 300_000
     assert "expression" in text
     assert built_in_text() == text
+    with pytest.raises(TextError, match="built in"):
+        fetch(CATALOG["python-docs"], tmp_path)
 
 
-def test_the_splits_of_the_built_in_text_are_alike() -> None:
-    assert compare_splits(load_corpus(TextConfig())) is None
-
-
-@pytest.mark.parametrize("topics", [None, {}])
+@pytest.mark.parametrize("facts", [{}, {"topics": {}}])
 def test_a_python_without_its_documentation_names_another_text(
-    monkeypatch: pytest.MonkeyPatch, topics: dict[str, str] | None
+    monkeypatch: pytest.MonkeyPatch, facts: dict[str, object]
 ) -> None:
-    empty = ModuleType("pydoc_data.topics")
-    if topics is not None:
-        empty.topics = topics  # type: ignore[attr-defined]
+    empty = SimpleNamespace(**facts)
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", empty)
     monkeypatch.setattr("pydoc_data.topics", empty, raising=False)
     with pytest.raises(TextError, match="chargpt data get tinyshakespeare"):
         built_in_text()
 
 
-def test_the_built_in_text_cannot_be_fetched(tmp_path: Path) -> None:
-    with pytest.raises(TextError, match="built in"):
-        fetch(CATALOG["python-docs"], tmp_path)
-
-
 def test_named_texts_have_valid_settings(tmp_path: Path) -> None:
+    assert all((entry.url or "https://").startswith("https://") for entry in CATALOG.values())
     assert settings_for("novel.txt", tmp_path) is None
     assert settings_for("python-docs", tmp_path) == {"text.path": None}
     for name in ("tinyshakespeare", "text8", "enwik8"):
@@ -237,17 +217,6 @@ def test_a_named_text_takes_precedence_over_that_of_the_config(
     assert build_config("~/novel.txt").text.path == str(tmp_path / "home" / "novel.txt")
 
 
-@pytest.mark.parametrize("entry", CATALOG.values(), ids=CATALOG.keys())
-def test_every_entry_has_checksums_of_the_right_length(entry: Entry) -> None:
-    assert entry.description
-    if entry.url is None:
-        return
-    for checksum in (entry.download_hash, entry.content_hash):
-        algorithm, _, digits = checksum.partition(":")
-        assert len(bytes.fromhex(digits)) == hashlib.new(algorithm).digest_size
-    assert entry.size > 1_000_000
-
-
 def test_a_download_that_is_longer_than_the_text_is_cut_off(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,7 +239,3 @@ def test_what_a_killed_download_left_is_deleted_a_day_later(server: Server, tmp_
     fetch(server.entry(), tmp_path)
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"sample.txt", ".fetching-12345678", ".fetching-mine-for-ever"}
-
-
-def test_every_text_is_fetched_over_https() -> None:
-    assert all((entry.url or "https://").startswith("https://") for entry in CATALOG.values())

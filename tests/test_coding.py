@@ -8,6 +8,7 @@ import tracemalloc
 import zlib
 from fractions import Fraction
 from pathlib import Path
+from unittest.mock import Mock, call
 
 import numpy as np
 import numpy.typing as npt
@@ -16,19 +17,12 @@ import torch
 import torch.nn.functional as F
 from conftest import REPOSITORY, Cli, refusal
 from formula import logits_of_long_text
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from noise import fill_with_noise
+from noise import noisy_run
 from threadpoolctl import threadpool_info
 
-from chargpt.config import Config, ModelConfig
-from chargpt.errors import (
-    ChargptError,
-    DeviceError,
-    OperationError,
-    TextError,
-    UnknownCharacterError,
-)
+from chargpt.errors import ChargptError, OperationError, TextError, UnknownCharacterError
 from chargpt.inference import coding
 from chargpt.inference.coding import (
     ArithmeticDecoder,
@@ -37,25 +31,17 @@ from chargpt.inference.coding import (
     decompress,
     read_header,
 )
-from chargpt.inference.decoders import Decoder, build_decoder
-from chargpt.models import LanguageModel, build_model
-from chargpt.store.run import Run
-from chargpt.store.state import RunState
+from chargpt.inference.decoders import build_decoder
+from chargpt.models import LanguageModel
 from chargpt.text.tokenizer import CharTokenizer
 
 LETTERS = "\n abcdefghijklmnopqrstuvwxyzäж😀"
-SMALL: dict[str, object] = {"n_layer": 2, "n_embd": 32, "n_head": 2, "block_size": 16}
+TOKENIZER = CharTokenizer.fit(LETTERS)
 
 
-def run_of(seed: int = 0, **changes: object) -> Run:
-    """Return a run whose weights are random, so that predictions differ."""
-    config = Config(model=ModelConfig(**{**SMALL, **changes}))  # type: ignore[arg-type]
-    tokenizer = CharTokenizer.fit(LETTERS)
-    model = fill_with_noise(build_model(config.model, tokenizer.vocab_size), seed).eval()
-    return Run(Path("run"), config, tokenizer, model, 1, RunState(1))
-
-
-RUN = run_of()
+RUN = noisy_run(TOKENIZER)
+CONTENT = b"a text that is long enough to be damaged somewhere"
+PACKED = compress(RUN, CONTENT)
 
 
 def total_nats(model: LanguageModel, tokens: npt.NDArray[np.int64]) -> float:
@@ -64,8 +50,9 @@ def total_nats(model: LanguageModel, tokens: npt.NDArray[np.int64]) -> float:
     return float(F.cross_entropy(logits[0, :-1], torch.from_numpy(tokens[1:]), reduction="sum"))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.text(alphabet=LETTERS, max_size=120))
+@example("")
 def test_any_text_of_the_vocabulary_is_restored(text: str) -> None:
     assert decompress(RUN, compress(RUN, text.encode())) == text.encode()
 
@@ -76,8 +63,8 @@ def test_any_text_of_the_vocabulary_is_restored(text: str) -> None:
 def test_the_compressed_size_is_the_loss_over_the_lanes(
     changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(coding, "MIN_LANE_TOKENS", 700)
-    run = run_of(**changes)
+    monkeypatch.setattr(coding, "MIN_LANE_TOKENS", 300)
+    run = noisy_run(TOKENIZER, **changes)
     count = 3 * coding.MIN_LANE_TOKENS + 123
     tokens = np.random.default_rng(0).integers(0, len(LETTERS), count)
     content = run.tokenizer.decode(tokens).encode()
@@ -124,7 +111,7 @@ def test_certain_characters_cost_nothing_but_expansion_is_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(coding, "MAX_TOKENS_PER_BYTE", 500)
-    run = run_of(kind="bigram")
+    run = noisy_run(TOKENIZER, kind="bigram")
     with torch.no_grad():
         next(run.model.parameters()).zero_()[:, 5] = 200
     letter = run.tokenizer.characters[5]
@@ -135,72 +122,63 @@ def test_certain_characters_cost_nothing_but_expansion_is_bounded(
         decompress(run, packed[: coding.HEADER.size + 2])
 
 
-def test_an_empty_text_is_restored() -> None:
-    assert decompress(RUN, compress(RUN, b"")) == b""
-
-
 def test_whatever_changes_rounding_changes_the_platform_key(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    keys = {coding._platform_key()}
-    slow = coding.onednn_is_faster()
+    keys, slow = {coding._platform_key()}, coding.onednn_is_faster()
     with monkeypatch.context() as patched:
         patched.setattr(coding, "onednn_is_faster", lambda: not slow)
         keys.add(coding._platform_key())
-    for architecture in ("Zen", "SkylakeX"):
-        library = {"user_api": "blas", "internal_api": "openblas", "architecture": architecture}
-        monkeypatch.setattr(coding, "threadpool_info", lambda library=library: [library])
+    library = {"user_api": "blas", "internal_api": "openblas"}
+    monkeypatch.setattr(coding, "threadpool_info", lambda: [library])
+    for library["architecture"] in ("Zen", "SkylakeX"):
         keys.add(coding._platform_key())
     assert len(keys) == 4
 
 
 def test_texts_and_models_that_cannot_be_compressed_are_rejected() -> None:
-    diverged = run_of()
+    diverged = noisy_run(TOKENIZER)
     with torch.no_grad():
         next(diverged.model.parameters()).fill_(math.nan)
-    with pytest.raises(OperationError, match="not finite numbers"):
-        compress(diverged, b"abc")
-    with pytest.raises(UnknownCharacterError, match="Q"):
-        compress(RUN, b"Queen")
-    with pytest.raises(TextError, match="not UTF-8"):
-        compress(RUN, b"\xff")
+    for run, text, error, message in (
+        (diverged, b"abc", OperationError, "not finite numbers"),
+        (RUN, b"Queen", UnknownCharacterError, "Q"),
+        (RUN, b"\xff", TextError, "not UTF-8"),
+    ):
+        with pytest.raises(error, match=message):
+            compress(run, text)
 
 
 def test_another_model_platform_or_file_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    packed = compress(RUN, b"some words to keep")
-    with pytest.raises(ChargptError, match="another model"):
-        decompress(run_of(seed=1), packed)
-    with pytest.raises(ChargptError, match="not made by `chargpt compress`"):
-        decompress(RUN, b"PK\x03\x04" + packed[4:])
-    with pytest.raises(ChargptError, match="not made by"):
-        decompress(RUN, packed[:10])
-    with pytest.raises(ChargptError, match="version 9"):
-        decompress(RUN, packed[:4] + b"\x09" + packed[5:])
+    packed = compress(RUN, b"some words")
+    assert read_header(packed) == (RUN.step, "plain")
+    assert zlib.crc32(b"some words").to_bytes(4, "little") == packed[30:34]
+    for run, content, message in (
+        (noisy_run(TOKENIZER, seed=1), packed, r"another model \(step 1, weights [0-9a-f]{16}\)"),
+        (RUN, b"PK\x03\x04" + packed[4:], "not made by `chargpt compress`"),
+        (RUN, packed[:10], "not made by"),
+        (RUN, packed[:4] + b"\x09" + packed[5:], "version 9"),
+    ):
+        with pytest.raises(ChargptError, match=message):
+            decompress(run, content)
     monkeypatch.setattr(np, "__version__", "0.1")
     with pytest.raises(ChargptError, match="rounds differently"):
         decompress(RUN, packed)
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_damage_is_detected_or_harmless(data: st.DataObject) -> None:
-    content = b"a text that is long enough to be damaged somewhere"
-    packed = bytearray(compress(RUN, content))
-    bit = data.draw(st.integers(0, 8 * len(packed) - 1))
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 8 * len(PACKED) - 1))
+def test_damage_is_detected_or_harmless(bit: int) -> None:
+    packed = bytearray(PACKED)
     packed[bit // 8] ^= 1 << bit % 8
     with contextlib.suppress(ChargptError):
-        assert decompress(RUN, bytes(packed)) == content  # if only the thread count changed
+        assert decompress(RUN, bytes(packed)) == CONTENT  # if only the thread count changed
 
 
 def test_decompression_divides_the_lanes_as_compression_did(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    divisions = []
-
-    def build(model: LanguageModel, n_lanes: int, *, max_threads: int) -> Decoder:
-        divisions.append((n_lanes, max_threads))
-        return build_decoder(model, n_lanes, max_threads=max_threads)
-
+    build = Mock(side_effect=build_decoder)
     monkeypatch.setattr(coding, "MIN_LANE_TOKENS", 10)
     monkeypatch.setattr(coding, "build_decoder", build)
     monkeypatch.setattr("os.cpu_count", lambda: 2)
@@ -209,7 +187,7 @@ def test_decompression_divides_the_lanes_as_compression_did(
     assert packed[5] == 2  # magic, version, threads
     monkeypatch.setattr("os.cpu_count", lambda: 7)
     assert decompress(RUN, packed) == content
-    assert divisions == [(64, 2), (64, 2)]
+    assert build.mock_calls == [call(RUN.model, 64, max_threads=2)] * 2
 
 
 def test_compression_runs_torch_and_the_blas_on_one_thread_and_restores_both() -> None:
@@ -226,23 +204,11 @@ def test_compression_runs_torch_and_the_blas_on_one_thread_and_restores_both() -
         torch.set_num_threads(before)
 
 
-def test_a_compressed_file_holds_the_checksum_of_its_text() -> None:
-    packed = compress(RUN, b"some words")
-    assert zlib.crc32(b"some words").to_bytes(4, "little") == packed[30:34]
-
-
-def test_a_compressed_file_names_the_step_that_it_needs() -> None:
-    packed = compress(RUN, b"some words")
-    assert read_header(packed) == (RUN.step, "plain")
-    with pytest.raises(ChargptError, match=r"another model \(step 1, weights [0-9a-f]{16}\)"):
-        decompress(run_of(seed=1), packed)
-
-
 def test_memory_is_bounded_by_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coding, "MIN_LANE_TOKENS", 128)  # few steps: both sizes have 64 lanes
+    monkeypatch.setattr(coding, "MIN_LANE_TOKENS", 64)  # few steps: both sizes have 64 lanes
     monkeypatch.setattr("os.cpu_count", lambda: 1)  # threads allocate at other times in each run
-    peaks = []  # of both directions; the smaller text shows what does not depend on the length
-    for size in (8_192, 40_000):
+    sizes, peaks = (4_096, 24_000), []  # the smaller text shows what does not depend on the length
+    for size in sizes:
         text = b"a" * size
         tracemalloc.start()
         try:
@@ -254,11 +220,11 @@ def test_memory_is_bounded_by_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
         finally:
             tracemalloc.stop()
         peaks.append((compressing, decompressing))
-    growth = np.diff(peaks, axis=0)
-    assert (growth < coding.BYTES_PER_CHARACTER * (40_000 - 8_192)).all()
-    assert (growth > 40_000 - 8_192).all()  # it was measured
+    growth = np.diff(peaks, axis=0) / np.diff(sizes)
+    assert (growth < coding.BYTES_PER_CHARACTER).all()
+    assert (growth > 1).all()  # it was measured
     monkeypatch.setattr("chargpt.device.memory_limit", lambda _: 1000)
-    with pytest.raises(DeviceError, match="a text of 40,000 characters would need"):
+    with pytest.raises(ChargptError, match="a text of 24,000 characters would need"):
         decompress(RUN, packed)
 
 
@@ -269,24 +235,24 @@ def test_the_checkpoint_of_a_compressed_file_can_be_kept(cli: Cli, verse: Path) 
     ).split()
     assert cli("train", verse, *tiny, "--out", "r").returncode == 0
     Path("t.txt").write_text(verse.read_text(encoding="utf-8")[:300])
-    longer = ("train", "--resume", "r", "-s")
     assert "--keep protects it" in cli("compress", "r", "t.txt", "a").stderr
     assert "--keep" not in cli("compress", "r", "t.txt", "a", "--keep", "--force").stderr
-    assert cli(*longer, "train.max_steps=60").returncode == 0
     again = refusal(cli("train", verse, *tiny, "--out", "r", "--force"))
     assert "`compress --keep` protects, so --force does not delete it" in again
-    assert cli("decompress", "r", "a", "b").returncode == 0
-    assert Path("b").read_text() == Path("t.txt").read_text()
-    Path("r/checkpoints/step-00000004/keep").unlink()
-    assert cli(*longer, "train.max_steps=120").returncode == 0
-    said = refusal(cli("decompress", "r", "a", "c"))
-    assert "a was compressed with step 4 of a run, but r has no checkpoint '4'" in said
-    assert said.strip().endswith("or a copy of that run from before it was resumed")
+    for max_steps, is_kept in ((60, True), (120, False)):
+        resumed = cli("train", "--resume", "r", "-s", f"train.max_steps={max_steps}")
+        assert resumed.returncode == 0
+        done = cli("decompress", "r", "a", "b", "--force")
+        assert (done.returncode == 0) == is_kept
+        if is_kept:
+            assert Path("b").read_text() == Path("t.txt").read_text()
+            Path("r/checkpoints/step-00000004/keep").unlink()
+    assert "a was compressed with step 4 of a run, but r has no checkpoint '4'" in refusal(done)
 
 
-def test_a_pipe_or_a_folder_is_not_compressed(cli: Cli, tmp_path: Path) -> None:
-    os.mkfifo("pipe")
+def test_a_pipe_or_a_folder_is_not_compressed(cli: Cli) -> None:
     run = REPOSITORY / "tests" / "golden" / "0.1.0" / "run"
+    os.mkfifo("pipe")
     assert "pipe is no file" in refusal(cli("compress", run, "pipe", "out"))
     assert "is a folder; name a file in it" in refusal(cli("compress", run, __file__, "."))
     with open("sparse", "wb") as file:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from formula import first_cached_position, logits_of_long_text
+from formula import logits_of_long_text
 from noise import RUNGS, fill_with_noise, noisy_model, random_tokens
 
 from chargpt.inference.decoders import GraphDecoder, ModelDecoder, NumpyDecoder, build_decoder
@@ -27,19 +27,10 @@ def assert_close(logits, expected, tolerance=1e-4):
     torch.testing.assert_close(logits, expected, rtol=tolerance, atol=tolerance)
 
 
-def test_the_cache_stores_more_than_half_a_block_and_at_most_a_block():
-    for block_size in (1, 2, 3, 12):
-        lengths = [last + 1 - first_cached_position(last, block_size) for last in range(40)]
-        assert max(lengths) == block_size
-        assert min(lengths[block_size:]) == block_size // 2 + 1
-        assert lengths[:block_size] == [last + 1 for last in range(block_size)]
-
-
 @pytest.mark.parametrize("kind", DECODERS)
 @pytest.mark.parametrize("sequences", [1, 3])
 @pytest.mark.parametrize("block_size", [1, 2, 12])
-@pytest.mark.parametrize("scaled", [True, False])
-@pytest.mark.parametrize("scale", [1, 30])  # attention scores whose exp does not or does overflow
+@pytest.mark.parametrize(("scaled", "scale"), [(True, 1), (False, 30)])  # the exp may overflow
 @torch.no_grad()
 def test_every_decoder_gives_the_logits_of_the_formula(kind, sequences, block_size, scaled, scale):
     model = noisy_model(block_size=block_size, n_layer=3, scale_attn_weights=scaled)
@@ -83,14 +74,6 @@ def test_every_stream_continues_from_the_cache_of_one_sequence(kind, prompt, seq
     decoder = DECODERS[kind](model, sequences, cache)
     expected = logits_of_long_text(model, tokens)[:, prompt:]
     assert_close(decode(decoder, tokens[:, prompt:]), expected)
-
-
-@pytest.mark.parametrize("kind", DECODERS)
-def test_decoding_does_not_change_the_weights(kind):
-    model = noisy_model()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    decode(DECODERS[kind](model, 1), random_tokens(1, 30))
-    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
 @torch.no_grad()

@@ -9,6 +9,11 @@ from pathlib import Path
 import pytest
 from conftest import REPOSITORY, Cli
 
+from chargpt.config import TrainConfig
+from chargpt.distributed import RankGroup
+from chargpt.errors import ConfigError
+from chargpt.training.learner import micro_batch_size
+
 SETTINGS = (
     "-s train.max_steps=8 -s train.batch_size=8 -s train.micro_batches=2 -s train.evaluate_every=4 "
     "-s model.n_layer=1 -s model.n_embd=32 -s model.block_size=16 -s dtype=float32 "
@@ -16,18 +21,10 @@ SETTINGS = (
 ).split()
 
 
-def torchrun(*args: object, cwd: Path, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+def torchrun(*args: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    launcher = "-m torch.distributed.run --standalone --nproc-per-node=2 -m chargpt".split()
     return subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={ranks}",
-            "-m",
-            "chargpt",
-            *map(str, args),
-        ],
+        [sys.executable, *launcher, *map(str, args)],
         cwd=cwd,
         capture_output=True,
         text=True,
@@ -59,11 +56,6 @@ def test_two_ranks_train_to_the_losses_of_one_process(
     assert "Warning" not in together.stderr
 
 
-@pytest.mark.slow
-def test_a_batch_that_does_not_divide_over_the_ranks_is_rejected(
-    verse: Path, tmp_path: Path
-) -> None:
-    args = [*SETTINGS, "-s", "train.batch_size=7", "-s", "train.micro_batches=1"]
-    done = torchrun("train", verse, *args, cwd=tmp_path)
-    assert done.returncode != 0
-    assert "does not divide over 2 processes" in done.stderr
+def test_a_batch_that_does_not_divide_over_the_ranks_is_rejected() -> None:
+    with pytest.raises(ConfigError, match="does not divide over 2 processes"):
+        micro_batch_size(TrainConfig(batch_size=7), RankGroup(0, 2))

@@ -4,12 +4,14 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from conftest import Cli
+from conftest import Cli, run_here
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from noise import fill_with_noise
+from noise import fill_with_noise, noisy_run
+from shared_runs import use_cache_of
 
 import chargpt
 from chargpt.config import Config, TextConfig
@@ -19,10 +21,8 @@ from chargpt.inference.evaluation import evaluate
 from chargpt.store.run import load_run
 from chargpt.text import documents as module
 from chargpt.text.corpus import Corpus
-from chargpt.text.describe import describe
-from chargpt.text.documents import RECORD_SEPARATOR, mark_documents
 from chargpt.text.prepare import load_corpus
-from chargpt.text.tokenizer import CharTokenizer
+from chargpt.text.documents import RECORD_SEPARATOR, mark_documents
 from chargpt.training.trainer import Trainer
 
 NAMES = [f"{a}{b}{c}" for a in ("an", "be", "car") for b in "lmnr" for c in ("a", "ie", "o", "us")]
@@ -56,10 +56,16 @@ def test_separators_may_lie_across_pieces(files: list[list[str]], separator: str
 def test_each_file_is_a_document(tmp_path: Path) -> None:
     poems = [f"poem {i}\n\nof a few lines\n" for i in range(20)]
     for i, poem in enumerate(poems):
-        (tmp_path / f"{i}.txt").write_text(poem)
-    corpus = load_corpus(TextConfig(path=str(tmp_path), documents="files"))
+        (tmp_path / f"{i}.py").write_text(poem)
+    text = TextConfig(path=str(tmp_path), documents="files", suffixes=(".py",))
+    corpus = load_corpus(text)
     assert corpus.n_documents == 20
     assert sorted(documents_of(corpus, "train") + documents_of(corpus, "val")) == sorted(poems)
+    run = noisy_run(corpus.tokenizer)
+    result = evaluate(replace(run, config=Config(text=text)), path=tmp_path)
+    n_characters = sum(map(len, poems)) + 20
+    assert result.characters == n_characters - 1
+    assert result.nats_per_document == pytest.approx(result.nats_per_char * n_characters / 20)
 
 
 @pytest.mark.parametrize("chunk", [1, 50, module.CHUNK])
@@ -79,30 +85,23 @@ def test_documents_are_shuffled_and_split_whole(
 
 
 @pytest.mark.parametrize(
-    ("lengths", "n_mixture", "sizes"),
+    ("lengths", "settings", "sizes"),
     [
-        ([10] * 9 + [17], 0, [0, 90, 17]),  # the end of the training split, 96, is nearer to 90
-        ([10] * 8 + [17, 10], 0, [0, 97, 10]),
-        ([10] * 8 + [27], 0, [0, 107, 0]),
-        ([10] * 9 + [17], 1, [10, 80, 17]),
-        ([80, 40], 1, [80, 40, 0]),
+        ([10] * 9 + [17], {}, [0, 90, 17]),  # the end of the training split, 96, is nearer to 90
+        ([10] * 8 + [17, 10], {}, [0, 97, 10]),
+        ([10] * 8 + [27], {}, [0, 107, 0]),
+        ([10] * 9 + [17], {"mixture_characters": 1}, [10, 80, 17]),
+        ([80, 40], {"mixture_characters": 1}, [80, 40, 0]),
+        ([110, 10], {"mixture_characters": 1, "val_fraction": 0.6}, [110, 0, 10]),
     ],
 )
 def test_the_training_split_ends_at_the_nearest_document(
-    lengths: list[int], n_mixture: int, sizes: list[int]
+    lengths: list[int], settings: dict[str, Any], sizes: list[int]
 ) -> None:
     content = "".join("a" * (length - 1) + "\n" for length in lengths)
     corpus = load_corpus(TextConfig(documents="lines"), text="a\n")
-    tokens = corpus.tokenizer.encode(content)
-    corpus = replace(corpus, tokens=tokens, mixture_characters=n_mixture)
+    corpus = replace(corpus, tokens=corpus.tokenizer.encode(content), **settings)
     assert [len(corpus.split(name)) for name in ("mixture", "train", "val")] == sizes
-
-
-def test_the_training_split_does_not_end_before_the_mixture_split() -> None:
-    corpus = load_corpus(TextConfig(documents="lines", val_fraction=0.6), text="a\n")
-    tokens = corpus.tokenizer.encode("a" * 109 + "\n" + "a" * 9 + "\n")
-    corpus = replace(corpus, tokens=tokens, mixture_characters=1)
-    assert [len(corpus.split(name)) for name in ("mixture", "train", "val")] == [110, 0, 10]
 
 
 def test_a_seed_gives_the_same_order_in_every_version() -> None:
@@ -144,18 +143,16 @@ def test_the_fraction_advised_for_too_few_documents_suffices(
 
 @pytest.mark.parametrize(
     ("documents", "cause"),
-    [("lines", "it is one line"), ("files", "it is one file"), ("%", "the separator '%' does not")],
+    [
+        ("lines", "it is one line"),
+        ("files", "it is one file"),
+        ("%", "the separator '%' does not"),
+        ("\\\n%\\\n", "the separator '"),
+    ],
 )
 def test_one_document_cannot_be_split(documents: str, cause: str) -> None:
     corpus = load_corpus(TextConfig(documents=documents), text="the sea " * 1000)
     with pytest.raises(TextError, match=f"in 1 document, since {cause}.* text.documents=null"):
-        corpus.require_blocks(8)
-
-
-def test_a_separator_that_does_not_occur_is_named() -> None:
-    settings = TextConfig(documents="\\\n%\\\n")
-    corpus = load_corpus(settings, text="one\n%\ntwo\n%\n" * 50)
-    with pytest.raises(TextError, match=r"1 document, since the separator '"):
         corpus.require_blocks(8)
 
 
@@ -172,95 +169,67 @@ def test_separators_are_written_with_escapes() -> None:
         Config().with_values({"text.documents": ""})
 
 
-def test_the_eos_token_is_kept_in_the_json_of_a_tokenizer() -> None:
-    tokenizer = CharTokenizer("\nab", eos_token="\n")
-    assert CharTokenizer.from_json(tokenizer.to_json()) == tokenizer
-    assert "eos_token" not in CharTokenizer("\nab").to_json()
+@pytest.fixture(scope="module")
+def trained_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "names.txt").write_text("\n".join(NAMES * 20))
+    words = (*QUICK, "-s", "text.mixture_characters=200", "--out", "run")
+    run_here("train", "names.txt", *words, cwd=folder, CHARGPT_CACHE=str(folder / "cache"))
+    return folder / "run"
 
 
-def test_a_list_is_recognised() -> None:
-    names = load_corpus(TextConfig(), text="\n".join(NAMES * 3))
-    assert any("text.documents=lines" in warning for warning in describe(names).warnings)
-    marked = load_corpus(TextConfig(documents="lines"), text="\n".join(NAMES * 3))
-    prose = load_corpus(TextConfig(), text=("A line of prose.\n" * 20 + "\n") * 20)
-    for corpus in (marked, prose):
-        assert not any("text.documents" in warning for warning in describe(corpus).warnings)
+@pytest.fixture
+def trained(trained_once: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run on a list of names, with its mixture."""
+    use_cache_of(trained_once, monkeypatch)
+    return trained_once
 
 
-def test_samples_of_a_list_are_whole_items(cli: Cli) -> None:
-    Path("names.txt").write_text("\n".join(NAMES * 20))
-    done = cli("train", "names.txt", *QUICK, "--out", "run")
-    assert done.returncode == 0, done.stderr
-    assert "960 documents, shuffled by text.seed 1337; " in done.stderr
-    shown = done.stderr.rpartition("-- sample at step ")[2].splitlines()
-    assert len(shown) == 1 + 5
-    sample = ("sample", "run", "-n", "50", "--seed", "1")
-    items = cli(*sample, "--num-samples", "30").stdout.splitlines()
-    assert len(items) == 30
-    assert max(map(len, items)) < 50  # the text ended before its length
-    run = load_run("run", "latest")  # a sample in training has the context of `chargpt sample`
+def test_a_sample_in_training_has_the_context_of_the_command(trained: Path) -> None:
+    run = load_run(trained, "latest")
+    assert (run.corpus().n_documents, run.tokenizer.eos_token) == (960, "\n")
     fill_with_noise(run.model)  # so that every token of the context matters
     trainer = Trainer(run.config.with_values({"sample.prompt": "be"}), run.corpus())
     trainer.model.load_state_dict(run.model.state_dict())
     expected = generation.sample(run, prompt="be", length=200, num_samples=5, seed=1)
     assert trainer.validator.sample().split("\n") == expected
-    prompted = cli(*sample, "--num-samples", "5", "-p", "be").stdout.splitlines()
-    assert [item[:2] for item in prompted] == ["be"] * 5
-    report = json.loads(cli(*sample, "--num-samples", "30", "--overlap", "--json").stdout)
-    assert report["samples"] == items
-    assert all(report["finished"])
-    assert report["new"] == [item not in NAMES for item in items]
-    assert report["copied"] == [item in NAMES for item in items]
-    checked = cli(*sample, "--num-samples", "30", "--overlap").stdout
-    n_new, different = sum(report["new"]), len(set(items))
+
+
+def test_samples_of_a_list_are_whole_items(trained: Path, cli: Cli) -> None:
+    sample = ("sample", trained, "--num-samples", "30", "--seed", "1", "-n")
+    items = cli(*sample, "50").stdout.splitlines()
+    assert len(items) == 30
+    assert max(map(len, items)) < 50  # the text ended before its length
+    prompted = cli(*sample, "50", "-p", "be").stdout.splitlines()
+    assert [item[:2] for item in prompted] == ["be"] * 30
+    for length in (50, 5):
+        report = json.loads(cli(*sample, length, "--overlap", "--json").stdout)
+        finished = [len(item) < length for item in items]
+        assert report["samples"] == [item[:length] for item in items]
+        assert report["finished"] == finished
+        copied = [item in NAMES if len(item) < length else None for item in items]
+        assert report["copied"] == copied
+        assert report["new"] == [None if each is None else not each for each in copied]
+    n_new, n_cut = sum(item not in NAMES for item in items), finished.count(False)
+    assert 0 < n_cut < 30
+    checked = cli(*sample, "50", "--overlap").stdout
     assert re.search(rf"sampled +30 +{n_new} +{30 - n_new} +0", checked)
     n_distinct_new = len(set(items) - set(NAMES))
-    assert re.search(rf"distinct +{different} +{n_distinct_new} ", checked)
+    assert re.search(rf"distinct +{len(set(items))} +{n_distinct_new} ", checked)
     assert sum(line == f"⟦{name}⟧" for line in checked.splitlines() for name in NAMES) == 30 - n_new
-    short = ("sample", "run", "-n", "5", "--seed", "1")
-    report = json.loads(cli(*short, "--num-samples", "30", "--overlap", "--json").stdout)
-    assert report["samples"] == [item[:5] for item in items]
-    assert report["finished"] == [len(item) < 5 for item in items]
-    assert [new is None for new in report["new"]] == [len(item) >= 5 for item in items]
-    n_cut = report["finished"].count(False)
-    assert 0 < n_cut < 30
-    checked_short = cli(*short, "--num-samples", "30", "--overlap")
-    assert re.search(rf"sampled +{30 - n_cut} ", checked_short.stdout)
-    for n_samples, n_said in ((30, n_cut), (1, int(len(items[0]) >= 5))):
-        said = cli(*short, "--num-samples", n_samples).stderr
-        sentence = f"cut at 5 characters: {n_said} of {n_samples}; a higher -n finishes them"
-        assert (sentence in said) == (n_said > 0)
+    said = cli(*sample, "5").stderr
+    assert f"cut at 5 characters: {n_cut} of 30; a higher -n finishes them" in said
+    assert "cut at" not in cli(*sample, "50").stderr
 
 
-def test_documents_of_another_text_end_where_its_files_end(cli: Cli) -> None:
-    for folder in ("train", "other"):
-        Path(folder).mkdir()
-        for number, name in enumerate(NAMES * 10):
-            Path(folder, f"{number:03}.py").write_text(f"{name} and {name}")
-    options = ("-s", "text.documents=files", "-s", "text.suffixes=.py")
-    done = cli("train", "train", *QUICK, *options, "--out", "run")
-    assert done.returncode == 0, done.stderr
-    result = evaluate(load_run("run"), path="other")
-    n_characters = 10 * sum(2 * len(name) + 6 for name in NAMES)
-    assert result.characters == n_characters - 1
-    mean_length = n_characters / (10 * len(NAMES))
-    assert result.nats_per_document == pytest.approx(result.nats_per_char * mean_length)
-
-
-def test_the_loss_of_a_document_is_that_of_its_characters(cli: Cli) -> None:
-    Path("names.txt").write_text("\n".join(NAMES * 20))
+def test_the_loss_of_a_document_is_that_of_its_characters(trained: Path, cli: Cli) -> None:
     Path("other.txt").write_text("\r\n\r\n".join(NAMES))
-    mixture = ("-s", "text.mixture_characters=200")
-    cli("train", "names.txt", *QUICK, *mixture, "--out", "run")
-    run = load_run("run")
+    run = load_run(trained)
     result = evaluate(run, path="other.txt")
     mean_length = sum(len(name) + 1 for name in NAMES) / len(NAMES)
     assert result.nats_per_document == pytest.approx(result.nats_per_char * mean_length)
     mixed = evaluate(chargpt.with_mixture(run), path="other.txt")
-    shown = cli("evaluate", "run", "--text", "other.txt").stdout
+    shown = cli("evaluate", trained, "--text", "other.txt").stdout
     assert f"{result.nats_per_document:.2f} nats/document (gpt, step " in shown
     assert f"{mixed.nats_per_document:.2f} nats/document (gpt + n-grams)" in shown
-    assert (
-        "with the documents before each as context; chargpt score run FILE scores each line on its "
-        "own"
-    ) in shown
+    assert "with the documents before each as context; chargpt score " in shown

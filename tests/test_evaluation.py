@@ -19,13 +19,11 @@ from chargpt.inference.baselines import BIGRAM_ALPHA, Baselines, bigram_log_prob
 from chargpt.inference.evaluation import Evaluation, evaluate, evaluate_tokens
 from chargpt.inference.windows import even_spans
 from chargpt.models.bigram import BigramLM
-from chargpt.models.ngram import NGramLM
 from chargpt.store.run import Run
 from chargpt.store.state import RunState
 from chargpt.text.batches import Batches
 from chargpt.text.corpus import Corpus
 from chargpt.text.prepare import load_corpus
-from chargpt.text.statistics import count_pairs
 from chargpt.text.tokenizer import CharTokenizer
 
 T = 12  # the noisy model's block size
@@ -36,25 +34,24 @@ def random_tokens(count, vocab_size=11, seed=0, dtype=np.uint8):
 
 
 @torch.no_grad()
-def one_by_one(model, tokens, context_of):
-    """Return each character's loss and whether it was the most likely, with a given context."""
+def assert_scored(result, model, tokens, context_of):
+    """Compare with the losses and predictions of each character, with a given context."""
     losses, correct = [], []
     for index in range(1, len(tokens)):
         context = tokens[index - context_of(index) : index].astype(np.int64)
         log_probs = model(torch.from_numpy(context)[None])[0, -1].double().log_softmax(0)
         losses.append(-float(log_probs[int(tokens[index])]))
         correct.append(int(log_probs.argmax()) == int(tokens[index]))
-    return np.array(losses), np.array(correct)
+    assert result.characters == len(tokens) - 1
+    assert result.nats_per_char == pytest.approx(np.mean(losses), abs=1e-5)
+    assert result.accuracy == pytest.approx(np.mean(correct))
 
 
 @pytest.mark.parametrize("count", [2, 5, T, T + 1, T + 2, 2 * T + 1, 5 * T + 4])
 def test_full_scores_every_character_but_the_first_once(count):
     model, tokens = noisy_model(), random_tokens(count)
     result = evaluate_tokens(model, tokens)
-    losses, correct = one_by_one(model, tokens, lambda index: (index - 1) % T + 1)
-    assert result.characters == count - 1
-    assert result.nats_per_char == pytest.approx(losses.mean(), abs=1e-5)
-    assert result.accuracy == pytest.approx(correct.mean())
+    assert_scored(result, model, tokens, lambda index: (index - 1) % T + 1)
     assert (result.protocol, result.split, result.block_size) == ("blocks", "val", T)
 
 
@@ -73,10 +70,7 @@ def test_sliding_scores_every_character_but_the_first_once_with_enough_context(c
         return T - step + (index - T - 1) % step + 1
 
     assert all(context(index) > T - step for index in range(T - step + 1, count))
-    losses, correct = one_by_one(model, tokens, context)
-    assert result.characters == count - 1
-    assert result.nats_per_char == pytest.approx(losses.mean(), abs=1e-5)
-    assert result.accuracy == pytest.approx(correct.mean())
+    assert_scored(result, model, tokens, context)
 
 
 def test_nanogpt_is_the_mean_of_200_random_batches(monkeypatch):
@@ -93,41 +87,31 @@ def test_nanogpt_is_the_mean_of_200_random_batches(monkeypatch):
     assert result.characters == 200 * 64 * 5
     assert result.block_size == 5
     assert result != evaluate_tokens(model, tokens, protocol="nanogpt", seed=8)
+    monkeypatch.undo()
+    monkeypatch.setattr(windows, "NANOGPT_EVAL_ITERS", 2)
+    longer = evaluate_tokens(BigramLM(11, block_size=1000), tokens, protocol="nanogpt")
+    assert (longer.block_size, longer.characters) == (256, 2 * 64 * 256)  # at most 256 of context
 
 
-def test_nanogpt_uses_at_most_256_characters_of_context():
-    model = BigramLM(11, block_size=1000)
-    result = evaluate_tokens(model, random_tokens(300), protocol="nanogpt")
-    assert (result.block_size, result.characters) == (256, 200 * 64 * 256)
-    assert result.nats_per_char == pytest.approx(math.log(11), abs=1e-6)
-
-
-@pytest.mark.parametrize("limit", [1, 5, T, T + 1, 3 * T, 10 * T + 5])
+@pytest.mark.parametrize("limit", [1, 5, T, T + 1, 3 * T, 20 * T + 6, 10**9])
 def test_a_limit_scores_whole_blocks_up_to_it(limit):
     model, tokens = noisy_model(n_layer=1), random_tokens(20 * T + 7)
     result = evaluate_tokens(model, tokens, max_tokens=limit)
-    assert result.characters == (limit // T * T or limit)
+    assert limit > 20 * T or result.characters == (limit // T * T or limit)
+    assert limit < 20 * T or result == evaluate_tokens(model, tokens)
 
 
-def test_a_limit_spreads_its_blocks_over_the_split():
-    class Recorder(BigramLM):
-        """Records the first character of each row."""
+def test_a_limit_spreads_its_blocks_over_the_split(monkeypatch):
+    seen, forward = [], BigramLM.forward
 
-        def forward(self, tokens, cache=None):
-            seen.extend(tokens[:, 0].tolist())
-            return super().forward(tokens, cache)
+    def recorded(self, tokens, cache=None):
+        seen.extend(tokens[:, 0].tolist())
+        return forward(self, tokens, cache)
 
-    seen: list[int] = []
-    model, tokens = Recorder(1000, block_size=10), np.arange(1000, dtype=np.uint16)
+    monkeypatch.setattr(BigramLM, "forward", recorded)
+    model, tokens = BigramLM(1000, block_size=10), np.arange(1000, dtype=np.uint16)
     evaluate_tokens(model, tokens, max_tokens=40)
     assert seen == [120, 370, 610, 860]  # the 99 whole blocks' four middles
-
-
-def test_a_limit_above_the_length_changes_nothing():
-    model, tokens = noisy_model(n_layer=1), random_tokens(3 * T + 5)
-    whole = evaluate_tokens(model, tokens)
-    assert evaluate_tokens(model, tokens, max_tokens=3 * T + 4) == whole
-    assert evaluate_tokens(model, tokens, max_tokens=10**9) == whole
 
 
 @pytest.mark.parametrize("protocol", ["blocks", "sliding", "nanogpt"])
@@ -142,10 +126,8 @@ def test_the_batch_size_of_a_forward_pass_does_not_matter(protocol, monkeypatch)
     assert (small.accuracy, small.characters) == (large.accuracy, large.characters)
 
 
-@pytest.mark.parametrize(("vocab_size", "rows"), [(2, 256), (5000, 200), (10_000, 100)])
-def test_the_logits_of_a_forward_pass_stay_small_for_every_vocabulary(
-    vocab_size, rows, monkeypatch
-):
+@pytest.mark.parametrize(("vocab_size", "rows"), [(2, 256), (5000, 200)])
+def test_the_logits_of_a_forward_pass_stay_small_for_every_vocabulary(vocab_size, rows):
     calls: list[int] = []
 
     class Counter(BigramLM):
@@ -153,45 +135,30 @@ def test_the_logits_of_a_forward_pass_stay_small_for_every_vocabulary(
             calls.append(len(tokens))
             return torch.zeros(1, 1, 1).expand(*tokens.shape, vocab_size)
 
-    monkeypatch.setattr(BigramLM, "__init__", lambda self, v, t: None)
-    model = Counter.__new__(Counter)
-    torch.nn.Module.__init__(model)
-    model.vocab_size, model.block_size = vocab_size, 16
-    model.first_continuation_id = vocab_size
-    model.anything = torch.nn.Parameter(torch.zeros(1))
-    evaluate_tokens(model, np.zeros(16 * 1100 + 1, dtype=np.uint8))
+    model = Counter(1, block_size=16)
+    model.vocab_size = model.first_continuation_id = vocab_size
+    evaluate_tokens(model, np.zeros(16 * 300 + 1, dtype=np.uint8))
     assert max(calls) == rows
     assert rows * 16 * vocab_size * 4 <= 64_000_000
 
 
 def test_the_standard_error_is_cluster_robust():
     """Repeated characters within a block: blocks are the clusters, not characters."""
-    table = torch.tensor([[0.9, 0.1], [0.1, 0.9]]).log()
     model = BigramLM(2, block_size=4)
-    model.table.weight.data = table
+    model.table.weight.data = torch.tensor([[0.9, 0.1], [0.1, 0.9]]).log()
     tokens = np.array([0, 0, 0, 0, 0, 1, 0, 1, 0, 0, 0], dtype=np.uint8)
     low, high = -math.log(0.9), -math.log(0.1)
     sums, sizes = np.array([4 * low, 4 * high, 2 * low]), np.array([4, 4, 2])
     mean = sums.sum() / 10
-    expected = math.sqrt(((sums - sizes * mean) ** 2).sum()) / 10
     result = evaluate_tokens(model, tokens)
     assert result.nats_per_char == pytest.approx(mean, rel=1e-6)
+    expected = math.sqrt(((sums - sizes * mean) ** 2).sum()) / 10
     assert result.standard_error == pytest.approx(expected, rel=1e-5)
-    one_block = evaluate_tokens(model, tokens[4:9])  # four high losses
-    assert one_block.standard_error == pytest.approx(0, abs=1e-6)
     mixed = evaluate_tokens(model, tokens[2:7])  # low, low, high, high in one block
     assert mixed.standard_error == pytest.approx((high - low) / 2 / math.sqrt(4), rel=1e-5)
 
 
-def test_the_standard_error_is_the_spread_over_random_texts():
-    model = fill_with_noise(BigramLM(11, block_size=8))
-    results = [evaluate_tokens(model, random_tokens(801, seed=seed)) for seed in range(200)]
-    spread = np.std([result.nats_per_char for result in results])
-    estimated = np.mean([result.standard_error for result in results])
-    assert estimated == pytest.approx(spread, rel=0.2)
-
-
-def test_the_error_of_a_difference_is_its_spread_over_random_texts():
+def test_the_errors_of_a_loss_and_of_a_difference_are_their_spread_over_random_texts():
     """Two models that err on the same characters: far below the errors of their losses."""
     first, second = (fill_with_noise(BigramLM(11, block_size=8)) for _ in range(2))
     second.table.weight.data = first.table.weight + 0.1 * second.table.weight
@@ -202,7 +169,9 @@ def test_the_error_of_a_difference_is_its_spread_over_random_texts():
     spread = np.std([one.nats_per_char - other.nats_per_char for one, other in pairs])
     estimated = np.mean([one.difference_error(other) for one, other in pairs])
     assert estimated == pytest.approx(spread, rel=0.2)
-    assert estimated < np.mean([one.standard_error for one, _ in pairs]) / 2
+    of_each = np.mean([one.standard_error for one, _ in pairs])
+    assert of_each == pytest.approx(np.std([one.nats_per_char for one, _ in pairs]), rel=0.2)
+    assert estimated < of_each / 2
     first.block_size = 16  # other blocks: the errors of two independent losses
     one, other = evaluate_tokens(first, random_tokens(801, seed=0)), pairs[0][1]
     expected = math.hypot(one.standard_error, other.standard_error)
@@ -213,21 +182,11 @@ def test_the_error_of_a_difference_is_its_spread_over_random_texts():
 def test_evaluation_is_without_dropout_and_restores_the_mode(training):
     model, tokens = noisy_model(dropout=0.5).train(training), random_tokens(100)
     result = evaluate_tokens(model, tokens)
-    assert model.training is training
-    assert model.blocks[0].dropout.training is training
     assert result == evaluate_tokens(noisy_model(), tokens)
-
-
-def test_the_mode_is_restored_after_an_error():
-    model = noisy_model().train()
     with pytest.raises(IndexError):
         evaluate_tokens(model, np.full(20, 200, dtype=np.uint8))
-    assert model.training
-
-
-def test_a_model_can_be_trained_after_an_evaluation():
-    model = noisy_model().train()
-    evaluate_tokens(model, random_tokens(50))
+    assert model.training is training
+    assert model.blocks[0].dropout.training is training
     model(torch.zeros(1, 3, dtype=torch.int64)).sum().backward()
     assert model.embedding.weight.grad is not None
 
@@ -241,43 +200,26 @@ def test_mixed_precision_is_used_only_on_request():
     assert mixed.nats_per_char == pytest.approx(exact.nats_per_char, rel=0.02)
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32, np.int64])
-def test_tokens_of_every_integer_type_give_the_same_result(dtype):
-    model, tokens = noisy_model(n_layer=1), random_tokens(100)
-    assert evaluate_tokens(model, tokens.astype(dtype)) == evaluate_tokens(model, tokens)
-
-
-def test_texts_that_are_too_short_are_rejected():
-    model = noisy_model(n_layer=1)
-    for count in (0, 1):
-        with pytest.raises(TextError, match="val split is shorter than 2 characters"):
-            evaluate_tokens(model, random_tokens(count))
-    with pytest.raises(TextError, match="has no test split; evaluate another"):
-        evaluate_tokens(model, random_tokens(0), split="test")
-    with pytest.raises(TextError, match="use the protocol blocks"):
-        evaluate_tokens(model, random_tokens(T), protocol="nanogpt")
-    for stride in (0, T + 1):
-        with pytest.raises(ConfigError, match="choose 1 to 12"):
-            evaluate_tokens(model, random_tokens(50), protocol="sliding", stride=stride)
+@pytest.mark.parametrize(
+    ("count", "options", "message"),
+    [
+        (0, {}, "val split is shorter than 2 characters"),
+        (1, {}, "val split is shorter than 2 characters"),
+        (0, {"split": "test"}, "has no test split; evaluate another"),
+        (T, {"protocol": "nanogpt"}, "use the protocol blocks"),
+        (50, {"protocol": "sliding", "stride": 0}, "choose 1 to 12"),
+        (50, {"protocol": "sliding", "stride": T + 1}, "choose 1 to 12"),
+    ],
+)
+def test_short_texts_and_invalid_strides_are_rejected(count, options, message):
+    with pytest.raises((TextError, ConfigError), match=message):
+        evaluate_tokens(noisy_model(n_layer=1), random_tokens(count), **options)
 
 
 def test_a_loss_is_reported_in_three_units():
-    result = Evaluation(math.log(8), 0.5, 10, 0.1, "blocks", "val", 16)
-    assert result.bits_per_char == pytest.approx(3)
-    assert result.perplexity == pytest.approx(8)
+    result = Evaluation(math.log(8), 0.5, 10, 0.1, "blocks", "val", 16).as_dict()
+    assert (result["bits_per_char"], result["perplexity"]) == pytest.approx((3, 8))
     assert Evaluation(1e4, 0, 10, 0.1, "blocks", "val", 16).perplexity == math.inf
-    assert result.as_dict() == {
-        "nats_per_char": math.log(8),
-        "bits_per_char": result.bits_per_char,
-        "perplexity": result.perplexity,
-        "accuracy": 0.5,
-        "characters": 10,
-        "standard_error": 0.1,
-        "protocol": "blocks",
-        "split": "val",
-        "block_size": 16,
-        "n_unknown": 0,
-    }
 
 
 TEXT = "the sea, the sea; and all the ships upon it.\nno wind, no cloud, no bird.\n" * 12
@@ -293,41 +235,25 @@ def val_losses(corpus):
     return Baselines(corpus).losses(corpus.split("val"))
 
 
-def test_the_sparse_bigram_has_the_loss_of_the_dense_one():
+@pytest.mark.parametrize("alpha", [BIGRAM_ALPHA, 1.0])
+def test_the_sparse_bigram_has_the_loss_of_the_dense_one(alpha):
     corpus = corpus_of(TEXT[:300] + "a few quite different words, judged by nobody")
-    fitted = corpus.pair_counts("train")
-    val = corpus.split("val").astype(np.int64)
-    for alpha in (BIGRAM_ALPHA, 1.0):
-        dense = evaluate_tokens(BigramLM.from_counts(fitted, 16, alpha), val).nats_per_char
-        sparse = -bigram_log_probs(fitted, val[:-1], val[1:], alpha).mean()
-        assert sparse == pytest.approx(dense, abs=1e-6)
-    sparse = -bigram_log_probs(fitted, val[:-1], val[1:], BIGRAM_ALPHA).mean()
-    assert val_losses(corpus)["bigram"] == sparse
+    fitted, val = corpus.pair_counts("train"), corpus.split("val").astype(np.int64)
+    dense = evaluate_tokens(BigramLM.from_counts(fitted, 16, alpha), val).nats_per_char
+    sparse = -bigram_log_probs(fitted, val[:-1], val[1:], alpha).mean()
+    assert sparse == pytest.approx(dense, abs=1e-6)
+    assert alpha != BIGRAM_ALPHA or val_losses(corpus)["bigram"] == sparse
 
 
 def test_the_baselines_equal_losses_computed_by_hand():
     corpus = corpus_of("ab" * 8 + "abba", val_fraction=0.2)  # train (ab) x 8, val abba
     result = val_losses(corpus)
-    assert result["uniform"] == pytest.approx(math.log(2))
-    assert result["unigram"] == pytest.approx(math.log(2))
+    assert list(result) == ["uniform", "unigram", "bigram", "6-gram"]
+    assert (result["uniform"], result["unigram"]) == pytest.approx((math.log(2), math.log(2)))
     pairs = {"ab": 8.1 / 8.2, "bb": 0.1 / 7.2, "ba": 7.1 / 7.2}
     assert result["bigram"] == pytest.approx(-sum(map(math.log, pairs.values())) / 3)
     lopsided = corpus_of("aaaaaaab" + "bb", val_fraction=0.2)
     assert val_losses(lopsided)["unigram"] == pytest.approx(-math.log(2 / 10))
-
-
-def test_the_baselines_are_ordered():
-    result = val_losses(corpus_of())
-    assert list(result) == ["uniform", "unigram", "bigram", "6-gram"]
-    assert result["uniform"] > result["unigram"] > result["bigram"]
-
-
-def test_the_n_gram_scores_each_character_with_all_of_its_context():
-    corpus = corpus_of(TEXT * 3)
-    ngram = NGramLM.fit(corpus.split("train"), corpus.tokenizer.vocab_size, 10_000)
-    whole = evaluate_tokens(ngram, corpus.split("val"))
-    assert len(corpus.split("val")) < 10_000  # a single block
-    assert val_losses(corpus)["6-gram"] == pytest.approx(whole.nats_per_char, abs=1e-6)
 
 
 def test_a_large_vocabulary_needs_no_table():
@@ -362,8 +288,8 @@ def test_differences_are_paired_by_eight_blocks_or_more(n_blocks, is_paired):
     assert first.difference_error(second) == pytest.approx(expected, rel=0.05)
 
 
-@pytest.mark.parametrize("limit", [1, 8, 100, 400, 10**6])
-@pytest.mark.parametrize("block_size", [5, 8, 16])
+@pytest.mark.parametrize("limit", [1, 100, 400, 10**6])
+@pytest.mark.parametrize("block_size", [5, 8])
 def test_baselines_and_models_score_the_same_characters(limit, block_size):
     corpus = corpus_of(TEXT * 6)
     fitted, val = Baselines(corpus), corpus.split("val")
@@ -383,6 +309,7 @@ def test_the_n_gram_has_all_of_its_context_in_every_span():
     corpus = corpus_of(TEXT * 3)
     fitted, val = Baselines(corpus), corpus.split("val")
     of_each = fitted.ngram.losses(val[None])[0]  # of every character but the first
+    assert fitted.losses(val)["6-gram"] == pytest.approx(of_each.mean(), abs=1e-6)
     for limit in (8, 100, 400):
         starts, length = even_spans(len(val) - 1, 16, limit)
         expected = np.mean([of_each[start : start + length] for start in starts])
@@ -457,8 +384,3 @@ def test_unknown_characters_of_another_text_follow_the_policy(make_run, tmp_path
     path.write_text("ÉÉ", encoding="utf-8")
     with pytest.raises(TextError, match="the text is shorter than 2 characters"):
         evaluate(make_run("skip"), path=path)
-
-
-def test_the_pairs_of_a_split_are_its_scored_characters():
-    tokens = random_tokens(100)
-    assert count_pairs(tokens, 11).counts.sum() == evaluate_tokens(noisy_model(), tokens).characters

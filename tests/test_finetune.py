@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Cli
+from conftest import Cli, refusal, run_here
 from noise import fill_with_noise
+from shared_runs import use_cache_of
 
 from chargpt.config import Config, ModelConfig
 from chargpt.models import build_model
@@ -40,31 +41,37 @@ def test_the_logits_of_shared_tokens_are_those_of_the_run(kind: str, has_bytes: 
     assert torch.allclose(logits[:, added], expected.mean(dim=1), atol=1e-5)
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "first.txt").write_text(FIRST)
+    words, cache = (*SMALL, *STEPS, "--out", "first"), str(folder / "cache")
+    run_here("train", "first.txt", *words, cwd=folder, CHARGPT_CACHE=cache)
+    return folder / "first"
+
+
 @pytest.fixture
-def first(cli: Cli) -> Path:
+def first(trained: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run on the first text."""
-    Path("first.txt").write_text(FIRST)
+    use_cache_of(trained, monkeypatch)
     Path("second.txt").write_text(SECOND)
-    done = cli("train", "first.txt", *SMALL, *STEPS, "--out", "first")
-    assert done.returncode == 0, done.stderr
-    return Path("first")
+    return Path(shutil.copytree(trained, "first"))
 
 
 def test_a_run_starts_from_another_and_says_what_that_one_forgets(first: Path, cli: Cli) -> None:
-    done = cli("train", "second.txt", "--from", first, *STEPS, "--out", "second", "--json")
+    extra = ("-s", "text.extra_characters=é", "--out", "second", "--json")
+    done = cli("train", "second.txt", "--from", first, *STEPS, *extra)
     assert done.returncode == 0, done.stderr
-    assert "11 of the 14 tokens are known, 3 new" in done.stderr
+    assert "11 of the 15 tokens are known, 4 new" in done.stderr
     old, new = load_run("first"), load_run("second")
     assert new.config.model == old.config.model
     assert new.config.optim.lr == pytest.approx(0.1 * old.config.optim.lr)
-    assert set(new.tokenizer.characters) == set(FIRST + SECOND)
+    assert set(new.tokenizer.characters) == {*FIRST, *SECOND, "é"}
     records = [json.loads(line) for line in Path("second/metrics.jsonl").read_text().splitlines()]
     (_, at_start), *_ = validation_curve(records)
-    assert at_start < 2.5  # ln 14 = 2.64 for random weights
-    forgotten, on_first = (
-        json.loads(text) for text in (done.stdout, cli("evaluate", "first", "--json").stdout)
-    )
-    forgotten = forgotten["forgetting"]
+    assert at_start < 2.5  # ln 15 = 2.71 for random weights
+    on_first = json.loads(cli("evaluate", "first", "--json").stdout)
+    forgotten = json.loads(done.stdout)["forgetting"]
     assert forgotten["before"] == pytest.approx(on_first["nats_per_char"])
     assert forgotten["after"] > forgotten["before"]
     assert (forgotten["characters"], forgotten["n_unknown"]) == (on_first["characters"], 0)
@@ -75,44 +82,34 @@ def test_one_file_can_follow_a_run_whose_documents_are_files(cli: Cli) -> None:
     for number in range(20):
         Path("poems", f"{number}.txt").write_text(f"poem {number}: the sea\n" * 20)
     cli("train", "poems", *SMALL, *STEPS, "-s", "text.documents=files", "--out", "base")
-    done = cli("train", "poems/1.txt", *STEPS, "--from", "base", "--out", "tuned")
-    assert done.returncode == 0, done.stderr
-    assert load_run("tuned").config.text.documents is None
-    cli("train", "poems", *STEPS, "--from", "base", "--out", "again")
-    assert load_run("again").config.text.documents == "files"
+    for text, documents in (("poems/1.txt", None), ("poems", "files")):
+        done = cli("train", text, *STEPS, "--from", "base", "--out", "tuned", "--force")
+        assert done.returncode == 0, done.stderr
+        assert load_run("tuned").config.text.documents == documents
 
 
 def test_a_run_from_one_of_documents_has_documents_too(cli: Cli) -> None:
     Path("first.txt").write_text("ä\n" + FIRST)  # ä occurs once: it is spelled as bytes
     Path("second.txt").write_text(SECOND)
-    settings = ("-s", "text.documents=lines", "-s", "text.min_count=2")
-    done = cli("train", "first.txt", *SMALL, *STEPS, *settings, "--out", "first")
-    assert done.returncode == 0, done.stderr
-    done = cli("train", "second.txt", "--from", "first", *STEPS, "--out", "second")
-    assert "text.documents='lines', as there" in done.stderr
-    assert "the byte tokens are dropped" in done.stderr
-    assert load_run("second").config.text.documents == "lines"
-    assert "characters of its validation split" in " ".join(done.stdout.split())
     Path("short.txt").write_text("the cat\n" * 20)  # a validation split of 16 tokens
+    settings = ("-s", "text.documents=lines", "-s", "text.min_count=2")
+    assert cli("train", "first.txt", *SMALL, *STEPS, *settings, "--out", "first").returncode == 0
     done = cli("train", "short.txt", "--from", "first", *STEPS, "--out", "short")
     assert done.returncode == 0, done.stderr
-    assert load_run("short").config.model.block_size == 8
+    assert "text.documents='lines', as there" in done.stderr
+    assert "the byte tokens are dropped" in done.stderr
+    config = load_run("short").config
+    assert (config.text.documents, config.model.block_size) == ("lines", 8)
     plain = ("-s", "text.documents=null", "--out", "plain")
     done = cli("train", "second.txt", "--from", "first", *STEPS, *plain)
     assert "as there" not in done.stderr
     assert load_run("plain").config.text.documents is None
 
 
-def test_the_loss_on_the_old_text_is_printed(first: Path, cli: Cli) -> None:
-    extra = ("-s", "text.extra_characters=é")
-    done = cli("train", "second.txt", "--from", first, *STEPS, *extra, "--out", "second")
-    assert set(load_run("second").tokenizer.characters) == {*FIRST, *SECOND, "é"}
+def test_a_fine_tuned_run_is_resumed_without_the_other(first: Path, cli: Cli) -> None:
+    done = cli("train", "second.txt", "--from", first, *STEPS, "--out", "second")
     assert "On first.txt, the text of " in done.stdout
     assert "nats per character before training" in " ".join(done.stdout.split())
-
-
-def test_a_fine_tuned_run_is_resumed_without_the_other(first: Path, cli: Cli) -> None:
-    cli("train", "second.txt", "--from", first, *STEPS, "--out", "second")
     shutil.rmtree(first)
     done = cli("train", "--resume", "second", "-s", "train.max_steps=70")
     assert done.returncode == 0, done.stderr
@@ -121,10 +118,9 @@ def test_a_fine_tuned_run_is_resumed_without_the_other(first: Path, cli: Cli) ->
 
 def test_another_model_than_that_of_the_run_is_refused(first: Path, cli: Cli) -> None:
     train = ("train", "second.txt", "--from", first, *STEPS, "--out", "second")
-    done = cli(*train, "-s", "model.n_layer=2")
-    assert done.returncode == 2
-    assert "model.n_layer is 1 in " in done.stderr
-    assert "drop -s model.n_layer=2" in " ".join(done.stderr.split())
+    said = " ".join(refusal(cli(*train, "-s", "model.n_layer=2")).split())
+    assert "model.n_layer is 1 in " in said
+    assert "drop -s model.n_layer=2" in said
     assert cli(*train, "-s", "model.block_size=8").returncode == 0  # rotary: any block size
 
 
@@ -134,7 +130,7 @@ def test_a_budget_keeps_the_model_of_the_run(first: Path, cli: Cli) -> None:
     assert "the model size is given" in done.stderr
     assert load_run("second").config.model.n_embd == 32
     missing = cli("train", "second.txt", "--from", "nowhere", "--out", "third")
-    assert (missing.returncode, "nowhere" in missing.stderr) == (2, True)
+    assert "nowhere" in refusal(missing)
 
 
 def test_a_pull_towards_the_old_weights_forgets_less(first: Path, cli: Cli) -> None:
@@ -145,14 +141,12 @@ def test_a_pull_towards_the_old_weights_forgets_less(first: Path, cli: Cli) -> N
         assert done.returncode == 0, done.stderr
         after.append(json.loads(done.stdout)["forgetting"]["after"])
     assert after[1] < after[0] - 0.05
-    resumed = cli("train", "--resume", "pull-0.05", "-s", "train.max_steps=70")
-    assert resumed.returncode == 0, resumed.stderr
+    resume = ("train", "--resume", "pull-0.05", "-s")
+    assert cli(*resume, "train.max_steps=70").returncode == 0
     shutil.rmtree(first)
-    refused = cli("train", "--resume", "pull-0.05", "-s", "train.max_steps=80")
-    assert (refused.returncode, "first" in refused.stderr) == (2, True)
+    assert "first" in refusal(cli(*resume, "train.max_steps=80"))
     alone = cli("train", "second.txt", "-s", "optim.l2_sp=0.1", "--out", "alone")
-    assert alone.returncode == 2
-    assert "train.from_run" in alone.stderr
+    assert "train.from_run" in refusal(alone)
 
 
 def test_a_fine_tuned_run_is_compared_with_a_fresh_one(first: Path, cli: Cli) -> None:
@@ -160,8 +154,5 @@ def test_a_fine_tuned_run_is_compared_with_a_fresh_one(first: Path, cli: Cli) ->
     cli("train", "second.txt", *SMALL, *STEPS, "--out", "fresh")
     done = cli("compare", "fresh", "second", "--json")
     assert done.returncode == 0, done.stderr
-    rows = {row["model"]: row["nats_per_char"] for row in json.loads(done.stdout)["rows"]}
-    for name in ("fresh", "second"):
-        evaluated = json.loads(cli("evaluate", name, "--json").stdout)
-        assert rows[name] == pytest.approx(evaluated["nats_per_char"], rel=1e-4)
+    assert {"fresh", "second"} <= {row["model"] for row in json.loads(done.stdout)["rows"]}
     assert cli("compare", first, "second").returncode == 2  # another text

@@ -78,55 +78,43 @@ def test_custom_autograd_functions_equal_the_plain_forms(
         torch.testing.assert_close(one, two, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_custom_gradients_equal_finite_differences(name: str) -> None:
-    function, shapes = CASES[name]
-    inputs = [randn(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
-    assert torch.autograd.gradcheck(function, inputs)
-
-
 def test_autocast_does_not_apply_to_the_plain_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     # on CUDA, newer torch would compute it in float32
     monkeypatch.setattr(kernels, "uses_custom_autograd", lambda x: False)
-    states, compute = [], torch.nn.functional.rms_norm
+    compute = torch.nn.functional.rms_norm
 
-    def recorded(*args: Any, **kwargs: Any) -> Tensor:
-        states.append(torch.is_autocast_enabled("cpu"))
+    def checked(*args: Any, **kwargs: Any) -> Tensor:
+        assert not torch.is_autocast_enabled("cpu")
         return compute(*args, **kwargs)
 
-    monkeypatch.setattr(torch.nn.functional, "rms_norm", recorded)
+    monkeypatch.setattr(torch.nn.functional, "rms_norm", checked)
     with torch.autocast("cpu", torch.bfloat16):
         assert RMSNorm(8)(randn(3, 8, dtype=torch.bfloat16)).dtype == torch.bfloat16
         assert torch.is_autocast_enabled("cpu")
-    assert states == [False]
 
 
 def test_only_a_cpu_runs_the_custom_autograd_functions() -> None:
-    assert kernels.uses_custom_autograd(torch.zeros(1))
-    assert not kernels.uses_custom_autograd(torch.zeros(1, device="meta"))
+    for device in ("cpu", "meta"):
+        assert kernels.uses_custom_autograd(torch.zeros(1, device=device)) == (device == "cpu")
 
 
 @pytest.mark.parametrize("outputs", [[5], [5, 7, 5]])
 def test_norm_linear_equals_the_norm_and_then_each_layer(outputs: list[int]) -> None:
-    x = randn(BATCH, STEPS, 6).requires_grad_()
-    norm = RMSNorm(6).double()
+    x, norm = randn(BATCH, STEPS, 6).requires_grad_(), RMSNorm(6).double()
+    torch.nn.init.normal_(norm.weight)
     linears = [torch.nn.Linear(6, n, bias=False).double() for n in outputs]
-    with torch.no_grad():
-        norm.weight += randn(6, seed=1)
     parameters = [x, norm.weight, *(layer.weight for layer in linears)]
-    plain_output = torch.cat([layer(norm(x)) for layer in linears], dim=-1)
-    results = [
+    plain = torch.cat([layer(norm(x)) for layer in linears], dim=-1)
+    found, expected = (
         (output, *torch.autograd.grad(output.square().sum(), parameters))
-        for output in (norm_linear(x, norm, *linears), plain_output)
-    ]
-    for fused, plain in zip(*results, strict=True):
-        torch.testing.assert_close(fused, plain)
+        for output in (norm_linear(x, norm, *linears), plain)
+    )
+    torch.testing.assert_close(found, expected)
 
 
 def test_rms_norm_is_the_formula() -> None:
     x, norm = randn(BATCH, STEPS, 6), RMSNorm(6).double()
-    with torch.no_grad():
-        norm.weight += randn(6, seed=1)
+    torch.nn.init.normal_(norm.weight)
     expected = norm.weight * x / (x.square().mean(dim=-1, keepdim=True) + 1e-6).sqrt()
     torch.testing.assert_close(norm(x), expected)
 
@@ -166,20 +154,10 @@ def test_dropout_zeroes_a_fraction_p_and_keeps_the_mean(p: float, dtype: torch.d
     result.backward(torch.full_like(x, 3.0))
     assert x.grad is not None
     torch.testing.assert_close(x.grad, 3 * result.detach(), rtol=0.01, atol=0)
-
-
-def test_dropout_of_nearly_everything_is_possible() -> None:
-    assert Dropout(0.9999999)(torch.ones(1000, requires_grad=True)).count_nonzero() < 10
-
-
-def test_dropout_differs_between_calls_and_repeats_with_the_seed() -> None:
-    x = torch.ones(1000)
-    torch.manual_seed(1)
-    dropout = Dropout(0.5)
-    first, second = dropout(x), dropout(x)
-    torch.manual_seed(1)
-    assert dropout(x).equal(first)
-    assert not first.equal(second)
+    assert not Dropout(p)(x).equal(result)
+    torch.manual_seed(0)
+    assert Dropout(p)(x).equal(result)
+    assert Dropout(1 - 1e-7)(x).count_nonzero() < 10
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="no oneDNN")

@@ -1,9 +1,7 @@
 """The n-gram baseline: against the formula with dictionaries, and its fast paths."""
 
-import math
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -12,9 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chargpt.config import SampleConfig
-from chargpt.inference.evaluation import evaluate_tokens
-from chargpt.inference.generation import stream_pieces
 from chargpt.models import ngram
 from chargpt.models.ngram import NGramLM
 from chargpt.text.tokenizer import CharTokenizer
@@ -65,15 +60,6 @@ def reference_prob(
     return prob
 
 
-def test_the_probabilities_of_a_text_of_five_characters() -> None:
-    # "aabab": continuation counts of a and b are 2 and 1; after a there is a once and b twice
-    model = NGramLM.fit(np.array([0, 0, 1, 0, 1]), 2, block_size=8, order=2)
-    unigram = (2 - 1 / 3) / 3 + 2 * (1 / 3) / 3 * (1 / 2)
-    bigram = (1 - 1 / 2) / 3 + 2 * (1 / 2) / 3 * unigram
-    probs = model(torch.tensor([[0]])).exp()
-    torch.testing.assert_close(probs[0, 0], torch.tensor([bigram, 1 - bigram]))
-
-
 @pytest.mark.parametrize("spacing", [1, 100, 20_000])  # ids of one, two and four bytes
 @given(
     text=st.lists(st.integers(0, 3), min_size=1, max_size=30),
@@ -91,18 +77,6 @@ def test_probabilities_equal_the_formula(
     for position in range(1, len(other)):
         expected = prob(tuple(other[:position]), other[position])
         assert float(probs[position - 1, other[position]]) == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize("order", [1, 2, 3, 6, 8])
-def test_losses_on_real_text_equal_the_formula(order: int, verse: Path) -> None:
-    text = verse.read_text(encoding="utf-8")[:6000]
-    index = {c: i for i, c in enumerate(sorted(set(text)))}
-    ids = [index[c] for c in text]
-    train, scored = ids[:5000], ids[5000:]
-    model = NGramLM.fit(np.array(train), len(index), 1, order)
-    prob = reference_prob(train, len(index), order)
-    nats = [-math.log(prob(tuple(scored[max(0, i - 7) : i]), scored[i])) for i in range(1, 1000)]
-    assert model.losses(np.array(scored)[None]).mean() == pytest.approx(np.mean(nats), abs=1e-5)
 
 
 @given(
@@ -142,17 +116,6 @@ def test_probabilities_are_positive_and_sum_to_one(text: list[int], order: int) 
     torch.testing.assert_close(probs.sum(-1), torch.ones(probs.shape[:2]))
 
 
-@pytest.mark.parametrize("order", [1, 2, 5])
-def test_cached_logits_equal_uncached_ones(order: int) -> None:
-    tokens = torch.from_numpy(ids(VERSE)[None, :24])
-    model = NGramLM.fit(ids(VERSE), 40, block_size=24, order=order)
-    whole = model(tokens)
-    cache = model.new_cache(1)
-    parts = [model(part, cache) for part in torch.split(tokens, [1, 5, 1, 2, 15], dim=1)]
-    torch.testing.assert_close(torch.cat(parts, dim=1), whole)
-    assert cache.length == 24
-
-
 def test_a_vocabulary_of_all_unicode_does_not_overflow() -> None:
     vocab_size = 1_114_112
     generator = np.random.default_rng(0)
@@ -160,23 +123,3 @@ def test_a_vocabulary_of_all_unicode_does_not_overflow() -> None:
     model = NGramLM.fit(np.tile(text, 2), vocab_size, block_size=8)
     # every n-gram occurs twice with one continuation, except across the boundary of the copies
     assert model.losses(text[None, :2000]).max() < np.log(2)
-
-
-def test_higher_orders_have_a_lower_validation_loss(verse) -> None:
-    tokenizer = CharTokenizer.fit(verse.read_text(encoding="utf-8"))
-    tokens = tokenizer.encode(verse.read_text(encoding="utf-8"))
-    train, val = tokens[:-3000], tokens[-3000:]
-    losses = [
-        evaluate_tokens(NGramLM.fit(train, tokenizer.vocab_size, 64, order), val).nats_per_char
-        for order in (1, 2, 3)
-    ]
-    assert losses == sorted(losses, reverse=True)
-    assert losses[2] < losses[0] - 0.5
-
-
-def test_it_generates_text_as_any_model_does() -> None:
-    tokenizer = CharTokenizer.fit(VERSE)
-    model = NGramLM.fit(tokenizer.encode(VERSE), tokenizer.vocab_size, block_size=16)
-    options = SampleConfig(length=60, temperature=0.0, seed=1)
-    pieces = stream_pieces(model, tokenizer, tokenizer.encode("The keep"), options)
-    assert "".join(piece for (piece,) in pieces).startswith("er")

@@ -1,11 +1,11 @@
 """Muon and AdamW: fast forms against plain ones, parameter groups, and saved state."""
 
 import copy
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 import torch
+from conftest import run_python
 from torch import Tensor, nn
 
 from chargpt.config import ModelConfig, OptimConfig
@@ -35,28 +35,6 @@ def slow_orthogonalize(matrix: Tensor) -> Tensor:
     return (left * values @ right).float()
 
 
-class SlowMuon:
-    """Muon as its formula is written, for one matrix after another."""
-
-    def __init__(self, parameters: dict[str, nn.Parameter], lr: float, weight_decay: float) -> None:
-        self.parameters, self.lr, self.weight_decay = parameters, lr, weight_decay
-        self.buffers = {name: torch.zeros_like(p) for name, p in parameters.items()}
-
-    @torch.no_grad()
-    def step(self, step: int, factor: float) -> None:
-        beta = 0.8
-        for name, weight in self.parameters.items():
-            assert weight.grad is not None
-            buffer = beta * self.buffers[name] + (1 - beta) * weight.grad
-            self.buffers[name] = buffer
-            nesterov = (1 - beta) * weight.grad + beta * buffer
-            update = slow_orthogonalize(nesterov)
-            rows, columns = weight.shape
-            rate = self.lr * factor
-            weight -= rate * self.weight_decay * weight
-            weight -= rate * max(1, rows / columns) ** 0.5 * update
-
-
 def small_model(seed: int = 0, **values: object) -> nn.Module:
     torch.manual_seed(seed)
     sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 8, **values}
@@ -77,9 +55,6 @@ def descend(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
         model.zero_grad(set_to_none=True)
 
 
-# -- orthogonalize ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_orthogonalized_matrices_have_singular_values_near_one(
@@ -94,86 +69,58 @@ def test_orthogonalized_matrices_have_singular_values_near_one(
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_orthogonalising_a_stack_equals_orthogonalising_each_matrix(shape: tuple[int, ...]) -> None:
+def test_orthogonalising_a_stack_applies_the_polynomials_to_the_singular_values_of_each(
+    shape: tuple[int, ...],
+) -> None:
     stack = conditioned(*shape)
     stack[0] *= 1e3  # a neighbour's size must not matter
-    alone = torch.cat([orthogonalize(matrix[None]) for matrix in stack])
-    torch.testing.assert_close(orthogonalize(stack), alone, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_orthogonalising_keeps_the_singular_vectors(shape: tuple[int, ...]) -> None:
-    stack = conditioned(*shape)
+    before = stack.clone()
     slow = torch.stack([slow_orthogonalize(matrix) for matrix in stack])
     torch.testing.assert_close(orthogonalize(stack), slow, rtol=1e-3, atol=1e-3)
-
-
-def test_the_update_does_not_depend_on_the_scale_of_the_gradient() -> None:
-    stack = conditioned(2, 8, 12)
-    torch.testing.assert_close(orthogonalize(stack * 64), orthogonalize(stack), atol=1e-4, rtol=0)
+    assert stack.equal(before)
+    assert not orthogonalize(torch.zeros(shape)).any()
 
 
 def test_in_bfloat16_only_the_products_of_muon_are_bfloat16() -> None:
-    model, twin = small_model(), small_model()
     results = []
-    for one, dtype in ((model, torch.bfloat16), (twin, torch.float32)):
-        torch.manual_seed(1)
-        for parameter in one.parameters():
+    for dtype in (torch.bfloat16, torch.float32):
+        model = small_model()
+        for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
-        optimizer = Optimizer(one, OptimConfig(), dtype)
+        optimizer = Optimizer(model, OptimConfig(), dtype)
         optimizer.step(0, 1.0)
         assert {t.dtype for t in optimizer.state_dict().values()} == {torch.float32}
-        results.append(torch.cat([p.detach().flatten() for p in one.parameters()]))
+        results.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     rough, exact = results
     assert rough.dtype == torch.float32
     assert not rough.equal(exact)
     torch.testing.assert_close(rough, exact, rtol=0, atol=0.05 * OptimConfig().matrix_lr)
 
 
-def test_a_zero_gradient_gives_a_zero_update() -> None:
-    assert orthogonalize(torch.zeros(2, 4, 3)).equal(torch.zeros(2, 4, 3))
-
-
-def test_orthogonalising_does_not_change_its_argument() -> None:
-    stack = conditioned(2, 6, 6)
-    before = stack.clone()
-    orthogonalize(stack)
-    assert stack.equal(before)
-
-
-# -- Muon ------------------------------------------------------------------------------------
-
-
-def test_the_batched_step_equals_the_plain_loop() -> None:
+@torch.no_grad()
+def test_the_batched_step_equals_the_formula_matrix_by_matrix() -> None:
     shapes = {"a": (12, 8), "b": (8, 12), "c": (12, 8), "d": (8, 8), "e": (8, 12)}
-    fast = {
-        n: nn.Parameter(conditioned(1, *s, seed=i)[0]) for i, (n, s) in enumerate(shapes.items())
-    }
-    slow = copy.deepcopy(fast)
-    muon, twin = Muon(fast, 0.05, 0.1), SlowMuon(slow, 0.05, 0.1)
+    fast = {name: nn.Parameter(conditioned(1, *shape)[0]) for name, shape in shapes.items()}
+    slow = {name: weight.detach().clone() for name, weight in fast.items()}
+    buffers = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    muon, lr, weight_decay, beta = Muon(fast, 0.05, 0.1), 0.05, 0.1, 0.8
     assert sorted(len(names) for names, _ in muon.groups) == [1, 4]
     for step in range(4):
-        for i, name in enumerate(shapes):
-            gradient = conditioned(1, *shapes[name], seed=100 * step + i)[0]
-            fast[name].grad, slow[name].grad = gradient.clone(), gradient.clone()
+        rate = lr * (1 - step / 10)
+        gradients = {n: conditioned(1, *shape, seed=step)[0] for n, shape in shapes.items()}
+        for name, gradient in gradients.items():
+            fast[name].grad = gradient.clone()
+            buffers[name] = beta * buffers[name] + (1 - beta) * gradient
+            update = slow_orthogonalize((1 - beta) * gradient + beta * buffers[name])
+            rows, columns = shapes[name]
+            slow[name] *= 1 - rate * weight_decay
+            slow[name] -= rate * max(1, rows / columns) ** 0.5 * update
         muon.step(step, 1 - step / 10)
-        twin.step(step, 1 - step / 10)
+        assert all(gradients[name].equal(weight.grad) for name, weight in fast.items())
     for name in shapes:
-        torch.testing.assert_close(fast[name], slow[name], rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(fast[name].data, slow[name], rtol=1e-3, atol=1e-3)
         saved = muon.state_dict()[f"muon.momentum.{name}"]
-        torch.testing.assert_close(saved, twin.buffers[name], rtol=1e-5, atol=1e-6)
-
-
-def test_a_muon_step_does_not_change_the_gradients() -> None:
-    parameter = nn.Parameter(torch.ones(4, 4))
-    gradient = conditioned(1, 4, 4)[0]
-    parameter.grad = gradient.clone()
-    Muon({"a": parameter}, 0.1, 0.0).step(0, 1.0)
-    assert parameter.grad.equal(gradient)
-    assert not parameter.equal(torch.ones(4, 4))
-
-
-# -- AdamW -----------------------------------------------------------------------------------
+        torch.testing.assert_close(saved, buffers[name], rtol=1e-5, atol=1e-6)
 
 
 def test_adamw_equals_torch_optim_adamw() -> None:
@@ -185,51 +132,42 @@ def test_adamw_equals_torch_optim_adamw() -> None:
     judge = torch.optim.AdamW(groups, lr=0.01, betas=BETAS)
     adamw = AdamW(dict(ours.named_parameters()), 0.01, 0.3)
     for step in range(5):
-        for i, (one, two) in enumerate(zip(ours.parameters(), theirs.parameters(), strict=True)):
-            generator = torch.Generator().manual_seed(100 * step + i)
-            one.grad = torch.randn(one.shape, generator=generator)
+        for one, two in zip(ours.parameters(), theirs.parameters(), strict=True):
+            one.grad = torch.randn(one.shape)
             two.grad = one.grad.clone()
         for group in judge.param_groups:
             group["lr"] = 0.01 / (1 + step)
         adamw.step(step, 1 / (1 + step))
         judge.step()
-    for one, two in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-5, atol=1e-6)
 
 
-def test_importing_the_trainer_does_not_import_torchs_compiler() -> None:
-    program = (
-        "import sys, torch\n"
-        "from chargpt.config import ModelConfig, OptimConfig\n"
-        "from chargpt.models import build_model\n"
-        "from chargpt.training.optim import Optimizer\n"
-        "from chargpt.training.trainer import Trainer\n"
-        "model = build_model(ModelConfig(n_layer=1, n_embd=16, block_size=8), 5)\n"
-        "model(torch.zeros(1, 4, dtype=torch.int64)).sum().backward()\n"
-        "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
-        "Optimizer(model, OptimConfig()).step(0, 1.0)\n"
-        "print('torch._dynamo' in sys.modules)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout == "False\n", done.stderr
-
-
-# -- which rule for which parameter ----------------------------------------------------------
+@pytest.mark.slow
+def test_an_update_does_not_import_torchs_compiler(tmp_path: Path) -> None:
+    program = """
+import sys, torch
+from chargpt.config import ModelConfig, OptimConfig
+from chargpt.models import build_model
+from chargpt.training.optim import Optimizer
+from chargpt.training.trainer import Trainer
+model = build_model(ModelConfig(n_layer=1, n_embd=16, block_size=8), 5)
+model(torch.zeros(1, 4, dtype=torch.int64)).sum().backward()
+torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+Optimizer(model, OptimConfig()).step(0, 1.0)
+assert 'torch._dynamo' not in sys.modules
+"""
+    done = run_python(program, tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 def test_muon_updates_only_the_matrices_of_the_blocks() -> None:
-    model = small_model()
-    optimizer = Optimizer(model, OptimConfig(name="muon"))
-    embedding, muon, adamw = optimizer.optimizers
-    hidden = set(muon.parameters)
-    others = set(embedding.parameters) | set(adamw.parameters)
-    assert {name.split(".")[-2] for name in hidden} == {
-        "query", "key", "value", "output", "gate", "up", "down"
-    }  # fmt: skip
-    assert hidden | others == {name for name, _ in model.named_parameters()}
-    assert not hidden & others
-    assert {"head.weight", "norm.weight"} <= set(adamw.parameters)
+    embedding, muon, adamw = Optimizer(small_model(), OptimConfig(name="muon")).optimizers
+    matrices = {"query", "key", "value", "output", "gate", "up", "down"}
+    assert {name.split(".")[-2] for name in muon.parameters} == matrices
     assert set(embedding.parameters) == {"embedding.weight"}
+    assert {"head.weight", "norm.weight"} <= set(adamw.parameters)
+    names = [*embedding.parameters, *muon.parameters, *adamw.parameters]
+    assert sorted(names) == sorted(name for name, _ in small_model().named_parameters())
 
 
 @pytest.mark.parametrize("kind", ["gpt", "bigram"])
@@ -260,54 +198,20 @@ def test_weight_decay_applies_to_matrices_and_not_to_norm_weights(name: str) -> 
         torch.testing.assert_close(parameter.detach(), before[n] * kept, rtol=1e-6, atol=1e-7)
 
 
-def test_the_factor_scales_both_learning_rates() -> None:
-    moved = []
-    for factor in (1.0, 0.25):
-        model = small_model()
-        before = {n: p.detach().clone() for n, p in model.named_parameters()}
-        optimizer = Optimizer(model, OptimConfig(weight_decay=0.0))
-        for parameter in model.parameters():
-            parameter.grad = torch.linspace(-1, 1, parameter.numel()).view_as(parameter)
-        optimizer.step(0, factor)
-        moved.append({n: p.detach() - before[n] for n, p in model.named_parameters()})
-    for name, whole in moved[0].items():
-        torch.testing.assert_close(moved[1][name], whole * 0.25, rtol=1e-2, atol=1e-6)
-
-
-def test_both_optimizers_reduce_the_loss() -> None:
-    for name in ("adamw", "muon"):
-        model = build_model(ModelConfig(n_layer=1, n_embd=16, block_size=8), VOCAB)
-        optimizer = Optimizer(model, OptimConfig(name=name, lr=0.01, matrix_lr=0.02))
-        tokens = torch.arange(36).remainder(VOCAB).view(4, 9)
-        losses = []
-        for step in range(30):
-            logits = model(tokens[:, :-1])
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-            loss.backward()
-            optimizer.step(step, 1.0)
-            model.zero_grad(set_to_none=True)
-            losses.append(float(loss.detach()))
-        assert losses[-1] < losses[0] / 4, name
-
-
-# -- state -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_a_restored_optimizer_continues_bit_for_bit(name: str) -> None:
     config = OptimConfig(name=name)
-    model = small_model()
+    model, other = small_model(), small_model(seed=1)
     optimizer = Optimizer(model, config)
     descend(model, optimizer, range(4))
-    weights = copy.deepcopy(model.state_dict())
+    other.load_state_dict(model.state_dict())
     tensors = {n: t.clone() for n, t in optimizer.state_dict().items()}
+    given = copy.deepcopy(tensors)
     descend(model, optimizer, range(4, 8))
-
-    other = small_model(seed=1)
-    other.load_state_dict(weights)
     restored = Optimizer(other, config)
-    restored.load_state_dict(tensors)
+    restored.load_state_dict(given)
     descend(other, restored, range(4, 8))
+    assert all(given[n].equal(t) for n, t in tensors.items()), "they were not copied"
     for (n, one), two in zip(model.named_parameters(), other.parameters(), strict=True):
         assert one.equal(two), n
     again = restored.state_dict()
@@ -315,31 +219,18 @@ def test_a_restored_optimizer_continues_bit_for_bit(name: str) -> None:
     assert all(again[n].equal(t) for n, t in optimizer.state_dict().items())
 
 
-def test_loading_copies_the_tensors() -> None:
-    model = small_model()
-    optimizer = Optimizer(model, OptimConfig())
-    descend(model, optimizer, range(2))
-    tensors = {n: t.clone() for n, t in optimizer.state_dict().items()}
-    kept = {n: t.clone() for n, t in tensors.items()}
-    optimizer.load_state_dict(tensors)
-    descend(model, optimizer, range(2, 4))
-    assert all(tensors[n].equal(t) for n, t in kept.items())
-
-
 @pytest.mark.parametrize("prefix", ["adamw.exp_avg.", "adamw.exp_avg_sq.", "muon.momentum."])
-@pytest.mark.parametrize("damage", ["missing", "another shape", "a shape that would stretch"])
-def test_a_state_of_other_names_or_shapes_is_rejected(prefix: str, damage: str) -> None:
+@pytest.mark.parametrize("shape", [None, (3, 5), (1,)], ids=["missing", "other", "would stretch"])
+def test_a_state_of_other_names_or_shapes_is_rejected(
+    prefix: str, shape: tuple[int, ...] | None
+) -> None:
     model = small_model()
     optimizer = Optimizer(model, OptimConfig())
     descend(model, optimizer, range(1))
     tensors = dict(optimizer.state_dict())
     name = next(n for n in tensors if n.startswith(prefix))
-    if damage == "missing":
+    tensors[name] = torch.zeros(shape or 1)
+    if shape is None:
         del tensors[name]
-    elif damage == "another shape":
-        tensors[name] = torch.zeros(3, 5)
-    else:
-        tensors[name] = torch.zeros(1)
-    with pytest.raises(RunError, match="does not fit this model") as caught:
+    with pytest.raises(RunError, match=f"does not fit this model.*{name}|{name}.* does not fit"):
         Optimizer(small_model(), OptimConfig()).load_state_dict(tensors)
-    assert name in str(caught.value)

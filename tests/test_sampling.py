@@ -1,11 +1,13 @@
 """Sampling: reproducible texts, filters, stop strings, prompts."""
 
+import dataclasses
 import itertools
 import math
 import os
 import signal
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -17,7 +19,6 @@ from hypothesis import strategies as st
 from noise import noisy_model
 from threadpoolctl import threadpool_info, threadpool_limits
 
-from chargpt.cli import progress
 from chargpt.config import Config, SampleConfig
 from chargpt.errors import ConfigError, OperationError, UnknownCharacterError
 from chargpt.inference import generation
@@ -67,16 +68,10 @@ def test_a_streams_text_does_not_depend_on_the_number_of_streams():
     ("number", "num_samples"), [(signal.SIGINT, 16), (signal.SIGTERM, 1)], ids=["many", "one"]
 )
 def test_the_sample_command_ends_by_a_signal(number, num_samples, tmp_path):
+    run = REPOSITORY / "tests" / "golden" / "0.1.0" / "run"
+    options = f"--num-samples={num_samples}", "--length=100000000"
     command = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "chargpt",
-            "sample",
-            REPOSITORY / "tests" / "golden" / "0.1.0" / "run",
-            f"--num-samples={num_samples}",
-            "--length=100000000",
-        ],
+        [sys.executable, "-m", "chargpt", "sample", run, *options],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -84,8 +79,6 @@ def test_the_sample_command_ends_by_a_signal(number, num_samples, tmp_path):
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "2"},
     )
     try:
-        assert command.stdout is not None
-        assert command.stderr is not None
         if num_samples == 1:
             assert command.stdout.read(1)  # it is streamed
         else:
@@ -114,131 +107,89 @@ def test_the_seed_decides_the_text():
     assert continuations(model, seed=None) != continuations(model, seed=None)
 
 
-def test_only_the_last_block_of_a_long_prompt_is_used():
-    model = noisy_model(block_size=4)
-    short = continuations(model, "abcd", num_samples=9)
-    assert continuations(model, "kkkkkkabcd", num_samples=9) == short
-    assert continuations(model, "bbcd", num_samples=9) != short
-
-
 def test_an_empty_prompt_starts_after_a_newline_that_is_not_returned():
     model = noisy_model(vocab_size=10)
     assert continuations(model, tokenizer=LETTERS) == continuations(model, "\n", tokenizer=LETTERS)
     assert continuations(model, tokenizer=LETTERS) != continuations(model, " ", tokenizer=LETTERS)
 
 
-def first_characters(model, count=400, unigram=None, **options):
-    chosen = SampleConfig(
-        **{"length": 1, "num_samples": count, "seed": 3, "temperature": 1} | options
-    )
-    (pieces,) = stream_pieces(
-        model, NO_NEWLINE, NO_NEWLINE.encode(""), chosen, unigram=lambda: unigram
-    )
-    return pieces
-
-
 def test_without_a_newline_the_first_character_is_sampled_from_the_unigram():
-    model = noisy_model()
-    counts = np.zeros(11, dtype=np.int64)
+    model, counts = noisy_model(), np.zeros(11, dtype=np.int64)
     counts[[2, 5]] = 300, 100
-    pieces = first_characters(model, unigram=counts)
+
+    def firsts(counts, **options):
+        chosen = SampleConfig(**{"length": 1, "num_samples": 1000, "seed": 3, **options})
+        return next(stream_pieces(model, NO_NEWLINE, [], chosen, unigram=lambda: counts))
+
+    pieces = firsts(counts, temperature=1)
     assert set(pieces) == {"c", "f"}
-    assert pieces.count("c") == pytest.approx(300, abs=35)
-    assert set(first_characters(model, unigram=counts, temperature=0)) == {"c"}
-
-
-def test_without_counts_the_first_character_is_uniform():
-    pieces = first_characters(noisy_model(), count=1100)
-    assert set(pieces) == set("abcdefghijk")
-    assert max(map(pieces.count, set(pieces))) < 150
-
-
-def test_the_first_character_is_continued_like_a_prompt():
-    model = noisy_model()
-    text = continuations(model, temperature=0)[0]
+    assert pieces.count("c") == pytest.approx(750, abs=60)
+    assert set(firsts(counts, temperature=0)) == {"c"}
+    uniform = firsts(None, temperature=1)  # without counts
+    assert set(uniform) == set("abcdefghijk")
+    assert max(map(uniform.count, set(uniform))) < 150
+    text = continuations(model, temperature=0)[0]  # it is continued like a prompt
     assert continuations(model, text[0], temperature=0, length=39)[0] == text[1:]
 
 
 def test_temperature_zero_is_greedy_for_every_seed():
     model = noisy_model()
-    assert continuations(model, "a", temperature=0, seed=1) == continuations(
-        model, "a", temperature=0, seed=2
-    )
-    near = continuations(model, "a", temperature=1e-9, seed=3)
-    assert near == continuations(model, "a", temperature=0)
-
-
-def test_characters_are_sampled_with_their_probabilities():
-    probs = torch.tensor([0.5, 0.3, 0.15, 0.05])
-    model = BigramLM(4, block_size=8)
-    model.table.weight.data = probs.log().repeat(4, 1)
-    text = "".join(continuations(model, "a", CharTokenizer("abcd"), length=400, num_samples=50))
-    for character, prob in zip("abcd", probs.tolist(), strict=True):
-        error = math.sqrt(prob * (1 - prob) / 20_000)
-        assert text.count(character) / 20_000 == pytest.approx(prob, abs=4 * error)
-
-
-def filtered(probs, allowed=None, **options):
-    logits = np.log([probs])
-    chosen = SampleConfig(**{"temperature": 1.0} | options)
-    remaining = filter_probs(logits, chosen, None if allowed is None else np.array([allowed]))[0]
-    return (remaining / remaining.sum()).tolist()
+    one, other = (continuations(model, "a", temperature=0, seed=seed) for seed in (1, 2))
+    assert one == other == continuations(model, "a", temperature=1e-9, seed=3)
 
 
 PROBS = [0.1, 0.4, 0.05, 0.3, 0.15]
 
 
-def test_temperature_sharpens_and_flattens():
-    assert filtered(PROBS) == pytest.approx(PROBS)
-    squares = [prob**2 for prob in PROBS]
-    assert filtered(PROBS, temperature=0.5) == pytest.approx(
-        [square / sum(squares) for square in squares]
-    )
-    assert filtered(PROBS, temperature=0) == [0, 1, 0, 0, 0]
-    assert filtered(PROBS, temperature=5e-324) == [0, 1, 0, 0, 0]
-    assert filtered(PROBS, temperature=1e300) == pytest.approx([0.2] * 5)
+def filtered(probs=PROBS, allowed=None, **options):
+    chosen = SampleConfig(**{"temperature": 1.0} | options)
+    remaining = filter_probs(np.log([probs]), chosen, None if allowed is None else allowed[None])[0]
+    return (remaining / remaining.sum()).tolist()
 
 
-def test_top_k_keeps_the_k_most_likely():
-    assert filtered(PROBS, top_k=2) == pytest.approx([0, 4 / 7, 0, 3 / 7, 0])
-    assert filtered(PROBS, top_k=1) == [0, 1, 0, 0, 0]
-    assert filtered(PROBS, top_k=99) == pytest.approx(PROBS)
-    assert filtered([0.25] * 4, top_k=3) == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0])
+BEST, BEST_TWO = [0, 1, 0, 0, 0], [0, 4 / 7, 0, 3 / 7, 0]
 
 
-def test_top_p_keeps_the_smallest_most_likely_set_with_probability_p():
-    assert filtered(PROBS, top_p=0.69) == pytest.approx([0, 4 / 7, 0, 3 / 7, 0])
-    assert filtered(PROBS, top_p=0.71) == pytest.approx([0, 8 / 17, 0, 6 / 17, 3 / 17])
-    assert filtered(PROBS, top_p=1e-9) == [0, 1, 0, 0, 0]
-    assert filtered([0.5, 0.5], top_p=0.5) == [1, 0]
-    assert filtered(PROBS, top_p=1.0) == pytest.approx(PROBS)
-
-
-def test_min_p_keeps_tokens_near_the_most_likely():
-    assert filtered(PROBS, min_p=0.5) == pytest.approx([0, 4 / 7, 0, 3 / 7, 0])
-    assert filtered(PROBS, min_p=1.0) == [0, 1, 0, 0, 0]
-    assert filtered(PROBS, min_p=0.0) == pytest.approx(PROBS)
-
-
-def test_filters_apply_in_the_documented_order():
-    # top-p uses the probabilities that top-k left: of 4/7 and 3/7, the first exceeds 0.55.
-    assert filtered(PROBS, top_k=2, top_p=0.55) == [0, 1, 0, 0, 0]
-    assert filtered(PROBS, top_p=0.55) == pytest.approx([0, 4 / 7, 0, 3 / 7, 0])
-    # temperature comes before top-p and min-p: of a flatter distribution more tokens pass.
-    assert filtered([0.9, 0.1], top_p=0.6, temperature=9) == pytest.approx(
-        filtered([0.9, 0.1], temperature=9)
-    )
-    assert filtered([0.9, 0.1], min_p=0.5, temperature=9)[1] > 0
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, PROBS),
+        ({"temperature": 0.5}, [p**2 / 0.285 for p in PROBS]),
+        ({"temperature": 0}, BEST),
+        ({"temperature": 5e-324}, BEST),
+        ({"temperature": 1e300}, [0.2] * 5),
+        ({"top_k": 2}, BEST_TWO),
+        ({"top_k": 1}, BEST),
+        ({"top_k": 99}, PROBS),
+        ({"top_k": 3, "probs": [0.25] * 4}, [1 / 3, 1 / 3, 1 / 3, 0]),
+        ({"top_p": 0.69}, BEST_TWO),
+        ({"top_p": 0.71}, [0, 8 / 17, 0, 6 / 17, 3 / 17]),
+        ({"top_p": 1e-9}, BEST),
+        ({"top_p": 0.5, "probs": [0.5, 0.5]}, [1, 0]),
+        ({"top_p": 1.0}, PROBS),
+        ({"min_p": 0.5}, BEST_TWO),
+        ({"min_p": 1.0}, BEST),
+        ({"min_p": 0.0}, PROBS),
+        # top-p uses the probabilities that top-k left: of 4/7 and 3/7, the first exceeds 0.55
+        ({"top_k": 2, "top_p": 0.55}, BEST),
+        ({"top_p": 0.55}, BEST_TWO),
+        # temperature comes first: 0.9 and 0.1 become 0.75 and 0.25, so that both remain
+        ({"top_p": 0.8, "temperature": 2, "probs": [0.9, 0.1]}, [0.75, 0.25]),
+        ({"min_p": 0.3, "temperature": 2, "probs": [0.9, 0.1]}, [0.75, 0.25]),
+    ],
+)
+def test_filters_apply_in_the_documented_order(options, expected):
+    assert filtered(**options) == pytest.approx(expected)
 
 
 def test_the_unknown_token_is_never_sampled():
-    allowed = [True, False, True, True, True]
-    assert filtered(PROBS, allowed)[1] == 0
-    assert filtered(PROBS, allowed, temperature=0) == [0, 0, 0, 1, 0]
-    tokenizer = CharTokenizer("ab", has_unknown=True)
+    allowed = np.array([True, False, True, True, True])
+    assert filtered(allowed=allowed)[1] == 0
+    assert filtered(allowed=allowed, temperature=0) == [0, 0, 0, 1, 0]
     model = BigramLM(3, block_size=4)
     model.table.weight.data[:, 2] = 5.0
     for prompt in ("", "a"):
+        tokenizer = CharTokenizer("ab", has_unknown=True)
         texts = continuations(model, prompt, tokenizer, num_samples=20)
         assert set("".join(texts)) == {"a", "b"}
 
@@ -277,24 +228,6 @@ def test_a_seed_gives_the_same_random_numbers_in_every_version():
     assert second.tolist() == pytest.approx([0.9429179866882604, 0.18302434176703442], abs=1e-15)
 
 
-@pytest.mark.parametrize("stop", ["c", "bc", "abc", "cab"])
-def test_text_ends_before_the_first_stop_string(stop):
-    cycle = BigramLM(3, block_size=4)  # a -> b -> c -> a
-    cycle.table.weight.data = torch.eye(3).roll(1, dims=1) * 50
-    whole = "bcabcabca"
-    text = continuations(cycle, "a", CharTokenizer("abc"), length=9, stop=(stop,), temperature=0)[0]
-    assert text == whole[: whole.index(stop)]
-
-
-def test_a_text_that_ends_within_a_stop_string_is_complete():
-    cycle = BigramLM(3, block_size=4)
-    cycle.table.weight.data = torch.eye(3).roll(1, dims=1) * 50
-    text = continuations(cycle, "a", CharTokenizer("abc"), length=7, stop=("bcb",), temperature=0)[
-        0
-    ]
-    assert text == "bcabcab"
-
-
 def pieces_of(text, **options):
     """Return the pieces of a stream that samples a text, and whether it has ended."""
     tokenizer = CharTokenizer.fit(text)
@@ -302,14 +235,11 @@ def pieces_of(text, **options):
     return [stream.push(int(token)) for token in tokenizer.encode(text)], stream.has_ended
 
 
-def test_the_stop_string_that_begins_first_ends_the_text():
-    assert pieces_of("abcd", stop=("bcd", "cd")) == (["a", "", "", ""], True)
-
-
 def test_the_beginning_of_a_stop_string_is_returned_if_the_rest_does_not_follow():
     pieces = ["", "", "xy", "", "a", "a", ""]
     assert pieces_of("xyaaaab", stop=("aab", "xyz")) == (pieces, True)
     assert pieces_of("aa", stop=("aab",), length=2) == (["", "aa"], True)
+    assert pieces_of("abcd", stop=("bcd", "cd")) == (["a", "", "", ""], True)
 
 
 @given(
@@ -330,49 +260,36 @@ def test_the_pieces_join_to_the_text_before_the_stop_string(text, stops):
 def test_a_stopped_stream_yields_empty_pieces_until_all_have_stopped():
     model = noisy_model()
     plain = continuations(model, num_samples=3, length=200)
-    stop = "a"
-    steps = list(
-        stream_pieces(
-            model,
-            NO_NEWLINE,
-            NO_NEWLINE.encode(""),
-            SampleConfig(length=200, seed=5, temperature=1, num_samples=3, stop=(stop,)),
-        )
-    )
+    options = SampleConfig(length=200, seed=5, temperature=1, num_samples=3, stop=("a",))
+    steps = list(stream_pieces(model, NO_NEWLINE, NO_NEWLINE.encode(""), options))
     texts = ["".join(pieces) for pieces in zip(*steps, strict=True)]
-    assert texts == [text[: text.index(stop)] for text in plain]
+    assert texts == [text[: text.index("a")] for text in plain]
     assert len(steps) == max(map(len, texts)) + 1 < 200
     assert len(set(map(len, texts))) > 1
 
 
-def test_a_stop_string_in_the_prompt_does_not_stop():
-    model = noisy_model()
-    text = continuations(model, "kkk", stop=("kk",), temperature=0)[0]
+def test_a_stop_string_in_the_prompt_does_not_stop_and_an_empty_one_is_rejected():
+    text = continuations(noisy_model(), "kkk", stop=("kk",), temperature=0)[0]
     assert text
     assert "kk" not in text
-
-
-def test_an_empty_stop_string_is_rejected():
     with pytest.raises(ConfigError, match="stop string is empty"):
         continuations(noisy_model(), stop=("",))
 
 
-def test_non_finite_logits_are_reported():
-    for value in (math.nan, math.inf):
-        model = BigramLM(11, block_size=4)
-        model.table.weight.data[3] = value
-        with pytest.raises(OperationError, match="not finite"):
-            continuations(model, "d")
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_non_finite_logits_are_reported(value):
+    model = BigramLM(11, block_size=4)
+    model.table.weight.data[3] = value
+    with pytest.raises(OperationError, match="not finite"):
+        continuations(model, "d")
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("attention", ["full", "average"])
-def test_sampling_is_without_dropout_and_restores_the_mode(training, attention):
-    model = noisy_model(dropout=0.5, attention=attention).train(training)
-    assert continuations(model, "a") == continuations(noisy_model(attention=attention), "a")
+def test_sampling_is_without_dropout_and_restores_the_mode(training):
+    model = noisy_model(dropout=0.5).train(training)
+    assert continuations(model, "a") == continuations(noisy_model(), "a")
     assert model.training is training
-    options = SampleConfig(length=9)
-    pieces = stream_pieces(model, NO_NEWLINE, NO_NEWLINE.encode("a"), options)
+    pieces = stream_pieces(model, NO_NEWLINE, NO_NEWLINE.encode("a"), SampleConfig(length=9))
     next(pieces)
     assert torch.is_inference_mode_enabled() is False
     pieces.close()
@@ -406,53 +323,29 @@ def test_a_sample_is_the_prompt_and_its_continuation(make_run):
 
 def test_sampling_limits_the_blas_to_one_thread_and_restores_it(make_run):
     def blas_threads():
-        return [each["num_threads"] for each in threadpool_info() if each["user_api"] == "blas"]
+        return {each["num_threads"] for each in threadpool_info() if each["user_api"] == "blas"}
 
     run = make_run()
     with threadpool_limits(2, user_api="blas"):
         pieces = stream(run, seed=1)
         next(pieces)
-        assert set(blas_threads()) == {1}
+        assert blas_threads() == {1}
         assert list(pieces)
-        assert set(blas_threads()) == {2}
+        assert blas_threads() == {2}
 
 
-def test_sampling_in_groups_gives_the_same_texts(make_run, monkeypatch):
+def test_sampling_in_groups_gives_the_same_texts_and_reports_its_progress(make_run, monkeypatch):
     run = make_run()
     together = sample(run, num_samples=7)
-    widths = []
-    step = NumpyDecoder.step
-    monkeypatch.setattr(
-        NumpyDecoder, "step", lambda self, ids: (widths.append(len(ids)), step(self, ids))[1]
-    )
+    step = Mock(side_effect=NumpyDecoder.step, autospec=True)
+    monkeypatch.setattr(NumpyDecoder, "step", lambda *args: step(*args))
     monkeypatch.setattr(generation, "MAX_GROUP_BYTES", 3 * 4 * (2 * 2 * 16 * 12 + 9) + 5)
     assert run.model.vocab_size == 9
     calls = []
     assert sample(run, num_samples=7, on_progress=lambda *c: calls.append(c)) == together
-    assert max(widths) == 3
+    assert max(len(call.args[1]) for call in step.mock_calls) == 3
     assert calls == [(3 * n, 140) for n in range(1, 41)] + [(120 + n, 140) for n in range(1, 21)]
     assert len(set(sample(run, num_samples=7, seed=None))) == 7
-
-
-def test_where_texts_may_end_early_the_progress_counts_finished_texts(make_run):
-    calls = []
-    texts = sample(
-        make_run(), num_samples=30, stop=("e",), on_progress=lambda *count: calls.append(count)
-    )
-    steps = [min(len(text) + 1, 20) for text in texts]  # with the stop string
-    assert min(steps) < 5
-    assert calls == [(sum(end <= n for end in steps), 30) for n in range(1, max(steps) + 1)]
-
-
-def test_the_command_reports_its_progress(make_run, monkeypatch, capsys):
-    run = make_run()
-    monkeypatch.setattr(progress, "PLAIN_LINE_SECONDS", 0)
-    options = run.config.sample.model_copy(update={"num_samples": 2})
-    with progress.show_progress("character", "sampled") as on_progress:
-        assert sample(run, options, on_progress=on_progress) == sample(run, options)
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0].startswith("character 2/40  sampled")
-    assert lines[-1].startswith("character 40/40  sampled")
 
 
 def test_a_run_without_newlines_starts_from_its_texts_unigram(make_run, tmp_path):
@@ -469,14 +362,7 @@ def test_a_run_without_its_text_starts_with_a_uniform_character(make_run, tmp_pa
     (tmp_path / "sea.txt").unlink()
     firsts = [text[0] for text in sample(run, length=1, num_samples=50, temperature=1)]
     assert set(firsts) == {"a", "b", "c"}
-    piped = Run(
-        run.folder,
-        run.config.with_values({"text.path": "-"}),
-        run.tokenizer,
-        run.model,
-        run.step,
-        run.state,
-    )
+    piped = dataclasses.replace(run, config=run.config.with_values({"text.path": "-"}))
     assert sample(piped, length=1, num_samples=50, temperature=1) == firsts
 
 
@@ -494,7 +380,5 @@ def test_invalid_settings_are_rejected_before_sampling(make_run):
     run = make_run()
     with pytest.raises(ConfigError, match=r"sample\.temprature.*did you mean sample\.temperature"):
         sample(run, temprature=1)
-    with pytest.raises(ConfigError, match=r"sample\.length"):
-        sample(run, length=0)
     with pytest.raises(UnknownCharacterError):
         stream_run(run, SampleConfig(prompt="É"))

@@ -28,26 +28,12 @@ def rates(max_steps: int, **values: object) -> list[float]:
 
 
 @settings(deadline=None)
-@given(schedules, st.integers(1, 400))
-def test_the_factor_is_above_zero_and_at_most_one(schedule: ScheduleConfig, max_steps: int) -> None:
-    assert all(0 < lr_factor_at(step, schedule, max_steps) <= 1 for step in range(max_steps))
-
-
-@settings(deadline=None)
-@given(schedules, st.lists(st.integers(0, 299), min_size=1))
-def test_the_factor_is_a_pure_function_of_the_step(
-    schedule: ScheduleConfig, visits: list[int]
-) -> None:
-    in_order = [lr_factor_at(step, schedule, 300) for step in range(300)]
-    assert [lr_factor_at(step, schedule, 300) for step in visits] == [in_order[s] for s in visits]
-
-
-@settings(deadline=None)
 @given(schedules, st.integers(1, 300))
 def test_the_factor_rises_to_one_peak_and_then_never_rises(
     schedule: ScheduleConfig, max_steps: int
 ) -> None:
     values = [lr_factor_at(step, schedule, max_steps) for step in range(max_steps)]
+    assert all(0 < value <= 1 for value in values)
     peak = values.index(max(values))
     assert all(a <= b + 1e-12 for a, b in pairwise(values[: peak + 1]))
     assert all(a >= b - 1e-12 for a, b in pairwise(values[peak:]))
@@ -68,28 +54,18 @@ def test_a_restart_ends_the_schedule_before_it_and_warms_up_to_its_fraction(kind
 @pytest.mark.parametrize("kind", ["wsd", "cosine"])
 def test_the_warmup_is_linear_and_ends_at_the_full_rate(kind: str) -> None:
     values = rates(1000, kind=kind, warmup=9, cooldown=0.5)
-    assert values[9] == 1.0
-    if kind == "wsd":
-        assert values[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
-        assert values[9:500] == [1.0] * 491
-    else:
-        assert values[:9] == pytest.approx([(step + 1) / 10 for step in range(9)])
-
-
-def test_without_warmup_the_first_step_has_the_full_rate() -> None:
-    assert rates(10, warmup=0, cooldown=0)[0] == 1.0
-    assert rates(10, kind="cosine", warmup=0)[0] == 1.0
+    assert values[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
+    assert rates(10, kind=kind, warmup=0, cooldown=0.0)[0] == 1.0
+    short = rates(5, kind=kind, warmup=20, cooldown=0.0)  # it only rises
+    assert short == pytest.approx([(step + 1) / 21 for step in range(5)])
 
 
 def test_the_decay_is_linear_and_ends_near_zero() -> None:
     values = rates(1000, warmup=0, cooldown=0.4)
-    assert values[599] == 1.0
+    assert values[:600] == [1.0] * 600
     differences = [a - b for a, b in pairwise(values[600:])]
     assert differences == pytest.approx([1 / 401] * 399)
     assert values[-1] == pytest.approx(1 / 401)
-
-
-def test_without_cooldown_the_rate_is_constant() -> None:
     assert rates(50, warmup=0, cooldown=0.0) == [1.0] * 50
 
 
@@ -97,10 +73,3 @@ def test_the_cosine_passes_055_half_way_and_ends_at_a_tenth() -> None:
     values = rates(1001, kind="cosine", warmup=0)
     assert values[500] == pytest.approx(0.55, abs=1e-3)
     assert values[-1] == pytest.approx(0.1, abs=1e-4)
-
-
-def test_a_warmup_longer_than_the_run_only_rises() -> None:
-    for kind in ("wsd", "cosine"):
-        values = rates(5, kind=kind, warmup=20, cooldown=0.0)
-        assert values == sorted(values)
-        assert values[-1] == pytest.approx(5 / 21)

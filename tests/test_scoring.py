@@ -4,31 +4,27 @@ import dataclasses
 import io
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import Cli, refusal
-from noise import fill_with_noise
+from noise import noisy_run
 
-from chargpt.config import Config, ModelConfig
 from chargpt.errors import TextError, UnknownCharacterError
 from chargpt.inference import evaluation
 from chargpt.inference.evaluation import evaluate_tokens
 from chargpt.inference.scoring import score
-from chargpt.models import build_model
 from chargpt.store.run import Run
-from chargpt.store.state import RunState
 from chargpt.text.tokenizer import CharTokenizer
 
 QUICK = ("-s", "train.max_steps=2", "-s", "model.n_layer=1", "-s", "model.n_embd=16")
+pytest_plugins = ["shared_runs"]
 
 
-def run_of(letters: str, block_size: int = 8) -> Run:
-    config = Config(model=ModelConfig(n_layer=1, n_embd=16, n_head=1, block_size=block_size))
-    tokenizer = CharTokenizer.fit(letters)
-    model = fill_with_noise(build_model(config.model, tokenizer.vocab_size)).eval()
-    return Run(Path("run"), config, tokenizer, model, 1, RunState(1))
+def run_of(letters: str) -> Run:
+    return noisy_run(CharTokenizer.fit(letters), block_size=8)
 
 
 @pytest.mark.parametrize("length", [1, 2, 8, 9, 12, 13, 100])
@@ -96,8 +92,7 @@ def test_a_line_of_a_list_has_one_figure_wherever_it_stands(
 
 def test_without_a_newline_in_the_vocabulary_the_first_character_is_uniform() -> None:
     run = run_of("abcdefgh")
-    assert score(run, "abc").bits[0] == pytest.approx(3)
-    assert score(run, "a").bits_per_char == pytest.approx(3)
+    assert score(run, "abc").bits[0] == score(run, "a").bits_per_char == pytest.approx(3)
 
 
 def test_unknown_characters_are_rejected_or_skipped() -> None:
@@ -115,93 +110,74 @@ def test_skipped_characters_stay_in_the_lines_that_are_shown(letters: str) -> No
     scored = score(run, "axb\nxx\nc\ny\nab", unknown="skip")
     known = score(run, "ab\n\nc\n\nab", unknown="skip")
     assert scored.bits.tolist() == known.bits.tolist()
-    shown = {line.text: line.bits_per_char for line in scored.lines()}
-    expected = {line.text: line.bits_per_char for line in known.lines()}
-    assert (shown["axb"], shown["c"], shown["ab"]) == tuple(
-        line.bits_per_char for line in known.lines()
-    )
+    shown = {line.text: line for line in scored.lines()}
+    expected = [line.bits_per_char for line in known.lines()]
+    assert [shown[text].bits_per_char for text in ("axb", "c", "ab")] == expected
+    assert [shown[text].n_skipped for text in ("axb", "c")] == [1, 0]
     assert ("xx" in shown) == ("\n" in letters)  # its newline was scored
-    assert expected.keys() == {"ab", "c"}
-    skipped = {line.text: line.n_skipped for line in scored.lines()}
-    assert (skipped["axb"], skipped["c"]) == (1, 0)
 
 
-def test_lines_from_which_characters_were_left_out_say_so(cli: Cli, verse: Path) -> None:
-    cli("train", verse, *QUICK, "--out", "mine")
+def test_lines_from_which_characters_were_left_out_say_so(cli: Cli, mixed_run: Path) -> None:
     Path("ten.txt").write_text("the Ω sea Ω\nthe light\n")
-    words = ("score", "mine", "ten.txt", "--unknown", "skip")
+    words = ("score", mixed_run, "ten.txt", "--unknown", "skip")
     lines = {line.split("\t")[3]: line for line in cli(*words, "--per-line").stdout.splitlines()}
     assert lines["the Ω sea Ω"].endswith("\t2 left out")
     assert lines["the light"].endswith("\tthe light")
     assert "(2 left out) the Ω sea Ω" in cli(*words).stdout
+    message = refusal(cli("score", mixed_run, "the sea"))
+    assert f"to score a text itself, pipe it in: echo TEXT | chargpt score {mixed_run}" in message
 
 
-def test_the_text_itself_in_place_of_a_file_gets_the_remedy(cli: Cli, verse: Path) -> None:
-    cli("train", verse, *QUICK, "--out", "mine")
-    message = refusal(cli("score", "mine", "the sea"))
-    assert "to score a text itself, pipe it in: echo TEXT | chargpt score mine" in message
-
-
-def test_a_table_of_lines_is_cut_where_it_says_so_and_keeps_its_header(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch
+def test_a_table_of_lines_is_cut_where_it_says_so_and_shows_a_repeated_line_once(
+    cli: Cli, mixed_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = [
-        f"\tif (value_{n} == {n}) return first_of_many_names(value_{n}, {n});" for n in range(1200)
-    ]
-    Path("code.c").write_text("\n".join(lines) + "\n")
+    lines = [letter + "the sea and the light " * 9 for letter in "abcd"]
+    Path("long.txt").write_text("\n".join(lines + lines))
     monkeypatch.setenv("COLUMNS", "80")
-    cli("train", "code.c", *QUICK, "--out", "mine")
-    shown = cli("score", "mine", "code.c").stdout
-    assert "bits/char" in shown
-    for line in shown.splitlines():
-        assert len(line) <= 80
-        assert "value_" not in line or line.rstrip().endswith((";", "…"))
-    assert "as it stands" not in cli("score", "mine", "code.c").stderr
-    Path("repeated.c").write_text(f"{lines[0]}\n" * 9 + lines[1])
-    repeated = cli("score", "mine", "repeated.c").stdout
-    assert (repeated.count("value_0 =="), repeated.count("value_1 ==")) == (1, 1)
-    poems = "a\n%\nb\n%\n" * 300
-    Path("poems.txt").write_text(poems)
-    done = cli("train", "poems.txt", *QUICK, "-s", "text.documents=\n%\n", "--out", "poems")
-    assert done.returncode == 0, done.stderr
-    assert "with the separators of documents" in " ".join(
-        cli("score", "poems", "poems.txt").stderr.split()
-    )
+    shown = cli("score", mixed_run, "long.txt").stdout.splitlines()
+    assert any("bits/char" in line for line in shown)
+    assert max(map(len, shown)) <= 80
+    cut = [line for line in shown if "the sea" in line]
+    assert len(cut) == len({line.split()[2] for line in cut}) == len(lines)
+    assert all(line.rstrip().endswith("…") for line in cut)
+
+
+def test_separators_of_documents_are_said_to_be_scored(cli: Cli) -> None:
+    Path("poems.txt").write_text("a\n%\nb\n%\n" * 300)
+    cli("train", "poems.txt", *QUICK, "-s", "text.documents=\n%\n", "--out", "poems")
+    said = " ".join(cli("score", "poems", "poems.txt").stderr.split())
+    assert "with the separators of documents" in said
 
 
 def test_the_command_ranks_lines_and_reads_standard_input(
-    verse: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+    verse: Path, cli: Cli, mixed_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cli("train", verse, *QUICK, "--out", "mine")
+    shutil.copytree(mixed_run, "mine")
     done = cli("score", "mine", verse, "--json")
     facts = json.loads(done.stdout)
     assert facts["characters"] == len(verse.read_text(encoding="utf-8"))
     assert "is the text that the run was trained on" in done.stderr
     assert "was trained on" in cli("evaluate", "mine", "--text", verse).stderr
-    numbers = [line["number"] for line in facts["lines"]]
-    assert numbers == sorted(numbers)
+    of_number = {line["number"]: line for line in facts["lines"]}
+    assert list(of_number) == sorted(of_number)
     ranked = cli("score", "mine", verse, "--per-line").stdout.splitlines()
     bits = [float(line.split("\t")[0]) for line in ranked]
     assert bits == sorted(bits, reverse=True)
-    assert len(ranked) == len(numbers)
+    assert len(ranked) == len(of_number)
+    per_char, total, number, text = ranked[0].split("\t", 3)
+    highest = of_number[int(number)]
+    assert f"{highest['bits_per_char']:.3f} {highest['bits']:.2f}" == f"{per_char} {total}"
     shown = cli("score", "mine", verse).stdout
     assert f"{facts['bits_per_char']:.3f} bits per character" in shown
-    per_char, total, number, text = ranked[0].split("\t", 3)
     assert text[:20] in shown
-    highest = facts["lines"][numbers.index(int(number))]
-    assert f"{highest['bits_per_char']:.3f} {highest['bits']:.2f}" == f"{per_char} {total}"
-    Path("part.txt").write_text("the sea\n")
-    piped = io.TextIOWrapper(io.BytesIO(b"the sea\n"))
-    monkeypatch.setattr("sys.stdin", piped)
-    assert cli("score", "mine").stdout == cli("score", "mine", "part.txt").stdout
+    Path("part.txt").write_text("the sea\nthe light\n")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"the sea\nthe light\n")))
+    done = cli("score", "mine", "part.txt")
+    assert cli("score", "mine").stdout == done.stdout
+    assert "was trained on" not in done.stderr
+    assert "the sea" in done.stdout
     bits_per_char = json.loads(cli("score", "mine", "part.txt", "--json").stdout)["bits_per_char"]
-    assert score("mine", "the sea\n").bits_per_char == pytest.approx(bits_per_char)
+    assert score("mine", "the sea\nthe light\n").bits_per_char == pytest.approx(bits_per_char)
     with pytest.raises(TextError, match="is a file, not a text; give its content"):
         score("mine", "part.txt")
-    Path("part.txt").write_text("the sea\nthe light\n")
-    few = cli("score", "mine", "part.txt").stdout
-    assert "was trained on" not in cli("score", "mine", "part.txt").stderr
-    assert "the sea" in few
-    assert "the light" in few
-    assert "..." not in few
     assert "no folder" in refusal(cli("score", "none", "part.txt"))

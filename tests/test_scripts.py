@@ -21,33 +21,17 @@ SCRIPTS = REPOSITORY / "scripts"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHON": sys.executable}
 
 
-def run(*words: object, cwd: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, *map(str, words)],
-        cwd=cwd,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.mark.slow
 def test_the_measurements_for_a_first_gpu_run_on_a_cpu(verse: Path, tmp_path: Path) -> None:
     record = tmp_path / "parts.json"
     small = (
-        "model.n_layer=1 model.n_embd=32 model.n_head=1 model.block_size=16 train.batch_size=2 "
-        "dtype=float32"
+        "-s model.n_layer=1 -s model.n_embd=32 -s model.n_head=1 -s model.block_size=16 "
+        "-s train.batch_size=2 -s dtype=float32 --steps 1 --parts steps profile --json"
     ).split()
-    changes = [word for setting in small for word in ("-s", setting)]
-    printed = run(
-        *(SCRIPTS / "bench" / "bench_gpu.py", verse, "--steps", 1, "--json", record, *changes),
-        *("--parts", "steps", "profile"),
-        cwd=tmp_path,
-    )
-    assert "1 x 32, whole step (ms)" in printed
+    command = [sys.executable, SCRIPTS / "bench" / "bench_gpu.py", verse, *small, record]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "1 x 32, whole step (ms)" in done.stdout
     values = json.loads(record.read_text())
     assert values["steps"]["1 x 32, characters per second"] > 0
     assert values["profile"]["eager: microseconds of a step"]

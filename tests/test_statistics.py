@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from chargpt.config import TextConfig
 from chargpt.text import describe as describe_module
@@ -46,7 +44,7 @@ def method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [0, 1, 2, 3, 7, 8, 100])
+@pytest.mark.parametrize("size", [0, 1, 2, 8, 100])
 def test_counts_equal_those_of_collections_counter(method: str, dtype: str, size: int) -> None:
     generator = np.random.default_rng(size)
     tokens = generator.integers(0, 11, size).astype(dtype)
@@ -57,28 +55,6 @@ def test_counts_equal_those_of_collections_counter(method: str, dtype: str, size
     expected = sorted(Counter(pairwise(ids)).items())
     found = zip(pairs.first, pairs.second, pairs.counts, strict=True)
     assert [((int(a), int(b)), int(n)) for a, b, n in found] == expected
-    assert pairs.counts.sum() == max(0, size - 1)
-    assert {array.dtype for array in (pairs.first, pairs.second, pairs.counts)} == {
-        np.dtype(np.int64)
-    }
-
-
-@given(st.lists(st.integers(0, 255), max_size=50))
-def test_uint8_tokens_have_the_same_counts_as_uint16_tokens(ids: list[int]) -> None:
-    narrow, wide = np.array(ids, np.uint8), np.array(ids, np.uint16)
-    assert count_tokens(narrow, 256).tolist() == count_tokens(wide, 256).tolist()
-    narrow_pairs, wide_pairs = count_pairs(narrow, 256), count_pairs(wide, 256)
-    assert narrow_pairs.first.tolist() == wide_pairs.first.tolist()
-    assert narrow_pairs.second.tolist() == wide_pairs.second.tolist()
-    assert narrow_pairs.counts.tolist() == wide_pairs.counts.tolist()
-
-
-def test_pairs_of_a_large_vocabulary_are_counted_sparsely() -> None:
-    tokens = np.array([99_999, 0, 99_999, 0, 50_000], dtype=np.uint32)
-    pairs = count_pairs(tokens, 100_000)
-    assert pairs.first.tolist() == [0, 0, 99_999]
-    assert pairs.second.tolist() == [50_000, 99_999, 0]
-    assert pairs.counts.tolist() == [1, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -89,10 +65,11 @@ def test_entropies_of_known_distributions(counts: list[int], bits: float) -> Non
 
 
 def test_conditional_entropy_is_0_for_a_cycle_and_full_for_noise() -> None:
-    cycle = np.tile(np.arange(4, dtype=np.uint8), 100)
-    assert conditional_entropy_bits(count_pairs(cycle, 4)) == pytest.approx(0.0, abs=1e-9)
-    noise = np.random.default_rng(0).integers(0, 4, 200_000).astype(np.uint8)
-    assert conditional_entropy_bits(count_pairs(noise, 4)) == pytest.approx(2.0, abs=1e-3)
+    cycle = np.tile(np.arange(4, dtype=np.uint8), 50_000)
+    noise = np.random.default_rng(0).permutation(cycle)
+    for tokens, bits in ((cycle, 0.0), (noise, 2.0)):
+        found = conditional_entropy_bits(count_pairs(tokens, 4))
+        assert found == pytest.approx(bits, abs=1e-3)
 
 
 def describe_text(folder: Path, text: str, **settings: Any) -> Description:
@@ -118,6 +95,7 @@ def test_items_of_several_lines_are_not_taken_for_a_list_of_lines() -> None:
     assert advice.startswith("300 lines are %%; ")
     (setting,) = re.findall(r"text.documents='(.*)'", advice)
     assert load_corpus(TextConfig(documents=setting), text=jokes).n_documents == 300
+    assert not warn_of_list(load_corpus(TextConfig(documents="lines"), text=jokes))
     (advice,) = warn_of_list(load_corpus(TextConfig(), text=jokes.replace("%%\n", "")))
     assert "text.documents=lines" in advice
 
@@ -152,46 +130,35 @@ def test_lines_are_measured_across_chunks(
 @pytest.mark.parametrize("chunk", [3, 1 << 20])
 @pytest.mark.parametrize(("separator", "end"), [("\n%\n", ""), ("%\n", "\n")])
 def test_lines_of_documents_are_those_between_separators(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int, separator: str, end: str
+    monkeypatch: pytest.MonkeyPatch, chunk: int, separator: str, end: str
 ) -> None:
     monkeypatch.setattr(describe_module, "CHUNK", chunk)
     text = separator.join(f"a{end}" if i % 2 else f"ab\nabc{end}" for i in range(40))
-    description = describe_text(tmp_path, text, documents=separator)
-    assert (description.documents, description.lines) == (40, 60)
-    assert description.longest_line == 3
+    found = describe(load_corpus(TextConfig(documents=separator), text=text))
+    assert (found.documents, found.lines, found.longest_line) == (40, 60, 3)
 
 
-def test_unlike_splits_are_told_from_alike_ones(tmp_path: Path) -> None:
+def test_unlike_splits_are_told_from_alike_ones() -> None:
     rng = np.random.default_rng(1)
     letters = np.array(list("etaoin shrdlu"))
     alike = "".join(rng.choice(letters, 20_000))
     other = "".join(rng.choice(letters[::2], 2_000))
-
-    def warning_of(text: str) -> str | None:
-        path = tmp_path / "text.txt"
-        path.write_text(text)
-        difference = compare_splits(load_corpus(TextConfig(path=str(path))))
-        return difference.warning if difference else None
-
-    assert warning_of(alike) is None
-    warning = warning_of(alike[:18_000] + other)
-    assert warning is not None
-    assert "differs from the training split" in warning
-    assert "text.documents=lines, =files or =SEPARATOR shuffles it" in warning
-    other = "".join(rng.choice(list("qxz "), 2_000, p=[0.45, 0.3, 0.05, 0.2]))
+    rare = "".join(rng.choice(list("qxz "), 2_000, p=[0.45, 0.3, 0.05, 0.2]))
     paragraphs = "\n\n".join(alike[start : start + 100] for start in range(0, 18_000, 100))
-    warning = warning_of(paragraphs + other)
-    assert warning is not None
-    assert re.search(r"\(rarer there: . . .; more frequent there: q x .\)", warning)
-    assert "-s text.documents='\\n\\n' shuffles its paragraphs" in warning
-    corpus = load_corpus(TextConfig(path=str(tmp_path / "text.txt")))
-    assert compare_splits(replace(corpus, mixture_characters=500)) == compare_splits(corpus)
-    of_folder = compare_splits(replace(corpus, name="poems/"))
-    assert of_folder is not None
-    assert of_folder.warning.endswith("; -s text.documents=files shuffles the files")
-    # a short split differs by chance
-    assert warning_of(alike[:200]) is None
-    assert warning_of("ab") is None
+    for text in (alike, alike[:200], "ab"):  # short splits differ by chance
+        assert compare_splits(load_corpus(TextConfig(), text=text)) is None
+    for text, name, warning in (
+        (alike[:18_000] + other, "a", "=lines, =files or =SEPARATOR shuffles it"),
+        (paragraphs + rare, "a", r"\(rarer there: . . .; more frequent there: q x .\)"),
+        (paragraphs + rare, "a", r"-s text.documents='\\n\\n' shuffles its paragraphs"),
+        (paragraphs + rare, "a/", "; -s text.documents=files shuffles the files$"),
+    ):
+        corpus = replace(load_corpus(TextConfig(), text=text), name=name)
+        found = compare_splits(corpus)
+        assert found is not None
+        assert "differs from the training split" in found.warning
+        assert re.search(warning, found.warning)
+        assert compare_splits(replace(corpus, mixture_characters=500)) == found
 
 
 def test_long_documents_of_several_kinds_have_alike_splits() -> None:

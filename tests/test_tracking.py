@@ -61,9 +61,3 @@ def test_without_tensorboard_the_setting_is_rejected_and_no_run_is_created(
     done = cli("train", verse, *TINY, "-s", "train.max_steps=4", "--out", "mine")
     assert "pip install '.[track]' in chargpt's folder, or leave the setting out" in refusal(done)
     assert not Path("mine").exists()
-
-
-def test_without_the_setting_no_tensorboard_files_are_written(cli: Cli, verse: Path) -> None:
-    words = [*TINY, "-s", "track.tensorboard=false", "-s", "train.max_steps=2", "--out", "mine"]
-    assert cli("train", verse, *words).returncode == 0
-    assert not Path("mine/tensorboard").exists()
