@@ -23,23 +23,10 @@ MIXED_SETTINGS = {
 }
 
 
-def use_cache_of(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use the cache beside a shared run, which holds its text."""
-    monkeypatch.setenv("CHARGPT_CACHE", str(run.parent / "cache"))
-
-
 @pytest.fixture(scope="session")
-def trained_mixed_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("mixed") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        use_cache_of(folder, patch)
-        text = REPOSITORY / "data" / "lighthouse.txt"
-        chargpt.train(text, settings=MIXED_SETTINGS, out=folder)
-    return folder
-
-
-@pytest.fixture
-def mixed_run(trained_mixed_run: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def mixed_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small run of 40 steps on the verse, with its mixture; do not write into it."""
-    use_cache_of(trained_mixed_run, monkeypatch)
-    return trained_mixed_run
+    folder = tmp_path_factory.mktemp("mixed") / "run"
+    text = REPOSITORY / "data" / "lighthouse.txt"
+    chargpt.train(text, settings=MIXED_SETTINGS, out=folder)
+    return folder
