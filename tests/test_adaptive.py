@@ -63,7 +63,7 @@ def test_a_prediction_depends_only_on_what_was_before(run: Run, place: int) -> N
 def test_the_decoder_predicts_from_the_context_that_the_mixture_learns_with(
     run: Run, text: str
 ) -> None:
-    tokens = run.tokenizer.encode(text[:304])  # whole half blocks
+    tokens = run.tokenizer.encode(text[:176])  # whole half blocks
     decoder, found = AdaptiveDecoder(run, 1), []
     for token, following in itertools.pairwise(tokens.astype(np.int64)):
         logits = decoder.step(np.array([token]))[0].astype(np.float64)

@@ -122,7 +122,7 @@ def test_a_text_that_holds_the_eos_token_is_refused() -> None:
     assert load_corpus(TextConfig(documents="\x1e"), text="a\x1eb b\x1ec").n_documents == 3
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(st.lists(st.integers(1, 40), min_size=2, max_size=40), st.integers(9, 60))
 def test_the_fraction_advised_for_too_few_documents_suffices(
     lengths: list[int], block_size: int

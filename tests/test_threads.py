@@ -56,14 +56,6 @@ def test_the_fastest_number_of_threads_is_set(
     assert choose_threads(max(seconds)) == fastest == torch.get_num_threads()
 
 
-def test_choosing_threads_uses_no_random_numbers() -> None:
-    torch.manual_seed(1)
-    expected = torch.rand(1)
-    torch.manual_seed(1)
-    choose_threads(2)
-    assert torch.equal(torch.rand(1), expected)
-
-
 def test_threads_are_chosen_again_when_the_speed_falls_and_after_a_while(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
