@@ -15,11 +15,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from chargpt.config import load_config
+from chargpt.config import TextConfig
 from chargpt.errors import DownloadError, TextError
 from chargpt.text import catalog
-from chargpt.text.build_config import build_config
-from chargpt.text.catalog import CATALOG, Entry, built_in_text, fetch, settings_for
+from chargpt.text.catalog import CATALOG, Entry, built_in_text, fetch, resolve_settings
 
 TEXT = b"First Citizen:\nBefore we proceed any further, hear me speak.\n" * 5000
 
@@ -187,34 +186,34 @@ def test_a_python_without_its_documentation_names_another_text(
         built_in_text()
 
 
-def test_named_texts_have_valid_settings(tmp_path: Path) -> None:
-    assert all((entry.url or "https://").startswith("https://") for entry in CATALOG.values())
-    assert settings_for("novel.txt", tmp_path) is None
-    assert settings_for("python-docs", tmp_path) == {"text.path": None}
+def test_named_texts_have_valid_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
     for name in ("tinyshakespeare", "text8", "enwik8"):
         with pytest.raises(TextError, match=f"`chargpt data get {name}`"):
-            settings_for(name, tmp_path)
-        (tmp_path / f"{name}.txt").write_text("abc")
-        found = settings_for(name, tmp_path)
-        assert found is not None
-        assert found["text.path"] == str(tmp_path / f"{name}.txt")
-        config = load_config(defaults=found)  # every one of them is a setting
-        assert config.text.val_fraction == (0.1 if name == "tinyshakespeare" else 0.05)
+            resolve_settings(name)
+        (tmp_path / "data" / f"{name}.txt").write_text("abc")
+        text = resolve_settings(name)[0].text  # every one of them is a setting
+        assert text.path == str(tmp_path / "data" / f"{name}.txt")
+        assert text.val_fraction == (0.1 if name == "tinyshakespeare" else 0.05)
 
 
 def test_a_named_text_takes_precedence_over_that_of_the_config(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def text_of(path: str, config: str | None = "mine.yaml") -> TextConfig:
+        return resolve_settings(path, config)[0].text
+
     monkeypatch.chdir(tmp_path)
     Path("data").mkdir()
     Path("data/tinyshakespeare.txt").write_text("abc")
     Path("mine.yaml").write_text("text:\n  path: novel.txt\n  val_fraction: 0.3\n")
-    text = build_config("tinyshakespeare", "mine.yaml").text
+    text = text_of("tinyshakespeare")
     assert (text.path, text.val_fraction) == (str(tmp_path / "data/tinyshakespeare.txt"), 0.3)
-    assert build_config("python-docs", "mine.yaml").text.path is None
-    assert build_config("novel.txt", "mine.yaml").text.path == str(tmp_path / "novel.txt")
+    assert text_of("python-docs").path is None
+    assert text_of("novel.txt").path == str(tmp_path / "novel.txt")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert build_config("~/novel.txt").text.path == str(tmp_path / "home" / "novel.txt")
+    assert text_of("~/novel.txt", None).path == str(tmp_path / "home" / "novel.txt")
 
 
 def test_a_download_that_is_longer_than_the_text_is_cut_off(

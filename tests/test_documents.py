@@ -11,7 +11,6 @@ from conftest import Cli, run_here
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from noise import fill_with_noise, noisy_run
-from shared_runs import use_cache_of
 
 import chargpt
 from chargpt.config import Config, TextConfig
@@ -21,8 +20,8 @@ from chargpt.inference.evaluation import evaluate
 from chargpt.store.run import load_run
 from chargpt.text import documents as module
 from chargpt.text.corpus import Corpus
-from chargpt.text.prepare import load_corpus
 from chargpt.text.documents import RECORD_SEPARATOR, mark_documents
+from chargpt.text.prepare import load_corpus
 from chargpt.training.trainer import Trainer
 
 NAMES = [f"{a}{b}{c}" for a in ("an", "be", "car") for b in "lmnr" for c in ("a", "ie", "o", "us")]
@@ -100,7 +99,7 @@ def test_the_training_split_ends_at_the_nearest_document(
 ) -> None:
     content = "".join("a" * (length - 1) + "\n" for length in lengths)
     corpus = load_corpus(TextConfig(documents="lines"), text="a\n")
-    corpus = replace(corpus, tokens=corpus.tokenizer.encode(content), **settings)
+    corpus = replace(corpus, tokens=corpus.tokenizer.encode(content)).with_settings(**settings)
     assert [len(corpus.split(name)) for name in ("mixture", "train", "val")] == sizes
 
 
@@ -134,11 +133,11 @@ def test_the_fraction_advised_for_too_few_documents_suffices(
     except TextError as error:
         advised = re.search(r"text\.val_fraction to ([0-9.]+)", str(error))
         if advised:
-            replace(corpus, val_fraction=float(advised[1])).require_blocks(block_size)
+            corpus.with_settings(val_fraction=float(advised[1])).require_blocks(block_size)
         else:
             for thousandths in range(1, 1000, 111):
                 with pytest.raises(TextError):
-                    replace(corpus, val_fraction=thousandths / 1000).require_blocks(block_size)
+                    corpus.with_settings(val_fraction=thousandths / 1000).require_blocks(block_size)
 
 
 @pytest.mark.parametrize(
@@ -170,19 +169,13 @@ def test_separators_are_written_with_escapes() -> None:
 
 
 @pytest.fixture(scope="module")
-def trained_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on a list of names, with its mixture."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "names.txt").write_text("\n".join(NAMES * 20))
     words = (*QUICK, "-s", "text.mixture_characters=200", "--out", "run")
-    run_here("train", "names.txt", *words, cwd=folder, CHARGPT_CACHE=str(folder / "cache"))
+    run_here("train", "names.txt", *words, cwd=folder)
     return folder / "run"
-
-
-@pytest.fixture
-def trained(trained_once: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run on a list of names, with its mixture."""
-    use_cache_of(trained_once, monkeypatch)
-    return trained_once
 
 
 def test_a_sample_in_training_has_the_context_of_the_command(trained: Path) -> None:

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from chargpt.analysis import doctor
-from chargpt.config import Config, SampleConfig, TextConfig, load_config
+from chargpt.config import SampleConfig, TextConfig, load_config
 from chargpt.inference import decoders
 from chargpt.inference.decoders import (
     GraphDecoder,
@@ -39,8 +39,9 @@ from chargpt.text.corpus import Corpus
 from chargpt.text.prepare import load_corpus
 from chargpt.text.tokenizer import CharTokenizer
 from chargpt.training import learner, planner, trainer
-from chargpt.training.budget import Budget
+from chargpt.training.deadline import Deadline
 from chargpt.training.trainer import METRICS_EVERY, Trainer
+from chargpt.training.trials import Trials
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 # they return a value, or a shape that depends on values
@@ -112,7 +113,6 @@ def make_trainer(corpus: Corpus, folder: RunFolder | None = None, **values: obje
     made = Trainer(load_config("gpt").with_values({**TINY, **values}), corpus, folder=folder)
     if folder is not None:
         folder.create(made.config, corpus.tokenizer)
-        folder.unlock()
     return made
 
 
@@ -176,7 +176,7 @@ def test_training_replays_two_cuda_graphs(
         training.save()
         training.roll_back(8)
         found[-1] += train(training, 3)  # with a graph of the restored optimizer
-        resumed = Trainer(training.config, corpus, saved=folder.load("7")[0])
+        resumed = Trainer(training.config, corpus, saved=folder.load("7"))
         found[-1] += train(resumed, 3)
     assert found[1] == pytest.approx(found[0], abs=1e-4)
     assert FakeGraph.replays >= 2 * 13  # gradients and update, and some that check a graph
@@ -271,10 +271,10 @@ def test_first_calls_which_load_kernels_are_not_timed(
     trial = decoders.trial_seconds(Mock(step=work), 1)
     assert trial == pytest.approx(0.001 * decoders.TRIAL_STEPS)
     seconds += [9.0, 0.001]
-    monkeypatch.setattr("chargpt.training.budget.evaluate_tokens", work)
-    budget = Budget(1000.0, clock=lambda: now[0])
-    budget.measure_evaluation(noisy_model(), corpus, Config())
-    assert budget.validation_seconds == pytest.approx(0.001 * len(corpus.split("val")))
+    monkeypatch.setattr("chargpt.training.trials.evaluate_tokens", work)
+    trials = Trials(corpus)
+    trials.learner = Mock(model=noisy_model())
+    assert trials.measure_scoring() == pytest.approx(0.001)
 
 
 @pytest.mark.usefixtures("meta")
@@ -287,11 +287,11 @@ def test_a_slow_first_trial_does_not_use_up_the_fraction_of_time_for_trials(
         now[0] += seconds.pop(0)
         return 1e9  # a launch-bound device: no model is slower than another
 
-    monkeypatch.setattr(planner, "measure_speed", speed)
     monkeypatch.setattr(planner, "memory_limit", lambda _: 80 * 10**9)
-    budget = Budget(60.0, started=0.0, clock=lambda: now[0])
+    deadline = Deadline.from_budget(60.0, 0.0, lambda: now[0])
     long = replace(corpus, tokens=np.broadcast_to(np.uint8(0), (10**9,)))
-    planned = planner.plan(load_config("gpt").with_values({"device": "mps"}), long, budget)
+    config = load_config("gpt").with_values({"device": "mps"})
+    planned = planner.plan(config, long, deadline, (), speed)
     assert planned.config.model.n_embd > planner.SIZES[0].n_embd
 
 
@@ -327,4 +327,4 @@ def test_training_goes_on_while_a_checkpoint_is_written(
         if report.step == 5:
             weights = {name: x.clone() for name, x in training.model.state_dict().items()}
     assert (saved[6], saved[8]) == (None, 8)
-    torch.testing.assert_close(folder.load("5")[0].model, weights, rtol=0, atol=0)
+    torch.testing.assert_close(folder.load("5").model, weights, rtol=0, atol=0)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from conftest import Cli, refusal, run_here
 from noise import fill_with_noise
-from shared_runs import use_cache_of
 
 from chargpt.config import Config, ModelConfig
 from chargpt.models import build_model
@@ -45,15 +44,13 @@ def test_the_logits_of_shared_tokens_are_those_of_the_run(kind: str, has_bytes: 
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     (folder / "first.txt").write_text(FIRST)
-    words, cache = (*SMALL, *STEPS, "--out", "first"), str(folder / "cache")
-    run_here("train", "first.txt", *words, cwd=folder, CHARGPT_CACHE=cache)
+    run_here("train", "first.txt", *SMALL, *STEPS, "--out", "first", cwd=folder)
     return folder / "first"
 
 
 @pytest.fixture
 def first(trained: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run on the first text."""
-    use_cache_of(trained, monkeypatch)
     Path("second.txt").write_text(SECOND)
     return Path(shutil.copytree(trained, "first"))
 

@@ -225,7 +225,7 @@ def test_marked_passages_are_disjoint_and_leave_out_none(
 
 
 @pytest.fixture
-def books(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[TextConfig, Corpus, list[str]]:
+def books(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Corpus, list[str]]:
     """A folder of two files, and passages that occur in it, longest first."""
     monkeypatch.chdir(tmp_path)
     Path("books").mkdir()
@@ -234,7 +234,7 @@ def books(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[TextConfig, 
     new = "Waves, one by one: zig, zag! Quite so? Very well; enough." * 3
     Path("books/b.txt").write_text(f"The sea.\nThe wind,\n{passages[0]}.\n{passages[1]}\n{new}")
     settings = TextConfig(path=str(tmp_path / "books"))
-    return settings, load_corpus(settings), passages
+    return load_corpus(settings), passages
 
 
 def test_every_match_is_located_in_its_file(
@@ -329,7 +329,7 @@ def test_of_documents_that_did_not_end_the_ngrams_are_compared_but_none_is_count
     corpus = load_corpus(settings, text=poem * 50)
     texts = [poem[:30]] * 4
     sampling = SampleConfig(prompt="", length=30)
-    print_overlap(measure(corpus, settings, texts, sampling), texts, sampling)
+    print_overlap(measure(corpus, texts, sampling), texts, sampling)
     shown = capsys.readouterr().out
     assert "not in the text" not in shown
     assert re.search(r"4 +0\.0% of 108 +0\.0% of \d+", shown)

@@ -158,7 +158,7 @@ def test_unlike_splits_are_told_from_alike_ones() -> None:
         assert found is not None
         assert "differs from the training split" in found.warning
         assert re.search(warning, found.warning)
-        assert compare_splits(replace(corpus, mixture_characters=500)) == found
+        assert compare_splits(corpus.with_settings(mixture_characters=500)) == found
 
 
 def test_long_documents_of_several_kinds_have_alike_splits() -> None:
