@@ -15,7 +15,7 @@ cd "$(dirname "$0")/.."
 out=$(mkdir -p "$1" && cd "$1" && pwd) text=$(realpath "$2") nanogpt=${3:+$(realpath "$3")}
 seconds=${CHARGPT_SUITE_SECONDS:-100} limit=${CHARGPT_SUITE_LIMIT:-540} python=${PYTHON:-python3}
 exec > >(tee "$out/gpu.txt") 2>&1
-export PYTHONPATH=$PWD CHARGPT_CACHE="$out/cache" PYTHONUNBUFFERED=1
+export PYTHONPATH=$PWD PYTHONUNBUFFERED=1
 if [ -d wheels ]; then
   $python -m pip install --quiet --disable-pip-version-check --no-index --no-deps \
     --target "$out/site" wheels/*.whl
@@ -25,7 +25,7 @@ recipe=$($python -c 'import torch; print("gpu" if torch.cuda.is_available() else
 
 step() { printf '\n== %s (after %s s) ==\n' "$1" "$SECONDS"; }
 gather() {
-  rm -rf "$out/cache" "$out/site"
+  rm -rf "$out/site"
   $python - "$out" "$SECONDS" "${codes[@]}" <<'PYTHON'
 import json, re, sys
 from pathlib import Path

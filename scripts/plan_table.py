@@ -19,15 +19,16 @@ from chargpt.config import Config, TextConfig, load_config
 from chargpt.models import count_parameters
 from chargpt.text.prepare import load_corpus
 from chargpt.training import planner
-from chargpt.training.budget import Budget
+from chargpt.training.deadline import Deadline
+from chargpt.training.trials import Trials
 
 DATA = Path(__file__).parent.parent / "data" / "lighthouse.txt"
 MEASURED_PARAMETERS = 5_000_000
 HEADER = "faster | text | budget | model | parameters | block | batch | characters | epochs | ratio"
 
 
-class IdleBudget(Budget):
-    """A budget from which trials take no time."""
+class IdleDeadline(Deadline):
+    """A deadline from which trials take no time."""
 
     @property
     def remaining(self) -> float:
@@ -42,30 +43,27 @@ def main() -> None:
     parser.add_argument("--faster", type=float, nargs="+", default=[1, 10, 100, 1000])
     arguments = parser.parse_args()
     corpus = load_corpus(TextConfig(path=str(DATA)))
-    base, speeds = load_config("gpt"), dict[int, float]()
+    base, trials, speeds = load_config("gpt"), Trials(corpus), dict[int, float]()
     for size in planner.SIZES:
         config = base.with_values(planner.size_values(size, planner.INITIAL_TOKENS, corpus))
         parameters = count_parameters(config.model, corpus.tokenizer.vocab_size)
         if parameters <= MEASURED_PARAMETERS:
-            speeds[parameters] = max(planner.measure_speed(config, corpus) for _ in range(3))
+            speeds[parameters] = max(trials(config) for _ in range(3))
             print(f"{parameters:,} parameters: {speeds[parameters]:,.0f} characters/s\n")
 
-    def speed(config: Config, _: object) -> float:
+    def speed(config: Config, _: float) -> float:
         parameters = count_parameters(config.model, corpus.tokenizer.vocab_size)
         known = min(parameters, max(speeds))
         return faster * speeds[known] * known / parameters
 
     print(f"| {HEADER} |\n|" + "---|" * len(HEADER.split(" | ")))
-    with (
-        mock.patch.object(planner, "measure_speed", speed),
-        mock.patch.object(planner, "memory_limit", return_value=80 * 10**9),
-    ):
+    with mock.patch.object(planner, "memory_limit", return_value=80 * 10**9):
         for faster, megabytes, seconds in product(
             arguments.faster, arguments.text_megabytes, arguments.budgets
         ):
             tokens = np.broadcast_to(np.uint8(0), (int(megabytes * 1e6),))  # takes no memory
             long = replace(corpus, tokens=tokens)
-            config = planner.plan(base, long, IdleBudget(seconds)).config
+            config = planner.plan(base, long, IdleDeadline(seconds, 0.0), (), speed).config
             model = config.model
             parameters = count_parameters(model, corpus.tokenizer.vocab_size)
             read = config.train.max_steps * config.tokens_per_step

@@ -293,7 +293,7 @@ def test_evaluate_and_compare_show_the_mixture_beside_the_gpt(copy: Path, cli: C
     assert "gpt + n-grams" in rows[1]
     assert "n-grams" not in cli("evaluate", "run", "--no-mixture").stdout
     golden = REPOSITORY / "tests" / "golden" / "0.1.0" / "run"
-    assert "has no mixture with n-gram models" in refusal(cli("evaluate", golden, "--mixture"))
+    assert "has no mixture with n-gram models" in refusal(cli("sample", golden, "--mixture"))
     train = cli("evaluate", "run", "--split", "train", "--json")
     assert "mixture" not in json.loads(train.stdout)  # its n-grams were counted on that text
     assert "without gpt + n-grams" in train.stderr

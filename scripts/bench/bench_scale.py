@@ -10,7 +10,6 @@ memory is what the process grew by at its peak since its imports, both on the be
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -75,13 +74,12 @@ PANELS = {
 }
 
 
-def probe(values: dict[str, Any], cache: Path) -> dict[str, Any]:
+def probe(values: dict[str, Any]) -> dict[str, Any]:
     """Measure one setting in a process of its own."""
     # no counted targets: counting takes the same few seconds at any size of text
     values = {"train.ngram_target_weight": 0.0, **values}
     done = subprocess.run(
         [sys.executable, "-c", PROBE, json.dumps(values)],
-        env={**os.environ, "CHARGPT_CACHE": str(cache)},
         capture_output=True,
         text=True,
         check=True,
@@ -146,7 +144,7 @@ def main() -> None:
         folder = Path(name)
         seed = arguments.seed.absolute()
         for axis, value, values in cases(seed, folder, arguments.gigabytes):
-            found = probe(values, folder / "cache")
+            found = probe(values)
             row = found if value is None else {PANELS[axis][0]: value, **found}
             rows[axis].append(row)
             print(axis, row, file=sys.stderr, flush=True)

@@ -1,9 +1,9 @@
-"""Measure the time and memory to prepare a long text, and the time of a second start.
+"""Measure the time and memory to prepare a long text, and the time to read a prepared one.
 
     python scripts/bench/bench_text.py SEED_TEXT [--gigabytes 1] [--json benchmarks/text.json]
 
-Repeats SEED_TEXT with a counter in each repetition, then calls `load_corpus` in new processes:
-three times with an empty cache (cold), three times with a full one (warm).
+Repeats SEED_TEXT with a counter in each repetition, then, in each of three new processes, prepares
+it as the text of a run and reads the prepared text with its checksums, as resuming does.
 
 Also measures the throughput of `CharTokenizer.encode` on one thread, for ASCII, Cyrillic and
 code points above U+FFFF, and that of nanoGPT's dict look-up per character.
@@ -11,8 +11,6 @@ code points above U+FFFF, and that of nanoGPT's dict look-up per character.
 
 import argparse
 import json
-import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -28,18 +26,22 @@ from record import provenance, write_record
 from chargpt.text.tokenizer import CharTokenizer
 
 PROBE = """
-import json, resource, sys, time
-start = time.perf_counter()
+import json, resource, sys, tempfile, time
+from pathlib import Path
 from chargpt.config import TextConfig
-from chargpt.text.prepare import load_corpus
+from chargpt.text.prepare import find_text, prepare, read_prepared
+settings = TextConfig(path=sys.argv[1])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-began = time.perf_counter()
-corpus = load_corpus(TextConfig(path=sys.argv[1]))
-ended = time.perf_counter()
-# pages of a memory map count as resident, so the peak is read before the tokens are used
-after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print(json.dumps({"seconds": ended - began, "process": ended - start,
-                  "growth_mb": (after - before) / 1000, "characters": len(corpus.tokens)}))
+with tempfile.TemporaryDirectory() as folder:
+    start = time.perf_counter()
+    corpus = prepare(find_text(settings), settings, Path(folder))
+    prepared = time.perf_counter()
+    # pages of a memory map count as resident, so the peak is read before the tokens are used
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    read_prepared(Path(folder), settings, corpus.tokenizer)
+    read = time.perf_counter()
+print(json.dumps({"prepare": prepared - start, "read": read - prepared,
+                  "growth_mb": (after - before) / 1000}))
 """
 
 
@@ -53,15 +55,10 @@ def make_text(seed: Path, target: Path, size: int) -> None:
             number += 1
 
 
-def probe(text: Path, cache: Path) -> dict[str, float]:
-    """Prepare the text in a new process and return its measurements."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROBE, str(text)],
-        env={**os.environ, "CHARGPT_CACHE": str(cache)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+def probe(text: Path) -> dict[str, float]:
+    """Prepare the text in a new process, read it again, and return the measurements."""
+    words = [sys.executable, "-c", PROBE, str(text)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
     result: dict[str, float] = json.loads(done.stdout)
     return result
 
@@ -102,24 +99,19 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        text, cache = Path(folder, "long.txt"), Path(folder, "cache")
+        text = Path(folder, "long.txt")
         make_text(arguments.seed, text, int(arguments.gigabytes * 1e9))
         size = text.stat().st_size
-        cold = []
-        for _ in range(3):
-            shutil.rmtree(cache, ignore_errors=True)
-            cold.append(probe(text, cache))
-        warm = [probe(text, cache) for _ in range(3)]
-    seconds = statistics.median(run["seconds"] for run in cold)
+        runs = [probe(text) for _ in range(3)]
+    seconds = statistics.median(run["prepare"] for run in runs)
     result = {
         **provenance(),
         "text_bytes": size,
-        "cold_mb_per_second": round(size / 1e6 / seconds, 1),
-        "cold_seconds": [round(run["seconds"], 2) for run in cold],
-        "memory_growth_mb": round(max(run["growth_mb"] for run in cold), 1),
-        "warm_seconds": [round(run["seconds"], 3) for run in warm],
+        "prepare_mb_per_second": round(size / 1e6 / seconds, 1),
+        "prepare_seconds": [round(run["prepare"], 2) for run in runs],
+        "memory_growth_mb": round(max(run["growth_mb"] for run in runs), 1),
+        "read_seconds": [round(run["read"], 3) for run in runs],
         "encode_gigacharacters_per_second": encoding_speeds(arguments.seed.read_text("utf-8")),
-        "warm_process_seconds": [round(run["process"], 2) for run in warm],
     }
     write_record(result, arguments.json)
 
