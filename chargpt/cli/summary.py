@@ -5,7 +5,6 @@ from dataclasses import asdict
 
 import torch
 
-from chargpt.analysis.report import write_report
 from chargpt.analysis.result import RunScores, evaluate_run, summarize
 from chargpt.cli import console, tables
 from chargpt.cli.progress import show_progress
@@ -205,6 +204,8 @@ def print_result(
 
 def show_report(session: Session, best: Run, scores: RunScores, *, json_: bool) -> None:
     """Write the report page and print where it is."""
+    from chargpt.analysis.report import write_report  # which would delay the first step
+
     try:
         with show_progress("section", "of the report") as on_progress:
             corpus = session.trainer.corpus
