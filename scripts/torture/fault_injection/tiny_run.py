@@ -7,8 +7,7 @@ import shutil
 from pathlib import Path
 
 from chargpt.errors import ChargptError
-from chargpt.store import commit
-from chargpt.store.folder import RunFolder
+from chargpt.store import commit, selection
 from fault_injection.processes import ProcessResult, run_forked
 
 REPOSITORY = Path(__file__).parents[3]
@@ -96,7 +95,7 @@ def check_saves(run: Path, save_log: Path) -> str | None:
     if not lines:
         return None
     try:
-        saved, skipped = RunFolder(run).load("latest")
+        saved, skipped = selection.load(run, "latest", optimizer=True)
     except ChargptError as error:
         return f"step {lines[-1]} was saved, but the run cannot be read: {error}"
     if saved.state.step < int(lines[-1]):
