@@ -176,15 +176,14 @@ def damaged_text(work: Path, index: int, random: Random) -> str | None:
     before = digests(run)
     for command in (MORE, SAME_COMMAND, ("evaluate", "R"), ("explain", "R"), ("verify", "R")):
         result = run_forked(list(command), folder)
-        what = f"{what}, {command[0]}"
         expected = 1 if command[0] == "verify" else 2
         if "Traceback" in result.err or result.code != expected:
-            return f"{what}: exit {result.code}: {result.err[-500:]}"
-        said = [line for line in result.err.splitlines() if str(Path("R", "text")) in line]
+            return f"{what}: {command[0]}: exit {result.code}: {result.err[-500:]}"
+        said = [line for line in (result.out + result.err).splitlines() if "R/text" in line]
         if len(said) != 1 or "damaged" not in said[0]:
-            return f"{what}: it does not say what is damaged: {result.err[-500:]}"
+            return f"{what}: {command[0]} does not name the damage: {result.err[-500:]}"
         if digests(run) != before:
-            return f"{what}: a file was changed"
+            return f"{what}: {command[0]} changed a file"
     if (sampled := run_forked(["sample", "R", "-n", "5"], folder)).code != 0:
         return f"{what}: then sample: {sampled.err[-500:]}"
     shutil.rmtree(run / "text")
