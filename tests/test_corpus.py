@@ -741,9 +741,10 @@ def test_a_text_that_cannot_be_read_now_is_not_called_damaged(
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     for name in ("read_regular", "open_regular"):  # of the meta file, and of the tokens
-        with monkeypatch.context() as patch, pytest.raises(UnreadableError, match="try again"):
+        with monkeypatch.context() as patch:
             patch.setattr(f"chargpt.text.prepare.{name}", fail)
-            read_prepared(folder, corpus.settings, corpus.tokenizer)
+            with pytest.raises(UnreadableError, match="try again"):
+                read_prepared(folder, corpus.settings, corpus.tokenizer)
 
 
 def test_a_link_or_a_device_is_no_text(write: Write, tmp_path: Path) -> None:
