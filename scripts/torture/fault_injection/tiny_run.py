@@ -4,6 +4,7 @@ import contextlib
 import functools
 import hashlib
 import shutil
+import time
 from pathlib import Path
 
 from chargpt.errors import ChargptError
@@ -73,6 +74,15 @@ def is_finished(run: Path) -> bool:
         latest = commit.resolve_pointer(run / "checkpoints", "latest")
         return latest.name.endswith(f"{STEPS:08}")
     return False
+
+
+def wait_for(path: Path) -> None:
+    """Wait until a training process has made a file."""
+    for _ in range(3000):
+        if path.exists():
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"no {path.name} after 30 s")
 
 
 def error_lines(result: ProcessResult) -> list[str]:
