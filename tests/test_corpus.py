@@ -675,6 +675,16 @@ def test_passages_are_located_by_file_and_line(
         assert passage in lines[place.line - 1], (passage, place)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other file systems have no such names")
+def test_a_file_name_that_is_not_utf8_is_kept_with_a_replacement(tmp_path: Path) -> None:
+    for name in (b"a.txt", b"b\xff.txt"):
+        Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name)).write_text("abc" * 10)
+    corpus = prepared(tmp_path, tmp_path / "text")
+    assert [Path(file.path).name for file in corpus.files] == ["a.txt", "b\ufffd.txt"]
+    again = read_prepared(tmp_path / "text", corpus.settings, corpus.tokenizer)
+    assert again.files == corpus.files
+
+
 def flip_bit(folder: Path) -> None:
     content = bytearray((folder / "tokens.bin").read_bytes())
     content[5] ^= 1

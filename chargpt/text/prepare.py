@@ -202,8 +202,9 @@ def _encode(
             f"{source.name} changed while it was read; try again when nothing writes to it"
         )
     read = [file for file in files if file.path not in (binary or [])]
+    read = [file._replace(path=_as_utf8(file.path)) for file in read]
     meta = _Meta(
-        name=source.name,
+        name=_as_utf8(source.name),
         key=text_key(digests, settings, 1 if rare == "keep" else min_count, rare),
         rare_count=int(counts.sum() - counts[code_points(tokenizer.characters)].sum()),
         tokenizer_sha256=_sha256(tokenizer),
@@ -213,6 +214,11 @@ def _encode(
     meta = replace(meta, crc32=meta.checksum())
     write_synced(folder / META, [to_json(dataclasses.asdict(meta))])
     return _open(folder, settings, tokenizer, meta)
+
+
+def _as_utf8(name: str) -> str:
+    """Return a name with U+FFFD for the bytes of a file name that are not UTF-8."""
+    return os.fsencode(name).decode(errors="replace")
 
 
 class _Checksum:
