@@ -17,7 +17,7 @@ from chargpt.config import Config
 from chargpt.store.folder import RunFolder
 from chargpt.store.layout import LOCK
 from chargpt.store.run import load_run
-from chargpt.text.prepare import load_corpus
+from chargpt.text.prepare import find_text, prepare
 from chargpt.training.trainer import Trainer
 
 REPOSITORY = Path(__file__).parent.parent
@@ -32,7 +32,7 @@ def main() -> None:
         {
             "device": "cpu",
             "dtype": "float32",
-            "text.path": str(REPOSITORY / "data" / "lighthouse.txt"),
+            "text.path": "lighthouse.txt",
             "model.n_layer": 2,
             "model.n_embd": 16,
             "model.block_size": 32,
@@ -44,16 +44,17 @@ def main() -> None:
             "train.sample_every": 0,
         }
     )
-    corpus = load_corpus(config.text)
-    with tempfile.TemporaryDirectory() as folder:
-        run = RunFolder(Path(folder) / "run")
+    # not read from a file, so that no path of this machine is written
+    source = find_text(config.text, (REPOSITORY / "data" / "lighthouse.txt").read_text("utf-8"))
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        RunFolder(Path(folder) / "run").locked(is_new=True) as run,
+    ):
+        corpus = prepare(source, config.text, run.new_text)
         trainer = Trainer(config, corpus, folder=run)
-        portable = trainer.config.with_values({"text.path": "lighthouse.txt"})
-        run.create(portable, corpus.tokenizer)
-        trainer.config = portable
+        run.create(trainer.config, corpus.tokenizer, corpus.folder)
         for _ in trainer.steps():
             pass
-        run.unlock()
         shutil.copytree(run.path, release / "run", ignore=shutil.ignore_patterns(LOCK))
     tokens = torch.randint(corpus.tokenizer.vocab_size, (2, 32))
     with torch.no_grad():

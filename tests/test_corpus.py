@@ -1,6 +1,7 @@
 """Preparing a text: sources, decoding, encoding, splits, and the files of its tokens."""
 
 import codecs
+import errno
 import gzip
 import io
 import json
@@ -20,7 +21,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from chargpt.config import TextConfig
-from chargpt.errors import RunError, TextError, UnknownCharacterError
+from chargpt.errors import RunError, TextError, UnknownCharacterError, UnreadableError
+from chargpt.files import to_json
 from chargpt.text import source
 from chargpt.text.corpus import Corpus
 from chargpt.text.prepare import (
@@ -673,6 +675,16 @@ def test_passages_are_located_by_file_and_line(
         assert passage in lines[place.line - 1], (passage, place)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other file systems have no such names")
+def test_a_file_name_that_is_not_utf8_is_kept_with_a_replacement(tmp_path: Path) -> None:
+    for name in (b"a.txt", b"b\xff.txt"):
+        Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name)).write_text("abc" * 10)
+    corpus = prepared(tmp_path, tmp_path / "text")
+    assert [Path(file.path).name for file in corpus.files] == ["a.txt", "b\ufffd.txt"]
+    again = read_prepared(tmp_path / "text", corpus.settings, corpus.tokenizer)
+    assert again.files == corpus.files
+
+
 def flip_bit(folder: Path) -> None:
     content = bytearray((folder / "tokens.bin").read_bytes())
     content[5] ^= 1
@@ -681,7 +693,9 @@ def flip_bit(folder: Path) -> None:
 
 def change_meta(folder: Path, **changes: object) -> None:
     meta = json.loads((folder / "meta.json").read_text())
-    (folder / "meta.json").write_text(json.dumps({**meta, **changes}))
+    meta |= {"crc32": 0, **changes}
+    meta["crc32"] = zlib.crc32(to_json(meta))
+    (folder / "meta.json").write_bytes(to_json(meta))
 
 
 def forge_tokens(folder: Path, content: bytes) -> None:
@@ -696,6 +710,14 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "an empty file": lambda folder: forge_tokens(folder, b""),
     "an id that no character has": lambda folder: forge_tokens(folder, b"\0\1\xff"),
     "another tokenizer": lambda folder: change_meta(folder, tokenizer_sha256="0"),
+    "no meta": lambda folder: (folder / "meta.json").unlink(),
+    "meta a pipe": lambda folder: (
+        (folder / "meta.json").unlink(),
+        os.mkfifo(folder / "meta.json"),
+    ),
+    "another name": lambda folder: (folder / "meta.json").write_text(
+        (folder / "meta.json").read_text().replace("text.txt", "next.txt")
+    ),
     "meta not JSON": lambda folder: (folder / "meta.json").write_text("{"),
     "meta not an object": lambda folder: (folder / "meta.json").write_text("[]"),
     "meta nested": lambda folder: (folder / "meta.json").write_text("[" * 90_000),
@@ -717,6 +739,22 @@ def test_a_damaged_text_is_reported_in_one_sentence(
     with pytest.raises(RunError, match="restore it from a copy") as caught:
         read_prepared(folder, corpus.settings, corpus.tokenizer)
     assert "\n" not in str(caught.value)
+
+
+def test_a_text_that_cannot_be_read_now_is_not_called_damaged(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "text"
+    corpus = prepared(write("abc" * 10), folder)
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    for name in ("read_regular", "open_regular"):  # of the meta file, and of the tokens
+        with monkeypatch.context() as patch:
+            patch.setattr(f"chargpt.text.prepare.{name}", fail)
+            with pytest.raises(UnreadableError, match="try again"):
+                read_prepared(folder, corpus.settings, corpus.tokenizer)
 
 
 def test_a_link_or_a_device_is_no_text(write: Write, tmp_path: Path) -> None:

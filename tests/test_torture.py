@@ -10,7 +10,7 @@ from conftest import REPOSITORY
 
 ROWS = (
     "sigkill,corrupt_checkpoint,resume_at,non_finite,invalid_text,random_config,misspelled_key,"
-    "round_trip,unseen_characters,golden"
+    "round_trip,unseen_characters,golden,damaged_text,kill_start,kill_replacement"
 )  # .ci/run has all of them
 
 
@@ -27,4 +27,4 @@ def test_runs_survive_a_hundredth_of_the_torture_cases(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "torture.json").read_text())["rows"]
     assert {row["row"]: row["cases"] for row in rows}["corrupt_checkpoint"] == 10
-    assert len(rows) == 10
+    assert len(rows) == 13

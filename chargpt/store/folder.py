@@ -380,15 +380,14 @@ class RunFolder:
         """Return the run's own text; arguments and errors are those of `read_prepared`.
 
         Raises:
-            RunError: it is damaged, or the run has none.
+            RunError: the run has none.
         """
-        try:
-            return read_prepared(self.path / TEXT, settings, tokenizer)
-        except FileNotFoundError:
+        if not self.has_text():
             raise RunError(
                 f"{self.path} was trained by an earlier version of chargpt, which kept texts "
                 f"elsewhere; `chargpt train TEXT --resume --out {self.path}` gives it its text"
-            ) from None
+            )
+        return read_prepared(self.path / TEXT, settings, tokenizer)
 
 
 def link_files(source: Path, target: Path) -> None:

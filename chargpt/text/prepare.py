@@ -28,7 +28,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from chargpt.config import TextConfig
-from chargpt.errors import RunError, TextError
+from chargpt.errors import RunError, TextError, UnreadableError
 from chargpt.files import open_regular, read_regular, to_json, write_synced
 from chargpt.log import logger
 from chargpt.text import TextProgress
@@ -67,7 +67,7 @@ MANY_REPLACED = 0.01  # of all characters: the encoding is wrong
 CHUNK_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, config=ConfigDict(strict=True))
+@dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class _Meta:
     """The content of `meta.json`."""
 
@@ -79,6 +79,11 @@ class _Meta:
     files: list[TextFile]
     format: Literal["chargpt-text"] = "chargpt-text"
     version: Literal[1] = 1
+    crc32: int = 0  # of all of this
+
+    def checksum(self) -> int:
+        """Return the CRC-32 of all values."""
+        return zlib.crc32(to_json(dataclasses.asdict(self) | {"crc32": 0}))
 
 
 def load_corpus(
@@ -197,16 +202,23 @@ def _encode(
             f"{source.name} changed while it was read; try again when nothing writes to it"
         )
     read = [file for file in files if file.path not in (binary or [])]
+    read = [file._replace(path=_as_utf8(file.path)) for file in read]
     meta = _Meta(
-        name=source.name,
+        name=_as_utf8(source.name),
         key=text_key(digests, settings, 1 if rare == "keep" else min_count, rare),
         rare_count=int(counts.sum() - counts[code_points(tokenizer.characters)].sum()),
         tokenizer_sha256=_sha256(tokenizer),
         checksums=checksums,
         files=[file._replace(begin=begin) for file, begin in zip(read, places.files, strict=False)],
     )
+    meta = replace(meta, crc32=meta.checksum())
     write_synced(folder / META, [to_json(dataclasses.asdict(meta))])
     return _open(folder, settings, tokenizer, meta)
+
+
+def _as_utf8(name: str) -> str:
+    """Return a name with U+FFFD for the bytes of a file name that are not UTF-8."""
+    return os.fsencode(name).decode(errors="replace")
 
 
 class _Checksum:
@@ -318,12 +330,13 @@ def read_prepared(folder: Path, settings: TextConfig, tokenizer: CharTokenizer) 
         tokenizer: of that run.
 
     Raises:
-        FileNotFoundError: there is no text.
-        RunError: a file is damaged, or the text is another than the run's.
+        UnreadableError: the system cannot read a file, which may be intact.
+        RunError: a file is damaged or missing, or the text is another than the run's.
     """
-    content = read_regular(folder / META, MAX_META_BYTES)
     try:
-        meta = TypeAdapter(_Meta).validate_json(content)
+        meta = TypeAdapter(_Meta).validate_json(read_regular(folder / META, MAX_META_BYTES))
+        if meta.crc32 != meta.checksum():
+            raise ValueError(f"{META} has changed since it was written")
         if meta.tokenizer_sha256 != _sha256(tokenizer):
             raise ValueError("it is the text of another run")
         for name, (size, checksum) in meta.checksums.items():
@@ -335,8 +348,15 @@ def read_prepared(folder: Path, settings: TextConfig, tokenizer: CharTokenizer) 
         return corpus
     except ValidationError as error:
         cause = f"{META}: {error.errors(include_url=False)[0]['msg'].lower()}"
-    except (OSError, ValueError) as error:
-        cause = getattr(error, "strerror", None) or str(error)
+    except ValueError as error:
+        cause = str(error)
+    except FileNotFoundError as error:
+        cause = f"{Path(error.filename).name} is missing"
+    except OSError as error:
+        raise UnreadableError(
+            f"the text in {folder} cannot be read ({error.strerror}); try again, and if that does "
+            "not help, check the disk and the permissions"
+        ) from None
     raise RunError(f"the text in {folder} is damaged ({cause:.200}); restore it from a copy")
 
 

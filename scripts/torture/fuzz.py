@@ -193,7 +193,7 @@ def checkpoint_reader(work: Path) -> Callable[[bytes], None]:
             listed = {**manifest["files"], name: {"size": len(changed), "sha256": digest}}
             (folder / "manifest.json").write_text(json.dumps({**manifest, "files": listed}))
         try:
-            saved, _ = RunFolder(run).load(str(manifest["step"]))
+            saved = RunFolder(run).load(str(manifest["step"]))
             require_intact(saved)
         finally:
             for changed_name in {name, "manifest.json"}:

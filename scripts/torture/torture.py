@@ -59,6 +59,7 @@ ROWS = (
         300,
         "a file damaged, then resume: best checkpoint, metrics remain",
     ),
+    Row("reading", "damaged_text", 70, "the text of a run damaged: one sentence, all else remains"),
     Row(
         "reading",
         "read_beside_writer",
@@ -66,7 +67,8 @@ ROWS = (
         "100 reads beside a saving run: no intact save called damaged",
     ),
     Row("ownership", "foreign_files", 50, "foreign files under --force and --resume: untouched"),
-    Row("ownership", "kill_replacement", 50, "SIGKILL during --force: always a run that loads"),
+    Row("ownership", "kill_start", 80, "SIGKILL while a run is created: the same command works"),
+    Row("ownership", "kill_replacement", 50, "SIGKILL during --force: the old run stays whole"),
     Row("ownership", "special_target", 20, "outputs to devices, links, pipes: written through"),
     Row("strings", "hostile_string", 200, "escape sequences in every name: none is printed"),
     Row("strings", "encoding", 40, "locales and encodings: correct, or a one-sentence error"),
@@ -110,7 +112,6 @@ def main() -> None:
     args = parser.parse_args()
     work = (args.work or Path(tempfile.mkdtemp(prefix="torture-"))).absolute()
     work.mkdir(parents=True, exist_ok=True)
-    os.environ["CHARGPT_CACHE"] = str(work / "cache")
     rows = [row for row in ROWS if args.rows is None or row.name in args.rows]
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(args.jobs, spawn, initializer=restore_signal_handlers) as pool:

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from chargpt.errors import ChargptError
+from chargpt.store import selection
 from chargpt.store.checkpoint import Checkpoint
 from chargpt.store.folder import RunFolder
 from chargpt.store.run import load_run
@@ -82,7 +83,7 @@ def corrupt_checkpoint(work: Path, index: int, random: Random) -> str | None:
     else:
         what = _write_hostile_content(random, folder, run, work)
     try:
-        saved, skipped = RunFolder(run).load("latest")
+        saved, skipped = selection.load(run, "latest", optimizer=True)
         require_intact(saved)
         require_same(saved, RunFolder(intact).load("latest"))
         wrong = None if skipped else f"{what}: read without a warning"

@@ -4,7 +4,6 @@ import contextlib
 import errno
 import os
 import shutil
-import time
 from pathlib import Path
 from random import Random
 
@@ -18,6 +17,7 @@ from fault_injection.tiny_run import (
     error_lines,
     train_arguments,
     uninterrupted_run,
+    wait_for,
 )
 
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EACCES, errno.EMFILE)
@@ -51,18 +51,17 @@ def disk_full(work: Path, index: int, random: Random) -> str | None:
     """Train on a file system that fills up (ENOSPC), then resume once there is space."""
     expected, _ = uninterrupted_run(work)
     folder = empty_folder(work / "full")
-    if os.system(f"mount -t tmpfs -o size=2m tmpfs {folder} 2>/dev/null") != 0:
+    if os.system(f"mount -t tmpfs -o size=70m tmpfs {folder} 2>/dev/null") != 0:
         return "skipped: cannot mount a tmpfs here"
     try:
         ballast = folder / "ballast"
         free = random.randint(0, 60_000)
 
         def fill_up(_: int) -> None:
-            while not (folder / "R" / "metrics.jsonl").exists():
-                time.sleep(0.01)
+            wait_for(folder / "R" / "metrics.jsonl")
             with contextlib.suppress(OSError), open(ballast, "wb", buffering=0) as file:
-                while shutil.disk_usage(folder).free > free:
-                    file.write(b"x" * 4096)
+                while (excess := shutil.disk_usage(folder).free - free) > 0:
+                    file.write(bytes(min(excess, 1 << 20)))
 
         result = run_forked(
             train_arguments(), folder, save_log=folder / "saves", while_running=fill_up

@@ -10,13 +10,17 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
-from chargpt.errors import ChargptError
 from chargpt.store.folder import RunFolder
-from chargpt.store.run import load_run, open_run
 from chargpt.store.verify import verify
 from fault_injection.processes import Fault, ProcessResult, run_forked
-from fault_injection.reading import MORE, finished_run
-from fault_injection.tiny_run import TEXT, TINY, empty_folder
+from fault_injection.reading import BEST, MORE, digests, finished_run
+from fault_injection.tiny_run import (
+    TEXT,
+    TINY,
+    checkpoint_digests,
+    empty_folder,
+    train_arguments,
+)
 
 REPLACE = [
     *("train", str(TEXT), "--out", "R", "--force"),
@@ -29,13 +33,16 @@ REPLACE = [
 ]
 FOLDERS = (
     *("", "checkpoints", "checkpoints/step-00000004", "checkpoints/step-00000012"),
-    *("tensorboard", "mine", "data.tmp", "checkpoints/step-00000020.tmp", ".replaced"),
+    *("tensorboard", "mine", "data.tmp", "checkpoints/step-00000020.tmp", "text"),
 )
 NAMES = ("notes.txt", "draft.tmp", "config.yaml.bak", ".hidden", "model.pt", "best.json~", "x.tmp")
 
 
 def foreign_files(work: Path, index: int, random: Random) -> str | None:
-    """Put files into a run's folders; --force and --resume must leave each where it is."""
+    """Put files into a run's folders; --force and --resume must leave each where it is.
+
+    --force renames the run, and the files stay in it.
+    """
     folder = empty_folder(work / "foreign")
     run = folder / "R"
     if index % 5 == 4:  # no run at all, but names that a run has too
@@ -47,44 +54,71 @@ def foreign_files(work: Path, index: int, random: Random) -> str | None:
     for path in placed:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("precious")
-    resume = [*REPLACE[:-2], "--resume"]
-    resume.remove("--force")
-    commands = (REPLACE, list(MORE)) if index % 5 != 4 else (REPLACE, resume)
-    for command in commands:
+    resume = ["--resume" if word == "--force" else word for word in REPLACE]
+    for command in (list(MORE) if index % 5 != 4 else resume, REPLACE):
         result = run_forked(command, folder)
         if "Traceback" in result.err or result.code not in (0, 2):
             return f"{placed}: exit {result.code}: {result.err[-500:]}"
+        if index % 5 == 4 and result.code != 2:
+            return f"{placed}: accepted as a run"
+        if index % 5 != 4 and command == REPLACE:
+            placed = [folder / "R.old" / path.relative_to(run) for path in placed]
         for path in placed:
             if not path.is_file() or path.read_text() != "precious":
-                return (
-                    f"{path.relative_to(folder)} was touched by {command[-1]}: {result.err[-300:]}"
-                )
+                return f"{path.relative_to(folder)} was touched: {command[:5]}: {result.err[-300:]}"
     return None
 
 
 def kill_replacement(work: Path, index: int, random: Random) -> str | None:
-    """Kill `--force` at a file operation; the run must load, resume, and be replaceable."""
+    """Kill `--force` at a file operation; the old run stays whole, and the next command works."""
     folder = empty_folder(work / "replaced")
-    run = folder / "R"
-    shutil.copytree(finished_run(work), run)
-    number = index + 1 if index < 30 else random.randint(30, 200)
+    run, intact = folder / "R", finished_run(work)
+    shutil.copytree(intact, run)
+    expected = digests(run)
+    number = index + 1 if index < 40 else random.randint(40, 200)
     result = run_forked(REPLACE, folder, fault=Fault(run, number))
+    what = f"operation {number}"
     if result.code not in (0, -signal.SIGKILL):
-        return f"operation {number}: exit {result.code}: {result.err[-500:]}"
-    try:
-        loaded = load_run(run, device="cpu")
-        problems = [] if loaded.step else ["step 0"]
-        problems += [p for p in verify(open_run(run)).problems if "metrics" not in p]
-    except ChargptError as error:
-        problems = [str(error)]
-    if problems:
-        return f"operation {number}: {problems}"
-    resumed = run_forked(["train", "--resume", "R", "-s", "train.max_steps=30"], folder)
-    if resumed.code != 0:
-        return f"operation {number}: resume: {resumed.err[-500:]}"
+        return f"{what}: exit {result.code}: {result.err[-500:]}"
+    old = folder / "R.old" if (folder / "R.old").exists() else run
+    if not expected.items() <= digests(old).items():
+        return f"{what}: the old run has changed: {sorted(os.listdir(folder))}"
+    if problems := verify(RunFolder(old)).problems:
+        return f"{what}: {problems}"
+    if index % 2:
+        longer = ["train", "--resume", old.name, "-s", "train.max_steps=30"]
+        if (resumed := run_forked(longer, folder)).code != 0:
+            return f"{what}: resume: {resumed.err[-500:]}"
     again = run_forked(REPLACE, folder)
     if again.code != 0 or RunFolder(run).load("latest").config.seed != 7:
-        return f"operation {number}: --force again: {again.err[-500:]}"
+        return f"{what}: --force again: {again.err[-500:]}"
+    kept = RunFolder(folder / "R.old").load("best")
+    if kept.state.best_step != BEST or (folder / "R" / ".new").exists():
+        return f"{what}: --force again: the best step of R.old is {kept.state.best_step}"
+    return None
+
+
+def kill_start(work: Path, index: int, _: Random) -> str | None:
+    """Kill the preparation of a text and the creation of its run; the same command then works."""
+    folder = empty_folder(work / "started")
+    run, number = folder / "R", index // 2 + 1
+    changes: dict[str, object] = {"train.max_steps": 8}
+    if index % 2:
+        changes |= {"text.documents": "lines", "model.block_size": 8}
+    command = train_arguments(**changes)
+    result = run_forked(command, folder, fault=Fault(run, number))
+    if result.code not in (0, -signal.SIGKILL):
+        return f"operation {number}: exit {result.code}: {result.err[-500:]}"
+    again = run_forked(command, folder)
+    if again.code != 0 and "has done all its" not in again.err:
+        return f"operation {number}: the same command: {again.err[-500:]}"
+    if problems := verify(RunFolder(run)).problems:
+        return f"operation {number}: {problems}"
+    whole = run_forked([word if word != "R" else "whole" for word in command], folder)
+    if whole.code != 0 or checkpoint_digests(run) != checkpoint_digests(folder / "whole"):
+        return f"operation {number}: not the weights of an uninterrupted run"
+    if digests(run).keys() != digests(folder / "whole").keys():
+        return f"operation {number}: files remain: {sorted(digests(run))}"
     return None
 
 

@@ -26,6 +26,7 @@ from fault_injection.tiny_run import (
     empty_folder,
     is_finished,
     train_arguments,
+    wait_for,
 )
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -44,15 +45,6 @@ def uninterrupted_ranks(work: Path) -> tuple[list[str], float]:
     return checkpoint_digests(folder / "R"), result[0].seconds
 
 
-def wait_for_first_save(run: Path) -> None:
-    """Wait until the run has a checkpoint."""
-    for _ in range(6000):
-        if (run / "checkpoints" / "latest.json").exists():
-            return
-        time.sleep(0.01)
-    raise AssertionError("no checkpoint after 60 s")
-
-
 def signal_ranks(work: Path, index: int, random: Random) -> str | None:
     """Send a signal to one or both ranks; they must save, exit 128 + n in 5 s, and resume."""
     expected, seconds = uninterrupted_ranks(work)
@@ -62,7 +54,7 @@ def signal_ranks(work: Path, index: int, random: Random) -> str | None:
     run, saves = folder / "R", folder / "saves"
 
     def send(processes: list[int]) -> None:
-        wait_for_first_save(run)
+        wait_for(run / "checkpoints" / "latest.json")
         time.sleep(random.uniform(0, seconds / 2))
         for rank in to:
             with contextlib.suppress(ProcessLookupError):
@@ -89,7 +81,7 @@ def lose_rank(work: Path, index: int, random: Random) -> str | None:
     run, delay = folder / "R", random.uniform(0, seconds / 4)
 
     def send_sigkill(processes: list[int]) -> None:
-        wait_for_first_save(run)
+        wait_for(run / "checkpoints" / "latest.json")
         time.sleep(delay)
         os.kill(processes[rank], signal.SIGKILL)
 

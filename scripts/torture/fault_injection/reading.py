@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 
+from chargpt.store import selection
 from chargpt.store.folder import RunFolder
 from chargpt.store.verify import verify
 from fault_injection.processes import Fault, run_forked
@@ -28,6 +29,11 @@ COMMANDS = (
     ("sample", "R", "-n", "5"),
     ("evaluate", "R"),
     ("runs", "."),
+)
+SAME_COMMAND = tuple(
+    train_arguments(
+        **{"train.max_steps": LATEST + 8, "train.keep_last": 2, "train.evaluate_every": 100}
+    )
 )
 READS_PER_CASE = 100
 
@@ -51,7 +57,7 @@ def finished_run(work: Path) -> Path:
 def _let_best_be(run: Path, step: int) -> None:
     """Save a run's latest checkpoint again, with a validation loss that no other can better."""
     folder = RunFolder(run)
-    saved, _ = folder.load("latest")
+    saved = folder.load("latest")
     state = replace(saved.state, best_step=step, best_nats_per_char=0.0)
     folder.save(
         config=saved.config,
@@ -64,11 +70,11 @@ def _let_best_be(run: Path, step: int) -> None:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of each file in a folder, by name."""
+    """Return the SHA-256 of each file below a folder, by relative path."""
     return {
-        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in folder.iterdir()
-        if path.is_file()
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != ".lock"
     }
 
 
@@ -87,7 +93,10 @@ def _is_later(line: str, last: int) -> bool:
 
 
 def read_errors(work: Path, index: int, random: Random) -> str | None:
-    """Fail one read of a command; the best checkpoint and the metrics must survive it."""
+    """Fail one read of a command; the best checkpoint, the metrics and the text must survive it.
+
+    In a quarter of the cases it is a read of the text.
+    """
     intact = finished_run(work)
     folder = empty_folder(work / "reading")
     run = folder / "R"
@@ -95,9 +104,12 @@ def read_errors(work: Path, index: int, random: Random) -> str | None:
     best = run / "checkpoints" / f"step-{BEST:08d}"
     command = list(COMMANDS[index % len(COMMANDS)] if index >= 150 else MORE)
     number = index + 1 if index < 150 else random.randint(1, 150)
-    fault = Fault(run, number, ERRORS[index % len(ERRORS)], reads=True)
+    under = run
+    if index % 4 == 3:
+        under, number = run / "text", index // 4 % 8 + 1
+    fault = Fault(under, number, ERRORS[index % len(ERRORS)], reads=True)
     result = run_forked(command, folder, fault=fault)
-    what = f"{command[0]}, read {number}"
+    what = f"{command[0]}, read {number} of {under.name}"
     if "Traceback" in result.err or result.code not in (0, 1, 2):
         return f"{what}: exit {result.code}: {result.err[-700:]}"
     if len(error_lines(result)) != (0 if result.code == 0 else 1) and command[0] != "verify":
@@ -106,6 +118,8 @@ def read_errors(work: Path, index: int, random: Random) -> str | None:
         return f"{what}: the best checkpoint is lost"
     if history(run) != history(intact):
         return f"{what}: the history is lost"
+    if digests(run / "text") != digests(intact / "text"):
+        return f"{what}: the text is lost"
     again = run_forked(list(MORE), folder)
     if again.code != 0 and "has done all its" not in again.err:
         return f"{what}: then resume: exit {again.code}: {again.err[-500:]}"
@@ -152,6 +166,58 @@ def damaged_file(work: Path, index: int, random: Random) -> str | None:
     return None
 
 
+def damaged_text(work: Path, index: int, random: Random) -> str | None:
+    """Damage the text of a run; commands say so in one sentence, and all else remains."""
+    intact = finished_run(work)
+    folder = empty_folder(work / "damaged-text")
+    run = folder / "R"
+    shutil.copytree(intact, run)
+    what = _damage_text(run / "text", index, random)
+    before = digests(run)
+    for command in (MORE, SAME_COMMAND, ("evaluate", "R"), ("explain", "R"), ("verify", "R")):
+        result = run_forked(list(command), folder)
+        expected = 1 if command[0] == "verify" else 2
+        if "Traceback" in result.err or result.code != expected:
+            return f"{what}: {command[0]}: exit {result.code}: {result.err[-500:]}"
+        said = [line for line in (result.out + result.err).splitlines() if "R/text" in line]
+        if len(said) != 1 or "damaged" not in said[0]:
+            return f"{what}: {command[0]} does not name the damage: {result.err[-500:]}"
+        if digests(run) != before:
+            return f"{what}: {command[0]} changed a file"
+    if (sampled := run_forked(["sample", "R", "-n", "5"], folder)).code != 0:
+        return f"{what}: then sample: {sampled.err[-500:]}"
+    shutil.rmtree(run / "text")
+    shutil.copytree(intact / "text", run / "text")
+    again = run_forked(list(MORE), folder)
+    return f"{what}: restored: {again.err[-500:]}" if again.code else None
+
+
+def _damage_text(text: Path, index: int, random: Random) -> str:
+    """Damage a file of a run's text, or put what is no file in its place; say how."""
+    path = sorted(text.iterdir())[index % 2]
+    content = bytearray(path.read_bytes())
+    kind = ("bit flipped", "cut", "removed", "emptied", "longer", "a folder", "a pipe")[
+        index // 2 % 7
+    ]
+    if kind == "bit flipped":
+        bit = random.randrange(8 * len(content))
+        content[bit // 8] ^= 1 << bit % 8
+    elif kind == "cut":
+        content = content[: random.randrange(len(content))]
+    elif kind == "emptied":
+        content = bytearray()
+    elif kind == "longer":
+        content += random.randbytes(random.randint(1, 99))
+    path.unlink()
+    if kind == "a folder":
+        path.mkdir()
+    elif kind == "a pipe":
+        os.mkfifo(path)
+    elif kind != "removed":
+        path.write_bytes(content)
+    return f"{path.name}: {kind}"
+
+
 @contextmanager
 def saving_process(run: Path) -> Iterator[None]:
     """Save a checkpoint of the next step again and again in a fork."""
@@ -159,7 +225,7 @@ def saving_process(run: Path) -> Iterator[None]:
     if pid == 0:
         try:
             folder = RunFolder(run)
-            saved, _ = folder.load("latest")
+            saved = folder.load("latest")
             for step in range(saved.state.step + 1, 10**6):
                 folder.save(
                     config=saved.config,
@@ -191,7 +257,8 @@ def read_beside_writer(work: Path, index: int, _: Random) -> str | None:
             if number % 4 == 3:
                 found = verify(reader).problems
             else:
-                found = reader.load("best" if number % 2 else "latest")[1]
+                which = "best" if number % 2 else "latest"
+                found = selection.load(run, which, optimizer=True)[1]
             if found:
                 return f"read {number} of case {index}: {found}"
     return None

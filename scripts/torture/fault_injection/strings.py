@@ -126,7 +126,7 @@ def _state_text(folder: Path, sequence: str) -> list[list[str]]:
 
 def _tensor_name(folder: Path, sequence: str) -> list[list[str]]:
     run = RunFolder(folder / "R")
-    saved, _ = run.load("latest")
+    saved = run.load("latest")
     model = {**saved.model, sequence: torch.zeros(3)}
     run.save(
         config=saved.config,

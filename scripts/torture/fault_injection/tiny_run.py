@@ -4,11 +4,11 @@ import contextlib
 import functools
 import hashlib
 import shutil
+import time
 from pathlib import Path
 
 from chargpt.errors import ChargptError
-from chargpt.store import commit
-from chargpt.store.folder import RunFolder
+from chargpt.store import commit, selection
 from fault_injection.processes import ProcessResult, run_forked
 
 REPOSITORY = Path(__file__).parents[3]
@@ -76,6 +76,15 @@ def is_finished(run: Path) -> bool:
     return False
 
 
+def wait_for(path: Path) -> None:
+    """Wait until a training process has made a file."""
+    for _ in range(3000):
+        if path.exists():
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"no {path.name} after 30 s")
+
+
 def error_lines(result: ProcessResult) -> list[str]:
     """Return the error lines that a process printed."""
     return [line for line in result.err.splitlines() if line.startswith("chargpt: ")]
@@ -96,7 +105,7 @@ def check_saves(run: Path, save_log: Path) -> str | None:
     if not lines:
         return None
     try:
-        saved, skipped = RunFolder(run).load("latest")
+        saved, skipped = selection.load(run, "latest", optimizer=True)
     except ChargptError as error:
         return f"step {lines[-1]} was saved, but the run cannot be read: {error}"
     if saved.state.step < int(lines[-1]):

@@ -9,6 +9,7 @@ import torch
 
 from chargpt.config import Config
 from chargpt.errors import DivergedError
+from chargpt.store import selection
 from chargpt.store.folder import RunFolder
 from chargpt.text.corpus import Corpus
 from chargpt.text.prepare import load_corpus
@@ -65,7 +66,7 @@ def resume_at(work: Path, index: int, _: Random) -> str | None:
     if step == 0:
         folder, saved = RunFolder(copy), None
     else:
-        saved, _ = RunFolder(run).load(str(step))
+        saved = RunFolder(run).load(str(step))
         (copy / "checkpoints").mkdir(parents=True)
         shutil.copy(run / "metrics.jsonl", copy)
         folder = RunFolder(copy)
@@ -119,7 +120,7 @@ def non_finite(work: Path, index: int, random: Random) -> str | None:
         changed = any(not torch.equal(after[name], before[name]) for name in before)
         if changed and target != "weight":
             wrong = "the update was applied"
-        saved, skipped = run.load("latest")
+        saved, skipped = selection.load(run.path, "latest", optimizer=True)
         if skipped or saved.state.step != saved_before:
             wrong = f"the last checkpoint changed: {skipped}"
         if f"step {step + 1} " not in str(error) or "--resume" not in str(error):
