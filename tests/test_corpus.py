@@ -750,7 +750,7 @@ def test_a_text_that_cannot_be_read_now_is_not_called_damaged(
     def fail(*_: object) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    for name in ("read_regular", "open_regular"):  # of the meta file, and of the tokens
+    for name in ("read_json", "open_regular"):  # of the meta file, and of the tokens
         with monkeypatch.context() as patch:
             patch.setattr(f"chargpt.text.prepare.{name}", fail)
             with pytest.raises(UnreadableError, match="try again"):

@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,6 +23,7 @@ from chargpt.files import (
     write_atomically,
 )
 from chargpt.log import logger
+from chargpt.ranks import is_main_rank
 from chargpt.store import commit, selection
 from chargpt.store.checkpoint import (
     CONFIG,
@@ -55,8 +57,10 @@ from chargpt.store.layout import (
 from chargpt.store.metrics import MetricsLog
 from chargpt.store.state import RunState
 from chargpt.store.tensors import serialize
+from chargpt.text import TextProgress
 from chargpt.text.corpus import Corpus
-from chargpt.text.prepare import read_prepared
+from chargpt.text.prepare import prepare, read_prepared
+from chargpt.text.source import Source
 from chargpt.text.tokenizer import CharTokenizer
 
 Existing = Literal["reject", "restart", "rename"]
@@ -366,6 +370,18 @@ class RunFolder:
         if skipped:
             logger.warning(f"{saved.folder.name} is used instead")
         return saved
+
+    def prepare_text(
+        self, source: Source, settings: TextConfig, on_progress: TextProgress | None = None
+    ) -> Corpus:
+        """Read a text into `new_text`, on other ranks than 0 for this process only.
+
+        Arguments and errors are those of `prepare`.
+        """
+        if is_main_rank():
+            return prepare(source, settings, self.new_text, on_progress)
+        with tempfile.TemporaryDirectory() as temporary:
+            return prepare(source, settings, Path(temporary))
 
     def has_text(self) -> bool:
         """Return whether the run has a text of its own."""

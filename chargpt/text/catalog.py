@@ -124,8 +124,8 @@ def resolve_settings(
     """Return the config of a run, and the dotted keys of the settings that are fixed.
 
     Args:
-        path: a file, folder, glob, name in the catalog, or `-`; None: what the config names, or
-            the built-in text.
+        path: a file, folder, glob, name in the catalog, or `-`, made absolute in the config; None:
+            what the config names, or the built-in text.
         config: a shipped config's name or a YAML file; `gpt` by default, which fixes nothing.
         settings: values by dotted key, which take precedence over the config.
 

@@ -48,7 +48,7 @@ class Corpus:
         name: short name for messages and tables.
         key: hash of the text's content and of the settings that determine its tokens.
         tokens: the whole text, shape (tokens,), memory-mapped, read-only.
-        settings: the sizes of the splits, and what separates documents.
+        settings: of the text; the splits are computed from them, not stored.
         rare_count: number of occurrences of characters that are not in the vocabulary.
         files: that it was read from; none of a text in memory or standard input.
         lines: of a list of documents, the number of lines before each, (documents,).

@@ -2,6 +2,7 @@
 
 Every document ends with the EOS token (end of sequence): one character, which the model learns to
 predict. It is the line end if the documents are lines, else U+001E, the record separator of ASCII.
+`prepare` stores the documents in `shuffled_order`, so that every split is a sample of them.
 """
 
 import io

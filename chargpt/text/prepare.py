@@ -29,7 +29,7 @@ from pydantic.dataclasses import dataclass
 
 from chargpt.config import TextConfig
 from chargpt.errors import RunError, TextError, UnreadableError
-from chargpt.files import open_regular, read_regular, to_json, write_synced
+from chargpt.files import open_regular, read_json, to_json, write_synced
 from chargpt.log import logger
 from chargpt.text import TextProgress
 from chargpt.text.corpus import Corpus
@@ -69,7 +69,7 @@ CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class _Meta:
-    """The content of `meta.json`."""
+    """The content of `meta.json`, beside its own CRC-32, `crc32`."""
 
     name: str
     key: str
@@ -79,11 +79,6 @@ class _Meta:
     files: list[TextFile]
     format: Literal["chargpt-text"] = "chargpt-text"
     version: Literal[1] = 1
-    crc32: int = 0  # of all of this
-
-    def checksum(self) -> int:
-        """Return the CRC-32 of all values."""
-        return zlib.crc32(to_json(dataclasses.asdict(self) | {"crc32": 0}))
 
 
 def load_corpus(
@@ -211,8 +206,9 @@ def _encode(
         checksums=checksums,
         files=[file._replace(begin=begin) for file, begin in zip(read, places.files, strict=False)],
     )
-    meta = replace(meta, crc32=meta.checksum())
-    write_synced(folder / META, [to_json(dataclasses.asdict(meta))])
+    content = dataclasses.asdict(meta)
+    content["crc32"] = zlib.crc32(to_json(content))
+    write_synced(folder / META, [to_json(content)])
     return _open(folder, settings, tokenizer, meta)
 
 
@@ -334,9 +330,10 @@ def read_prepared(folder: Path, settings: TextConfig, tokenizer: CharTokenizer) 
         RunError: a file is damaged or missing, or the text is another than the run's.
     """
     try:
-        meta = TypeAdapter(_Meta).validate_json(read_regular(folder / META, MAX_META_BYTES))
-        if meta.crc32 != meta.checksum():
+        content = read_json(folder / META, MAX_META_BYTES)
+        if content.pop("crc32", None) != zlib.crc32(to_json(content)):
             raise ValueError(f"{META} has changed since it was written")
+        meta = TypeAdapter(_Meta).validate_json(to_json(content))
         if meta.tokenizer_sha256 != _sha256(tokenizer):
             raise ValueError("it is the text of another run")
         for name, (size, checksum) in meta.checksums.items():

@@ -25,7 +25,7 @@ from chargpt.training.cost import expected_cost
 from chargpt.training.finetune import load_base_run
 from chargpt.training.request import Request, StartMode
 from chargpt.training.schedule import decay_start, lr_factor_at
-from chargpt.training.session import Session, read_given_text
+from chargpt.training.session import Session
 from chargpt.training.trainer import Trainer
 
 # Fraction of the peak of the learning rates when a finished run goes on: RESTART times the square
@@ -34,7 +34,7 @@ RESTART, MAX_RESTART = 0.5, 0.5
 NOTED_RISE = 1.5  # a rise of the learning rates up to this factor needs no restart or note
 ENDED = 0.95  # fraction of the steps from which a decay that has begun counts as ended
 RATES = ("optim.lr", "optim.matrix_lr")
-MAY_CHANGE = (
+MAY_CHANGE = (  # and names in _every; `text_of_run` compares the text of the same command
     *("train.max_steps", "train.patience", "train.keep_last", "train.max_rollbacks"),
     "schedule.restarts",
     *(*RATES, "device", "dtype", "threads"),
@@ -103,7 +103,7 @@ def text_of_run(
         given = request.resolved[0].text
         is_same_file = request.text is None and given.path == settings.path != STDIN
         if not (is_same_file and folder.has_text()):
-            corpus = read_given_text(folder, find_text(given, request.text), settings, on_progress)
+            corpus = folder.prepare_text(find_text(given, request.text), settings, on_progress)
             if corpus.key != saved.state.corpus_key:
                 raise TextError(
                     f"{corpus.name} is not the text that the run was trained on; name that one, or "

@@ -1,21 +1,13 @@
 """One invocation of training, from the first step to the last: the driver of all who train."""
 
 import signal
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-from chargpt.config import TextConfig
 from chargpt.errors import Stopped
 from chargpt.inference.baselines import Baselines
-from chargpt.ranks import is_main_rank
 from chargpt.store.folder import RunFolder
 from chargpt.store.run import Run
-from chargpt.text import TextProgress
-from chargpt.text.corpus import Corpus
-from chargpt.text.prepare import prepare
-from chargpt.text.source import Source
 from chargpt.training.cost import Cost
 from chargpt.training.interrupts import deferred_signals
 from chargpt.training.pace import Pace
@@ -66,13 +58,3 @@ class Session:
     def late_note(self) -> str | None:
         """Return a sentence if a budgeted command has taken longer than was announced."""
         return None if self.pace is None else self.pace.deadline.late_note()
-
-
-def read_given_text(
-    folder: RunFolder, source: Source, settings: TextConfig, on_progress: TextProgress | None
-) -> Corpus:
-    """Return a text that is read now, on rank 0 into the subfolder `.new` of a run's folder."""
-    if is_main_rank():
-        return prepare(source, settings, folder.new_text, on_progress)
-    with tempfile.TemporaryDirectory() as temporary:
-        return prepare(source, settings, Path(temporary))

@@ -42,7 +42,7 @@ from chargpt.training.finetune import config_from_base_run, describe_base_run, l
 from chargpt.training.planner import fitting_block_size
 from chargpt.training.request import Request, StartMode
 from chargpt.training.resume import resumed_run
-from chargpt.training.session import Session, read_given_text
+from chargpt.training.session import Session
 from chargpt.training.trainer import Trainer
 
 EXISTING: dict[StartMode, Existing] = {
@@ -101,7 +101,7 @@ def new_run(request: Request, on_progress: TextProgress | None) -> Iterator[Sess
     source = find_text(config.text, request.text)
     name = f"{slug(source.name)}-{config.model.kind}"
     with new_folder(request.out, name, group) as folder:
-        corpus = read_given_text(folder, source, config.text, on_progress)
+        corpus = folder.prepare_text(source, config.text, on_progress)
         log_warnings(corpus)
         if base_run is not None:
             config = with_fitting_block_size(config, corpus, fixed_keys)
