@@ -77,7 +77,7 @@ class Stopped(BaseException):
     """A signal ends the work.
 
     Attributes:
-        number: of the signal; it decides the exit code.
+        number: of the signal; the exit code is 128 + number (`exit_code_of` in `cli/main.py`).
         is_saved: whether training has saved a checkpoint first.
         is_reported: whether a message has named the signal.
     """

@@ -40,10 +40,9 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def there(moved: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Cli:
-    """Commands beside a copy of the moved run, with an empty cache."""
+def there(moved: Path, cli: Cli) -> Cli:
+    """Commands beside a copy of the moved run."""
     shutil.copytree(moved / "run", "run")
-    monkeypatch.setenv("CHARGPT_CACHE", str(tmp_path / "cache"))
     return cli
 
 

@@ -1,4 +1,7 @@
-"""Signals: INT, TERM and HUP let a training step finish and save; elsewhere they end at once."""
+"""Signals of the command line: INT, TERM and HUP end a command at once, by `Stopped`.
+
+While a run trains, `training.interrupts.deferred_signals` replaces the handler.
+"""
 
 import os
 import signal

@@ -25,8 +25,9 @@ class StoppingHandler:
 def deferred_signals(on_signal: Callable[[int], object]) -> Iterator[list[int]]:
     """Record the signals that would end the work, in the list that the block gets.
 
-    These are Ctrl-C, unless the program handles it otherwise, and those with a `StoppingHandler`. A
-    Ctrl-C after another signal does what it did before. Outside the main thread none is recorded.
+    These are Ctrl-C, unless the program handles it otherwise, and those with a `StoppingHandler`.
+    If the second one is Ctrl-C, the replaced handler ends the step at once, and nothing is saved; a
+    second TERM or HUP is only recorded. Outside the main thread none is recorded.
 
     Args:
         on_signal: called with the number of each signal that is recorded.

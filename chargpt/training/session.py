@@ -52,7 +52,7 @@ class Session:
             yield from self.trainer.steps(self.pace, lambda: bool(caught))
         if caught:
             raise Stopped(caught[0], is_saved=True)
-        if self.trainer.stopped_by == "signal":
+        if self.trainer.stopped_by == "signal":  # that of another rank, whose number is not known
             raise Stopped(signal.SIGTERM, is_saved=True)
 
     def late_note(self) -> str | None:

@@ -149,7 +149,7 @@ class Trainer:
 
         Raises:
             DivergedError: the loss, a gradient or a weight is not finite.
-            OperationError: the last checkpoint could not be written.
+            OperationError: the last checkpoint, also that of a stop, could not be written.
         """
         self.started = time.perf_counter() - self.state.seconds
         self.speed_since = self.state.step, time.perf_counter()

@@ -70,7 +70,7 @@ class RunWriter:
         )
         save = self.folder.save
 
-        def commit() -> RunState | None:
+        def save_or_note_error() -> RunState | None:
             with self._tolerate_disk_errors():
                 self.newest = save(
                     config=config,
@@ -85,10 +85,10 @@ class RunWriter:
             return None
 
         if not is_on_cpu:
-            self._pending = self.executor.submit(commit)
+            self._pending = self.executor.submit(save_or_note_error)
             return
         self._pending = Future()
-        self._pending.set_result(commit())
+        self._pending.set_result(save_or_note_error())
 
     @property
     def saved_step(self) -> int | None:
