@@ -8,8 +8,8 @@ from torch import Tensor
 
 from chargpt.config import Config, ModelConfig
 from chargpt.models import LanguageModel, build_model
+from chargpt.store.checkpoint import RunState
 from chargpt.store.run import Run
-from chargpt.store.state import RunState
 from chargpt.text.tokenizer import CharTokenizer
 
 RUNGS: list[dict[str, Any]] = [  # the ladder's models and other settings

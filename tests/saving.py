@@ -8,8 +8,8 @@ import torch
 
 from chargpt.config import Config
 from chargpt.models import build_model
+from chargpt.store.checkpoint import RunState
 from chargpt.store.folder import RunFolder
-from chargpt.store.state import RunState
 from chargpt.text.tokenizer import CharTokenizer
 
 TOKENIZER = CharTokenizer.fit("hello world")
@@ -32,7 +32,6 @@ def save(run: RunFolder, step: int, *, best: bool = False, fill: float = 0.5) ->
         state=RunState(step, best_step=BEST_STEPS.get(run.path)),
         model=weights,
         optimizer={"adamw.step": torch.tensor(float(step))},
-        is_best=best,
     )
 
 

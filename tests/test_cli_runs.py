@@ -26,7 +26,7 @@ from chargpt.cli import main as main_module
 from chargpt.cli.runs import runs as cli_runs
 from chargpt.config import Config
 from chargpt.models import count_parameters
-from chargpt.store import listing
+from chargpt.store import checkpoint, listing
 from chargpt.store.folder import RunFolder
 
 QUICK = (
@@ -45,7 +45,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         args = ("train", "novel.txt", *QUICK, *extra, "-o", f"runs/{name}")
         run_here(*args, cwd=folder)
     shutil.copytree(folder / "runs" / "a", folder / "runs" / "damaged")
-    (folder / "runs" / "damaged" / "checkpoints" / "latest.json").write_text("{}")
+    for state in (folder / "runs" / "damaged").glob("*/step-*/state.json"):
+        state.write_text("{}")
     shutil.copytree(folder / "runs" / "a", folder / "runs" / "unsaved")
     shutil.rmtree(folder / "runs" / "unsaved" / "checkpoints")
     return folder / "runs"
@@ -79,7 +80,7 @@ def test_a_run_that_is_saved_while_it_is_listed_is_not_called_damaged(
 ) -> None:
     run = RunFolder(tmp_path / "run").create(CONFIG, TOKENIZER)
     first = save(run, 1, best=True)
-    read = listing.read_metadata
+    read = checkpoint.read_metadata
 
     def save_before_reading(folder: Path) -> object:
         if folder == first and folder.exists():
@@ -87,7 +88,7 @@ def test_a_run_that_is_saved_while_it_is_listed_is_not_called_damaged(
             shutil.rmtree(first)
         return read(folder)
 
-    monkeypatch.setattr(listing, "read_metadata", save_before_reading)
+    monkeypatch.setattr(checkpoint, "read_metadata", save_before_reading)
     (summary,) = listing.list_runs(tmp_path)
     assert (summary.step, summary.status) == (2, "unfinished")
 
@@ -176,10 +177,11 @@ def test_config_shows_a_string_as_yaml_that_is_read_back(value: str, cli: Cli) -
 
 def test_compare_tells_of_a_checkpoint_that_it_cannot_use(runs: Path, cli: Cli) -> None:
     shutil.copytree(runs, "runs")
-    (Path("runs") / "a" / "checkpoints" / "best.json").write_text("{}")
+    damaged = max(Path("runs", "a", "checkpoints").iterdir()) / "state.json"
+    damaged.write_text("{}")
     done = cli("compare", "runs/a", "runs/group/b")
     assert done.returncode == 0, done.stderr
-    assert "runs/a/checkpoints/best.json" in done.stderr
+    assert str(damaged) in done.stderr
 
 
 def test_the_page_of_settings_is_up_to_date() -> None:

@@ -20,8 +20,8 @@ from chargpt.inference.baselines import BIGRAM_ALPHA, Baselines, bigram_log_prob
 from chargpt.inference.evaluation import Evaluation, evaluate, evaluate_tokens
 from chargpt.inference.windows import even_spans
 from chargpt.models.bigram import BigramLM
+from chargpt.store.checkpoint import RunState
 from chargpt.store.run import Run
-from chargpt.store.state import RunState
 from chargpt.text.batches import Batches
 from chargpt.text.corpus import Corpus
 from chargpt.text.prepare import find_text, load_corpus, prepare

@@ -35,9 +35,9 @@ from chargpt.export.onnx import OnnxRuntime, export_onnx
 from chargpt.imports import huggingface as imports
 from chargpt.imports.huggingface import import_huggingface
 from chargpt.models import GPT, build_model
+from chargpt.store.checkpoint import RunState
 from chargpt.store.folder import RunFolder
 from chargpt.store.run import Run, load_run
-from chargpt.store.state import RunState
 from chargpt.text.tokenizer import CharTokenizer
 
 SIZES: dict[str, object] = {"n_layer": 2, "n_embd": 32, "n_head": 2, "block_size": 24}

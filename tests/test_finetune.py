@@ -11,9 +11,9 @@ from noise import fill_with_noise
 
 from chargpt.config import Config, ModelConfig
 from chargpt.models import build_model
+from chargpt.store.checkpoint import RunState
 from chargpt.store.metrics import validation_curve
 from chargpt.store.run import Run, load_run
-from chargpt.store.state import RunState
 from chargpt.text.tokenizer import CharTokenizer
 from chargpt.training.finetune import copy_weights
 

@@ -22,9 +22,9 @@ from chargpt.errors import ConfigError, OperationError
 from chargpt.export import html
 from chargpt.export.html import export_html, half_weights, make_page
 from chargpt.models import GPT, build_model
+from chargpt.store.checkpoint import RunState
 from chargpt.store.folder import RunFolder
 from chargpt.store.run import Run, load_run
-from chargpt.store.state import RunState
 from chargpt.text.statistics import count_pairs, count_tokens
 from chargpt.text.tokenizer import CharTokenizer
 
@@ -68,7 +68,6 @@ def save_run(folder: Path, tokenizer: CharTokenizer = LATIN, **changes: object) 
         state=RunState(1, best_step=1),
         model={name: tensor.half().float() for name, tensor in model.state_dict().items()},
         optimizer={"adamw.step": torch.tensor(1.0)},
-        is_best=True,
     )
     return load_run(folder, device="cpu")
 

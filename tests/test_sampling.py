@@ -26,8 +26,8 @@ from chargpt.inference.decoders import NumpyDecoder
 from chargpt.inference.generation import sample, stream, stream_pieces, stream_run
 from chargpt.inference.sampler import filter_probs, sample_tokens, uniforms
 from chargpt.models.bigram import BigramLM
+from chargpt.store.checkpoint import RunState
 from chargpt.store.run import Run
-from chargpt.store.state import RunState
 from chargpt.text.prepare import find_text, prepare
 from chargpt.text.tokenizer import CharTokenizer
 

@@ -1,4 +1,4 @@
-"""Run folders: checkpoints, pointers, locks, metrics and integrity checks."""
+"""Run folders: checkpoints, locks, metrics and integrity checks."""
 
 import contextlib
 import dataclasses
@@ -27,15 +27,20 @@ from saving import CONFIG, TOKENIZER, rewrite, save
 from chargpt.errors import DeviceError, RunError, UnreadableError
 from chargpt.files import to_json
 from chargpt.models import build_model
-from chargpt.store import metrics, selection
-from chargpt.store.checkpoint import Checkpoint, list_checkpoints, step_of
+from chargpt.store import checkpoint, metrics
+from chargpt.store.checkpoint import (
+    Checkpoint,
+    RunState,
+    list_checkpoints,
+    load_checkpoint,
+    newest_metadata,
+    step_of,
+)
 from chargpt.store.folder import RunFolder
 from chargpt.store.layout import find_foreign_file, has_checkpoint
 from chargpt.store.listing import list_runs
 from chargpt.store.metrics import MetricsLog
 from chargpt.store.run import load_run, newest_run, open_run
-from chargpt.store.selection import newest_metadata
-from chargpt.store.state import RunState
 from chargpt.store.tensors import serialize
 from chargpt.store.verify import verify
 from chargpt.text.prepare import load_corpus
@@ -212,7 +217,9 @@ def test_pruning_keeps_checkpoints_newer_than_the_resumed_one(
 ) -> None:
     for step in (10, 20, 30):
         save(run, step)
-    for step in (12, 14, 16):  # 20 and 30 were found damaged
+    for step in (20, 30):
+        (run.checkpoints / f"step-{step:08}" / "state.json").unlink()
+    for step in (12, 14, 16):
         save(run, step)
     steps = [step_of(path) for path in list_checkpoints(run.checkpoints)]
     assert steps == [14, 16, 20, 30]
@@ -229,7 +236,6 @@ def test_before_the_first_evaluation_best_is_the_newest(run: RunFolder) -> None:
             state=RunState(step),
             model=model.state_dict(),
             optimizer={},
-            is_best=False,
         )
     assert load_run(run.path, "best", "cpu").step == 2
     assert not verify(run).problems
@@ -591,7 +597,6 @@ def test_checkpoints_are_listed_in_the_order_of_their_steps(run: RunFolder) -> N
     for step in (99_999_999, 100_000_000):
         save(run, step)
     (run.checkpoints / "step-1").mkdir()
-    (run.checkpoints / "step-00000001").mkdir()  # without a manifest
     shutil.copytree(run.checkpoints / "step-100000000", run.checkpoints / "step-copy")
     steps = [step_of(path) for path in list_checkpoints(run.checkpoints)]
     assert steps == [99_999_999, 100_000_000]
@@ -667,65 +672,27 @@ def run_with_best(run: RunFolder) -> RunFolder:
     return run
 
 
-@pytest.mark.parametrize("damage", ["bit flipped", "removed", "emptied", "wrong digest"])
-def test_the_best_checkpoint_survives_a_damaged_pointer(
-    run: RunFolder, damage: str, notes: list[str]
+def test_pointer_files_of_earlier_versions_are_ignored(run: RunFolder) -> None:
+    run_with_best(run)
+    for name in ("best.json", "latest.json"):
+        (run.checkpoints / name).write_text('{"checkpoint": "step-00000002"}')
+    assert [load_run(run.path, which, "cpu").step for which in ("best", "latest")] == [1, 3]
+    assert find_foreign_file(run.path) is None
+
+
+@pytest.mark.parametrize("damage", ["manifest.json", "state.json", "model.safetensors"])
+def test_if_the_newest_checkpoint_is_damaged_the_best_is_that_of_the_one_before(
+    run: RunFolder, damage: str
 ) -> None:
     run_with_best(run)
-    pointer = run.checkpoints / "best.json"
-    content = bytearray(pointer.read_bytes())
-    if damage == "removed":
-        pointer.unlink()
-    elif damage == "emptied":
-        pointer.write_bytes(b"")
-    elif damage == "wrong digest":
-        pointer.write_bytes(content.replace(content[-10:-5], b"00000"))
-    else:
-        content[20] ^= 1
-        pointer.write_bytes(content)
-    loaded = load_run(run.path, "best", "cpu")
-    assert loaded.step in (1, 3)
-    assert loaded.notes[1:] == (f"step-{loaded.step:08} is used instead",)
+    (run.checkpoints / "step-00000003" / damage).unlink()
+    assert load_run(run.path, "best", "cpu").step == 1
+    latest = load_run(run.path, "latest", "cpu")
+    assert latest.step == 2
+    assert f"step-00000003/{damage} cannot be read" in latest.notes[0]
+    assert latest.notes[1] == "step-00000002 is used instead"
     save(run, 4)
-    save(run, 5)
     assert (run.checkpoints / "step-00000001").is_dir()
-    notes.clear()
-    run.repair_pointer(run.load("latest"))
-    assert notes == ["best.json was missing or damaged; it names step-00000001 again"]
-    assert load_run(run.path, "best", "cpu").step == 1
-    assert not verify(run).problems
-
-
-def test_without_its_pointer_the_best_is_the_one_that_the_state_names(run: RunFolder) -> None:
-    run_with_best(run)
-    (run.checkpoints / "best.json").unlink()
-    assert load_run(run.path, "best", "cpu").step == 1
-
-
-@pytest.mark.parametrize("missing", [["best.json", "latest.json"], ["latest.json"]])
-def test_a_first_save_that_was_killed_before_its_pointers_is_whole(
-    run: RunFolder, missing: list[str]
-) -> None:
-    save(run, 1)
-    for name in missing:
-        (run.checkpoints / name).unlink()
-    for which in ("best", "latest"):
-        saved, skipped = selection.load(run.path, which, optimizer=True)
-        assert (saved.state.step, skipped) == (1, [])
-    assert verify(run).problems == []
-    (listed,) = list_runs(run.path.parent)
-    assert (listed.step, listed.saved is None) == (1, False)
-
-
-def test_if_best_names_no_checkpoint_the_best_is_the_one_that_the_state_names(
-    run: RunFolder,
-) -> None:
-    run_with_best(run)
-    pointer = run.checkpoints / "best.json"
-    pointer.write_text(pointer.read_text().replace("step-00000001", "step-00000009"))
-    loaded = load_run(run.path, "best", "cpu")
-    assert loaded.step == 1
-    assert "step-00000009" in loaded.notes[0]
 
 
 def test_saving_a_step_again_never_leaves_it_without_a_checkpoint(
@@ -741,7 +708,7 @@ def test_saving_a_step_again_never_leaves_it_without_a_checkpoint(
     save(run, 1, fill=0.25)
     assert missing
     assert not any(missing)
-    saved, skipped = selection.load(run.path, "latest", optimizer=True)
+    saved, skipped = load_checkpoint(run.checkpoints, "latest")
     assert (float(saved.model["head.weight"][0, 0]), skipped) == (0.25, [])
     assert [path.name for path in run.checkpoints.iterdir() if path.is_dir()] == [folder.name]
 
@@ -750,7 +717,7 @@ def test_runs_are_listed_by_their_last_save_and_beside_folders_that_cannot_be_re
     run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(run, 1)
-    os.utime(run.checkpoints / "latest.json", (1, 1))
+    os.utime(run.checkpoints / "step-00000001" / "manifest.json", (1, 1))
     other = RunFolder(tmp_path / "other").create(CONFIG, TOKENIZER)
     save(other, 2)
     run.keep(1)  # changes the folder of the checkpoint, and saves nothing
@@ -789,7 +756,7 @@ def test_a_step_that_cannot_be_saved_again_keeps_its_checkpoint(
     monkeypatch.setattr(os, "rename", rename)
     with pytest.raises(OSError, match="Input/output error"):
         save(run, 1, fill=0.25)
-    saved, skipped = selection.load(run.path, "latest", optimizer=True)
+    saved, skipped = load_checkpoint(run.checkpoints, "latest")
     assert (float(saved.model["head.weight"][0, 0]), skipped) == (0.5, [])
     assert run.is_kept(1)
     assert [path.name for path in run.checkpoints.iterdir() if path.is_dir()] == [folder.name]
@@ -853,37 +820,29 @@ def test_too_little_memory_is_no_damage(run: RunFolder, monkeypatch: pytest.Monk
         run.load("latest")
 
 
-def test_the_best_survives_a_pointer_that_names_another_checkpoint(run: RunFolder) -> None:
-    run_with_best(run)
-    shutil.copy(run.checkpoints / "latest.json", run.checkpoints / "best.json")
-    save(run, 4)
-    save(run, 5)
-    assert (run.checkpoints / "step-00000001").is_dir()
-
-
 def test_a_checkpoint_deleted_while_it_is_read_is_no_damage(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(run, 1)
     save(run, 2)
-    real, saves = selection.read_checkpoint, iter((3, 4))
+    real, saves = checkpoint.read_checkpoint, iter((3, 4))
 
     def read(folder: Path, *, optimizer: bool) -> Checkpoint:
         for step in saves:  # with keep_last 2, the second one deletes step 2
             save(run, step)
         return real(folder, optimizer=optimizer)
 
-    monkeypatch.setattr(selection, "read_checkpoint", read)
-    saved, skipped = selection.load(run.path, "latest", optimizer=True)
+    monkeypatch.setattr(checkpoint, "read_checkpoint", read)
+    saved, skipped = load_checkpoint(run.checkpoints, "latest")
     assert (saved.state.step, skipped) == (4, [])
 
 
 def test_if_the_best_is_gone_the_newest_takes_its_place(run: RunFolder) -> None:
     run_with_best(run)
-    (run.checkpoints / "best.json").unlink()
     shutil.rmtree(run.checkpoints / "step-00000001")
-    run.repair_pointer(run.load("latest"))
-    assert load_run(run.path, "best", "cpu").step == 3
+    loaded = load_run(run.path, "best", "cpu")
+    assert loaded.step == 3
+    assert "step-00000001, the best checkpoint, is missing" in loaded.notes[0]
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])
@@ -892,7 +851,7 @@ def test_what_cannot_be_read_now_is_neither_skipped_nor_deleted(
 ) -> None:
     run_with_best(run)
     before = sorted(run.path.rglob("*"))
-    real, failing = os.stat, "best.json"
+    real, failing = os.stat, "step-00000003/state.json"
 
     def stat(path: os.PathLike[str], *rest: object, **named: object) -> os.stat_result:
         if str(path).endswith(failing):
@@ -901,13 +860,10 @@ def test_what_cannot_be_read_now_is_neither_skipped_nor_deleted(
 
     with monkeypatch.context() as patched:
         patched.setattr("os.stat", stat)
-        with pytest.raises(UnreadableError, match="try again"):
-            run.load("best")
-        save(run, 4)
-        failing = "latest.json"
-        with pytest.raises(UnreadableError, match="try again"):
-            run.load("latest")
-        failing = "step-00000004/model.safetensors"
+        for which in ("best", "latest"):
+            with pytest.raises(UnreadableError, match="try again"):
+                run.load(which)
+        failing = "step-00000003/model.safetensors"
         with pytest.raises(UnreadableError, match="try again"):
             run.load("latest")
         failing = "metrics.jsonl"
@@ -915,8 +871,7 @@ def test_what_cannot_be_read_now_is_neither_skipped_nor_deleted(
             run.metrics.records()
         with pytest.raises(OSError, match=os.strerror(number)):
             run.metrics.truncate_after(1)
-    assert set(before) <= set(run.path.rglob("*"))
-    assert [record["step"] for record in run.metrics.records()] == [1, 2, 3, 4]
+    assert sorted(run.path.rglob("*")) == before
 
 
 def test_truncating_the_metrics_keeps_every_line_that_is_not_of_a_later_step(
@@ -1024,7 +979,7 @@ def test_a_run_without_its_config_is_still_a_run(run: RunFolder) -> None:
     save(run, 1)
     (run.path / "config.yaml").unlink()
     assert load_run(run.path, device="cpu").step == 1
-    assert newest_metadata(open_run(run.path).path)[0] == CONFIG
+    assert newest_metadata(open_run(run.path).checkpoints)[0] == CONFIG
 
 
 FOREIGN = (
@@ -1085,7 +1040,7 @@ def test_a_reader_beside_a_saving_run_sees_no_damage(run: RunFolder) -> None:
     try:
         for number in range(60):
             which = "best" if number % 2 else "latest"
-            assert selection.load(reader.path, which, optimizer=True)[1] == []
+            assert load_checkpoint(reader.checkpoints, which)[1] == []
     finally:
         stop.set()
         writer.join()

@@ -13,8 +13,8 @@ from pydantic.fields import FieldInfo
 from chargpt.cli import console, options
 from chargpt.config import Config, Settings, describe_unknown_key, load_config, shipped_configs
 from chargpt.errors import ConfigError
+from chargpt.store.checkpoint import newest_metadata
 from chargpt.store.run import open_run
-from chargpt.store.selection import newest_metadata
 from chargpt.yaml_io import dump_yaml
 
 TYPES = {int: "integer", float: "number", bool: "true or false", str: "string"}
@@ -56,7 +56,7 @@ def config(
     if run is not None and config_ is not None:
         raise ConfigError("--run and -c exclude each other; give one")
     if run is not None:
-        values = newest_metadata(open_run(run).path)[0]
+        values = newest_metadata(open_run(run).checkpoints)[0]
     else:
         values = Config() if config_ is None else load_config(config_)
     found = [

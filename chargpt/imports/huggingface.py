@@ -12,9 +12,8 @@ from chargpt.errors import RunError
 from chargpt.export.huggingface import ORIGIN, WEIGHTS, qwen3_name
 from chargpt.files import read_json, read_regular, require_new
 from chargpt.models import build_model, count_parameters, rotary_bytes
-from chargpt.store.checkpoint import max_weight_bytes
+from chargpt.store.checkpoint import RunState, max_weight_bytes
 from chargpt.store.folder import RunFolder
-from chargpt.store.state import RunState
 from chargpt.store.tensors import load_weights
 from chargpt.text.tokenizer import CharTokenizer
 

@@ -24,8 +24,8 @@ from chargpt.device import require_memory
 from chargpt.errors import ConfigError, DeviceError, RunError, TextError
 from chargpt.files import read_regular, require_new
 from chargpt.models import build_model, count_parameters
+from chargpt.store.checkpoint import RunState
 from chargpt.store.folder import RunFolder
-from chargpt.store.state import RunState
 from chargpt.store.tensors import load_weights
 from chargpt.text.prepare import find_text, prepare
 from chargpt.text.tokenizer import CharTokenizer

@@ -1,21 +1,26 @@
 """Checkpoints: `step-N/` directories with weights, optimizer state, config, tokenizer, progress."""
 
+import dataclasses
+import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Annotated, Self, TypeVar
 
 import torch
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 from torch import Tensor
 
 from chargpt.config import Config, ModelConfig, validate
 from chargpt.device import require_memory
-from chargpt.errors import RunError
-from chargpt.files import Buffers, entry_names, exists
+from chargpt.errors import ChargptError, DeviceError, RunError, UnreadableError
+from chargpt.files import Buffers, entry_names, to_json
 from chargpt.models import build_model, count_parameters, rotary_bytes
 from chargpt.store import commit
-from chargpt.store.state import RunState
 from chargpt.store.tensors import deserialize, load_weights
 from chargpt.text.tokenizer import CharTokenizer
 from chargpt.yaml_io import parse_yaml
@@ -24,11 +29,50 @@ CONFIG, TOKENIZER, STATE = "config.yaml", "tokenizer.json", "state.json"
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 FILES = (CONFIG, TOKENIZER, STATE, MODEL, OPTIMIZER, commit.MANIFEST)
 KEEP = "keep"  # a file of this name in a checkpoint protects it from deletion
-UNFINISHED = re.compile(rf"{commit.CHECKPOINT_NAME.pattern}(\.old|\.[0-9]+)?\.tmp")
+CHECKPOINT_NAME = re.compile(r"step-[0-9]{8,18}")
+UNFINISHED = re.compile(rf"{CHECKPOINT_NAME.pattern}(\.old|\.[0-9]+)?\.tmp")
+MAX_TRIES = 200  # of reading a run that a training process changes faster than it can be read
 MAX_METADATA_BYTES = 64_000_000  # of the config, tokenizer and state files
 MAX_OPTIMIZER_COPIES = 4  # optimizer values per parameter: moments and raw weights, and a margin
 MAX_TENSOR_HEADER = 400  # bytes of a safetensors header per tensor
 TENSORS_PER_LAYER, OTHER_TENSORS = 12, 8  # at most
+
+
+Content = TypeVar("Content")
+Count = Annotated[int, Field(ge=0, lt=10**18)]
+Number = Annotated[float, Field(ge=0, lt=1e18)]
+
+
+@pydantic_dataclass(frozen=True, config=ConfigDict(strict=True, allow_inf_nan=False))
+class RunState:
+    """Progress of a training run and the environment it ran in, as saved in `state.json`."""
+
+    step: Count  # optimizer steps done
+    seconds: Number = 0.0  # training time, interruptions left out
+    best_step: Count | None = None  # of the lowest validation loss; 0: the weights at the start
+    best_nats_per_char: Number | None = None  # the lowest validation loss
+    evaluations_since_best: Count = 0
+    stopped_early: bool = False  # whether `train.patience` ended the run
+    rollbacks: Count = 0  # how often the run returned to a checkpoint after a non-finite value
+    corpus_key: str | None = None  # cache key of the training text
+    text_name: str = ""  # name of the training text
+    threads: Count | None = None  # CPU threads of PyTorch
+    world_size: Count = 1  # number of ranks
+    torch: str = "unknown"  # version of PyTorch
+
+    @classmethod
+    def from_json(cls, content: bytes) -> Self:
+        """Return the state in `state.json`, ignoring unknown keys; ValueError if malformed."""
+        try:
+            return TypeAdapter(cls).validate_json(content)
+        except ValidationError as error:
+            detail = error.errors(include_url=False)[0]
+            name = ".".join(map(str, detail["loc"])) or "it"
+            raise ValueError(f"{name}: {detail['msg'].lower()}") from None
+
+    def to_json(self) -> bytes:
+        """Return the content of `state.json`."""
+        return to_json(dataclasses.asdict(self))
 
 
 @dataclass(frozen=True)
@@ -62,12 +106,15 @@ def step_of(folder: Path) -> int:
 def list_checkpoints(parent: Path) -> list[Path]:
     """Return the committed checkpoint folders, oldest first, or raise UnreadableError."""
     try:
-        folders = [
-            parent / name for name in entry_names(parent) if commit.CHECKPOINT_NAME.fullmatch(name)
-        ]
-        return sorted((f for f in folders if exists(f / commit.MANIFEST)), key=step_of)
+        names = filter(CHECKPOINT_NAME.fullmatch, entry_names(parent))
     except OSError as error:
         raise commit.read_error(parent, error) from None
+    return sorted((parent / name for name in names), key=step_of)
+
+
+def last_saved(parent: Path) -> float:
+    """Return when a run that has checkpoints saved one last, in seconds since the epoch."""
+    return max((folder / commit.MANIFEST).stat().st_mtime for folder in list_checkpoints(parent))
 
 
 def unfinished_checkpoints(parent: Path) -> list[Path]:
@@ -87,14 +134,12 @@ def write_checkpoint(parent: Path, step: int, files: Mapping[str, Buffers]) -> P
     for path in unfinished_checkpoints(parent):
         commit.remove(path, FILES)
     folder = parent / name_of(step)
-    commit.commit(folder, files, {"step": step})
+    commit.commit(folder, files)
     return folder
 
 
-def prune_checkpoints(
-    parent: Path, protected: Collection[str], keep_last: int, newest: Path
-) -> None:
-    """Delete old checkpoints except the last `keep_last` up to `newest`, and the `protected` ones.
+def prune_checkpoints(parent: Path, best_step: int | None, keep_last: int, newest: Path) -> None:
+    """Delete old checkpoints except the last `keep_last` up to `newest`, and the best one.
 
     Checkpoints after `newest` were skipped as damaged; they are left for the user. Those that hold
     the file `keep`, or one that chargpt did not write, are left too. An error ends the deletion;
@@ -103,7 +148,7 @@ def prune_checkpoints(
     with suppress(OSError, RunError):
         older = [path for path in list_checkpoints(parent) if step_of(path) <= step_of(newest)]
         for folder in older[:-keep_last]:
-            if folder.name not in protected and set(entry_names(folder)) <= set(FILES):
+            if step_of(folder) != best_step and set(entry_names(folder)) <= set(FILES):
                 commit.discard(folder, FILES)
 
 
@@ -125,7 +170,7 @@ def read_checkpoint(folder: Path, *, optimizer: bool = True) -> Checkpoint:
     require_memory(2 * sum(sizes) + rotary_bytes(config.model), f"the checkpoint {folder}")
     tensors = {
         name: deserialize(folder / name, content)
-        for name, content in commit.read(folder, max_bytes, {"step": state.step}).items()
+        for name, content in commit.read(folder, max_bytes).items()
     }
     n_weights = sum(tensor.numel() for tensor in tensors[MODEL].values())
     if n_weights != count_parameters(config.model, tokenizer.vocab_size):
@@ -151,9 +196,7 @@ def _file_size(path: Path) -> int:
 
 def read_metadata(folder: Path) -> tuple[Config, CharTokenizer, RunState]:
     """Return a checkpoint's config, tokenizer and state; ChargptError as `read_checkpoint`."""
-    step = step_of(folder)
-    max_bytes = dict.fromkeys((CONFIG, TOKENIZER, STATE), MAX_METADATA_BYTES)
-    texts = commit.read(folder, max_bytes, {"step": step})
+    texts = commit.read(folder, dict.fromkeys((CONFIG, TOKENIZER, STATE), MAX_METADATA_BYTES))
     try:
         config = parse_config(texts[CONFIG], folder / CONFIG)
         tokenizer = CharTokenizer.from_json(texts[TOKENIZER].decode(), str(folder / TOKENIZER))
@@ -161,7 +204,7 @@ def read_metadata(folder: Path) -> tuple[Config, CharTokenizer, RunState]:
         raise RunError(f"{folder} is not a checkpoint ({error}); use another") from None
     try:
         state = RunState.from_json(texts[STATE])
-        if state.step != step:
+        if state.step != step_of(folder):
             raise ValueError("it is of another step")
     except ValueError as error:
         raise RunError(f"{folder / STATE} is malformed ({error}); use another checkpoint") from None
@@ -172,3 +215,80 @@ def parse_config(content: bytes, path: Path) -> Config:
     """Return the config in a file's content, or raise ConfigError or UnicodeDecodeError."""
     tree, lines = parse_yaml(content.decode(), str(path))
     return validate(tree, str(path), lines)
+
+
+def load_checkpoint(
+    parent: Path, which: str, *, optimizer: bool = True
+) -> tuple[Checkpoint, list[str]]:
+    """Return a checkpoint and why others were skipped; see `RunFolder.load`."""
+    return _first_intact(parent, which, partial(read_checkpoint, optimizer=optimizer))
+
+
+def newest_metadata(parent: Path) -> tuple[Config, CharTokenizer, RunState]:
+    """Return the newest intact checkpoint's config, tokenizer and state, or raise RunError."""
+    return _first_intact(parent, "latest", read_metadata)[0]
+
+
+def _first_intact(
+    parent: Path, which: str, read: Callable[[Path], Content]
+) -> tuple[Content, list[str]]:
+    """Return the content of the first intact checkpoint of `_candidates`, and why others are not.
+
+    Damage counts only if no training process has saved meanwhile and deleted what was read.
+    """
+    for _ in range(MAX_TRIES):
+        before, content, skipped = _snapshot(parent), None, list[str]()
+        for folder in _candidates(parent, which, skipped):
+            try:
+                content = read(folder)
+                break
+            except (UnreadableError, DeviceError):  # it may be intact: unreadable now, or too large
+                raise
+            except ChargptError as error:
+                skipped.append(str(error))
+        if not skipped or _snapshot(parent) == before:
+            break
+    if content is None:
+        causes = list(dict.fromkeys(skipped))
+        raise RunError("no checkpoint is intact: " * (len(causes) > 1) + "; ".join(causes))
+    return content, skipped
+
+
+def _snapshot(parent: Path) -> set[tuple[str, int]]:
+    """Return names and inodes of the checkpoint folders, which change with every save."""
+    with suppress(OSError), os.scandir(parent) as entries:
+        return {(entry.name, entry.inode()) for entry in entries}
+    return set()  # `list_checkpoints` says why
+
+
+def _candidates(parent: Path, which: str, skipped: list[str]) -> list[Path]:
+    """Return the checkpoints to try in order; add to `skipped` what hides which one is the best."""
+    folders = list_checkpoints(parent)[::-1]
+    if not folders:
+        raise RunError(
+            f"{parent.parent} holds no checkpoint yet; train it first, or name another run"
+        )
+    if which == "latest":
+        return folders
+    if which != "best":
+        steps = {str(step_of(folder)): folder for folder in folders}
+        if which not in steps:
+            raise RunError(
+                f"{parent.parent} has no checkpoint {which!r}; it has best, latest and steps "
+                + ", ".join(reversed(steps))
+            )
+        return [steps[which]]
+    for folder in folders:
+        try:
+            best = read_metadata(folder)[2].best_step
+        except UnreadableError:
+            raise
+        except ChargptError as error:
+            skipped.append(str(error))
+            continue
+        # without a best step none is better than the weights at the start, and the newest is loaded
+        best_folder = parent / name_of(best) if best else folders[0]
+        if best_folder not in folders:
+            skipped.append(f"{best_folder}, the best checkpoint, is missing")
+        return sorted(folders, key=lambda folder: folder != best_folder)
+    return folders

@@ -13,7 +13,7 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 
 from chargpt.config import Config, TextConfig
-from chargpt.errors import ChargptError, RunError, UnreadableError
+from chargpt.errors import ChargptError, RunError
 from chargpt.files import (
     UNSUPPORTED,
     entry_names,
@@ -24,7 +24,6 @@ from chargpt.files import (
 )
 from chargpt.log import logger
 from chargpt.ranks import is_main_rank
-from chargpt.store import commit, selection
 from chargpt.store.checkpoint import (
     CONFIG,
     KEEP,
@@ -34,10 +33,11 @@ from chargpt.store.checkpoint import (
     STATE,
     TOKENIZER,
     Checkpoint,
+    RunState,
+    load_checkpoint,
     name_of,
     parse_config,
     prune_checkpoints,
-    read_checkpoint,
     restore_checkpoints,
     write_checkpoint,
 )
@@ -55,7 +55,6 @@ from chargpt.store.layout import (
     unused_old_name,
 )
 from chargpt.store.metrics import MetricsLog
-from chargpt.store.state import RunState
 from chargpt.store.tensors import serialize
 from chargpt.text import TextProgress
 from chargpt.text.corpus import Corpus
@@ -258,9 +257,8 @@ class RunFolder:
         state: RunState,
         model: Mapping[str, Tensor],
         optimizer: Mapping[str, Tensor],
-        is_best: bool,
     ) -> Path:
-        """Commit a checkpoint of `state.step`, update the pointers, prune; return its folder.
+        """Commit a checkpoint of `state.step`, delete old ones, return its folder.
 
         If a write fails (OSError), earlier checkpoints are unchanged.
         """
@@ -273,15 +271,7 @@ class RunFolder:
         }
         self.require_space(sum(len(chunk) for chunks in files.values() for chunk in chunks))
         folder = write_checkpoint(self.checkpoints, state.step, files)
-        # `latest` last: after a crash in between it names the older checkpoint, so that resuming
-        # repeats the steps and this save
-        if is_best or state.best_step in (None, 0, state.step):
-            commit.write_pointer(self.checkpoints, "best", folder)
-        commit.write_pointer(self.checkpoints, "latest", folder)
-        with suppress(RunError):  # while it is not known which one is the best, all are kept
-            best, _ = commit.read_pointer(self.checkpoints, "best")
-            protected = {best.name, name_of(state.best_step or 0)}
-            prune_checkpoints(self.checkpoints, protected, config.train.keep_last, folder)
+        prune_checkpoints(self.checkpoints, state.best_step, config.train.keep_last, folder)
         return folder
 
     def create_from_weights(
@@ -302,7 +292,6 @@ class RunFolder:
             state=state,
             model=model,
             optimizer={},
-            is_best=True,
         )
 
     def keep(self, step: int) -> None:
@@ -312,26 +301,6 @@ class RunFolder:
     def is_kept(self, step: int) -> bool:
         """Return whether a checkpoint is protected."""
         return exists(self.checkpoints / name_of(step) / KEEP)
-
-    def repair_pointer(self, saved: Checkpoint) -> None:
-        """Let `best.json` name the best checkpoint again if it is missing or damaged.
-
-        `saved` is the checkpoint that training continues from. Its state says which is best; if
-        that one is gone, `best.json` names `saved`.
-        """
-        best = self.checkpoints / name_of(saved.state.best_step or 0)
-        try:
-            commit.resolve_pointer(self.checkpoints, "best")
-        except UnreadableError:  # it may be intact
-            return
-        except RunError:
-            with suppress(ChargptError, OSError):
-                if exists(best):
-                    read_checkpoint(best, optimizer=False)
-                else:
-                    best = saved.folder
-                commit.write_pointer(self.checkpoints, "best", best)
-                logger.warning(f"best.json was missing or damaged; it names {best.name} again")
 
     def describe_edits(self, config: Config) -> str | None:
         """Return a sentence if `config.yaml` differs from a checkpoint's config, which is used."""
@@ -364,7 +333,7 @@ class RunFolder:
             UnreadableError: the system cannot read the checkpoint, which may be intact.
             RunError: no checkpoint is intact.
         """
-        saved, skipped = selection.load(self.path, which, optimizer=optimizer)
+        saved, skipped = load_checkpoint(self.checkpoints, which, optimizer=optimizer)
         for sentence in skipped:
             logger.warning(sentence)
         if skipped:

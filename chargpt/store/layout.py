@@ -14,8 +14,16 @@ from contextlib import suppress
 from pathlib import Path
 
 from chargpt.files import entry_names, exists, name_pattern, open_regular
-from chargpt.store.checkpoint import CONFIG, FILES, KEEP, MAX_METADATA_BYTES, TOKENIZER, UNFINISHED
-from chargpt.store.commit import CHECKPOINT_NAME, MANIFEST
+from chargpt.store.checkpoint import (
+    CHECKPOINT_NAME,
+    CONFIG,
+    FILES,
+    KEEP,
+    MAX_METADATA_BYTES,
+    TOKENIZER,
+    UNFINISHED,
+)
+from chargpt.store.commit import MANIFEST
 from chargpt.text.prepare import TEXT_FILES
 from chargpt.text.tokenizer import FORMAT
 
@@ -25,7 +33,7 @@ REPORT, PLAY, TENSORBOARD, LOCK = "report.html", "play.html", "tensorboard", ".l
 NEW = ".new"  # folder in which a run is made: `RunFolder.create` moves its content into the run
 RESULTS = (METRICS, REPORT, PLAY, MIXTURE_FILE)
 RUN_FILES = (*RESULTS, CONFIG, TOKENIZER)
-POINTERS = ("latest.json", "best.json")
+POINTERS = ("latest.json", "best.json")  # of runs by earlier versions
 RUN_PATHS = re.compile(  # of all that a run writes, relative to its folder
     rf"""
     {re.escape(NEW)} |

@@ -8,17 +8,17 @@ from typing import Literal
 from filelock import FileLock, Timeout
 
 from chargpt.errors import ChargptError, UnreadableError
-from chargpt.files import exists, read_regular
+from chargpt.files import read_regular
 from chargpt.models import count_parameters
 from chargpt.store.checkpoint import (
     CONFIG,
     MAX_METADATA_BYTES,
     TOKENIZER,
+    last_saved,
+    newest_metadata,
     parse_config,
-    read_metadata,
 )
 from chargpt.store.layout import CHECKPOINTS, LOCK, has_checkpoint, is_readable_run
-from chargpt.store.selection import MAX_TRIES, candidates, pointer_contents
 from chargpt.text.source import STDIN
 from chargpt.text.tokenizer import CharTokenizer
 
@@ -71,27 +71,13 @@ def _time_of(summary: RunSummary) -> float:
 
 def summarize(path: Path) -> RunSummary:
     """Return what a run's latest checkpoint says, without reading its tensors."""
-    for _ in range(MAX_TRIES):
-        before = pointer_contents(path)
-        summary = _summarize(path)
-        if summary.status != "damaged" or pointer_contents(path) == before:
-            break  # else a save came in between
-    return summary
-
-
-def _summarize(path: Path) -> RunSummary:
+    checkpoints = path / CHECKPOINTS
     try:
         is_training = is_locked(path)
         if not has_checkpoint(path):
             return _summarize_settings(path, "training" if is_training else "no checkpoint")
-        folders, skipped = candidates(path, "latest")
-        if skipped:
-            return RunSummary(path, "damaged")
-        folder = folders[0]
-        config, tokenizer, state = read_metadata(folder)
-        pointer = path / CHECKPOINTS / "latest.json"
-        written = pointer if exists(pointer) else folder  # it was killed in its first save
-        saved = datetime.fromtimestamp(written.stat().st_mtime).astimezone()
+        config, tokenizer, state = newest_metadata(checkpoints)
+        saved = datetime.fromtimestamp(last_saved(checkpoints)).astimezone()
     except (UnreadableError, OSError):
         return RunSummary(path, "unreadable")
     except ChargptError:

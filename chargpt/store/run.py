@@ -12,9 +12,9 @@ from chargpt.device import choose_device, configure
 from chargpt.errors import RunError, TextError, most_similar
 from chargpt.log import collected_notes
 from chargpt.models import LanguageModel, build_model
+from chargpt.store.checkpoint import RunState, last_saved, list_checkpoints
 from chargpt.store.folder import RunFolder
 from chargpt.store.layout import CHECKPOINTS, is_readable_run, is_run
-from chargpt.store.state import RunState
 from chargpt.store.tensors import load_weights, serialize
 from chargpt.text.corpus import Corpus
 from chargpt.text.tokenizer import CharTokenizer
@@ -92,9 +92,10 @@ class Run:
 def newest_run(parent: Path = Path("runs")) -> Path:
     """Return the run under `parent`, at most two levels deep, that saved last; RunError if none."""
     found = [
-        (pointer.stat().st_mtime_ns, pointer.parent.parent)
+        (last_saved(checkpoints), checkpoints.parent)
         for depth in ("*", "*/*")
-        for pointer in parent.glob(f"{depth}/{CHECKPOINTS}/latest.json")
+        for checkpoints in parent.glob(f"{depth}/{CHECKPOINTS}")
+        if list_checkpoints(checkpoints)
     ]
     if not found:
         raise RunError(f"there is no run under {parent}/ yet; train one with `chargpt train`")

@@ -1,4 +1,4 @@
-"""Integrity check of a run's checkpoints and pointers."""
+"""Integrity check of a run's checkpoints and other files."""
 
 import re
 from dataclasses import dataclass
@@ -7,11 +7,11 @@ from pathlib import Path
 from chargpt.errors import ChargptError, DeviceError, RunError
 from chargpt.files import exists
 from chargpt.models import build_model
-from chargpt.store import selection
 from chargpt.store.checkpoint import (
     TOKENIZER,
     Checkpoint,
     list_checkpoints,
+    load_checkpoint,
     read_checkpoint,
     unfinished_checkpoints,
 )
@@ -43,16 +43,16 @@ class Verification:
 
 
 def verify(run: RunFolder) -> Verification:
-    """Check every byte of a run's checkpoints, what its pointers load, and its other files."""
+    """Check every byte of a run's checkpoints, which are loaded, and its other files."""
     checked = [_check(folder) for folder in list_checkpoints(run.checkpoints)]
     # a running training process deletes old checkpoints
     checked = [each for each in checked if exists(each.folder)]
     problems = [each.problem for each in checked if each.problem]
     loaded_by: dict[str, Path | None] = {}
     saved = None
-    for pointer in ("best", "latest"):
-        saved, found = _resolve(run, pointer)
-        loaded_by[pointer] = saved.folder if saved else None
+    for which in ("best", "latest"):
+        saved, found = _load(run, which)
+        loaded_by[which] = saved.folder if saved else None
         problems += [sentence for sentence in found if sentence not in problems]
     notes = [
         f"{path} was left by a save that did not finish; the next save deletes it"
@@ -121,12 +121,12 @@ def require_intact(saved: Checkpoint) -> None:
             )
 
 
-def _resolve(run: RunFolder, pointer: str) -> tuple[Checkpoint | None, list[str]]:
-    """Return the checkpoint that a pointer loads, and why it is not the one named."""
+def _load(run: RunFolder, which: str) -> tuple[Checkpoint | None, list[str]]:
+    """Return the checkpoint that is loaded as `best` or `latest`, and why others are skipped."""
     try:
-        saved, skipped = selection.load(run.path, pointer, optimizer=True)
+        saved, skipped = load_checkpoint(run.checkpoints, which)
     except RunError as error:
-        return None, [f"no intact checkpoint for {pointer}: {error}"]
+        return None, [f"no intact checkpoint for {which}: {error}"]
     if not skipped:
         return saved, []
-    return saved, [*skipped, f"{saved.folder.name} is used instead of {pointer}"]
+    return saved, [*skipped, f"{saved.folder.name} is used instead of {which}"]

@@ -69,7 +69,6 @@ def resumed_run(request: Request, on_progress: TextProgress | None) -> Iterator[
         )
         if group.is_main:
             folder.require_room(1, trainer.checkpoint_bytes())
-            folder.repair_pointer(saved)
             if (edits := folder.describe_edits(saved.config)) is not None:
                 logger.warning(edits)
             folder.write_config(trainer.config)

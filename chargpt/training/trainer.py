@@ -22,11 +22,10 @@ from chargpt.errors import DivergedError, OperationError, RunError
 from chargpt.inference.evaluation import Evaluation
 from chargpt.log import logger
 from chargpt.models.ngram import NGramLM
-from chargpt.store.checkpoint import Checkpoint
+from chargpt.store.checkpoint import Checkpoint, RunState
 from chargpt.store.folder import RunFolder
 from chargpt.store.metrics import VALIDATION
 from chargpt.store.run import Run
-from chargpt.store.state import RunState
 from chargpt.text.corpus import Corpus
 from chargpt.threads import default_threads
 from chargpt.training.cost import training_bytes
@@ -391,7 +390,7 @@ class Trainer:
             torch=str(torch.__version__),
         )
         tensors, tokenizer = self.learner.state_dicts(), self.corpus.tokenizer
-        self.writer.save(self.config, tokenizer, state, tensors, is_best=is_best)
+        self.writer.save(self.config, tokenizer, state, tensors)
         if not self.writer.is_saving:
             self._finish_saving()
 

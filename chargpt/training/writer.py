@@ -8,10 +8,9 @@ from pathlib import Path
 from torch import Tensor
 
 from chargpt.config import Config
-from chargpt.store.checkpoint import step_of
+from chargpt.store.checkpoint import RunState, step_of
 from chargpt.store.folder import RunFolder
 from chargpt.store.layout import TENSORBOARD
-from chargpt.store.state import RunState
 from chargpt.text.tokenizer import CharTokenizer
 from chargpt.training.tracking import TensorBoardLog
 
@@ -59,8 +58,6 @@ class RunWriter:
         tokenizer: CharTokenizer,
         state: RunState,
         tensors: tuple[Mapping[str, Tensor], Mapping[str, Tensor]],
-        *,
-        is_best: bool,
     ) -> None:
         """Commit a checkpoint, from a GPU in the background; `finish` returns the result."""
         assert self.folder is not None
@@ -78,7 +75,6 @@ class RunWriter:
                     state=state,
                     model=model,
                     optimizer=optimizer,
-                    is_best=is_best,
                 )
                 self.disk_error = None
                 return state

@@ -27,8 +27,8 @@ from chargpt.config import Config
 from chargpt.export.html import export_html
 from chargpt.models import build_model
 from chargpt.models.gpt import GPT
+from chargpt.store.checkpoint import RunState
 from chargpt.store.run import Run
-from chargpt.store.state import RunState
 from chargpt.text.tokenizer import CharTokenizer
 
 SIZES = {

@@ -70,7 +70,7 @@ from chargpt.config import Config
 from chargpt.export.gguf import LlamaRuntime, write_gguf
 from chargpt.models import build_model
 from chargpt.store.run import Run
-from chargpt.store.state import RunState
+from chargpt.store.checkpoint import RunState
 from chargpt.text.tokenizer import CharTokenizer
 
 threads, length, block_size = map(int, sys.argv[1:])

@@ -4,7 +4,7 @@
         [--json benchmarks/save.json]
 
 Each way in turn, in one folder: `safetensors.save_file` of weights and optimizer; the same, then
-flushed to disk; and `RunFolder.save` with checksums, flushes, manifest and pointers, which deletes
+flushed to disk; and `RunFolder.save` with checksums, flushes and manifest, which deletes
 an older checkpoint at the end (plain files replace the ones before).
 """
 

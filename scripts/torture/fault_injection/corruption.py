@@ -16,8 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from chargpt.errors import ChargptError
-from chargpt.store import selection
-from chargpt.store.checkpoint import Checkpoint
+from chargpt.store.checkpoint import Checkpoint, load_checkpoint
 from chargpt.store.folder import RunFolder
 from chargpt.store.run import load_run
 from chargpt.store.verify import require_intact, verify
@@ -60,8 +59,7 @@ def corrupt_checkpoint(work: Path, index: int, random: Random) -> str | None:
     folder = run / "checkpoints" / "step-00000001"
     foreign = other / "checkpoints" / "step-00000001"
     canary = work / "canary"
-    files = [*sorted(folder.iterdir()), run / "checkpoints" / "latest.json"]
-    path = random.choice(files)
+    path = random.choice(sorted(folder.iterdir()))
     content = bytearray(path.read_bytes())
     if index < 500:
         bit = random.randrange(8 * len(content))
@@ -73,17 +71,17 @@ def corrupt_checkpoint(work: Path, index: int, random: Random) -> str | None:
         path.write_bytes(content[:size])
         what = f"{path.name} truncated to {size} bytes"
     elif index < 900:
-        what = _remove_or_swap(random, path, folder, foreign, run)
+        what = _remove_or_swap(random, path, folder, foreign)
     elif index < 950:
         stream = pickle.dumps(Canary(canary), protocol=random.randint(0, 5))
         what = f"{path.name} replaced by a pickle"
         path.write_bytes(stream + bytes(random.randrange(100)))
-        if random.random() < 0.5 and path.name not in ("manifest.json", "latest.json"):
-            forge_manifest(folder, run)
+        if random.random() < 0.5 and path.name != "manifest.json":
+            forge_manifest(folder)
     else:
-        what = _write_hostile_content(random, folder, run, work)
+        what = _write_hostile_content(random, folder, work)
     try:
-        saved, skipped = selection.load(run, "latest", optimizer=True)
+        saved, skipped = load_checkpoint(run / "checkpoints", "latest")
         require_intact(saved)
         require_same(saved, RunFolder(intact).load("latest"))
         wrong = None if skipped else f"{what}: read without a warning"
@@ -103,10 +101,10 @@ def require_same(one: Checkpoint, two: Checkpoint) -> None:
         assert all(torch.equal(left[name], right[name]) for name in left)
 
 
-def _remove_or_swap(random: Random, path: Path, folder: Path, foreign: Path, run: Path) -> str:
-    kind = random.randrange(4)
+def _remove_or_swap(random: Random, path: Path, folder: Path, foreign: Path) -> str:
+    kind = random.randrange(3)
     name = random.choice(["model.safetensors", "optimizer.safetensors", "tokenizer.json"])
-    if kind == 0 and path.name != "latest.json":
+    if kind == 0:
         path.unlink()
         return f"{path.name} missing"
     if kind == 1:
@@ -115,31 +113,23 @@ def _remove_or_swap(random: Random, path: Path, folder: Path, foreign: Path, run
         model.write_bytes(optimizer.read_bytes())
         optimizer.write_bytes(weights)
         return "weights and optimizer swapped"
-    if kind == 2:
-        shutil.rmtree(folder)
-        shutil.copytree(foreign, folder)
-        return "replaced by another run's checkpoint"
     (folder / "model.safetensors").write_bytes((foreign / "model.safetensors").read_bytes())
     (folder / name).write_bytes((foreign / name).read_bytes() + b" ")
     return f"another run's weights and {name}"
 
 
-def forge_manifest(folder: Path, run: Path, step: int = 1) -> None:
-    """Make manifest and pointer match the files, as an attacker would."""
+def forge_manifest(folder: Path) -> None:
+    """Make the manifest match the files, as an attacker would."""
     files = {}
     for path in sorted(folder.iterdir()):
         if path.name != "manifest.json" and path.is_file():
             content = path.read_bytes()
             digest = hashlib.sha256(content).hexdigest()
             files[path.name] = {"size": len(content), "sha256": digest}
-    manifest = json.dumps({"step": step, "files": files})
-    (folder / "manifest.json").write_text(manifest)
-    digest = hashlib.sha256(manifest.encode()).hexdigest()
-    pointer = {"checkpoint": folder.name, "manifest_sha256": digest}
-    (run / "checkpoints" / "latest.json").write_text(json.dumps(pointer))
+    (folder / "manifest.json").write_text(json.dumps({"files": files}))
 
 
-def _write_hostile_content(random: Random, folder: Path, run: Path, work: Path) -> str:
+def _write_hostile_content(random: Random, folder: Path, work: Path) -> str:
     """Replace one file by hostile content with matching checksums."""
     model = folder / "model.safetensors"
     header = {"w": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}
@@ -174,7 +164,7 @@ def _write_hostile_content(random: Random, folder: Path, run: Path, work: Path) 
     what, write = random.choice(contents)
     write()
     if what not in ("a file of 1 TB", "a pipe", "a linked folder"):
-        forge_manifest(folder, run)
+        forge_manifest(folder)
     if random.random() < 0.2:  # or a path that leaves the folder
         manifest = json.loads((folder / "manifest.json").read_text())
         manifest["files"]["../../../config.yaml"] = manifest["files"].pop("config.yaml")

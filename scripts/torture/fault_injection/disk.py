@@ -58,7 +58,7 @@ def disk_full(work: Path, index: int, random: Random) -> str | None:
         free = random.randint(0, 60_000)
 
         def fill_up(_: int) -> None:
-            wait_for(folder / "R" / "metrics.jsonl")
+            wait_for(folder / "R", "metrics.jsonl")
             with contextlib.suppress(OSError), open(ballast, "wb", buffering=0) as file:
                 while (excess := shutil.disk_usage(folder).free - free) > 0:
                     file.write(bytes(min(excess, 1 << 20)))

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
-from chargpt.store import commit
 from chargpt.store.checkpoint import list_checkpoints, step_of
 from chargpt.store.folder import RunFolder
 from fault_injection.processes import ProcessResult, run_ranks
@@ -54,7 +53,7 @@ def signal_ranks(work: Path, index: int, random: Random) -> str | None:
     run, saves = folder / "R", folder / "saves"
 
     def send(processes: list[int]) -> None:
-        wait_for(run / "checkpoints" / "latest.json")
+        wait_for(run, "checkpoints/step-????????")
         time.sleep(random.uniform(0, seconds / 2))
         for rank in to:
             with contextlib.suppress(ProcessLookupError):
@@ -81,7 +80,7 @@ def lose_rank(work: Path, index: int, random: Random) -> str | None:
     run, delay = folder / "R", random.uniform(0, seconds / 4)
 
     def send_sigkill(processes: list[int]) -> None:
-        wait_for(run / "checkpoints" / "latest.json")
+        wait_for(run, "checkpoints/step-????????")
         time.sleep(delay)
         os.kill(processes[rank], signal.SIGKILL)
 
@@ -170,7 +169,6 @@ def resume_ranks(work: Path, index: int, _: Random) -> str | None:
     for path in list_checkpoints(run / "checkpoints"):
         if step_of(path) > step:
             shutil.rmtree(path)
-    commit.write_pointer(run / "checkpoints", "latest", run / "checkpoints" / f"step-{step:08}")
     result = run_ranks(RESUME, folder)
     if [each.code for each in result] != [0, 0]:
         return f"step {step}: {result[0].err[-500:]}"

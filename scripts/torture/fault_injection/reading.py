@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 
-from chargpt.store import selection
+from chargpt.store.checkpoint import load_checkpoint
 from chargpt.store.folder import RunFolder
 from chargpt.store.verify import verify
 from fault_injection.processes import Fault, run_forked
@@ -65,7 +65,6 @@ def _let_best_be(run: Path, step: int) -> None:
         state=state,
         model=saved.model,
         optimizer=saved.optimizer,
-        is_best=True,
     )
 
 
@@ -149,8 +148,7 @@ def damaged_file(work: Path, index: int, random: Random) -> str | None:
         path.write_bytes(content)
     what = f"{path.relative_to(run)} {kind}"
     # without an intact latest checkpoint, the steps since the one before are repeated
-    names_latest = path.parent.name == f"step-{LATEST:08d}" or path.name == "latest.json"
-    last = BEFORE_LATEST if names_latest else LATEST
+    last = BEFORE_LATEST if path.parent.name == f"step-{LATEST:08d}" else LATEST
     before, kept = digests(best), set(history(run, last))
     result = run_forked(list(MORE), folder)
     if "Traceback" in result.err or result.code not in (0, 2):
@@ -160,9 +158,9 @@ def damaged_file(work: Path, index: int, random: Random) -> str | None:
     if not kept <= set(history(run, last)):
         return f"{what}: the history was changed"
     if result.code == 0 and best not in path.parents:
-        named = json.loads((run / "checkpoints" / "best.json").read_text())["checkpoint"]
-        if named != best.name:
-            return f"{what}: best.json names {named}"
+        loaded = RunFolder(run).load("best").folder.name
+        if loaded != best.name:
+            return f"{what}: the best is {loaded}"
     return None
 
 
@@ -220,20 +218,20 @@ def _damage_text(text: Path, index: int, random: Random) -> str:
 
 @contextmanager
 def saving_process(run: Path) -> Iterator[None]:
-    """Save a checkpoint of the next step again and again in a fork."""
+    """Save a checkpoint of the next step again and again in a fork; every third is the best."""
     pid = os.fork()
     if pid == 0:
         try:
             folder = RunFolder(run)
             saved = folder.load("latest")
-            for step in range(saved.state.step + 1, 10**6):
+            first = saved.state.step // 3 * 3 + 3
+            for step in range(first, 10**6):
                 folder.save(
                     config=saved.config,
                     tokenizer=saved.tokenizer,
                     state=replace(saved.state, step=step, best_step=step - step % 3),
                     model=saved.model,
                     optimizer=saved.optimizer,
-                    is_best=step % 3 == 0,
                 )
         finally:
             os._exit(1)
@@ -258,7 +256,7 @@ def read_beside_writer(work: Path, index: int, _: Random) -> str | None:
                 found = verify(reader).problems
             else:
                 which = "best" if number % 2 else "latest"
-                found = selection.load(run, which, optimizer=True)[1]
+                found = load_checkpoint(run / "checkpoints", which)[1]
             if found:
                 return f"read {number} of case {index}: {found}"
     return None

@@ -134,7 +134,6 @@ def _tensor_name(folder: Path, sequence: str) -> list[list[str]]:
         state=replace(saved.state, best_step=saved.state.step),
         model=model,
         optimizer={sequence: torch.full((2,), torch.nan)},
-        is_best=True,
     )
     return _about("R")
 

@@ -1,6 +1,5 @@
 """The training run under test: a tiny model on `data/lighthouse.txt`, and checks of its state."""
 
-import contextlib
 import functools
 import hashlib
 import shutil
@@ -8,7 +7,7 @@ import time
 from pathlib import Path
 
 from chargpt.errors import ChargptError
-from chargpt.store import commit, selection
+from chargpt.store.checkpoint import list_checkpoints, load_checkpoint
 from fault_injection.processes import ProcessResult, run_forked
 
 REPOSITORY = Path(__file__).parents[3]
@@ -54,7 +53,7 @@ def empty_folder(folder: Path) -> Path:
 
 def checkpoint_digests(run: Path) -> list[str]:
     """Return the sha256 of the weights and of the optimizer in the latest checkpoint."""
-    folder = commit.resolve_pointer(run / "checkpoints", "latest")
+    folder = list_checkpoints(run / "checkpoints")[-1]
     names = ("model.safetensors", "optimizer.safetensors")
     return [hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names]
 
@@ -70,19 +69,16 @@ def uninterrupted_run(work: Path) -> tuple[list[str], float]:
 
 def is_finished(run: Path) -> bool:
     """Return whether the run's last step is saved."""
-    with contextlib.suppress(ChargptError):
-        latest = commit.resolve_pointer(run / "checkpoints", "latest")
-        return latest.name.endswith(f"{STEPS:08}")
-    return False
+    return (run / "checkpoints" / f"step-{STEPS:08}").exists()
 
 
-def wait_for(path: Path) -> None:
-    """Wait until a training process has made a file."""
+def wait_for(run: Path, pattern: str) -> None:
+    """Wait until a training process has made a file or folder whose path in the run matches."""
     for _ in range(3000):
-        if path.exists():
+        if any(run.glob(pattern)):
             return
         time.sleep(0.01)
-    raise AssertionError(f"no {path.name} after 30 s")
+    raise AssertionError(f"no {pattern} after 30 s")
 
 
 def error_lines(result: ProcessResult) -> list[str]:
@@ -105,7 +101,7 @@ def check_saves(run: Path, save_log: Path) -> str | None:
     if not lines:
         return None
     try:
-        saved, skipped = selection.load(run, "latest", optimizer=True)
+        saved, skipped = load_checkpoint(run / "checkpoints", "latest")
     except ChargptError as error:
         return f"step {lines[-1]} was saved, but the run cannot be read: {error}"
     if saved.state.step < int(lines[-1]):

@@ -9,7 +9,7 @@ import torch
 
 from chargpt.config import Config
 from chargpt.errors import DivergedError
-from chargpt.store import selection
+from chargpt.store.checkpoint import load_checkpoint
 from chargpt.store.folder import RunFolder
 from chargpt.text.corpus import Corpus
 from chargpt.text.prepare import load_corpus
@@ -120,7 +120,7 @@ def non_finite(work: Path, index: int, random: Random) -> str | None:
         changed = any(not torch.equal(after[name], before[name]) for name in before)
         if changed and target != "weight":
             wrong = "the update was applied"
-        saved, skipped = selection.load(run.path, "latest", optimizer=True)
+        saved, skipped = load_checkpoint(run.checkpoints, "latest")
         if skipped or saved.state.step != saved_before:
             wrong = f"the last checkpoint changed: {skipped}"
         if f"step {step + 1} " not in str(error) or "--resume" not in str(error):
