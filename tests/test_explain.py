@@ -178,11 +178,6 @@ def test_the_description_of_a_head_follows_from_its_weights() -> None:
         ("a\n" + "bcdefghijk" * 3 + "\nc", 40, "bcdefghijk" * 3),
         ("-----|\n" + "-" * 30 + "\nthe first varied line\nc", 22, "the first varied line"),
         ("\na line longer than shown\nand a shorter one", 10, "a line lon"),
-        (
-            "\n" + "add a b, then commit\n" * 3 + "prose of words " * 9 + "\n",
-            22,
-            "prose of words prose o",
-        ),
         ("cut, its end missing\nthe first whole line\nc", 22, "the first whole line"),
         ("x" * 100, 40, "x" * 40),
         ("\n\na\n", 1, "a"),
