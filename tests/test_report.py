@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from conftest import REPOSITORY, WIDTHS, Cli, refusal, run_cli, run_here
 
-from chargpt.analysis import passage, plots
+from chargpt.analysis import plots, predictions
 from chargpt.analysis import report as module
 from chargpt.analysis.report import split_at, write_report
 from chargpt.analysis.result import (
@@ -143,9 +143,9 @@ def test_each_character_of_the_passage_has_its_surprisal_and_predictions(run: Ru
     match = re.search(r'<script type="application/json" id="predictions">(.*?)</script>', content)
     assert match
     places = [place for grapheme in json.loads(match[1]) for place in grapheme]
-    text = run.tokenizer.decode(run.corpus().split("val")[1 : passage.PASSAGE + 1])
-    assert len(places) == len(text) == passage.PASSAGE
-    assert [passage.name_of(character) for character in text] == [place[0] for place in places]
+    text = run.tokenizer.decode(run.corpus().split("val")[1 : predictions.PASSAGE + 1])
+    assert len(places) == len(text) == predictions.PASSAGE
+    assert [predictions.name_of(character) for character in text] == [place[0] for place in places]
     for _, bits, best in places:
         shares = [share for _, share in best]
         assert shares == sorted(shares, reverse=True)
@@ -325,7 +325,7 @@ def test_of_documents_of_several_lines_the_beginnings_and_ends_are_shown(
     done = cli("train", path, *TINY, *settings, "--out", "mine")
     assert "-- sample at step 6 (■: end of a document) --" in done.stderr
     run = load_run(Path("mine"), device="cpu")
-    shown = passage.surprisal(run, run.corpus())["passage"]
+    shown = predictions.surprisal(run, run.corpus())["passage"]
     assert "".join(each["text"] for each in shown[:5]) == "poem "
     assert [each["text"] for each in shown if each["ends_line"]][:2] == ["⏎", "■"]
     page = Page(write_report(run).read_text(encoding="utf-8")).text
@@ -536,7 +536,7 @@ def test_each_character_of_a_joined_emoji_keeps_its_predictions(browser: Any, jo
     assert spans.count() == len(places)
     index = spans.all_text_contents().index(FAMILY)
     assert [name for name, _, _ in places[index]] == ["👨", "ZWJ", "👩", "ZWJ", "👧"]
-    level = sum(max(bits for _, bits, _ in places[index]) >= n for n in passage.SURPRISAL_BITS)
+    level = sum(max(bits for _, bits, _ in places[index]) >= n for n in predictions.SURPRISAL_BITS)
     assert spans.nth(index).get_attribute("class") == f"s{level}"
     spans.nth(index - 1).hover()
     before = spans.nth(index).bounding_box()

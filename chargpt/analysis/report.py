@@ -15,7 +15,6 @@ from chargpt import __version__
 from chargpt.analysis import memorization, plots, predictions
 from chargpt.analysis.attention_maps import MAX_LINE, attention_maps, describe_layers, typical_line
 from chargpt.analysis.page import render
-from chargpt.analysis.passage import surprisal
 from chargpt.analysis.result import MIXTURE_LABEL, RunScores, evaluate_run, summarize
 from chargpt.files import write_output
 from chargpt.inference.baselines import NGRAM
@@ -85,7 +84,7 @@ def write_report(
         "document_end": end_sign(0, 1, run.tokenizer.eos_token),
         **reproduction(run),
     }
-    slow = (surprisal, accuracy_and_calibration, attention, overlap)
+    slow = (predictions.surprisal, accuracy_and_calibration, attention, overlap)
     for number, section in enumerate(slow, 1):
         on_progress(number, len(slow) + 1)
         values |= section(run, corpus)
