@@ -79,11 +79,13 @@ def test_the_points_of_a_short_curve_are_marked(n_points: int, marker: str) -> N
     assert figure.axes[0].lines[0].get_marker() == marker
 
 
-def test_metrics_that_lack_a_value_are_left_out_of_the_optimization_curves() -> None:
-    full = {"step": 1, "grad_norm": 1.0, "lr_factor": 1.0, "seconds": 1.0}
-    records = [full, {"step": 2, "grad_norm": 1.0}, {**full, "step": 3, "seconds": 2.0}]
-    figure = plots.optimization_curves(records, 10)
-    assert [len(axes.lines[0].get_xdata()) for axes in figure.axes] == [2, 2, 1]
+def test_the_speed_curve_has_a_point_for_each_write_of_complete_metrics() -> None:
+    # ten steps a second, written every ten steps
+    same = {"loss": 1.0, "grad_norm": 1.0, "lr_factor": 1.0}
+    records = [{"step": s, **same, "seconds": -(-s // 10)} for s in range(1, 101)]
+    figure = plots.optimization_curves([*records, {"step": 101, "grad_norm": 1.0}], 64)
+    np.testing.assert_allclose(figure.axes[2].lines[0].get_ydata(), [640] * 9)
+    assert figure.axes[1].lines[0].get_xdata()[-1] == 100
 
 
 def test_thinning_returns_the_means_of_equal_parts() -> None:
