@@ -111,15 +111,14 @@ def gradient_function(device: torch.device, dtype: torch.dtype) -> Callable[[], 
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + noise / 4 if parameter.dim() == 1 else noise / 8)
     tokens = torch.randint(65, (4, 65), generator=generator).to(device)
-    model.to(device, torch.float64 if dtype == torch.float64 else torch.float32)
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    model.to(device, exact)
 
     def gradient() -> Tensor:
         model.zero_grad(set_to_none=True)
         with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
             logits = model(tokens[:, :-1])  # (B, T, V)
-        if dtype != torch.float64:
-            logits = logits.float()
-        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss = F.cross_entropy(logits.to(exact).flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()  # type: ignore[no-untyped-call]
         return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 

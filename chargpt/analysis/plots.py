@@ -101,8 +101,7 @@ def loss_curves(
         title: name of the text.
         width: of the figure, in inches.
     """
-    figure = _figure(width, 4.5)
-    axes = figure.add_subplot()
+    figure, (axes,) = _axes(width, 4.5)
     for (name, points), colour in zip(curves.items(), itertools.cycle(COLOURS), strict=False):
         steps, nats = zip(*points, strict=True) if points else ((), ())
         marker = "o" if len(points) <= MAX_MARKED else ""
@@ -113,7 +112,6 @@ def loss_curves(
     axes.set(xlabel="step", ylabel="loss (nats per character)", title=plain(title))
     axes.margins(x=0.02)
     axes.grid(alpha=0.25)
-    _remove_spines(axes)
     axes.autoscale_view()  # heights depend on the limits
     lowest_free = -math.inf
     for name, level in sorted(lines.items(), key=lambda line: line[1]):
@@ -149,19 +147,17 @@ def optimization_curves(records: Sequence[Mapping[str, Any]], characters: float)
         for (then, before), (now, step) in itertools.pairwise(timestamps)
         if now > then and step > before
     ]
-    figure = _figure(5.5, 5.5)
     parts = {
         "learning-rate factor": [(row["step"], row["lr_factor"]) for row in rows],
         "gradient norm": smoothed([(row["step"], row["grad_norm"]) for row in rows]),
         "characters per second": smoothed(speeds),
     }
-    all_axes = figure.subplots(len(parts), sharex=True)
+    figure, all_axes = _axes(5.5, 5.5, len(parts))
     for axes, colour, (name, points) in zip(all_axes, COLOURS, parts.items(), strict=False):
         axes.plot(*(zip(*points, strict=True) if points else ((), ())), color=colour)
         axes.set_title(name, fontsize=9, loc="left")
         axes.tick_params(labelsize=8)
         axes.set_ylim(bottom=0)
-        _remove_spines(axes)
     axes.set_xlabel("step", fontsize=9)
     return figure
 
@@ -176,8 +172,7 @@ def smoothed(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
 
 def calibration(groups: "Sequence[Group]") -> "Figure":
     """Draw accuracy against confidence; circles are larger for more characters."""
-    figure = _figure(5, 4)
-    axes = figure.add_subplot()
+    figure, (axes,) = _axes(5, 4)
     axes.plot((0, 1), (0, 1), color=GREY, linestyle="--", linewidth=1)
     total = sum(group.characters for group in groups)
     confidence, accuracy = [g.confidence for g in groups], [g.accuracy for g in groups]
@@ -185,7 +180,6 @@ def calibration(groups: "Sequence[Group]") -> "Figure":
     axes.plot(confidence, accuracy, color=COLOURS[0])
     axes.scatter(confidence, accuracy, sizes, color=COLOURS[0])
     axes.set(xlabel="confidence", ylabel="accuracy", xlim=(0, 1), ylim=(0, 1))
-    _remove_spines(axes)
     axes.grid(alpha=0.25)
     return figure
 
@@ -199,6 +193,7 @@ def attention(weights: "npt.NDArray[np.float32]", text: str, titles: Sequence[st
         titles: one per head.
     """
     from matplotlib.colors import LinearSegmentedColormap
+    from matplotlib.figure import Figure
 
     blue = (0, 0.45, 0.7)
     clear_to_blue = LinearSegmentedColormap.from_list("ours", [(*blue, 0), (*blue, 1)])
@@ -206,8 +201,8 @@ def attention(weights: "npt.NDArray[np.float32]", text: str, titles: Sequence[st
     across = min(4, len(weights))
     down = math.ceil(len(weights) / across)
     width, height = size + 0.3, size + 0.5  # of a head, with its characters and its title
-    figure = _figure(width * across, height * down)
-    figure.set_layout_engine("none")  # finding a layout among so many characters takes seconds
+    # without a layout engine, which takes seconds for so many characters
+    figure = Figure(figsize=(width * across, height * down))
     labels = [((i + end - 1) / 2, display_text(text[i:end])) for i, end in graphemes(text)]
     for number, (head, title) in enumerate(zip(weights, titles, strict=True)):
         row, column = divmod(number, across)
@@ -245,8 +240,7 @@ def ladder(result: "Ladder") -> "Figure":
         *((name, nats, 0.0, PALE) for name, nats in result.compressor_losses.items()),
         *((r.rung.name, r.loss.value, r.loss.margin or 0.0, COLOURS[0]) for r in result.results),
     ]
-    figure = _figure(8, 0.6 + 0.28 * len(bars))
-    axes = figure.add_subplot()
+    figure, (axes,) = _axes(8, 0.6 + 0.28 * len(bars))
     names, nats, margins, colours = zip(*bars, strict=True)
     bits, errors = ([each / math.log(2) for each in values] for values in (nats, margins))
     places = range(len(bars))
@@ -263,20 +257,18 @@ def ladder(result: "Ladder") -> "Figure":
     axes.set_title(
         f"{plain(result.title)}: n-grams (grey), compressors (pale), trained (blue)", fontsize=10
     )
-    _remove_spines(axes)
     return figure
 
 
-def _figure(width: float, height: float) -> "Figure":
-    """Return an empty figure; sizes in inches."""
+def _axes(width: float, height: float, n_rows: int = 1) -> "tuple[Figure, list[Axes]]":
+    """Return a figure, sizes in inches, and its axes, one below the other, of two spines each."""
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), layout="constrained")
-
-
-def _remove_spines(axes: "Axes") -> None:
-    """Remove the top and right spines."""
-    axes.spines[["top", "right"]].set_visible(False)
+    figure = Figure(figsize=(width, height), layout="constrained")
+    all_axes = [*figure.subplots(n_rows, sharex=True, squeeze=False).flat]
+    for axes in all_axes:
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure, all_axes
 
 
 def _rendered(figure: "Figure", salt: str = "chargpt", **options: Any) -> bytes:

@@ -3,6 +3,7 @@
 Shapes in this file: N = tokens scored, B = rows of a forward pass, L = scored tokens of a row.
 """
 
+import itertools
 import math
 import unicodedata
 from collections.abc import Iterable, Mapping
@@ -91,11 +92,12 @@ def predict(model: LanguageModel, tokens: Tokens, max_tokens: int) -> Prediction
 def by_context(predictions: Predictions) -> list[Group]:
     """Group by context length: 1, 2, 3 to 4, 5 to 8, ... tokens."""
     length = predictions.context_length
-    members, low, high, longest = {}, 1, 1, int(length.max())
-    while low <= longest:
-        end = min(high, longest)
-        members[f"{low}" if low == end else f"{low} to {end}"] = (length >= low) & (length <= high)
-        low, high = high + 1, 2 * high
+    longest = int(length.max())
+    highest = [2**k for k in range(longest.bit_length()) if 2**k < longest]
+    members = {}
+    for before, high in itertools.pairwise([0, *highest, longest]):
+        name = str(high) if high == before + 1 else f"{before + 1} to {high}"
+        members[name] = (length > before) & (length <= high)
     return _groups(predictions, members)
 
 
