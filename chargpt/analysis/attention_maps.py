@@ -21,19 +21,17 @@ MAX_MAPS = 12  # layers, and heads of a layer, that a plot has room for
 Weights = npt.NDArray[np.float32]
 
 
-def typical_line(
-    tokenizer: CharTokenizer, tokens: Tokens, max_length: int, *, starts_line: bool = False
-) -> Tokens:
-    """Return the first tokens of the first line that is not short, unindented and varied.
+def typical_line(tokenizer: CharTokenizer, tokens: Tokens, max_length: int) -> Tokens:
+    """Return the first tokens of the first whole line that is not short, unindented and varied.
 
     Without one, the tokens are those of the text's start. Each is a character: byte tokens are left
-    out of the start, and no line has them. `starts_line`: whether the tokens start with a line.
+    out of the start, and no line has them. The line before the first line end may be cut.
     """
     searched = tokens[:SEARCHED]
     is_character = searched < tokenizer.vocab_size - len(tokenizer.bytes_)
     is_blank = np.isin(searched, [tokenizer.characters.find(blank) for blank in " \t"])
     ends = np.flatnonzero(searched == tokenizer.characters.find("\n")).tolist()
-    for before, end in itertools.pairwise([-1, *ends] if starts_line else ends):
+    for before, end in itertools.pairwise(ends):
         start = before + 1 + int(np.append(is_blank[before + 1 : end], False).argmin())
         shown = slice(start, min(end, start + max_length))
         line = searched[shown]

@@ -132,7 +132,7 @@ def choose_subject(corpus: Corpus, run: Run | None) -> Subject:
     """
     split: Split = "val" if run else "train"
     most = min(MAX_LINE, run.config.model.block_size) if run else MAX_LINE
-    ids = typical_line(corpus.tokenizer, corpus.split(split), most, starts_line=run is None)
+    ids = typical_line(corpus.tokenizer, corpus.split(split), most)
     if not len(ids):
         raise TextError(f"{corpus.name} is too short to explain anything on; give a longer text")
     line = corpus.tokenizer.decode(ids)
