@@ -226,7 +226,7 @@ def train_run(
     corpus: Corpus,
     baselines: Baselines,
     name: str,
-    run_session: RunSession = run_to_end,
+    run_session: RunSession,
     budget: PlannedBudget | None = None,
 ) -> Run:
     """Train a new run and return its best checkpoint; arguments are those of `start_run`."""
@@ -262,7 +262,8 @@ def compare(
     Raises:
         ChargptError: the text, a setting or the folder is unusable.
     """
-    with shared_text(config, Path(folder), corpus) as corpus:
+    text = nullcontext(corpus) if corpus else shared_text(config, Path(folder))
+    with text as corpus:
         baselines, val = Baselines(corpus), corpus.split("val")
         n_val = corpus.count_characters("val")
         span = config.model.block_size
@@ -280,18 +281,12 @@ def compare(
 
 @contextmanager
 def shared_text(
-    config: Config,
-    folder: Path,
-    corpus: Corpus | None = None,
-    on_progress: TextProgress | None = None,
+    config: Config, folder: Path, on_progress: TextProgress | None = None
 ) -> Iterator[Corpus]:
-    """Prepare a text that several runs in a folder share; `corpus`, if it is given, is it.
+    """Prepare a text that several runs in a folder share.
 
     The runs get links to its files, which are deleted at the end.
     """
-    if corpus is not None:
-        yield corpus
-        return
     source = find_text(config.text)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".text-", dir=folder) as temporary:
