@@ -73,12 +73,6 @@ def test_loss_curves_and_baselines_are_plotted_at_their_values() -> None:
     assert min(lower.x0, upper.x0) >= axes.get_window_extent().x1  # none lies on a curve
 
 
-@pytest.mark.parametrize(("n_points", "marker"), [(20, "o"), (21, "")])
-def test_the_points_of_a_short_curve_are_marked(n_points: int, marker: str) -> None:
-    figure = plots.loss_curves({"a": [(step, 1.0) for step in range(n_points)]}, {}, "")
-    assert figure.axes[0].lines[0].get_marker() == marker
-
-
 def test_the_speed_curve_has_a_point_for_each_write_of_complete_metrics() -> None:
     # ten steps a second, written every ten steps
     same = {"loss": 1.0, "grad_norm": 1.0, "lr_factor": 1.0}
