@@ -8,9 +8,7 @@ small table of the texts' hashes.
 Shapes in this file: N = tokens of the training split, M = tokens of a text.
 """
 
-import itertools
 import math
-from collections import defaultdict
 from collections.abc import Collection, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
@@ -130,8 +128,10 @@ def find_documents(
 ) -> tuple[set[str], set[str]]:
     """Return which of the wanted texts are documents of the training split, and of the whole text.
 
-    They are matched whole, since most documents are shorter than a verbatim match. The separator
-    ends each document.
+    They are matched whole, since most documents are shorter than a verbatim match.
+
+    Args:
+        separator: what ends each document.
     """
     copied = _documents_in(corpus.split("train"), corpus.tokenizer, wanted, separator)
     others = _documents_in(corpus.tokens, corpus.tokenizer, wanted - copied, separator)
@@ -203,10 +203,11 @@ def _validation_parts(
         return list(zip(starts[chosen].tolist(), stops.tolist(), strict=True))
     repeats = math.ceil(MIN_COMPARED / max(1, len(lengths)))
     parts = []
-    for repeat, (number, length) in itertools.product(range(repeats), enumerate(lengths)):
-        fraction = (number * repeats + repeat) / max(1, repeats * len(lengths) - 1)
-        start = max(0, round((len(val) - length) * fraction))
-        parts.append((start, min(start + length, len(val))))
+    for repeat in range(repeats):
+        for number, length in enumerate(lengths):
+            fraction = (number * repeats + repeat) / max(1, repeats * len(lengths) - 1)
+            start = max(0, round((len(val) - length) * fraction))
+            parts.append((start, min(start + length, len(val))))
     return parts
 
 
@@ -257,9 +258,7 @@ def find_overlap(
             if count > 0:
                 table.look_up(_hashes(sums, inverses, table.n, count), first)
         on_progress(min(first + CHUNK, len(training)), len(training))
-    seeds = next((table for table in tables if table.n == MIN_MATCH), None)
-    # views of a memory map are slow
-    matches = _matches(np.asarray(training), joined, seeds) if seeds else []
+    matches = _matches(np.asarray(training), joined, tables)  # views of a memory map are slow
     overlaps, start = [], 0
     for text in texts:
         end = start + len(text)
@@ -291,7 +290,8 @@ class _NGramTable:
         self.n = n
         self.hashes, self.ids = np.unique(hashes, return_inverse=True)
         self.occurs = np.zeros(len(self.hashes), dtype=bool)
-        self.positions: defaultdict[int, list[int]] = defaultdict(list)  # by id; for MIN_MATCH
+        self.positions: list[tuple[Positions, Positions]] = []  # (ids, positions) of each chunk
+        self.n_stored = np.zeros(len(self.hashes), dtype=np.int64)
         self.filter = np.zeros(2**TABLE_BITS, dtype=bool)
         self.filter[self.hashes >> np.uint64(64 - TABLE_BITS)] = True
 
@@ -302,40 +302,53 @@ class _NGramTable:
         is_equal = self.hashes[ids] == hashes[positions]
         ids, positions = ids[is_equal], positions[is_equal]
         self.occurs[ids] = True
-        if self.n == MIN_MATCH:
+        if self.n >= MIN_MATCH:
             order = np.argsort(ids, kind="stable")
             ids, positions = ids[order], positions[order] + first
-            rank = np.arange(len(ids)) - np.searchsorted(ids, ids)  # among equal ids
-            is_kept = rank < MAX_POSITIONS
-            pairs = zip(ids[is_kept].tolist(), positions[is_kept].tolist(), strict=True)
-            for id_, position in pairs:
-                if len(self.positions[id_]) < MAX_POSITIONS:
-                    self.positions[id_].append(position)
+            rank = np.arange(len(ids)) - np.searchsorted(ids, ids)  # among equal ids of this chunk
+            is_kept = self.n_stored[ids] + rank < MAX_POSITIONS
+            self.positions.append((ids[is_kept], positions[is_kept]))
+            self.n_stored += np.bincount(ids, minlength=len(self.hashes))
+
+    def pairs(self) -> tuple[Positions, Positions]:
+        """Return starts in the text and in the training split of all equal n-grams."""
+        ids, positions = (np.concatenate(each) for each in zip(*self.positions, strict=True))
+        order = np.argsort(ids, kind="stable")
+        ids, positions = ids[order], positions[order]
+        low = np.searchsorted(ids, self.ids, side="left")
+        counts = np.searchsorted(ids, self.ids, side="right") - low
+        starts = np.repeat(np.arange(len(self.ids)), counts)
+        offsets = np.repeat(low - counts.cumsum() + counts, counts)
+        return starts, positions[np.arange(len(starts)) + offsets]
 
 
-def _matches(training: Tokens, text: Tokens, table: _NGramTable) -> list[VerbatimMatch]:
+def _matches(training: Tokens, text: Tokens, tables: list[_NGramTable]) -> list[VerbatimMatch]:
     """Return the matches of a text that cannot be extended, longest first.
 
-    Each is found by one of its n-grams in the table, of which hardly ever all are so frequent that
-    its position is not stored.
+    The pair of a start in the text and an equal position in the training split is found by the
+    longest n-gram that begins there: matches by shorter ones are within that match, or shorter.
     """
-    pairs = sorted(
-        (position - start, start)
-        for start, id_ in enumerate(table.ids.tolist())
-        for position in table.positions.get(id_, ())
-    )
     found: set[tuple[int, int]] = set()
-    last, end = 0, 0  # offset and end of the match before
-    for offset, start in pairs:
-        if offset == last and start < end:
-            continue
-        last, end = offset, start + _common_length(text[start:], training[start + offset :])
-        before = _common_length(text[:start][::-1], training[: start + offset][::-1])
-        found.add((start - before, end))
-    matches = [VerbatimMatch(start, end - start) for start, end in sorted(found)]
-    # shorter ones: only hashes were equal
-    matches = [match for match in matches if match.length >= MIN_MATCH]
-    return sorted(matches, key=lambda match: -match.length)
+    is_open = np.ones(len(text), dtype=bool)  # no longer n-gram has been found here
+    for table in (table for table in reversed(tables) if table.n >= MIN_MATCH):
+        starts, positions = table.pairs()
+        is_longest = is_open[starts]
+        is_open[starts] = False
+        starts, offsets = starts[is_longest], (positions - starts)[is_longest]
+        order = np.lexsort((starts, offsets))
+        last, end = -len(text), 0  # offset and end of the match before
+        for start, offset in zip(starts[order].tolist(), offsets[order].tolist(), strict=True):
+            if offset == last and start < end:
+                continue
+            position = start + offset
+            length = _common_length(text[start:], training[position:])
+            if length < MIN_MATCH:
+                continue  # only hashes were equal
+            last, end = offset, start + length
+            before = _common_length(text[:start][::-1], training[:position][::-1])
+            found.add((start - before, end))
+    lengths = [VerbatimMatch(start, end - start) for start, end in sorted(found)]
+    return sorted(lengths, key=lambda match: -match.length)
 
 
 def _common_length(first: Tokens, second: Tokens) -> int:
