@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chargpt.analysis.averages import average_by_loop, average_by_matrix, average_by_softmax
+from chargpt.analysis.explain import average_by_loop, average_by_matrix, average_by_softmax
 from chargpt.models.attention import (
     explicit_attention,
     fast_attention,

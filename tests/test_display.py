@@ -2,7 +2,7 @@
 
 import pytest
 
-from chargpt.analysis.passage import name_of
+from chargpt.analysis.predictions import name_of
 from chargpt.cli.sample import mark
 from chargpt.text.display import display_text, graphemes, sign_or_code, whole_graphemes
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections import namedtuple
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -36,13 +37,13 @@ def test_a_device_with_wrong_gradients_is_reported(
     monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     assert advice("gradient") == ""
-    exact = doctor._gradient
+    exact = doctor.gradient_function
 
-    def wrong(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        gradients = exact(device, dtype)
-        return gradients if dtype == torch.float64 else gradients * 1.2
+    def wrong(device: torch.device, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+        gradient = exact(device, dtype)
+        return gradient if dtype == torch.float64 else lambda: gradient() * 1.2
 
-    monkeypatch.setattr(doctor, "_gradient", wrong)
+    monkeypatch.setattr(doctor, "gradient_function", wrong)
     assert "gradients are wrong" in advice("gradient")
     for words in ((), ("--json",)):
         done = cli("doctor", "--device", "cpu", *words)

@@ -10,7 +10,6 @@ from fontTools.fontBuilder import FontBuilder
 from fontTools.pens.ttGlyphPen import TTGlyphPen
 
 from chargpt.analysis import fonts, plots
-from chargpt.analysis.fonts import fonts_for
 
 RARE = "𰀀𰀁𰀂𰀃"  # of an extension of Chinese that hardly any font has
 TINY = (
@@ -42,7 +41,7 @@ def make_font(path: Path, characters: str, name: str) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="fonts are installed elsewhere")
 @pytest.mark.slow
-def test_a_picture_without_a_font_says_which_to_install_and_finds_it_once_installed(
+def test_a_picture_without_a_font_says_so_and_finds_it_once_installed(
     cli: Cli, tmp_path: Path
 ) -> None:
     Path("rare.txt").write_text(f"{RARE}\n" * 60, encoding="utf-8")
@@ -58,10 +57,7 @@ def test_a_picture_without_a_font_says_which_to_install_and_finds_it_once_instal
         return done.stderr
 
     said = plot("before.png").splitlines()[-1]  # after what matplotlib says of its first start
-    assert said == (
-        f"before.png: no installed font has {' '.join(RARE)}, so boxes stand for them; install "
-        "Noto Sans CJK, or name an .svg file, whose viewer brings fonts"
-    )
+    assert f"before.png: no installed font has {' '.join(RARE)}, so boxes stand" in said
     assert "no installed font" not in plot("before.svg")
     make_font(Path(own["XDG_DATA_HOME"]) / "fonts/rare.ttf", RARE[:2], "Rare One")
     make_font(Path(own["XDG_DATA_HOME"]) / "fonts/more.ttf", RARE[2:], "Rare Two")
@@ -89,20 +85,3 @@ def test_a_damaged_font_is_skipped(tmp_path: Path) -> None:
         assert fonts.found_in(str(tmp_path / path), {"a"}) == set()
     make_font(tmp_path / "good.ttf", "a", "Good")
     assert fonts.found_in(str(tmp_path / "good.ttf"), {"a", "b"}) == {"a"}
-
-
-@pytest.mark.parametrize(
-    ("characters", "names"),
-    [
-        ("床。，한ア", ["Noto Sans CJK"]),
-        ("हिन्दी", ["Noto Sans Devanagari"]),
-        ("👨床", ["Noto Emoji", "Noto Sans CJK"]),
-        ("␞。《》几", ["Noto Sans CJK", "Noto Sans Symbols 2"]),
-        ("（Ａ￥㊗〒", ["Noto Sans CJK"]),
-        ("🇩🇪🌡👋🏿⭐", ["Noto Emoji"]),
-        ("⸢⸣", ["Noto Sans"]),
-        ("༄ᐁ⦀", ["Noto Serif Tibetan", "Noto Sans Canadian Aboriginal", "Noto Sans Math"]),
-    ],
-)
-def test_the_font_named_exists_and_has_the_script(characters: str, names: list[str]) -> None:
-    assert fonts_for(characters) == names

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from chargpt.analysis.averages import average_by_loop, average_by_matrix, average_by_softmax
+from chargpt.analysis.explain import average_by_loop, average_by_matrix, average_by_softmax
 from chargpt.models.attention import attention_scores, explicit_attention, fast_attention
 from chargpt.models.bigram import BigramLM
 from chargpt.text.tokenizer import CharTokenizer

@@ -86,7 +86,7 @@ def test_a_passage_has_the_surprisal_of_scoring_and_the_most_likely_characters(
     corpus: Corpus, model: GPT
 ) -> None:
     tokens = corpus.split("val")[:101]
-    places = predictions.score_passage(model, corpus.tokenizer, tokens, 100)
+    places = predictions.score_passage(model, corpus.tokenizer, tokens)
     assert "".join(place.character for place in places) == corpus.tokenizer.decode(tokens[1:])
     bits = token_losses(cast(Run, SimpleNamespace(model=model)), tokens) / np.log(2)
     np.testing.assert_allclose([place.bits for place in places], bits, rtol=1e-5)

@@ -21,37 +21,24 @@ MAX_MAPS = 12  # layers, and heads of a layer, that a plot has room for
 Weights = npt.NDArray[np.float32]
 
 
-def typical_line(
-    tokenizer: CharTokenizer, tokens: Tokens, max_length: int, *, starts_line: bool = False
-) -> Tokens:
-    """Return the first tokens of a line that is not short, unindented and varied.
+def typical_line(tokenizer: CharTokenizer, tokens: Tokens, max_length: int) -> Tokens:
+    """Return the first tokens of the first whole line that is not short, unindented and varied.
 
-    It is the first one if the tokens are known to start a line. Otherwise it is the one of median
-    length, weighted by length: in prose with short lines of code, a line of prose. Without one, the
-    tokens are those of the text's start. Each is a character: byte tokens are left out of the
-    start, and no line has them.
+    Without one, the tokens are those of the text's start. Each is a character: byte tokens are left
+    out of the start, and no line has them. The line before the first line end may be cut.
     """
     searched = tokens[:SEARCHED]
     is_character = searched < tokenizer.vocab_size - len(tokenizer.bytes_)
     is_blank = np.isin(searched, [tokenizer.characters.find(blank) for blank in " \t"])
-    ends = np.flatnonzero(searched == tokenizer.characters.find("\n"))
-    edges = [*([-1] if starts_line else []), *ends.tolist()]
-    lines: list[Tokens] = []
-    for before, end in itertools.pairwise(edges):
+    ends = np.flatnonzero(searched == tokenizer.characters.find("\n")).tolist()
+    for before, end in itertools.pairwise(ends):
         start = before + 1 + int(np.append(is_blank[before + 1 : end], False).argmin())
         shown = slice(start, min(end, start + max_length))
-        n_shown = len(searched[shown])
-        is_short = n_shown < max(1, max_length // 2)
-        is_varied = len(np.unique(searched[shown])) > MIN_VARIETY * n_shown
-        if not is_short and is_varied and is_character[shown].all():
-            lines.append(searched[start:end])
-    if not lines:
-        return searched[is_character][:max_length]
-    if starts_line:
-        return lines[0][:max_length]
-    lines.sort(key=len)
-    totals = np.cumsum([len(line) for line in lines])
-    return lines[int(np.searchsorted(totals, totals[-1] / 2))][:max_length]
+        line = searched[shown]
+        is_varied = len(np.unique(line)) > MIN_VARIETY * len(line)
+        if len(line) >= max(1, max_length // 2) and is_varied and is_character[shown].all():
+            return line
+    return searched[is_character][:max_length]
 
 
 def attention_maps(model: GPT | GPT2, line: Tokens) -> list[Weights]:

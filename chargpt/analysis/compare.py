@@ -3,7 +3,7 @@
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,28 +52,29 @@ class Row:
     """A model's row of the table; None where a value does not apply."""
 
     model: str
-    nats_per_char: float
+    evaluation: Evaluation | BaselineLoss
     parameters: int | None = None
     seconds: float | None = None  # training time to the last step
     step: int | None = None  # of its checkpoint
     run: str | None = None
-    evaluation: Evaluation | BaselineLoss | None = None
+
+    @property
+    def nats_per_char(self) -> float:
+        """The loss."""
+        return self.evaluation.nats_per_char
 
     def as_dict(self) -> dict[str, Any]:
         """Return the row under the JSON keys that all commands use."""
+        nats = self.nats_per_char
         loss = {
-            "nats_per_char": self.nats_per_char,
-            "bits_per_char": self.nats_per_char / math.log(2),
-            "perplexity": math.exp(self.nats_per_char),
+            "nats_per_char": nats,
+            "bits_per_char": nats / math.log(2),
+            "perplexity": math.exp(nats),
         }
-        return {
-            **(self.evaluation.as_dict() if isinstance(self.evaluation, Evaluation) else loss),
-            "model": self.model,
-            "parameters": self.parameters,
-            "seconds": self.seconds,
-            "step": self.step,
-            "run": self.run,
-        }
+        if isinstance(self.evaluation, Evaluation):
+            loss = self.evaluation.as_dict()
+        facts = {name: value for name, value in vars(self).items() if name != "evaluation"}
+        return loss | facts
 
 
 @dataclass
@@ -104,8 +105,8 @@ class Comparison:
     @property
     def evaluations(self) -> dict[str, Evaluation]:
         """The evaluations of the runs and their mixtures, by model."""
-        found = {row.model: row.evaluation for row in self.rows}
-        return {name: each for name, each in found.items() if isinstance(each, Evaluation)}
+        found = ((row.model, row.evaluation) for row in self.rows)
+        return {name: each for name, each in found if isinstance(each, Evaluation)}
 
     def add_baselines(self, baselines: Baselines, val: Tokens, curve_tokens: int) -> None:
         """Score the baselines on the validation split, and on what training scored of it."""
@@ -116,8 +117,7 @@ class Comparison:
         parameters = {"uniform": 0, "unigram": vocab_size, "bigram": vocab_size**2}
         for name, each in found.items():
             label = name if name == "uniform" else f"{name} (counts)"
-            row = Row(label, each.nats_per_char, parameters.get(name), evaluation=each)
-            self.rows.append(row)
+            self.rows.append(Row(label, each, parameters.get(name)))
 
     def add_run(self, name: str, run: Run, val: Tokens, mixture_run: Run | None) -> None:
         """Evaluate a trained run on the validation split and add it under a name.
@@ -126,71 +126,65 @@ class Comparison:
         """
         records = RunFolder(run.folder).metrics.records()
         seconds = max([run.state.seconds, *(each.get("seconds", 0) for each in records)])
-        self._add_row(name, run, val, seconds, run.model.num_parameters())
+        models = {name: run.model}
         if mixture_run is not None:
-            mixture_name = name.removesuffix(TRAINED) + MIXTURE_SUFFIX
-            self._add_row(mixture_name, mixture_run, val, seconds, None)
+            models[name.removesuffix(TRAINED) + MIXTURE_SUFFIX] = mixture_run.model
+        for label, model in models.items():
+            with self.show_progress("character", f"scored, {label}") as on_progress:
+                evaluation = evaluate_tokens(
+                    model,
+                    val,
+                    max_tokens=self.max_tokens,
+                    span=self.span,
+                    on_progress=on_progress,
+                )
+            parameters = model.num_parameters() if model is run.model else None
+            row = Row(label, evaluation, parameters, seconds, run.step, str(run.folder))
+            self.rows.append(row)
         self.curves[name] = validation_curve(records)
         self.samples[name] = sample(run, run.config.sample.model_copy(update=SAMPLE))[0]
-
-    def _add_row(
-        self, name: str, run: Run, val: Tokens, seconds: float, parameters: int | None
-    ) -> None:
-        with self.show_progress("character", f"scored, {name}") as on_progress:
-            evaluation = evaluate_tokens(
-                run.model,
-                val,
-                max_tokens=self.max_tokens,
-                span=self.span,
-                on_progress=on_progress,
-            )
-        nats, path = evaluation.nats_per_char, str(run.folder)
-        self.rows.append(Row(name, nats, parameters, seconds, run.step, path, evaluation))
 
 
 def conclusions(result: Comparison) -> list[str]:
     """Return sentences on what differs between the models, and by how much the best is better."""
-    evaluations = result.evaluations
+    evaluations, by_loss = result.evaluations, sorted(result.rows, key=lambda r: r.nats_per_char)
     trained = [row for row in result.rows if row.step and row.parameters is not None]
     steps = {row.model.removesuffix(TRAINED): row.step for row in trained}
     blocks = {row.model.removesuffix(TRAINED): evaluations[row.model].block_size for row in trained}
     sentences = [
-        f"the {what} differ: {', '.join(f'{name} {n:,}' for name, n in values.items())}{note}"
+        f"the {what} differ: {', '.join(f'{name} {n:,}' for name, n in values.items())} ({note})"
         for what, values, note in (
-            ("numbers of steps", steps, " (to the best checkpoint)"),
-            ("block sizes", blocks, " (a larger one sees more context)"),
+            ("numbers of steps", steps, "to the best checkpoint"),
+            ("block sizes", blocks, "a larger one sees more context"),
         )
         if len(set(values.values())) > 1
     ]
     if (note := undertrained({row.model: row.nats_per_char for row in result.rows})) is not None:
         sentences.append(note)
-    gpt, by_loss = (
-        evaluations.get(f"gpt{TRAINED}"),
-        sorted(result.rows, key=lambda r: r.nats_per_char),
-    )
-    if gpt is not None:
-        best = {
-            name: next((row.evaluation for row in by_loss if row.model.startswith(start)), None)
-            for start, name in (("bigram", "the best bigram"), (NGRAM, f"the {NGRAM}"))
-        }
-        differences = [describe_difference(gpt, name, each) for name, each in best.items() if each]
-        sentences.append(f"the gpt is {' and '.join(differences)}")
+    if (gpt := evaluations.get(f"gpt{TRAINED}")) is not None:
+        bigram, ngram = (
+            next(row.evaluation for row in by_loss if row.model.startswith(start))
+            for start in ("bigram", NGRAM)
+        )
+        over_bigram = describe_difference(gpt, "the best bigram", bigram)
+        over_ngram = describe_difference(gpt, f"the {NGRAM}", ngram)
+        sentences.append(f"the gpt is {over_bigram} and {over_ngram}")
         if (mixture := evaluations.get(MIXTURE_LABEL)) is not None:
             gain = describe_difference(mixture, "the gpt", gpt)
             sentences.append(f"{MIXTURE_LABEL}, which chargpt sample --mixture uses, is {gain}")
         return [*sentences, PLUS_MINUS]
     alone = [row for row in by_loss if row.parameters is not None and row.run]
+    if len(alone) < 2:
+        return sentences
     best_of_run = {row.run: row for row in reversed(by_loss) if row.run}  # or its mixture
     with_mixtures = sorted(best_of_run.values(), key=lambda row: row.nats_per_char)
     groups = {"runs": alone}
     if with_mixtures != alone:
         groups = {"models alone": alone, "runs and their mixtures": with_mixtures}
-    for name, rows in groups.items():
-        if len(rows) > 1:
-            first, second = (row.model for row in rows[:2])
-            difference = describe_difference(evaluations[first], second, evaluations[second])
-            sentences.append(f"{first} has the lowest loss of the {name}; it is {difference}")
-    return [*sentences, PLUS_MINUS] if len(alone) > 1 else sentences
+    for name, (first, second, *_) in groups.items():
+        difference = describe_difference(evaluations[first.model], second.model, second.evaluation)
+        sentences.append(f"{first.model} has the lowest loss of the {name}; it is {difference}")
+    return [*sentences, PLUS_MINUS]
 
 
 def undertrained(losses: Mapping[str, float]) -> str | None:
@@ -232,7 +226,7 @@ def train_run(
     corpus: Corpus,
     baselines: Baselines,
     name: str,
-    run_session: RunSession = run_to_end,
+    run_session: RunSession,
     budget: PlannedBudget | None = None,
 ) -> Run:
     """Train a new run and return its best checkpoint; arguments are those of `start_run`."""
@@ -268,7 +262,8 @@ def compare(
     Raises:
         ChargptError: the text, a setting or the folder is unusable.
     """
-    with shared_text(config, Path(folder), corpus) as corpus:
+    text = nullcontext(corpus) if corpus else shared_text(config, Path(folder))
+    with text as corpus:
         baselines, val = Baselines(corpus), corpus.split("val")
         n_val = corpus.count_characters("val")
         span = config.model.block_size
@@ -286,28 +281,16 @@ def compare(
 
 @contextmanager
 def shared_text(
-    config: Config,
-    folder: Path,
-    corpus: Corpus | None = None,
-    on_progress: TextProgress | None = None,
+    config: Config, folder: Path, on_progress: TextProgress | None = None
 ) -> Iterator[Corpus]:
-    """Prepare a text that several runs in a folder share; `corpus`, if it is given, is it.
+    """Prepare a text that several runs in a folder share.
 
     The runs get links to its files, which are deleted at the end.
     """
-    if corpus is not None:
-        yield corpus
-        return
     source = find_text(config.text)
-    had_folder = folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with tempfile.TemporaryDirectory(prefix=".text-", dir=folder) as temporary:
-            yield prepare(source, config.text, Path(temporary), on_progress)
-    finally:
-        with suppress(OSError):
-            if not had_folder:
-                folder.rmdir()
+    with tempfile.TemporaryDirectory(prefix=".text-", dir=folder) as temporary:
+        yield prepare(source, config.text, Path(temporary), on_progress)
 
 
 def compare_runs(
@@ -324,19 +307,15 @@ def compare_runs(
     runs = [load_run(path, "best", device) for path in paths]
     corpora = [run.corpus() for run in runs]
     splits = [corpus.tokenizer.decode(corpus.split("val")) for corpus in corpora]
+    name = corpora[0].name
     for path, run, split, corpus in zip(paths, runs, splits, corpora, strict=True):
         if split != splits[0]:
-            has_unknown = corpus.tokenizer.has_unknown or corpora[0].tokenizer.has_unknown
-            keys = [
-                key for key in run.config.differing_keys(runs[0].config) if key in SPLIT_SETTINGS
-            ]
+            keys = [k for k in run.config.differing_keys(runs[0].config) if k in SPLIT_SETTINGS]
+            other = f", by another {' and '.join(keys)}" if keys else ""
             raise ConfigError(
-                f"{path} ({corpus.name}) has another validation split than {paths[0]} "
-                f"({corpora[0].name}){', by another ' * bool(keys)}{' and '.join(keys)}"
-                f"{', or reads other characters as unknown' * has_unknown}, so "
-                "their losses cannot be compared; name runs of one text"
-                f"{' and vocabulary' * has_unknown}, or measure each with `chargpt evaluate RUN "
-                "--text FILE`"
+                f"{path} ({corpus.name}) has another validation split than {paths[0]} ({name})"
+                f"{other}, so their losses cannot be compared; name runs of one text and "
+                "vocabulary, or measure each with `chargpt evaluate RUN --text FILE`"
             )
     vals, span = [corpus.split("val") for corpus in corpora], max(r.model.block_size for r in runs)
     n_val = corpora[0].count_characters("val")
@@ -346,7 +325,6 @@ def compare_runs(
         start = splits[0][: MAX_TOKENS + 1]
         vals = [corpus.tokenizer.encode(start, unknown="replace") for corpus in corpora]
         max_tokens = max(map(len, vals))
-    name = corpora[0].name
     comparison = Comparison(name, n_val, span, max_tokens, show_progress=show_progress)
     curve_tokens = max(run.config.train.evaluation_tokens for run in runs)
     comparison.add_baselines(Baselines(corpora[0]), vals[0], curve_tokens)

@@ -23,7 +23,7 @@ from chargpt.device import (
     synchronize,
 )
 from chargpt.errors import CaptureError
-from chargpt.models import LanguageModel, build_model
+from chargpt.models import build_model
 
 MATRIX_SIZE = 1024  # rows and columns of the matrices that measure a CPU's speed
 GPU_MATRIX_SIZE = 8192  # smaller products would measure kernel launches
@@ -64,7 +64,8 @@ def run_checks(device_name: str = "auto") -> list[Check]:
     for kind in (torch.float32, torch.bfloat16):
         speed = matmul_flops(device, kind)
         checks.append(Check(f"{dtype_name(kind)} matmul", f"{speed / 1e9:,.0f} GFLOP/s"))
-    return [*checks, _check_gradient(device, dtype), _check_disk(), _check_torch()]
+    checks += [_check_gradient(device, dtype), _check_disk()]
+    return [*checks, Check("torch", torch.__version__)]
 
 
 def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
@@ -96,23 +97,13 @@ def describe_gpu() -> str | None:
 
 def gradient_error(device: torch.device, dtype: torch.dtype) -> float:
     """Return the relative error of a small model's gradient against float64 on the CPU."""
-    exact = _gradient(torch.device("cpu"), torch.float64)
-    difference = _gradient(device, dtype) - exact
+    exact = gradient_function(torch.device("cpu"), torch.float64)()
+    difference = gradient_function(device, dtype)().cpu().double() - exact
     return float(difference.norm() / exact.norm())
 
 
-def _gradient(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return the concatenated gradients of a small model's loss, float64 on the CPU."""
-    model, run = _small_model(device, dtype)
-    run()
-    gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
-    return torch.cat(gradients).cpu().double()
-
-
-def _small_model(
-    device: torch.device, dtype: torch.dtype
-) -> tuple[LanguageModel, Callable[[], Tensor]]:
-    """Return a small model, and a function that computes its gradients and returns its loss."""
+def gradient_function(device: torch.device, dtype: torch.dtype) -> Callable[[], Tensor]:
+    """Return a function that computes the gradients of a small model's loss, concatenated."""
     generator = torch.Generator().manual_seed(0)
     model = build_model(ModelConfig(n_layer=2, n_head=2, n_embd=64, block_size=64), 65)
     with torch.no_grad():
@@ -120,25 +111,24 @@ def _small_model(
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + noise / 4 if parameter.dim() == 1 else noise / 8)
     tokens = torch.randint(65, (4, 65), generator=generator).to(device)
-    model.to(device, torch.float64 if dtype == torch.float64 else torch.float32)
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    model.to(device, exact)
 
-    def run() -> Tensor:
+    def gradient() -> Tensor:
         model.zero_grad(set_to_none=True)
         with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
             logits = model(tokens[:, :-1])  # (B, T, V)
-        if dtype != torch.float64:
-            logits = logits.float()
-        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss = F.cross_entropy(logits.to(exact).flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()  # type: ignore[no-untyped-call]
-        return loss.detach()
+        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
-    return model, run
+    return gradient
 
 
 def _check_graphs(device: torch.device) -> Check:
     """Check that the gradients of a small model can be captured as a CUDA graph."""
     try:
-        capture_graph(_small_model(device, torch.float32)[1], device)
+        capture_graph(gradient_function(device, torch.float32), device)
     except CaptureError as error:
         advice = "small models train and sample slowly: update torch"
         return Check("CUDA graphs", str(error), advice)
@@ -171,8 +161,3 @@ def _check_disk() -> Check:
     free = shutil.disk_usage(Path.cwd()).free
     advice = "" if free > MIN_FREE_BYTES else f"free some space at {Path.cwd()}"
     return Check("disk for runs", f"{free / 1e9:,.1f} GB free at {Path.cwd()}", advice)
-
-
-def _check_torch() -> Check:
-    compiler = next((name for name in ("c++", "g++", "clang", "cl") if shutil.which(name)), None)
-    return Check("torch", f"{torch.__version__}, C++ compiler: {compiler or 'none found'}")

@@ -3,7 +3,7 @@
 Every number is computed when it is asked for, by the explicit form of attention. The inputs that
 teaching notebooks use (tests/test_notebooks.py names them) give the outputs that they print. The
 prose is in `pages/explain/`.
-Shapes in this file: T = tokens, D = head size, H = heads, C = n_embd.
+Shapes in this file: B = batch, T = tokens, D = head size, H = heads, C = n_embd.
 """
 
 import math
@@ -25,12 +25,16 @@ from chargpt.analysis.attention_maps import (
     describe_layers,
     typical_line,
 )
-from chargpt.analysis.averages import average_by_loop, average_by_matrix, average_by_softmax
 from chargpt.analysis.plots import inline_heads
 from chargpt.config import Config, ModelConfig
 from chargpt.errors import ConfigError, TextError
 from chargpt.models import GPT, GPT2
-from chargpt.models.attention import attention_scores, causal_mask, explicit_attention
+from chargpt.models.attention import (
+    attention_scores,
+    causal_mask,
+    explicit_attention,
+    uniform_weights,
+)
 from chargpt.models.init import PREVIOUS_TOKEN_LAYERS
 from chargpt.store.run import Run
 from chargpt.text.corpus import Corpus, Split
@@ -128,7 +132,7 @@ def choose_subject(corpus: Corpus, run: Run | None) -> Subject:
     """
     split: Split = "val" if run else "train"
     most = min(MAX_LINE, run.config.model.block_size) if run else MAX_LINE
-    ids = typical_line(corpus.tokenizer, corpus.split(split), most, starts_line=run is None)
+    ids = typical_line(corpus.tokenizer, corpus.split(split), most)
     if not len(ids):
         raise TextError(f"{corpus.name} is too short to explain anything on; give a longer text")
     line = corpus.tokenizer.decode(ids)
@@ -166,6 +170,24 @@ def fill_template(
     return Section(name, title.removeprefix("# "), parts, data)
 
 
+def average_by_loop(x: Tensor) -> Tensor:
+    """Return the mean of each position and all earlier ones, (B, T, C), position by position."""
+    return torch.stack([x[:, : t + 1].mean(dim=1) for t in range(x.size(1))], dim=1)  # (B, T, C)
+
+
+def average_by_matrix(x: Tensor) -> Tensor:
+    """Compute `average_by_loop` as a product with a normalised lower triangle of ones."""
+    mask = causal_mask(x.size(1), x.size(1), x.device)  # (T, T)
+    return uniform_weights(mask).to(x.dtype) @ x
+
+
+def average_by_softmax(x: Tensor) -> Tensor:
+    """Compute `average_by_loop` as attention with equal scores."""
+    zeros = x.new_zeros(1, x.size(1), 1)  # (1, T, 1)
+    output, _ = explicit_attention(zeros, zeros, x)
+    return output
+
+
 def explain_averaging(subject: Subject) -> Section:
     """Average the past in three equivalent ways."""
     characters = subject.characters
@@ -200,14 +222,8 @@ def explain_queries(subject: Subject) -> Section:
     scores = attention_scores(q, k, scaled=scaled)  # (T, T)
     characters = subject.characters
     rotated = " after the rotary embedding" if isinstance(subject.model, GPT) else ""
-    vectors = Table(
-        f"queries and keys{rotated}, and values",
-        ["character", "query", "key", "value"],
-        [
-            [character, *map(components, each)]
-            for character, *each in zip(characters, q, k, v, strict=True)
-        ],
-    )
+    caption = f"queries and keys{rotated}, and values"
+    vectors = vector_table(caption, characters, query=q, key=k, value=v)
     best = scores.masked_fill(~causal_mask(len(q), len(q)), -math.inf).argmax(dim=-1).tolist()
     caption = "scores: a row per query, a column per key"
     table = value_table(caption, ["", *characters], characters, scores, "{:+.2f}")
@@ -230,15 +246,10 @@ def explain_mask(subject: Subject) -> Section:
     outputs, weights = explicit_attention(q, k, v, scaled=scaled)  # (T, D), (T, T)
     _, unmasked = explicit_attention(q, k, v, causal=False, scaled=scaled)
     future = float(unmasked.triu(1).sum() / max(1, len(weights) - 1))  # the last row has no future
-    characters, caption = subject.characters, "weights: a row per query, a column per key"
-    vectors = Table(
-        "values and outputs, the first components",
-        ["character", "value", "output"],
-        [
-            [character, *map(components, each)]
-            for character, *each in zip(characters, v, outputs, strict=True)
-        ],
-    )
+    characters = subject.characters
+    caption = "values and outputs, the first components"
+    vectors = vector_table(caption, characters, value=v, output=outputs)
+    caption = "weights: a row per query, a column per key"
     table = value_table(caption, ["", *characters], characters, weights)
     last = " + ".join(f"{weight:.2f} v{j}" for j, weight in enumerate(weights[-1].tolist(), 1))
     data = {"weights": weights.tolist(), "outputs": outputs.tolist(), "future_without_mask": future}
@@ -248,7 +259,6 @@ def explain_mask(subject: Subject) -> Section:
 def explain_scaling(subject: Subject) -> Section:
     """Measure the variance of scores and the saturation of the softmax by head size."""
     measured = {size: score_statistics(size) for size in HEAD_SIZES}
-    notebook, five, eight = notebook_scaling()
     q, k, _ = subject.first_head(None)
     own = [float(attention_scores(q, k, scaled=s).var(correction=0)) for s in (False, True)]
     rows = [
@@ -263,9 +273,7 @@ def explain_scaling(subject: Subject) -> Section:
     columns = ["D", "variance", "scaled", "largest weight", "weight, scaled"]
     data = {
         "by_head_size": measured,
-        "notebook_variances": notebook,
-        "softmax": five,
-        "softmax_of_eight_times": eight,
+        **notebook_scaling(),
         "own_variance": own[0],
         "own_variance_scaled": own[1],
     }
@@ -316,11 +324,6 @@ def quoted(line: str) -> str:
     return f'"{display_text(visible, keep_spaces=True)}"'
 
 
-def components(vector: Tensor) -> str:
-    """Return the first three components of a vector as text."""
-    return " ".join(f"{value:+.2f}" for value in vector[:3].tolist())
-
-
 def score_statistics(size: int) -> dict[str, float]:
     """Return variance and largest weights for 64 sets of 64 random queries and keys."""
     generator = torch.Generator().manual_seed(Config().seed)
@@ -333,7 +336,7 @@ def score_statistics(size: int) -> dict[str, float]:
     return data
 
 
-def notebook_scaling() -> tuple[list[float], list[float], list[float]]:
+def notebook_scaling() -> dict[str, list[float]]:
     """Return the notebooks' variances (of k, q, scores, scaled scores) and two softmaxes."""
     torch.manual_seed(1337)
     torch.randn(4, 8, 32)  # the notebooks first sample an input and initialise three layers
@@ -341,9 +344,22 @@ def notebook_scaling() -> tuple[list[float], list[float], list[float]]:
         nn.Linear(32, 16, bias=False)
     k, q = torch.randn(4, 8, 16), torch.randn(4, 8, 16)
     raw, scaled = attention_scores(q, k, scaled=False), attention_scores(q, k)
-    variances = [float(x.var()) for x in (k, q, raw, scaled)]
-    five = torch.tensor(SCORES)
-    return variances, five.softmax(-1).tolist(), (8 * five).softmax(-1).tolist()
+    scores = torch.tensor(SCORES)
+    return {
+        "notebook_variances": [float(x.var()) for x in (k, q, raw, scaled)],
+        "softmax": scores.softmax(-1).tolist(),
+        "softmax_of_eight_times": (8 * scores).softmax(-1).tolist(),
+    }
+
+
+def vector_table(caption: str, characters: list[str], **vectors: Tensor) -> Table:
+    """Return vectors, (T, D) each, as a table of their first three components by character."""
+    columns = (
+        [" ".join(f"{value:+.2f}" for value in vector[:3]) for vector in each.tolist()]
+        for each in vectors.values()
+    )
+    rows = zip(characters, *columns, strict=True)
+    return Table(caption, ["character", *vectors], [*rows])
 
 
 def value_table(

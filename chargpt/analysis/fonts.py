@@ -1,8 +1,6 @@
 """Fonts for the characters of a figure that its default font lacks."""
 
-import re
 import unicodedata
-from collections import Counter
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -10,25 +8,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DEFAULT = "DejaVu Sans"  # which matplotlib brings
-# blocks of Unicode that Noto Sans CJK has
-CJK = re.compile(
-    "[\u1100-\u11ff\u2e80-\u9fff\ua960-\ua97f\uac00-\ud7ff\uf900-\ufaff\ufe30-\ufe4f"
-    "\uff00-\uffef\U0001b000-\U0001b16f\U00020000-\U0003ffff]"
-)
-# first words of the names of characters that have a Noto Sans of their own
-SCRIPTS = frozenset(
-    "ADLAM ARABIC ARMENIAN BALINESE BENGALI CHAM CHEROKEE COPTIC CUNEIFORM DESERET DEVANAGARI "
-    "ETHIOPIC GEORGIAN GLAGOLITIC GOTHIC GUJARATI GURMUKHI HEBREW JAVANESE KANNADA KHMER LAO "
-    "LEPCHA LIMBU MALAYALAM MONGOLIAN MYANMAR OGHAM ORIYA OSMANYA RUNIC SHAVIAN SINHALA "
-    "SUNDANESE SYRIAC TAMIL TELUGU THAANA THAI TIFINAGH VAI YI".split()
-)
-OTHER_FONTS = {
-    "CANADIAN": "Noto Sans Canadian Aboriginal",
-    "EGYPTIAN": "Noto Sans Egyptian Hieroglyphs",
-    "MATHEMATICAL": "Noto Sans Math",
-    "NKO": "Noto Sans NKo",
-    "TIBETAN": "Noto Serif Tibetan",
-}
 
 
 def set_fallback_fonts(figure: "Figure") -> str:
@@ -44,14 +23,14 @@ def set_fallback_fonts(figure: "Figure") -> str:
     from matplotlib.text import Text
 
     texts = [text for text in figure.findobj(Text) if isinstance(text, Text)]
-    missing = {c for text in texts for c in text.get_text() if may_lack_glyph(c)}
-    missing -= found_in(findfont(DEFAULT), missing)
-    chosen = choose_fonts(missing) if missing else {}
-    if missing.difference(*chosen.values()) and add_new_fonts():
-        chosen = choose_fonts(missing)
-    for text in texts if chosen else ():
-        text.set_fontfamily([DEFAULT, *chosen])
-    return "".join(sorted(missing.difference(*chosen.values())))
+    drawn = {c for text in texts for c in text.get_text() if may_lack_glyph(c)}
+    missing = drawn - found_in(findfont(DEFAULT), drawn)
+    if missing:
+        add_new_fonts()
+        families, missing = choose_fonts(missing)
+        for text in texts:
+            text.set_fontfamily([DEFAULT, *families])
+    return "".join(sorted(missing))
 
 
 def may_lack_glyph(character: str) -> bool:
@@ -63,23 +42,21 @@ def may_lack_glyph(character: str) -> bool:
     )
 
 
-def choose_fonts(characters: set[str]) -> dict[str, set[str]]:
-    """Return families that together have as many of the characters as any, and what each adds."""
+def choose_fonts(characters: set[str]) -> tuple[list[str], set[str]]:
+    """Return families that have the characters, few if possible, and the characters none has."""
     from matplotlib.font_manager import fontManager
 
-    found: dict[str, set[str]] = {}
-    # regular fonts first
-    for font in sorted(fontManager.ttflist, key=lambda f: (f.style != "normal", f.weight != 400)):
-        is_placeholder = "lastresort" in font.name.replace(" ", "").lower()
-        if font.name not in found and not is_placeholder:
-            found[font.name] = found_in(font.fname, characters)
-    chosen = {}
-    missing = set(characters)
-    while any(each & missing for each in found.values()):
-        name = max(found, key=lambda name: len(found[name] & missing))
-        chosen[name] = found[name] & missing
-        missing -= chosen[name]
-    return chosen
+    # the regular font of each family, the last one here
+    fonts = sorted(fontManager.ttflist, key=lambda f: (f.style == "normal", f.weight == 400))
+    paths = {font.name: font.fname for font in fonts}
+    found = {name: found_in(path, characters) for name, path in paths.items()}
+    families = []
+    for name in sorted(found, key=lambda name: len(found[name]), reverse=True):
+        is_placeholder = "lastresort" in name.replace(" ", "").lower()
+        if found[name] & characters and not is_placeholder:
+            families.append(name)
+            characters = characters - found[name]
+    return families, characters
 
 
 def found_in(path: str, characters: set[str]) -> set[str]:
@@ -93,34 +70,10 @@ def found_in(path: str, characters: set[str]) -> set[str]:
     return {c for c in characters if font.get_char_index(ord(c))}
 
 
-def add_new_fonts() -> bool:
-    """Make known the fonts installed since matplotlib listed them; return whether there are any."""
+def add_new_fonts() -> None:
+    """Make known the fonts that were installed since matplotlib listed them."""
     from matplotlib.font_manager import findSystemFonts, fontManager
 
-    before = len(fontManager.ttflist)
     for path in {*findSystemFonts()} - {font.fname for font in fontManager.ttflist}:
         with suppress(Exception):  # a damaged file, or one of bitmaps; its kinds of error are many
             fontManager.addfont(path)
-    return len(fontManager.ttflist) > before
-
-
-def fonts_for(characters: str) -> list[str]:
-    """Return the names of fonts to install for such characters, the most useful one first."""
-    return [name for name, _ in Counter(map(_font_for, characters)).most_common()]
-
-
-def _font_for(character: str) -> str:
-    script = re.split("[ -]", unicodedata.name(character, ""))[0]
-    if CJK.match(character):
-        return "Noto Sans CJK"
-    if script in SCRIPTS:
-        return f"Noto Sans {script.title()}"
-    if script in OTHER_FONTS:
-        return OTHER_FONTS[script]
-    category = unicodedata.category(character)
-    if category in ("So", "Sk"):
-        is_emoji = unicodedata.east_asian_width(character) == "W" or (
-            "\U0001f1e6" <= character < "\U0001fb00"
-        )
-        return "Noto Emoji" if is_emoji else "Noto Sans Symbols 2"
-    return "Noto Sans Math" if category == "Sm" else "Noto Sans"

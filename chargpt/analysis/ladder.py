@@ -156,40 +156,36 @@ def ladder_rungs(config: Config) -> tuple[Rung, ...]:
             and layers.
     """
     model = config.model
-    if model.kind != "gpt" or model.n_head < 2 or model.n_layer < 2 or model.mlp == "none":
+    has_all = model.attention == "full" and model.scale_attn_weights and model.qk_norm
+    is_large = model.n_layer > 1 and model.n_head > 1
+    if model.kind != "gpt" or model.mlp == "none" or not (has_all and is_large):
         raise ConfigError(
-            "the ladder needs a gpt with several layers and heads and an mlp; "
-            "set model.kind=gpt, model.mlp=swiglu, and model.n_layer and model.n_head to 2 or more"
+            "the ladder needs a gpt with all components, several layers and several heads; set "
+            "model.n_layer and model.n_head to 2 or more, and leave model.kind, model.mlp, "
+            "model.attention, model.scale_attn_weights and model.qk_norm at their defaults"
         )
-    if not (model.attention == "full" and model.scale_attn_weights and model.qk_norm):
-        raise ConfigError(
-            "the ladder adds model.attention, model.scale_attn_weights and model.qk_norm itself; "
-            "leave them at their defaults"
-        )
-    head = {
+    average = {
         "model.n_layer": 1,
         "model.n_head": 1,
-        "model.attention": "full",
+        "model.attention": "average",
         "model.scale_attn_weights": False,
         "model.qk_norm": False,
         "model.mlp": "none",
     }
-    average = {**head, "model.attention": "average"}
-    scaled = {**head, "model.scale_attn_weights": True}
-    heads = {**scaled, "model.n_head": model.n_head}
-    mlp = {**heads, "model.mlp": model.mlp}
-    depth = {**mlp, "model.n_layer": model.n_layer}
-    gpt = {**depth, "model.qk_norm": True}
-    return (
+    rungs = [
         Rung("bigram (trained)", "a table of next-character logits", {}),
         Rung("causal average", "the mean of the current and past positions", average),
-        Rung("one head, unscaled", "causal self-attention", head),
-        Rung("one head, scaled", "scores divided by sqrt(head size)", scaled),
-        Rung("multi-head", f"{model.n_head} attention heads", heads),
-        Rung("+ MLP", f"an MLP ({model.mlp}) after attention", mlp),
-        Rung("+ depth", f"{model.n_layer} layers", depth),
-        Rung("+ QK-norm (gpt)", "QK-norm and previous-token initialisation", gpt),
-    )
+    ]
+    for name, adds, key, value in (
+        ("one head, unscaled", "causal self-attention", "attention", "full"),
+        ("one head, scaled", "scores divided by sqrt(head size)", "scale_attn_weights", True),
+        ("multi-head", f"{model.n_head} attention heads", "n_head", model.n_head),
+        ("+ MLP", f"an MLP ({model.mlp}) after attention", "mlp", model.mlp),
+        ("+ depth", f"{model.n_layer} layers", "n_layer", model.n_layer),
+        ("+ QK-norm (gpt)", "QK-norm and previous-token initialisation", "qk_norm", True),
+    ):
+        rungs.append(Rung(name, adds, {**rungs[-1].values, f"model.{key}": value}))
+    return tuple(rungs)
 
 
 def run_ladder(

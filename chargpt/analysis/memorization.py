@@ -245,7 +245,8 @@ def find_overlap(
     joined = np.concatenate([np.zeros(0, dtype=np.int64), *parts])
     longest = max((len(text) for text in texts), default=0)
     lengths = [n for n in NGRAM_LENGTHS if n <= min(longest, len(training))]
-    powers, inverses = _powers(max(len(joined), CHUNK + max(lengths, default=0)))
+    n_powers = max(len(joined), CHUNK + max(lengths, default=0))
+    powers, inverses = _powers(BASE, n_powers), _powers(pow(BASE, -1, 2**64), n_powers)
     sums = _prefix_sums(joined, powers)
     tables = [_NGramTable(_hashes(sums, inverses, n, len(joined) - n), n) for n in lengths]
     for first in range(0, len(training) if lengths else 0, CHUNK):
@@ -358,14 +359,11 @@ def _common_length(first: Tokens, second: Tokens) -> int:
     return index if count and differs[index] else count
 
 
-def _powers(count: int) -> tuple[Hashes, Hashes]:
-    """Return the powers of the base and of its inverse modulo 2^64."""
-    both = []
-    for base in (BASE, pow(BASE, -1, 2**64)):
-        factors = np.full(count, base, dtype=np.uint64)
-        factors[0] = 1
-        both.append(np.multiply.accumulate(factors))
-    return both[0], both[1]
+def _powers(base: int, count: int) -> Hashes:
+    """Return the powers of a base modulo 2^64, from the 0th on."""
+    factors = np.full(count, base, dtype=np.uint64)
+    factors[0] = 1
+    return np.multiply.accumulate(factors)
 
 
 def _prefix_sums(tokens: Tokens, powers: Hashes) -> Hashes:

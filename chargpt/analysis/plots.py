@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
@@ -34,9 +33,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 GREY, PALE = "#6b7280", "#c9ced6"
 MAX_POINTS = 40  # of a smoothed curve
 MAX_MARKED = 20  # points of a curve that are marked
-LABEL_HEIGHT, LABEL_WIDTH = 12, 40  # points, of the label of a curve
-LEADER_LINE = {"arrowstyle": "-", "linewidth": 0.7, "shrinkA": 0, "shrinkB": 0, "relpos": (0, 0.5)}
-INSIDE_LABEL = {"facecolor": "white", "linewidth": 0, "pad": 1}  # of a label that curves may cross
+LABEL_HEIGHT = 12  # points, of a baseline's label
 SUFFIXES = (".svg", ".png")
 
 
@@ -72,22 +69,19 @@ def inline(figure: "Figure", name: str) -> Markup:
 
     Args:
         figure: is changed.
-        name: prefix of its ids, which must be unique in the page.
+        name: of the figure, unique in the page, on which the ids in the SVG depend.
     """
     figure.patch.set_alpha(0)
     for axes in figure.axes:
         axes.patch.set_alpha(0)
-    svg = _rendered(figure, format="svg", metadata={"Date": None}).decode()
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
-    used = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', svg))
+    metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    svg = _rendered(figure, salt=name, format="svg", metadata=metadata).decode()
 
     def shorten(tag: re.Match[str]) -> str:
-        coloured = tag[0].replace("#000000", "currentColor")
-        return re.sub(r' id="([^"]*)"', lambda id_: id_[0] if id_[1] in used else "", coloured)
+        without_numbers = re.sub(r' id="[^"_]+_\d+"', "", tag[0])  # the same in every figure
+        return without_numbers.replace("#000000", "currentColor")
 
-    svg = re.sub(r"<[^>]+>", shorten, svg)  # and not the text between tags
-    for mark in used:  # hashes, which occur nowhere else
-        svg = svg.replace(mark, f"{name}-{mark}")
+    svg = re.sub(r"<[^>]+>", shorten, svg[svg.index("<svg") :])  # and not the text between tags
     return Markup(svg.replace("<svg ", '<svg aria-hidden="true" ', 1))  # its container has a label
 
 
@@ -99,8 +93,7 @@ def loss_curves(
 ) -> "Figure":
     """Draw losses in nats per character against steps, with a horizontal line per baseline.
 
-    Curves and lines are labelled where they end, with their last values; labels that would overlap
-    are moved apart, with a line from the end to the label.
+    The legend has the curves' last values; lines are labelled at the right, apart from each other.
 
     Args:
         curves: (step, nats) points by name.
@@ -108,76 +101,35 @@ def loss_curves(
         title: name of the text.
         width: of the figure, in inches.
     """
-    figure = _figure(width, 4.5)
-    axes = figure.add_subplot()
-    ends: list[tuple[float, float, str, str]] = []  # step, nats, label and colour
+    figure, (axes,) = _axes(width, 4.5)
     for (name, points), colour in zip(curves.items(), itertools.cycle(COLOURS), strict=False):
         steps, nats = zip(*points, strict=True) if points else ((), ())
         marker = "o" if len(points) <= MAX_MARKED else ""
-        (curve,) = axes.plot(steps, nats, color=colour, linewidth=2, label=plain(name))
-        curve.set(marker=marker, clip_on=False)
-        if points:
-            ends.append((*points[-1], f"{points[-1][1]:.3f}", colour))
+        label = plain(name) + (f": {nats[-1]:.3f}" if nats else "")
+        axes.plot(steps, nats, color=colour, linewidth=2, label=label, marker=marker)
     for level in lines.values():
         axes.axhline(level, color=GREY, linewidth=1, linestyle="--")
     axes.set(xlabel="step", ylabel="loss (nats per character)", title=plain(title))
     axes.margins(x=0.02)
     axes.grid(alpha=0.25)
-    _remove_spines(axes)
-    axes.autoscale_view()  # pixels depend on the limits
-    # where baselines end too, so that none runs through a label
-    right = max((step for step, *_ in ends), default=axes.get_xlim()[1])
-    axes.set_xlim(right=right)
-    ends += [(right, level, f"{name} {level:.3f}", GREY) for name, level in lines.items()]
-    _label_ends(axes, ends, 72 / figure.dpi)
+    axes.autoscale_view()  # heights depend on the limits
+    lowest_free = -math.inf
+    for name, level in sorted(lines.items(), key=lambda line: line[1]):
+        height = axes.transData.transform((0, level))[1] * 72 / figure.dpi
+        place = max(height, lowest_free)
+        lowest_free = place + LABEL_HEIGHT
+        axes.annotate(
+            f"{name} {level:.3f}",
+            (1, level),
+            (6, place - height),
+            xycoords=("axes fraction", "data"),
+            textcoords="offset points",
+            color=GREY,
+            va="center",
+        )
     if curves:
         axes.legend(frameon=False, loc="upper right", bbox_to_anchor=(1, 0.9))
     return figure
-
-
-def _label_ends(axes: "Axes", ends: Sequence[tuple[float, float, str, str]], scale: float) -> None:
-    """Label the ends of curves at their right; move labels that would overlap.
-
-    Args:
-        ends: step, nats, label and colour of each.
-        scale: points per pixel.
-    """
-    columns: list[list[tuple[Any, ...]]] = []  # of points whose labels may overlap
-    right = -math.inf
-    for x, y, label, colour in sorted(ends):
-        left, height = axes.transData.transform((x, y)) * scale
-        if left > right + LABEL_WIDTH:
-            columns.append([])
-        columns[-1].append((height, left, (x, y), label, colour))
-        right = left
-    bottom = axes.get_window_extent().y0 * scale
-    for column in columns:
-        column.sort()
-        heights, lefts, *_ = zip(*column, strict=True)
-        places = spread(heights, LABEL_HEIGHT, bottom)
-        is_moved = max(abs(place - h) for place, h in zip(places, heights, strict=True)) > 1
-        for place, (height, left, point, label, colour) in zip(places, column, strict=True):
-            axes.annotate(
-                label,
-                point,
-                (max(lefts) - left + (18 if is_moved else 6), place - height),
-                textcoords="offset points",
-                color=colour,
-                va="center",
-                arrowprops=LEADER_LINE | {"color": colour} if is_moved else None,
-                bbox=None if column is columns[-1] else INSIDE_LABEL,
-            )
-
-
-def spread(values: Sequence[float], gap: float, lowest: float) -> list[float]:
-    """Return sorted values moved apart to at least `gap`, by the least squares, above `lowest`."""
-    groups: list[list[float]] = []  # isotonic regression of the values without their gaps
-    for i, value in enumerate(values):
-        groups.append([value - i * gap])
-        while len(groups) > 1 and fmean(groups[-2]) > fmean(groups[-1]):
-            groups[-2:] = [groups[-2] + groups[-1]]
-    means = [max(fmean(group), lowest) for group in groups for _ in group]
-    return [mean + i * gap for i, mean in enumerate(means)]
 
 
 def optimization_curves(records: Sequence[Mapping[str, Any]], characters: float) -> "Figure":
@@ -195,19 +147,17 @@ def optimization_curves(records: Sequence[Mapping[str, Any]], characters: float)
         for (then, before), (now, step) in itertools.pairwise(timestamps)
         if now > then and step > before
     ]
-    figure = _figure(5.5, 5.5)
     parts = {
         "learning-rate factor": [(row["step"], row["lr_factor"]) for row in rows],
         "gradient norm": smoothed([(row["step"], row["grad_norm"]) for row in rows]),
         "characters per second": smoothed(speeds),
     }
-    all_axes = figure.subplots(len(parts), sharex=True)
+    figure, all_axes = _axes(5.5, 5.5, len(parts))
     for axes, colour, (name, points) in zip(all_axes, COLOURS, parts.items(), strict=False):
         axes.plot(*(zip(*points, strict=True) if points else ((), ())), color=colour)
         axes.set_title(name, fontsize=9, loc="left")
         axes.tick_params(labelsize=8)
         axes.set_ylim(bottom=0)
-        _remove_spines(axes)
     axes.set_xlabel("step", fontsize=9)
     return figure
 
@@ -222,8 +172,7 @@ def smoothed(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
 
 def calibration(groups: "Sequence[Group]") -> "Figure":
     """Draw accuracy against confidence; circles are larger for more characters."""
-    figure = _figure(5, 4)
-    axes = figure.add_subplot()
+    figure, (axes,) = _axes(5, 4)
     axes.plot((0, 1), (0, 1), color=GREY, linestyle="--", linewidth=1)
     total = sum(group.characters for group in groups)
     confidence, accuracy = [g.confidence for g in groups], [g.accuracy for g in groups]
@@ -231,7 +180,6 @@ def calibration(groups: "Sequence[Group]") -> "Figure":
     axes.plot(confidence, accuracy, color=COLOURS[0])
     axes.scatter(confidence, accuracy, sizes, color=COLOURS[0])
     axes.set(xlabel="confidence", ylabel="accuracy", xlim=(0, 1), ylim=(0, 1))
-    _remove_spines(axes)
     axes.grid(alpha=0.25)
     return figure
 
@@ -245,6 +193,7 @@ def attention(weights: "npt.NDArray[np.float32]", text: str, titles: Sequence[st
         titles: one per head.
     """
     from matplotlib.colors import LinearSegmentedColormap
+    from matplotlib.figure import Figure
 
     blue = (0, 0.45, 0.7)
     clear_to_blue = LinearSegmentedColormap.from_list("ours", [(*blue, 0), (*blue, 1)])
@@ -252,8 +201,8 @@ def attention(weights: "npt.NDArray[np.float32]", text: str, titles: Sequence[st
     across = min(4, len(weights))
     down = math.ceil(len(weights) / across)
     width, height = size + 0.3, size + 0.5  # of a head, with its characters and its title
-    figure = _figure(width * across, height * down)
-    figure.set_layout_engine("none")  # finding a layout among so many characters takes seconds
+    # without a layout engine, which takes seconds for so many characters
+    figure = Figure(figsize=(width * across, height * down))
     labels = [((i + end - 1) / 2, display_text(text[i:end])) for i, end in graphemes(text)]
     for number, (head, title) in enumerate(zip(weights, titles, strict=True)):
         row, column = divmod(number, across)
@@ -291,8 +240,7 @@ def ladder(result: "Ladder") -> "Figure":
         *((name, nats, 0.0, PALE) for name, nats in result.compressor_losses.items()),
         *((r.rung.name, r.loss.value, r.loss.margin or 0.0, COLOURS[0]) for r in result.results),
     ]
-    figure = _figure(8, 0.6 + 0.28 * len(bars))
-    axes = figure.add_subplot()
+    figure, (axes,) = _axes(8, 0.6 + 0.28 * len(bars))
     names, nats, margins, colours = zip(*bars, strict=True)
     bits, errors = ([each / math.log(2) for each in values] for values in (nats, margins))
     places = range(len(bars))
@@ -309,27 +257,26 @@ def ladder(result: "Ladder") -> "Figure":
     axes.set_title(
         f"{plain(result.title)}: n-grams (grey), compressors (pale), trained (blue)", fontsize=10
     )
-    _remove_spines(axes)
     return figure
 
 
-def _figure(width: float, height: float) -> "Figure":
-    """Return an empty figure; sizes in inches."""
+def _axes(width: float, height: float, n_rows: int = 1) -> "tuple[Figure, list[Axes]]":
+    """Return a figure, sizes in inches, and its axes, one below the other, of two spines each."""
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), layout="constrained")
+    figure = Figure(figsize=(width, height), layout="constrained")
+    all_axes = [*figure.subplots(n_rows, sharex=True, squeeze=False).flat]
+    for axes in all_axes:
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure, all_axes
 
 
-def _remove_spines(axes: "Axes") -> None:
-    """Remove the top and right spines."""
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def _rendered(figure: "Figure", **options: Any) -> bytes:
+def _rendered(figure: "Figure", salt: str = "chargpt", **options: Any) -> bytes:
+    """Return the content of an image file; `salt` makes the ids in an SVG reproducible."""
     from matplotlib import rc_context
 
     settings: Any = {
-        "svg.hashsalt": "chargpt",
+        "svg.hashsalt": salt,
         "svg.fonttype": "none",
         "font.sans-serif": [DEFAULT],  # SVG would otherwise list a dozen fonts per text
     }

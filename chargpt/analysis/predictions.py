@@ -3,10 +3,12 @@
 Shapes in this file: N = tokens scored, B = rows of a forward pass, L = scored tokens of a row.
 """
 
+import itertools
 import math
 import unicodedata
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,10 +16,18 @@ import torch
 
 from chargpt.inference.evaluation import iter_log_probs
 from chargpt.models import LanguageModel
+from chargpt.store.run import Run
+from chargpt.text.corpus import Corpus
+from chargpt.text.display import display_char, display_text, graphemes, sign_or_code
+from chargpt.text.documents import RECORD_SEPARATOR
 from chargpt.text.tokenizer import CharTokenizer, Tokens
 
 TOP_K = 5  # predictions kept per character
 BINS = 10  # of the calibration curve
+PASSAGE = 800  # tokens whose surprisal is shown
+N_PRECEDING = 20  # characters before one of high surprisal
+N_HIGHEST = 8
+SURPRISAL_BITS = (0.5, 1, 2, 3.5, 5, 7)  # from which on the colour becomes stronger
 KINDS = {  # of characters, by the Unicode category or its first letter
     "Ll": "lower-case letters",
     "Lu": "upper-case letters",
@@ -82,11 +92,12 @@ def predict(model: LanguageModel, tokens: Tokens, max_tokens: int) -> Prediction
 def by_context(predictions: Predictions) -> list[Group]:
     """Group by context length: 1, 2, 3 to 4, 5 to 8, ... tokens."""
     length = predictions.context_length
-    members, low, high, longest = {}, 1, 1, int(length.max())
-    while low <= longest:
-        end = min(high, longest)
-        members[f"{low}" if low == end else f"{low} to {end}"] = (length >= low) & (length <= high)
-        low, high = high + 1, 2 * high
+    longest = int(length.max())
+    highest = [2**k for k in range(longest.bit_length()) if 2**k < longest]
+    members = {}
+    for before, high in itertools.pairwise([0, *highest, longest]):
+        name = str(high) if high == before + 1 else f"{before + 1} to {high}"
+        members[name] = (length > before) & (length <= high)
     return _groups(predictions, members)
 
 
@@ -134,9 +145,9 @@ def _groups(predictions: Predictions, members: Mapping[str, npt.NDArray[np.bool_
 
 
 def score_passage(
-    model: LanguageModel, tokenizer: CharTokenizer, tokens: Tokens, n_tokens: int
+    model: LanguageModel, tokenizer: CharTokenizer, tokens: Tokens
 ) -> list[ScoredCharacter]:
-    """Return the characters of a text's first tokens but the very first, with their predictions.
+    """Return the characters of a text's tokens but the first, with their predictions.
 
     The protocol is `sliding`: each has all earlier ones as context, or at least half a block. A
     character of several byte tokens has the sum of their bits and the predictions of the first.
@@ -145,7 +156,7 @@ def score_passage(
     bits, predicted = 0.0, tuple[tuple[str, float], ...]()
     read = tokenizer.decode_stream()
     read(int(tokens[0]))
-    for log_probs, targets in iter_log_probs(model, tokens[: n_tokens + 1], "sliding"):
+    for log_probs, targets in iter_log_probs(model, tokens, "sliding"):
         top = log_probs.topk(min(TOP_K, log_probs.size(2)), dim=-1)
         target_log_probs = log_probs.gather(2, targets[..., None]).squeeze(2)
         columns = (targets, target_log_probs, top.indices, top.values.exp())
@@ -157,3 +168,64 @@ def score_passage(
                 scored.append(ScoredCharacter(character, bits, predicted))
                 bits, predicted = 0.0, ()
     return scored
+
+
+def surprisal(run: Run, corpus: Corpus) -> dict[str, Any]:
+    """Return a validation passage by graphemes, and the predictions of each one's characters."""
+    # the EOS token, which has no prediction, precedes the first document
+    before = run.tokenizer.encode(run.tokenizer.eos_token)
+    tokens = np.concatenate((before, corpus.split("val")[: PASSAGE + 1]))[: PASSAGE + 1]
+    scored = score_passage(run.model, run.tokenizer, tokens)
+    text = "".join(each.character for each in scored)
+    spans = graphemes(text)
+    return {
+        "passage": [display_grapheme(text[start:end], scored[start:end]) for start, end in spans],
+        "passage_length": len(scored),
+        "passage_bits": sum(each.bits for each in scored) / len(scored),
+        "top_k": len(scored[0].top),
+        "predictions": [[describe(each) for each in scored[start:end]] for start, end in spans],
+        "longest_grapheme": max(end - start for start, end in spans),
+        "highest": highest_surprisal(text, scored, spans),
+    }
+
+
+def display_grapheme(grapheme: str, scored: list[ScoredCharacter]) -> dict[str, Any]:
+    """Return how a grapheme is displayed: its colour is that of its highest surprisal."""
+    bits = max(each.bits for each in scored)
+    return {
+        "text": display_text(grapheme, keep_spaces=True),
+        # its visible sign stands before the line break
+        "ends_line": grapheme in ("\n", RECORD_SEPARATOR),
+        "level": sum(bits >= level for level in SURPRISAL_BITS),
+    }
+
+
+def describe(scored: ScoredCharacter) -> list[Any]:
+    """Return a character's name, its surprisal in bits, and the most likely characters."""
+    top = [[name_of(character), round(prob, 4)] for character, prob in scored.top]
+    return [name_of(scored.character), round(scored.bits, 3), top]
+
+
+def highest_surprisal(
+    text: str, scored: list[ScoredCharacter], spans: list[tuple[int, int]]
+) -> list[list[Any]]:
+    """Return the rows of a table: context, character, bits and the most likely characters.
+
+    `spans` are the graphemes of the text.
+    """
+    start_of = [start for start, end in spans for _ in range(start, end)]
+    return [
+        [
+            display_text(text[start_of[max(0, i - N_PRECEDING)] : i]),
+            display_char(scored[i].character),
+            f"{scored[i].bits:.1f}",
+            [(display_char(c), f"{prob:.0%}") for c, prob in scored[i].top[:3]],
+        ]
+        for i in sorted(range(len(scored)), key=lambda i: -scored[i].bits)[:N_HIGHEST]
+    ]
+
+
+def name_of(character: str) -> str:
+    """Return a character as it is named in a sentence."""
+    names = {" ": "space", "\n": "line end", "\t": "tab"}
+    return names.get(character) or sign_or_code(character)

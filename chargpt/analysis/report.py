@@ -15,7 +15,6 @@ from chargpt import __version__
 from chargpt.analysis import memorization, plots, predictions
 from chargpt.analysis.attention_maps import MAX_LINE, attention_maps, describe_layers, typical_line
 from chargpt.analysis.page import render
-from chargpt.analysis.passage import surprisal
 from chargpt.analysis.result import MIXTURE_LABEL, RunScores, evaluate_run, summarize
 from chargpt.files import write_output
 from chargpt.inference.baselines import NGRAM
@@ -38,17 +37,6 @@ N_DOCUMENTS = 40  # sampled if the text is a list of documents
 MAX_TRAINING_SAMPLES = 50  # of those that training wrote, so that a long run's page stays small
 PLOT_WIDTH = 5.5  # inches, narrow enough to be read on a phone
 MAX_SEARCHED = 20_000_000  # characters of the training split that are searched for overlap
-SECTIONS = {
-    "result": "Result",
-    "curves": "Training curves",
-    "samples": "Samples",
-    "surprisal": "Surprisal",
-    "accuracy": "Accuracy",
-    "calibration": "Calibration",
-    "attention": "Attention",
-    "overlap": "Verbatim overlap",
-    "reproduce": "Reproduce",
-}
 
 Values = dict[str, Any]
 Records = Sequence[Mapping[str, Any]]
@@ -85,15 +73,10 @@ def write_report(
         "document_end": end_sign(0, 1, run.tokenizer.eos_token),
         **reproduction(run),
     }
-    slow = (surprisal, accuracy_and_calibration, attention, overlap)
+    slow = (predictions.surprisal, accuracy_and_calibration, attention, overlap)
     for number, section in enumerate(slow, 1):
-        on_progress(number, len(slow) + 1)
         values |= section(run, corpus)
-    on_progress(len(slow) + 1, len(slow) + 1)
-    contents = {"curves": "loss_curves", "samples": "samples", "attention": "maps"}
-    values["sections"] = [
-        (key, title) for key, title in SECTIONS.items() if values[contents.get(key, "title")]
-    ]
+        on_progress(number, len(slow))
     path = path or run.folder / REPORT
     page = render("report.html", script="report.js", **values)
     write_output(path, page.encode(errors="replace"))
@@ -178,9 +161,11 @@ def attention(run: Run, corpus: Corpus) -> Values:
         return {"maps": []}
     max_length = min(MAX_LINE, run.model.block_size)
     line = typical_line(run.tokenizer, corpus.split("val"), max_length)
-    text, layers, maps = run.tokenizer.decode(line), attention_maps(run.model, line), []
-    for number, caption in enumerate(describe_layers(layers), 1):
-        weights = layers[number - 1]
+    text, layers = run.tokenizer.decode(line), attention_maps(run.model, line)
+    maps = []
+    for number, (weights, caption) in enumerate(
+        zip(layers, describe_layers(layers), strict=True), 1
+    ):
         titles = [f"head {head}" for head in range(1, len(weights) + 1)]
         svgs = plots.inline_heads(weights, text, titles, f"layer{number}")
         maps.append((caption, svgs, f"layer {number}"))

@@ -13,7 +13,7 @@ from chargpt.inference.evaluation import BaselineLoss, Evaluation, evaluate_toke
 from chargpt.store.metrics import validation_curve
 from chargpt.store.run import Run
 from chargpt.text.corpus import REQUIRED_SPLITS, Corpus, Split
-from chargpt.text.describe import SplitDifference, compare_splits, is_several_files
+from chargpt.text.describe import SplitDifference, compare_splits
 
 MIN_RISE = 0.02  # nats above the best validation loss that count as over-fitting, not noise
 LAST_STEPS = 10  # whose mean is the last training loss
@@ -31,8 +31,7 @@ MAX_EXPLAINED_RATIO = 5
 class GapReason(Enum):
     """Why the generalisation gap is large."""
 
-    FEW_EPOCHS = auto()  # the model has seen no character twice: the splits must differ
-    UNLIKE_SPLITS = auto()  # measured by the frequencies of their characters
+    UNLIKE_SPLITS = auto()  # by their character frequencies, or as no character was seen twice
     LEARNING = auto()  # the validation loss is still falling with the training loss
     OVER_FITTING = auto()
 
@@ -63,12 +62,6 @@ class RunScores:
         return {name: loss.nats_per_char for name, loss in self.baselines.items()}
 
     @property
-    def better_alone(self) -> tuple[str, Evaluation | BaselineLoss]:
-        """The one of GPT and n-gram baseline with the lower validation loss, and that loss."""
-        gpt, ngram = self.evaluations["val"], self.baselines[NGRAM]
-        return ("gpt", gpt) if gpt.nats_per_char < ngram.nats_per_char else (NGRAM, ngram)
-
-    @property
     def has_better_mixture(self) -> bool:
         """Whether the mixture is better than its GPT alone."""
         if self.mixture is None:
@@ -89,10 +82,8 @@ class RunScores:
     @property
     def splits_explain_gap(self) -> bool:
         """Whether the difference of the splits may be the whole reason of the gap."""
-        difference = self.split_difference
-        if difference is None:
-            return False
-        return self.generalisation_gap <= MAX_EXPLAINED_RATIO * difference.divergence
+        divergence = self.split_difference.divergence if self.split_difference else -math.inf
+        return self.generalisation_gap <= MAX_EXPLAINED_RATIO * divergence
 
     def gap_reason(self, records: Sequence[Mapping[str, Any]]) -> GapReason | None:
         """Return why the gap is large, None if it is not; `records`: the metrics.
@@ -102,9 +93,7 @@ class RunScores:
         is_trained = self.evaluations["train"].nats_per_char < self.baseline_losses["bigram"]
         if not is_trained or self.generalisation_gap <= max(MIN_GAP, self.gap_error):
             return None
-        if self.epochs < 1:
-            return GapReason.FEW_EPOCHS
-        if self.splits_explain_gap:
+        if self.epochs < 1 or self.splits_explain_gap:
             return GapReason.UNLIKE_SPLITS
         val, train = changes_in_second_half(records) or (0.0, 0.0)
         is_learning = val < 0 and val <= MIN_GENERALISED * train
@@ -186,22 +175,14 @@ def describe_difference(
     return f"not distinguishable from {name} ({shown})"
 
 
-def describe_mixture(scores: RunScores) -> str:
-    """Return a sentence about a mixture beside the better of its models."""
-    name, reference = scores.better_alone
-    mixture = scores.mixture
-    assert mixture is not None
-    gain, error = difference(mixture, reference)
-    words = describe_difference(mixture, f"the {name}", reference)
-    sentence = f"The mixture of gpt and n-gram models is {words}"
-    if scores.has_better_mixture:
-        return f"{sentence}; chargpt sample --mixture uses it."
-    if gain < -error:
-        return (
-            f"{sentence}: the start of the text, which its weights are fitted to, differs from "
-            "the validation split."
-        )
-    return f"{sentence}."
+def describe_mixture(scores: RunScores, mixture: Evaluation) -> str:
+    """Return a sentence about the mixture of GPT and n-gram models beside the better of them."""
+    alone: dict[str, Evaluation | BaselineLoss]
+    alone = {"gpt": scores.evaluations["val"], NGRAM: scores.baselines[NGRAM]}
+    better = min(alone, key=lambda name: alone[name].nats_per_char)
+    words = describe_difference(mixture, f"the {better}", alone[better])
+    use = "; chargpt sample --mixture uses it" if scores.has_better_mixture else ""
+    return f"The mixture of gpt and n-gram models is {words}{use}."
 
 
 def changes_in_second_half(records: Sequence[Mapping[str, Any]]) -> tuple[float, float] | None:
@@ -237,7 +218,7 @@ def summarize(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]])
             f"The gpt is {gains} on the validation split (± twice the standard error)."
         )
     if scores.mixture is not None:
-        sentences.append(describe_mixture(scores))
+        sentences.append(describe_mixture(scores, scores.mixture))
     if scores.split_difference is not None:
         warning = scores.split_difference.warning
         sentences.append(f"{warning[0].upper()}{warning[1:]}.")
@@ -299,22 +280,11 @@ def describe_gap(
             "; in the second half of the steps the validation loss changed by {:+.2f} nats, the "
             "training loss by {:+.2f}".format(*found)
         )
-    match reason:
-        case GapReason.FEW_EPOCHS:
-            has_documents = run.config.text.documents is not None
-            what = "the validation split" if has_documents else "the end of the text"
-            remedy = ""
-            if is_several_files(run.state.text_name) and not has_documents:
-                remedy = " -s text.documents=files shuffles the files and splits between them."
-            return (
-                f"After {scores.epochs:.1f} epochs, too few to over-fit, the {gap}: {what} is "
-                f"harder to predict than the rest.{remedy}"
-            )
-        case GapReason.UNLIKE_SPLITS:
-            return f"The {gap}, of which the difference of the splits is a part."
-        case GapReason.LEARNING:
-            but = ", not always its mixture" if scores.mixture else ""
-            return f"The {gap}{changes}: more steps may help the gpt{but}."
-        case GapReason.OVER_FITTING:
-            remedy = "more text" if run.config.model.dropout else "more text or model.dropout"
-            return f"It over-fits: the {gap}{changes}: {remedy} may help."
+    if reason is GapReason.UNLIKE_SPLITS:
+        after = f"After {scores.epochs:.1f} epochs the" if scores.epochs < 1 else "The"
+        return f"{after} {gap}: the validation split is harder to predict than the training split."
+    if reason is GapReason.LEARNING:
+        but = ", not always its mixture" if scores.mixture else ""
+        return f"The {gap}{changes}: more steps may help the gpt{but}."
+    remedy = "more text" if run.config.model.dropout else "more text or model.dropout"
+    return f"It over-fits: the {gap}{changes}: {remedy} may help."

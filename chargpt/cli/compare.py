@@ -185,7 +185,7 @@ def train_models(
     name = f"compare-{slug(find_text(config.text).name)}"
     with catch_signals(), output_folder(out, name) as folder:
         try:
-            with comparison.shared_text(config, folder, None, LoadingProgress()) as corpus:
+            with comparison.shared_text(config, folder, LoadingProgress()) as corpus:
                 budget, max_tokens = None, comparison.MAX_TOKENS
                 if deadline is not None:
                     budget, corpus = plan_run(config, corpus, deadline, fixed_keys, tuner)

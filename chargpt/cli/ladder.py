@@ -32,7 +32,7 @@ def compare_rungs(
     with (
         catch_signals(),
         output_folder(out, name) as folder,
-        shared_text(config, folder, on_progress=LoadingProgress()) as corpus,
+        shared_text(config, folder, LoadingProgress()) as corpus,
     ):
         ladder = run_ladder(config, folder, corpus, n_seeds, run_session)
     plot = plot or folder / "ladder.svg"

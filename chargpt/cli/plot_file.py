@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from chargpt.analysis import plots
-from chargpt.analysis.fonts import fonts_for
 from chargpt.cli import console
 
 if TYPE_CHECKING:
@@ -20,6 +19,6 @@ def save_plot_file(figure: "Figure", path: Path) -> None:
         others = len(missing) - MAX_NAMED
         named = " ".join(missing[:MAX_NAMED]) + (f" and {others} more" if others > 0 else "")
         console.say(
-            f"{path}: no installed font has {named}, so boxes stand for them; install "
-            f"{', '.join(fonts_for(missing)[:3])}, or name an .svg file, whose viewer brings fonts"
+            f"{path}: no installed font has {named}, so boxes stand for them; install one, such as "
+            "Google's Noto font of that script, or name an .svg file, whose viewer brings fonts"
         )

@@ -20,7 +20,7 @@ from markupsafe import Markup
 
 from chargpt import __version__
 from chargpt.analysis.page import render
-from chargpt.analysis.passage import SURPRISAL_BITS
+from chargpt.analysis.predictions import SURPRISAL_BITS
 from chargpt.config import NORM_EPS
 from chargpt.errors import ChargptError
 from chargpt.export.check import (
