@@ -31,7 +31,7 @@ from chargpt.export.check import (
     exportable_model,
     logits,
 )
-from chargpt.files import require_output, write_output
+from chargpt.files import write_output
 from chargpt.inference.baselines import BIGRAM_ALPHA
 from chargpt.models import GPT, build_model
 from chargpt.store.run import Run
@@ -78,7 +78,6 @@ def export_html(run: Run, path: Path, *, force: bool = False) -> ExportCheck:
             written.
         OperationError: half precision changes the model too much.
     """
-    require_output(path, force=force)
     weights = half_weights(exportable_model(run, "an HTML page"))
     check = compare(
         run,
