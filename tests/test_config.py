@@ -51,34 +51,16 @@ def test_the_shipped_configs_are_the_documented_ones() -> None:
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_every_shipped_config_is_short_and_has_a_header(name: str) -> None:
-    lines = shipped_configs()[name].read_text(encoding="utf-8").splitlines()
-    header = [line for line in lines if line.startswith("# ")]
-    assert len(lines) <= 25
-    assert lines[0] in header
-    assert any("chargpt train" in line for line in header)
-
-
-@pytest.mark.parametrize("name", SHIPPED)
-def test_every_shipped_config_works_from_any_folder(
+def test_every_shipped_config_works_from_any_folder_and_has_only_what_differs_from_the_defaults(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    config = load_config(name)
-    assert (config.model.kind == "bigram") == (name in ("bigram", "notebook"))
-
-
-@pytest.mark.parametrize("name", SHIPPED)
-def test_a_shipped_config_contains_only_what_differs_from_the_defaults(name: str) -> None:
+    assert (load_config(name).model.kind == "bigram") == (name in ("bigram", "notebook"))
     tree, _ = parse_yaml(shipped_configs()[name].read_text(encoding="utf-8"), name)
     defaults = Config().model_dump(mode="json")
     for section, values in tree.items():
         for key, value in values.items():
-            is_explicit = key in (
-                "kind",
-                "batch_size",
-                "block_size",
-            )  # written out although they are defaults
+            is_explicit = key in ("kind", "batch_size", "block_size")  # although it is the default
             assert defaults[section][key] != value or is_explicit, f"{section}.{key}"
 
 
@@ -139,25 +121,50 @@ def test_a_config_is_immutable() -> None:
 # -- rejected input --------------------------------------------------------------------------
 
 
-def test_a_repeated_key_is_rejected_with_both_lines(write) -> None:
-    message = message_of(write("train:\n  max_steps: 5\n  clip_norm: 1.0\n  max_steps: 6\n"))
-    assert "line 4: train.max_steps is set twice (first on line 2)" in message
+ALIASES = "".join(f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 20))
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        (
+            "train:\n  max_steps: 5\n  clip_norm: 1.0\n  max_steps: 6\n",
+            ", line 4: train.max_steps is set twice (first on line 2)",
+        ),
+        ("a: &x 1\nb: *x\n", ", line 2: an alias"),
+        ("a: 1\nb: *x\n", ", line 2: an alias"),
+        pytest.param("a0: &a0 [1]\n" + ALIASES, "an alias", id="nested aliases"),
+        ("schedule:\n  qqqqqqqq: 1\n", "the keys are schedule.kind, schedule.warmup"),
+        ("train.max_steps: 5\n", "line 1: train.max_steps is not a setting; write max_steps on"),
+        ("train: 5\n", "line 1: train: expected a section"),
+        *((each, "no `key: value` lines") for each in ("- a\n- b\n", "42\n", "just words\n", "[]")),
+        ("a: [1\n", "is not valid YAML"),
+        ("a: 'x\n", "is not valid YAML"),
+        ("a: b: c\n", "is not valid YAML"),
+        ("\ta: 1\n", "is not valid YAML"),
+        ("a: 1\n---\nb: 2\n", "is not valid YAML"),
+        ("a: \x00\n", "is not valid YAML"),
+        ("a: @x\n", "is not valid YAML"),
+        ("seed: !!bool foo\n", ""),
+        ("seed: !!int x\n", ""),
+        ("seed: !!int ''\n", ""),
+        ("seed: !!float x\n", ""),
+        ("seed: !!binary é\n", ""),
+        ("seed: !!timestamp 1\n", ""),
+        (b"\xff\xfe\x00\x01" * 9, "is not UTF-8 text"),
+        pytest.param("#" * (MAX_YAML_CHARACTERS + 1), "over 200,000 characters", id="too long"),
+    ],
+)
+def test_a_wrong_file_is_rejected_by_name(text: str | bytes, part: str, write) -> None:
+    path = write(text)
+    message = message_of(path)
+    assert str(path) in message
+    assert part in message
 
 
 def test_two_sections_may_have_keys_of_the_same_name(write) -> None:
     config = load_config(write("sample:\n  seed: 3\nseed: 4\n"))
     assert (config.seed, config.sample.seed) == (4, 3)
-
-
-@pytest.mark.parametrize("text", ["a: &x 1\nb: *x\n", "a: 1\nb: *x\n"])
-def test_an_alias_is_rejected_with_its_line(text: str, write) -> None:
-    path = write(text)
-    assert f"{path}, line 2: an alias" in message_of(path)
-
-
-def test_nested_aliases_are_rejected(write) -> None:
-    levels = "".join(f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 20))
-    assert "an alias" in message_of(write("a0: &a0 [1]\n" + levels))
 
 
 @pytest.mark.parametrize(
@@ -176,18 +183,6 @@ def test_an_unknown_key_is_rejected_with_the_most_similar_one(
     message = message_of(write("seed: 1\n" + written))
     assert f"did you mean {suggestion}?" in message
     assert f"line {1 + written.count(chr(10))}" in message or "line 2" in message
-
-
-def test_an_unknown_key_without_a_similar_one_is_rejected_with_the_valid_keys(write) -> None:
-    assert "the keys are schedule.kind, schedule.warmup" in message_of(
-        write("schedule:\n  qqqqqqqq: 1\n")
-    )
-
-
-def test_a_dotted_key_in_a_file_is_rejected_with_the_right_form(write) -> None:
-    message = message_of(write("train.max_steps: 5\n"))
-    assert "indented under `train:`" in message
-    assert "line 1" in message
 
 
 def test_all_errors_are_reported_at_once_with_their_lines(write) -> None:
@@ -250,7 +245,7 @@ def test_the_messages_are_in_our_own_words(key: str) -> None:
             load_config("gpt", [f"{key}={value.replace(':', ': ')}"])
             continue
         message = message_of("gpt", f"{key}={value.replace(':', ': ')}")
-        assert not re.search(r"[Ii]nput|should|valid|type=|tuple|True|None", message), message
+        assert not re.search(r"[Ii]nput|should|type=|tuple|dictionary|True|None", message), message
 
 
 def test_a_single_text_is_a_list_of_one() -> None:
@@ -263,27 +258,6 @@ def test_a_single_text_is_a_list_of_one() -> None:
 @pytest.mark.parametrize("written", ["2024-01-01", "1:30", "12345678901234567890.txt"])
 def test_dates_and_times_are_read_as_text(written: str) -> None:
     assert load_config("gpt", [f"text.path={written}"]).text.path == written
-
-
-def test_a_scalar_in_place_of_a_section_is_rejected(write) -> None:
-    assert "line 1: train: expected a section" in message_of(write("train: 5\n"))
-
-
-@pytest.mark.parametrize("text", ["- a\n- b\n", "42\n", "just words\n", "[]"])
-def test_a_file_that_is_not_a_mapping_is_rejected(text: str, write) -> None:
-    assert "has no `key: value` lines" in message_of(write(text))
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["a: [1\n", "a: 'x\n", "a: b: c\n", "\ta: 1\n", "a: 1\n---\nb: 2\n", "a: \x00\n", "a: @x\n"],
-)
-def test_invalid_yaml_is_rejected(text: str, write) -> None:
-    assert "is not valid YAML" in message_of(write(text))
-
-
-def test_a_file_that_is_not_utf8_is_rejected(write) -> None:
-    assert "is not UTF-8 text" in message_of(write(b"\xff\xfe\x00\x01" * 9))
 
 
 @pytest.mark.parametrize(
@@ -309,13 +283,6 @@ def test_any_text_is_read_as_a_mapping_or_rejected(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "tagged", ["!!bool foo", "!!int x", "!!int ''", "!!float x", "!!binary é", "!!timestamp 1"]
-)
-def test_a_value_that_does_not_match_its_tag_is_rejected(tagged: str, write) -> None:
-    assert "my.yaml" in message_of(write(f"seed: {tagged}\n"))
-
-
-@pytest.mark.parametrize(
     "text",
     [
         "a: " + "[" * 20_000,
@@ -338,13 +305,6 @@ def test_a_thousand_errors_give_a_short_message(write) -> None:
     assert message.endswith("and 980 more")
 
 
-def test_a_huge_file_is_rejected_without_parsing(write) -> None:
-    path = write("")
-    with path.open("wb") as file:
-        file.truncate(MAX_YAML_CHARACTERS + 1)
-    assert f"over {MAX_YAML_CHARACTERS:,} characters" in message_of(path)
-
-
 @pytest.mark.parametrize("key", ['"a\\nb"', '"\\e[31m"'])
 def test_an_unprintable_key_is_escaped_in_the_message(key: str, write) -> None:
     message = message_of(write(f"{key}: 1\n"))
@@ -354,8 +314,7 @@ def test_an_unprintable_key_is_escaped_in_the_message(key: str, write) -> None:
 @pytest.mark.parametrize("source", ["gtp", "", "nowhere.yaml", "x" * 5000, "a\0b", ".", "/"])
 def test_a_missing_config_is_rejected_with_the_available_ones(source: str) -> None:
     message = message_of(source)
-    is_path = source in ("nowhere.yaml", ".", "/")
-    assert message.startswith("there is no file" if is_path else "there is no config")
+    assert message.startswith("there is no config")
     assert (
         "did you mean gpt?" in message or "bigram, gpt-baby, gpt, head, ladder, notebook" in message
     )
@@ -409,7 +368,7 @@ def test_an_override_without_key_or_equals_is_rejected(written: str) -> None:
     [
         ("seed=[", "not valid YAML"),
         ("seed=1\ntrain: 2", "more than one key"),
-        ("seed.deep=1", "is not a section"),
+        ("seed.deep=1", "(it is {'deep': 1})"),
         ("train.max_steps.deep=1", "train.max_steps"),
         ("train..max_steps=1", "is not a setting"),
         ("train.batch=1", "did you mean train.batch_size?"),
