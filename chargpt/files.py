@@ -156,15 +156,6 @@ def is_open_descriptor(path: Path) -> bool:
     return str(path).startswith(("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/self/fd/"))
 
 
-def file_stamp(path: Path) -> list[int]:
-    """Return size, inode, mtime and ctime in ns of a file: one of them changes with its content.
-
-    A user can restore the mtime, but not the ctime.
-    """
-    status = path.stat()
-    return [status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
-
-
 def read_regular(path: Path, max_bytes: int) -> bytes:
     """Return the content of a regular file. Links, pipes and devices are rejected unopened.
 
