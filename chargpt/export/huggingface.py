@@ -208,19 +208,14 @@ print(tokenizer.decode(model.generate(**prompt)[0]))
 
 def _measured_loss(run: Run) -> str:
     """Return the loss of the checkpoint, and how it was measured, as a phrase."""
-    state, text = run.state, run.config.text
+    state = run.state
     if state.best_nats_per_char is None or state.step != state.best_step:
         return "not measured"
-    split = "the text, at its end"
-    if text.documents:
-        split = "the documents, which are shuffled"
-    elif text.test_fraction:
-        split = "the text, before the test split"
     return (
         f"{state.best_nats_per_char:.3f} nats per character on the validation split "
-        f"({text.val_fraction:.0%} of {split}; at most {run.config.train.evaluation_tokens:,} "
-        "tokens of this split; protocol `blocks`: non-overlapping blocks, every character scored "
-        "once), as measured in training"
+        f"({run.config.text.val_fraction:.0%} of the text; at most "
+        f"{run.config.train.evaluation_tokens:,} tokens of this split; protocol `blocks`: "
+        "non-overlapping blocks, every character scored once), as measured in training"
     )
 
 
