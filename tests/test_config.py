@@ -82,15 +82,26 @@ def test_a_file_changes_only_the_settings_that_it_contains(write) -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "value"), [("1e-4", 1e-4), ("1E3", 1e3), ("+2.5e-1", 0.25), ("3", 3.0), (".5", 0.5)]
+    ("text", "key", "value"),
+    [
+        ("optim:\n  lr: 1e-4\n", "optim.lr", 1e-4),
+        ("optim:\n  lr: 1E3\n", "optim.lr", 1e3),
+        ("optim:\n  lr: +2.5e-1\n", "optim.lr", 0.25),
+        ("optim:\n  lr: .5\n", "optim.lr", 0.5),
+        ("train:\n  max_steps: 1e4\n", "train.max_steps", 10_000),
+        ("text:\n  path: 2024-01-01\n", "text.path", "2024-01-01"),
+        ("text:\n  path: 1:30\n", "text.path", "1:30"),
+        ("text:\n  path: 12345678901234567890.txt\n", "text.path", "12345678901234567890.txt"),
+        ("text:\n  suffixes: [.tex, .rst]\n", "text.suffixes", (".tex", ".rst")),
+        ("sample:\n  stop:\n  - END\n", "sample.stop", ("END",)),
+        ("sample:\n  seed: 3\nseed: 4\n", "sample.seed", 3),
+        (b"\xef\xbb\xbfseed: 5\r\ntrain:\r\n  max_steps: 3\r\n", "train.max_steps", 3),
+    ],
 )
-def test_numbers_are_read_in_every_notation(written: str, value: float, write) -> None:
-    assert load_config(write(f"optim:\n  lr: {written}\n")).optim.lr == value
-    assert load_config("gpt", [f"optim.lr={written}"]).optim.lr == value
-
-
-def test_whole_steps_may_be_written_with_an_exponent() -> None:
-    assert load_config("gpt", ["train.max_steps=1e4"]).train.max_steps == 10_000
+def test_numbers_lists_and_texts_are_read(
+    text: str | bytes, key: str, value: object, write
+) -> None:
+    assert load_config(write(text)).flatten()[key] == value
 
 
 @pytest.mark.parametrize(
@@ -100,20 +111,8 @@ def test_an_empty_file_or_section_gives_the_defaults(text: str, write) -> None:
     assert load_config(write(text)) == Config()
 
 
-def test_a_byte_order_mark_and_crlf_line_ends_are_accepted(write) -> None:
-    path = write(b"\xef\xbb\xbfseed: 5\r\ntrain:\r\n  max_steps: 3\r\n")
-    config = load_config(path)
-    assert (config.seed, config.train.max_steps) == (5, 3)
-
-
-def test_lists_become_tuples(write) -> None:
-    config = load_config(write("text:\n  suffixes: [.tex, .rst]\nsample:\n  stop:\n  - END\n"))
-    assert config.text.suffixes == (".tex", ".rst")
-    assert config.sample.stop == ("END",)
-    assert hash(config)  # immutable in depth
-
-
 def test_a_config_is_immutable() -> None:
+    assert hash(Config())  # in depth
     with pytest.raises(ValidationError):
         Config().train.max_steps = 5  # type: ignore[misc]
 
@@ -134,6 +133,7 @@ ALIASES = "".join(f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 9)}]\n" for i in ran
         ("a: &x 1\nb: *x\n", ", line 2: an alias"),
         ("a: 1\nb: *x\n", ", line 2: an alias"),
         pytest.param("a0: &a0 [1]\n" + ALIASES, "an alias", id="nested aliases"),
+        ("seed: 1\nmodle: {}\n", "line 2: modle is not a setting; did you mean model?"),
         ("schedule:\n  qqqqqqqq: 1\n", "the keys are schedule.kind, schedule.warmup"),
         ("train.max_steps: 5\n", "line 1: train.max_steps is not a setting; write max_steps on"),
         ("train: 5\n", "line 1: train: expected a section"),
@@ -162,29 +162,6 @@ def test_a_wrong_file_is_rejected_by_name(text: str | bytes, part: str, write) -
     assert part in message
 
 
-def test_two_sections_may_have_keys_of_the_same_name(write) -> None:
-    config = load_config(write("sample:\n  seed: 3\nseed: 4\n"))
-    assert (config.seed, config.sample.seed) == (4, 3)
-
-
-@pytest.mark.parametrize(
-    ("written", "suggestion"),
-    [
-        ("train:\n  max_stepz: 5\n", "train.max_steps"),
-        ("train:\n  lr: 5\n", "optim.lr"),
-        ("block_size: 5\n", "model.block_size"),
-        ("modle: {}\n", "model"),
-        ("optimizer:\n  weight_decay: 0.1\n", "optim"),
-    ],
-)
-def test_an_unknown_key_is_rejected_with_the_most_similar_one(
-    written: str, suggestion: str, write
-) -> None:
-    message = message_of(write("seed: 1\n" + written))
-    assert f"did you mean {suggestion}?" in message
-    assert f"line {1 + written.count(chr(10))}" in message or "line 2" in message
-
-
 def test_all_errors_are_reported_at_once_with_their_lines(write) -> None:
     message = message_of(
         write("seed: -1\ntrain:\n  batch_size: 0\n  patiense: 3\noptim:\n  name: sgd\n")
@@ -201,38 +178,25 @@ def test_all_errors_are_reported_at_once_with_their_lines(write) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
+    ("key", "values"),
     [
-        ("train.max_steps", "abc"),
-        ("train.max_steps", "'100'"),
-        ("train.max_steps", "true"),
-        ("train.max_steps", "2.5"),
-        ("train.max_steps", "null"),
-        ("train.max_steps", "[1]"),
-        ("train.max_steps", "{a: 1}"),
-        ("train.max_steps", "1:30"),
-        ("train.clip_norm", "true"),
-        ("optim.lr", ".nan"),
-        ("optim.lr", ".inf"),
-        ("optim.lr", "1e999"),
-        ("model.scale_attn_weights", "1"),
-        ("model.scale_attn_weights", "'yes'"),
-        ("text.path", "5"),
-        ("text.suffixes", "5"),
-        ("text.suffixes", "[1]"),
-        ("text.suffixes", "[]"),
-        ("text.encoding", "2024-01-01x: 1"),
-        ("seed", "0x" + "f" * 5000),
-        ("seed", "9" * 5000),
-        ("seed", str(2**63)),
-        ("text.val_fraction", "1.0"),
-        ("model.dropout", "1"),
+        ("train.max_steps", ["abc", "'100'", "true", "2.5", "null", "[1]", "{a: 1}", "1:30"]),
+        ("train.clip_norm", ["true"]),
+        ("optim.lr", [".nan", ".inf", "1e999"]),
+        ("model.scale_attn_weights", ["1", "'yes'"]),
+        ("text.path", ["5"]),
+        ("text.suffixes", ["5", "[1]", "[]"]),
+        ("text.encoding", ["2024-01-01x: 1"]),
+        ("seed", ["0x" + "f" * 5000, "9" * 5000, str(2**63)]),
+        ("text.val_fraction", ["1.0"]),
+        ("model.dropout", ["1"]),
     ],
 )
-def test_a_value_of_the_wrong_type_is_rejected(key: str, value: str) -> None:
-    message = message_of("gpt", f"{key}={value}")
-    assert key in message
-    assert len(message) < 6000
+def test_a_value_of_the_wrong_type_is_rejected(key: str, values: list[str]) -> None:
+    for value in values:
+        message = message_of("gpt", f"{key}={value}")
+        assert key in message
+        assert len(message) < 6000
 
 
 WRONG = "true null x -1 1.5 1e400 [1] [[1]] [[1,2,3]] {a: 1} 9999999999999999999999 '5' .nan"
@@ -253,11 +217,6 @@ def test_a_single_text_is_a_list_of_one() -> None:
     assert load_config("gpt", ["text.suffixes=.py,.md"]).text.suffixes == (".py", ".md")
     assert load_config("gpt", ["text.suffixes=[.py, .md]"]).text.suffixes == (".py", ".md")
     assert load_config("gpt", ["sample.stop='a, b'"]).sample.stop == ("a, b",)
-
-
-@pytest.mark.parametrize("written", ["2024-01-01", "1:30", "12345678901234567890.txt"])
-def test_dates_and_times_are_read_as_text(written: str) -> None:
-    assert load_config("gpt", [f"text.path={written}"]).text.path == written
 
 
 @pytest.mark.parametrize(
@@ -371,6 +330,9 @@ def test_an_override_without_key_or_equals_is_rejected(written: str) -> None:
         ("seed.deep=1", "(it is {'deep': 1})"),
         ("train.max_steps.deep=1", "train.max_steps"),
         ("train..max_steps=1", "is not a setting"),
+        ("train.lr=5", "did you mean optim.lr?"),
+        ("block_size=5", "did you mean model.block_size?"),
+        ("optimizer.weight_decay=1", "did you mean optim?"),
         ("train.batch=1", "did you mean train.batch_size?"),
         ("batch=1", "did you mean train.batch_size?"),
         ("learning_rate=1", "did you mean optim.lr?"),
