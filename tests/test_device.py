@@ -91,32 +91,30 @@ def test_a_configured_dtype_is_used(device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "capability", "dtype"),
+    ("device", "capability", "flags", "gain", "is_bfloat16"),
     [
-        ("cuda", (9, 0), torch.bfloat16),
-        ("cuda", (8, 0), torch.bfloat16),
-        ("cuda", (7, 5), torch.float32),
-        ("mps", None, torch.float32),
+        ("cuda", (9, 0), "", 1.0, True),
+        ("cuda", (8, 0), "", 1.0, True),
+        ("cuda", (7, 5), "", 1.0, False),
+        ("mps", None, "", 1.0, False),
+        ("cpu", None, "avx512f avx512_bf16", 10.0, True),
+        ("cpu", None, "avx512f avx512_bf16", 1.1, False),
+        ("cpu", None, "avx512f", 10.0, False),
     ],
 )
-def test_auto_uses_bfloat16_only_on_gpus_that_support_it(
-    device: str, capability: object, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+def test_auto_uses_bfloat16_where_it_is_native_and_on_a_cpu_if_measured_as_faster(
+    device: str,
+    capability: object,
+    flags: str,
+    gain: float,
+    is_bfloat16: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert choose_dtype(torch.device(device), "auto")[0] == dtype
-
-
-@pytest.mark.parametrize(
-    ("native", "gain", "dtype"),
-    [(True, 10.0, torch.bfloat16), (True, 1.1, torch.float32), (False, 10.0, torch.float32)],
-)
-def test_auto_uses_bfloat16_on_a_cpu_only_if_native_and_measured_faster(
-    native: bool, gain: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flags = "avx512f avx512_bf16" if native else "avx512f"
     monkeypatch.setattr(device_module, "_cpu_info", lambda: flags)
     monkeypatch.setattr(device_module, "_bfloat16_gain", lambda: gain)
-    assert choose_dtype(CPU, "auto")[0] == dtype
+    expected = torch.bfloat16 if is_bfloat16 else torch.float32
+    assert choose_dtype(torch.device(device), "auto")[0] == expected
 
 
 @pytest.mark.parametrize("missing", [None, "AMD", "AVX512", "MKL"])

@@ -61,6 +61,14 @@ EXPORTS: dict[str, Callable[..., Any]] = {
     "onnx": export_onnx,
     "html": export_html,
 }
+CHECKED_BY = pytest.mark.parametrize(
+    ("kind", "package"),
+    [
+        ("hf", "transformers"),
+        ("gguf", "xllamacpp"),
+        pytest.param("onnx", "onnxruntime", marks=pytest.mark.slow),
+    ],
+)
 
 
 def run_of(tokenizer: CharTokenizer, **changes: object) -> Run:
@@ -178,14 +186,7 @@ def test_the_shortest_blocks_are_exported(kind: str, size: int, tmp_path: Path) 
     assert EXPORTS[kind](run, tmp_path / "x").difference < 1e-3
 
 
-@pytest.mark.parametrize(
-    ("kind", "package"),
-    [
-        ("hf", "transformers"),
-        ("gguf", "xllamacpp"),
-        pytest.param("onnx", "onnxruntime", marks=pytest.mark.slow),
-    ],
-)
+@CHECKED_BY
 def test_without_the_program_that_opens_it_an_export_is_written_and_said_to_be_not_checked(
     kind: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,22 +262,21 @@ def test_a_document_ends_the_text_in_other_programs(readers: Any) -> None:
 
 @pytest.mark.parametrize("kind", EXPORTS)
 @pytest.mark.parametrize(
-    ("setting", "value"),
+    ("setting", "values"),
     [
-        ("kind", "bigram"),
-        ("kind", "gpt2"),
-        ("attention", "average"),
-        ("attention", "none"),
-        ("scale_attn_weights", False),
-        ("qk_norm", False),
-        ("mlp", "none"),
+        ("kind", ["bigram", "gpt2"]),
+        ("attention", ["average", "none"]),
+        ("scale_attn_weights", [False]),
+        ("qk_norm", [False]),
+        ("mlp", ["none"]),
     ],
 )
 def test_a_model_that_a_format_cannot_hold_is_refused_by_name(
-    kind: str, setting: str, value: object, tmp_path: Path
+    kind: str, setting: str, values: list[object], tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=f"model.{setting}={value}"):
-        EXPORTS[kind](run_of(TOKENIZERS["ascii"], **{setting: value}), tmp_path / "x")
+    for value in values:
+        with pytest.raises(ConfigError, match=f"model.{setting}={value}"):
+            EXPORTS[kind](run_of(TOKENIZERS["ascii"], **{setting: value}), tmp_path / "x")
     assert not list(tmp_path.iterdir())
 
 
@@ -296,16 +296,9 @@ def test_a_vocabulary_or_size_that_gguf_cannot_hold_is_refused(
         export_gguf(run_of(tokenizer, **sizes), tmp_path / "x.gguf", "q8_0")
 
 
-@pytest.mark.parametrize(
-    ("kind", "module"),
-    [
-        ("hf", huggingface),
-        ("gguf", gguf),
-        pytest.param("onnx", onnx, marks=pytest.mark.slow),
-    ],
-)
+@CHECKED_BY
 def test_an_export_that_reads_back_differently_is_not_kept(
-    kind: str, module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The writer makes a mistake that loads without an error: one row of the head differs."""
     run = run_of(TOKENIZERS["ascii"], n_layer=1)
@@ -313,7 +306,8 @@ def test_an_export_that_reads_back_differently_is_not_kept(
     assert isinstance(mistaken, GPT)
     with torch.no_grad():
         mistaken.head.weight[3] += 0.1
-    monkeypatch.setattr(module, "exportable_model", lambda run, target: mistaken)
+    for module in (huggingface, gguf, onnx):
+        monkeypatch.setattr(module, "exportable_model", lambda run, target: mistaken)
     with pytest.raises(OperationError, match="does not read back"):
         EXPORTS[kind](run, tmp_path / "out")
     assert not list(tmp_path.iterdir())
@@ -375,34 +369,25 @@ def corruptions(folder: Path) -> list[tuple[str, bytes]]:
     tree = json.loads((folder / "chargpt.json").read_text())
     weights = (folder / "model.safetensors").read_bytes()
 
-    def changed(**values: Any) -> bytes:
-        return json.dumps({**tree, **values}).encode()
-
-    def model(**values: Any) -> bytes:
-        return changed(config={**tree["config"], "model": {**tree["config"]["model"], **values}})
-
-    origins = [
-        b"",
-        b"[]",
-        b"[" * 100_000,
-        b"\xff\xfe",
-        b"{}",
-        changed(config=None),
-        changed(config=[1]),
-        changed(config={"model": 3}),
-        changed(tokenizer=3),
-        changed(tokenizer='{"format": "x"}'),
-        changed(state=None),
-        changed(state='{"step": -1}'),
-        model(n_layer=10**9),
-        model(n_embd=65536, n_layer=256),
-        model(n_embd=64),
-        model(block_size=0),
-        model(kind="bigram"),
-        model(kind="gpt2"),
-        # few weights, and rotary tables of 100 GB
-        model(attention="none", mlp="none", n_head=1, n_embd=65536, block_size=65536),
+    changes: list[dict[str, object]] = [
+        *({"config": each} for each in (None, [1], {"model": 3})),
+        *({"tokenizer": each} for each in (3, '{"format": "x"}')),
+        *({"state": each} for each in (None, '{"step": -1}')),
     ]
+    models: list[dict[str, object]] = [
+        {"n_layer": 10**9},
+        {"n_embd": 65536, "n_layer": 256},
+        {"n_embd": 64},
+        {"block_size": 0},
+        {"kind": "bigram"},
+        {"kind": "gpt2"},
+        # few weights, and rotary tables of 100 GB
+        {"attention": "none", "mlp": "none", "n_head": 1, "n_embd": 65536, "block_size": 65536},
+    ]
+    config = tree["config"]
+    changes += [{"config": {**config, "model": {**config["model"], **each}}} for each in models]
+    origins = [b"", b"[]", b"[" * 100_000, b"\xff\xfe", b"{}"]
+    origins += [json.dumps({**tree, **each}).encode() for each in changes]
     weight_files = [b"", weights[:-4], b"\xff" * 8 + weights[8:], b"\x80\x02cos\nsystem\n."]
     return [
         *(("chargpt.json", content) for content in origins),
