@@ -4,8 +4,6 @@ The tokenizer is of SentencePiece's kind ("llama"): every character is a token o
 is merged, and byte tokens, if the run has them, spell characters outside the vocabulary.
 """
 
-import json
-import urllib.request
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -195,19 +193,17 @@ class LlamaRuntime:
         params.cpuparams.n_threads = threads
         params.verbosity = -1
         self.server = xllamacpp.Server(params)
-        # the server is on this machine
-        self.opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        self.session: Any = import_module("requests").Session()
+        self.session.trust_env = False  # no proxy: the server is on this machine
 
     def post(self, path: str, **request: Any) -> dict[str, Any]:
         """Return the server's answer to a request, or raise OperationError if it gives none."""
         url = f"{self.server.listening_address}/{path}"
-        body = json.dumps(request).encode()
-        headers = {"Content-Type": "application/json"}
         try:
-            wanted = urllib.request.Request(url, body, headers)
-            with self.opener.open(wanted, timeout=SECONDS) as reply:
-                answer: dict[str, Any] = json.load(reply)
-        except OSError as error:
+            reply = self.session.post(url, json=request, timeout=SECONDS)
+            reply.raise_for_status()
+            answer: dict[str, Any] = reply.json()
+        except OSError as error:  # the base of all that requests raises
             raise OperationError(f"llama.cpp cannot use the export ({error!s:.200})") from None
         return answer
 

@@ -19,7 +19,6 @@ from torch import Tensor
 from chargpt.config import NORM_EPS
 from chargpt.errors import ChargptError
 from chargpt.export.check import ExportCheck, Logits, exportable_model, write_checked
-from chargpt.files import write_synced
 from chargpt.models import GPT
 from chargpt.store.run import Run
 from chargpt.text.display import REPLACEMENT
@@ -87,7 +86,7 @@ def write_huggingface(folder: Path, run: Run, model: GPT) -> None:
     }
     folder.mkdir()
     for name, content in files.items():
-        write_synced(folder / name, [content])
+        (folder / name).write_bytes(content)
 
 
 def qwen3_config(model: GPT) -> dict[str, Any]:
