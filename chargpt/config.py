@@ -28,7 +28,7 @@ from pydantic import (
 )
 
 from chargpt.errors import ConfigError, most_similar
-from chargpt.yaml_io import MAX_YAML_CHARACTERS, dump_yaml, parse_yaml
+from chargpt.files import MAX_YAML_CHARACTERS, dump_yaml, parse_yaml
 
 RESERVED = tuple("%@`#*,]}")  # no YAML value begins with these
 MAX_PROBLEMS = 20  # listed in one message
