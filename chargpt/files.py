@@ -205,16 +205,17 @@ def to_json(value: object) -> bytes:
     return (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
 
+def _fault(problem: str, where: Any) -> yaml.MarkedYAMLError:
+    """Return an error at a node or an event."""
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=where.start_mark)
+
+
 class _Loader(yaml.SafeLoader):
     """Loader that reads `1e-4` as a number and rejects aliases."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
-            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
-            raise ConfigError(
-                f"{self.name}, line {mark.line + 1}: an alias (*name) is not allowed; "
-                "write out the value, or quote it if it is text"
-            )
+            raise _fault("an alias (*name) is not allowed", self.peek_event())  # type: ignore[no-untyped-call]
         return super().compose_node(parent, index)
 
 
@@ -255,7 +256,6 @@ def parse_yaml(
     lines: dict[str, int] = {}
     try:
         loader = _Loader(source)
-        loader.name = origin
         node = loader.get_single_node()
         value = {} if node is None else _to_python(loader, node, "", lines, 0)
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
@@ -276,23 +276,17 @@ def _to_python(
 ) -> Any:
     """Return a node as dicts, lists and scalars; record lines and reject repeated keys."""
     if depth > MAX_DEPTH:
-        raise ConfigError(f"{loader.name} is nested more than {MAX_DEPTH} levels deep; flatten it")
+        raise _fault(f"it is nested more than {MAX_DEPTH} levels deep", node)
     if isinstance(node, yaml.MappingNode):
         result: dict[str, Any] = {}
         for key_node, value_node in node.value:
-            line = key_node.start_mark.line + 1
             if not isinstance(key_node, yaml.ScalarNode):
-                raise ConfigError(
-                    f"{loader.name}, line {line}: a key must be a single word; correct it"
-                )
+                raise _fault("a key must be a single word", key_node)
             key = str(key_node.value)
             dotted = f"{path}.{key}" if path else key
             if key in result:
-                raise ConfigError(
-                    f"{loader.name}, line {line}: {dotted} is set twice "
-                    f"(first on line {lines[dotted]}); keep one"
-                )
-            lines[dotted] = line
+                raise _fault(f"{dotted} is set twice, first on line {lines[dotted]}", key_node)
+            lines[dotted] = key_node.start_mark.line + 1
             result[key] = _to_python(loader, value_node, dotted, lines, depth + 1)
         return result
     if isinstance(node, yaml.SequenceNode):

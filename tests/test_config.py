@@ -121,10 +121,10 @@ ALIASES = "".join(f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 9)}]\n" for i in ran
     [
         (
             "train:\n  max_steps: 5\n  clip_norm: 1.0\n  max_steps: 6\n",
-            ", line 4: train.max_steps is set twice (first on line 2)",
+            ", line 4 is not valid YAML (train.max_steps is set twice, first on line 2)",
         ),
-        ("a: &x 1\nb: *x\n", ", line 2: an alias"),
-        ("a: 1\nb: *x\n", ", line 2: an alias"),
+        ("a: &x 1\nb: *x\n", ", line 2 is not valid YAML (an alias"),
+        ("a: 1\nb: *x\n", ", line 2 is not valid YAML (an alias"),
         pytest.param("a0: &a0 [1]\n" + ALIASES, "an alias", id="nested aliases"),
         ("seed: 1\nmodle: {}\n", "line 2: modle is not a setting; did you mean model?"),
         ("schedule:\n  qqqqqqqq: 1\n", "the keys are schedule.kind, schedule.warmup"),
