@@ -66,9 +66,9 @@ def import_nanogpt(checkpoint: Path, meta: Path, out: Path, text: Path | None = 
         OSError: the run cannot be written.
     """
     require_new(out)
-    with _reported(meta):
+    with _report_damage(meta):
         tokenizer, order = read_meta(meta)
-    with _reported(checkpoint):
+    with _report_damage(checkpoint):
         saved = read_checkpoint(checkpoint)
         config, state, tensors = convert(saved, order, checkpoint.stat().st_size)
     model = build_model(config.model, tokenizer.vocab_size)
@@ -90,7 +90,7 @@ def import_nanogpt(checkpoint: Path, meta: Path, out: Path, text: Path | None = 
 
 
 @contextmanager
-def _reported(path: Path) -> Iterator[None]:
+def _report_damage(path: Path) -> Iterator[None]:
     """Report whatever a damaged file makes the block raise as a RunError that names the file."""
     try:
         yield
