@@ -42,26 +42,23 @@ def choose_device(name: str) -> tuple[torch.device, str]:
     """
     if not re.fullmatch(DEVICE_PATTERN, name):
         raise DeviceError(f"device {name!r} is not one of {DEVICES}")
-    local_rank = ranks.local_rank()
-    has_cuda, has_mps = torch.cuda.is_available(), torch.backends.mps.is_available()
-    if name == "auto":
-        if has_cuda:
-            device = torch.device("cuda", local_rank % torch.cuda.device_count())
-            return device, f"found {torch.cuda.get_device_name(device)}"
-        if has_mps:
-            return torch.device("mps"), "found an Apple GPU"
-        return torch.device("cpu"), "no GPU found"
+    local_rank, is_auto = ranks.local_rank(), name == "auto"
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    has_mps = torch.backends.mps.is_available()
+    if is_auto:
+        name = "cuda" if count else "mps" if has_mps else "cpu"
     if name.startswith("cuda"):
-        if not has_cuda:
+        if not count:
             raise DeviceError("no CUDA GPU is available; set device to auto or cpu")
-        count = torch.cuda.device_count()
         index = int(name[5:]) if ":" in name else local_rank % count
         if index >= count:
             raise DeviceError(f"{name} is not available; use one of cuda:0 to cuda:{count - 1}")
-        return torch.device("cuda", index), ""
+        device = torch.device("cuda", index)
+        return device, f"found {torch.cuda.get_device_name(device)}" if is_auto else ""
     if name == "mps" and not has_mps:
         raise DeviceError("no Apple GPU is available; set device to auto or cpu")
-    return torch.device(name), ""
+    reason = "found an Apple GPU" if name == "mps" else "no GPU found"
+    return torch.device(name), reason if is_auto else ""
 
 
 def configure(device: torch.device, *, deterministic: bool = False) -> None:
