@@ -110,22 +110,20 @@ def make_page(run: Run, weights: Weights) -> str:
         length=options.length,
         temperature=options.temperature,
         top_k=options.top_k or "",
-        page_data=page_data(run, [(name, weight.size) for name, weight in weights.items()]),
+        page_data=page_data(run, weights),
         worker=Markup((PAGES / "worker.js").read_text("utf-8")),
         weights=base64.b64encode(b"".join(each.tobytes() for each in weights.values())).decode(),
     )
 
 
-def page_data(run: Run, tensors: list[tuple[str, int]]) -> PageData:
-    """Return what the page's scripts need beside the weights.
-
-    `tensors` are name and size of each weight, in the order of the page's data block.
-    """
+def page_data(run: Run, weights: Weights) -> PageData:
+    """Return what the page's scripts need beside the weights."""
     tokenizer = run.tokenizer
     data: PageData = {
         "model": run.config.model.model_dump(),
         "norm_eps": NORM_EPS,
-        "tensors": tensors,
+        # in the order of the data block of weights
+        "tensors": [(name, weight.size) for name, weight in weights.items()],
         "thresholds": SURPRISAL_BITS,
         "tokenizer": json.loads(tokenizer.to_json()),
         "vocab_size": tokenizer.vocab_size,
