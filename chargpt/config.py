@@ -28,7 +28,7 @@ from pydantic import (
 )
 
 from chargpt.errors import ConfigError, most_similar
-from chargpt.yaml_io import MAX_YAML_CHARACTERS, dump_yaml, parse_yaml
+from chargpt.files import MAX_YAML_CHARACTERS, dump_yaml, parse_yaml
 
 RESERVED = tuple("%@`#*,]}")  # no YAML value begins with these
 MAX_PROBLEMS = 20  # listed in one message
@@ -41,21 +41,8 @@ NANOGPT_NAMES = {  # settings of nanoGPT, and what they are called here
     "grad_clip": "train.clip_norm",
     "warmup_iters": "schedule.warmup",
 }
-MESSAGES = {  # by pydantic's error type
+MESSAGES = {  # by pydantic's error type, where its own message names Python's types
     "model_type": "expected a section with `key: value` lines",
-    "greater_than_equal": "expected {ge} or more",
-    "greater_than": "expected more than {gt}",
-    "less_than_equal": "expected {le} or less",
-    "less_than": "expected less than {lt}",
-    "finite_number": "expected a finite number",
-    "int_type": "expected an integer",
-    "int_from_float": "expected an integer",
-    "int_parsing": "expected an integer",
-    "int_parsing_size": "expected a smaller number",
-    "float_type": "expected a number",
-    "string_type": "expected a string",
-    "string_unicode": "expected a string of whole characters",
-    "literal_error": "expected {expected}",
     "tuple_type": "expected a list",
     "missing": "expected a pair",
     "too_long": "expected a pair",
@@ -330,17 +317,6 @@ class SampleConfig(Settings):
     """Sample from characters with at least p times the highest probability; null: from all."""
     num_samples: int = Field(1, ge=1, le=MAX_SAMPLES)
     """Number of samples."""
-
-    @field_validator("num_samples", mode="before")
-    @classmethod
-    def limit_samples(cls, count: object) -> object:
-        """Name the remedy for too many samples."""
-        if isinstance(count, int) and count > MAX_SAMPLES:
-            raise ValueError(
-                f"expected {MAX_SAMPLES} or less; for more, sample again with another sample.seed"
-            )
-        return count
-
     seed: int | None = Field(None, ge=0, lt=2**63)
     """null: a new seed each time."""
     stop: tuple[str, ...] = ()
@@ -443,22 +419,16 @@ def set_dotted(tree: dict[str, Any], key: str, value: object) -> None:
 def describe_unknown_key(key: str) -> str:
     """Return '; did you mean ...?' for an unknown dotted key, or a list of the valid keys."""
     known = list(Config().flatten())
-    if key in known:
-        section, _, name = key.partition(".")
-        return f"; write {name} on a separate line, indented under `{section}:`"
-    for other in known:  # the right name in the wrong section, or without a section
-        if "." in other and other.split(".")[-1] == key.split(".")[-1]:
-            return f"; did you mean {other}?"
     section, _, last = key.rpartition(".")
+    if key in known:
+        return f"; write {last} on a separate line, indented under `{section}:`"
     if last in NANOGPT_NAMES:
         return f"; did you mean {NANOGPT_NAMES[last]}?"
     inside = [name for name in known if name.startswith(f"{section}.")]
-    for pool in (inside, known):
-        by_name = {name.split(".")[-1]: name for name in pool}
-        if longer := [name for name in by_name if name.startswith(f"{last}_")]:
-            return f"; did you mean {by_name[longer[0]]}?"
-        if near := difflib.get_close_matches(last, by_name):
-            near.sort(key=lambda name: sorted(name) != sorted(last))  # swapped letters first
+    for names in (inside, known):
+        by_name = {name.split(".")[-1]: name for name in names}
+        longer = [name for name in by_name if name.startswith(f"{last}_")]
+        if near := longer or difflib.get_close_matches(last, by_name):
             return f"; did you mean {by_name[near[0]]}?"
     return "; the keys are " + ", ".join(inside) if inside else "; `chargpt config` lists all"
 
@@ -493,25 +463,14 @@ def _problem(detail: Mapping[str, Any], origin: str, lines: Mapping[str, int]) -
     key = dotted if dotted.isprintable() else ascii(dotted)
     if detail["type"] == "extra_forbidden":
         return f"{where}{key:.100} is not a setting{describe_unknown_key(dotted[:100])}"
-    message = detail["msg"].removeprefix("Value error, ")
-    if detail["type"] in MESSAGES:
-        limits = detail.get("ctx", {}).items()
-        message = (
-            MESSAGES[detail["type"]]
-            .format(
-                **{
-                    name: f"{limit:g}" if isinstance(limit, float) else limit
-                    for name, limit in limits
-                }
-            )
-            .replace(str(2**63), "2^63")
-        )
+    message = MESSAGES.get(detail["type"]) or detail["msg"].removeprefix("Value error, ")
+    message = message.replace("Input should be", "expected").replace(str(2**63), "2^63")
     value = detail["input"]
-    if isinstance(value, dict) and detail["type"] != "value_error":
-        message += "; it is not a section"
-    in_yaml = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
-    shown = "" if isinstance(value, dict | BaseModel) else f" (it is {in_yaml:.60})"
-    return f"{where}{key}{': ' if key else ''}{message}{shown}"
+    is_section = detail["type"] == "value_error" and isinstance(value, dict | BaseModel)
+    if not is_section:
+        in_yaml = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
+        message += f" (it is {in_yaml:.60})"
+    return f"{where}{key}{': ' if key else ''}{message}"
 
 
 def shipped_configs() -> dict[str, Path]:
@@ -530,8 +489,7 @@ def read_config_tree(source: str | os.PathLike[str]) -> tuple[dict[str, Any], di
     if not os.path.isfile(path):  # unlike Path.is_file, False for invalid names
         near = most_similar(str(source), shipped)
         hint = f"did you mean {near}?" if near else f"the shipped ones are {', '.join(shipped)}"
-        what = "file" if Path(source).name != str(source) or "." in str(source) else "config"
-        raise ConfigError(f"there is no {what} {str(source)!r:.200}; {hint}")
+        raise ConfigError(f"there is no config {str(source)!r:.200}; {hint}")
     try:
         with open(path, encoding="utf-8-sig") as file:
             text = file.read(MAX_YAML_CHARACTERS + 1)  # parse_yaml rejects more
@@ -570,11 +528,12 @@ def merge_settings(
     Raises:
         ConfigError: naming every invalid setting and its line.
     """
+    origin = "gpt" if source is None else str(source)
+    file_tree, lines = read_config_tree(origin)
+    fixed_keys = set(values)
     tree: dict[str, Any] = {}
     for key, value in (defaults or {}).items():
         set_dotted(tree, key, value)
-    file_tree, lines = read_config_tree("gpt" if source is None else source)
-    fixed_keys = set(values)
     for key, value in file_tree.items():
         if value is None and isinstance(getattr(Config(), key, None), Settings):
             value = {}  # all lines of the section are comments
@@ -584,13 +543,13 @@ def merge_settings(
         tree[key] = tree[key] | value if is_merged else value
     for key, value in values.items():
         set_dotted(tree, key, value)
-    of_values = (*values, *(key.partition(".")[0] for key in values))  # they have no line
-    lines = {
-        key: line
-        for key, line in lines.items()
-        if key not in of_values and not key.startswith(tuple(f"{each}." for each in values))
-    }
-    return validate(tree, "gpt" if source is None else str(source), lines), frozenset(fixed_keys)
+        section = key.partition(".")[0]
+        lines = {  # without those of values that are not the file's now
+            each: line
+            for each, line in lines.items()
+            if each != section and not f"{each}.".startswith(f"{key}.")
+        }
+    return validate(tree, origin, lines), frozenset(fixed_keys)
 
 
 def parse_override(written: str) -> tuple[str, object]:

@@ -6,7 +6,7 @@ Internal invariants are `assert` statements, which print a traceback.
 """
 
 from collections.abc import Iterable
-from difflib import SequenceMatcher, get_close_matches
+from difflib import get_close_matches
 from pathlib import PurePath
 
 MIN_SIMILARITY = 0.75  # of names, from 0 to 1; below it a suggestion is more confusing than helpful
@@ -89,10 +89,6 @@ class Stopped(BaseException):
 
 def most_similar(name: str, names: Iterable[str]) -> str | None:
     """Return the name that was probably meant, whatever its ending; None if none is similar."""
-    stem = PurePath(name).stem
-    similar = [
-        each
-        for each in names
-        if SequenceMatcher(None, stem, PurePath(each).stem).ratio() >= MIN_SIMILARITY
-    ]
-    return next(iter(get_close_matches(name, similar, n=1, cutoff=0)), None)
+    by_stem = {PurePath(each).stem: each for each in names}
+    near = get_close_matches(PurePath(name).stem, by_stem, n=1, cutoff=MIN_SIMILARITY)
+    return by_stem[near[0]] if near else None

@@ -14,7 +14,7 @@ from chargpt.cli.main import COMMANDS
 
 PACKAGE = Path(chargpt.__file__).parent
 LAYERS = (
-    "errors log ranks files yaml_io config device threads distributed text models store inference "
+    "errors log ranks files config device distributed text models store inference "
     "training analysis export imports cli"
 ).split()
 WITHOUT_TORCH = (

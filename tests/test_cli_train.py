@@ -16,13 +16,13 @@ from chargpt.cli.main import app
 from chargpt.cli.signals import catch_signals
 from chargpt.cli.summary import describe_model, show_plan, show_result
 from chargpt.config import Config, ModelConfig, TextConfig, load_config
+from chargpt.device import ThreadTuner
 from chargpt.errors import Stopped
 from chargpt.store.folder import RunFolder
 from chargpt.store.listing import summarize
 from chargpt.store.run import load_run
 from chargpt.text.corpus import Corpus
 from chargpt.text.prepare import load_corpus
-from chargpt.threads import ThreadTuner
 from chargpt.training import budget as budget_module
 from chargpt.training import trainer as trainer_module
 from chargpt.training.cost import Cost

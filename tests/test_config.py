@@ -20,7 +20,7 @@ from chargpt.config import (
     shipped_configs,
 )
 from chargpt.errors import ConfigError
-from chargpt.yaml_io import MAX_YAML_CHARACTERS, parse_yaml
+from chargpt.files import MAX_YAML_CHARACTERS, parse_yaml
 
 SHIPPED = ("bigram", "gpt", "gpt-baby", "head", "ladder", "notebook")
 
@@ -51,34 +51,16 @@ def test_the_shipped_configs_are_the_documented_ones() -> None:
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_every_shipped_config_is_short_and_has_a_header(name: str) -> None:
-    lines = shipped_configs()[name].read_text(encoding="utf-8").splitlines()
-    header = [line for line in lines if line.startswith("# ")]
-    assert len(lines) <= 25
-    assert lines[0] in header
-    assert any("chargpt train" in line for line in header)
-
-
-@pytest.mark.parametrize("name", SHIPPED)
-def test_every_shipped_config_works_from_any_folder(
+def test_every_shipped_config_works_from_any_folder_and_has_only_what_differs_from_the_defaults(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    config = load_config(name)
-    assert (config.model.kind == "bigram") == (name in ("bigram", "notebook"))
-
-
-@pytest.mark.parametrize("name", SHIPPED)
-def test_a_shipped_config_contains_only_what_differs_from_the_defaults(name: str) -> None:
+    assert (load_config(name).model.kind == "bigram") == (name in ("bigram", "notebook"))
     tree, _ = parse_yaml(shipped_configs()[name].read_text(encoding="utf-8"), name)
     defaults = Config().model_dump(mode="json")
     for section, values in tree.items():
         for key, value in values.items():
-            is_explicit = key in (
-                "kind",
-                "batch_size",
-                "block_size",
-            )  # written out although they are defaults
+            is_explicit = key in ("kind", "batch_size", "block_size")  # although it is the default
             assert defaults[section][key] != value or is_explicit, f"{section}.{key}"
 
 
@@ -89,26 +71,30 @@ def test_the_notebook_config_has_the_values_of_the_notebooks() -> None:
     assert (config.train.max_steps, config.text.val_fraction) == (10_000, 0.2)
 
 
-def test_a_file_changes_only_the_settings_that_it_contains(write) -> None:
-    path = write("train:\n  max_steps: 7\n")
-    config = load_config(path)
-    assert config.train.max_steps == 7
-    assert config.with_values({"train.max_steps": Config().train.max_steps}) == Config()
-
-
 # -- reading YAML ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("written", "value"), [("1e-4", 1e-4), ("1E3", 1e3), ("+2.5e-1", 0.25), ("3", 3.0), (".5", 0.5)]
+    ("text", "key", "value"),
+    [
+        ("optim:\n  lr: 1e-4\n", "optim.lr", 1e-4),
+        ("optim:\n  lr: 1E3\n", "optim.lr", 1e3),
+        ("optim:\n  lr: +2.5e-1\n", "optim.lr", 0.25),
+        ("optim:\n  lr: .5\n", "optim.lr", 0.5),
+        ("train:\n  max_steps: 1e4\n", "train.max_steps", 10_000),
+        ("text:\n  path: 2024-01-01\n", "text.path", "2024-01-01"),
+        ("text:\n  path: 1:30\n", "text.path", "1:30"),
+        ("text:\n  path: 12345678901234567890.txt\n", "text.path", "12345678901234567890.txt"),
+        ("text:\n  suffixes: [.tex, .rst]\n", "text.suffixes", (".tex", ".rst")),
+        ("sample:\n  stop:\n  - END\n", "sample.stop", ("END",)),
+        ("sample:\n  seed: 3\nseed: 4\n", "sample.seed", 3),
+        (b"\xef\xbb\xbfseed: 5\r\ntrain:\r\n  max_steps: 3\r\n", "train.max_steps", 3),
+    ],
 )
-def test_numbers_are_read_in_every_notation(written: str, value: float, write) -> None:
-    assert load_config(write(f"optim:\n  lr: {written}\n")).optim.lr == value
-    assert load_config("gpt", [f"optim.lr={written}"]).optim.lr == value
-
-
-def test_whole_steps_may_be_written_with_an_exponent() -> None:
-    assert load_config("gpt", ["train.max_steps=1e4"]).train.max_steps == 10_000
+def test_numbers_lists_and_texts_are_read(
+    text: str | bytes, key: str, value: object, write
+) -> None:
+    assert load_config(write(text)).flatten()[key] == value
 
 
 @pytest.mark.parametrize(
@@ -118,20 +104,8 @@ def test_an_empty_file_or_section_gives_the_defaults(text: str, write) -> None:
     assert load_config(write(text)) == Config()
 
 
-def test_a_byte_order_mark_and_crlf_line_ends_are_accepted(write) -> None:
-    path = write(b"\xef\xbb\xbfseed: 5\r\ntrain:\r\n  max_steps: 3\r\n")
-    config = load_config(path)
-    assert (config.seed, config.train.max_steps) == (5, 3)
-
-
-def test_lists_become_tuples(write) -> None:
-    config = load_config(write("text:\n  suffixes: [.tex, .rst]\nsample:\n  stop:\n  - END\n"))
-    assert config.text.suffixes == (".tex", ".rst")
-    assert config.sample.stop == ("END",)
-    assert hash(config)  # immutable in depth
-
-
 def test_a_config_is_immutable() -> None:
+    assert hash(Config())  # in depth
     with pytest.raises(ValidationError):
         Config().train.max_steps = 5  # type: ignore[misc]
 
@@ -139,55 +113,46 @@ def test_a_config_is_immutable() -> None:
 # -- rejected input --------------------------------------------------------------------------
 
 
-def test_a_repeated_key_is_rejected_with_both_lines(write) -> None:
-    message = message_of(write("train:\n  max_steps: 5\n  clip_norm: 1.0\n  max_steps: 6\n"))
-    assert "line 4: train.max_steps is set twice (first on line 2)" in message
-
-
-def test_two_sections_may_have_keys_of_the_same_name(write) -> None:
-    config = load_config(write("sample:\n  seed: 3\nseed: 4\n"))
-    assert (config.seed, config.sample.seed) == (4, 3)
-
-
-@pytest.mark.parametrize("text", ["a: &x 1\nb: *x\n", "a: 1\nb: *x\n"])
-def test_an_alias_is_rejected_with_its_line(text: str, write) -> None:
-    path = write(text)
-    assert f"{path}, line 2: an alias" in message_of(path)
-
-
-def test_nested_aliases_are_rejected(write) -> None:
-    levels = "".join(f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 20))
-    assert "an alias" in message_of(write("a0: &a0 [1]\n" + levels))
+ALIASES = "".join(f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 20))
 
 
 @pytest.mark.parametrize(
-    ("written", "suggestion"),
+    ("text", "part"),
     [
-        ("train:\n  max_stepz: 5\n", "train.max_steps"),
-        ("train:\n  lr: 5\n", "optim.lr"),
-        ("block_size: 5\n", "model.block_size"),
-        ("modle: {}\n", "model"),
-        ("optimizer:\n  weight_decay: 0.1\n", "optim"),
+        (
+            "train:\n  max_steps: 5\n  clip_norm: 1.0\n  max_steps: 6\n",
+            ", line 4 is not valid YAML (train.max_steps is set twice, first on line 2)",
+        ),
+        ("a: &x 1\nb: *x\n", ", line 2 is not valid YAML (an alias"),
+        ("a: 1\nb: *x\n", ", line 2 is not valid YAML (an alias"),
+        pytest.param("a0: &a0 [1]\n" + ALIASES, "an alias", id="nested aliases"),
+        ("seed: 1\nmodle: {}\n", "line 2: modle is not a setting; did you mean model?"),
+        ("schedule:\n  qqqqqqqq: 1\n", "the keys are schedule.kind, schedule.warmup"),
+        ("train.max_steps: 5\n", "line 1: train.max_steps is not a setting; write max_steps on"),
+        ("train: 5\n", "line 1: train: expected a section"),
+        *((each, "no `key: value` lines") for each in ("- a\n- b\n", "42\n", "just words\n", "[]")),
+        ("a: [1\n", "is not valid YAML"),
+        ("a: 'x\n", "is not valid YAML"),
+        ("a: b: c\n", "is not valid YAML"),
+        ("\ta: 1\n", "is not valid YAML"),
+        ("a: 1\n---\nb: 2\n", "is not valid YAML"),
+        ("a: \x00\n", "is not valid YAML"),
+        ("a: @x\n", "is not valid YAML"),
+        ("seed: !!bool foo\n", ""),
+        ("seed: !!int x\n", ""),
+        ("seed: !!int ''\n", ""),
+        ("seed: !!float x\n", ""),
+        ("seed: !!binary é\n", ""),
+        ("seed: !!timestamp 1\n", ""),
+        (b"\xff\xfe\x00\x01" * 9, "is not UTF-8 text"),
+        pytest.param("#" * (MAX_YAML_CHARACTERS + 1), "over 200,000 characters", id="too long"),
     ],
 )
-def test_an_unknown_key_is_rejected_with_the_most_similar_one(
-    written: str, suggestion: str, write
-) -> None:
-    message = message_of(write("seed: 1\n" + written))
-    assert f"did you mean {suggestion}?" in message
-    assert f"line {1 + written.count(chr(10))}" in message or "line 2" in message
-
-
-def test_an_unknown_key_without_a_similar_one_is_rejected_with_the_valid_keys(write) -> None:
-    assert "the keys are schedule.kind, schedule.warmup" in message_of(
-        write("schedule:\n  qqqqqqqq: 1\n")
-    )
-
-
-def test_a_dotted_key_in_a_file_is_rejected_with_the_right_form(write) -> None:
-    message = message_of(write("train.max_steps: 5\n"))
-    assert "indented under `train:`" in message
-    assert "line 1" in message
+def test_a_wrong_file_is_rejected_by_name(text: str | bytes, part: str, write) -> None:
+    path = write(text)
+    message = message_of(path)
+    assert str(path) in message
+    assert part in message
 
 
 def test_all_errors_are_reported_at_once_with_their_lines(write) -> None:
@@ -206,38 +171,25 @@ def test_all_errors_are_reported_at_once_with_their_lines(write) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
+    ("key", "values"),
     [
-        ("train.max_steps", "abc"),
-        ("train.max_steps", "'100'"),
-        ("train.max_steps", "true"),
-        ("train.max_steps", "2.5"),
-        ("train.max_steps", "null"),
-        ("train.max_steps", "[1]"),
-        ("train.max_steps", "{a: 1}"),
-        ("train.max_steps", "1:30"),
-        ("train.clip_norm", "true"),
-        ("optim.lr", ".nan"),
-        ("optim.lr", ".inf"),
-        ("optim.lr", "1e999"),
-        ("model.scale_attn_weights", "1"),
-        ("model.scale_attn_weights", "'yes'"),
-        ("text.path", "5"),
-        ("text.suffixes", "5"),
-        ("text.suffixes", "[1]"),
-        ("text.suffixes", "[]"),
-        ("text.encoding", "2024-01-01x: 1"),
-        ("seed", "0x" + "f" * 5000),
-        ("seed", "9" * 5000),
-        ("seed", str(2**63)),
-        ("text.val_fraction", "1.0"),
-        ("model.dropout", "1"),
+        ("train.max_steps", ["abc", "'100'", "true", "2.5", "null", "[1]", "{a: 1}", "1:30"]),
+        ("train.clip_norm", ["true"]),
+        ("optim.lr", [".nan", ".inf", "1e999"]),
+        ("model.scale_attn_weights", ["1", "'yes'"]),
+        ("text.path", ["5"]),
+        ("text.suffixes", ["5", "[1]", "[]"]),
+        ("text.encoding", ["2024-01-01x: 1"]),
+        ("seed", ["0x" + "f" * 5000, "9" * 5000, str(2**63)]),
+        ("text.val_fraction", ["1.0"]),
+        ("model.dropout", ["1"]),
     ],
 )
-def test_a_value_of_the_wrong_type_is_rejected(key: str, value: str) -> None:
-    message = message_of("gpt", f"{key}={value}")
-    assert key in message
-    assert len(message) < 6000
+def test_a_value_of_the_wrong_type_is_rejected(key: str, values: list[str]) -> None:
+    for value in values:
+        message = message_of("gpt", f"{key}={value}")
+        assert key in message
+        assert len(message) < 6000
 
 
 WRONG = "true null x -1 1.5 1e400 [1] [[1]] [[1,2,3]] {a: 1} 9999999999999999999999 '5' .nan"
@@ -250,7 +202,7 @@ def test_the_messages_are_in_our_own_words(key: str) -> None:
             load_config("gpt", [f"{key}={value.replace(':', ': ')}"])
             continue
         message = message_of("gpt", f"{key}={value.replace(':', ': ')}")
-        assert not re.search(r"[Ii]nput|should|valid|type=|tuple|True|None", message), message
+        assert not re.search(r"[Ii]nput|should|type=|tuple|dictionary|True|None", message), message
 
 
 def test_a_single_text_is_a_list_of_one() -> None:
@@ -258,32 +210,6 @@ def test_a_single_text_is_a_list_of_one() -> None:
     assert load_config("gpt", ["text.suffixes=.py,.md"]).text.suffixes == (".py", ".md")
     assert load_config("gpt", ["text.suffixes=[.py, .md]"]).text.suffixes == (".py", ".md")
     assert load_config("gpt", ["sample.stop='a, b'"]).sample.stop == ("a, b",)
-
-
-@pytest.mark.parametrize("written", ["2024-01-01", "1:30", "12345678901234567890.txt"])
-def test_dates_and_times_are_read_as_text(written: str) -> None:
-    assert load_config("gpt", [f"text.path={written}"]).text.path == written
-
-
-def test_a_scalar_in_place_of_a_section_is_rejected(write) -> None:
-    assert "line 1: train: expected a section" in message_of(write("train: 5\n"))
-
-
-@pytest.mark.parametrize("text", ["- a\n- b\n", "42\n", "just words\n", "[]"])
-def test_a_file_that_is_not_a_mapping_is_rejected(text: str, write) -> None:
-    assert "has no `key: value` lines" in message_of(write(text))
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["a: [1\n", "a: 'x\n", "a: b: c\n", "\ta: 1\n", "a: 1\n---\nb: 2\n", "a: \x00\n", "a: @x\n"],
-)
-def test_invalid_yaml_is_rejected(text: str, write) -> None:
-    assert "is not valid YAML" in message_of(write(text))
-
-
-def test_a_file_that_is_not_utf8_is_rejected(write) -> None:
-    assert "is not UTF-8 text" in message_of(write(b"\xff\xfe\x00\x01" * 9))
 
 
 @pytest.mark.parametrize(
@@ -309,13 +235,6 @@ def test_any_text_is_read_as_a_mapping_or_rejected(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "tagged", ["!!bool foo", "!!int x", "!!int ''", "!!float x", "!!binary é", "!!timestamp 1"]
-)
-def test_a_value_that_does_not_match_its_tag_is_rejected(tagged: str, write) -> None:
-    assert "my.yaml" in message_of(write(f"seed: {tagged}\n"))
-
-
-@pytest.mark.parametrize(
     "text",
     [
         "a: " + "[" * 20_000,
@@ -338,13 +257,6 @@ def test_a_thousand_errors_give_a_short_message(write) -> None:
     assert message.endswith("and 980 more")
 
 
-def test_a_huge_file_is_rejected_without_parsing(write) -> None:
-    path = write("")
-    with path.open("wb") as file:
-        file.truncate(MAX_YAML_CHARACTERS + 1)
-    assert f"over {MAX_YAML_CHARACTERS:,} characters" in message_of(path)
-
-
 @pytest.mark.parametrize("key", ['"a\\nb"', '"\\e[31m"'])
 def test_an_unprintable_key_is_escaped_in_the_message(key: str, write) -> None:
     message = message_of(write(f"{key}: 1\n"))
@@ -354,8 +266,7 @@ def test_an_unprintable_key_is_escaped_in_the_message(key: str, write) -> None:
 @pytest.mark.parametrize("source", ["gtp", "", "nowhere.yaml", "x" * 5000, "a\0b", ".", "/"])
 def test_a_missing_config_is_rejected_with_the_available_ones(source: str) -> None:
     message = message_of(source)
-    is_path = source in ("nowhere.yaml", ".", "/")
-    assert message.startswith("there is no file" if is_path else "there is no config")
+    assert message.startswith("there is no config")
     assert (
         "did you mean gpt?" in message or "bigram, gpt-baby, gpt, head, ladder, notebook" in message
     )
@@ -371,9 +282,6 @@ def test_overrides_take_precedence_over_the_file_and_the_file_over_defaults(writ
     assert (config.seed, config.train.max_steps, config.text.path) == (3, 20, "book.txt")
     assert fixed_keys == {"seed", "train.max_steps"}
     assert merge_settings(None, {"optim.lr": 0.5})[1] == {"optim.lr"}
-
-
-def test_the_last_of_two_overrides_applies() -> None:
     assert load_config("gpt", ["seed=1", "seed=2"]).seed == 2
 
 
@@ -399,19 +307,21 @@ def test_the_value_of_an_override_is_read_as_yaml(written: str, key: str, value:
     assert parse_override(written) == (key, value)
 
 
-@pytest.mark.parametrize("written", ["seed", "=5", " =5", "", "seed:5"])
-def test_an_override_without_key_or_equals_is_rejected(written: str) -> None:
-    assert "is not of the form section.key=value" in message_of("gpt", written)
-
-
 @pytest.mark.parametrize(
     ("written", "part"),
     [
+        *(
+            (each, "not of the form section.key=value")
+            for each in ("seed", "=5", " =5", "", "seed:5")
+        ),
         ("seed=[", "not valid YAML"),
         ("seed=1\ntrain: 2", "more than one key"),
-        ("seed.deep=1", "is not a section"),
+        ("seed.deep=1", "(it is {'deep': 1})"),
         ("train.max_steps.deep=1", "train.max_steps"),
         ("train..max_steps=1", "is not a setting"),
+        ("train.lr=5", "did you mean optim.lr?"),
+        ("block_size=5", "did you mean model.block_size?"),
+        ("optimizer.weight_decay=1", "did you mean optim?"),
         ("train.batch=1", "did you mean train.batch_size?"),
         ("batch=1", "did you mean train.batch_size?"),
         ("learning_rate=1", "did you mean optim.lr?"),

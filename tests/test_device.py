@@ -1,15 +1,28 @@
-"""Choice of device and dtype, memory settings, and the process group."""
+"""Choice of device, dtype and CPU threads, memory settings, and the process group."""
 
 import platform
+from collections.abc import Iterator
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import REPOSITORY
 from torch.distributed import HashStore
 
 from chargpt import device as device_module
-from chargpt.device import choose_device, choose_dtype, dtype_name, tune_malloc
+from chargpt.config import TextConfig, load_config
+from chargpt.device import (
+    ThreadTuner,
+    choose_device,
+    choose_dtype,
+    choose_threads,
+    default_threads,
+    dtype_name,
+    measure_threads,
+    tune_malloc,
+)
 from chargpt.distributed import (
     RankGroup,
     destroy_process_group,
@@ -17,8 +30,12 @@ from chargpt.distributed import (
     is_lost_rank_error,
 )
 from chargpt.errors import DeviceError
+from chargpt.store.run import load_run
+from chargpt.text.prepare import load_corpus
+from chargpt.training.trainer import Trainer
 
 CPU = torch.device("cpu")
+TINY = {"model.n_layer": 1, "model.n_embd": 16, "model.block_size": 16, "threads": 1}
 
 
 @pytest.fixture
@@ -67,39 +84,36 @@ def test_an_unavailable_or_unknown_device_is_rejected(names: tuple[str, ...], me
             choose_device(name)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda", "mps"])
-def test_a_configured_dtype_is_used(device: str) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
+def test_a_configured_dtype_is_used() -> None:
+    for device, dtype in (("mps", torch.bfloat16), ("cuda", torch.float32)):
         assert choose_dtype(torch.device(device), dtype_name(dtype)) == (dtype, "")
 
 
 @pytest.mark.parametrize(
-    ("device", "capability", "dtype"),
+    ("device", "capability", "flags", "gain", "is_bfloat16"),
     [
-        ("cuda", (9, 0), torch.bfloat16),
-        ("cuda", (8, 0), torch.bfloat16),
-        ("cuda", (7, 5), torch.float32),
-        ("mps", None, torch.float32),
+        ("cuda", (9, 0), "", 1.0, True),
+        ("cuda", (8, 0), "", 1.0, True),
+        ("cuda", (7, 5), "", 1.0, False),
+        ("mps", None, "", 1.0, False),
+        ("cpu", None, "avx512f avx512_bf16", 10.0, True),
+        ("cpu", None, "avx512f avx512_bf16", 1.1, False),
+        ("cpu", None, "avx512f", 10.0, False),
     ],
 )
-def test_auto_uses_bfloat16_only_on_gpus_that_support_it(
-    device: str, capability: object, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+def test_auto_uses_bfloat16_where_it_is_native_and_on_a_cpu_if_measured_as_faster(
+    device: str,
+    capability: object,
+    flags: str,
+    gain: float,
+    is_bfloat16: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert choose_dtype(torch.device(device), "auto")[0] == dtype
-
-
-@pytest.mark.parametrize(
-    ("native", "gain", "dtype"),
-    [(True, 10.0, torch.bfloat16), (True, 1.1, torch.float32), (False, 10.0, torch.float32)],
-)
-def test_auto_uses_bfloat16_on_a_cpu_only_if_native_and_measured_faster(
-    native: bool, gain: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flags = "avx512f avx512_bf16" if native else "avx512f"
     monkeypatch.setattr(device_module, "_cpu_info", lambda: flags)
     monkeypatch.setattr(device_module, "_bfloat16_gain", lambda: gain)
-    assert choose_dtype(CPU, "auto")[0] == dtype
+    expected = torch.bfloat16 if is_bfloat16 else torch.float32
+    assert choose_dtype(torch.device(device), "auto")[0] == expected
 
 
 @pytest.mark.parametrize("missing", [None, "AMD", "AVX512", "MKL"])
@@ -128,9 +142,7 @@ def test_a_single_rank_reduces_and_broadcasts_nothing(monkeypatch: pytest.Monkey
     assert [RankGroup(rank, 3).is_main for rank in range(3)] == [True, False, False]
 
 
-def test_a_missing_rendezvous_address_is_rejected(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_missing_rendezvous_address_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
@@ -172,3 +184,90 @@ def test_ranks_on_gpus_agree_over_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     group = init_process_group(torch.device("cuda", 0))
     assert backends == ["cpu:gloo,cuda:nccl"]
     assert group._scalar(1).device == CPU
+
+
+@pytest.fixture(autouse=True)
+def restore_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    default_threads.cache_clear()
+    yield
+    torch.set_num_threads(before)
+    default_threads.cache_clear()
+
+
+class Machine:
+    """A clock that advances by the time of an operation, given for each number of threads."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: dict[int, float]) -> None:
+        self.now, self.seconds = 0.0, seconds
+        monkeypatch.setattr(device_module.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(device_module.F, "silu", self.operate)
+
+    def operate(self, x: torch.Tensor) -> torch.Tensor:
+        self.now += self.seconds[torch.get_num_threads()]
+        return x
+
+
+@pytest.mark.parametrize(
+    ("seconds", "fastest"),
+    [
+        ({4: 1.0, 2: 1.8, 1: 3.4}, 4),
+        ({4: 9.0, 2: 1.8, 1: 3.4}, 2),  # another process uses one of the cores
+        ({4: 9.0, 2: 3.1, 1: 3.4}, 1),  # a gain that is within the noise
+        ({1: 3.4}, 1),
+    ],
+)
+def test_the_fastest_number_of_threads_is_set(
+    seconds: dict[int, float], fastest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Machine(monkeypatch, seconds)
+    assert choose_threads(max(seconds)) == fastest == torch.get_num_threads()
+
+
+def test_threads_are_chosen_again_when_the_speed_falls_and_after_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine = Machine(monkeypatch, {2: 1e-3, 1: 2e-3})
+    torch.set_num_threads(2)
+    tuner = ThreadTuner(2)
+    assert tuner.update(1000.0) is None
+    assert tuner.update(600.0) is None
+    machine.seconds[2] = 0.1  # another process starts
+    assert tuner.update(400.0) == 1
+    assert tuner.update(500.0) is None
+    machine.seconds[2] = 1e-3  # it ends
+    assert tuner.update(500.0) is None
+    machine.now += 21
+    assert tuner.update(500.0) == 2
+
+
+def test_the_users_number_of_threads_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, {2: 0.1, 1: 1e-3})
+    torch.set_num_threads(2)
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert measure_threads(CPU) is None
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert measure_threads(torch.device("cuda")) is None
+    assert torch.get_num_threads() == 2
+    assert measure_threads(CPU) == torch.get_num_threads() == 1  # another process uses a core
+    machine.seconds[2] = 1e-4
+    assert measure_threads(CPU) == 2
+
+
+def test_a_loaded_run_uses_the_fastest_threads_unless_training_has_set_them(
+    monkeypatch: pytest.MonkeyPatch, verse: Path
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    machine = Machine(monkeypatch, {2: 0.1, 1: 1e-3})
+    torch.set_num_threads(2)
+    run = REPOSITORY / "tests" / "golden" / "0.1.0" / "run"
+    load_run(run, device="cpu")
+    assert torch.get_num_threads() == 1
+    torch.set_num_threads(2)
+    default_threads.cache_clear()
+    machine.seconds[2] = 1e-4
+    config = load_config().with_values({**TINY, "device": "cpu", "dtype": "float32"})
+    Trainer(config, load_corpus(TextConfig(path=str(verse))))
+    assert (torch.get_num_threads(), default_threads()) == (1, 2)  # later runs may use more
+    load_run(run, device="cpu")
+    assert torch.get_num_threads() == 1

@@ -13,9 +13,9 @@ from pydantic.fields import FieldInfo
 from chargpt.cli import console, options
 from chargpt.config import Config, Settings, describe_unknown_key, load_config, shipped_configs
 from chargpt.errors import ConfigError
+from chargpt.files import dump_yaml
 from chargpt.store.checkpoint import newest_metadata
 from chargpt.store.run import open_run
-from chargpt.yaml_io import dump_yaml
 
 TYPES = {int: "integer", float: "number", bool: "true or false", str: "string"}
 BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}

@@ -9,8 +9,8 @@ import typer
 
 from chargpt.cli import console, options, runs
 from chargpt.errors import ConfigError
-from chargpt.export.check import ExportCheck, NotChecked
-from chargpt.export.gguf import Precision, export_gguf
+from chargpt.export.check import ExportCheck
+from chargpt.export.gguf import Precision, export_gguf, modelfile_path
 from chargpt.export.html import export_html
 from chargpt.export.huggingface import export_huggingface
 from chargpt.export.onnx import export_onnx
@@ -50,9 +50,9 @@ def gguf(
 
     Example: `chargpt export gguf runs/novel-gpt novel.gguf --precision q8_0`.
     """
-    require_new(file, force=force)
-    export = partial(export_gguf, precision=precision, force=force)
-    write(export, load(run, checkpoint), file)
+    for each in (file, modelfile_path(file)):
+        require_new(each, force=force)
+    write(partial(export_gguf, precision=precision), load(run, checkpoint), file)
 
 
 @app.command()
@@ -67,7 +67,7 @@ def onnx(
     Example: `chargpt export onnx runs/novel-gpt novel.onnx`.
     """
     require_new(file, force=force)
-    write(partial(export_onnx, force=force), load(run, checkpoint), file)
+    write(export_onnx, load(run, checkpoint), file)
 
 
 @app.command()
@@ -95,8 +95,8 @@ def load(path: Path | None, checkpoint: str) -> Run:
     return run
 
 
-def write(export: Callable[[Run, Path], ExportCheck | NotChecked], run: Run, path: Path) -> None:
-    """Export a run's GPT to a path; print the path and the result of the check."""
+def write(export: Callable[[Run, Path], ExportCheck | None], run: Run, path: Path) -> None:
+    """Export a run's GPT to a path; print the path and the result of the check, if there is one."""
     try:
         check = export(run, path)
     except BrokenPipeError:  # nobody reads: that is no error
@@ -105,4 +105,5 @@ def write(export: Callable[[Run, Path], ExportCheck | NotChecked], run: Run, pat
         raise ConfigError(f"{path} cannot be written ({error.strerror}); name another") from None
     if not is_open_descriptor(path):  # whose content is the page
         console.out(str(path))
-    console.say(check.describe())
+    if check is not None:
+        console.say(check.describe())

@@ -9,11 +9,11 @@ from chargpt.analysis.result import RunScores, evaluate_run, summarize
 from chargpt.cli import console, tables
 from chargpt.cli.progress import show_progress
 from chargpt.config import ModelConfig
+from chargpt.device import default_threads
 from chargpt.errors import ChargptError, Stopped
 from chargpt.files import exists
 from chargpt.store.layout import MIXTURE_FILE
 from chargpt.store.run import Run, load_run
-from chargpt.threads import default_threads
 from chargpt.training.deadline import RESERVE
 from chargpt.training.finetune import Forgetting, forgetting
 from chargpt.training.mixing import try_add_mixture

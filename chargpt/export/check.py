@@ -3,8 +3,7 @@
 Shapes in this file: T = tokens, V = vocabulary size.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 
 from chargpt.errors import ConfigError, OperationError
 from chargpt.inference.generation import sample
+from chargpt.log import logger
 from chargpt.models import GPT, LanguageModel
 from chargpt.store.run import Run
 from chargpt.text.tokenizer import CharTokenizer
@@ -65,21 +65,6 @@ class ExportCheck:
         )
 
 
-@dataclass(frozen=True)
-class NotChecked:
-    """The program that opens the export is not installed.
-
-    Attributes:
-        package: with which it would be.
-    """
-
-    package: str
-
-    def describe(self) -> str:
-        """Return a sentence with the remedy."""
-        return f"not checked: pip install -U {self.package} to compare the next export with its run"
-
-
 def require_package(name: str, target: str) -> Any:
     """Return the package with which a format is written; ConfigError if it is not installed."""
     try:
@@ -89,16 +74,6 @@ def require_package(name: str, target: str) -> Any:
             f"{target} needs a package that is not installed; run pip install '.[export]' in "
             "chargpt's folder"
         ) from None
-
-
-@contextmanager
-def temporary_export(path: Path) -> Iterator[Path]:
-    """Yield a path beside `path`; unless the block fails, what is written there replaces `path`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
-        temporary = Path(folder) / path.name
-        yield temporary
-        temporary.replace(path)
 
 
 def exportable_model(run: Run, target: str) -> GPT:
@@ -124,30 +99,50 @@ def exportable_model(run: Run, target: str) -> GPT:
     return model
 
 
-def check_export(
+def write_checked(
     run: Run,
+    path: Path,
+    write: Callable[[Path], None],
     package: str,
-    open_export: Callable[[], Runtime],
+    open_export: Callable[[Path], Runtime],
     *,
     max_divergence: float | None = None,
     remedy: str = "",
-) -> ExportCheck | NotChecked:
-    """Open an export and compare it with its run, if the program for that is installed.
+) -> ExportCheck | None:
+    """Write an export, which replaces what is at `path` if it does not differ from its run.
 
     Args:
-        run: whose model was exported.
-        package: that contains the program.
-        open_export: imports the package, and opens the export with it.
+        run: whose model is exported.
+        path: of the export.
+        write: writes the export at a path.
+        package: that contains the program with which the export is checked.
+        open_export: imports the package, and opens the export at a path with it.
         max_divergence, remedy: as in `compare`.
 
+    Returns:
+        The check, or None if the package is not installed, which is logged.
+
     Raises:
-        OperationError: the export differs from the run.
+        OperationError: the program cannot open the export, or it differs from the run.
+        OSError: it cannot be written.
     """
-    try:
-        runtime = open_export()
-    except ImportError:
-        return NotChecked(package)
-    return compare(run, runtime, max_divergence=max_divergence, remedy=remedy)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+        temporary, check = Path(folder) / path.name, None
+        write(temporary)
+        try:
+            runtime = open_export(temporary)
+        except ImportError:
+            logger.info(
+                "not checked: pip install -U %s to compare the next export with its run", package
+            )
+        except Exception as error:  # of whatever kind: it is the answer to whether it opens
+            cause = " ".join(str(error).split())
+            raise OperationError(f"{package} cannot open the export ({cause:.200})") from None
+        else:
+            check = compare(run, runtime, max_divergence=max_divergence, remedy=remedy)
+        temporary.replace(path)
+    return check
 
 
 def compare(

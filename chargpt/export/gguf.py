@@ -4,9 +4,6 @@ The tokenizer is of SentencePiece's kind ("llama"): every character is a token o
 is merged, and byte tokens, if the run has them, spell characters outside the vocabulary.
 """
 
-import json
-import urllib.error
-import urllib.request
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -20,14 +17,12 @@ from chargpt.errors import ConfigError, OperationError
 from chargpt.export.check import (
     ExportCheck,
     Logits,
-    NotChecked,
-    check_export,
     exportable_model,
     require_package,
-    temporary_export,
+    write_checked,
 )
 from chargpt.export.huggingface import qwen3_name
-from chargpt.files import require_new, write_atomically
+from chargpt.files import write_atomically
 from chargpt.models import GPT
 from chargpt.store.run import Run
 from chargpt.text.display import display_text
@@ -42,44 +37,20 @@ MAX_DIVERGENCE = 0.005  # in nats, by rounding the weights
 SECONDS = 120  # at most, of a request to llama.cpp
 
 
-def export_gguf(
-    run: Run, path: Path, precision: Precision = "f32", *, force: bool = False
-) -> ExportCheck | NotChecked:
-    """Write a run as a GGUF file, with a Modelfile for Ollama beside it; check it with llama.cpp.
+def export_gguf(run: Run, path: Path, precision: Precision = "f32") -> ExportCheck | None:
+    """Write a run's GPT as a GGUF file, with a Modelfile for Ollama beside it, and check it.
 
     Args:
         run: of a GPT.
-        path: of the file; `PATH.Modelfile` is the other.
+        path: of the file; `modelfile_path` returns that of the other.
         precision: of the matrices; norms are float32.
-        force: replace files.
 
     Raises:
-        ConfigError: the file exists, or GGUF cannot hold the model.
+        ConfigError: the package to write it is missing, or GGUF cannot hold the model.
         OperationError: the export differs from the run.
         OSError: it cannot be written.
     """
-    model = exportable_model(run, "GGUF")
-    _require_gguf(run, precision)
-    modelfile = path.with_name(f"{path.name}.Modelfile")
-    for each in (path, modelfile):
-        require_new(each, force=force)
-    with temporary_export(path) as temporary:
-        write_gguf(temporary, run, model, precision)
-        check = check_export(
-            run,
-            "xllamacpp",
-            partial(LlamaRuntime, temporary, model.vocab_size, model.block_size),
-            max_divergence=None if precision == "f32" else MAX_DIVERGENCE,
-            remedy="use --precision f32",
-        )
-    content = modelfile_text(path.name, model.block_size, run.config.sample.temperature)
-    write_atomically(modelfile, content.encode())
-    return check
-
-
-def _require_gguf(run: Run, precision: Precision) -> None:
-    """Check that the package is installed, and that a file can hold the run, else ConfigError."""
-    tokenizer, width = run.tokenizer, run.config.model.n_embd
+    model, tokenizer = exportable_model(run, "GGUF"), run.tokenizer
     require_package("gguf", "GGUF")
     if tokenizer.has_unknown:
         raise ConfigError(
@@ -91,12 +62,24 @@ def _require_gguf(run: Run, precision: Precision) -> None:
             f"GGUF takes the character {SPACE} (U+2581) for a space, and the vocabulary has it; "
             "train on a text without it"
         )
-    for key, size in (("n_embd", width), ("n_inner", run.config.model.mlp_width)):
+    for key, size in (("n_embd", model.config.n_embd), ("n_inner", model.config.mlp_width)):
         if precision == "q8_0" and size % Q8_BLOCK:
             raise ConfigError(
                 f"q8_0 needs sizes that are multiples of {Q8_BLOCK}, and the model's {key} is "
                 f"{size}; use f16"
             )
+    check = write_checked(
+        run,
+        path,
+        partial(write_gguf, run=run, model=model, precision=precision),
+        "xllamacpp",
+        partial(LlamaRuntime, vocab_size=model.vocab_size, block_size=model.block_size),
+        max_divergence=None if precision == "f32" else MAX_DIVERGENCE,
+        remedy="use --precision f32",
+    )
+    content = modelfile_text(path.name, model.block_size, run.config.sample.temperature)
+    write_atomically(modelfile_path(path), content.encode())
+    return check
 
 
 def write_gguf(path: Path, run: Run, model: GPT, precision: Precision) -> None:
@@ -156,6 +139,11 @@ def _add_tokenizer(writer: Any, tokenizer: CharTokenizer) -> None:
     writer.add_array("tokenizer.ggml.suppress_tokens", [end])
 
 
+def modelfile_path(path: Path) -> Path:
+    """Return the path of the Modelfile beside a GGUF file."""
+    return path.with_name(f"{path.name}.Modelfile")
+
+
 def modelfile_text(name: str, block_size: int, temperature: float) -> str:
     """Return a Modelfile: the prompt as it is, without a chat template."""
     return (
@@ -204,27 +192,19 @@ class LlamaRuntime:
             params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
         params.cpuparams.n_threads = threads
         params.verbosity = -1
-        try:
-            self.server = xllamacpp.Server(params)
-        except RuntimeError as error:
-            raise OperationError(f"llama.cpp cannot open the export ({error!s:.200})") from None
-        # the server is on this machine
-        self.opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        self.server = xllamacpp.Server(params)
+        self.session: Any = import_module("requests").Session()
+        self.session.trust_env = False  # no proxy: the server is on this machine
 
     def post(self, path: str, **request: Any) -> dict[str, Any]:
         """Return the server's answer to a request, or raise OperationError if it gives none."""
         url = f"{self.server.listening_address}/{path}"
-        body = json.dumps(request).encode()
-        headers = {"Content-Type": "application/json"}
         try:
-            wanted = urllib.request.Request(url, body, headers)
-            with self.opener.open(wanted, timeout=SECONDS) as reply:
-                answer: dict[str, Any] = json.load(reply)
-        except OSError as error:
-            cause = str(error)
-            if isinstance(error, urllib.error.HTTPError):
-                cause = error.read().decode(errors="replace")
-            raise OperationError(f"llama.cpp cannot use the export ({cause:.200})") from None
+            reply = self.session.post(url, json=request, timeout=SECONDS)
+            reply.raise_for_status()
+            answer: dict[str, Any] = reply.json()
+        except OSError as error:  # the base of all that requests raises
+            raise OperationError(f"llama.cpp cannot use the export ({error!s:.200})") from None
         return answer
 
     def encode(self, text: str) -> list[int]:

@@ -31,7 +31,7 @@ from chargpt.export.check import (
     exportable_model,
     logits,
 )
-from chargpt.files import require_output, write_output
+from chargpt.files import write_output
 from chargpt.inference.baselines import BIGRAM_ALPHA
 from chargpt.models import GPT, build_model
 from chargpt.store.run import Run
@@ -41,7 +41,6 @@ from chargpt.text.statistics import PairCounts
 
 MAX_DIVERGENCE = 0.002  # in nats, by the rounding of the weights
 MAX_PAIRS = 50_000  # of the bigram, the most frequent ones
-HALF = np.dtype("<f2")
 PAGES = Path(__file__).parent / "pages"
 PageData = dict[str, Any]
 Weights = dict[str, npt.NDArray[np.float16]]
@@ -78,7 +77,6 @@ def export_html(run: Run, path: Path, *, force: bool = False) -> ExportCheck:
             written.
         OperationError: half precision changes the model too much.
     """
-    require_output(path, force=force)
     weights = half_weights(exportable_model(run, "an HTML page"))
     check = compare(
         run,
@@ -92,11 +90,7 @@ def export_html(run: Run, path: Path, *, force: bool = False) -> ExportCheck:
 
 def half_weights(model: GPT) -> Weights:
     """Return the weights in half precision, by name, as the page holds them."""
-    with np.errstate(over="ignore"):  # infinite weights fail the check
-        return {
-            name: tensor.float().cpu().numpy().astype(HALF)
-            for name, tensor in model.state_dict().items()
-        }
+    return {name: tensor.half().cpu().numpy() for name, tensor in model.state_dict().items()}
 
 
 def make_page(run: Run, weights: Weights) -> str:
@@ -116,22 +110,20 @@ def make_page(run: Run, weights: Weights) -> str:
         length=options.length,
         temperature=options.temperature,
         top_k=options.top_k or "",
-        page_data=page_data(run, [(name, weight.size) for name, weight in weights.items()]),
+        page_data=page_data(run, weights),
         worker=Markup((PAGES / "worker.js").read_text("utf-8")),
         weights=base64.b64encode(b"".join(each.tobytes() for each in weights.values())).decode(),
     )
 
 
-def page_data(run: Run, tensors: list[tuple[str, int]]) -> PageData:
-    """Return what the page's scripts need beside the weights.
-
-    `tensors` are name and size of each weight, in the order of the page's data block.
-    """
+def page_data(run: Run, weights: Weights) -> PageData:
+    """Return what the page's scripts need beside the weights."""
     tokenizer = run.tokenizer
     data: PageData = {
         "model": run.config.model.model_dump(),
         "norm_eps": NORM_EPS,
-        "tensors": tensors,
+        # in the order of the data block of weights
+        "tensors": [(name, weight.size) for name, weight in weights.items()],
         "thresholds": SURPRISAL_BITS,
         "tokenizer": json.loads(tokenizer.to_json()),
         "vocab_size": tokenizer.vocab_size,

@@ -17,16 +17,8 @@ import torch
 from torch import Tensor
 
 from chargpt.config import NORM_EPS
-from chargpt.errors import ChargptError, OperationError
-from chargpt.export.check import (
-    ExportCheck,
-    Logits,
-    NotChecked,
-    check_export,
-    exportable_model,
-    temporary_export,
-)
-from chargpt.files import require_new, write_synced
+from chargpt.errors import ChargptError
+from chargpt.export.check import ExportCheck, Logits, exportable_model, write_checked
 from chargpt.models import GPT
 from chargpt.store.run import Run
 from chargpt.text.display import REPLACEMENT
@@ -53,29 +45,21 @@ LAYER_NAMES = {
 OTHER_NAMES = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 
 
-def export_huggingface(run: Run, folder: Path) -> ExportCheck | NotChecked:
-    """Write a run as a folder that `transformers` opens, and check it.
-
-    Args:
-        run: of a GPT.
-        folder: must not exist.
+def export_huggingface(run: Run, folder: Path) -> ExportCheck | None:
+    """Write a run's GPT as a folder that `transformers` opens, and check it.
 
     Raises:
-        ConfigError: the folder exists, or Qwen3 cannot hold the model.
+        ConfigError: Qwen3 cannot hold the model.
         OperationError: the export differs from the run.
-        OSError: it cannot be written.
+        OSError: it cannot be written, or the folder exists and is not empty.
     """
-    require_new(folder)
     model = exportable_model(run, "Qwen3, the architecture of this export,")
-    with temporary_export(folder) as temporary:
-        temporary.mkdir()
-        for name, content in files(run, model).items():
-            write_synced(temporary / name, [content])
-        return check_export(run, "transformers", partial(TransformersRuntime, temporary))
+    write = partial(write_huggingface, run=run, model=model)
+    return write_checked(run, folder, write, "transformers", TransformersRuntime)
 
 
-def files(run: Run, model: GPT) -> dict[str, bytes]:
-    """Return the content of each file of the folder."""
+def write_huggingface(folder: Path, run: Run, model: GPT) -> None:
+    """Write the files of the folder."""
     trees = {
         "config.json": qwen3_config(model),
         "generation_config.json": generation_config(run),
@@ -95,11 +79,14 @@ def files(run: Run, model: GPT) -> dict[str, bytes]:
         },
     }
     weights = {name: tensor.cpu().contiguous() for name, tensor in qwen3_weights(model).items()}
-    return {
+    files = {
         WEIGHTS: safetensors.torch.save(weights, {"format": "pt"}),
         "README.md": model_card(run).encode(),
         **{name: json.dumps(tree, indent=2).encode() for name, tree in trees.items()},
     }
+    folder.mkdir()
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
 
 
 def qwen3_config(model: GPT) -> dict[str, Any]:
@@ -220,34 +207,26 @@ print(tokenizer.decode(model.generate(**prompt)[0]))
 
 def _measured_loss(run: Run) -> str:
     """Return the loss of the checkpoint, and how it was measured, as a phrase."""
-    state, text = run.state, run.config.text
+    state = run.state
     if state.best_nats_per_char is None or state.step != state.best_step:
         return "not measured"
-    split = "the text, at its end"
-    if text.documents:
-        split = "the documents, which are shuffled"
-    elif text.test_fraction:
-        split = "the text, before the test split"
     return (
         f"{state.best_nats_per_char:.3f} nats per character on the validation split "
-        f"({text.val_fraction:.0%} of {split}; at most {run.config.train.evaluation_tokens:,} "
-        "tokens of this split; protocol `blocks`: non-overlapping blocks, every character scored "
-        "once), as measured in training"
+        f"({run.config.text.val_fraction:.0%} of the text; at most "
+        f"{run.config.train.evaluation_tokens:,} tokens of this split; protocol `blocks`: "
+        "non-overlapping blocks, every character scored once), as measured in training"
     )
 
 
 def _example_prompt(run: Run) -> str:
-    """Return words of the validation split that need no escaping, or letters of the vocabulary."""
+    """Return words of the validation split that need no escaping, or a letter of the vocabulary."""
     with suppress(ChargptError):  # of a run without its text
         text = run.tokenizer.decode(run.corpus().split("val")[:MAX_PROMPT_SEARCHED])
         for line in text.splitlines()[1:]:  # the first may begin within a word
             words = " ".join(line.split()[:2])[:MAX_PROMPT]
             if words[:1].isalpha() and words.isprintable() and not set(words) & set(ESCAPED):
                 return words
-    plain = [c for c in run.tokenizer.characters if c.isprintable() and c not in ESCAPED + " "]
-    letters = [c for c in plain if c.isalpha()] or plain
-    middle = len(letters) // 2  # of its main script
-    return "".join(letters[middle : middle + 3]) or "PROMPT"
+    return next((c for c in reversed(run.tokenizer.characters) if c.isalnum()), "PROMPT")
 
 
 class TransformersRuntime:
@@ -259,12 +238,8 @@ class TransformersRuntime:
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         self.name = f"transformers {transformers.__version__}"
-        try:
-            self.model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-            self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-        except Exception as error:  # of whatever kind: it is the answer to whether they open it
-            cause = " ".join(str(error).split())
-            raise OperationError(f"{self.name} cannot open the export ({cause:.200})") from None
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text)["input_ids"]

@@ -26,14 +26,11 @@ from chargpt.errors import ConfigError
 from chargpt.export.check import (
     ExportCheck,
     Logits,
-    NotChecked,
-    check_export,
     encode,
     exportable_model,
     require_package,
-    temporary_export,
+    write_checked,
 )
-from chargpt.files import require_new
 from chargpt.models import GPT
 from chargpt.models.cache import KVCache
 from chargpt.models.gpt import AttentionInputs
@@ -45,16 +42,11 @@ MAX_BYTES = 2_000_000_000  # of weights, of which a protocol buffer can hold 2 G
 INPUTS, OUTPUTS = ("tokens", "past_keys", "past_values"), ("logits", "keys", "values")
 
 
-def export_onnx(run: Run, path: Path, *, force: bool = False) -> ExportCheck | NotChecked:
-    """Write a run as an ONNX file, in float32, and check it with onnxruntime.
-
-    Args:
-        run: of a GPT.
-        path: of the file.
-        force: replace a file.
+def export_onnx(run: Run, path: Path) -> ExportCheck | None:
+    """Write a run's GPT as an ONNX file, in float32, and check it with onnxruntime.
 
     Raises:
-        ConfigError: the file exists, a package is missing, or the model is of another kind.
+        ConfigError: a package is missing, or the model is of another kind or too large.
         OperationError: the export differs from the run.
         OSError: it cannot be written.
     """
@@ -65,10 +57,8 @@ def export_onnx(run: Run, path: Path, *, force: bool = False) -> ExportCheck | N
             f"an ONNX file holds at most {MAX_BYTES / 1e9:.0f} GB of weights, and these are more; "
             "use `chargpt export hf`"
         )
-    require_new(path, force=force)
-    with temporary_export(path) as temporary:
-        write_onnx(temporary, run, model)
-        return check_export(run, "onnxruntime", partial(OnnxRuntime, temporary))
+    write = partial(write_onnx, run=run, model=model)
+    return write_checked(run, path, write, "onnxruntime", OnnxRuntime)
 
 
 class GrowingCache(KVCache):

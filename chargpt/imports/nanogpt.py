@@ -12,6 +12,8 @@ import math
 import pickle
 import pickletools
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from chargpt.config import Config, ModelConfig, validate
 from chargpt.device import require_memory
-from chargpt.errors import ConfigError, DeviceError, RunError, TextError
+from chargpt.errors import DeviceError, RunError, TextError
 from chargpt.files import read_regular, require_new
 from chargpt.models import build_model, count_parameters
 from chargpt.store.checkpoint import RunState
@@ -36,16 +38,6 @@ MAX_CHECKPOINT_BYTES = 1 << 36
 PLAIN_OPCODES = set(
     "PROTO FRAME STOP MARK EMPTY_DICT DICT SETITEM SETITEMS MEMOIZE PUT BINPUT LONG_BINPUT GET "
     "BINGET LONG_BINGET INT BININT BININT1 BININT2 UNICODE SHORT_BINUNICODE BINUNICODE".split()
-)
-# what converting the values of a malformed checkpoint may raise
-MALFORMED = (
-    KeyError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    OverflowError,
-    RuntimeError,
-    ConfigError,
 )
 MODEL_ARGS = ("n_layer", "n_head", "n_embd", "block_size", "dropout")
 NAMES = {
@@ -74,12 +66,11 @@ def import_nanogpt(checkpoint: Path, meta: Path, out: Path, text: Path | None = 
         OSError: the run cannot be written.
     """
     require_new(out)
-    tokenizer, order = read_meta(meta)
-    saved = read_checkpoint(checkpoint)
-    try:
+    with _report_damage(meta):
+        tokenizer, order = read_meta(meta)
+    with _report_damage(checkpoint):
+        saved = read_checkpoint(checkpoint)
         config, state, tensors = convert(saved, order, checkpoint.stat().st_size)
-    except MALFORMED as error:
-        raise _unusable(checkpoint, error) from None
     model = build_model(config.model, tokenizer.vocab_size)
     load_weights(model, tensors, checkpoint)
     with RunFolder(out).locked(is_new=True) as folder:
@@ -98,6 +89,21 @@ def import_nanogpt(checkpoint: Path, meta: Path, out: Path, text: Path | None = 
     return out
 
 
+@contextmanager
+def _report_damage(path: Path) -> Iterator[None]:
+    """Report whatever a damaged file makes the block raise as a RunError that names the file."""
+    try:
+        yield
+    except DeviceError:  # too little memory
+        raise
+    except Exception as error:  # a damaged pickle may raise any
+        cause = getattr(error, "strerror", None) or " ".join(str(error).split()) or "it is damaged"
+        raise RunError(
+            f"{path} is not a file of a character-level nanoGPT ({cause:.160}); give its ckpt.pt, "
+            "and with --meta its meta.pkl"
+        ) from None
+
+
 class PlainUnpickler(pickle.Unpickler):
     """Refuses classes and functions; `read_meta` has checked the other opcodes before."""
 
@@ -107,44 +113,36 @@ class PlainUnpickler(pickle.Unpickler):
 
 def read_meta(path: Path) -> tuple[CharTokenizer, Tensor]:
     """Return the tokenizer of a `meta.pkl`, and the ids there of its characters, (V,)."""
-    try:
-        content = read_regular(path, MAX_META_BYTES)
-        for opcode, argument, _ in pickletools.genops(content):
-            if opcode.name not in PLAIN_OPCODES:
-                raise ValueError(f"it contains {opcode.name}")
-            if opcode.name.endswith("PUT") and int(argument or 0) > len(content):
-                raise ValueError("it asks for more memory than it needs")  # a table of that size
-        itos = PlainUnpickler(io.BytesIO(content)).load()["itos"]
-        if sorted(itos) != list(range(len(itos))) or not itos:
-            raise ValueError("its `itos` does not number the characters from 0 on")
-        if not all(isinstance(each, str) and len(each) == 1 for each in itos.values()):
-            raise ValueError("its `itos` does not map to single characters")
-        by_character = {character: id_ for id_, character in itos.items()}
-        characters = "".join(sorted(by_character))
-        if len(characters) != len(itos):
-            raise ValueError("its `itos` maps two numbers to one character")
-        characters.encode()  # no surrogates
-    except Exception as error:  # a damaged pickle may raise any
-        raise _unusable(path, error) from None
+    content = read_regular(path, MAX_META_BYTES)
+    for opcode, argument, _ in pickletools.genops(content):
+        if opcode.name not in PLAIN_OPCODES:
+            raise ValueError(f"it contains {opcode.name}")
+        if opcode.name.endswith("PUT") and int(argument or 0) > len(content):
+            raise ValueError("it asks for more memory than it needs")  # a table of that size
+    itos = PlainUnpickler(io.BytesIO(content)).load()["itos"]
+    if sorted(itos) != list(range(len(itos))) or not itos:
+        raise ValueError("its `itos` does not number the characters from 0 on")
+    if not all(isinstance(each, str) and len(each) == 1 for each in itos.values()):
+        raise ValueError("its `itos` does not map to single characters")
+    by_character = {character: id_ for id_, character in itos.items()}
+    characters = "".join(sorted(by_character))
+    if len(characters) != len(itos):
+        raise ValueError("its `itos` maps two numbers to one character")
+    characters.encode()  # no surrogates
     return CharTokenizer(characters), torch.tensor([by_character[c] for c in characters])
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """Return what a checkpoint contains: tensors and plain values, nothing else."""
-    try:
-        require_memory(2 * path.lstat().st_size, str(path))  # its bytes, and then its tensors
-        content = read_regular(path, MAX_CHECKPOINT_BYTES)
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            size = sum(entry.file_size for entry in archive.infolist())
-        if size > len(content):
-            raise ValueError("it is compressed")
-        tree = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-        if not isinstance(tree, dict):
-            raise ValueError("it holds no dict")
-    except DeviceError:
-        raise
-    except Exception as error:  # a damaged pickle may raise any
-        raise _unusable(path, error) from None
+    require_memory(2 * path.lstat().st_size, str(path))  # its bytes, and then its tensors
+    content = read_regular(path, MAX_CHECKPOINT_BYTES)
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        size = sum(entry.file_size for entry in archive.infolist())
+    if size > len(content):
+        raise ValueError("it is compressed")
+    tree = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    if not isinstance(tree, dict):
+        raise ValueError("it holds no dict")
     return tree
 
 
@@ -215,11 +213,3 @@ def _our_name(name: str) -> str | None:
         return f"{OTHER_NAMES[prefix]}.{kind}"
     _, layer, rest = prefix.split(".", 2)
     return None if rest == "attn" else f"blocks.{int(layer)}.{NAMES[rest]}.{kind}"
-
-
-def _unusable(path: Path, error: Exception) -> RunError:
-    cause = getattr(error, "strerror", None) or " ".join(str(error).split()) or "it is damaged"
-    return RunError(
-        f"{path} is not a file of a character-level nanoGPT ({cause:.160}); give its ckpt.pt, and "
-        "with --meta its meta.pkl"
-    )

@@ -18,12 +18,11 @@ from torch import Tensor
 from chargpt.config import Config, ModelConfig, validate
 from chargpt.device import require_memory
 from chargpt.errors import ChargptError, DeviceError, RunError, UnreadableError
-from chargpt.files import Buffers, entry_names, to_json
+from chargpt.files import Buffers, entry_names, parse_yaml, to_json
 from chargpt.models import build_model, count_parameters, rotary_bytes
 from chargpt.store import commit
 from chargpt.store.tensors import deserialize, load_weights
 from chargpt.text.tokenizer import CharTokenizer
-from chargpt.yaml_io import parse_yaml
 
 CONFIG, TOKENIZER, STATE = "config.yaml", "tokenizer.json", "state.json"
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"

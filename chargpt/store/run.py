@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from chargpt.config import Config
-from chargpt.device import choose_device, configure
+from chargpt.device import choose_device, configure, tune_threads
 from chargpt.errors import RunError, TextError, most_similar
 from chargpt.log import collected_notes
 from chargpt.models import LanguageModel, build_model
@@ -18,7 +18,6 @@ from chargpt.store.layout import CHECKPOINTS, is_readable_run, is_run
 from chargpt.store.tensors import load_weights, serialize
 from chargpt.text.corpus import Corpus
 from chargpt.text.tokenizer import CharTokenizer
-from chargpt.threads import tune_threads
 
 
 @dataclass(frozen=True, repr=False)

@@ -4,10 +4,9 @@ import math
 from dataclasses import dataclass, replace
 
 from chargpt.config import Config
-from chargpt.device import choose_device
+from chargpt.device import ThreadTuner, choose_device, default_threads, measure_threads
 from chargpt.log import logger
 from chargpt.text.corpus import MAX_MIXTURE_FRACTION, Corpus
-from chargpt.threads import ThreadTuner, default_threads, measure_threads
 from chargpt.training.deadline import MIN_STEPS, Deadline, mixture_seconds, scoring_seconds
 from chargpt.training.mixing import MIN_CHARACTERS
 from chargpt.training.pace import Pace, replanned_config

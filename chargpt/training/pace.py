@@ -8,8 +8,8 @@ the final config repeats the run without a budget.
 from dataclasses import dataclass, replace
 
 from chargpt.config import Config
+from chargpt.device import ThreadTuner
 from chargpt.log import logger
-from chargpt.threads import ThreadTuner
 from chargpt.training.deadline import MIN_STEPS, Deadline
 from chargpt.training.schedule import decay_start
 

@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 
 from chargpt.config import Config
-from chargpt.device import choose_device, choose_dtype, configure, dtype_name, require_memory
+from chargpt.device import (
+    choose_device,
+    choose_dtype,
+    configure,
+    default_threads,
+    dtype_name,
+    require_memory,
+)
 from chargpt.distributed import RankGroup
 from chargpt.errors import DivergedError, OperationError, RunError
 from chargpt.inference.evaluation import Evaluation
@@ -27,7 +34,6 @@ from chargpt.store.folder import RunFolder
 from chargpt.store.metrics import VALIDATION
 from chargpt.store.run import Run
 from chargpt.text.corpus import Corpus
-from chargpt.threads import default_threads
 from chargpt.training.cost import training_bytes
 from chargpt.training.deadline import MIN_STEPS
 from chargpt.training.learner import Learner, micro_batch_size

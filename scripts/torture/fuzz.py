@@ -112,8 +112,7 @@ def fuzz(target: str, work: Path) -> None:
 
     with atheris.instrument_imports(include=["chargpt", "yaml"]):
         import chargpt.store.folder
-        import chargpt.text.tokenizer
-        import chargpt.yaml_io  # noqa: F401
+        import chargpt.text.tokenizer  # noqa: F401
     readers: dict[str, Callable[[Path], Callable[[bytes], None]]] = {
         "checkpoint": checkpoint_reader,
         "tokenizer": tokenizer_reader,
@@ -136,7 +135,7 @@ def fuzz(target: str, work: Path) -> None:
 def config_reader(_: Path) -> Callable[[bytes], None]:
     """Return a function that reads bytes as a config and checks the YAML round trip."""
     from chargpt.config import validate
-    from chargpt.yaml_io import parse_yaml
+    from chargpt.files import parse_yaml
 
     def read(content: bytes) -> None:
         tree, lines = parse_yaml(content.decode(errors="replace"), "fuzz")
