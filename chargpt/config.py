@@ -41,6 +41,12 @@ NANOGPT_NAMES = {  # settings of nanoGPT, and what they are called here
     "grad_clip": "train.clip_norm",
     "warmup_iters": "schedule.warmup",
 }
+REWORDED = {  # in pydantic's messages
+    "Input should be": "expected",
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+    str(2**63): "2^63",
+}
 MESSAGES = {  # by pydantic's error type, where its own message names Python's types
     "model_type": "expected a section with `key: value` lines",
     "tuple_type": "expected a list",
@@ -464,7 +470,8 @@ def _problem(detail: Mapping[str, Any], origin: str, lines: Mapping[str, int]) -
     if detail["type"] == "extra_forbidden":
         return f"{where}{key:.100} is not a setting{describe_unknown_key(dotted[:100])}"
     message = MESSAGES.get(detail["type"]) or detail["msg"].removeprefix("Value error, ")
-    message = message.replace("Input should be", "expected").replace(str(2**63), "2^63")
+    for words, shorter in REWORDED.items():
+        message = message.replace(words, shorter)
     value = detail["input"]
     is_section = detail["type"] == "value_error" and isinstance(value, dict | BaseModel)
     if not is_section:

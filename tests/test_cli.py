@@ -842,7 +842,7 @@ def test_invalid_sampling_settings_are_rejected(trained: Path, cli: Cli) -> None
     )
     both = refusal(cli("sample", trained, "--top-p", "0", "--num-samples", "5000"))
     assert "--top-p: expected greater than 0" in both
-    assert "--num-samples: expected less than or equal to 4096" in both
+    assert "--num-samples: expected at most 4096" in both
     assert "give one" in refusal(cli("sample", trained, "--prompt", "a", "--prompt-file", "b"))
     assert "no run under" in refusal(cli("sample"))
     assert "there is no folder" in refusal(cli("sample", "nowhere"))
@@ -1023,7 +1023,7 @@ def test_the_short_options_are_those_of_other_programs(trained: Path, cli: Cli) 
         (("-n", "0"), "'-n' / '--length': expected a number of 1 or more; see"),
         (("--top-p", "x"), "'--top-p': expected a number from 0 to 1; see"),
         (("--seed", str(2**63)), "--seed: expected less than 2^63 (it is 9"),
-        (("--num-samples", "5000"), "expected less than or equal to 4096 (it is 5000)"),
+        (("--num-samples", "5000"), "expected at most 4096 (it is 5000)"),
     ):
         assert expected in refusal(cli("sample", trained, *words))
 
