@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chargpt.analysis.averages import average_by_loop, average_by_matrix, average_by_softmax
-from chargpt.models.attention import (
+from chargpt.models.kernels import (
     explicit_attention,
     fast_attention,
 )

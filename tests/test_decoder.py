@@ -7,9 +7,13 @@ import torch
 from formula import logits_of_long_text
 from noise import RUNGS, fill_with_noise, noisy_model, random_tokens
 
-from chargpt.inference.decoders import GraphDecoder, ModelDecoder, NumpyDecoder, build_decoder
-from chargpt.inference.decoders.numpy_decoder import is_supported
-from chargpt.inference.decoders.parallel_decoder import MIN_SEQUENCES, ParallelDecoder
+from chargpt.inference.decoders import GraphDecoder, ModelDecoder, build_decoder
+from chargpt.inference.numpy_decoder import (
+    MIN_SEQUENCES,
+    NumpyDecoder,
+    ParallelDecoder,
+    is_supported,
+)
 from chargpt.models.bigram import BigramLM
 from chargpt.models.ngram import NGramLM
 

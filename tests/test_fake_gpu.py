@@ -25,14 +25,9 @@ from torch.utils._pytree import tree_leaves
 from chargpt.analysis import doctor
 from chargpt.config import SampleConfig, TextConfig, load_config
 from chargpt.inference import decoders
-from chargpt.inference.decoders import (
-    GraphDecoder,
-    ModelDecoder,
-    NumpyDecoder,
-    build_decoder,
-    model_decoder,
-)
+from chargpt.inference.decoders import GraphDecoder, ModelDecoder, build_decoder
 from chargpt.inference.generation import stream_pieces
+from chargpt.inference.numpy_decoder import NumpyDecoder
 from chargpt.models import GPT
 from chargpt.store.folder import RunFolder
 from chargpt.text.corpus import Corpus
@@ -89,7 +84,7 @@ def enable_graphs(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
     names = "CUDAGraph Stream default_generators device current_device current_stream set_stream"
     for name in (*names.split(), "stream", "graph"):
         monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
-    for module in (learner, decoders, model_decoder):
+    for module in (learner, decoders):
         monkeypatch.setattr(module, "can_capture", lambda device: True)
     monkeypatch.setattr(FakeGraph, "replays", 0)
     return cuda
@@ -229,7 +224,7 @@ def test_a_graph_that_gives_another_result_is_not_used_and_this_is_said_once(
     assert doctor._check_graphs(CPU).value == "captured and replayed"
     monkeypatch.setattr(FakeGraph, "replay", lambda graph: graph.operations[-1][3].zero_())
     assert doctor._check_graphs(CPU).advice
-    model_decoder._warn_once.cache_clear()
+    decoders._warn_once.cache_clear()
     for _ in range(2):
         decoder = GraphDecoder(cast("GPT", noisy_model()), 1)
         assert all(decoder.step(np.array([token])).any() for token in (1, 2))

@@ -13,8 +13,7 @@ from chargpt.config import ModelConfig
 from chargpt.errors import ConfigError, DeviceError, TextError
 from chargpt.export.huggingface import qwen3_config, qwen3_weights
 from chargpt.models import GPT, build_model, count_parameters, gpt
-from chargpt.models.attention import causal_mask, explicit_attention, uniform_weights
-from chargpt.models.kernels import NORM_EPS
+from chargpt.models.kernels import NORM_EPS, causal_mask, explicit_attention, uniform_weights
 
 
 @pytest.mark.parametrize("rung", RUNGS)

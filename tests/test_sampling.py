@@ -22,8 +22,8 @@ from threadpoolctl import threadpool_info, threadpool_limits
 from chargpt.config import Config, SampleConfig
 from chargpt.errors import ConfigError, OperationError, UnknownCharacterError
 from chargpt.inference import generation
-from chargpt.inference.decoders import NumpyDecoder
 from chargpt.inference.generation import sample, stream, stream_pieces, stream_run
+from chargpt.inference.numpy_decoder import NumpyDecoder
 from chargpt.inference.sampler import filter_probs, sample_tokens, uniforms
 from chargpt.models.bigram import BigramLM
 from chargpt.store.run import Run

@@ -6,7 +6,7 @@ Shapes in this file: B = batch, T = positions, C = channels.
 import torch
 from torch import Tensor
 
-from chargpt.models.attention import causal_mask, explicit_attention, uniform_weights
+from chargpt.models.kernels import causal_mask, explicit_attention, uniform_weights
 
 
 def average_by_loop(x: Tensor) -> Tensor:

@@ -29,9 +29,10 @@ from chargpt.analysis.averages import average_by_loop, average_by_matrix, averag
 from chargpt.analysis.plots import inline_heads
 from chargpt.config import Config, ModelConfig
 from chargpt.errors import ConfigError, TextError
-from chargpt.models import GPT, GPT2
-from chargpt.models.attention import attention_scores, causal_mask, explicit_attention
-from chargpt.models.init import PREVIOUS_TOKEN_LAYERS
+from chargpt.models import GPT
+from chargpt.models.gpt import PREVIOUS_TOKEN_LAYERS
+from chargpt.models.gpt2 import GPT2
+from chargpt.models.kernels import attention_scores, causal_mask, explicit_attention
 from chargpt.store.run import Run
 from chargpt.text.corpus import Corpus, Split
 from chargpt.text.display import display_char, display_text

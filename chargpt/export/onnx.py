@@ -35,7 +35,7 @@ from chargpt.export.check import (
 )
 from chargpt.files import require_new
 from chargpt.models import GPT
-from chargpt.models.cache import KVCache
+from chargpt.models.base import KVCache
 from chargpt.models.gpt import AttentionInputs
 from chargpt.models.kernels import norm_linear
 from chargpt.store.run import Run

@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from chargpt.config import ModelConfig
-from chargpt.models.attention import explicit_attention, fast_attention
-from chargpt.models.base import LanguageModel
-from chargpt.models.cache import KVCache
+from chargpt.models.base import KVCache, LanguageModel
+from chargpt.models.kernels import explicit_attention, fast_attention
 
 MLP_RATIO = 4
 INIT_STD = 0.02

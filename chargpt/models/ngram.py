@@ -26,8 +26,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from chargpt.models.base import LanguageModel
-from chargpt.models.cache import KVCache
+from chargpt.models.base import KVCache, LanguageModel
 from chargpt.text.tokenizer import Ints, Tokens
 
 NGRAM_ORDER = 6  # higher orders gain nothing on texts of a million characters
