@@ -15,10 +15,9 @@ from noise import fill_with_noise, noisy_model
 
 from chargpt.config import Config, TextConfig
 from chargpt.errors import ConfigError, RunError, TextError, UnknownCharacterError
-from chargpt.inference import evaluation, windows
+from chargpt.inference import evaluation
 from chargpt.inference.baselines import BIGRAM_ALPHA, Baselines, bigram_log_probs
-from chargpt.inference.evaluation import Evaluation, evaluate, evaluate_tokens
-from chargpt.inference.windows import even_spans
+from chargpt.inference.evaluation import Evaluation, evaluate, evaluate_tokens, even_spans
 from chargpt.models.bigram import BigramLM
 from chargpt.store.run import Run
 from chargpt.store.state import RunState
@@ -89,7 +88,7 @@ def test_nanogpt_is_the_mean_of_200_random_batches(monkeypatch):
     assert result.block_size == 5
     assert result != evaluate_tokens(model, tokens, protocol="nanogpt", seed=8)
     monkeypatch.undo()
-    monkeypatch.setattr(windows, "NANOGPT_EVAL_ITERS", 2)
+    monkeypatch.setattr(evaluation, "NANOGPT_EVAL_ITERS", 2)
     longer = evaluate_tokens(BigramLM(11, block_size=1000), tokens, protocol="nanogpt")
     assert (longer.block_size, longer.characters) == (256, 2 * 64 * 256)  # at most 256 of context
 
@@ -117,7 +116,7 @@ def test_a_limit_spreads_its_blocks_over_the_split(monkeypatch):
 
 @pytest.mark.parametrize("protocol", ["blocks", "sliding", "nanogpt"])
 def test_the_batch_size_of_a_forward_pass_does_not_matter(protocol, monkeypatch):
-    monkeypatch.setattr(windows, "NANOGPT_EVAL_ITERS", 2)
+    monkeypatch.setattr(evaluation, "NANOGPT_EVAL_ITERS", 2)
     model, tokens = noisy_model(n_layer=1), random_tokens(10 * T + 3)
     large = evaluate_tokens(model, tokens, protocol=protocol)
     monkeypatch.setattr(evaluation, "MAX_LOGITS_BYTES", 4 * 11 * T * 3)

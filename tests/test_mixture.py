@@ -20,8 +20,7 @@ from shared_runs import MIXED_SETTINGS
 import chargpt
 from chargpt.config import Config, TextConfig
 from chargpt.inference.decoders import build_decoder
-from chargpt.inference.evaluation import evaluate_tokens
-from chargpt.inference.windows import even_spans
+from chargpt.inference.evaluation import evaluate_tokens, even_spans
 from chargpt.models import GPT
 from chargpt.models.mixture import Mixture
 from chargpt.models.ngram import NGramLM

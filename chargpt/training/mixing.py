@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from chargpt.errors import NOT_FINITE, ChargptError, OperationError
-from chargpt.inference.windows import block_windows
+from chargpt.inference.evaluation import block_windows, gather_rows
 from chargpt.log import logger
 from chargpt.models import GPT
 from chargpt.models.mixture import HIDDEN, Gate, Mixture
@@ -68,7 +68,8 @@ def fit_mixture(gpt: GPT, tokenizer: CharTokenizer, train: Tokens, held_out: Tok
     mixture = Mixture(gpt, train, word_token_mask(tokenizer)).to(gpt.device).eval()
     parts = []
     with torch.no_grad():
-        for rows, *_ in block_windows(held_out, gpt.block_size, lookback=mixture.lookback):
+        for starts, length, *_ in block_windows(len(held_out) - 1, gpt.block_size):
+            rows = gather_rows(held_out, starts - mixture.lookback, mixture.lookback + length)
             for batch in torch.split(torch.from_numpy(rows), FORWARD_BATCH_SIZE):
                 data = gate_data(mixture, batch.to(gpt.device))
                 parts.append([tensor.flatten(0, 1).cpu() for tensor in data])
