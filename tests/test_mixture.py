@@ -50,7 +50,7 @@ def make_gpt() -> GPT:
 def random_mixture() -> tuple[Mixture, np.ndarray]:
     """Return a mixture with a random gate, and the text that its n-grams were counted from."""
     text = np.random.default_rng(0).integers(0, VOCAB_SIZE, 300) // 3
-    mixture = Mixture(make_gpt(), text, word_token_mask(TOKENIZER), order=4).eval()
+    mixture = Mixture(make_gpt(), text, TOKENIZER, order=4).eval()
     for parameter in mixture.gate.parameters():
         torch.nn.init.normal_(parameter)
     return mixture, text
@@ -91,7 +91,7 @@ def test_probabilities_are_the_gate_s_average_of_all_components() -> None:
 @torch.inference_mode()
 def test_the_gate_sees_how_much_the_counts_know_and_how_certain_the_gpt_is() -> None:
     text = np.array([0, 1, 0, 1, 0, 2, 3, 3])  # after 0: 1, 1, 2; 01 is followed by 0 alone
-    mixture = Mixture(make_gpt(), text, word_token_mask(TOKENIZER), order=3)
+    mixture = Mixture(make_gpt(), text, TOKENIZER, order=3)
     tokens = torch.tensor([[0, 1, 7]])
     log_probs = mixture.gpt(tokens).log_softmax(-1)
     inputs = mixture.gate_inputs(log_probs, mixture.contexts(tokens))[0]
