@@ -113,18 +113,6 @@ def test_cached_logits_equal_uncached_ones_for_any_split_of_the_text(cuts, rung,
     assert cache.length == cache.capacity == 12
 
 
-def test_only_a_full_cache_evicts_and_at_least_half():
-    model, cache = noisy_model(), noisy_model().new_cache(2)
-    model(random_tokens(steps=11), cache)
-    with pytest.raises(AssertionError):
-        model.evict_oldest_half(cache)
-    model(random_tokens(steps=1), cache)
-    with pytest.raises(AssertionError):
-        cache.evict(5)
-    model.evict_oldest_half(cache)
-    assert cache.length == 6
-
-
 @pytest.mark.parametrize("sequences", [1, 3])
 @pytest.mark.parametrize("block_size", [1, 11, 12])
 @pytest.mark.parametrize("rung", RUNGS)
@@ -208,13 +196,15 @@ def test_a_model_with_too_many_parameters_is_rejected_before_allocation():
         build_model(config, 65)
 
 
-def test_more_tokens_than_the_block_size_are_rejected():
+def test_more_tokens_than_the_block_size_or_the_memory_are_rejected():
     model = noisy_model()
     cache = model.new_cache(2)
     model(random_tokens(steps=12), cache)
     for n_tokens, cached in ((13, None), (1, cache)):
         with pytest.raises(TextError, match="block size"):
             model(random_tokens(steps=n_tokens), cached)
+    with pytest.raises(DeviceError, match=r"a KV cache of 1,000,000,000,000 x 12 tokens .* GB"):
+        model.new_cache(10**12)
 
 
 def test_dropout_applies_in_training_to_the_embedding_and_both_branches_of_each_layer():
@@ -266,8 +256,3 @@ def test_qwen3_of_transformers_gives_the_same_logits(sizes):
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
     torch.testing.assert_close(torch.cat(cached_theirs, 1), theirs, atol=1e-5, rtol=0)
     torch.testing.assert_close(torch.cat(cached_ours, 1), theirs, atol=1e-5, rtol=0)
-
-
-def test_a_cache_that_does_not_fit_into_memory_is_refused_before_it_is_allocated():
-    with pytest.raises(DeviceError, match=r"a KV cache of 1,000,000,000,000 x 12 tokens .* GB"):
-        noisy_model(block_size=12).new_cache(10**12)

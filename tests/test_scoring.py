@@ -65,7 +65,7 @@ def test_a_line_has_the_mean_surprisal_of_its_characters_and_newline() -> None:
 def test_a_line_of_a_list_has_one_figure_wherever_it_stands(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(evaluation, "MAX_CALL_TOKENS", 20)  # of several batches
+    monkeypatch.setattr(evaluation, "MAX_CPU_CALL_TOKENS", 20)  # of several batches
     run = run_of("\nabcdefgh")
     run = dataclasses.replace(run, tokenizer=dataclasses.replace(run.tokenizer, eos_token="\n"))
     random = np.random.default_rng(1)
