@@ -13,6 +13,7 @@ from chargpt.config import ModelConfig
 from chargpt.errors import ConfigError, DeviceError, TextError
 from chargpt.export.huggingface import qwen3_config, qwen3_weights
 from chargpt.models import GPT, build_model, count_parameters, gpt
+from chargpt.models.base import StaticKVCache
 from chargpt.models.kernels import NORM_EPS, causal_mask, explicit_attention, uniform_weights
 
 
@@ -120,7 +121,7 @@ def test_cached_logits_equal_uncached_ones_for_any_split_of_the_text(cuts, rung,
 def test_a_static_cache_gives_the_logits_of_a_cache(rung, block_size, sequences):
     model = noisy_model(**(rung | {"block_size": block_size}))
     tokens = random_tokens(batch=sequences, steps=3 * block_size + 2)
-    cache, static = model.new_cache(sequences), model.new_static_cache(sequences)
+    cache, static = model.new_cache(sequences), model.new_cache(sequences, StaticKVCache)
     for token in tokens.split(1, dim=1):
         for each in (cache, static):
             if each.length == block_size:

@@ -28,7 +28,7 @@ from chargpt.inference.numpy_decoder import (
 )
 from chargpt.log import logger
 from chargpt.models import GPT, LanguageModel
-from chargpt.models.base import KVCache
+from chargpt.models.base import KVCache, StaticKVCache
 from chargpt.text.tokenizer import Tokens
 
 MAX_CPU_WORK = 100_000_000  # parameters x sequences: beyond it the CPU is not tried beside a GPU
@@ -94,7 +94,7 @@ class GraphDecoder(ModelDecoder):
         self.tokens = torch.zeros(num_sequences, 1, dtype=torch.int64, device=model.device)
 
     def _new_cache(self, num_sequences: int) -> KVCache:
-        return self.model.new_static_cache(num_sequences)
+        return self.model.new_cache(num_sequences, StaticKVCache)
 
     def _forward(self, column: Tensor) -> Tensor:
         self.tokens.copy_(column)

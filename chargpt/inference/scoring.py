@@ -142,9 +142,7 @@ def document_losses(run: Run, tokens: Tokens, on_progress: OnProgress = lambda *
     windows = []
     for length in np.unique(lengths).tolist():  # documents of equal length form batches
         firsts = starts[lengths == length, None]
-        parts = [Windows(np.zeros(1, dtype=np.int64), length)]
-        if length > run.model.block_size:
-            parts = sliding_windows(length, run.model.block_size)
+        parts = sliding_windows(length, run.model.block_size)
         windows += [part._replace(starts=(firsts + part.starts).ravel()) for part in parts]
     return _losses_by_token(run.model, tokens, windows, on_progress)
 

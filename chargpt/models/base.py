@@ -25,10 +25,8 @@ class KVCache:
 
     `length` is the number of stored tokens, at most `capacity`. `tokens` are the latest token ids,
     (B, any number): all of them for a GPT-2, which recomputes its keys after an eviction, the last
-    `LOOKBACK` for a mixture; None for other models.
+    `LOOKBACK` for a mixture; none for other models.
     """
-
-    tokens: Tensor | None = None
 
     def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
         """Allocate an empty cache of shape (L, B, H, K, D); DeviceError if memory is too small."""
@@ -36,6 +34,7 @@ class KVCache:
         require_memory(n_bytes, f"a KV cache of {shape[1]:,} x {shape[3]:,} tokens", device)
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.tokens = torch.zeros(shape[1], 0, dtype=torch.int64, device=device)
         self.capacity = shape[3]
         self.length = 0
 
@@ -67,8 +66,7 @@ class KVCache:
         """Copy the tokens of another cache of the same capacity, whose batch may be 1."""
         self.keys.copy_(other.keys)
         self.values.copy_(other.values)
-        if other.tokens is not None:
-            self.tokens = other.tokens.expand(self.keys.size(1), -1)
+        self.tokens = other.tokens.expand(self.keys.size(1), -1)
         self.set_length(other.length)
 
     def evict(self, n_tokens: int) -> None:

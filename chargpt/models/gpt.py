@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from chargpt.config import ModelConfig
-from chargpt.models.base import KVCache, LanguageModel, Shape, StaticKVCache
+from chargpt.models.base import KVCache, LanguageModel
 from chargpt.models.kernels import (
     Dropout,
     RMSNorm,
@@ -212,16 +212,11 @@ class GPT(LanguageModel):
         inputs = self.attention_inputs(tokens.size(1))
         return block.attention.project(self.embedding(tokens), block.attention_norm, inputs)
 
-    def new_cache(self, batch_size: int) -> KVCache:
-        return KVCache(self._cache_shape(batch_size), self.cos.dtype, self.cos.device)
-
-    def new_static_cache(self, batch_size: int) -> StaticKVCache:
-        """Return an empty cache for decode steps that are captured as a CUDA graph."""
-        return StaticKVCache(self._cache_shape(batch_size), self.cos.dtype, self.cos.device)
-
-    def _cache_shape(self, batch_size: int) -> Shape:
+    def new_cache(self, batch_size: int, cache_type: type[KVCache] = KVCache) -> KVCache:
+        """Return an empty cache; of type `StaticKVCache` for steps captured as a CUDA graph."""
         config = self.config
-        return config.n_layer, batch_size, config.n_head, self.block_size, config.head_size
+        shape = (config.n_layer, batch_size, config.n_head, self.block_size, config.head_size)
+        return cache_type(shape, self.cos.dtype, self.cos.device)
 
     def evict_oldest_half(self, cache: KVCache) -> None:
         """Remove the older half of a full cache; rotate the other keys back to positions from 0."""

@@ -27,7 +27,6 @@ from chargpt.models.ngram import MAX_TOKENS, NGramLM
 from chargpt.models.word_context import (
     BACKOFF_ORDER,
     LOOKBACK,
-    NO_TOKEN,
     WORDS,
     WordContextModel,
     word_token_mask,
@@ -101,8 +100,6 @@ class Mixture(LanguageModel):
         tokens = self.check_tokens(tokens, cache)
         if cache is not None:
             before = cache.tokens
-            if before is None:
-                before = tokens.new_full((len(tokens), LOOKBACK), NO_TOKEN)
             cache.tokens = torch.cat((before, tokens), dim=1)[:, -LOOKBACK:]
         contexts = self.contexts(tokens, before)
         position = 0 if cache is None else cache.length
