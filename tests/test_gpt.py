@@ -13,7 +13,6 @@ from chargpt.config import ModelConfig
 from chargpt.errors import ConfigError, DeviceError, TextError
 from chargpt.export.huggingface import qwen3_config, qwen3_weights
 from chargpt.models import GPT, build_model, count_parameters, gpt
-from chargpt.models.base import StaticKVCache
 from chargpt.models.kernels import NORM_EPS, causal_mask, explicit_attention, uniform_weights
 
 
@@ -112,25 +111,6 @@ def test_cached_logits_equal_uncached_ones_for_any_split_of_the_text(cuts, rung,
     parts = [model(tokens[:, a:b], cache) for a, b in itertools.pairwise(bounds)]
     torch.testing.assert_close(torch.cat(parts, 1), model(tokens), atol=1e-5, rtol=1e-5)
     assert cache.length == cache.capacity == 12
-
-
-@pytest.mark.parametrize("sequences", [1, 3])
-@pytest.mark.parametrize("block_size", [1, 11, 12])
-@pytest.mark.parametrize("rung", RUNGS)
-@torch.inference_mode()
-def test_a_static_cache_gives_the_logits_of_a_cache(rung, block_size, sequences):
-    model = noisy_model(**(rung | {"block_size": block_size}))
-    tokens = random_tokens(batch=sequences, steps=3 * block_size + 2)
-    cache, static = model.new_cache(sequences), model.new_cache(sequences, StaticKVCache)
-    for token in tokens.split(1, dim=1):
-        for each in (cache, static):
-            if each.length == block_size:
-                model.evict_oldest_half(each)
-        logits = model(token, static)
-        assert torch.equal(model(token, static), logits)  # a graph's warm-up repeats the step
-        static.set_length(static.length + 1)
-        torch.testing.assert_close(logits, model(token, cache), atol=1e-5, rtol=1e-5)
-        assert static.length == static.position.item() == cache.length
 
 
 @pytest.mark.parametrize("change", [*RUNGS[1:], {"rope_theta": 10.0}, {"n_head": 4}])
