@@ -202,7 +202,7 @@ def _iter_distributions(
             probs = np.exp(logits - max_logits(logits))
             probs *= FREQUENCY_SCALE / probs.sum(axis=1, keepdims=True)
             frequencies = probs.astype(np.int64) + 1  # no character is impossible
-            np.cumsum(frequencies, axis=1, out=cdf[:, 1:])
+            frequencies.cumsum(axis=1, out=cdf[:, 1:])
         n_active = n_full + (position < n_last)
         yield lanes[:n_active, position], cdf
         done += n_active

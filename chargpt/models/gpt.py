@@ -170,7 +170,7 @@ class GPT(LanguageModel):
         cos, sin = rotary_tables(config.block_size, config.head_size, config.rope_theta)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
-        init_weights(self, config)
+        init_weights(self)
 
     def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
         tokens = self.check_tokens(tokens, cache)
@@ -227,7 +227,7 @@ class GPT(LanguageModel):
             keys.copy_(apply_rotary(keys, self.cos[n_evicted], -self.sin[n_evicted]))
 
 
-def init_weights(model: nn.Module, config: ModelConfig) -> None:
+def init_weights(model: GPT) -> None:
     """Initialise a GPT so that every layer is the identity and every logit is zero.
 
     Matrices are uniform with standard deviation 1/sqrt(inputs). The last matrix of each residual
@@ -241,12 +241,12 @@ def init_weights(model: nn.Module, config: ModelConfig) -> None:
         elif parameter.dim() == 2:
             bound = (3 / parameter.size(1)) ** 0.5
             nn.init.uniform_(parameter, -bound, bound)
-    if config.attention == "full" and config.qk_norm:
-        init_previous_token_heads(model, config)
+    if model.config.attention == "full" and model.config.qk_norm:
+        init_previous_token_heads(model)
 
 
 @torch.no_grad()
-def init_previous_token_heads(model: nn.Module, config: ModelConfig) -> None:
+def init_previous_token_heads(model: GPT) -> None:
     """Make head h of layer l attend at first to the token l + h + 1 positions before.
 
     Learning this from random weights takes hundreds of steps. Channel 0 of the embedding is set to
@@ -254,15 +254,16 @@ def init_previous_token_heads(model: nn.Module, config: ModelConfig) -> None:
     every position, and a key is that vector rotated by l + h + 1 positions. The rotary embedding
     rotates both by their own position, so the two agree only at that distance.
     """
-    model.get_parameter("embedding.weight")[:, 0] = SHARED_VALUE * config.n_embd**0.5
+    config = model.config
+    model.embedding.weight[:, 0] = SHARED_VALUE * config.n_embd**0.5
     head_size, half = config.head_size, config.head_size // 2
     n_distances = PREVIOUS_TOKEN_LAYERS + config.n_head
     cos, sin = rotary_tables(n_distances, head_size, config.rope_theta)  # (n_distances, D)
     # pairs of low frequency hardly distinguish nearby positions
     used = torch.arange(half) < N_PAIRS  # (D / 2,)
-    for layer in range(min(PREVIOUS_TOKEN_LAYERS, config.n_layer)):
-        query = model.get_parameter(f"blocks.{layer}.attention.query.weight")  # (C, C)
-        key = model.get_parameter(f"blocks.{layer}.attention.key.weight")  # (C, C)
+    for layer, block in enumerate(model.blocks[:PREVIOUS_TOKEN_LAYERS]):
+        assert isinstance(block.attention, Attention), "the model has full attention"
+        query, key = block.attention.query.weight, block.attention.key.weight  # (C, C) each
         query.mul_(NOISE_SCALE)
         key.mul_(NOISE_SCALE)
         for head in range(config.n_head):
