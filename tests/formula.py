@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from chargpt.models import LanguageModel, gpt
-from chargpt.models.attention import attention_scores
-from chargpt.models.kernels import rotary_tables
+from chargpt.models.kernels import attention_scores, rotary_tables
 
 
 def first_cached_position(position: int, block_size: int) -> int:

@@ -1,5 +1,6 @@
 """Random weights for tests: the logits of an untrained model are all zero and prove nothing."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from chargpt.config import Config, ModelConfig
 from chargpt.models import LanguageModel, build_model
 from chargpt.store.checkpoint import RunState
 from chargpt.store.run import Run
+from chargpt.text.prepare import find_text, prepare
 from chargpt.text.tokenizer import CharTokenizer
 
 RUNGS: list[dict[str, Any]] = [  # the ladder's models and other settings
@@ -52,6 +54,17 @@ def noisy_run(tokenizer: CharTokenizer, seed: int = 0, **settings: object) -> Ru
     model.first_continuation_id = tokenizer.first_continuation_id
     config = Config().with_values({f"model.{key}": value for key, value in settings.items()})
     return Run(Path("run"), config, tokenizer, model, 1, RunState(1))
+
+
+def noisy_run_on(folder: Path, text: str, **values: object) -> Run:
+    """Return a run with a small noisy model and a text, which is stored in its folder."""
+    path = folder / "sea.txt"
+    path.write_text(text, encoding="utf-8", newline="")
+    config = Config().with_values({"text.path": str(path), **values})
+    shutil.rmtree(folder / "text", ignore_errors=True)
+    corpus = prepare(find_text(config.text), config.text, folder / "text")
+    model = noisy_model(vocab_size=corpus.tokenizer.vocab_size)
+    return Run(folder, config, corpus.tokenizer, model, 5, RunState(5, corpus_key=corpus.key))
 
 
 def random_tokens(batch: int = 2, steps: int = 12, vocab_size: int = 11, seed: int = 1) -> Tensor:

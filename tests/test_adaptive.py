@@ -19,8 +19,7 @@ from chargpt.inference.coding import (
     decompress,
     split_into_lanes,
 )
-from chargpt.inference.evaluation import token_losses
-from chargpt.inference.scoring import score
+from chargpt.inference.scoring import score, token_losses
 from chargpt.store.mixture import with_mixture
 from chargpt.store.run import Run
 from chargpt.training.adaptive import AdaptiveDecoder, adaptive_losses

@@ -13,14 +13,6 @@ from chargpt.models.bigram import BigramLM
 from chargpt.text.statistics import PairCounts, count_pairs
 from chargpt.text.tokenizer import CharTokenizer
 
-VERSE = """\
-The tide came in, the tide went out,
-and turned the pebbles round about;
-the gulls that stood along the pier
-complained that it was like this here
-each day, and had been, every year.
-"""
-
 
 def test_logits_are_the_last_characters_row_of_the_table():
     model = fill_with_noise(BigramLM(5, block_size=4))
@@ -37,8 +29,9 @@ def test_from_counts_gives_smoothed_frequencies():
     torch.testing.assert_close(probs, torch.tensor(expected))
 
 
-def test_the_model_from_counts_is_a_minimum_of_the_loss_on_its_text():
-    tokens = CharTokenizer.fit(VERSE).encode(VERSE)
+def test_the_model_from_counts_is_a_minimum_of_the_loss_on_its_text(verse):
+    text = verse.read_text(encoding="utf-8")
+    tokens = CharTokenizer.fit(text).encode(text)
     pairs = count_pairs(tokens, int(tokens.max()) + 1)
     model = BigramLM.from_counts(pairs, 8, 1e-9)
     inputs, targets = (torch.from_numpy(t.astype(np.int64)) for t in (tokens[:-1], tokens[1:]))

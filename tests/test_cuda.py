@@ -12,6 +12,7 @@ from chargpt.device import capture_graph
 from chargpt.inference import decoders
 from chargpt.inference.evaluation import evaluate_tokens
 from chargpt.inference.generation import stream_pieces
+from chargpt.models.base import StaticKVCache
 from chargpt.models.ngram import NGramLM
 from chargpt.store.folder import RunFolder
 from chargpt.store.run import load_run
@@ -179,7 +180,7 @@ def test_decoding_replays_one_cuda_graph(replays: list[int]) -> None:
 def test_a_captured_step_with_a_static_cache_gives_the_logits_of_a_cache(sequences: int) -> None:
     model = noisy_model().to(CUDA)
     tokens = random_tokens(batch=sequences, steps=40).to(CUDA)
-    cache, static = model.new_cache(sequences), model.new_static_cache(sequences)
+    cache, static = model.new_cache(sequences), model.new_cache(sequences, StaticKVCache)
     token = tokens[:, :1].clone()
 
     def step() -> torch.Tensor:

@@ -11,20 +11,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from noise import fill_with_noise, noisy_model
+from noise import fill_with_noise, noisy_model, noisy_run_on
 
-from chargpt.config import Config, TextConfig
+from chargpt.config import TextConfig
 from chargpt.errors import ConfigError, RunError, TextError, UnknownCharacterError
-from chargpt.inference import evaluation, windows
+from chargpt.inference import evaluation
 from chargpt.inference.baselines import BIGRAM_ALPHA, Baselines, bigram_log_probs
-from chargpt.inference.evaluation import Evaluation, evaluate, evaluate_tokens
-from chargpt.inference.windows import even_spans
+from chargpt.inference.evaluation import Evaluation, evaluate, evaluate_tokens, even_spans
 from chargpt.models.bigram import BigramLM
 from chargpt.store.checkpoint import RunState
-from chargpt.store.run import Run
 from chargpt.text.batches import Batches
 from chargpt.text.corpus import Corpus
-from chargpt.text.prepare import find_text, load_corpus, prepare
+from chargpt.text.prepare import load_corpus
 from chargpt.text.tokenizer import CharTokenizer
 
 T = 12  # the noisy model's block size
@@ -89,35 +87,24 @@ def test_nanogpt_is_the_mean_of_200_random_batches(monkeypatch):
     assert result.block_size == 5
     assert result != evaluate_tokens(model, tokens, protocol="nanogpt", seed=8)
     monkeypatch.undo()
-    monkeypatch.setattr(windows, "NANOGPT_EVAL_ITERS", 2)
+    monkeypatch.setattr(evaluation, "NANOGPT_EVAL_ITERS", 2)
     longer = evaluate_tokens(BigramLM(11, block_size=1000), tokens, protocol="nanogpt")
     assert (longer.block_size, longer.characters) == (256, 2 * 64 * 256)  # at most 256 of context
 
 
 @pytest.mark.parametrize("limit", [1, 5, T, T + 1, 3 * T, 20 * T + 6, 10**9])
-def test_a_limit_scores_whole_blocks_up_to_it(limit):
+def test_a_limit_scores_whole_blocks_up_to_it_spread_over_the_split(limit):
     model, tokens = noisy_model(n_layer=1), random_tokens(20 * T + 7)
     result = evaluate_tokens(model, tokens, max_tokens=limit)
     assert limit > 20 * T or result.characters == (limit // T * T or limit)
     assert limit < 20 * T or result == evaluate_tokens(model, tokens)
-
-
-def test_a_limit_spreads_its_blocks_over_the_split(monkeypatch):
-    seen, forward = [], BigramLM.forward
-
-    def recorded(self, tokens, cache=None):
-        seen.extend(tokens[:, 0].tolist())
-        return forward(self, tokens, cache)
-
-    monkeypatch.setattr(BigramLM, "forward", recorded)
-    model, tokens = BigramLM(1000, block_size=10), np.arange(1000, dtype=np.uint16)
-    evaluate_tokens(model, tokens, max_tokens=40)
-    assert seen == [120, 370, 610, 860]  # the 99 whole blocks' four middles
+    starts, length = even_spans(999, span=10, max_tokens=40)
+    assert (starts.tolist(), length) == ([120, 370, 610, 860], 10)  # 99 whole blocks' four middles
 
 
 @pytest.mark.parametrize("protocol", ["blocks", "sliding", "nanogpt"])
 def test_the_batch_size_of_a_forward_pass_does_not_matter(protocol, monkeypatch):
-    monkeypatch.setattr(windows, "NANOGPT_EVAL_ITERS", 2)
+    monkeypatch.setattr(evaluation, "NANOGPT_EVAL_ITERS", 2)
     model, tokens = noisy_model(n_layer=1), random_tokens(10 * T + 3)
     large = evaluate_tokens(model, tokens, protocol=protocol)
     monkeypatch.setattr(evaluation, "MAX_LOGITS_BYTES", 4 * 11 * T * 3)
@@ -321,16 +308,7 @@ def test_the_n_gram_has_all_of_its_context_in_every_span():
 
 @pytest.fixture
 def make_run(tmp_path):
-    def make(unknown="error", text=TEXT):
-        path = tmp_path / "sea.txt"
-        path.write_text(text, newline="")
-        config = Config().with_values({"text.path": str(path), "text.unknown": unknown})
-        shutil.rmtree(tmp_path / "text", ignore_errors=True)
-        corpus = prepare(find_text(config.text), config.text, tmp_path / "text")
-        model = noisy_model(vocab_size=corpus.tokenizer.vocab_size)
-        return Run(tmp_path, config, corpus.tokenizer, model, 5, RunState(5, corpus_key=corpus.key))
-
-    return make
+    return lambda unknown="error": noisy_run_on(tmp_path, TEXT, **{"text.unknown": unknown})
 
 
 def test_a_run_is_evaluated_on_its_own_text(make_run):

@@ -10,7 +10,7 @@ from conftest import Cli, refusal
 
 from chargpt.analysis.attention_maps import describe_heads, typical_line
 from chargpt.analysis.explain import SECTIONS, quoted
-from chargpt.models.attention import explicit_attention
+from chargpt.models.kernels import explicit_attention
 from chargpt.store.run import load_run
 from chargpt.text.tokenizer import CharTokenizer
 

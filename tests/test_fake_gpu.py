@@ -26,10 +26,9 @@ from chargpt.inference import decoders
 from chargpt.inference.decoders import (
     GraphDecoder,
     ModelDecoder,
-    NumpyDecoder,
     build_decoder,
-    model_decoder,
 )
+from chargpt.inference.numpy_decoder import NumpyDecoder
 from chargpt.models import GPT
 from chargpt.store.folder import RunFolder
 from chargpt.text.corpus import Corpus
@@ -84,7 +83,7 @@ def enable_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     names = "CUDAGraph Stream default_generators device current_device current_stream set_stream"
     for name in (*names.split(), "stream", "graph"):
         monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
-    for module in (learner, decoders, model_decoder):
+    for module in (learner, decoders):
         monkeypatch.setattr(module, "can_capture", lambda device: True)
     monkeypatch.setattr(FakeGraph, "replays", 0)
 
@@ -178,7 +177,7 @@ def test_a_decoder_replays_one_cuda_graph_and_does_without_one_that_gives_anothe
     assert FakeGraph.replays == 20 + 1  # one checks the graph
     monkeypatch.setattr(FakeGraph, "replay", lambda graph: graph.operations[-1][3].zero_())
     assert doctor._check_graphs(CPU).advice
-    model_decoder._warn_once.cache_clear()
+    decoders._warn_once.cache_clear()
     for _ in range(2):
         assert GraphDecoder(model, 1).step(np.array([1])).any()
     (record,) = caplog.records  # this is said once

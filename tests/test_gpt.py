@@ -13,8 +13,7 @@ from chargpt.config import ModelConfig
 from chargpt.errors import ConfigError, DeviceError, TextError
 from chargpt.export.huggingface import qwen3_config, qwen3_weights
 from chargpt.models import GPT, build_model, count_parameters, gpt
-from chargpt.models.attention import causal_mask, explicit_attention, uniform_weights
-from chargpt.models.kernels import NORM_EPS
+from chargpt.models.kernels import NORM_EPS, causal_mask, explicit_attention, uniform_weights
 
 
 @pytest.mark.parametrize("rung", RUNGS)
@@ -114,37 +113,6 @@ def test_cached_logits_equal_uncached_ones_for_any_split_of_the_text(cuts, rung,
     assert cache.length == cache.capacity == 12
 
 
-def test_only_a_full_cache_evicts_and_at_least_half():
-    model, cache = noisy_model(), noisy_model().new_cache(2)
-    model(random_tokens(steps=11), cache)
-    with pytest.raises(AssertionError):
-        model.evict_oldest_half(cache)
-    model(random_tokens(steps=1), cache)
-    with pytest.raises(AssertionError):
-        cache.evict(5)
-    model.evict_oldest_half(cache)
-    assert cache.length == 6
-
-
-@pytest.mark.parametrize("sequences", [1, 3])
-@pytest.mark.parametrize("block_size", [1, 11, 12])
-@pytest.mark.parametrize("rung", RUNGS)
-@torch.inference_mode()
-def test_a_static_cache_gives_the_logits_of_a_cache(rung, block_size, sequences):
-    model = noisy_model(**(rung | {"block_size": block_size}))
-    tokens = random_tokens(batch=sequences, steps=3 * block_size + 2)
-    cache, static = model.new_cache(sequences), model.new_static_cache(sequences)
-    for token in tokens.split(1, dim=1):
-        for each in (cache, static):
-            if each.length == block_size:
-                model.evict_oldest_half(each)
-        logits = model(token, static)
-        assert torch.equal(model(token, static), logits)  # a graph's warm-up repeats the step
-        static.set_length(static.length + 1)
-        torch.testing.assert_close(logits, model(token, cache), atol=1e-5, rtol=1e-5)
-        assert static.length == static.position.item() == cache.length
-
-
 @pytest.mark.parametrize("change", [*RUNGS[1:], {"rope_theta": 10.0}, {"n_head": 4}])
 def test_each_setting_of_the_model_changes_its_logits(change):
     tokens = random_tokens()
@@ -209,13 +177,15 @@ def test_a_model_with_too_many_parameters_is_rejected_before_allocation():
         build_model(config, 65)
 
 
-def test_more_tokens_than_the_block_size_are_rejected():
+def test_more_tokens_than_the_block_size_or_the_memory_are_rejected():
     model = noisy_model()
     cache = model.new_cache(2)
     model(random_tokens(steps=12), cache)
     for n_tokens, cached in ((13, None), (1, cache)):
         with pytest.raises(TextError, match="block size"):
             model(random_tokens(steps=n_tokens), cached)
+    with pytest.raises(DeviceError, match=r"a KV cache of 1,000,000,000,000 x 12 tokens .* GB"):
+        model.new_cache(10**12)
 
 
 def test_dropout_applies_in_training_to_the_embedding_and_both_branches_of_each_layer():
@@ -267,8 +237,3 @@ def test_qwen3_of_transformers_gives_the_same_logits(sizes):
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
     torch.testing.assert_close(torch.cat(cached_theirs, 1), theirs, atol=1e-5, rtol=0)
     torch.testing.assert_close(torch.cat(cached_ours, 1), theirs, atol=1e-5, rtol=0)
-
-
-def test_a_cache_that_does_not_fit_into_memory_is_refused_before_it_is_allocated():
-    with pytest.raises(DeviceError, match=r"a KV cache of 1,000,000,000,000 x 12 tokens .* GB"):
-        noisy_model(block_size=12).new_cache(10**12)

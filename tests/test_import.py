@@ -21,7 +21,8 @@ from chargpt import load_run, sample
 from chargpt.config import ModelConfig
 from chargpt.errors import ChargptError, DeviceError, RunError
 from chargpt.imports.nanogpt import NAMES, OTHER_NAMES, import_nanogpt
-from chargpt.models import GPT2, build_model, count_parameters
+from chargpt.models import build_model, count_parameters
+from chargpt.models.gpt2 import GPT2
 
 CHARACTERS = "\n abcdeé😀"
 SIZES = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 12, "dropout": 0.0}

@@ -93,11 +93,6 @@ def test_autocast_does_not_apply_to_the_plain_norm(monkeypatch: pytest.MonkeyPat
         assert torch.is_autocast_enabled("cpu")
 
 
-def test_only_a_cpu_runs_the_custom_autograd_functions() -> None:
-    for device in ("cpu", "meta"):
-        assert kernels.uses_custom_autograd(torch.zeros(1, device=device)) == (device == "cpu")
-
-
 @pytest.mark.parametrize("outputs", [[5], [5, 7, 5]])
 def test_norm_linear_equals_the_norm_and_then_each_layer(outputs: list[int]) -> None:
     x, norm = randn(BATCH, STEPS, 6).requires_grad_(), RMSNorm(6).double()

@@ -20,8 +20,7 @@ from shared_runs import MIXED_SETTINGS
 import chargpt
 from chargpt.config import Config, TextConfig
 from chargpt.inference.decoders import build_decoder
-from chargpt.inference.evaluation import evaluate_tokens
-from chargpt.inference.windows import even_spans
+from chargpt.inference.evaluation import evaluate_tokens, even_spans
 from chargpt.models import GPT
 from chargpt.models.mixture import Mixture
 from chargpt.models.ngram import NGramLM
@@ -51,7 +50,7 @@ def make_gpt() -> GPT:
 def random_mixture() -> tuple[Mixture, np.ndarray]:
     """Return a mixture with a random gate, and the text that its n-grams were counted from."""
     text = np.random.default_rng(0).integers(0, VOCAB_SIZE, 300) // 3
-    mixture = Mixture(make_gpt(), text, word_token_mask(TOKENIZER), order=4).eval()
+    mixture = Mixture(make_gpt(), text, TOKENIZER, order=4).eval()
     for parameter in mixture.gate.parameters():
         torch.nn.init.normal_(parameter)
     return mixture, text
@@ -92,7 +91,7 @@ def test_probabilities_are_the_gate_s_average_of_all_components() -> None:
 @torch.inference_mode()
 def test_the_gate_sees_how_much_the_counts_know_and_how_certain_the_gpt_is() -> None:
     text = np.array([0, 1, 0, 1, 0, 2, 3, 3])  # after 0: 1, 1, 2; 01 is followed by 0 alone
-    mixture = Mixture(make_gpt(), text, word_token_mask(TOKENIZER), order=3)
+    mixture = Mixture(make_gpt(), text, TOKENIZER, order=3)
     tokens = torch.tensor([[0, 1, 7]])
     log_probs = mixture.gpt(tokens).log_softmax(-1)
     inputs = mixture.gate_inputs(log_probs, mixture.contexts(tokens))[0]

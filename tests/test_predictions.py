@@ -11,7 +11,8 @@ from noise import fill_with_noise
 
 from chargpt.analysis import predictions
 from chargpt.config import ModelConfig, TextConfig
-from chargpt.inference.evaluation import evaluate_tokens, token_losses
+from chargpt.inference.evaluation import evaluate_tokens
+from chargpt.inference.scoring import token_losses
 from chargpt.models import build_model
 from chargpt.models.bigram import BigramLM
 from chargpt.models.gpt import GPT

@@ -1,5 +1,6 @@
 """Sampling: reproducible texts, filters, stop strings, prompts."""
 
+import functools
 import itertools
 import math
 import os
@@ -16,19 +17,16 @@ from conftest import REPOSITORY
 from formula import logits_of_long_text
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from noise import noisy_model
+from noise import noisy_model, noisy_run_on
 from threadpoolctl import threadpool_info, threadpool_limits
 
-from chargpt.config import Config, SampleConfig
+from chargpt.config import SampleConfig
 from chargpt.errors import ConfigError, OperationError, UnknownCharacterError
 from chargpt.inference import generation
-from chargpt.inference.decoders import NumpyDecoder
 from chargpt.inference.generation import sample, stream, stream_pieces, stream_run
+from chargpt.inference.numpy_decoder import NumpyDecoder
 from chargpt.inference.sampler import filter_probs, sample_tokens, uniforms
 from chargpt.models.bigram import BigramLM
-from chargpt.store.checkpoint import RunState
-from chargpt.store.run import Run
-from chargpt.text.prepare import find_text, prepare
 from chargpt.text.tokenizer import CharTokenizer
 
 LETTERS = CharTokenizer("\n abcdefgh")
@@ -100,11 +98,13 @@ def test_a_longer_text_begins_with_the_shorter_one():
     assert len(set(long[255:300])) > 3
 
 
-def test_the_seed_decides_the_text():
+def test_the_seed_decides_the_text_but_at_temperature_zero():
     model = noisy_model()
     assert continuations(model, seed=1) == continuations(model, seed=1)
     assert continuations(model, seed=1) != continuations(model, seed=2)
     assert continuations(model, seed=None) != continuations(model, seed=None)
+    one, other = (continuations(model, "a", temperature=0, seed=seed) for seed in (1, 2))
+    assert one == other == continuations(model, "a", temperature=1e-9, seed=3)
 
 
 def test_an_empty_prompt_starts_after_a_newline_that_is_not_returned():
@@ -130,12 +130,6 @@ def test_without_a_newline_the_first_character_is_sampled_from_the_unigram():
     assert max(map(uniform.count, set(uniform))) < 150
     text = continuations(model, temperature=0)[0]  # it is continued like a prompt
     assert continuations(model, text[0], temperature=0, length=39)[0] == text[1:]
-
-
-def test_temperature_zero_is_greedy_for_every_seed():
-    model = noisy_model()
-    one, other = (continuations(model, "a", temperature=0, seed=seed) for seed in (1, 2))
-    assert one == other == continuations(model, "a", temperature=1e-9, seed=3)
 
 
 PROBS = [0.1, 0.4, 0.05, 0.3, 0.15]
@@ -296,23 +290,16 @@ def test_sampling_is_without_dropout_and_restores_the_mode(training):
     assert model.training is training
 
 
+TEXT = "no newline here"
+
+
 @pytest.fixture
 def make_run(tmp_path):
-    def make(text="no newline here", **values):
-        path = tmp_path / "sea.txt"
-        path.write_text(text, newline="")
-        sizes = {"sample.length": 20, "sample.seed": 5, "text.path": str(path)}
-        config = Config().with_values(sizes | values)
-        shutil.rmtree(tmp_path / "text", ignore_errors=True)
-        corpus = prepare(find_text(config.text), config.text, tmp_path / "text")
-        model = noisy_model(vocab_size=corpus.tokenizer.vocab_size)
-        return Run(tmp_path, config, corpus.tokenizer, model, 5, RunState(5, corpus_key=corpus.key))
-
-    return make
+    return functools.partial(noisy_run_on, tmp_path, **{"sample.length": 20, "sample.seed": 5})
 
 
 def test_a_sample_is_the_prompt_and_its_continuation(make_run):
-    run = make_run()
+    run = make_run(TEXT)
     options = run.config.sample.model_copy(update={"prompt": "here", "num_samples": 2})
     texts = sample(run, options)
     followed = zip(*stream_run(run, options), strict=True)
@@ -326,7 +313,7 @@ def test_sampling_limits_the_blas_to_one_thread_and_restores_it(make_run):
     def blas_threads():
         return {each["num_threads"] for each in threadpool_info() if each["user_api"] == "blas"}
 
-    run = make_run()
+    run = make_run(TEXT)
     with threadpool_limits(2, user_api="blas"):
         pieces = stream(run, seed=1)
         next(pieces)
@@ -336,7 +323,7 @@ def test_sampling_limits_the_blas_to_one_thread_and_restores_it(make_run):
 
 
 def test_sampling_in_groups_gives_the_same_texts_and_reports_its_progress(make_run, monkeypatch):
-    run = make_run()
+    run = make_run(TEXT)
     together = sample(run, num_samples=7)
     step = Mock(side_effect=NumpyDecoder.step, autospec=True)
     monkeypatch.setattr(NumpyDecoder, "step", lambda *args: step(*args))
@@ -349,31 +336,27 @@ def test_sampling_in_groups_gives_the_same_texts_and_reports_its_progress(make_r
     assert len(set(sample(run, num_samples=7, seed=None))) == 7
 
 
-def test_a_run_without_newlines_starts_from_its_texts_unigram(make_run):
-    run = make_run("ab" + "c" * 400 + "ab")
-    firsts = [text[0] for text in sample(run, length=1, num_samples=50, temperature=1)]
-    assert firsts.count("c") >= 45
-
-
-def test_a_run_without_its_text_starts_with_a_uniform_character(make_run, tmp_path):
-    run = make_run("ab" + "c" * 400 + "ab")
+def test_a_run_without_newlines_starts_from_its_texts_unigram_if_it_has_its_text(
+    make_run, tmp_path
+):
+    run, options = make_run("ab" + "c" * 400 + "ab"), {"length": 1, "num_samples": 50}
+    assert [text[0] for text in sample(run, **options, temperature=1)].count("c") >= 45
     shutil.rmtree(tmp_path / "text")
-    firsts = [text[0] for text in sample(run, length=1, num_samples=50, temperature=1)]
-    assert set(firsts) == {"a", "b", "c"}
+    assert {text[0] for text in sample(run, **options, temperature=1)} == {"a", "b", "c"}
 
 
 def test_unknown_characters_of_the_prompt_follow_the_policy(make_run):
-    run = make_run()
+    run = make_run(TEXT)
     with pytest.raises(UnknownCharacterError, match=r"U\+00C9"):
         sample(run, prompt="hÉre")
     assert sample(run, prompt="hÉre", unknown="skip")[0][4:] == sample(run, prompt="hre")[0][3:]
     assert sample(run, prompt="É", unknown="skip") == ["É" + sample(run)[0]]
-    lenient = make_run(**{"text.unknown": "replace"})
+    lenient = make_run(TEXT, **{"text.unknown": "replace"})
     assert sample(lenient, prompt="hÉre")[0][4:] == sample(lenient, prompt="h re")[0][4:]
 
 
 def test_invalid_settings_are_rejected_before_sampling(make_run):
-    run = make_run()
+    run = make_run(TEXT)
     with pytest.raises(ConfigError, match=r"sample\.temprature.*did you mean sample\.temperature"):
         sample(run, temprature=1)
     with pytest.raises(UnknownCharacterError):

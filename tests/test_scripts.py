@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from conftest import REPOSITORY
 
-from chargpt.inference.windows import EvaluationProtocol
+from chargpt.inference.evaluation import EvaluationProtocol
 
 SCRIPTS = REPOSITORY / "scripts"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHON": sys.executable}

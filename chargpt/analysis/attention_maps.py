@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from chargpt.models import GPT, GPT2
+from chargpt.models import GPT
+from chargpt.models.gpt2 import GPT2
 from chargpt.text.tokenizer import CharTokenizer, Tokens
 
 MAX_LINE = 40  # characters of a line that is drawn

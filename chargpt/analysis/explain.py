@@ -28,14 +28,15 @@ from chargpt.analysis.attention_maps import (
 from chargpt.analysis.plots import inline_heads
 from chargpt.config import Config, ModelConfig
 from chargpt.errors import ConfigError, TextError
-from chargpt.models import GPT, GPT2
-from chargpt.models.attention import (
+from chargpt.models import GPT
+from chargpt.models.gpt import PREVIOUS_TOKEN_LAYERS
+from chargpt.models.gpt2 import GPT2
+from chargpt.models.kernels import (
     attention_scores,
     causal_mask,
     explicit_attention,
     uniform_weights,
 )
-from chargpt.models.init import PREVIOUS_TOKEN_LAYERS
 from chargpt.store.run import Run
 from chargpt.text.corpus import Corpus, Split
 from chargpt.text.display import display_char, display_text

@@ -14,8 +14,7 @@ from chargpt.cli import console, options, runs, tables
 from chargpt.cli.progress import show_progress
 from chargpt.errors import ConfigError, RunError
 from chargpt.inference import evaluation
-from chargpt.inference.evaluation import Evaluation
-from chargpt.inference.windows import EvaluationProtocol
+from chargpt.inference.evaluation import Evaluation, EvaluationProtocol
 from chargpt.store.mixture import has_mixture
 from chargpt.store.run import Run
 from chargpt.text.prepare import read_text

@@ -32,7 +32,7 @@ from chargpt.export.check import (
     write_checked,
 )
 from chargpt.models import GPT
-from chargpt.models.cache import KVCache
+from chargpt.models.base import KVCache
 from chargpt.models.gpt import AttentionInputs
 from chargpt.models.kernels import norm_linear
 from chargpt.store.run import Run

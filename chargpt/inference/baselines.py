@@ -6,8 +6,7 @@ import numpy as np
 
 from chargpt.config import MAX_BLOCK_SIZE
 from chargpt.errors import TextError
-from chargpt.inference.evaluation import BaselineLoss
-from chargpt.inference.windows import even_spans, gather_rows
+from chargpt.inference.evaluation import BaselineLoss, even_spans, gather_rows
 from chargpt.models.ngram import NGRAM_ORDER, NGramLM
 from chargpt.text.corpus import Corpus
 from chargpt.text.statistics import PairCounts

@@ -20,7 +20,6 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -91,13 +90,12 @@ def compress(
     encoder = ArithmeticEncoder()
     threads = min(os.cpu_count() or 1, 255)
     lanes = split_into_lanes(tokens, MAX_ADAPTIVE_LANES if adaptive else MAX_LANES)
+    steps = _iter_distributions(run, lanes, len(tokens), threads, adaptive, on_progress)
     with _single_threaded_inference(run.model):
-        build = adaptive or partial(build_decoder, run.model, max_threads=threads)
-        for column, cdf in _iter_distributions(run, build, lanes, len(tokens), on_progress):
+        for column, cdf in steps:
             totals = cdf[:, -1].tolist()
             for lane, token in enumerate(column.tolist()):
-                start = int(cdf[lane, token - 1]) if token else 0
-                encoder.encode(start, int(cdf[lane, token]), totals[lane])
+                encoder.encode(int(cdf[lane, token]), int(cdf[lane, token + 1]), totals[lane])
     body = encoder.finish()
     body += bytes(max(0, len(tokens) // MAX_TOKENS_PER_BYTE - len(body)))
     keys = (run.step, run.fingerprint(), _platform_key())
@@ -157,14 +155,14 @@ def decompress(
     coder = ArithmeticDecoder(body)
     tokens = np.zeros(count, dtype=run.tokenizer.dtype)
     lanes = split_into_lanes(tokens, MAX_ADAPTIVE_LANES if adaptive else MAX_LANES)
+    steps = _iter_distributions(run, lanes, count, threads, adaptive, on_progress)
     with _single_threaded_inference(run.model):
-        build = adaptive or partial(build_decoder, run.model, max_threads=threads)
-        for column, cdf in _iter_distributions(run, build, lanes, count, on_progress):
+        for column, cdf in steps:
             totals = cdf[:, -1].tolist()
             for lane in range(len(column)):
                 value = coder.decode(totals[lane])
-                token = int(cdf[lane].searchsorted(value, side="right"))
-                coder.consume(int(cdf[lane, token - 1]) if token else 0, int(cdf[lane, token]))
+                token = int(cdf[lane].searchsorted(value, side="right")) - 1
+                coder.consume(int(cdf[lane, token]), int(cdf[lane, token + 1]))
                 column[lane] = token
     content = run.tokenizer.decode(lanes.reshape(-1)[:count]).encode()
     if zlib.crc32(content) != checksum:
@@ -176,18 +174,27 @@ def decompress(
 
 
 def _iter_distributions(
-    run: Run, build: BuildDecoder, lanes: Tokens, count: int, on_progress: OnProgress
+    run: Run,
+    lanes: Tokens,
+    count: int,
+    threads: int,
+    adaptive: BuildDecoder | None,
+    on_progress: OnProgress,
 ) -> Iterator[tuple[Tokens, Tokens]]:
     """Yield the tokens at each position of the lanes, without padding, and their distributions.
 
-    A distribution is cumulative frequencies, (L, V): token i of a lane has the interval from the
-    cumulative frequency of i - 1 to that of i. The yielded tokens are a view into `lanes`, so that
-    decompression can assign them.
+    A distribution is cumulative frequencies, (L, V + 1): token i of a lane has the interval from
+    the i-th to the next. The yielded tokens are a view into `lanes`, so that decompression can
+    assign them, and the distributions one array, changed in place.
     """
     num_lanes, length = lanes.shape
     n_full, n_last = divmod(count, length)  # full lanes, and tokens of a shorter last one
-    frequencies = np.ones((num_lanes, run.model.vocab_size), dtype=np.int64)
-    decoder, done = build(num_lanes), 0
+    cdf = np.tile(np.arange(run.model.vocab_size + 1), (num_lanes, 1))  # uniform at first
+    done = 0
+    if adaptive:
+        decoder = adaptive(num_lanes)
+    else:
+        decoder = build_decoder(run.model, num_lanes, max_threads=threads)
     for position in range(length if count else 0):
         if position:
             tokens = lanes[:, position - 1].astype(np.int64)
@@ -195,8 +202,9 @@ def _iter_distributions(
             probs = np.exp(logits - max_logits(logits))
             probs *= FREQUENCY_SCALE / probs.sum(axis=1, keepdims=True)
             frequencies = probs.astype(np.int64) + 1  # no character is impossible
+            frequencies.cumsum(axis=1, out=cdf[:, 1:])
         n_active = n_full + (position < n_last)
-        yield lanes[:n_active, position], frequencies.cumsum(axis=1)
+        yield lanes[:n_active, position], cdf
         done += n_active
         on_progress(done, count)
 

@@ -8,15 +8,15 @@
 
 Losses are float32 on the device; all sums are float64 on the CPU. Byte tokens count towards the
 character that they spell: its loss is the sum of theirs, and it is predicted if all of them are.
-Shapes in this file: B = rows of a forward pass, T = block size, L = scored tokens of a row,
-V = vocabulary size, N = scored characters in total.
+Shapes in this file: B = windows of a forward pass, T = block size, S = stride, L = scored tokens of
+a window, V = vocabulary size, N = scored characters in total.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -24,34 +24,34 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from chargpt.errors import NOT_FINITE, ConfigError, OperationError, TextError
-from chargpt.inference.windows import (
-    NANOGPT_BATCH_SIZE,
-    NANOGPT_BLOCK,
-    NANOGPT_EVAL_ITERS,
-    EvaluationProtocol,
-    Windows,
-    block_windows,
-    even_spans,
-    gather_rows,
-    nanogpt_windows,
-    sliding_windows,
-)
 from chargpt.models import LanguageModel
 from chargpt.models.base import eval_mode
 from chargpt.store.run import Run, as_run
+from chargpt.text.batches import Batches
 from chargpt.text.corpus import Split
-from chargpt.text.documents import document_ends, mark_documents
+from chargpt.text.documents import mark_documents
 from chargpt.text.prepare import read_text
 from chargpt.text.source import require_text
-from chargpt.text.tokenizer import Floats, Tokens, UnknownPolicy
+from chargpt.text.tokenizer import Floats, Ints, Tokens, UnknownPolicy
 
+EvaluationProtocol = Literal["blocks", "sliding", "nanogpt"]
 OnProgress = Callable[[int, int], object]  # of the number done and the total
 
 MIN_BLOCKS = 20  # for a standard error by block
 MIN_PAIRS = 8  # for that of a difference by block, which varies far less
+NANOGPT_EVAL_ITERS, NANOGPT_BATCH_SIZE, NANOGPT_BLOCK = 200, 64, 256
 MAX_LOGITS_BYTES = 64_000_000  # of one forward pass
 MAX_CALL_TOKENS = 16_384  # of one forward pass
 MAX_CPU_CALL_TOKENS = 4_096  # activations of more do not fit into a CPU's caches
+
+
+class Windows(NamedTuple):
+    """Windows of equal length into a text."""
+
+    starts: Ints  # (B,): index of the first input token of each
+    length: int  # input tokens of each
+    n_unscored: int = 0  # leading targets that are not scored
+    lookback: int = 0  # tokens before the window, for n-gram models; -1 stands for none
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ def evaluate_tokens(
         TextError: there are too few characters.
         ConfigError: the stride is out of range.
     """
-    assert max_tokens is None or protocol == "blocks"
+    assert protocol == "blocks" or max_tokens is span is None
     if len(tokens) < 2:
         setting = {"test": "test_fraction=0.1", "mixture": "mixture_characters=20000"}.get(split)
         if setting is not None:
@@ -235,18 +235,17 @@ def evaluate_tokens(
             )
         what = "text" if split == "all" else f"{split} split"
         raise TextError(f"the {what} is shorter than 2 characters; give a longer text")
-    total, block_size = len(tokens) - 1, model.block_size
+    n_inputs, block_size = len(tokens) - 1, model.block_size
     if protocol == "blocks":
-        total = min(total, max_tokens or total)
-        windows = block_windows(tokens, block_size, max_tokens, span, model.lookback)
+        windows = block_windows(n_inputs, block_size, max_tokens, span, model.lookback)
     elif protocol == "sliding":
-        windows = sliding_windows(tokens, block_size, stride)
+        windows = sliding_windows(n_inputs, block_size, stride)
     else:
         block_size = min(block_size, NANOGPT_BLOCK)
-        total = NANOGPT_EVAL_ITERS * NANOGPT_BATCH_SIZE * block_size
         windows = nanogpt_windows(tokens, block_size, seed)
+    total = sum(len(starts) * (length - unscored) for starts, length, unscored, _ in windows)
     with eval_mode(model):
-        batches = _iter_losses(model, windows, dtype)
+        batches = iter_losses(model, tokens, windows, dtype)
         losses, sizes, n_correct, squares = _sum_by_block(batches, total, on_progress)
     characters = int(sizes.sum())
     if not characters:
@@ -255,6 +254,7 @@ def evaluate_tokens(
     variance = _variance(losses, sizes)
     if len(losses) < MIN_BLOCKS:
         variance = max(variance, squares - characters * mean**2)
+    clusters = np.stack((losses, sizes))
     return Evaluation(
         nats_per_char=mean,
         accuracy=n_correct / characters,
@@ -263,45 +263,8 @@ def evaluate_tokens(
         protocol=protocol,
         split=split,
         block_size=block_size,
-        clusters=_by_span(np.stack((losses, sizes)), len(tokens) - 1, block_size, span, max_tokens),
+        clusters=clusters if span is None else _by_span(clusters, windows, span),
     )
-
-
-def token_losses(run: Run, tokens: Tokens, on_progress: OnProgress = lambda *_: None) -> Floats:
-    """Return the loss of each token but the first in nats, (tokens - 1,), by `sliding`."""
-    model, done = run.model, 0
-    found = np.empty(len(tokens) - 1)
-    with eval_mode(model):
-        for losses, _, _ in _iter_losses(model, sliding_windows(tokens, model.block_size)):
-            found[done : done + losses.size] = losses.ravel()
-            done += losses.size
-            on_progress(done, found.size)
-    return found
-
-
-def document_losses(run: Run, tokens: Tokens, on_progress: OnProgress = lambda *_: None) -> Floats:
-    """Return the loss of each token but the first in nats, (tokens - 1,), of single documents.
-
-    The tokens begin with the EOS token and end with one. The context of a document begins with the
-    EOS token before it, as in sampling; one that is longer than a block is scored by `sliding`.
-    """
-    model, total, done = run.model, len(tokens) - 1, 0
-    found = np.empty(total)
-    ends = document_ends(tokens, run.tokenizer.eos_token_id)
-    lengths = np.diff(ends)
-    with eval_mode(model):
-        for length in np.unique(lengths).tolist():  # documents of equal length form batches
-            starts = ends[:-1][lengths == length] - 1
-            is_long = length > model.block_size
-            step = 1 if is_long else max(1, MAX_CALL_TOKENS // length)
-            for part in np.split(starts, range(step, len(starts), step)):
-                rows = gather_rows(tokens, part, length)
-                batches = sliding_windows(rows[0], model.block_size) if is_long else [Windows(rows)]
-                losses = [each[0].ravel() for each in _iter_losses(model, batches)]
-                found[(part[:, None] + np.arange(length)).ravel()] = np.concatenate(losses)
-                done += rows.size - len(rows)
-                on_progress(done, total)
-    return found
 
 
 def iter_log_probs(
@@ -314,13 +277,98 @@ def iter_log_probs(
 
     Its arguments are those of `evaluate_tokens`.
     """
+    n_inputs, block_size = len(tokens) - 1, model.block_size
     if protocol == "sliding":
-        windows = sliding_windows(tokens, model.block_size)
+        windows = sliding_windows(n_inputs, block_size)
     else:
-        windows = block_windows(tokens, model.block_size, max_tokens, lookback=model.lookback)
+        windows = block_windows(n_inputs, block_size, max_tokens, lookback=model.lookback)
     with eval_mode(model):
-        for logits, targets in _iter_logits(model, windows):
+        for logits, targets in _iter_logits(model, tokens, windows):
             yield logits.log_softmax(dim=-1), targets
+
+
+def block_windows(
+    n_inputs: int,
+    block_size: int,
+    max_tokens: int | None = None,
+    span: int | None = None,
+    lookback: int = 0,
+) -> list[Windows]:
+    """Return blocks of T inputs, not overlapping, of all inputs or of those of `even_spans`.
+
+    The last block of each span may be shorter. Each has `lookback` tokens before it.
+    """
+    starts, length = even_spans(n_inputs, span or block_size, max_tokens)
+    n_blocks, rest = divmod(length, block_size)
+    windows = []
+    if n_blocks:
+        firsts = (starts[:, None] + np.arange(n_blocks) * block_size).ravel()
+        windows.append(Windows(firsts, block_size, lookback=lookback))
+    if rest:
+        windows.append(Windows(starts + n_blocks * block_size, rest, lookback=lookback))
+    return windows
+
+
+def even_spans(n_inputs: int, span: int, max_tokens: int | None) -> tuple[Ints, int]:
+    """Return the first input of each scored span, shape (spans,), and the length of the spans.
+
+    Either one span of all inputs, or evenly spread spans of at most `span` inputs, in all
+    `max_tokens` at most.
+    """
+    if max_tokens is None or max_tokens >= n_inputs:
+        return np.zeros(1, dtype=np.int64), n_inputs
+    n_spans = n_inputs // span
+    count = max(1, min(n_spans, max_tokens // span))
+    middles = (2 * np.arange(count) + 1) * n_spans // (2 * count)  # of equal parts
+    return middles * span, min(span, max(1, max_tokens))
+
+
+def sliding_windows(n_inputs: int, block_size: int, stride: int | None = None) -> list[Windows]:
+    """Return a first window scored whole, then windows whose last S targets are scored.
+
+    Remaining targets are scored in one more window, aligned to the end. S is max(1, T // 2) by
+    default.
+
+    Raises:
+        ConfigError: the stride is not between 1 and T.
+    """
+    stride = max(1, block_size // 2) if stride is None else stride
+    if not 1 <= stride <= block_size:
+        raise ConfigError(
+            f"stride {stride} is not between 1 and the block size; choose 1 to {block_size}"
+        )
+    windows = [Windows(np.zeros(1, dtype=np.int64), min(n_inputs, block_size))]
+    last = n_inputs - block_size  # start of the window aligned to the end
+    if last >= stride:
+        starts = np.arange(stride, last + 1, stride)
+        windows.append(Windows(starts, block_size, n_unscored=block_size - stride))
+    if last > 0 and (rest := last % stride):
+        windows.append(Windows(np.array([last]), block_size, n_unscored=block_size - rest))
+    return windows
+
+
+def nanogpt_windows(tokens: Tokens, block_size: int, seed: int) -> list[Windows]:
+    """Return seeded random windows.
+
+    Raises:
+        TextError: there are not more than T characters.
+    """
+    if len(tokens) <= block_size:
+        raise TextError(
+            f"the nanogpt protocol needs {block_size + 1} characters, and there are {len(tokens)}; "
+            "use the protocol blocks"
+        )
+    batches = Batches(tokens, block_size, NANOGPT_BATCH_SIZE, seed)
+    starts = np.concatenate([batches.offsets_at(step) for step in range(NANOGPT_EVAL_ITERS)])
+    return [Windows(starts, block_size)]
+
+
+def gather_rows(tokens: Tokens, starts: Ints, length: int) -> Ints:
+    """Return length + 1 tokens from each start, (B, length + 1); -1 before the first token."""
+    index = starts[:, None] + np.arange(length + 1)
+    rows: Ints = tokens.take(index, mode="clip").astype(np.int64)
+    rows[index < 0] = -1
+    return rows
 
 
 def _sum_by_block(
@@ -341,19 +389,14 @@ def _sum_by_block(
     return np.concatenate(block_losses), np.concatenate(block_sizes), n_correct, float(squares)
 
 
-def _by_span(
-    clusters: Floats, n_inputs: int, block_size: int, span: int | None, max_tokens: int | None
-) -> Floats:
+def _by_span(clusters: Floats, windows: Sequence[Windows], span: int) -> Floats:
     """Return the sums of spans, (2, spans), of those of blocks, if spans consist of blocks."""
-    if span is None or span == block_size:
+    first = np.concatenate([starts // span for starts, *_ in windows])
+    last = np.concatenate([(starts + length - 1) // span for starts, length, *_ in windows])
+    if not np.array_equal(first, last):
         return clusters
-    starts, length = even_spans(n_inputs, span, max_tokens)
-    n_blocks, remainder = divmod(span, block_size)
-    if length < n_inputs:  # the first blocks of all spans, then the second ones
-        clusters = clusters.reshape(2, -1, len(starts)).sum(axis=1)
-    elif n_blocks and not remainder:
-        clusters = np.add.reduceat(clusters, np.arange(0, clusters.shape[1], n_blocks), axis=1)
-    return clusters
+    _, index = np.unique(first, return_inverse=True)
+    return np.stack([np.bincount(index, weights=each) for each in clusters])
 
 
 def _variance(block_losses: Floats, block_sizes: Floats) -> float:
@@ -362,11 +405,14 @@ def _variance(block_losses: Floats, block_sizes: Floats) -> float:
     return float(((block_losses - block_sizes * mean) ** 2).sum())
 
 
-def _iter_losses(
-    model: LanguageModel, windows: Iterable[Windows], dtype: torch.dtype | None = None
+def iter_losses(
+    model: LanguageModel,
+    tokens: Tokens,
+    windows: Sequence[Windows],
+    dtype: torch.dtype | None = None,
 ) -> Iterator[Floats]:
     """Yield (3, B, L) of tokens: loss in nats, is predicted, is the first of a character."""
-    for logits, targets in _iter_logits(model, windows, dtype):
+    for logits, targets in _iter_logits(model, tokens, windows, dtype):
         losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
         correct = logits.argmax(dim=-1) == targets
         is_first = targets < model.first_continuation_id
@@ -377,18 +423,21 @@ def _iter_losses(
 
 @torch.inference_mode()
 def _iter_logits(
-    model: LanguageModel, windows: Iterable[Windows], dtype: torch.dtype | None = None
+    model: LanguageModel,
+    tokens: Tokens,
+    windows: Sequence[Windows],
+    dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield logits (B, L, V) and targets (B, L) of one forward pass after another."""
     device = model.device
     max_tokens = MAX_CPU_CALL_TOKENS if device.type == "cpu" else MAX_CALL_TOKENS
-    for rows, n_unscored, lookback in windows:
-        length = rows.shape[1] - 1 - lookback
+    for starts, length, n_unscored, lookback in windows:
         n_rows = min(MAX_LOGITS_BYTES // (4 * length * model.vocab_size), max_tokens // length)
         step = max(1, n_rows)
-        for first in range(0, len(rows), step):
-            tokens = torch.from_numpy(rows[first : first + step].astype(np.int64)).to(device)
+        for index in range(0, len(starts), step):
+            firsts = starts[index : index + step] - lookback
+            rows = torch.from_numpy(gather_rows(tokens, firsts, lookback + length)).to(device)
             with torch.autocast(device.type, dtype, enabled=dtype == torch.bfloat16):
-                before, inputs = tokens[:, :lookback], tokens[:, lookback:-1]
+                before, inputs = rows[:, :lookback], rows[:, lookback:-1]
                 logits = model(inputs, before=before) if lookback else model(inputs)
-            yield logits[:, n_unscored:].float(), tokens[:, lookback + 1 + n_unscored :]
+            yield logits[:, n_unscored:].float(), rows[:, lookback + 1 + n_unscored :]

@@ -21,8 +21,7 @@ from chargpt.errors import ChargptError, ConfigError
 from chargpt.inference.decoders import build_decoder
 from chargpt.inference.sampler import generate
 from chargpt.models import LanguageModel
-from chargpt.models.base import eval_mode
-from chargpt.models.cache import KVCache
+from chargpt.models.base import KVCache, eval_mode
 from chargpt.store.run import Run, as_run
 from chargpt.text.tokenizer import CharTokenizer, Floats, Ints, Tokens, UnknownPolicy
 
@@ -180,8 +179,7 @@ def stream_pieces(
     prompt = prompt[np.argmax(prompt < model.first_continuation_id) :] if prompt.size else prompt
     if not prompt.size:
         prompt = tokenizer.encode(tokenizer.bos_text).astype(np.int64)
-    known = None if prompt.size else unigram()
-    counts = np.ones(tokenizer.vocab_size) if known is None else known.astype(np.float64)
+    counts = None if prompt.size else unigram()
 
     def pieces() -> Iterator[list[str]]:
         sequences = [_SampledText(tokenizer, options) for _ in ids]
@@ -192,7 +190,7 @@ def stream_pieces(
                 logits = _prefill(model, prompt, cache)
             else:
                 with np.errstate(divide="ignore"):
-                    logits = np.log(counts)
+                    logits = np.log(np.ones(tokenizer.vocab_size) if counts is None else counts)
             decoder = build_decoder(model, len(ids), cache, max_threads=os.cpu_count() or 1)
             for tokens in generate(decoder, logits, options, ids, tokenizer.valid_tokens):
                 pairs = zip(sequences, tokens.tolist(), strict=True)
@@ -236,18 +234,15 @@ class _SampledText:
         self.buffer += character
         starts = [start for start in map(self.buffer.find, self.stops) if start >= 0]
         self.has_ended |= bool(starts)
-        n_pending = 0 if self.has_ended else self._pending_length()
-        end = min(starts, default=len(self.buffer) - n_pending)
+        if not self.has_ended:  # a suffix that begins a stop string waits for the rest
+            starts = [
+                start
+                for start in range(len(self.buffer))
+                if any(stop.startswith(self.buffer[start:]) for stop in self.stops)
+            ]
+        end = min(starts, default=len(self.buffer))
         piece, self.buffer = self.buffer[:end], self.buffer[end:]
         return piece
-
-    def _pending_length(self) -> int:
-        """Return the length of the longest suffix of the buffer that begins a stop string."""
-        longest = max(map(len, self.stops))
-        for size in range(min(longest, len(self.buffer)), 0, -1):
-            if any(stop.startswith(self.buffer[-size:]) for stop in self.stops):
-                return size
-        return 0
 
 
 def _with_seed(options: SampleConfig) -> SampleConfig:

@@ -4,7 +4,7 @@ Shapes in this file: N = characters.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,8 +12,11 @@ import numpy as np
 
 from chargpt.device import require_memory
 from chargpt.errors import NOT_FINITE, OperationError, TextError
-from chargpt.inference.evaluation import OnProgress, document_losses, token_losses
+from chargpt.inference.evaluation import OnProgress, Windows, iter_losses, sliding_windows
+from chargpt.models import LanguageModel
+from chargpt.models.base import eval_mode
 from chargpt.store.run import Run, as_run
+from chargpt.text.documents import document_ends
 from chargpt.text.source import require_text
 from chargpt.text.tokenizer import Floats, Tokens, UnknownPolicy
 
@@ -120,3 +123,43 @@ def score(
     found = tokenizer.find_unknown(text)
     skipped = frozenset(found if policy == "skip" else "")
     return Scored(text, bits, protocol, len(found), skipped)
+
+
+def token_losses(run: Run, tokens: Tokens, on_progress: OnProgress = lambda *_: None) -> Floats:
+    """Return the loss of each token but the first in nats, (tokens - 1,), by `sliding`."""
+    windows = sliding_windows(len(tokens) - 1, run.model.block_size)
+    return _losses_by_token(run.model, tokens, windows, on_progress)
+
+
+def document_losses(run: Run, tokens: Tokens, on_progress: OnProgress = lambda *_: None) -> Floats:
+    """Return the loss of each token but the first in nats, (tokens - 1,), of single documents.
+
+    The tokens begin with the EOS token and end with one. The context of a document begins with the
+    EOS token before it, as in sampling; one that is longer than a block is scored by `sliding`.
+    """
+    ends = document_ends(tokens, run.tokenizer.eos_token_id)
+    starts, lengths = ends[:-1] - 1, np.diff(ends)
+    windows = []
+    for length in np.unique(lengths).tolist():  # documents of equal length form batches
+        firsts = starts[lengths == length, None]
+        parts = sliding_windows(length, run.model.block_size)
+        windows += [part._replace(starts=(firsts + part.starts).ravel()) for part in parts]
+    return _losses_by_token(run.model, tokens, windows, on_progress)
+
+
+def _losses_by_token(
+    model: LanguageModel, tokens: Tokens, windows: Sequence[Windows], on_progress: OnProgress
+) -> Floats:
+    """Return the loss of each token but the first in nats, (tokens - 1,): each is scored once."""
+    scored = [
+        (starts[:, None] + np.arange(n_unscored, length)).ravel()
+        for starts, length, n_unscored, _ in windows
+    ]
+    order, done = np.concatenate(scored), 0
+    found = np.empty(len(order))
+    with eval_mode(model):
+        for losses, _, _ in iter_losses(model, tokens, windows):
+            found[order[done : done + losses.size]] = losses.ravel()
+            done += losses.size
+            on_progress(done, len(found))
+    return found

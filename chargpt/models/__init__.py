@@ -1,12 +1,12 @@
-"""Token ids in, logits out. `build_model` makes every trainable model from its config."""
+"""Token ids in, logits out. `build_model` makes every trainable model from its config.
+
+It imports the other models when one is built, since most runs train a GPT.
+"""
 
 from chargpt.config import ModelConfig
 from chargpt.errors import ConfigError
 from chargpt.models.base import LanguageModel as LanguageModel
-from chargpt.models.bigram import BigramLM
 from chargpt.models.gpt import GPT as GPT
-from chargpt.models.gpt2 import GPT2 as GPT2
-from chargpt.models.gpt2 import MLP_RATIO
 
 MAX_PARAMETERS = 20_000_000_000
 
@@ -17,6 +17,8 @@ def count_parameters(config: ModelConfig, vocab_size: int) -> int:
         return vocab_size**2
     width = config.n_embd
     if config.kind == "gpt2":
+        from chargpt.models.gpt2 import MLP_RATIO
+
         matrices = (4 + 2 * MLP_RATIO) * width**2
         layer = matrices + (4 + 1 + MLP_RATIO + 4) * width  # and biases, norms
         return config.n_layer * layer + (vocab_size + config.block_size + 2) * width
@@ -45,6 +47,8 @@ def build_model(config: ModelConfig, vocab_size: int) -> LanguageModel:
             more than `bigram.MAX_VOCAB_SIZE` tokens.
     """
     if config.kind == "bigram":
+        from chargpt.models.bigram import BigramLM
+
         return BigramLM(vocab_size, config.block_size)
     n_parameters = count_parameters(config, vocab_size)
     if n_parameters > MAX_PARAMETERS:
@@ -52,4 +56,8 @@ def build_model(config: ModelConfig, vocab_size: int) -> LanguageModel:
             f"the model would have {n_parameters:,} parameters, more than the maximum of "
             f"{MAX_PARAMETERS:,}; lower model.n_layer, model.n_embd or model.n_inner"
         )
-    return (GPT2 if config.kind == "gpt2" else GPT)(config, vocab_size)
+    if config.kind == "gpt2":
+        from chargpt.models.gpt2 import GPT2
+
+        return GPT2(config, vocab_size)
+    return GPT(config, vocab_size)

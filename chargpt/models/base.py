@@ -1,8 +1,10 @@
-"""The interface of every model: token ids in, logits out.
+"""The interface of every model, token ids in, logits out, and its KV cache.
 
-Shapes in this file: B = batch, T = tokens, V = vocabulary size.
+Shapes in this file: B = batch, T = new tokens, V = vocabulary size, L = layers, H = heads,
+S = cached tokens including the new ones, K = capacity, D = head size.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,9 +13,104 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
+from chargpt.device import require_memory
 from chargpt.errors import TextError
-from chargpt.models.cache import KVCache
 from chargpt.text.tokenizer import Tokens
+
+Shape = tuple[int, int, int, int, int]  # L, B, H, K, D
+
+
+class KVCache:
+    """Keys and values of every layer, (L, B, H, K, D) each, written in place.
+
+    `length` is the number of stored tokens, at most `capacity`. `tokens` are the latest token ids,
+    (B, any number): all of them for a GPT-2, which recomputes its keys after an eviction, the last
+    `LOOKBACK` for a mixture; none for other models.
+    """
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
+        """Allocate an empty cache of shape (L, B, H, K, D); DeviceError if memory is too small."""
+        n_bytes = 2 * math.prod(shape) * dtype.itemsize
+        require_memory(n_bytes, f"a KV cache of {shape[1]:,} x {shape[3]:,} tokens", device)
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.tokens = torch.zeros(shape[1], 0, dtype=torch.int64, device=device)
+        self.capacity = shape[3]
+        self.length = 0
+
+    def positions(self, n_tokens: int) -> slice | Tensor:
+        """Return the index of the next `n_tokens` positions."""
+        return slice(self.length, self.length + n_tokens)
+
+    def mask(self) -> Tensor | None:
+        """Return which of the keys that `append` returns are visible, (T, S); None for causal."""
+        return None
+
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store keys and values (B, H, T, D); return all stored ones of the layer, (B, H, S, D)."""
+        end = self.length + keys.size(2)
+        assert end <= self.capacity, f"{end} tokens exceed the cache's capacity {self.capacity}"
+        self.keys[layer, :, :, self.length : end] = keys
+        self.values[layer, :, :, self.length : end] = values
+        return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
+
+    def advance(self, n_tokens: int) -> None:
+        """Add `n_tokens` to the length, after every layer has appended them."""
+        self.set_length(self.length + n_tokens)
+
+    def set_length(self, length: int) -> None:
+        """Set the number of stored tokens."""
+        self.length = length
+
+    def copy_from(self, other: "KVCache") -> None:
+        """Copy the tokens of another cache of the same capacity, whose batch may be 1."""
+        self.keys.copy_(other.keys)
+        self.values.copy_(other.values)
+        self.tokens = other.tokens.expand(self.keys.size(1), -1)
+        self.set_length(other.length)
+
+    def evict(self, n_tokens: int) -> None:
+        """Remove the oldest `n_tokens`, at least half, of a full cache."""
+        assert self.length == self.capacity <= 2 * n_tokens
+        self.set_length(self.capacity - n_tokens)
+        for stored in (self.keys, self.values):
+            stored[:, :, :, : self.length] = stored[:, :, :, n_tokens:]
+
+
+class StaticKVCache(KVCache):
+    """KV cache whose decode step can be captured as a CUDA graph.
+
+    A graph replays the same operations on the same memory. So the position of the next token is a
+    tensor on the device, and attention reads all K keys under a mask. `forward` does not advance
+    this cache: the caller does, outside of the graph, with `set_length(length + 1)`.
+    """
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(shape, dtype, device)
+        self.position = torch.zeros(1, dtype=torch.int64, device=device)  # equal to `length`
+        self.columns = torch.arange(self.capacity, device=device)  # (K,)
+
+    def positions(self, n_tokens: int) -> Tensor:
+        assert n_tokens == 1, "a static cache takes one token a step"
+        return self.position
+
+    def mask(self) -> Tensor:
+        return (self.columns <= self.position)[None]  # (1, K)
+
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store keys and values (B, H, 1, D) at `position`; return the layer's buffers, S = K."""
+        buffers = self.keys[layer], self.values[layer]  # (B, H, K, D) each
+        for buffer, new in zip(buffers, (keys, values), strict=True):
+            buffer.index_copy_(2, self.position, new.to(buffer.dtype))
+        return buffers
+
+    def advance(self, n_tokens: int) -> None:
+        """Do nothing: a captured step must not change the position."""
+
+    def set_length(self, length: int) -> None:
+        """Set the number of stored tokens, without a host-device sync."""
+        self.length = length
+        self.position.fill_(length)
 
 
 class LanguageModel(nn.Module, ABC):

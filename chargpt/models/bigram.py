@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from chargpt.errors import ConfigError
-from chargpt.models.base import LanguageModel
-from chargpt.models.cache import KVCache
+from chargpt.models.base import KVCache, LanguageModel
 from chargpt.text.statistics import PairCounts
 
 MAX_VOCAB_SIZE = 20_000

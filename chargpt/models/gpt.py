@@ -19,25 +19,27 @@ import torch
 from torch import Tensor, nn
 
 from chargpt.config import ModelConfig
-from chargpt.models.attention import (
-    causal_mask,
-    explicit_attention,
-    fast_attention,
-    uniform_weights,
-)
-from chargpt.models.base import LanguageModel
-from chargpt.models.cache import KVCache, Shape, StaticKVCache
-from chargpt.models.init import init_weights
+from chargpt.models.base import KVCache, LanguageModel
 from chargpt.models.kernels import (
     Dropout,
     RMSNorm,
     apply_rotary,
+    causal_mask,
+    explicit_attention,
+    fast_attention,
     linear,
     norm_linear,
     rotary_tables,
     split_heads_qk_norm_rope,
     swiglu,
+    uniform_weights,
 )
+
+# of `init_previous_token_heads`, found by experiment; the loss depends little on any of them
+PREVIOUS_TOKEN_LAYERS = 3  # layers with such heads, from the first on
+SHARED_VALUE = 0.25  # of channel 0 of every embedding, in units of sqrt(C)
+N_PAIRS = 8  # rotary pairs used per head, highest frequencies first
+NOISE_SCALE = 0.3  # factor on the random initial weights of query and key
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,7 @@ class GPT(LanguageModel):
         cos, sin = rotary_tables(config.block_size, config.head_size, config.rope_theta)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
-        init_weights(self, config)
+        init_weights(self)
 
     def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
         tokens = self.check_tokens(tokens, cache)
@@ -210,16 +212,11 @@ class GPT(LanguageModel):
         inputs = self.attention_inputs(tokens.size(1))
         return block.attention.project(self.embedding(tokens), block.attention_norm, inputs)
 
-    def new_cache(self, batch_size: int) -> KVCache:
-        return KVCache(self._cache_shape(batch_size), self.cos.dtype, self.cos.device)
-
-    def new_static_cache(self, batch_size: int) -> StaticKVCache:
-        """Return an empty cache for decode steps that are captured as a CUDA graph."""
-        return StaticKVCache(self._cache_shape(batch_size), self.cos.dtype, self.cos.device)
-
-    def _cache_shape(self, batch_size: int) -> Shape:
+    def new_cache(self, batch_size: int, cache_type: type[KVCache] = KVCache) -> KVCache:
+        """Return an empty cache; of type `StaticKVCache` for steps captured as a CUDA graph."""
         config = self.config
-        return config.n_layer, batch_size, config.n_head, self.block_size, config.head_size
+        shape = (config.n_layer, batch_size, config.n_head, self.block_size, config.head_size)
+        return cache_type(shape, self.cos.dtype, self.cos.device)
 
     def evict_oldest_half(self, cache: KVCache) -> None:
         """Remove the older half of a full cache; rotate the other keys back to positions from 0."""
@@ -228,3 +225,48 @@ class GPT(LanguageModel):
             n_evicted = self.block_size - cache.length
             keys = cache.keys[:, :, :, : cache.length]  # (L, B, H, length, D)
             keys.copy_(apply_rotary(keys, self.cos[n_evicted], -self.sin[n_evicted]))
+
+
+def init_weights(model: GPT) -> None:
+    """Initialise a GPT so that every layer is the identity and every logit is zero.
+
+    Matrices are uniform with standard deviation 1/sqrt(inputs). The last matrix of each residual
+    branch and the output head are zero, so the first loss is exactly ln V.
+    """
+    for name, parameter in model.named_parameters():
+        if name.endswith(("output.weight", "down.weight", "head.weight")):
+            nn.init.zeros_(parameter)
+        elif name == "embedding.weight":
+            nn.init.normal_(parameter)
+        elif parameter.dim() == 2:
+            bound = (3 / parameter.size(1)) ** 0.5
+            nn.init.uniform_(parameter, -bound, bound)
+    if model.config.attention == "full" and model.config.qk_norm:
+        init_previous_token_heads(model)
+
+
+@torch.no_grad()
+def init_previous_token_heads(model: GPT) -> None:
+    """Make head h of layer l attend at first to the token l + h + 1 positions before.
+
+    Learning this from random weights takes hundreds of steps. Channel 0 of the embedding is set to
+    one value for all tokens, and it dominates queries and keys. A query is then the same vector at
+    every position, and a key is that vector rotated by l + h + 1 positions. The rotary embedding
+    rotates both by their own position, so the two agree only at that distance.
+    """
+    config = model.config
+    model.embedding.weight[:, 0] = SHARED_VALUE * config.n_embd**0.5
+    head_size, half = config.head_size, config.head_size // 2
+    n_distances = PREVIOUS_TOKEN_LAYERS + config.n_head
+    cos, sin = rotary_tables(n_distances, head_size, config.rope_theta)  # (n_distances, D)
+    # pairs of low frequency hardly distinguish nearby positions
+    used = torch.arange(half) < N_PAIRS  # (D / 2,)
+    for layer, block in enumerate(model.blocks[:PREVIOUS_TOKEN_LAYERS]):
+        assert isinstance(block.attention, Attention), "the model has full attention"
+        query, key = block.attention.query.weight, block.attention.key.weight  # (C, C) each
+        query.mul_(NOISE_SCALE)
+        key.mul_(NOISE_SCALE)
+        for head in range(config.n_head):
+            rows, distance = slice(head * head_size, (head + 1) * head_size), layer + head + 1
+            query[rows, 0] = torch.cat((used, torch.zeros(half)))
+            key[rows, 0] = torch.cat((cos[distance, :half] * used, sin[distance, :half] * used))

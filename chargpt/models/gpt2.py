@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from chargpt.config import ModelConfig
-from chargpt.models.attention import explicit_attention, fast_attention
-from chargpt.models.base import LanguageModel
-from chargpt.models.cache import KVCache
+from chargpt.models.base import KVCache, LanguageModel
+from chargpt.models.kernels import explicit_attention, fast_attention
 
 MLP_RATIO = 4
 INIT_STD = 0.02
@@ -102,8 +101,7 @@ class GPT2(LanguageModel):
             x = block(x, cache)
         if cache is not None:
             cache.advance(tokens.size(1))
-            before = tokens[:, :0] if cache.tokens is None else cache.tokens
-            cache.tokens = torch.cat((before, tokens), dim=1)  # (B, S)
+            cache.tokens = torch.cat((cache.tokens, tokens), dim=1)  # (B, S)
         return F.linear(self.norm(x), self.embedding.weight)  # (B, T, V)
 
     def embed(self, tokens: Tensor, start: int = 0) -> Tensor:
@@ -135,9 +133,8 @@ class GPT2(LanguageModel):
 
     def evict_oldest_half(self, cache: KVCache) -> None:
         """Remove the older half of a full cache; compute the rest again at its new positions."""
-        assert cache.tokens is not None
         kept = cache.tokens[:, self.block_size - self.block_size // 2 :]
         cache.set_length(0)
-        cache.tokens = None
+        cache.tokens = kept[:, :0]
         if kept.size(1):
             self.forward(kept, cache)

@@ -17,17 +17,21 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from chargpt.models.base import LanguageModel
-from chargpt.models.cache import KVCache
+from chargpt.models.base import KVCache, LanguageModel
 from chargpt.models.gpt import GPT
 from chargpt.models.ngram import MAX_TOKENS, NGramLM
-from chargpt.models.word_context import BACKOFF_ORDER, LOOKBACK, NO_TOKEN, WORDS, WordContextModel
-from chargpt.text.tokenizer import Tokens
+from chargpt.models.word_context import (
+    BACKOFF_ORDER,
+    LOOKBACK,
+    WORDS,
+    WordContextModel,
+    word_token_mask,
+)
+from chargpt.text.tokenizer import CharTokenizer, Tokens
 
 MIXTURE_ORDER = 8  # of the n-gram model: higher ones gain nothing
 NETWORKS = 3  # of the gate
@@ -62,17 +66,17 @@ class Mixture(LanguageModel):
     """A GPT, n-gram models, and the gate that weighs them; `fit_mixture` fits it.
 
     Its logits are log-probabilities. The n-grams of up to `order` tokens may look at tokens before
-    the block. They are counted in the last MAX_TOKENS of `tokens`, at least `order`. `in_words`
-    says which tokens are part of words, (V,).
+    the block. They are counted in the last MAX_TOKENS of `tokens`, at least `order`. The tokenizer
+    says which tokens are part of words.
     """
 
     lookback = LOOKBACK
 
     def __init__(
-        self, gpt: GPT, tokens: Tokens, in_words: npt.NDArray[np.bool_], order: int = MIXTURE_ORDER
+        self, gpt: GPT, tokens: Tokens, tokenizer: CharTokenizer, order: int = MIXTURE_ORDER
     ) -> None:
         super().__init__(gpt.vocab_size, gpt.block_size)
-        self.gpt, self.in_words, self.order = gpt, in_words, order
+        self.gpt, self.in_words, self.order = gpt, word_token_mask(tokenizer), order
         self.first_continuation_id = gpt.first_continuation_id
         self.fit_counts(tokens)
         self.gate = Gate(order)
@@ -96,8 +100,6 @@ class Mixture(LanguageModel):
         tokens = self.check_tokens(tokens, cache)
         if cache is not None:
             before = cache.tokens
-            if before is None:
-                before = tokens.new_full((len(tokens), LOOKBACK), NO_TOKEN)
             cache.tokens = torch.cat((before, tokens), dim=1)[:, -LOOKBACK:]
         contexts = self.contexts(tokens, before)
         position = 0 if cache is None else cache.length

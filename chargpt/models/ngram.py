@@ -26,8 +26,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from chargpt.models.base import LanguageModel
-from chargpt.models.cache import KVCache
+from chargpt.models.base import KVCache, LanguageModel
 from chargpt.text.tokenizer import Ints, Tokens
 
 NGRAM_ORDER = 6  # higher orders gain nothing on texts of a million characters
@@ -66,28 +65,25 @@ class NGramLM(LanguageModel):
         tokens = tokens[-MAX_TOKENS:].astype(np.min_scalar_type(vocab_size - 1))
         positions = np.arange(len(tokens) + 1)  # sorted by the n-grams of order 0, all the same
         ids = np.zeros_like(positions)  # of the n-gram at each position
-        codes_and_counts: list[tuple[Ints, Ints]] = []
+        codes: list[Ints] = []  # of each order
+        counts: list[Ints] = []
         for k in range(1, min(order, len(tokens)) + 1):
             positions = positions[positions > 0] - 1
             positions = positions[tokens[positions].argsort(kind="stable")]
-            codes = ids[positions] * vocab_size + tokens[positions + k - 1]
-            is_first = np.append(True, codes[1:] != codes[:-1])
+            all_codes = ids[positions] * vocab_size + tokens[positions + k - 1]
+            is_first = np.append(True, all_codes[1:] != all_codes[:-1])
             starts = np.flatnonzero(is_first)
-            if codes_and_counts:
+            if k > 1:  # the lower order has continuation counts
                 suffix = ids[positions[starts] + 1]  # an n-gram without its first token
-                lower_codes, _ = codes_and_counts[-1]
-                continuation_counts = np.bincount(suffix, minlength=len(lower_codes))
                 # the n-gram at the start of the text has no token before it
-                codes_and_counts[-1] = lower_codes, continuation_counts.clip(min=1)
-            counts = np.diff(np.append(starts, len(positions)))
-            codes_and_counts.append((codes[starts], counts))
+                counts[-1] = np.bincount(suffix, minlength=len(codes[-1])).clip(min=1)
+            codes.append(all_codes[starts])
+            counts.append(np.diff(starts, append=len(positions)))
             ids = np.empty_like(positions)
             ids[positions] = is_first.cumsum() - 1
-        orders, n_contexts = [], 1
-        for codes, counts in codes_and_counts:
-            orders.append(NGramOrder(codes, counts, n_contexts, vocab_size))
-            n_contexts = len(codes)
-        return cls(vocab_size, block_size, orders)
+        n_contexts = [1, *map(len, codes[:-1])]
+        orders = map(NGramOrder, codes, counts, n_contexts, [vocab_size] * len(codes))
+        return cls(vocab_size, block_size, list(orders))
 
     def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
         tokens = self.check_tokens(tokens, cache)

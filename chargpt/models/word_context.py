@@ -102,11 +102,6 @@ def hash_contexts(tokens: Ints, in_words: Bools) -> list[Ints]:
     def at(values: npt.NDArray[Any], places: Ints) -> npt.NDArray[Any]:
         return np.take_along_axis(values, places.clip(min=0), axis=1)
 
-    def hashed(first: Ints, last: Ints) -> npt.NDArray[np.uint64]:
-        """Return the hashes of the tokens from `first` to `last`."""
-        hashes: npt.NDArray[np.uint64] = (at(sums, last + 1) - at(sums, first)) * powers[last]
-        return hashes
-
     def scrambled(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
         """Return a permutation of all hashes that is not linear, so that sums do not coincide."""
         hashes = hashes * np.uint64(MULTIPLIER)
@@ -119,14 +114,12 @@ def hash_contexts(tokens: Ints, in_words: Bools) -> list[Ints]:
     end = np.maximum.accumulate(np.where(is_word, index, -1), axis=1)
     oldest = index - LOOKBACK + 1
     first = np.where(is_word, start, index)  # another token is a context of its own
-    context = hashed(np.maximum(first, oldest), index)
-    contexts = [context]
+    words = (sums[:, 1:] - at(sums, np.maximum(first, oldest))) * powers  # up to each token
+    contexts = [words]
     for _ in range(WORDS):
         last = np.where(first > 0, at(end, first - 1), -1)  # of the word before
         first = np.where(last >= 0, at(start, last), -1)
         is_near = (last >= 0) & (first >= oldest)
-        word = np.where(is_near, hashed(first, last), 0)
-        context = scrambled(context) + word
-        contexts.append(context)
+        contexts.append(scrambled(contexts[-1]) + np.where(is_near, at(words, last), 0))
     shift = np.uint64(1 + len(in_words).bit_length())
     return [(scrambled(hashes) >> shift).astype(np.int64) for hashes in contexts]

@@ -18,7 +18,6 @@ from chargpt.files import exists, read_regular, write_atomically
 from chargpt.models import GPT
 from chargpt.models.mixture import MIXTURE_ORDER, Gate, Mixture
 from chargpt.models.ngram import MAX_TOKENS
-from chargpt.models.word_context import word_token_mask
 from chargpt.store.folder import RunFolder
 from chargpt.store.layout import MIXTURE_FILE
 from chargpt.store.run import Run, as_run
@@ -95,7 +94,7 @@ def with_mixture(run: Run | str | Path) -> Run:
         return run
     tokens, gate = read_mixture(run)
     assert isinstance(run.model, GPT)
-    mixture = Mixture(run.model, tokens, word_token_mask(run.tokenizer))
+    mixture = Mixture(run.model, tokens, run.tokenizer)
     mixture.gate = gate
     return replace(run, model=mixture.to(run.model.device).eval())
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from chargpt.inference.decoders.model_decoder import ModelDecoder
+from chargpt.inference.decoders import ModelDecoder
 from chargpt.inference.evaluation import OnProgress
 from chargpt.models.mixture import Mixture
 from chargpt.models.word_context import NO_TOKEN

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from chargpt.config import Config
 from chargpt.device import synchronize
 from chargpt.models import count_parameters, rotary_bytes
-from chargpt.models.attention import MAX_PRODUCT_ROW_BYTES
+from chargpt.models.kernels import MAX_PRODUCT_ROW_BYTES
 from chargpt.training.learner import Learner
 
 # factor on the time of the forward and backward pass: measured for the default config, the

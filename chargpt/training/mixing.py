@@ -5,21 +5,22 @@ models.
 """
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from chargpt.errors import NOT_FINITE, ChargptError, OperationError
-from chargpt.inference.windows import block_windows
+from chargpt.inference.evaluation import block_windows, gather_rows
 from chargpt.log import logger
 from chargpt.models import GPT
-from chargpt.models.mixture import HIDDEN, Gate, Mixture
-from chargpt.models.word_context import word_token_mask
-from chargpt.store.mixture import save_mixture
 from chargpt.store.run import Run
 from chargpt.text.corpus import Corpus
 from chargpt.text.tokenizer import CharTokenizer, Tokens
 from chargpt.training.optim import AdamW
+
+if TYPE_CHECKING:  # imported when a mixture is fitted, after training
+    from chargpt.models.mixture import Gate, Mixture
 
 STEPS, BATCH_SIZE, LR = 100, 2048, 0.1
 L2 = 1.0  # penalty on the squared weights, divided by the number of characters
@@ -40,6 +41,8 @@ def add_mixture(run: Run, corpus: Corpus) -> Run | None:
         OperationError: the GPT's predictions are not finite.
         RunError: the mixture cannot be saved.
     """
+    from chargpt.store.mixture import save_mixture
+
     train, held_out = corpus.split("train"), corpus.split("mixture")
     if not isinstance(run.model, GPT) or len(held_out) < MIN_CHARACTERS:
         return None
@@ -57,7 +60,7 @@ def try_add_mixture(run: Run, corpus: Corpus) -> Run | None:
         return None
 
 
-def fit_mixture(gpt: GPT, tokenizer: CharTokenizer, train: Tokens, held_out: Tokens) -> Mixture:
+def fit_mixture(gpt: GPT, tokenizer: CharTokenizer, train: Tokens, held_out: Tokens) -> "Mixture":
     """Return the mixture of a GPT and the n-gram models of its training split, on its device.
 
     `held_out` is text that is not in the training split, at least 2 characters.
@@ -65,10 +68,13 @@ def fit_mixture(gpt: GPT, tokenizer: CharTokenizer, train: Tokens, held_out: Tok
     Raises:
         OperationError: the GPT's predictions are not finite.
     """
-    mixture = Mixture(gpt, train, word_token_mask(tokenizer)).to(gpt.device).eval()
+    from chargpt.models.mixture import Mixture
+
+    mixture = Mixture(gpt, train, tokenizer).to(gpt.device).eval()
     parts = []
     with torch.no_grad():
-        for rows, *_ in block_windows(held_out, gpt.block_size, lookback=mixture.lookback):
+        for starts, length, *_ in block_windows(len(held_out) - 1, gpt.block_size):
+            rows = gather_rows(held_out, starts - mixture.lookback, mixture.lookback + length)
             for batch in torch.split(torch.from_numpy(rows), FORWARD_BATCH_SIZE):
                 data = gate_data(mixture, batch.to(gpt.device))
                 parts.append([tensor.flatten(0, 1).cpu() for tensor in data])
@@ -79,7 +85,7 @@ def fit_mixture(gpt: GPT, tokenizer: CharTokenizer, train: Tokens, held_out: Tok
     return mixture
 
 
-def gate_data(mixture: Mixture, rows: Tensor) -> tuple[Tensor, Tensor]:
+def gate_data(mixture: "Mixture", rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gate's inputs, (B, T, 1 + 2 K), and the log-probabilities, (B, T, 1 + K).
 
     The log-probabilities are the components', of the tokens that follow in rows
@@ -94,7 +100,7 @@ def gate_data(mixture: Mixture, rows: Tensor) -> tuple[Tensor, Tensor]:
     return mixture.gate_inputs(log_probs, contexts), torch.cat(columns, dim=-1)
 
 
-def fit_gate(gate: Gate, inputs: Tensor, log_probs: Tensor) -> None:
+def fit_gate(gate: "Gate", inputs: Tensor, log_probs: Tensor) -> None:
     """Fit each network of a gate, in place, to the loss of its own mixture on these characters.
 
     Inputs are (N, 1 + 2 K), `log_probs` of each component for the next character (N, 1 + K).
@@ -104,8 +110,8 @@ def fit_gate(gate: Gate, inputs: Tensor, log_probs: Tensor) -> None:
     gate.cpu()  # so that the fit is bitwise identical on every device
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for weight, n_inputs in ((gate.hidden.weight, inputs.size(1)), (gate.output, HIDDEN)):
-            bound = INITIAL_SCALE / n_inputs**0.5
+        for weight in (gate.hidden.weight, gate.output):
+            bound = INITIAL_SCALE / weight.size(1) ** 0.5  # of the number of inputs
             weight.uniform_(-bound, bound, generator=generator)
         gate.hidden.bias.zero_()
         gate.bias.zero_()

@@ -2,7 +2,6 @@
 
 from chargpt.config import Config
 from chargpt.inference.evaluation import Evaluation, evaluate_tokens
-from chargpt.inference.generation import stream_pieces
 from chargpt.text.corpus import Corpus, Split
 from chargpt.text.display import end_sign
 from chargpt.training.learner import Learner
@@ -34,6 +33,8 @@ class Validator:
 
     def sample(self) -> str:
         """Return a short text, or some documents, generated with the run's sampling settings."""
+        from chargpt.inference.generation import stream_pieces
+
         tokenizer, options = self.corpus.tokenizer, self.sampling
         prompt = tokenizer.encode(tokenizer.eos_token + options.prompt, unknown="replace")
         with self.learner.with_ema_weights():

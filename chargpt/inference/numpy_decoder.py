@@ -1,8 +1,14 @@
-"""CPU decoder of a GPT in numpy: the steps of models/gpt.py, for one token a sequence.
+"""CPU decoders of a GPT in numpy: the steps of models/gpt.py, for one token a sequence.
 
 With about a million multiplications a token, the overhead of each operation dominates, and
-numpy's is far smaller than torch's. The layout of the weights (numpy_weights.py) leaves few
-operations, and the first layer's q, k and v, which depend only on the token, are a table.
+numpy's is far smaller than torch's. The layout of the weights leaves few operations:
+
+- q, k and v are one matrix, gate and up another. RMSNorm weights, times sqrt(C), are folded into
+  the matrix that follows, so that a norm only scales its input to length 1. QK-norm weights contain
+  sqrt(D) and those of q also the attention scale 1 / sqrt(D).
+- The channels (i, i + D / 2) of a rotary pair are adjacent in q and k, so that RoPE is one complex
+  product.
+- The first layer's q, k and v, which depend only on the token, are a table.
 
 Shapes in this file: N = sequences (the axis is absent for a single sequence, which is faster),
 S = cached tokens, L = layers, C = n_embd, H = n_head, D = C / H, F = mlp_width, V = vocabulary
@@ -10,18 +16,106 @@ size, K = block size.
 """
 
 import math
-from typing import Any, TypeGuard
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
 
 from chargpt.config import NORM_EPS
-from chargpt.inference.decoders.numpy_weights import Array, Weights, interleave, pack_weights
 from chargpt.models import GPT, LanguageModel
-from chargpt.models.cache import KVCache
+from chargpt.models.base import KVCache
+from chargpt.models.gpt import Attention
+from chargpt.models.kernels import RMSNorm
 from chargpt.text.tokenizer import Tokens
+
+Array = npt.NDArray[np.float32]
 
 ONE = np.float32(1)
 MAX_SCORE = 60  # up to this attention score, sums and products of exp(score) fit into float32
+MIN_SEQUENCES = 32  # of a thread: with fewer, handing over the work costs more than it saves
+
+
+def is_supported(model: LanguageModel) -> TypeGuard[GPT]:
+    """Return whether `NumpyDecoder` implements a model's architecture."""
+    return (
+        isinstance(model, GPT)
+        and model.config.attention == "full"
+        and model.config.qk_norm
+        and model.config.mlp == "swiglu"
+    )
+
+
+class LayerWeights(NamedTuple):
+    """Weights of one layer."""
+
+    qkv: Array  # (C, 3C)
+    qk_norm: Array  # (2, 1, D)
+    output: Array  # (C, C)
+    gate_up: Array  # (C, 2F)
+    down: Array  # (F, C)
+
+
+class Weights(NamedTuple):
+    """Weights of a GPT."""
+
+    embedding: Array  # (V, C)
+    layers: list[LayerWeights]
+    head: Array  # (C, V)
+    rotary: npt.NDArray[np.complex64]  # (K, D / 2), cos + i sin
+
+
+@torch.no_grad()
+def pack_weights(model: GPT) -> Weights:
+    """Return a copy of a model's weights in the layout described at the top of this file."""
+    config = model.config
+    size, root = config.head_size, math.sqrt(config.n_embd)
+    pairs = interleave(size)
+
+    def fold_norm(norm: RMSNorm, *linears: nn.Linear) -> Tensor:
+        """Return the joint matrix after a norm with its weight folded in, (C, outputs)."""
+        joint = torch.cat([each.weight for each in linears])  # (outputs, C)
+        return (joint * (norm.weight * root)).mT.cpu()
+
+    layers = []
+    for block in model.blocks:
+        attention, mlp = block.attention, block.mlp
+        assert isinstance(attention, Attention), "see `is_supported`"
+        assert mlp is not None
+        qkv = fold_norm(block.attention_norm, attention.query, attention.key, attention.value)
+        by_head = qkv.view(-1, 3, config.n_head, size)
+        by_head[:, :2] = by_head[:, :2, :, pairs]
+        norms = torch.stack((attention.query_norm.weight, attention.key_norm.weight)).cpu()
+        qk_norm = norms * size**0.5  # (2, D)
+        if config.scale_attn_weights:
+            qk_norm[0] *= size**-0.5
+        matrices = LayerWeights(
+            qkv=to_numpy(qkv),
+            qk_norm=to_numpy(qk_norm[:, None, pairs]),
+            output=to_numpy(attention.output.weight.mT),
+            gate_up=to_numpy(fold_norm(block.mlp_norm, mlp.gate, mlp.up)),
+            down=to_numpy(mlp.down.weight.mT),
+        )
+        layers.append(matrices)
+    return Weights(
+        embedding=to_numpy(model.embedding.weight),
+        layers=layers,
+        head=to_numpy((model.head.weight * model.norm.weight * root).mT),
+        rotary=torch.complex(model.cos.cpu(), model.sin.cpu())[:, : size // 2].numpy(),
+    )
+
+
+def interleave(size: int) -> Tensor:
+    """Return the channels of a head with those of a rotary pair adjacent, (D,): 0, D / 2, 1, ..."""
+    return torch.arange(size).view(2, -1).mT.flatten()
+
+
+def to_numpy(tensor: Tensor) -> Array:
+    """Return a contiguous copy."""
+    array: Array = tensor.detach().float().cpu().numpy().copy(order="C")
+    return array
 
 
 class NumpyDecoder:
@@ -142,11 +236,24 @@ def _swiglu(gate_up: Array) -> Array:
     return hidden
 
 
-def is_supported(model: LanguageModel) -> TypeGuard[GPT]:
-    """Return whether `NumpyDecoder` implements a model's architecture."""
-    return (
-        isinstance(model, GPT)
-        and model.config.attention == "full"
-        and model.config.qk_norm
-        and model.config.mlp == "swiglu"
-    )
+class ParallelDecoder:
+    """CPU decoder of a GPT that divides N sequences evenly over threads.
+
+    numpy releases Python's lock in its larger operations. Threads of the BLAS would share the work
+    too, but they spin while they wait for each other: beside a busy process a step takes thirty
+    times as long.
+    """
+
+    def __init__(
+        self, model: GPT, num_sequences: int, prefilled: KVCache | None = None, *, num_threads: int
+    ) -> None:
+        parts = np.array_split(np.arange(num_sequences), num_threads)
+        self.starts = [int(part[0]) for part in parts[1:]]
+        weights = pack_weights(model)
+        self.decoders = [NumpyDecoder(model, len(part), prefilled, weights) for part in parts]
+        self.pool = ThreadPoolExecutor(num_threads)
+
+    def step(self, tokens: Tokens) -> Array:
+        """Append one token a sequence, (N,); return the logits of the next ones, (N, V)."""
+        parts = np.split(tokens, self.starts)
+        return np.concatenate(list(self.pool.map(NumpyDecoder.step, self.decoders, parts)))
