@@ -19,8 +19,8 @@ from chargpt.config import Config, TextConfig, load_config
 from chargpt.models import count_parameters
 from chargpt.text.prepare import load_corpus
 from chargpt.training import planner
+from chargpt.training.budget import Trials
 from chargpt.training.deadline import Deadline
-from chargpt.training.trials import Trials
 
 DATA = Path(__file__).parent.parent / "data" / "lighthouse.txt"
 MEASURED_PARAMETERS = 5_000_000

@@ -184,7 +184,7 @@ def test_a_run_is_resumed_with_its_own_content_only(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="give out="):
         chargpt.train(text=text, start="new or resume")
     for given in ({"text": text}, {"path": "novel.txt"}):
-        with pytest.raises(ConfigError, match="takes the text from the run"):
+        with pytest.raises(ConfigError, match="keeps its text and settings"):
             chargpt.train(**given, out=out, start="resume")  # type: ignore[arg-type]
 
 
@@ -258,7 +258,7 @@ def test_notes_go_where_the_programs_logging_sends_them(
 
 @pytest.mark.parametrize("budget", [float("nan"), float("inf"), [3]])
 def test_a_budget_that_is_no_time_is_one_sentence(budget: Any) -> None:
-    with pytest.raises(ConfigError, match="budget: expected seconds"):
+    with pytest.raises(ConfigError, match="is not a duration"):
         chargpt.train(budget=budget)
 
 
@@ -487,7 +487,6 @@ def test_a_folder_stands_for_its_run_and_mistakes_are_said_in_a_sentence(
         lambda: tiny_run.logits(3),  # type: ignore[arg-type]
         lambda: tiny_run.logits(["a"]),  # type: ignore[arg-type]
         lambda: chargpt.train(text=b"abc"),  # type: ignore[arg-type]
-        lambda: chargpt.train(budget=[5]),  # type: ignore[arg-type]
         lambda: chargpt.train(settings=["seed=1"]),  # type: ignore[arg-type]
     ):
         with pytest.raises(chargpt.ChargptError, match="expected"):

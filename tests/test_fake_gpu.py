@@ -39,9 +39,9 @@ from chargpt.text.corpus import Corpus
 from chargpt.text.prepare import load_corpus
 from chargpt.text.tokenizer import CharTokenizer
 from chargpt.training import learner, planner, trainer
+from chargpt.training.budget import Trials
 from chargpt.training.deadline import Deadline
 from chargpt.training.trainer import METRICS_EVERY, Trainer
-from chargpt.training.trials import Trials
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 # they return a value, or a shape that depends on values
@@ -271,7 +271,7 @@ def test_first_calls_which_load_kernels_are_not_timed(
     trial = decoders.trial_seconds(Mock(step=work), 1)
     assert trial == pytest.approx(0.001 * decoders.TRIAL_STEPS)
     seconds += [9.0, 0.001]
-    monkeypatch.setattr("chargpt.training.trials.evaluate_tokens", work)
+    monkeypatch.setattr("chargpt.training.budget.evaluate_tokens", work)
     trials = Trials(corpus)
     trials.learner = Mock(model=noisy_model())
     assert trials.measure_scoring() == pytest.approx(0.001)

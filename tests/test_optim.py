@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from chargpt.config import ModelConfig, OptimConfig
 from chargpt.errors import RunError
 from chargpt.models import build_model
-from chargpt.training.muon import COEFFICIENTS, Muon, orthogonalize
-from chargpt.training.optim import BETAS, AdamW, Optimizer
+from chargpt.training.optim import BETAS, COEFFICIENTS, AdamW, Muon, Optimizer, orthogonalize
 
 SHAPES = {"tall": (3, 48, 16), "wide": (3, 16, 48), "square": (3, 24, 24), "row": (2, 1, 7)}
 VOCAB = 11

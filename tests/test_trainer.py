@@ -153,7 +153,7 @@ def test_dropout_differs_between_micro_batches_and_is_off_in_evaluation(corpus: 
         trainer.learner.seed_dropout(0, micro)
         losses_seen.append(trainer.learner.objective(block)[1].item())
     assert losses_seen[0] == losses_seen[2] != losses_seen[1]
-    first, second = (trainer.validator.evaluate("val").nats_per_char for _ in range(2))
+    first, second = (trainer.learner.evaluate("val").nats_per_char for _ in range(2))
     assert first == second
 
 
@@ -712,7 +712,7 @@ def test_the_notebooks_bigram_trains_to_within_005_nats_of_the_counted_bigram(
     trainer = Trainer(config, corpus)
     for _ in trainer.steps():
         pass
-    trained = trainer.validator.evaluate("val").nats_per_char
+    trained = trainer.learner.evaluate("val").nats_per_char
     assert trained == pytest.approx(
         Baselines(corpus).losses(corpus.split("val"))["bigram"], abs=0.05
     )
@@ -723,7 +723,7 @@ def test_the_shipped_bigram_trains_to_within_001_nats_of_the_counted_bigram(corp
     trainer = Trainer(config, corpus)
     for _ in trainer.steps():
         pass
-    trained = trainer.validator.evaluate("train").nats_per_char
+    trained = trainer.learner.evaluate("train").nats_per_char
     assert trained == pytest.approx(
         Baselines(corpus).losses(corpus.split("train"))["bigram"], abs=0.01
     )

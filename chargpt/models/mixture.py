@@ -32,6 +32,7 @@ from chargpt.text.tokenizer import Tokens
 MIXTURE_ORDER = 8  # of the n-gram model: higher ones gain nothing
 NETWORKS = 3  # of the gate
 HIDDEN = 16  # units of each
+MIN_CHARACTERS = 100  # that the gate is fitted to
 
 
 class Gate(nn.Module):

@@ -1,51 +1,52 @@
-"""A run that is planned for a time budget and fitted to what is left of it."""
+"""Planning a run for a time budget: threads, mixture split and trials; `planner.py` chooses."""
 
 import math
-from dataclasses import dataclass, replace
+import time
+from dataclasses import replace
+
+import numpy as np
 
 from chargpt.config import Config
 from chargpt.device import choose_device
+from chargpt.inference.evaluation import evaluate_tokens
 from chargpt.log import logger
+from chargpt.models.mixture import MIN_CHARACTERS
 from chargpt.text.corpus import MAX_MIXTURE_FRACTION, Corpus
 from chargpt.threads import ThreadTuner, default_threads, measure_threads
-from chargpt.training.deadline import MIN_STEPS, Deadline, mixture_seconds, scoring_seconds
-from chargpt.training.mixing import MIN_CHARACTERS
-from chargpt.training.pace import Pace, replanned_config
-from chargpt.training.planner import RECIPE, Plan, plan
-from chargpt.training.trials import Trials
+from chargpt.training.cost import measure_step_seconds
+from chargpt.training.deadline import Deadline, mixture_seconds, scoring_seconds
+from chargpt.training.learner import Learner
+from chargpt.training.pace import Pace
+from chargpt.training.planner import RECIPE, plan
+from chargpt.training.trainer import Trainer
 
 MAX_MIXTURE_TIME = 0.2  # fraction of the remaining time: if fitting takes longer, no mixture
+TRIAL_STEPS = 3  # that measure a size's speed
+TIMED_TOKENS = 8_000  # scored to measure the speed of scoring
 
 
-@dataclass(frozen=True)
-class PlannedBudget:
-    """A run that was planned for a deadline.
-
-    Attributes:
-        plan: of the run.
-        deadline: of the command.
-        token_seconds: measured time of scoring a token.
-        may_shrink: whether the user has set the size of the model.
-        thread_tuner: None leaves the number of threads as it is.
-    """
-
-    plan: Plan
-    deadline: Deadline
-    token_seconds: float
-    may_shrink: bool = False
-    thread_tuner: ThreadTuner | None = None
+def with_measured_threads(config: Config) -> Config:
+    """Return the config with the number of CPU threads that is fastest now, unless it is fixed."""
+    default_threads()  # before another number is set
+    device, _ = choose_device(config.device)
+    threads = measure_threads(device) if config.threads is None else None
+    return config if threads is None else config.with_values({"threads": threads})
 
 
 def plan_run(
-    config: Config,
-    corpus: Corpus,
-    deadline: Deadline,
-    fixed_keys: frozenset[str],
-    thread_tuner: ThreadTuner | None = None,
-) -> tuple[PlannedBudget, Corpus]:
-    """Return the plan of a run for a deadline, and the corpus with its mixture split.
+    config: Config, corpus: Corpus, deadline: Deadline, fixed_keys: frozenset[str]
+) -> tuple[Config, Corpus, Pace]:
+    """Plan a run for a deadline from trial steps.
 
-    The user has set the dotted keys `fixed_keys`. Errors are those of `plan`.
+    The user has set the dotted keys `fixed_keys`; if `threads` is not one of them, their number is
+    measured again while the run trains.
+
+    Returns:
+        The config, the corpus with its mixture split, and what keeps the run within the deadline.
+
+    Raises:
+        ConfigError: `train.max_steps` is fixed too.
+        OperationError: the fewest useful steps would take more than twice the budget.
     """
     config = with_mixture_split(config, corpus, deadline, fixed_keys)
     corpus = replace(corpus, settings=config.text)
@@ -54,10 +55,19 @@ def plan_run(
         deadline = replace(deadline, scoring_seconds=seconds)
     trials = Trials(corpus)
     planned = plan(config, corpus, deadline, fixed_keys, trials)
-    may_shrink = not planned.size_was_chosen and config.model.kind == "gpt"
-    may_shrink = may_shrink and config.train.from_run is None
-    seconds = trials.measure_scoring()
-    return PlannedBudget(planned, deadline, seconds, may_shrink, thread_tuner), corpus
+    token_seconds = trials.measure_scoring()
+    seconds = scoring_seconds(deadline, corpus, planned.config, token_seconds)
+    n_scored = min(planned.config.train.evaluation_tokens, len(corpus.split("val")))
+    threads_are_measured = config.threads is not None and "threads" not in fixed_keys
+    pace = Pace(
+        replace(deadline, scoring_seconds=seconds),
+        planned,
+        validation_seconds=token_seconds * n_scored,
+        thread_tuner=ThreadTuner(default_threads()) if threads_are_measured else None,
+    )
+    # before anything is trained: when a comparison comes to this run, others may have taken longer
+    pace.deadline.require(sum(pace.fewest_steps_seconds()))
+    return planned.config, corpus, pace
 
 
 def with_mixture_split(
@@ -75,67 +85,54 @@ def with_mixture_split(
     with_split = corpus.with_settings(mixture_characters=RECIPE.mixture_characters)
     max_fraction = 2 * MAX_MIXTURE_FRACTION  # of a split that ends with a whole document
     if MAX_MIXTURE_FRACTION * corpus.n_characters < MIN_CHARACTERS:
-        logger.warning(
-            f"without a mixture: {MAX_MIXTURE_FRACTION:.0%} of the text is too little to fit "
-            "its weights to"
-        )
+        cause = f"{MAX_MIXTURE_FRACTION:.0%} of the text is too little to fit its weights to"
     elif seconds > MAX_MIXTURE_TIME * remaining:
-        logger.warning(
-            f"without a mixture: fitting one would take about {seconds:.1f} s, over "
-            f"{MAX_MIXTURE_TIME:.0%} of the {max(0.0, remaining):.1f} s that are left; "
-            "give a longer --budget"
+        cause = (
+            f"fitting one would take about {seconds:.1f} s, over {MAX_MIXTURE_TIME:.0%} of the "
+            f"{max(0.0, remaining):.1f} s that are left; give a longer --budget"
         )
     elif len(with_split.split("mixture")) > max_fraction * len(corpus.tokens):
-        logger.warning(
-            "without a mixture: its split, of whole documents, would be over "
-            f"{max_fraction:.0%} of the text; -s {key}=20000 makes one all the same"
+        cause = (
+            f"its split, of whole documents, would be over {max_fraction:.0%} of the text; "
+            f"-s {key}=20000 makes one all the same"
         )
     else:
         return config.with_values({key: RECIPE.mixture_characters})
+    logger.warning(f"without a mixture: {cause}")
     return config
 
 
-def fit_to_deadline(
-    budget: PlannedBudget, config: Config, corpus: Corpus
-) -> tuple[Config, Pace, float]:
-    """Return config and pace of a planned run, and the expected time of its steps, in seconds.
+class Trials:
+    """Measures configs on a text; the planner calls it for each size that it considers."""
 
-    Time for scoring at the end is reserved. A budget that is too short for the fewest useful steps
-    is extended, which is logged, or an OperationError says how much it lacks.
-    """
-    deadline, train, step_seconds = budget.deadline, config.train, budget.plan.step_seconds
-    scoring = scoring_seconds(deadline, corpus, config, budget.token_seconds)
-    deadline = replace(deadline, scoring_seconds=scoring)
-    n_scored = min(train.evaluation_tokens, len(corpus.split("val")))
-    validation_seconds = budget.token_seconds * n_scored
-    n_steps = min(MIN_STEPS, train.max_steps)
-    validations = (math.ceil(n_steps / train.evaluate_every) + 1) * validation_seconds
-    missing = deadline.missing_seconds(
-        n_steps, n_steps * step_seconds + validations, may_shrink=budget.may_shrink
-    )
-    deadline = deadline.extended(missing)
-    if deadline.extension:
-        logger.warning(deadline.announcement(n_steps))
-        remaining = deadline.remaining - validations
-        config = replanned_config(config, 0, step_seconds, remaining)
-    planned_seconds = config.train.max_steps * step_seconds / RECIPE.initial_fraction
-    pace = Pace(
-        deadline,
-        step_limit=budget.plan.step_limit,
-        validation_seconds=validation_seconds,
-        thread_tuner=budget.thread_tuner,
-    )
-    return config, pace, min(deadline.remaining, planned_seconds + validations)
+    def __init__(self, corpus: Corpus) -> None:
+        self.corpus = corpus
+        self.learner: Learner | None = None  # of the last trial
 
+    def __call__(self, config: Config, max_seconds: float = math.inf) -> float:
+        """Return the tokens per second of trial steps, without n-gram soft targets.
 
-def with_measured_threads(config: Config) -> tuple[Config, ThreadTuner | None]:
-    """Return the config with the number of CPU threads that is fastest now, unless it is fixed.
+        Soft targets cost a tenth or less, which re-planning takes into account. If one step takes
+        over `max_seconds`, it is the only one.
+        """
+        fresh = {"train.ngram_target_weight": 0.0, "train.from_run": None, "optim.l2_sp": 0.0}
+        self.learner = None  # its memory is free for the next one
+        self.learner = Trainer(config.with_values(fresh), self.corpus).learner
+        seconds = measure_step_seconds(
+            self.learner, TRIAL_STEPS, update=True, max_seconds=max_seconds
+        )
+        return config.tokens_per_step / seconds
 
-    If it was measured, so is what measures it again.
-    """
-    max_threads = default_threads()
-    device, _ = choose_device(config.device)
-    threads = measure_threads(device) if config.threads is None else None
-    if threads is None:
-        return config, None
-    return config.with_values({"threads": threads}), ThreadTuner(max_threads)
+    def measure_scoring(self) -> float:
+        """Return the seconds per token of scoring with the model of the last trial; drop it."""
+        assert self.learner is not None
+        # a short split is repeated: a single forward pass says little about the time of many
+        val = self.corpus.split("val")
+        tokens = np.resize(val[: TIMED_TOKENS + 1], TIMED_TOKENS + 1)
+        model, self.learner = self.learner.model, None
+        # the first call is a warm-up: a GPU loads its kernels
+        for n_timed in (model.block_size, TIMED_TOKENS):
+            start = time.perf_counter()
+            timed = evaluate_tokens(model, tokens, max_tokens=n_timed)
+        per_character = (time.perf_counter() - start) / timed.characters
+        return per_character * self.corpus.characters_per_token

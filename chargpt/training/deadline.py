@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from chargpt.config import Config
 from chargpt.errors import ConfigError, OperationError
+from chargpt.log import logger
 from chargpt.models.ngram import MAX_TOKENS
 from chargpt.text.corpus import REQUIRED_SPLITS, Corpus
 
@@ -35,12 +36,13 @@ class Reserve:
 RESERVE = Reserve()
 
 
-def parse_duration(text: str) -> float:
-    """Return the seconds of a duration such as `90`, `30s`, `3m`, `1m30s` or `2h`.
+def parse_duration(duration: str | float) -> float:
+    """Return the seconds of a duration such as 90, `90`, `30s`, `3m`, `1m30s` or `2h`.
 
     Raises:
         ConfigError: it is not a duration, or under `MIN_SECONDS`.
     """
+    text = f"{duration:.0f}" if isinstance(duration, float) else str(duration)
     match = re.fullmatch(r"(?:(\d{1,4})h)?(?:(\d{1,6})m)?(?:(\d{1,8})s)?|(\d{1,8})", text.strip())
     if not match or not any(match.groups()):
         raise ConfigError(
@@ -110,42 +112,36 @@ class Deadline:
         seconds, announced = self.clock() - self.started, self.seconds + self.extension
         if seconds <= LATE * announced:
             return None
-        announced = math.ceil(announced)  # as `announcement` rounds it
+        announced = math.ceil(announced)  # as `extended_for` rounds it
         return f"this took {seconds:.0f} s instead of {announced} s: the machine slowed down"
 
-    def missing_seconds(self, n_steps: int, seconds: float, *, may_shrink: bool = False) -> float:
-        """Return how many seconds are missing for `n_steps` steps; negative if they fit.
+    def require(self, seconds: float) -> None:
+        """Raise an OperationError if the fewest useful steps, of `seconds`, take too long.
 
-        Args:
-            n_steps: the fewest that are useful.
-            seconds: that they take, with validation.
-            may_shrink: whether the user has set the size of the model.
-
-        Raises:
-            OperationError: they lack more than the whole budget again.
+        A budget may be extended for them by as much again.
         """
         missing = seconds - self.remaining
         if missing > self.seconds:
-            smaller = ", or a smaller model" if may_shrink else ""
             raise OperationError(
-                f"a budget of {self.seconds:g} s is too short for {n_steps} steps, the fewest that "
-                "are useful, on this machine now; give "
-                f"--budget {math.ceil(self.seconds + missing)}s{smaller}"
+                f"a budget of {self.seconds:g} s is too short for {MIN_STEPS} steps, the fewest "
+                "that are useful, on this machine now; give "
+                f"--budget {math.ceil(self.seconds + missing)}s"
             )
-        return missing
 
-    def extended(self, missing: float) -> "Deadline":
-        """Return the deadline, moved by the missing seconds if they are more than an overrun."""
-        is_enough = missing <= OVERRUN * self.seconds
-        return self if is_enough else replace(self, extension=missing)
+    def extended_for(self, seconds: float) -> "Deadline":
+        """Return the deadline, moved to leave time for the fewest useful steps, of `seconds`.
 
-    def announcement(self, n_steps: int) -> str:
-        """Return a sentence about an extended deadline."""
-        return (
+        That it is moved is logged; it is not for a small overrun.
+        """
+        missing = seconds - self.remaining
+        if missing <= OVERRUN * self.seconds:
+            return self
+        logger.warning(
             f"the budget of {self.seconds:g} s is too short on this machine now: the whole command "
-            f"takes up to {math.ceil(self.seconds + self.extension)} s instead, for the {n_steps} "
-            "steps that are the fewest useful ones"
+            f"takes up to {math.ceil(self.seconds + missing)} s instead, for the {MIN_STEPS} steps "
+            "that are the fewest useful ones"
         )
+        return replace(self, extension=missing)
 
 
 def mixture_seconds(corpus: Corpus, slowdown: float = 1.0) -> float:

@@ -13,7 +13,7 @@ from chargpt.errors import NOT_FINITE, ChargptError, OperationError
 from chargpt.inference.windows import block_windows
 from chargpt.log import logger
 from chargpt.models import GPT
-from chargpt.models.mixture import HIDDEN, Gate, Mixture
+from chargpt.models.mixture import HIDDEN, MIN_CHARACTERS, Gate, Mixture
 from chargpt.models.word_context import word_token_mask
 from chargpt.store.mixture import save_mixture
 from chargpt.store.run import Run
@@ -26,35 +26,25 @@ L2 = 1.0  # penalty on the squared weights, divided by the number of characters
 INITIAL_SCALE = 0.3  # of the default initial weights: nearly equal weights for all components
 STD_EPSILON = 0.1  # added to that of each gate input, so that noise is not scaled up
 FORWARD_BATCH_SIZE = 16
-MIN_CHARACTERS = 100  # to fit to
 
 
-def add_mixture(run: Run, corpus: Corpus) -> Run | None:
+def try_add_mixture(run: Run, corpus: Corpus) -> Run | None:
     """Fit the mixture of a run's GPT to the mixture split and save it with the run.
 
     Returns:
-        The run with the mixture in place of its GPT; None if it is no GPT, or its mixture split is
-        shorter than MIN_CHARACTERS.
-
-    Raises:
-        OperationError: the GPT's predictions are not finite.
-        RunError: the mixture cannot be saved.
+        The run with the mixture in place of its GPT; None if it is no GPT, its mixture split is
+        shorter than MIN_CHARACTERS, or an error was logged: the run itself is complete and saved.
     """
     train, held_out = corpus.split("train"), corpus.split("mixture")
     if not isinstance(run.model, GPT) or len(held_out) < MIN_CHARACTERS:
         return None
-    mixture = fit_mixture(run.model, run.tokenizer, train, held_out)
-    save_mixture(run, mixture)
-    return replace(run, model=mixture)
-
-
-def try_add_mixture(run: Run, corpus: Corpus) -> Run | None:
-    """Do as `add_mixture`, but only log an error: the run itself is complete and saved."""
     try:
-        return add_mixture(run, corpus)
+        mixture = fit_mixture(run.model, run.tokenizer, train, held_out)
+        save_mixture(run, mixture)
     except ChargptError as error:
         logger.warning(str(error))
         return None
+    return replace(run, model=mixture)
 
 
 def fit_mixture(gpt: GPT, tokenizer: CharTokenizer, train: Tokens, held_out: Tokens) -> Mixture:

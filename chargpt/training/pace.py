@@ -1,30 +1,25 @@
-"""Keeping a run within its deadline by re-planning its number of steps.
+"""Keeping a planned run within its deadline by re-planning its number of steps.
 
 The number of steps is re-planned from the measured step time before the learning rate begins to
 decay, then half way through what is left, and so on. Updates that are done stay as they were, so
 the final config repeats the run without a budget.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 from chargpt.config import Config
 from chargpt.log import logger
 from chargpt.threads import ThreadTuner
 from chargpt.training.deadline import MIN_STEPS, Deadline
+from chargpt.training.planner import EPOCH_LIMIT_NOTE, RECIPE, Plan
 from chargpt.training.schedule import decay_start
 
-MAX_EPOCHS = 40  # of a plan; more over-fit
-EPOCH_LIMIT_NOTE = (
-    f"training ends before its time, after {MAX_EPOCHS} epochs, since more would only over-fit "
-    "most texts; chargpt train --resume with -s train.max_steps=N trains longer"
-)
 REPLANNED_FRACTION = 0.95  # fraction of the remaining time that is planned for steps
 MIN_FRACTION = 1 / 8  # of all steps: when fewer remain, their number is final
 MIN_VALIDATION_SECONDS = 0.1  # shorter ones say little about the speed of scoring
 # of the number of steps, and steps: smaller changes are not noted
 NOTED_CHANGE, NOTED_STEPS = 0.1, 10
-# slowdown from which a note gives the factor; some is normal: trial steps have no validation
-NOTED_SLOWDOWN = 2.0
 
 
 @dataclass(frozen=True)
@@ -56,7 +51,7 @@ class Pace:
 
     Args:
         deadline: of the run.
-        step_limit: of all steps, however much time remains: more would only over-fit.
+        plan: of the run; None: its number of steps has no limit.
         validation_seconds: expected of one validation.
         thread_tuner: None leaves the number of threads as it is.
     """
@@ -64,20 +59,40 @@ class Pace:
     def __init__(
         self,
         deadline: Deadline,
+        plan: Plan | None = None,
         *,
-        step_limit: int | None = None,
         validation_seconds: float = 0.0,
         thread_tuner: ThreadTuner | None = None,
     ) -> None:
-        self.deadline, self.step_limit = deadline, step_limit
+        self.deadline, self.plan = deadline, plan
+        self.step_limit = None if plan is None else plan.step_limit
         self.validation_seconds, self.thread_tuner = validation_seconds, thread_tuner
+
+    def fewest_steps_seconds(self) -> tuple[float, float]:
+        """Return the expected time of the fewest useful planned steps, and of their validations."""
+        assert self.plan is not None
+        n_validations = math.ceil(MIN_STEPS / self.plan.config.train.evaluate_every) + 1
+        return MIN_STEPS * self.plan.step_seconds, n_validations * self.validation_seconds
+
+    def fit_plan(self) -> tuple[Config, float]:
+        """Return the planned config for the time that is left, and the seconds of its steps.
+
+        A deadline that is too near for the fewest useful steps is moved, which is logged.
+        """
+        assert self.plan is not None
+        config, step_seconds = self.plan.config, self.plan.step_seconds
+        steps, validations = self.fewest_steps_seconds()
+        self.deadline = self.deadline.extended_for(steps + validations)
+        if self.deadline.extension:
+            remaining = self.deadline.remaining - validations
+            config = replanned_config(config, 0, step_seconds, remaining)
+        planned_seconds = config.train.max_steps * step_seconds / RECIPE.initial_fraction
+        return config, min(self.deadline.remaining, planned_seconds + validations)
 
     def start(self, config: Config, step: int) -> None:
         """Begin to measure steps; call it before the first one, after `step` steps."""
-        max_steps = config.train.max_steps
-        self.first = self.stretch = Stretch.begin(config, step, 0, self.deadline)
-        self.planned_step_seconds = self.deadline.remaining / max(1, max_steps - step)
-        self.noted_steps = max_steps  # in the last note to the user
+        self.stretch = Stretch.begin(config, step, 0, self.deadline)
+        self.noted_steps = config.train.max_steps  # in the last note to the user
         self.last_step = step
 
     def observe_validation(self, seconds: float) -> None:
@@ -90,23 +105,15 @@ class Pace:
 
     def adjusted(self, config: Config, step: int, speed: float) -> Config:
         """Return the config to continue with after `step` steps at a speed in characters/s."""
-        replanned = self.replanned(config, step)
-        if replanned is not None:
-            config = replanned
-            seconds = (self.deadline.clock() - self.first.time) / (step - self.first.step)
-            note = replanning_note(
-                self.noted_steps,
-                config.train.max_steps,
-                seconds / self.planned_step_seconds,
-                self.step_limit,
-            )
+        if (replanned := self.replanned(config, step)) is not None:
+            config, max_steps = replanned, replanned.train.max_steps
+            note = replanning_note(self.noted_steps, max_steps, self.step_limit)
             if note is not None:
                 logger.warning(note)
-                self.noted_steps = config.train.max_steps
+                self.noted_steps = max_steps
         threads = self.thread_tuner.update(speed) if self.thread_tuner and speed else None
         if threads is not None:
-            unit = "thread" if threads == 1 else "threads"
-            logger.warning(f"continuing with {threads} CPU {unit}: measured as faster now")
+            logger.warning(f"continuing with threads={threads}, measured as faster now")
             config = config.with_values({"threads": threads})
         return config
 
@@ -115,7 +122,7 @@ class Pace:
         now, remaining = self.deadline.clock(), self.deadline.remaining
         # step 1 is a slow one, and a rollback repeats steps
         if step == 1 or step < self.last_step:
-            self.first = self.stretch = replace(self.stretch, step=step, time=now)
+            self.stretch = replace(self.stretch, step=step, time=now)
         self.last_step = step
         stretch = self.stretch
         if stretch.end is None or step <= stretch.step:
@@ -166,22 +173,17 @@ def with_max_steps(config: Config, step: int, max_steps: int) -> Config:
     return config.with_values(values)
 
 
-def replanning_note(
-    old: int, new: int, slowdown: float, step_limit: int | None = None
-) -> str | None:
+def replanning_note(old: int, new: int, step_limit: int | None = None) -> str | None:
     """Return a sentence about a large change of the number of steps since the last note.
 
-    A step takes `slowdown` times as long as planned; `step_limit` is that of `replanned_config`.
+    `step_limit` is that of `replanned_config`.
     """
     if abs(new - old) < max(NOTED_STEPS, NOTED_CHANGE * old):
         return None
+    cause = f"training is {'slower' if new < old else 'faster'} than measured before"
     if new == step_limit:
-        return f"re-planned: {old:,} -> {new:,} steps: {EPOCH_LIMIT_NOTE}"
-    cause = f"{'slower' if new < old else 'faster'} than measured before"
-    if new < old and slowdown >= NOTED_SLOWDOWN:
-        factor = f"{slowdown:.1f}" if slowdown < 9.95 else f"{slowdown:.0f}"
-        cause = f"{factor} times slower than planned"
-    return f"re-planned: {old:,} -> {new:,} steps: training is {cause}"
+        cause = EPOCH_LIMIT_NOTE
+    return f"re-planned: {old:,} -> {new:,} steps: {cause}"
 
 
 def next_replan_step(config: Config, step: int) -> int | None:

@@ -26,7 +26,12 @@ from chargpt.models import count_parameters
 from chargpt.text.corpus import REQUIRED_SPLITS, Corpus
 from chargpt.training.cost import training_bytes
 from chargpt.training.deadline import MIN_STEPS, Deadline
-from chargpt.training.pace import EPOCH_LIMIT_NOTE, MAX_EPOCHS
+
+MAX_EPOCHS = 40  # of a plan; more over-fit
+EPOCH_LIMIT_NOTE = (
+    f"training ends before its time, after {MAX_EPOCHS} epochs, since more would only over-fit "
+    "most texts; chargpt train --resume with -s train.max_steps=N trains longer"
+)
 
 
 @dataclass(frozen=True)
@@ -272,11 +277,10 @@ def plan(
         raise ConfigError(
             "--budget and train.max_steps both say how long to train; drop one of them"
         )
-    planner = _Planner(config, corpus, deadline, frozenset(fixed_keys), measure)
+    planner = _Planner(config, corpus, deadline, fixed_keys, measure)
     train_tokens = planner.train_tokens
     may_choose = config.model.kind == "gpt" and config.train.from_run is None
-    size_was_chosen = may_choose and SIZE_KEYS.isdisjoint(fixed_keys)
-    if size_was_chosen:
+    if size_was_chosen := may_choose and SIZE_KEYS.isdisjoint(fixed_keys):
         size, config, speed = planner.best_size()
         # block and batch sizes follow from the length, which is known now
         resized = planner.config_of_size(size, planner.readable_tokens(speed), config)
@@ -284,9 +288,7 @@ def plan(
             config, speed = resized, planner.measure_speed(resized)
     else:
         speed = planner.measure_speed(config)
-    may_shrink = may_choose and not size_was_chosen
-    seconds = MIN_STEPS * config.tokens_per_step / speed
-    deadline.missing_seconds(MIN_STEPS, seconds, may_shrink=may_shrink)
+    deadline.require(MIN_STEPS * config.tokens_per_step / speed)
     n_tokens, parameters = planner.readable_tokens(speed), planner.parameters(config)
     values = length_values(config, n_tokens, train_tokens, parameters)
     max_tokens = MAX_EPOCHS * train_tokens
@@ -298,20 +300,19 @@ def plan(
     return Plan(planner.with_unless_fixed(config, values), speed, size_was_chosen, step_limit)
 
 
+@dataclass(frozen=True)
 class _Planner:
-    """The search for the size with the lowest predicted loss."""
+    """The search for the size with the lowest predicted loss; fields as the arguments of `plan`."""
 
-    def __init__(
-        self,
-        config: Config,
-        corpus: Corpus,
-        deadline: Deadline,
-        fixed_keys: frozenset[str],
-        measure: MeasureSpeed,
-    ) -> None:
-        self.config, self.corpus, self.deadline = config, corpus, deadline
-        self.fixed_keys, self.measure = fixed_keys, measure
-        self.train_tokens = len(corpus.split("train"))
+    config: Config
+    corpus: Corpus
+    deadline: Deadline
+    fixed_keys: Collection[str]
+    measure: MeasureSpeed
+
+    @property
+    def train_tokens(self) -> int:
+        return len(self.corpus.split("train"))
 
     def best_size(self) -> tuple[Size, Config, float]:
         """Measure sizes, smallest first, while a larger one may have a lower loss.

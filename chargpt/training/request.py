@@ -39,7 +39,7 @@ class Request:
     text: str | None = None
     config: str | None = None
     settings: Mapping[str, object] = field(default_factory=dict)
-    budget: str | None = None
+    budget: str | float | None = None
     out: Path | None = None
     start: StartMode = StartMode.NEW
     started: float | None = None
@@ -64,16 +64,14 @@ class Request:
         Raises:
             ConfigError: an argument applies only to a new run.
         """
-        given = {"-c": self.config, "--budget": self.budget}
+        given = {"-c": self.config, "--budget": self.budget, "the text": self.text}
+        if self.out is not None:  # else the path is that of the run
+            given["the path"] = self.path
         if names := " and ".join(name for name, value in given.items() if value is not None):
             raise ConfigError(
-                f"--resume takes its settings from the run; drop {names} (--resume with a text and "
-                "--out, which begins a run where there is none, takes both)"
-            )
-        if self.text is not None or (self.path is not None and self.out is not None):
-            raise ConfigError(
-                "start 'resume' takes the text from the run; drop the text, or begin the run where "
-                "there is none with start='new or resume'"
+                f"a resumed run keeps its text and settings; drop {names} (--resume with a text "
+                "and --out, in Python start='new or resume', begins a run where there is none, and "
+                "takes them)"
             )
         return self.settings
 

@@ -34,7 +34,6 @@ from chargpt.training.deadline import MIN_STEPS
 from chargpt.training.learner import Learner, micro_batch_size
 from chargpt.training.pace import NOTED_CHANGE, Pace, with_max_steps
 from chargpt.training.schedule import lr_factor_at
-from chargpt.training.validator import Validator
 from chargpt.training.writer import RunWriter
 
 METRICS_EVERY = 10  # steps between writes of the metrics
@@ -59,7 +58,7 @@ class StepReport:
 
 
 class Trainer:
-    """A training run: a learner (model, optimizer, batches), a validator and a writer.
+    """A training run: a learner (model, optimizer, batches) and a writer.
 
     Args:
         config: `device` and `dtype` are resolved here; the result is `self.config`.
@@ -106,7 +105,6 @@ class Trainer:
         self.folder = folder if self.group.is_main else None
         self.learner = Learner(self.config, corpus, self.group, self.device, saved, ngram, base_run)
         self.model, self.dtype = self.learner.model, self.learner.dtype
-        self.validator = Validator(self.learner, corpus, self.config)
         self.writer = RunWriter(self.folder, tensorboard=self.config.track.tensorboard)
         self.state = RunState(step=0)
         self.pending: list[tuple[int, float, Tensor, Tensor]] = []  # metrics still on the device
@@ -292,7 +290,7 @@ class Trainer:
         nats = math.nan
         if self.group.is_main:
             max_tokens, started = self.config.train.evaluation_tokens, time.perf_counter()
-            report.validation = self.validator.evaluate("val", max_tokens)
+            report.validation = self.learner.evaluate("val", max_tokens)
             self.last_validation = report.step, report.validation
             report.validation_seconds = time.perf_counter() - started
             nats = report.validation.nats_per_char
@@ -322,7 +320,7 @@ class Trainer:
         self.write_metrics()  # checks the losses so far
         self._require_finite_weights(report.step)
         if self.group.is_main:
-            report.sample = self.validator.sample()
+            report.sample = self.learner.sample(self.config.sample)
             self._record({"step": report.step, "sample": report.sample})
 
     # -- metrics and checkpoints ------------------------------------------------------------
