@@ -15,6 +15,7 @@ from chargpt.training.deadline import MIN_STEPS, Deadline
 from chargpt.training.planner import EPOCH_LIMIT_NOTE, RECIPE, Plan
 from chargpt.training.schedule import decay_start
 
+PLANNED_KEYS = ("train.max_steps", "schedule.cooldown", "schedule.decay_points")
 REPLANNED_FRACTION = 0.95  # fraction of the remaining time that is planned for steps
 MIN_FRACTION = 1 / 8  # of all steps: when fewer remain, their number is final
 MIN_VALIDATION_SECONDS = 0.1  # shorter ones say little about the speed of scoring

@@ -12,11 +12,11 @@ from chargpt.ranks import world_size
 from chargpt.text.catalog import resolve_settings
 from chargpt.text.source import STDIN
 from chargpt.training.deadline import Deadline, parse_duration
+from chargpt.training.pace import PLANNED_KEYS
 
 DEFAULT_BUDGET = "150s"
 MAX_PATH = 4096  # characters; longer is a text in place of its path
 PLANNED_SECTIONS = {"model", "train", "optim", "schedule"}  # with one set, no default budget
-PLANNED_KEYS = {"train.max_steps", "schedule.cooldown", "schedule.decay_points"}
 
 
 class StartMode(Enum):
@@ -83,7 +83,7 @@ class Request:
         config, fixed_keys = self.resolved
         keys = fixed_keys | {"text.path"}  # none given: the built-in text
         if self.budget is not None:  # planning and re-planning change them
-            keys -= PLANNED_KEYS
+            keys = keys.difference(PLANNED_KEYS)
         values = config.flatten()
         return {key: values[key] for key in sorted(keys)}
 
