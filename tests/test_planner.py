@@ -331,6 +331,8 @@ def test_a_setting_that_is_no_size_leaves_the_size_to_the_plan(corpus: Corpus) -
     assert planned.size_was_chosen
     expected = without.config.model.model_copy(update={"dropout": 0.3, "qk_norm": False})
     assert planned.config.model == expected
+    with pytest.raises(ConfigError, match=r"--budget and train\.max_steps"):
+        choose(Config(), {"train.max_steps"}, corpus, 30)
 
 
 def test_for_a_bigram_only_the_number_of_steps_is_planned(corpus: Corpus) -> None:
@@ -343,20 +345,12 @@ def test_for_a_bigram_only_the_number_of_steps_is_planned(corpus: Corpus) -> Non
     assert config.train.max_steps > MIN_STEPS
 
 
-def test_a_budget_and_a_number_of_steps_exclude_each_other(corpus: Corpus) -> None:
-    with pytest.raises(ConfigError, match=r"--budget and train\.max_steps"):
-        choose(Config(), {"train.max_steps"}, corpus, 30)
-
-
-def test_the_speed_of_a_config_is_measured(corpus: Corpus) -> None:
+@pytest.mark.parametrize("extra", [{}, {"train.from_run": "elsewhere", "optim.l2_sp": 0.1}])
+def test_the_speed_of_a_config_is_measured_without_a_base_run(
+    extra: dict[str, object], corpus: Corpus
+) -> None:
     tiny = {"model.n_layer": 1, "model.n_embd": 16, "model.block_size": 16, "train.batch_size": 2}
-    assert Trials(corpus)(Config().with_values(tiny)) > 0
-
-
-def test_the_speed_of_a_fine_tuned_run_is_measured_without_the_other(corpus: Corpus) -> None:
-    tiny = {"model.n_layer": 1, "model.n_embd": 16, "model.block_size": 16, "train.batch_size": 2}
-    pulled = Config().with_values({**tiny, "train.from_run": "elsewhere", "optim.l2_sp": 0.1})
-    assert Trials(corpus)(pulled) > 0
+    assert Trials(corpus)(Config().with_values(tiny | extra)) > 0
 
 
 @pytest.mark.parametrize(
@@ -427,11 +421,6 @@ def test_replanning_is_due_where_the_decay_begins_and_then_half_way_to_the_end()
     assert all(next_replan_step(config.with_values(values), 0) is None for values in no_decay)
 
 
-def test_every_size_has_heads_of_64_or_more() -> None:
-    for size in SIZES:
-        assert 64 <= size.n_embd / size.n_head < 128
-
-
 def test_a_budget_that_is_too_short_for_the_fewest_steps_is_extended_and_says_so(
     notes: list[str],
 ) -> None:
@@ -442,6 +431,9 @@ def test_a_budget_that_is_too_short_for_the_fewest_steps_is_extended_and_says_so
     (note,) = notes
     assert "5 s is too short" in note
     assert "the whole command takes up to 8 s instead" in note  # bench_busy.py reads it
+    late = deadline_of(5.0, [6.0])  # start-up took longer than the whole budget
+    assert late.remaining < 0
+    assert late.extended_for(2.0).remaining == pytest.approx(2.0)
     deadline.require(8.0)
     with pytest.raises(OperationError, match=r"give --budget 20s$"):
         deadline.require(20.0)
@@ -484,14 +476,6 @@ def test_a_command_that_took_longer_than_announced_says_so() -> None:
     assert replace(deadline, extension=2.0).late_note() is None
     now[0] = 14.0
     assert "14 s instead of 13 s" in str(replace(deadline, extension=2.3).late_note())
-
-
-def test_an_extended_budget_has_time_for_the_steps() -> None:
-    now = [0.0]
-    deadline = deadline_of(5.0, now)
-    now[0] = 6.0  # start-up took longer than the whole budget
-    assert deadline.remaining < 0
-    assert deadline.extended_for(2.0).remaining == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize(
