@@ -25,11 +25,8 @@ from chargpt.text.prepare import load_corpus
 from chargpt.threads import ThreadTuner
 from chargpt.training import budget as budget_module
 from chargpt.training import trainer as trainer_module
-from chargpt.training.budget import TIMED_TOKENS, Trials
-from chargpt.training.cost import Cost
-from chargpt.training.deadline import RESERVE, Deadline, mixture_seconds
-from chargpt.training.pace import Pace
-from chargpt.training.planner import Plan
+from chargpt.training.budget import TIMED_TOKENS, Cost, Trials
+from chargpt.training.deadline import RESERVE, Deadline, Pace, Plan, mixture_seconds
 from chargpt.training.schedule import lr_factor_at
 from chargpt.training.start import Session, start_run
 

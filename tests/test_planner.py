@@ -21,23 +21,24 @@ from chargpt.errors import ConfigError, OperationError
 from chargpt.models import count_parameters
 from chargpt.text.corpus import Corpus
 from chargpt.text.prepare import load_corpus
-from chargpt.training import pace as pace_module
+from chargpt.training import deadline as deadline_module
 from chargpt.training import planner
-from chargpt.training.budget import Trials, with_mixture_split
-from chargpt.training.cost import measure_step_seconds, training_bytes
-from chargpt.training.deadline import MIN_STEPS, Deadline, parse_duration
-from chargpt.training.learner import Learner
-from chargpt.training.pace import (
+from chargpt.training.budget import Trials, measure_step_seconds, with_mixture_split
+from chargpt.training.deadline import (
+    MAX_EPOCHS,
+    MIN_STEPS,
+    Deadline,
     Pace,
+    Plan,
     next_replan_step,
+    parse_duration,
     replanned_config,
     replanning_note,
 )
+from chargpt.training.learner import Learner, training_bytes
 from chargpt.training.planner import (
-    MAX_EPOCHS,
     RECIPE,
     SIZES,
-    Plan,
     length_values,
     plan,
     predicted_loss,
@@ -560,7 +561,7 @@ def test_after_a_rollback_the_step_time_is_measured_anew(monkeypatch: pytest.Mon
         measured.append(step_seconds)
         return replanned_config(config, step, step_seconds, *rest)
 
-    monkeypatch.setattr(pace_module, "replanned_config", record)
+    monkeypatch.setattr(deadline_module, "replanned_config", record)
     now = [0.0]
     values = {"train.max_steps": 1000, "schedule.cooldown": 0.5}
     pace, config = started(deadline_of(100.0, now), **values)

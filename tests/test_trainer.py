@@ -22,9 +22,9 @@ from chargpt.store.run import load_run
 from chargpt.text.batches import Batches
 from chargpt.text.corpus import Corpus, Split
 from chargpt.text.prepare import load_corpus
-from chargpt.training.cost import expected_cost, training_bytes
-from chargpt.training.deadline import Deadline
-from chargpt.training.pace import Pace
+from chargpt.training.budget import expected_cost
+from chargpt.training.deadline import Deadline, Pace
+from chargpt.training.learner import training_bytes
 from chargpt.training.request import Request, StartMode
 from chargpt.training.resume import continue_schedule
 from chargpt.training.schedule import lr_factor_at

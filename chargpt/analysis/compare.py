@@ -22,8 +22,8 @@ from chargpt.text import TextProgress
 from chargpt.text.corpus import Corpus
 from chargpt.text.prepare import find_text, prepare
 from chargpt.text.tokenizer import Tokens
+from chargpt.training.deadline import Pace
 from chargpt.training.mixing import try_add_mixture
-from chargpt.training.pace import Pace
 from chargpt.training.start import Session, start_run
 
 MODELS = ("bigram", "gpt")

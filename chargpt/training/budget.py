@@ -1,28 +1,34 @@
-"""Planning a run for a time budget: threads, mixture split and trials; `planner.py` chooses."""
+"""What a run costs, from a few measured steps, and its plan for a time budget.
+
+`planner.py` chooses; here are the threads, the mixture split and the trials.
+"""
 
 import math
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from chargpt.config import Config
-from chargpt.device import choose_device
+from chargpt.device import choose_device, synchronize
 from chargpt.inference.evaluation import evaluate_tokens
 from chargpt.log import logger
 from chargpt.models.mixture import MIN_CHARACTERS
 from chargpt.text.corpus import MAX_MIXTURE_FRACTION, Corpus
 from chargpt.threads import ThreadTuner, default_threads, measure_threads
-from chargpt.training.cost import measure_step_seconds
-from chargpt.training.deadline import Deadline, mixture_seconds, scoring_seconds
-from chargpt.training.learner import Learner
-from chargpt.training.pace import Pace
+from chargpt.training.deadline import Deadline, Pace, mixture_seconds, scoring_seconds
+from chargpt.training.learner import Learner, training_bytes
 from chargpt.training.planner import RECIPE, plan
 from chargpt.training.trainer import Trainer
 
 MAX_MIXTURE_TIME = 0.2  # fraction of the remaining time: if fitting takes longer, no mixture
 TRIAL_STEPS = 3  # that measure a size's speed
 TIMED_TOKENS = 8_000  # scored to measure the speed of scoring
+# factor on the time of the forward and backward pass: measured for the default config, the
+# optimizer adds 38 ms to between 175 and 280 ms
+UPDATE_OVERHEAD = 1.15
+MIN_TRIAL_SECONDS = 0.05  # of trial steps: one of a bigram or on a GPU may take less than 1 ms
+TRIAL_LR_FACTOR = 1e-6  # trial updates must not leave the usual range of values
 
 
 def with_measured_threads(config: Config) -> Config:
@@ -136,3 +142,78 @@ class Trials:
             timed = evaluate_tokens(model, tokens, max_tokens=n_timed)
         per_character = (time.perf_counter() - start) / timed.characters
         return per_character * self.corpus.characters_per_token
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Expected cost of the remaining steps of a run."""
+
+    parameters: int  # of the model
+    steps: int
+    characters: int  # that the steps read
+    epochs: float  # the same in passes over the training split
+    memory_bytes: int
+    seconds: float  # including validation
+
+
+def expected_cost(
+    config: Config, learner: Learner, step: int, seconds: float | None = None
+) -> Cost:
+    """Return the expected cost of a run from `step` on.
+
+    Args:
+        config: of the run.
+        learner: runs a few trial steps, which change nothing.
+        step: number of steps done.
+        seconds: expected, if known; otherwise they follow from the trial steps.
+    """
+    train, corpus = config.train, learner.corpus
+    n_steps = train.max_steps - step
+    n_tokens = n_steps * config.tokens_per_step
+    if seconds is None:
+        step_seconds = UPDATE_OVERHEAD * measure_step_seconds(learner, 2, update=False)
+        scored = min(train.evaluation_tokens, len(corpus.split("val")))
+        # a forward pass takes about a third of a step, and rank 0 evaluates alone
+        evaluation = step_seconds * scored / config.tokens_per_step / 3 * learner.group.world_size
+        n_evaluations = n_steps // train.evaluate_every + 2
+        seconds = n_steps * step_seconds + n_evaluations * evaluation
+    return Cost(
+        parameters=learner.model.num_parameters(),
+        steps=n_steps,
+        characters=round(n_tokens * corpus.characters_per_token),
+        epochs=n_tokens / len(corpus.split("train")),
+        memory_bytes=training_bytes(config, corpus.tokenizer.vocab_size, learner.micro_batch_size),
+        seconds=seconds,
+    )
+
+
+def measure_step_seconds(
+    learner: Learner, n_steps: int, *, update: bool, max_seconds: float = math.inf
+) -> float:
+    """Return the mean time of `n_steps` trial steps or more; the first, a warm-up, is left out.
+
+    Without `update` the weights stay as they are. If the warm-up takes over `max_seconds`, no other
+    step is run, and its time is returned.
+    """
+
+    def run(number: int) -> float:
+        """Return the mean time of some steps, which a GPU runs without waiting in between."""
+        synchronize(learner.device)
+        start = time.perf_counter()
+        for step in range(number):
+            learner.accumulate_gradients(step)
+            learner.clip_gradients()
+            if update:
+                learner.apply_update(step, TRIAL_LR_FACTOR)
+        synchronize(learner.device)
+        return (time.perf_counter() - start) / number
+
+    warm_up = run(1)
+    if warm_up > max_seconds:
+        return warm_up
+    # each rank measures its own speed, but all must run as many steps
+    seconds = learner.group.broadcast(run(n_steps - 1))
+    if (n_steps - 1) * seconds < MIN_TRIAL_SECONDS:
+        seconds = run(math.ceil(MIN_TRIAL_SECONDS / seconds))
+    learner.model.zero_grad(set_to_none=True)
+    return seconds

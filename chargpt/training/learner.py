@@ -26,7 +26,8 @@ from chargpt.errors import CaptureError, ConfigError
 from chargpt.inference.baselines import fit_ngram
 from chargpt.inference.evaluation import Evaluation, evaluate_tokens
 from chargpt.inference.generation import stream_pieces
-from chargpt.models import LanguageModel, build_model
+from chargpt.models import LanguageModel, build_model, count_parameters, rotary_bytes
+from chargpt.models.attention import MAX_PRODUCT_ROW_BYTES
 from chargpt.models.ngram import NGramLM
 from chargpt.store.checkpoint import Checkpoint
 from chargpt.store.run import Run
@@ -382,3 +383,19 @@ def micro_batch_size(train: TrainConfig, group: RankGroup) -> int:
             f"processes x {train.micro_batches} micro-batches; make it a multiple of {parts}"
         )
     return train.batch_size // parts
+
+
+def training_bytes(config: Config, vocab_size: int, n_sequences: int) -> int:
+    """Return the approximate memory of training with micro-batches of `n_sequences`, in bytes."""
+    model = config.model
+    activations = 3 * vocab_size  # saved for the backward pass, values per token
+    if model.kind != "bigram":
+        activations += model.n_layer * (14 * model.n_embd + 5 * model.mlp_width)
+        row_bytes = model.block_size * (2 if config.dtype == "bfloat16" else 4)
+        if model.attention == "full" and row_bytes <= MAX_PRODUCT_ROW_BYTES:
+            activations += 2 * model.n_layer * model.n_head * model.block_size  # scores, weights
+    masks = model.block_size**2 if model.attention == "average" else 0
+    # weights, gradients, up to two moments of the optimizer, EMA
+    weights = (4 + bool(config.train.ema)) * count_parameters(model, vocab_size)
+    n_values = weights + n_sequences * model.block_size * activations + masks
+    return 4 * n_values + rotary_bytes(model)

@@ -24,14 +24,15 @@ from chargpt.errors import ConfigError
 from chargpt.log import logger
 from chargpt.models import count_parameters
 from chargpt.text.corpus import REQUIRED_SPLITS, Corpus
-from chargpt.training.cost import training_bytes
-from chargpt.training.deadline import MIN_STEPS, Deadline
-
-MAX_EPOCHS = 40  # of a plan; more over-fit
-EPOCH_LIMIT_NOTE = (
-    f"training ends before its time, after {MAX_EPOCHS} epochs, since more would only over-fit "
-    "most texts; chargpt train --resume with -s train.max_steps=N trains longer"
+from chargpt.training.deadline import (
+    EPOCH_LIMIT_NOTE,
+    INITIAL_FRACTION,
+    MAX_EPOCHS,
+    MIN_STEPS,
+    Deadline,
+    Plan,
 )
+from chargpt.training.learner import training_bytes
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,6 @@ INITIAL_TOKENS = 350_000
 class Recipe:
     """Settings found by experiment (benchmarks/LOG.md); lengths are in tokens read."""
 
-    initial_fraction: float = 0.93  # of the time, for training steps before re-planning
     trial_fraction: float = 0.05  # of the time: once trials have used it, no larger size is tried
     usable_memory: float = 0.6  # fraction: the memory of a run is an estimate
     short_run: int = 1_000_000  # below it the law is too optimistic about larger sizes
@@ -106,28 +106,6 @@ class Recipe:
 
 
 RECIPE = Recipe()
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A planned run.
-
-    Attributes:
-        config: of the run; it repeats the run without a budget.
-        speed: measured, in tokens per second.
-        size_was_chosen: whether the model's size was.
-        step_limit: number of steps beyond which training would only over-fit.
-    """
-
-    config: Config
-    speed: float
-    size_was_chosen: bool
-    step_limit: int
-
-    @property
-    def step_seconds(self) -> float:
-        """Measured time of a step."""
-        return self.config.tokens_per_step / self.speed
 
 
 MeasureSpeed = Callable[[Config, float], float]
@@ -382,7 +360,7 @@ class _Planner:
 
     def readable_tokens(self, speed: float) -> float:
         """Return how many tokens can be read in the remaining time, at least 1."""
-        readable = RECIPE.initial_fraction * self.deadline.remaining * speed
+        readable = INITIAL_FRACTION * self.deadline.remaining * speed
         return max(1.0, min(readable, MAX_EPOCHS * self.train_tokens))
 
     def loss(self, config: Config, speed: float) -> float:

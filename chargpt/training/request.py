@@ -11,8 +11,7 @@ from chargpt.errors import ConfigError
 from chargpt.ranks import world_size
 from chargpt.text.catalog import resolve_settings
 from chargpt.text.source import STDIN
-from chargpt.training.deadline import Deadline, parse_duration
-from chargpt.training.pace import PLANNED_KEYS
+from chargpt.training.deadline import PLANNED_KEYS, Deadline, parse_duration
 
 DEFAULT_BUDGET = "150s"
 MAX_PATH = 4096  # characters; longer is a text in place of its path

@@ -22,7 +22,7 @@ from chargpt.text import TextProgress
 from chargpt.text.corpus import Corpus
 from chargpt.text.prepare import find_text
 from chargpt.text.source import STDIN
-from chargpt.training.cost import expected_cost
+from chargpt.training.budget import expected_cost
 from chargpt.training.request import Request, StartMode
 from chargpt.training.schedule import decay_start, lr_factor_at
 from chargpt.training.start import Session

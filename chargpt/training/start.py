@@ -33,10 +33,9 @@ from chargpt.text.corpus import Corpus
 from chargpt.text.describe import log_warnings
 from chargpt.text.prepare import find_text
 from chargpt.text.source import STDIN
-from chargpt.training.budget import plan_run, with_measured_threads
-from chargpt.training.cost import Cost, expected_cost
+from chargpt.training.budget import Cost, expected_cost, plan_run, with_measured_threads
+from chargpt.training.deadline import Pace
 from chargpt.training.interrupts import deferred_signals
-from chargpt.training.pace import Pace
 from chargpt.training.request import Request, StartMode
 from chargpt.training.trainer import StepReport, Trainer
 

@@ -29,9 +29,8 @@ from chargpt.store.run import Run
 from chargpt.store.state import RunState
 from chargpt.text.corpus import Corpus
 from chargpt.threads import default_threads
-from chargpt.training.cost import training_bytes
-from chargpt.training.learner import Learner, micro_batch_size
-from chargpt.training.pace import NOTED_CHANGE, PLANNED_KEYS, Pace, with_max_steps
+from chargpt.training.deadline import NOTED_CHANGE, PLANNED_KEYS, Pace, with_max_steps
+from chargpt.training.learner import Learner, micro_batch_size, training_bytes
 from chargpt.training.schedule import lr_factor_at
 from chargpt.training.writer import RunWriter
 
