@@ -33,10 +33,9 @@ TRIAL_LR_FACTOR = 1e-6  # trial updates must not leave the usual range of values
 
 def with_measured_threads(config: Config) -> Config:
     """Return the config with the number of CPU threads that is fastest now, unless it is fixed."""
-    default_threads()  # before another number is set
-    device, _ = choose_device(config.device)
-    threads = measure_threads(device) if config.threads is None else None
-    return config if threads is None else config.with_values({"threads": threads})
+    if config.threads is not None:
+        return config
+    return config.with_values({"threads": measure_threads(choose_device(config.device)[0])})
 
 
 def plan_run(
@@ -90,17 +89,13 @@ def with_mixture_split(
     seconds, remaining = mixture_seconds(corpus, deadline.slowdown), deadline.remaining
     with_split = corpus.with_settings(mixture_characters=RECIPE.mixture_characters)
     max_fraction = 2 * MAX_MIXTURE_FRACTION  # of a split that ends with a whole document
-    if MAX_MIXTURE_FRACTION * corpus.n_characters < MIN_CHARACTERS:
-        cause = f"{MAX_MIXTURE_FRACTION:.0%} of the text is too little to fit its weights to"
+    is_short = MAX_MIXTURE_FRACTION * corpus.n_characters < MIN_CHARACTERS
+    if is_short or len(with_split.split("mixture")) > max_fraction * len(corpus.tokens):
+        cause = f"the text is too short, or its documents are too long, to leave a part out"
     elif seconds > MAX_MIXTURE_TIME * remaining:
         cause = (
             f"fitting one would take about {seconds:.1f} s, over {MAX_MIXTURE_TIME:.0%} of the "
             f"{max(0.0, remaining):.1f} s that are left; give a longer --budget"
-        )
-    elif len(with_split.split("mixture")) > max_fraction * len(corpus.tokens):
-        cause = (
-            f"its split, of whole documents, would be over {max_fraction:.0%} of the text; "
-            f"-s {key}=20000 makes one all the same"
         )
     else:
         return config.with_values({key: RECIPE.mixture_characters})

@@ -20,7 +20,7 @@ from chargpt.text.corpus import REQUIRED_SPLITS, Corpus
 from chargpt.threads import ThreadTuner
 from chargpt.training.schedule import decay_start
 
-MIN_SECONDS = 5
+MIN_SECONDS = 5  # of a budget
 LATE = 1.1  # of the announced time: a command that takes longer says so
 MIN_STEPS = 20  # fewer are of little use
 OVERRUN = 0.08  # fraction of the budget by which the first MIN_STEPS may exceed it
@@ -30,6 +30,7 @@ EPOCH_LIMIT_NOTE = (
     "most texts; chargpt train --resume with -s train.max_steps=N trains longer"
 )
 INITIAL_FRACTION = 0.93  # of the time, for training steps before re-planning
+# settings that planning and re-planning change
 PLANNED_KEYS = ("train.max_steps", "schedule.cooldown", "schedule.decay_points")
 REPLANNED_FRACTION = 0.95  # fraction of the remaining time that is planned for steps
 MIN_FRACTION = 1 / 8  # of all steps: when fewer remain, their number is final
@@ -224,11 +225,9 @@ class Stretch:
     end_remaining: float  # seconds
 
     @classmethod
-    def begin(
-        cls, config: Config, step: int, last_replan_step: int, deadline: Deadline
-    ) -> "Stretch":
+    def begin(cls, config: Config, step: int, deadline: Deadline) -> "Stretch":
         """Return the stretch that begins now, after `step` steps."""
-        end = next_replan_step(config, last_replan_step)
+        end = next_replan_step(config, step)
         max_steps, remaining = config.train.max_steps, deadline.remaining
         fraction = 0.0 if end is None else (max_steps - end) / (max_steps - step)
         return cls(max(1, step), deadline.clock(), end, fraction * remaining)
@@ -279,7 +278,7 @@ class Pace:
 
     def start(self, config: Config, step: int) -> None:
         """Begin to measure steps; call it before the first one, after `step` steps."""
-        self.stretch = Stretch.begin(config, step, 0, self.deadline)
+        self.stretch = Stretch.begin(config, step, self.deadline)
         self.noted_steps = config.train.max_steps  # in the last note to the user
         self.last_step = step
 
@@ -321,7 +320,7 @@ class Pace:
         # an extended budget ends early where it can, instead of training more steps
         seconds = remaining - self.deadline.extension
         config = replanned_config(config, step, step_seconds, seconds, self.step_limit)
-        self.stretch = Stretch.begin(config, step, step, self.deadline)
+        self.stretch = Stretch.begin(config, step, self.deadline)
         return config
 
 
