@@ -241,12 +241,6 @@ def test_notes_go_where_the_programs_logging_sends_them(
     assert not any("resuming" in each.getMessage() for each in caplog.records)  # an info
 
 
-@pytest.mark.parametrize("budget", [float("nan"), float("inf"), [3]])
-def test_a_budget_that_is_no_time_is_one_sentence(budget: Any) -> None:
-    with pytest.raises(ConfigError, match="is not a duration"):
-        chargpt.train(budget=budget)
-
-
 def test_an_error_in_the_last_preparations_leaves_the_run_unlocked(
     verse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,7 +91,7 @@ def with_mixture_split(
     max_fraction = 2 * MAX_MIXTURE_FRACTION  # of a split that ends with a whole document
     is_short = MAX_MIXTURE_FRACTION * corpus.n_characters < MIN_CHARACTERS
     if is_short or len(with_split.split("mixture")) > max_fraction * len(corpus.tokens):
-        cause = f"the text is too short, or its documents are too long, to leave a part out"
+        cause = "the text is too short, or its documents are too long, to leave a part out"
     elif seconds > MAX_MIXTURE_TIME * remaining:
         cause = (
             f"fitting one would take about {seconds:.1f} s, over {MAX_MIXTURE_TIME:.0%} of the "
