@@ -572,7 +572,7 @@ def test_the_metrics_have_a_record_for_every_step_and_evaluation(
 
 def test_estimating_the_cost_and_sampling_do_not_change_the_run(corpus: Corpus) -> None:
     trainer = Trainer(tiny_config(**{"model.dropout": 0.2, "train.sample_every": 4}), corpus)
-    cost = expected_cost(trainer.config, trainer.learner, 0)
+    cost = expected_cost(trainer)
     assert cost.parameters == trainer.model.num_parameters()
     assert cost.characters == 12 * 4 * 16
     assert cost.seconds > 0

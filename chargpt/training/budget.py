@@ -151,29 +151,24 @@ class Cost:
     seconds: float  # including validation
 
 
-def expected_cost(
-    config: Config, learner: Learner, step: int, seconds: float | None = None
-) -> Cost:
-    """Return the expected cost of a run from `step` on.
+def expected_cost(trainer: Trainer, seconds: float | None = None) -> Cost:
+    """Return the expected cost of a run from its present step on.
 
-    Args:
-        config: of the run.
-        learner: runs a few trial steps, which change nothing.
-        step: number of steps done.
-        seconds: expected, if known; otherwise they follow from the trial steps.
+    `seconds` are expected, if known; otherwise they follow from a few trial steps, which change
+    nothing.
     """
-    train, corpus = config.train, learner.corpus
-    n_steps = train.max_steps - step
+    config, learner, corpus = trainer.config, trainer.learner, trainer.corpus
+    n_steps = config.train.max_steps - trainer.state.step
     n_tokens = n_steps * config.tokens_per_step
     if seconds is None:
         step_seconds = UPDATE_OVERHEAD * measure_step_seconds(learner, 2, update=False)
-        scored = min(train.evaluation_tokens, len(corpus.split("val")))
+        scored = min(config.train.evaluation_tokens, len(corpus.split("val")))
         # a forward pass takes about a third of a step, and rank 0 evaluates alone
-        evaluation = step_seconds * scored / config.tokens_per_step / 3 * learner.group.world_size
-        n_evaluations = n_steps // train.evaluate_every + 2
+        evaluation = step_seconds * scored / config.tokens_per_step / 3 * trainer.group.world_size
+        n_evaluations = n_steps // config.train.evaluate_every + 2
         seconds = n_steps * step_seconds + n_evaluations * evaluation
     return Cost(
-        parameters=learner.model.num_parameters(),
+        parameters=trainer.model.num_parameters(),
         steps=n_steps,
         characters=round(n_tokens * corpus.characters_per_token),
         epochs=n_tokens / len(corpus.split("train")),

@@ -58,7 +58,9 @@ def resumed_run(request: Request, on_progress: TextProgress | None) -> Iterator[
         config = resumed_config(saved, changes, same_command=same_command)
         group = init_process_group(choose_device(config.device)[0])
         baselines = Baselines(corpus) if group.is_main else None
-        base_run = config.train.from_run if config.optim.l2_sp else None
+        base_run = None
+        if config.optim.l2_sp and config.train.from_run is not None:
+            base_run = load_run(Path(config.train.from_run), device="cpu")
         trainer = Trainer(
             config,
             corpus,
@@ -66,7 +68,7 @@ def resumed_run(request: Request, on_progress: TextProgress | None) -> Iterator[
             saved=saved,
             group=group,
             ngram=None if baselines is None else baselines.ngram,
-            base_run=load_run(Path(base_run), device="cpu") if base_run is not None else None,
+            base_run=base_run,
         )
         if group.is_main:
             folder.require_room(1, trainer.checkpoint_bytes())
@@ -83,7 +85,7 @@ def resumed_run(request: Request, on_progress: TextProgress | None) -> Iterator[
         logger.info(f"resuming {folder.path} from step {step:,}")
         if step and config.device == saved.config.device:  # with validation, saving and samples
             seconds = (config.train.max_steps - step) * saved.state.seconds / step
-        cost = expected_cost(trainer.config, trainer.learner, step, seconds)
+        cost = expected_cost(trainer, seconds)
         yield Session(trainer, folder, baselines, cost, resumed_at=step)
 
 

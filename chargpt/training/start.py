@@ -212,7 +212,7 @@ def start_run(
         config, seconds = pace.fit_plan()
     ngram = None if baselines is None else baselines.ngram
     trainer = Trainer(config, corpus, folder=folder, group=group, ngram=ngram, base_run=base_run)
-    cost = expected_cost(trainer.config, trainer.learner, 0, seconds)
+    cost = expected_cost(trainer, seconds)
     if group.is_main:
         # the last ones, the best one and an unfinished one
         folder.require_room(trainer.config.train.keep_last + 2, trainer.checkpoint_bytes())
