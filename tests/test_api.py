@@ -382,18 +382,14 @@ def test_a_text_in_memory_trains_evaluates_and_resumes(verse: Path, tmp_path: Pa
         chargpt.train(text="abc\ud800", settings=TINY, out=tmp_path / "bad")
 
 
-def test_another_text_in_memory_is_evaluated(tiny_run: chargpt.Run, tmp_path: Path) -> None:
-    (tmp_path / "other.txt").write_text("the light, the sea")
-    assert chargpt.evaluate(tiny_run, text="the light, the sea") == chargpt.evaluate(
-        tiny_run, path=tmp_path / "other.txt"
-    )
+def test_another_text_is_evaluated_and_its_path_is_not_taken_for_it(
+    tiny_run: chargpt.Run, tmp_path: Path
+) -> None:
+    path, text = tmp_path / "other.txt", "the light, the sea"
+    path.write_text(text)
+    assert chargpt.evaluate(tiny_run, text=text) == chargpt.evaluate(tiny_run, path=path)
     with pytest.raises(ConfigError, match="give one of path, text and tokens"):
-        chargpt.evaluate(tiny_run, path=tmp_path / "other.txt", text="the light")
-
-
-def test_a_path_is_not_taken_for_a_text(tiny_run: chargpt.Run, tmp_path: Path) -> None:
-    path = tmp_path / "other.txt"
-    path.write_text("the light, the sea")
+        chargpt.evaluate(tiny_run, path=path, text=text)
     with pytest.raises(TextError, match="is a file, not a text; give its content"):
         chargpt.evaluate(tiny_run, text=str(path))
     with pytest.raises(TextError, match="is a file, not a text"):

@@ -484,37 +484,6 @@ def test_a_finished_run_goes_on_with_a_short_warmup_to_a_fraction_of_its_rates(
     assert resume(RunFolder(tmp_path / "run"), own)[1].schedule.restarts == ((24, 0.1),)
 
 
-def test_a_decay_that_has_begun_goes_on_without_a_rise_of_the_rates(
-    corpus: Corpus, tmp_path: Path
-) -> None:
-    train(tiny_config(**{"schedule.cooldown": 0.8}), corpus, tmp_path / "run", stop_at=8)
-    for max_steps in (10, 30):
-        changes = {"train.max_steps": max_steps}
-        saved, config, notes = resume(RunFolder(tmp_path / "run"), changes)
-        assert notes == []
-        assert factors(config)[:8] == factors(saved.config)[:8]
-        assert all(a > b for a, b in pairwise(factors(config)[7:]))
-
-
-def test_runs_whose_rates_have_not_decayed_go_on_as_they_are(
-    corpus: Corpus, tmp_path: Path
-) -> None:
-    train(tiny_config(), corpus, tmp_path / "stopped", stop_at=3)
-    assert resume(RunFolder(tmp_path / "stopped"), {})[1].schedule == tiny_config().schedule
-    constant = tiny_config(**{"schedule.cooldown": 0.0})
-    train(constant, corpus, tmp_path / "constant")
-    _, config, notes = resume(RunFolder(tmp_path / "constant"), {"train.max_steps": 24})
-    assert config.schedule == constant.schedule
-    assert notes == []
-    cosine = tiny_config(**{"schedule.kind": "cosine", "schedule.warmup": 0})
-    train(cosine, corpus, tmp_path / "cosine", stop_at=8)
-    _, config, notes = resume(RunFolder(tmp_path / "cosine"), {"train.max_steps": 13})
-    assert notes == []  # no rise to speak of
-    _, config, notes = resume(RunFolder(tmp_path / "cosine"), {"train.max_steps": 100})
-    assert config.schedule == cosine.schedule
-    assert any("the learning rates rise from 33% to 99% of their peak" in note for note in notes)
-
-
 def test_resume_rejects_finished_runs_and_changes_of_the_model(
     corpus: Corpus, tmp_path: Path
 ) -> None:
@@ -678,6 +647,37 @@ def test_a_run_of_a_missing_device_resumes_on_the_cpu_in_the_dtype_asked_for(
     assert (config.device != missing, config.dtype) == (True, "auto")
     assert any(f"{missing} is not available" in note for note in notes)
     assert resume(folder, {"dtype": "float32"})[1].dtype == "float32"
+
+
+@pytest.mark.parametrize("max_steps", [10, 30])
+def test_a_decay_that_has_begun_goes_on_without_a_rise_of_the_rates(
+    max_steps: int, notes: list[str]
+) -> None:
+    before = tiny_config(**{"schedule.cooldown": 0.8})
+    after = continue_schedule(before, before.with_values({"train.max_steps": max_steps}), 8)
+    assert notes == []
+    assert factors(after)[:8] == factors(before)[:8]
+    assert all(a > b for a, b in pairwise(factors(after)[7:]))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "step", "max_steps", "note"),
+    [
+        ({"schedule.cooldown": 0.0}, 12, 24, None),
+        ({"schedule.kind": "cosine", "schedule.warmup": 0}, 8, 13, None),  # no rise to speak of
+        (
+            {"schedule.kind": "cosine", "schedule.warmup": 0},
+            *(8, 100, "the learning rates rise from 33% to 99% of their peak"),
+        ),
+    ],
+)
+def test_runs_whose_rates_have_not_decayed_go_on_as_they_are(
+    schedule: dict[str, object], step: int, max_steps: int, note: str | None, notes: list[str]
+) -> None:
+    before = tiny_config(**schedule)
+    after = continue_schedule(before, before.with_values({"train.max_steps": max_steps}), step)
+    assert after.schedule == before.schedule
+    assert [each[: len(note or "")] for each in notes] == ([note] if note else [])
 
 
 def test_a_run_stopped_just_before_its_end_goes_on_like_a_finished_one(notes: list[str]) -> None:
