@@ -68,7 +68,7 @@ tune_malloc()
 trainer = Trainer(config, corpus)
 for report in trainer.steps():
     pass
-result = trainer.validator.evaluate("val")
+result = trainer.learner.evaluate("val")
 train, model = config.train, config.model
 print(json.dumps({"n_layer": model.n_layer, "n_embd": model.n_embd, "block_size": model.block_size,
                   "parameters": parameters,

@@ -12,19 +12,17 @@ from chargpt.text.prepare import find_text, prepare
 from chargpt.training.budget import plan_run
 from chargpt.training.deadline import Deadline
 from chargpt.training.resume import resumed_config
-from chargpt.training.session import Session
-from chargpt.training.start import start_run
+from chargpt.training.start import Session, start_run
 
 
 def create_run(
     config: Config, path: Path, deadline: Deadline | None = None, fixed_keys: Collection[str] = ()
 ) -> Session:
-    folder, budget = RunFolder(path), None
+    folder, pace = RunFolder(path), None
     corpus = prepare(find_text(config.text), config.text, folder.new_text)
     if deadline is not None:
-        budget, corpus = plan_run(config, corpus, deadline, frozenset(fixed_keys))
-        config = budget.plan.config
-    return start_run(folder, config, corpus, Baselines(corpus), budget=budget)
+        config, corpus, pace = plan_run(config, corpus, deadline, frozenset(fixed_keys))
+    return start_run(folder, config, corpus, Baselines(corpus), pace=pace)
 
 
 def resume(

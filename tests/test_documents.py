@@ -185,7 +185,7 @@ def test_a_sample_in_training_has_the_context_of_the_command(trained: Path) -> N
     trainer = Trainer(run.config.with_values({"sample.prompt": "be"}), run.corpus())
     trainer.model.load_state_dict(run.model.state_dict())
     expected = generation.sample(run, prompt="be", length=200, num_samples=5, seed=1)
-    assert trainer.validator.sample().split("\n") == expected
+    assert trainer.learner.sample(trainer.config.sample).split("\n") == expected
 
 
 def test_samples_of_a_list_are_whole_items(trained: Path, cli: Cli) -> None:

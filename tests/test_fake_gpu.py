@@ -34,6 +34,7 @@ from chargpt.store.folder import RunFolder
 from chargpt.text.corpus import Corpus
 from chargpt.text.prepare import load_corpus
 from chargpt.training import learner, planner, trainer
+from chargpt.training.budget import Trials
 from chargpt.training.deadline import Deadline
 from chargpt.training.trainer import METRICS_EVERY, Trainer
 
@@ -196,6 +197,25 @@ def test_few_sequences_of_a_small_model_are_decoded_where_a_trial_is_fastest(
     monkeypatch.setattr(decoders, "MAX_CPU_WORK", model.num_parameters())
     assert type(build_decoder(model, 2)) is ModelDecoder
     assert trial.call_count == 2
+
+
+def test_first_calls_which_load_kernels_are_not_timed(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, seconds = [0.0], [9.0, 9.0] + [0.001] * decoders.TRIAL_STEPS
+
+    def work(*_: object, **__: object) -> Mock:
+        now[0] += seconds.pop(0)
+        return Mock(characters=1)
+
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    trial = decoders.trial_seconds(Mock(step=work), 1)
+    assert trial == pytest.approx(0.001 * decoders.TRIAL_STEPS)
+    seconds += [9.0, 0.001]
+    monkeypatch.setattr("chargpt.training.budget.evaluate_tokens", work)
+    trials = Trials(corpus)
+    trials.learner = Mock(model=noisy_model())
+    assert trials.measure_scoring() == pytest.approx(0.001)
 
 
 @pytest.mark.usefixtures("meta")

@@ -93,13 +93,11 @@ def test_a_run_from_one_of_documents_has_documents_too(cli: Cli) -> None:
     assert cli("train", "first.txt", *SMALL, *STEPS, *settings, "--out", "first").returncode == 0
     done = cli("train", "short.txt", "--from", "first", *STEPS, "--out", "short")
     assert done.returncode == 0, done.stderr
-    assert "text.documents='lines', as there" in done.stderr
-    assert "the byte tokens are dropped" in done.stderr
     config = load_run("short").config
     assert (config.text.documents, config.model.block_size) == ("lines", 8)
     plain = ("-s", "text.documents=null", "--out", "plain")
     done = cli("train", "second.txt", "--from", "first", *STEPS, *plain)
-    assert "as there" not in done.stderr
+    assert done.returncode == 0, done.stderr
     assert load_run("plain").config.text.documents is None
 
 

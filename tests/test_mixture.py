@@ -383,13 +383,10 @@ def test_a_budget_with_too_little_time_or_text_has_no_mixture(
     assert not notes
     assert not mixture_characters(corpus, 0.99 * least)
     pieces = "the sea, the light, the lamp. " * 4000 + "|"
-    for text, documents, reason in (
-        ("The sea, the light.\n" * 150, None, "without a mixture: 3% of the text is too little"),
-        (pieces * 6, "|", "its split, of whole documents, would be over 6%"),
-    ):
+    for text, documents in (("The sea, the light.\n" * 150, None), (pieces * 6, "|")):
         other = load_corpus(TextConfig(documents=documents), text=text)
         assert not mixture_characters(other, 100.0)
-        assert reason in notes[-1]
+        assert "too short, or its documents are too long" in notes[-1]
     fixed = Config().with_values({"text.mixture_characters": 300})
     keys = frozenset({"text.mixture_characters"})
     assert with_mixture_split(fixed, corpus, Deadline(1.0, 0.0), keys) == fixed

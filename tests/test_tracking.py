@@ -6,7 +6,7 @@ import pytest
 from conftest import Cli, refusal
 
 from chargpt.store.folder import RunFolder
-from chargpt.training import tracking
+from chargpt.training import writer
 
 TINY = (
     "-s train.batch_size=4 -s model.n_layer=1 -s model.n_head=1 -s model.n_embd=16 "
@@ -35,18 +35,18 @@ def test_tensorboard_has_every_metric_once_after_a_resume(cli: Cli, verse: Path)
 
 
 def test_records_of_repeated_steps_replace_the_earlier_ones(tmp_path: Path) -> None:
-    first = tracking.TensorBoardLog(tmp_path, 0)
+    first = writer.TensorBoardLog(tmp_path, 0)
     for step in range(1, 6):
         first.add({"step": step, "loss": 1.0, "seconds": 0.1})
     first.close()
-    resumed = tracking.TensorBoardLog(tmp_path, 3)
+    resumed = writer.TensorBoardLog(tmp_path, 3)
     resumed.add({"step": 4, "loss": 2.0, "seconds": 0.1})
     resumed.close()
     assert scalars(tmp_path, "loss") == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0)]
 
 
 def test_a_failed_write_is_ignored(tmp_path: Path) -> None:
-    tracker = tracking.TensorBoardLog(tmp_path / "file" / "tensorboard", 0)
+    tracker = writer.TensorBoardLog(tmp_path / "file" / "tensorboard", 0)
     (tmp_path / "file").touch()
     for step in (1, 2):
         tracker.add({"step": step, "loss": 1.0})
@@ -57,7 +57,7 @@ def test_a_failed_write_is_ignored(tmp_path: Path) -> None:
 def test_without_tensorboard_the_setting_is_rejected_and_no_run_is_created(
     cli: Cli, verse: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tracking, "find_spec", lambda name: None)
+    monkeypatch.setattr(writer, "find_spec", lambda name: None)
     done = cli("train", verse, *TINY, "-s", "train.max_steps=4", "--out", "mine")
     assert "pip install '.[track]' in chargpt's folder, or leave the setting out" in refusal(done)
     assert not Path("mine").exists()

@@ -22,10 +22,9 @@ from chargpt.text import TextProgress
 from chargpt.text.corpus import Corpus
 from chargpt.text.prepare import find_text, prepare
 from chargpt.text.tokenizer import Tokens
-from chargpt.training.budget import PlannedBudget
+from chargpt.training.deadline import Pace
 from chargpt.training.mixing import try_add_mixture
-from chargpt.training.session import Session
-from chargpt.training.start import start_run
+from chargpt.training.start import Session, start_run
 
 MODELS = ("bigram", "gpt")
 TRAINED = " (trained)"  # ends the name of a model that `compare` trains
@@ -227,11 +226,11 @@ def train_run(
     baselines: Baselines,
     name: str,
     run_session: RunSession,
-    budget: PlannedBudget | None = None,
+    budget: Pace | None = None,
 ) -> Run:
     """Train a new run and return its best checkpoint; arguments are those of `start_run`."""
     with RunFolder(path).locked(is_new=True) as folder:
-        session = start_run(folder, config, corpus, baselines, budget=budget)
+        session = start_run(folder, config, corpus, baselines, pace=budget)
         run_session(name, session)
     return load_run(path, "best", session.trainer.config.device)
 
@@ -243,7 +242,7 @@ def compare(
     models: Sequence[str] = MODELS,
     run_session: RunSession = run_to_end,
     corpus: Corpus | None = None,
-    budget: PlannedBudget | None = None,
+    budget: Pace | None = None,
     max_tokens: int = MAX_TOKENS,
     show_progress: ShowProgress = show_nothing,
 ) -> Comparison:
@@ -255,7 +254,7 @@ def compare(
         models: of `MODELS`.
         run_session: called with a model's name and session; runs all its steps.
         corpus: the text, if it is prepared.
-        budget: the GPT is fitted to it.
+        budget: planned for the GPT, which is fitted to it.
         max_tokens: scored of the validation split.
         show_progress: of the evaluations.
 

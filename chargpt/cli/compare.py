@@ -26,8 +26,7 @@ from chargpt.store.layout import is_readable_run, is_run
 from chargpt.text.prepare import find_text
 from chargpt.training.budget import plan_run, with_measured_threads
 from chargpt.training.request import Request
-from chargpt.training.session import Session
-from chargpt.training.start import output_folder, slug
+from chargpt.training.start import Session, output_folder, slug
 
 MODELS = ",".join(comparison.MODELS)
 SPARKS = 16  # columns of a sparkline, so that its line fits 80
@@ -122,8 +121,7 @@ def compare(
         started=console.started,
     )
     if ladder:
-        gpt_config, _ = with_measured_threads(request.resolved[0])
-        compare_rungs(gpt_config, out, seeds, plot, json_=json_)
+        compare_rungs(with_measured_threads(request.resolved[0]), out, seeds, plot, json_=json_)
         return
     result, folder, late = train_models(request, out, models or MODELS)
     print_comparison(result, plot or folder / "curves.svg", json_=json_)
@@ -173,7 +171,7 @@ def train_models(
     deadline = None
     if request.budget is not None:
         deadline, fixed_keys = request.deadline()
-    config, tuner = with_measured_threads(config)
+    config = with_measured_threads(config)
     sessions: list[Session] = []
 
     def run_session(name: str, session: Session) -> None:
@@ -188,8 +186,7 @@ def train_models(
             with comparison.shared_text(config, folder, LoadingProgress()) as corpus:
                 budget, max_tokens = None, comparison.MAX_TOKENS
                 if deadline is not None:
-                    budget, corpus = plan_run(config, corpus, deadline, fixed_keys, tuner)
-                    config = budget.plan.config
+                    config, corpus, budget = plan_run(config, corpus, deadline, fixed_keys)
                     max_tokens = config.train.evaluation_tokens
                 result = comparison.compare(
                     config,

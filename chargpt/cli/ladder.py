@@ -13,8 +13,7 @@ from chargpt.cli.progress import LoadingProgress
 from chargpt.cli.signals import catch_signals
 from chargpt.config import Config
 from chargpt.text.prepare import find_text
-from chargpt.training.session import Session
-from chargpt.training.start import output_folder, slug
+from chargpt.training.start import Session, output_folder, slug
 
 MAX_SAMPLE = 150  # characters of a rung's sample
 

@@ -13,7 +13,7 @@ from chargpt.errors import Stopped
 from chargpt.inference.baselines import NGRAM
 from chargpt.text.display import display_char
 from chargpt.text.documents import RECORD_SEPARATOR
-from chargpt.training.session import Session
+from chargpt.training.start import Session
 from chargpt.training.trainer import StepReport
 
 MIN_SPARKLINE_COLUMNS = 100  # of the terminal

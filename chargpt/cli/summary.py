@@ -15,9 +15,7 @@ from chargpt.files import exists
 from chargpt.store.layout import MIXTURE_FILE
 from chargpt.store.run import Run, load_run
 from chargpt.training.deadline import RESERVE
-from chargpt.training.finetune import Forgetting, forgetting
-from chargpt.training.mixing import try_add_mixture
-from chargpt.training.session import Session
+from chargpt.training.start import Session
 
 LABEL = 8  # columns of the plan's labels
 
@@ -25,12 +23,12 @@ LABEL = 8  # columns of the plan's labels
 def show_plan(session: Session) -> None:
     """Print what is about to be trained, for how long, on what, and what a budget has chosen."""
     trainer, cost = session.trainer, session.cost
-    if session.plan is not None and session.pace is not None:
+    if session.pace is not None and (plan := session.pace.plan) is not None:
         reason = "the model size is given"
-        if session.plan.size_was_chosen:
+        if plan.size_was_chosen:
             reason = "size with the lowest predicted loss"
         seconds = console.duration(session.pace.deadline.seconds)
-        speed = session.plan.speed * trainer.corpus.characters_per_token
+        speed = plan.speed * trainer.corpus.characters_per_token
         console.say(f"budget  {seconds}: {speed:,.0f} characters/s measured; {reason}")
     config, corpus = trainer.config, trainer.corpus
     rare = ""
@@ -101,15 +99,14 @@ def show_result(session: Session, *, json_: bool = False) -> None:
 def _show_result(session: Session, *, json_: bool) -> None:
     trainer, folder, state = session.trainer, session.folder, session.trainer.state
     best = load_run(folder.path, "best", str(trainer.device))
-    mixture_run = try_add_mixture(best, trainer.corpus)
+    mixture_run = session.add_mixture(best)
     validation = trainer.float32_validation(best.step)
     scores = evaluate_run(best, trainer.corpus, session.baselines, mixture_run, validation)
     records = folder.metrics.records()
     sentences = summarize(best, scores, records)
-    forgotten = None
-    if session.base_run is not None:
-        forgotten = forgetting(session.base_run, best)
-        sentences += describe_forgetting(session.base_run, forgotten)
+    forgotten = session.forgetting(best)
+    if forgotten is not None and session.base_run is not None:
+        sentences.append(forgotten.describe(session.base_run))
     sentences += describe_resumption(session)
     has_report = state.seconds >= RESERVE.min_report_budget
     if session.pace is not None:
@@ -137,20 +134,6 @@ def _show_result(session: Session, *, json_: bool) -> None:
         show_report(session, best, scores, json_=json_)
     if (late := session.late_note()) is not None:
         console.say(late)
-
-
-def describe_forgetting(base_run: Run, forgotten: Forgetting | None) -> list[str]:
-    """Return a sentence on the loss of a fine-tuned run on the base run's text, if it is known."""
-    if forgotten is None:
-        return []
-    unknown = ""
-    if forgotten.n_unknown:
-        unknown = f", without {forgotten.n_unknown:,} that this run does not know"
-    return [
-        f"On {base_run.state.text_name}, the text of {base_run.folder}: "
-        f"{forgotten.before:.3f} nats per character before training, {forgotten.after:.3f} "
-        f"after it (on {forgotten.characters:,} characters of its validation split{unknown})."
-    ]
 
 
 def describe_resumption(session: Session) -> list[str]:

@@ -24,6 +24,7 @@ from chargpt.text.tokenizer import CharTokenizer, Ints, Tokens
 MAX_SEARCHED = 100_000_000  # tokens of the training split
 MIN_BLOCK_SIZE = 8  # shorter ones are not advised
 MAX_MIXTURE_FRACTION = 0.03  # of the text
+MIN_MIXTURE_CHARACTERS = 100  # that a mixture is fitted to
 
 Split = Literal["mixture", "train", "val", "test"]
 REQUIRED_SPLITS: tuple[Split, ...] = ("train", "val")  # the splits of every run

@@ -1,6 +1,5 @@
 """`chargpt.train`: from a text to a trained run in one call."""
 
-import math
 import os
 import time
 from collections.abc import Mapping
@@ -14,10 +13,8 @@ from chargpt.log import collected_notes, logger
 from chargpt.ranks import is_main_rank, world_size
 from chargpt.store.run import Run, load_run
 from chargpt.text.source import require_text
-from chargpt.training.mixing import try_add_mixture
 from chargpt.training.request import Request, StartMode
-from chargpt.training.session import Session
-from chargpt.training.start import open_session
+from chargpt.training.start import Session, open_session
 
 
 def train(
@@ -72,11 +69,6 @@ def train(
             "settings: expected a dictionary, such as {'train.max_steps': 500} (it is of type "
             f"{type(settings).__name__})"
         )
-    is_number = isinstance(budget, int) or (isinstance(budget, float) and math.isfinite(budget))
-    if not (budget is None or isinstance(budget, str) or is_number):
-        raise ConfigError(
-            f"budget: expected seconds, or a time such as '3m' (it is {budget!r:.100})"
-        )
     try:
         start = StartMode(start)
     except ValueError:
@@ -100,7 +92,7 @@ def train(
             key: os.fspath(value) if isinstance(value, os.PathLike) else value
             for key, value in values.items()
         },
-        budget=budget if budget is None or isinstance(budget, str) else f"{round(budget)}s",
+        budget=budget,
         out=None if out is None else Path(out),
         start=start,
         started=started,
@@ -109,15 +101,14 @@ def train(
         try:
             with open_session(request) as session:
                 _run_steps(session, progress=progress)
-                folder, corpus = session.folder.path, session.trainer.corpus
                 session.trainer.group.broadcast(0.0)  # other ranks wait until rank 0 has saved
         except FinishedError:
             if start is not StartMode.NEW_OR_RESUME:
                 raise
             return load_run(str(request.out), device=device or "auto")
-        run = load_run(folder, device=device or "auto")
+        run = load_run(session.folder.path, device=device or "auto")
         if is_main_rank():
-            try_add_mixture(run, corpus)
+            session.add_mixture(run)
         if (late := session.late_note()) is not None:
             logger.warning(late)
     return replace(run, notes=tuple(notes))

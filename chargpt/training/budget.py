@@ -1,50 +1,55 @@
-"""A run that is planned for a time budget and fitted to what is left of it."""
+"""What a run costs, from a few measured steps, and its plan for a time budget.
+
+`planner.py` chooses; here are the threads, the mixture split and the trials.
+"""
 
 import math
+import time
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from chargpt.config import Config
-from chargpt.device import ThreadTuner, choose_device, default_threads, measure_threads
+from chargpt.device import ThreadTuner, choose_device, default_threads, measure_threads, synchronize
+from chargpt.inference.evaluation import evaluate_tokens
 from chargpt.log import logger
-from chargpt.text.corpus import MAX_MIXTURE_FRACTION, Corpus
-from chargpt.training.deadline import MIN_STEPS, Deadline, mixture_seconds, scoring_seconds
-from chargpt.training.mixing import MIN_CHARACTERS
-from chargpt.training.pace import Pace, replanned_config
-from chargpt.training.planner import RECIPE, Plan, plan
-from chargpt.training.trials import Trials
+from chargpt.text.corpus import MAX_MIXTURE_FRACTION, MIN_MIXTURE_CHARACTERS, Corpus
+from chargpt.training.deadline import Deadline, Pace, mixture_seconds, scoring_seconds
+from chargpt.training.learner import Learner, training_bytes
+from chargpt.training.planner import RECIPE, plan
+from chargpt.training.trainer import Trainer
 
 MAX_MIXTURE_TIME = 0.2  # fraction of the remaining time: if fitting takes longer, no mixture
+TRIAL_STEPS = 3  # that measure a size's speed
+TIMED_TOKENS = 8_000  # scored to measure the speed of scoring
+# factor on the time of the forward and backward pass: measured for the default config, the
+# optimizer adds 38 ms to between 175 and 280 ms
+UPDATE_OVERHEAD = 1.15
+MIN_TRIAL_SECONDS = 0.05  # of trial steps: one of a bigram or on a GPU may take less than 1 ms
+TRIAL_LR_FACTOR = 1e-6  # trial updates must not leave the usual range of values
 
 
-@dataclass(frozen=True)
-class PlannedBudget:
-    """A run that was planned for a deadline.
-
-    Attributes:
-        plan: of the run.
-        deadline: of the command.
-        token_seconds: measured time of scoring a token.
-        may_shrink: whether the user has set the size of the model.
-        thread_tuner: None leaves the number of threads as it is.
-    """
-
-    plan: Plan
-    deadline: Deadline
-    token_seconds: float
-    may_shrink: bool = False
-    thread_tuner: ThreadTuner | None = None
+def with_measured_threads(config: Config) -> Config:
+    """Return the config with the number of CPU threads that is fastest now, unless it is fixed."""
+    if config.threads is not None:
+        return config
+    return config.with_values({"threads": measure_threads(choose_device(config.device)[0])})
 
 
 def plan_run(
-    config: Config,
-    corpus: Corpus,
-    deadline: Deadline,
-    fixed_keys: frozenset[str],
-    thread_tuner: ThreadTuner | None = None,
-) -> tuple[PlannedBudget, Corpus]:
-    """Return the plan of a run for a deadline, and the corpus with its mixture split.
+    config: Config, corpus: Corpus, deadline: Deadline, fixed_keys: frozenset[str]
+) -> tuple[Config, Corpus, Pace]:
+    """Plan a run for a deadline from trial steps.
 
-    The user has set the dotted keys `fixed_keys`. Errors are those of `plan`.
+    The user has set the dotted keys `fixed_keys`; if `threads` is not one of them, their number is
+    measured again while the run trains.
+
+    Returns:
+        The config, the corpus with its mixture split, and what keeps the run within the deadline.
+
+    Raises:
+        ConfigError: `train.max_steps` is fixed too.
+        OperationError: the fewest useful steps would take more than twice the budget.
     """
     config = with_mixture_split(config, corpus, deadline, fixed_keys)
     corpus = replace(corpus, settings=config.text)
@@ -53,10 +58,19 @@ def plan_run(
         deadline = replace(deadline, scoring_seconds=seconds)
     trials = Trials(corpus)
     planned = plan(config, corpus, deadline, fixed_keys, trials)
-    may_shrink = not planned.size_was_chosen and config.model.kind == "gpt"
-    may_shrink = may_shrink and config.train.from_run is None
-    seconds = trials.measure_scoring()
-    return PlannedBudget(planned, deadline, seconds, may_shrink, thread_tuner), corpus
+    token_seconds = trials.measure_scoring()
+    seconds = scoring_seconds(deadline, corpus, planned.config, token_seconds)
+    n_scored = min(planned.config.train.evaluation_tokens, len(corpus.split("val")))
+    threads_are_measured = config.threads is not None and "threads" not in fixed_keys
+    pace = Pace(
+        replace(deadline, scoring_seconds=seconds),
+        planned,
+        validation_seconds=token_seconds * n_scored,
+        thread_tuner=ThreadTuner(default_threads()) if threads_are_measured else None,
+    )
+    # before anything is trained: when a comparison comes to this run, others may have taken longer
+    pace.deadline.require(sum(pace.fewest_steps_seconds()))
+    return planned.config, corpus, pace
 
 
 def with_mixture_split(
@@ -73,68 +87,121 @@ def with_mixture_split(
     seconds, remaining = mixture_seconds(corpus, deadline.slowdown), deadline.remaining
     with_split = corpus.with_settings(mixture_characters=RECIPE.mixture_characters)
     max_fraction = 2 * MAX_MIXTURE_FRACTION  # of a split that ends with a whole document
-    if MAX_MIXTURE_FRACTION * corpus.n_characters < MIN_CHARACTERS:
-        logger.warning(
-            f"without a mixture: {MAX_MIXTURE_FRACTION:.0%} of the text is too little to fit "
-            "its weights to"
-        )
+    is_short = MAX_MIXTURE_FRACTION * corpus.n_characters < MIN_MIXTURE_CHARACTERS
+    if is_short or len(with_split.split("mixture")) > max_fraction * len(corpus.tokens):
+        cause = "the text is too short, or its documents are too long, to leave a part out"
     elif seconds > MAX_MIXTURE_TIME * remaining:
-        logger.warning(
-            f"without a mixture: fitting one would take about {seconds:.1f} s, over "
-            f"{MAX_MIXTURE_TIME:.0%} of the {max(0.0, remaining):.1f} s that are left; "
-            "give a longer --budget"
-        )
-    elif len(with_split.split("mixture")) > max_fraction * len(corpus.tokens):
-        logger.warning(
-            "without a mixture: its split, of whole documents, would be over "
-            f"{max_fraction:.0%} of the text; -s {key}=20000 makes one all the same"
+        cause = (
+            f"fitting one would take about {seconds:.1f} s, over {MAX_MIXTURE_TIME:.0%} of the "
+            f"{max(0.0, remaining):.1f} s that are left; give a longer --budget"
         )
     else:
         return config.with_values({key: RECIPE.mixture_characters})
+    logger.warning(f"without a mixture: {cause}")
     return config
 
 
-def fit_to_deadline(
-    budget: PlannedBudget, config: Config, corpus: Corpus
-) -> tuple[Config, Pace, float]:
-    """Return config and pace of a planned run, and the expected time of its steps, in seconds.
+class Trials:
+    """Measures configs on a text; the planner calls it for each size that it considers."""
 
-    Time for scoring at the end is reserved. A budget that is too short for the fewest useful steps
-    is extended, which is logged, or an OperationError says how much it lacks.
+    def __init__(self, corpus: Corpus) -> None:
+        self.corpus = corpus
+        self.learner: Learner | None = None  # of the last trial
+
+    def __call__(self, config: Config, max_seconds: float = math.inf) -> float:
+        """Return the tokens per second of trial steps, without n-gram soft targets.
+
+        Soft targets cost a tenth or less, which re-planning takes into account. If one step takes
+        over `max_seconds`, it is the only one.
+        """
+        fresh = {"train.ngram_target_weight": 0.0, "train.from_run": None, "optim.l2_sp": 0.0}
+        self.learner = None  # its memory is free for the next one
+        self.learner = Trainer(config.with_values(fresh), self.corpus).learner
+        seconds = measure_step_seconds(
+            self.learner, TRIAL_STEPS, update=True, max_seconds=max_seconds
+        )
+        return config.tokens_per_step / seconds
+
+    def measure_scoring(self) -> float:
+        """Return the seconds per token of scoring with the model of the last trial; drop it."""
+        assert self.learner is not None
+        # a short split is repeated: a single forward pass says little about the time of many
+        val = self.corpus.split("val")
+        tokens = np.resize(val[: TIMED_TOKENS + 1], TIMED_TOKENS + 1)
+        model, self.learner = self.learner.model, None
+        # the first call is a warm-up: a GPU loads its kernels
+        for n_timed in (model.block_size, TIMED_TOKENS):
+            start = time.perf_counter()
+            timed = evaluate_tokens(model, tokens, max_tokens=n_timed)
+        per_character = (time.perf_counter() - start) / timed.characters
+        return per_character * self.corpus.characters_per_token
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Expected cost of the remaining steps of a run."""
+
+    parameters: int  # of the model
+    steps: int
+    characters: int  # that the steps read
+    epochs: float  # the same in passes over the training split
+    memory_bytes: int
+    seconds: float  # including validation
+
+
+def expected_cost(trainer: Trainer, seconds: float | None = None) -> Cost:
+    """Return the expected cost of a run from its present step on.
+
+    `seconds` are expected, if known; otherwise they follow from a few trial steps, which change
+    nothing.
     """
-    deadline, train, step_seconds = budget.deadline, config.train, budget.plan.step_seconds
-    scoring = scoring_seconds(deadline, corpus, config, budget.token_seconds)
-    deadline = replace(deadline, scoring_seconds=scoring)
-    n_scored = min(train.evaluation_tokens, len(corpus.split("val")))
-    validation_seconds = budget.token_seconds * n_scored
-    n_steps = min(MIN_STEPS, train.max_steps)
-    validations = (math.ceil(n_steps / train.evaluate_every) + 1) * validation_seconds
-    missing = deadline.missing_seconds(
-        n_steps, n_steps * step_seconds + validations, may_shrink=budget.may_shrink
+    config, learner, corpus = trainer.config, trainer.learner, trainer.corpus
+    n_steps = config.train.max_steps - trainer.state.step
+    n_tokens = n_steps * config.tokens_per_step
+    if seconds is None:
+        step_seconds = UPDATE_OVERHEAD * measure_step_seconds(learner, 2, update=False)
+        scored = min(config.train.evaluation_tokens, len(corpus.split("val")))
+        # a forward pass takes about a third of a step, and rank 0 evaluates alone
+        evaluation = step_seconds * scored / config.tokens_per_step / 3 * trainer.group.world_size
+        n_evaluations = n_steps // config.train.evaluate_every + 2
+        seconds = n_steps * step_seconds + n_evaluations * evaluation
+    return Cost(
+        parameters=trainer.model.num_parameters(),
+        steps=n_steps,
+        characters=round(n_tokens * corpus.characters_per_token),
+        epochs=n_tokens / len(corpus.split("train")),
+        memory_bytes=training_bytes(config, corpus.tokenizer.vocab_size, learner.micro_batch_size),
+        seconds=seconds,
     )
-    deadline = deadline.extended(missing)
-    if deadline.extension:
-        logger.warning(deadline.announcement(n_steps))
-        remaining = deadline.remaining - validations
-        config = replanned_config(config, 0, step_seconds, remaining)
-    planned_seconds = config.train.max_steps * step_seconds / RECIPE.initial_fraction
-    pace = Pace(
-        deadline,
-        step_limit=budget.plan.step_limit,
-        validation_seconds=validation_seconds,
-        thread_tuner=budget.thread_tuner,
-    )
-    return config, pace, min(deadline.remaining, planned_seconds + validations)
 
 
-def with_measured_threads(config: Config) -> tuple[Config, ThreadTuner | None]:
-    """Return the config with the number of CPU threads that is fastest now, unless it is fixed.
+def measure_step_seconds(
+    learner: Learner, n_steps: int, *, update: bool, max_seconds: float = math.inf
+) -> float:
+    """Return the mean time of `n_steps` trial steps or more; the first, a warm-up, is left out.
 
-    If it was measured, so is what measures it again.
+    Without `update` the weights stay as they are. If the warm-up takes over `max_seconds`, no other
+    step is run, and its time is returned.
     """
-    max_threads = default_threads()
-    device, _ = choose_device(config.device)
-    threads = measure_threads(device) if config.threads is None else None
-    if threads is None:
-        return config, None
-    return config.with_values({"threads": threads}), ThreadTuner(max_threads)
+
+    def run(number: int) -> float:
+        """Return the mean time of some steps, which a GPU runs without waiting in between."""
+        synchronize(learner.device)
+        start = time.perf_counter()
+        for step in range(number):
+            learner.accumulate_gradients(step)
+            learner.clip_gradients()
+            if update:
+                learner.apply_update(step, TRIAL_LR_FACTOR)
+        synchronize(learner.device)
+        return (time.perf_counter() - start) / number
+
+    warm_up = run(1)
+    if warm_up > max_seconds:
+        return warm_up
+    # each rank measures its own speed, but all must run as many steps
+    seconds = learner.group.broadcast(run(n_steps - 1))
+    if (n_steps - 1) * seconds < MIN_TRIAL_SECONDS:
+        seconds = run(math.ceil(MIN_TRIAL_SECONDS / seconds))
+    learner.model.zero_grad(set_to_none=True)
+    return seconds

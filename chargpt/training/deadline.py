@@ -1,4 +1,10 @@
-"""The deadline of a time budget, and the time that it keeps for the work after the last step."""
+"""The deadline of a time budget, and the pace that keeps a planned run within it.
+
+A budget keeps time for the work after the last step. The number of steps is re-planned from the
+measured step time before the learning rate begins to decay, then half way through what is left, and
+so on. Updates that are done stay as they were, so the final config repeats the run without a
+budget.
+"""
 
 import math
 import re
@@ -7,14 +13,30 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from chargpt.config import Config
+from chargpt.device import ThreadTuner
 from chargpt.errors import ConfigError, OperationError
+from chargpt.log import logger
 from chargpt.models.ngram import MAX_TOKENS
 from chargpt.text.corpus import REQUIRED_SPLITS, Corpus
+from chargpt.training.schedule import decay_start
 
-MIN_SECONDS = 5
+MIN_SECONDS = 5  # of a budget
 LATE = 1.1  # of the announced time: a command that takes longer says so
 MIN_STEPS = 20  # fewer are of little use
 OVERRUN = 0.08  # fraction of the budget by which the first MIN_STEPS may exceed it
+MAX_EPOCHS = 40  # of a plan; more over-fit
+EPOCH_LIMIT_NOTE = (
+    f"training ends before its time, after {MAX_EPOCHS} epochs, since more would only over-fit "
+    "most texts; chargpt train --resume with -s train.max_steps=N trains longer"
+)
+INITIAL_FRACTION = 0.93  # of the time, for training steps before re-planning
+# settings that planning and re-planning change
+PLANNED_KEYS = ("train.max_steps", "schedule.cooldown", "schedule.decay_points")
+REPLANNED_FRACTION = 0.95  # fraction of the remaining time that is planned for steps
+MIN_FRACTION = 1 / 8  # of all steps: when fewer remain, their number is final
+MIN_VALIDATION_SECONDS = 0.1  # shorter ones say little about the speed of scoring
+# of the number of steps, and steps: smaller changes are not noted
+NOTED_CHANGE, NOTED_STEPS = 0.1, 10
 
 
 @dataclass(frozen=True)
@@ -35,12 +57,13 @@ class Reserve:
 RESERVE = Reserve()
 
 
-def parse_duration(text: str) -> float:
-    """Return the seconds of a duration such as `90`, `30s`, `3m`, `1m30s` or `2h`.
+def parse_duration(duration: str | float) -> float:
+    """Return the seconds of a duration such as 90, `90`, `30s`, `3m`, `1m30s` or `2h`.
 
     Raises:
         ConfigError: it is not a duration, or under `MIN_SECONDS`.
     """
+    text = f"{duration:.0f}" if isinstance(duration, float) else str(duration)
     match = re.fullmatch(r"(?:(\d{1,4})h)?(?:(\d{1,6})m)?(?:(\d{1,8})s)?|(\d{1,8})", text.strip())
     if not match or not any(match.groups()):
         raise ConfigError(
@@ -110,42 +133,36 @@ class Deadline:
         seconds, announced = self.clock() - self.started, self.seconds + self.extension
         if seconds <= LATE * announced:
             return None
-        announced = math.ceil(announced)  # as `announcement` rounds it
+        announced = math.ceil(announced)  # as `extended_for` rounds it
         return f"this took {seconds:.0f} s instead of {announced} s: the machine slowed down"
 
-    def missing_seconds(self, n_steps: int, seconds: float, *, may_shrink: bool = False) -> float:
-        """Return how many seconds are missing for `n_steps` steps; negative if they fit.
+    def require(self, seconds: float) -> None:
+        """Raise an OperationError if the fewest useful steps, of `seconds`, take too long.
 
-        Args:
-            n_steps: the fewest that are useful.
-            seconds: that they take, with validation.
-            may_shrink: whether the user has set the size of the model.
-
-        Raises:
-            OperationError: they lack more than the whole budget again.
+        A budget may be extended for them by as much again.
         """
         missing = seconds - self.remaining
         if missing > self.seconds:
-            smaller = ", or a smaller model" if may_shrink else ""
             raise OperationError(
-                f"a budget of {self.seconds:g} s is too short for {n_steps} steps, the fewest that "
-                "are useful, on this machine now; give "
-                f"--budget {math.ceil(self.seconds + missing)}s{smaller}"
+                f"a budget of {self.seconds:g} s is too short for {MIN_STEPS} steps, the fewest "
+                "that are useful, on this machine now; give "
+                f"--budget {math.ceil(self.seconds + missing)}s"
             )
-        return missing
 
-    def extended(self, missing: float) -> "Deadline":
-        """Return the deadline, moved by the missing seconds if they are more than an overrun."""
-        is_enough = missing <= OVERRUN * self.seconds
-        return self if is_enough else replace(self, extension=missing)
+    def extended_for(self, seconds: float) -> "Deadline":
+        """Return the deadline, moved to leave time for the fewest useful steps, of `seconds`.
 
-    def announcement(self, n_steps: int) -> str:
-        """Return a sentence about an extended deadline."""
-        return (
+        That it is moved is logged; it is not for a small overrun.
+        """
+        missing = seconds - self.remaining
+        if missing <= OVERRUN * self.seconds:
+            return self
+        logger.warning(
             f"the budget of {self.seconds:g} s is too short on this machine now: the whole command "
-            f"takes up to {math.ceil(self.seconds + self.extension)} s instead, for the {n_steps} "
-            "steps that are the fewest useful ones"
+            f"takes up to {math.ceil(self.seconds + missing)} s instead, for the {MIN_STEPS} steps "
+            "that are the fewest useful ones"
         )
+        return replace(self, extension=missing)
 
 
 def mixture_seconds(corpus: Corpus, slowdown: float = 1.0) -> float:
@@ -170,3 +187,203 @@ def scoring_seconds(
         n_scored += 2 * max_tokens
     fitting = mixture_seconds(corpus, deadline.slowdown) if n_mixture else 0.0
     return RESERVE.margin * seconds_per_token * n_scored + fitting
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A planned run.
+
+    Attributes:
+        config: of the run; it repeats the run without a budget.
+        speed: measured, in tokens per second.
+        size_was_chosen: whether the model's size was.
+        step_limit: number of steps beyond which training would only over-fit.
+    """
+
+    config: Config
+    speed: float
+    size_was_chosen: bool
+    step_limit: int
+
+    @property
+    def step_seconds(self) -> float:
+        """Measured time of a step."""
+        return self.config.tokens_per_step / self.speed
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Steps whose speed is measured, from a step on until re-planning is due.
+
+    Re-planning is due after `end` steps, or when as little time remains as was planned to remain
+    then: a slower machine reaches the time first. None: it is not due any more.
+    """
+
+    step: int  # at which the measurement begins
+    time: float  # by the deadline's clock
+    end: int | None
+    end_remaining: float  # seconds
+
+    @classmethod
+    def begin(cls, config: Config, step: int, deadline: Deadline) -> "Stretch":
+        """Return the stretch that begins now, after `step` steps."""
+        end = next_replan_step(config, step)
+        max_steps, remaining = config.train.max_steps, deadline.remaining
+        fraction = 0.0 if end is None else (max_steps - end) / (max_steps - step)
+        return cls(max(1, step), deadline.clock(), end, fraction * remaining)
+
+
+class Pace:
+    """Stops a run at its deadline and adjusts its number of steps and threads to its speed.
+
+    Args:
+        deadline: of the run.
+        plan: of the run; None: its number of steps has no limit.
+        validation_seconds: expected of one validation.
+        thread_tuner: None leaves the number of threads as it is.
+    """
+
+    def __init__(
+        self,
+        deadline: Deadline,
+        plan: Plan | None = None,
+        *,
+        validation_seconds: float = 0.0,
+        thread_tuner: ThreadTuner | None = None,
+    ) -> None:
+        self.deadline, self.plan = deadline, plan
+        self.step_limit = None if plan is None else plan.step_limit
+        self.validation_seconds, self.thread_tuner = validation_seconds, thread_tuner
+
+    def fewest_steps_seconds(self) -> tuple[float, float]:
+        """Return the expected time of the fewest useful planned steps, and of their validations."""
+        assert self.plan is not None
+        n_validations = math.ceil(MIN_STEPS / self.plan.config.train.evaluate_every) + 1
+        return MIN_STEPS * self.plan.step_seconds, n_validations * self.validation_seconds
+
+    def fit_plan(self) -> tuple[Config, float]:
+        """Return the planned config for the time that is left, and the seconds of its steps.
+
+        A deadline that is too near for the fewest useful steps is moved, which is logged.
+        """
+        assert self.plan is not None
+        config, step_seconds = self.plan.config, self.plan.step_seconds
+        steps, validations = self.fewest_steps_seconds()
+        self.deadline = self.deadline.extended_for(steps + validations)
+        if self.deadline.extension:
+            remaining = self.deadline.remaining - validations
+            config = replanned_config(config, 0, step_seconds, remaining)
+        planned_seconds = config.train.max_steps * step_seconds / INITIAL_FRACTION
+        return config, min(self.deadline.remaining, planned_seconds + validations)
+
+    def start(self, config: Config, step: int) -> None:
+        """Begin to measure steps; call it before the first one, after `step` steps."""
+        self.stretch = Stretch.begin(config, step, self.deadline)
+        self.noted_steps = config.train.max_steps  # in the last note to the user
+        self.last_step = step
+
+    def observe_validation(self, seconds: float) -> None:
+        """Reserve more time for scoring at the end if a validation took longer than before."""
+        planned = self.validation_seconds
+        if 0 < planned < seconds and seconds > MIN_VALIDATION_SECONDS:
+            longer = self.deadline.scoring_seconds * seconds / planned
+            self.deadline = replace(self.deadline, scoring_seconds=longer)
+            self.validation_seconds = seconds
+
+    def adjusted(self, config: Config, step: int, speed: float) -> Config:
+        """Return the config to continue with after `step` steps at a speed in characters/s."""
+        if (replanned := self.replanned(config, step)) is not None:
+            config, max_steps = replanned, replanned.train.max_steps
+            note = replanning_note(self.noted_steps, max_steps, self.step_limit)
+            if note is not None:
+                logger.warning(note)
+                self.noted_steps = max_steps
+        threads = self.thread_tuner.update(speed) if self.thread_tuner and speed else None
+        if threads is not None:
+            logger.warning(f"continuing with threads={threads}, measured as faster now")
+            config = config.with_values({"threads": threads})
+        return config
+
+    def replanned(self, config: Config, step: int) -> Config | None:
+        """Return the re-planned config if re-planning is due after `step` steps, else None."""
+        now, remaining = self.deadline.clock(), self.deadline.remaining
+        # step 1 is a slow one, and a rollback repeats steps
+        if step == 1 or step < self.last_step:
+            self.stretch = replace(self.stretch, step=step, time=now)
+        self.last_step = step
+        stretch = self.stretch
+        if stretch.end is None or step <= stretch.step:
+            return None
+        if step < stretch.end and remaining >= stretch.end_remaining:
+            return None
+        step_seconds = (now - stretch.time) / (step - stretch.step)
+        # an extended budget ends early where it can, instead of training more steps
+        seconds = remaining - self.deadline.extension
+        config = replanned_config(config, step, step_seconds, seconds, self.step_limit)
+        self.stretch = Stretch.begin(config, step, self.deadline)
+        return config
+
+
+def replanned_config(
+    config: Config, step: int, step_seconds: float, seconds: float, step_limit: int | None = None
+) -> Config:
+    """Return the config with as many steps after `step` as the remaining time allows.
+
+    Args:
+        config: of the run so far.
+        step: number of steps done.
+        step_seconds: measured time of a step, validation and saving included.
+        seconds: until the last step has to be done.
+        step_limit: of the number of all steps, however much time remains.
+    """
+    fewest = min(MIN_STEPS, config.train.max_steps) - step
+    n_steps = max(1, fewest, int(REPLANNED_FRACTION * seconds / step_seconds))
+    if step_limit is not None:
+        n_steps = min(n_steps, max(1, step_limit - step))
+    return with_max_steps(config, step, step + n_steps)
+
+
+def with_max_steps(config: Config, step: int, max_steps: int) -> Config:
+    """Return the config with another number of steps; those done keep their learning rates.
+
+    A decay that has not begun begins at `step`; one that has begun continues with another slope.
+    """
+    values: dict[str, object] = {"train.max_steps": max_steps}
+    schedule = config.schedule
+    if schedule.kind != "wsd" or not schedule.cooldown:
+        return config.with_values(values)  # there is no decay to re-plan
+    if step <= decay_start(schedule, config.train.max_steps) and not schedule.decay_points:
+        values["schedule.cooldown"] = (max_steps - step) / max_steps
+    else:
+        point = (step - 1, config.train.max_steps)
+        values["schedule.decay_points"] = (*schedule.decay_points, point)
+    return config.with_values(values)
+
+
+def replanning_note(old: int, new: int, step_limit: int | None = None) -> str | None:
+    """Return a sentence about a large change of the number of steps since the last note.
+
+    `step_limit` is that of `replanned_config`.
+    """
+    if abs(new - old) < max(NOTED_STEPS, NOTED_CHANGE * old):
+        return None
+    cause = f"training is {'slower' if new < old else 'faster'} than measured before"
+    if new == step_limit:
+        cause = EPOCH_LIMIT_NOTE
+    return f"re-planned: {old:,} -> {new:,} steps: {cause}"
+
+
+def next_replan_step(config: Config, step: int) -> int | None:
+    """Return the step after which to re-plan next: where the decay begins, then half way on.
+
+    `step` is that of the last re-planning, 0 for none. The result is None when few steps remain,
+    or the schedule has no decay to re-plan.
+    """
+    max_steps = config.train.max_steps
+    if config.schedule.kind != "wsd" or not config.schedule.cooldown:
+        return None
+    if step == 0:
+        return max(2, decay_start(config.schedule, max_steps))
+    remaining = max_steps - step
+    is_enough = remaining > max(1, MIN_FRACTION * max_steps)
+    return step + remaining // 2 if is_enough else None

@@ -6,7 +6,6 @@ Shapes in this file: V = vocabulary size, C = n_embd.
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -14,21 +13,14 @@ from torch import Tensor
 from chargpt.config import Config
 from chargpt.errors import ChargptError, ConfigError
 from chargpt.inference.evaluation import evaluate_tokens
+from chargpt.log import logger
 from chargpt.models import LanguageModel
-from chargpt.store.run import Run, load_run
+from chargpt.store.run import Run
+from chargpt.text.corpus import Corpus
 from chargpt.text.tokenizer import CharTokenizer
+from chargpt.training.planner import fitting_block_size
 
 LR_FRACTION = 0.1  # of the learning rates of a new run
-
-
-def load_base_run(config: Config) -> Run | None:
-    """Return the run that `train.from_run` names, None if there is none.
-
-    Raises:
-        RunError: there is no such run, or it is damaged.
-    """
-    path = config.train.from_run
-    return None if path is None else load_run(Path(path), device="cpu")
 
 
 def config_from_base_run(base_run: Run, config: Config, fixed_keys: Collection[str]) -> Config:
@@ -66,22 +58,20 @@ def config_from_base_run(base_run: Run, config: Config, fixed_keys: Collection[s
     return config.with_values({**values, "text.extra_characters": "".join(characters)})
 
 
-def describe_base_run(run: Run, config: Config, tokenizer: CharTokenizer) -> str:
-    """Return which weights are the start, and how many tokens are new, in a sentence."""
-    n_known = len(shared_tokens(run.tokenizer, tokenizer)[0])
-    sentence = (
-        f"starting from {run.folder}, step {run.step:,}: {n_known:,} of the "
-        f"{tokenizer.vocab_size:,} tokens are known, {tokenizer.vocab_size - n_known:,} new"
+def config_for_text(
+    base_run: Run, config: Config, corpus: Corpus, fixed_keys: Collection[str]
+) -> Config:
+    """Return the config with a block size that fits the text; log how many tokens are new."""
+    vocab_size = corpus.tokenizer.vocab_size
+    n_known = len(shared_tokens(base_run.tokenizer, corpus.tokenizer)[0])
+    logger.info(
+        f"starting from {base_run.folder}, step {base_run.step:,}: {n_known:,} of the "
+        f"{vocab_size:,} tokens are known, {vocab_size - n_known:,} new"
     )
-    if run.tokenizer.has_bytes and not tokenizer.has_bytes:
-        sentence += (
-            "; the byte tokens are dropped, as this text has no rare characters: with "
-            "-s text.min_count=2 those that occur once are rare"
-        )
-    documents = config.text.documents
-    if documents is not None and documents == run.config.text.documents:
-        sentence += f"; text.documents={documents!r}, as there"
-    return sentence
+    if config.model.kind != "gpt" or "model.block_size" in fixed_keys:
+        return config
+    block_size = fitting_block_size(config.model.block_size, corpus)
+    return config.with_values({"model.block_size": block_size})
 
 
 @torch.no_grad()
@@ -123,6 +113,17 @@ class Forgetting:
     after: float
     characters: int  # of its validation split that were scored
     n_unknown: int  # characters of the split that the new vocabulary lacks; left out
+
+    def describe(self, base_run: Run) -> str:
+        """Return the losses in a sentence."""
+        unknown = ""
+        if self.n_unknown:
+            unknown = f", without {self.n_unknown:,} that this run does not know"
+        return (
+            f"On {base_run.state.text_name}, the text of {base_run.folder}: "
+            f"{self.before:.3f} nats per character before training, {self.after:.3f} after it "
+            f"(on {self.characters:,} characters of its validation split{unknown})."
+        )
 
 
 def forgetting(base_run: Run, run: Run) -> Forgetting | None:

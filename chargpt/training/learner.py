@@ -1,4 +1,4 @@
-"""One update: batch, gradients, optimizer, moving average of the weights.
+"""A model that learns: batch, gradients, optimizer, moving average of the weights, validation.
 
 The batch of a step is a pure function of (seed, step), its learning rate of (config, step), its
 dropout of seed, step, rank and micro-batch. So on a CPU a resumed run is bitwise identical
@@ -19,20 +19,25 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from chargpt.config import Config, OptimConfig, TrainConfig
+from chargpt.config import Config, OptimConfig, SampleConfig, TrainConfig
 from chargpt.device import can_capture, capture_graph
 from chargpt.distributed import RankGroup
 from chargpt.errors import CaptureError, ConfigError
 from chargpt.inference.baselines import fit_ngram
-from chargpt.models import LanguageModel, build_model
+from chargpt.inference.evaluation import Evaluation, evaluate_tokens
+from chargpt.models import LanguageModel, build_model, count_parameters, rotary_bytes
+from chargpt.models.kernels import MAX_PRODUCT_ROW_BYTES
 from chargpt.models.ngram import NGramLM
 from chargpt.store.checkpoint import Checkpoint
 from chargpt.store.run import Run
 from chargpt.store.tensors import load_weights
 from chargpt.text.batches import Batches
-from chargpt.text.corpus import Corpus
-from chargpt.training.finetune import copy_weights
+from chargpt.text.corpus import Corpus, Split
+from chargpt.text.display import end_sign
 from chargpt.training.optim import Optimizer
+
+SAMPLE_LENGTH = 200  # characters
+N_DOCUMENTS = 5  # per sample, of a list of documents
 
 
 class Learner:
@@ -62,16 +67,8 @@ class Learner:
         base_run: Run | None = None,
     ) -> None:
         train = config.train
-        self.seed, self.dropout = config.seed, config.model.dropout
-        self.micro_batches, self.clip_norm, self.ema_decay = (
-            train.micro_batches,
-            train.clip_norm,
-            train.ema,
-        )
-        self.ngram_target_weight = train.ngram_target_weight
-        self.corpus = corpus
-        self.group = group
-        self.device = device
+        self.seed, self.dropout, self.train_config = config.seed, config.model.dropout, train
+        self.corpus, self.group, self.device = corpus, group, device
         self.dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
         self.micro_batch_size = micro_batch_size(train, group)
         self.captured_forward_backward: Callable[[Tensor], Tensor] | None = None
@@ -83,6 +80,8 @@ class Learner:
         self.model: LanguageModel = model.to(device)
         self.l2_sp, self.initial_weights = config.optim.l2_sp, list[Tensor]()
         if base_run is not None:
+            from chargpt.training.finetune import copy_weights  # most runs do not need it
+
             copy_weights(self.model, corpus.tokenizer, base_run)
             if self.l2_sp:
                 self.initial_weights = [p.detach().clone() for p in self.model.parameters()]
@@ -91,7 +90,7 @@ class Learner:
             self.ema_weights = self._start_ema(dict(self.model.named_parameters()))
         else:
             self.restore(saved, config.optim)
-        self._given_ngram = ngram
+        self.given_ngram = ngram
         self.ddp_model = self._wrap_for_ddp()
         self.batches = Batches(
             corpus.split("train"),
@@ -102,20 +101,15 @@ class Learner:
         )
         if device.type != "cpu":
             self.batches.to_device(device)
-        if can_capture(device) and group.world_size == self.micro_batches == 1:
+        if can_capture(device) and group.world_size == train.micro_batches == 1:
             self._capture()
-
-    @cached_property
-    def fitted_ngram(self) -> NGramLM:
-        """The n-gram model of the training split, whether the soft targets use it or not."""
-        return self._given_ngram or fit_ngram(self.corpus)
 
     @cached_property
     def ngram(self) -> NGramLM | None:
         """The n-gram model of the soft targets, on the device; None if they have no weight."""
-        if not self.ngram_target_weight:
+        if not self.train_config.ngram_target_weight:
             return None
-        ngram = self.fitted_ngram
+        ngram = self.given_ngram or fit_ngram(self.corpus)
         if ngram.table is None:
             ngram.build_table()  # before it is moved: scattered additions may be slow on a GPU
         return ngram.to(self.device)
@@ -149,26 +143,25 @@ class Learner:
 
     def accumulate_gradients(self, step: int) -> Tensor:
         """Run the step's micro-batches forward and backward; return this rank's mean loss."""
-        first = self.group.rank * self.micro_batches * self.micro_batch_size
-        rows = slice(first, first + self.micro_batches * self.micro_batch_size)
+        n_rows = self.train_config.micro_batches * self.micro_batch_size
+        rows = slice(self.group.rank * n_rows, (self.group.rank + 1) * n_rows)
         # other devices may read a non-blocking copy after its source is freed
         non_blocking = self.device.type == "cuda"
         batch = self.batches.at(step, rows).to(self.device, non_blocking=non_blocking)
         total = torch.zeros((), device=self.device)
         for number, micro_batch in enumerate(torch.split(batch, self.micro_batch_size)):
             self.seed_dropout(step, number)
-            is_last = number == self.micro_batches - 1
-            with contextlib.ExitStack() as stack:
-                if isinstance(self.ddp_model, DistributedDataParallel) and not is_last:
-                    stack.enter_context(self.ddp_model.no_sync())  # do not average over the ranks
-                loss = (self.captured_forward_backward or self.forward_backward)(micro_batch)
-            total += loss / self.micro_batches
+            is_last = number == self.train_config.micro_batches - 1
+            if isinstance(self.ddp_model, DistributedDataParallel):
+                self.ddp_model.require_backward_grad_sync = is_last  # average over the ranks
+            loss = (self.captured_forward_backward or self.forward_backward)(micro_batch)
+            total += loss / self.train_config.micro_batches
         return total
 
     def forward_backward(self, micro_batch: Tensor) -> Tensor:
         """Accumulate the gradients of a micro-batch (B, T + 1); return its mean loss."""
         objective, loss = self.objective(micro_batch)
-        (objective / self.micro_batches).backward()  # type: ignore[no-untyped-call]
+        (objective / self.train_config.micro_batches).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
     def _capture(self) -> None:
@@ -253,12 +246,12 @@ class Learner:
         with torch.no_grad():
             soft_targets = self.ngram.probs(micro_batch[:, :-1])  # (B, T, V)
         soft_loss = -(soft_targets * log_probs).sum(dim=-1).mean()
-        weight = self.ngram_target_weight
+        weight = self.train_config.ngram_target_weight
         return (1 - weight) * loss + weight * soft_loss, loss
 
     def clip_gradients(self) -> Tensor:
         """Clip the norm of all gradients; return the norm before."""
-        max_norm = self.clip_norm or math.inf
+        max_norm = self.train_config.clip_norm or math.inf
         return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
 
     @torch.no_grad()
@@ -271,7 +264,7 @@ class Learner:
             torch._foreach_lerp_(weights, self.initial_weights, self.l2_sp * lr_factor)
         if self.ema_weights is not None:
             # a smaller decay at first, so that the random initial weights are soon forgotten
-            decay = min(self.ema_decay, (1 + step) / (10 + step))
+            decay = min(self.train_config.ema, (1 + step) / (10 + step))
             torch._foreach_lerp_(
                 list(self.ema_weights.values()), list(self.model.parameters()), 1 - decay
             )
@@ -287,6 +280,49 @@ class Learner:
             torch.default_generator.manual_seed(seed)
         else:
             torch.manual_seed(seed)
+
+    # -- validation -------------------------------------------------------------------------
+
+    def evaluate(self, split: Split, max_tokens: int | None = None) -> Evaluation:
+        """Return the loss on a split, or on evenly spread blocks of `max_tokens` in all.
+
+        It is that of the averaged weights, if there is an EMA, as are the samples.
+        """
+        with self.with_ema_weights():
+            return evaluate_tokens(
+                self.model,
+                self.corpus.split(split),
+                split=split,
+                max_tokens=max_tokens,
+                dtype=self.dtype,
+            )
+
+    def sample(self, options: SampleConfig) -> str:
+        """Return a short text, or some documents, generated with the run's sampling settings."""
+        from chargpt.inference.generation import stream_pieces  # long after the first step
+
+        tokenizer = self.corpus.tokenizer
+        options = options.model_copy(
+            update={
+                "length": min(SAMPLE_LENGTH, options.length),
+                "num_samples": N_DOCUMENTS if tokenizer.eos_token else 1,
+                "seed": self.seed,
+            }
+        )
+        prompt = tokenizer.encode(tokenizer.eos_token + options.prompt, unknown="replace")
+        with self.with_ema_weights():
+            pieces = stream_pieces(
+                self.model,
+                tokenizer,
+                prompt,
+                options,
+                unigram=lambda: self.corpus.token_counts("train"),
+            )
+            texts = ["".join(each) for each in zip(*pieces, strict=True)]
+        signs = [end_sign(len(text), options.length, tokenizer.eos_token) for text in texts]
+        return "\n".join(
+            options.prompt + text + sign for text, sign in zip(texts, signs, strict=True)
+        )
 
     # -- weights ----------------------------------------------------------------------------
 
@@ -319,7 +355,7 @@ class Learner:
             self.model.load_state_dict(raw)
 
     def _start_ema(self, source: dict[str, Tensor]) -> dict[str, Tensor] | None:
-        if not self.ema_decay:
+        if not self.train_config.ema:
             return None
         # in the order of the parameters, as `apply_update` pairs them
         names = dict(self.model.named_parameters())
@@ -348,3 +384,19 @@ def micro_batch_size(train: TrainConfig, group: RankGroup) -> int:
             f"processes x {train.micro_batches} micro-batches; make it a multiple of {parts}"
         )
     return train.batch_size // parts
+
+
+def training_bytes(config: Config, vocab_size: int, n_sequences: int) -> int:
+    """Return the approximate memory of training with micro-batches of `n_sequences`, in bytes."""
+    model = config.model
+    activations = 3 * vocab_size  # saved for the backward pass, values per token
+    if model.kind != "bigram":
+        activations += model.n_layer * (14 * model.n_embd + 5 * model.mlp_width)
+        row_bytes = model.block_size * (2 if config.dtype == "bfloat16" else 4)
+        if model.attention == "full" and row_bytes <= MAX_PRODUCT_ROW_BYTES:
+            activations += 2 * model.n_layer * model.n_head * model.block_size  # scores, weights
+    masks = model.block_size**2 if model.attention == "average" else 0
+    # weights, gradients, up to two moments of the optimizer, EMA
+    weights = (4 + bool(config.train.ema)) * count_parameters(model, vocab_size)
+    n_values = weights + n_sequences * model.block_size * activations + masks
+    return 4 * n_values + rotary_bytes(model)

@@ -5,7 +5,6 @@ models.
 """
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,53 +13,41 @@ from chargpt.errors import NOT_FINITE, ChargptError, OperationError
 from chargpt.inference.evaluation import block_windows, gather_rows
 from chargpt.log import logger
 from chargpt.models import GPT
+from chargpt.models.mixture import Gate, Mixture
+from chargpt.store.mixture import save_mixture
 from chargpt.store.run import Run
-from chargpt.text.corpus import Corpus
+from chargpt.text.corpus import MIN_MIXTURE_CHARACTERS, Corpus
 from chargpt.text.tokenizer import CharTokenizer, Tokens
 from chargpt.training.optim import AdamW
-
-if TYPE_CHECKING:  # imported when a mixture is fitted, after training
-    from chargpt.models.mixture import Gate, Mixture
 
 STEPS, BATCH_SIZE, LR = 100, 2048, 0.1
 L2 = 1.0  # penalty on the squared weights, divided by the number of characters
 INITIAL_SCALE = 0.3  # of the default initial weights: nearly equal weights for all components
 STD_EPSILON = 0.1  # added to that of each gate input, so that noise is not scaled up
 FORWARD_BATCH_SIZE = 16
-MIN_CHARACTERS = 100  # to fit to
-
-
-def add_mixture(run: Run, corpus: Corpus) -> Run | None:
-    """Fit the mixture of a run's GPT to the mixture split and save it with the run.
-
-    Returns:
-        The run with the mixture in place of its GPT; None if it is no GPT, or its mixture split is
-        shorter than MIN_CHARACTERS.
-
-    Raises:
-        OperationError: the GPT's predictions are not finite.
-        RunError: the mixture cannot be saved.
-    """
-    from chargpt.store.mixture import save_mixture
-
-    train, held_out = corpus.split("train"), corpus.split("mixture")
-    if not isinstance(run.model, GPT) or len(held_out) < MIN_CHARACTERS:
-        return None
-    mixture = fit_mixture(run.model, run.tokenizer, train, held_out)
-    save_mixture(run, mixture)
-    return replace(run, model=mixture)
 
 
 def try_add_mixture(run: Run, corpus: Corpus) -> Run | None:
-    """Do as `add_mixture`, but only log an error: the run itself is complete and saved."""
+    """Fit the mixture of a run's GPT to the mixture split and save it with the run.
+
+    Returns:
+        The run with the mixture in place of its GPT; None if it is no GPT, its mixture split is
+        shorter than MIN_MIXTURE_CHARACTERS, or an error was logged: the run itself is complete and
+        saved.
+    """
+    train, held_out = corpus.split("train"), corpus.split("mixture")
+    if not isinstance(run.model, GPT) or len(held_out) < MIN_MIXTURE_CHARACTERS:
+        return None
     try:
-        return add_mixture(run, corpus)
+        mixture = fit_mixture(run.model, run.tokenizer, train, held_out)
+        save_mixture(run, mixture)
     except ChargptError as error:
         logger.warning(str(error))
         return None
+    return replace(run, model=mixture)
 
 
-def fit_mixture(gpt: GPT, tokenizer: CharTokenizer, train: Tokens, held_out: Tokens) -> "Mixture":
+def fit_mixture(gpt: GPT, tokenizer: CharTokenizer, train: Tokens, held_out: Tokens) -> Mixture:
     """Return the mixture of a GPT and the n-gram models of its training split, on its device.
 
     `held_out` is text that is not in the training split, at least 2 characters.
@@ -68,8 +55,6 @@ def fit_mixture(gpt: GPT, tokenizer: CharTokenizer, train: Tokens, held_out: Tok
     Raises:
         OperationError: the GPT's predictions are not finite.
     """
-    from chargpt.models.mixture import Mixture
-
     mixture = Mixture(gpt, train, tokenizer).to(gpt.device).eval()
     parts = []
     with torch.no_grad():
@@ -85,7 +70,7 @@ def fit_mixture(gpt: GPT, tokenizer: CharTokenizer, train: Tokens, held_out: Tok
     return mixture
 
 
-def gate_data(mixture: "Mixture", rows: Tensor) -> tuple[Tensor, Tensor]:
+def gate_data(mixture: Mixture, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gate's inputs, (B, T, 1 + 2 K), and the log-probabilities, (B, T, 1 + K).
 
     The log-probabilities are the components', of the tokens that follow in rows
@@ -100,7 +85,7 @@ def gate_data(mixture: "Mixture", rows: Tensor) -> tuple[Tensor, Tensor]:
     return mixture.gate_inputs(log_probs, contexts), torch.cat(columns, dim=-1)
 
 
-def fit_gate(gate: "Gate", inputs: Tensor, log_probs: Tensor) -> None:
+def fit_gate(gate: Gate, inputs: Tensor, log_probs: Tensor) -> None:
     """Fit each network of a gate, in place, to the loss of its own mixture on these characters.
 
     Inputs are (N, 1 + 2 K), `log_probs` of each component for the next character (N, 1 + K).

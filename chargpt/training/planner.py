@@ -24,9 +24,15 @@ from chargpt.errors import ConfigError
 from chargpt.log import logger
 from chargpt.models import count_parameters
 from chargpt.text.corpus import REQUIRED_SPLITS, Corpus
-from chargpt.training.cost import training_bytes
-from chargpt.training.deadline import MIN_STEPS, Deadline
-from chargpt.training.pace import EPOCH_LIMIT_NOTE, MAX_EPOCHS
+from chargpt.training.deadline import (
+    EPOCH_LIMIT_NOTE,
+    INITIAL_FRACTION,
+    MAX_EPOCHS,
+    MIN_STEPS,
+    Deadline,
+    Plan,
+)
+from chargpt.training.learner import training_bytes
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,6 @@ INITIAL_TOKENS = 350_000
 class Recipe:
     """Settings found by experiment (benchmarks/LOG.md); lengths are in tokens read."""
 
-    initial_fraction: float = 0.93  # of the time, for training steps before re-planning
     trial_fraction: float = 0.05  # of the time: once trials have used it, no larger size is tried
     usable_memory: float = 0.6  # fraction: the memory of a run is an estimate
     short_run: int = 1_000_000  # below it the law is too optimistic about larger sizes
@@ -101,28 +106,6 @@ class Recipe:
 
 
 RECIPE = Recipe()
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A planned run.
-
-    Attributes:
-        config: of the run; it repeats the run without a budget.
-        speed: measured, in tokens per second.
-        size_was_chosen: whether the model's size was.
-        step_limit: number of steps beyond which training would only over-fit.
-    """
-
-    config: Config
-    speed: float
-    size_was_chosen: bool
-    step_limit: int
-
-    @property
-    def step_seconds(self) -> float:
-        """Measured time of a step."""
-        return self.config.tokens_per_step / self.speed
 
 
 MeasureSpeed = Callable[[Config, float], float]
@@ -272,11 +255,10 @@ def plan(
         raise ConfigError(
             "--budget and train.max_steps both say how long to train; drop one of them"
         )
-    planner = _Planner(config, corpus, deadline, frozenset(fixed_keys), measure)
+    planner = _Planner(config, corpus, deadline, fixed_keys, measure)
     train_tokens = planner.train_tokens
     may_choose = config.model.kind == "gpt" and config.train.from_run is None
-    size_was_chosen = may_choose and SIZE_KEYS.isdisjoint(fixed_keys)
-    if size_was_chosen:
+    if size_was_chosen := may_choose and SIZE_KEYS.isdisjoint(fixed_keys):
         size, config, speed = planner.best_size()
         # block and batch sizes follow from the length, which is known now
         resized = planner.config_of_size(size, planner.readable_tokens(speed), config)
@@ -284,9 +266,7 @@ def plan(
             config, speed = resized, planner.measure_speed(resized)
     else:
         speed = planner.measure_speed(config)
-    may_shrink = may_choose and not size_was_chosen
-    seconds = MIN_STEPS * config.tokens_per_step / speed
-    deadline.missing_seconds(MIN_STEPS, seconds, may_shrink=may_shrink)
+    deadline.require(MIN_STEPS * config.tokens_per_step / speed)
     n_tokens, parameters = planner.readable_tokens(speed), planner.parameters(config)
     values = length_values(config, n_tokens, train_tokens, parameters)
     max_tokens = MAX_EPOCHS * train_tokens
@@ -298,20 +278,19 @@ def plan(
     return Plan(planner.with_unless_fixed(config, values), speed, size_was_chosen, step_limit)
 
 
+@dataclass(frozen=True)
 class _Planner:
-    """The search for the size with the lowest predicted loss."""
+    """The search for the size with the lowest predicted loss; fields as the arguments of `plan`."""
 
-    def __init__(
-        self,
-        config: Config,
-        corpus: Corpus,
-        deadline: Deadline,
-        fixed_keys: frozenset[str],
-        measure: MeasureSpeed,
-    ) -> None:
-        self.config, self.corpus, self.deadline = config, corpus, deadline
-        self.fixed_keys, self.measure = fixed_keys, measure
-        self.train_tokens = len(corpus.split("train"))
+    config: Config
+    corpus: Corpus
+    deadline: Deadline
+    fixed_keys: Collection[str]
+    measure: MeasureSpeed
+
+    @property
+    def train_tokens(self) -> int:
+        return len(self.corpus.split("train"))
 
     def best_size(self) -> tuple[Size, Config, float]:
         """Measure sizes, smallest first, while a larger one may have a lower loss.
@@ -381,7 +360,7 @@ class _Planner:
 
     def readable_tokens(self, speed: float) -> float:
         """Return how many tokens can be read in the remaining time, at least 1."""
-        readable = RECIPE.initial_fraction * self.deadline.remaining * speed
+        readable = INITIAL_FRACTION * self.deadline.remaining * speed
         return max(1.0, min(readable, MAX_EPOCHS * self.train_tokens))
 
     def loss(self, config: Config, speed: float) -> float:

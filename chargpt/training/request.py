@@ -11,12 +11,11 @@ from chargpt.errors import ConfigError
 from chargpt.ranks import world_size
 from chargpt.text.catalog import resolve_settings
 from chargpt.text.source import STDIN
-from chargpt.training.deadline import Deadline, parse_duration
+from chargpt.training.deadline import PLANNED_KEYS, Deadline, parse_duration
 
 DEFAULT_BUDGET = "150s"
 MAX_PATH = 4096  # characters; longer is a text in place of its path
 PLANNED_SECTIONS = {"model", "train", "optim", "schedule"}  # with one set, no default budget
-PLANNED_KEYS = {"train.max_steps", "schedule.cooldown", "schedule.decay_points"}
 
 
 class StartMode(Enum):
@@ -39,7 +38,7 @@ class Request:
     text: str | None = None
     config: str | None = None
     settings: Mapping[str, object] = field(default_factory=dict)
-    budget: str | None = None
+    budget: str | float | None = None
     out: Path | None = None
     start: StartMode = StartMode.NEW
     started: float | None = None
@@ -64,16 +63,14 @@ class Request:
         Raises:
             ConfigError: an argument applies only to a new run.
         """
-        given = {"-c": self.config, "--budget": self.budget}
+        given = {"-c": self.config, "--budget": self.budget, "the text": self.text}
+        if self.out is not None:  # else the path is that of the run
+            given["the path"] = self.path
         if names := " and ".join(name for name, value in given.items() if value is not None):
             raise ConfigError(
-                f"--resume takes its settings from the run; drop {names} (--resume with a text and "
-                "--out, which begins a run where there is none, takes both)"
-            )
-        if self.text is not None or (self.path is not None and self.out is not None):
-            raise ConfigError(
-                "start 'resume' takes the text from the run; drop the text, or begin the run where "
-                "there is none with start='new or resume'"
+                f"a resumed run keeps its text and settings; drop {names} (--resume with a text "
+                "and --out, in Python start='new or resume', begins a run where there is none, and "
+                "takes them)"
             )
         return self.settings
 
@@ -85,7 +82,7 @@ class Request:
         config, fixed_keys = self.resolved
         keys = fixed_keys | {"text.path"}  # none given: the built-in text
         if self.budget is not None:  # planning and re-planning change them
-            keys -= PLANNED_KEYS
+            keys = keys.difference(PLANNED_KEYS)
         values = config.flatten()
         return {key: values[key] for key in sorted(keys)}
 

@@ -4,6 +4,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 import torch
 
@@ -16,21 +17,20 @@ from chargpt.log import logger
 from chargpt.ranks import is_main_rank
 from chargpt.store.checkpoint import Checkpoint
 from chargpt.store.folder import RunFolder
-from chargpt.store.run import newest_run, open_run
+from chargpt.store.run import load_run, newest_run, open_run
 from chargpt.text import TextProgress
 from chargpt.text.corpus import Corpus
 from chargpt.text.prepare import find_text
 from chargpt.text.source import STDIN
-from chargpt.training.cost import expected_cost
-from chargpt.training.finetune import load_base_run
+from chargpt.training.budget import expected_cost
 from chargpt.training.request import Request, StartMode
 from chargpt.training.schedule import decay_start, lr_factor_at
-from chargpt.training.session import Session
+from chargpt.training.start import Session
 from chargpt.training.trainer import Trainer
 
 # Fraction of the peak of the learning rates when a finished run goes on: RESTART times the square
-# root of (steps to come / steps done), at most MAX_RESTART.
-RESTART, MAX_RESTART = 0.5, 0.5
+# root of (steps to come / steps done), within limits.
+RESTART, MIN_RESTART, MAX_RESTART = 0.5, 0.001, 0.5
 NOTED_RISE = 1.5  # a rise of the learning rates up to this factor needs no restart or note
 ENDED = 0.95  # fraction of the steps from which a decay that has begun counts as ended
 RATES = ("optim.lr", "optim.matrix_lr")
@@ -58,6 +58,9 @@ def resumed_run(request: Request, on_progress: TextProgress | None) -> Iterator[
         config = resumed_config(saved, changes, same_command=same_command)
         group = init_process_group(choose_device(config.device)[0])
         baselines = Baselines(corpus) if group.is_main else None
+        base_run = None
+        if config.optim.l2_sp and config.train.from_run is not None:
+            base_run = load_run(Path(config.train.from_run), device="cpu")
         trainer = Trainer(
             config,
             corpus,
@@ -65,7 +68,7 @@ def resumed_run(request: Request, on_progress: TextProgress | None) -> Iterator[
             saved=saved,
             group=group,
             ngram=None if baselines is None else baselines.ngram,
-            base_run=load_base_run(config) if config.optim.l2_sp else None,
+            base_run=base_run,
         )
         if group.is_main:
             folder.require_room(1, trainer.checkpoint_bytes())
@@ -81,7 +84,7 @@ def resumed_run(request: Request, on_progress: TextProgress | None) -> Iterator[
         logger.info(f"resuming {folder.path} from step {step:,}")
         if step and config.device == saved.config.device:  # with validation, saving and samples
             seconds = (config.train.max_steps - step) * saved.state.seconds / step
-        cost = expected_cost(trainer.config, trainer.learner, step, seconds)
+        cost = expected_cost(trainer, seconds)
         yield Session(trainer, folder, baselines, cost, resumed_at=step)
 
 
@@ -201,46 +204,42 @@ def continue_schedule(before: Config, after: Config, step: int) -> Config:
             schedule is changed as well.
         step: number of steps done.
     """
-    old, new = before.train.max_steps, after.train.max_steps
-    schedule = after.schedule
+    old, new, schedule = before.train.max_steps, after.train.max_steps, after.schedule
     if new <= step or new == old or schedule != before.schedule:
         return after
-
-    def restarted(fraction: float) -> Config:
-        restart = (step, max(0.001, round(fraction, 3)))
-        return after.with_values({"schedule.restarts": (*schedule.restarts, restart)})
-
-    now = lr_factor_at(step, schedule, new)
+    decay_begins = decay_start(schedule, old) if schedule.kind == "wsd" else old
     if schedule.restarts:
-        is_decaying = schedule.restarts[-1][0] < step < old
-    else:
-        is_decaying = schedule.kind == "wsd" and decay_start(schedule, old) < step < old
-    if is_decaying and schedule.restarts:  # only the decay before them can be re-planned
-        logger.warning(
-            "the config no longer repeats the learning rates since step "
-            f"{schedule.restarts[-1][0]:,} exactly"
-        )
-    elif is_decaying:  # the rates of the steps done stay as they are
+        decay_begins = schedule.restarts[-1][0]
+    is_decaying = decay_begins < step < old
+    is_over = step >= old or (is_decaying and step >= ENDED * old and new > old)
+    last = lr_factor_at(min(step, old - 1), schedule, old)
+    following = lr_factor_at(step, schedule, new)
+    rises = following > NOTED_RISE * last
+    restart = None  # fraction of the peak
+    if is_decaying and not schedule.restarts:  # the rates of the steps done stay as they are
         points = (*schedule.decay_points, (step - 1, old))
         after = after.with_values({"schedule.decay_points": points})
-    if step >= old or (is_decaying and step >= ENDED * old and new > old):
-        if now <= NOTED_RISE * lr_factor_at(min(step, old - 1), schedule, old):
-            return after
-        fraction = min(MAX_RESTART, RESTART * math.sqrt((new - step) / step))
+    elif is_decaying:  # only the decay before restarts can be re-planned
+        restart = last
         logger.warning(
-            f"the learning rates warm up to {max(0.001, fraction):.0%} of their peak and decay "
-            "again: the loss rises a little before it falls"
+            f"the config no longer repeats the learning rates since step {decay_begins:,} exactly"
         )
-        return restarted(fraction)
-    if is_decaying:
-        return restarted(lr_factor_at(step, schedule, old)) if schedule.restarts else after
-    before_now = lr_factor_at(step, schedule, old)
-    if now > NOTED_RISE * before_now:
+    if is_over:
+        restart = min(MAX_RESTART, RESTART * math.sqrt((new - step) / step)) if rises else None
+    if is_over and restart is not None:
         logger.warning(
-            f"the learning rates rise from {before_now:.0%} to {now:.0%} of their peak, as in a "
+            f"the learning rates warm up to {max(MIN_RESTART, restart):.0%} of their peak and "
+            "decay again: the loss rises a little before it falls"
+        )
+    elif rises and not is_decaying:
+        logger.warning(
+            f"the learning rates rise from {last:.0%} to {following:.0%} of their peak, as in a "
             f"run of {new:,} steps: the loss may rise a little before it falls"
         )
-    return after
+    if restart is None:
+        return after
+    restarts = (*schedule.restarts, (step, max(MIN_RESTART, round(restart, 3))))
+    return after.with_values({"schedule.restarts": restarts})
 
 
 def _is_unchanged(saved: Checkpoint, key: str, value: object, same_command: bool) -> bool:

@@ -1,14 +1,17 @@
-"""From a request to a session: the straight path to the first step.
+"""From a request to a session, the straight path to the first step, and from there to the last.
 
-settings -> text -> plan -> baselines -> trainer -> run folder. Each step is a function that returns
-values.
+settings -> text -> plan -> baselines -> trainer -> run folder -> steps. Each part is a function
+that returns values.
 """
 
 import itertools
 import re
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from chargpt.config import Config
 from chargpt.device import choose_device
@@ -18,38 +21,89 @@ from chargpt.distributed import (
     init_process_group,
     is_lost_rank_error,
 )
-from chargpt.errors import OperationError, RunError, TextError
+from chargpt.errors import OperationError, RunError, Stopped, TextError
 from chargpt.files import exists
 from chargpt.inference.baselines import Baselines
-from chargpt.log import logger
 from chargpt.ranks import world_size
 from chargpt.store.folder import Existing, RunFolder
 from chargpt.store.layout import has_checkpoint
-from chargpt.store.run import Run
+from chargpt.store.run import Run, load_run
 from chargpt.text import TextProgress
 from chargpt.text.corpus import Corpus
 from chargpt.text.describe import log_warnings
 from chargpt.text.prepare import find_text
 from chargpt.text.source import STDIN
-from chargpt.training.budget import (
-    PlannedBudget,
-    fit_to_deadline,
-    plan_run,
-    with_measured_threads,
-)
-from chargpt.training.cost import expected_cost
-from chargpt.training.finetune import config_from_base_run, describe_base_run, load_base_run
-from chargpt.training.planner import fitting_block_size
+from chargpt.training.budget import Cost, expected_cost, plan_run, with_measured_threads
+from chargpt.training.deadline import Pace
+from chargpt.training.interrupts import deferred_signals
 from chargpt.training.request import Request, StartMode
-from chargpt.training.resume import resumed_run
-from chargpt.training.session import Session
-from chargpt.training.trainer import Trainer
+from chargpt.training.trainer import StepReport, Trainer
+
+if TYPE_CHECKING:
+    from chargpt.training.finetune import Forgetting
 
 EXISTING: dict[StartMode, Existing] = {
     StartMode.NEW: "reject",
     StartMode.NEW_OR_RESUME: "restart",
     StartMode.REPLACE: "rename",
 }
+
+
+@dataclass
+class Session:
+    """A run that is ready to train: one invocation of training, whoever drives it.
+
+    Attributes:
+        trainer: of the run.
+        folder: locked until the session ends.
+        baselines: of the text; None on other ranks than 0.
+        cost: expected of the remaining steps.
+        pace: keeps a run with a budget within its deadline.
+        base_run: whose weights are the start.
+        resumed_at: step that a resumed run continues from.
+    """
+
+    trainer: Trainer
+    folder: RunFolder
+    baselines: Baselines | None
+    cost: Cost
+    pace: Pace | None = None
+    base_run: Run | None = None
+    resumed_at: int | None = None
+
+    def reports(self, on_signal: Callable[[int], object] = lambda _: None) -> Iterator[StepReport]:
+        """Run all steps and yield a report after each.
+
+        After a signal, of which `on_signal` gets the number, the step ends and the run is saved.
+
+        Raises:
+            Stopped: a signal has ended the run, on this rank or another, or came with the last
+                step.
+        """
+        with deferred_signals(on_signal) as caught:
+            yield from self.trainer.steps(self.pace, lambda: bool(caught))
+        if caught:
+            raise Stopped(caught[0], is_saved=True)
+        if self.trainer.stopped_by == "signal":  # that of another rank, whose number is not known
+            raise Stopped(signal.SIGTERM, is_saved=True)
+
+    def add_mixture(self, run: Run) -> Run | None:
+        """Fit the mixture of the finished run; None if it has none (`try_add_mixture`)."""
+        from chargpt.training.mixing import try_add_mixture  # the first step does not need it
+
+        return try_add_mixture(run, self.trainer.corpus)
+
+    def forgetting(self, run: Run) -> "Forgetting | None":
+        """Return what the finished run, if fine-tuned, has forgotten of the base run's text."""
+        if self.base_run is None:
+            return None
+        from chargpt.training.finetune import forgetting  # the first step does not need it
+
+        return forgetting(self.base_run, run)
+
+    def late_note(self) -> str | None:
+        """Return a sentence if a budgeted command has taken longer than was announced."""
+        return None if self.pace is None else self.pace.deadline.late_note()
 
 
 @contextmanager
@@ -63,11 +117,14 @@ def open_session(request: Request, on_progress: TextProgress | None = None) -> I
         OperationError: another rank has failed.
         ChargptError: the text, a setting or the folder is unusable.
     """
-    resumes = request.start is StartMode.RESUME
+    start, resumes = new_run, request.start is StartMode.RESUME
     if request.start is StartMode.NEW_OR_RESUME:
         assert request.out is not None
         resumes = has_checkpoint(request.out)
-    start = resumed_run if resumes else new_run
+    if resumes:
+        from chargpt.training.resume import resumed_run  # a new run does not need it
+
+        start = resumed_run
     try:
         with start(request, on_progress) as session:
             yield session
@@ -94,33 +151,34 @@ def new_run(request: Request, on_progress: TextProgress | None) -> Iterator[Sess
     group = init_process_group(choose_device(config.device)[0])
     if request.out is not None and group.is_main:
         RunFolder(request.out).require_unused(existing)
-    base_run = load_base_run(config)
-    if base_run is not None:
-        config = config_from_base_run(base_run, config, fixed_keys)
-    config, thread_tuner = with_measured_threads(config)
+    base_run = None
+    if config.train.from_run is not None:
+        from chargpt.training import finetune  # most runs do not need it
+
+        base_run = load_run(Path(config.train.from_run), device="cpu")
+        config = finetune.config_from_base_run(base_run, config, fixed_keys)
+    config = with_measured_threads(config)
     source = find_text(config.text, request.text)
     name = f"{slug(source.name)}-{config.model.kind}"
     with new_folder(request.out, name, group) as folder:
         corpus = folder.prepare_text(source, config.text, on_progress)
         log_warnings(corpus)
         if base_run is not None:
-            config = with_fitting_block_size(config, corpus, fixed_keys)
-        budget = None
+            config = finetune.config_for_text(base_run, config, corpus, fixed_keys)
+        pace = None
         if deadline is not None:
-            budget, corpus = plan_run(config, corpus, deadline, fixed_keys, thread_tuner)
-            config = budget.plan.config
+            config, corpus, pace = plan_run(config, corpus, deadline, fixed_keys)
         baselines = Baselines(corpus) if group.is_main else None
-        session = start_run(
+        yield start_run(
             folder,
             config,
             corpus,
             baselines,
-            budget=budget,
+            pace=pace,
             base_run=base_run,
             group=group,
             existing=existing,
         )
-        yield session
 
 
 def start_run(
@@ -129,7 +187,7 @@ def start_run(
     corpus: Corpus,
     baselines: Baselines | None,
     *,
-    budget: PlannedBudget | None = None,
+    pace: Pace | None = None,
     base_run: Run | None = None,
     group: RankGroup = RankGroup(),
     existing: Existing = "reject",
@@ -138,40 +196,28 @@ def start_run(
 
     Args:
         folder: of the run.
-        config: of the run.
+        config: of the run; that of the plan, with a pace, is fitted to the time that is left.
         corpus: the text.
         baselines: of the text; None on other ranks than 0.
-        budget: the run is fitted to it.
+        pace: of a run with a budget.
         base_run: whose weights are the start.
         group: the ranks that train together.
         existing: what to do about a run in the folder.
 
     Raises:
-        OperationError: the budget is too short.
         ChargptError: a setting does not fit the text or the machine; the folder is unusable.
     """
-    pace = seconds = None
-    if budget is not None:
-        config, pace, seconds = fit_to_deadline(budget, config, corpus)
+    seconds = None
+    if pace is not None:
+        config, seconds = pace.fit_plan()
     ngram = None if baselines is None else baselines.ngram
     trainer = Trainer(config, corpus, folder=folder, group=group, ngram=ngram, base_run=base_run)
-    cost = expected_cost(trainer.config, trainer.learner, 0, seconds)
+    cost = expected_cost(trainer, seconds)
     if group.is_main:
         # the last ones, the best one and an unfinished one
         folder.require_room(trainer.config.train.keep_last + 2, trainer.checkpoint_bytes())
         folder.create(trainer.config, corpus.tokenizer, corpus.folder, existing=existing)
-    if base_run is not None:
-        logger.info(describe_base_run(base_run, config, corpus.tokenizer))
-    planned = None if budget is None else budget.plan
-    return Session(trainer, folder, baselines, cost, pace, planned, base_run)
-
-
-def with_fitting_block_size(config: Config, corpus: Corpus, fixed_keys: frozenset[str]) -> Config:
-    """Return the config of a fine-tuned run with a block size that fits its text."""
-    if config.model.kind != "gpt" or "model.block_size" in fixed_keys:
-        return config
-    block_size = fitting_block_size(config.model.block_size, corpus)
-    return config.with_values({"model.block_size": block_size})
+    return Session(trainer, folder, baselines, cost, pace, base_run)
 
 
 def slug(name: str) -> str:

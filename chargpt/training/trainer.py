@@ -34,12 +34,9 @@ from chargpt.store.folder import RunFolder
 from chargpt.store.metrics import VALIDATION
 from chargpt.store.run import Run
 from chargpt.text.corpus import Corpus
-from chargpt.training.cost import training_bytes
-from chargpt.training.deadline import MIN_STEPS
-from chargpt.training.learner import Learner, micro_batch_size
-from chargpt.training.pace import NOTED_CHANGE, Pace, with_max_steps
+from chargpt.training.deadline import NOTED_CHANGE, PLANNED_KEYS, Pace, with_max_steps
+from chargpt.training.learner import Learner, micro_batch_size, training_bytes
 from chargpt.training.schedule import lr_factor_at
-from chargpt.training.validator import Validator
 from chargpt.training.writer import RunWriter
 
 METRICS_EVERY = 10  # steps between writes of the metrics
@@ -64,7 +61,7 @@ class StepReport:
 
 
 class Trainer:
-    """A training run: a learner (model, optimizer, batches), a validator and a writer.
+    """A training run: a learner (model, optimizer, batches) and a writer.
 
     Args:
         config: `device` and `dtype` are resolved here; the result is `self.config`.
@@ -111,7 +108,6 @@ class Trainer:
         self.folder = folder if self.group.is_main else None
         self.learner = Learner(self.config, corpus, self.group, self.device, saved, ngram, base_run)
         self.model, self.dtype = self.learner.model, self.learner.dtype
-        self.validator = Validator(self.learner, corpus, self.config)
         self.writer = RunWriter(self.folder, tensorboard=self.config.track.tensorboard)
         self.state = RunState(step=0)
         self.pending: list[tuple[int, float, Tensor, Tensor]] = []  # metrics still on the device
@@ -264,15 +260,13 @@ class Trainer:
         if is_nearly_done and self.config.schedule.kind == "wsd":
             self.change_config(with_max_steps(self.config, step, step))
         else:
-            note = f"the machine slowed down: stopped at step {step:,} of {max_steps:,}"
-            if step < min(MIN_STEPS, max_steps):
-                note += "; a model of so few steps is of little use: give a longer budget"
-            logger.warning(note)
+            logger.warning(
+                f"the machine slowed down: stopped at step {step:,} of {max_steps:,}; resume the "
+                "run, or give a longer budget"
+            )
         if report.validation is None:
             self.validate(report)
-            self._save(report)
-        else:  # if it was the best, it is saved already
-            self._save()
+        self._save(report)
 
     def _measure_speed(self, report: StepReport) -> None:
         """Add the speed, over the last second or more, to a report."""
@@ -297,7 +291,7 @@ class Trainer:
         nats = math.nan
         if self.group.is_main:
             max_tokens, started = self.config.train.evaluation_tokens, time.perf_counter()
-            report.validation = self.validator.evaluate("val", max_tokens)
+            report.validation = self.learner.evaluate("val", max_tokens)
             self.last_validation = report.step, report.validation
             report.validation_seconds = time.perf_counter() - started
             nats = report.validation.nats_per_char
@@ -327,7 +321,7 @@ class Trainer:
         self.write_metrics()  # checks the losses so far
         self._require_finite_weights(report.step)
         if self.group.is_main:
-            report.sample = self.validator.sample()
+            report.sample = self.learner.sample(self.config.sample)
             self._record({"step": report.step, "sample": report.sample})
 
     # -- metrics and checkpoints ------------------------------------------------------------
@@ -414,27 +408,21 @@ class Trainer:
     def _require_saved(self) -> None:
         """Raise an OperationError if the checkpoint of the last step could not be written."""
         error, saved = self.writer.disk_error, self.writer.saved_step
-        if self.folder is not None and error is not None and saved != self.state.step:
-            path = self.folder.path
-            remedy = "there is no checkpoint; free some space, then train again"
-            if saved is not None:
-                remedy = (
-                    f"the last checkpoint is step {saved:,}; free some space, then resume with\n"
-                    f"  chargpt train --resume {shlex.quote(str(path))}"
-                )
-            raise OperationError(
-                f"cannot save step {self.state.step:,} of {path} ({error}); {remedy}"
-            )
+        if self.folder is None or error is None or saved == self.state.step:
+            return
+        path, again = self.folder.path, "train again"
+        if saved is not None:
+            again = f"resume with\n  chargpt train --resume {shlex.quote(str(path))}"
+        raise OperationError(
+            f"cannot save step {self.state.step:,} of {path} ({error}); {self.last_checkpoint}; "
+            f"free some space, then {again}"
+        )
 
     @property
     def last_checkpoint(self) -> str:
         """The step of the newest checkpoint, in a phrase."""
         step = self.writer.saved_step
-        return (
-            "there is no checkpoint yet"
-            if step is None
-            else f"the last checkpoint is step {step:,}"
-        )
+        return "there is no checkpoint" if step is None else f"the last checkpoint is step {step:,}"
 
     def checkpoint_bytes(self) -> int:
         """Return the approximate size of a checkpoint in bytes."""
@@ -468,13 +456,9 @@ class Trainer:
         assert self.folder is not None
         rollbacks = self.state.rollbacks + 1
         saved = self.folder.load("latest")
-        optim, step = self.config.optim, saved.state.step
+        optim, step, values = self.config.optim, saved.state.step, saved.config.flatten()
         rates = {"optim.lr": optim.lr / 2, "optim.matrix_lr": optim.matrix_lr / 2}
-        planned = {  # a decay that was re-planned later is planned again
-            "train.max_steps": saved.config.train.max_steps,
-            "schedule.cooldown": saved.config.schedule.cooldown,
-            "schedule.decay_points": saved.config.schedule.decay_points,
-        }
+        planned = {key: values[key] for key in PLANNED_KEYS}  # what was re-planned later is undone
         self.change_config(self.config.with_values({**rates, **planned}))
         self.learner.restore(saved, self.config.optim)
         self._continue_from(saved, replace(saved.state, rollbacks=rollbacks))
@@ -482,8 +466,7 @@ class Trainer:
         self._record({"step": step, "rolled_back_from": failed_step, **rates})
         logger.warning(
             f"non-finite values at step {failed_step:,}: rolled back to step {step:,} at half the "
-            f"learning rates (optim.lr {rates['optim.lr']:.3g}, "
-            f"optim.matrix_lr {rates['optim.matrix_lr']:.3g})"
+            "learning rates"
         )
         return StepReport(step, self.config.train.max_steps)
 
@@ -499,20 +482,13 @@ class Trainer:
     def _diverged(self, what: str, step: int) -> DivergedError:
         """Return the error that names the step and the remedy."""
         self._finish_saving()
-        optim, saved_step = self.config.optim, self.writer.saved_step
-        max_steps = self.config.train.max_steps
-        lr_factor = lr_factor_at(max(0, step - 1), self.config.schedule, max_steps)
-        remedy = (
-            "there is no checkpoint yet, so start again with"
-            if saved_step is None
-            else f"the last good checkpoint is step {saved_step:,}; --resume the run with"
-        )
+        has_checkpoint = self.writer.saved_step is not None
         message = (
-            f"the {what} no longer finite at step {step:,} (learning rates {optim.lr:g} and "
-            f"{optim.matrix_lr:g}, factor {lr_factor:.3g}), and nothing of that was saved: "
-            f"{remedy} lower rates, such as {optim.lower_rates()}"
+            f"the {what} no longer finite at step {step:,}, and nothing of that was saved; "
+            f"{self.last_checkpoint}; {'resume' if has_checkpoint else 'start again'} with lower "
+            f"learning rates, such as {self.config.optim.lower_rates()}"
         )
         may_roll_back = self.group.world_size == 1 and not self.config.train.max_rollbacks
-        if saved_step is not None and may_roll_back:
+        if has_checkpoint and may_roll_back:
             message += ", or with -s train.max_rollbacks=3 to roll back automatically"
         return DivergedError(message, step)

@@ -178,7 +178,7 @@ def measure_epochs(config: Config, corpus: Corpus, found: Measurements) -> None:
             trainer = Trainer(sized.with_values({**settings, "train.sample_every": 0}), corpus)
             validation = [r.validation for r in trainer.steps() if r.validation is not None]
             value = {
-                "nats_per_char": round(trainer.validator.evaluate("val").nats_per_char, 4),
+                "nats_per_char": round(trainer.learner.evaluate("val").nats_per_char, 4),
                 "lowest": round(min(each.nats_per_char for each in validation), 4),
                 "seconds": round(time.perf_counter() - start, 1),
             }
