@@ -13,7 +13,7 @@ from chargpt.inference.evaluation import BaselineLoss, Evaluation, evaluate_toke
 from chargpt.store.metrics import validation_curve
 from chargpt.store.run import Run
 from chargpt.text.corpus import REQUIRED_SPLITS, Corpus, Split
-from chargpt.text.describe import SplitDifference, compare_splits, is_several_files
+from chargpt.text.describe import SplitDifference, compare_splits
 
 MIN_RISE = 0.02  # nats above the best validation loss that count as over-fitting, not noise
 LAST_STEPS = 10  # whose mean is the last training loss
@@ -303,8 +303,8 @@ def describe_gap(
         case GapReason.FEW_EPOCHS:
             has_documents = run.config.text.documents is not None
             what = "the validation split" if has_documents else "the end of the text"
-            remedy = ""
-            if is_several_files(run.state.text_name) and not has_documents:
+            remedy, name = "", run.state.text_name
+            if (name.endswith("/") or "*" in name) and not has_documents:  # several files
                 remedy = " -s text.documents=files shuffles the files and splits between them."
             return (
                 f"After {scores.epochs:.1f} epochs, too few to over-fit, the {gap}: {what} is "

@@ -9,8 +9,7 @@ from chargpt.errors import TextError
 from chargpt.inference.evaluation import BaselineLoss
 from chargpt.inference.windows import even_spans, gather_rows
 from chargpt.models.ngram import NGRAM_ORDER, NGramLM
-from chargpt.text.corpus import Corpus
-from chargpt.text.statistics import PairCounts
+from chargpt.text.corpus import Corpus, PairCounts
 from chargpt.text.tokenizer import Floats, Tokens
 
 UNIGRAM_ALPHA = 1.0  # pseudo-count of additive smoothing

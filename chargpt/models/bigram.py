@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from chargpt.errors import ConfigError
 from chargpt.models.base import LanguageModel
 from chargpt.models.cache import KVCache
-from chargpt.text.statistics import PairCounts
+from chargpt.text.corpus import PairCounts
 
 MAX_VOCAB_SIZE = 20_000
 
