@@ -6,7 +6,6 @@ import os
 import re
 import secrets
 import stat
-import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +15,6 @@ from chargpt.errors import ConfigError
 
 Buffers = Sequence[bytes | memoryview]  # the content of a file, in parts
 UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK}  # by a network file system
-MAX_TEMPORARY_SECONDS = 24 * 3600  # age of a temporary file whose process may still run
 # A mark in the first bytes of every page and plot of ours; these may be written again without
 # asking.
 ORIGIN_MARKERS = (b'content="chargpt', b"<dc:title>chargpt", b"Software\0chargpt")
@@ -83,11 +81,6 @@ def write_atomically(
     finally:
         temporary.unlink(missing_ok=True)
     sync_directory(path.parent)
-
-
-def is_left_over(path: Path) -> bool:
-    """Return whether a temporary file is so old that its process must have been killed."""
-    return time.time() - path.stat().st_mtime > MAX_TEMPORARY_SECONDS
 
 
 def name_pattern(names: Iterable[str]) -> str:

@@ -285,19 +285,9 @@ def test_a_binary_is_rejected_with_the_offset_of_its_first_nul_byte(write: Write
     assert "NUL byte" in error_message(write(b"a\0"), encoding="UTF8")
 
 
-@pytest.mark.parametrize(
-    ("encoding", "words"),
-    [
-        ("utf-9", "there is no text encoding 'utf-9'; did you mean utf"),
-        ("qqqqqqqqq", "common ones are"),
-        ("base64", "there is no text encoding"),
-        ("a\0b", "there is no text encoding"),
-        ("undefined", "undefined encoding"),
-    ],
-)
-def test_an_unknown_encoding_is_rejected_with_a_suggestion(
-    write: Write, encoding: str, words: str
-) -> None:
+@pytest.mark.parametrize("encoding", ["utf-9", "base64", "a\0b", "undefined"])
+def test_an_unknown_encoding_is_rejected(write: Write, encoding: str) -> None:
+    words = "undefined encoding" if encoding == "undefined" else "common ones are utf-8"
     assert words in error_message(write("abc"), encoding=encoding)
 
 

@@ -58,7 +58,6 @@ TEXT_FILES = (TOKENS, LINES, META)
 KEY_VERSION = 1
 MAX_META_BYTES = 500_000_000  # of a million files
 MAX_READ_CHARACTERS = 1 << 30  # of a text that is read as a whole
-MANY_REPLACED = 0.01  # of all characters: the encoding is wrong
 CHUNK_BYTES = 1 << 20
 
 
@@ -153,10 +152,10 @@ def _encode(
     if not counts.any():
         raise TextError(f"{source.name} is empty; give a text that holds characters")
     if settings.encoding_errors == "replace" and (count := int(counts[ord(REPLACEMENT)])):
-        note = f"bytes that do not decode, replaced by U+FFFD: {count:,}"
-        if count > MANY_REPLACED * counts.sum():
-            note += "; the encoding is probably another"
-        logger.warning(note)
+        logger.warning(
+            f"bytes that do not decode, replaced by U+FFFD: {count:,}, "
+            f"{count / counts.sum():.2%} of the characters"
+        )
     min_count = settings.min_count or choose_min_count(counts)
     rare = settings.rare if min_count > 1 else "keep"
     eos_token = eos_token_of(settings.documents)

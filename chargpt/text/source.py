@@ -1,7 +1,6 @@
 """Find the files of a text, read their bytes in chunks, and decode them."""
 
 import codecs
-import encodings.aliases
 import glob
 import gzip
 import io
@@ -87,12 +86,6 @@ class Source:
     files: tuple[TextFile, ...] = ()
     stream: IO[bytes] | None = None
     notes: tuple[str, ...] = ()
-
-    def size(self) -> int:
-        """Return the number of bytes as stored."""
-        if self.stream is not None:
-            return self.stream.seek(0, os.SEEK_END)
-        return sum(file.size for file in self.files)
 
 
 def require_text(content: object) -> None:
@@ -276,7 +269,9 @@ def iter_chunks(
     Raises:
         TextError: a file cannot be read, changes or is a damaged archive, or the text is too large.
     """
-    total, n_bytes, n_stored = source.size(), 0, 0
+    total, n_bytes, n_stored = sum(file.size for file in source.files), 0, 0
+    if source.stream is not None:
+        total = source.stream.seek(0, os.SEEK_END)
     for name in [file.path for file in source.files] or [source.name]:
         position = 0
         for content, position in _read(name, source.stream):
@@ -327,12 +322,10 @@ def codec_name(encoding: str) -> str:
             return info.name
     except (LookupError, ValueError):
         pass
-    known = sorted({*encodings.aliases.aliases, *encodings.aliases.aliases.values(), "auto"})
-    similar = most_similar(encoding.lower().replace("-", "_"), known)
-    remedy = "common ones are utf-8, utf-16, cp1252, cp1251, latin-1"
-    if similar:
-        remedy = f"did you mean {similar}?"
-    raise TextError(f"there is no text encoding {encoding!r:.60}; {remedy}")
+    raise TextError(
+        f"there is no text encoding {encoding!r:.60}; "
+        "common ones are utf-8, utf-16, cp1252, cp1251, latin-1"
+    )
 
 
 def decode(
