@@ -124,8 +124,8 @@ def find_source(path: str | None, suffixes: tuple[str, ...]) -> Source:
             return Source(found.name, (_text_file(found),))
     except (FileNotFoundError, NotADirectoryError):
         if glob.has_magic(str(found)):
-            return _find_glob(found, path)
-        raise MissingTextError(_missing(found, path)) from None
+            return _find_glob(found)
+        raise MissingTextError(_missing(found)) from None
     except (OSError, ValueError) as error:
         raise TextError(_unreadable(path, error)) from None
     raise TextError(f"{path} is a device or a pipe, not a file; pipe its text in and name it `-`")
@@ -136,7 +136,7 @@ def _text_file(path: Path) -> TextFile:
     return TextFile(str(path.absolute()), status.st_size, status.st_mtime_ns)
 
 
-def _missing(path: Path, written: str) -> str:
+def _missing(path: Path) -> str:
     """Return the message for a path that does not exist, with the most similar one that does."""
     try:
         similar = most_similar(path.name, sorted(os.listdir(path.parent)))
@@ -145,7 +145,7 @@ def _missing(path: Path, written: str) -> str:
     remedy = "correct the path, or see `chargpt data list` for texts to fetch"
     if similar:
         remedy = f"did you mean {path.parent / similar}?"
-    return f"there is no file {written}; {remedy}"
+    return f"there is no file {path}; {remedy}"
 
 
 def _unreadable(path: str, error: OSError | ValueError) -> str:
@@ -153,12 +153,12 @@ def _unreadable(path: str, error: OSError | ValueError) -> str:
     return f"{path} cannot be read ({reason}); change its permissions or name another file"
 
 
-def _find_glob(pattern: Path, written: str) -> Source:
+def _find_glob(pattern: Path) -> Source:
     matches = glob.iglob(str(pattern), recursive=True)
     paths = sorted({path.absolute() for path in map(Path, matches) if path.is_file()})
     if not paths:
-        raise MissingTextError(f"no file matches {written}; correct the pattern or quote it")
-    name = "/".join(Path(written).parts[-3:])
+        raise MissingTextError(f"no file matches {pattern}; correct the pattern or quote it")
+    name = "/".join(pattern.parts[-3:])
     notes = (f"files read of {name}: {len(paths):,}, sorted by path",) if len(paths) > 1 else ()
     return Source(name, tuple(map(_text_file, paths)), notes=notes)
 
@@ -168,17 +168,16 @@ def _find_folder(root: Path, suffixes: tuple[str, ...]) -> Source:
     endings = tuple("." + suffix.lower().lstrip("*").lstrip(".") for suffix in suffixes)
     paths: list[Path] = []
     others: Counter[str] = Counter()  # endings of the files that are left out
-    visited: set[tuple[int, int]] = set()
+    visited: set[str] = set()
 
     def reject(error: OSError) -> None:
         raise TextError(_unreadable(str(error.filename), error))
 
     for folder, subfolders, names in os.walk(root, followlinks=True, onerror=reject):
-        status = os.stat(folder)
-        if (status.st_dev, status.st_ino) in visited:  # a symbolic link to a parent
+        if (real := os.path.realpath(folder)) in visited:  # a symbolic link to a parent
             subfolders.clear()
             continue
-        visited.add((status.st_dev, status.st_ino))
+        visited.add(real)
         subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
         for path in (Path(folder, name) for name in names if not name.startswith(".")):
             if not path.is_file():
