@@ -572,16 +572,14 @@ def test_a_prepared_text_is_read_back_without_its_source(write: Write, tmp_path:
 def test_passages_are_located_by_file_and_line(
     write: Write, tmp_path: Path, documents: str | None
 ) -> None:
-    contents = {}
     for name in "abc":
         lines = [f"{name}{number}" for number in range(50)] + ["--"]
-        contents[name] = "\n".join(["", *lines, "", "--", "", "end é of " + name + "\n"])
-        folder = write(contents[name], f"{name}.txt").parent
+        content = "\n".join(["", *lines, "", "--", "", "end é of " + name + "\n"])
+        folder = write(content, f"{name}.txt").parent
     write("", "empty.txt")
     write(b"\0", "binary.txt")
     corpus = prepared(folder, tmp_path / "text", documents=documents, val_fraction=0.01)
-    wanted = ["a7", "b0", "c49", "end é of a", "end é of b"]
-    places = corpus.find_places(wanted)
+    places = corpus.find_places(["a7", "b0", "c49", "end é of a", "end é of b"])
     assert len(places) >= 4  # one may be in the validation split
     for passage, place in places.items():
         lines = Path(place.path).read_text().splitlines()
@@ -604,6 +602,11 @@ def flip_bit(folder: Path) -> None:
     (folder / "tokens.bin").write_bytes(content)
 
 
+def put(name: str, make: Callable[[Path], object]) -> Callable[[Path], object]:
+    """Return what puts something else in the place of a file."""
+    return lambda folder: ((folder / name).unlink(), make(folder / name))
+
+
 def change_meta(folder: Path, **changes: object) -> None:
     meta = json.loads((folder / "meta.json").read_text())
     meta |= {"crc32": 0, **changes}
@@ -623,26 +626,17 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "an empty file": lambda folder: forge_tokens(folder, b""),
     "an id that no character has": lambda folder: forge_tokens(folder, b"\0\1\xff"),
     "another tokenizer": lambda folder: change_meta(folder, tokenizer_sha256="0"),
-    "a link": lambda folder: (
-        (folder / "tokens.bin").unlink(),
-        (folder / "tokens.bin").symlink_to("/dev/zero"),
-    ),
-    "a folder": lambda folder: (
-        (folder / "tokens.bin").unlink(),
-        (folder / "tokens.bin").mkdir(),
-    ),
+    "a link": put("tokens.bin", lambda path: path.symlink_to("/dev/zero")),
+    "a folder": put("tokens.bin", os.mkdir),
     "no meta": lambda folder: (folder / "meta.json").unlink(),
-    "meta a pipe": lambda folder: (
-        (folder / "meta.json").unlink(),
-        os.mkfifo(folder / "meta.json"),
-    ),
+    "meta a pipe": put("meta.json", os.mkfifo),
     "another name": lambda folder: (folder / "meta.json").write_text(
         (folder / "meta.json").read_text().replace("text.txt", "next.txt")
     ),
-    "meta not JSON": lambda folder: (folder / "meta.json").write_text("{"),
-    "meta not an object": lambda folder: (folder / "meta.json").write_text("[]"),
-    "meta nested": lambda folder: (folder / "meta.json").write_text("[" * 90_000),
-    "meta empty": lambda folder: (folder / "meta.json").write_text("{}"),
+    "meta not JSON": put("meta.json", lambda path: path.write_text("{")),
+    "meta not an object": put("meta.json", lambda path: path.write_text("[]")),
+    "meta nested": put("meta.json", lambda path: path.write_text("[" * 90_000)),
+    "meta empty": put("meta.json", lambda path: path.write_text("{}")),
     "another version": lambda folder: change_meta(folder, version=99),
     "a file elsewhere": lambda folder: change_meta(folder, checksums={"../x": [1, 1]}),
     "no number": lambda folder: change_meta(folder, rare_count=None),

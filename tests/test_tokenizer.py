@@ -198,17 +198,13 @@ VALID = {"format": "chargpt-tokenizer", "version": 1, "characters": "ab", "unkno
         ({"unknown": 1}, "missing or has"),
         ({"unknown": True, "bytes": True}, "contradict"),
         ({"eos_token": "z"}, "contradict"),
+        *((text, "") for text in ("", "[]", "{", "7", "[" * 100_000)),
     ],
 )
-def test_a_tampered_tokenizer_is_rejected(change: dict[str, object], reason: str) -> None:
-    with pytest.raises(RunError, match=reason):
-        CharTokenizer.from_json(json.dumps({**VALID, **change}), origin="run/tokenizer.json")
+def test_a_tampered_tokenizer_is_rejected(change: dict[str, object] | str, reason: str) -> None:
     assert CharTokenizer.from_json(json.dumps(VALID)).characters == "ab"
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{", "7", "[" * 100_000])
-def test_json_that_is_not_a_tokenizer_is_rejected(text: str) -> None:
-    with pytest.raises(RunError, match=r"^here cannot be used as a tokenizer"):
+    text = change if isinstance(change, str) else json.dumps({**VALID, **change})
+    with pytest.raises(RunError, match=rf"^here cannot be used as a tokenizer.*{reason}"):
         CharTokenizer.from_json(text, origin="here")
 
 
@@ -216,10 +212,7 @@ def test_unreadable_tokenizer_files_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
     with open(tmp_path / "huge.json", "wb") as file:
         file.truncate(1 << 40)  # sparse: reading it would take all memory
-    for name, message in (
-        ("none", "No such file"),
-        ("bytes", "invalid start byte"),
-        ("huge", "larger than 16,000,000 bytes"),
-    ):
+    reasons = {"none": "No such file", "bytes": "invalid start byte", "huge": "larger than 16,000"}
+    for name, message in reasons.items():
         with pytest.raises(RunError, match=message):
             CharTokenizer.load(tmp_path / f"{name}.json")
