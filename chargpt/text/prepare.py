@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter
@@ -164,18 +164,20 @@ def _encode(
     )
     places = Places()
     pieces = text_pieces(iter_chunks(source, on_progress, "encoding"), settings, places)
-    encoded = (tokenizer.encode(text, "replace") for text in pieces)
+    path = folder / TOKENS
+    checksums = {TOKENS: _write(path, (tokenizer.encode(text, "replace") for text in pieces))}
     if eos_token:
-        with tempfile.TemporaryFile(dir=folder) as unordered:
-            _write(unordered, encoded)
-            tokens = np.memmap(unordered, dtype=tokenizer.dtype, mode="r")
-            ordered = shuffled(tokens, tokenizer.eos_token_id, settings.seed)
-            checksums = {TOKENS: _write_file(folder / TOKENS, ordered)}
+        tokens = np.memmap(path, dtype=tokenizer.dtype, mode="r")
+        path.unlink()  # the map keeps its content
         lines = np.frombuffer(places.lines, np.int64)
         lines = lines[shuffled_order(len(lines), settings.seed)]
-        checksums[LINES] = _write_file(folder / LINES, iter([lines]))
-    else:
-        checksums = {TOKENS: _write_file(folder / TOKENS, encoded)}
+        checksums = {
+            TOKENS: _write(path, shuffled(tokens, tokenizer.eos_token_id, settings.seed)),
+            LINES: _write(folder / LINES, iter([lines])),
+        }
+    for name in checksums:
+        with open(folder / name, "rb") as file:
+            os.fsync(file.fileno())
     begins = zip(source.files, places.files, strict=False)  # streams have no files
     meta = _Meta(
         name=_as_utf8(source.name),
@@ -243,21 +245,13 @@ def text_key(digests: list[str], settings: TextConfig, min_count: int, rare: Rar
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
-def _write_file(path: Path, arrays: Iterator[Tokens]) -> tuple[int, int]:
-    """Write arrays to a new file and flush it; return its size and CRC-32."""
-    with open(path, "xb") as file:
-        written = _write(file, arrays)
-        os.fsync(file.fileno())
-    return written
-
-
-def _write(file: IO[bytes], arrays: Iterator[Tokens]) -> tuple[int, int]:
+def _write(path: Path, arrays: Iterator[Tokens]) -> tuple[int, int]:
+    """Write arrays to a new file; return its size and CRC-32."""
     size = checksum = 0
-    for array in arrays:
-        content = array.view(np.uint8).data
-        file.write(content)
-        checksum, size = zlib.crc32(content, checksum), size + len(content)
-    file.flush()
+    with open(path, "xb") as file:
+        for array in arrays:
+            content = array.view(np.uint8).data
+            checksum, size = zlib.crc32(content, checksum), size + file.write(content)
     return size, checksum
 
 

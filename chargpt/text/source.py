@@ -91,15 +91,12 @@ class Source:
 def require_text(content: object) -> None:
     """Check that an argument `text` is a text and not the path of one, else TextError."""
     if not isinstance(content, str):
-        problem = f"it is of type {type(content).__name__}"
+        problem = f"text: expected a string (it is of type {type(content).__name__})"
     elif os.path.isfile(content):
-        problem = f"{content} is a file"
+        problem = f"{content} is a file, not a text"
     else:
         return
-    raise TextError(
-        f"text: expected the text itself ({problem}); give a file's content, or the file as path= "
-        "to train and evaluate"
-    )
+    raise TextError(f"{problem}; give its content, or the file as path= to train and evaluate")
 
 
 def find_source(path: str | None, suffixes: tuple[str, ...]) -> Source:
