@@ -10,7 +10,6 @@ import os
 import re
 import secrets
 import stat
-import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -25,7 +24,6 @@ UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK}  # by a 
 MAX_YAML_CHARACTERS = 200_000  # the parser takes seconds for a megabyte
 MAX_DEPTH = 20  # of YAML
 MAX_NUMBER_CHARACTERS = 100  # of YAML
-MAX_TEMPORARY_SECONDS = 24 * 3600  # age of a temporary file whose process may still run
 # A mark in the first bytes of every page and plot of ours; these may be written again without
 # asking.
 ORIGIN_MARKERS = (b'content="chargpt', b"<dc:title>chargpt", b"Software\0chargpt")
@@ -92,11 +90,6 @@ def write_atomically(
     finally:
         temporary.unlink(missing_ok=True)
     sync_directory(path.parent)
-
-
-def is_left_over(path: Path) -> bool:
-    """Return whether a temporary file is so old that its process must have been killed."""
-    return time.time() - path.stat().st_mtime > MAX_TEMPORARY_SECONDS
 
 
 def name_pattern(names: Iterable[str]) -> str:

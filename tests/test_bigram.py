@@ -10,7 +10,7 @@ from chargpt.config import ModelConfig
 from chargpt.errors import ConfigError, TextError
 from chargpt.models import build_model, count_parameters
 from chargpt.models.bigram import BigramLM
-from chargpt.text.statistics import PairCounts, count_pairs
+from chargpt.text.corpus import PairCounts, count_pairs
 from chargpt.text.tokenizer import CharTokenizer
 
 

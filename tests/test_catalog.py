@@ -3,7 +3,6 @@
 import hashlib
 import io
 import logging
-import os
 import socket
 import sys
 import threading
@@ -19,6 +18,7 @@ from chargpt.config import TextConfig
 from chargpt.errors import DownloadError, TextError
 from chargpt.text import catalog
 from chargpt.text.catalog import CATALOG, Entry, built_in_text, fetch, resolve_settings
+from chargpt.text.prepare import load_corpus
 
 TEXT = b"First Citizen:\nBefore we proceed any further, hear me speak.\n" * 5000
 
@@ -148,9 +148,7 @@ def test_an_interrupted_transfer_is_rejected(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     monkeypatch.setattr(catalog, "TIMEOUT", 0.2)
-    message = error_message(server.entry(path), tmp_path)
-    assert "the transfer stopped" in message
-    assert "check the network" in message
+    assert "cannot be reached: " in error_message(server.entry(path), tmp_path)
 
 
 def test_a_server_or_folder_that_cannot_be_used_is_rejected(server: Server, tmp_path: Path) -> None:
@@ -161,16 +159,14 @@ def test_a_server_or_folder_that_cannot_be_used_is_rejected(server: Server, tmp_
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
         entry = Entry("sample", "", f"http://127.0.0.1:{port}/", "md5:0", size=1)
-        message = error_message(entry, tmp_path)
-    assert "cannot be reached" in message
-    assert "check the network" in message
+        assert "check the network" in error_message(entry, tmp_path)
 
 
 def test_the_built_in_text_is_long_and_cannot_be_fetched(tmp_path: Path) -> None:
-    text = built_in_text()
-    assert len(text) > 300_000
-    assert "expression" in text
-    assert built_in_text() == text
+    corpus = load_corpus()
+    assert corpus.name == "python-docs"
+    assert corpus.n_characters > 300_000
+    assert corpus.key == load_corpus().key
     with pytest.raises(TextError, match="built in"):
         fetch(CATALOG["python-docs"], tmp_path)
 
@@ -227,14 +223,3 @@ def test_a_download_that_is_longer_than_the_text_is_cut_off(
         fetch(entry, tmp_path, lambda _, size, __: done.append(size))
     assert max(done) < 2 * len(TEXT)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_what_a_killed_download_left_is_deleted_a_day_later(server: Server, tmp_path: Path) -> None:
-    for name in (".fetching-abcdefgh", ".fetching-12345678"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "download").write_bytes(b"half")
-    os.utime(tmp_path / ".fetching-abcdefgh", (0, 0))
-    (tmp_path / ".fetching-mine-for-ever").mkdir()
-    fetch(server.entry(), tmp_path)
-    names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"sample.txt", ".fetching-12345678", ".fetching-mine-for-ever"}

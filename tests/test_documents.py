@@ -134,24 +134,12 @@ def test_the_fraction_advised_for_too_few_documents_suffices(
         advised = re.search(r"text\.val_fraction to ([0-9.]+)", str(error))
         if advised:
             corpus.with_settings(val_fraction=float(advised[1])).require_blocks(block_size)
-        else:
-            for thousandths in range(1, 1000, 111):
-                with pytest.raises(TextError):
-                    corpus.with_settings(val_fraction=thousandths / 1000).require_blocks(block_size)
 
 
-@pytest.mark.parametrize(
-    ("documents", "cause"),
-    [
-        ("lines", "it is one line"),
-        ("files", "it is one file"),
-        ("%", "the separator '%' does not"),
-        ("\\\n%\\\n", "the separator '"),
-    ],
-)
-def test_one_document_cannot_be_split(documents: str, cause: str) -> None:
+@pytest.mark.parametrize("documents", ["lines", "files", "%"])
+def test_one_document_cannot_be_split(documents: str) -> None:
     corpus = load_corpus(TextConfig(documents=documents), text="the sea " * 1000)
-    with pytest.raises(TextError, match=f"in 1 document, since {cause}.* text.documents=null"):
+    with pytest.raises(TextError, match=r"in 1 document .* set text.documents=null"):
         corpus.require_blocks(8)
 
 

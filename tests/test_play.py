@@ -25,7 +25,7 @@ from chargpt.models import GPT, build_model
 from chargpt.store.checkpoint import RunState
 from chargpt.store.folder import RunFolder
 from chargpt.store.run import Run, load_run
-from chargpt.text.statistics import count_pairs, count_tokens
+from chargpt.text.corpus import count_pairs, count_tokens
 from chargpt.text.tokenizer import CharTokenizer
 
 SIZES: dict[str, object] = {"n_layer": 2, "n_embd": 32, "n_head": 2, "block_size": 24}

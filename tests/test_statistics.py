@@ -11,23 +11,20 @@ import numpy as np
 import pytest
 
 from chargpt.config import TextConfig
+from chargpt.text import corpus as corpus_module
 from chargpt.text import describe as describe_module
-from chargpt.text import statistics
+from chargpt.text.corpus import count_pairs, count_tokens
 from chargpt.text.describe import (
     Description,
     compare_splits,
+    conditional_entropy_bits,
     describe,
+    entropy_bits,
+    warn_of_length,
     warn_of_list,
     warn_of_repeats,
-    warn_of_validation,
 )
 from chargpt.text.prepare import load_corpus
-from chargpt.text.statistics import (
-    conditional_entropy_bits,
-    count_pairs,
-    count_tokens,
-    entropy_bits,
-)
 
 DTYPES = ("uint8", "uint16", "uint32", "int64")
 
@@ -36,10 +33,10 @@ DTYPES = ("uint8", "uint16", "uint32", "int64")
 def method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Count with the default settings, in chunks of 3 tokens, or with the sparse method."""
     if request.param != "default":
-        monkeypatch.setattr(statistics, "CHUNK", 3)
-        monkeypatch.setattr(statistics, "SPARSE_CHUNK", 4)
+        monkeypatch.setattr(corpus_module, "CHUNK", 3)
+        monkeypatch.setattr(corpus_module, "SPARSE_CHUNK", 4)
     if request.param == "sparse":
-        monkeypatch.setattr(statistics, "MAX_DENSE_PAIRS", 0)
+        monkeypatch.setattr(corpus_module, "MAX_DENSE_PAIRS", 0)
     return str(request.param)
 
 
@@ -91,12 +88,12 @@ def test_a_description_has_the_statistics_of_the_text(tmp_path: Path) -> None:
 
 def test_items_of_several_lines_are_not_taken_for_a_list_of_lines() -> None:
     jokes = "".join(f"Lamp {i}\nand boat {i}\n\tby {i}\n%%\n" for i in range(300))
-    (advice,) = warn_of_list(load_corpus(TextConfig(), text=jokes))
+    advice = warn_of_list(load_corpus(TextConfig(), text=jokes))
     assert advice.startswith("300 lines are %%; ")
     (setting,) = re.findall(r"text.documents='(.*)'", advice)
     assert load_corpus(TextConfig(documents=setting), text=jokes).n_documents == 300
     assert not warn_of_list(load_corpus(TextConfig(documents="lines"), text=jokes))
-    (advice,) = warn_of_list(load_corpus(TextConfig(), text=jokes.replace("%%\n", "")))
+    advice = warn_of_list(load_corpus(TextConfig(), text=jokes.replace("%%\n", "")))
     assert "text.documents=lines" in advice
 
 
@@ -147,13 +144,11 @@ def test_unlike_splits_are_told_from_alike_ones() -> None:
     paragraphs = "\n\n".join(alike[start : start + 100] for start in range(0, 18_000, 100))
     for text in (alike, alike[:200], "ab"):  # short splits differ by chance
         assert compare_splits(load_corpus(TextConfig(), text=text)) is None
-    for text, name, warning in (
-        (alike[:18_000] + other, "a", "=lines, =files or =SEPARATOR shuffles it"),
-        (paragraphs + rare, "a", r"\(rarer there: . . .; more frequent there: q x .\)"),
-        (paragraphs + rare, "a", r"-s text.documents='\\n\\n' shuffles its paragraphs"),
-        (paragraphs + rare, "a/", "; -s text.documents=files shuffles the files$"),
+    for text, warning in (
+        (alike[:18_000] + other, "=lines, =files or =SEPARATOR shuffles it"),
+        (paragraphs + rare, r"\(rarer there: . . .; more frequent there: q x .\)"),
     ):
-        corpus = replace(load_corpus(TextConfig(), text=text), name=name)
+        corpus = load_corpus(TextConfig(), text=text)
         found = compare_splits(corpus)
         assert found is not None
         assert "differs from the training split" in found.warning
@@ -180,16 +175,13 @@ def test_long_documents_of_several_kinds_have_alike_splits() -> None:
 
 def test_a_validation_split_too_short_for_a_loss_is_pointed_out() -> None:
     text = "a line of a poem\n" * 2000
-    assert not warn_of_validation(load_corpus(TextConfig(), text=text))
+    assert not warn_of_length(load_corpus(TextConfig(), text=text))
     few = f"{text}%%{text}%%{'b' * 20}"
-    for settings, expected in (
-        ({"documents": "%%"}, "3 documents: is text.documents right?"),
-        ({"val_fraction": 0.001}, "34 characters, too few to measure a loss; give a longer text"),
+    for settings, content, expected in (
+        ({"documents": "%%"}, few, "or correct text.documents"),
+        ({"val_fraction": 0.001}, text, "34 characters, too few to measure a loss; give a longer"),
     ):
-        (warning,) = warn_of_validation(
-            load_corpus(TextConfig(**settings), text=text if "val_fraction" in settings else few)
-        )
-        assert expected in warning
+        assert expected in warn_of_length(load_corpus(TextConfig(**settings), text=content))
 
 
 @pytest.mark.parametrize("documents", ["lines", "%\n"])
@@ -205,7 +197,7 @@ def test_documents_of_the_validation_split_that_were_trained_on_are_counted(docu
         )
         counted = sum(name in train for name in val)
         shown = f"{counted:,} of {len(val):,} documents of the validation split"
-        assert [shown in warning for warning in warn_of_repeats(corpus)] == [True] * warned
+        assert (shown in warn_of_repeats(corpus)) == warned
     assert not warn_of_repeats(load_corpus(TextConfig(), text=text))
 
 

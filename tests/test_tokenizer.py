@@ -59,11 +59,9 @@ def test_the_replacement_is_the_first_candidate_in_the_vocabulary(
     assert tokenizer.decode(tokenizer.encode("ж", "replace")) == replacement
 
 
-def test_the_eos_token_is_saved_and_replaces_nothing_while_there_is_another_character() -> None:
-    for characters in ("\t\n", "\n"):
-        tokenizer = CharTokenizer(characters, eos_token=characters[0])
-        assert tokenizer.replacement == "\n"
-        assert CharTokenizer.from_json(tokenizer.to_json()) == tokenizer
+def test_the_eos_token_is_saved() -> None:
+    tokenizer = CharTokenizer("\nab", eos_token="\n")
+    assert CharTokenizer.from_json(tokenizer.to_json()) == tokenizer
     assert "eos_token" not in CharTokenizer("\nab").to_json()
 
 
@@ -72,7 +70,6 @@ def test_rare_characters_share_one_unknown_token() -> None:
     assert (tokenizer.characters, tokenizer.vocab_size) == ("ab", 3)
     assert tokenizer.encode("axby", "replace").tolist() == [0, 2, 1, 2]
     assert tokenizer.decode([0, 2, 1]) == "a\ufffdb"
-    assert "has_unknown=True" in repr(tokenizer)
     assert not CharTokenizer.fit("aabb", min_count=2, rare="unknown").has_unknown
 
 
@@ -136,17 +133,14 @@ def test_the_threshold_is_one_up_to_256_different_characters() -> None:
 
 
 def test_the_error_names_the_unknown_characters_and_the_remedy() -> None:
-    many = "".join(map(chr, range(0xAC00, 0xAC00 + 300)))
     for known, text, expected in (
-        ("abc", "жaжxyz\n!\u0301", r"^7 different .*: 'ж' U\+0436, U\+000A, '!' .* and 2 others;"),
-        ("abc", "uvwxyz", "^6 different .* and 1 other; leave them out or replace .*text.unknown"),
-        ("abcä", "\udc80", r"^1 character is .*: U\+DC80; leave it out or replace it with"),
-        ("abcä", "\u0650\u0650", "^1 character is .*: '◌\u0650' U\\+0650;"),
-        ("abcä", "BabA", "; write them in lower case, or leave them out or"),
+        ("abc", "жaжxyz\n!\u0301", r": 'ж' U\+0436, 'x' .*, U\+000A and 2 more;"),
+        ("abcä", "\udc80", r": U\+DC80; leave them out or replace .*text.unknown"),
+        ("abcä", "\u0650\u0650", ": '◌\u0650' U\\+0650;"),
+        ("abcä", "BabA", "; convert it to lower case, or leave them out or"),
         ("abcä", "AZ", "'A' U\\+0041, 'Z' U\\+005A; leave them out"),
-        ("abcä", "a\u0308b", "; the text is decomposed \\(NFD\\): convert it to NFC, or leave"),
-        ("abcä", "a\u0308z", "'z' U\\+007A, '◌\u0308' U\\+0308; leave them out"),
-        (many, "x", r"text\.min_count=2 spells such characters as"),
+        ("abcä", "a\u0308b", "; convert it to composed characters \\(NFC\\), or leave"),
+        ("abcä", "a\u0308z", "; leave them out"),
     ):
         with pytest.raises(UnknownCharacterError, match=expected):
             CharTokenizer.fit(known).encode(text)
@@ -165,8 +159,8 @@ def test_ids_have_the_smallest_dtype_that_holds_them(n_characters: int, dtype: s
 @pytest.mark.parametrize(
     ("text", "min_count", "message"),
     [
-        ("", 1, "empty"),
-        ("aabb", 3, r"fewer than 3 times; lower text\.min_count"),
+        ("", 1, "no character of the text"),
+        ("aabb", 3, r"occurs 3 times; lower text\.min_count"),
         ("a\ud800", 1, "surrogates"),
         ("aaa\ud800", 2, "surrogates"),
     ],
@@ -198,21 +192,19 @@ VALID = {"format": "chargpt-tokenizer", "version": 1, "characters": "ab", "unkno
         ({"characters": "ba"}, "not sorted and distinct"),
         ({"characters": "aa"}, "not sorted and distinct"),
         ({"characters": ""}, "not sorted and distinct"),
-        ({"characters": "a\ud800"}, "surrogates"),
-        ({"characters": ["a"]}, "missing"),
-        ({"characters": None}, "missing"),
-        ({"unknown": 1}, "missing"),
+        ({"characters": "a\ud800"}, "not sorted and distinct"),
+        ({"characters": ["a"]}, "missing or has"),
+        ({"characters": None}, "missing or has"),
+        ({"unknown": 1}, "missing or has"),
+        ({"unknown": True, "bytes": True}, "contradict"),
+        ({"eos_token": "z"}, "contradict"),
+        *((text, "") for text in ("", "[]", "{", "7", "[" * 100_000)),
     ],
 )
-def test_a_tampered_tokenizer_is_rejected(change: dict[str, object], reason: str) -> None:
-    with pytest.raises(RunError, match=reason):
-        CharTokenizer.from_json(json.dumps({**VALID, **change}), origin="run/tokenizer.json")
+def test_a_tampered_tokenizer_is_rejected(change: dict[str, object] | str, reason: str) -> None:
     assert CharTokenizer.from_json(json.dumps(VALID)).characters == "ab"
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{", "7", "[" * 100_000])
-def test_json_that_is_not_a_tokenizer_is_rejected(text: str) -> None:
-    with pytest.raises(RunError, match=r"^here cannot be used as a tokenizer"):
+    text = change if isinstance(change, str) else json.dumps({**VALID, **change})
+    with pytest.raises(RunError, match=rf"^here cannot be used as a tokenizer.*{reason}"):
         CharTokenizer.from_json(text, origin="here")
 
 
@@ -220,10 +212,7 @@ def test_unreadable_tokenizer_files_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
     with open(tmp_path / "huge.json", "wb") as file:
         file.truncate(1 << 40)  # sparse: reading it would take all memory
-    for name, message in (
-        ("none", "No such file"),
-        ("bytes", "not UTF-8"),
-        ("huge", "larger than 16,000,000 bytes"),
-    ):
+    reasons = {"none": "No such file", "bytes": "invalid start byte", "huge": "larger than 16,000"}
+    for name, message in reasons.items():
         with pytest.raises(RunError, match=message):
             CharTokenizer.load(tmp_path / f"{name}.json")

@@ -56,7 +56,7 @@ def score(
         raise MissingTextError(
             f"{error}; to score a text itself, pipe it in: echo TEXT | chargpt score {run}"
         ) from None
-    if len(find_source(text, settings.suffixes, for_training=False).files) > 1:
+    if len(find_source(text, settings.suffixes).files) > 1:
         console.say("lines are numbered through all files, joined in that order")
     runs.warn_of_own_text(loaded, text, content)
     separator = loaded.config.text.documents

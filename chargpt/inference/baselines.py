@@ -8,8 +8,7 @@ from chargpt.config import MAX_BLOCK_SIZE
 from chargpt.errors import TextError
 from chargpt.inference.evaluation import BaselineLoss, even_spans, gather_rows
 from chargpt.models.ngram import NGRAM_ORDER, NGramLM
-from chargpt.text.corpus import Corpus
-from chargpt.text.statistics import PairCounts
+from chargpt.text.corpus import Corpus, PairCounts
 from chargpt.text.tokenizer import Floats, Tokens
 
 UNIGRAM_ALPHA = 1.0  # pseudo-count of additive smoothing

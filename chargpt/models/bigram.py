@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from chargpt.errors import ConfigError
 from chargpt.models.base import KVCache, LanguageModel
-from chargpt.text.statistics import PairCounts
+from chargpt.text.corpus import PairCounts
 
 MAX_VOCAB_SIZE = 20_000
 

@@ -1,9 +1,7 @@
 """Named texts: the built-in one, and others to download, with their checksums."""
 
-import hashlib
 import logging
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -13,13 +11,12 @@ from pathlib import Path
 
 from chargpt.config import Config, merge_settings
 from chargpt.errors import DownloadError, MissingTextError, TextError
-from chargpt.files import is_left_over
 from chargpt.text import TextProgress
 
 BUILT_IN = "python-docs"
+DATA = Path("data")  # where named texts are fetched to
 TIMEOUT = 30  # seconds without a byte
 MAX_SLACK = 1_000_000  # bytes that a download may have beyond the text: a ZIP header, a chunk
-PREFIX = ".fetching-"  # of temporary folders
 
 
 @dataclass(frozen=True)
@@ -44,14 +41,14 @@ class Entry:
     member: str | None = None
     settings: Mapping[str, object] = field(default_factory=dict)
 
-    def fetched_path(self, folder: Path = Path("data")) -> str | None:
+    def fetched_path(self) -> str | None:
         """Return where the text was fetched to, None if it is built in; else raise TextError."""
         if self.url is None:
             return None
-        path = folder / f"{self.name}.txt"
+        path = DATA / f"{self.name}.txt"
         if not path.is_file():
             raise TextError(
-                f"{self.name} is not in {folder} yet; fetch it with `chargpt data get {self.name}`"
+                f"{self.name} is not in {DATA} yet; fetch it with `chargpt data get {self.name}`"
             )
         return str(path.absolute())
 
@@ -153,9 +150,7 @@ def resolve_settings(
     return merge_settings(config, {"text.path": value, **settings}, defaults)
 
 
-def fetch(
-    entry: Entry, folder: Path = Path("data"), on_progress: TextProgress | None = None
-) -> Path:
+def fetch(entry: Entry, folder: Path = DATA, on_progress: TextProgress | None = None) -> Path:
     """Download a named text to FOLDER/NAME.txt and verify it, unless it is there already.
 
     Raises:
@@ -166,13 +161,10 @@ def fetch(
         raise TextError(f"{entry.name} is built in; train on it with `chargpt train` without TEXT")
     target = folder / f"{entry.name}.txt"
     try:
-        if _has_content(target, entry):
+        if _is_fetched(target, entry):
             return target
         folder.mkdir(parents=True, exist_ok=True)
-        for leftover in folder.glob(f"{PREFIX}????????"):
-            if is_left_over(leftover):
-                shutil.rmtree(leftover, ignore_errors=True)
-        with tempfile.TemporaryDirectory(dir=folder, prefix=PREFIX) as temporary:
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".fetching-") as temporary:
             file = _download(entry, Path(temporary), on_progress)
             os.chmod(file, 0o644)
             os.replace(file, target)
@@ -185,13 +177,11 @@ def fetch(
     return target
 
 
-def _has_content(path: Path, entry: Entry) -> bool:
-    if not path.is_file() or path.stat().st_size != entry.size:
-        return False
-    algorithm, _, expected = entry.content_hash.partition(":")
-    with open(path, "rb") as file:
-        digest = hashlib.file_digest(file, lambda: hashlib.new(algorithm, usedforsecurity=False))
-    return digest.hexdigest() == expected
+def _is_fetched(path: Path, entry: Entry) -> bool:
+    from pooch.hashes import hash_matches  # imported here, since it delays every command
+
+    is_complete = path.is_file() and path.stat().st_size == entry.size
+    return is_complete and bool(hash_matches(path, entry.content_hash))
 
 
 class _Meter:
@@ -216,11 +206,10 @@ class _Meter:
 
 def _download(entry: Entry, folder: Path, on_progress: TextProgress | None) -> Path:
     """Return the text; pooch verifies the checksum of the published file before unpacking it."""
-    import pooch  # imported here, since it delays every command
-    from requests import HTTPError, RequestException
+    import pooch
+    from requests import RequestException
 
     pooch.get_logger().setLevel(logging.CRITICAL)  # its lines would break the progress bar
-    later = f"try `chargpt data get {entry.name}` again later"
     try:
         found = pooch.retrieve(
             entry.url,
@@ -234,13 +223,12 @@ def _download(entry: Entry, folder: Path, on_progress: TextProgress | None) -> P
             ),
         )
         return Path(found[0] if entry.member else found)
-    except HTTPError as error:
-        problem = f"answered {getattr(error.response, 'status_code', 'an error')}; {later}"
     except RequestException as error:
-        problem = (
-            f"cannot be reached, or the transfer stopped ({type(error).__name__}); "
-            "check the network, or download it yourself and pass its path as TEXT"
-        )
+        status = getattr(error.response, "status_code", None)
+        problem = f"answered {status}" if status else f"cannot be reached: {type(error).__name__}"
     except ValueError:
-        problem = f"sent a file with another checksum than the published one; {later}"
-    raise DownloadError(f"cannot fetch {entry.name}: {entry.url} {problem}")
+        problem = "sent a file with another checksum than the published one"
+    raise DownloadError(
+        f"cannot fetch {entry.name} ({entry.url} {problem}); check the network and try again "
+        "later, or download it yourself and pass its path as TEXT"
+    )

@@ -1,16 +1,17 @@
-"""A text as token ids, and its consecutive splits."""
+"""A text as token ids, its consecutive splits, and counts of tokens in bounded memory.
+
+Legend: V = vocabulary size, N = number of tokens, P = number of distinct pairs.
+"""
 
 import math
 import os
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
-from contextlib import suppress
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
-from itertools import accumulate
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -18,7 +19,6 @@ from chargpt.config import TextConfig
 from chargpt.errors import TextError
 from chargpt.text.documents import document_ends
 from chargpt.text.source import TextFile
-from chargpt.text.statistics import PairCounts, count_pairs, count_tokens
 from chargpt.text.tokenizer import CharTokenizer, Ints, Tokens
 
 MAX_SEARCHED = 100_000_000  # tokens of the training split
@@ -27,8 +27,11 @@ MAX_MIXTURE_FRACTION = 0.03  # of the text
 MIN_MIXTURE_CHARACTERS = 100  # that a mixture is fitted to
 
 Split = Literal["mixture", "train", "val", "test"]
+SPLITS: tuple[Split, ...] = get_args(Split)  # in the order of the text
 REQUIRED_SPLITS: tuple[Split, ...] = ("train", "val")  # the splits of every run
-CHUNK = 1 << 20  # tokens whose characters are counted together
+CHUNK = 1 << 20  # tokens counted at once: small enough for a processor's cache
+SPARSE_CHUNK = 1 << 23  # tokens whose pairs are sorted at once
+MAX_DENSE_PAIRS = 1 << 24  # V * V up to which all pairs are counted in one table (128 MB)
 
 
 class Place(NamedTuple):
@@ -39,6 +42,25 @@ class Place(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.path}, line {self.line:,}"
+
+
+@dataclass(frozen=True)
+class PairCounts:
+    """Number of occurrences of each pair of consecutive tokens; absent pairs are not listed.
+
+    Attributes:
+        first, second, counts: int64 arrays of shape (P,), sorted by (first, second).
+        vocab_size: V.
+    """
+
+    first: Ints
+    second: Ints
+    counts: Ints
+    vocab_size: int
+
+    def count(self, first: int, second: int) -> int:
+        """Return the number of occurrences of a pair."""
+        return int(self.counts[(self.first == first) & (self.second == second)].sum())
 
 
 @dataclass(frozen=True)
@@ -128,58 +150,40 @@ class Corpus:
         split is at most 3% of the text, then rounded up to a whole document. The other splits end
         where the nearest document does.
         """
-        start, stop = self._bounds(name)
-        return self.tokens[start:stop]
+        number = SPLITS.index(name)
+        return self.tokens[self._edges[number] : self._edges[number + 1]]
 
-    def _bounds(self, name: Split) -> tuple[int, int]:
-        """Return the indices of the first token of a split and of that after its last."""
+    @cached_property
+    def _edges(self) -> list[int]:
+        """Index of the first token of each split, and the number of tokens."""
         total = self.n_characters
         # Exact decimals: in floating point, 0.1 of 10 characters could round up to 2.
         val = math.ceil(total * Fraction(str(self.settings.val_fraction)))
         test = min(math.ceil(total * Fraction(str(self.settings.test_fraction))), total - val)
         end = total - val - test
         mixture = min(self.settings.mixture_characters, int(MAX_MIXTURE_FRACTION * total), end)
-        lengths = {"mixture": mixture, "train": end - mixture, "val": val, "test": test}
-        stops = dict(zip(lengths, accumulate(lengths.values()), strict=True))
-        start, stop = stops[name] - lengths[name], stops[name]
-        return self._edge(start, mixture), self._edge(stop, mixture)
-
-    def _edge(self, character: int, mixture: int) -> int:
-        """Return the index of the token at which a split begins or ends.
-
-        It is that of the character or, for a list of documents, that of the end of a document: of
-        the first one from the end of the mixture split on, of the nearest one elsewhere.
-        """
-        index = self._index(character)
-        if not self.tokenizer.eos_token:
-            return index
-        boundaries = self._document_boundaries
-        number = int(np.searchsorted(boundaries, index))
-        after = int(boundaries[number])
-        if character <= mixture:
-            return after
-        before = int(boundaries[number - 1])
-        nearest = after if after - index <= index - before else before
-        return max(nearest, self._edge(mixture, mixture))
+        edges = np.array([self._index(each) for each in (0, mixture, end, end + val, total)])
+        if self.tokenizer.eos_token:
+            boundaries = self._document_boundaries
+            number = np.searchsorted(boundaries, edges)
+            before, after = boundaries[np.maximum(number - 1, 0)], boundaries[number]
+            nearest = np.where(after - edges <= edges - before, after, before)
+            edges[1:] = np.maximum(nearest, after[1])[1:]
+        return list(map(int, edges))
 
     def source_has_changed(self) -> bool:
         """Return whether a file of the text has another size or time than when it was read.
 
         Files that are not there, as on another machine, have not changed.
         """
-        for file in self.files:
-            with suppress(OSError, ValueError):
-                status = os.stat(file.path)
-                if (status.st_size, status.st_mtime_ns) != (file.size, file.mtime_ns):
-                    return True
-        return False
+        return any(file.has_changed() for file in self.files)
 
     def find(self, passages: Iterable[str]) -> dict[str, int]:
         """Return the index of the token at which passages first occur in the training split.
 
         Passages that do not occur are left out; all of them, if the split is long.
         """
-        first, training = self._bounds("train")[0], self.split("train")
+        first, training = self._edges[1], self.split("train")
         if len(training) > MAX_SEARCHED:
             return {}
         content, found = training.tobytes(), {}
@@ -226,47 +230,29 @@ class Corpus:
         shorter = min(train, val)
         if shorter > block_size:
             return
-        total = self.n_characters
         needed = block_size + 1
-        characters = "1 character" if total == 1 else f"{total:,} characters"
+        holds = f"{self.name} holds {self.n_characters:,} characters"
         if self.n_documents == 1:
-            causes = {"lines": "it is one line", "files": "it is one file"}
-            documents = str(self.settings.documents)
-            separator = f"the separator {documents!r:.40} does not occur within it"
             raise TextError(
-                f"{self.name} holds {characters} in 1 document, since "
-                f"{causes.get(documents, separator)}, and one document cannot be split; "
-                "set text.documents=null, or give several documents"
+                f"{holds} in 1 document (text.documents={self.settings.documents!r:.40}), which "
+                "cannot be split; set text.documents=null, or give several documents"
             )
         remedies = ["give a longer text"]
         if shorter > MIN_BLOCK_SIZE:
             remedies.insert(0, f"set model.block_size to {shorter - 1:,} or less")
-        if fraction := self._sufficient_val_fraction(needed):
-            remedies.insert(0, f"set text.val_fraction to {fraction:g}")
+        fraction = math.ceil(1000 * needed / self.n_characters) / 1000
+        if fraction + self.settings.test_fraction < 1:
+            other = self.with_settings(val_fraction=fraction)
+            if min(other.split("train").size, other.split("val").size) >= needed:
+                remedies.insert(0, f"set text.val_fraction to {fraction:g}")
         if self.n_documents:
-            characters += f" in {self.n_documents:,} documents"
+            holds += f" in {self.n_documents:,} documents"
             remedies.append("correct text.documents")
         unit = "tokens " if self.tokenizer.has_bytes else ""
         raise TextError(
-            f"{self.name} holds {characters}, {train:,} {unit}to train on and {val:,} to validate "
-            f"on, and model.block_size {block_size:,} needs {needed:,} of each; "
-            + ", or ".join(remedies)
+            f"{holds}, {train:,} {unit}to train on and {val:,} to validate on, and "
+            f"model.block_size {block_size:,} needs {needed:,} of each; {', or '.join(remedies)}"
         )
-
-    def _sufficient_val_fraction(self, size: int) -> float | None:
-        """Return the lowest `val_fraction`, in steps of 0.001, with `size` tokens in train and val.
-
-        None if there is no such fraction.
-        """
-        corpora = [
-            self.with_settings(val_fraction=thousandths / 1000)
-            for thousandths in range(1, math.ceil(1000 * (1 - self.settings.test_fraction)))
-        ]
-        # the validation split grows with its fraction, by whole documents
-        index = bisect_left(corpora, size, key=lambda corpus: corpus.split("val").size)
-        if index == len(corpora) or corpora[index].split("train").size < size:
-            return None
-        return corpora[index].settings.val_fraction
 
     def token_counts(self, split: Split) -> Ints:
         """Return the number of occurrences of each id in a split, shape (V,)."""
@@ -275,3 +261,43 @@ class Corpus:
     def pair_counts(self, split: Split) -> PairCounts:
         """Return the number of occurrences of each pair of ids in a split."""
         return count_pairs(self.split(split), self.tokenizer.vocab_size)
+
+
+def count_tokens(tokens: Tokens, vocab_size: int) -> Ints:
+    """Return the number of occurrences of each id, shape (V,)."""
+    if tokens.dtype == np.uint8:  # counting two bytes at once is twice as fast
+        n_even = tokens.size - tokens.size % 2
+        words = np.ascontiguousarray(tokens[:n_even]).view("<u2")
+        table = count_tokens(words, 1 << 16).reshape(256, 256)
+        counts: Ints = table.sum(axis=0) + table.sum(axis=1)
+        counts[tokens[n_even:]] += 1
+        return counts[:vocab_size]
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for start in range(0, tokens.size, CHUNK):
+        counts += np.bincount(tokens[start : start + CHUNK], minlength=vocab_size)
+    return counts
+
+
+def count_pairs(tokens: Tokens, vocab_size: int) -> PairCounts:
+    """Return the number of occurrences of each pair of consecutive ids (N - 1 pairs in all)."""
+    if vocab_size * vocab_size <= MAX_DENSE_PAIRS:
+        table = np.zeros(vocab_size * vocab_size, dtype=np.int64)
+        for codes in _pair_codes(tokens, vocab_size, CHUNK):
+            np.add.at(table, codes, 1)
+        codes = np.flatnonzero(table)
+        counts = table[codes]
+    else:
+        codes = counts = np.zeros(0, dtype=np.int64)
+        for chunk in _pair_codes(tokens, vocab_size, SPARSE_CHUNK):
+            found, n_found = np.unique(chunk, return_counts=True)
+            codes, rows = np.unique(np.concatenate((codes, found)), return_inverse=True)
+            weights = np.concatenate((counts, n_found))
+            counts = np.bincount(rows, weights, minlength=0).astype(np.int64)
+    return PairCounts(codes // vocab_size, codes % vocab_size, counts, vocab_size)
+
+
+def _pair_codes(tokens: Tokens, vocab_size: int, chunk: int) -> Iterator[Ints]:
+    """Yield first * V + second of consecutive pairs, `chunk` pairs at a time."""
+    for start in range(0, tokens.size - 1, chunk):
+        ids = tokens[start : start + chunk + 1].astype(np.int64)
+        yield ids[:-1] * vocab_size + ids[1:]

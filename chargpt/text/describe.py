@@ -6,20 +6,14 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from chargpt.log import logger
-from chargpt.text.corpus import REQUIRED_SPLITS, Corpus
+from chargpt.text.corpus import REQUIRED_SPLITS, Corpus, PairCounts, count_pairs, count_tokens
 from chargpt.text.display import sign_or_code
-from chargpt.text.statistics import (
-    PairCounts,
-    conditional_entropy_bits,
-    count_pairs,
-    count_tokens,
-    divergence_nats,
-    entropy_bits,
-)
 from chargpt.text.tokenizer import CharTokenizer, Ints, Tokens
 
 MAX_SHOWN = 10  # characters listed as the most or least frequent
@@ -82,7 +76,7 @@ def describe(corpus: Corpus) -> Description:
     known = counts[: len(tokenizer.characters)]
     order = np.argsort(-known, kind="stable")
     ranked = [(tokenizer.characters[index], int(known[index])) for index in order]
-    lines, longest = _lines(tokenizer, tokens)
+    longest = _longest_line(tokenizer, tokens)
     return Description(
         name=corpus.name,
         characters=corpus.n_characters,
@@ -90,90 +84,128 @@ def describe(corpus: Corpus) -> Description:
         most_frequent=tuple(ranked[:MAX_SHOWN]),
         least_frequent=tuple(ranked[: -MAX_SHOWN - 1 : -1]),
         documents=corpus.n_documents,
-        lines=lines,
+        lines=_count_lines(corpus, dict(ranked), pairs),
         longest_line=longest,
         unigram_bits=entropy_bits(counts) / corpus.characters_per_token,
         bigram_bits=conditional_entropy_bits(pairs) / corpus.characters_per_token,
         vocabulary_summary=tokenizer.describe(),
         rare_fraction=corpus.rare_fraction,
-        warnings=tuple(_warnings(corpus, known, pairs, lines, longest)),
+        warnings=tuple(_warnings(corpus, known, pairs, longest)),
     )
+
+
+def _count_lines(corpus: Corpus, counts: dict[str, int], pairs: PairCounts) -> int:
+    """Return the number of lines; the end of a document ends one, unless it follows a line end."""
+    tokenizer = corpus.tokenizer
+    newline, eos_token = tokenizer.characters.find("\n"), tokenizer.eos_token
+    n_lines = counts.get("\n", 0)
+    if eos_token not in ("", "\n"):
+        return n_lines + counts[eos_token] - pairs.count(newline, tokenizer.eos_token_id)
+    return n_lines + int(corpus.tokens[-1] != newline)
+
+
+def _longest_line(tokenizer: CharTokenizer, tokens: Tokens) -> int:
+    """Return the length of the longest line in characters."""
+    ends = [tokenizer.characters.find(end) for end in ("\n", tokenizer.eos_token or "\n")]
+    longest = length = 0  # length: of the line at the end of a chunk
+    for offset in range(0, tokens.size, CHUNK):
+        chunk = tokens[offset : offset + CHUNK]
+        chunk = chunk[chunk < tokenizer.first_continuation_id]  # one token of each character
+        edges = np.flatnonzero(np.isin(chunk, ends))
+        lengths = np.diff(edges, prepend=-1 - length, append=chunk.size) - 1
+        longest, length = max(longest, int(lengths.max())), int(lengths[-1])
+    return longest
+
+
+def _warnings(corpus: Corpus, known: Ints, pairs: PairCounts, longest: int) -> list[str]:
+    vocab_size, once = corpus.tokenizer.vocab_size, int((known == 1).sum())
+    n_returns = pairs.count(*map(corpus.tokenizer.characters.find, "\r\n"))
+    checks = (
+        (
+            vocab_size > MAX_VOCAB_SIZE and not corpus.tokenizer.has_bytes,
+            f"a vocabulary of {vocab_size:,} characters makes the model large and slow, and most "
+            "of them are rare; spell those as bytes with -s text.rare=bytes -s text.min_count=2",
+        ),
+        (
+            once > max(10, MAX_ONCE_FRACTION * vocab_size),
+            f"{once:,} of the {len(known):,} characters occur only once and cannot be learned; "
+            "set text.min_count to 2 or more",
+        ),
+        (
+            longest > MAX_LINE,
+            f"its longest line has {longest:,} characters; check that its line ends are \\n",
+        ),
+        (
+            n_returns > 0,
+            f"{n_returns:,} lines end in CR LF (Windows), which the model will reproduce; "
+            "convert them to LF if that is unwanted",
+        ),
+    )
+    found = [*quick_warnings(corpus), *(warning for holds, warning in checks if holds)]
+    difference = compare_splits(corpus)
+    return found if difference is None else [*found, difference.warning]
 
 
 def log_warnings(corpus: Corpus) -> None:
     """Log what impairs training on a text, as far as that is found at once."""
-    for warning in _quick_warnings(corpus):
+    for warning in quick_warnings(corpus):
         logger.warning(warning)
 
 
-def _quick_warnings(corpus: Corpus) -> list[str]:
-    too_short = warn_of_length(corpus) or warn_of_validation(corpus)
-    return [*too_short, *warn_of_list(corpus), *warn_of_repeats(corpus)]
+def quick_warnings(corpus: Corpus) -> list[str]:
+    """Return the warnings about a text that are found at once."""
+    warnings = (warn_of_length(corpus), warn_of_list(corpus), warn_of_repeats(corpus))
+    return [warning for warning in warnings if warning]
 
 
-def warn_of_length(corpus: Corpus) -> list[str]:
-    """Return a warning if the text is too short to train on, else nothing."""
-    total = corpus.n_characters
-    if total >= MIN_CHARACTERS:
-        return []
-    return [
-        f"{total:,} characters are too few: a model will memorise them; "
-        f"give at least {MIN_CHARACTERS:,}, better a million"
-    ]
+def warn_of_length(corpus: Corpus) -> str:
+    """Return a warning if the text or its validation split is too short, else ""."""
+    total, n_val = corpus.n_characters, corpus.count_characters("val")
+    if total < MIN_CHARACTERS:
+        return (
+            f"{total:,} characters are too few: a model will memorise them; "
+            f"give at least {MIN_CHARACTERS:,}, better a million"
+        )
+    if n_val < MIN_VALIDATION:
+        correct = ", or correct text.documents" if corpus.n_documents else ""
+        return (
+            f"the validation split has {n_val:,} characters, too few to measure a loss; "
+            f"give a longer text, or set text.val_fraction higher{correct}"
+        )
+    return ""
 
 
-def warn_of_validation(corpus: Corpus) -> list[str]:
-    """Return a warning if the validation split is too short to measure a loss, else nothing."""
-    n_characters = corpus.count_characters("val")
-    if n_characters >= MIN_VALIDATION:
-        return []
-    documents = ""
+def warn_of_list(corpus: Corpus) -> str:
+    """Return advice on `text.documents` if the start of a text looks like a list, else ""."""
     if corpus.n_documents:
-        documents = f" (the text is {corpus.n_documents:,} documents: is text.documents right?)"
-    return [
-        f"the validation split has {n_characters:,} characters, too few to measure a loss"
-        f"{documents}; give a longer text, or set text.val_fraction higher"
-    ]
-
-
-def warn_of_list(corpus: Corpus) -> list[str]:
-    """Return advice on `text.documents`, if the start of a text looks like a list of items."""
-    if corpus.n_documents:
-        return []
+        return ""
     lines = corpus.tokenizer.decode(corpus.tokens[:CHUNK]).replace("\r", "").split("\n")
-    separators = Counter(line for line in lines if SEPARATOR.fullmatch(line))
+    separators = Counter(filter(SEPARATOR.fullmatch, lines))
     for line, count in separators.most_common(1):
         if count >= MIN_SEPARATORS * max(MIN_LIST, len(lines)):
-            return [
+            return (
                 f"{count:,} lines are {line}; if they separate items, -s "
                 f"text.documents='\\n{line}\\n' shuffles those, and each sample is one item"
-            ]
-    items = lines if lines[-1] else lines[:-1]
+            )
+    items = [line.casefold() for line in lines[:-1]]  # the last one may be cut
     lengths = [len(item) for item in items]
     if len(items) < MIN_LIST or 0 in lengths or max(lengths) > MAX_ITEM:
-        return []
-    if sum(lengths) > MAX_MEAN_ITEM * len(items) and not _is_sorted(items):
-        return []
-    return [
+        return ""
+    n_sorted = sum(first <= second for first, second in pairwise(items))
+    if fmean(lengths) > MAX_MEAN_ITEM and n_sorted < MIN_SORTED * len(items):
+        return ""
+    return (
         "the text looks like a list of items; with -s text.documents=lines they are shuffled, and "
         "each sample is one item (the loss of shuffled items is not comparable with that of a "
         "sorted list, in which neighbours are alike)"
-    ]
-
-
-def _is_sorted(items: list[str]) -> bool:
-    """Return whether nearly all items are in order, with or without regard to case."""
-    return any(
-        sum(first <= second for first, second in pairwise(ordered)) >= MIN_SORTED * len(items)
-        for ordered in (items, [item.casefold() for item in items])
     )
 
 
-def warn_of_repeats(corpus: Corpus) -> list[str]:
-    """Return a warning if many validation documents also occur in the training split."""
+def warn_of_repeats(corpus: Corpus) -> str:
+    """Return a warning if many validation documents also occur in the training split, else ""."""
     tokenizer = corpus.tokenizer
     if not corpus.n_documents or corpus.tokens.size > MAX_COMPARED:
-        return []
+        return ""
     train, val = (
         tokenizer.decode(corpus.split(split)).split(tokenizer.eos_token)[:-1]
         for split in REQUIRED_SPLITS
@@ -181,12 +213,12 @@ def warn_of_repeats(corpus: Corpus) -> list[str]:
     known = set(train)
     repeated = sum(document in known for document in val)
     if repeated < MIN_REPEATED * len(val):
-        return []
-    return [
+        return ""
+    return (
         f"{repeated:,} of {len(val):,} documents of the validation split, "
         f"{repeated / len(val):.0%}, occur in the training split too, so its loss is lower than "
         "that of new documents; drop the repeated ones (those of lines: sort -u)"
-    ]
+    )
 
 
 @dataclass(frozen=True)
@@ -227,11 +259,6 @@ def compare_splits(corpus: Corpus) -> SplitDifference | None:
     remedy = (
         "if the text is a list of items, text.documents=lines, =files or =SEPARATOR shuffles it"
     )
-    start = corpus.tokenizer.decode(corpus.tokens[:CHUNK])
-    if start.count("\n\n") >= MIN_SEPARATORS * max(MIN_LIST, start.count("\n")):
-        remedy = "-s text.documents='\\n\\n' shuffles its paragraphs"
-    if is_several_files(corpus.name):
-        remedy = "-s text.documents=files shuffles the files"
     if corpus.n_documents:
         n_val = int((val == corpus.tokenizer.eos_token_id).sum())
         what = f"the last {n_val:,} of {corpus.n_documents:,} documents"
@@ -245,11 +272,6 @@ def compare_splits(corpus: Corpus) -> SplitDifference | None:
     )
 
 
-def is_several_files(name: str) -> bool:
-    """Return whether the name of a text is that of a folder or a glob."""
-    return name.endswith("/") or "*" in name
-
-
 def _name_differing(tokenizer: CharTokenizer, counts: Ints, reference: Ints) -> str:
     """Name the tokens whose frequencies differ most from others, (V,) each, in a phrase.
 
@@ -259,69 +281,30 @@ def _name_differing(tokenizer: CharTokenizer, counts: Ints, reference: Ints) -> 
     probs, reference_probs = (each / each.sum() for each in (counts + 1, reference + 1))
     gains = probs - reference_probs
     ranked = np.argsort(-gains * np.log(probs / reference_probs), kind="stable")
-    parts = []
-    for name, tokens in (
-        ("rarer", ranked[gains[ranked] < 0]),
-        ("more frequent", ranked[gains[ranked] > 0]),
-    ):
-        signs = [
-            sign_or_code(tokenizer.token_text(token)) for token in tokens[:MAX_DIFFERING].tolist()
-        ]
-        parts.append(f"{name} there: {' '.join(signs)}")
-    return "; ".join(parts)
+    rarer, commoner = (
+        " ".join(sign_or_code(tokenizer.token_text(token)) for token in tokens[:MAX_DIFFERING])
+        for tokens in (ranked[gains[ranked] < 0].tolist(), ranked[gains[ranked] > 0].tolist())
+    )
+    return f"rarer there: {rarer}; more frequent there: {commoner}"
 
 
-def _lines(tokenizer: CharTokenizer, tokens: Tokens) -> tuple[int, int]:
-    """Return the number of lines and the longest one's length in characters."""
-    newline = tokenizer.characters.find("\n")
-    eos_token_id = tokenizer.eos_token_id if tokenizer.eos_token not in ("", "\n") else -1
-    lines = longest = length = 0  # length: of the current line
-    has_ended = True  # whether the text before the chunk is empty or ends with a line end
-    for offset in range(0, tokens.size, CHUNK):
-        chunk = tokens[offset : offset + CHUNK]
-        chunk = chunk[chunk < tokenizer.first_continuation_id]  # one token of each character
-        is_newline, is_eos = chunk == newline, chunk == eos_token_id
-        ends = np.flatnonzero(is_newline | is_eos)
-        if not ends.size:
-            length += chunk.size
-            has_ended = False
-            continue
-        longest = max(longest, int(np.diff(ends, prepend=-1 - length).max()) - 1)
-        follows_end = np.append(has_ended, is_newline[:-1])  # then an EOS token ends no line
-        lines += int(is_newline.sum() + (is_eos & ~follows_end).sum())
-        has_ended = bool(is_newline[-1])
-        length = chunk.size - int(ends[-1]) - 1
-    return lines + bool(length), max(longest, length)
+def divergence_nats(counts: Ints, reference: Ints) -> float:
+    """Return the KL divergence in nats of frequencies from others, which are smoothed by 1."""
+    probs, reference_probs = counts / counts.sum(), (reference + 1) / (reference + 1).sum()
+    present = probs > 0
+    return float((probs * np.log(probs / reference_probs, where=present, out=0 * probs)).sum())
 
 
-def _warnings(
-    corpus: Corpus, known: Ints, pairs: PairCounts, lines: int, longest: int
-) -> list[str]:
-    tokenizer = corpus.tokenizer
-    warnings = warn_of_length(corpus) or warn_of_validation(corpus)
-    if tokenizer.vocab_size > MAX_VOCAB_SIZE and not tokenizer.has_bytes:
-        warnings.append(
-            f"a vocabulary of {tokenizer.vocab_size:,} characters makes the model large and slow, "
-            "and most of them are rare; spell those as bytes with -s text.rare=bytes "
-            "-s text.min_count=2"
-        )
-    once = int((known == 1).sum())
-    if once > MAX_ONCE_FRACTION * tokenizer.vocab_size and once > 10:
-        warnings.append(
-            f"{once:,} of the {len(tokenizer.characters):,} characters occur only once and cannot "
-            "be learned; set text.min_count to 2 or more"
-        )
-    if longest > MAX_LINE:
-        warnings.append(
-            f"its longest line has {longest:,} characters; check that its line ends are \\n"
-        )
-    carriage_return, newline = map(tokenizer.characters.find, "\r\n")
-    ends_line = (pairs.first == carriage_return) & (pairs.second == newline)
-    if returns := int(pairs.counts[ends_line].sum()):
-        warnings.append(
-            f"{returns:,} lines end in CR LF (Windows), which the model will reproduce; "
-            "convert them to LF if that is unwanted"
-        )
-    warnings += [*warn_of_list(corpus), *warn_of_repeats(corpus)]
-    difference = compare_splits(corpus)
-    return warnings if difference is None else [*warnings, difference.warning]
+def entropy_bits(counts: npt.NDArray[Any]) -> float:
+    """Return the entropy in bits of the distribution with these counts (0 for no counts)."""
+    present = counts[counts > 0].astype(np.float64)
+    if not present.size:
+        return 0.0
+    probs = present / present.sum()
+    return float(-(probs * np.log2(probs)).sum()) + 0.0  # no negative zero
+
+
+def conditional_entropy_bits(pairs: PairCounts) -> float:
+    """Return the entropy in bits of a token given the previous one."""
+    first = np.bincount(pairs.first, weights=pairs.counts, minlength=1)
+    return max(0.0, entropy_bits(pairs.counts) - entropy_bits(first))

@@ -5,26 +5,23 @@
     meta.json   name, key, files, and sizes and checksums of the others; written last
 
 The first pass counts the characters, for the tokenizer, and hashes the bytes, for the key. The
-second pass encodes. A checksum in both passes reveals a text that changes in between. The memory
-needed is that of a chunk, and of the order of the documents.
+second pass encodes. The memory needed is that of a chunk, and of the order of the documents.
 """
 
 import dataclasses
 import hashlib
+import io
 import json
 import os
-import shutil
 import tempfile
 import zlib
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from chargpt.config import TextConfig
@@ -32,20 +29,20 @@ from chargpt.errors import RunError, TextError, UnreadableError
 from chargpt.files import open_regular, read_json, to_json, write_synced
 from chargpt.log import logger
 from chargpt.text import TextProgress
-from chargpt.text.corpus import Corpus
-from chargpt.text.decoding import Chunk, codec_name, decode
+from chargpt.text.corpus import Corpus, count_tokens
 from chargpt.text.display import REPLACEMENT
 from chargpt.text.documents import Places, eos_token_of, mark_documents, shuffled, shuffled_order
 from chargpt.text.source import (
+    Chunk,
     Source,
     TextFile,
-    copy_stdin,
-    describe_binary,
+    codec_name,
+    decode,
     find_source,
     iter_chunks,
-    text_in_memory,
+    opened,
+    require_text,
 )
-from chargpt.text.statistics import count_tokens, max_id
 from chargpt.text.tokenizer import (
     N_CODE_POINTS,
     CharTokenizer,
@@ -60,14 +57,11 @@ TOKENS, LINES, META = "tokens.bin", "lines.bin", "meta.json"
 TEXT_FILES = (TOKENS, LINES, META)
 KEY_VERSION = 1
 MAX_META_BYTES = 500_000_000  # of a million files
-MIN_FREE_BYTES = 64_000_000  # to leave on the disk
 MAX_READ_CHARACTERS = 1 << 30  # of a text that is read as a whole
-MAX_MEMORY_BYTES = 64 << 20  # of standard input, before it goes to a temporary file
-MANY_REPLACED = 0.01  # of all characters: the encoding is wrong
 CHUNK_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
+@dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid", title=META))
 class _Meta:
     """The content of `meta.json`, beside its own CRC-32, `crc32`."""
 
@@ -103,9 +97,16 @@ def find_text(settings: TextConfig, text: str | None = None) -> Source:
     Raises:
         TextError: there is no such text, or it cannot be read.
     """
-    if text is not None:
-        return text_in_memory(text)
-    return find_source(settings.path, settings.suffixes)
+    if text is None:
+        return find_source(settings.path, settings.suffixes)
+    require_text(text)
+    try:
+        return Source("text in memory", stream=io.BytesIO(text.encode()))
+    except UnicodeEncodeError as error:
+        raise TextError(
+            f"the text holds a lone surrogate at index {error.start:,}, which is not a character; "
+            "decode its bytes with their true encoding"
+        ) from None
 
 
 def prepare(
@@ -126,85 +127,65 @@ def prepare(
     if source.stream is not None:  # a text in memory and the built-in text are UTF-8
         settings = settings.model_copy(update={"encoding": "auto"})
     codec_name(settings.encoding)  # rejects unknown ones
-    for note in source.notes:
-        logger.info(note)
-    if len(source.files) > 1 and settings.documents is None:
-        logger.warning(
-            "the validation split is the end of the last files; -s text.documents=files "
-            "shuffles the files and splits between them"
-        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with ExitStack() as stack:
-            if source.is_stdin:
-                spool = stack.enter_context(tempfile.TemporaryFile(dir=folder))
-                copy_stdin(spool.write)
-                source = replace(source, stream=spool)
-            corpus = _encode(source, settings, folder, on_progress)
+        with opened(source, settings.encoding, folder) as source:
+            if len(source.files) > 1 and settings.documents is None:
+                logger.warning(
+                    "the validation split is the end of the last files; -s text.documents=files "
+                    "shuffles the files and splits between them"
+                )
+            return _encode(source, settings, folder, on_progress)
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise TextError(
-            f"{source.name} cannot be read, or encoded in {folder} ({reason}); check both disks"
+            f"{source.name} cannot be read, or encoded in {folder} ({reason}); check both disks, "
+            "or name another place with --out (without a run: TMPDIR)"
         ) from None
-    if settings.encoding_errors == "replace" and REPLACEMENT in corpus.tokenizer.characters:
-        counts = count_tokens(corpus.tokens, corpus.tokenizer.vocab_size)
-        count = int(counts[corpus.tokenizer.characters.index(REPLACEMENT)])
-        note = f"bytes that do not decode, replaced by U+FFFD: {count:,}"
-        if count > MANY_REPLACED * corpus.tokens.size:
-            note += "; the encoding is probably another"
-        logger.warning(note)
-    return corpus
 
 
 def _encode(
     source: Source, settings: TextConfig, folder: Path, on_progress: TextProgress | None
 ) -> Corpus:
     """Read a source in both passes and write the files; see `prepare`."""
-    files = source.stamps()  # as they are before the text is read
-    first, second = _Checksum(), _Checksum()
-    binary: list[str] | None = [] if settings.encoding == "auto" else None
-    chunks = first.tee(iter_chunks(source, on_progress, "reading", binary))
-    counts, digests = _count_characters(chunks, settings)
-    for note in describe_binary(binary or []):
-        logger.warning(note)
+    counts, digests = _count_characters(iter_chunks(source, on_progress, "reading"), settings)
     if not counts.any():
         raise TextError(f"{source.name} is empty; give a text that holds characters")
+    if settings.encoding_errors == "replace" and (count := int(counts[ord(REPLACEMENT)])):
+        logger.warning(
+            f"bytes that do not decode, replaced by U+FFFD: {count:,}, "
+            f"{count / counts.sum():.2%} of the characters"
+        )
     min_count = settings.min_count or choose_min_count(counts)
     rare = settings.rare if min_count > 1 else "keep"
     eos_token = eos_token_of(settings.documents)
     tokenizer = CharTokenizer.from_counts(
         counts, min_count, rare, eos_token, settings.extra_characters
     )
-    n_bytes = int(counts.sum()) * tokenizer.dtype.itemsize
-    _require_space(folder, 2 * n_bytes if eos_token else n_bytes)
     places = Places()
-    chunks = second.tee(iter_chunks(source, on_progress, "encoding", binary))
-    pieces = text_pieces(chunks, settings, places)
-    encoded = (tokenizer.encode(text, "replace") for text in pieces)
+    pieces = text_pieces(iter_chunks(source, on_progress, "encoding"), settings, places)
+    path = folder / TOKENS
+    checksums = {TOKENS: _write(path, (tokenizer.encode(text, "replace") for text in pieces))}
     if eos_token:
-        with tempfile.TemporaryFile(dir=folder) as unordered:
-            _write(unordered, encoded)
-            tokens = np.memmap(unordered, dtype=tokenizer.dtype, mode="r")
-            ordered = shuffled(tokens, tokenizer.eos_token_id, settings.seed)
-            checksums = {TOKENS: _write_file(folder / TOKENS, ordered)}
+        tokens = np.memmap(path, dtype=tokenizer.dtype, mode="r")
+        path.unlink()  # the map keeps its content
         lines = np.frombuffer(places.lines, np.int64)
         lines = lines[shuffled_order(len(lines), settings.seed)]
-        checksums[LINES] = _write_file(folder / LINES, iter([lines]))
-    else:
-        checksums = {TOKENS: _write_file(folder / TOKENS, encoded)}
-    if first.crc32 != second.crc32:
-        raise TextError(
-            f"{source.name} changed while it was read; try again when nothing writes to it"
-        )
-    read = [file for file in files if file.path not in (binary or [])]
-    read = [file._replace(path=_as_utf8(file.path)) for file in read]
+        checksums = {
+            TOKENS: _write(path, shuffled(tokens, tokenizer.eos_token_id, settings.seed)),
+            LINES: _write(folder / LINES, iter([lines])),
+        }
+    for name in checksums:
+        with open(folder / name, "rb") as file:
+            os.fsync(file.fileno())
+    begins = zip(source.files, places.files, strict=False)  # streams have no files
     meta = _Meta(
         name=_as_utf8(source.name),
         key=text_key(digests, settings, 1 if rare == "keep" else min_count, rare),
         rare_count=int(counts.sum() - counts[code_points(tokenizer.characters)].sum()),
         tokenizer_sha256=_sha256(tokenizer),
         checksums=checksums,
-        files=[file._replace(begin=begin) for file, begin in zip(read, places.files, strict=False)],
+        files=[file._replace(path=_as_utf8(file.path), begin=begin) for file, begin in begins],
     )
     content = dataclasses.asdict(meta)
     content["crc32"] = zlib.crc32(to_json(content))
@@ -217,32 +198,29 @@ def _as_utf8(name: str) -> str:
     return os.fsencode(name).decode(errors="replace")
 
 
-class _Checksum:
-    """CRC-32 of all bytes of a text, which is far cheaper than a hash."""
-
-    crc32 = 0
-
-    def tee(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
-        """Pass chunks on and add them to the checksum."""
-        for chunk in chunks:
-            self.crc32 = zlib.crc32(chunk.content, self.crc32)
-            yield chunk
-
-
 def _count_characters(chunks: Iterator[Chunk], settings: TextConfig) -> tuple[Ints, list[str]]:
     """Return the number of occurrences of each code point, and each file's digest."""
     counts = np.zeros(N_CODE_POINTS, dtype=np.int64)
     hashes: dict[str, Any] = {}  # by file name
-    # The thread ends here even on an error: a generator that garbage collection closes would
-    # join it at any time, which can deadlock.
-    with ThreadPoolExecutor(1, "hash") as worker:
-        for text in text_pieces(_hashed(chunks, hashes, worker), settings):
-            if text.isascii():
-                counts[:128] += count_tokens(np.frombuffer(text.encode("ascii"), np.uint8), 128)
-            else:
-                found = np.bincount(code_points(text))
-                counts[: found.size] += found
+    for text in text_pieces(_hashed(chunks, hashes), settings):
+        if text.isascii():
+            counts[:128] += count_tokens(np.frombuffer(text.encode("ascii"), np.uint8), 128)
+        else:
+            found = np.bincount(code_points(text))
+            counts[: found.size] += found
     return counts, [digest.hexdigest() for digest in hashes.values()]
+
+
+def _hashed(chunks: Iterator[Chunk], hashes: dict[str, Any]) -> Iterator[Chunk]:
+    """Pass chunks on and hash the bytes of each file that is not empty.
+
+    BLAKE2b is as strong as SHA-256 and faster on processors without SHA instructions.
+    """
+    for chunk in chunks:
+        if chunk.content:
+            digest = hashes.setdefault(chunk.file_name, hashlib.blake2b(digest_size=32))
+            digest.update(chunk.content)
+        yield chunk
 
 
 def text_pieces(
@@ -251,25 +229,6 @@ def text_pieces(
     """Yield the text of chunks in pieces, with the EOS tokens of its documents."""
     files = decode(chunks, settings.encoding, settings.encoding_errors)
     return mark_documents(files, settings.documents, places)
-
-
-def _hashed(
-    chunks: Iterator[Chunk], hashes: dict[str, Any], worker: ThreadPoolExecutor
-) -> Iterator[Chunk]:
-    """Pass chunks on while a second thread hashes each file's bytes (hashlib releases the GIL).
-
-    BLAKE2b is as strong as SHA-256 and faster on processors without SHA instructions.
-    """
-    pending: Future[None] | None = None
-    for chunk in chunks:
-        if not chunk.content:  # of an empty file
-            yield chunk
-            continue
-        digest = hashes.setdefault(chunk.file_name, hashlib.blake2b(digest_size=32))
-        if pending:
-            pending.result()  # bounds the memory
-        pending = worker.submit(digest.update, chunk.content)
-        yield chunk
 
 
 def text_key(digests: list[str], settings: TextConfig, min_count: int, rare: Rare) -> str:
@@ -286,30 +245,13 @@ def text_key(digests: list[str], settings: TextConfig, min_count: int, rare: Rar
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
-def _require_space(folder: Path, size: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < size + MIN_FREE_BYTES:
-        raise TextError(
-            f"{folder} has {free / 1e6:,.0f} MB free, too little to encode this text; make room, "
-            "or name another place with --out (without a run: TMPDIR)"
-        )
-
-
-def _write_file(path: Path, arrays: Iterator[Tokens]) -> tuple[int, int]:
-    """Write arrays to a new file and flush it; return its size and CRC-32."""
-    with open(path, "xb") as file:
-        written = _write(file, arrays)
-        os.fsync(file.fileno())
-    return written
-
-
-def _write(file: IO[bytes], arrays: Iterator[Tokens]) -> tuple[int, int]:
+def _write(path: Path, arrays: Iterator[Tokens]) -> tuple[int, int]:
+    """Write arrays to a new file; return its size and CRC-32."""
     size = checksum = 0
-    for array in arrays:
-        content = array.view(np.uint8).data
-        file.write(content)
-        checksum, size = zlib.crc32(content, checksum), size + len(content)
-    file.flush()
+    with open(path, "xb") as file:
+        for array in arrays:
+            content = array.view(np.uint8).data
+            checksum, size = zlib.crc32(content, checksum), size + file.write(content)
     return size, checksum
 
 
@@ -340,13 +282,11 @@ def read_prepared(folder: Path, settings: TextConfig, tokenizer: CharTokenizer) 
             if name not in TEXT_FILES or _measure(folder / name, size) != checksum:
                 raise ValueError(f"{name:.40} has changed since it was written")
         corpus = _open(folder, settings, tokenizer, meta)
-        if max_id(corpus.tokens) >= tokenizer.vocab_size:
+        if corpus.tokens.max() >= tokenizer.vocab_size:
             raise ValueError("it holds ids that the vocabulary lacks")
         return corpus
-    except ValidationError as error:
-        cause = f"{META}: {error.errors(include_url=False)[0]['msg'].lower()}"
     except ValueError as error:
-        cause = str(error)
+        cause = str(error).partition("\n")[0]
     except FileNotFoundError as error:
         cause = f"{Path(error.filename).name} is missing"
     except OSError as error:
@@ -394,24 +334,16 @@ def read_text(path: str | os.PathLike[str], settings: TextConfig = TextConfig())
     Raises:
         TextError: it cannot be read or decoded, or is over 2^30 characters.
     """
-    source = find_source(str(path), settings.suffixes, for_training=False)
-    for note in source.notes:
-        logger.info(note)
-    binary: list[str] | None = [] if settings.encoding == "auto" else None
     texts: list[str] = []
     size = 0
-    with tempfile.SpooledTemporaryFile(MAX_MEMORY_BYTES) as spool:
-        if source.is_stdin:
-            # 4 bytes each, and a byte order mark
-            copy_stdin(spool.write, 4 * (MAX_READ_CHARACTERS + 1))
-            source = replace(source, stream=spool)
-        for text in text_pieces(iter_chunks(source, binary=binary), settings):
+    max_bytes = 4 * (MAX_READ_CHARACTERS + 1)  # at 4 bytes each, and a byte order mark
+    found = find_source(str(path), settings.suffixes)
+    with opened(found, settings.encoding, max_bytes=max_bytes) as source:
+        for text in text_pieces(iter_chunks(source), settings):
             size += len(text)
             if size > MAX_READ_CHARACTERS:
                 raise TextError(
                     f"{path} is over {MAX_READ_CHARACTERS:,} characters; give a shorter text"
                 )
             texts.append(text)
-    for note in describe_binary(binary or []):
-        logger.warning(note)
     return "".join(texts)

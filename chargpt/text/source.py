@@ -1,31 +1,43 @@
-"""Find the files of a text and read their bytes in chunks."""
+"""Find the files of a text, read their bytes in chunks, and decode them."""
 
+import codecs
 import glob
 import gzip
 import io
 import os
 import stat
 import sys
+import tempfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import chain, groupby
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Literal, NamedTuple
+
+from charset_normalizer import from_bytes
 
 from chargpt.errors import MissingTextError, TextError, most_similar
+from chargpt.log import logger
 from chargpt.text import TextProgress
-from chargpt.text.catalog import BUILT_IN, CATALOG, built_in_text
-from chargpt.text.decoding import BOMS, Chunk
+from chargpt.text.catalog import BUILT_IN, built_in_text
 
 CHUNK_BYTES = 1 << 19  # small enough for a processor's cache, with its text and tokens
 MAX_TEXT_BYTES = 100 * 10**9  # of all files together, decompressed
 MAX_FILES = 1_000_000
-MAX_PATH = 1000  # characters of what may be a path instead of a text
 STDIN = "-"
 GZIP_MAGIC = b"\x1f\x8b"
+BOMS = (  # UTF-32 before UTF-16, whose little-endian mark is a prefix of UTF-32's
+    (codecs.BOM_UTF32_LE, "utf-32-le"),
+    (codecs.BOM_UTF32_BE, "utf-32-be"),
+    (codecs.BOM_UTF8, "utf-8"),
+    (codecs.BOM_UTF16_LE, "utf-16-le"),
+    (codecs.BOM_UTF16_BE, "utf-16-be"),
+)
+BYTE_ORDER_MARK = "\ufeff"
+OLDER = ("cp1252", "cp1251", "koi8_r", "shift_jis", "cp949", "euc_jp", "big5", "gb18030")
 
 
 class TextFile(NamedTuple):
@@ -33,7 +45,7 @@ class TextFile(NamedTuple):
 
     Attributes:
         path: absolute.
-        size, mtime_ns: in bytes and nanoseconds, when it was read.
+        size, mtime_ns: in bytes and nanoseconds, when it was found.
         begin: number of characters before it; of a list of documents, the number of lines.
     """
 
@@ -41,6 +53,21 @@ class TextFile(NamedTuple):
     size: int
     mtime_ns: int
     begin: int = 0
+
+    def has_changed(self) -> bool:
+        """Return whether it has another size or time now; not if it is gone."""
+        try:
+            status = os.stat(self.path)
+        except (OSError, ValueError):  # as on another machine
+            return False
+        return (status.st_size, status.st_mtime_ns) != (self.size, self.mtime_ns)
+
+
+class Chunk(NamedTuple):
+    """Some consecutive bytes of a file, decompressed."""
+
+    file_name: str
+    content: bytes
 
 
 @dataclass(frozen=True)
@@ -56,200 +83,164 @@ class Source:
     """
 
     name: str
-    files: tuple[Path, ...] = ()
+    files: tuple[TextFile, ...] = ()
     stream: IO[bytes] | None = None
     notes: tuple[str, ...] = ()
-
-    @property
-    def is_stdin(self) -> bool:
-        """Whether the text is standard input, which can be read only once."""
-        return not self.files and self.stream is None
-
-    def stamps(self) -> list[TextFile]:
-        """Return the files with size and time, which change with their content."""
-        found = []
-        for path in self.files:
-            with _os_errors_as_text_errors(str(path)):
-                status = path.stat()
-                found.append(TextFile(str(path), status.st_size, status.st_mtime_ns))
-        return found
-
-    def size(self) -> int:
-        """Return the number of bytes as stored; 0 for standard input."""
-        if self.stream is not None:
-            return self.stream.seek(0, os.SEEK_END)
-        return sum(file.size for file in self.stamps())
 
 
 def require_text(content: object) -> None:
     """Check that an argument `text` is a text and not the path of one, else TextError."""
     if not isinstance(content, str):
-        raise TextError(
-            f"text: expected a string (it is of type {type(content).__name__}); give a file's "
-            "content, or the file as path= to train and evaluate"
-        )
-    if len(content) <= MAX_PATH and "\0" not in content and os.path.isfile(content):
-        raise TextError(
-            f"{content} is a file, not a text; give its content, or the file as path= to train and "
-            "evaluate"
-        )
+        problem = f"text: expected a string (it is of type {type(content).__name__})"
+    elif os.path.isfile(content):
+        problem = f"{content} is a file, not a text"
+    else:
+        return
+    raise TextError(f"{problem}; give its content, or the file as path= to train and evaluate")
 
 
-def text_in_memory(content: str) -> Source:
-    """Return a source that holds the text itself.
-
-    Raises:
-        TextError: it is the path of a file, or holds a lone surrogate.
-    """
-    require_text(content)
-    try:
-        return Source("text in memory", stream=io.BytesIO(content.encode()))
-    except UnicodeEncodeError as error:
-        raise TextError(
-            f"the text holds a lone surrogate at index {error.start:,}, which is not a character; "
-            "decode its bytes with their true encoding"
-        ) from None
-
-
-def find_source(
-    path: str | None, suffixes: tuple[str, ...], *, for_training: bool = True
-) -> Source:
+def find_source(path: str | None, suffixes: tuple[str, ...]) -> Source:
     """Return the source at a path: a file, folder, glob, `-`, or None for the built-in text.
 
-    `suffixes` are the endings of a folder's files. A TextError says why nothing can be read; only
-    `for_training` does it advise what applies to a training text alone.
+    `suffixes` are the endings of a folder's files.
+
+    Raises:
+        MissingTextError: there is no file.
+        TextError: the path cannot be read.
     """
     if path is None:
         return Source(BUILT_IN, stream=io.BytesIO(built_in_text().encode()))
     if path == STDIN:
         return Source("standard input")
-    expanded = os.path.expanduser(path)
+    found = Path(os.path.expanduser(path))
     try:
-        mode = os.stat(expanded).st_mode
+        mode = os.stat(found).st_mode
+        if stat.S_ISDIR(mode):
+            return _find_folder(found, suffixes)
+        if stat.S_ISREG(mode):
+            return Source(found.name, (_text_file(found),))
     except (FileNotFoundError, NotADirectoryError):
-        return _find_glob(expanded, path, for_training)
+        if glob.has_magic(str(found)):
+            return _find_glob(found)
+        raise MissingTextError(_missing(found)) from None
     except (OSError, ValueError) as error:
         raise TextError(_unreadable(path, error)) from None
-    if stat.S_ISDIR(mode):
-        return _find_folder(Path(expanded), suffixes, for_training)
-    if not stat.S_ISREG(mode):
-        raise TextError(
-            f"{path} is a device or a pipe, not a file; pipe its text in and name it `-`"
-        )
-    file = Path(expanded)
-    return Source(file.name, (file.absolute(),))
+    raise TextError(f"{path} is a device or a pipe, not a file; pipe its text in and name it `-`")
 
 
-def _find_glob(pattern: str, written: str, for_training: bool) -> Source:
-    if not glob.has_magic(pattern):
-        raise MissingTextError(_missing(written, for_training))
-    matches = (Path(match).absolute() for match in glob.iglob(pattern, recursive=True))
-    files = sorted({path for path in matches if path.is_file()})
-    if not files:
-        raise MissingTextError(f"no file matches {written}; correct the pattern or quote it")
-    name = "/".join(Path(written).parts[-3:])
-    notes = (f"files read of {name}: {len(files):,}, sorted by path",) if len(files) > 1 else ()
-    return Source(name, tuple(files), notes=notes)
+def _text_file(path: Path) -> TextFile:
+    status = path.stat()
+    return TextFile(str(path.absolute()), status.st_size, status.st_mtime_ns)
 
 
-def _endings(suffixes: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple("." + suffix.lower().lstrip("*").lstrip(".") for suffix in suffixes)
+def _missing(path: Path) -> str:
+    """Return the message for a path that does not exist, with the most similar one that does."""
+    try:
+        similar = most_similar(path.name, sorted(os.listdir(path.parent)))
+    except OSError:
+        similar = None
+    remedy = "correct the path, or see `chargpt data list` for texts to fetch"
+    if similar:
+        remedy = f"did you mean {path.parent / similar}?"
+    return f"there is no file {path}; {remedy}"
 
 
-def _find_folder(root: Path, suffixes: tuple[str, ...], for_training: bool) -> Source:
+def _unreadable(path: str, error: OSError | ValueError) -> str:
+    reason = getattr(error, "strerror", None) or error
+    return f"{path} cannot be read ({reason}); change its permissions or name another file"
+
+
+def _find_glob(pattern: Path) -> Source:
+    matches = glob.iglob(str(pattern), recursive=True)
+    paths = sorted({path.absolute() for path in map(Path, matches) if path.is_file()})
+    if not paths:
+        raise MissingTextError(f"no file matches {pattern}; correct the pattern or quote it")
+    name = "/".join(pattern.parts[-3:])
+    notes = (f"files read of {name}: {len(paths):,}, sorted by path",) if len(paths) > 1 else ()
+    return Source(name, tuple(map(_text_file, paths)), notes=notes)
+
+
+def _find_folder(root: Path, suffixes: tuple[str, ...]) -> Source:
     """Return the folder's files, sorted by path, without hidden ones."""
-    endings = _endings(suffixes)
-    files: list[Path] = []
+    endings = tuple("." + suffix.lower().lstrip("*").lstrip(".") for suffix in suffixes)
+    paths: list[Path] = []
     others: Counter[str] = Counter()  # endings of the files that are left out
-    visited: set[tuple[int, int]] = set()
+    visited: set[str] = set()
 
     def reject(error: OSError) -> None:
         raise TextError(_unreadable(str(error.filename), error))
 
     for folder, subfolders, names in os.walk(root, followlinks=True, onerror=reject):
-        status = os.stat(folder)
-        if (status.st_dev, status.st_ino) in visited:  # a symbolic link to a parent
+        if (real := os.path.realpath(folder)) in visited:  # a symbolic link to a parent
             subfolders.clear()
             continue
-        visited.add((status.st_dev, status.st_ino))
+        visited.add(real)
         subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
-        for name in names:
-            path = Path(folder, name)
-            if name.startswith(".") or not path.is_file():
+        for path in (Path(folder, name) for name in names if not name.startswith(".")):
+            if not path.is_file():
                 continue
-            if name.lower().endswith(endings):
-                files.append(path.absolute())
+            if path.name.lower().endswith(endings):
+                paths.append(path.absolute())
             else:
                 others[path.suffix] += 1
-        if len(files) > MAX_FILES:
+        if len(paths) > MAX_FILES:
             raise TextError(f"{root} holds over {MAX_FILES:,} files; join them into fewer")
-    common = max(others, key=others.__getitem__, default="")
-    remedy = f"name its files by a pattern, such as '{root}/**/*{common}'"
-    if common and for_training:
-        remedy = f"set text.suffixes, as with -s text.suffixes={common}, or {remedy}"
-    if not files:
+    kind = f"in {', '.join(endings)} (text.suffixes)"
+    if not paths:
         if (root / "checkpoints").is_dir():
-            resume = f", or continue the run with `chargpt train --resume {root}`"
             raise MissingTextError(
-                f"{root} is a run, not a text; name a text{resume * for_training}"
+                f"{root} is a run, not a text; name a text (`chargpt train --resume {root}` "
+                "continues the run)"
             )
-        if not others:
-            raise MissingTextError(f"the folder {root} holds no files; name another")
+        common = max(others, key=others.__getitem__, default="")
         raise MissingTextError(
-            f"the folder {root} holds no file that ends in {', '.join(endings)}; {remedy}"
+            f"the folder {root} holds no file that ends {kind}; name another folder, or its files "
+            f"by a pattern, such as '{root}/**/*{common}'"
         )
     name = f"{root.absolute().name}/"
-    note = (
-        f"files read of {name}: {len(files):,}, which end in {', '.join(endings)}, sorted by path"
-    )
-    if n_others := others.total():
-        listed = ", ".join(
-            f"{n:,} {ending or 'without an ending'}" for ending, n in others.most_common(3)
-        )
-        note += f"; not read: {n_others:,} ({listed})"
-        if common and others[common] > len(files):
-            note += f"; to read the {common} files, {remedy}"
-    return Source(name, tuple(sorted(files)), notes=(note,))
-
-
-def _missing(written: str, for_training: bool) -> str:
-    """Return the message for a path that does not exist, with the most similar one that does."""
-    catalog = CATALOG if for_training else {}
-    path = os.path.expanduser(written)
-    name, parent = os.path.basename(path), os.path.dirname(path) or "."
-    if written in catalog:
-        return f"there is no file {written}; fetch the text with `chargpt data get {written}`"
-    try:
-        names = sorted(entry for entry in os.listdir(parent) if not entry.startswith("."))[:2000]
-    except OSError:
-        return f"there is no file {written}, nor its folder; correct the path"
-    if similar := most_similar(name, names):
-        return f"there is no file {written}; did you mean {os.path.join(parent, similar)}?"
-    if similar := most_similar(name, catalog):
-        return f"there is no file {written}; did you mean `chargpt data get {similar}`?"
-    others = ", or see `chargpt data list` for texts"
-    return f"there is no file {written}; correct the path{others * for_training}"
-
-
-def _unreadable(path: str, error: OSError | ValueError) -> str:
-    if isinstance(error, PermissionError):
-        return f"{path} may not be read (permission denied); change its permissions"
-    reason = getattr(error, "strerror", None) or "it is not a path"
-    return f"{path} cannot be read ({reason}); name another file"
+    note = f"files read of {name}: {len(paths):,}, which end {kind}, sorted by path"
+    if others:
+        listed = (f"{n:,} {ending or 'without an ending'}" for ending, n in others.most_common(3))
+        note += f"; not read: {others.total():,} ({', '.join(listed)})"
+    return Source(name, tuple(map(_text_file, sorted(paths))), notes=(note,))
 
 
 @contextmanager
-def _os_errors_as_text_errors(path: str) -> Iterator[None]:
-    """Raise what the system reports about a file as a TextError."""
-    try:
-        yield
-    except FileNotFoundError:
-        raise MissingTextError(_missing(path, for_training=False)) from None
-    except OSError as error:
-        raise TextError(_unreadable(path, error)) from None
+def opened(
+    source: Source, encoding: str, folder: Path | None = None, max_bytes: int = MAX_TEXT_BYTES
+) -> Iterator[Source]:
+    """Yield a source that can be read more than once, and log what is notable about it.
+
+    Standard input becomes a temporary file in `folder`. Of several files the binary ones are left
+    out, if the encoding is `auto` and not all of them are.
+
+    Raises:
+        TextError: a file cannot be read, or standard input is longer than `max_bytes`.
+    """
+    for note in source.notes:
+        logger.info(note)
+    if encoding == "auto" and len(source.files) > 1:
+        binary = {file for file in source.files if _is_binary(file.path)}
+        texts = tuple(file for file in source.files if file not in binary)
+        if binary and texts:
+            first = Path(min(binary).path).name
+            logger.warning(f"not read, since binary: {len(binary):,} files, such as {first}")
+            source = replace(source, files=texts)
+    if source.files or source.stream is not None:
+        yield source
+        return
+    with tempfile.TemporaryFile(dir=folder) as copy:
+        copy_stdin(copy.write, max_bytes)
+        yield replace(source, stream=copy)
 
 
-def copy_stdin(write: Callable[[bytes], object], max_bytes: int = MAX_TEXT_BYTES) -> None:
+def _is_binary(path: str) -> bool:
+    """Return whether the first chunk of a file holds a NUL byte, and no byte order mark."""
+    head, _ = next(_read(path, None))
+    return b"\0" in head and not head.startswith(tuple(mark for mark, _ in BOMS))
+
+
+def copy_stdin(write: Callable[[bytes], object], max_bytes: int) -> None:
     """Copy standard input, which can be read only once; TextError if it is closed or too large."""
     if sys.stdin is None:
         raise TextError("standard input is closed; pipe a text in, or name a file")
@@ -262,81 +253,125 @@ def copy_stdin(write: Callable[[bytes], object], max_bytes: int = MAX_TEXT_BYTES
 
 
 def iter_chunks(
-    source: Source,
-    on_progress: TextProgress | None = None,
-    stage: str = "reading",
-    binary: list[str] | None = None,
+    source: Source, on_progress: TextProgress | None = None, stage: str = "reading"
 ) -> Iterator[Chunk]:
-    """Yield the bytes of a source's files, decompressed.
-
-    Standard input must be copied to a stream first.
+    """Yield the bytes of an opened source's files, decompressed; of an empty file one empty chunk.
 
     Args:
         source: the text.
         on_progress: called with the stage and the bytes read, as stored.
         stage: name of this pass over the bytes.
-        binary: receives the paths of binary files, which are skipped if there are others; None:
-            none is skipped.
 
     Raises:
-        TextError: a file cannot be read or is a damaged archive, or the text is too large.
+        TextError: a file cannot be read, changes or is a damaged archive, or the text is too large.
     """
-    assert not source.is_stdin, "standard input must be copied to a seekable stream first"
-    total = source.size()
-    n_bytes = n_stored = 0
-    first_binary: Chunk | None = None
-    for name in [str(path) for path in source.files] or [source.name]:
-        with _os_errors_as_text_errors(name), _open(source, name) as raw:
-            contents = _decompress(name, raw)
-            head = next(contents, b"")
-            if binary is not None and len(source.files) > 1 and _is_binary(head):
-                binary.append(name)
-                first_binary = first_binary or Chunk(name, head)
-                n_stored += raw.seek(0, os.SEEK_END)
-                continue
-            for content in chain([head], contents):
-                n_bytes += len(content)
-                if n_bytes > MAX_TEXT_BYTES:
-                    raise TextError(
-                        f"the text is over {MAX_TEXT_BYTES:,} bytes, decompressed, at {name}; "
-                        "give a shorter text"
-                    )
-                yield Chunk(name, content)
-                if on_progress:
-                    on_progress(stage, n_stored + raw.tell(), total)
-            n_stored += raw.tell()
-    if first_binary and not n_bytes:
-        yield first_binary  # decoding rejects it
-
-
-def _is_binary(head: bytes) -> bool:
-    """Return whether the first chunk of a file holds a NUL byte, and no byte order mark."""
-    return b"\0" in head and not any(head.startswith(mark) for mark, _ in BOMS)
-
-
-def describe_binary(paths: Sequence[str]) -> list[str]:
-    """Return a sentence on the binary files that were skipped, if any."""
-    first, others = [Path(path).name for path in paths[:2]], len(paths) - 2
-    listed = f"{', '.join(first)} and {others:,} more" if others > 0 else " and ".join(first)
-    return [f"not read, since they are binary: {listed}"] if paths else []
-
-
-def _open(source: Source, name: str) -> AbstractContextManager[IO[bytes]]:
+    total, n_bytes, n_stored = sum(file.size for file in source.files), 0, 0
     if source.stream is not None:
-        return nullcontext(source.stream)
-    return open(name, "rb", buffering=0)
+        total = source.stream.seek(0, os.SEEK_END)
+    for name in [file.path for file in source.files] or [source.name]:
+        position = 0
+        for content, position in _read(name, source.stream):
+            n_bytes += len(content)
+            if n_bytes > MAX_TEXT_BYTES:
+                raise TextError(
+                    f"the text is over {MAX_TEXT_BYTES:,} bytes, decompressed, at {name}; "
+                    "give a shorter text"
+                )
+            yield Chunk(name, content)
+            if on_progress:
+                on_progress(stage, n_stored + position, total)
+        n_stored += position
+    for file in source.files:
+        if file.has_changed():
+            raise TextError(
+                f"{file.path} changed while it was read; try again when nothing writes to it"
+            )
 
 
-def _decompress(name: str, raw: IO[bytes]) -> Iterator[bytes]:
-    """Yield chunks of a stream, decompressed if it is a gzip file."""
-    raw.seek(0)
-    is_gzip = raw.read(len(GZIP_MAGIC)) == GZIP_MAGIC or name.lower().endswith(".gz")
-    raw.seek(0)
-    stream = gzip.GzipFile(fileobj=raw, mode="rb") if is_gzip else raw
+def _read(name: str, stream: IO[bytes] | None) -> Iterator[tuple[bytes, int]]:
+    """Yield chunks of a file or stream, decompressed if it is a gzip file, and the bytes read."""
     try:
-        while content := stream.read(CHUNK_BYTES):
-            yield content
+        with open(name, "rb", buffering=0) if stream is None else nullcontext(stream) as raw:
+            raw.seek(0)
+            is_gzip = raw.read(len(GZIP_MAGIC)) == GZIP_MAGIC or name.lower().endswith(".gz")
+            raw.seek(0)
+            file = gzip.GzipFile(fileobj=raw, mode="rb") if is_gzip else raw
+            content = file.read(CHUNK_BYTES)
+            yield content, raw.tell()
+            while content := file.read(CHUNK_BYTES):
+                yield content, raw.tell()
     except (gzip.BadGzipFile, EOFError, zlib.error):
         raise TextError(
             f"{name} is not a complete gzip file (damaged, cut short or misnamed); fetch it again"
         ) from None
+    except OSError as error:
+        raise TextError(_unreadable(name, error)) from None
+
+
+def codec_name(encoding: str) -> str:
+    """Return the canonical name of a text encoding, or raise TextError; `auto` stays `auto`."""
+    if encoding == "auto":
+        return encoding
+    try:
+        info = codecs.lookup(encoding)
+        if getattr(info, "_is_text_encoding", True) and info.incrementaldecoder:
+            return info.name
+    except (LookupError, ValueError):
+        pass
+    raise TextError(
+        f"there is no text encoding {encoding!r:.60}; "
+        "common ones are utf-8, utf-16, cp1252, cp1251, latin-1"
+    )
+
+
+def decode(
+    chunks: Iterable[Chunk], encoding: str, errors: Literal["strict", "replace"]
+) -> Iterator[Iterator[str]]:
+    """Yield the text of each file's chunks in pieces, without byte order marks.
+
+    Raises:
+        TextError: bytes that do not decode, named with their offset, if errors are `strict`.
+    """
+    codec = codec_name(encoding)
+    for name, group in groupby(chunks, key=lambda chunk: chunk.file_name):
+        yield _decode_file(name, codec, errors, (chunk.content for chunk in group))
+
+
+def _decode_file(name: str, codec: str, errors: str, contents: Iterator[bytes]) -> Iterator[str]:
+    """Yield the text of one file's chunks, which may end inside a character."""
+    head = next(contents)
+    if codec == "auto":
+        codec = next((marked for mark, marked in BOMS if head.startswith(mark)), "utf-8")
+    decoder = codecs.getincrementaldecoder(codec)(errors)
+    offset = 0  # of the chunk's first byte
+    is_start = True
+    for content in chain([head], contents, [b""]):
+        if codec in {"utf-8", "utf-8-sig"} and (index := content.find(b"\0")) >= 0:
+            raise TextError(
+                f"{name} holds a NUL byte at offset {offset + index:,}, so it is binary, or UTF-16 "
+                "without a byte order mark; name a text, or try --encoding utf-16-le"
+            )
+        n_pending = len(decoder.getstate()[0])  # bytes of an incomplete character
+        try:
+            text = decoder.decode(content, final=not content)
+        except UnicodeError as error:
+            raise TextError(_undecodable(name, codec, offset - n_pending, error)) from None
+        offset += len(content)
+        if text:
+            yield text.removeprefix(BYTE_ORDER_MARK) if is_start else text
+            is_start = False
+
+
+def _undecodable(name: str, codec: str, offset: int, error: UnicodeError) -> str:
+    """Return the message for an error in bytes that begin at `offset` of the file."""
+    problem, examples = str(error), ""
+    if isinstance(error, UnicodeDecodeError):
+        byte = f"0x{error.object[error.start]:02X}"
+        problem = f"byte {byte} at offset {offset + error.start:,}: {error.reason}"
+        likely = [match.encoding for match in from_bytes(error.object, cp_isolation=[*OLDER])]
+        examples = f", for example {' or '.join(likely[:3])}" if likely else ""
+    return (
+        f"{name} is not {codec.upper()} text ({problem}); convert it to UTF-8, name the encoding "
+        f"of the whole text with --encoding{examples}, or replace what does not decode with "
+        "--encoding-errors replace"
+    )

@@ -9,6 +9,7 @@ characters like any other. Characters rarer than `min_count` are spelled by byte
 import codecs
 import json
 import os
+import reprlib
 import unicodedata
 from collections import Counter
 from collections.abc import Callable
@@ -103,13 +104,12 @@ class CharTokenizer:
         """Id that `replace` puts for an unknown character.
 
         The unknown token if there is one, else the first of U+FFFD, `?` and the space that the
-        vocabulary has, else the first printable character, else one that is not the EOS token.
+        vocabulary has, else the first printable character, else the first one.
         """
         if self.has_unknown:
             return len(self.characters)
         printable = filter(str.isprintable, self.characters)
-        others = (character for character in self.characters if character != self.eos_token)
-        candidates = chain((REPLACEMENT, "?", " "), printable, others)
+        candidates = chain((REPLACEMENT, "?", " "), printable)
         known = (character for character in candidates if character in self.characters)
         return self.characters.index(next(known, self.characters[0]))
 
@@ -127,7 +127,7 @@ class CharTokenizer:
             rare: what the others become: byte tokens, or one unknown token; `keep` keeps all.
 
         Raises:
-            TextError: the text is empty, or all its characters are rarer than `min_count`.
+            TextError: all characters of the text are rarer than `min_count`, as if it is empty.
         """
         return cls.from_counts(np.bincount(code_points(text), minlength=1), min_count, rare)
 
@@ -149,12 +149,10 @@ class CharTokenizer:
         is_known = counts >= (1 if rare == "keep" else max(1, min_count))
         is_known[code_points(eos_token + characters)] = True
         known = np.flatnonzero(is_known)
-        if not present.size:
-            raise TextError("the text is empty; give one that holds characters")
         if not known.size:
             raise TextError(
-                f"every character of the text occurs fewer than {min_count:,} times; "
-                "lower text.min_count"
+                f"no character of the text occurs {min_count:,} times; lower text.min_count, or "
+                "give a longer text"
             )
         if _is_surrogate(present).any():
             raise TextError(
@@ -227,9 +225,7 @@ class CharTokenizer:
         codes = code_points(text)[missing]
         is_unknown = self._is_unknown(codes)
         if is_unknown.any() and unknown == "error":
-            raise UnknownCharacterError(
-                self._describe_unknown(codes_to_text(codes[is_unknown]), text)
-            )
+            raise UnknownCharacterError(self._describe_unknown(text))
         if is_unknown.any() and unknown == "skip":
             return self.encode(codes_to_text(np.delete(code_points(text), missing[is_unknown])))
         ids = ids.astype(self.dtype)
@@ -256,24 +252,19 @@ class CharTokenizer:
         missing = codes[self._ids.take(codes, mode="clip") == self._no_id]
         return codes_to_text(missing[self._is_unknown(missing)])
 
-    def _describe_unknown(self, characters: str, text: str) -> str:
-        """Return the error message for the characters of a text outside the vocabulary."""
-        distinct = set(characters)
-        subject, them = "1 character is", "it"
-        if len(distinct) > 1:
-            subject, them = f"{len(distinct):,} different characters are", "them"
-        remedy = ""
-        for name, change in (("lower", str.lower), ("upper", str.upper)):
-            if all(change(character) in self.characters for character in distinct):
-                remedy = f"write {them} in {name} case, or "
-        if not self.find_unknown(unicodedata.normalize("NFC", text)):
-            remedy = "the text is decomposed (NFD): convert it to NFC, or "
-        others = ""
-        if len(self.characters) > MAX_KEPT:
-            others = "; a run trained with -s text.min_count=2 spells such characters as bytes"
+    def _describe_unknown(self, text: str) -> str:
+        """Return the error message for a text with characters outside the vocabulary."""
+        found = self.find_unknown(text)
+        forms = {
+            "lower case": text.lower(),
+            "upper case": text.upper(),
+            "composed characters (NFC)": unicodedata.normalize("NFC", text),
+        }
+        known = (name for name, changed in forms.items() if not self.find_unknown(changed))
+        remedy = "".join(f"convert it to {name}, or " for name in known)
         return (
-            f"{subject} not in the vocabulary: {name_characters(characters)}; {remedy}leave {them} "
-            f"out or replace {them} with --unknown skip or replace (setting text.unknown){others}"
+            f"the text has characters outside the vocabulary: {name_characters(found)}; {remedy}"
+            "leave them out or replace them with --unknown skip or replace (setting text.unknown)"
         )
 
     def count_characters(self, ids: Tokens) -> int:
@@ -333,29 +324,31 @@ class CharTokenizer:
             RunError: the text is not the JSON of a tokenizer.
         """
         try:
-            tree = parse_json(text)
+            return cls._from_tree(parse_json(text))
         except ValueError as error:
-            raise _unusable(origin, str(error)) from None
+            raise _unusable(origin, error) from None
+
+    @classmethod
+    def _from_tree(cls, tree: dict[str, Any]) -> Self:
+        """Return the tokenizer of a JSON object; ValueError if it is none."""
         if tree.get("format") != FORMAT:
-            raise _unusable(origin, "it is not a chargpt tokenizer")
+            raise ValueError("it is not a chargpt tokenizer")
         if tree.get("version") != VERSION:
-            raise RunError(
-                f"{origin} has version {tree.get('version')!r:.20}, and this chargpt reads "
-                f"{VERSION}; update chargpt"
-            )
+            raise ValueError(f"this chargpt reads version {VERSION}, not its: update chargpt")
         characters, has_unknown = tree.get("characters"), tree.get("unknown")
         has_bytes, eos_token = tree.get("bytes", False), tree.get("eos_token", "")
-        if not isinstance(characters, str) or not isinstance(has_unknown, bool):
-            raise _unusable(origin, "its `characters` or `unknown` is missing")
-        if not isinstance(has_bytes, bool) or (has_unknown and has_bytes):
-            raise _unusable(origin, "its `bytes` is wrong")
-        if not isinstance(eos_token, str) or len(eos_token) > 1 or eos_token not in characters:
-            raise _unusable(origin, "its `eos_token` is wrong")
+        if not (
+            isinstance(characters, str)
+            and isinstance(eos_token, str)
+            and isinstance(has_unknown, bool)
+            and isinstance(has_bytes, bool)
+        ):
+            raise ValueError("a field is missing or has another type")
+        if (has_unknown and has_bytes) or len(eos_token) > 1 or eos_token not in characters:
+            raise ValueError("its fields contradict each other")
         codes = code_points(characters).astype(np.int64)
-        if not 0 < codes.size <= N_CODE_POINTS or (np.diff(codes) <= 0).any():
-            raise _unusable(origin, "its characters are not sorted and distinct")
-        if _is_surrogate(codes).any():
-            raise _unusable(origin, "it holds lone surrogates")
+        if not codes.size or (np.diff(codes) <= 0).any() or _is_surrogate(codes).any():
+            raise ValueError("its `characters` are not sorted and distinct characters")
         return cls(characters, has_unknown, has_bytes, eos_token)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -371,18 +364,12 @@ class CharTokenizer:
         """
         try:
             text = read_regular(Path(path), MAX_JSON_BYTES).decode()
-        except UnicodeDecodeError:
-            raise _unusable(path, "it is not UTF-8") from None
         except (OSError, ValueError) as error:
-            raise _unusable(path, getattr(error, "strerror", None) or str(error)) from None
+            raise _unusable(path, error) from None
         return cls.from_json(text, str(path))
 
     def __repr__(self) -> str:
-        shown = self.characters if len(self.characters) < 80 else self.characters[:79] + "…"
-        others = (self.has_unknown, self.has_bytes, self.eos_token)
-        names = ("has_unknown", "has_bytes", "eos_token")
-        given = "".join(f", {name}={value!r}" for name, value in zip(names, others, strict=True))
-        return f"CharTokenizer({shown!r}{given})"
+        return f"CharTokenizer({reprlib.repr(self.characters)}: {self.describe()})"
 
 
 def code_points(text: str) -> npt.NDArray[np.uint32]:
@@ -409,20 +396,19 @@ def choose_min_count(counts: Ints) -> int:
     return max(1, round(MIN_FREQUENCY * float(present.sum())))
 
 
-def _unusable(origin: str | os.PathLike[str], reason: str) -> RunError:
+def _unusable(origin: str | os.PathLike[str], error: OSError | ValueError) -> RunError:
+    reason = getattr(error, "strerror", None) or error
     return RunError(f"{origin} cannot be used as a tokenizer ({reason}); restore it or train again")
 
 
-def _name_character(character: str) -> str:
-    """Return a character with its code point: 'ж' U+0436."""
-    code = f"U+{ord(character):04X}"
-    return f"'{display_char(character)}' {code}" if character.isprintable() else code
-
-
 def name_characters(characters: str) -> str:
-    """Return the names of a few different characters, most frequent first, and how many more."""
-    counts = Counter(characters)
-    ranked = sorted(counts, key=lambda character: (-counts[character], character))
-    n_others = len(ranked[MAX_NAMED:])
-    others = f" and {n_others:,} other{'' if n_others == 1 else 's'}" if n_others else ""
-    return ", ".join(map(_name_character, ranked[:MAX_NAMED])) + others
+    """Return a few different characters with their code points, most frequent first."""
+    ranked = [character for character, _ in Counter(characters).most_common()]
+    names = [
+        f"'{display_char(character)}' U+{ord(character):04X}"
+        if character.isprintable()
+        else f"U+{ord(character):04X}"
+        for character in ranked[:MAX_NAMED]
+    ]
+    others = f" and {len(ranked) - MAX_NAMED:,} more" if len(ranked) > MAX_NAMED else ""
+    return ", ".join(names) + others
