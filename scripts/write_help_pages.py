@@ -23,5 +23,4 @@ def page(command: Command) -> str:
 if __name__ == "__main__":
     HELP_PAGES.mkdir(exist_ok=True)
     for command in COMMANDS:
-        if command.name != "data":  # its module is light, and it has commands of its own
-            (HELP_PAGES / f"{command.name}.txt").write_text(page(command), encoding="utf-8")
+        command.page.write_text(page(command), encoding="utf-8")

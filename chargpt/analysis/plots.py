@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
-from chargpt.analysis.fonts import DEFAULT, set_fallback_fonts
+from chargpt.analysis.fonts import DEFAULT, fonts_for, set_fallback_fonts
 from chargpt.errors import ConfigError
 from chargpt.files import write_output
+from chargpt.log import logger
 from chargpt.text.display import display_text, graphemes
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 GREY, PALE = "#6b7280", "#c9ced6"
 MAX_POINTS = 40  # of a smoothed curve
+MAX_NAMED = 5  # characters that no font has
 MAX_MARKED = 20  # points of a curve that are marked
 LABEL_HEIGHT, LABEL_WIDTH = 12, 40  # points, of the label of a curve
 LEADER_LINE = {"arrowstyle": "-", "linewidth": 0.7, "shrinkA": 0, "shrinkB": 0, "relpos": (0, 0.5)}
@@ -50,11 +52,8 @@ def require_suffix(path: Path) -> None:
         raise ConfigError(f"{path} must end in .svg or .png; rename it")
 
 
-def save(figure: "Figure", path: Path) -> str:
-    """Write a figure to a file.
-
-    Returns:
-        The characters that no installed font has, of a PNG; an SVG takes its fonts from its viewer.
+def save(figure: "Figure", path: Path) -> None:
+    """Write a figure to a file; log which characters of a PNG no installed font has.
 
     Raises:
         ConfigError: the suffix is neither .svg nor .png, or the file cannot be written.
@@ -64,7 +63,13 @@ def save(figure: "Figure", path: Path) -> str:
     missing = set_fallback_fonts(figure) if is_png else ""
     metadata = {"Software": "chargpt"} if is_png else {"Date": None, "Title": "chargpt"}
     write_output(path, _rendered(figure, format=path.suffix[1:], dpi=130, metadata=metadata))
-    return missing
+    if missing:
+        others = len(missing) - MAX_NAMED
+        named = " ".join(missing[:MAX_NAMED]) + (f" and {others} more" if others > 0 else "")
+        logger.warning(
+            f"{path}: no installed font has {named}, so boxes stand for them; install "
+            f"{', '.join(fonts_for(missing)[:3])}, or name an .svg file, whose viewer brings fonts"
+        )
 
 
 def inline(figure: "Figure", name: str) -> Markup:

@@ -10,15 +10,14 @@ import typer
 
 from chargpt.analysis import compare as comparison
 from chargpt.analysis import plots
-from chargpt.analysis.compare import Comparison
+from chargpt.analysis.compare import Comparison, shared_text, undertrained
+from chargpt.analysis.ladder import Estimate, Ladder, run_ladder
 from chargpt.analysis.result import MIN_RISE, loss_cells
 from chargpt.cli import console, options, tables
-from chargpt.cli.ladder import compare_rungs
-from chargpt.cli.loop import run_steps
-from chargpt.cli.plot_file import save_plot_file
+from chargpt.cli.loop import run_steps, show_plan
 from chargpt.cli.progress import LoadingProgress, show_progress
 from chargpt.cli.signals import catch_signals
-from chargpt.cli.summary import show_plan
+from chargpt.config import Config
 from chargpt.errors import ConfigError, Stopped
 from chargpt.files import require_output
 from chargpt.inference.evaluation import OnProgress
@@ -30,6 +29,7 @@ from chargpt.training.session import Session
 from chargpt.training.start import output_folder, slug
 
 MODELS = ",".join(comparison.MODELS)
+MAX_SAMPLE = 150  # characters of a rung's sample
 SPARKS = 16  # columns of a sparkline, so that its line fits 80
 
 
@@ -185,7 +185,7 @@ def train_models(
     name = f"compare-{slug(find_text(config.text).name)}"
     with catch_signals(), output_folder(out, name) as folder:
         try:
-            with comparison.shared_text(config, folder, None, LoadingProgress()) as corpus:
+            with shared_text(config, folder, None, LoadingProgress()) as corpus:
                 budget, max_tokens = None, comparison.MAX_TOKENS
                 if deadline is not None:
                     budget, corpus = plan_run(config, corpus, deadline, fixed_keys, tuner)
@@ -213,7 +213,7 @@ def train_models(
 def print_comparison(result: Comparison, plot: Path | None, *, json_: bool) -> None:
     """Draw the loss curves, if a file is given, and print the comparison."""
     if plot is not None:
-        save_plot_file(plots.loss_curves(result.curves, result.curve_baselines, result.title), plot)
+        plots.save(plots.loss_curves(result.curves, result.curve_baselines, result.title), plot)
     plot_name = None if plot is None else str(plot)
     if json_:
         rows = [row.as_dict() for row in result.rows]
@@ -264,3 +264,79 @@ def print_rows(result: Comparison) -> None:
             step, lowest = min(points, key=lambda point: point[1])
             rise = f", last {last:.3f}" if last > lowest + MIN_RISE else ""
             console.out(f"{name:18} {line} {first:.3f} -> {lowest:.3f} at step {step:,}{rise}")
+
+
+def compare_rungs(
+    config: Config, out: Path | None, n_seeds: int, plot: Path | None, *, json_: bool
+) -> None:
+    """Train the rungs with progress bars, draw them, and print the table or the JSON."""
+
+    def run_session(name: str, session: Session) -> None:
+        console.say(f"== {name} ==")
+        run_steps(session)
+
+    name = f"ladder-{slug(find_text(config.text).name)}"
+    with (
+        catch_signals(),
+        output_folder(out, name) as folder,
+        shared_text(config, folder, on_progress=LoadingProgress()) as corpus,
+    ):
+        ladder = run_ladder(config, folder, corpus, n_seeds, run_session)
+    plot = plot or folder / "ladder.svg"
+    plots.save(plots.ladder(ladder), plot)
+    if json_:
+        console.out_json({**ladder.as_dict(), "plot": str(plot)})
+        return
+    print_ladder(ladder)
+    console.out(f"plot: {plot}")
+
+
+def print_ladder(ladder: Ladder) -> None:
+    """Print the ladder as a table, the gain of each rung, and its sample."""
+    rows = [
+        [name, "-", *loss_cells(nats)[:2], "-", "-"]
+        for losses in (ladder.ngrams, ladder.compressor_losses)
+        for name, nats in losses.items()
+    ]
+    for result in ladder.results:
+        loss = result.loss
+        margin = "-" if loss.margin is None else f"± {loss.margin:.4f}"
+        cells = loss_cells(loss.value)[:2]
+        name, parameters = result.rung.name, f"{result.parameters:,}"
+        rows.append([name, parameters, *cells, margin, f"{result.seconds:.1f}"])
+    tables.table(
+        ["model", "parameters", "nats/char", "bits/char", "95% CI", "seconds"],
+        rows,
+        title=f"{ladder.title}: loss on the first {ladder.characters:,} validation characters, "
+        "protocol blocks",
+    )
+    for result in ladder.results:
+        if result.gain is not None:
+            console.out_sentence(
+                f"{result.rung.name}: {describe_gain(result.gain)} ({result.rung.adds})"
+            )
+    console.out_sentence(
+        f"one scaled attention head: {describe_gain(ladder.attention_gain)} than the bigram; "
+        f"gpt: {describe_gain(ladder.total_gain)} than the bigram"
+    )
+    trained = ladder.results[0]
+    note = undertrained({trained.rung.name: trained.loss.value, **ladder.ngrams})
+    if note is not None:
+        console.out_sentence(note)
+    if ladder.compressor_losses:
+        console.out_sentence(
+            "compressors: the size of both splits together minus that of the training split"
+        )
+    if len(ladder.results[0].nats) > 1:
+        console.out_sentence(
+            "±: half a 95% confidence interval (Student's t); gains are paired by seed"
+        )
+    for result in ladder.results:
+        text = " / ".join(result.sample[:MAX_SAMPLE].split("\n"))
+        console.out_sentence(f"-- {result.rung.name} --\n{text}")
+
+
+def describe_gain(gain: Estimate) -> str:
+    """Return a gain as `0.1234 ± 0.0123 nats per character lower`."""
+    absolute = Estimate(abs(gain.value), gain.margin)
+    return f"{absolute} nats per character {'lower' if gain.value >= 0 else 'higher'}"

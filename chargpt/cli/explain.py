@@ -13,7 +13,6 @@ from chargpt.analysis import plots
 from chargpt.analysis.explain import AttentionMaps, Section, Subject, Table, choose_subject
 from chargpt.analysis.page import render
 from chargpt.cli import console, options, runs, tables
-from chargpt.cli.plot_file import save_plot_file
 from chargpt.cli.progress import LoadingProgress
 from chargpt.errors import ConfigError, RunError
 from chargpt.files import is_open_descriptor, require_output, write_output
@@ -68,7 +67,7 @@ def explain(
     sections = explanation.explain(subject, section or ())
     maps = [part for each in sections for part in each.parts if isinstance(part, AttentionMaps)]
     if plot is not None:
-        save_plot_file(plots.attention(maps[0].weights, maps[0].text, maps[0].titles), plot)
+        plots.save(plots.attention(maps[0].weights, maps[0].text, maps[0].titles), plot)
     if html is not None:
         title = f"Attention, on {subject.corpus.name}"
         page = render("explain.html", title=title, version=__version__, sections=sections)

@@ -7,24 +7,26 @@ program and of a command answer at once: the latter is a page that was written b
 import gc
 import io
 import os
+import re
 import sys
 import textwrap
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
 from chargpt import __version__
 from chargpt.cli import console
-from chargpt.cli.notes import shown_notes
 from chargpt.cli.signals import exit_at_once, handling
-from chargpt.errors import ChargptError, ConfigError, Stopped
+from chargpt.errors import ChargptError, DeviceError, Stopped
+from chargpt.ranks import is_main_rank
 
 # Typer vendors click in some versions and depends on it in others; the bases of its public
 # exception are right in both.
@@ -39,7 +41,6 @@ class Command:
     """A command: `name` is also the function in `module`."""
 
     name: str
-    summary: str = ""  # of the one without a page: its module, with commands of its own, is light
 
     @property
     def module(self) -> str:
@@ -54,51 +55,21 @@ class Command:
     @property
     def help(self) -> str:
         """The first line of the command's docstring, which its page has after the usage."""
-        if self.summary or not self.page.exists():
-            return self.summary
+        if not self.page.exists():  # of a new command
+            return ""
         return self.page.read_text(encoding="utf-8").split("\n\n")[1].strip()
 
 
 NAMES = (
     "train sample evaluate compare score compress decompress explain report play export import "
-    "runs verify doctor config"
+    "runs verify doctor config data"
 ).split()
-COMMANDS = (*map(Command, NAMES), Command("data", "List, describe and fetch texts."))
+COMMANDS = tuple(map(Command, NAMES))
 SETTINGS: dict[str, Any] = {
     "rich_markup_mode": None,
     "pretty_exceptions_enable": False,
     "context_settings": {"help_option_names": ["-h", "--help"], "max_content_width": 80},
 }
-
-
-class SubcommandParser(TyperCommand):
-    """A command that names the remedy for arguments that it does not have."""
-
-    allow_extra_args = True
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        given = list(args)  # which parsing empties
-        extra = super().parse_args(ctx, args)
-        if extra and not ctx.resilient_parsing:
-            message = f"Got unexpected extra argument(s) ({' '.join(extra)})"
-            raise ConfigError(
-                f"{textwrap.shorten(message, 200, placeholder=' ...')}"
-                f"{remedy_for(extra, given, ctx.info_name)}; see `{ctx.command_path} --help`"
-            )
-        return extra
-
-
-def remedy_for(extra: list[str], given: list[str], command: str) -> str:
-    """Return what to write instead of arguments that a command does not have, or ""."""
-    if "--resume" in given:
-        return "; --resume takes no value: `chargpt train --resume RUN` resumes a run"
-    if not any(map(os.path.isfile, extra)):
-        return ""
-    if command == "evaluate":
-        return "; --text FILE names another text"
-    # the shell may have expanded a pattern
-    is_list = sum(map(os.path.isfile, given)) > 1
-    return "; a pattern such as '*.txt' needs quotes" if is_list else ""
 
 
 def load_command(command: Command) -> Any:
@@ -110,8 +81,6 @@ def load_command(command: Command) -> Any:
     if app is None:
         app = typer.Typer(add_completion=False, **SETTINGS)
         app.command(command.name)(getattr(module, command.name))
-    for each in app.registered_commands:
-        each.cls = SubcommandParser
     return typer.main.get_command(app)
 
 
@@ -119,11 +88,6 @@ class LazyGroup(TyperGroup):
     """A group that imports a command when it is called, not when it is listed."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args[0] == "resume":
-            raise ConfigError(
-                "No such command 'resume'; `chargpt train --resume RUN` resumes a run; see "
-                "`chargpt --help`"
-            )
         name, _, remaining = super().resolve_command(ctx, args)
         found = next((command for command in COMMANDS if command.name == name), None)
         if found and remaining[:1] in (["--help"], ["-h"]):
@@ -168,13 +132,15 @@ def main(
 def run() -> NoReturn:
     """Run the command line and exit with its code."""
     console.started = time.perf_counter()
-    console.has_ranks = sys.argv[1:2] == ["train"]
+    console.is_silent = False
+    with suppress(DeviceError):  # which `train` rejects
+        console.is_silent = sys.argv[1:2] == ["train"] and not is_main_rank()
     open_streams()
     # Importing torch makes a million objects that stay. Collecting garbage among them at Python's
     # default rate takes a fifth of a start.
     gc.set_threshold(200_000, 10, 10)
     command = typer.main.get_command(app)
-    with shown_notes():
+    with console.shown_notes():
         code = exit_code_of(lambda: command.main(prog_name="chargpt", standalone_mode=False))
     if console.has_process_group():
         # the command failed on this rank: destroying the process group could wait for the others
@@ -218,9 +184,7 @@ def exit_code_of(command: Callable[[], Any]) -> int:
         if type(error).__name__ == "NoArgsIsHelpError":
             console.out(error.format_message())
             return 0
-        context = getattr(error, "ctx", None)
-        hint = f"; see `{context.command_path} --help`" if context else ""
-        message, code = f"{_in_own_words(error)}{hint}", 2
+        message, code = _describe_usage(error, sys.argv), 2
     except (typer.Abort, KeyboardInterrupt):
         console.say("stopped")
         return INTERRUPTED
@@ -237,21 +201,24 @@ def exit_code_of(command: Callable[[], Any]) -> int:
     return code
 
 
-def _in_own_words(error: Any) -> str:
-    """Return the message of an error in an argument, with the range of a number.
+def _describe_usage(error: Any, words: Sequence[str]) -> str:
+    """Return the sentence about an error in the words of a command line, and what to write instead.
 
-    Typer's versions check values by click or by pydantic, each in its words. All numbers have a
-    lower limit.
+    Typer's versions check values by click or by pydantic, each in its words.
     """
     message = str(error.format_message()).replace("Value error, ", "")
-    parameter = getattr(error, "param", None)
-    limits = parameter if hasattr(parameter, "min") else getattr(parameter, "type", None)
-    low, high = getattr(limits, "min", None), getattr(limits, "max", None)
-    if low is None or not isinstance(error, typer.BadParameter):
-        return message.rstrip(".").replace("\n", " ")
-    kind = "an integer" if "integer" in message else "a number"
-    span = f"of {low:g} or more" if high is None else f"from {low:g} to {high:g}"
-    return f"{message.partition(':')[0]}: expected {kind} {span}"
+    message = textwrap.shorten(message.rstrip("."), 200, placeholder=" ...")
+    remedy = ""
+    if found := re.search(r"unexpected extra argument\S* \((.*)", message):
+        if "--resume" in words:
+            remedy = "; --resume takes no value: `chargpt train --resume RUN` resumes a run"
+        elif any(map(os.path.isfile, found[1].rstrip(")").split())):
+            if words[1] == "evaluate":
+                remedy = "; --text FILE names another text"
+            elif sum(map(os.path.isfile, words[2:])) > 1:  # the shell has expanded a pattern
+                remedy = "; a pattern such as '*.txt' needs quotes"
+    context = getattr(error, "ctx", None)
+    return f"{message}{remedy}; see `{context.command_path} --help`" if context else message
 
 
 def _describe(error: Exception) -> str:
@@ -268,7 +235,7 @@ def _describe(error: Exception) -> str:
             "there is not enough memory; lower train.batch_size or raise train.micro_batches, or "
             "make the model or its block smaller (training: resume a saved run with --resume)"
         )
-    if console.is_main():
+    if not console.is_silent:
         traceback.print_exception(error)
     return (
         "this is a bug in chargpt; please report it with all of the above and what `chargpt "

@@ -1,87 +1,20 @@
-"""What `chargpt train` prints before the first step and after the last."""
+"""What `chargpt train` prints after the last step: losses, next commands and the report."""
 
 import shlex
 from dataclasses import asdict
 
-import torch
-
+from chargpt.analysis.report import write_report
 from chargpt.analysis.result import RunScores, evaluate_run, summarize
 from chargpt.cli import console, tables
 from chargpt.cli.progress import show_progress
-from chargpt.config import ModelConfig
 from chargpt.errors import ChargptError, Stopped
 from chargpt.files import exists
 from chargpt.store.layout import MIXTURE_FILE
 from chargpt.store.run import Run, load_run
-from chargpt.threads import default_threads
 from chargpt.training.deadline import RESERVE
 from chargpt.training.finetune import Forgetting, forgetting
 from chargpt.training.mixing import try_add_mixture
 from chargpt.training.session import Session
-
-LABEL = 8  # columns of the plan's labels
-
-
-def show_plan(session: Session) -> None:
-    """Print what is about to be trained, for how long, on what, and what a budget has chosen."""
-    trainer, cost = session.trainer, session.cost
-    if session.plan is not None and session.pace is not None:
-        reason = "the model size is given"
-        if session.plan.size_was_chosen:
-            reason = "size with the lowest predicted loss"
-        seconds = console.duration(session.pace.deadline.seconds)
-        speed = session.plan.speed * trainer.corpus.characters_per_token
-        console.say(f"budget  {seconds}: {speed:,.0f} characters/s measured; {reason}")
-    config, corpus = trainer.config, trainer.corpus
-    rare = ""
-    if corpus.rare_count:
-        rare = f"; rarer ones, {corpus.rare_fraction:.2%} of the text, are {corpus.rare_form}"
-    lengths = ", ".join(
-        f"{corpus.count_characters(name):,} {name}"
-        for name in ("mixture", "train", "val", "test")
-        if len(corpus.split(name))
-    )
-    documents = ""
-    if corpus.n_documents:
-        documents = f"{corpus.n_documents:,} documents, shuffled by text.seed {config.text.seed}; "
-    n_threads, most = torch.get_num_threads(), default_threads()
-    threads = f"{n_threads} thread{'' if n_threads == 1 else 's'}"
-    threads = f"{n_threads} of {most} threads" if n_threads < most else threads
-    on_device = in_brackets(trainer.device_reason, threads if trainer.device.type == "cpu" else "")
-    epochs = f"{cost.epochs:.1f}" if cost.epochs >= 0.1 else f"{cost.epochs:.1g}"
-    tokens = " tokens" if corpus.characters_per_token < 1 else ""
-    ranks = f" x {trainer.group.world_size} processes" if trainer.group.world_size > 1 else ""
-    console.say(
-        f"text    {corpus.name}: {documents}{console.characters(corpus.n_characters)} ({lengths})\n"
-        f"vocab   {corpus.tokenizer.describe()}{rare}\n"
-        f"model   {describe_model(config.model)}, {cost.parameters:,} parameters\n"
-        f"device  {trainer.device.type}{ranks}{on_device}, "
-        f"{config.dtype}{in_brackets(trainer.dtype_reason)}\n"
-        f"plan    {cost.steps:,} steps x {config.train.batch_size} sequences x "
-        f"{config.model.block_size}{tokens} = {console.short(cost.characters)} characters "
-        f"({epochs} epochs)\n"
-        f"needs   about {console.size(cost.memory_bytes)} for model and batches, and "
-        f"{console.duration(cost.seconds)}",
-        hanging=LABEL * " ",
-    )
-
-
-def in_brackets(*words: str) -> str:
-    """Return the words that are not empty in brackets."""
-    present = ", ".join(word for word in words if word)
-    return f" ({present})" if present else ""
-
-
-def describe_model(model: ModelConfig) -> str:
-    """Return a model's settings in a few words."""
-    if model.kind == "bigram":
-        return "bigram table"
-    heads = "1 head" if model.n_head == 1 else f"{model.n_head} heads"
-    attention = {"full": heads, "average": "average", "none": "no attention"}
-    return (
-        f"{model.kind} {model.n_layer} layers x {model.n_embd} wide, {attention[model.attention]}, "
-        f"block {model.block_size}"
-    )
 
 
 def show_result(session: Session, *, json_: bool = False) -> None:
@@ -204,8 +137,6 @@ def print_result(
 
 def show_report(session: Session, best: Run, scores: RunScores, *, json_: bool) -> None:
     """Write the report page and print where it is."""
-    from chargpt.analysis.report import write_report  # which would delay the first step
-
     try:
         with show_progress("section", "of the report") as on_progress:
             corpus = session.trainer.corpus
@@ -214,5 +145,4 @@ def show_report(session: Session, best: Run, scores: RunScores, *, json_: bool) 
         path = shlex.quote(str(session.folder.path))
         console.say(f"no report: {error}; `chargpt report {path}` tries again")
     else:
-        show = console.say if json_ else console.out
-        show(f"report: {page}")
+        (console.say if json_ else console.out)(f"report: {page}")
