@@ -85,9 +85,7 @@ def say_if_slow(text: str) -> Iterator[threading.Timer]:
         notice.cancel()
 
 
-writers: list[Callable[[str], None]] = [
-    say
-]  # of what is logged; the last writes
+writers: list[Callable[[str], None]] = [say]  # of what is logged; the last writes
 
 
 class NoteHandler(logging.Handler):

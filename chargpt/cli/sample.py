@@ -18,16 +18,11 @@ from chargpt.errors import ConfigError
 from chargpt.inference.generation import sample as sample_texts
 from chargpt.store.run import Run
 from chargpt.text.prepare import read_text
-from chargpt.text.source import STDIN
 from chargpt.text.tokenizer import UnknownPolicy
-
-MAX_RUN, MAX_RUN_FRACTION = 40, 1 / 3  # characters in a row that are the same, of a sample
 
 
 def setting(name: str, *flags: str, metavar: str, help_: str = "") -> Any:
-    """Return the option of a field of `SampleConfig`, whose meaning, default and bounds it has.
-
-    The upper limit of an integer is left to the config, whose error names a remedy.
+    """Return the option of a field of `SampleConfig`, with its meaning and default.
 
     Args:
         name: of the field.
@@ -36,26 +31,10 @@ def setting(name: str, *flags: str, metavar: str, help_: str = "") -> Any:
         help_: begins the help.
     """
     field = SampleConfig.model_fields[name]
-    bounds = {
-        key: getattr(each, key)
-        for each in field.metadata
-        for key in ("ge", "gt", "le")
-        if hasattr(each, key)
-    }
-    meaning = " ".join((field.description or "").split()).rstrip(".")
-    if isinstance(field.default, int) and "le" in bounds:
-        meaning = f"{meaning}, at most {bounds.pop('le')}"
-    if field.default is None:
-        meaning = f"{meaning.replace('null: ', '')} by default"
-    else:
-        meaning = f"{meaning}; {field.default} by default"
+    meaning = " ".join((field.description or "").split()).rstrip(".").replace("null: ", "")
+    default = "" if field.default is None else f"; {field.default}"
     return typer.Option(
-        None,
-        *flags,
-        metavar=metavar,
-        help=f"{help_} {meaning}.".strip(),
-        min=bounds.get("ge", bounds.get("gt")),
-        max=bounds.get("le"),
+        None, *flags, metavar=metavar, help=f"{help_} {meaning}{default} by default.".strip()
     )
 
 
@@ -134,7 +113,6 @@ def sample(
     if config.sample.seed is None and settings.temperature and sys.stdout.isatty() and not json_:
         console.say(f"--seed {settings.seed} gives the same text")
     say_cut(loaded, texts, settings)
-    say_repetition(texts, settings)
 
 
 def as_json(
@@ -161,8 +139,6 @@ def given_prompt(prompt: str | None, file: str | None, encoding: str | None) -> 
             console.say("the prompt ends with a line end, so the samples continue on a new line")
         return prompt
     options.reject({"--encoding": encoding}, "is that of a --prompt-file, and there is none")
-    if prompt == STDIN:
-        console.say("the prompt is a dash; --prompt-file - reads standard input")
     if re.search(r"\\[nt]", prompt or ""):
         console.say(
             r"\n and \t in --prompt are two characters each; for line ends and tabs use "
@@ -192,22 +168,6 @@ def say_cut(run: Run, texts: list[str], settings: SampleConfig) -> None:
         console.say(
             f"documents cut at {console.characters(settings.length)}: {n_cut:,} of "
             f"{len(texts):,}; a higher -n finishes them"
-        )
-
-
-def say_repetition(texts: list[str], settings: SampleConfig) -> None:
-    """Print how many samples repeat one character for long, and what repeats less."""
-    n_repetitive = 0
-    for text in texts:
-        sampled = text[len(settings.prompt) :]
-        runs_of_one = (run[0] for run in re.finditer(r"(.)\1*", sampled, re.DOTALL))
-        longest = max(map(len, runs_of_one), default=0)
-        n_repetitive += longest > max(MAX_RUN, MAX_RUN_FRACTION * len(sampled))
-    if n_repetitive:
-        console.say(
-            f"samples with a long run of one character: {n_repetitive:,} of {len(texts):,}; "
-            "a higher --temperature without --top-k, --top-p and --min-p repeats less, and so does "
-            "a model that was trained longer"
         )
 
 

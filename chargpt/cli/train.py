@@ -76,8 +76,9 @@ def train(
         device=device,
         encoding=encoding,
         encoding_errors=encoding_errors,
-        from_run=from_,
     )
+    if from_ is not None:
+        settings["train.from_run"] = str(from_.absolute())
     request = Request(
         path=text,
         config=config,
