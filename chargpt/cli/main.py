@@ -14,7 +14,6 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -36,35 +35,11 @@ HELP_PAGES = Path(__file__).parent / "help"  # written by scripts/write_help_pag
 HELP_COLUMNS = 80
 
 
-@dataclass(frozen=True)
-class Command:
-    """A command: `name` is also the function in `module`."""
-
-    name: str
-
-    @property
-    def module(self) -> str:
-        """The command's module in `chargpt.cli`."""
-        return {"decompress": "compress", "import": "import_"}.get(self.name, self.name)
-
-    @property
-    def page(self) -> Path:
-        """What `--help` prints."""
-        return HELP_PAGES / f"{self.name}.txt"
-
-    @property
-    def help(self) -> str:
-        """The first line of the command's docstring, which its page has after the usage."""
-        if not self.page.exists():  # of a new command
-            return ""
-        return self.page.read_text(encoding="utf-8").split("\n\n")[1].strip()
-
-
-NAMES = (
+COMMANDS = (
     "train sample evaluate compare score compress decompress explain report play export import "
     "runs verify doctor config data"
 ).split()
-COMMANDS = tuple(map(Command, NAMES))
+MODULES = {"decompress": "compress", "import": "import_"}  # in `chargpt.cli`; else named like it
 SETTINGS: dict[str, Any] = {
     "rich_markup_mode": None,
     "pretty_exceptions_enable": False,
@@ -72,15 +47,27 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def load_command(command: Command) -> Any:
+def help_page(command: str) -> Path:
+    """Return the file with what `--help` of a command prints."""
+    return HELP_PAGES / f"{command}.txt"
+
+
+def help_line(command: str) -> str:
+    """Return the first line of a command's docstring, which its page has after the usage."""
+    if not help_page(command).exists():  # of a new command
+        return ""
+    return help_page(command).read_text(encoding="utf-8").split("\n\n")[1].strip()
+
+
+def load_command(name: str) -> Any:
     """Import a command's module and return its click command."""
     # on a busy machine the import of PyTorch takes seconds
     with console.say_if_slow("loading PyTorch ..."), handling(exit_at_once):
-        module = import_module(f"chargpt.cli.{command.module}")
+        module = import_module(f"chargpt.cli.{MODULES.get(name, name)}")
     app = getattr(module, "app", None)
     if app is None:
         app = typer.Typer(add_completion=False, **SETTINGS)
-        app.command(command.name)(getattr(module, command.name))
+        app.command(name)(getattr(module, name))
     return typer.main.get_command(app)
 
 
@@ -89,16 +76,16 @@ class LazyGroup(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, _, remaining = super().resolve_command(ctx, args)
-        found = next((command for command in COMMANDS if command.name == name), None)
-        if found and remaining[:1] in (["--help"], ["-h"]):
-            show_help_page(found)
-        return name, found and load_command(found), remaining
+        if name and remaining[:1] in (["--help"], ["-h"]):
+            show_help_page(name)
+        return name, name and load_command(name), remaining
 
 
-def show_help_page(command: Command) -> None:
+def show_help_page(command: str) -> None:
     """Print a command's help page and exit, if there is one and the terminal is wide enough."""
-    if command.page.exists() and console.terminal_size(sys.stdout)[0] >= HELP_COLUMNS:
-        console.out(command.page.read_text(encoding="utf-8").rstrip())
+    page = help_page(command)
+    if page.exists() and console.terminal_size(sys.stdout)[0] >= HELP_COLUMNS:
+        console.out(page.read_text(encoding="utf-8").rstrip())
         raise typer.Exit
 
 
@@ -110,7 +97,7 @@ app = typer.Typer(
     **SETTINGS,
 )
 for _command in COMMANDS:  # placeholders, for the list of commands
-    app.command(_command.name, help=_command.help)(lambda: None)
+    app.command(_command, help=help_line(_command))(lambda: None)
 
 
 def _show_version(value: bool) -> None:
