@@ -88,12 +88,10 @@ def describe_forgetting(base_run: Run, forgotten: Forgetting | None) -> list[str
 
 def describe_resumption(session: Session) -> list[str]:
     """Return a sentence if the steps of a resumed run were in vain."""
-    state, resumed_at = session.trainer.state, session.resumed_at
-    if resumed_at is None or (state.best_step or 0) > resumed_at:
+    best_step, resumed_at = session.trainer.state.best_step or 0, session.resumed_at
+    if resumed_at is None or best_step > resumed_at:
         return []
-    n_further = state.step - resumed_at
-    steps = "further step" if n_further == 1 else f"{n_further:,} further steps"
-    return [f"The {steps} did not lower the validation loss."]
+    return [f"The steps after {resumed_at:,} did not lower the validation loss."]
 
 
 def print_result(
@@ -108,21 +106,16 @@ def print_result(
 
     `may_improve`: whether more steps may help a finished run.
     """
-    state, config = session.trainer.state, session.trainer.config
-    tables.table(
-        ["model", "split", "nats/char", "bits/char", "perplexity"], scores.rows(config.model.kind)
-    )
+    state, kind = session.trainer.state, session.trainer.config.model.kind
+    tables.table(["model", "split", "nats/char", "bits/char", "perplexity"], scores.rows(kind))
     for sentence in (f"Losses on {scores.scored_on}.", *sentences):
         console.out_sentence(sentence)
     best_step = f"the best checkpoint is step {state.best_step:,}"
     if state.best_step == 0:
-        start = config.train.from_run
-        before = f"{start}, with which it began" if start else "the untrained model"
-        best_step = f"no checkpoint is better than {before}; commands use the last one"
-    seconds = console.duration(state.seconds)
-    earlier = ", those before --resume included" if session.resumed_at is not None else ""
-    steps = "1 step" if state.step == 1 else f"{state.step:,} steps"
-    console.out_sentence(f"trained {steps} in {seconds}{earlier}; {best_step}")
+        best_step = "no checkpoint is better than the weights at the start; commands use the last"
+    console.out_sentence(
+        f"trained to step {state.step:,} in {console.duration(state.seconds)}; {best_step}"
+    )
     path = shlex.quote(str(session.folder.path))
     more = f" -s train.max_steps={2 * state.step}" if session.trainer.finished else ""
     mixture = " --mixture" if scores.has_better_mixture else ""
