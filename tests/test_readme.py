@@ -54,7 +54,7 @@ def test_every_command_of_the_readme_runs(cli: Cli, monkeypatch: pytest.MonkeyPa
             args += [*SHORT, "--device", "cpu"]
         if "--ladder" in args:  # it trains models with several heads and layers
             args += ["-s", "model.n_layer=2", "-s", "model.n_head=2"]
-        if "--budget" in args:  # a budget excludes max_steps: see test_cli.py
+        if "--budget" in args:  # a budget excludes max_steps: see test_cli_budget.py
             del args[args.index("--budget") : args.index("--budget") + 2]
             args += ["-s", "text.mixture_characters=500"]  # as a budget sets it
         if args[1] == "train" and "--resume" in args:
