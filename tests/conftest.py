@@ -28,6 +28,7 @@ if hasattr(signal, "SIGHUP"):
 settings.register_profile("chargpt", deadline=None)
 settings.load_profile("chargpt")
 
+pytest_plugins = ["shared_runs"]
 REPOSITORY = Path(__file__).parent.parent
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or ""
 WIDTHS = {"desktop": (1200, 900), "phone": (390, 844)}

@@ -183,7 +183,7 @@ def test_a_budget_is_met_when_the_step_time_changes(
     monkeypatch: pytest.MonkeyPatch,
     notes: list[str],
 ) -> None:
-    seconds, changes_at = 400.0, 150
+    seconds, changes_at = 200.0, 75
     max_steps = f"train.max_steps={int(0.9 * seconds / before)}"
     created = create_run(tiny(verse, "schedule.cooldown=0.7", max_steps), tmp_path / "run")
     trainer, clock = created.trainer, Clock()

@@ -20,8 +20,6 @@ from chargpt.inference.evaluation import evaluate_tokens
 from chargpt.store.folder import RunFolder
 from chargpt.store.run import load_run
 
-pytest_plugins = ["shared_runs"]
-
 
 def test_compare_trains_and_compares_bigram_and_gpt(verse: Path, cli: Cli) -> None:
     done = cli("compare", verse, *QUICK, "--out", "both")
@@ -78,34 +76,11 @@ def test_compare_trains_within_a_budget(verse: Path, cli: Cli) -> None:
     assert config.train.max_steps != load_config("gpt").train.max_steps  # planned
 
 
-def test_a_comparison_names_other_block_sizes_and_draws_the_baselines_of_the_curves(
-    trained: Path, cli: Cli
+def test_runs_of_other_block_sizes_score_the_same_characters_and_name_them(
+    trained: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = trained.parent / "novel.txt"
-    settings = ("-s", "model.block_size=8")
-    assert cli("train", text, *QUICK, *settings, "--out", "short").returncode == 0
-    result = compare_runs([trained, Path("short")], "cpu")
-    (long, short) = (load_run(path).model.block_size for path in (trained, "short"))
-    sentences = comparison.conclusions(result)
-    assert any(f"{trained.name} {long}, short {short} (a larger" in each for each in sentences)
-    clusters = [each.clusters for each in result.evaluations.values()]
-    assert clusters[0].shape == clusters[1].shape  # by spans of the longer one: paired
-    assert result.curve_baselines.keys() == result.baselines.keys()
-    assert result.curve_baselines != result.baselines
-    printed = json.loads(cli("compare", trained, "short", "--json").stdout)
-    assert printed["summary"] == sentences
-    # of models trained on one text, the mixture is named beside its GPT
-    gpt, mixture = result.rows[-2:]
-    rows = [replace(gpt, model="gpt (trained)"), replace(mixture, model="gpt + n-grams")]
-    named = comparison.conclusions(replace(result, rows=[*result.rows[:-2], *rows]))
-    assert any(each.startswith("gpt + n-grams, which chargpt sample --mix") for each in named)
-
-
-def test_compared_runs_score_the_same_characters(
-    verse: Path, trained: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    longer = [word.replace("block_size=16", "block_size=64") for word in QUICK]
-    assert cli("train", trained.parent / "novel.txt", *longer, "--out", "longer").returncode == 0
+    settings = ("-s", "model.block_size=8", "--out", "short")
+    assert cli("train", trained.parent / "novel.txt", *QUICK, *settings).returncode == 0
     monkeypatch.setattr(comparison, "MAX_TOKENS", 1000)
     shown = []
 
@@ -113,11 +88,26 @@ def test_compared_runs_score_the_same_characters(
     def show_progress(_unit: str, label: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: shown.append((label, done, total))
 
-    result = compare_runs([trained, Path("longer")], "cpu", show_progress)
-    assert shown[-1][:2] == ("scored, longer", 960)
+    result = compare_runs([trained, Path("short")], "cpu", show_progress)
     assert shown[0][0] == f"scored, {trained.name}"
-    assert {each.characters for each in result.evaluations.values()} == {960}
-    assert result.scored_on == "960 of 2,844 validation characters, protocol blocks"
+    assert shown[-1][:2] == ("scored, short", 992)  # 62 spans of the longer block
+    assert {each.characters for each in result.evaluations.values()} == {992}
+    assert result.scored_on == "992 of 2,844 validation characters, protocol blocks"
+    sentences = comparison.conclusions(result)
+    assert any(f"{trained.name} 16, short 8 (a larger" in each for each in sentences)
+    clusters = [each.clusters for each in result.evaluations.values()]
+    assert clusters[0].shape == clusters[1].shape  # by spans of the longer one: paired
+    assert result.curve_baselines.keys() == result.baselines.keys()
+    assert result.curve_baselines != result.baselines
+    printed = json.loads(cli("compare", trained, "short", "--json").stdout)
+    assert printed["summary"] == sentences
+    assert printed["plot"] is None
+    assert not list(trained.parent.rglob("*.svg"))
+    # of models trained on one text, the mixture is named beside its GPT
+    gpt, mixture = result.rows[-2:]
+    rows = [replace(gpt, model="gpt (trained)"), replace(mixture, model="gpt + n-grams")]
+    named = comparison.conclusions(replace(result, rows=[*result.rows[:-2], *rows]))
+    assert any(each.startswith("gpt + n-grams, which chargpt sample --mix") for each in named)
 
 
 def test_runs_of_different_vocabularies_score_the_same_start_of_the_split(
@@ -132,14 +122,6 @@ def test_runs_of_different_vocabularies_score_the_same_start_of_the_split(
     monkeypatch.chdir("rare")
     rows = json.loads(cli("compare", ".", trained, "--json").stdout)["rows"]
     assert [row["model"] for row in rows if row["run"]] == ["rare", trained.name]
-
-
-def test_comparing_runs_writes_no_picture_unless_asked(trained: Path, cli: Cli) -> None:
-    before = sorted(trained.parent.rglob("*"))
-    report = json.loads(cli("compare", trained, "--json").stdout)
-    assert report["plot"] is None
-    assert report["baselines"]["6-gram"] < report["baselines"]["uniform"]
-    assert sorted(trained.parent.rglob("*")) == before
 
 
 def test_runs_of_other_texts_or_splits_are_not_compared(trained: Path, cli: Cli) -> None:

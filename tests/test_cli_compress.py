@@ -6,8 +6,6 @@ from pathlib import Path
 import pytest
 from conftest import Cli, refusal
 
-pytest_plugins = ["shared_runs"]
-
 
 def test_decompress_restores_a_compressed_text(trained: Path, verse: Path, cli: Cli) -> None:
     part = verse.read_bytes()[:3000].decode(errors="ignore").encode()

@@ -10,8 +10,6 @@ from test_docs import load_script
 
 from chargpt.config import Config
 
-pytest_plugins = ["shared_runs"]
-
 
 def test_config_lists_every_setting_with_a_meaning(cli: Cli) -> None:
     listed = json.loads(cli("config", "--json").stdout)

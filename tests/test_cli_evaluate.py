@@ -6,13 +6,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import Cli, run_cli
+from conftest import Cli
 from shared_runs import EVALUATION_KEYS
 
 from chargpt.analysis.result import loss_cells
 from chargpt.store.run import load_run
-
-pytest_plugins = ["shared_runs"]
 
 
 @pytest.mark.parametrize("protocol", ["blocks", "sliding", "nanogpt"])
@@ -66,14 +64,6 @@ def test_a_passage_of_the_training_text_is_named_as_such(
         warning = f"a passage of {name} is in the text that the run was trained on"
         assert (warning in cli("score", trained, name).stderr) == is_own, name
         assert (warning in cli("evaluate", trained, "--text", name).stderr) == is_own, name
-
-
-def test_an_ascii_terminal_gets_a_table(trained: Path, tmp_path: Path, cli: Cli) -> None:
-    done = run_cli(
-        "evaluate", trained, cwd=tmp_path, PYTHONUTF8="0", PYTHONIOENCODING="ascii", LC_ALL="C"
-    )
-    assert done.returncode == 0, done.stderr
-    assert "nats/char" in done.stdout
 
 
 def test_a_huge_perplexity_is_shown_in_few_digits() -> None:

@@ -10,10 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, Cli, run_cli
+from conftest import REPOSITORY, Cli
 from shared_runs import QUICK, RARE
-
-pytest_plugins = ["shared_runs"]
 
 
 def test_sample_prints_the_prompt_and_its_continuation(trained: Path, cli: Cli) -> None:
@@ -122,12 +120,15 @@ def test_a_closed_output_pipe_is_no_error(trained: Path, tmp_path: Path) -> None
     assert len(done.stdout) == 20
 
 
-def test_interactive_sampling_continues_each_line(trained: Path, tmp_path: Path) -> None:
+def test_interactive_sampling_continues_each_line(
+    trained: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
     typed = "The sea\n/num_samples 3\n/stop \\n\n/stop []\n/length 5\n/temperature 0\n"
     typed += "The light\n\n/seed x\nΩ\n"
     typed += "/unknown x\n/unknown skip\nThe Ω end\n/stop a=b: #\n/length = 6\n"
     typed += '/stop ["END", "\\n"]\n'
-    done = run_cli("sample", trained, "-i", "--seed", "1", cwd=tmp_path, stdin=typed)
+    monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+    done = cli("sample", trained, "-i", "--seed", "1")
     assert done.returncode == 0, done.stderr
     assert "Ctrl-D" in done.stderr
     first, second, third, fourth = (
@@ -150,10 +151,11 @@ def test_interactive_sampling_continues_each_line(trained: Path, tmp_path: Path)
 
 
 def test_interactive_sampling_takes_paths_as_text_and_ends_at_quit(
-    trained: Path, tmp_path: Path
+    trained: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     typed = '/length 3\n/temperature 0\n/stop "\\n"\n/etc/apt the\n/quit\nThe sea\n'
-    done = run_cli("sample", trained, "-i", "--unknown", "skip", cwd=tmp_path, stdin=typed)
+    monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+    done = cli("sample", trained, "-i", "--unknown", "skip")
     assert done.returncode == 0, done.stderr
     assert 'stop is ["\\n"]' in done.stderr
     assert "there is no setting" not in done.stderr

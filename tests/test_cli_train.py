@@ -15,8 +15,6 @@ from chargpt.config import load_config
 from chargpt.store.folder import RunFolder
 from chargpt.store.run import load_run
 
-pytest_plugins = ["shared_runs"]
-
 
 def test_train_prints_its_plan_losses_and_commands_that_succeed(verse: Path, cli: Cli) -> None:
     done = cli("train", verse, *QUICK, "-s", "train.sample_every=6")
@@ -189,20 +187,6 @@ def test_a_run_that_does_not_fit_on_the_disk_is_rejected_before_it_starts(
     message = refusal(cli("train", verse, *QUICK, "--out", "run"))
     assert "of disk for 4 checkpoints" in message
     assert not Path("run").exists()
-
-
-def test_over_fitting_is_reported_with_its_best_step(cli: Cli) -> None:
-    import random
-
-    source = random.Random(0)
-    Path("noise.txt").write_text("".join(source.choice("aaaaaabbc ") for _ in range(2500)))
-    args = [w.replace("max_steps=6", "max_steps=120") for w in QUICK]
-    args += ["-s", "model.n_embd=64", "-s", "model.n_layer=2", "-s", "train.batch_size=16"]
-    args += ["-s", "train.evaluate_every=10", "-s", "schedule.cooldown=0"]
-    done = cli("train", "noise.txt", *args)
-    assert "It over-fits: the validation loss was lowest at step" in done.stdout
-    step = int(done.stdout.split("lowest at step ")[1].split(" ")[0])
-    assert load_run("runs/noise-gpt").step == step
 
 
 def test_a_diverged_run_is_reported_as_such(verse: Path, cli: Cli) -> None:

@@ -10,13 +10,11 @@ import termios
 from pathlib import Path
 
 import pytest
-from conftest import run_cli
+from conftest import Cli
 from rich.cells import cell_len
 from shared_runs import QUICK
 
 from chargpt.cli import console, progress, tables
-
-pytest_plugins = ["shared_runs"]
 
 
 def on_terminal(*arguments: str, cwd: Path) -> str:
@@ -48,8 +46,8 @@ def test_a_terminal_shows_the_seed_that_repeats_a_sample(trained: Path, tmp_path
     assert again == shown[: seed.start() + 1]
 
 
-def test_a_terminal_breaks_sentences_between_words(trained: Path, tmp_path: Path) -> None:
-    wide = run_cli("config", "schedule", cwd=tmp_path).stdout
+def test_a_terminal_breaks_sentences_between_words(cli: Cli, tmp_path: Path) -> None:
+    wide = cli("config", "schedule").stdout
     shown = on_terminal("config", "schedule", cwd=tmp_path).replace("\r\n", "\n")
     assert max(map(len, shown.splitlines())) <= 80
     assert shown.split()[: len(wide.split())] == wide.split()  # then the message on stderr

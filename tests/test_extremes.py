@@ -54,13 +54,14 @@ def test_a_run_that_is_moved_away_while_it_trains_is_saved_again(
 def test_a_process_that_was_stopped_beyond_its_budget_saves_and_ends(
     verse: Path, tmp_path: Path
 ) -> None:
-    process = start("train", verse, "--budget", "9s", "--out", "r", cwd=tmp_path)
+    small = "-s model.n_layer=1 -s model.n_embd=16 -s model.block_size=16".split()
+    process = start("train", verse, *small, "--budget", "5s", "--out", "r", cwd=tmp_path)
     end = time.monotonic() + 60
     while not (tmp_path / "r" / "config.yaml").exists():
         assert time.monotonic() < end, process.communicate()
         time.sleep(0.05)
     process.send_signal(signal.SIGSTOP)
-    time.sleep(9)
+    time.sleep(5)
     process.send_signal(signal.SIGCONT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 0, err

@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 from conftest import Cli
 
-pytest_plugins = ["shared_runs"]
-
 FILES: dict[str, bytes] = {  # of the folder in which the commands are run
     "a.txt": b"the sea\n",
     "b.txt": b"the sea\n",

@@ -20,7 +20,6 @@ from chargpt.store.run import Run
 from chargpt.text.tokenizer import CharTokenizer
 
 QUICK = ("-s", "train.max_steps=2", "-s", "model.n_layer=1", "-s", "model.n_embd=16")
-pytest_plugins = ["shared_runs"]
 
 
 def run_of(letters: str) -> Run:
