@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -57,26 +56,18 @@ def test_truncated_and_missing_files_are_rejected(run: RunFolder) -> None:
         load_run(run.path, device="cpu")
 
 
-def test_a_manifest_cannot_reach_outside_its_folder(run: RunFolder, tmp_path: Path) -> None:
-    folder = save(run, 1)
-    secret = tmp_path / "secret"
-    secret.write_text("x")
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["files"]["../../../secret"] = manifest["files"].pop("state.json")
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(RunError, match="malformed"):
-        commit.read(folder, {"model.safetensors": 10**6})
-
-
 def test_weights_of_another_shape_or_not_finite_are_rejected(run: RunFolder) -> None:
     save(run, 1, best=True, fill=float("nan"))
     with pytest.raises(RunError, match="is NaN or infinite"):
         load_run(run.path, device="cpu")
-    save(run, 2)
-    narrow = CONFIG.with_values({"model.n_embd": 8})
-    rewrite(run.checkpoints / "step-00000002", "config.yaml", narrow.to_yaml().encode())
-    with pytest.raises(RunError, match=r"do not match its config|larger than"):
-        load_run(run.path, "2", "cpu")
+    for changes, cause in (
+        ({"model.n_embd": 8}, r"do not match its config|larger than"),
+        ({"model.qk_norm": False}, r"\(first at blocks\.0\.attention\.key_norm\.weight\)"),
+    ):
+        folder = save(run, 2)
+        rewrite(folder, "config.yaml", CONFIG.with_values(changes).to_yaml().encode())
+        with pytest.raises(RunError, match=cause):
+            load_run(run.path, "2", "cpu")
 
 
 def test_a_config_of_terabytes_is_rejected_before_its_weights_are_read(run: RunFolder) -> None:
@@ -85,14 +76,6 @@ def test_a_config_of_terabytes_is_rejected_before_its_weights_are_read(run: RunF
     rewrite(folder, "config.yaml", huge.to_yaml().encode())
     os.truncate(folder / "model.safetensors", 10**13)  # sparse: it takes no disk
     with pytest.raises(ChargptError, match="GB of memory"):
-        load_run(run.path, "1", "cpu")
-
-
-def test_weights_larger_than_their_config_allows_are_not_read(run: RunFolder) -> None:
-    folder = save(run, 1)
-    weights = (folder / "model.safetensors").read_bytes()
-    rewrite(folder, "model.safetensors", weights + bytes(10**6))
-    with pytest.raises(RunError, match="larger than"):
         load_run(run.path, "1", "cpu")
 
 
@@ -123,22 +106,6 @@ def test_a_checkpoint_copied_from_another_run_is_rejected(run: RunFolder, tmp_pa
         load_run(run.path, "5", "cpu")
 
 
-def test_a_malformed_state_is_rejected(run: RunFolder) -> None:
-    folder = save(run, 1)
-    for content in (
-        b"[]",
-        b"{}",
-        b'{"step": 2}',
-        b'{"step": "1"}',
-        b'{"step": 1, "seconds": "x"}',
-        b'{"step": 1, "seconds": 1%s}' % (b"0" * 400),
-        b'{"step": 1, "seconds": NaN}',
-    ):
-        rewrite(folder, "state.json", content)
-        with pytest.raises(RunError, match=r"state\.json is malformed \("):
-            load_run(run.path, "1", "cpu")
-
-
 def test_a_pointer_that_does_not_match_falls_back_with_a_note(run: RunFolder) -> None:
     save(run, 1)
     save(run, 2, best=True)
@@ -148,112 +115,75 @@ def test_a_pointer_that_does_not_match_falls_back_with_a_note(run: RunFolder) ->
     assert "best.json" in loaded.notes[0]
 
 
-def edit_manifest(folder: Path, **changes: object) -> None:
-    manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps({**manifest, **changes}))
-
-
 def with_header(header: dict[str, object]) -> bytes:
     """Return a safetensors file that consists of a header."""
     content = json.dumps(header).encode()
     return len(content).to_bytes(8, "little") + content
 
 
-DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "manifest not an object": (
-        lambda folder: (folder / "manifest.json").write_text("[1]"),
-        "FOLDER/manifest.json cannot be read (it is not a JSON object); "
-        "restore it or use another checkpoint",
+EMPTY_TENSOR = {"dtype": "F32", "shape": [0, 2**63], "data_offsets": [0, 0]}
+ENTRY = {"size": 1, "sha256": 64 * "0"}
+WEIGHTS = "model.safetensors is not a safetensors file ("
+STATE = "state.json is malformed ("
+# a file, what happens to it, and the message: its new content, size, entry in the manifest, or None
+DAMAGES: list[tuple[str, bytes | int | dict[str, object] | None, str]] = [
+    ("manifest.json", b"[1]", "manifest.json cannot be read (it is not a JSON object); restore it"),
+    ("manifest.json", b"{", "manifest.json cannot be read (Expecting property name"),
+    ("manifest.json", 10**12, "manifest.json cannot be read (it is larger than 64,000,000 bytes)"),
+    ("manifest.json", {"files": []}, "manifest.json lists no files; use another checkpoint"),
+    ("manifest.json", {"files": {"config.yaml": "large"}}, "is malformed at 'config.yaml'; use"),
+    ("manifest.json", {"files": {"config.yaml": {"size": 5}}}, "is malformed at 'config.yaml'"),
+    ("manifest.json", {"files": {"../a": ENTRY}}, "manifest.json is malformed at '../a'; use"),
+    ("manifest.json", {"files": {}}, " lacks config.yaml; use another checkpoint"),
+    ("tokenizer.json", None, "tokenizer.json cannot be read (No such file or directory); restore"),
+    ("tokenizer.json", b"{}", "tokenizer.json cannot be used as a tokenizer (it is not a chargpt"),
+    ("config.yaml", b"\xff", " is not a checkpoint ('utf-8' codec can't decode byte 0xff"),
+    ("config.yaml", b"[1]", "config.yaml has no `key: value` lines; `chargpt config` lists"),
+    ("config.yaml", b"\nseed: x\n", "config.yaml: line 2: seed: expected a number (it is 'x')"),
+    ("model.safetensors", b"x", WEIGHTS),
+    ("model.safetensors", with_header({"w": EMPTY_TENSOR}), WEIGHTS),
+    ("optimizer.safetensors", b"x", "optimizer.safetensors is not a safetensors file ("),
+    *(("state.json", content, STATE) for content in (b"[]", b"{}", b'{"step": 2}')),
+    *(
+        ("state.json", b'{"step": 1, "%s": %s}' % (key, value), STATE)
+        for key, values in {
+            b"step": [b'"1"'],
+            b"seconds": [b'"x"', b'"1"', b"1" + b"0" * 400, b"NaN"],
+            b"best_step": [b'"1"'],
+            b"best_nats_per_char": [b'"1"', b"NaN", b"Infinity", b"-1", b"1" * 5000],
+            b"evaluations_since_best": [b"0.5"],
+            b"rollbacks": [b"null"],
+            b"threads": [b'"2"'],
+            b"corpus_key": [b"1"],
+            b"text_name": [b"null"],
+            b"world_size": [b"1" + b"0" * 18],
+            b"stopped_early": [b"1"],
+        }.items()
+        for value in values
     ),
-    "manifest not JSON": (
-        lambda folder: (folder / "manifest.json").write_text("{"),
-        "FOLDER/manifest.json cannot be read (Expecting property name enclosed in double quotes: "
-        "line 1 column 2 (char 1)); restore it or use another checkpoint",
-    ),
-    "a huge manifest": (
-        lambda folder: os.truncate(folder / "manifest.json", 10**12),
-        "FOLDER/manifest.json cannot be read (it is larger than 64,000,000 bytes); "
-        "restore it or use another checkpoint",
-    ),
-    "manifest with a malformed list of files": (
-        lambda folder: edit_manifest(folder, files=[]),
-        "FOLDER/manifest.json lists no files; use another checkpoint",
-    ),
-    "manifest with a malformed entry": (
-        lambda folder: edit_manifest(folder, files={"config.yaml": "large"}),
-        "FOLDER/manifest.json is malformed at 'config.yaml'; use another checkpoint",
-    ),
-    "manifest with a size without a SHA-256": (
-        lambda folder: edit_manifest(folder, files={"config.yaml": {"size": 5}}),
-        "FOLDER/manifest.json is malformed at 'config.yaml'; use another checkpoint",
-    ),
-    "file not listed": (
-        lambda folder: edit_manifest(folder, files={}),
-        "FOLDER lacks config.yaml; use another checkpoint",
-    ),
-    "file missing": (
-        lambda folder: (folder / "tokenizer.json").unlink(),
-        "FOLDER/tokenizer.json cannot be read (No such file or directory); "
-        "restore it or use another checkpoint",
-    ),
-    "config not UTF-8": (
-        lambda folder: rewrite(folder, "config.yaml", b"\xff"),
-        "FOLDER is not a checkpoint ('utf-8' codec can't decode byte 0xff in position 0: "
-        "invalid start byte); use another",
-    ),
-    "config not a mapping": (
-        lambda folder: rewrite(folder, "config.yaml", b"[1]"),
-        "FOLDER/config.yaml has no `key: value` lines; `chargpt config` lists the settings",
-    ),
-    "config with a value of the wrong type": (
-        lambda folder: rewrite(folder, "config.yaml", b"\nseed: x\n"),
-        "FOLDER/config.yaml: line 2: seed: expected a number (it is 'x')",
-    ),
-    "tokenizer malformed": (
-        lambda folder: rewrite(folder, "tokenizer.json", b"{}"),
-        "FOLDER/tokenizer.json cannot be used as a tokenizer (it is not a chargpt tokenizer); "
-        "restore it or train again",
-    ),
-    "weights malformed": (
-        lambda folder: rewrite(folder, "model.safetensors", b"x"),
-        "FOLDER/model.safetensors is not a safetensors file (",
-    ),
-    "a tensor of 2^63 columns and no rows": (
-        lambda folder: rewrite(
-            folder,
-            "model.safetensors",
-            with_header({"w": {"dtype": "F32", "shape": [0, 2**63], "data_offsets": [0, 0]}}),
-        ),
-        "FOLDER/model.safetensors is not a safetensors file (",
-    ),
-    "optimizer malformed": (
-        lambda folder: rewrite(folder, "optimizer.safetensors", b"x"),
-        "FOLDER/optimizer.safetensors is not a safetensors file (",
-    ),
-}
+]
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_each_damage_has_a_message_that_names_the_file(damage: str, run: RunFolder) -> None:
-    inflict, message = DAMAGES[damage]
+@pytest.mark.parametrize(("name", "change", "message"), DAMAGES)
+def test_each_damage_has_a_message_that_names_the_file(
+    name: str, change: bytes | int | dict[str, object] | None, message: str, run: RunFolder
+) -> None:
     folder = save(run, 1)
-    inflict(folder)
+    path = folder / name
+    if change is None:
+        path.unlink()
+    elif isinstance(change, int):
+        os.truncate(path, change)
+    elif isinstance(change, dict):
+        path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    elif name == "manifest.json":
+        path.write_bytes(change)
+    else:
+        rewrite(folder, name, change)
     with pytest.raises(ChargptError) as caught:
         run.load("1")
-    found = str(caught.value).replace(str(folder), "FOLDER")
-    assert found.startswith(message) if message.endswith("(") else found == message
-
-
-def test_weights_of_another_model_are_rejected_naming_the_first_difference(run: RunFolder) -> None:
-    folder = save(run, 1)
-    deeper = CONFIG.with_values({"model.qk_norm": False})
-    rewrite(folder, "config.yaml", deeper.to_yaml().encode())
-    with pytest.raises(RunError) as caught:
-        load_run(run.path, "1", "cpu")
-    assert str(caught.value) == (
-        f"the weights in {folder} do not match its config "
-        "(first at blocks.0.attention.key_norm.weight); use another checkpoint"
-    )
+    assert str(folder) in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_malformed_pointer_is_skipped_with_a_note(run: RunFolder) -> None:
@@ -299,28 +229,6 @@ def test_without_an_intact_checkpoint_every_damage_is_named(run: RunFolder) -> N
     assert str(caught.value) == missing[0]
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    {
-        "seconds": "1",
-        "best_step": "1",
-        "best_nats_per_char": "1",
-        "evaluations_since_best": 0.5,
-        "rollbacks": None,
-        "threads": "2",
-        "corpus_key": 1,
-        "text_name": None,
-        "world_size": 10**18,
-        "stopped_early": 1,
-    }.items(),
-)
-def test_every_field_of_a_state_is_type_checked(key: str, value: object, run: RunFolder) -> None:
-    folder = save(run, 1)
-    rewrite(folder, "state.json", json.dumps({"step": 1, key: value}).encode())
-    with pytest.raises(RunError, match=r"state\.json is malformed \("):
-        run.load("1")
-
-
 def test_the_size_limit_of_weights_is_exact(
     run: RunFolder,
 ) -> None:
@@ -359,15 +267,6 @@ def test_a_missing_optimizer_file_does_not_prevent_loading_the_model(run: RunFol
     (folder / "optimizer.safetensors").unlink()
     assert load_run(run.path, "1", "cpu").notes == ()
     with pytest.raises(RunError, match=r"optimizer\.safetensors"):
-        run.load("1")
-
-
-@pytest.mark.parametrize("number", ["NaN", "Infinity", "-1", "1" * 5000])
-def test_a_number_out_of_range_in_a_state_is_rejected(number: str, run: RunFolder) -> None:
-    folder = save(run, 1)
-    content = '{"step": 1, "best_nats_per_char": %s}' % number  # noqa: UP031
-    rewrite(folder, "state.json", content.encode())
-    with pytest.raises(RunError, match=r"state\.json is malformed \(best_nats_per_char|\(it:"):
         run.load("1")
 
 
