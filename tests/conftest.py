@@ -70,6 +70,20 @@ def verse() -> Path:
     return REPOSITORY / "data" / "lighthouse.txt"
 
 
+def start_cli(
+    *words: object, cwd: Path, shell: str = "", program: str = "-m chargpt", **options: Any
+) -> subprocess.Popen[str]:
+    """Start `chargpt` as a process, in a shell that runs a command first."""
+    command = [sys.executable, *program.split(" ", 1), *map(str, words)]
+    return subprocess.Popen(
+        ["bash", "-c", f'{shell} exec "$@"', "bash", *command],
+        cwd=cwd,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options},
+    )
+
+
 def run_cli(
     *words: object, cwd: Path, stdin: str | bytes | None = None, **environment: str
 ) -> subprocess.CompletedProcess[str]:

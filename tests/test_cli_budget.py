@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,36 +39,14 @@ TINY = (
 STEPS = ("train.max_steps=6", "train.evaluate_every=3", "train.save_every=3")
 
 
-class Clock:
-    """A clock that the test sets."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def tiny(verse: Path, *settings: str) -> Config:
     return load_config("gpt", [f"text.path={verse}", *TINY, *settings])
 
 
-class Ending(Deadline):
-    """A deadline with much time until a step of a run and none afterwards."""
-
-    trainer: Any
-    last_step: int
-
-    @property
-    def remaining(self) -> float:
-        return 1e3 if self.trainer.state.step < self.last_step else -1.0
-
-
 def end_after(created: Session, step: int) -> Pace:
     """Let the time of a run end after a step, without re-planning before."""
-    deadline = Ending(10.0, 0.0)
-    object.__setattr__(deadline, "trainer", created.trainer)
-    object.__setattr__(deadline, "last_step", step)
+    trainer = created.trainer
+    deadline = Deadline(1e3, 0.0, lambda: 0.0 if trainer.state.step < step else 2e3)
     created.pace = Pace(deadline)
     created.pace.replanned = lambda *_: None  # type: ignore[method-assign]
     return created.pace
@@ -186,7 +165,7 @@ def test_a_budget_is_met_when_the_step_time_changes(
     seconds, changes_at = 200.0, 75
     max_steps = f"train.max_steps={int(0.9 * seconds / before)}"
     created = create_run(tiny(verse, "schedule.cooldown=0.7", max_steps), tmp_path / "run")
-    trainer, clock = created.trainer, Clock()
+    trainer, clock = created.trainer, SimpleNamespace(now=0.0)
     advance = trainer.train_step
 
     def timed_advance() -> Any:
@@ -194,7 +173,7 @@ def test_a_budget_is_met_when_the_step_time_changes(
         return advance()
 
     monkeypatch.setattr(trainer, "train_step", timed_advance)
-    deadline = Deadline.from_budget(seconds, 0.0, clock)
+    deadline = Deadline.from_budget(seconds, 0.0, lambda: clock.now)
     created.pace, until = Pace(deadline), deadline.remaining
     run_steps(created)
     assert 0.9 * until < clock.now <= until < seconds
@@ -217,9 +196,9 @@ def test_a_budget_reserves_the_measured_time_of_scoring(
     monkeypatch.setattr(Trials, "__call__", lambda self, *_: 1e5)
     token_seconds = 2.0 / TIMED_TOKENS  # scoring these takes two seconds
     monkeypatch.setattr(Trials, "measure_scoring", lambda self: token_seconds)
-    clock = Clock()
+    clock = SimpleNamespace(now=0.0)
     fixed = {word.split("=")[0] for word in (*TINY, *STEPS[1:])}
-    deadline = Deadline.from_budget(seconds, 0.0, clock)
+    deadline = Deadline.from_budget(seconds, 0.0, lambda: clock.now)
     created = create_run(tiny(verse, *STEPS), tmp_path / "run", deadline, fixed)
     corpus, config = created.trainer.corpus, created.trainer.config
     clock.now = 10.0
@@ -246,7 +225,7 @@ def test_the_plan_leaves_time_for_the_mixture(
     monkeypatch.setattr(budget_module, "plan", planned)
     monkeypatch.setattr(Trials, "measure_scoring", lambda self: 1e-6)
     for name, fixed in (("with", ()), ("without", ("text.mixture_characters",))):
-        deadline = Deadline.from_budget(10.0, 0.0, Clock())
+        deadline = Deadline.from_budget(10.0, 0.0, lambda: 0.0)
         created = create_run(tiny(verse, *STEPS), tmp_path / name, deadline, fixed)
         assert bool(len(created.trainer.corpus.split("mixture"))) == (name == "with")
     counted = 0.9 * len(verse.read_text(encoding="utf-8")) / 1e6

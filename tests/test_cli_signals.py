@@ -4,14 +4,13 @@ import os
 import pty
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import REPOSITORY
+from conftest import start_cli
 from shared_runs import QUICK
 from typer.testing import CliRunner
 
@@ -35,17 +34,9 @@ def kill_started_processes() -> Iterator[None]:
         STARTED.pop().kill()
 
 
-def start_training(
-    *args: object, cwd: Path, program: Sequence[str] = ("-m", "chargpt"), **streams: Any
-) -> subprocess.Popen[str]:
+def start_training(*args: object, cwd: Path, **options: Any) -> subprocess.Popen[str]:
     """Start a long training run and wait for its first checkpoint."""
-    process = subprocess.Popen(
-        [sys.executable, *program, "train", *map(str, args)],
-        cwd=cwd,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams},
-    )
+    process = start_cli("train", *args, "--out", "run", cwd=cwd, **options)
     STARTED.append(process)
     deadline = time.monotonic() + 60
     while not (cwd / "run" / "checkpoints" / "latest.json").exists():
@@ -61,7 +52,6 @@ def test_a_signal_saves_the_run_unless_it_is_a_hangup_that_the_run_ignores(
     process = start_training(
         verse,
         *LONG,
-        *("--out", "run"),
         cwd=tmp_path,
         preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
     )
@@ -84,7 +74,7 @@ def test_a_second_interrupt_stops_at_once_and_leaves_an_intact_checkpoint(
     slow = ["model.n_embd=256", "model.block_size=128", "train.batch_size=64"]
     slow += ["train.micro_batches=64", "train.save_every=1"]
     changes = [word for setting in slow for word in ("-s", setting)]
-    process = start_training(verse, *LONG, *changes, "--out", "run", cwd=tmp_path)
+    process = start_training(verse, *LONG, *changes, cwd=tmp_path)
     assert process.stderr is not None
     time.sleep(0.5)  # the save that wrote the pointer ends
     process.send_signal(signal.SIGTERM)
@@ -103,7 +93,6 @@ def test_a_closed_terminal_leaves_a_saved_run(verse: Path, tmp_path: Path) -> No
     process = start_training(
         verse,
         *LONG,
-        *("--out", "run"),
         cwd=tmp_path,
         stdin=other_end,
         stdout=other_end,
@@ -119,8 +108,8 @@ def test_a_closed_terminal_leaves_a_saved_run(verse: Path, tmp_path: Path) -> No
 
 def test_training_continues_after_stderr_is_closed(verse: Path, tmp_path: Path) -> None:
     frequent = "from chargpt.cli import main, progress; progress.PLAIN_LINE_SECONDS = 0.1; "
-    program = ("-c", f"{frequent}main.run()")
-    process = start_training(verse, *LONG, "--out", "run", cwd=tmp_path, program=program)
+    program = f"-c {frequent}main.run()"
+    process = start_training(verse, *LONG, cwd=tmp_path, program=program)
     assert process.stderr is not None
     while not process.stderr.readline().startswith("step "):
         assert process.poll() is None
@@ -134,22 +123,12 @@ def test_training_continues_after_stderr_is_closed(verse: Path, tmp_path: Path) 
 def test_a_failed_save_is_announced_once_while_training_continues(
     verse: Path, tmp_path: Path
 ) -> None:
-    args = " ".join(QUICK)
-    command = (
-        f"ulimit -f 100; exec {sys.executable} -m chargpt train {verse} {args} "
-        "-s model.n_embd=64 -s model.n_layer=2 --out run"
-    )
-    done = subprocess.run(
-        ["bash", "-c", command],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        timeout=60,
-    )
-    assert done.returncode == 1
-    assert "Traceback" not in done.stderr
-    announced = [line for line in done.stderr.splitlines() if "File too large" in line]
+    larger = ("-s", "model.n_embd=64", "-s", "model.n_layer=2", "--out", "run")
+    process = start_cli("train", verse, *QUICK, *larger, cwd=tmp_path, shell="ulimit -f 100;")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "Traceback" not in err
+    announced = [line for line in err.splitlines() if "File too large" in line]
     assert len(announced) == 2  # once during training, once at the end
     assert "training continues" in announced[0]
     assert announced[1].startswith("chargpt: cannot save step 6")

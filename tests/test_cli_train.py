@@ -4,7 +4,6 @@ import gzip
 import io
 import json
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -92,35 +91,26 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(
     assert "has done all its 6 steps" in again.stderr
 
 
-def test_standard_input_resumes_a_run_of_the_same_text(
+def test_resume_takes_the_same_text_from_anywhere_and_rejects_others_and_other_settings(
     verse: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def train(text: object, steps: int, content: bytes = b"") -> subprocess.CompletedProcess[str]:
-        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
-        words = [word.replace("max_steps=6", f"max_steps={steps}") for word in QUICK]
-        return cli("train", text, *words, "--out", "mine", "--resume")
-
-    assert train("-", 6, verse.read_bytes()).returncode == 0
-    done = train("-", 8, verse.read_bytes())
+    options = [*QUICK, "--out", "mine", "--resume"]
+    assert cli("train", verse, *options).returncode == 0
+    shutil.copy(verse, "moved.txt")
+    assert "has done all its 6 steps" in cli("train", "moved.txt", *options).stderr
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(verse.read_bytes())))
+    done = cli("train", "-", *options, "-s", "train.max_steps=8")
     assert done.returncode == 0, done.stderr
     assert "resuming mine from step 6" in done.stderr
-    done = train("-", 9, b"another text " * 500)
-    assert "is not the text that the run was trained on" in refusal(done)
-
-
-def test_resume_rejects_another_text_or_setting_than_the_run_has(verse: Path, cli: Cli) -> None:
-    args = ["train", verse, *QUICK, "--out", "mine", "--resume"]
-    assert cli(*args).returncode == 0
-    shutil.copy(verse, "moved.txt")
-    assert "has done all its 6 steps" in cli("train", "moved.txt", *args[2:]).stderr
     Path("other.txt").write_text(verse.read_text() + "!")
-    assert "other.txt is not the text" in refusal(cli("train", "other.txt", *args[2:]))
+    message = refusal(cli("train", "other.txt", *options, "-s", "train.max_steps=9"))
+    assert "other.txt is not the text that the run was trained on" in message
     for more, key in (
         (("-s", "seed=9"), "seed"),
         (("-c", "bigram"), "model.kind"),
         (("--encoding", "latin-1"), "text.encoding"),
     ):
-        assert f"{key} cannot change" in refusal(cli(*args, *more))
+        assert f"{key} cannot change" in refusal(cli("train", verse, *options, *more))
 
 
 @pytest.mark.parametrize("kind", ["no manifests", "other files", "a link"])

@@ -78,28 +78,6 @@ def test_a_device_stays_a_device(tmp_path: Path) -> None:
     assert stat.S_ISCHR(path.stat().st_mode)
 
 
-@pytest.mark.slow
-def test_pages_and_pictures_are_written_again_and_other_files_are_not(
-    cli: Cli, verse: Path
-) -> None:
-    assert cli("train", verse, *TINY, "--out", "r").returncode == 0
-    for words in (
-        ("report", "r", "--out", "a.html"),
-        ("explain", "r", "--html", "b.html"),
-        ("explain", "r", "--plot", "c.svg"),
-        ("explain", "r", "--plot", "d.png"),
-        ("compare", "r", "--plot", "e.png"),
-    ):
-        for _ in range(2):
-            done = cli(*words)
-            assert done.returncode == 0, done.stderr
-        Path(words[-1]).write_text("mine")
-        assert "was not made by chargpt" in refusal(cli(*words))
-        assert Path(words[-1]).read_text() == "mine"
-    for path in (".", "/", ""):
-        assert "Traceback" not in cli("report", "r", "--out", path).stderr
-
-
 # -- streams -----------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ from conftest import Cli
 FILES: dict[str, bytes] = {  # of the folder in which the commands are run
     "a.txt": b"the sea\n",
     "b.txt": b"the sea\n",
+    "a.svg": b"the sea\n",
     "other.txt": "The light, the sea, the night. Ж".encode() * 20,
     "empty.txt": b"",
     "forty.txt": b"It is only forty characters, and no more",
@@ -97,6 +98,12 @@ REFUSALS = [
     ("compare RUN --budget 1m", 2, "--budget applies to training", "drop it"),
     ("compare RUN -s model.n_layer=2", 2, "-s (or --seed, --encoding", "drop it"),
     # others
+    ("report RUN --out a.txt", 2, "was not made by chargpt", "name another file"),
+    ("play RUN --out a.txt", 2, "was not made by chargpt", "name another file"),
+    ("report RUN --out notes", 2, "notes is a folder", "name a file in it"),
+    ("explain RUN --html a.txt", 2, "was not made by chargpt", "name another file"),
+    ("explain RUN --plot a.svg", 2, "was not made by chargpt", "name another file"),
+    ("compare RUN --plot a.svg", 2, "was not made by chargpt", "name another file"),
     ("explain RUN --encoding utf-8", 2, "--encoding-errors applies to a text, and", "drop it"),
     (
         "explain TEXT --plot a.png",
