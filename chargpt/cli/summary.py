@@ -76,13 +76,10 @@ def describe_forgetting(base_run: Run, forgotten: Forgetting | None) -> list[str
     """Return a sentence on the loss of a fine-tuned run on the base run's text, if it is known."""
     if forgotten is None:
         return []
-    unknown = ""
-    if forgotten.n_unknown:
-        unknown = f", without {forgotten.n_unknown:,} that this run does not know"
     return [
         f"On {base_run.state.text_name}, the text of {base_run.folder}: "
         f"{forgotten.before:.3f} nats per character before training, {forgotten.after:.3f} "
-        f"after it (on {forgotten.characters:,} characters of its validation split{unknown})."
+        f"after it (on {forgotten.characters:,} characters of its validation split)."
     ]
 
 
