@@ -125,7 +125,10 @@ def read_input(path: Path, out: Path, *, force: bool) -> bytes:
         copy_stdin(chunks.append, limit)
         return b"".join(chunks)
     try:
-        if path.stat().st_size > limit:
+        size = path.stat().st_size
+        if not path.is_file():  # reading a pipe could wait for ever
+            raise TextError(f"{path} is no file; name one, or pipe the text in and name it `-`")
+        if size > limit:
             raise TextError(f"{path} is too large for this machine's memory; split it")
         return path.read_bytes()
     except OSError as error:

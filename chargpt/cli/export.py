@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from chargpt.cli import console, options, runs
+from chargpt.errors import ConfigError
 from chargpt.export.check import ExportCheck, NotChecked
 from chargpt.export.gguf import Precision, export_gguf
 from chargpt.export.html import export_html
@@ -96,7 +97,12 @@ def load(path: Path | None, checkpoint: str) -> Run:
 
 def write(export: Callable[[Run, Path], ExportCheck | NotChecked], run: Run, path: Path) -> None:
     """Export a run's GPT to a path; print the path and the result of the check."""
-    check = export(run, path)
+    try:
+        check = export(run, path)
+    except BrokenPipeError:  # nobody reads: that is no error
+        raise
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error.strerror}); name another") from None
     if not is_open_descriptor(path):  # whose content is the page
         console.out(str(path))
     console.say(check.describe())
